@@ -1,0 +1,68 @@
+"""Every exception the workbench raises on purpose.
+
+    WorkbenchError
+    ├── LayoutError (ValueError)         a layout that cannot be, or that does not fit a tensor
+    │   ├── SbpError                     split / broadcast / partial-sum entries
+    │   └── PlacementError               device type and rank grid
+    ├── StrategyError (ValueError)       a strategy that does not fit its model or its ranks
+    ├── ExplicitBoxingError              an implicit boxing under ``wb.explicit_boxing()``
+    ├── WorldError (RuntimeError)        this process is not (or no longer) part of a world
+    ├── CollectiveAborted (RuntimeError) a wait for other ranks ended early
+    └── SessionError (RuntimeError)      the notebook's side of a cluster
+        ├── NotStartedError              no session is running
+        ├── EngineStartError             engines did not come up
+        └── CellError                    code failed on one or more ranks
+
+Messages have four parts, in this order: what was asked, both numbers, the rule, the fix.
+Subclasses of ``ValueError`` and ``RuntimeError`` keep ``except ValueError`` in users' code working.
+"""
+
+from __future__ import annotations
+
+
+class WorkbenchError(Exception):
+    """Base of all exceptions raised on purpose by the workbench."""
+
+
+class LayoutError(WorkbenchError, ValueError):
+    """A layout that cannot be, or that does not fit the tensor it is asked for."""
+
+
+class SbpError(LayoutError):
+    """A wrong split / broadcast / partial-sum entry, or a wrong number of them."""
+
+
+class PlacementError(LayoutError):
+    """A placement with an unknown device type, a rank that does not exist, or a rank twice."""
+
+
+class StrategyError(WorkbenchError, ValueError):
+    """A strategy that does not parse, or does not fit its model or the number of ranks."""
+
+
+class ExplicitBoxingError(WorkbenchError):
+    """A boxing that the code did not write, under ``wb.explicit_boxing()``."""
+
+
+class WorldError(WorkbenchError, RuntimeError):
+    """This process is not part of a world, or the world cannot do what was asked."""
+
+
+class CollectiveAborted(WorkbenchError, RuntimeError):
+    """A wait for other ranks ended before they came: abort, dead peer, timeout or divergence."""
+
+
+class SessionError(WorkbenchError, RuntimeError):
+    """Something on the notebook's side of a cluster of engines went wrong."""
+
+
+class NotStartedError(SessionError):
+    """A cell or call needs a running session and there is none."""
+
+
+class EngineStartError(SessionError):
+    """Engines did not come up; the message carries the last lines of their logs."""
+
+
+class CellError(SessionError):
+    """Code failed on one or more ranks; the message groups equal failures, first cause first."""
