@@ -56,7 +56,7 @@ def test_difference_to_one_device_is_absolute_and_has_its_limit(runs: list[RunRe
     assert list(curve.x) == [2], "exact zeros cannot be drawn on a logarithmic axis"
     assert curve.y[0] == pytest.approx(1e-6, rel=1e-6)
     assert figure.layout.shapes[0].y0 == 1e-5
-    assert figure.layout.annotations[0].text == "limit 1e-05"
+    assert figure.layout.annotations[0].text == "limit 1e-5"
     assert figure.layout.annotations[0].y == -5
     assert figure.layout.yaxis.ticktext[0] == "1e-7"
 

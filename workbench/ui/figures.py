@@ -13,6 +13,7 @@ import plotly.graph_objects as go
 
 from workbench.core.metrics import RunRecord, StepMetrics
 from workbench.ui.decimate import decimate
+from workbench.ui.numbers import grouped, short_difference, speedup_text
 from workbench.ui.theme import LIGHT, Palette
 from workbench.ui.traces import (
     axis,
@@ -82,7 +83,11 @@ def _difference(run: RunRecord, baseline: RunRecord) -> tuple[np.ndarray, np.nda
 def _limit_label(tolerance: float, colours: Palette) -> dict[str, Any]:
     """The limit's number above its line. Annotations on a logarithmic axis are placed by exponent."""
     place = {"x": 1, "xref": "paper", "xanchor": "right", "y": float(np.log10(tolerance)), "yanchor": "bottom"}
-    return place | {"text": f"limit {tolerance:g}", "font": {"color": colours.error}, "showarrow": False}
+    return place | {
+        "text": f"limit {short_difference(tolerance)}",
+        "font": {"color": colours.error},
+        "showarrow": False,
+    }
 
 
 def _decades(smallest: float, largest: float) -> dict[str, Any]:
@@ -172,8 +177,8 @@ def comparison_figure(
 
 
 def _rate_text(run: RunRecord) -> str:
-    speedup = f" ({run.speedup:.2f}\u00d7)" if run.speedup is not None else ""
-    return f" {run.samples_per_s:,.0f}{speedup}".replace(",", "\u202f")
+    speedup = f" ({speedup_text(run.speedup)})" if run.speedup is not None else ""
+    return f" {grouped(run.samples_per_s)}{speedup}"
 
 
 def live_bytes(memory: dict[str, int]) -> int:

@@ -1,0 +1,65 @@
+"""The report is one page that needs nothing else, and says in words whether the strategies are right."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from workbench.core.metrics import RunRecord
+from workbench.ui.report import report_html, verdict, write_report
+
+
+@dataclass
+class Comparison:
+    baseline: RunRecord
+    runs: list[RunRecord]
+
+
+@pytest.fixture
+def result(runs: list[RunRecord], baseline: RunRecord) -> Comparison:
+    return Comparison(baseline, runs)
+
+
+def test_the_page_stands_alone(result: Comparison, tmp_path: Path):
+    path = write_report(result, tmp_path / "new" / "report.html")
+    html = path.read_text(encoding="utf-8")
+    assert html.startswith("<!doctype html>")
+    assert not re.findall(r"<(?:script|link|img)[^>]+(?:src|href)=", html)
+    assert html.count("plotly.js v") == 1, "plotly.js is inlined once"
+
+
+def test_all_figures_come_in_both_themes(result: Comparison):
+    html = report_html(result)
+    block = re.search(r'<script type="application/json" id="figures">(.*?)</script>', html, re.DOTALL)
+    assert block
+    figures = json.loads(block.group(1))
+    assert {"throughput", "scatter", "loss", "difference", "throughput-by-step", "memory"} == figures.keys()
+    for name, themes in figures.items():
+        assert f'<div id="{name}">' in html
+        assert themes["light"]["layout"]["font"]["color"] != themes["dark"]["layout"]["font"]["color"]
+
+
+def test_summary_names_what_was_run(result: Comparison):
+    html = report_html(result, title="Digits & more")
+    assert "Digits &amp; more" in html
+    assert "3 strategies, 3 steps each, batch 100" in html
+    assert "cores" in html and "torch" in html
+
+
+def test_a_script_in_a_name_stays_text(result: Comparison):
+    result.runs = [replace(result.runs[0], name="</script><script>alert(1)</script>")]
+    assert "<script>alert" not in report_html(result)
+
+
+def test_verdict(runs: list[RunRecord]):
+    assert verdict(runs[:2]) == (
+        "equal",
+        "All 2 strategies equal one device (largest loss difference 2e-7, limit 1e-5)",
+    )
+    assert verdict(runs) == ("unknown", "Not run: pipeline")
+    assert verdict([]) == ("unknown", "No runs")
+    assert verdict([replace(runs[0], equal=False), *runs]) == ("unequal", "Not equal to one device: data")
