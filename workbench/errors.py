@@ -19,6 +19,9 @@ Subclasses of ``ValueError`` and ``RuntimeError`` keep ``except ValueError`` in 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 
 class WorkbenchError(Exception):
     """Base of all exceptions raised on purpose by the workbench."""
@@ -65,4 +68,25 @@ class EngineStartError(SessionError):
 
 
 class CellError(SessionError):
-    """Code failed on one or more ranks; the message groups equal failures, first cause first."""
+    """Code failed on one or more ranks; the message groups equal failures, first cause first.
+
+    ``failures``: what each failing rank reported (`workbench.session.protocol.Failure`), by rank.
+    """
+
+    def __init__(
+        self, message: str, *, failures: Mapping[int, Any] | None = None, rendered: Sequence[str] = ()
+    ) -> None:
+        super().__init__(message)
+        self.failures = dict(failures or {})
+        self._rendered = list(rendered)
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows in place of a traceback through our own code."""
+        return self._rendered or [f"{type(self).__name__}: {self}"]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild_cell_error, (str(self), self.failures, self._rendered)
+
+
+def _rebuild_cell_error(message: str, failures: Mapping[int, Any], rendered: Sequence[str]) -> CellError:
+    return CellError(message, failures=failures, rendered=rendered)

@@ -1,0 +1,194 @@
+"""The only file that touches ipyparallel's private parts; tests/session/test_adapter.py pins each of them.
+
+`Engines` sends requests through ipyparallel's own views and turns everything that comes back (output,
+wire values, replies) into `Event`s in one queue per request, in the order in which it arrived.
+
+Private parts used, and why:
+    Client._io_loop          callbacks are attached where messages are handled, so none is lost or seen twice
+    AsyncResult._children    one future per rank, with its output future and its `iopub_callbacks`
+    Client._send, _control_stream, _build_targets    messages on the control channel, which has no public call
+    Client.history           grows with every request and is emptied by `forget`
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import ipyparallel as ipp
+
+from workbench.session import protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One thing that came from a rank.
+
+    kind and content: ``stream`` (name, text); ``display`` and ``result`` (a MIME bundle with metadata);
+    ``data`` (a value of the protocol); ``reply`` (the exception, or the returned value); ``idle`` (None: no more output).
+    """
+
+    kind: str
+    rank: int
+    content: Any
+    time_s: float
+
+
+class Request:
+    """One request to some ranks, and the queue of what comes back."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self.ranks = tuple(ranks)
+        self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+
+    def put(self, kind: str, rank: int, content: Any) -> None:
+        self.events.put(Event(kind, rank, content, time.monotonic()))
+
+    def attach(self, ranks: Sequence[int], result: ipp.AsyncResult) -> None:
+        """Listen to the ranks of a result; runs on the client's I/O thread, before or after messages came."""
+        for rank, child in zip(ranks, result._children, strict=True):
+            metadata = child.output.metadata
+            self._drain(rank, metadata)
+            child.iopub_callbacks.append(partial(self._on_message, rank, metadata))
+            child.add_done_callback(partial(self._on_reply, rank))
+            child.output.add_done_callback(lambda _future, rank=rank: self.put("idle", rank, None))
+
+    def _drain(self, rank: int, metadata: dict[str, Any]) -> None:
+        """Take what arrived before we listened."""
+        for name in ("stdout", "stderr"):
+            if metadata[name]:
+                self.put("stream", rank, (name, metadata[name]))
+        for content in metadata["outputs"]:
+            self.put("display", rank, content)
+        if metadata["execute_result"]:
+            self.put("result", rank, metadata["execute_result"])
+        self._take_data(rank, metadata)
+        self._clear(metadata)
+
+    def _on_message(self, rank: int, metadata: dict[str, Any], message: dict[str, Any]) -> None:
+        kind, content = message["header"]["msg_type"], message["content"]
+        if kind == "stream":
+            self.put("stream", rank, (content["name"], content["text"]))
+        elif kind == "display_data":
+            self.put("display", rank, content)
+        elif kind == "execute_result":
+            self.put("result", rank, content)
+        elif kind == "data_message":
+            self._take_data(rank, metadata)
+        self._clear(metadata)
+
+    def _take_data(self, rank: int, metadata: dict[str, Any]) -> None:
+        data = metadata["data"]
+        for key in [key for key in data if key.startswith(protocol.WIRE_KEY)]:
+            self.put("data", rank, data.pop(key))
+
+    @staticmethod
+    def _clear(metadata: dict[str, Any]) -> None:
+        """ipyparallel keeps all output of a request, and copies all of it for every new piece."""
+        metadata["stdout"] = metadata["stderr"] = ""
+        metadata["outputs"].clear()
+        metadata["execute_result"] = None
+
+    def _on_reply(self, rank: int, future: Any) -> None:
+        self.put("reply", rank, future.exception() or future.result())
+
+
+class Engines:
+    """All engines of a session, by rank."""
+
+    def __init__(self, client: ipp.Client) -> None:
+        self.client = client
+        self._views: dict[tuple[int, ...], ipp.DirectView] = {}
+
+    def ids(self) -> list[int]:
+        """Ranks that are registered now."""
+        return self.client.ids
+
+    def execute(self, ranks: Sequence[int], code: str, tag: protocol.CellTag) -> Request:
+        """Run code in the engines' namespace."""
+        request = Request(ranks)
+        result = self._view(request.ranks).execute(code, silent=False, block=False, label=str(tag))
+        self.client._io_loop.add_callback(request.attach, request.ranks, result)
+        return request
+
+    def apply(self, ranks: Sequence[int], function: Callable, arguments: tuple, tag: protocol.CellTag) -> Request:
+        """Call an importable function on the engines' main thread."""
+        request = Request(ranks)
+        self._send_call(request, ranks, function, arguments, tag)
+        return request
+
+    def apply_each(
+        self, ranks: Sequence[int], function: Callable, arguments: Sequence[tuple], tag: protocol.CellTag
+    ) -> Request:
+        """Call an importable function with each rank's own arguments."""
+        request = Request(ranks)
+        for rank, own in zip(ranks, arguments, strict=True):
+            self._send_call(request, [rank], function, own, tag)
+        return request
+
+    def signal(self, ranks: Sequence[int], name: str) -> None:
+        """Have the nannies send a signal to those of the ranks that are alive; does not wait."""
+        alive = [rank for rank in ranks if rank in self.client.ids]
+        if alive:
+            self.client.send_signal(name, targets=alive, block=False)
+
+    def control(self, ranks: Sequence[int], operation: str, **arguments: Any) -> dict[int, ControlCall]:
+        """Ask the engines' control threads; answers also come while their main threads are stuck."""
+        calls = {}
+        for rank in ranks:
+            if rank in self.client.ids:
+                idents, _ = self.client._build_targets([rank])
+                content = {"op": operation, "arguments": arguments}
+                future = self.client._send(
+                    self.client._control_stream, protocol.CONTROL_REQUEST, content=content, ident=idents[0]
+                )
+                calls[rank] = ControlCall(future)
+        return calls
+
+    def wait_until_gone(self, ranks: Sequence[int], timeout_s: float = 10.0) -> None:
+        """Wait until the controller has noticed that these engines ended, so that their ids are free again."""
+        deadline_s = time.monotonic() + timeout_s
+        while set(ranks) & set(self.client.ids) and time.monotonic() < deadline_s:
+            time.sleep(0.02)
+
+    def forget(self) -> None:
+        """Drop what the client remembers of finished requests."""
+        self.client.history.clear()
+        for view in self._views.values():
+            view.history.clear()
+
+    def close(self) -> None:
+        self.client.close(linger=0)
+
+    def _send_call(
+        self, request: Request, ranks: Sequence[int], function: Callable, arguments: tuple, tag: protocol.CellTag
+    ) -> None:
+        view = self._view(tuple(ranks))
+        with view.temp_flags(label=str(tag), block=False):
+            result = view.apply_async(function, *arguments)
+        self.client._io_loop.add_callback(request.attach, tuple(ranks), result)
+
+    def _view(self, ranks: tuple[int, ...]) -> ipp.DirectView:
+        if ranks not in self._views:
+            self._views[ranks] = self.client.direct_view(list(ranks))
+        return self._views[ranks]
+
+
+class ControlCall:
+    """The answer of one control thread, when it comes."""
+
+    def __init__(self, future: Any) -> None:
+        self._future = future
+
+    def answer(self, timeout_s: float) -> Any:
+        """What the operation returned, or None when no answer came in time or it failed."""
+        if not self._future.wait(timeout_s):
+            return None
+        message = self._future.result()
+        if message["content"].get("status") != "ok":
+            return None
+        return protocol.load(bytes(message["buffers"][0]))

@@ -1,0 +1,91 @@
+"""Answers the notebook on the engine's control thread, also while the main thread is stuck in C.
+
+Operations: ``status`` (a `RankStatus` with the main thread's stack), ``abort`` (end waits for other
+ranks), ``stop`` (make `stop_requested` true for one run).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from typing import Any
+
+from workbench.session import engine, protocol
+from workbench.session.engine_failures import frames_of_stack
+
+
+def install(shell: Any) -> None:
+    """Register the handler; ipyparallel's nanny relays message types that it does not know."""
+    kernel = shell.kernel
+
+    def handle(stream: Any, ident: Any, parent: dict[str, Any]) -> None:
+        reply, buffers = _answer(parent["content"])
+        kernel.session.send(stream, protocol.CONTROL_REPLY, reply, parent=parent, ident=ident, buffers=buffers)
+
+    kernel.control_handlers[protocol.CONTROL_REQUEST] = handle
+
+
+def _answer(content: dict[str, Any]) -> tuple[dict[str, str], list[bytes]]:
+    try:
+        result = _OPERATIONS[content["op"]](**content.get("arguments", {}))
+        return {"status": "ok"}, [protocol.dump(result)]
+    except Exception as error:
+        return {"status": "error", "message": f"{type(error).__name__}: {error}"}, []
+
+
+def status() -> protocol.RankStatus:
+    """This rank as it is now; never waits for the main thread."""
+    import psutil
+
+    stack = frames_of_stack(sys._current_frames().get(_main_thread_id()))
+    world = _world()
+    return protocol.RankStatus(
+        rank=int(os.environ.get("RANK", "-1")),
+        alive=True,
+        pid=os.getpid(),
+        device=str(world.device) if world is not None else "",
+        transport=world.transport_name if world is not None else "",
+        memory_bytes=psutil.Process().memory_info().rss,
+        busy=bool(stack),
+        doing=describe_place(stack),
+        stack=stack,
+    )
+
+
+def abort(reason: str) -> None:
+    """End the main thread's wait for other ranks."""
+    world = _world()
+    if world is not None:
+        world.abort(reason)
+
+
+def describe_place(stack: tuple[protocol.Frame, ...]) -> str:
+    """``cell line 3, in all_reduce (distributed_c10d.py:2501)``; empty without frames."""
+    if not stack:
+        return ""
+    cell = next((frame for frame in reversed(stack) if frame.in_cell), None)
+    innermost = stack[-1]
+    inside = f"{innermost.function} ({os.path.basename(innermost.file)}:{innermost.line})"
+    if cell is None:
+        return inside
+    return f"cell line {cell.line}" + ("" if innermost.in_cell else f", in {inside}")
+
+
+def _main_thread_id() -> int:
+    return threading.main_thread().ident or 0
+
+
+def _world() -> Any:
+    """The current world, or None before joining and after leaving."""
+    module = sys.modules.get("workbench.runtime.world")
+    if module is None:
+        return None
+    try:
+        return module.current()
+    except Exception:
+        return None
+
+
+_OPERATIONS = {"status": status, "abort": abort, "stop": engine.request_stop, "ping": time.time}

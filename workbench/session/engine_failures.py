@@ -1,0 +1,97 @@
+"""Turns an exception on an engine into the plain `Failure` that the notebook groups and shows."""
+
+from __future__ import annotations
+
+import linecache
+import time
+import traceback
+from collections.abc import Iterable
+from types import FrameType, TracebackType
+from typing import Any
+
+from workbench.errors import CollectiveAborted
+from workbench.session import engine, protocol
+
+_LINES_AROUND = 2
+_MAX_FRAMES = 20
+
+
+def install(shell: Any) -> None:
+    """Send a `Failure` whenever the shell shows a traceback."""
+    plain_show = shell._showtraceback
+
+    def showtraceback(kind: type[BaseException], error: BaseException, text: list[str]) -> None:
+        if engine.current_tag() is not None and isinstance(error, BaseException):
+            engine.send(failure_of(error))
+        plain_show(kind, error, text)
+
+    shell._showtraceback = showtraceback
+
+
+def failure_of(error: BaseException) -> protocol.Failure:
+    """The exception, with the frames of the user's cell and what it called."""
+    return protocol.Failure(
+        kind=type(error).__name__,
+        message=_safe_str(error),
+        frames=frames_of_traceback(error.__traceback__),
+        time_s=time.time(),
+        was_stopped=isinstance(error, (KeyboardInterrupt, CollectiveAborted)),
+        chain=tuple(_chain(error)),
+        syntax="".join(traceback.format_exception_only(error)) if isinstance(error, SyntaxError) else "",
+    )
+
+
+def frames_of_traceback(tb: TracebackType | None) -> tuple[protocol.Frame, ...]:
+    """Frames from the user's code inwards, outermost first."""
+    return _user_frames([(frame, line) for frame, line in traceback.walk_tb(tb)])
+
+
+def frames_of_stack(frame: FrameType | None) -> tuple[protocol.Frame, ...]:
+    """The same for a thread's stack; empty when no user code runs."""
+    stack = [(found, line) for found, line in traceback.walk_stack(frame)] if frame is not None else []
+    return _user_frames(stack[::-1])
+
+
+def _user_frames(stack: list[tuple[FrameType, int]]) -> tuple[protocol.Frame, ...]:
+    """What lies inside the outermost cell, or inside a call sent by ``submit``."""
+    is_call = [frame.f_code is engine.call.__code__ for frame, _ in stack]
+    in_cell = [_is_cell(frame.f_code.co_filename) for frame, _ in stack]
+    if True in in_cell:
+        start = in_cell.index(True)
+    elif True in is_call:
+        start = is_call.index(True) + 1
+    else:
+        return ()
+    kept = list(zip(stack, in_cell, strict=True))[start:]
+    if len(kept) > _MAX_FRAMES:
+        kept = kept[: _MAX_FRAMES // 2] + kept[-_MAX_FRAMES // 2 :]
+    return tuple(_frame(frame, line, cell) for (frame, line), cell in kept)
+
+
+def _frame(frame: FrameType, line: int, in_cell: bool) -> protocol.Frame:
+    code = frame.f_code
+    numbers: Iterable[int] = range(max(1, line - _LINES_AROUND), line + _LINES_AROUND + 1)
+    lines = [(number, linecache.getline(code.co_filename, number, frame.f_globals)) for number in numbers]
+    source = tuple((number, text.rstrip("\n")) for number, text in lines if text)
+    return protocol.Frame("cell" if in_cell else code.co_filename, line, code.co_qualname, in_cell, source)
+
+
+def _is_cell(filename: str) -> bool:
+    return engine.shell().compile.format_code_name(filename) is not None
+
+
+def _chain(error: BaseException) -> Iterable[str]:
+    """``KeyError: 'x'`` of each exception that led to this one, nearest first, at most three."""
+    for _ in range(3):
+        led = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+        if led is None:
+            return
+        yield f"{type(led).__name__}: {_safe_str(led)}"
+        error = led
+
+
+def _safe_str(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as failure:
+        return f"(its message cannot be shown: {type(failure).__name__})"

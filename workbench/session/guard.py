@@ -1,0 +1,69 @@
+"""Runs an engine or a controller that cannot outlive the notebook that started it.
+
+``python -m workbench.session.guard ipyparallel.engine ...`` watches its parent from a thread, which also
+works while the main thread is stuck in C. The engine ends itself. The controller, whose interpreter
+is never held for long, also ends every process of the session by id and start time and removes the
+session's folder, so that nothing is left even where an engine's own watch could not run.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+PERIOD_S = 0.5
+
+
+def watch_parent(parent_pid: int, on_orphaned: Callable[[], None], period_s: float = PERIOD_S) -> threading.Thread:
+    """Call ``on_orphaned`` within about ``period_s`` of the end of the process that started this one."""
+
+    def watch() -> None:
+        while os.getppid() == parent_pid:
+            time.sleep(period_s)
+        on_orphaned()
+
+    thread = threading.Thread(target=watch, name="workbench-parent-watch", daemon=True)
+    thread.start()
+    return thread
+
+
+def end_this_process() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def end_whole_session() -> None:
+    """End what the session's folder lists, remove the folder, then end this process."""
+    try:
+        from workbench.session.folder import SessionFolder
+
+        SessionFolder.open(os.environ["WORKBENCH_SESSION_FOLDER"]).reap(spare={os.getpid()})
+    finally:
+        end_children()
+        end_this_process()
+
+
+def end_children() -> None:
+    import psutil
+
+    for child in psutil.Process().children(recursive=True):
+        try:
+            child.kill()
+        except psutil.NoSuchProcess:
+            continue
+
+
+def main(argv: list[str]) -> None:
+    module, *arguments = argv
+    is_controller = module.endswith("controller")
+    watch_parent(int(os.environ["WORKBENCH_OWNER_PID"]), end_whole_session if is_controller else end_this_process)
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

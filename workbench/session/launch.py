@@ -1,0 +1,275 @@
+"""Starts and stops the processes of a session with ipyparallel's own launchers.
+
+One engine per rank, its environment set before its interpreter starts (the only safe moment for
+CUDA_VISIBLE_DEVICES and OMP_NUM_THREADS), engine id = rank, everything on loopback and encrypted.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ipyparallel as ipp
+import psutil
+from ipyparallel.cluster.launcher import LocalControllerLauncher, LocalEngineLauncher, LocalEngineSetLauncher
+from traitlets import Integer, List
+from traitlets.config import Config
+
+from workbench.errors import EngineStartError
+from workbench.session.folder import ProcessId, SessionFolder
+from workbench.session.ranks import say_ranks
+
+START_TIMEOUT_S = 120
+_POLL_S = 0.05
+_LOG_LINES = 12
+_GUARD = [sys.executable, "-m", "workbench.session.guard"]
+_CONTROLLER_OPTIONS = [
+    "--IPController.use_threads=True",
+    "--IPController.enable_curve=True",
+    "--IPController.ip=127.0.0.1",
+    "--HeartMonitor.period=1000",
+    "--log-level=WARN",
+]
+_ENGINE_OPTIONS = ["--IPEngine.timeout=60", "--log-level=WARN", "--InteractiveShell.xmode=Plain"]
+
+
+def rank_environment(rank: int, num_ranks: int, gpus: Sequence[str] = ()) -> dict[str, str]:
+    """Environment of one engine; ``gpus`` are the devices to share out, empty for CPU engines."""
+    environment = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+        "OMP_NUM_THREADS": str(max(1, num_cores() // num_ranks)),
+    }
+    if gpus:
+        environment["CUDA_VISIBLE_DEVICES"] = gpus[rank % len(gpus)]
+    return environment
+
+
+def num_cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def find_gpus() -> list[str]:
+    """Names by which CUDA knows this machine's GPUs; found without loading CUDA into this process."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return [name.strip() for name in chosen.split(",") if name.strip() not in ("", "-1")]
+    if shutil.which("nvidia-smi") is None:
+        return []
+    listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=False)
+    lines = [line for line in listing.stdout.splitlines() if line.startswith("GPU ")]
+    return [str(index) for index in range(len(lines))]
+
+
+class GuardedControllerLauncher(LocalControllerLauncher):
+    """A controller that ends with the notebook, and takes the rest of the session with it."""
+
+    stop_seconds_until_kill = Integer(1)
+
+    def find_args(self) -> list[str]:
+        return [*_GUARD, "ipyparallel.controller", *self.cluster_args, *self.controller_args]
+
+
+class RankEngineLauncher(LocalEngineLauncher):
+    """One engine: knows its rank, and ends with the notebook."""
+
+    stop_seconds_until_kill = Integer(1)
+
+    @property
+    def rank(self) -> int:
+        return self.parent.ranks[int(self.identifier)]
+
+    def find_args(self) -> list[str]:
+        return [*_GUARD, "ipyparallel.engine", *self.cluster_args, *self.engine_args, f"--IPEngine.id={self.rank}"]
+
+    def start(self) -> Any:
+        own = rank_environment(self.rank, self.parent.num_ranks, self.parent.gpus)
+        self.environment = {**self.environment, **own}
+        return super().start()
+
+
+class RankEngineSetLauncher(LocalEngineSetLauncher):
+    """Engines for the given ranks of a session (all of them at its start, some of them at a restart)."""
+
+    launcher_class = RankEngineLauncher
+    ranks = List()
+    num_ranks = Integer()
+    gpus = List()
+
+
+class LocalProcesses:
+    """Controller and engines of one session on this host.
+
+    ``start`` brings them up or raises `EngineStartError`; ``stop`` ends all of them; both leave nothing behind.
+    """
+
+    def __init__(self, folder: SessionFolder, num_ranks: int, gpus: Sequence[str] = ()) -> None:
+        self.folder = folder
+        self.num_ranks = num_ranks
+        self.gpus = list(gpus)
+        self.engines: dict[int, RankEngineLauncher] = {}
+        self._known: set[ProcessId] = set()
+        self._cluster = ipp.Cluster(
+            profile_dir=str(folder.path / "profile"),
+            cluster_id="",
+            cluster_file="",
+            config=Config(),
+            load_profile=False,
+            shutdown_atexit=False,
+            delay=0,
+            log_level=logging.CRITICAL,
+            controller_args=_CONTROLLER_OPTIONS,
+            engines=RankEngineSetLauncher,
+            controller=GuardedControllerLauncher,
+        )
+
+    def start(self, on_progress: Callable[[int], None]) -> ipp.Client:
+        """Start everything and return a client that sees all ranks.
+
+        ``on_progress`` is called with the number of engines that are up, about 20 times a second.
+
+        Raises:
+            EngineStartError: the controller or an engine ended; the message has the last lines it wrote.
+        """
+        environment = {"WORKBENCH_OWNER_PID": str(os.getpid()), "WORKBENCH_SESSION_FOLDER": str(self.folder.path)}
+        self._cluster.start_controller_sync(environment=environment)
+        self._record()
+        try:
+            client = self._cluster.connect_client_sync()
+        except Exception as error:
+            raise EngineStartError(
+                f"Session: the controller did not start ({error}). The last lines it wrote:\n{self._controller_log()}"
+            ) from error
+        self.start_engines(client, range(self.num_ranks), on_progress)
+        return client
+
+    def start_engines(self, client: ipp.Client, ranks: Sequence[int], on_progress: Callable[[int], None]) -> None:
+        """Start engines for these ranks and wait until the client sees them; raises as `start` does."""
+        engine_set_id = self._cluster.start_engines_sync(
+            len(ranks),
+            ranks=list(ranks),
+            num_ranks=self.num_ranks,
+            gpus=self.gpus,
+            delay=0,
+            engine_args=_ENGINE_OPTIONS,
+            environment={
+                "WORKBENCH_OWNER_PID": str(os.getpid()),
+                "WORKBENCH_SESSION_FOLDER": str(self.folder.path),
+            },
+        )
+        launchers = list(self._cluster.engines[engine_set_id].launchers.values())
+        self.engines.update({launcher.rank: launcher for launcher in launchers})
+        self._record()
+        self._wait_for(client, ranks, on_progress)
+        self._record()
+
+    def stop(self) -> None:
+        """End all processes, at the latest by SIGKILL after about a second; safe to call twice."""
+        self._record()
+        try:
+            self._cluster.stop_engines_sync()
+            self._wait_for_end(2.0, spare=self._controller_pids())
+            self._cluster.stop_controller_sync()
+        finally:
+            self._wait_for_end(1.0)
+            for process in self._known:
+                process.kill()
+            self._known.clear()
+
+    def kill(self, ranks: Sequence[int]) -> None:
+        """End engines at once."""
+        for rank in ranks:
+            _process_of(self.engines[rank]).kill()
+
+    def dead(self, ranks: Sequence[int]) -> list[int]:
+        """Those of the ranks whose process has ended."""
+        return [rank for rank in ranks if not _is_running(self.engines[rank])]
+
+    def how_ended(self, rank: int) -> str:
+        """``killed by SIGKILL`` or ``exit code 3``, as far as is known."""
+        try:
+            code = _process_of(self.engines[rank]).wait(timeout=0.5)
+        except psutil.Error:
+            code = None
+        if code is None:
+            return "its process has ended"
+        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+    def _wait_for(self, client: ipp.Client, ranks: Sequence[int], on_progress: Callable[[int], None]) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not set(ranks) <= set(client.ids):
+            dead = self.dead(ranks)
+            if dead:
+                raise EngineStartError(self._start_failure(dead, "ended before they were ready"))
+            if time.monotonic() > deadline:
+                missing = sorted(set(ranks) - set(client.ids))
+                raise EngineStartError(self._start_failure(missing, f"did not answer within {START_TIMEOUT_S} s"))
+            on_progress(len(client.ids))
+            time.sleep(_POLL_S)
+
+    def _start_failure(self, ranks: Sequence[int], what: str) -> str:
+        logs = "\n".join(f"rank {rank}:\n{self._log_of(rank)}" for rank in ranks[:2])
+        return (
+            f"Session(engines={self.num_ranks}): {len(ranks)} of {self.num_ranks} engines ({say_ranks(ranks)}) {what}. "
+            f"Engines run {sys.executable} in {os.getcwd()}. The last lines they wrote:\n{logs}"
+        )
+
+    def _log_of(self, rank: int) -> str:
+        return _indented_tail(self.engines[rank].get_output())
+
+    def _controller_log(self) -> str:
+        controller = self._cluster.controller
+        return _indented_tail(controller.get_output() if controller is not None else "")
+
+    def _record(self) -> None:
+        """Write down every process of the session, so that somebody else can end it after us."""
+        launchers = [*self.engines.values(), *([self._cluster.controller] if self._cluster.controller else [])]
+        for launcher in launchers:
+            try:
+                root = psutil.Process(launcher.pid)
+                for process in [root, *root.children(recursive=True)]:
+                    self._known.add(ProcessId(process.pid, process.create_time()))
+            except psutil.NoSuchProcess:
+                continue
+        self._known = {process for process in self._known if process.find() is not None}
+        if self.folder.path.exists():
+            self.folder.record(self._known)
+
+    def _controller_pids(self) -> set[int]:
+        controller = self._cluster.controller
+        if controller is None or not psutil.pid_exists(controller.pid):
+            return set()
+        return {controller.pid, *(child.pid for child in psutil.Process(controller.pid).children(recursive=True))}
+
+    def _wait_for_end(self, timeout_s: float, spare: set[int] = frozenset()) -> None:  # type: ignore[assignment]
+        """Give processes that are ending (engines' nannies tell the controller first) time to do so."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            if not any(process.find() for process in self._known if process.pid not in spare):
+                return
+            time.sleep(_POLL_S / 2)
+
+
+def _process_of(launcher: LocalEngineLauncher) -> psutil.Process:
+    return launcher.process
+
+
+def _is_running(launcher: LocalEngineLauncher) -> bool:
+    try:
+        return _process_of(launcher).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _indented_tail(text: str) -> str:
+    lines = [line for line in text.splitlines() if line.strip()][-_LOG_LINES:]
+    return "\n".join(f"    {line}" for line in lines) or "    (nothing)"

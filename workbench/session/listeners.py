@@ -1,0 +1,65 @@
+"""Where a run's output and published objects go: collected as text, and shown while it comes where asked."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from workbench.session import protocol
+from workbench.session.adapter import Event
+from workbench.session.output import Block, OutputMerger, as_text
+
+#: Receives every piece of merged output: the stream's name ("stdout" or "stderr") and the block.
+Show = Callable[[str, Block], None]
+
+
+class OutputListener:
+    """Merges the output of a run; ``show`` gets each block as soon as it is complete."""
+
+    def __init__(self, ranks: Sequence[int], num_ranks: int, show: Show | None = None) -> None:
+        self._ranks, self._num_ranks, self._show = tuple(ranks), num_ranks, show
+        self._output = OutputMerger(ranks)
+        self._lines: list[str] = []
+        self._published: list[tuple[int, bytes]] = []
+        self._lock = threading.Lock()
+
+    def on_event(self, event: Event) -> None:
+        if event.kind == "stream":
+            name, text = event.content
+            self._output.feed_stream(event.rank, name, text, event.time_s)
+        elif event.kind in ("display", "result"):
+            self._output.feed_bundle(event.rank, event.kind, event.content, event.time_s)
+        elif isinstance(event.content, protocol.Published):
+            with self._lock:
+                self._published.append((event.rank, event.content.payload))
+
+    def on_idle(self, now: float) -> None:
+        self._give_out(now, final=False)
+
+    def wakeup(self) -> float | None:
+        return self._output.wakeup()
+
+    def finish(self) -> None:
+        """The run is over: give out what still waits."""
+        now = time.monotonic()
+        for rank in self._ranks:
+            self._output.finish(rank, now)
+        self._give_out(now, final=True)
+
+    @property
+    def text(self) -> str:
+        """All output so far, each line with the ranks that printed it."""
+        return "\n".join(self._lines)
+
+    def take_published(self) -> list[tuple[int, object]]:
+        """(rank, object) of what was published since the last call; from any thread."""
+        with self._lock:
+            taken, self._published = self._published, []
+        return [(rank, protocol.load(payload)) for rank, payload in taken]
+
+    def _give_out(self, now: float, final: bool) -> None:
+        for stream, block in self._output.take(now, final):
+            self._lines.append(as_text(block, self._num_ranks))
+            if self._show is not None:
+                self._show(stream, block)

@@ -1,0 +1,225 @@
+"""Merges what ranks print: alike lines once, floods folded. Pure: text in, tagged lines out, time passed in."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from workbench.session.ranks import rank_label
+from workbench.units import format_bytes, format_count
+
+#: How long a line waits for the other ranks to print the same.
+MERGE_WAIT_S = 0.12
+#: How far ahead in a rank's lines an equal one is looked for.
+_LOOK_AHEAD = 32
+#: Above this many waiting lines of a rank, equal ones are only looked for at the front.
+_BUSY_LINES = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One piece of output and the ranks that made it.
+
+    ``kind``: ``"line"`` (content: text without its newline), ``"display"`` or ``"result"`` (content: a MIME
+    bundle with metadata), ``"note"`` (content: a remark about folded lines).
+    """
+
+    kind: str
+    ranks: tuple[int, ...]
+    content: Any
+
+
+class LineSplitter:
+    """Cuts one rank's stream into lines; a carriage return starts the line again, as on a terminal."""
+
+    def __init__(self) -> None:
+        self._partial = ""
+
+    def feed(self, text: str) -> list[str]:
+        *lines, self._partial = (self._partial + text).replace("\r\n", "\n").split("\n")
+        if "\r" in self._partial[:-1]:
+            self._partial = _after_return(self._partial)
+        return [_after_return(line) for line in lines]
+
+    def rest(self) -> list[str]:
+        """The last line when it has no newline."""
+        line, self._partial = _after_return(self._partial), ""
+        return [line] if line else []
+
+
+def _after_return(line: str) -> str:
+    return line.rstrip("\r").rpartition("\r")[2]
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    kind: str
+    key: str
+    content: Any
+    time_s: float
+
+
+class Merger:
+    """Joins the lines and displays of several ranks into one order that respects each rank's own.
+
+    A line that several ranks print is given out once with all of them, if they print it within
+    `MERGE_WAIT_S` of each other; nothing is ever dropped.
+    """
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self.ranks = tuple(ranks)
+        self._queues: dict[int, deque[_Item]] = {rank: deque() for rank in ranks}
+        self._splitters = {rank: LineSplitter() for rank in ranks}
+
+    def feed_text(self, rank: int, text: str, now: float) -> None:
+        for line in self._splitters[rank].feed(text):
+            self._queues[rank].append(_Item("line", line, line, now))
+
+    def feed_bundle(self, rank: int, kind: str, bundle: dict[str, Any], now: float) -> None:
+        key = json.dumps(bundle.get("data", {}), sort_keys=True, default=str)
+        self._queues[rank].append(_Item(kind, key, bundle, now))
+
+    def finish(self, rank: int, now: float) -> None:
+        """No more text comes from this rank."""
+        for line in self._splitters[rank].rest():
+            self._queues[rank].append(_Item("line", line, line, now))
+
+    def take(self, now: float, final: bool = False) -> list[Block]:
+        """What can be shown now; everything that is left if ``final``."""
+        blocks = []
+        while any(self._queues.values()):
+            item, owners = self._next()
+            missing = len(owners) < len(self.ranks)
+            if missing and not final and now - item.time_s < MERGE_WAIT_S:
+                break
+            for rank in owners:
+                self._queues[rank].popleft()
+            blocks.append(Block(item.kind, owners, item.content))
+        return blocks
+
+    def wakeup(self) -> float | None:
+        """When a waiting line will have waited long enough; None if nothing waits."""
+        heads = [items[0].time_s for items in self._queues.values() if items]
+        return min(heads) + MERGE_WAIT_S if heads else None
+
+    def _next(self) -> tuple[_Item, tuple[int, ...]]:
+        """The item to show next: one that no rank has yet to reach behind other lines, if there is one."""
+        heads = [items[0] for items in self._queues.values() if items]
+        for item in heads:
+            places = {rank: self._place(rank, item) for rank in self.ranks}
+            if not any(places.values()):
+                return item, tuple(rank for rank, place in places.items() if place == 0)
+        item = heads[0]
+        return item, tuple(rank for rank in self.ranks if self._place(rank, item) == 0)
+
+    def _place(self, rank: int, item: _Item) -> int | None:
+        """How many of a rank's waiting items come before an equal one; None if it has none."""
+        items = self._queues[rank]
+        depth = _LOOK_AHEAD if len(items) < _BUSY_LINES else 1
+        for place, other in enumerate(islice(items, depth)):
+            if other.kind == item.kind and other.key == item.key:
+                return place
+        return None
+
+
+class Folder:
+    """Lets a burst of lines through, folds what comes faster than people read, and shows the last ones.
+
+    At most ``burst`` lines at once and ``per_second`` in the long run; of the others the last ``tail``
+    are shown with a count as soon as the flood pauses, or at the end.
+    """
+
+    def __init__(self, burst: int = 200, per_second: float = 10.0, tail: int = 10) -> None:
+        self._burst, self._per_second = burst, per_second
+        self._credit, self._time_s = float(burst), None
+        self._tail: deque[Block] = deque(maxlen=tail)
+        self._num_folded = 0
+        self._folded_bytes = 0
+
+    def take(self, blocks: Sequence[Block], now: float, final: bool = False) -> list[Block]:
+        """Blocks to show in place of the given ones; only lines are ever folded."""
+        if self._time_s is not None:
+            self._credit = min(self._burst, self._credit + (now - self._time_s) * self._per_second)
+        self._time_s = now
+        shown: list[Block] = []
+        for block in blocks:
+            self._take_one(block, shown)
+        if self._num_folded and (final or self._credit >= 2 * len(self._tail)):
+            shown += self._unfold()
+        return shown
+
+    def _take_one(self, block: Block, shown: list[Block]) -> None:
+        if block.kind != "line":
+            shown += [*self._unfold(), block]
+        elif self._num_folded == 0 and self._credit >= 1:
+            self._credit -= 1
+            shown.append(block)
+        else:
+            self._num_folded += 1
+            self._folded_bytes += len(block.content)
+            self._tail.append(block)
+
+    def _unfold(self) -> list[Block]:
+        """The note about hidden lines, and the last ones."""
+        tail, num_hidden = list(self._tail), self._num_folded - len(self._tail)
+        hidden_bytes = self._folded_bytes - sum(len(block.content) for block in tail)
+        self._tail.clear()
+        self._num_folded = self._folded_bytes = 0
+        self._credit -= len(tail)
+        if num_hidden == 0:
+            return tail
+        note = f"{format_count(num_hidden)} lines folded, {format_bytes(hidden_bytes)}"
+        ranks = tuple(sorted({rank for block in tail for rank in block.ranks}))
+        return [Block("note", ranks, note), *tail]
+
+
+class OutputMerger:
+    """All output of one run: standard output with displays, and standard error kept apart."""
+
+    def __init__(self, ranks: Sequence[int], fold: bool = True) -> None:
+        self._mergers = {"stdout": Merger(ranks), "stderr": Merger(ranks)}
+        self._folders = {name: Folder() for name in self._mergers} if fold else {}
+
+    def feed_stream(self, rank: int, name: str, text: str, now: float) -> None:
+        self._mergers[name].feed_text(rank, text, now)
+
+    def feed_bundle(self, rank: int, kind: str, bundle: dict[str, Any], now: float) -> None:
+        self._mergers["stdout"].feed_bundle(rank, kind, bundle, now)
+
+    def finish(self, rank: int, now: float) -> None:
+        for merger in self._mergers.values():
+            merger.finish(rank, now)
+
+    def take(self, now: float, final: bool = False) -> list[tuple[str, Block]]:
+        """(stream, block) pairs that can be shown now."""
+        shown = []
+        for name, merger in self._mergers.items():
+            blocks = merger.take(now, final)
+            if name in self._folders:
+                blocks = self._folders[name].take(blocks, now, final)
+            shown += [(name, block) for block in blocks]
+        return shown
+
+    def wakeup(self) -> float | None:
+        """When `take` should be called again although nothing new has come."""
+        times = [time for merger in self._mergers.values() if (time := merger.wakeup()) is not None]
+        return min(times, default=None)
+
+
+def tag_of(ranks: Sequence[int], num_ranks: int) -> str:
+    """``[all]`` for all ranks of the session, else ``[0-1,3]``."""
+    return "[all]" if len(ranks) == num_ranks else f"[{rank_label(ranks)}]"
+
+
+def as_text(block: Block, num_ranks: int) -> str:
+    """One block as plain text, every line with its tag."""
+    tag = tag_of(block.ranks, num_ranks)
+    if block.kind == "note":
+        return f"{tag} ... {block.content} ..."
+    text = block.content if block.kind == "line" else block.content["data"].get("text/plain", "(no text form)")
+    first, *others = text.split("\n")
+    return "\n".join([f"{tag} {first}", *(f"{' ' * len(tag)} {line}" for line in others)])

@@ -1,0 +1,59 @@
+"""One line that tells how far the start of a session is, in a terminal, a log or a notebook."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from workbench.session.adapter import Event
+from workbench.units import format_seconds
+
+_PERIOD_S = 0.5
+
+
+class StartProgress:
+    """Writes over its line where that is possible (terminals, notebooks), else one line at the start and end."""
+
+    def __init__(self, num_engines: int) -> None:
+        self._num_engines = num_engines
+        self._started_s = self._written_s = time.monotonic()
+        in_notebook = hasattr(getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)(), "kernel")
+        self._stream = sys.stdout if in_notebook else sys.stderr
+        self._overwrites = in_notebook or self._stream.isatty()
+        self._doing = f"starting {num_engines} engines"
+        self._write(f"{self._doing} ...", end="" if self._overwrites else "\n")
+
+    def engines_up(self, num_up: int) -> None:
+        self._update(f"{num_up} of {self._num_engines} engines are up")
+
+    def joining(self) -> None:
+        self._update("engines join their world", at_once=True)
+
+    def finish(self, text: str) -> None:
+        took = format_seconds(time.monotonic() - self._started_s)
+        self._write(f"{text}, started in {took}", end="\n")
+
+    def fail(self) -> None:
+        if self._overwrites:
+            self._write("", end="")
+
+    def on_event(self, event: Event) -> None:
+        """Output of joining engines is of no interest; failures carry their own."""
+
+    def on_idle(self, now: float) -> None:
+        self._update(self._doing)
+
+    def wakeup(self) -> float | None:
+        return time.monotonic() + _PERIOD_S
+
+    def _update(self, doing: str, at_once: bool = False) -> None:
+        now = time.monotonic()
+        self._doing = doing
+        if self._overwrites and (at_once or now - self._written_s >= _PERIOD_S):
+            self._written_s = now
+            self._write(f"{doing}, {format_seconds(round(now - self._started_s, 1))}", end="")
+
+    def _write(self, text: str, end: str) -> None:
+        start = "\r\x1b[2K" if self._overwrites else ""
+        self._stream.write(f"{start}{text and f'workbench: {text}'}{end}")
+        self._stream.flush()

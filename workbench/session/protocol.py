@@ -1,0 +1,186 @@
+"""Everything that crosses the wire between the notebook and its engines, as plain frozen values.
+
+Requests are ipyparallel's own (execute, apply); what they carry besides code is a `CellTag` in the
+request's label. Engines send `Failure`, `Value` and `Published` while they work, and answer control
+requests (`CONTROL_REQUEST`, on a thread of their own) with a `RankStatus`.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+from dataclasses import asdict, dataclass
+from typing import Any
+
+#: Type of the control message and of its reply. The nanny of an engine relays types it does not know.
+CONTROL_REQUEST = "workbench_request"
+CONTROL_REPLY = "workbench_reply"
+#: Prefix of the keys under which engines publish wire values.
+WIRE_KEY = "workbench:"
+#: Values of a cell's last expression above this size are not sent along with the cell's reply.
+MAX_VALUE_BYTES = 16 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class CellTag:
+    """What an engine must know about the request it runs, besides the code.
+
+    ``all_ranks``: every rank of the session runs this request, so collectives are allowed.
+    ``wants_values``: send the value of the last expression, not only its picture.
+    """
+
+    run: int
+    all_ranks: bool
+    wants_values: bool = False
+    label: str = ""
+
+    def __str__(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def parse(cls, text: str | None) -> CellTag | None:
+        """The tag in a request's label, or None where the request is not ours."""
+        try:
+            return cls(**json.loads(text or ""))
+        except (ValueError, TypeError):
+            return None
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One line of a stack. ``source`` holds (line number, text) of the lines around it."""
+
+    file: str
+    line: int
+    function: str
+    in_cell: bool
+    source: tuple[tuple[int, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An exception on one rank: its type and text, its frames from the cell inwards, outermost first."""
+
+    kind: str
+    message: str
+    frames: tuple[Frame, ...]
+    time_s: float  #: seconds since the epoch on the engine's host
+    was_stopped: bool = False  #: ended by an interrupt or an abort, not by its own mistake
+    chain: tuple[str, ...] = ()  #: "KeyError: 'x'" of the exceptions that led to this one
+    syntax: str = ""  #: for syntax errors: the marked line, as Python shows it
+
+    @property
+    def cell_line(self) -> int | None:
+        """The line of the cell that led to the exception, counted from 1."""
+        return next((frame.line for frame in self.frames if frame.in_cell), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A pickled value of a cell's last expression, or what is shown in its place."""
+
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Placeholder:
+    """Stands for a value that stayed on its engine; says why and how to get it."""
+
+    text: str
+
+    def __repr__(self) -> str:
+        return f"<{self.text}>"
+
+
+@dataclass(frozen=True, slots=True)
+class Logical:
+    """The logical tensor of a global one, as `Session.pull` returns it: the same on every rank."""
+
+    tensor: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """One object given to `workbench.session.engine.publish`, pickled on the engine."""
+
+    sequence: int
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class RankStatus:
+    """What one rank says about itself; ``alive=False`` and the rest empty when it does not answer."""
+
+    rank: int
+    alive: bool
+    pid: int | None = None
+    device: str = ""
+    transport: str = ""
+    memory_bytes: int | None = None  #: resident size of the process
+    busy: bool = False
+    doing: str = ""  #: where the main thread is, e.g. ``cell line 3``; empty when idle
+    stack: tuple[Frame, ...] = ()  #: of the main thread, outermost first, from the cell inwards
+
+
+class TooLarge(ValueError):
+    """A pickle outgrew the size it may have."""
+
+
+class _LimitedBuffer(io.BytesIO):
+    """Stops a pickle as soon as it outgrows the limit, instead of after it is complete."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        super().__init__()
+        self.limit_bytes = limit_bytes
+
+    def write(self, data: Any) -> int:
+        if self.tell() + memoryview(data).nbytes > self.limit_bytes:
+            raise TooLarge(f"larger than {self.limit_bytes} bytes")
+        return super().write(data)
+
+
+def dump(value: object, limit_bytes: int | None = None) -> bytes:
+    """Pickle a value by cloudpickle.
+
+    Raises:
+        TooLarge: the pickle would be larger than ``limit_bytes``.
+    """
+    import cloudpickle
+
+    if limit_bytes is None:
+        return bytes(cloudpickle.dumps(value))
+    buffer = _LimitedBuffer(limit_bytes)
+    cloudpickle.dump(value, buffer)
+    return buffer.getvalue()
+
+
+def dump_or_placeholder(value: object, limit_bytes: int = MAX_VALUE_BYTES) -> bytes:
+    """Pickle a value, or the placeholder that says why it stays where it is."""
+    from workbench.units import format_bytes
+
+    kind = type(value).__name__
+    try:
+        return dump(value, limit_bytes)
+    except TooLarge:
+        return dump(
+            Placeholder(
+                f"{kind} larger than {format_bytes(limit_bytes)}, the most that comes back with a cell: "
+                f"give it a name in the cell and fetch it with session.pull(name)"
+            )
+        )
+    except Exception as error:
+        return dump(Placeholder(f"{kind} that cannot be pickled ({error}): it stays on its engine"))
+
+
+def load_strictly(payload: bytes) -> Any:
+    """Unpickle what `dump` made; raises what unpickling raises."""
+    return pickle.loads(payload)
+
+
+def load(payload: bytes) -> Any:
+    """Unpickle what `dump` made; a placeholder where this side lacks what is needed to."""
+    try:
+        return pickle.loads(payload)
+    except Exception as error:
+        return Placeholder(f"value that cannot be rebuilt here ({type(error).__name__}: {error})")

@@ -1,0 +1,214 @@
+"""One request to the engines from sending to its last reply; nobody waits for a rank that cannot come.
+
+When a rank fails, is interrupted or is out of time, the ranks that still run are stopped by the `Ladder`,
+so that control comes back within about two seconds whatever the engines are doing.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from ipyparallel.error import EngineError
+
+from workbench.session import protocol
+from workbench.session.adapter import ControlCall, Engines, Event, Request
+from workbench.session.ladder import Ladder
+
+#: After a rank failed, how long the others may take to fail by themselves, alike or otherwise.
+FAILURE_GRACE_S = 0.2
+#: How long after the last reply output may still arrive.
+OUTPUT_GRACE_S = 1.0
+_POLL_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class CellResult:
+    """What a cell gave: its output as text, the last expression's value by rank, and how long it took.
+
+    ``values`` has one entry per rank that ran the cell, in rank order; None where the cell ends in a
+    statement; a global tensor's entry is its logical tensor when all ranks ran the cell.
+    """
+
+    text: str
+    values: list[Any]
+    elapsed_s: float
+
+
+@dataclass(slots=True)
+class Outcome:
+    """How every rank of a run ended."""
+
+    ranks: tuple[int, ...]
+    replies: dict[int, Any] = field(default_factory=dict)
+    values: dict[int, Any] = field(default_factory=dict)
+    failures: dict[int, protocol.Failure] = field(default_factory=dict)
+    dead: dict[int, str] = field(default_factory=dict)  #: rank -> how it ended
+    places: dict[int, str] = field(default_factory=dict)  #: rank -> where it was when it was stopped
+    stopped: tuple[int, ...] = ()  #: ranks that had to be stopped
+    stop_reason: str = ""  #: "failure", "interrupt", "timeout" or ""
+    killed: tuple[int, ...] = ()
+    elapsed_s: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        return not self.failures and not self.dead and not self.stop_reason
+
+
+class Listener(Protocol):
+    """Where a run's output and published objects go."""
+
+    def on_event(self, event: Event) -> None: ...
+
+    def on_idle(self, now: float) -> None: ...
+
+    def wakeup(self) -> float | None: ...
+
+
+class Run:
+    """Follows a request until every rank has replied or is gone.
+
+    ``kill`` ends engines at once and ``how_ended`` says how a dead one ended.
+    """
+
+    def __init__(
+        self,
+        engines: Engines,
+        request: Request,
+        listener: Listener,
+        kill: Callable[[Sequence[int]], None],
+        how_ended: Callable[[int], str],
+        timeout_s: float | None = None,
+        label: str = "",
+    ) -> None:
+        self.label = label
+        self._engines, self._request, self._listener = engines, request, listener
+        self._kill, self._how_ended = kill, how_ended
+        self._started_s = time.monotonic()
+        self._deadline_s = None if timeout_s is None else self._started_s + timeout_s
+        self._pending = set(request.ranks)
+        self._silent: set[int] = set()  # ranks whose output is complete
+        self._last_reply_s = self._started_s
+        self._first_failure_s: float | None = None
+        self._ladder: Ladder | None = None
+        self._places: dict[int, ControlCall] = {}
+        self._stop_wanted = threading.Event()
+        self.outcome = Outcome(request.ranks)
+
+    def wait(self) -> Outcome:
+        """Follow the run to its end. KeyboardInterrupt stops the engines first, then the reason is "interrupt"."""
+        while not self._finished():
+            try:
+                self._step()
+            except KeyboardInterrupt:
+                self.stop()
+        self.outcome.elapsed_s = time.monotonic() - self._started_s
+        return self.outcome
+
+    def stop(self) -> None:
+        """Have the ranks that still run stopped; from any thread."""
+        self._stop_wanted.set()
+        self._request.put("wake", -1, None)
+
+    def abandon(self, why: str) -> None:
+        """Count ranks that have not replied as dead: the session is being closed."""
+        for rank in sorted(self._pending):
+            self._request.put("reply", rank, EngineError(why))
+
+    def _finished(self) -> bool:
+        if self._pending:
+            return False
+        loud = set(self._request.ranks) - self._silent
+        return not loud or time.monotonic() > self._last_reply_s + OUTPUT_GRACE_S
+
+    def _step(self) -> None:
+        """Handle what has come, or wait until something comes or is due."""
+        try:
+            self._handle(self._request.events.get(timeout=self._time_to_wait()))
+            while True:
+                self._handle(self._request.events.get_nowait())
+        except queue.Empty:
+            pass
+        now = time.monotonic()
+        self._listener.on_idle(now)
+        self._decide(now)
+
+    def _time_to_wait(self) -> float:
+        times = [self._deadline_s, self._listener.wakeup(), self._ladder.wakeup() if self._ladder else None]
+        if self._first_failure_s is not None and self._ladder is None:
+            times.append(self._first_failure_s + FAILURE_GRACE_S)
+        now = time.monotonic()
+        return min([max(0.001, moment - now) for moment in times if moment is not None], default=_POLL_S)
+
+    def _handle(self, event: Event) -> None:
+        if event.kind == "reply":
+            self._handle_reply(event)
+        elif event.kind == "idle":
+            self._silent.add(event.rank)
+        elif event.kind == "data" and isinstance(event.content, protocol.Failure):
+            self.outcome.failures[event.rank] = event.content
+        elif event.kind == "data" and isinstance(event.content, protocol.Value):
+            self.outcome.values[event.rank] = protocol.load(event.content.payload)
+        elif event.kind != "wake":
+            self._listener.on_event(event)
+
+    def _handle_reply(self, event: Event) -> None:
+        if event.rank not in self._pending:
+            return
+        self._pending.discard(event.rank)
+        self._last_reply_s = event.time_s
+        self.outcome.replies[event.rank] = event.content
+        failed = isinstance(event.content, Exception)
+        if failed and self._first_failure_s is None:
+            self._first_failure_s = event.time_s
+        if failed and _is_death(event.content):
+            self._silent.add(event.rank)
+            self.outcome.dead[event.rank] = self._how_ended(event.rank)
+
+    def _decide(self, now: float) -> None:
+        if not self._pending:
+            return
+        if self._ladder is None:
+            reason = self._reason_to_stop(now)
+            if reason:
+                self._begin_stopping(reason, now)
+        if self._ladder is not None:
+            for step in self._ladder.due(now):
+                self._take(step)
+
+    def _reason_to_stop(self, now: float) -> str:
+        if self._stop_wanted.is_set():
+            return "interrupt"
+        if self._first_failure_s is not None and now >= self._first_failure_s + FAILURE_GRACE_S:
+            return "failure"
+        if self._deadline_s is not None and now >= self._deadline_s:
+            return "timeout"
+        return ""
+
+    def _begin_stopping(self, reason: str, now: float) -> None:
+        self.outcome.stop_reason = reason
+        self.outcome.stopped = tuple(sorted(self._pending))
+        self._ladder = Ladder(now)
+        self._places = self._engines.control(self.outcome.stopped, "status")
+        for rank, call in self._places.items():
+            status = call.answer(timeout_s=0.1)
+            if status is not None:
+                self.outcome.places[rank] = status.doing
+
+    def _take(self, step: str) -> None:
+        ranks = sorted(self._pending)
+        if step == "interrupt":
+            self._engines.signal(ranks, "SIGINT")
+        elif step == "abort":
+            self._engines.control(ranks, "abort", reason=f"stopped by the notebook ({self.outcome.stop_reason})")
+        else:
+            self.outcome.killed = tuple(ranks)
+            self._kill(ranks)
+
+
+def _is_death(error: Exception) -> bool:
+    return isinstance(error, EngineError) or getattr(error, "ename", "") == "EngineError"

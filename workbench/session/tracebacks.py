@@ -1,0 +1,187 @@
+"""One grouped account of what went wrong on several ranks: equal failures once, the first cause first."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+
+from workbench.errors import CellError
+from workbench.session import protocol
+from workbench.session.ranks import rank_label, say_ranks
+from workbench.session.run import Outcome
+from workbench.units import format_seconds
+
+_MAX_SHOWN = 4
+_RED, _BOLD, _DIM, _PLAIN = "\x1b[31m", "\x1b[1m", "\x1b[2m", "\x1b[0m"
+#: Python files of ours and of the launcher: their frames tell users nothing about their cell.
+_INTERNAL = tuple(f"{os.sep}{name}{os.sep}" for name in ("ipyparallel", "ipykernel", "IPython"))
+
+
+class Interrupted(KeyboardInterrupt):
+    """The notebook was interrupted; says what the ranks were doing and what became of them."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        self.lines = [f"Interrupted after {format_seconds(outcome.elapsed_s)}.", *consequences(outcome)]
+        super().__init__("\n".join(self.lines))
+
+    def _render_traceback_(self) -> list[str]:
+        return [_paint(self.lines[0], _RED, _BOLD), *self.lines[1:]]
+
+
+def cell_error(outcome: Outcome, what: str = "cell", timeout_s: float | None = None) -> CellError:
+    """The exception for a run that did not end well on all ranks.
+
+    Its text is plain; `CellError._render_traceback_` gives the coloured lines that IPython shows.
+    """
+    return CellError(
+        "\n".join(render(outcome, what, timeout_s)),
+        failures=outcome.failures,
+        rendered=render(outcome, what, timeout_s, colour=True),
+    )
+
+
+def syntax_error(error: SyntaxError) -> CellError:
+    """The exception for code that does not parse; nothing was sent to any rank."""
+    line = (error.text or "").rstrip("\n")
+    indent = len(line) - len(line.lstrip())
+    column = max(0, (error.offset or 1) - 1 - indent)
+    width = (error.end_offset or 0) - (error.offset or 1) if error.end_lineno == error.lineno else 1
+    lines = [
+        f"{type(error).__name__}: {error.msg} (cell line {error.lineno}). Nothing ran on any rank.",
+        f"  ❯ {error.lineno:>4}  {line.strip()}",
+        f"          {' ' * column}{'^' * max(1, width)}",
+    ]
+    head = f"{_RED}{_BOLD}{lines[0]}{_PLAIN}"
+    return CellError("\n".join(lines), rendered=[head, *lines[1:]])
+
+
+def render(outcome: Outcome, what: str, timeout_s: float | None = None, colour: bool = False) -> list[str]:
+    """The account as lines: causes with their tracebacks, then consequences, one line each."""
+    paint = _paint if colour else lambda text, *_: text
+    lines: list[str] = []
+    if outcome.stop_reason == "timeout":
+        lines.append(paint(_timeout_line(outcome, what, timeout_s), _RED, _BOLD))
+    groups = group(outcome)
+    for ranks, failure in groups[:_MAX_SHOWN]:
+        lines += _render_failure(ranks, failure, outcome, paint)
+    for ranks, failure in groups[_MAX_SHOWN:]:
+        lines.append(f"{headline(ranks, failure)}")
+    for rank, how in sorted(outcome.dead.items()):
+        if rank not in outcome.killed:
+            lines.append(
+                paint(f"rank {rank} died while running this {what} ({how}): its variables are lost. ", _RED, _BOLD)
+                + restart_hint([rank])
+            )
+    return lines + consequences(outcome)
+
+
+def group(outcome: Outcome) -> list[tuple[list[int], protocol.Failure]]:
+    """Causes by equal failure, the one that happened first in front; ranks that were only stopped are left out."""
+    groups: dict[tuple, tuple[list[int], protocol.Failure]] = {}
+    stopped = _only_stopped(outcome)
+    for rank, failure in sorted(outcome.failures.items(), key=lambda item: (item[1].time_s, item[0])):
+        if rank in stopped:
+            continue
+        places = tuple((frame.file, frame.line, frame.function) for frame in failure.frames)
+        key = (failure.kind, failure.message, places)
+        groups.setdefault(key, ([], failure))[0].append(rank)
+    return list(groups.values())
+
+
+def consequences(outcome: Outcome) -> list[str]:
+    """What happened to ranks that did nothing wrong: one line per place where they were stopped."""
+    stopped = _only_stopped(outcome)
+    cause = "" if outcome.stop_reason in ("interrupt", "timeout") else " because of it"
+    lines = []
+    for place, ranks in _by_place(outcome, [rank for rank in stopped if rank not in outcome.killed]).items():
+        at = f" at {place}" if place else ""
+        lines.append(
+            f"{_subject(ranks)} running{at} and stopped{cause}; "
+            f"{'its' if len(ranks) == 1 else 'their'} variables are kept."
+        )
+    for place, ranks in _by_place(outcome, outcome.killed).items():
+        at = f" (it was at {place})" if place else ""
+        lines.append(
+            f"{say_ranks(ranks)} did not react to an interrupt{at} and had to be killed: "
+            f"{'its' if len(ranks) == 1 else 'their'} variables are lost. {restart_hint(ranks)}"
+        )
+    return lines
+
+
+def headline(ranks: Sequence[int], failure: protocol.Failure) -> str:
+    """``ValueError on rank 1: message``."""
+    message = f": {failure.message}" if failure.message else ""
+    return f"{failure.kind} on {say_ranks(ranks)}{message}"
+
+
+def restart_hint(ranks: Sequence[int]) -> str:
+    return f"Start again with: %workbench restart --ranks {rank_label(ranks)}"
+
+
+def _render_failure(ranks: list[int], failure: protocol.Failure, outcome: Outcome, paint) -> list[str]:  # type: ignore[no-untyped-def]
+    lines = [paint(headline(ranks, failure), _RED, _BOLD)]
+    if failure.syntax:
+        return [*lines, *(f"  {line}" for line in failure.syntax.splitlines())]
+    for frame, num_skipped in _frames_to_show(failure.frames):
+        if num_skipped:
+            lines.append(paint(f"  {num_skipped} frame{'s' if num_skipped > 1 else ''} not shown", _DIM))
+        lines += _render_frame(frame, paint)
+    lines += [paint(f"  after {led}", _DIM) for led in failure.chain]
+    return lines
+
+
+def _frames_to_show(frames: Sequence[protocol.Frame]) -> Iterable[tuple[protocol.Frame, int]]:
+    """Frames of the cell, the first one outside it, and the innermost; with the number left out before each."""
+    wanted = {index for index, frame in enumerate(frames) if frame.in_cell}
+    wanted |= {min(len(frames) - 1, max(wanted, default=-1) + 1), len(frames) - 1} - {-1}
+    num_skipped = 0
+    for index, frame in enumerate(frames):
+        if index in wanted and not any(part in frame.file for part in _INTERNAL):
+            yield frame, num_skipped
+            num_skipped = 0
+        else:
+            num_skipped += 1
+
+
+def _render_frame(frame: protocol.Frame, paint) -> list[str]:  # type: ignore[no-untyped-def]
+    inside = "" if frame.function == "<module>" else f", in {frame.function}"
+    place = f"cell line {frame.line}{inside}" if frame.in_cell else f"{frame.file}:{frame.line}{inside}"
+    lines = [paint(f"  {place}", _DIM)]
+    for number, text in frame.source:
+        here = number == frame.line
+        if here or frame.in_cell:
+            line = f"  {'❯' if here else ' '} {number:>4}  {text}"
+            lines.append(paint(line, _BOLD) if here else line)
+    return lines
+
+
+def _only_stopped(outcome: Outcome) -> list[int]:
+    """Ranks that ended because the notebook stopped them."""
+    return [
+        rank
+        for rank in outcome.stopped
+        if rank in outcome.killed or (rank in outcome.failures and outcome.failures[rank].was_stopped)
+    ]
+
+
+def _by_place(outcome: Outcome, ranks: Iterable[int]) -> dict[str, list[int]]:
+    places: dict[str, list[int]] = {}
+    for rank in ranks:
+        places.setdefault(outcome.places.get(rank, ""), []).append(rank)
+    return places
+
+
+def _subject(ranks: Sequence[int]) -> str:
+    return f"{say_ranks(ranks)} {'was' if len(ranks) == 1 else 'were'}"
+
+
+def _timeout_line(outcome: Outcome, what: str, timeout_s: float | None) -> str:
+    allowed = format_seconds(timeout_s) if timeout_s is not None else "its time"
+    return (
+        f"Timeout: the {what} may take {allowed}, but {say_ranks(outcome.stopped)} of "
+        f"{rank_label(outcome.ranks)} still ran after that."
+    )
+
+
+def _paint(text: str, *codes: str) -> str:
+    return f"{''.join(codes)}{text}{_PLAIN}"
