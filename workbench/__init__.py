@@ -1,0 +1,70 @@
+"""The interactive workbench for parallel training.
+
+    import workbench as wb
+    wb.init()
+    p = wb.placement("cpu", ranks=[0, 1])
+    x = wb.randn(4, 5, placement=p, sbp=wb.sbp.split(0))
+    w = wb.randn(5, 8, placement=p, sbp=wb.sbp.broadcast)
+    (x @ w).shape                       # (4, 8), computed in two halves
+
+Names are loaded when they are first used: importing the package loads neither torch nor plotly.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0.dev0"
+
+_WHERE = {
+    "workbench.core": ["sbp"],
+    "workbench.core.strategy": ["Strategy"],
+    "workbench.runtime.api": [
+        "GlobalTensor", "arange", "barrier", "boxing_plan", "empty", "explicit_boxing", "eye", "full", "init", "local_map",
+        "manual_seed", "ones", "parallelize", "placement", "rand", "randint", "randn", "rank", "rule", "tensor", "to_global",
+        "world_size", "zeros",
+    ],
+    "workbench.session": ["Session"],
+    "workbench.session.compare": ["compare"],
+    "workbench.ui.widgets": ["Panel"],
+    "workbench": ["errors", "testing"],
+}  # fmt: skip
+_MODULE_OF = {name: module for module, names in _WHERE.items() for name in names}
+__all__ = sorted(_MODULE_OF)
+
+
+def __getattr__(name: str) -> Any:
+    module_name = _MODULE_OF.get(name)
+    if module_name is None:
+        raise AttributeError(f"module 'workbench' has no attribute {name!r}")
+    import importlib
+
+    if name in ("errors", "testing", "sbp"):
+        value: Any = importlib.import_module(f"{module_name}.{name}")
+    else:
+        value = getattr(importlib.import_module(module_name), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def load_ipython_extension(ipython: Any) -> None:
+    """``%load_ext workbench``: registers ``%%global``, ``%workbench``, ``%push`` and ``%pull``."""
+    from workbench.session import magic
+
+    magic.load_ipython_extension(ipython)
+
+
+def unload_ipython_extension(ipython: Any) -> None:
+    """``%unload_ext workbench``."""
+    from workbench.session import magic
+
+    magic.unload_ipython_extension(ipython)
+
+
+if TYPE_CHECKING:
+    from workbench import errors, testing
+    from workbench.core import sbp

@@ -1,0 +1,69 @@
+"""The public names of the runtime, as ``import workbench as wb`` shows them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from workbench.core.boxing import BoxingPlan, plan_boxing
+from workbench.core.layout import Layout
+from workbench.core.placement import Placement
+from workbench.runtime import methods
+from workbench.runtime.creation import arange, empty, eye, full, ones, rand, randint, randn, tensor, zeros
+from workbench.runtime.entry import to_global
+from workbench.runtime.ops.extension import local_map, rule
+#PAR
+from workbench.runtime.random import manual_seed
+from workbench.runtime.tensor import GlobalTensor
+from workbench.runtime.world import barrier, current, init, rank, world_size
+
+
+class _PlacementFactory:
+    """``wb.placement("cpu", ranks=[0, 1])``; nested ranks make a hierarchy, their order is meaningful."""
+
+    def __call__(self, type: str, ranks: Any) -> Placement:
+        """A placement on ranks that exist in the current world.
+
+        Args:
+            type: ``"cpu"`` or ``"cuda"``.
+            ranks: a list, or nested lists for several axes.
+
+        Raises:
+            PlacementError: a rank that does not exist, or twice.
+        """
+        placement = Placement.of(type, ranks)
+        placement.check_world(current().world_size)
+        return placement
+
+    def all(self, type: str) -> Placement:
+        """All ranks of the world on one axis."""
+        return Placement.of(type, list(range(current().world_size)))
+
+
+placement = _PlacementFactory()
+
+
+def boxing_plan(source: Layout, destination: Layout, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> BoxingPlan:
+    """The plan that brings a tensor from one layout to another; ``print`` it. Needs no data and moves none."""
+    return plan_boxing(source, destination, tuple(shape), torch.empty((), dtype=dtype).element_size())
+
+
+@contextmanager
+def explicit_boxing() -> Iterator[None]:
+    """In this context, a boxing that the code did not write raises and names the ``to_global`` to write."""
+    world = current()
+    before, world.implicit_boxing_allowed = world.implicit_boxing_allowed, False
+    try:
+        yield
+    finally:
+        world.implicit_boxing_allowed = before
+
+
+__all__ = [
+    "GlobalTensor", "arange", "barrier", "boxing_plan", "empty", "explicit_boxing", "eye", "full", "init", "local_map",
+    "manual_seed", "methods", "ones", "placement", "rand", "randint", "randn", "rank", "rule", "tensor", "to_global",
+    "world_size", "zeros",
+]  # fmt: skip

@@ -1,0 +1,185 @@
+"""Executes a boxing plan on this rank, as one differentiable function.
+
+The backward of ``a -> b`` is the boxing ``dual(b) -> dual(a)``: all-gather <-> reduce-scatter, slice <-> zero-fill,
+all-reduce <-> all-reduce, all-to-all <-> all-to-all; double backward follows because it is a boxing again.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from workbench.core.boxing import BoxingPlan, Move, describe_sbp_change, plan_boxing
+from workbench.core.layout import Layout, Region
+from workbench.core.placement import Placement
+from workbench.core.sbp import Partial
+from workbench.errors import ExplicitBoxingError, LayoutError
+from workbench.runtime.tensor import GlobalTensor, Spec, ghost_storage, label, local_torch, spec_of
+from workbench.runtime.world import World
+
+_LOW_PRECISION = (torch.bfloat16, torch.float16)
+
+
+def box(tensor: GlobalTensor, layout: Layout) -> GlobalTensor:
+    """``tensor`` in another layout; on ranks outside the new placement, a ghost. All ranks of the world call it.
+
+    The result owns its storage, unless the layout is the one the tensor has: then it is the tensor itself.
+    """
+    source = tensor._spec
+    target = spec_of(source.world, layout, source.shape)
+    if target is source:
+        return tensor
+    with local_torch():
+        local = _Box.apply(tensor, source, target, source.world.next_tag())
+        return label(local, target)
+
+
+def box_implicitly(tensor: GlobalTensor, layout: Layout, function: str) -> GlobalTensor:
+    """The boxing that an operation needs and nobody wrote; remembered by its source, so that q, k and v pay once.
+
+    The form is held strongly by the source: a weak memo would make communication depend on one rank's garbage collector.
+    """
+    source = tensor._spec
+    if source.layout == layout:
+        return tensor
+    plan = _plan(source, layout, tensor)
+    if not source.world.implicit_boxing_allowed and not plan.is_local:
+        raise ExplicitBoxingError(
+            f"{function}: needs a boxing {describe_sbp_change(source.layout, layout)} of {tuple(source.shape)} that the code "
+            f"does not write. Under wb.explicit_boxing() write x.to_global(placement={layout.placement}, sbp={layout.sbp})."
+        )
+    if tensor._is_param:
+        return box(tensor, layout)
+    forms: dict[Any, GlobalTensor] = tensor.__dict__.setdefault("_forms", {})
+    with local_torch():
+        key = (layout, tensor._version, torch.is_grad_enabled(), tensor.requires_grad, tensor.dtype)
+    form = forms.get(key)
+    if form is None:
+        forms.clear()
+        form = forms[key] = box(tensor, layout)
+    return form
+
+
+def _plan(source: Spec, layout: Layout, local: torch.Tensor) -> BoxingPlan:
+    with local_torch():
+        return plan_boxing(source.layout, layout, source.shape, local.element_size())
+
+
+class _Box(torch.autograd.Function):
+    """Boxing between two specs; every rank of the world has the node, so backward reaches it on every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, source: Spec, target: Spec, tag: int) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.boxing = (source, target, tag, local.dtype, local.device, local.is_leaf)
+        _check_devices(source.world, source.layout.placement, target.layout.placement)
+        plan = plan_boxing(source.layout, target.layout, source.shape, local.element_size())
+        return run_plan(plan, local, source.world, target, tag)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        source, target, tag, dtype, device, is_leaf = ctx.boxing
+        incoming, outgoing = _dual_spec(target), _dual_spec(source)
+        grad = grads[0]
+        if grad is None:  # a ghost's gradient, or none at all: either way this rank contributes nothing
+            grad = ghost_storage(incoming.local_shape, dtype, device)
+        result = _Box.apply(grad, incoming, outgoing, tag | 1)
+        # A ghost has no gradient to keep, and autograd would clone one for a leaf into full storage.
+        return (None if outgoing.is_ghost else result), None, None, None
+
+
+def _dual_spec(spec: Spec) -> Spec:
+    return spec_of(spec.world, spec.layout.dual(), spec.shape)
+
+
+def run_plan(plan: BoxingPlan, local: torch.Tensor, world: World, target: Spec, tag: int) -> torch.Tensor:
+    """This rank's part of ``plan``: its new shard, or a ghost outside the destination."""
+    rank = world.rank
+    involved = rank in plan.source.placement or rank in plan.destination.placement
+    if not involved:
+        return ghost_storage(target.shape, local.dtype, world.device)
+    started = time.perf_counter()
+    header = f"boxing {plan.source} -> {plan.destination} of {plan.shape}, {str(local.dtype).removeprefix('torch.')}"
+    if plan.kind == "all-reduce":
+        result = _all_reduce(plan, local, world, tag, header)
+    else:
+        result = _exchange(plan, local, world, target, tag, header)
+    if not plan.is_local:
+        world.traffic.add(plan.kind, plan.bytes_sent.get(rank, 0), time.perf_counter() - started)
+    return result
+
+
+def _all_reduce(plan: BoxingPlan, local: torch.Tensor, world: World, tag: int, header: str) -> torch.Tensor:
+    group = next(group for group in plan.groups if world.rank in group)
+    dtype = local.dtype
+    total = local.contiguous().clone() if dtype not in _LOW_PRECISION else local.float().contiguous()
+    world.transport.all_reduce(total, group, plan.reduction or "sum", tag, header)
+    return total.to(dtype)
+
+
+def _exchange(plan: BoxingPlan, local: torch.Tensor, world: World, target: Spec, tag: int, header: str) -> torch.Tensor:
+    rank = world.rank
+    arriving = plan.moves_to(rank)
+    staged = {move: _staging(move, local, world) for move in arriving if move.source != rank}
+    sends = [(m.destination, _slice(local, m.source_region).contiguous()) for m in plan.moves_from(rank) if m.destination != rank]
+    if sends or staged:
+        world.transport.exchange(sends, [(move.source, buffer) for move, buffer in staged.items()], tag, header)
+    if target.is_ghost:
+        return ghost_storage(target.shape, local.dtype, world.device)
+    pieces = [(move, staged[move] if move in staged else _slice(local, move.source_region)) for move in arriving]
+    return _assemble(plan, pieces, target, local.dtype, world.device)
+
+
+def _assemble(
+    plan: BoxingPlan, pieces: list[tuple[Move, torch.Tensor]], target: Spec, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Put the slices into the new shard; terms of a sum are added in the order of the placement, in at least 32 bits."""
+    whole = tuple((0, size) for size in target.local_shape)
+    if len(pieces) == 1 and pieces[0][0].destination_region == whole:
+        piece = pieces[0][1]
+        return piece if pieces[0][0].source != target.world.rank else piece.clone(memory_format=torch.contiguous_format)
+    reduction = plan.reduction
+    sums_low_precision = reduction == "sum" and dtype in _LOW_PRECISION
+    out = _identity(target, torch.float32 if sums_low_precision else dtype, device, reduction)
+    for move, piece in pieces:
+        place = _slice(out, move.destination_region)
+        if reduction is None:
+            place.copy_(piece)
+        elif reduction == "sum":
+            place.add_(piece) if dtype != torch.bool else place.logical_or_(piece)
+        else:
+            torch.maximum(place, piece, out=place) if reduction == "max" else torch.minimum(place, piece, out=place)
+    return out.to(dtype)
+
+
+def _identity(target: Spec, dtype: torch.dtype, device: torch.device, source_reduction: str | None) -> torch.Tensor:
+    """An empty shard, or one filled with what changes nothing under the reduction."""
+    reductions = [entry.reduction for entry in target.layout.sbp if isinstance(entry, Partial)] or [source_reduction]
+    if reductions[0] in (None, "sum"):
+        return torch.zeros(target.local_shape, dtype=dtype, device=device)
+    bounds = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
+    lowest = -torch.inf if dtype.is_floating_point else bounds.min
+    highest = torch.inf if dtype.is_floating_point else bounds.max
+    return torch.full(target.local_shape, lowest if reductions[0] == "max" else highest, dtype=dtype, device=device)
+
+
+def _staging(move: Move, local: torch.Tensor, world: World) -> torch.Tensor:
+    return torch.empty([stop - start for start, stop in move.source_region], dtype=local.dtype, device=world.device)
+
+
+def _slice(tensor: torch.Tensor, region: Region) -> torch.Tensor:
+    for dim, (start, stop) in enumerate(region):
+        if stop - start != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, start, stop - start)
+    return tensor
+
+
+def _check_devices(world: World, *placements: Placement) -> None:
+    for placement in placements:
+        if world.rank in placement and placement.device_type != world.device.type:
+            raise LayoutError(
+                f"{placement}: rank {world.rank} works on {world.device}, not on {placement.device_type}. "
+                f'Use placement("{world.device.type}", ...).'
+            )

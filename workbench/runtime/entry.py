@@ -1,0 +1,240 @@
+"""Doors between plain tensors and global ones. Each is an autograd node, so that gradients are the whole ones."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+
+from workbench.core.layout import Layout
+from workbench.core.placement import Placement
+from workbench.core.sbp import Broadcast, Split, broadcast
+from workbench.errors import LayoutError
+from workbench.runtime.boxing import box
+from workbench.runtime.tensor import GlobalTensor, Spec, ghost_storage, label, local_torch, spec_of
+from workbench.runtime.world import World, current
+
+_DTYPES = sorted((d for d in vars(torch).values() if isinstance(d, torch.dtype)), key=str)
+_MAX_DIMS = 8
+
+
+class _Enter(torch.autograd.Function):
+    """Plain shard -> global tensor. A learnable plain tensor that enters as B gets the whole gradient, not one term."""
+
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, spec: Spec) -> torch.Tensor:
+        ctx.spec = spec
+        if spec.is_ghost:
+            return ghost_storage(spec.shape, local.dtype, spec.world.device)
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        spec = ctx.spec
+        grad = label(grads[0].view_as(grads[0]), spec_of(spec.world, spec.layout.dual(), spec.shape))
+        if spec.layout.is_broadcast:
+            everywhere = Placement.of(spec.layout.placement.device_type, list(range(spec.world.world_size)))
+            grad = box(grad, Layout(everywhere, (broadcast,)))
+        with local_torch():
+            return grad.view_as(grad).as_subclass(torch.Tensor), None
+
+
+class _Leave(torch.autograd.Function):
+    """Global tensor -> plain shard. A loss on a copy of B is computed by every rank: each contributes one n-th."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, spec: Spec, divides: bool) -> torch.Tensor:
+        ctx.divisor = spec.layout.num_replicas if divides else 1
+        if spec.is_ghost:
+            return tensor.new_empty([0] * max(1, len(spec.shape)))
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return (grads[0] if ctx.divisor == 1 else grads[0] / ctx.divisor), None, None
+
+
+def enter_as_broadcast(local: torch.Tensor, world: World, layout: Layout) -> GlobalTensor:
+    """A plain tensor that meets global ones: the same value on every rank of the placement, by agreement."""
+    spec = spec_of(world, layout.broadcast(), tuple(local.shape))
+    if _checks_agreement():
+        _check_agreement(local, world, layout, "a plain tensor that meets a global one")
+    return label(_Enter.apply(local, spec), spec)
+
+
+def leave(tensor: GlobalTensor, divides: bool = True) -> torch.Tensor:
+    """This rank's shard as a plain tensor, with its history."""
+    with local_torch():
+        return _Leave.apply(tensor, tensor._spec, divides)
+
+
+def to_global(
+    local: torch.Tensor,
+    placement: Placement,
+    sbp: Any,
+    *,
+    broadcast_from: int | None = None,
+) -> GlobalTensor:
+    """Plain tensors, one per rank, as one global tensor. All ranks of the world call it.
+
+    S concatenates the ranks' tensors (whatever their sizes; they are re-balanced where need be), P takes them as terms
+    of a sum, B says that they are equal: that is checked, and nobody's data is overwritten unless ``broadcast_from`` names
+    the rank whose tensor counts.
+
+    Args:
+        local: this rank's tensor; ignored on ranks outside the placement.
+        placement: the ranks that hold the result.
+        sbp: one entry per axis of the placement.
+        broadcast_from: the rank whose tensor is taken by all, e.g. 0.
+
+    Raises:
+        LayoutError: ranks disagree about dtype, number of dims, or the value of a broadcast tensor.
+
+    >>> wb.to_global(torch.ones(2, 3), placement=wb.placement("cpu", ranks=[0, 1]), sbp=wb.sbp.split(0)).shape
+    torch.Size([4, 3])
+    """
+    world = current()
+    if isinstance(local, GlobalTensor):
+        return box(local, Layout.of(placement, sbp).normalized(local._spec.shape))
+    placement.check_world(world.world_size)
+    layout = Layout.of(placement, sbp)
+    local = local.to(world.device)
+    if broadcast_from is not None:
+        return _from_one(local, world, layout, broadcast_from)
+    metadata = _gather_metadata(local, world, with_hash=any(isinstance(entry, Broadcast) for entry in layout.sbp))
+    shape, dtype = _logical_metadata(metadata, layout)
+    layout = layout.normalized(shape)
+    if world.rank not in placement:
+        local = ghost_storage(shape, dtype, world.device)
+    spec = spec_of(world, layout, shape)
+    if any(metadata[rank].shape != layout.local_shape(shape, rank) for rank in placement):
+        local = _rebalance(local, world, layout, shape, metadata)
+    return label(_Enter.apply(local, spec), spec)
+
+
+class _Metadata:
+    """Shape, dtype and content hash of one rank's tensor, as eleven integers on the wire."""
+
+    def __init__(self, numbers: list[int]) -> None:
+        self.dtype, self.hash = _DTYPES[numbers[0]], numbers[1]
+        self.shape = tuple(numbers[3 : 3 + numbers[2]])
+
+    @staticmethod
+    def encode(local: torch.Tensor, with_hash: bool) -> torch.Tensor:
+        shape = list(local.shape)
+        if len(shape) > _MAX_DIMS:
+            raise LayoutError(f"to_global: the tensor has {len(shape)} dims, at most {_MAX_DIMS} can enter.")
+        content = _content_hash(local) if with_hash else 0
+        return torch.tensor([_DTYPES.index(local.dtype), content, len(shape), *shape, *[0] * (_MAX_DIMS - len(shape))])
+
+
+def _content_hash(local: torch.Tensor) -> int:
+    data = local.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "little")
+
+
+def _gather_metadata(local: torch.Tensor, world: World, with_hash: bool) -> list[_Metadata]:
+    encoded = _Metadata.encode(local, with_hash).to(world.device)
+    return [_Metadata(part.tolist()) for part in world.transport.all_gather(encoded, "to_global of a plain tensor")]
+
+
+def _logical_metadata(metadata: list[_Metadata], layout: Layout) -> tuple[tuple[int, ...], torch.dtype]:
+    """Shape and dtype of the whole: sizes add up along split axes, everything else must agree."""
+    placement = layout.placement
+    first = metadata[placement.grid[0]]
+    for rank in placement:
+        other = metadata[rank]
+        if (other.dtype, len(other.shape)) != (first.dtype, len(first.shape)):
+            raise LayoutError(
+                f"to_global: rank {placement.grid[0]} gives {first.dtype} {first.shape}, rank {rank} gives {other.dtype} "
+                f"{other.shape}. All ranks of {placement} give the same dtype and number of dims."
+            )
+    layout = layout.normalized(first.shape)
+    shape = list(first.shape)
+    for axis, entry in enumerate(layout.sbp):
+        if isinstance(entry, Split):
+            shape[entry.dim] = sum(metadata[r].shape[entry.dim] for r in _line(placement, entry, layout))
+    for rank in placement:
+        split = {entry.dim for entry in layout.sbp if isinstance(entry, Split)}
+        fixed = [d for d in range(len(shape)) if d not in split and metadata[rank].shape[d] != shape[d]]
+        if fixed:
+            raise LayoutError(
+                f"to_global: dim {fixed[0]} has {shape[fixed[0]]} rows on rank {placement.grid[0]} and "
+                f"{metadata[rank].shape[fixed[0]]} on rank {rank}. Only split dims may differ between ranks."
+            )
+    _check_copies(metadata, layout)
+    return tuple(shape), first.dtype
+
+
+def _line(placement: Placement, entry: Split, layout: Layout) -> list[int]:
+    """The ranks whose shards of dim ``entry.dim`` lie side by side: other axes at zero."""
+    axes = layout.axes_splitting(entry.dim)
+    return [r for r in placement if all(c == 0 for a, c in enumerate(placement.coordinates(r)) if a not in axes)]
+
+
+def _check_copies(metadata: list[_Metadata], layout: Layout) -> None:
+    """Ranks that differ only on broadcast axes must hold the same bytes."""
+    copies: dict[tuple[int, ...], int] = {}
+    for rank in layout.placement:
+        coordinates = layout.placement.coordinates(rank)
+        place = tuple(c for c, entry in zip(coordinates, layout.sbp, strict=True) if not isinstance(entry, Broadcast))
+        first = copies.setdefault(place, rank)
+        if any(isinstance(entry, Broadcast) for entry in layout.sbp) and metadata[first].hash != metadata[rank].hash:
+            raise LayoutError(
+                f"to_global(sbp={layout.sbp}): ranks {first} and {rank} hold different values, but B means the same value on "
+                f"all. Give broadcast_from={first} to take rank {first}'s, sbp.split(0) to concatenate, or sbp.partial_sum to add."
+            )
+
+
+def _rebalance(local: torch.Tensor, world: World, layout: Layout, shape: tuple[int, ...], metadata: list[_Metadata]) -> torch.Tensor:
+    """Shards of other than balanced sizes: put each into a zero tensor at its place, and let the sum be cut evenly."""
+    if layout.placement.num_axes > 1:
+        raise LayoutError(f"to_global: on {layout.placement} shards must have the balanced sizes of torch.tensor_split.")
+    dim = next(entry.dim for entry in layout.sbp if isinstance(entry, Split))
+    start = 0
+    for rank in layout.placement:
+        if rank == world.rank:
+            break
+        start += metadata[rank].shape[dim]
+    if world.rank in layout.placement:
+        padded = local.new_zeros(shape)
+        padded.narrow(dim, start, local.shape[dim]).copy_(local.detach())
+        local = padded
+    terms = label(local, spec_of(world, layout.dual().with_sbp(_all_partial(layout)), shape))
+    with local_torch():
+        return box(terms, layout).as_subclass(torch.Tensor)
+
+
+def _all_partial(layout: Layout) -> Any:
+    from workbench.core.sbp import partial_sum
+
+    return (partial_sum,) * layout.placement.num_axes
+
+
+def _from_one(local: torch.Tensor, world: World, layout: Layout, source: int) -> GlobalTensor:
+    metadata = _gather_metadata(local, world, with_hash=False)[source]
+    single = Layout(Placement.of(layout.placement.device_type, [source]), (broadcast,))
+    if world.rank != source:
+        local = ghost_storage(metadata.shape, metadata.dtype, world.device)
+    return box(label(local.detach().clone() if world.rank == source else local, spec_of(world, single, metadata.shape)), layout)
+
+
+def _checks_agreement() -> bool:
+    import os
+
+    return os.environ.get("WORKBENCH_CHECK") == "1"
+
+
+def _check_agreement(local: torch.Tensor, world: World, layout: Layout, what: str) -> None:
+    hashes = world.transport.all_gather(torch.tensor([_content_hash(local)]), what)
+    values = {rank: int(hashes[rank]) for rank in layout.placement}
+    if len(set(values.values())) > 1:
+        odd = next(rank for rank in values if values[rank] != values[layout.placement.grid[0]])
+        raise LayoutError(
+            f"{what}: ranks {layout.placement.grid[0]} and {odd} hold different values of shape {tuple(local.shape)}. "
+            "It counts as B, the same on all ranks: use wb.to_global(..., broadcast_from=0) or sbp.split(0)."
+        )
+
+
+__all__ = ["enter_as_broadcast", "leave", "to_global"]

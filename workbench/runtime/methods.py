@@ -1,0 +1,78 @@
+"""Methods of ``GlobalTensor`` that change or read its layout; importing this module completes the class."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from workbench.core.boxing import BoxingPlan, plan_boxing
+from workbench.core.layout import Layout
+from workbench.core.placement import Placement
+from workbench.errors import LayoutError
+from workbench.runtime import ops
+from workbench.runtime.boxing import box
+from workbench.runtime.entry import leave
+from workbench.runtime.tensor import GlobalTensor, local_torch
+
+
+def to_global(tensor: GlobalTensor, placement: Placement | None = None, sbp: Any = None) -> GlobalTensor:
+    """The same logical tensor in another layout: a boxing. All ranks of the world call it.
+
+    Args:
+        placement: the ranks that hold the result; default those of the tensor.
+        sbp: one entry per axis of the placement; default those of the tensor.
+
+    Raises:
+        SbpError: wrong number of entries, or a split dim out of range.
+        PlacementError: a rank that the world does not have.
+
+    >>> x.to_global(sbp=wb.sbp.broadcast)      # all-gather of a split x
+    """
+    return box(tensor, _layout(tensor, placement, sbp))
+
+
+def boxing_plan(tensor: GlobalTensor, placement: Placement | None = None, sbp: Any = None) -> BoxingPlan:
+    """What ``to_global`` would move; printable, moves nothing."""
+    with local_torch():
+        itemsize = tensor.element_size()
+    return plan_boxing(tensor._spec.layout, _layout(tensor, placement, sbp), tensor._spec.shape, itemsize)
+
+
+def to_local(tensor: GlobalTensor) -> torch.Tensor:
+    """This rank's shard as a plain tensor that shares its storage; empty on ranks outside the placement.
+
+    A loss computed from it counts once per rank for splits and partial sums; for copies (B) each rank's counts one n-th,
+    so that the same plain loss on all ranks gives one device's gradient.
+    """
+    return leave(tensor)
+
+
+def full_tensor(tensor: GlobalTensor) -> torch.Tensor:
+    """The logical tensor as a plain one, on every rank of the placement. All ranks of the world call it.
+
+    Raises:
+        LayoutError: on a rank outside the placement (after it has taken part).
+    """
+    whole = box(tensor, tensor._spec.layout.broadcast())
+    if whole._spec.is_ghost:
+        raise LayoutError(
+            f"full_tensor(): rank {whole._spec.world.rank} is not in {whole._spec.layout.placement}. "
+            "Box the tensor to a placement that has it: x.to_global(placement=wb.placement.all(...), sbp=wb.sbp.broadcast)."
+        )
+    return leave(whole)
+
+
+def _layout(tensor: GlobalTensor, placement: Placement | None, sbp: Any) -> Layout:
+    current = tensor._spec.layout
+    layout = Layout.of(placement or current.placement, current.sbp if sbp is None else sbp)
+    layout.placement.check_world(tensor._spec.world.world_size)
+    return layout.normalized(tensor._spec.shape)
+
+
+GlobalTensor.box = staticmethod(box)
+GlobalTensor.show = staticmethod(ops.reading.show)
+GlobalTensor.to_global = to_global  # type: ignore[attr-defined]
+GlobalTensor.boxing_plan = boxing_plan  # type: ignore[attr-defined]
+GlobalTensor.to_local = to_local  # type: ignore[attr-defined]
+GlobalTensor.full_tensor = full_tensor  # type: ignore[attr-defined]

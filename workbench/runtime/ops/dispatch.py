@@ -1,0 +1,446 @@
+"""What happens when torch calls a function on global tensors: look up the plan, run it, or make one.
+
+A plan is found by the function and by the specs and static values of its arguments. The common one is *direct*: every
+operand already lies right, so the local function runs on the shards and its result gets a label.
+"""
+
+from __future__ import annotations
+
+import math
+import types
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from workbench.core.boxing import plan_boxing
+from workbench.core.layout import Layout, balanced_bounds
+from workbench.core.placement import Placement
+from workbench.core.rules import Operand, Signature, choose, signatures
+from workbench.core.sbp import Split
+from workbench.errors import LayoutError
+from workbench.runtime.boxing import box, box_implicitly
+from workbench.runtime.entry import enter_as_broadcast
+from workbench.runtime.ops.ghost import ghost_in_place, ghost_outputs, infer_outputs
+from workbench.runtime.ops.registry import COMPOSITES, HANDLERS, PARAMETERS, RULES, Call, Name, Resolution, fold_name
+from workbench.runtime.tensor import GlobalTensor, Spec, label, local_torch, spec_of
+from workbench.runtime.world import World
+from workbench.units import format_bytes
+
+
+class FallbackWarning(UserWarning):
+    """A function without a rule for these layouts had to gather its operands."""
+
+
+@dataclass(slots=True)
+class Plan:
+    """What to do for one function and one combination of specs.
+
+    Attributes:
+        out: the result's spec where one tensor comes back and no operand has to be boxed; else None.
+        targets: layout that each operand must have, in operand order.
+        outputs: specs of the results; None for a fallback, whose results are broadcast in the shape they come in.
+        local: the function to run on the shards.
+        name: folded name, for messages.
+    """
+
+    out: Spec | None
+    targets: list[Layout]
+    outputs: list[Spec] | None
+    local: Callable[..., Any]
+    name: Name
+    world: World
+
+
+_STATIC = (int, str, bool, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout, type(Ellipsis))
+_functions: dict[Any, Callable[..., Any] | None] = {}
+_ghost_infos: dict[Any, Any] = {}
+_warned: set[str] = set()
+
+
+def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    """The body of ``GlobalTensor.__torch_function__``."""
+    taken_over = _functions.get(func, _functions)
+    if taken_over is _functions:
+        taken_over = _functions[func] = _find_handler(func)
+    if taken_over is not None:
+        result = taken_over(func, args, kwargs or {})
+        if result is not NotImplemented:
+            return result
+    plans = None
+    key: list[Any] = [func]
+    for arg in args:
+        kind = type(arg)
+        if kind is GlobalTensor:
+            spec = arg._spec
+            plans = spec.plans
+            key.append(spec)
+            if arg._is_param:
+                key.append(True)
+        elif kind is int or kind is str or kind is bool:
+            key.append(arg)
+        elif kind is float:
+            key.append(float if math.isfinite(arg) else arg)
+        else:
+            key.append(_key_of(arg))
+    if kwargs:
+        key.extend([(name, _key_of(value)) for name, value in kwargs.items()])
+    if plans is None:
+        plans = _first_global(args, kwargs)._spec.plans
+    try:
+        plan = plans.get(tuple(key))
+    except TypeError:  # an argument that cannot be hashed: plan anew
+        plan, key = None, []
+    if plan is not None and plan.out is not None:
+        with local_torch():
+            out = plan.local(*args, **kwargs) if kwargs else plan.local(*args)
+        if type(out) is not GlobalTensor:
+            out.__class__ = GlobalTensor
+            out._spec = plan.out
+            return out
+        return _relabel(out, plan.out)
+    if plan is None:
+        args, kwargs = _enter_plain(args, kwargs)
+        args, kwargs = _on_one_placement(func, args, kwargs)
+        plan = _make_plan(func, args, kwargs)
+        if key and not _has_plain(key):
+            plans[tuple(key)] = plan
+    return _run(plan, func, args, kwargs or {})
+
+
+def _find_handler(func: Any) -> Callable[..., Any] | None:
+    name = fold_name(func)
+    if not name.in_place or name.folded not in RULES:
+        if name.folded in HANDLERS:
+            return HANDLERS[name.folded]
+        if name.folded in COMPOSITES and not name.in_place:
+            written = COMPOSITES[name.folded]
+            return lambda _, args, kwargs: written(*args, **kwargs)
+    if name.folded not in RULES:
+        body = _python_body(func)
+        if body is not None:
+            return lambda _, args, kwargs: body(*args, **kwargs)
+    return None
+
+
+def _python_body(func: Any) -> Callable[..., Any] | None:
+    """A Python function of torch as it is written, so that the functions inside meet global tensors one by one."""
+    if not isinstance(func, types.FunctionType) or not func.__module__.startswith("torch"):
+        return None
+    blind = {name: lambda *_: False for name in func.__globals__ if name.startswith("has_torch_function")}
+    if not blind:
+        return None
+    body = types.FunctionType(func.__code__, {**func.__globals__, **blind}, func.__name__, func.__defaults__, func.__closure__)
+    body.__kwdefaults__ = func.__kwdefaults__
+    return body
+
+
+class _PlainTensor:
+    """Stands in a key for a tensor that is not global; such plans are not kept."""
+
+
+def _key_of(value: Any) -> Any:
+    if isinstance(value, GlobalTensor):
+        return (value._spec, value._is_param)
+    if isinstance(value, (list, tuple)):
+        return (type(value).__name__, *map(_key_of, value))
+    if isinstance(value, slice):
+        return ("slice", _key_of(value.start), _key_of(value.stop), _key_of(value.step))
+    if isinstance(value, dict):
+        return tuple((name, _key_of(item)) for name, item in value.items())
+    if isinstance(value, torch.Tensor):
+        return _PlainTensor
+    if isinstance(value, float):
+        return float if math.isfinite(value) else value
+    return value
+
+
+def _has_plain(key: Any) -> bool:
+    return any(item is _PlainTensor or (isinstance(item, tuple) and _has_plain(item)) for item in key)
+
+
+def _first_global(args: Any, kwargs: Any) -> GlobalTensor:
+    leaves, _ = tree_flatten((args, kwargs))
+    return next(leaf for leaf in leaves if isinstance(leaf, GlobalTensor))
+
+
+def _enter_plain(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Plain tensors among the arguments count as broadcast on the placement of the global ones."""
+    leaves, structure = tree_flatten((args, kwargs or {}))
+    if not any(isinstance(leaf, torch.Tensor) and not isinstance(leaf, GlobalTensor) for leaf in leaves):
+        return args, kwargs
+    spec = next(leaf for leaf in leaves if isinstance(leaf, GlobalTensor))._spec
+    layout = spec.layout.broadcast()
+    entered = [
+        enter_as_broadcast(leaf, spec.world, layout)
+        if isinstance(leaf, torch.Tensor) and not isinstance(leaf, GlobalTensor)
+        else leaf
+        for leaf in leaves
+    ]
+    return tree_unflatten(entered, structure)
+
+
+def _on_one_placement(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Between the stages of a parallelized module, operands go to the latest stage among them; elsewhere it is an error."""
+    leaves, structure = tree_flatten((args, kwargs or {}))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, GlobalTensor)]
+    placements = {tensor._spec.layout.placement for tensor in tensors}
+    if len(placements) == 1:
+        return args, kwargs
+    order = tensors[0]._spec.world.stage_order
+    if not placements <= set(order):
+        first, second = sorted(placements, key=str)[:2]
+        raise LayoutError(
+            f"{fold_name(func).folded}: operands lie on different placements, {first} and {second}. An operation runs on one "
+            f"placement: write x.to_global(placement={second}, sbp=...) first."
+        )
+    latest = max(placements, key=order.index)
+    moved = [_to_placement(leaf, latest) if isinstance(leaf, GlobalTensor) else leaf for leaf in leaves]
+    return tree_unflatten(moved, structure)
+
+
+def _to_placement(tensor: GlobalTensor, placement: Placement) -> GlobalTensor:
+    layout = tensor._spec.layout
+    if layout.placement == placement:
+        return tensor
+    splits_batch = Split(0) in layout.sbp or layout.has_partial and tensor._spec.shape
+    entries = [Split(0) if splits_batch else layout.broadcast().sbp[0]] * placement.num_axes
+    target = Layout.of(placement, entries)
+    return box_implicitly(tensor, target, "an operation between stages")
+
+
+def _bind(name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Keyword arguments moved to their positions, so that operands stand in the order of the equation."""
+    parameters = PARAMETERS.get(name)
+    if not parameters or not kwargs:
+        return args, kwargs
+    bound, rest = list(args), dict(kwargs)
+    for parameter in parameters[len(args) :]:
+        if parameter not in rest:
+            break
+        bound.append(rest.pop(parameter))
+    return tuple(bound), rest
+
+
+def _operands(args: Any, kwargs: Any) -> list[GlobalTensor]:
+    return [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, GlobalTensor)]
+
+
+def _make_plan(func: Any, args: Any, kwargs: Any) -> Plan:
+    kwargs = kwargs or {}
+    name = fold_name(func)
+    operands = _operands(args, kwargs)
+    world, placement = operands[0]._spec.world, operands[0]._spec.layout.placement
+    ordered_args, ordered_kwargs = _bind(name.folded, args, kwargs)
+    call = Call(name.folded, func, ordered_args, ordered_kwargs, _operands(ordered_args, ordered_kwargs))
+    resolution = None
+    if name.folded in RULES and kwargs.get("out") is None:
+        call.outputs = [info[:2] for info in infer_outputs(func, args, kwargs)[0]]
+        resolution = RULES[name.folded](call)
+    if resolution is not None:
+        plan = _plan_by_rule(call, name, resolution, placement, world)
+        if plan is not None:
+            return plan
+    return Plan(None, [operand._spec.layout.broadcast() for operand in operands], None, func, name, world)
+
+
+def _plan_by_rule(call: Call, name: Name, resolution: Resolution, placement: Placement, world: World) -> Plan | None:
+    candidates = _candidates(call, resolution, placement)
+    if name.in_place:
+        candidates = _pinned(candidates, call)
+    infos = [
+        Operand(operand._spec.layout, operand._spec.shape, _itemsize(operand), operand._is_param) for operand in call.operands
+    ]
+    choice = choose(candidates, infos, placement, world.transport.cost) if candidates else None
+    if choice is None:
+        return None
+    targets = [Layout(placement, sbp) for sbp in choice.inputs]
+    if name.in_place and targets[0] != call.operands[0]._spec.layout:
+        return None
+    inputs = [spec_of(world, target, operand._spec.shape) for target, operand in zip(targets, call.operands, strict=True)]
+    sbps = choice.outputs if len(choice.outputs) == len(call.outputs) else choice.outputs[:1] * len(call.outputs)
+    outputs = [spec_of(world, Layout(placement, sbp), shape) for (shape, _), sbp in zip(call.outputs, sbps, strict=True)]
+    local = resolution.localize(call, inputs, outputs, choice.letters) if resolution.localize else None
+    in_order = call.operands == _operands(call.args, call.kwargs)
+    is_direct = (
+        len(outputs) == 1
+        and not name.in_place
+        and in_order
+        and not outputs[0].is_ghost
+        and all(spec is operand._spec for spec, operand in zip(inputs, call.operands, strict=True))
+    )
+    return Plan(outputs[0] if is_direct else None, targets, outputs, local or call.func, name, world)
+
+
+def _itemsize(tensor: GlobalTensor) -> int:
+    with local_torch():
+        return tensor.element_size()
+
+
+def _candidates(call: Call, resolution: Resolution, placement: Placement) -> list[Signature]:
+    found = resolution.signatures
+    if isinstance(found, str):
+        found = signatures(found, call.shapes, [len(shape) for shape, _ in call.outputs])
+    if resolution.min_local:
+        found = [s for s in found if _fills_every_rank(s, call, placement, resolution.min_local)]
+    return list(found)
+
+
+def _fills_every_rank(signature: Signature, call: Call, placement: Placement, min_local: int) -> bool:
+    """Whether no rank's shard of a split dim is smaller than the local function can take."""
+    for shape, entry in zip(call.shapes, signature.inputs, strict=True):
+        if isinstance(entry, Split):
+            start, stop = balanced_bounds(shape[entry.dim], placement.num_ranks)[-1]
+            if stop - start < min_local:
+                return False
+    return True
+
+
+def _pinned(candidates: list[Signature], call: Call) -> list[Signature]:
+    """In place, the result keeps the layout of the tensor that is written; only signatures that agree are legal."""
+    return [s for s in candidates if s.inputs[0] == s.outputs[0] and s.inputs[0] in call.operands[0]._spec.layout.sbp]
+
+
+def _run(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
+    if plan.outputs is None:
+        return _run_fallback(plan, func, args, kwargs)
+    leaves, structure = tree_flatten((args, kwargs))
+    targets, operands = iter(plan.targets), []
+    for position, leaf in enumerate(leaves):
+        if isinstance(leaf, GlobalTensor):
+            leaves[position] = box_implicitly(leaf, next(targets), plan.name.folded)
+            operands.append(leaves[position])
+    args, kwargs = tree_unflatten(leaves, structure)
+    if operands[0]._spec.is_ghost:
+        return _run_on_ghost(plan, func, args, kwargs, operands)
+    with local_torch():
+        result = plan.local(*args, **kwargs)
+    if plan.name.in_place:
+        return operands[0]
+    return _label_all(result, plan.outputs)
+
+
+def _run_on_ghost(plan: Plan, func: Any, args: Any, kwargs: Any, operands: list[GlobalTensor]) -> Any:
+    if plan.name.in_place:
+        return ghost_in_place(operands[0], operands)
+    infos, structure, leaves = _cached_infos(func, args, kwargs, operands)
+    outputs = plan.outputs
+    assert outputs is not None
+    results = ghost_outputs(infos, operands, outputs, plan.world.device)
+    labelled = iter(label(result, spec) for result, spec in zip(results, outputs, strict=True))
+    return tree_unflatten([next(labelled) if leaf is None else leaf for leaf in leaves], structure)
+
+
+def _cached_infos(func: Any, args: Any, kwargs: Any, operands: list[GlobalTensor]) -> Any:
+    """Structure and flags of the results, inferred once per function, specs, dtypes and grad flags."""
+    with local_torch():
+        flags = tuple((operand.dtype, operand.requires_grad) for operand in operands)
+    key = (func, _key_of(args), _key_of(kwargs), flags, torch.is_grad_enabled())
+    cache = operands[0]._spec.world.plans
+    try:
+        if key not in cache:
+            cache[key] = infer_outputs(func, args, kwargs, with_grad=True)
+        return cache[key]
+    except TypeError:
+        return infer_outputs(func, args, kwargs, with_grad=True)
+
+
+def _run_fallback(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
+    """No rule for these layouts: everything to broadcast, run, results broadcast. Always right, never silent."""
+    if plan.name.in_place:
+        return _fallback_in_place(plan, func, args, kwargs)
+    out = kwargs.pop("out", None)
+    leaves, structure = tree_flatten((args, kwargs))
+    operands = [leaf for leaf in leaves if isinstance(leaf, GlobalTensor)]
+    _warn_of_gather(plan, operands)
+    for position, leaf in enumerate(leaves):
+        if isinstance(leaf, GlobalTensor):
+            target = leaf._spec.layout.broadcast()
+            leaves[position] = box(leaf, target) if leaf._is_param else box_implicitly(leaf, target, plan.name.folded)
+    whole = [leaf for leaf in leaves if isinstance(leaf, GlobalTensor)]
+    args, kwargs = tree_unflatten(leaves, structure)
+    layout = whole[0]._spec.layout
+    if whole[0]._spec.is_ghost:
+        infos, out_structure, out_leaves = _cached_infos(func, args, kwargs, whole)
+        specs = [spec_of(plan.world, layout, shape) for shape, _, _ in infos]
+        results = iter(label(r, s) for r, s in zip(ghost_outputs(infos, whole, specs, plan.world.device), specs, strict=True))
+        result = tree_unflatten([next(results) if leaf is None else leaf for leaf in out_leaves], out_structure)
+    else:
+        with local_torch():
+            result = func(*args, **kwargs)
+        result = _label_broadcast(result, plan.world, layout)
+    return result if out is None else _write_out(out, result)
+
+
+def _fallback_in_place(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
+    """Compute on a whole copy, then write the result back in the layout of the target."""
+    target = args[0]
+    spec = target._spec
+    whole = box(target, spec.layout.broadcast())
+    with local_torch():
+        copy = label(whole.clone(), whole._spec)
+    _run_fallback(Plan(None, plan.targets, None, func, Name(plan.name.folded), plan.world), func, (copy, *args[1:]), kwargs)
+    result = box(copy, spec.layout)
+    if spec.is_ghost:
+        return ghost_in_place(target, [target, result])
+    with local_torch():
+        target.copy_(result)
+    return target
+
+
+def _write_out(out: Any, result: Any) -> Any:
+    if isinstance(out, GlobalTensor):
+        box(result, out._spec.layout)
+        with local_torch():
+            out.copy_(box(result, out._spec.layout))
+        return out
+    raise LayoutError(f"out= is a {type(out).__name__} but the operands are global tensors. Give a global tensor as out=.")
+
+
+def _warn_of_gather(plan: Plan, operands: list[GlobalTensor]) -> None:
+    moved = 0
+    for operand in operands:
+        target = operand._spec.layout.broadcast()
+        moved += plan_boxing(operand._spec.layout, target, operand._spec.shape, _itemsize(operand)).wire_bytes
+    if moved and plan.name.folded not in _warned:
+        _warned.add(plan.name.folded)
+        layouts = ", ".join(str(operand._spec.layout) for operand in operands)
+        warnings.warn(
+            f"{plan.name.folded}: no rule for operands with layouts {layouts}, so they were gathered ({format_bytes(moved)}). "
+            "The result is right but broadcast. Box the operands to B yourself, or declare a rule.",
+            FallbackWarning,
+            stacklevel=5,
+        )
+
+
+def _label_broadcast(result: Any, world: World, layout: Layout) -> Any:
+    leaves, structure = tree_flatten(result)
+    for position, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor) and type(leaf) is not GlobalTensor:
+            leaves[position] = label(leaf, spec_of(world, layout, tuple(leaf.shape)))
+    return tree_unflatten(leaves, structure)
+
+
+def _label_all(result: Any, specs: list[Spec]) -> Any:
+    if isinstance(result, torch.Tensor):
+        return _relabel(result, specs[0])
+    leaves, structure = tree_flatten(result)
+    remaining = iter(specs)
+    labelled = [_relabel(leaf, next(remaining)) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    return tree_unflatten(labelled, structure)
+
+
+def _relabel(result: torch.Tensor, spec: Spec) -> GlobalTensor:
+    """Label a result; one that is an operand itself (``contiguous()`` of what is contiguous) may only keep its label."""
+    if type(result) is GlobalTensor:
+        if result._spec is spec:
+            return result
+        with local_torch():
+            result = result.view_as(result)
+    return label(result, spec)
+
+
+GlobalTensor.dispatch = staticmethod(dispatch)

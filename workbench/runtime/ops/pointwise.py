@@ -1,0 +1,70 @@
+"""Functions that work element by element, with broadcasting."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from workbench.runtime.ops.registry import Call, Resolution, equations, rule
+
+_UNARY = """
+relu relu6 gelu silu mish tanh sigmoid logsigmoid log_sigmoid softplus elu selu celu leaky_relu rrelu_with_noise hardtanh hardswish hardsigmoid
+softsign tanhshrink softshrink hardshrink threshold exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square reciprocal abs sign sgn
+sin cos tan asin acos atan sinh cosh asinh acosh atanh erf erfc erfinv lgamma digamma i0 sinc floor ceil round trunc frac
+isnan isinf isfinite isposinf isneginf signbit logical_not bitwise_not nan_to_num deg2rad rad2deg angle conj_physical logit
+to float double half bfloat16 long int short char byte bool type cpu cuda bernoulli_p
+"""
+_NARY = """
+pow float_power rpow rdiv rtruediv atan2 hypot fmod remainder floor_divide rfloordiv rmod maximum minimum fmax fmin copysign nextafter
+eq ne lt le gt ge isclose logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor bitwise_left_shift
+bitwise_right_shift where lerp clamp clamp_min clamp_max addcmul addcdiv prelu_elementwise masked_fill xlogy logaddexp logaddexp2
+heaviside gcd lcm ldexp copy dist_elementwise glu_elementwise
+"""
+_LINEAR = "clone detach contiguous neg positive alias real_copy detach_copy"
+
+equations(_UNARY, "... -> ...")
+equations(_NARY, "..., ..., ..., ... -> ...")
+equations(_LINEAR, "+... -> ...")
+
+
+def _is_finite_number(value: Any, nonzero: bool = False) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value) and not (nonzero and value == 0)
+
+
+@rule("add", "sub", "rsub")
+def _add(call: Call) -> Resolution:
+    """Partial sums add up term by term; a number would be added once per term, so it ends them."""
+    if len(call.operands) == 2 and _is_finite_number(call.kwargs.get("alpha", 1)):
+        return Resolution("+..., +... -> ...")
+    return Resolution("..., ... -> ...")
+
+
+@rule("mul")
+def _mul(call: Call) -> Resolution:
+    """A partial sum survives scaling by a finite number only: infinity times a term that happens to be zero is nan."""
+    factors = [arg for arg in call.args if not isinstance(arg, torch.Tensor)]
+    if len(call.operands) == 1 and all(map(_is_finite_number, factors)):
+        return Resolution("+... -> ...")
+    return Resolution("..., ... -> ...")
+
+
+@rule("div")
+def _div(call: Call) -> Resolution:
+    divisor = call.arg(1, "other")
+    exact = call.arg(2, "rounding_mode") is None
+    if len(call.operands) == 1 and exact and _is_finite_number(divisor, nonzero=True):
+        return Resolution("+... -> ...")
+    return Resolution("..., ... -> ...")
+
+
+@rule("zero")
+def _zero(call: Call) -> Resolution:
+    """Zero is zero in every layout."""
+    return Resolution(f"+{'abcdefghijklmnop'[: len(call.shapes[0])]} -> {'abcdefghijklmnop'[: len(call.shapes[0])]}")
+
+
+@rule("fill")
+def _fill(call: Call) -> Resolution:
+    return Resolution("..., ... -> ...")

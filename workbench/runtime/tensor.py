@@ -1,0 +1,183 @@
+"""GlobalTensor: a torch.Tensor subclass over this rank's shard that knows the layout and the shape of the whole.
+
+An operation runs the local torch function on the shards, under torch's own autograd, and labels the result. On a rank
+outside its placement a tensor is a *ghost*: right shape and dtype, no storage, linked into autograd.
+
+This file holds the data and its labels. The functions are in ``runtime/ops`` and install themselves in ``dispatch``;
+``runtime/methods.py`` adds what needs boxing (``to_global``, ``full_tensor`` and so on).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from workbench.core.layout import Layout, Shape
+from workbench.core.placement import Placement
+from workbench.core.sbp import NdSbp
+from workbench.runtime.world import World
+
+_torch_function_enabled = torch._C._is_torch_function_enabled
+local_torch = torch._C.DisableTorchFunctionSubclass
+"""Context in which global tensors are plain local tensors to torch."""
+
+
+class Spec:
+    """Layout and logical shape of a tensor in one world. Interned: equal specs are the same object.
+
+    Attributes:
+        is_ghost: whether this rank is outside the placement.
+        local_shape: shape of this rank's shard; the logical shape for a ghost.
+        plans: the world's cache of what to do for a function and its arguments' specs.
+    """
+
+    __slots__ = ("world", "layout", "shape", "is_ghost", "local_shape", "plans")
+
+    def __init__(self, world: World, layout: Layout, shape: Shape) -> None:
+        self.world, self.layout, self.shape, self.plans = world, layout, shape, world.plans
+        self.is_ghost = world.rank not in layout.placement
+        self.local_shape = shape if self.is_ghost else layout.local_shape(shape, world.rank)
+
+    def __repr__(self) -> str:
+        return f"Spec({self.layout}, {tuple(self.shape)})"
+
+
+def spec_of(world: World, layout: Layout, shape: Shape) -> Spec:
+    """The one ``Spec`` of a layout (split dims counted from the front) and a logical shape."""
+    key = (layout, shape)
+    spec = world.specs.get(key)
+    if spec is None:
+        layout.placement.check_world(world.world_size)
+        spec = world.specs[key] = Spec(world, layout.normalized(shape), tuple(shape))
+    return spec
+
+
+class GlobalTensor(torch.Tensor):
+    """One logical tensor over the ranks of a placement; this object holds the shard of the rank it lives on.
+
+    Made by ``wb.randn(..., placement=, sbp=)`` and its like, by ``wb.to_global``, or by ``wb.parallelize``. Everything
+    torch does with a tensor works on it and gives the numbers of one device; where layouts do not fit, the operation
+    boxes its operands.
+
+    >>> x = wb.randn(4, 5, placement=wb.placement("cpu", ranks=[0, 1]), sbp=wb.sbp.split(0))
+    >>> x.shape, x.to_local().shape
+    (torch.Size([4, 5]), torch.Size([2, 5]))
+    """
+
+    _spec: Spec
+    _is_param = False
+    dispatch: Callable[[Any, tuple[Any, ...], dict[str, Any] | None], Any]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return cls.dispatch(func, args, kwargs)
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        """The logical shape. Inside torch's own Python functions, run on shards, the shard's."""
+        if _torch_function_enabled():
+            return torch.Size(self._spec.shape)
+        return _local_shape(self)
+
+    @property
+    def placement(self) -> Placement:
+        """The ranks that hold the tensor."""
+        return self._spec.layout.placement
+
+    @property
+    def sbp(self) -> NdSbp:
+        """One entry per axis of the placement."""
+        return self._spec.layout.sbp
+
+    @property
+    def layout_on_ranks(self) -> Layout:
+        """Placement and sbp together (``Tensor.layout`` is torch's strided / sparse)."""
+        return self._spec.layout
+
+    @property
+    def is_ghost(self) -> bool:
+        """Whether this rank holds nothing of the tensor."""
+        return self._spec.is_ghost
+
+    @property
+    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+        """The gradient: a global tensor whose layout is the dual of this one's (B has P: one term on each rank)."""
+        if not _torch_function_enabled():
+            return _grad_slot.__get__(self)
+        spec = spec_of(self._spec.world, self._spec.layout.dual(), self._spec.shape)
+        with local_torch():
+            grad = _grad_slot.__get__(self)
+            if grad is None:
+                return ghost_like(self, spec) if getattr(self, "_ghost_grad", False) else None
+            return label(grad.detach(), spec)
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        if value is not None and isinstance(value, GlobalTensor):
+            expected = self._spec.layout.dual()
+            if value._spec.layout != expected:
+                value = GlobalTensor.box(value, expected)
+        self._ghost_grad = value is not None and self._spec.is_ghost
+        with local_torch():
+            _grad_slot.__set__(self, None if value is None or self._spec.is_ghost else plain(value))
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    box: Callable[[GlobalTensor, Layout], GlobalTensor]
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return describe(self)
+
+    def __str__(self) -> str:
+        return GlobalTensor.show(self)
+
+    show: Callable[[GlobalTensor], str]
+
+
+_local_shape: Callable[[torch.Tensor], torch.Size] = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
+_grad_slot: Any = torch.Tensor.grad
+
+
+def label(local: torch.Tensor, spec: Spec) -> GlobalTensor:
+    """Turn the plain tensor ``local``, which nobody else holds, into a global tensor.
+
+    Assigning the class costs a third of ``as_subclass``, which would add an alias node to the graph per operation.
+    """
+    local.__class__ = GlobalTensor
+    local._spec = spec  # type: ignore[attr-defined]
+    return local  # type: ignore[return-value]
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard as a plain tensor that shares storage and has no history."""
+    if type(tensor) is torch.Tensor:
+        return tensor.detach()
+    with local_torch():
+        return tensor.detach()
+
+
+def ghost_storage(shape: Shape, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor of any shape over one zero: what a rank holds of a tensor that is not placed on it."""
+    zero = torch.zeros((), dtype=dtype, device=device)
+    # Not expand(): an expanded tensor is a view, and views refuse the in-place operations that a ghost mirrors.
+    return torch.empty(0, dtype=dtype, device=device).set_(zero.untyped_storage(), 0, shape, (0,) * len(shape))
+
+
+def ghost_like(tensor: torch.Tensor, spec: Spec) -> GlobalTensor:
+    """A ghost with the dtype of ``tensor``."""
+    return label(ghost_storage(spec.shape, tensor.dtype, spec.world.device), spec)
+
+
+def describe(tensor: GlobalTensor) -> str:
+    """Shape, dtype and layout; never communicates."""
+    spec = tensor._spec
+    with local_torch():
+        dtype, grad = str(tensor.dtype).removeprefix("torch."), tensor.requires_grad
+    where = "; not on this rank" if spec.is_ghost else ""
+    needs = ", requires_grad=True" if grad else ""
+    name = "Parameter of GlobalTensor" if tensor._is_param else "GlobalTensor"
+    return f"{name}({tuple(spec.shape)}, {dtype}, {spec.layout}{needs}{where})"

@@ -1,0 +1,66 @@
+"""What every transport can do; boxing is written against this and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from workbench.core.boxing import LinkCost
+
+Message = tuple[int, torch.Tensor]
+"""The other rank, and the contiguous tensor to send to it or to fill from it."""
+
+
+@dataclass
+class Traffic:
+    """What one rank has sent since the last ``reset``, and how long it waited for others."""
+
+    sent_bytes: int = 0
+    num_exchanges: int = 0
+    time_s: float = 0.0
+    by_kind: dict[str, int] = field(default_factory=dict)
+
+    def reset(self) -> None:
+        """Start counting from zero."""
+        self.sent_bytes, self.num_exchanges, self.time_s, self.by_kind = 0, 0, 0.0, {}
+
+    def add(self, kind: str, sent_bytes: int, time_s: float) -> None:
+        """Count one exchange of this rank."""
+        self.sent_bytes += sent_bytes
+        self.num_exchanges += 1
+        self.time_s += time_s
+        self.by_kind[kind] = self.by_kind.get(kind, 0) + sent_bytes
+
+
+class Transport(Protocol):
+    """Moves contiguous tensors between the ranks of one world.
+
+    Sends never block; receives do, and every wait can be interrupted: by SIGINT, by ``abort`` from another thread, by
+    the death of a peer. Messages between two ranks match by ``tag`` and, within a tag, by order. ``header`` names the
+    call in words; a transport that can compares it with the other side's, so that ranks that run different programs
+    get an error that names both calls.
+    """
+
+    name: str
+    cost: LinkCost
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int, header: str) -> None:
+        """Send all of ``sends`` and return when all of ``receives`` are filled."""
+
+    def all_reduce(self, tensor: torch.Tensor, group: Sequence[int], reduction: str, tag: int, header: str) -> None:
+        """Reduce ``tensor`` in place over the ranks of ``group``; every one of them gets the same bits."""
+
+    def all_gather(self, tensor: torch.Tensor, header: str) -> list[torch.Tensor]:
+        """Equally shaped small tensors of all ranks of the world, by rank."""
+
+    def flush(self) -> None:
+        """Return when everything that was sent has left its buffer."""
+
+    def abort(self, reason: str) -> None:
+        """End every wait of this rank with ``CollectiveAborted(reason)``; may be called from any thread."""
+
+    def close(self) -> None:
+        """Give back what the transport holds; safe to call twice."""

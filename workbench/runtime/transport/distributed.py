@@ -1,0 +1,116 @@
+"""torch.distributed: gloo between CPU ranks, NCCL between GPUs.
+
+Slices travel point to point (exact counts, no padding), sums by the library's own all-reduce. Waits poll
+``Work.is_completed`` from Python instead of blocking in C++: a stuck gloo wait ignores SIGINT, a polling one does not.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from workbench.core.boxing import LinkCost
+from workbench.errors import CollectiveAborted
+from workbench.runtime.transport.base import Message
+
+_REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+_NUM_SPINS = 20
+_NUM_YIELDS = 400
+_SLEEP_S = 200e-6
+_TAG_RANGE = 1 << 30
+
+
+class DistributedTransport:
+    """The ranks of a torch.distributed process group.
+
+    ``cost`` is a fixed constant per backend: decisions that follow from it must be the same on all ranks.
+    """
+
+    def __init__(self, rank: int, world_size: int, backend: str, timeout_s: float) -> None:
+        self.name = backend
+        self.cost = LinkCost(400e-6, 1.5e9) if backend == "gloo" else LinkCost(20e-6, 100e9)
+        self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(world_size)): None}
+        self._sending: list[tuple[dist.Work, torch.Tensor]] = []
+        self._abort_reason: str | None = None
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int, header: str) -> None:
+        tag %= _TAG_RANGE
+        self._sending = [(work, tensor) for work, tensor in self._sending if not work.is_completed()]
+        if self.name == "nccl":
+            self._exchange_batched(sends, receives, header)
+            return
+        works = [(dist.irecv(out, source, tag=tag), source) for source, out in receives]
+        for destination, tensor in sends:
+            work = dist.isend(tensor, destination, tag=tag)
+            if work is not None:
+                self._sending.append((work, tensor))  # the buffer must live until it has left
+        for work, source in works:
+            if work is not None:
+                self._wait(work, f"rank {source}", header)
+
+    def _exchange_batched(self, sends: Sequence[Message], receives: Sequence[Message], header: str) -> None:
+        """NCCL has no tags: sends and receives of one exchange go in one group call."""
+        operations = [dist.P2POp(dist.isend, tensor, destination) for destination, tensor in sends]
+        operations += [dist.P2POp(dist.irecv, out, source) for source, out in receives]
+        for work in dist.batch_isend_irecv(operations) if operations else []:
+            work.wait()  # orders the current stream after the transfer; does not block this thread
+
+    def all_reduce(self, tensor: torch.Tensor, group: Sequence[int], reduction: str, tag: int, header: str) -> None:
+        work = dist.all_reduce(tensor, _REDUCE_OPS[reduction], group=self._group(tuple(group)), async_op=True)
+        if self.name == "nccl":
+            work.wait()
+        else:
+            self._wait(work, f"ranks {list(group)}", header)
+
+    def all_gather(self, tensor: torch.Tensor, header: str) -> list[torch.Tensor]:
+        parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        work = dist.all_gather(parts, tensor, async_op=True)
+        self._wait(work, "all ranks", header)
+        return parts
+
+    def flush(self) -> None:
+        for work, _ in self._sending:
+            self._wait(work, "a receiver", "flush")
+        self._sending.clear()
+
+    def abort(self, reason: str) -> None:
+        self._abort_reason = reason
+
+    def close(self) -> None:
+        self._sending.clear()
+
+    def _group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        """The process group of ``ranks``; made by its members alone, so pipelines may need it in different orders."""
+        key = tuple(sorted(ranks))
+        if key not in self._groups:
+            self._groups[key] = dist.new_group(list(key), use_local_synchronization=True)
+        return self._groups[key]
+
+    def _wait(self, work: dist.Work, peers: str, header: str) -> None:
+        started, count = time.perf_counter(), 0
+        while not work.is_completed():
+            count += 1
+            if count < _NUM_SPINS:
+                continue
+            if count < _NUM_SPINS + _NUM_YIELDS:
+                os.sched_yield()
+            else:
+                time.sleep(_SLEEP_S)
+                self._raise_if_hopeless(started, peers, header)
+        try:
+            work.wait()  # completed: raises what the other side did to it
+        except RuntimeError as error:
+            raise CollectiveAborted(f"rank {self.rank} lost {peers} in {header}: {error}") from error
+
+    def _raise_if_hopeless(self, started: float, peers: str, header: str) -> None:
+        reason = self._abort_reason
+        if reason is None and time.perf_counter() - started > self.timeout_s:
+            reason = f"nothing came for {self.timeout_s:g} s"
+        if reason is not None:
+            self._abort_reason = None
+            raise CollectiveAborted(f"rank {self.rank} stopped waiting for {peers} in {header}: {reason}")

@@ -1,0 +1,132 @@
+"""Simulated ranks: threads of one process that exchange clones through mailboxes.
+
+Most tests run on this, in milliseconds. Because every rank's wait is visible to the hub, a deadlock is found at once and
+told with what each rank waits for.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from workbench.core.boxing import LinkCost
+from workbench.errors import CollectiveAborted
+from workbench.runtime.transport.base import Message
+
+
+class _Letter(NamedTuple):
+    tensor: torch.Tensor
+    header: str
+
+
+class _Wait(NamedTuple):
+    source: int
+    tag: int
+    header: str
+
+
+class ThreadHub:
+    """The mailboxes that the simulated ranks of one world share.
+
+    ``mailboxes`` is keyed by (source, destination, tag); ``waiting`` says what each blocked rank waits for.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        self.changed = threading.Condition()
+        self.mailboxes: dict[tuple[int, int, int], deque[_Letter]] = {}
+        self.waiting: dict[int, _Wait] = {}
+        self.ended: set[int] = set()
+        self.abort_reason: str | None = None
+
+    def post(self, source: int, destination: int, tag: int, letter: _Letter) -> None:
+        """Put a letter into a mailbox."""
+        with self.changed:
+            self.mailboxes.setdefault((source, destination, tag), deque()).append(letter)
+            self.changed.notify_all()
+
+    def take(self, rank: int, wait: _Wait) -> _Letter:
+        """The next letter from ``wait.source``, as soon as it is there."""
+        key = (wait.source, rank, wait.tag)
+        with self.changed:
+            self.waiting[rank] = wait
+            try:
+                while not self.mailboxes.get(key):
+                    self._raise_if_hopeless(rank)
+                    self.changed.wait()
+                return self.mailboxes[key].popleft()
+            finally:
+                del self.waiting[rank]
+
+    def end(self, rank: int) -> None:
+        """``rank`` has left its program; whoever waits for it will wait for ever."""
+        with self.changed:
+            self.ended.add(rank)
+            self.changed.notify_all()
+
+    def abort(self, reason: str) -> None:
+        """End all waits of all ranks; the first reason stays."""
+        with self.changed:
+            self.abort_reason = self.abort_reason or reason
+            self.changed.notify_all()
+
+    def _raise_if_hopeless(self, rank: int) -> None:
+        if self.abort_reason is None and len(self.waiting) + len(self.ended) == self.num_ranks:
+            stuck = [f"rank {r} waits for rank {w.source} in {w.header}" for r, w in sorted(self.waiting.items())]
+            if not any(self.mailboxes.get((w.source, r, w.tag)) for r, w in self.waiting.items()):
+                gone = f"; ranks {sorted(self.ended)} have ended" if self.ended else ""
+                self.abort("deadlock, the ranks ran different programs: " + "; ".join(stuck) + gone)
+        if self.abort_reason is not None:
+            raise CollectiveAborted(f"rank {rank} stopped waiting in {self.waiting[rank].header}: {self.abort_reason}")
+
+
+class ThreadTransport:
+    """One simulated rank's end of a ``ThreadHub``."""
+
+    name = "threads"
+    cost = LinkCost(latency_s=20e-6, bandwidth_bytes_per_s=4e9)
+
+    def __init__(self, hub: ThreadHub, rank: int) -> None:
+        self.hub, self.rank = hub, rank
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int, header: str) -> None:
+        for destination, tensor in sends:
+            self.hub.post(self.rank, destination, tag, _Letter(tensor.clone(), header))
+        for source, out in receives:
+            self._receive(source, out, tag, header)
+
+    def _receive(self, source: int, out: torch.Tensor, tag: int, header: str) -> None:
+        letter = self.hub.take(self.rank, _Wait(source, tag, header))
+        if letter.header != header:
+            self.hub.abort(f"ranks diverged: rank {self.rank} called {header} while rank {source} called {letter.header}")
+            raise CollectiveAborted(self.hub.abort_reason or "ranks diverged")
+        out.copy_(letter.tensor)
+
+    def all_reduce(self, tensor: torch.Tensor, group: Sequence[int], reduction: str, tag: int, header: str) -> None:
+        terms = {rank: torch.empty_like(tensor) for rank in group if rank != self.rank}
+        self.exchange([(rank, tensor) for rank in terms], list(terms.items()), tag, header)
+        combine = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[reduction]
+        terms[self.rank] = tensor.clone()
+        tensor.copy_(terms[group[0]])
+        for rank in group[1:]:  # in the order of the placement on every rank: the same bits everywhere
+            combine(tensor, terms[rank], out=tensor)
+
+    def all_gather(self, tensor: torch.Tensor, header: str) -> list[torch.Tensor]:
+        parts = [torch.empty_like(tensor) for _ in range(self.hub.num_ranks)]
+        parts[self.rank].copy_(tensor)
+        others = [rank for rank in range(self.hub.num_ranks) if rank != self.rank]
+        self.exchange([(rank, tensor) for rank in others], [(rank, parts[rank]) for rank in others], -1, header)
+        return parts
+
+    def flush(self) -> None:
+        """Letters are clones: nothing to wait for."""
+
+    def abort(self, reason: str) -> None:
+        self.hub.abort(reason)
+
+    def close(self) -> None:
+        self.hub.end(self.rank)

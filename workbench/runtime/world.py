@@ -1,0 +1,196 @@
+"""Who am I: rank, world size, device and transport of this process, or of this thread for simulated ranks."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from workbench.core.placement import Placement
+from workbench.errors import WorldError
+from workbench.runtime.transport.base import Traffic, Transport
+from workbench.runtime.transport.distributed import DistributedTransport
+from workbench.runtime.transport.threads import ThreadHub, ThreadTransport
+
+if TYPE_CHECKING:
+    from workbench.runtime.tensor import Spec
+
+DEFAULT_TIMEOUT_S = 300.0
+
+
+class World:
+    """The ranks that run one SPMD program, seen from one of them.
+
+    Attributes:
+        rank: this rank's number.
+        world_size: how many ranks there are.
+        device: where this rank's shards live.
+        transport: how tensors get to other ranks.
+        traffic: what this rank has sent.
+        generator: source of the keys of random tensors; equal on all ranks as long as they run the same program.
+    """
+
+    def __init__(self, rank: int, world_size: int, device: torch.device, transport: Transport) -> None:
+        self.rank, self.world_size, self.device, self.transport = rank, world_size, device, transport
+        self.traffic = Traffic()
+        self.generator: torch.Generator | None = None
+        self.specs: dict[Any, Spec] = {}
+        self.plans: dict[Any, Any] = {}
+        self.micro_batch = 0
+        self.num_edges: dict[int, int] = {}
+        self.stage_order: tuple[Placement, ...] = ()
+        self.implicit_boxing_allowed = True
+
+    @property
+    def transport_name(self) -> str:
+        """Short name of the transport: ``"gloo"``, ``"nccl"`` or ``"threads"``."""
+        return self.transport.name
+
+    def next_tag(self) -> int:
+        """A number for the next exchange: (micro-batch, position in the program), the same on every rank.
+
+        Every rank counts every boxing call, involved or not; the backward of a call is its tag with the low bit set.
+        """
+        edge = self.num_edges.get(self.micro_batch, 0)
+        self.num_edges[self.micro_batch] = edge + 1
+        return (self.micro_batch << 17 | (edge & 0xFFFF) << 1) & 0x3FFFFFFF
+
+    def abort(self, reason: str) -> None:
+        """End the main thread's waits with ``CollectiveAborted``; may be called from any thread."""
+        self.transport.abort(reason)
+
+    def __repr__(self) -> str:
+        return f"World(rank={self.rank}, world_size={self.world_size}, device={self.device}, transport={self.transport_name})"
+
+
+_process_world: World | None = None
+_thread_world = threading.local()
+
+
+def current() -> World:
+    """The world of this thread or process; a process that nobody launched is a world of its own.
+
+    Raises:
+        WorldError: a launcher has set RANK but ``wb.init()`` was not called.
+    """
+    world: World | None = getattr(_thread_world, "world", None) or _process_world
+    if world is not None:
+        return world
+    if "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise WorldError(
+            f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} has not joined the world yet. Call wb.init() first."
+        )
+    return init(0, 1)
+
+
+def init(
+    rank: int | None = None,
+    world_size: int | None = None,
+    *,
+    init_method: str | None = None,
+    backend: str | None = None,
+    device: str | torch.device | None = None,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+) -> World:
+    """Join the world: rank and size from the launcher's environment (torchrun, mpirun), or from the arguments.
+
+    Args:
+        rank, world_size: default to RANK and WORLD_SIZE (or Open MPI's), else to a world of one rank.
+        init_method: rendezvous of torch.distributed, e.g. ``"file:///path"``; default ``env://``.
+        backend: ``"gloo"`` or ``"nccl"``; default NCCL with one GPU per rank, else gloo.
+        device: where shards live; default this rank's GPU if it has one to itself, else the CPU.
+        timeout_s: how long a rank waits for the others before it gives up.
+
+    Returns:
+        The world; calling again returns the same one.
+
+    Raises:
+        WorldError: the process already belongs to another world.
+    """
+    global _process_world
+    rank = _from_environment(rank, "RANK", "OMPI_COMM_WORLD_RANK", default=0)
+    world_size = _from_environment(world_size, "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", default=1)
+    if _process_world is not None:
+        if (_process_world.rank, _process_world.world_size) == (rank, world_size):
+            return _process_world
+        raise WorldError(
+            f"init(rank={rank}, world_size={world_size}): this process is rank {_process_world.rank} of "
+            f"{_process_world.world_size} already. Call workbench.runtime.world.shutdown() first."
+        )
+    chosen = torch.device(device) if device is not None else _default_device(world_size)
+    backend = backend or ("nccl" if chosen.type == "cuda" and dist.is_nccl_available() else "gloo")
+    if world_size > 1:
+        dist.init_process_group(
+            backend,
+            init_method=init_method,
+            rank=rank,
+            world_size=world_size,
+            timeout=datetime.timedelta(seconds=timeout_s),
+        )
+        transport: Transport = DistributedTransport(rank, world_size, backend, timeout_s)
+    else:
+        transport = ThreadTransport(ThreadHub(1), 0)
+    _process_world = World(rank, world_size, chosen, transport)
+    return _process_world
+
+
+def shutdown() -> None:
+    """Leave the world and give back its sockets; safe to call twice."""
+    global _process_world
+    if _process_world is None:
+        return
+    _process_world.transport.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    _process_world = None
+
+
+class simulated:
+    """Context: this thread is one rank of a simulated world (see ``workbench.testing.run_ranks``)."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def __enter__(self) -> World:
+        self.previous = getattr(_thread_world, "world", None)
+        _thread_world.world = self.world
+        return self.world
+
+    def __exit__(self, *exc: object) -> None:
+        _thread_world.world = self.previous
+
+
+def rank() -> int:
+    """This rank's number in its world."""
+    return current().rank
+
+
+def world_size() -> int:
+    """How many ranks the world has."""
+    return current().world_size
+
+
+def barrier() -> None:
+    """Return when all ranks of the world have called it; the wait can be interrupted."""
+    world = current()
+    world.transport.all_gather(torch.zeros(1, device=world.device), "barrier()")
+
+
+def _from_environment(value: int | None, *names: str, default: int) -> int:
+    if value is not None:
+        return value
+    return next((int(os.environ[name]) for name in names if name in os.environ), default)
+
+
+def _default_device(world_size: int) -> torch.device:
+    """This rank's own GPU where every rank of the host has one; else the CPU."""
+    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    if not torch.cuda.is_available() or torch.cuda.device_count() < local_world:
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device

@@ -1,0 +1,71 @@
+"""Simulated ranks for tests: a whole SPMD program in one process, in milliseconds."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from workbench.errors import CollectiveAborted
+from workbench.runtime import methods  # noqa: F401 - completes GlobalTensor
+from workbench.runtime.transport.threads import ThreadHub, ThreadTransport
+from workbench.runtime.world import World, simulated
+
+_SEED = 0x5EED
+
+
+def run_ranks(fn: Callable[..., Any], num_ranks: int = 2, *, seed: int = _SEED) -> list[Any]:
+    """Run ``fn`` on ``num_ranks`` simulated CPU ranks, threads of this process, and return its results by rank.
+
+    ``fn`` takes the rank, or nothing (``wb.rank()`` tells it). The first rank to fail ends the waits of the others, and its
+    exception is raised here with a note that names the rank. A deadlock is an error at once, not a timeout.
+
+    >>> run_ranks(lambda rank: rank * 10, num_ranks=3)
+    [0, 10, 20]
+    """
+    hub = ThreadHub(num_ranks)
+    results: list[Any] = [None] * num_ranks
+    failures: list[tuple[int, BaseException]] = []
+    grad_enabled, takes_rank = torch.is_grad_enabled(), _takes_rank(fn)
+
+    def run(rank: int) -> None:
+        world = World(rank, num_ranks, torch.device("cpu"), ThreadTransport(hub, rank))
+        world.generator = torch.Generator().manual_seed(seed)
+        try:
+            with simulated(world), torch.set_grad_enabled(grad_enabled):
+                results[rank] = fn(rank) if takes_rank else fn()
+        except BaseException as error:  # the other ranks must not wait for this one
+            failures.append((rank, error))
+            hub.abort(f"rank {rank} raised {type(error).__name__}: {error}")
+        finally:
+            hub.end(rank)
+
+    threads = [threading.Thread(target=run, args=(rank,), name=f"rank-{rank}", daemon=True) for rank in range(num_ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        _raise_first_cause(failures)
+    return results
+
+
+def _takes_rank(fn: Callable[..., Any]) -> bool:
+    parameters = inspect.signature(fn).parameters.values()
+    return any(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+
+
+def _raise_first_cause(failures: list[tuple[int, BaseException]]) -> None:
+    """The first failure that is no consequence of another one."""
+    rank, error = next((f for f in failures if not isinstance(f[1], CollectiveAborted)), failures[0])
+    error.add_note(f"raised on simulated rank {rank}; failed ranks: {sorted(r for r, _ in failures)}")
+    raise error
+
+
+def assert_equal_to_one_device(actual: Any, expected: torch.Tensor, rtol: float = 1e-5, atol: float = 1e-6) -> None:
+    """Assert that a global tensor's logical value is ``expected``; all ranks of its placement call it."""
+    value = actual.full_tensor().detach()
+    torch.testing.assert_close(value, expected.detach(), rtol=rtol, atol=atol)
