@@ -1,0 +1,402 @@
+"""A strategy is a table: one row per layer pattern, and options. A value that notebook and engines share.
+
+    conv*: data; fc*: model; head: model@1 | 2x1x2 mb=4 1f1b
+
+A row is ``pattern: choice[@stage]`` with choices ``data``, ``model``, ``model:column``, ``model:row``. A pattern is a module path
+with ``*`` and numeric ranges (``blocks.[4-11]``) and covers its subtree; the last matching row wins. A layer without a stage
+lives on the stage of its predecessor, the first on stage 0; what no row matches is ``data``. Options: the degrees
+``pipeline x data x model``, ``mb=`` micro-batches, a schedule, ``zero=`` 0 to 3, ``recompute``, ``bf16`` or ``fp16``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any
+
+from workbench.errors import StrategyError
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
+PRECISIONS = ("fp32", "bf16", "fp16")
+SPLITTABLE_KINDS = ("Linear", "NonDynamicallyQuantizableLinear", "Conv1d", "Conv2d", "Conv3d")
+COLUMN_NAMES = ("q", "k", "v", "query", "key", "value", "q_proj", "k_proj", "v_proj", "qkv", "gate_proj", "up_proj")
+ROW_NAMES = ("o", "o_proj", "out_proj", "proj", "c_proj", "down_proj")
+"""Names under which attention and gated layers keep their weights; others are paired by their shapes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A module that owns parameters: its path, class name, the parameters' shapes by short name, and their number."""
+
+    name: str
+    kind: str
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    num_parameters: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row: which layers, data or model parallel, how a model-parallel weight is split, and on which stage."""
+
+    pattern: str
+    parallel: str = "data"
+    split: str | None = None
+    stage: int | None = None
+
+    def __str__(self) -> str:
+        choice = self.parallel + (f":{self.split}" if self.split else "")
+        return f"{self.pattern}: {choice}" + ("" if self.stage is None else f"@{self.stage}")
+
+    def matches(self, name: str) -> bool:
+        """Whether the pattern covers the layer ``name`` or a module above it."""
+        return _pattern(self.pattern).fullmatch(name) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What holds for the whole model; ``degrees`` are pipeline x data x model, None where they follow from the rows."""
+
+    degrees: tuple[int, int, int] | None = None
+    num_micro_batches: int = 1
+    schedule: str | None = None
+    zero: int = 0
+    recompute: bool = False
+    precision: str = "fp32"
+
+    def __str__(self) -> str:
+        words = ["x".join(map(str, self.degrees))] if self.degrees else []
+        words += [f"mb={self.num_micro_batches}"] if self.num_micro_batches != 1 else []
+        words += [self.schedule] if self.schedule else []
+        words += [f"zero={self.zero}"] if self.zero else []
+        words += ["recompute"] if self.recompute else []
+        return " ".join(words + ([self.precision] if self.precision != "fp32" else []))
+
+
+@dataclass(frozen=True, slots=True)
+class Mistake:
+    """One thing that is wrong with a strategy for a model: the layer it stands at (or None), what, and ways out."""
+
+    layer: str | None
+    message: str
+    fixes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.layer}: {self.message}" if self.layer else self.message
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedLayer:
+    """What one layer does: ``split`` is "column", "row" or None (nothing of it is split)."""
+
+    name: str
+    parallel: str
+    split: str | None
+    stage: int
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedStrategy:
+    """A strategy applied to the layers of one model and a number of ranks."""
+
+    layers: tuple[ResolvedLayer, ...]
+    degrees: tuple[int, int, int]
+    options: Options
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches per step."""
+        return self.options.num_micro_batches
+
+    @property
+    def schedule(self) -> str:
+        """Name of the pipeline schedule."""
+        return self.options.schedule or "1f1b"
+
+    def stage_grid(self, stage: int) -> list[list[int]]:
+        """The ranks of a stage: one row per data-parallel replica, one column per slice of the model axis."""
+        _, data, model = self.degrees
+        first = stage * data * model
+        return [[first + d * model + m for m in range(model)] for d in range(data)]
+
+    def stage_ranks(self, stage: int) -> list[int]:
+        """The ranks of a stage, in order."""
+        return [rank for row in self.stage_grid(stage) for rank in row]
+
+
+class Strategy:
+    """Which layer is data parallel, model parallel, and on which pipeline stage.
+
+    Args:
+        text: rows and options as described in this module; ``"data"`` alone means ``"*: data"``.
+
+    Raises:
+        StrategyError: the text does not parse; all mistakes are listed at once.
+
+    >>> Strategy("conv*: data; fc*: model; head: model@1 | 2x1x2 mb=4 1f1b").options.degrees
+    (2, 1, 2)
+    """
+
+    __slots__ = ("options", "rows")
+
+    def __init__(self, text: str) -> None:
+        mistakes: list[str] = []
+        rows_text, _, options_text = text.partition("|")
+        self.rows: tuple[Row, ...] = _parse_rows(rows_text, mistakes)
+        self.options: Options = _parse_options(options_text, mistakes)
+        if mistakes:
+            raise StrategyError(f"strategy {text!r}: " + "; ".join(mistakes))
+
+    @classmethod
+    def from_rows(cls, rows: Iterable[Row], options: Options | None = None) -> Strategy:
+        """A strategy from its parts."""
+        strategy = cls.__new__(cls)
+        strategy.rows, strategy.options = tuple(rows), options or Options()
+        return strategy
+
+    def with_options(self, **changes: Any) -> Strategy:
+        """The same rows with some options changed."""
+        return Strategy.from_rows(self.rows, replace(self.options, **changes))
+
+    def to_json(self) -> str:
+        """The one-line text; ``Strategy(text)`` brings it back."""
+        return str(self)
+
+    def __str__(self) -> str:
+        rows, options = "; ".join(map(str, self.rows)), str(self.options)
+        return f"{rows} | {options}" if options else rows
+
+    def __repr__(self) -> str:
+        return f"Strategy({str(self)!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Strategy) and (self.rows, self.options) == (other.rows, other.options)
+
+    def __hash__(self) -> int:
+        return hash((self.rows, self.options))
+
+    def __getstate__(self) -> str:
+        return str(self)
+
+    def __setstate__(self, text: str) -> None:
+        self.__init__(text)  # type: ignore[misc]
+
+    def row_of(self, name: str) -> Row | None:
+        """The row that decides for a layer: the last one that matches."""
+        return next((row for row in reversed(self.rows) if row.matches(name)), None)
+
+    def check(self, layers: Sequence[Layer], num_ranks: int) -> list[Mistake]:
+        """Everything that is wrong with this strategy for these layers on so many ranks; empty where all is well."""
+        return _check_rows(self, layers) + _check_stages(self, layers) + _check_degrees(self, layers, num_ranks)
+
+    def resolve(self, layers: Sequence[Layer], num_ranks: int) -> ResolvedStrategy:
+        """What every layer does.
+
+        Raises:
+            StrategyError: with all mistakes.
+        """
+        mistakes = self.check(layers, num_ranks)
+        if mistakes:
+            lines = [f"  {mistake}" + "".join(f" Fix: {fix}." for fix in mistake.fixes[:1]) for mistake in mistakes]
+            raise StrategyError(f"strategy {str(self)!r} does not fit:\n" + "\n".join(lines))
+        stages = _stages(self, layers)
+        choices = [self.row_of(layer.name) or Row(layer.name) for layer in layers]
+        splits = _splits(layers, choices, stages)
+        resolved = tuple(
+            ResolvedLayer(layer.name, row.parallel, split, stage)
+            for layer, row, split, stage in zip(layers, choices, splits, stages, strict=True)
+        )
+        return ResolvedStrategy(resolved, _degrees(self, layers, num_ranks), self.options)
+
+
+@lru_cache(maxsize=1024)
+def _pattern(text: str) -> re.Pattern[str]:
+    parts = re.split(r"(\*|\[\d+-\d+\])", text)
+    regex = ""
+    for part in parts:
+        bounds = re.fullmatch(r"\[(\d+)-(\d+)\]", part)
+        if bounds:
+            regex += "(?:" + "|".join(map(str, range(int(bounds[1]), int(bounds[2]) + 1))) + ")"
+        else:
+            regex += "[^.]*" if part == "*" else re.escape(part)
+    return re.compile(regex + r"(?:\..*)?")
+
+
+_CHOICE = re.compile(r"(data|model)(?::(column|row))?(?:@(\d+))?")
+
+
+def _parse_rows(text: str, mistakes: list[str]) -> tuple[Row, ...]:
+    rows = []
+    for clause in filter(None, (part.strip() for part in text.split(";"))):
+        pattern, colon, choice = (part.strip() for part in clause.partition(":"))
+        if clause in ("data", "model", "model:column", "model:row"):
+            pattern, colon, choice = "*", ":", clause
+        match = _CHOICE.fullmatch(choice.replace(" ", ""))
+        if not colon or not pattern or match is None or (match[2] and match[1] == "data"):
+            mistakes.append(f"row {clause!r} is not 'pattern: data | model | model:column | model:row [@stage]'")
+            continue
+        rows.append(Row(pattern, match[1], match[2], None if match[3] is None else int(match[3])))
+    if not rows and not mistakes:
+        mistakes.append("no row; write e.g. '*: data'")
+    return tuple(rows)
+
+
+def _parse_options(text: str, mistakes: list[str]) -> Options:
+    found: dict[str, Any] = {}
+    for word in text.split():
+        degrees = re.fullmatch(r"(\d+)x(\d+)x(\d+)", word)
+        number = re.fullmatch(r"(mb|zero)=(\d+)", word)
+        if degrees:
+            found["degrees"] = tuple(int(n) for n in degrees.groups())
+        elif number:
+            found["num_micro_batches" if number[1] == "mb" else "zero"] = int(number[2])
+        elif word in SCHEDULES:
+            found["schedule"] = word
+        elif word in PRECISIONS:
+            found["precision"] = word
+        elif word == "recompute":
+            found["recompute"] = True
+        else:
+            mistakes.append(f"option {word!r} is none of PxDxM, mb=N, {', '.join(SCHEDULES)}, zero=N, recompute, bf16, fp16")
+    if found.get("num_micro_batches") == 0:
+        mistakes.append("mb=0: a step has at least 1 micro-batch")
+    if found.get("zero", 0) > 3:
+        mistakes.append(f"zero={found['zero']}: ZeRO has stages 0 to 3")
+    if 0 in (found.get("degrees") or ()):
+        mistakes.append(f"degrees {'x'.join(map(str, found['degrees']))}: each is at least 1")
+    return Options(**found)
+
+
+def _stages(strategy: Strategy, layers: Sequence[Layer]) -> list[int]:
+    stages: list[int] = []
+    for layer in layers:
+        row = strategy.row_of(layer.name)
+        stage = row.stage if row is not None else None
+        stages.append(stage if stage is not None else stages[-1] if stages else 0)
+    return stages
+
+
+def _degrees(strategy: Strategy, layers: Sequence[Layer], num_ranks: int) -> tuple[int, int, int]:
+    if strategy.options.degrees:
+        return strategy.options.degrees
+    num_stages = max(_stages(strategy, layers), default=0) + 1
+    width = max(1, num_ranks // num_stages)
+    uses_model = any((row := strategy.row_of(layer.name)) and row.parallel == "model" for layer in layers)
+    return (num_stages, 1, width) if uses_model else (num_stages, width, 1)
+
+
+def _check_rows(strategy: Strategy, layers: Sequence[Layer]) -> list[Mistake]:
+    names = [layer.name for layer in layers]
+    paths = sorted({".".join(name.split(".")[: n + 1]) for name in names for n in range(name.count(".") + 1)})
+    mistakes = []
+    for row in strategy.rows:
+        if row.pattern == "*" or any(row.matches(name) for name in names):
+            continue
+        near = difflib.get_close_matches(row.pattern, paths, n=3, cutoff=0.3) or paths[:3]
+        fixes = tuple(f"write {str(replace(row, pattern=name))!r}" for name in near)
+        message = f"no layer matches {row.pattern!r}; nearest: {', '.join(near)}"
+        mistakes.append(Mistake(None, message, fixes))
+    return mistakes
+
+
+def _check_stages(strategy: Strategy, layers: Sequence[Layer]) -> list[Mistake]:
+    stages = _stages(strategy, layers)
+    mistakes, highest, before = [], 0, ""
+    for layer, stage in zip(layers, stages, strict=True):
+        if stage < highest:
+            message = f"stage {stage} comes after stage {highest} ({before}): stages cannot go back"
+            mistakes.append(Mistake(layer.name, message, (f"use stage {highest}",)))
+        elif stage >= highest:
+            highest, before = stage, layer.name
+    if len(layers) < highest + 1:
+        mistakes.append(Mistake(None, f"{highest + 1} stages but only {len(layers)} layers; each stage needs one"))
+    for stage in sorted(set(range(highest + 1)) - set(stages)):
+        mistakes.append(Mistake(None, f"stage {stage} has no layer", (f"put a layer on stage {stage}, or renumber",)))
+    return mistakes
+
+
+def _check_degrees(strategy: Strategy, layers: Sequence[Layer], num_ranks: int) -> list[Mistake]:
+    num_stages = max(_stages(strategy, layers), default=0) + 1
+    pipeline, data, model = _degrees(strategy, layers, num_ranks)
+    product = pipeline * data * model
+    mistakes = []
+    if product != num_ranks:
+        message = f"{pipeline} x {data} x {model} = {product}, but there are {num_ranks} ranks: pipeline x data x model must be the ranks"
+        mistakes.append(Mistake(None, message, (f"use {num_stages}x{max(1, num_ranks // num_stages)}x1",)))
+    if strategy.options.degrees and pipeline != num_stages:
+        message = f"pipeline degree {pipeline}, but the rows use {num_stages} stage{'s' * (num_stages > 1)}"
+        mistakes.append(Mistake(None, message, (f"use {num_stages}x{data}x{model}",)))
+    return mistakes
+
+
+def _splits(layers: Sequence[Layer], rows: Sequence[Row], stages: Sequence[int]) -> list[str | None]:
+    """How each model-parallel weight is split: as written, by its name, or paired so that column is followed by row."""
+    splits: list[str | None] = []
+    open_column: tuple[int, int] | None = None  # (output features, stage) of a column split that waits for its row
+    for layer, row, stage in zip(layers, rows, stages, strict=True):
+        weight = layer.shapes.get("weight", ())
+        if row.parallel != "model" or layer.kind not in (*SPLITTABLE_KINDS, "Embedding") or len(weight) < 2:
+            splits.append(None)
+            continue
+        short = layer.name.rpartition(".")[2]
+        if row.split or layer.kind == "Embedding":
+            split = row.split or "column"
+        elif short in COLUMN_NAMES or short in ROW_NAMES:
+            split = "column" if short in COLUMN_NAMES else "row"
+        else:
+            split = "row" if open_column == (weight[1], stage) else "column"
+        splits.append(split)
+        open_column = (weight[0], stage) if split == "column" and layer.kind != "Embedding" else None
+    return splits
+
+
+PRESETS = ("data", "model", "pipeline", "hybrid")
+
+
+def preset(name: str, layers: Sequence[Layer], num_ranks: int) -> Strategy:
+    """One of the classic strategies for a model.
+
+    data: every layer data parallel. model: every weight split. pipeline: as many stages as ranks, cut by parameters.
+    hybrid: the first layers data, the last ones (with most of the parameters, usually) model parallel.
+
+    Raises:
+        StrategyError: an unknown name, or more stages than layers.
+    """
+    if name == "data" or name == "model":
+        return Strategy(f"*: {name}")
+    if name == "hybrid":
+        half = (len(layers) + 1) // 2
+        rows = [Row(layer.name, "data" if i < half else "model") for i, layer in enumerate(layers)]
+        return Strategy.from_rows(rows, Options(degrees=(1, 1, num_ranks)))
+    if name != "pipeline":
+        raise StrategyError(f"preset {name!r} is none of {', '.join(PRESETS)}.")
+    if num_ranks > len(layers):
+        raise StrategyError(f"pipeline over {num_ranks} ranks, but the model has {len(layers)} layers; each stage needs one.")
+    cuts = balanced_cuts([layer.num_parameters for layer in layers], num_ranks)
+    rows = [Row(layer.name, "data", None, stage) for layer, stage in zip(layers, cuts, strict=True)]
+    return Strategy.from_rows(rows, Options((num_ranks, 1, 1), num_micro_batches=2 * num_ranks, schedule="1f1b"))
+
+
+def balanced_cuts(weights: Sequence[float], num_parts: int) -> list[int]:
+    """The part of each of a row of weights, cut into consecutive parts whose largest sum is smallest.
+
+    >>> balanced_cuts([5, 1, 1, 1, 2], 2)
+    [0, 1, 1, 1, 1]
+    """
+    best: dict[tuple[int, int], tuple[float, int]] = {(0, 0): (0.0, 0)}
+    total = [0.0]
+    for weight in weights:
+        total.append(total[-1] + weight)
+    for parts in range(1, num_parts + 1):
+        for end in range(parts, len(weights) + 1):
+            options = [(max(best[start, parts - 1][0], total[end] - total[start]), start) for start in range(parts - 1, end) if (start, parts - 1) in best]
+            if options:
+                best[end, parts] = min(options)
+    end, result = len(weights), [0] * len(weights)
+    for part in range(num_parts, 0, -1):
+        start = best[end, part][1]
+        result[start:end] = [part - 1] * (end - start)
+        end = start
+    return result
