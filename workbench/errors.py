@@ -58,6 +58,10 @@ class CollectiveAborted(WorkbenchError, RuntimeError):
 class SessionError(WorkbenchError, RuntimeError):
     """Something on the notebook's side of a cluster of engines went wrong."""
 
+    def _render_traceback_(self) -> list[str]:
+        """What notebooks show: the message, without a traceback through our own code."""
+        return [f"{type(self).__name__}: {self}"]
+
 
 class NotStartedError(SessionError):
     """A cell or call needs a running session and there is none."""
@@ -81,8 +85,7 @@ class CellError(SessionError):
         self._rendered = list(rendered)
 
     def _render_traceback_(self) -> list[str]:
-        """What IPython shows in place of a traceback through our own code."""
-        return self._rendered or [f"{type(self).__name__}: {self}"]
+        return self._rendered or super()._render_traceback_()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild_cell_error, (str(self), self.failures, self._rendered)

@@ -8,8 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from workbench.session.calls import RemoteCall
     from workbench.session.cluster import Session, current
-    from workbench.session.run import CellResult, RemoteCall
+    from workbench.session.run import CellResult
 
 __all__ = ["CellResult", "RemoteCall", "Session", "current"]
 
@@ -17,7 +18,7 @@ _HOMES = {
     "Session": "workbench.session.cluster",
     "current": "workbench.session.cluster",
     "CellResult": "workbench.session.run",
-    "RemoteCall": "workbench.session.run",
+    "RemoteCall": "workbench.session.calls",
 }
 
 

@@ -73,35 +73,44 @@ class Session:
         state = "closed" if self._closed else f"{self.num_engines} engines on {self.device}"
         return f"<Session: {state}>"
 
-    def run(
+    def run(self, code: str, ranks: Iterable[int] | None = None, timeout: float | None = None) -> CellResult:
+        """Run code on all engines, or on some, as one program; prints nothing itself.
+
+        Args:
+            ranks: where to run; all ranks by default. Code on some ranks must not use collectives of all.
+            timeout: seconds after which ranks that still run are stopped.
+
+        Raises:
+            CellError: the code does not parse, failed on a rank, or ran out of time; equal failures are told once.
+            KeyboardInterrupt: the caller was interrupted; the engines were, too.
+        """
+        return self.run_cell(code, ranks, timeout)
+
+    def run_cell(
         self,
         code: str,
         ranks: Iterable[int] | None = None,
         timeout: float | None = None,
         *,
         show: Show | None = None,
+        merge: bool = True,
         values: bool = True,
         label: str = "",
     ) -> CellResult:
-        """Run code on all engines, or on some, as one program; prints nothing itself.
+        """`run` with what a front end needs besides.
 
         Args:
-            ranks: where to run; all ranks by default. Code on some ranks must not use collectives of all.
-            timeout: seconds after which ranks that still run are stopped.
             show: called with each piece of output while the code runs.
+            merge: give alike output of several ranks once.
             values: bring back the last expression's value.
-            label: a name for this cell, shown by `status`.
-
-        Raises:
-            CellError: the code does not parse, failed on a rank, or ran out of time; equal failures are told once.
-            KeyboardInterrupt: the caller was interrupted; the engines were, too.
+            label: a name for this cell, shown while others wait for it.
         """
         targets = self._check(ranks)
         check_syntax(code)
-        listener = OutputListener(targets, self.num_engines, show)
+        listener = OutputListener(targets, self.num_engines, show, merge)
         tag = self._tag(targets, wants_values=values, label=label)
         started_s = time.monotonic()
-        outcome = self._perform(targets, lambda live: live.execute(targets, code, tag), listener, timeout)
+        outcome = self._perform(lambda live: live.execute(targets, code, tag), listener, timeout, label or "a cell")
         listener.finish()
         _raise_unless_ok(outcome, "cell", timeout)
         ordered = [outcome.values.get(rank) for rank in targets]
@@ -219,10 +228,10 @@ class Session:
 
     def _perform(
         self,
-        targets: Sequence[int],
         send: Callable[[Engines], Request],
         listener: Listener,
         timeout_s: float | None = None,
+        label: str = "",
     ) -> Outcome:
         place = self._turns.take_place()
         if not self._turns.is_next(place):
@@ -230,7 +239,7 @@ class Session:
             print(f"workbench: the engines run {busy}; this waits its turn", file=sys.stderr)
         with self._turns.turn(place):
             self._prepare()
-            return self._follow(send(self._live()), listener, timeout_s)
+            return self._follow(send(self._live()), listener, timeout_s, label=label)
 
     def _follow(
         self,
@@ -255,7 +264,7 @@ class Session:
     def _call(self, targets: Sequence[int], function: Callable[..., Any], arguments: tuple, what: str) -> list[Any]:
         listener = OutputListener(targets, self.num_engines)
         tag = self._tag(targets, label=what)
-        outcome = self._perform(targets, lambda live: live.apply(targets, function, arguments, tag), listener)
+        outcome = self._perform(lambda live: live.apply(targets, function, arguments, tag), listener, label=what)
         _raise_unless_ok(outcome, what)
         return [outcome.replies[rank] for rank in targets]
 

@@ -188,7 +188,10 @@ class LocalProcesses:
     def kill(self, ranks: Sequence[int]) -> None:
         """End engines at once."""
         for rank in ranks:
-            _process_of(self.engines[rank]).kill()
+            try:
+                _process_of(self.engines[rank]).kill()
+            except psutil.NoSuchProcess:
+                continue
 
     def dead(self, ranks: Sequence[int]) -> list[int]:
         """Those of the ranks whose process has ended."""

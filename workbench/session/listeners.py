@@ -17,9 +17,9 @@ Show = Callable[[str, Block], None]
 class OutputListener:
     """Merges the output of a run; ``show`` gets each block as soon as it is complete."""
 
-    def __init__(self, ranks: Sequence[int], num_ranks: int, show: Show | None = None) -> None:
+    def __init__(self, ranks: Sequence[int], num_ranks: int, show: Show | None = None, merge: bool = True) -> None:
         self._ranks, self._num_ranks, self._show = tuple(ranks), num_ranks, show
-        self._output = OutputMerger(ranks)
+        self._output = OutputMerger(ranks, merge)
         self._lines: list[str] = []
         self._published: list[tuple[int, bytes]] = []
         self._lock = threading.Lock()

@@ -13,7 +13,7 @@ from workbench.session.ranks import rank_label
 from workbench.units import format_bytes, format_count
 
 #: How long a line waits for the other ranks to print the same.
-MERGE_WAIT_S = 0.12
+MERGE_WAIT_S = 0.25
 #: How far ahead in a rank's lines an equal one is looked for.
 _LOOK_AHEAD = 32
 #: Above this many waiting lines of a rank, equal ones are only looked for at the front.
@@ -67,11 +67,12 @@ class Merger:
     """Joins the lines and displays of several ranks into one order that respects each rank's own.
 
     A line that several ranks print is given out once with all of them, if they print it within
-    `MERGE_WAIT_S` of each other; nothing is ever dropped.
+    `MERGE_WAIT_S` of each other; nothing is ever dropped. ``merge=False`` keeps every rank's lines apart.
     """
 
-    def __init__(self, ranks: Sequence[int]) -> None:
+    def __init__(self, ranks: Sequence[int], merge: bool = True) -> None:
         self.ranks = tuple(ranks)
+        self._merge = merge
         self._queues: dict[int, deque[_Item]] = {rank: deque() for rank in ranks}
         self._splitters = {rank: LineSplitter() for rank in ranks}
 
@@ -94,7 +95,7 @@ class Merger:
         while any(self._queues.values()):
             item, owners = self._next()
             missing = len(owners) < len(self.ranks)
-            if missing and not final and now - item.time_s < MERGE_WAIT_S:
+            if missing and self._merge and not final and now - item.time_s < MERGE_WAIT_S:
                 break
             for rank in owners:
                 self._queues[rank].popleft()
@@ -109,6 +110,9 @@ class Merger:
     def _next(self) -> tuple[_Item, tuple[int, ...]]:
         """The item to show next: one that no rank has yet to reach behind other lines, if there is one."""
         heads = [items[0] for items in self._queues.values() if items]
+        if not self._merge:
+            rank = next(rank for rank in self.ranks if self._queues[rank])
+            return heads[0], (rank,)
         for item in heads:
             places = {rank: self._place(rank, item) for rank in self.ranks}
             if not any(places.values()):
@@ -135,7 +139,8 @@ class Folder:
 
     def __init__(self, burst: int = 200, per_second: float = 10.0, tail: int = 10) -> None:
         self._burst, self._per_second = burst, per_second
-        self._credit, self._time_s = float(burst), None
+        self._credit = float(burst)
+        self._time_s: float | None = None
         self._tail: deque[Block] = deque(maxlen=tail)
         self._num_folded = 0
         self._folded_bytes = 0
@@ -180,9 +185,9 @@ class Folder:
 class OutputMerger:
     """All output of one run: standard output with displays, and standard error kept apart."""
 
-    def __init__(self, ranks: Sequence[int], fold: bool = True) -> None:
-        self._mergers = {"stdout": Merger(ranks), "stderr": Merger(ranks)}
-        self._folders = {name: Folder() for name in self._mergers} if fold else {}
+    def __init__(self, ranks: Sequence[int], merge: bool = True) -> None:
+        self._mergers = {"stdout": Merger(ranks, merge), "stderr": Merger(ranks, merge)}
+        self._folders = {name: Folder() for name in self._mergers}
 
     def feed_stream(self, rank: int, name: str, text: str, now: float) -> None:
         self._mergers[name].feed_text(rank, text, now)
@@ -198,9 +203,7 @@ class OutputMerger:
         """(stream, block) pairs that can be shown now."""
         shown = []
         for name, merger in self._mergers.items():
-            blocks = merger.take(now, final)
-            if name in self._folders:
-                blocks = self._folders[name].take(blocks, now, final)
+            blocks = self._folders[name].take(merger.take(now, final), now, final)
             shown += [(name, block) for block in blocks]
         return shown
 
@@ -221,5 +224,7 @@ def as_text(block: Block, num_ranks: int) -> str:
     if block.kind == "note":
         return f"{tag} ... {block.content} ..."
     text = block.content if block.kind == "line" else block.content["data"].get("text/plain", "(no text form)")
+    if not text:
+        return tag
     first, *others = text.split("\n")
     return "\n".join([f"{tag} {first}", *(f"{' ' * len(tag)} {line}" for line in others)])

@@ -20,6 +20,7 @@ class StartProgress:
         in_notebook = hasattr(getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)(), "kernel")
         self._stream = sys.stdout if in_notebook else sys.stderr
         self._overwrites = in_notebook or self._stream.isatty()
+        self._width = 0  # of what stands in the line now, which a shorter text must cover
         self._doing = f"starting {num_engines} engines"
         self._write(f"{self._doing} ...", end="" if self._overwrites else "\n")
 
@@ -54,6 +55,9 @@ class StartProgress:
             self._write(f"{doing}, {format_seconds(round(now - self._started_s, 1))}", end="")
 
     def _write(self, text: str, end: str) -> None:
-        start = "\r\x1b[2K" if self._overwrites else ""
-        self._stream.write(f"{start}{text and f'workbench: {text}'}{end}")
+        line = f"workbench: {text}" if text else ""
+        if self._overwrites:
+            covered, self._width = line.ljust(self._width), len(line)
+            line = f"\r{covered}"
+        self._stream.write(line + end)
         self._stream.flush()
