@@ -16,6 +16,7 @@ from workbench.ui.decimate import decimate
 from workbench.ui.numbers import grouped, short_difference, speedup_text
 from workbench.ui.theme import LIGHT, Palette
 from workbench.ui.traces import (
+    BAR_WIDTH,
     axis,
     base_layout,
     byte_scale,
@@ -161,7 +162,7 @@ def comparison_figure(
         x=np.array([run.samples_per_s for run in drawn], dtype=float),
         y=[run.name for run in drawn],
         orientation="h",
-        width=0.62,
+        width=BAR_WIDTH,
         marker={"color": fills, "line": {"color": colours.muted, "width": 0.5}},
         text=[_rate_text(run) for run in drawn],
         textposition="outside",

@@ -22,9 +22,17 @@ MEMORY_LABELS = {
     "activations": "activations",
     "buffers": "boxing buffers",
 }
+SHORT_MEMORY_LABELS = {
+    "parameters": "param.",
+    "gradients": "grad.",
+    "optimizer": "optim.",
+    "activations": "activ.",
+    "buffers": "boxing",
+}
 _BYTES_PER_UNIT = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "PB": 1e15}
 _NUM_MARKERS = 6
 ROW_HEIGHT = 26
+BAR_WIDTH = 0.62
 _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "cross", "star", "pentagon")
 
 
@@ -132,7 +140,12 @@ def _marked(num_points: int, index: int, num_runs: int) -> np.ndarray:
 
 
 def memory_traces(
-    labels: Any, memory_by_kind: Sequence[dict[str, int]], divisor: float, unit: str, colours: Palette
+    labels: Any,
+    memory_by_kind: Sequence[dict[str, int]],
+    divisor: float,
+    unit: str,
+    colours: Palette,
+    width: float = BAR_WIDTH,
 ) -> list[go.Bar]:
     """Stacked horizontal bars, one trace per kind of memory, one bar per rank."""
     traces = []
@@ -145,7 +158,7 @@ def memory_traces(
                 y=labels,
                 name=name,
                 orientation="h",
-                width=0.62,
+                width=width,
                 marker={"color": colours.memory[kind], "line": {"color": colours.background, "width": 0.5}},
                 hovertemplate=f"%{{y}}, {name}: %{{x:.3g}} {unit}<extra></extra>",
             )
@@ -171,7 +184,7 @@ def peak_trace(labels: Any, peaks: np.ndarray, divisor: float, unit: str, colour
     )
 
 
-def split_traces(labels: Any, boxing_share: np.ndarray, colours: Palette) -> list[go.Bar]:
+def split_traces(labels: Any, boxing_share: np.ndarray, colours: Palette, width: float = BAR_WIDTH) -> list[go.Bar]:
     """Shares of the step time in percent: compute, and boxing with the waiting that it contains."""
     boxing = np.asarray(boxing_share, dtype=float) * 100
     parts = (("compute", 100 - boxing, colours.compute), ("boxing and waiting", boxing, colours.boxing))
@@ -181,7 +194,7 @@ def split_traces(labels: Any, boxing_share: np.ndarray, colours: Palette) -> lis
             y=labels,
             name=name,
             orientation="h",
-            width=0.62,
+            width=width,
             marker={"color": colour, "line": {"color": colours.background, "width": 0.5}},
             hovertemplate=f"%{{y}}, {name}: %{{x:.0f}} %<extra></extra>",
         )
