@@ -130,7 +130,7 @@ def shell() -> Any:
 
 def _install() -> None:
     """Hook into the engine's shell once; joining again changes nothing."""
-    from workbench.session import engine_control, engine_failures, engine_values
+    from workbench.session import engine_control, engine_failures, engine_values, engine_waits
 
     here = shell()
     if getattr(here, "workbench_installed", False):
@@ -138,6 +138,7 @@ def _install() -> None:
     engine_values.install(here)
     engine_failures.install(here)
     engine_control.install(here)
+    engine_waits.install()
     _offer_names(here.user_ns)
     here.workbench_installed = True
 

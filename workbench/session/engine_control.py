@@ -10,9 +10,10 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
-from workbench.session import engine, protocol
+from workbench.session import engine, engine_waits, protocol
 from workbench.session.engine_failures import frames_of_stack
 
 
@@ -56,21 +57,24 @@ def status() -> protocol.RankStatus:
 
 def abort(reason: str) -> None:
     """End the main thread's wait for other ranks."""
+    engine_waits.abort(reason)
     world = _world()
     if world is not None:
         world.abort(reason)
 
 
 def describe_place(stack: tuple[protocol.Frame, ...]) -> str:
-    """``cell line 3, in all_reduce (distributed_c10d.py:2501)``; empty without frames."""
+    """``cell line 3, in all_reduce (distributed_c10d.py:2501)``: the cell's line and what it called.
+
+    Empty without frames.
+    """
     if not stack:
         return ""
-    cell = next((frame for frame in reversed(stack) if frame.in_cell), None)
-    innermost = stack[-1]
-    inside = f"{innermost.function} ({os.path.basename(innermost.file)}:{innermost.line})"
-    if cell is None:
-        return inside
-    return f"cell line {cell.line}" + ("" if innermost.in_cell else f", in {inside}")
+    last_cell = max((index for index, frame in enumerate(stack) if frame.in_cell), default=-1)
+    called = stack[last_cell + 1] if last_cell + 1 < len(stack) else None
+    inside = f"in {called.function} ({os.path.basename(called.file)}:{called.line})" if called else ""
+    line = f"cell line {stack[last_cell].line}" if last_cell >= 0 else ""
+    return ", ".join(part for part in (line, inside) if part)
 
 
 def _main_thread_id() -> int:
@@ -88,4 +92,4 @@ def _world() -> Any:
         return None
 
 
-_OPERATIONS = {"status": status, "abort": abort, "stop": engine.request_stop, "ping": time.time}
+_OPERATIONS: dict[str, Callable[..., Any]] = {"status": status, "abort": abort, "stop": engine.request_stop, "ping": time.time}

@@ -115,7 +115,7 @@ def headline(ranks: Sequence[int], failure: protocol.Failure) -> str:
 
 
 def restart_hint(ranks: Sequence[int]) -> str:
-    return f"Start again with: %workbench restart --ranks {rank_label(ranks)}"
+    return f"The next cell starts {'it' if len(ranks) == 1 else 'them'} again, or: %workbench restart --ranks {rank_label(ranks)}"
 
 
 def _render_failure(ranks: list[int], failure: protocol.Failure, outcome: Outcome, paint) -> list[str]:  # type: ignore[no-untyped-def]

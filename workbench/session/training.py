@@ -1,0 +1,63 @@
+"""What an engine runs for ``wb.compare`` and the panel: a training run that publishes its steps, and its truth.
+
+Loaded on engines, so it imports no part of the notebook's side.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from workbench.runtime.train import Job, RankResult, largest_difference, run_one_device, run_strategy
+from workbench.session import engine
+
+_truth: dict[tuple[Any, int], RankResult] = {}
+_jobs: dict[str, Job] = {}
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """One rank's figures of a run, small enough to send."""
+
+    losses: tuple[float, ...]
+    step_times_s: tuple[float, ...]
+    memory_bytes: dict[str, int]
+    boxed_bytes: int
+    weight_difference: float | None = None
+
+
+def keep_job(key: str, job: Job) -> None:
+    """Keep a job under a key, so that its data set travels to the engines once."""
+    _jobs[key] = job
+
+
+def forget_job(key: str) -> None:
+    """Free a job and its one-device runs."""
+    _jobs.pop(key, None)
+    for known in [k for k in _truth if k[0] == key]:
+        del _truth[known]
+
+
+def train_one_device(key: str, num_micro_batches: int) -> RankReport:
+    """The one-device run of a job, kept on this engine for the comparisons that follow."""
+    result = _truth[key, num_micro_batches] = run_one_device(_jobs[key], num_micro_batches)
+    return _report(result)
+
+
+def train_strategy(key: str, strategy: str, num_micro_batches: int = 1) -> RankReport:
+    """Train under a strategy, publish this rank's steps; where the truth is kept, say how far the weights are from it."""
+    torch.manual_seed(0)
+    result = run_strategy(
+        _jobs[key], strategy, on_step=engine.publish, should_stop=engine.stop_requested, keeps_weights=True
+    )
+    truth = _truth.get((key, num_micro_batches))
+    difference = None
+    if truth is not None and truth.weights is not None and result.weights is not None and len(result.losses) == len(truth.losses):
+        difference = largest_difference(result.weights, truth.weights)
+    return _report(result, difference)
+
+
+def _report(result: RankResult, difference: float | None = None) -> RankReport:
+    return RankReport(tuple(result.losses), tuple(result.step_times_s), result.memory_bytes, result.boxed_bytes, difference)
