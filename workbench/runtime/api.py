@@ -15,7 +15,7 @@ from workbench.runtime import methods
 from workbench.runtime.creation import arange, empty, eye, full, ones, rand, randint, randn, tensor, zeros
 from workbench.runtime.entry import to_global
 from workbench.runtime.ops.extension import local_map, rule
-#PAR
+from workbench.runtime.parallel import parallelize
 from workbench.runtime.random import manual_seed
 from workbench.runtime.tensor import GlobalTensor
 from workbench.runtime.world import barrier, current, init, rank, world_size
@@ -64,6 +64,6 @@ def explicit_boxing() -> Iterator[None]:
 
 __all__ = [
     "GlobalTensor", "arange", "barrier", "boxing_plan", "empty", "explicit_boxing", "eye", "full", "init", "local_map",
-    "manual_seed", "methods", "ones", "placement", "rand", "randint", "randn", "rank", "rule", "tensor", "to_global",
+    "manual_seed", "methods", "ones", "parallelize", "placement", "rand", "randint", "randn", "rank", "rule", "tensor", "to_global",
     "world_size", "zeros",
 ]  # fmt: skip

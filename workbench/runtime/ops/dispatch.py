@@ -20,7 +20,7 @@ from workbench.core.boxing import plan_boxing
 from workbench.core.layout import Layout, balanced_bounds
 from workbench.core.placement import Placement
 from workbench.core.rules import Operand, Signature, choose, signatures
-from workbench.core.sbp import Split
+from workbench.core.sbp import Split, broadcast
 from workbench.errors import LayoutError
 from workbench.runtime.boxing import box, box_implicitly
 from workbench.runtime.entry import enter_as_broadcast
@@ -103,10 +103,11 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) ->
             return out
         return _relabel(out, plan.out)
     if plan is None:
-        args, kwargs = _enter_plain(args, kwargs)
-        args, kwargs = _on_one_placement(func, args, kwargs)
-        plan = _make_plan(func, args, kwargs)
-        if key and not _has_plain(key):
+        joined = _join_operands(func, args, kwargs or {})
+        if joined is not None:
+            return dispatch(func, *joined)
+        plan = _make_plan(func, args, kwargs or {})
+        if key:
             plans[tuple(key)] = plan
     return _run(plan, func, args, kwargs or {})
 
@@ -138,8 +139,8 @@ def _python_body(func: Any) -> Callable[..., Any] | None:
     return body
 
 
-class _PlainTensor:
-    """Stands in a key for a tensor that is not global; such plans are not kept."""
+_PLAIN = object()
+"""Stands in a key for a tensor that is not global; no plan has such a key."""
 
 
 def _key_of(value: Any) -> Any:
@@ -152,14 +153,10 @@ def _key_of(value: Any) -> Any:
     if isinstance(value, dict):
         return tuple((name, _key_of(item)) for name, item in value.items())
     if isinstance(value, torch.Tensor):
-        return _PlainTensor
+        return _PLAIN
     if isinstance(value, float):
         return float if math.isfinite(value) else value
     return value
-
-
-def _has_plain(key: Any) -> bool:
-    return any(item is _PlainTensor or (isinstance(item, tuple) and _has_plain(item)) for item in key)
 
 
 def _first_global(args: Any, kwargs: Any) -> GlobalTensor:
@@ -167,39 +164,42 @@ def _first_global(args: Any, kwargs: Any) -> GlobalTensor:
     return next(leaf for leaf in leaves if isinstance(leaf, GlobalTensor))
 
 
-def _enter_plain(args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Plain tensors among the arguments count as broadcast on the placement of the global ones."""
-    leaves, structure = tree_flatten((args, kwargs or {}))
-    if not any(isinstance(leaf, torch.Tensor) and not isinstance(leaf, GlobalTensor) for leaf in leaves):
-        return args, kwargs
-    spec = next(leaf for leaf in leaves if isinstance(leaf, GlobalTensor))._spec
-    layout = spec.layout.broadcast()
-    entered = [
-        enter_as_broadcast(leaf, spec.world, layout)
-        if isinstance(leaf, torch.Tensor) and not isinstance(leaf, GlobalTensor)
-        else leaf
+def _join_operands(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    """The arguments with all tensors global and on one placement; None where they are already.
+
+    Plain tensors count as broadcast on the placement of the global ones. Between the stages of a parallelized module,
+    operands go to the latest stage among them; elsewhere two placements are an error.
+    """
+    leaves, structure = tree_flatten((args, kwargs))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    known = [tensor for tensor in tensors if isinstance(tensor, GlobalTensor)]
+    placements = {tensor._spec.layout.placement for tensor in known}
+    if len(known) == len(tensors) and len(placements) == 1:
+        return None
+    world = known[0]._spec.world
+    placement = _meeting_place(func, placements, world)
+    layout = Layout(placement, (broadcast,) * placement.num_axes)
+    joined = [
+        leaf
+        if not isinstance(leaf, torch.Tensor)
+        else _to_placement(leaf, placement)
+        if isinstance(leaf, GlobalTensor)
+        else enter_as_broadcast(leaf, world, layout)
         for leaf in leaves
     ]
-    return tree_unflatten(entered, structure)
+    return tree_unflatten(joined, structure)  # type: ignore[return-value]
 
 
-def _on_one_placement(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Between the stages of a parallelized module, operands go to the latest stage among them; elsewhere it is an error."""
-    leaves, structure = tree_flatten((args, kwargs or {}))
-    tensors = [leaf for leaf in leaves if isinstance(leaf, GlobalTensor)]
-    placements = {tensor._spec.layout.placement for tensor in tensors}
+def _meeting_place(func: Any, placements: set[Placement], world: World) -> Placement:
     if len(placements) == 1:
-        return args, kwargs
-    order = tensors[0]._spec.world.stage_order
-    if not placements <= set(order):
-        first, second = sorted(placements, key=str)[:2]
-        raise LayoutError(
-            f"{fold_name(func).folded}: operands lie on different placements, {first} and {second}. An operation runs on one "
-            f"placement: write x.to_global(placement={second}, sbp=...) first."
-        )
-    latest = max(placements, key=order.index)
-    moved = [_to_placement(leaf, latest) if isinstance(leaf, GlobalTensor) else leaf for leaf in leaves]
-    return tree_unflatten(moved, structure)
+        return next(iter(placements))
+    if placements <= set(world.stage_order):
+        return max(placements, key=world.stage_order.index)
+    first, second = sorted(placements, key=str)[:2]
+    raise LayoutError(
+        f"{fold_name(func).folded}: operands lie on different placements, {first} and {second}. An operation runs on one "
+        f"placement: write x.to_global(placement={second}, sbp=...) first."
+    )
 
 
 def _to_placement(tensor: GlobalTensor, placement: Placement) -> GlobalTensor:
@@ -230,8 +230,9 @@ def _operands(args: Any, kwargs: Any) -> list[GlobalTensor]:
 
 
 def _make_plan(func: Any, args: Any, kwargs: Any) -> Plan:
-    kwargs = kwargs or {}
     name = fold_name(func)
+    if kwargs.get("inplace"):
+        name = Name(name.folded, in_place=True)
     operands = _operands(args, kwargs)
     world, placement = operands[0]._spec.world, operands[0]._spec.layout.placement
     ordered_args, ordered_kwargs = _bind(name.folded, args, kwargs)
@@ -434,10 +435,12 @@ def _label_all(result: Any, specs: list[Spec]) -> Any:
 
 
 def _relabel(result: torch.Tensor, spec: Spec) -> GlobalTensor:
-    """Label a result; one that is an operand itself (``contiguous()`` of what is contiguous) may only keep its label."""
+    """Label a result. One that is an operand itself (``contiguous()`` of what is contiguous) becomes a new object.
+
+    Whether torch returns the operand depends on this rank's strides, and boxed forms are remembered by object: ranks
+    that disagree about identity would disagree about communication.
+    """
     if type(result) is GlobalTensor:
-        if result._spec is spec:
-            return result
         with local_torch():
             result = result.view_as(result)
     return label(result, spec)

@@ -49,7 +49,7 @@ def _as_meta(leaf: Any, memo: dict[int, torch.Tensor], with_grad: bool) -> Any:
             meta = torch.empty(shape, dtype=leaf.dtype, device="meta")
             if with_grad and leaf.requires_grad:
                 meta = meta.requires_grad_()
-                meta = meta if leaf.is_leaf else meta.view_as(meta)  # in-place is legal on what is no leaf
+                meta = meta if leaf.is_leaf else meta.clone()  # in-place is legal on what is no leaf
             memo[id(leaf)] = meta
     return memo[id(leaf)]
 

@@ -1,0 +1,115 @@
+"""Memory of one rank: live storages by kind, and the process's peak above a warm baseline."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+
+from workbench.runtime.tensor import GlobalTensor, local_torch
+
+
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the distinct storages of this rank's shards; a ghost's single zero does not count."""
+    sizes: dict[int, int] = {}
+    with local_torch():
+        for tensor in tensors:
+            if not (isinstance(tensor, GlobalTensor) and tensor.is_ghost):
+                storage = tensor.untyped_storage()
+                sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())
+
+
+def model_memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """Bytes on this rank of parameters, gradients, optimizer state and buffers."""
+    with local_torch():
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+    state = [v for values in optimizer.state.values() for v in values.values() if isinstance(v, torch.Tensor)]
+    return {
+        "parameters": storage_bytes(model.parameters()),
+        "gradients": storage_bytes(grads),
+        "optimizer": storage_bytes(state),
+        "buffers": storage_bytes(model.buffers()),
+    }
+
+
+class ActivationMeter:
+    """Counts the bytes that autograd saves for backward, in one measured step."""
+
+    def __init__(self, model: nn.Module) -> None:
+        with local_torch():
+            self._own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        self._sizes: dict[int, int] = {}
+
+    @contextmanager
+    def measure(self) -> Iterator[None]:
+        """Context around the forwards of the step."""
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
+            yield
+
+    def _pack(self, tensor: Any) -> Any:
+        with local_torch():
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in self._own and tensor.numel() * tensor.element_size() <= storage.nbytes():
+                self._sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the distinct storages saved so far."""
+        return sum(self._sizes.values())
+
+
+class PeakMeter:
+    """Peak memory of this process above where it stood when the meter was made.
+
+    On Linux CPUs: peak resident size, with the kernel's mark reset and freed pages given back first. On CUDA: the
+    allocator's peak. Elsewhere: the largest resident size at the moments when it was asked.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            self._baseline = torch.cuda.memory_allocated(device)
+            return
+        _return_freed_pages()
+        self._can_reset = _reset_peak()
+        self._baseline = psutil.Process().memory_info().rss
+        self._largest = 0
+
+    def peak_bytes(self) -> int:
+        """Bytes above the baseline, at the highest point since the meter was made."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device) - self._baseline
+        resident = _peak_resident_bytes() if self._can_reset else psutil.Process().memory_info().rss
+        self._largest = max(self._largest, resident - self._baseline)
+        return self._largest
+
+
+def _return_freed_pages() -> None:
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (OSError, AttributeError):  # not glibc
+        return
+
+
+def _reset_peak() -> bool:
+    try:
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")
+        return True
+    except OSError:
+        return False
+
+
+def _peak_resident_bytes() -> int:
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM"))

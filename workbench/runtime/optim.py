@@ -1,0 +1,160 @@
+"""Plain torch optimizers on global parameters: gradients reduced in buckets, the step on local shards.
+
+A parameter's ``.grad`` keeps its dual layout (one term of a sum on each rank) and is never reduced in place, so it goes on
+accumulating. Before an optimizer's step, torch's global step hooks (registered here once) put the local shard with the
+reduced gradient in the place of each global parameter; after it, the parameters come back. Whatever the optimizer does, fused
+or foreach, it does to plain local tensors.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from workbench.core.boxing import plan_boxing
+from workbench.runtime.tensor import GlobalTensor, local_torch, plain
+
+BUCKET_BYTES = 25 * 2**20
+"""Gradients are reduced in flat buckets of about this size."""
+
+_installed = False
+_swapped: dict[int, list[list[Any]]] = {}
+
+
+def install_hooks() -> None:
+    """Register the step hooks with torch, once per process."""
+    global _installed
+    if not _installed:
+        register_optimizer_step_pre_hook(_before_step)
+        register_optimizer_step_post_hook(_after_step)
+        _installed = True
+
+
+def reduced_gradients(parameters: Iterable[GlobalTensor]) -> dict[GlobalTensor, torch.Tensor]:
+    """Local gradient in each parameter's own layout: terms summed over the axes on which the parameter is broadcast.
+
+    All ranks of the parameters' placements call it with the same parameters in the same order; ghosts and parameters
+    without a gradient are left out.
+    """
+    result: dict[GlobalTensor, torch.Tensor] = {}
+    buckets: dict[Any, list[GlobalTensor]] = {}
+    for parameter in parameters:
+        local = _local_grad(parameter)
+        if local is None:
+            continue
+        group = _reduce_group(parameter)
+        if len(group) == 1:
+            result[parameter] = local
+        else:
+            buckets.setdefault((group, local.dtype), []).append(parameter)
+    for (group, _), members in buckets.items():
+        for bucket in _cut_into_buckets(members):
+            result.update(_reduce_bucket(bucket, group))
+    return result
+
+
+def _local_grad(parameter: GlobalTensor) -> torch.Tensor | None:
+    with local_torch():
+        return parameter.grad
+
+
+def _reduce_group(parameter: GlobalTensor) -> tuple[int, ...]:
+    """The ranks that hold terms of this parameter's gradient, this rank among them."""
+    spec = parameter._spec
+    plan = plan_boxing(spec.layout.dual(), spec.layout, spec.shape, itemsize=4)
+    return next((group for group in plan.groups if spec.world.rank in group), (spec.world.rank,))
+
+
+def _cut_into_buckets(members: list[GlobalTensor]) -> Iterable[list[GlobalTensor]]:
+    bucket: list[GlobalTensor] = []
+    size = 0
+    for parameter in members:
+        local = _local_grad(parameter)
+        assert local is not None
+        bucket.append(parameter)
+        size += local.numel() * local.element_size()
+        if size >= BUCKET_BYTES:
+            yield bucket
+            bucket, size = [], 0
+    if bucket:
+        yield bucket
+
+
+def _reduce_bucket(bucket: list[GlobalTensor], group: tuple[int, ...]) -> dict[GlobalTensor, torch.Tensor]:
+    world = bucket[0]._spec.world
+    started = time.perf_counter()
+    grads = [grad for grad in map(_local_grad, bucket) if grad is not None]
+    flat = torch.cat([grad.reshape(-1) for grad in grads])
+    header = f"reduction of {len(bucket)} gradients, {flat.numel()} elements"
+    world.transport.all_reduce(flat, group, "sum", world.next_tag(), header)
+    sent = 2 * (len(group) - 1) * flat.numel() * flat.element_size() // len(group)
+    world.traffic.add("gradients", sent, time.perf_counter() - started)
+    pieces = flat.split([grad.numel() for grad in grads])
+    return {p: piece.view(grad.shape) for p, piece, grad in zip(bucket, pieces, grads, strict=True)}
+
+
+def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    _put_back(optimizer)  # a step that raised has left its local tensors behind
+    held = [group["params"] for group in optimizer.param_groups]
+    parameters = [p for params in held for p in params if isinstance(p, GlobalTensor)]
+    if not parameters:
+        return None
+    args, kwargs = _run_closure_first(args, kwargs)
+    grads = reduced_gradients(parameters)
+    _swapped[id(optimizer)] = held
+    for group, params in zip(optimizer.param_groups, held, strict=True):
+        group["params"] = [_as_local(optimizer, p, grads) for p in params if not (isinstance(p, GlobalTensor) and p.is_ghost)]
+    return args, kwargs
+
+
+def _as_local(optimizer: Optimizer, parameter: torch.Tensor, grads: dict[GlobalTensor, torch.Tensor]) -> torch.Tensor:
+    if not isinstance(parameter, GlobalTensor):
+        return parameter
+    local = parameter.__dict__.get("_local_alias")
+    if local is None or local.data_ptr() != _data_ptr(parameter):
+        local = parameter.__dict__["_local_alias"] = plain(parameter)
+        local.__dict__["_owner"] = parameter
+    local.grad = grads.get(parameter)
+    if parameter in optimizer.state:
+        optimizer.state[local] = optimizer.state.pop(parameter)
+    return local
+
+
+def _data_ptr(parameter: GlobalTensor) -> int:
+    with local_torch():
+        return parameter.data_ptr()
+
+
+def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    _put_back(optimizer)
+
+
+def _put_back(optimizer: Optimizer) -> None:
+    held = _swapped.pop(id(optimizer), None)
+    if held is None:
+        return
+    for group, params in zip(optimizer.param_groups, held, strict=True):
+        for local in group["params"]:
+            owner = local.__dict__.get("_owner")
+            if owner is not None:
+                local.grad = None
+                if local in optimizer.state:
+                    optimizer.state[owner] = optimizer.state.pop(local)
+        group["params"] = params
+
+
+def _run_closure_first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A closure computes the gradients that are to be reduced, so it runs before; the step gets its loss."""
+    closure: Callable[[], Any] | None = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if closure is None:
+        return args, kwargs
+    with torch.enable_grad():
+        loss = closure()
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": lambda: loss}
+    return (args[0], lambda: loss, *args[2:]), kwargs
