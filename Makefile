@@ -1,0 +1,66 @@
+# Everything people and CI run. Each target first makes sure that .venv holds what it needs; once it does, that costs nothing.
+#
+#   make demo        four strategies on a real data set, checked against one device; writes out/report.html
+#   make lab         JupyterLab on the first notebook
+#   make test        all tests but the slow ones; browser tests are skipped where there is no Chromium
+#   make test-full   the slow ones too, and without Chromium it fails
+#   make check       format, lint, types, import directions, notebooks
+#   make bench       the benchmarks; results go to benchmarks/results
+#   make clean       remove .venv, caches and out
+#
+# Variables: PYTHON=python3.12 chooses the interpreter, TORCH="torch==2.12.0" the version,
+# TORCH_INDEX=<url> a package index for torch alone, ARGS="..." is passed on: make test ARGS="-k boxing".
+
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+PYTHON ?=
+TORCH ?=
+TORCH_INDEX ?=
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.PHONY: help install demo lab test test-full check format bench clean
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml tools/install.sh
+	@PYTHON="$(PYTHON)" TORCH="$(TORCH)" TORCH_INDEX="$(TORCH_INDEX)" sh tools/install.sh $(VENV)
+	@touch $@
+
+demo: $(STAMP)
+	@$(PY) -m workbench demo $(ARGS)
+
+lab: $(STAMP)
+	@$(PY) -m workbench lab $(ARGS)
+
+test: $(STAMP)
+	@$(PY) -m pytest -q -rs -m "not slow" $(ARGS)
+
+test-full: $(STAMP)
+	@WORKBENCH_REQUIRE_BROWSER=1 $(PY) -m pytest -q -rs $(ARGS)
+
+check: $(STAMP)
+	@$(PY) -m ruff format --check .
+	@$(PY) -m ruff check .
+	@$(PY) -m mypy
+	@$(PY) -m pytest -q tests/test_imports.py
+	@$(PY) -m tools.check_notebooks
+
+format: $(STAMP)
+	@$(PY) -m ruff check --fix-only .
+	@$(PY) -m ruff format .
+
+bench: $(STAMP)
+	@$(PY) -m benchmarks.overhead
+	@$(PY) -m benchmarks.data_parallel
+	@$(PY) -m benchmarks.cell
+
+clean:
+	rm -rf $(VENV) out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find workbench tests tools benchmarks -name __pycache__ -prune -exec rm -rf {} +
