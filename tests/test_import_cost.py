@@ -1,0 +1,83 @@
+"""What the parts of the package load: without heavy libraries engines start sooner and commands answer at once."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import workbench
+
+ROOT = Path(__file__).parent.parent
+NOTEBOOK_SIDE = {"IPython.display", "anywidget", "ipyparallel.client.client", "ipywidgets", "pandas", "plotly"}
+"""What only the notebook's side may load."""
+
+_PROGRAM = """
+import importlib, json, sys
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+print(json.dumps(sorted(sys.modules)))
+"""
+
+
+@cache
+def loaded_by(*modules: str) -> frozenset[str]:
+    """Names of all modules that a new interpreter holds after it has imported ``modules``."""
+    command = [sys.executable, "-c", _PROGRAM, *modules]
+    output = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
+    return frozenset(json.loads(output))
+
+
+def modules_in(room: str) -> list[str]:
+    folder = ROOT / "workbench" / room
+    names = (path.relative_to(ROOT).with_suffix("").parts for path in sorted(folder.rglob("*.py")))
+    return [".".join(parts[:-1] if parts[-1] == "__init__" else parts) for parts in names]
+
+
+def test_the_package_loads_next_to_nothing() -> None:
+    assert not loaded_by("workbench") & {"torch", "plotly", "pandas", "ipyparallel", "numpy", "IPython"}
+
+
+def test_the_algebra_loads_no_torch() -> None:
+    for room in ("core", "pipeline"):
+        assert not loaded_by(*modules_in(room)) & {"torch", "numpy"}, room
+
+
+def test_the_runtime_loads_nothing_of_a_notebook() -> None:
+    assert not loaded_by(*modules_in("runtime")) & (NOTEBOOK_SIDE | {"ipyparallel", "IPython", "workbench.session"})
+
+
+def test_the_engine_loads_nothing_of_the_notebooks_side() -> None:
+    """`torch._dynamo` is no part of the notebook, but loading it takes an engine two seconds."""
+    loaded = loaded_by("workbench.session.engine")
+    assert not loaded & (NOTEBOOK_SIDE - {"IPython.display"} | {"torch._dynamo", "workbench.session.cluster"})
+
+
+def test_the_command_line_answers_without_torch() -> None:
+    assert not loaded_by(*modules_in("cli")) & {"torch", "plotly", "pandas", "ipyparallel", "sklearn"}
+
+
+def test_a_loaded_module_is_seen() -> None:
+    assert {"json.tool", "workbench.units"} <= loaded_by("json.tool", "workbench.units")
+    assert "torch" in loaded_by("workbench.runtime.world")
+
+
+@pytest.mark.parametrize("name", workbench.__all__)
+def test_public_name_is_there(name: str) -> None:
+    assert getattr(workbench, name) is not None
+    assert name in dir(workbench)
+
+
+def test_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = workbench.no_such_name
+
+
+def test_star_import_gives_the_public_names() -> None:
+    namespace: dict[str, object] = {}
+    exec("from workbench import *", namespace)
+    assert set(workbench.__all__) <= set(namespace)

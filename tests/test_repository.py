@@ -1,0 +1,59 @@
+"""What is true of every file in the repository."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+# Spelled in two parts, so that this file does not contain what it looks for.
+MACHINE_PATHS = re.compile("(?<![A-Za-z0-9_.])/" + r"(?:work|root|tmp/bash_jobs[\w.]*|home/[a-z]\w*|Users/[A-Z]\w*)/")
+
+
+def tracked_files() -> list[Path]:
+    """Files that git knows, or all files where the tests run from an archive."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    return [ROOT / name for name in listed.stdout.split("\0") if name]
+
+
+def text_of(path: Path) -> str:
+    """The file's text; empty for pictures and other binary files, and for files deleted but not committed yet."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (UnicodeDecodeError, FileNotFoundError):
+        return ""
+
+
+def machine_paths(text: str) -> list[str]:
+    return [line.strip()[:120] for line in text.splitlines() if MACHINE_PATHS.search(line)]
+
+
+def test_no_file_names_a_path_of_somebodys_machine() -> None:
+    found = {str(path.relative_to(ROOT)): lines for path in tracked_files() if (lines := machine_paths(text_of(path)))}
+    assert not found
+
+
+def test_no_file_is_very_long() -> None:
+    """Small rooms: a source file over 400 lines should have been two."""
+    long = {
+        str(path.relative_to(ROOT)): num_lines
+        for path in tracked_files()
+        if path.suffix in {".py", ".js", ".css"} and (num_lines := len(text_of(path).splitlines())) > 400
+    }
+    assert not long
+
+
+@pytest.mark.parametrize("path", ["work/main/x.py", "root/.cache/x", "tmp/bash_jobs.0/x", "home/ann/x", "Users/Ann/x"])
+def test_a_path_of_a_machine_is_found(path: str) -> None:
+    assert machine_paths(f'open("/{path}")') == [f'open("/{path}")']
+
+
+@pytest.mark.parametrize("text", ["docs/work/x", "/usr/bin/python", "file:///path", "/tmp/x", "homework/"])
+def test_other_paths_pass(text: str) -> None:
+    assert not machine_paths(text)
