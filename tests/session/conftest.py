@@ -1,0 +1,31 @@
+"""One cluster of two engines for all tests that need real ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from workbench.session import Session
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "engines: needs real ipyparallel engines (seconds, not milliseconds)")
+
+
+@pytest.fixture(scope="session")
+def shared_session() -> Iterator[Session]:
+    with Session(engines=2, device="cpu") as session:
+        yield session
+
+
+@pytest.fixture
+def session(shared_session: Session) -> Session:
+    """The shared session, with both engines idle and without variables of earlier tests."""
+    shared_session.run("""
+kept = {"wb", "torch", "In", "Out", "exit", "quit", "open", "get_ipython"}
+for name in [name for name in globals() if not name.startswith("_") and name not in kept]:
+    del globals()[name]
+del name
+""")
+    return shared_session

@@ -1,0 +1,105 @@
+"""The private parts of ipyparallel that adapter.py uses exist and behave as it needs. Red here: look there."""
+
+import os
+import time
+
+import pytest
+
+from workbench.session import engine, protocol
+from workbench.session.adapter import Event
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(120)]
+
+
+def collect(request, kind, count, timeout_s=10.0):
+    """The first ``count`` events of a kind."""
+    found: list[Event] = []
+    while len(found) < count:
+        event = request.events.get(timeout=timeout_s)
+        if event.kind == kind:
+            found.append(event)
+    return found
+
+
+def tag():
+    return protocol.CellTag(10**6, all_ranks=True, wants_values=True)
+
+
+def test_each_rank_replies_and_becomes_idle(session):
+    request = session._engines.execute((0, 1), "pass", tag())
+    events = [request.events.get(timeout=10) for _ in range(4)]
+    assert sorted((event.kind, event.rank) for event in events) == [("idle", 0), ("idle", 1), ("reply", 0), ("reply", 1)]
+
+
+def test_streams_arrive_whole_and_the_client_keeps_none(session):
+    count = 2000
+    request = session._engines.execute((0, 1), f"for i in range({count}): print(i)", tag())
+    text = {0: "", 1: ""}
+    idle: set[int] = set()
+    while idle != {0, 1}:
+        event = request.events.get(timeout=20)
+        if event.kind == "stream":
+            text[event.rank] += event.content[1]
+        elif event.kind == "idle":
+            idle.add(event.rank)
+    expected = "".join(f"{i}\n" for i in range(count))
+    assert text == {0: expected, 1: expected}
+
+
+def test_messages_that_came_before_we_listened_are_not_lost(session):
+    live = session._engines
+    attached = []
+    real = live.client._io_loop.add_callback
+
+    def late(callback, *arguments):
+        if getattr(callback, "__name__", "") == "attach":
+            attached.append((callback, arguments))
+        else:
+            real(callback, *arguments)
+
+    live.client._io_loop.add_callback = late
+    try:
+        request = live.execute((0,), "print('early'); 5", tag())
+    finally:
+        del live.client._io_loop.add_callback
+    time.sleep(0.5)
+    (callback, arguments), *_ = attached
+    real(callback, *arguments)
+    events = [request.events.get(timeout=5) for _ in range(5)]
+    assert {event.kind for event in events} == {"stream", "result", "data", "reply", "idle"}
+
+
+def test_calls_return_and_raise(session):
+    request = session._engines.apply((1,), os.getpid, (), tag())
+    assert collect(request, "reply", 1)[0].content == session.status()[1].pid
+    request = session._engines.apply((1,), engine.pull, ("no_such_name",), tag())
+    assert collect(request, "reply", 1)[0].content.ename == "NameError"
+
+
+def test_the_control_channel_answers_while_the_main_thread_is_busy(session):
+    request = session._engines.execute((0,), "import time; time.sleep(1.5)", tag())
+    time.sleep(0.3)
+    started = time.monotonic()
+    status = session._engines.control((0,), "status")[0].answer(1.0)
+    assert time.monotonic() - started < 0.5
+    assert status.busy
+    collect(request, "reply", 1)
+
+
+def test_an_unknown_operation_gets_no_answer(session):
+    assert session._engines.control((0,), "no such operation")[0].answer(1.0) is None
+
+
+def test_nothing_is_remembered_of_finished_requests(session):
+    client = session._engines.client
+    for _ in range(20):
+        session.run("print('x' * 1000); 'y' * 1000")
+    deadline = time.monotonic() + 3
+    while client._futures and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert client.history == []
+    assert not client._futures
+    assert not client._output_futures
+    assert not client.results
+    assert len(client.metadata) <= 1  # ipyparallel keeps one stray entry, "submitted"
+    assert all(view.history == [] for view in session._engines._views.values())

@@ -1,0 +1,150 @@
+"""Start, failure to start, and the end of sessions, however it comes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import psutil
+import pytest
+
+import workbench.session as session_package
+from workbench.errors import EngineStartError, NotStartedError, SessionError
+from workbench.session import Session
+from workbench.session.folder import ProcessId, SessionFolder, base_folder
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(120)]
+
+
+def folders():
+    return set(base_folder().glob("session-*"))
+
+
+def wait_until(condition, timeout_s):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "did not happen in time"
+        time.sleep(0.05)
+
+
+def test_engines_that_fail_to_start_are_reported_with_their_log(tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text(
+        textwrap.dedent("""
+        import os, sys
+        if os.environ.get("RANK") == "1":
+            print("libdriver.so: version mismatch", file=sys.stderr, flush=True)
+            os._exit(3)
+    """)
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    folders_before, children_before = folders(), set(psutil.Process().children(recursive=True))
+    started = time.monotonic()
+    with pytest.raises(EngineStartError) as caught:
+        Session(engines=2, device="cpu")
+    assert time.monotonic() - started < 20
+    assert "1 of 2 engines (rank 1) ended before they were ready" in str(caught.value)
+    assert "libdriver.so: version mismatch" in str(caught.value)
+    assert folders() == folders_before
+    assert set(psutil.Process().children(recursive=True)) == children_before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [({"engines": 0}, "1 or more engines"), ({"engines": "two"}, "1 or more"), ({"device": "tpu"}, "'auto', 'cpu' or")],
+)
+def test_arguments_are_checked_before_anything_starts(arguments, words):
+    with pytest.raises(SessionError, match=words):
+        Session(**arguments)
+
+
+def test_a_plain_script_leaves_nothing_behind(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent("""
+        import json
+        from workbench.session import Session, current
+
+        def scaled(x):
+            return x * factor
+
+        factor = 3
+        session = Session(engines=1, device="cpu")
+        folder = session._folder
+        pids = [[process.pid, process.started_s] for process in folder.processes()]
+        environment = session.run("import os; {k: os.environ[k] for k in ('RANK', 'WORLD_SIZE', 'OMP_NUM_THREADS')}")
+        print(json.dumps({
+            "values": session.run("wb.world_size()").values,
+            "call": session.submit(scaled, 7).result(),
+            "environment": environment.values[0],
+            "pids": pids,
+            "folder": str(folder.path),
+            "current": current() is session,
+        }))
+        # no close: the interpreter's exit does it
+    """)
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)
+    assert facts["values"] == [1]
+    assert facts["call"] == [21]
+    assert facts["current"]
+    assert (facts["environment"]["RANK"], facts["environment"]["WORLD_SIZE"]) == ("0", "1")
+    assert int(facts["environment"]["OMP_NUM_THREADS"]) >= 1
+    assert len(facts["pids"]) >= 3  # controller, engine, nanny
+    assert not any(ProcessId(*process).find() for process in facts["pids"])
+    assert not os.path.exists(facts["folder"])
+
+
+def test_nothing_outlives_a_killed_notebook(tmp_path):
+    """The parent is killed while rank 0 is stuck in C."""
+    script = tmp_path / "notebook.py"
+    script.write_text(
+        textwrap.dedent("""
+        import time
+        from workbench.session import Session
+
+        def stuck():
+            import hashlib
+            hashlib.pbkdf2_hmac("sha256", b"x", b"y", 200_000_000)
+
+        session = Session(engines=1, device="cpu")
+        session.submit(stuck)
+        time.sleep(0.5)
+        print(session._folder.path, flush=True)
+        time.sleep(60)
+    """)
+    )
+    parent = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        folder = SessionFolder.open(parent.stdout.readline().strip())
+        processes = folder.processes()
+        assert len(processes) >= 3
+        assert all(process.find() for process in processes)
+    finally:
+        parent.send_signal(signal.SIGKILL)
+        parent.wait(10)
+        parent.stdout.close()
+    wait_until(lambda: not any(process.find() for process in processes), timeout_s=5)
+    wait_until(lambda: not folder.path.exists(), timeout_s=5)
+
+
+def test_close_is_idempotent_and_ends_everything():
+    session = Session(engines=1, device="cpu")
+    processes = session._folder.processes()
+    call = session.submit(time.sleep, 60)
+    time.sleep(0.3)
+    started = time.monotonic()
+    session.close()
+    session.close()
+    assert time.monotonic() - started < 6
+    assert not any(process.find() for process in processes)
+    assert not session._folder.path.exists()
+    assert session_package.current() is not session
+    with pytest.raises(Exception, match="session was closed|died"):
+        call.result(timeout=5)
+    with pytest.raises(NotStartedError, match="wb.Session"):
+        session.run("1")

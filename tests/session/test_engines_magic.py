@@ -1,0 +1,176 @@
+"""The magics in a real IPython shell, on the shared engines."""
+
+import pytest
+from IPython.core.error import UsageError
+from IPython.core.interactiveshell import InteractiveShell
+from IPython.utils.capture import capture_output
+
+from workbench.errors import CellError, NotStartedError
+from workbench.session import cluster, magic
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(120)]
+
+
+@pytest.fixture(scope="module")
+def shell():
+    shell = InteractiveShell.instance()
+    magic.load_ipython_extension(shell)
+    yield shell
+    shell.input_transformers_cleanup.remove(magic.read_comment_spelling)
+    InteractiveShell.clear_instance()
+
+
+@pytest.fixture
+def run(shell, session):
+    """Runs a notebook cell; what it printed, and the exception it ended with."""
+
+    def run(cell):
+        with capture_output() as captured:
+            result = shell.run_cell(cell)
+        return captured, result.error_in_exec or result.error_before_exec
+
+    return run
+
+
+def test_a_cell_runs_everywhere_and_shows_its_value(run):
+    captured, error = run("%%global\nprint('hello')\nwb.rank()")
+    assert error is None
+    assert captured.stdout.splitlines() == ["[all] hello", "[0] 0", "[1] 1"]
+
+
+def test_the_comment_spelling(run):
+    captured, error = run("# %%global --ranks 1\nwb.rank()")
+    assert error is None
+    assert captured.stdout == "[1] 1\n"
+
+
+def test_an_ordinary_comment_is_left_alone(run, shell):
+    _, error = run("# a %%global that is only talked about\nlocal_only = 1")
+    assert error is None
+    assert shell.user_ns["local_only"] == 1
+
+
+def test_line_magic_expands_nothing(run):
+    captured, error = run("zz = 5\n%global x = '{zz}'; print(x)")
+    assert error is None
+    assert captured.stdout == "[all] {zz}\n"
+
+
+def test_the_global_statement_still_works(run, shell):
+    _, error = run("def f():\n    global made_here\n    made_here = 1\nf()")
+    assert error is None
+    assert shell.user_ns["made_here"] == 1
+
+
+def test_line_numbers_are_those_of_the_notebook_cell(run):
+    captured, error = run("%%global --label demo\nx = 1\nraise ValueError('bad')")
+    assert isinstance(error, CellError)
+    assert "❯    3  raise ValueError('bad')" in str(error)
+    assert "ValueError on ranks 0-1: bad" in captured.stdout
+    assert "ipyparallel" not in captured.stdout
+    assert "cluster.py" not in captured.stdout
+
+
+def test_a_failed_cell_fails_the_notebook_cell(run):
+    assert isinstance(run("%%global\nif wb.rank() == 0: 1/0")[1], CellError)
+
+
+def test_syntax_error_is_shown_once(run):
+    captured, error = run("%%global\nx = (1,\n")
+    assert isinstance(error, CellError)
+    assert captured.stdout.count("was never closed") == 1
+    assert "cell line 2" in captured.stdout
+
+
+def test_quiet_and_no_stream(run):
+    assert run("%%global --quiet\nprint(1)\n2")[0].stdout == ""
+    assert run("%%global --no-stream\nprint(1)\n2")[0].stdout == "[all] 1\n[all] 2\n"
+
+
+def test_stderr_goes_to_stderr(run):
+    captured, _ = run("%%global\nimport sys\nprint('careful', file=sys.stderr)")
+    assert captured.stdout == ""
+    assert captured.stderr == "[all] careful\n"
+
+
+def test_group_by_engine(run):
+    captured, _ = run("%%global -e\nprint('a')\nprint('b')")
+    assert captured.stdout.splitlines() == ["[0] a", "[0] b", "[1] a", "[1] b"]
+
+
+def test_out_stores_the_result(run, shell):
+    run("%%global -o result\nwb.rank() + 1")
+    assert shell.user_ns["result"].values == [1, 2]
+
+
+def test_html_is_displayed_once_for_all(run):
+    captured, error = run("%%global\nfrom IPython.display import HTML, display\ndisplay(HTML('<b>x</b>'))")
+    assert error is None
+    assert [output.data["text/html"] for output in captured.outputs] == ["<b>x</b>"]
+    assert captured.stdout == "[all]\n"
+
+
+def test_html_that_differs_is_displayed_per_rank(run):
+    captured, _ = run("%%global\nfrom IPython.display import HTML\nHTML(f'<b>{wb.rank()}</b>')")
+    assert [output.data["text/html"] for output in captured.outputs] == ["<b>0</b>", "<b>1</b>"]
+    assert captured.stdout == "[0]\n[1]\n"
+
+
+def test_another_cell_magic_inside(run):
+    captured, error = run("%%global --quiet\n%%capture grabbed\nprint('inside')")
+    assert error is None
+    assert "inside" in run("%%global\nprint(grabbed.stdout)")[0].stdout
+
+
+def test_push_and_pull(run, shell):
+    assert run("y = 41\n%push y")[1] is None
+    run("%%global\nz = y + wb.rank()")
+    run("%pull z")
+    assert shell.user_ns["z"] == [41, 42]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("%push no_such_thing", "no variable 'no_such_thing'"),
+        ("%push", "no variable is named"),
+        ("%pull a-b", "'a-b' is not a name"),
+        ("%workbench dance", "invalid choice"),
+        ("%workbench start --engines 3", "2 engines is running"),
+        ("%global", "needs a line"),
+        ("%%global --ranks\n1", "expected one argument"),
+        ("%%global --label 'open\n1", "quot"),
+    ],
+)
+def test_usage_errors_say_what_to_do(run, line, words):
+    captured, error = run(line)
+    assert isinstance(error, UsageError)
+    assert words in captured.stdout + captured.stderr
+
+
+def test_a_rank_that_does_not_exist(run):
+    captured, error = run("%%global --ranks 0,7\n1")
+    assert "rank 7 does not exist" in str(error)
+    assert "Traceback" not in captured.stdout
+
+
+def test_timeout_option(run):
+    _, error = run("%%global --timeout 0.3\nimport time\ntime.sleep(30)")
+    assert isinstance(error, CellError)
+    assert "Timeout" in str(error)
+
+
+def test_status(run):
+    captured, _ = run("%workbench status")
+    lines = captured.stdout.splitlines()
+    assert len(lines) == 2
+    assert lines[0].startswith("rank 0  pid ")
+    assert lines[0].endswith("idle")
+
+
+def test_before_start_the_error_says_how_to_start(run, monkeypatch):
+    monkeypatch.setattr(cluster, "_open", [])
+    captured, error = run("%%global\n1")
+    assert isinstance(error, NotStartedError)
+    assert "%workbench start --engines 2" in captured.stdout
+    assert len(captured.stdout.splitlines()) == 1

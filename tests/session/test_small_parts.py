@@ -1,0 +1,131 @@
+"""Protocol, ladder, turns, folder: the parts that need no engine."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import psutil
+import pytest
+
+from workbench.errors import SessionError
+from workbench.session import folder, protocol
+from workbench.session.ladder import STEPS, Ladder
+from workbench.session.launch import rank_environment
+from workbench.session.turns import Turns
+
+
+def test_tag_prints_and_parses():
+    tag = protocol.CellTag(7, all_ranks=True, wants_values=True, label='load "shards"')
+    assert protocol.CellTag.parse(str(tag)) == tag
+    assert protocol.CellTag.parse("somebody else's label") is None
+    assert protocol.CellTag.parse(None) is None
+
+
+def test_values_come_back():
+    assert protocol.load(protocol.dump({"a": [1, 2]})) == {"a": [1, 2]}
+
+
+def test_a_large_value_becomes_a_placeholder_that_names_the_way_out():
+    value = protocol.load(protocol.dump_or_placeholder(bytes(2_000_000), limit_bytes=1_000_000))
+    assert isinstance(value, protocol.Placeholder)
+    assert "1.00 MB" in repr(value)
+    assert "session.pull" in repr(value)
+
+
+def test_a_value_at_the_limit_is_sent():
+    payload = protocol.dump(bytes(1000))
+    assert protocol.load(protocol.dump_or_placeholder(bytes(1000), limit_bytes=len(payload))) == bytes(1000)
+
+
+def test_a_value_that_cannot_be_pickled_becomes_a_placeholder():
+    assert "cannot be pickled" in repr(protocol.load(protocol.dump_or_placeholder(threading.Lock())))
+
+
+def test_ladder_takes_every_step_once_in_order():
+    ladder = Ladder(10.0)
+    assert ladder.due(10.0) == ["interrupt"]
+    assert ladder.due(10.0) == []
+    assert ladder.wakeup() == pytest.approx(10.25)
+    assert ladder.due(12.0) == [step for _, step in STEPS[1:]]
+    assert ladder.wakeup() is None
+
+
+def test_ladder_ends_within_two_seconds_with_a_kill():
+    assert STEPS[-1][1] == "kill"
+    assert STEPS[-1][0] <= 1.6
+
+
+def test_turns_are_first_come_first_served():
+    turns, order = Turns(), []
+    places = [turns.take_place() for _ in range(3)]
+
+    def use(number):
+        with turns.turn(places[number]):
+            order.append(number)
+
+    threads = [threading.Thread(target=use, args=(number,)) for number in (2, 1)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.05)
+    assert order == []
+    use(0)
+    for thread in threads:
+        thread.join(5)
+    assert order == [0, 1, 2]
+
+
+def test_rank_environment():
+    environment = rank_environment(3, 4, gpus=["a", "b"])
+    assert environment["RANK"] == environment["LOCAL_RANK"] == "3"
+    assert environment["WORLD_SIZE"] == "4"
+    assert environment["CUDA_VISIBLE_DEVICES"] == "b"
+    assert int(environment["OMP_NUM_THREADS"]) >= 1
+    assert "CUDA_VISIBLE_DEVICES" not in rank_environment(0, 2)
+
+
+@pytest.fixture
+def temp_base(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def sleeper():
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_folders_are_private(temp_base):
+    made = folder.SessionFolder.create()
+    assert made.path.stat().st_mode & 0o777 == 0o700
+    assert made.path.parent.stat().st_mode & 0o777 == 0o700
+    assert list(folder.leftovers()) == []
+
+
+def test_a_folder_that_others_may_enter_is_refused(temp_base):
+    (temp_base / f"workbench-{os.getuid()}").mkdir(mode=0o755)
+    with pytest.raises(SessionError, match=r"mode 0700.*0755"):
+        folder.base_folder()
+
+
+def test_leftovers_of_a_dead_owner_are_reaped(temp_base, sleeper):
+    made = folder.SessionFolder.create()
+    made.record([folder.ProcessId.of(sleeper.pid)])
+    state = made.path / "session.json"
+    state.write_text(state.read_text().replace(f'"pid": {os.getpid()}', '"pid": 999999999'))
+    assert folder.reap_leftovers() == 1
+    assert sleeper.wait(5) == -9
+    assert not made.path.exists()
+
+
+def test_a_process_with_the_same_number_but_another_start_is_left_alone(temp_base, sleeper):
+    real = folder.ProcessId.of(sleeper.pid)
+    other = folder.ProcessId(real.pid, real.started_s - 100)
+    other.kill()
+    assert other.find() is None
+    assert real.find() is not None
+    assert psutil.pid_exists(sleeper.pid)

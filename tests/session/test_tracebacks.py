@@ -1,0 +1,130 @@
+"""Grouping of failures, with outcomes made by hand."""
+
+import pickle
+
+import pytest
+
+from workbench.errors import CellError
+from workbench.session.code import check_syntax
+from workbench.session.protocol import Failure, Frame
+from workbench.session.run import Outcome
+from workbench.session.tracebacks import Interrupted, cell_error, consequences, group
+
+
+def failure(kind="ValueError", message="bad", line=3, time_s=1.0, was_stopped=False):
+    source = tuple((number, f"text {number}") for number in range(line - 1, line + 2))
+    return Failure(kind, message, (Frame("cell", line, "<module>", True, source),), time_s, was_stopped)
+
+
+def outcome(failures, **others):
+    return Outcome(ranks=tuple(range(4)), failures=failures, **others)
+
+
+def test_equal_failures_are_told_once():
+    text = str(cell_error(outcome({rank: failure() for rank in range(4)})))
+    assert text.count("ValueError") == 1
+    assert "ValueError on ranks 0-3: bad" in text
+    assert "❯    3  text 3" in text
+
+
+def test_the_first_cause_comes_first():
+    text = str(cell_error(outcome({0: failure("KeyError", time_s=2.0), 3: failure("OSError", time_s=1.0)})))
+    assert text.index("OSError on rank 3") < text.index("KeyError on rank 0")
+
+
+def test_different_lines_or_messages_are_different_failures():
+    failures = {0: failure(line=3), 1: failure(line=4), 2: failure(message="worse"), 3: failure(line=3)}
+    assert [ranks for ranks, _ in group(outcome(failures))] == [[0, 3], [1], [2]]
+
+
+def test_ranks_that_were_stopped_are_a_consequence():
+    what = outcome(
+        {1: failure(), 0: failure("KeyboardInterrupt", "", time_s=1.3, was_stopped=True)},
+        stopped=(0,),
+        stop_reason="failure",
+        places={0: "cell line 6, in barrier (world.py:9)"},
+    )
+    text = str(cell_error(what))
+    assert "KeyboardInterrupt" not in text
+    assert "rank 0 was running at cell line 6, in barrier (world.py:9) and stopped because of it" in text
+    assert text.index("ValueError on rank 1") < text.index("rank 0 was running")
+
+
+def test_a_rank_that_failed_by_itself_while_being_stopped_is_a_cause():
+    what = outcome({1: failure(), 0: failure("OSError", time_s=1.1)}, stopped=(0,), stop_reason="failure")
+    assert [ranks for ranks, _ in group(what)] == [[1], [0]]
+    assert consequences(what) == []
+
+
+def test_killed_ranks_are_told_to_the_user():
+    what = outcome({1: failure()}, stopped=(0,), killed=(0,), dead={0: "killed by SIGKILL"}, stop_reason="failure")
+    text = str(cell_error(what))
+    assert "had to be killed" in text
+    assert "variables are lost" in text
+    assert "%workbench restart --ranks 0" in text
+    assert "died while running" not in text
+
+
+def test_a_rank_that_died_by_itself():
+    text = str(cell_error(outcome({}, dead={2: "killed by SIGKILL"})))
+    assert "rank 2 died while running this cell (killed by SIGKILL)" in text
+
+
+def test_timeout_names_ranks_and_places():
+    what = outcome(
+        {rank: failure("KeyboardInterrupt", "", was_stopped=True) for rank in (0, 1)},
+        stopped=(0, 1),
+        stop_reason="timeout",
+        places={0: "cell line 2", 1: "cell line 2"},
+    )
+    text = str(cell_error(what, timeout_s=1.5))
+    assert "Timeout: the cell may take 1.50 s, but ranks 0-1 of 0-3 still ran" in text
+    assert "ranks 0-1 were running at cell line 2" in text
+
+
+def test_at_most_four_tracebacks_then_one_line_each():
+    text = str(cell_error(outcome({rank: failure(line=10 * rank + 2) for rank in range(6)})))
+    assert text.count("❯") == 4
+    assert "ValueError on rank 5" in text
+
+
+def test_the_error_can_be_pickled_and_is_coloured_in_notebooks():
+    error = cell_error(outcome({0: failure()}))
+    copy = pickle.loads(pickle.dumps(error))
+    assert (str(copy), copy.failures) == (str(error), error.failures)
+    assert "\x1b[31m" in copy._render_traceback_()[0]
+    assert "\x1b" not in str(error)
+
+
+def test_an_interrupt_says_where_the_ranks_were():
+    what = outcome(
+        {0: failure("KeyboardInterrupt", "", was_stopped=True)},
+        stopped=(0,),
+        stop_reason="interrupt",
+        places={0: "cell line 2"},
+    )
+    assert "rank 0 was running at cell line 2 and stopped; its variables are kept." in str(Interrupted(what))
+
+
+@pytest.mark.parametrize(
+    ("code", "words"), [("x = (1,\ny = 3 3", "never closed"), ("def f(:\n  pass", "invalid syntax"), ("a\n  b", "indent")]
+)
+def test_syntax_errors_are_marked(code, words):
+    with pytest.raises(CellError, match=words) as caught:
+        check_syntax(code)
+    text = str(caught.value)
+    assert "Nothing ran on any rank" in text
+    assert "❯" in text
+    assert "^" in text
+
+
+def test_the_caret_stands_under_the_mistake():
+    with pytest.raises(CellError) as caught:
+        check_syntax("if True:\n    y = 3 +* 4")
+    _, line, caret = str(caught.value).splitlines()
+    assert line.index("*") == caret.index("^")
+
+
+@pytest.mark.parametrize("code", ["%time 1", "!ls", "await f()", "x?", "", "\n\n", "%%time\n1", "# only a comment"])
+def test_ipython_syntax_is_fine(code):
+    check_syntax(code)
