@@ -131,6 +131,15 @@ def run_one_device(job: Job, num_micro_batches: int = 1) -> RankResult:
     return RankResult(losses, times, memory, 0, {name: value.detach() for name, value in model.state_dict().items()})
 
 
+def warm_up(job: Job) -> None:
+    """One small step in plain torch, so that what torch loads on first use counts in nobody's memory."""
+    model = job.model()
+    optimizer = job.optimizer(model)
+    inputs, targets = take(job.dataset, torch.arange(min(2, num_samples_of(job.dataset))))
+    job.loss_fn(model(inputs), targets).backward()
+    optimizer.step()
+
+
 class _Run:
     """The state of one strategy's run on this rank."""
 

@@ -290,9 +290,12 @@ def compare(
     >>> result = wb.compare(make_mlp, digits(), F.cross_entropy, ["data", "model"], batch_size=128)
     """
     named = _named(strategies)
-    with _session(session) as used, Comparison(
-        used, model_fn, dataset, loss_fn, optimizer_fn=optimizer_fn, batch_size=batch_size, steps=steps, seed=seed
-    ) as comparison:
+    with (
+        _session(session) as used,
+        Comparison(
+            used, model_fn, dataset, loss_fn, optimizer_fn=optimizer_fn, batch_size=batch_size, steps=steps, seed=seed
+        ) as comparison,
+    ):
         checked = {name: comparison.strategy(strategy) for name, strategy in named.items()}
         say = _Progress(len(checked)) if progress else None
         baseline = comparison.baseline()
@@ -307,7 +310,9 @@ def _named(strategies: Iterable[StrategyLike] | Mapping[str, StrategyLike]) -> d
         listed = [strategies] if isinstance(strategies, (str, Strategy)) else list(strategies)
         named = {str(strategy): strategy for strategy in listed}
     if not named:
-        raise StrategyError(f"compare: no strategy given. Give some of {', '.join(PRESETS)}, or texts such as '*: data'.")
+        raise StrategyError(
+            f"compare: no strategy given. Give some of {', '.join(PRESETS)}, or texts such as '*: data'."
+        )
     return named
 
 
@@ -324,7 +329,9 @@ def _run_to_end(comparison: Comparison, name: str, strategy: Strategy, say: _Pro
         run = comparison.start(strategy, name)
         record = run.result()
     except SessionError as error:  # one strategy that fails must not take the others' results with it
-        record = RunRecord(name, str(strategy), comparison.session.num_engines, comparison.job.batch_size, error=str(error))
+        record = RunRecord(
+            name, str(strategy), comparison.session.num_engines, comparison.job.batch_size, error=str(error)
+        )
     if say is not None:
         say(record, time.perf_counter() - started)
     return record
@@ -339,7 +346,10 @@ class _Progress:
     def __call__(self, run: RunRecord, time_s: float) -> None:
         self.done += 1
         verdict = "failed" if run.error else "equal to one device" if run.equal else "NOT equal to one device"
-        print(f"[{self.done}/{self.total}] {run.name}: {run.samples_per_s:.0f} samples/s, {verdict} ({time_s:.1f} s)", file=sys.stderr)
+        print(
+            f"[{self.done}/{self.total}] {run.name}: {run.samples_per_s:.0f} samples/s, {verdict} ({time_s:.1f} s)",
+            file=sys.stderr,
+        )
 
 
 def _settings(comparison: Comparison) -> dict[str, Any]:
@@ -353,7 +363,9 @@ def _settings(comparison: Comparison) -> dict[str, Any]:
         "batch_size": job.batch_size,
         "steps": job.num_steps,
         "engines": comparison.session.num_engines,
-        "optimizer": inspect.getsource(optimizer_fn).strip() if _has_source(optimizer_fn) else "SGD(lr=0.1, momentum=0.9)",
+        "optimizer": inspect.getsource(optimizer_fn).strip()
+        if _has_source(optimizer_fn)
+        else "SGD(lr=0.1, momentum=0.9)",
         "seed": job.seed,
         "torch": torch.__version__,
         "python": sys.version.split()[0],

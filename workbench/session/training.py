@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from workbench.runtime.train import Job, RankResult, largest_difference, run_one_device, run_strategy
+from workbench.runtime.train import Job, RankResult, largest_difference, run_one_device, run_strategy, warm_up
 from workbench.session import engine
 
 _truth: dict[tuple[Any, int], RankResult] = {}
@@ -31,6 +31,7 @@ class RankReport:
 def keep_job(key: str, job: Job) -> None:
     """Keep a job under a key, so that its data set travels to the engines once."""
     _jobs[key] = job
+    warm_up(job)
 
 
 def forget_job(key: str) -> None:
@@ -54,10 +55,17 @@ def train_strategy(key: str, strategy: str, num_micro_batches: int = 1) -> RankR
     )
     truth = _truth.get((key, num_micro_batches))
     difference = None
-    if truth is not None and truth.weights is not None and result.weights is not None and len(result.losses) == len(truth.losses):
+    if (
+        truth is not None
+        and truth.weights is not None
+        and result.weights is not None
+        and len(result.losses) == len(truth.losses)
+    ):
         difference = largest_difference(result.weights, truth.weights)
     return _report(result, difference)
 
 
 def _report(result: RankResult, difference: float | None = None) -> RankReport:
-    return RankReport(tuple(result.losses), tuple(result.step_times_s), result.memory_bytes, result.boxed_bytes, difference)
+    return RankReport(
+        tuple(result.losses), tuple(result.step_times_s), result.memory_bytes, result.boxed_bytes, difference
+    )

@@ -1,14 +1,17 @@
 """torch.distributed: gloo between CPU ranks, NCCL between GPUs.
 
-Slices travel point to point (exact counts, no padding), sums by the library's own all-reduce. Waits poll
-``Work.is_completed`` from Python instead of blocking in C++: a stuck gloo wait ignores SIGINT, a polling one does not.
+Slices travel point to point (exact counts, no padding), sums by the library's own all-reduce. No wait blocks the main
+thread in C++, where a stuck gloo operation ignores SIGINT: collectives are polled from Python, receives are left to a
+helper thread, because gloo tells of their completion nowhere but in a blocking wait.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +19,7 @@ import torch.distributed as dist
 from workbench.core.boxing import LinkCost
 from workbench.errors import CollectiveAborted
 from workbench.runtime.transport.base import Message
+from workbench.runtime.transport.waiting import POLL_S, Helper
 
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _NUM_SPINS = 20
@@ -35,23 +39,28 @@ class DistributedTransport:
         self.cost = LinkCost(400e-6, 1.5e9) if backend == "gloo" else LinkCost(20e-6, 100e9)
         self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(world_size)): None}
-        self._sending: list[tuple[dist.Work, torch.Tensor]] = []
+        self._receiver, self._sender = Helper("workbench-receive"), Helper("workbench-send")
+        self._last_send: Any = None
         self._abort_reason: str | None = None
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int, header: str) -> None:
-        tag %= _TAG_RANGE
-        self._sending = [(work, tensor) for work, tensor in self._sending if not work.is_completed()]
         if self.name == "nccl":
             self._exchange_batched(sends, receives, header)
             return
-        works = [(dist.irecv(out, source, tag=tag), source) for source, out in receives]
+        tag %= _TAG_RANGE
+        works = [dist.irecv(out, source, tag=tag) for source, out in receives]
         for destination, tensor in sends:
-            work = dist.isend(tensor, destination, tag=tag)
-            if work is not None:
-                self._sending.append((work, tensor))  # the buffer must live until it has left
-        for work, source in works:
-            if work is not None:
-                self._wait(work, f"rank {source}", header)
+            self._send(tensor, destination, tag)
+        peers = f"ranks {[source for source, _ in receives]}"
+        if works:
+            self._wait_in_helper(lambda: [work.wait() for work in works if work is not None], peers, header)
+
+    def _send(self, tensor: torch.Tensor, destination: int, tag: int) -> None:
+        """Start a send; its buffer lives until a helper thread has seen it leave."""
+        work = dist.isend(tensor, destination, tag=tag)
+        if work is not None:
+            kept = [tensor]
+            self._last_send = self._sender.submit(lambda: (work.wait(), kept.clear()))
 
     def _exchange_batched(self, sends: Sequence[Message], receives: Sequence[Message], header: str) -> None:
         """NCCL has no tags: sends and receives of one exchange go in one group call."""
@@ -74,15 +83,16 @@ class DistributedTransport:
         return parts
 
     def flush(self) -> None:
-        for work, _ in self._sending:
-            self._wait(work, "a receiver", "flush")
-        self._sending.clear()
+        started = time.perf_counter()
+        while self._last_send is not None and not self._last_send.finished.wait(POLL_S):
+            self._raise_if_hopeless(started, "a receiver", "flush")
+        self._last_send = None
 
     def abort(self, reason: str) -> None:
         self._abort_reason = reason
 
     def close(self) -> None:
-        self._sending.clear()
+        self._last_send = None
 
     def _group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         """The process group of ``ranks``; made by its members alone, so pipelines may need it in different orders."""
@@ -92,6 +102,7 @@ class DistributedTransport:
         return self._groups[key]
 
     def _wait(self, work: dist.Work, peers: str, header: str) -> None:
+        """Poll a collective: spin, then yield, then sleep."""
         started, count = time.perf_counter(), 0
         while not work.is_completed():
             count += 1
@@ -102,8 +113,21 @@ class DistributedTransport:
             else:
                 time.sleep(_SLEEP_S)
                 self._raise_if_hopeless(started, peers, header)
-        try:
+        with self._lost(peers, header):
             work.wait()  # completed: raises what the other side did to it
+
+    def _wait_in_helper(self, block: Any, peers: str, header: str) -> None:
+        started = time.perf_counter()
+        with self._lost(peers, header):
+            self._receiver.run(block, lambda: self._raise_if_hopeless(started, peers, header))
+
+    @contextmanager
+    def _lost(self, peers: str, header: str) -> Iterator[None]:
+        """torch's errors about a broken connection, said in our words."""
+        try:
+            yield
+        except CollectiveAborted:
+            raise
         except RuntimeError as error:
             raise CollectiveAborted(f"rank {self.rank} lost {peers} in {header}: {error}") from error
 
