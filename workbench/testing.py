@@ -12,7 +12,7 @@ import torch
 from workbench.errors import CollectiveAborted
 from workbench.runtime import methods  # noqa: F401 - completes GlobalTensor
 from workbench.runtime.transport.threads import ThreadHub, ThreadTransport
-from workbench.runtime.world import World, simulated
+from workbench.runtime.world import Simulated, World
 
 _SEED = 0x5EED
 
@@ -20,8 +20,8 @@ _SEED = 0x5EED
 def run_ranks(fn: Callable[..., Any], num_ranks: int = 2, *, seed: int = _SEED) -> list[Any]:
     """Run ``fn`` on ``num_ranks`` simulated CPU ranks, threads of this process, and return its results by rank.
 
-    ``fn`` takes the rank, or nothing (``wb.rank()`` tells it). The first rank to fail ends the waits of the others, and its
-    exception is raised here with a note that names the rank. A deadlock is an error at once, not a timeout.
+    ``fn`` takes the rank, or nothing (``wb.rank()`` tells it). The first rank to fail ends the waits of the others,
+    and its exception is raised here with a note that names the rank. A deadlock is an error at once, not a timeout.
 
     >>> run_ranks(lambda rank: rank * 10, num_ranks=3)
     [0, 10, 20]
@@ -35,15 +35,17 @@ def run_ranks(fn: Callable[..., Any], num_ranks: int = 2, *, seed: int = _SEED) 
         world = World(rank, num_ranks, torch.device("cpu"), ThreadTransport(hub, rank))
         world.generator = torch.Generator().manual_seed(seed)
         try:
-            with simulated(world), torch.set_grad_enabled(grad_enabled):
+            with Simulated(world), torch.set_grad_enabled(grad_enabled):
                 results[rank] = fn(rank) if takes_rank else fn()
-        except BaseException as error:  # the other ranks must not wait for this one
+        except BaseException as error:  # noqa: BLE001 - raised again below; the other ranks must not wait for this one
             failures.append((rank, error))
             hub.abort(f"rank {rank} raised {type(error).__name__}: {error}")
         finally:
             hub.end(rank)
 
-    threads = [threading.Thread(target=run, args=(rank,), name=f"rank-{rank}", daemon=True) for rank in range(num_ranks)]
+    threads = [
+        threading.Thread(target=run, args=(rank,), name=f"rank-{rank}", daemon=True) for rank in range(num_ranks)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -233,12 +233,16 @@ def _tiles(layout: Layout, shape: Shape) -> tuple[Tile, ...]:
     placement = layout.placement
     for rank in placement:
         coordinates = placement.coordinates(rank)
-        by_kind = [tuple(c for c, e in zip(coordinates, layout.sbp, strict=True) if isinstance(e, k)) for k in (Partial, Split)]
+        by_kind = [
+            tuple(c for c, e in zip(coordinates, layout.sbp, strict=True) if isinstance(e, k)) for k in (Partial, Split)
+        ]
         tiles.setdefault((by_kind[0], by_kind[1]), []).append(rank)
     return tuple((term, layout.region(shape, ranks[0]), tuple(ranks)) for (term, _), ranks in tiles.items())
 
 
-def _partial_owner(source: Layout, destination: Layout, ranks: tuple[int, ...], term: tuple[int, ...]) -> tuple[int, ...]:
+def _partial_owner(
+    source: Layout, destination: Layout, ranks: tuple[int, ...], term: tuple[int, ...]
+) -> tuple[int, ...]:
     """Coordinates on the destination's partial axes of the one rank (per replica) that gets this term.
 
     The others start from the reduction's identity. A term stays where it is if its first holder is in the destination,
@@ -291,7 +295,9 @@ def describe_sbp_change(source: Layout, destination: Layout) -> str:
     """``S(0) -> B`` on one placement, ``B@0,1 -> B@2,3`` between two."""
     if source.placement == destination.placement:
         return f"{format_sbp(source.sbp)} -> {format_sbp(destination.sbp)}"
-    names = [f"{format_sbp(layout.sbp)}@{','.join(map(str, layout.placement.grid))}" for layout in (source, destination)]
+    names = [
+        f"{format_sbp(layout.sbp)}@{','.join(map(str, layout.placement.grid))}" for layout in (source, destination)
+    ]
     return " -> ".join(names)
 
 

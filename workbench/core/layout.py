@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ def balanced_bounds(size: int, parts: int) -> tuple[tuple[int, int], ...]:
     """
     base, extra = divmod(size, parts)
     starts = [index * base + min(index, extra) for index in range(parts + 1)]
-    return tuple(zip(starts[:-1], starts[1:], strict=True))
+    return tuple(itertools.pairwise(starts))
 
 
 @dataclass(frozen=True)

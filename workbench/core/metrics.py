@@ -45,8 +45,8 @@ class StepMetrics:
 class RunRecord:
     """One finished run of one strategy, over all ranks.
 
-    ``samples_per_s`` is the batch size over the median step time, warm-up steps left out; ``speedup`` is over one engine.
-    Tuples ``peak_memory_bytes`` and ``memory_by_kind`` have one entry per rank. ``loss_difference`` and
+    ``samples_per_s`` is the batch size over the median step time, warm-up steps left out; ``speedup`` is over one
+    engine. Tuples ``peak_memory_bytes`` and ``memory_by_kind`` have one entry per rank. ``loss_difference`` and
     ``weight_difference`` are the largest absolute differences to one device; ``equal`` says whether the run passed.
     A run that failed has its reason in ``error`` and empty figures.
     """

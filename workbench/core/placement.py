@@ -28,7 +28,9 @@ def _flatten(ranks: Any, where: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     children = [_flatten(child, where) for child in ranks]
     shapes = {shape for _, shape in children}
     if len(shapes) > 1:
-        raise PlacementError(f"{where}: rows have unlike shapes {sorted(shapes)}. All rows of a rank grid are equally long.")
+        raise PlacementError(
+            f"{where}: rows have unlike shapes {sorted(shapes)}. All rows of a rank grid are equally long."
+        )
     flat = tuple(rank for child, _ in children for rank in child)
     return flat, (len(children), *(shapes.pop() if shapes else ()))
 
@@ -68,7 +70,9 @@ class Placement:
             raise PlacementError(f"{where}: holds 0 ranks, needs at least 1. Name the ranks, e.g. ranks=[0, 1].")
         twice = sorted({rank for rank in flat if flat.count(rank) > 1}) if len(set(flat)) < len(flat) else []
         if twice:
-            raise PlacementError(f"{where}: rank {twice[0]} stands {flat.count(twice[0])} times; a rank has one place in a grid.")
+            raise PlacementError(
+                f"{where}: rank {twice[0]} stands {flat.count(twice[0])} times; a rank has one place in a grid."
+            )
         if min(flat) < 0:
             raise PlacementError(f"{where}: rank {min(flat)} is negative; ranks count from 0.")
         return cls(device_type, flat, shape)

@@ -2,8 +2,8 @@
 
 An equation names the dims of the operands and of the result, as in ``"...k, nk, +n -> ...n"`` (a linear layer). For one
 axis of a placement every letter gives a signature: operands that have the letter are split at it, the others are
-broadcast; a letter that the result lacks was summed over, so the result is a partial sum. Signatures for several axes are the
-product of those for one.
+broadcast; a letter that the result lacks was summed over, so the result is a partial sum. Signatures for several
+axes are the product of those for one.
 
     a-z    a dim that can be split          A-Z   a dim that must stay whole (softmax over it, a kernel slides over it)
     ...    all leading dims, aligned to the right like broadcasting
@@ -85,7 +85,9 @@ def signatures(equation: str, shapes: Sequence[Shape], output_ndims: Sequence[in
 def _signatures(text: str, shapes: tuple[Shape, ...], output_ndims: tuple[int, ...]) -> tuple[Signature, ...]:
     equation = Equation.parse(text)
     if len(equation.inputs) < len(shapes):
-        raise LayoutError(f"equation {text!r} has {len(equation.inputs)} inputs, but the call has {len(shapes)} tensors.")
+        raise LayoutError(
+            f"equation {text!r} has {len(equation.inputs)} inputs, but the call has {len(shapes)} tensors."
+        )
     terms = equation.inputs[: len(shapes)]
     inputs = [_expand(term, len(shape), text) for term, shape in zip(terms, shapes, strict=True)]
     outputs = [_expand(term, ndim, text) for term, ndim in zip(equation.outputs, output_ndims, strict=False)]
@@ -132,7 +134,9 @@ def _signature_of_letter(
             entries.append(partial_sum)
         else:
             entries.append(broadcast)
-    results = tuple(Split(dims.index(letter)) if letter in dims else partial_sum if is_summed else broadcast for dims in outputs)
+    results = tuple(
+        Split(dims.index(letter)) if letter in dims else partial_sum if is_summed else broadcast for dims in outputs
+    )
     return Signature(tuple(entries), results, letter)
 
 
@@ -155,7 +159,9 @@ class Choice:
     letters: tuple[str, ...]
 
 
-def choose(candidates: Sequence[Signature], operands: Sequence[Operand], placement: Placement, cost: LinkCost) -> Choice | None:
+def choose(
+    candidates: Sequence[Signature], operands: Sequence[Operand], placement: Placement, cost: LinkCost
+) -> Choice | None:
     """The nd-signature whose boxings are cheapest; ties go to the first. None if no candidate is legal.
 
     The decision needs no communication: it depends on layouts and shapes, which all ranks know, and on constants.

@@ -99,7 +99,9 @@ def as_nd_sbp(value: Sbp | str | Iterable[Sbp | str]) -> NdSbp:
     if isinstance(value, str):
         return parse(value)
     if not isinstance(value, Iterable):
-        raise SbpError(f"sbp={value!r} is a {type(value).__name__}. Give sbp.split(dim), sbp.broadcast, sbp.partial_sum.")
+        raise SbpError(
+            f"sbp={value!r} is a {type(value).__name__}. Give sbp.split(dim), sbp.broadcast, sbp.partial_sum."
+        )
     entries: list[Sbp] = []
     for item in value:
         if callable(item) and not isinstance(item, (Broadcast, Partial)):

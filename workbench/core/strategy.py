@@ -2,10 +2,11 @@
 
     conv*: data; fc*: model; head: model@1 | 2x1x2 mb=4 1f1b
 
-A row is ``pattern: choice[@stage]`` with choices ``data``, ``model``, ``model:column``, ``model:row``. A pattern is a module path
-with ``*`` and numeric ranges (``blocks.[4-11]``) and covers its subtree; the last matching row wins. A layer without a stage
-lives on the stage of its predecessor, the first on stage 0; what no row matches is ``data``. Options: the degrees
-``pipeline x data x model``, ``mb=`` micro-batches, a schedule, ``zero=`` 0 to 3, ``recompute``, ``bf16`` or ``fp16``.
+A row is ``pattern: choice[@stage]`` with choices ``data``, ``model``, ``model:column``, ``model:row``. A pattern is
+a module path with ``*`` and numeric ranges (``blocks.[4-11]``) and covers its subtree; the last matching row wins. A
+layer without a stage lives on the stage of its predecessor, the first on stage 0; what no row matches is ``data``.
+Options: the degrees ``pipeline x data x model``, ``mb=`` micro-batches, a schedule, ``zero=`` 0 to 3, ``recompute``,
+``bf16`` or ``fp16``.
 """
 
 from __future__ import annotations
@@ -259,7 +260,9 @@ def _parse_options(text: str, mistakes: list[str]) -> Options:
         elif word == "recompute":
             found["recompute"] = True
         else:
-            mistakes.append(f"option {word!r} is none of PxDxM, mb=N, {', '.join(SCHEDULES)}, zero=N, recompute, bf16, fp16")
+            mistakes.append(
+                f"option {word!r} is none of PxDxM, mb=N, {', '.join(SCHEDULES)}, zero=N, recompute, bf16, fp16"
+            )
     if found.get("num_micro_batches") == 0:
         mistakes.append("mb=0: a step has at least 1 micro-batch")
     if found.get("zero", 0) > 3:
@@ -373,7 +376,9 @@ def preset(name: str, layers: Sequence[Layer], num_ranks: int) -> Strategy:
     if name != "pipeline":
         raise StrategyError(f"preset {name!r} is none of {', '.join(PRESETS)}.")
     if num_ranks > len(layers):
-        raise StrategyError(f"pipeline over {num_ranks} ranks, but the model has {len(layers)} layers; each stage needs one.")
+        raise StrategyError(
+            f"pipeline over {num_ranks} ranks, but the model has {len(layers)} layers; each stage needs one."
+        )
     cuts = balanced_cuts([layer.num_parameters for layer in layers], num_ranks)
     rows = [Row(layer.name, "data", None, stage) for layer, stage in zip(layers, cuts, strict=True)]
     return Strategy.from_rows(rows, Options((num_ranks, 1, 1), num_micro_batches=2 * num_ranks, schedule="1f1b"))
@@ -391,7 +396,11 @@ def balanced_cuts(weights: Sequence[float], num_parts: int) -> list[int]:
         total.append(total[-1] + weight)
     for parts in range(1, num_parts + 1):
         for end in range(parts, len(weights) + 1):
-            options = [(max(best[start, parts - 1][0], total[end] - total[start]), start) for start in range(parts - 1, end) if (start, parts - 1) in best]
+            options = [
+                (max(best[start, parts - 1][0], total[end] - total[start]), start)
+                for start in range(parts - 1, end)
+                if (start, parts - 1) in best
+            ]
             if options:
                 best[end, parts] = min(options)
     end, result = len(weights), [0] * len(weights)

@@ -1,8 +1,8 @@
 """Philox4x32-10, a counter-based generator: random numbers addressed by position, not by order of drawing.
 
-Element ``i`` of a stream is word ``i % 4`` of counter ``i // 4`` under a 64-bit key, so any slice of a tensor can be made
-without the rest of it, on any rank, with the same bits. (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
-SC 2011.) This is the reference in numpy.
+Element ``i`` of a stream is word ``i % 4`` of counter ``i // 4`` under a 64-bit key, so any slice of a tensor can be
+made without the rest of it, on any rank, with the same bits. (Salmon et al., "Parallel random numbers: as easy as 1,
+2, 3", SC 2011.) This is the reference in numpy.
 """
 
 from __future__ import annotations

@@ -15,13 +15,17 @@ def check_same_everywhere(module: nn.Module, world: World) -> None:
     """Raise ``LayoutError`` if the plain parameters and buffers of ``module`` differ between ranks. All ranks call it."""
     if world.world_size == 1:
         return
-    named = [(n, t) for n, t in (*module.named_parameters(), *module.named_buffers()) if not isinstance(t, GlobalTensor)]
+    named = [
+        (n, t) for n, t in (*module.named_parameters(), *module.named_buffers()) if not isinstance(t, GlobalTensor)
+    ]
     mine = torch.tensor([content_hash(tensor) for _, tensor in named], dtype=torch.int64, device=world.device)
     total = torch.stack([torch.tensor(len(named), device=world.device), mine.sum()])
     totals = world.transport.all_gather(total, "parallelize")
     counts = {int(t[0]) for t in totals}
     if len(counts) > 1:
-        raise LayoutError(f"parallelize: the ranks hold {sorted(counts)} parameters and buffers. All ranks build the same model.")
+        raise LayoutError(
+            f"parallelize: the ranks hold {sorted(counts)} parameters and buffers. All ranks build the same model."
+        )
     if len({int(t[1]) for t in totals}) == 1:
         return
     hashes = world.transport.all_gather(mine, "parallelize")

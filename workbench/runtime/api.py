@@ -46,7 +46,9 @@ class _PlacementFactory:
 placement = _PlacementFactory()
 
 
-def boxing_plan(source: Layout, destination: Layout, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> BoxingPlan:
+def boxing_plan(
+    source: Layout, destination: Layout, shape: Sequence[int], dtype: torch.dtype = torch.float32
+) -> BoxingPlan:
     """The plan that brings a tensor from one layout to another; ``print`` it. Needs no data and moves none."""
     return plan_boxing(source, destination, tuple(shape), torch.empty((), dtype=dtype).element_size())
 

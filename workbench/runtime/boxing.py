@@ -39,7 +39,8 @@ def box(tensor: GlobalTensor, layout: Layout) -> GlobalTensor:
 def box_implicitly(tensor: GlobalTensor, layout: Layout, function: str) -> GlobalTensor:
     """The boxing that an operation needs and nobody wrote; remembered by its source, so that q, k and v pay once.
 
-    The form is held strongly by the source: a weak memo would make communication depend on one rank's garbage collector.
+    The form is held strongly by the source: a weak memo would make communication depend on one rank's garbage
+    collector.
     """
     source = tensor._spec
     if source.layout == layout:
@@ -73,14 +74,14 @@ class _Box(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, source: Spec, target: Spec, tag: int) -> torch.Tensor:
         ctx.set_materialize_grads(False)
-        ctx.boxing = (source, target, tag, local.dtype, local.device, local.is_leaf)
+        ctx.boxing = (source, target, tag, local.dtype, local.device)
         _check_devices(source.world, source.layout.placement, target.layout.placement)
         plan = plan_boxing(source.layout, target.layout, source.shape, local.element_size())
         return run_plan(plan, local, source.world, target, tag)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        source, target, tag, dtype, device, is_leaf = ctx.boxing
+        source, target, tag, dtype, device = ctx.boxing
         incoming, outgoing = _dual_spec(target), _dual_spec(source)
         grad = grads[0]
         if grad is None:  # a ghost's gradient, or none at all: either way this rank contributes nothing
@@ -123,7 +124,11 @@ def _exchange(plan: BoxingPlan, local: torch.Tensor, world: World, target: Spec,
     rank = world.rank
     arriving = plan.moves_to(rank)
     staged = {move: _staging(move, local, world) for move in arriving if move.source != rank}
-    sends = [(m.destination, _slice(local, m.source_region).contiguous()) for m in plan.moves_from(rank) if m.destination != rank]
+    sends = [
+        (m.destination, _slice(local, m.source_region).contiguous())
+        for m in plan.moves_from(rank)
+        if m.destination != rank
+    ]
     if sends or staged:
         world.transport.exchange(sends, [(move.source, buffer) for move, buffer in staged.items()], tag, header)
     if target.is_ghost:

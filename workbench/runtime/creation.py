@@ -24,11 +24,15 @@ Fill = Callable[[Layout, World], torch.Tensor]
 """Makes this rank's shard for a layout of splits and broadcasts."""
 
 
-def create(shape: Shape, dtype: torch.dtype, placement: Placement, sbp: SbpLike, fill: Fill, requires_grad: bool = False) -> GlobalTensor:
+def create(
+    shape: Shape, dtype: torch.dtype, placement: Placement, sbp: SbpLike, fill: Fill, requires_grad: bool = False
+) -> GlobalTensor:
     """A global tensor whose shard on each rank ``fill`` makes; the terms of a partial sum are the whole and zeros."""
     world = current()
     if not isinstance(placement, Placement):
-        raise LayoutError(f"placement={placement!r} is a {type(placement).__name__}. Write wb.placement(\"cpu\", ranks=[0, 1]).")
+        raise LayoutError(
+            f'placement={placement!r} is a {type(placement).__name__}. Write wb.placement("cpu", ranks=[0, 1]).'
+        )
     wanted = Layout.of(placement, sbp).normalized(shape)
     whole = wanted.with_sbp(tuple(broadcast if isinstance(entry, Partial) else entry for entry in wanted.sbp))
     spec = spec_of(world, whole, shape)
@@ -63,7 +67,9 @@ def _constant(make: Callable[..., torch.Tensor]) -> Callable[..., GlobalTensor]:
         return create(shape, kind, placement, sbp, fill, requires_grad)
 
     creation.__name__ = creation.__qualname__ = make.__name__
-    creation.__doc__ = f"``torch.{make.__name__}`` as a global tensor: ``wb.{make.__name__}(4, 5, placement=p, sbp=s)``."
+    creation.__doc__ = (
+        f"``torch.{make.__name__}`` as a global tensor: ``wb.{make.__name__}(4, 5, placement=p, sbp=s)``."
+    )
     return creation
 
 
@@ -73,7 +79,13 @@ empty = _constant(torch.empty)
 
 
 def full(
-    size: Sequence[int], fill_value: float, *, placement: Placement, sbp: SbpLike, dtype: torch.dtype | None = None, requires_grad: bool = False
+    size: Sequence[int],
+    fill_value: float,
+    *,
+    placement: Placement,
+    sbp: SbpLike,
+    dtype: torch.dtype | None = None,
+    requires_grad: bool = False,
 ) -> GlobalTensor:
     """``torch.full`` as a global tensor."""
     shape, kind = tuple(size), dtype or torch.tensor(fill_value).dtype
@@ -95,22 +107,36 @@ def _cut(value: torch.Tensor, placement: Placement, sbp: SbpLike, requires_grad:
     return create(shape, value.dtype, placement, sbp, fill, requires_grad)
 
 
-def arange(*args: float, placement: Placement, sbp: SbpLike, dtype: torch.dtype | None = None, requires_grad: bool = False) -> GlobalTensor:
+def arange(
+    *args: float, placement: Placement, sbp: SbpLike, dtype: torch.dtype | None = None, requires_grad: bool = False
+) -> GlobalTensor:
     """``torch.arange`` as a global tensor."""
     return _cut(torch.arange(*args, dtype=dtype), placement, sbp, requires_grad)
 
 
-def eye(n: int, m: int | None = None, *, placement: Placement, sbp: SbpLike, dtype: torch.dtype | None = None, requires_grad: bool = False) -> GlobalTensor:
+def eye(
+    n: int,
+    m: int | None = None,
+    *,
+    placement: Placement,
+    sbp: SbpLike,
+    dtype: torch.dtype | None = None,
+    requires_grad: bool = False,
+) -> GlobalTensor:
     """``torch.eye`` as a global tensor."""
     return _cut(torch.eye(n, n if m is None else m, dtype=dtype), placement, sbp, requires_grad)
 
 
-def tensor(data: Any, *, placement: Placement, sbp: SbpLike, dtype: torch.dtype | None = None, requires_grad: bool = False) -> GlobalTensor:
+def tensor(
+    data: Any, *, placement: Placement, sbp: SbpLike, dtype: torch.dtype | None = None, requires_grad: bool = False
+) -> GlobalTensor:
     """``torch.tensor`` as a global tensor; ``data`` is the logical value, the same on every rank."""
     return _cut(torch.as_tensor(data, dtype=dtype), placement, sbp, requires_grad)
 
 
-def _random(shape: Shape, dtype: torch.dtype, placement: Placement, sbp: SbpLike, sampler: random.Sampler, requires_grad: bool) -> GlobalTensor:
+def _random(
+    shape: Shape, dtype: torch.dtype, placement: Placement, sbp: SbpLike, sampler: random.Sampler, requires_grad: bool
+) -> GlobalTensor:
     key = random.draw_key(current())  # on every rank, outside the placement too
 
     def fill(layout: Layout, world: World) -> torch.Tensor:
@@ -119,7 +145,9 @@ def _random(shape: Shape, dtype: torch.dtype, placement: Placement, sbp: SbpLike
     return create(shape, dtype, placement, sbp, fill, requires_grad)
 
 
-def randn(*size: Any, placement: Placement, sbp: SbpLike, dtype: torch.dtype | None = None, requires_grad: bool = False) -> GlobalTensor:
+def randn(
+    *size: Any, placement: Placement, sbp: SbpLike, dtype: torch.dtype | None = None, requires_grad: bool = False
+) -> GlobalTensor:
     """Standard normal numbers, the same for every layout.
 
     >>> wb.randn(4, 5, placement=wb.placement("cpu", ranks=[0, 1]), sbp=wb.sbp.split(0)).shape
@@ -129,16 +157,24 @@ def randn(*size: Any, placement: Placement, sbp: SbpLike, dtype: torch.dtype | N
     return _random(_shape_of(size), kind, placement, sbp, random.normal_sampler(), requires_grad)
 
 
-def rand(*size: Any, placement: Placement, sbp: SbpLike, dtype: torch.dtype | None = None, requires_grad: bool = False) -> GlobalTensor:
+def rand(
+    *size: Any, placement: Placement, sbp: SbpLike, dtype: torch.dtype | None = None, requires_grad: bool = False
+) -> GlobalTensor:
     """Uniform numbers in [0, 1), the same for every layout."""
     kind = dtype or torch.get_default_dtype()
     return _random(_shape_of(size), kind, placement, sbp, random.uniform_sampler(), requires_grad)
 
 
-def randint(low: int, high: int | None = None, size: Sequence[int] = (), *, placement: Placement, sbp: SbpLike, dtype: torch.dtype = torch.int64) -> GlobalTensor:
+def randint(
+    low: int,
+    high: int | None = None,
+    size: Sequence[int] = (),
+    *,
+    placement: Placement,
+    sbp: SbpLike,
+    dtype: torch.dtype = torch.int64,
+) -> GlobalTensor:
     """Integers in [low, high), or in [0, low) where ``high`` is missing, the same for every layout."""
     if not isinstance(high, int):
         low, high, size = 0, low, high if high is not None else size
     return _random(tuple(size), dtype, placement, sbp, random.integer_sampler(low, high), requires_grad=False)
-
-

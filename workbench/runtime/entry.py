@@ -79,8 +79,8 @@ def to_global(
     """Plain tensors, one per rank, as one global tensor. All ranks of the world call it.
 
     S concatenates the ranks' tensors (whatever their sizes; they are re-balanced where need be), P takes them as terms
-    of a sum, B says that they are equal: that is checked, and nobody's data is overwritten unless ``broadcast_from`` names
-    the rank whose tensor counts.
+    of a sum, B says that they are equal: that is checked, and nobody's data is overwritten unless ``broadcast_from``
+    names the rank whose tensor counts.
 
     Args:
         local: this rank's tensor; ignored on ranks outside the placement.
@@ -153,7 +153,7 @@ def _logical_metadata(metadata: list[_Metadata], layout: Layout) -> tuple[tuple[
             )
     layout = layout.normalized(first.shape)
     shape = list(first.shape)
-    for axis, entry in enumerate(layout.sbp):
+    for entry in layout.sbp:
         if isinstance(entry, Split):
             shape[entry.dim] = sum(metadata[r].shape[entry.dim] for r in _line(placement, entry, layout))
     for rank in placement:
@@ -188,10 +188,14 @@ def _check_copies(metadata: list[_Metadata], layout: Layout) -> None:
             )
 
 
-def _rebalance(local: torch.Tensor, world: World, layout: Layout, shape: tuple[int, ...], metadata: list[_Metadata]) -> torch.Tensor:
+def _rebalance(
+    local: torch.Tensor, world: World, layout: Layout, shape: tuple[int, ...], metadata: list[_Metadata]
+) -> torch.Tensor:
     """Shards of other than balanced sizes: put each into a zero tensor at its place, and let the sum be cut evenly."""
     if layout.placement.num_axes > 1:
-        raise LayoutError(f"to_global: on {layout.placement} shards must have the balanced sizes of torch.tensor_split.")
+        raise LayoutError(
+            f"to_global: on {layout.placement} shards must have the balanced sizes of torch.tensor_split."
+        )
     dim = next(entry.dim for entry in layout.sbp if isinstance(entry, Split))
     start = 0
     for rank in layout.placement:
@@ -218,7 +222,9 @@ def _from_one(local: torch.Tensor, world: World, layout: Layout, source: int) ->
     single = Layout(Placement.of(layout.placement.device_type, [source]), (broadcast,))
     if world.rank != source:
         local = ghost_storage(metadata.shape, metadata.dtype, world.device)
-    return box(label(local.detach().clone() if world.rank == source else local, spec_of(world, single, metadata.shape)), layout)
+    return box(
+        label(local.detach().clone() if world.rank == source else local, spec_of(world, single, metadata.shape)), layout
+    )
 
 
 def _checks_agreement() -> bool:

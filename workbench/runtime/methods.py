@@ -42,8 +42,8 @@ def boxing_plan(tensor: GlobalTensor, placement: Placement | None = None, sbp: A
 def to_local(tensor: GlobalTensor) -> torch.Tensor:
     """This rank's shard as a plain tensor that shares its storage; empty on ranks outside the placement.
 
-    A loss computed from it counts once per rank for splits and partial sums; for copies (B) each rank's counts one n-th,
-    so that the same plain loss on all ranks gives one device's gradient.
+    A loss computed from it counts once per rank for splits and partial sums; for copies (B) each rank's counts one
+    n-th, so that the same plain loss on all ranks gives one device's gradient.
     """
     return leave(tensor)
 

@@ -1,9 +1,9 @@
 """Plain torch optimizers on global parameters: gradients reduced in buckets, the step on local shards.
 
-A parameter's ``.grad`` keeps its dual layout (one term of a sum on each rank) and is never reduced in place, so it goes on
-accumulating. Before an optimizer's step, torch's global step hooks (registered here once) put the local shard with the
-reduced gradient in the place of each global parameter; after it, the parameters come back. Whatever the optimizer does, fused
-or foreach, it does to plain local tensors.
+A parameter's ``.grad`` keeps its dual layout (one term of a sum on each rank) and is never reduced in place, so it
+goes on accumulating. Before an optimizer's step, torch's global step hooks (registered here once) put the local
+shard with the reduced gradient in the place of each global parameter; after it, the parameters come back. Whatever
+the optimizer does, fused or foreach, it does to plain local tensors.
 """
 
 from __future__ import annotations
@@ -108,7 +108,9 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     grads = reduced_gradients(parameters)
     _swapped[id(optimizer)] = held
     for group, params in zip(optimizer.param_groups, held, strict=True):
-        group["params"] = [_as_local(optimizer, p, grads) for p in params if not (isinstance(p, GlobalTensor) and p.is_ghost)]
+        group["params"] = [
+            _as_local(optimizer, p, grads) for p in params if not (isinstance(p, GlobalTensor) and p.is_ghost)
+        ]
     return args, kwargs
 
 

@@ -60,21 +60,25 @@ def describe(model: nn.Module) -> list[Layer]:
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    return ((name, module) for name, module in model.named_modules() if any(True for _ in module.parameters(recurse=False)))
+    return (
+        (name, module) for name, module in model.named_modules() if any(True for _ in module.parameters(recurse=False))
+    )
 
 
 def parallelize(module: nn.Module, strategy: Strategy | str) -> nn.Module:
     """Spread ``module`` over the ranks of the world. All ranks call it with equal weights; it works in place.
 
-    Afterwards ``torch.optim`` over ``module.parameters()`` works as written: gradients are reduced in buckets before the
-    step, which runs on the local shards. Calling it again with another strategy boxes the weights to the new layouts.
+    Afterwards ``torch.optim`` over ``module.parameters()`` works as written: gradients are reduced in buckets before
+    the step, which runs on the local shards. Calling it again with another strategy boxes the weights to the new
+    layouts.
 
     Args:
         module: any nn.Module on the CPU or this rank's device.
         strategy: a ``wb.Strategy`` or its text, e.g. ``"fc1: data; fc2: model"``.
 
     Raises:
-        StrategyError: the strategy does not fit the module or the number of ranks, or uses an option that is not there yet.
+        StrategyError: the strategy does not fit the module or the number of ranks, or uses an option that is not
+        there yet.
         LayoutError: the ranks hold different weights.
 
     >>> model = wb.parallelize(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), "*: model")
@@ -110,7 +114,9 @@ def unhook(module: nn.Module) -> None:
 def state_of(module: nn.Module) -> ParallelState:
     """The strategy in force; raises ``StrategyError`` for a module that was never parallelized."""
     if _STATE not in module.__dict__:
-        raise StrategyError(f"{type(module).__name__} is not parallelized. Call wb.parallelize(module, strategy) first.")
+        raise StrategyError(
+            f"{type(module).__name__} is not parallelized. Call wb.parallelize(module, strategy) first."
+        )
     state: ParallelState = module.__dict__[_STATE]
     return state
 
@@ -208,7 +214,9 @@ class _ModulePlan:
             handles += _hook_tied(layer, foreign, self.layout(choice, broadcast, broadcast))
         if choice.split == "row":
             target = following if following and following.stage == choice.stage else None
-            handles.append(layer.register_forward_hook(lambda module, args, output: self._end_partial(output, choice, target)))
+            handles.append(
+                layer.register_forward_hook(lambda module, args, output: self._end_partial(output, choice, target))
+            )
         return handles
 
     def _enter(self, value: Any, choice: ResolvedLayer) -> Any:

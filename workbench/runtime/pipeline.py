@@ -19,7 +19,8 @@ Forward = Callable[[int], torch.Tensor]
 
 
 def run_actions(actions: Sequence[Action], forward: Forward, world: World) -> list[torch.Tensor]:
-    """Run forwards and backwards in the order of ``actions``; returns the micro-batches' losses, detached, in their order.
+    """Run forwards and backwards in the order of ``actions``; returns the micro-batches' losses, detached, in their
+    order.
 
     ``world.micro_batch`` is set around each action, so that boxings of different micro-batches never meet.
     """
@@ -39,5 +40,3 @@ def run_actions(actions: Sequence[Action], forward: Forward, world: World) -> li
         world.micro_batch = 0
     world.transport.flush()
     return [losses[index] for index in sorted(losses)]
-
-

@@ -45,7 +45,9 @@ def positions_of(shape: Shape, region: Region) -> np.ndarray:
     return positions
 
 
-def sample_shard(sampler: Sampler, key: int, layout: Layout, shape: Shape, dtype: torch.dtype, world: World) -> torch.Tensor:
+def sample_shard(
+    sampler: Sampler, key: int, layout: Layout, shape: Shape, dtype: torch.dtype, world: World
+) -> torch.Tensor:
     """This rank's shard of a random tensor; ``layout`` has splits and broadcasts only."""
     positions = positions_of(shape, layout.region(shape, world.rank))
     return torch.from_numpy(np.ascontiguousarray(sampler(key, positions))).to(dtype=dtype, device=world.device)

@@ -33,7 +33,7 @@ class Spec:
         plans: the world's cache of what to do for a function and its arguments' specs.
     """
 
-    __slots__ = ("world", "layout", "shape", "is_ghost", "local_shape", "plans")
+    __slots__ = ("is_ghost", "layout", "local_shape", "plans", "shape", "world")
 
     def __init__(self, world: World, layout: Layout, shape: Shape) -> None:
         self.world, self.layout, self.shape, self.plans = world, layout, shape, world.plans

@@ -1,7 +1,7 @@
 """Training runs that can be compared: the same weights, the same batches, the same micro-batches under every strategy.
 
-``run_strategy`` is what an engine executes; ``run_one_device`` is the truth it is checked against, plain torch without a
-global tensor in it.
+``run_strategy`` is what an engine executes; ``run_one_device`` is the truth it is checked against, plain torch
+without a global tensor in it.
 """
 
 from __future__ import annotations
@@ -195,14 +195,26 @@ class _Run:
     def measure_memory(self) -> None:
         """Live storages by kind, and the peak so far."""
         activations = self.meter.size_bytes
-        self.memory = {**model_memory(self.model, self.optimizer), "activations": activations, "peak": self.peak.peak_bytes()}
+        self.memory = {
+            **model_memory(self.model, self.optimizer),
+            "activations": activations,
+            "peak": self.peak.peak_bytes(),
+        }
 
     def metrics(self, step: int, batch_size: int) -> StepMetrics:
         """The record of the last step."""
         loss = self.losses[-1] if self.losses and not self.pending else None
         boxing_s = self.world.traffic.time_s / max(1, len(self.times))
         return StepMetrics(
-            self.world.rank, step, self.job.num_steps, self.times[-1], batch_size, loss, dict(self.memory), self.sent[-1], boxing_s
+            self.world.rank,
+            step,
+            self.job.num_steps,
+            self.times[-1],
+            batch_size,
+            loss,
+            dict(self.memory),
+            self.sent[-1],
+            boxing_s,
         )
 
 

@@ -149,7 +149,7 @@ def shutdown() -> None:
     _process_world = None
 
 
-class simulated:
+class Simulated:
     """Context: this thread is one rank of a simulated world (see ``workbench.testing.run_ranks``)."""
 
     def __init__(self, world: World) -> None:

@@ -1,7 +1,7 @@
 """``wb.compare``: several strategies, the same weights and batches, each checked against one device.
 
-The job (model, data, loss, optimizer) travels to the engines once. One engine first trains on one device in plain torch:
-that run is the truth, for losses and weights, and the measure of speed-up.
+The job (model, data, loss, optimizer) travels to the engines once. One engine first trains on one device in plain
+torch: that run is the truth, for losses and weights, and the measure of speed-up.
 """
 
 from __future__ import annotations
@@ -267,13 +267,15 @@ def compare(
     seed: int = 0,
     progress: bool = True,
 ) -> CompareResult:
-    """Train a model under several strategies, from the same weights on the same batches, and check each against one device.
+    """Train a model under several strategies, from the same weights on the same batches, and check each against one
+    device.
 
     Args:
         model_fn: makes the model; called on every engine after seeding.
         dataset: an (inputs, targets) pair of tensors or arrays, or a torch Dataset of pairs.
         loss_fn: (output, target) -> scalar, a mean over the samples.
-        strategies: preset names (data, model, pipeline, hybrid), texts or ``wb.Strategy``; or a dict name -> one of these.
+        strategies: preset names (data, model, pipeline, hybrid), texts or ``wb.Strategy``; or a dict name -> one of
+        these.
         optimizer_fn: parameters -> torch optimizer; default SGD with lr 0.1 and momentum 0.9.
         batch_size: samples per step, over all engines.
         steps: training steps per strategy.

@@ -1,8 +1,8 @@
 """Backward from global tensors.
 
-Local autograd computes on every rank the gradient of the sum over the ranks of the local results. A loss that lies as B on
-n ranks is therefore seeded with 1/n on each, one that lies as P with 1, and every gradient has the dual layout of its
-tensor; nothing else is needed.
+Local autograd computes on every rank the gradient of the sum over the ranks of the local results. A loss that lies
+as B on n ranks is therefore seeded with 1/n on each, one that lies as P with 1, and every gradient has the dual
+layout of its tensor; nothing else is needed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ def seed_of(loss: GlobalTensor, gradient: Any) -> torch.Tensor:
         if isinstance(entry, Partial) and entry.reduction != "sum":
             raise LayoutError(f"backward: the tensor lies as {entry}, which is not differentiable. Box it to B first.")
     if gradient is None and spec.shape:
-        raise RuntimeError(f"grad can be implicitly created only for scalar outputs, but this one has shape {tuple(spec.shape)}")
+        raise RuntimeError(
+            f"grad can be implicitly created only for scalar outputs, but this one has shape {tuple(spec.shape)}"
+        )
     if spec.is_ghost and gradient is None:
         return ghost_storage(spec.shape, loss.dtype, spec.world.device)
     if gradient is None:

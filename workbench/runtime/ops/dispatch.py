@@ -10,22 +10,21 @@ import math
 import types
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from workbench.core.boxing import plan_boxing
-from workbench.core.layout import Layout, balanced_bounds
+from workbench.core.layout import Layout
 from workbench.core.placement import Placement
-from workbench.core.rules import Operand, Signature, choose, signatures
 from workbench.core.sbp import Split, broadcast
 from workbench.errors import LayoutError
 from workbench.runtime.boxing import box, box_implicitly
 from workbench.runtime.entry import enter_as_broadcast
 from workbench.runtime.ops.ghost import ghost_in_place, ghost_outputs, infer_outputs
-from workbench.runtime.ops.registry import COMPOSITES, HANDLERS, PARAMETERS, RULES, Call, Name, Resolution, fold_name
+from workbench.runtime.ops.planning import Plan, itemsize_of, make_plan
+from workbench.runtime.ops.registry import COMPOSITES, HANDLERS, RULES, Name, fold_name
 from workbench.runtime.tensor import GlobalTensor, Spec, label, local_torch, spec_of
 from workbench.runtime.world import World
 from workbench.units import format_bytes
@@ -35,33 +34,12 @@ class FallbackWarning(UserWarning):
     """A function without a rule for these layouts had to gather its operands."""
 
 
-@dataclass(slots=True)
-class Plan:
-    """What to do for one function and one combination of specs.
-
-    Attributes:
-        out: the result's spec where one tensor comes back and no operand has to be boxed; else None.
-        targets: layout that each operand must have, in operand order.
-        outputs: specs of the results; None for a fallback, whose results are broadcast in the shape they come in.
-        local: the function to run on the shards.
-        name: folded name, for messages.
-    """
-
-    out: Spec | None
-    targets: list[Layout]
-    outputs: list[Spec] | None
-    local: Callable[..., Any]
-    name: Name
-    world: World
-
-
-_STATIC = (int, str, bool, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout, type(Ellipsis))
 _functions: dict[Any, Callable[..., Any] | None] = {}
 _ghost_infos: dict[Any, Any] = {}
 _warned: set[str] = set()
 
 
-def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:  # noqa: C901 - the hot path: calls cost more than branches
     """The body of ``GlobalTensor.__torch_function__``."""
     taken_over = _functions.get(func, _functions)
     if taken_over is _functions:
@@ -106,7 +84,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) ->
         joined = _join_operands(func, args, kwargs or {})
         if joined is not None:
             return dispatch(func, *joined)
-        plan = _make_plan(func, args, kwargs or {})
+        plan = make_plan(func, args, kwargs or {})
         if key:
             plans[tuple(key)] = plan
     return _run(plan, func, args, kwargs or {})
@@ -134,7 +112,9 @@ def _python_body(func: Any) -> Callable[..., Any] | None:
     blind = {name: lambda *_: False for name in func.__globals__ if name.startswith("has_torch_function")}
     if not blind:
         return None
-    body = types.FunctionType(func.__code__, {**func.__globals__, **blind}, func.__name__, func.__defaults__, func.__closure__)
+    body = types.FunctionType(
+        func.__code__, {**func.__globals__, **blind}, func.__name__, func.__defaults__, func.__closure__
+    )
     body.__kwdefaults__ = func.__kwdefaults__
     return body
 
@@ -206,103 +186,10 @@ def _to_placement(tensor: GlobalTensor, placement: Placement) -> GlobalTensor:
     layout = tensor._spec.layout
     if layout.placement == placement:
         return tensor
-    splits_batch = Split(0) in layout.sbp or layout.has_partial and tensor._spec.shape
+    splits_batch = Split(0) in layout.sbp or (layout.has_partial and tensor._spec.shape)
     entries = [Split(0) if splits_batch else layout.broadcast().sbp[0]] * placement.num_axes
     target = Layout.of(placement, entries)
     return box_implicitly(tensor, target, "an operation between stages")
-
-
-def _bind(name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Keyword arguments moved to their positions, so that operands stand in the order of the equation."""
-    parameters = PARAMETERS.get(name)
-    if not parameters or not kwargs:
-        return args, kwargs
-    bound, rest = list(args), dict(kwargs)
-    for parameter in parameters[len(args) :]:
-        if parameter not in rest:
-            break
-        bound.append(rest.pop(parameter))
-    return tuple(bound), rest
-
-
-def _operands(args: Any, kwargs: Any) -> list[GlobalTensor]:
-    return [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, GlobalTensor)]
-
-
-def _make_plan(func: Any, args: Any, kwargs: Any) -> Plan:
-    name = fold_name(func)
-    if kwargs.get("inplace"):
-        name = Name(name.folded, in_place=True)
-    operands = _operands(args, kwargs)
-    world, placement = operands[0]._spec.world, operands[0]._spec.layout.placement
-    ordered_args, ordered_kwargs = _bind(name.folded, args, kwargs)
-    call = Call(name.folded, func, ordered_args, ordered_kwargs, _operands(ordered_args, ordered_kwargs))
-    resolution = None
-    if name.folded in RULES and kwargs.get("out") is None:
-        call.outputs = [info[:2] for info in infer_outputs(func, args, kwargs)[0]]
-        resolution = RULES[name.folded](call)
-    if resolution is not None:
-        plan = _plan_by_rule(call, name, resolution, placement, world)
-        if plan is not None:
-            return plan
-    return Plan(None, [operand._spec.layout.broadcast() for operand in operands], None, func, name, world)
-
-
-def _plan_by_rule(call: Call, name: Name, resolution: Resolution, placement: Placement, world: World) -> Plan | None:
-    candidates = _candidates(call, resolution, placement)
-    if name.in_place:
-        candidates = _pinned(candidates, call)
-    infos = [
-        Operand(operand._spec.layout, operand._spec.shape, _itemsize(operand), operand._is_param) for operand in call.operands
-    ]
-    choice = choose(candidates, infos, placement, world.transport.cost) if candidates else None
-    if choice is None:
-        return None
-    targets = [Layout(placement, sbp) for sbp in choice.inputs]
-    if name.in_place and targets[0] != call.operands[0]._spec.layout:
-        return None
-    inputs = [spec_of(world, target, operand._spec.shape) for target, operand in zip(targets, call.operands, strict=True)]
-    sbps = choice.outputs if len(choice.outputs) == len(call.outputs) else choice.outputs[:1] * len(call.outputs)
-    outputs = [spec_of(world, Layout(placement, sbp), shape) for (shape, _), sbp in zip(call.outputs, sbps, strict=True)]
-    local = resolution.localize(call, inputs, outputs, choice.letters) if resolution.localize else None
-    in_order = call.operands == _operands(call.args, call.kwargs)
-    is_direct = (
-        len(outputs) == 1
-        and not name.in_place
-        and in_order
-        and not outputs[0].is_ghost
-        and all(spec is operand._spec for spec, operand in zip(inputs, call.operands, strict=True))
-    )
-    return Plan(outputs[0] if is_direct else None, targets, outputs, local or call.func, name, world)
-
-
-def _itemsize(tensor: GlobalTensor) -> int:
-    with local_torch():
-        return tensor.element_size()
-
-
-def _candidates(call: Call, resolution: Resolution, placement: Placement) -> list[Signature]:
-    found = resolution.signatures
-    if isinstance(found, str):
-        found = signatures(found, call.shapes, [len(shape) for shape, _ in call.outputs])
-    if resolution.min_local:
-        found = [s for s in found if _fills_every_rank(s, call, placement, resolution.min_local)]
-    return list(found)
-
-
-def _fills_every_rank(signature: Signature, call: Call, placement: Placement, min_local: int) -> bool:
-    """Whether no rank's shard of a split dim is smaller than the local function can take."""
-    for shape, entry in zip(call.shapes, signature.inputs, strict=True):
-        if isinstance(entry, Split):
-            start, stop = balanced_bounds(shape[entry.dim], placement.num_ranks)[-1]
-            if stop - start < min_local:
-                return False
-    return True
-
-
-def _pinned(candidates: list[Signature], call: Call) -> list[Signature]:
-    """In place, the result keeps the layout of the tensor that is written; only signatures that agree are legal."""
-    return [s for s in candidates if s.inputs[0] == s.outputs[0] and s.inputs[0] in call.operands[0]._spec.layout.sbp]
 
 
 def _run(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
@@ -367,7 +254,9 @@ def _run_fallback(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
     if whole[0]._spec.is_ghost:
         infos, out_structure, out_leaves = _cached_infos(func, args, kwargs, whole)
         specs = [spec_of(plan.world, layout, shape) for shape, _, _ in infos]
-        results = iter(label(r, s) for r, s in zip(ghost_outputs(infos, whole, specs, plan.world.device), specs, strict=True))
+        results = iter(
+            label(r, s) for r, s in zip(ghost_outputs(infos, whole, specs, plan.world.device), specs, strict=True)
+        )
         result = tree_unflatten([next(results) if leaf is None else leaf for leaf in out_leaves], out_structure)
     else:
         with local_torch():
@@ -383,7 +272,9 @@ def _fallback_in_place(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
     whole = box(target, spec.layout.broadcast())
     with local_torch():
         copy = label(whole.clone(), whole._spec)
-    _run_fallback(Plan(None, plan.targets, None, func, Name(plan.name.folded), plan.world), func, (copy, *args[1:]), kwargs)
+    _run_fallback(
+        Plan(None, plan.targets, None, func, Name(plan.name.folded), plan.world), func, (copy, *args[1:]), kwargs
+    )
     result = box(copy, spec.layout)
     if spec.is_ghost:
         return ghost_in_place(target, [target, result])
@@ -398,14 +289,16 @@ def _write_out(out: Any, result: Any) -> Any:
         with local_torch():
             out.copy_(box(result, out._spec.layout))
         return out
-    raise LayoutError(f"out= is a {type(out).__name__} but the operands are global tensors. Give a global tensor as out=.")
+    raise LayoutError(
+        f"out= is a {type(out).__name__} but the operands are global tensors. Give a global tensor as out=."
+    )
 
 
 def _warn_of_gather(plan: Plan, operands: list[GlobalTensor]) -> None:
     moved = 0
     for operand in operands:
         target = operand._spec.layout.broadcast()
-        moved += plan_boxing(operand._spec.layout, target, operand._spec.shape, _itemsize(operand)).wire_bytes
+        moved += plan_boxing(operand._spec.layout, target, operand._spec.shape, itemsize_of(operand)).wire_bytes
     if moved and plan.name.folded not in _warned:
         _warned.add(plan.name.folded)
         layouts = ", ".join(str(operand._spec.layout) for operand in operands)

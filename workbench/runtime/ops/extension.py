@@ -25,11 +25,13 @@ def rule(name: str, equation: str) -> None:
     equations(name, equation)
 
 
-def local_map(function: Callable[..., torch.Tensor], in_sbp: Sequence[Any], out_sbp: Any) -> Callable[..., GlobalTensor]:
+def local_map(
+    function: Callable[..., torch.Tensor], in_sbp: Sequence[Any], out_sbp: Any
+) -> Callable[..., GlobalTensor]:
     """``function`` on shards, with declared layouts: its operands are boxed to ``in_sbp``, its result has ``out_sbp``.
 
-    The way in for a custom ``autograd.Function`` or a kernel of your own. The result's logical shape is inferred from the
-    shards' shapes: ``function`` must run on meta tensors.
+    The way in for a custom ``autograd.Function`` or a kernel of your own. The result's logical shape is inferred
+    from the shards' shapes: ``function`` must run on meta tensors.
 
     >>> double = wb.local_map(lambda x: x * 2, in_sbp=[wb.sbp.split(0)], out_sbp=wb.sbp.split(0))
     """
@@ -37,7 +39,9 @@ def local_map(function: Callable[..., torch.Tensor], in_sbp: Sequence[Any], out_
     def mapped(*operands: GlobalTensor) -> GlobalTensor:
         placement = operands[0]._spec.layout.placement
         if len(operands) != len(in_sbp):
-            raise SbpError(f"local_map: {len(operands)} operands but in_sbp has {len(in_sbp)} entries. Give one per operand.")
+            raise SbpError(
+                f"local_map: {len(operands)} operands but in_sbp has {len(in_sbp)} entries. Give one per operand."
+            )
         layouts = [Layout.of(placement, sbp).normalized(t._spec.shape) for t, sbp in zip(operands, in_sbp, strict=True)]
         boxed = [box_implicitly(t, layout, "local_map") for t, layout in zip(operands, layouts, strict=True)]
         shape, dtype = infer_outputs(function, tuple(boxed), {})[0][0][:2]

@@ -19,7 +19,9 @@ OutputInfo = tuple[Shape, torch.dtype, bool]
 """Logical shape, dtype and requires_grad of one result."""
 
 
-def infer_outputs(func: Callable[..., Any], args: Any, kwargs: Any, with_grad: bool = False) -> tuple[list[OutputInfo], Any, list[Any]]:
+def infer_outputs(
+    func: Callable[..., Any], args: Any, kwargs: Any, with_grad: bool = False
+) -> tuple[list[OutputInfo], Any, list[Any]]:
     """Run ``func`` on meta tensors of the logical shapes.
 
     Returns:
@@ -34,7 +36,9 @@ def infer_outputs(func: Callable[..., Any], args: Any, kwargs: Any, with_grad: b
     with local_torch(), torch.set_grad_enabled(with_grad and torch.is_grad_enabled()):
         result = func(*meta_args, **meta_kwargs)
     out_leaves, out_structure = tree_flatten(result)
-    infos = [(tuple(leaf.shape), leaf.dtype, leaf.requires_grad) for leaf in out_leaves if isinstance(leaf, torch.Tensor)]
+    infos = [
+        (tuple(leaf.shape), leaf.dtype, leaf.requires_grad) for leaf in out_leaves if isinstance(leaf, torch.Tensor)
+    ]
     return infos, out_structure, [None if isinstance(leaf, torch.Tensor) else leaf for leaf in out_leaves]
 
 
@@ -87,7 +91,9 @@ class _GhostInPlace(torch.autograd.Function):
         return (None,) * (1 + ctx.num_inputs)
 
 
-def ghost_outputs(infos: list[OutputInfo], operands: list[GlobalTensor], specs: list[Spec], device: torch.device) -> list[torch.Tensor]:
+def ghost_outputs(
+    infos: list[OutputInfo], operands: list[GlobalTensor], specs: list[Spec], device: torch.device
+) -> list[torch.Tensor]:
     """Plain ghost tensors for the results, linked to every operand that carries a gradient."""
     with local_torch():
         linked = [operand for operand in operands if operand.requires_grad] if any(info[2] for info in infos) else []

@@ -8,7 +8,6 @@ import torch
 
 from workbench.core.sbp import Partial, broadcast
 from workbench.runtime.boxing import box_implicitly
-
 from workbench.runtime.ops.equation_text import term
 from workbench.runtime.ops.registry import Call, Resolution, composite, equations, rule
 from workbench.runtime.tensor import GlobalTensor
@@ -29,10 +28,12 @@ def _convolution(call: Call) -> Resolution:
 
 
 equations(
-    "max_pool1d avg_pool1d adaptive_avg_pool1d adaptive_max_pool1d lp_pool1d max_pool1d_with_indices", "...X -> ...X, ...X"
+    "max_pool1d avg_pool1d adaptive_avg_pool1d adaptive_max_pool1d lp_pool1d max_pool1d_with_indices",
+    "...X -> ...X, ...X",
 )
 equations(
-    "max_pool2d avg_pool2d adaptive_avg_pool2d adaptive_max_pool2d lp_pool2d max_pool2d_with_indices", "...XY -> ...XY, ...XY"
+    "max_pool2d avg_pool2d adaptive_avg_pool2d adaptive_max_pool2d lp_pool2d max_pool2d_with_indices",
+    "...XY -> ...XY, ...XY",
 )
 equations(
     "max_pool3d avg_pool3d adaptive_avg_pool3d adaptive_max_pool3d lp_pool3d max_pool3d_with_indices",
@@ -100,8 +101,6 @@ def batch_norm(
 
 def whole(tensor: GlobalTensor) -> GlobalTensor:
     """``tensor`` with its partial sums summed."""
-
-
 
     layout = tensor._spec.layout
     sbp = tuple(broadcast if isinstance(entry, Partial) else entry for entry in layout.sbp)

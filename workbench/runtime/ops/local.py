@@ -39,5 +39,9 @@ def scale_terms(total: GlobalTensor, divisor: GlobalTensor) -> GlobalTensor:
     """``total / divisor`` where ``total`` may be a partial sum: dividing every term divides the sum."""
     layout = total._spec.layout
     return local_call(
-        torch.div, [total, divisor], [layout, divisor._spec.layout.broadcast()], (layout, total._spec.shape, total.dtype), "div"
+        torch.div,
+        [total, divisor],
+        [layout, divisor._spec.layout.broadcast()],
+        (layout, total._spec.shape, total.dtype),
+        "div",
     )

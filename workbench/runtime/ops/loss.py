@@ -17,13 +17,19 @@ _ELEMENTWISE = (
 )  # fmt: skip
 
 
-@rule("cross_entropy", "nll_loss", parameters="input target weight size_average ignore_index reduce reduction label_smoothing")
+@rule(
+    "cross_entropy",
+    "nll_loss",
+    parameters="input target weight size_average ignore_index reduce reduction label_smoothing",
+)
 def _cross_entropy(call: Call) -> Resolution | None:
     """``none`` keeps the batch, ``sum`` over a split batch is a partial sum; the classes stay whole."""
     scores, target = call.shapes[0], call.shapes[1]
     by_probability = len(scores) == len(target)
     weights = ", C" * (len(call.operands) - 2)
-    text = f"C, {'C' if by_probability else ''}" if len(scores) == 1 else f"nC..., {'nC...' if by_probability else 'n...'}"
+    text = (
+        f"C, {'C' if by_probability else ''}" if len(scores) == 1 else f"nC..., {'nC...' if by_probability else 'n...'}"
+    )
     reduction = call.arg(6, "reduction", "mean")
     if reduction == "mean":  # only reached where every operand is whole
         text = text.replace("n", "N").replace("...", "XYZ"[: len(scores) - 2])
@@ -62,7 +68,11 @@ def _register(name: str) -> None:
 
     def loss(*args: Any, **kwargs: Any) -> Any:
         reduction = kwargs.get("reduction", "mean")
-        if reduction not in ("mean", "sum") or kwargs.get("size_average") is not None or kwargs.get("reduce") is not None:
+        if (
+            reduction not in ("mean", "sum")
+            or kwargs.get("size_average") is not None
+            or kwargs.get("reduce") is not None
+        ):
             return NotImplemented
         each = function(*args, **{**kwargs, "reduction": "none"})
         return each.mean() if reduction == "mean" else each.sum()

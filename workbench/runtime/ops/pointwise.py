@@ -10,17 +10,18 @@ import torch
 from workbench.runtime.ops.registry import Call, Resolution, equations, rule
 
 _UNARY = """
-relu relu6 gelu silu mish tanh sigmoid logsigmoid log_sigmoid softplus elu selu celu leaky_relu rrelu_with_noise hardtanh hardswish hardsigmoid
-softsign tanhshrink softshrink hardshrink threshold exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square reciprocal abs sign sgn
-sin cos tan asin acos atan sinh cosh asinh acosh atanh erf erfc erfinv lgamma digamma i0 sinc floor ceil round trunc frac
-isnan isinf isfinite isposinf isneginf signbit logical_not bitwise_not nan_to_num deg2rad rad2deg angle conj_physical logit
-to float double half bfloat16 long int short char byte bool type cpu cuda bernoulli_p
+relu relu6 gelu silu mish tanh sigmoid logsigmoid log_sigmoid softplus elu selu celu leaky_relu rrelu_with_noise
+hardtanh hardswish hardsigmoid softsign tanhshrink softshrink hardshrink threshold exp exp2 expm1 log log2 log10
+log1p sqrt rsqrt square reciprocal abs sign sgn sin cos tan asin acos atan sinh cosh asinh acosh atanh erf erfc
+erfinv lgamma digamma i0 sinc floor ceil round trunc frac isnan isinf isfinite isposinf isneginf signbit logical_not
+bitwise_not nan_to_num deg2rad rad2deg angle conj_physical logit to float double half bfloat16 long int short char
+byte bool type cpu cuda bernoulli_p
 """
 _NARY = """
-pow float_power rpow rdiv rtruediv atan2 hypot fmod remainder floor_divide rfloordiv rmod maximum minimum fmax fmin copysign nextafter
-eq ne lt le gt ge isclose logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor bitwise_left_shift
-bitwise_right_shift where lerp clamp clamp_min clamp_max addcmul addcdiv prelu_elementwise masked_fill xlogy logaddexp logaddexp2
-heaviside gcd lcm ldexp copy dist_elementwise glu_elementwise
+pow float_power rpow rdiv rtruediv atan2 hypot fmod remainder floor_divide rfloordiv rmod maximum minimum fmax fmin
+copysign nextafter eq ne lt le gt ge isclose logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor
+bitwise_left_shift bitwise_right_shift where lerp clamp clamp_min clamp_max addcmul addcdiv prelu_elementwise
+masked_fill xlogy logaddexp logaddexp2 heaviside gcd lcm ldexp copy dist_elementwise glu_elementwise
 """
 _LINEAR = "clone detach contiguous neg positive alias real_copy detach_copy"
 

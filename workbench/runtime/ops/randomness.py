@@ -41,7 +41,11 @@ def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = F
     mask = _sample_like(input, random.bernoulli_sampler(1.0 - p), input.dtype)
     layout = input._spec.layout
     result = local_call(
-        lambda x, keep: x * keep * scale, [input, mask], [layout, layout], (layout, input._spec.shape, input.dtype), "dropout"
+        lambda x, keep: x * keep * scale,
+        [input, mask],
+        [layout, layout],
+        (layout, input._spec.shape, input.dtype),
+        "dropout",
     )
     return input.copy_(result) if inplace else result
 
@@ -70,7 +74,9 @@ def _fill(tensor: GlobalTensor, sampler: random.Sampler) -> GlobalTensor:
 def normal_(func: Any, args: Any, kwargs: Any) -> Any:
     """``Tensor.normal_(mean, std)``."""
     tensor, mean, std = (*args, *[None] * (3 - len(args)))[:3]
-    return _fill(tensor, random.normal_sampler(kwargs.get("mean", mean) or 0.0, kwargs.get("std", 1.0 if std is None else std)))
+    return _fill(
+        tensor, random.normal_sampler(kwargs.get("mean", mean) or 0.0, kwargs.get("std", 1.0 if std is None else std))
+    )
 
 
 @handler("uniform")
@@ -126,5 +132,10 @@ def _new(make: Any) -> Any:
     return creation
 
 
-for _name, _make in (("new_zeros", torch.zeros), ("new_ones", torch.ones), ("new_empty", torch.empty), ("new_full", torch.full)):
+for _name, _make in (
+    ("new_zeros", torch.zeros),
+    ("new_ones", torch.ones),
+    ("new_empty", torch.empty),
+    ("new_full", torch.full),
+):
     handler(_name)(_new(_make))

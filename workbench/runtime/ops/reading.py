@@ -24,7 +24,21 @@ def everywhere(tensor: GlobalTensor) -> torch.Tensor:
         return value.detach().as_subclass(torch.Tensor)
 
 
-@handler("item", "tolist", "bool", "float", "int", "index", "complex", "array", "numpy", "contains", "is_nonzero", "equal", "allclose")
+@handler(
+    "item",
+    "tolist",
+    "bool",
+    "float",
+    "int",
+    "index",
+    "complex",
+    "array",
+    "numpy",
+    "contains",
+    "is_nonzero",
+    "equal",
+    "allclose",
+)
 def read(func: Any, args: Any, kwargs: Any) -> Any:
     """Plain Python or numpy value of the whole tensor."""
     if func.__name__ in ("bool", "float", "int"):  # Tensor.float() and its like are conversions, not reads

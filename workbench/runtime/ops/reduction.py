@@ -47,7 +47,22 @@ def _mean(call: Call) -> Resolution:
     return Resolution(reduction(ndim, dims, _keepdim(call, ndim), whole=False, addend=True), localize)
 
 
-@rule("amax", "amin", "logsumexp", "prod", "all", "any", "argmax", "argmin", "var", "std", "median", "count_nonzero", "norm", parameters="input dim keepdim")
+@rule(
+    "amax",
+    "amin",
+    "logsumexp",
+    "prod",
+    "all",
+    "any",
+    "argmax",
+    "argmin",
+    "var",
+    "std",
+    "median",
+    "count_nonzero",
+    "norm",
+    parameters="input dim keepdim",
+)
 def _needs_whole_dims(call: Call) -> Resolution | None:
     ndim = len(call.shapes[0])
     if call.name == "norm":

@@ -7,7 +7,8 @@ It is one of
 * a composite, ``@composite("batch_norm")``: written with other functions on global tensors;
 * a handler, ``@handler("get:dtype")``: for functions that are no tensor arithmetic (metadata, reads, backward).
 
-Functions without a rule: Python functions of torch are run as written on global tensors, builtins fall back to broadcast.
+Functions without a rule: Python functions of torch are run as written on global tensors, builtins fall back to
+broadcast.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Simulated ranks: threads of one process that exchange clones through mailboxes.
 
-Most tests run on this, in milliseconds. Because every rank's wait is visible to the hub, a deadlock is found at once and
-told with what each rank waits for.
+Most tests run on this, in milliseconds. Because every rank's wait is visible to the hub, a deadlock is found at once
+and told with what each rank waits for.
 """
 
 from __future__ import annotations
@@ -102,7 +102,9 @@ class ThreadTransport:
     def _receive(self, source: int, out: torch.Tensor, tag: int, header: str) -> None:
         letter = self.hub.take(self.rank, _Wait(source, tag, header))
         if letter.header != header:
-            self.hub.abort(f"ranks diverged: rank {self.rank} called {header} while rank {source} called {letter.header}")
+            self.hub.abort(
+                f"ranks diverged: rank {self.rank} called {header} while rank {source} called {letter.header}"
+            )
             raise CollectiveAborted(self.hub.abort_reason or "ranks diverged")
         out.copy_(letter.tensor)
 

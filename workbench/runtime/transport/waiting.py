@@ -1,7 +1,7 @@
 """Waits that block in C++, made interruptible: a helper thread blocks, the main thread waits for it from Python.
 
-A receive over gloo reports completion only inside its own blocking ``wait``, which ignores SIGINT. A helper that is left
-blocked after an interrupt is abandoned, and a new one takes its place.
+A receive over gloo reports completion only inside its own blocking ``wait``, which ignores SIGINT. A helper that is
+left blocked after an interrupt is abandoned, and a new one takes its place.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class _Job:
         assert self._block is not None
         try:
             self._block()
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - raised again where the wait was asked for
             self.error = error
         self._block = None
         self.finished.set()

@@ -1,0 +1,139 @@
+"""Makes the plan for a function and one combination of specs: the rule's signatures, the cheapest one, its labels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils._pytree import tree_flatten
+
+from workbench.core.layout import Layout, balanced_bounds
+from workbench.core.placement import Placement
+from workbench.core.rules import Operand, Signature, choose, signatures
+from workbench.core.sbp import Split
+from workbench.runtime.ops.ghost import infer_outputs
+from workbench.runtime.ops.registry import PARAMETERS, RULES, Call, Name, Resolution, fold_name
+from workbench.runtime.tensor import GlobalTensor, Spec, local_torch, spec_of
+from workbench.runtime.world import World
+
+
+@dataclass(slots=True)
+class Plan:
+    """What to do for one function and one combination of specs.
+
+    Attributes:
+        out: the result's spec where one tensor comes back and no operand has to be boxed; else None.
+        targets: layout that each operand must have, in operand order.
+        outputs: specs of the results; None for a fallback, whose results are broadcast in the shape they come in.
+        local: the function to run on the shards.
+        name: folded name, for messages.
+    """
+
+    out: Spec | None
+    targets: list[Layout]
+    outputs: list[Spec] | None
+    local: Callable[..., Any]
+    name: Name
+    world: World
+
+
+def _bind(name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Keyword arguments moved to their positions, so that operands stand in the order of the equation."""
+    parameters = PARAMETERS.get(name)
+    if not parameters or not kwargs:
+        return args, kwargs
+    bound, rest = list(args), dict(kwargs)
+    for parameter in parameters[len(args) :]:
+        if parameter not in rest:
+            break
+        bound.append(rest.pop(parameter))
+    return tuple(bound), rest
+
+
+def operands_of(args: Any, kwargs: Any) -> list[GlobalTensor]:
+    """The global tensors among the arguments, in order."""
+    return [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, GlobalTensor)]
+
+
+def make_plan(func: Any, args: Any, kwargs: Any) -> Plan:
+    """The plan for a call whose tensors are all global and on one placement; a fallback where no rule applies."""
+    name = fold_name(func)
+    if kwargs.get("inplace"):
+        name = Name(name.folded, in_place=True)
+    operands = operands_of(args, kwargs)
+    world, placement = operands[0]._spec.world, operands[0]._spec.layout.placement
+    ordered_args, ordered_kwargs = _bind(name.folded, args, kwargs)
+    call = Call(name.folded, func, ordered_args, ordered_kwargs, operands_of(ordered_args, ordered_kwargs))
+    resolution = None
+    if name.folded in RULES and kwargs.get("out") is None:
+        call.outputs = [info[:2] for info in infer_outputs(func, args, kwargs)[0]]
+        resolution = RULES[name.folded](call)
+    if resolution is not None:
+        plan = _plan_by_rule(call, name, resolution, placement, world)
+        if plan is not None:
+            return plan
+    return Plan(None, [operand._spec.layout.broadcast() for operand in operands], None, func, name, world)
+
+
+def _plan_by_rule(call: Call, name: Name, resolution: Resolution, placement: Placement, world: World) -> Plan | None:
+    candidates = _candidates(call, resolution, placement)
+    if name.in_place:
+        candidates = _pinned(candidates, call)
+    infos = [
+        Operand(operand._spec.layout, operand._spec.shape, itemsize_of(operand), operand._is_param)
+        for operand in call.operands
+    ]
+    choice = choose(candidates, infos, placement, world.transport.cost) if candidates else None
+    if choice is None:
+        return None
+    targets = [Layout(placement, sbp) for sbp in choice.inputs]
+    if name.in_place and targets[0] != call.operands[0]._spec.layout:
+        return None
+    inputs = [
+        spec_of(world, target, operand._spec.shape) for target, operand in zip(targets, call.operands, strict=True)
+    ]
+    sbps = choice.outputs if len(choice.outputs) == len(call.outputs) else choice.outputs[:1] * len(call.outputs)
+    outputs = [
+        spec_of(world, Layout(placement, sbp), shape) for (shape, _), sbp in zip(call.outputs, sbps, strict=True)
+    ]
+    local = resolution.localize(call, inputs, outputs, choice.letters) if resolution.localize else None
+    in_order = call.operands == operands_of(call.args, call.kwargs)
+    is_direct = (
+        len(outputs) == 1
+        and not name.in_place
+        and in_order
+        and not outputs[0].is_ghost
+        and all(spec is operand._spec for spec, operand in zip(inputs, call.operands, strict=True))
+    )
+    return Plan(outputs[0] if is_direct else None, targets, outputs, local or call.func, name, world)
+
+
+def itemsize_of(tensor: GlobalTensor) -> int:
+    """Bytes per element."""
+    with local_torch():
+        return tensor.element_size()
+
+
+def _candidates(call: Call, resolution: Resolution, placement: Placement) -> list[Signature]:
+    found = resolution.signatures
+    if isinstance(found, str):
+        found = signatures(found, call.shapes, [len(shape) for shape, _ in call.outputs])
+    if resolution.min_local:
+        found = [s for s in found if _fills_every_rank(s, call, placement, resolution.min_local)]
+    return list(found)
+
+
+def _fills_every_rank(signature: Signature, call: Call, placement: Placement, min_local: int) -> bool:
+    """Whether no rank's shard of a split dim is smaller than the local function can take."""
+    for shape, entry in zip(call.shapes, signature.inputs, strict=True):
+        if isinstance(entry, Split):
+            start, stop = balanced_bounds(shape[entry.dim], placement.num_ranks)[-1]
+            if stop - start < min_local:
+                return False
+    return True
+
+
+def _pinned(candidates: list[Signature], call: Call) -> list[Signature]:
+    """In place, the result keeps the layout of the tensor that is written; only signatures that agree are legal."""
+    return [s for s in candidates if s.inputs[0] == s.outputs[0] and s.inputs[0] in call.operands[0]._spec.layout.sbp]
