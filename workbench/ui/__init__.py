@@ -1,6 +1,6 @@
 """What the notebook shows: figures (pure functions), the strategy panel (state and figures), the HTML report.
 
-Nothing here runs on engines. The public names are loaded on first use, because plotly and ipywidgets are slow to import.
+Nothing here runs on engines. Public names are loaded on first use, because plotly and ipywidgets are slow to import.
 """
 
 from __future__ import annotations

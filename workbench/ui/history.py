@@ -17,7 +17,10 @@ _STEPS_IN_SPLIT = 20
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A run at one moment, ready to be drawn: curves have at most 1000 points; memory and shares are by rank."""
+    """A run at one moment, ready to be drawn: curves have at most 1000 points; memory and shares are by rank.
+
+    Steps are counted from 1 here, as people do; records count them from 0.
+    """
 
     num_steps: int
     last_step: int
@@ -41,7 +44,7 @@ class Snapshot:
 
 
 class History:
-    """Collects ``StepMetrics`` of all ranks; steps count from 1. A step takes as long as its slowest rank."""
+    """Collects ``StepMetrics`` of all ranks. Not every step is reported; one takes as long as its slowest rank."""
 
     def __init__(self, num_steps: int, num_ranks: int, batch_size: int) -> None:
         self._batch_size = batch_size
@@ -57,14 +60,13 @@ class History:
             self._add_one(record)
 
     def _add_one(self, record: StepMetrics) -> None:
-        index = record.step - 1
-        self._times_s[index] = np.fmax(self._times_s[index], record.time_s)
+        self._times_s[record.step] = np.fmax(self._times_s[record.step], record.time_s)
         if record.loss is not None:
-            self._losses[index] = record.loss
+            self._losses[record.step] = record.loss
         if record.memory_bytes:
             self._memory[record.rank] = record.memory_bytes
         self._recent[record.rank].append(record)
-        self._last_step = max(self._last_step, record.step)
+        self._last_step = max(self._last_step, record.step + 1)
 
     def snapshot(self, max_points: int = MAX_POINTS) -> Snapshot:
         """The state now, decimated to ``max_points`` per curve."""

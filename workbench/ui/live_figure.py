@@ -6,13 +6,15 @@ into it; both work on a plain Figure and on a FigureWidget.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
 
-from workbench.core.metrics import MEMORY_KINDS
+from workbench.core.metrics import MEMORY_KINDS, RunRecord
 from workbench.ui.assets import element
+from workbench.ui.decimate import decimate
 from workbench.ui.history import Snapshot
 from workbench.ui.numbers import grouped
 from workbench.ui.theme import LIGHT, Palette
@@ -36,15 +38,13 @@ _BAR_PX = 22
 _TITLES = ("Throughput", "Loss", "Memory per rank", "Time split")
 
 
-def live_figure(
-    num_ranks: int, num_steps: int, colours: Palette = LIGHT, one_device_losses: np.ndarray | None = None
-) -> go.Figure:
+def live_figure(num_ranks: int, num_steps: int, colours: Palette = LIGHT) -> go.Figure:
     """The figure before the first step: axes over ``num_steps``, titles, and empty traces."""
     labels = [f"rank {rank}" for rank in range(num_ranks)]
     empty = np.full(num_ranks, np.nan)
     width = min(BAR_WIDTH, _BAR_PX * num_ranks / (HEIGHT - _TOP - _BOTTOM))
     figure = go.Figure(layout=_layout(colours, num_steps))
-    figure.add_traces(_curves(colours, one_device_losses))
+    figure.add_traces(_curves(colours))
     for trace in memory_traces(labels, [{}] * num_ranks, 1, "B", colours, width):
         figure.add_trace(trace.update(xaxis="x3", yaxis="y3"))
     figure.add_trace(peak_trace(labels, np.zeros(num_ranks), 1, "B", colours, xaxis="x3", yaxis="y3"))
@@ -81,24 +81,68 @@ def update(figure: go.Figure, snapshot: Snapshot, colours: Palette = LIGHT) -> N
             figure.layout.annotations[index].text = _title(index, detail, colours)
 
 
-def set_one_device(figure: go.Figure, losses: np.ndarray) -> None:
+def set_one_device(figure: go.Figure, losses: Sequence[float]) -> None:
     """Put the one-device losses behind the run's."""
+    values = np.asarray(losses, dtype=float)
     with figure.batch_update():
-        _set_curve(figure, "1 device", np.arange(1, len(losses) + 1), losses)
+        _set_curve(figure, "1 device", *decimate(np.arange(1, len(values) + 1), values))
 
 
-def _curves(colours: Palette, one_device_losses: np.ndarray | None) -> list[go.Scatter]:
-    behind = np.zeros(0) if one_device_losses is None else np.asarray(one_device_losses, dtype=float)
+def begin(figure: go.Figure, num_steps: int, colours: Palette = LIGHT) -> None:
+    """Empty the figure for a new run of ``num_steps``."""
+    num_ranks = len(_trace(figure, "compute").y)
+    fresh = live_figure(num_ranks, num_steps, colours)
+    with figure.batch_update():
+        for trace, new in zip(figure.data, fresh.data, strict=True):
+            trace.x = new.x
+            if new.type == "scatter" and new.mode == "lines":
+                trace.y = new.y
+            elif new.type == "scatter":
+                trace.text = new.text
+        figure.layout.xaxis.range = figure.layout.xaxis2.range = [0, num_steps]
+        for annotation, new in zip(figure.layout.annotations, fresh.layout.annotations, strict=True):
+            annotation.text = new.text
+
+
+def show_record(figure: go.Figure, record: RunRecord) -> None:
+    """Put a finished run's curves in place of the points that were reported while it ran."""
+    steps = np.arange(1, len(record.losses) + 1)
+    times_s = np.array(record.step_times_s, dtype=float)
+    rates = record.batch_size / np.where(times_s > 0, times_s, np.nan)
+    with figure.batch_update():
+        _set_curve(figure, "throughput", *decimate(np.arange(1, len(rates) + 1), rates))
+        _set_curve(figure, "this run", *decimate(steps, np.array(record.losses, dtype=float)))
+
+
+def restyle(figure: go.Figure, colours: Palette) -> None:
+    """The same figure in the colours of another theme."""
+    num_ranks = len(_trace(figure, "compute").y)
+    fresh = live_figure(num_ranks, 1, colours)
+    with figure.batch_update():
+        for trace, new in zip(figure.data, fresh.data, strict=True):
+            for part in ("line", "marker", "textfont"):
+                if part in new:
+                    trace[part].update(new[part].to_plotly_json())
+        figure.layout.font.color = colours.ink
+        figure.layout.hoverlabel = fresh.layout.hoverlabel
+        for annotation, detail in zip(figure.layout.annotations, fresh.layout.annotations, strict=True):
+            annotation.font.color = detail.font.color
+        for name in (f"{letter}axis{number}" for letter in "xy" for number in ("", 2, 3, 4)):
+            for part in ("gridcolor", "linecolor", "tickfont"):
+                figure.layout[name][part] = fresh.layout[name][part]
+            figure.layout[name].title.font = fresh.layout[name].title.font
+
+
+def _curves(colours: Palette) -> list[go.Scatter]:
     line, pale = {"color": colours.ink, "width": 1.5}, {"color": colours.idle, "width": 6}
-    nothing: dict[str, Any] = {"x": np.zeros(0), "y": np.zeros(0), "mode": "lines", "line": line}
+    nothing: dict[str, Any] = {"x": np.zeros(0), "y": np.zeros(0), "mode": "lines"}
     rate_hover = "step %{x}: %{y:.4g} samples/s<extra></extra>"
     loss_hover = "%{fullData.name}, step %{x}: %{y:.6g}<extra></extra>"
     on_loss = {"xaxis": "x2", "yaxis": "y2", "hovertemplate": loss_hover}
-    steps = np.arange(1, len(behind) + 1)
     return [
-        go.Scatter(name="throughput", hovertemplate=rate_hover, **nothing),
-        go.Scatter(name="1 device", x=steps, y=behind, mode="lines", line=pale, **on_loss),
-        go.Scatter(name="this run", **nothing, **on_loss),
+        go.Scatter(name="throughput", line=line, hovertemplate=rate_hover, **nothing),
+        go.Scatter(name="1 device", line=pale, **nothing, **on_loss),
+        go.Scatter(name="this run", line=line, **nothing, **on_loss),
     ]
 
 
@@ -108,7 +152,7 @@ def _layout(colours: Palette, num_steps: int) -> dict[str, Any]:
     layout |= {"showlegend": False, "annotations": [_title_annotation(index, colours) for index in range(len(_PANES))]}
     by_step = axis(colours, "step", showgrid=False, automargin=False, range=[0, num_steps], nticks=5)
     by_rank = axis(colours, "", autorange="reversed", showgrid=False, automargin=False)
-    upward = axis(colours, "", rangemode="tozero", automargin=False, nticks=5)
+    upward = axis(colours, "loss", rangemode="tozero", automargin=False, nticks=5)
     panes = (
         (by_step, axis(colours, "samples/s", rangemode="tozero", automargin=False, nticks=5)),
         (by_step, upward),

@@ -9,29 +9,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Protocol
 
 from workbench.core.boxing import BoxingPlan, plan_boxing
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.core.sbp import Sbp, Split, broadcast, partial_sum
+from workbench.core.strategy import Layer
 from workbench.units import format_ranks
 
 Shape = tuple[int, ...]
 
 
-class LayerLike(Protocol):
-    """One row of a model's description (``workbench.core.strategy.Layer``)."""
-
-    name: str
-    kind: str
-    shapes: dict[str, Shape]
-    num_parameters: int
-
-
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What is chosen for one layer: ``parallel`` is ``"data"`` or ``"model"``, ``split`` ``"column"``, ``"row"`` or None."""
+    """What a layer does: ``parallel`` is ``"data"`` or ``"model"``, ``split`` ``"column"``, ``"row"`` or None."""
 
     parallel: str
     split: str | None = None
@@ -65,12 +56,12 @@ def stage_placement(degrees: Degrees, stage: int) -> Placement:
     return Placement.of("cpu", rows)
 
 
-def main_weight(layer: LayerLike) -> Shape:
+def main_weight(layer: Layer) -> Shape:
     """Shape of the parameter with the most elements: what a row's picture shows. Empty for a layer without any."""
     return max(layer.shapes.values(), key=prod, default=())
 
 
-def parameter_layout(layer: LayerLike, choice: Choice, shape: Shape, placement: Placement) -> Layout:
+def parameter_layout(layer: Layer, choice: Choice, shape: Shape, placement: Placement) -> Layout:
     """How a parameter lies: B on the data axis; on the model axis split where the choice says so.
 
     column: output features (dim 0; dim 1 of an embedding), biases too; row: input features (dim 1), biases whole.
@@ -87,7 +78,7 @@ def input_layout(choice: Choice, placement: Placement, num_dims: int) -> Layout:
     """How the layer's input has to lie; all later layouts of its activation start from it."""
     if choice.parallel == "data":
         return Layout(placement, (Split(0), Split(0)))
-    on_model = Split(num_dims - 1) if choice.split == "row" else broadcast
+    on_model: Sbp = Split(num_dims - 1) if choice.split == "row" else broadcast
     return Layout(placement, (Split(0), on_model))
 
 
@@ -95,8 +86,8 @@ def output_layout(choice: Choice, placement: Placement, num_dims: int) -> Layout
     """How the layer leaves its output."""
     if choice.parallel == "data":
         return Layout(placement, (Split(0), Split(0)))
-    on_model: Sbp = {"column": Split(num_dims - 1), "row": partial_sum}.get(choice.split or "", broadcast)
-    return Layout(placement, (Split(0), on_model))
+    by_split: dict[str | None, Sbp] = {"column": Split(num_dims - 1), "row": partial_sum, None: broadcast}
+    return Layout(placement, (Split(0), by_split[choice.split]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +105,7 @@ class Step:
 
 
 def walk(
-    layers: Sequence[LayerLike], choices: Sequence[Choice], degrees: Degrees, batch_size: int, sample_shape: Shape
+    layers: Sequence[Layer], choices: Sequence[Choice], degrees: Degrees, batch_size: int, sample_shape: Shape
 ) -> list[Step]:
     """The layouts at every layer's input, in the layers' order.
 

@@ -66,7 +66,8 @@ def report_html(result: Comparison, title: str = "Comparison of strategies") -> 
         element("footer", text="Bytes are decimal: 1 MB = 1 000 000 bytes. Peak: resident size above the warm engine."),
     )
     style = f"<style>{style_sheet('body')}{asset('report.css')}</style>"
-    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width">{element("title", text=title)}{style}'
+    meta = '<meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+    head = meta + element("title", text=title) + style
     scripts = f"<script>{get_plotlyjs()}</script>{_figures_as_json(figures)}<script>{asset('report.js')}</script>"
     return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>{body}\n{scripts}</body></html>\n'
 

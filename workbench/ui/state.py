@@ -164,7 +164,7 @@ class PanelState:
             self.draft, self.text_problem = self.text, str(error)
 
     def set_text(self, text: str) -> None:
-        """Take a strategy from its text (or a preset's name). Text that does not parse changes nothing but the draft."""
+        """Take a strategy from its text, or a preset's name. Text that does not parse changes nothing but the draft."""
         if text.strip() == self.text:
             return
         try:

@@ -96,7 +96,7 @@ def base_layout(colours: Palette, title: str, detail: str = "", **more: Any) -> 
 
 
 def rows_layout(colours: Palette, title: str, detail: str, num_rows: int, **more: Any) -> dict[str, Any]:
-    """``base_layout`` for horizontal bars: every row is ``ROW_HEIGHT`` px high, the legend fits under the axis title."""
+    """``base_layout`` for horizontal bars: rows are ``ROW_HEIGHT`` px high, the legend fits under the axis."""
     plot_height = ROW_HEIGHT * max(num_rows, 1)
     margin = {"l": 56, "r": 84, "t": 40, "b": 96}
     place = legend(colours, y=-46 / plot_height)

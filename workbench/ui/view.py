@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import log2, prod
-from typing import Any, Protocol
+from typing import Any
 
 from workbench.core.layout import Layout
+from workbench.core.strategy import Layer, Mistake
 from workbench.ui.placing import (
     Choice,
     Degrees,
-    LayerLike,
     Step,
     change_text,
     main_weight,
@@ -28,26 +28,18 @@ _MAX_COLUMNS_PER_RANK = 8
 _COLUMN_WIDTH = 83
 
 
-class MistakeLike(Protocol):
-    """What is wrong and how it can be put right (``workbench.core.strategy.Mistake``)."""
-
-    layer: str | None
-    message: str
-    fixes: tuple[str, ...]
-
-
 @dataclass(frozen=True)
 class GridState:
     """All that the grid needs: ``choices`` are what the user set, ``drawn`` the last valid ones, one per layer."""
 
-    layers: Sequence[LayerLike]
+    layers: Sequence[Layer]
     choices: Sequence[Choice]
     drawn: Sequence[Choice]
     degrees: Degrees
     batch_size: int
     num_micro_batches: int = 1
     sample_shape: tuple[int, ...] = ()
-    mistakes: Sequence[MistakeLike] = field(default=())
+    mistakes: Sequence[Mistake] = field(default=())
 
 
 def grid_view(state: GridState) -> dict[str, Any]:
@@ -79,7 +71,7 @@ def _columns(degrees: Degrees) -> list[dict[str, Any]]:
     """One column per rank, or one per stage where ranks are too many to tell apart."""
     if degrees.num_ranks <= _MAX_COLUMNS_PER_RANK:
         per_stage = degrees.data * degrees.model
-        columns = [
+        columns: list[dict[str, Any]] = [
             {"stage": rank // per_stage, "shade": rank % per_stage, "label": f"rank {rank}", "ranks": [rank]}
             for rank in range(degrees.num_ranks)
         ]
@@ -201,14 +193,14 @@ def _shape_text(shape: tuple[int, ...]) -> str:
     return " \u00d7 ".join(map(str, shape))
 
 
-def _bad_control(mistakes: Sequence[MistakeLike]) -> str | None:
+def _bad_control(mistakes: Sequence[Mistake]) -> str | None:
     """Which of the row's controls the first mistake is about."""
     if not mistakes:
         return None
     return "stage" if "stage" in mistakes[0].message else "parallel"
 
 
-def _mistake(mistake: MistakeLike) -> dict[str, Any]:
+def _mistake(mistake: Mistake) -> dict[str, Any]:
     return {"message": mistake.message, "fixes": [fix_button(fix) for fix in mistake.fixes]}
 
 
@@ -217,7 +209,7 @@ def fix_button(fix: str) -> dict[str, Any]:
     return {"label": fix, "value": fix if fix.startswith(("use ", "write ")) else None}
 
 
-def _flow(layer: LayerLike, choice: Choice, step: Step, state: GridState) -> dict[str, Any]:
+def _flow(layer: Layer, choice: Choice, step: Step, state: GridState) -> dict[str, Any]:
     return {
         "layout": sbp_text(step.layout),
         "note": _gradient_note(layer, choice, state.degrees),
@@ -236,7 +228,7 @@ def _badge(step: Step) -> dict[str, Any]:
     }
 
 
-def _gradient_note(layer: LayerLike, choice: Choice, degrees: Degrees) -> str:
+def _gradient_note(layer: Layer, choice: Choice, degrees: Degrees) -> str:
     """What the gradients of a layer cost once per step where copies of its weight see different samples."""
     copies = degrees.data * (degrees.model if choice.parallel == "data" else 1)
     if copies == 1:
@@ -253,7 +245,7 @@ def _total(state: GridState) -> str:
     return f"parameters held: at most {format_bytes(max(held))} per rank"
 
 
-def parameters_held(layers: Sequence[LayerLike], choices: Sequence[Choice], degrees: Degrees) -> list[int]:
+def parameters_held(layers: Sequence[Layer], choices: Sequence[Choice], degrees: Degrees) -> list[int]:
     """Bytes of fp32 parameters by rank."""
     held = [0] * degrees.num_ranks
     for layer, choice in zip(layers, choices, strict=True):

@@ -1,0 +1,137 @@
+"""Where the panel's runs come from: the one module of this room that knows the session."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from workbench.core.metrics import RunRecord, StepMetrics
+from workbench.core.strategy import Layer, Strategy
+from workbench.session.compare import Comparison, TrainingRun
+from workbench.ui.figures import LOSS_TOLERANCE
+from workbench.ui.pump import Run
+
+CHECKED_STEPS = 20
+"""How many steps of a run are compared with one device."""
+
+
+class PanelRun(Run, Protocol):
+    """A run whose one-device losses are known once it trains."""
+
+    @property
+    def one_device_losses(self) -> Sequence[float] | None:
+        """Losses of the same steps on one device; None while they are not there yet."""
+
+
+class Trainer(Protocol):
+    """Describes one model and starts runs of it; ``baseline`` is the one-device run once there is one."""
+
+    layers: list[Layer]
+    num_ranks: int
+    sample_shape: tuple[int, ...]
+    baseline: RunRecord | None
+
+    def start(self, strategy: Strategy, name: str, num_steps: int) -> PanelRun:
+        """Begin to train; returns at once."""
+
+
+class SessionTrainer:
+    """Trains on a session's engines. Model, data and the one-device run stay there between runs of equal length."""
+
+    def __init__(
+        self,
+        session: Any,
+        model_fn: Callable[[], Any],
+        dataset: Any,
+        loss_fn: Callable[[Any, Any], Any],
+        *,
+        batch_size: int,
+        steps: int,
+        optimizer_fn: Callable[[Any], Any] | None = None,
+        seed: int = 0,
+    ) -> None:
+        self._job = (session, model_fn, dataset, loss_fn)
+        self._options: dict[str, Any] = {"batch_size": batch_size, "optimizer_fn": optimizer_fn, "seed": seed}
+        self._comparison = self._compare(steps)
+        self.layers = self._comparison.layers
+        self.num_ranks: int = session.num_engines
+        self.sample_shape = sample_shape_of(dataset)
+        self.baseline: RunRecord | None = None
+
+    def _compare(self, steps: int) -> Comparison:
+        return Comparison(*self._job, steps=steps, **self._options)
+
+    def start(self, strategy: Strategy, name: str, num_steps: int) -> PanelRun:
+        """Begin to train; the one-device run comes first where it is not known; nobody waits for either."""
+        return _BackgroundRun(lambda: self._begin(strategy, name, num_steps))
+
+    def _begin(self, strategy: Strategy, name: str, num_steps: int) -> tuple[TrainingRun, Sequence[float]]:
+        if num_steps != self._comparison.job.num_steps:
+            self._comparison.close()
+            self._comparison, self.baseline = self._compare(num_steps), None
+        if self.baseline is None:
+            self.baseline = self._comparison.baseline()
+        losses = self._comparison.truth(strategy.options.num_micro_batches).losses
+        return self._comparison.start(strategy, name), losses
+
+
+class _BackgroundRun:
+    """A run that is being started by a thread: it has no news until then, and keeps a wish to stop."""
+
+    def __init__(self, begin: Callable[[], tuple[TrainingRun, Sequence[float]]]) -> None:
+        self._begin = begin
+        self._run: TrainingRun | None = None
+        self._error: BaseException | None = None
+        self._stop_wanted = threading.Event()
+        self.one_device_losses: Sequence[float] | None = None
+        threading.Thread(target=self._start, name="workbench-start-run", daemon=True).start()
+
+    def _start(self) -> None:
+        try:
+            run, self.one_device_losses = self._begin()
+        except BaseException as error:  # noqa: BLE001 - raised again by result(), in the thread that asks
+            self._error = error
+            return
+        if self._stop_wanted.is_set():
+            run.stop()
+        self._run = run
+
+    def poll(self) -> list[StepMetrics]:
+        return self._run.poll() if self._run is not None else []
+
+    def done(self) -> bool:
+        return self._error is not None or (self._run is not None and self._run.done())
+
+    def stop(self) -> None:
+        self._stop_wanted.set()
+        if self._run is not None:
+            self._run.stop()
+
+    def result(self) -> RunRecord:
+        if self._error is not None:
+            raise self._error
+        if self._run is None:
+            raise RuntimeError("result(): the run has not begun. Ask once done() is true.")
+        record = self._run.result()
+        return judge(record, self.one_device_losses or ())
+
+
+def judge(record: RunRecord, one_device_losses: Sequence[float]) -> RunRecord:
+    """The record with its largest loss difference over the first steps, and whether that is one device's numbers.
+
+    Only the first steps tell: training amplifies the last bits of a sum without end, also between two right runs.
+    """
+    pairs = list(zip(record.losses, one_device_losses, strict=False))[:CHECKED_STEPS]
+    if not pairs:
+        return record
+    difference = max(abs(ours - truth) for ours, truth in pairs)
+    return replace(record, loss_difference=difference, equal=difference <= LOSS_TOLERANCE)
+
+
+def sample_shape_of(dataset: Any) -> tuple[int, ...]:
+    """Shape of one input of a data set: of an (inputs, targets) pair, a TensorDataset or any Dataset of pairs."""
+    arrays = dataset if isinstance(dataset, tuple) else getattr(dataset, "tensors", None)
+    first = arrays[0][0] if arrays is not None else dataset[0][0]
+    return tuple(getattr(first, "shape", ()))
