@@ -48,7 +48,16 @@ def check(notebooks: list[Path]) -> int:
 
 
 def _ruff(arguments: list[str], folder: Path) -> int:
-    command = [sys.executable, "-m", "ruff", *arguments, "--quiet", "--no-cache", "--config", str(ROOT / "pyproject.toml")]
+    command = [
+        sys.executable,
+        "-m",
+        "ruff",
+        *arguments,
+        "--quiet",
+        "--no-cache",
+        "--config",
+        str(ROOT / "pyproject.toml"),
+    ]
     return subprocess.run([*command, "notebooks"], cwd=folder, check=False).returncode
 
 

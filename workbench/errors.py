@@ -8,6 +8,7 @@
     ├── ExplicitBoxingError              an implicit boxing under ``wb.explicit_boxing()``
     ├── WorldError (RuntimeError)        this process is not (or no longer) part of a world
     ├── CollectiveAborted (RuntimeError) a wait for other ranks ended early
+    ├── CommandError                     the command line ``workbench`` cannot do what was asked
     └── SessionError (RuntimeError)      the notebook's side of a cluster
         ├── NotStartedError              no session is running
         ├── EngineStartError             engines did not come up
@@ -53,6 +54,10 @@ class WorldError(WorkbenchError, RuntimeError):
 
 class CollectiveAborted(WorkbenchError, RuntimeError):
     """A wait for other ranks ended before they came: abort, dead peer, timeout or divergence."""
+
+
+class CommandError(WorkbenchError):
+    """The command line cannot do what was asked: a file that is not there or lacks what the command needs."""
 
 
 class SessionError(WorkbenchError, RuntimeError):

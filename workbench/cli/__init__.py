@@ -1,0 +1,52 @@
+"""The command ``workbench``: what the notebook shows, from a terminal.
+
+    workbench demo        four strategies on handwritten digits, checked against one device
+    workbench compare     the same for a model of your own, from a Python file
+    workbench doctor      what works on this machine, and what to do about what does not
+    workbench lab         JupyterLab on the first notebook
+
+Each command is a module with ``add_arguments(parser)`` and ``run(args) -> exit code``; heavy libraries are loaded when
+a command runs, so that ``--help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from workbench.cli import compare, demo, doctor, lab
+from workbench.errors import WorkbenchError
+
+_COMMANDS = {"demo": demo, "compare": compare, "doctor": doctor, "lab": lab}
+USER_ERROR = 2
+INTERRUPTED = 130
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of all commands; the help of each is its module's docstring."""
+    parser = argparse.ArgumentParser("workbench", description="The interactive workbench for parallel training.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, module in _COMMANDS.items():
+        text = (module.__doc__ or "").strip()
+        command = commands.add_parser(
+            name,
+            help=text.splitlines()[0],
+            description=text,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code (0 good, 1 the check failed, 2 a mistake in what was asked)."""
+    args = make_parser().parse_args(arguments)
+    try:
+        return int(args.run(args))
+    except WorkbenchError as error:
+        print(f"workbench {args.command}: {error}", file=sys.stderr)
+        return USER_ERROR
+    except KeyboardInterrupt:
+        return INTERRUPTED

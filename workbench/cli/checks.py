@@ -1,0 +1,144 @@
+"""The single checks of ``workbench doctor``: each looks at one thing and says what to do if it does not work."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+from workbench.units import format_bytes, format_count, format_seconds
+
+GOOD, WARNING, BAD = "ok", "warn", "FAIL"
+_CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome")
+_MIN_MEMORY_BYTES = 2e9
+"""Two engines with torch and a notebook need about this much."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a check found: how it stands, in words, and the way out where there is one."""
+
+    what: str
+    state: str
+    text: str
+    fix: str = ""
+
+
+def check_python() -> Finding:
+    """The interpreter; one that is too old cannot even load this file."""
+    return Finding("python", GOOD, f"{platform.python_version()} at {sys.executable}")
+
+
+def check_package(name: str, extra: str = "") -> Finding:
+    """Whether a package is installed, and its version. Without ``extra`` the workbench cannot do without it."""
+    wanted = f"workbench[{extra}]" if extra else "workbench"
+    try:
+        return Finding(name, GOOD, version(name))
+    except PackageNotFoundError:
+        return Finding(name, WARNING if extra else BAD, "not installed", f"pip install '{wanted}'")
+
+
+def check_machine() -> Finding:
+    """Cores and memory."""
+    import psutil
+
+    memory = psutil.virtual_memory()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    free = format_bytes(memory.available)
+    text = f"{format_count(cores)} cores, {format_bytes(memory.total)} memory, {free} of it free"
+    if memory.available < _MIN_MEMORY_BYTES:
+        need = format_bytes(_MIN_MEMORY_BYTES)
+        return Finding("machine", WARNING, text, f"2 engines need about {need}; close something, or use --engines 1.")
+    return Finding("machine", GOOD, text)
+
+
+def check_gpus() -> Finding:
+    """GPUs that torch can use, and GPUs that it cannot."""
+    import torch
+
+    if torch.cuda.is_available():
+        gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+        text = ", ".join(f"{gpu.name} with {format_bytes(gpu.total_memory)}" for gpu in gpus)
+        return Finding("gpus", GOOD, f"{text}; CUDA {torch.version.cuda}")
+    if shutil.which("nvidia-smi") and _succeeds(["nvidia-smi", "-L"]):
+        fix = "Install torch for your driver's CUDA version: make clean, then make install TORCH_INDEX=<its index>"
+        return Finding("gpus", WARNING, f"a driver is there, but torch {torch.__version__} cannot use it", fix)
+    return Finding("gpus", GOOD, "none; engines run on the CPU")
+
+
+def check_backends() -> Finding:
+    """What torch.distributed can talk over."""
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_gloo_available():
+        return Finding("backends", BAD, "torch has no gloo", "Install an official build of torch.")
+    names = ["gloo", *(["nccl"] if dist.is_nccl_available() else [])]
+    return Finding("backends", GOOD, ", ".join(names))
+
+
+def check_loopback() -> Finding:
+    """Whether a process can reach another one of this machine: engines need it."""
+    try:
+        works = _loopback_carries(b"x")
+    except OSError as error:
+        fix = "Allow connections to 127.0.0.1: look at the firewall, or at the sandbox this runs in."
+        return Finding("loopback", BAD, f"no connection over 127.0.0.1: {error}", fix)
+    return Finding("loopback", GOOD if works else BAD, "127.0.0.1 can be reached")
+
+
+def check_chromium() -> Finding:
+    """The browser of the browser tests; nothing else needs it."""
+    found = next((path for name in _CHROMIUM_NAMES if (path := shutil.which(name))), None)
+    if found:
+        return Finding("chromium", GOOD, found)
+    fix = "For those tests only: apt-get install chromium, or: python -m playwright install chromium"
+    return Finding("chromium", WARNING, "not found; browser tests are skipped", fix)
+
+
+def check_engine() -> Finding:
+    """Whether an engine starts, joins a world and answers."""
+    from workbench.errors import WorkbenchError
+    from workbench.session.cluster import Session
+
+    started_s = time.monotonic()
+    try:
+        with Session(engines=1, device="cpu") as session:
+            answer = session.run("wb.world_size()", timeout=30).values
+    except (WorkbenchError, OSError) as error:
+        return Finding(
+            "engine", BAD, str(error), "Free what the checks above name; the engine's own last lines say more."
+        )
+    if answer != [1]:
+        return Finding("engine", BAD, f"world size {answer} instead of [1]", "Is RANK or WORLD_SIZE set by hand?")
+    return Finding("engine", GOOD, f"started, answered and ended in {format_seconds(time.monotonic() - started_s)}")
+
+
+def _loopback_carries(message: bytes) -> bool:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname(), timeout=2) as near,
+    ):
+        far, _ = server.accept()
+        with far:
+            near.sendall(message)
+            far.settimeout(2)
+            return far.recv(len(message)) == message
+
+
+def has_module(name: str) -> bool:
+    """Whether a module can be imported, without importing it."""
+    return importlib.util.find_spec(name) is not None
+
+
+def _succeeds(command: list[str]) -> bool:
+    try:
+        return subprocess.run(command, capture_output=True, timeout=20, check=False).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False

@@ -1,0 +1,82 @@
+"""Compare strategies on a model of your own, each checked against one device.
+
+The file defines
+    model_fn()              makes the torch module
+    dataset                 (inputs, targets) or a torch Dataset, or a function that returns one
+    loss_fn(out, target)    a scalar, the mean over the samples
+    optimizer_fn(params)    optional; default SGD with lr 0.1 and momentum 0.9
+
+    workbench compare mine.py data model "encoder*: data@0; head: model@1 | mb=4 1f1b"
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from workbench.cli import results
+from workbench.cli.results import STRATEGIES, Job
+from workbench.errors import CommandError
+
+_MODULE_NAME = "workbench_compared_file"
+
+
+def load_job(path: Path) -> Job:
+    """Run the file and take what it defines.
+
+    Raises:
+        CommandError: there is no such file, or it does not define ``model_fn``, ``dataset`` and ``loss_fn``.
+    """
+    module = _run_file(path)
+    missing = [name for name in ("model_fn", "dataset", "loss_fn") if not hasattr(module, name)]
+    if missing:
+        raise CommandError(
+            f"compare {path}: {', '.join(missing)} not defined there. "
+            "The file needs model_fn, dataset and loss_fn; see workbench compare --help."
+        )
+    dataset = module.dataset
+    if callable(dataset) and not hasattr(dataset, "__getitem__"):
+        dataset = dataset()
+    return Job(module.model_fn, dataset, module.loss_fn, getattr(module, "optimizer_fn", None))
+
+
+def _run_file(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(_MODULE_NAME, path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise CommandError(f"compare {path}: not a Python file. Give the path of one, e.g. mine.py")
+    module = importlib.util.module_from_spec(spec)
+    # Its classes must be found by name here, and its neighbours must be importable, as if it had been started itself.
+    sys.modules[_MODULE_NAME] = module
+    sys.path.insert(0, str(path.resolve().parent))
+    spec.loader.exec_module(module)
+    _send_by_value(module)
+    return module
+
+
+def _send_by_value(module: ModuleType) -> None:
+    """Have the file's functions travel to the engines, which cannot import it by name."""
+    import cloudpickle
+
+    cloudpickle.register_pickle_by_value(module)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of ``workbench compare``."""
+    parser.add_argument("file", type=Path, help="Python file with model_fn, dataset and loss_fn")
+    parser.add_argument(
+        "strategies",
+        nargs="*",
+        default=list(STRATEGIES),
+        metavar="STRATEGY",
+        help=f"presets ({', '.join(STRATEGIES)}) or strategy texts; default: all presets",
+    )
+    results.add_run_arguments(parser, batch_size=64)
+    results.add_output_arguments(parser, report=None)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compare the strategies on the file's model; the exit code is 0 if all equal one device."""
+    return results.compare_and_present(load_job(args.file), args.strategies, args)

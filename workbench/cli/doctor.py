@@ -1,0 +1,60 @@
+"""Say what works on this machine, and what to do about what does not.
+
+Looks at versions, cores, memory, GPUs, transports and the loopback interface, and starts an engine. Exits with 1 if
+something that the workbench needs does not work; warnings name what you miss.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+
+from workbench.cli import checks
+from workbench.cli.checks import BAD, Finding
+
+_NEEDED = ("torch", "ipyparallel", "ipykernel")
+_FOR_NOTEBOOKS = ("jupyterlab", "ipywidgets", "anywidget", "plotly")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of ``workbench doctor``."""
+    parser.add_argument("--quick", action="store_true", help="do not start an engine")
+
+
+def find(quick: bool = False) -> Iterator[Finding]:
+    """All findings, one after the other; those that need a missing package are left out."""
+    yield checks.check_python()
+    yield from (checks.check_package(name) for name in _NEEDED)
+    yield from (checks.check_package(name, extra="lab") for name in _FOR_NOTEBOOKS)
+    yield checks.check_package("scikit-learn", extra="demo")
+    for needs, check in _checks(quick):
+        if all(checks.has_module(name) for name in needs):
+            yield check()
+
+
+def _checks(quick: bool) -> Sequence[tuple[tuple[str, ...], Callable[[], Finding]]]:
+    """Checks with the modules they cannot do without."""
+    always: list[tuple[tuple[str, ...], Callable[[], Finding]]] = [
+        (("psutil",), checks.check_machine),
+        (("torch",), checks.check_gpus),
+        (("torch",), checks.check_backends),
+        ((), checks.check_loopback),
+        ((), checks.check_chromium),
+    ]
+    return always if quick else [*always, (_NEEDED, checks.check_engine)]
+
+
+def line_of(finding: Finding) -> str:
+    """One finding as text, its way out on a line of its own."""
+    line = f"{finding.state:<5} {finding.what:<13} {finding.text}"
+    return f"{line}\n{'':<20}-> {finding.fix}" if finding.fix else line
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print what was found, as it is found; the exit code is 1 if something needed does not work."""
+    bad = []
+    for finding in find(args.quick):
+        print(line_of(finding), flush=True)
+        bad += [finding.what] if finding.state == BAD else []
+    print(f"Does not work: {', '.join(bad)}." if bad else "All that is needed works.")
+    return 1 if bad else 0

@@ -1,0 +1,125 @@
+"""What ``demo`` and ``compare`` have in common: options of a run, the run, and how its result is shown."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from workbench.core.metrics import RunRecord
+    from workbench.session.compare import CompareResult
+
+STRATEGIES = ("data", "model", "pipeline", "hybrid")
+EQUAL, UNEQUAL = 0, 1
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained, as ``wb.compare`` takes it."""
+
+    model_fn: Any
+    dataset: Any
+    loss_fn: Any
+    optimizer_fn: Any = None
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1, for argparse."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is less than 1")
+    return number
+
+
+def add_run_arguments(parser: argparse.ArgumentParser, batch_size: int) -> None:
+    """Where and how long to train."""
+    parser.add_argument("--engines", type=positive, default=2, help="processes to train on (default: %(default)s)")
+    parser.add_argument("--steps", type=positive, default=20, help="training steps per strategy (default: %(default)s)")
+    parser.add_argument("--batch", type=positive, default=batch_size, help="samples per step (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and data order (default: %(default)s)")
+
+
+def add_output_arguments(parser: argparse.ArgumentParser, report: str | None) -> None:
+    """Which files to write."""
+    default = "default: %(default)s" if report else "default: none"
+    parser.add_argument("--out", metavar="FILE", type=Path, default=report, help=f"HTML report ({default})")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="the result as data, for CompareResult.from_json")
+
+
+def compare_and_present(job: Job, strategies: Sequence[str], args: argparse.Namespace) -> int:
+    """Compare the strategies in a session of their own and show the result; returns the exit code."""
+    from workbench.session.cluster import Session
+    from workbench.session.compare import compare
+
+    with Session(engines=args.engines) as session:
+        result = compare(
+            job.model_fn,
+            job.dataset,
+            job.loss_fn,
+            strategies,
+            optimizer_fn=job.optimizer_fn,
+            batch_size=args.batch,
+            steps=args.steps,
+            seed=args.seed,
+            session=session,
+        )
+    return present(result, args.out, args.json)
+
+
+def present(result: CompareResult, report: Path | None, json_file: Path | None = None) -> int:
+    """Print the table and the verdict, write the files; returns the exit code."""
+    from workbench.ui.tables import comparison_table_text
+
+    print(comparison_table_text(result.runs, result.baseline))
+    print(_legend(result.runs))
+    for path, write in ((report, _write_report), (json_file, _write_json)):
+        if path is not None:
+            write(result, Path(path))
+            print(f"written: {path}")
+    mistakes = differences(result.runs)
+    for sentence in mistakes:
+        print(sentence)
+    if not mistakes:
+        print(f"All {len(result.runs)} strategies train as one device does.")
+    return UNEQUAL if mistakes else EQUAL
+
+
+def differences(runs: Sequence[RunRecord]) -> list[str]:
+    """A sentence for every run that did not give the numbers of one device."""
+    from workbench.session.compare import TOLERANCE
+
+    return [f"{run.name}: {_difference(run, TOLERANCE)}." for run in runs if run.error is not None or not run.equal]
+
+
+def _difference(run: RunRecord, tolerance: float) -> str:
+    if run.error is not None:
+        return f"did not run: {run.error.strip().splitlines()[0].rstrip('.')}"
+    if run.loss_difference is None:
+        return "was not compared with one device"
+    measured = {"losses": run.loss_difference, "final weights": run.weight_difference or 0.0}
+    # Written this way round so that NaN counts as different.
+    apart = [f"{what} differ by {size:.1e}" for what, size in measured.items() if not size <= tolerance]
+    return f"{' and '.join(apart) or 'differs'} from those of one device; at most {tolerance:.0e} is allowed"
+
+
+def _legend(runs: Sequence[RunRecord]) -> str:
+    width = max((len(run.name) for run in runs), default=0)
+    named = [f"  {run.name:<{width}}  {run.strategy}" for run in runs if run.name != run.strategy]
+    columns = (
+        "peak: process memory above the warm engine; boxed: bytes sent by all ranks; equal: largest loss difference"
+    )
+    return "\n".join([columns, *named])
+
+
+def _write_report(result: CompareResult, path: Path) -> None:
+    from workbench.ui.report import write_report
+
+    write_report(result, path)
+
+
+def _write_json(result: CompareResult, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(result.to_json(), encoding="utf-8")
