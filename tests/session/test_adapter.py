@@ -28,7 +28,12 @@ def tag():
 def test_each_rank_replies_and_becomes_idle(session):
     request = session._engines.execute((0, 1), "pass", tag())
     events = [request.events.get(timeout=10) for _ in range(4)]
-    assert sorted((event.kind, event.rank) for event in events) == [("idle", 0), ("idle", 1), ("reply", 0), ("reply", 1)]
+    assert sorted((event.kind, event.rank) for event in events) == [
+        ("idle", 0),
+        ("idle", 1),
+        ("reply", 0),
+        ("reply", 1),
+    ]
 
 
 def test_streams_arrive_whole_and_the_client_keeps_none(session):

@@ -65,7 +65,7 @@ def test_the_global_statement_still_works(run, shell):
 def test_line_numbers_are_those_of_the_notebook_cell(run):
     captured, error = run("%%global --label demo\nx = 1\nraise ValueError('bad')")
     assert isinstance(error, CellError)
-    assert "❯    3  raise ValueError('bad')" in str(error)
+    assert "▶    3  raise ValueError('bad')" in str(error)
     assert "ValueError on ranks 0-1: bad" in captured.stdout
     assert "ipyparallel" not in captured.stdout
     assert "cluster.py" not in captured.stdout
@@ -117,7 +117,7 @@ def test_html_that_differs_is_displayed_per_rank(run):
 
 
 def test_another_cell_magic_inside(run):
-    captured, error = run("%%global --quiet\n%%capture grabbed\nprint('inside')")
+    _, error = run("%%global --quiet\n%%capture grabbed\nprint('inside')")
     assert error is None
     assert "inside" in run("%%global\nprint(grabbed.stdout)")[0].stdout
 

@@ -24,7 +24,7 @@ def test_equal_failures_are_told_once():
     text = str(cell_error(outcome({rank: failure() for rank in range(4)})))
     assert text.count("ValueError") == 1
     assert "ValueError on ranks 0-3: bad" in text
-    assert "❯    3  text 3" in text
+    assert "▶    3  text 3" in text
 
 
 def test_the_first_cause_comes_first():
@@ -42,7 +42,7 @@ def test_ranks_that_were_stopped_are_a_consequence():
         {1: failure(), 0: failure("KeyboardInterrupt", "", time_s=1.3, was_stopped=True)},
         stopped=(0,),
         stop_reason="failure",
-        places={0: "cell line 6, in barrier (world.py:9)"},
+        places={0: "at cell line 6, in barrier (world.py:9)"},
     )
     text = str(cell_error(what))
     assert "KeyboardInterrupt" not in text
@@ -75,7 +75,7 @@ def test_timeout_names_ranks_and_places():
         {rank: failure("KeyboardInterrupt", "", was_stopped=True) for rank in (0, 1)},
         stopped=(0, 1),
         stop_reason="timeout",
-        places={0: "cell line 2", 1: "cell line 2"},
+        places={0: "at cell line 2", 1: "at cell line 2"},
     )
     text = str(cell_error(what, timeout_s=1.5))
     assert "Timeout: the cell may take 1.50 s, but ranks 0-1 of 0-3 still ran" in text
@@ -84,7 +84,7 @@ def test_timeout_names_ranks_and_places():
 
 def test_at_most_four_tracebacks_then_one_line_each():
     text = str(cell_error(outcome({rank: failure(line=10 * rank + 2) for rank in range(6)})))
-    assert text.count("❯") == 4
+    assert text.count("▶") == 4
     assert "ValueError on rank 5" in text
 
 
@@ -101,20 +101,21 @@ def test_an_interrupt_says_where_the_ranks_were():
         {0: failure("KeyboardInterrupt", "", was_stopped=True)},
         stopped=(0,),
         stop_reason="interrupt",
-        places={0: "cell line 2"},
+        places={0: "at cell line 2"},
     )
     assert "rank 0 was running at cell line 2 and stopped; its variables are kept." in str(Interrupted(what))
 
 
 @pytest.mark.parametrize(
-    ("code", "words"), [("x = (1,\ny = 3 3", "never closed"), ("def f(:\n  pass", "invalid syntax"), ("a\n  b", "indent")]
+    ("code", "words"),
+    [("x = (1,\ny = 3 3", "never closed"), ("def f(:\n  pass", "invalid syntax"), ("a\n  b", "indent")],
 )
 def test_syntax_errors_are_marked(code, words):
     with pytest.raises(CellError, match=words) as caught:
         check_syntax(code)
     text = str(caught.value)
     assert "Nothing ran on any rank" in text
-    assert "❯" in text
+    assert "▶" in text
     assert "^" in text
 
 

@@ -29,7 +29,8 @@ class Event:
     """One thing that came from a rank.
 
     kind and content: ``stream`` (name, text); ``display`` and ``result`` (a MIME bundle with metadata);
-    ``data`` (a value of the protocol); ``reply`` (the exception, or the returned value); ``idle`` (None: no more output).
+    ``data`` (a value of the protocol); ``reply`` (the exception, or the returned value); ``idle`` (None: output is
+    complete); ``wake`` (None: look at the clock).
     """
 
     kind: str

@@ -97,7 +97,7 @@ class RemoteCall:
     def _follow(self) -> None:
         try:
             self._outcome = self._perform(self)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - told to whoever asks for the result
             self._error = error
         finally:
             self._listener.finish()

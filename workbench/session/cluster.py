@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from workbench.errors import CellError, EngineStartError, NotStartedError, SessionError
+from workbench.errors import EngineStartError, NotStartedError, SessionError
 from workbench.session import engine, protocol
 from workbench.session.adapter import Engines, Request
 from workbench.session.calls import RemoteCall
@@ -19,7 +19,7 @@ from workbench.session.folder import SessionFolder, reap_leftovers
 from workbench.session.launch import LocalProcesses, find_gpus
 from workbench.session.listeners import OutputListener, Show
 from workbench.session.progress import StartProgress
-from workbench.session.ranks import check_ranks, rank_label, say_ranks
+from workbench.session.ranks import check_ranks, say_ranks
 from workbench.session.run import CellResult, Listener, Outcome, Run
 from workbench.session.tracebacks import Interrupted, cell_error
 from workbench.session.turns import Turns

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import sys
 
 from IPython.core.inputtransformer2 import TransformerManager
 
@@ -22,5 +21,3 @@ def check_syntax(code: str) -> None:
         raise syntax_error(error) from None
     except ValueError as error:  # null characters
         raise syntax_error(SyntaxError(str(error), ("<cell>", 1, 1, ""))) from None
-    finally:
-        sys.last_value = None  # type: ignore[assignment]

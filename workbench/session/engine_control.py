@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from workbench.errors import WorldError
 from workbench.session import engine, engine_waits, protocol
 from workbench.session.engine_failures import frames_of_stack
 
@@ -32,7 +33,7 @@ def _answer(content: dict[str, Any]) -> tuple[dict[str, str], list[bytes]]:
     try:
         result = _OPERATIONS[content["op"]](**content.get("arguments", {}))
         return {"status": "ok"}, [protocol.dump(result)]
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - told to the notebook
         return {"status": "error", "message": f"{type(error).__name__}: {error}"}, []
 
 
@@ -64,7 +65,7 @@ def abort(reason: str) -> None:
 
 
 def describe_place(stack: tuple[protocol.Frame, ...]) -> str:
-    """``cell line 3, in all_reduce (distributed_c10d.py:2501)``: the cell's line and what it called.
+    """``at cell line 3, in all_reduce (distributed_c10d.py:2501)``: the cell's line and what it called.
 
     Empty without frames.
     """
@@ -73,7 +74,7 @@ def describe_place(stack: tuple[protocol.Frame, ...]) -> str:
     last_cell = max((index for index, frame in enumerate(stack) if frame.in_cell), default=-1)
     called = stack[last_cell + 1] if last_cell + 1 < len(stack) else None
     inside = f"in {called.function} ({os.path.basename(called.file)}:{called.line})" if called else ""
-    line = f"cell line {stack[last_cell].line}" if last_cell >= 0 else ""
+    line = f"at cell line {stack[last_cell].line}" if last_cell >= 0 else ""
     return ", ".join(part for part in (line, inside) if part)
 
 
@@ -88,8 +89,13 @@ def _world() -> Any:
         return None
     try:
         return module.current()
-    except Exception:
+    except WorldError:
         return None
 
 
-_OPERATIONS: dict[str, Callable[..., Any]] = {"status": status, "abort": abort, "stop": engine.request_stop, "ping": time.time}
+_OPERATIONS: dict[str, Callable[..., Any]] = {
+    "status": status,
+    "abort": abort,
+    "stop": engine.request_stop,
+    "ping": time.time,
+}

@@ -54,7 +54,8 @@ def frames_of_stack(frame: FrameType | None) -> tuple[protocol.Frame, ...]:
 
 def _user_frames(stack: list[tuple[FrameType, int]]) -> tuple[protocol.Frame, ...]:
     """What lies inside the outermost cell, or inside a call sent by ``submit``."""
-    is_call = [frame.f_code is engine.call.__code__ for frame, _ in stack]
+    # Equal, not identical: ipyparallel rebuilds functions from their code.
+    is_call = [frame.f_code == engine.call.__code__ for frame, _ in stack]
     in_cell = [_is_cell(frame.f_code.co_filename) for frame, _ in stack]
     if True in in_cell:
         start = in_cell.index(True)
@@ -93,5 +94,5 @@ def _chain(error: BaseException) -> Iterable[str]:
 def _safe_str(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception as failure:
+    except Exception as failure:  # noqa: BLE001 - a broken __str__ must not hide the failure
         return f"(its message cannot be shown: {type(failure).__name__})"

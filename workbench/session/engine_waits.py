@@ -41,7 +41,7 @@ def install() -> None:
         return helper.run(lambda: plain_wait(work, *timeout))
 
     wait._can_be_stopped = True  # type: ignore[attr-defined]
-    Work.wait = wait
+    Work.wait = wait  # type: ignore[method-assign,assignment]
 
 
 def abort(reason: str) -> None:
@@ -83,7 +83,7 @@ class _Job:
     def perform(self) -> None:
         try:
             self._value = self._block()
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - raised again where the wait was asked for
             self._error = error
         self.finished.release()
 

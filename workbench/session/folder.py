@@ -6,6 +6,7 @@ is left alone. A folder whose owner is gone is a leftover: its processes are end
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -46,10 +47,8 @@ class ProcessId:
         """End the process at once; nothing happens when it has ended already."""
         process = self.find()
         if process is not None:
-            try:
+            with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-            except psutil.NoSuchProcess:
-                pass
 
 
 def base_folder() -> Path:

@@ -33,6 +33,7 @@ def watch_parent(parent_pid: int, on_orphaned: Callable[[], None], period_s: flo
 
 
 def end_this_process() -> None:
+    """SIGKILL: works from any thread, whatever the main thread does."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -48,6 +49,7 @@ def end_whole_session() -> None:
 
 
 def end_children() -> None:
+    """End the processes this one has started, such as the controller's heartbeat."""
     import psutil
 
     for child in psutil.Process().children(recursive=True):
@@ -58,6 +60,7 @@ def end_children() -> None:
 
 
 def main(argv: list[str]) -> None:
+    """Run a module as ``python -m`` does, with its arguments, under the watch that fits it."""
     module, *arguments = argv
     is_controller = module.endswith("controller")
     watch_parent(int(os.environ["WORKBENCH_OWNER_PID"]), end_whole_session if is_controller else end_this_process)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -32,7 +33,6 @@ _LOG_LINES = 12
 _GUARD = [sys.executable, "-m", "workbench.session.guard"]
 _CONTROLLER_OPTIONS = [
     "--IPController.use_threads=True",
-    "--IPController.enable_curve=True",
     "--IPController.ip=127.0.0.1",
     "--HeartMonitor.period=1000",
     "--log-level=WARN",
@@ -93,7 +93,7 @@ class RankEngineLauncher(LocalEngineLauncher):
 
     def start(self) -> Any:
         own = rank_environment(self.rank, self.parent.num_ranks, self.parent.gpus)
-        self.environment = {**self.environment, **own}
+        self.set_trait("environment", {**self.environment, **own})
         return super().start()
 
 
@@ -101,9 +101,9 @@ class RankEngineSetLauncher(LocalEngineSetLauncher):
     """Engines for the given ranks of a session (all of them at its start, some of them at a restart)."""
 
     launcher_class = RankEngineLauncher
-    ranks = List()
+    ranks: Any = List()
     num_ranks = Integer()
-    gpus = List()
+    gpus: Any = List()
 
 
 class LocalProcesses:
@@ -140,8 +140,8 @@ class LocalProcesses:
         Raises:
             EngineStartError: the controller or an engine ended; the message has the last lines it wrote.
         """
-        environment = {"WORKBENCH_OWNER_PID": str(os.getpid()), "WORKBENCH_SESSION_FOLDER": str(self.folder.path)}
-        self._cluster.start_controller_sync(environment=environment)
+        self._write_security_settings()
+        self._cluster.start_controller_sync(environment=self._environment())
         self._record()
         try:
             client = self._cluster.connect_client_sync()
@@ -161,10 +161,7 @@ class LocalProcesses:
             gpus=self.gpus,
             delay=0,
             engine_args=_ENGINE_OPTIONS,
-            environment={
-                "WORKBENCH_OWNER_PID": str(os.getpid()),
-                "WORKBENCH_SESSION_FOLDER": str(self.folder.path),
-            },
+            environment=self._environment(),
         )
         launchers = list(self._cluster.engines[engine_set_id].launchers.values())
         self.engines.update({launcher.rank: launcher for launcher in launchers})
@@ -196,6 +193,20 @@ class LocalProcesses:
     def dead(self, ranks: Sequence[int]) -> list[int]:
         """Those of the ranks whose process has ended."""
         return [rank for rank in ranks if not _is_running(self.engines[rank])]
+
+    def _environment(self) -> dict[str, str]:
+        return {"WORKBENCH_OWNER_PID": str(os.getpid()), "WORKBENCH_SESSION_FOLDER": str(self.folder.path)}
+
+    def _write_security_settings(self) -> None:
+        """Encrypt and sign messages; without a key of our own ipyparallel stops signing where it encrypts."""
+        path = self.folder.path / "profile" / "ipcontroller_config.py"
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        path.touch(mode=0o600)
+        path.write_text(
+            f"c = get_config()\n"
+            f"c.Session.key = {secrets.token_hex(32).encode()!r}\n"
+            f"c.IPController.enable_curve = True\n"
+        )
 
     def how_ended(self, rank: int) -> str:
         """``killed by SIGKILL`` or ``exit code 3``, as far as is known."""

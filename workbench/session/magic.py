@@ -11,11 +11,11 @@ import sys
 from argparse import Namespace
 from typing import Any
 
+from ipyparallel.client.magics import output_args
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class, no_var_expand
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 from IPython.display import display
-from ipyparallel.client.magics import output_args
 
 from workbench.errors import NotStartedError
 from workbench.session import cluster, protocol
@@ -52,6 +52,8 @@ def read_comment_spelling(lines: list[str]) -> list[str]:
 class SessionMagics(Magics):
     """The magics of the workbench; they act on the session that was started last."""
 
+    shell: Any
+
     @magic_arguments()
     @output_args
     @argument("--ranks", help="run on these ranks only, e.g. 0,2-3; collectives of all ranks are then not possible")
@@ -60,7 +62,7 @@ class SessionMagics(Magics):
     @argument("--no-stream", action="store_true", help="show output when the cell is done, not while it runs")
     @argument("--label", default="", help="a name for this cell, shown by %%workbench status")
     @no_var_expand
-    @cell_magic("global")
+    @cell_magic("global")  # type: ignore[arg-type]
     def cell_global(self, line: str, cell: str) -> None:
         """Run the cell on all engines as one program.
 
@@ -75,7 +77,7 @@ class SessionMagics(Magics):
     @magic_arguments()
     @argument("code", nargs="*", help="one line of Python")
     @no_var_expand
-    @line_magic("global")
+    @line_magic("global")  # type: ignore[arg-type]
     def line_global(self, line: str) -> None:
         """Run one line on all engines: ``%global x = wb.rank()``."""
         if not line.strip():
@@ -88,13 +90,13 @@ class SessionMagics(Magics):
     @argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="start: where tensors live")
     @argument("--profile", help="start: an ipyparallel profile, for engines on other hosts")
     @argument("--ranks", help="restart: these ranks only, e.g. 1 or 0,2-3")
-    @line_magic("workbench")
+    @line_magic("workbench")  # type: ignore[arg-type]
     def line_workbench(self, line: str) -> None:
         """Start, look at, stop or restart the session: ``%workbench start --engines 2``."""
         options = _parse(self.line_workbench, line)
         _COMMANDS[options.action](options)
 
-    @line_magic("push")
+    @line_magic("push")  # type: ignore[arg-type]
     def line_push(self, line: str) -> None:
         """Copy variables of the notebook to all engines: ``%push x y``."""
         names = _names("%push", line)
@@ -103,7 +105,7 @@ class SessionMagics(Magics):
             raise UsageError(f"%push {line}: the notebook has no variable {missing[0]!r}")
         session().push(**{name: self.shell.user_ns[name] for name in names})
 
-    @line_magic("pull")
+    @line_magic("pull")  # type: ignore[arg-type]
     def line_pull(self, line: str) -> None:
         """Copy variables of the engines here: a list by rank, or the logical tensor of a global one."""
         for name in _names("%pull", line):

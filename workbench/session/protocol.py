@@ -119,7 +119,7 @@ class RankStatus:
     transport: str = ""
     memory_bytes: int | None = None  #: resident size of the process
     busy: bool = False
-    doing: str = ""  #: where the main thread is, e.g. ``cell line 3``; empty when idle
+    doing: str = ""  #: where the main thread is, e.g. ``at cell line 3``; empty when idle
     stack: tuple[Frame, ...] = ()  #: of the main thread, outermost first, from the cell inwards
 
 
@@ -169,7 +169,7 @@ def dump_or_placeholder(value: object, limit_bytes: int = MAX_VALUE_BYTES) -> by
                 f"give it a name in the cell and fetch it with session.pull(name)"
             )
         )
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - pickling runs anybody's code
         return dump(Placeholder(f"{kind} that cannot be pickled ({error}): it stays on its engine"))
 
 
@@ -182,5 +182,5 @@ def load(payload: bytes) -> Any:
     """Unpickle what `dump` made; a placeholder where this side lacks what is needed to."""
     try:
         return pickle.loads(payload)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - pickling runs anybody's code
         return Placeholder(f"value that cannot be rebuilt here ({type(error).__name__}: {error})")

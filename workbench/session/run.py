@@ -100,12 +100,23 @@ class Run:
         self.outcome = Outcome(request.ranks)
 
     def wait(self) -> Outcome:
-        """Follow the run to its end. KeyboardInterrupt stops the engines first, then the reason is "interrupt"."""
+        """Follow the run to its end. KeyboardInterrupt stops the engines first, then the reason is "interrupt".
+
+        Whatever else is raised meanwhile (output that cannot be shown, a test's time limit) also stops the
+        engines before it goes on.
+        """
+        error: BaseException | None = None
         while not self._finished():
             try:
                 self._step()
             except KeyboardInterrupt:
                 self.stop()
+            except BaseException as raised:  # noqa: BLE001 - raised again below
+                error = error or raised
+                self._listener = _Deaf()
+                self.stop()
+        if error is not None:
+            raise error
         self.outcome.elapsed_s = time.monotonic() - self._started_s
         return self.outcome
 
@@ -208,6 +219,19 @@ class Run:
         else:
             self.outcome.killed = tuple(ranks)
             self._kill(ranks)
+
+
+class _Deaf:
+    """Stands in for a listener that has failed."""
+
+    def on_event(self, event: Event) -> None:
+        pass
+
+    def on_idle(self, now: float) -> None:
+        pass
+
+    def wakeup(self) -> float | None:
+        return None
 
 
 def _is_death(error: Exception) -> bool:

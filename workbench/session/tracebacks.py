@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from workbench.errors import CellError
 from workbench.session import protocol
@@ -12,6 +12,7 @@ from workbench.session.run import Outcome
 from workbench.units import format_seconds
 
 _MAX_SHOWN = 4
+Paint = Callable[..., str]
 _RED, _BOLD, _DIM, _PLAIN = "\x1b[31m", "\x1b[1m", "\x1b[2m", "\x1b[0m"
 #: Python files of ours and of the launcher: their frames tell users nothing about their cell.
 _INTERNAL = tuple(f"{os.sep}{name}{os.sep}" for name in ("ipyparallel", "ipykernel", "IPython"))
@@ -48,7 +49,7 @@ def syntax_error(error: SyntaxError) -> CellError:
     width = (error.end_offset or 0) - (error.offset or 1) if error.end_lineno == error.lineno else 1
     lines = [
         f"{type(error).__name__}: {error.msg} (cell line {error.lineno}). Nothing ran on any rank.",
-        f"  ❯ {error.lineno:>4}  {line.strip()}",
+        f"  ▶ {error.lineno:>4}  {line.strip()}",
         f"          {' ' * column}{'^' * max(1, width)}",
     ]
     head = f"{_RED}{_BOLD}{lines[0]}{_PLAIN}"
@@ -57,7 +58,7 @@ def syntax_error(error: SyntaxError) -> CellError:
 
 def render(outcome: Outcome, what: str, timeout_s: float | None = None, colour: bool = False) -> list[str]:
     """The account as lines: causes with their tracebacks, then consequences, one line each."""
-    paint = _paint if colour else lambda text, *_: text
+    paint = _paint if colour else _leave_plain
     lines: list[str] = []
     if outcome.stop_reason == "timeout":
         lines.append(paint(_timeout_line(outcome, what, timeout_s), _RED, _BOLD))
@@ -94,13 +95,13 @@ def consequences(outcome: Outcome) -> list[str]:
     cause = "" if outcome.stop_reason in ("interrupt", "timeout") else " because of it"
     lines = []
     for place, ranks in _by_place(outcome, [rank for rank in stopped if rank not in outcome.killed]).items():
-        at = f" at {place}" if place else ""
+        at = f" {place}" if place else ""
         lines.append(
             f"{_subject(ranks)} running{at} and stopped{cause}; "
             f"{'its' if len(ranks) == 1 else 'their'} variables are kept."
         )
     for place, ranks in _by_place(outcome, outcome.killed).items():
-        at = f" (it was at {place})" if place else ""
+        at = f" (it was {place})" if place else ""
         lines.append(
             f"{say_ranks(ranks)} did not react to an interrupt{at} and had to be killed: "
             f"{'its' if len(ranks) == 1 else 'their'} variables are lost. {restart_hint(ranks)}"
@@ -115,10 +116,12 @@ def headline(ranks: Sequence[int], failure: protocol.Failure) -> str:
 
 
 def restart_hint(ranks: Sequence[int]) -> str:
-    return f"The next cell starts {'it' if len(ranks) == 1 else 'them'} again, or: %workbench restart --ranks {rank_label(ranks)}"
+    """What brings ended ranks back."""
+    them = "it" if len(ranks) == 1 else "them"
+    return f"The next cell starts {them} again, or: %workbench restart --ranks {rank_label(ranks)}"
 
 
-def _render_failure(ranks: list[int], failure: protocol.Failure, outcome: Outcome, paint) -> list[str]:  # type: ignore[no-untyped-def]
+def _render_failure(ranks: list[int], failure: protocol.Failure, outcome: Outcome, paint: Paint) -> list[str]:
     lines = [paint(headline(ranks, failure), _RED, _BOLD)]
     if failure.syntax:
         return [*lines, *(f"  {line}" for line in failure.syntax.splitlines())]
@@ -143,14 +146,14 @@ def _frames_to_show(frames: Sequence[protocol.Frame]) -> Iterable[tuple[protocol
             num_skipped += 1
 
 
-def _render_frame(frame: protocol.Frame, paint) -> list[str]:  # type: ignore[no-untyped-def]
+def _render_frame(frame: protocol.Frame, paint: Paint) -> list[str]:
     inside = "" if frame.function == "<module>" else f", in {frame.function}"
     place = f"cell line {frame.line}{inside}" if frame.in_cell else f"{frame.file}:{frame.line}{inside}"
     lines = [paint(f"  {place}", _DIM)]
     for number, text in frame.source:
         here = number == frame.line
         if here or frame.in_cell:
-            line = f"  {'❯' if here else ' '} {number:>4}  {text}"
+            line = f"  {'▶' if here else ' '} {number:>4}  {text}"
             lines.append(paint(line, _BOLD) if here else line)
     return lines
 
@@ -185,3 +188,7 @@ def _timeout_line(outcome: Outcome, what: str, timeout_s: float | None) -> str:
 
 def _paint(text: str, *codes: str) -> str:
     return f"{''.join(codes)}{text}{_PLAIN}"
+
+
+def _leave_plain(text: str, *codes: str) -> str:
+    return text
