@@ -175,7 +175,9 @@ class TestCalls:
         call = session.submit(sleep_long)
         time.sleep(0.3)
         call.cancel()
-        with pytest.raises(CellError, match=r"ranks 0-1 were running in sleep_long \(test_engines\.py:\d+\) and stopped"):
+        with pytest.raises(
+            CellError, match=r"ranks 0-1 were running in sleep_long \(test_engines\.py:\d+\) and stopped"
+        ):
             call.result(timeout=5)
 
     def test_a_cell_waits_for_a_running_call(self, session, capsys):

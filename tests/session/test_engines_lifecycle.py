@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -15,6 +16,7 @@ import workbench.session as session_package
 from workbench.errors import CellError, EngineStartError, NotStartedError, SessionError
 from workbench.session import Session
 from workbench.session.folder import ProcessId, SessionFolder, base_folder
+from workbench.session.launch_profile import store_for
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(120)]
 
@@ -150,3 +152,24 @@ def test_close_is_idempotent_and_ends_everything():
         call.result(timeout=5)
     with pytest.raises(NotStartedError, match=r"wb\.Session"):
         session.run("1")
+
+
+def test_engines_of_an_ipyparallel_profile(tmp_path, monkeypatch):
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
+    (tmp_path / "profile_ours").mkdir(mode=0o700)
+    (tmp_path / "profile_ours" / "ipcluster_config.py").write_text(
+        "get_config().Cluster.controller_args = ['--IPController.use_threads=True', '--log-level=ERROR']\n"
+        "get_config().Cluster.delay = 0\n"
+    )
+    children_before = set(psutil.Process().children(recursive=True))
+    with Session(engines=1, profile="ours", device="cpu") as session:
+        assert session.run("wb.rank(), wb.world_size()").values == [(0, 1)]
+        assert session.num_engines == 1
+    wait_until(lambda: set(psutil.Process().children(recursive=True)) == children_before, timeout_s=5)
+
+
+def test_ranks_on_several_hosts_meet_over_tcp(tmp_path):
+    folder = SessionFolder.open(tmp_path)
+    here = socket.gethostname()
+    assert store_for([(here, 1), (here, 2)], folder).startswith("file://")
+    assert store_for([("node1", 1234), (here, 2)], folder) == "tcp://node1:1234"

@@ -70,6 +70,13 @@ def test_a_line_waits_for_the_other_rank_and_then_goes_alone():
     assert merger.take(1.0 + LATE) == [Block("line", (0,), "b")]
 
 
+def test_unlike_lines_come_in_the_order_in_which_they_were_printed():
+    merger = Merger([0, 1])
+    for now, rank in enumerate((1, 0, 1, 0)):
+        merger.feed_text(rank, f"{now}\n", float(now))
+    assert [block.content for block in merger.take(9.0)] == ["0", "1", "2", "3"]
+
+
 def test_displays_are_joined_by_their_data():
     merger = Merger([0, 1])
     for rank, html in ((0, "<b>x</b>"), (1, "<b>x</b>")):
@@ -113,6 +120,13 @@ def test_a_flood_is_folded_to_head_count_and_tail():
     assert texts[:20] == [f"line {index}" for index in range(20)]
     assert texts[20].startswith("975 lines folded, ")
     assert texts[21:] == [f"line {index}" for index in range(995, 1000)]
+
+
+def test_ranks_that_flood_together_each_keep_their_last_lines():
+    folder = Folder(burst=2, per_second=1, tail=2)
+    blocks = [Block("line", (rank,), f"{rank} {index}") for index in range(10) for rank in (0, 1)]
+    shown = [block.content for block in folder.take(blocks, now=0.0, final=True)]
+    assert shown[2:] == ["7 lines folded, 21 B", "0 8", "0 9", "7 lines folded, 21 B", "1 8", "1 9"]
 
 
 def test_slow_lines_are_never_folded():

@@ -17,6 +17,7 @@ from workbench.session.calls import RemoteCall
 from workbench.session.code import check_syntax
 from workbench.session.folder import SessionFolder, reap_leftovers
 from workbench.session.launch import LocalProcesses, find_gpus
+from workbench.session.launch_profile import ProfileProcesses, rendezvous_host, store_for
 from workbench.session.listeners import OutputListener, Show
 from workbench.session.progress import StartProgress
 from workbench.session.ranks import check_ranks, say_ranks
@@ -38,6 +39,7 @@ class Session:
 
     Args:
         engines: how many; by default one per GPU, or 2 on the CPU.
+        profile: an ipyparallel profile whose launchers start the engines, on other hosts for example.
         device: ``"cpu"``, ``"cuda"``, or ``"auto"`` for CUDA where there is a GPU.
 
     Raises:
@@ -57,7 +59,11 @@ class Session:
         self._closed = False
         reap_leftovers()
         self._folder = SessionFolder.create()
-        self._processes = LocalProcesses(self._folder, self.num_engines, gpus)
+        self._processes: LocalProcesses | ProfileProcesses = (
+            LocalProcesses(self._folder, self.num_engines, gpus)
+            if profile is None
+            else ProfileProcesses(profile, self.num_engines)
+        )
         self._engines: Engines | None = None
         self._start()
         _open.append(self)
@@ -214,7 +220,7 @@ class Session:
     def _join(self, listener: Listener) -> None:
         """Have all engines join a new world."""
         ranks = range(self.num_engines)
-        store = self._folder.new_store()
+        store = self._choose_store(listener)
         arguments = [(rank, self.num_engines, store, self.device, sys.path) for rank in ranks]
         request = self._live().apply_each(ranks, engine.join, arguments, self._tag(ranks, label="join"))
         outcome = self._follow(request, listener)
@@ -225,6 +231,15 @@ class Session:
             )
         self._facts = {rank: outcome.replies[rank] for rank in ranks}
         self._world_is_stale = False
+
+    def _choose_store(self, listener: Listener) -> str:
+        """Where the ranks of a new world meet."""
+        if self.profile is None:
+            return self._folder.new_store()
+        ranks = range(self.num_engines)
+        outcome = self._follow(self._live().apply(ranks, rendezvous_host, (), self._tag(ranks, label="meet")), listener)
+        _raise_unless_ok(outcome, "start")
+        return store_for([outcome.replies[rank] for rank in ranks], self._folder)
 
     def _perform(
         self,

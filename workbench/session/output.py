@@ -14,6 +14,8 @@ from workbench.units import format_bytes, format_count
 
 #: How long a line waits for the other ranks to print the same.
 MERGE_WAIT_S = 0.25
+#: Lines this close in time are shown in the order of ranks, others in the order of time.
+SAME_TIME_S = 0.5
 #: How far ahead in a rank's lines an equal one is looked for.
 _LOOK_AHEAD = 32
 #: Above this many waiting lines of a rank, equal ones are only looked for at the front.
@@ -109,10 +111,12 @@ class Merger:
 
     def _next(self) -> tuple[_Item, tuple[int, ...]]:
         """The item to show next: one that no rank has yet to reach behind other lines, if there is one."""
-        heads = [items[0] for items in self._queues.values() if items]
+        waiting = [rank for rank in self.ranks if self._queues[rank]]
+        oldest_s = min(self._queues[rank][0].time_s for rank in waiting)
+        waiting.sort(key=lambda rank: self._queues[rank][0].time_s > oldest_s + SAME_TIME_S)
+        heads = [self._queues[rank][0] for rank in waiting]
         if not self._merge:
-            rank = next(rank for rank in self.ranks if self._queues[rank])
-            return heads[0], (rank,)
+            return heads[0], (waiting[0],)
         for item in heads:
             places = {rank: self._place(rank, item) for rank in self.ranks}
             if not any(places.values()):
@@ -130,20 +134,39 @@ class Merger:
         return None
 
 
+class _Fold:
+    """Lines of the same ranks that are not shown for now: how many, how large, and the last ones."""
+
+    def __init__(self, num_kept: int) -> None:
+        self.tail: deque[Block] = deque(maxlen=num_kept)
+        self._num_lines = 0
+        self._size_bytes = 0
+
+    def add(self, block: Block) -> None:
+        self.tail.append(block)
+        self._num_lines += 1
+        self._size_bytes += len(block.content)
+
+    def open(self) -> list[Block]:
+        """A note about the lines that stay hidden, and the last ones."""
+        num_hidden = self._num_lines - len(self.tail)
+        hidden_bytes = self._size_bytes - sum(len(block.content) for block in self.tail)
+        note = f"{format_count(num_hidden)} lines folded, {format_bytes(hidden_bytes)}"
+        return [*([Block("note", self.tail[-1].ranks, note)] if num_hidden else []), *self.tail]
+
+
 class Folder:
     """Lets a burst of lines through, folds what comes faster than people read, and shows the last ones.
 
-    At most ``burst`` lines at once and ``per_second`` in the long run; of the others the last ``tail``
-    are shown with a count as soon as the flood pauses, or at the end.
+    At most ``burst`` lines at once and ``per_second`` in the long run; of the others the last ``tail`` of
+    each group of ranks are shown with a count as soon as the flood pauses, or at the end.
     """
 
     def __init__(self, burst: int = 200, per_second: float = 10.0, tail: int = 10) -> None:
-        self._burst, self._per_second = burst, per_second
+        self._burst, self._per_second, self._num_kept = burst, per_second, tail
         self._credit = float(burst)
         self._time_s: float | None = None
-        self._tail: deque[Block] = deque(maxlen=tail)
-        self._num_folded = 0
-        self._folded_bytes = 0
+        self._folds: dict[tuple[int, ...], _Fold] = {}
 
     def take(self, blocks: Sequence[Block], now: float, final: bool = False) -> list[Block]:
         """Blocks to show in place of the given ones; only lines are ever folded."""
@@ -152,34 +175,23 @@ class Folder:
         self._time_s = now
         shown: list[Block] = []
         for block in blocks:
-            self._take_one(block, shown)
-        if self._num_folded and (final or self._credit >= 2 * len(self._tail)):
-            shown += self._unfold()
+            if block.kind != "line":
+                shown += [*self._open_all(), block]
+            elif not self._folds and self._credit >= 1:
+                self._credit -= 1
+                shown.append(block)
+            else:
+                self._folds.setdefault(block.ranks, _Fold(self._num_kept)).add(block)
+        num_waiting = sum(len(fold.tail) for fold in self._folds.values())
+        if self._folds and (final or self._credit >= 2 * num_waiting):
+            shown += self._open_all()
         return shown
 
-    def _take_one(self, block: Block, shown: list[Block]) -> None:
-        if block.kind != "line":
-            shown += [*self._unfold(), block]
-        elif self._num_folded == 0 and self._credit >= 1:
-            self._credit -= 1
-            shown.append(block)
-        else:
-            self._num_folded += 1
-            self._folded_bytes += len(block.content)
-            self._tail.append(block)
-
-    def _unfold(self) -> list[Block]:
-        """The note about hidden lines, and the last ones."""
-        tail, num_hidden = list(self._tail), self._num_folded - len(self._tail)
-        hidden_bytes = self._folded_bytes - sum(len(block.content) for block in tail)
-        self._tail.clear()
-        self._num_folded = self._folded_bytes = 0
-        self._credit -= len(tail)
-        if num_hidden == 0:
-            return tail
-        note = f"{format_count(num_hidden)} lines folded, {format_bytes(hidden_bytes)}"
-        ranks = tuple(sorted({rank for block in tail for rank in block.ranks}))
-        return [Block("note", ranks, note), *tail]
+    def _open_all(self) -> list[Block]:
+        opened = [block for _, fold in sorted(self._folds.items()) for block in fold.open()]
+        self._folds.clear()
+        self._credit -= len(opened)
+        return opened
 
 
 class OutputMerger:
