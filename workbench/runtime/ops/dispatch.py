@@ -22,7 +22,7 @@ from workbench.core.sbp import Split, broadcast
 from workbench.errors import LayoutError
 from workbench.runtime.boxing import box, box_implicitly
 from workbench.runtime.entry import enter_as_broadcast
-from workbench.runtime.ops.ghost import ghost_in_place, ghost_outputs, infer_outputs
+from workbench.runtime.ops.ghost import TENSOR, ghost_in_place, ghost_outputs, infer_outputs
 from workbench.runtime.ops.planning import Plan, itemsize_of, make_plan
 from workbench.runtime.ops.registry import COMPOSITES, HANDLERS, RULES, Name, fold_name
 from workbench.runtime.tensor import GlobalTensor, Spec, label, local_torch, spec_of
@@ -219,7 +219,7 @@ def _run_on_ghost(plan: Plan, func: Any, args: Any, kwargs: Any, operands: list[
     assert outputs is not None
     results = ghost_outputs(infos, operands, outputs, plan.world.device)
     labelled = iter(label(result, spec) for result, spec in zip(results, outputs, strict=True))
-    return tree_unflatten([next(labelled) if leaf is None else leaf for leaf in leaves], structure)
+    return tree_unflatten([next(labelled) if leaf is TENSOR else leaf for leaf in leaves], structure)
 
 
 def _cached_infos(func: Any, args: Any, kwargs: Any, operands: list[GlobalTensor]) -> Any:
@@ -257,7 +257,7 @@ def _run_fallback(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
         results = iter(
             label(r, s) for r, s in zip(ghost_outputs(infos, whole, specs, plan.world.device), specs, strict=True)
         )
-        result = tree_unflatten([next(results) if leaf is None else leaf for leaf in out_leaves], out_structure)
+        result = tree_unflatten([next(results) if leaf is TENSOR else leaf for leaf in out_leaves], out_structure)
     else:
         with local_torch():
             result = func(*args, **kwargs)

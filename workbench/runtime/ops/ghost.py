@@ -15,6 +15,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from workbench.core.layout import Shape
 from workbench.runtime.tensor import GlobalTensor, Spec, ghost_storage, local_torch
 
+TENSOR = object()
+"""Stands among the leaves of a result where a tensor is."""
 OutputInfo = tuple[Shape, torch.dtype, bool]
 """Logical shape, dtype and requires_grad of one result."""
 
@@ -25,7 +27,7 @@ def infer_outputs(
     """Run ``func`` on meta tensors of the logical shapes.
 
     Returns:
-        info of every tensor in the result, the result's structure, and its leaves with None for tensors.
+        info of every tensor in the result, the result's structure, and its leaves with ``TENSOR`` for tensors.
     """
     leaves, structure = tree_flatten((args, kwargs))
     memo: dict[int, torch.Tensor] = {}
@@ -39,7 +41,7 @@ def infer_outputs(
     infos = [
         (tuple(leaf.shape), leaf.dtype, leaf.requires_grad) for leaf in out_leaves if isinstance(leaf, torch.Tensor)
     ]
-    return infos, out_structure, [None if isinstance(leaf, torch.Tensor) else leaf for leaf in out_leaves]
+    return infos, out_structure, [TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in out_leaves]
 
 
 def _as_meta(leaf: Any, memo: dict[int, torch.Tensor], with_grad: bool) -> Any:

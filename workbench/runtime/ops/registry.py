@@ -150,7 +150,7 @@ def fold_name(func: Any) -> Name:
             return Name(_REFLECTED[inner])
         if inner in ("iadd", "isub", "imul", "itruediv", "idiv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor"):
             return Name(_DUNDERS.get(inner[1:], inner[1:]), in_place=True)
-        return Name(_DUNDERS.get(inner, inner))
+        return Name(_DUNDERS.get(inner, inner), in_place=inner == "setitem")
     if name.endswith("_") and not name.startswith("_") and name not in _KEEP_UNDERSCORE:
         return Name(_ALIASES.get(name[:-1], name[:-1]), in_place=True)
     return Name(_ALIASES.get(name, name))

@@ -1,0 +1,92 @@
+"""Boxing plans executed in numpy against the oracle, for every pair of layouts on many placements."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from tests.oracle import assert_holds, shard
+from workbench.core.boxing import LinkCost, classic_wire_bytes, plan_boxing
+from workbench.core.layout import Layout
+from workbench.core.placement import Placement
+from workbench.errors import LayoutError
+
+GRIDS = [[0], [2], [0, 1], [1, 0], [1, 2, 3], [3, 1, 2, 0], [[0, 1], [2, 3]], [[3, 0], [1, 2]], [[0, 1, 2], [3, 4, 5]]]
+ENTRIES = ["S(0)", "S(1)", "B", "P"]
+SHAPES = [(5, 7), (2, 3), (0, 4), (6, 6)]
+
+
+def layouts(grid):
+    placement = Placement.of("cpu", grid)
+    return [Layout.of(placement, list(sbp)) for sbp in itertools.product(ENTRIES, repeat=placement.num_axes)]
+
+
+def execute(plan, shards):
+    result = {}
+    for rank in plan.destination.placement:
+        out = np.zeros(plan.destination.local_shape(plan.shape, rank))
+        for move in plan.moves_to(rank):
+            target = tuple(slice(*bounds) for bounds in move.destination_region)
+            out[target] += shards[move.source][tuple(slice(*bounds) for bounds in move.source_region)]
+        result[rank] = out
+    return result
+
+
+@pytest.mark.parametrize("source_grid", GRIDS, ids=str)
+@pytest.mark.parametrize("target_grid", GRIDS, ids=str)
+def test_every_pair_of_layouts_gives_the_right_shards(source_grid, target_grid):
+    shapes = itertools.cycle(SHAPES)
+    for source, target in itertools.product(layouts(source_grid), layouts(target_grid)):
+        shape = next(shapes)
+        full = np.arange(np.prod(shape), dtype=float).reshape(shape)
+        plan = plan_boxing(source, target, shape, itemsize=8)
+        assert_holds(execute(plan, shard(full, source)), target, full)
+        if plan.is_local:
+            assert all(move.source == move.destination for move in plan.moves), str(plan)
+        assert plan.kind == "all-reduce" or plan.wire_bytes == sum(
+            8 * move.num_elements for move in plan.moves if move.source != move.destination
+        )
+
+
+def test_the_oracle_notices_a_wrong_slice():
+    layout = Layout.of(Placement.of("cpu", [0, 1]), "S(0)")
+    full = np.arange(8.0).reshape(4, 2)
+    swapped = dict(zip([1, 0], shard(full, layout).values(), strict=True))
+    with pytest.raises(AssertionError):
+        assert_holds(swapped, layout, full)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("pair", list(itertools.product(ENTRIES, repeat=2)), ids=lambda p: "->".join(p))
+def test_bytes_of_the_classic_pairs(pair, num_ranks):
+    placement = Placement.of("cpu", list(range(num_ranks)))
+    source, target = (Layout.of(placement, entry) for entry in pair)
+    plan = plan_boxing(source, target, (12, 24), itemsize=4)
+    assert plan.wire_bytes == classic_wire_bytes(source.sbp[0], target.sbp[0], 12 * 24 * 4, num_ranks)
+
+
+def test_bytes_between_placements():
+    two, three = Placement.of("cpu", [0, 1]), Placement.of("cpu", [2, 3, 4])
+    size = 12 * 12 * 4
+    assert plan_boxing(Layout.of(two, "B"), Layout.of(three, "S(0)"), (12, 12), 4).wire_bytes == size
+    assert plan_boxing(Layout.of(two, "S(0)"), Layout.of(three, "B"), (12, 12), 4).wire_bytes == 3 * size
+    assert plan_boxing(Layout.of(two, "P"), Layout.of(three, "S(0)"), (12, 12), 4).wire_bytes == 2 * size
+
+
+def test_the_load_of_broadcast_sources_is_spread():
+    source = Layout.of(Placement.of("cpu", [0, 1]), "B")
+    target = Layout.of(Placement.of("cpu", [2, 3]), "B")
+    assert set(plan_boxing(source, target, (4,), 4).bytes_sent.values()) == {16}
+
+
+def test_a_plan_prints_who_sends_what_to_whom():
+    placement = Placement.of("cpu", [0, 1])
+    text = plan_boxing(Layout.of(placement, "S(0)"), Layout.of(placement, "B"), (4, 8), 4).describe(LinkCost(1e-3, 1e9))
+    for part in ("all-gather", "0 -> 1", "64 B", "on the wire 128 B", "predicted 1.00 ms"):
+        assert part in text
+
+
+def test_mixed_reductions_are_refused():
+    placement = Placement.of("cpu", [[0, 1], [2, 3]])
+    with pytest.raises(LayoutError, match=r"mixes the reductions"):
+        plan_boxing(Layout.of(placement, "P, P(max)"), Layout.of(placement, "B, B"), (4,), 4)

@@ -1,0 +1,115 @@
+"""Strategies: text, patterns, mistakes, presets."""
+
+import pickle
+
+import pytest
+
+from workbench.core.strategy import PRESETS, Layer, Strategy, balanced_cuts, preset
+from workbench.errors import StrategyError
+
+SIZES = {"fc1": (256, 64), "fc2": (256, 256), "fc3": (128, 256), "head": (10, 128)}
+LAYERS = [Layer(name, "Linear", {"weight": s, "bias": s[:1]}, s[0] * s[1] + s[0]) for name, s in SIZES.items()]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "*: data",
+        "conv*: data; fc*: model; head: model@1 | 2x1x2 mb=4 1f1b",
+        "blocks.[4-11].attn: model:column@2; *.norm: model:row | 4x2x2 gpipe zero=1 recompute bf16",
+    ],
+)
+def test_one_line_round_trip(text):
+    strategy = Strategy(text)
+    assert str(strategy) == text and Strategy(str(strategy)) == strategy
+    assert pickle.loads(pickle.dumps(strategy)) == strategy
+
+
+def test_a_choice_alone_means_all_layers():
+    assert Strategy("model") == Strategy("*: model")
+
+
+def test_all_mistakes_of_a_text_are_listed_at_once():
+    with pytest.raises(StrategyError) as caught:
+        Strategy("fc1 data; fc2: fast | 2x2 mb=0 sometimes")
+    for part in ("'fc1 data'", "'fc2: fast'", "'2x2'", "'sometimes'", "mb=0"):
+        assert part in str(caught.value)
+
+
+def test_patterns_cover_subtrees_and_the_last_row_wins():
+    layers = [Layer(f"blocks.{i}.{part}", "Linear", {"weight": (4, 4)}, 16) for i in (3, 4, 12) for part in ("a", "b")]
+    strategy = Strategy("*: data; blocks.[4-11]: model; *.*.b: data@0")
+    resolved = strategy.resolve(layers, 2)
+    assert [layer.parallel for layer in resolved.layers] == ["data", "data", "model", "data", "data", "data"]
+
+
+def test_a_layer_without_a_stage_follows_its_predecessor():
+    resolved = Strategy("*: data; fc3: data@1").resolve(LAYERS, 2)
+    assert [layer.stage for layer in resolved.layers] == [0, 0, 1, 1]
+    assert resolved.degrees == (2, 1, 1)
+
+
+def test_an_unknown_layer_offers_the_nearest_names():
+    with pytest.raises(StrategyError, match="nearest: head"):
+        Strategy("haed: model").resolve(LAYERS, 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("*: data | 2x2x1", "2 x 2 x 1 = 4, but there are 2 ranks"),
+        ("fc1: data@1; fc2: data@0", "stage 0 comes after stage 1"),
+        ("*: data@1", "stage 0 has no layer"),
+        ("head: data@7", "8 stages but only 4 layers"),
+        ("*: data | 2x1x1", "pipeline degree 2, but the rows use 1 stage"),
+    ],
+)
+def test_mistakes_name_both_numbers(text, message):
+    with pytest.raises(StrategyError, match=message):
+        Strategy(text).resolve(LAYERS, 2)
+
+
+def test_a_row_split_follows_a_column_split_that_feeds_it():
+    resolved = Strategy("*: model").resolve(LAYERS, 2)
+    assert [layer.split for layer in resolved.layers] == ["column", "row", "column", "row"]
+
+
+def test_attention_weights_are_split_by_their_names():
+    layers = [Layer(name, "Linear", {"weight": (8, 8)}, 64) for name in ("att.q", "att.k", "att.v", "att.o")]
+    resolved = Strategy("*: model").resolve(layers, 2)
+    assert [layer.split for layer in resolved.layers] == ["column", "column", "column", "row"]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_presets_fit_and_round_trip(name, num_ranks):
+    strategy = preset(name, LAYERS, num_ranks)
+    assert strategy.check(LAYERS, num_ranks) == []
+    assert Strategy(str(strategy)) == strategy
+
+
+def test_the_pipeline_preset_refuses_more_stages_than_layers():
+    with pytest.raises(StrategyError, match="5 ranks, but the model has 4 layers"):
+        preset("pipeline", LAYERS, 5)
+
+
+def test_balanced_cuts_equal_brute_force():
+    weights = [5, 1, 1, 1, 2, 7, 3]
+    for parts in range(1, 6):
+        cuts = balanced_cuts(weights, parts)
+        worst = max(sum(w for w, c in zip(weights, cuts, strict=True) if c == part) for part in range(parts))
+        assert sorted(set(cuts)) == list(range(parts)) and cuts == sorted(cuts)
+        assert worst == _best_worst(weights, parts)
+
+
+def _best_worst(weights, parts):
+    if parts == 1:
+        return sum(weights)
+    return min(
+        max(sum(weights[:cut]), _best_worst(weights[cut:], parts - 1)) for cut in range(1, len(weights) - parts + 2)
+    )
+
+
+def test_ranks_of_a_stage():
+    resolved = Strategy("*: data; head: model@1 | 2x2x2").resolve(LAYERS, 8)
+    assert resolved.stage_grid(1) == [[4, 5], [6, 7]]

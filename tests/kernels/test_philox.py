@@ -1,0 +1,38 @@
+"""Philox against the known answers of its paper's library, and against itself by position."""
+
+import numpy as np
+import pytest
+
+from workbench.kernels import philox
+
+
+def test_known_answers():
+    # Random123, kat_vectors: philox 4x32 10.
+    zero = philox.philox_words(0, np.zeros(1, np.uint64))[0]
+    assert [hex(word) for word in zero] == ["0x6627e8d5", "0xe169c58d", "0xbc57ac4c", "0x9b00dbd8"]
+
+
+@pytest.mark.parametrize("sampler", [philox.uniform, philox.normal, lambda k, at: philox.integers(k, at, -5, 100)])
+def test_any_slice_is_made_without_the_rest(sampler):
+    whole = sampler(7, np.arange(1000))
+    assert np.array_equal(whole[123:777], sampler(7, np.arange(123, 777)))
+    scattered = np.array([[3, 999], [500, 4]])
+    assert np.array_equal(whole[scattered], sampler(7, scattered))
+
+
+def test_distributions():
+    at = np.arange(200_000)
+    uniform, normal = philox.uniform(1, at), philox.normal(2, at)
+    assert 0 <= uniform.min() and uniform.max() < 1 and abs(uniform.mean() - 0.5) < 0.005
+    assert abs(normal.mean()) < 0.01 and abs(normal.std() - 1) < 0.01
+    integers = philox.integers(3, at, 10, 20)
+    assert integers.min() == 10 and integers.max() == 19
+    assert np.abs(np.bincount(integers - 10) / len(at) - 0.1).max() < 0.005
+
+
+def test_streams_of_other_keys_differ():
+    assert not np.array_equal(philox.uniform(1, np.arange(100)), philox.uniform(2, np.arange(100)))
+
+
+def test_nothing_to_draw():
+    assert philox.uniform(0, np.empty((0, 3), dtype=np.int64)).shape == (0, 3)
