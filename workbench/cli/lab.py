@@ -10,6 +10,7 @@ import importlib.util
 import os
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 from workbench.errors import CommandError
 
@@ -44,8 +45,12 @@ def lab_command(notebook: Path, options: list[str]) -> list[str]:
     return [sys.executable, "-m", "jupyterlab", *as_root, *options, str(notebook)]
 
 
-def run(args: argparse.Namespace) -> int:
-    """Replace this process by JupyterLab; returns only if it is not installed."""
+def run(args: argparse.Namespace) -> NoReturn:
+    """Replace this process by JupyterLab.
+
+    Raises:
+        CommandError: there is no such notebook, or no JupyterLab.
+    """
     notebook = find_notebook(args.notebook)
     if importlib.util.find_spec("jupyterlab") is None:
         raise CommandError("lab: JupyterLab is not installed here. Install it: pip install 'workbench[lab]'")

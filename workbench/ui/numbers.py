@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 DASH = "\u2013"
 TIMES = "\u00d7"
 
 
 def short_difference(difference: float | None) -> str:
-    """One significant digit: ``'2e-7'``; exactly zero is ``'0'``, unknown a dash.
+    """One significant digit: ``'2e-7'``; exactly zero is ``'0'``, unknown a dash, ``'nan'`` and ``'inf'`` are themselves.
 
     >>> short_difference(2.4e-07)
     '2e-7'
@@ -16,6 +18,8 @@ def short_difference(difference: float | None) -> str:
         return DASH
     if difference == 0:
         return "0"
+    if not math.isfinite(difference):
+        return str(difference)
     mantissa, exponent = f"{difference:.0e}".split("e")
     return f"{mantissa}e{int(exponent)}"
 

@@ -1,0 +1,90 @@
+"""The command line: what it understands, what it says, how it exits."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from workbench import cli
+from workbench.cli import lab
+from workbench.errors import CommandError, StrategyError
+
+COMMANDS = ("demo", "compare", "doctor", "lab")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main([command, "--help"])
+    assert ended.value.code == 0
+    assert f"workbench {command}" in capsys.readouterr().out
+
+
+def test_python_m_workbench_is_the_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "workbench", "--help"], capture_output=True, text=True, check=True)
+    assert all(command in done.stdout for command in COMMANDS)
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["train"], ["demo", "--engines", "0"], ["demo", "--steps", "x"], ["compare"]]
+)
+def test_what_it_does_not_understand_ends_with_2(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments.split())
+    assert ended.value.code == cli.USER_ERROR
+    assert "usage: workbench" in capsys.readouterr().err
+
+
+def test_our_errors_are_told_in_a_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(cli.doctor, "run", raising(StrategyError("2 stages, 1 layer.")))
+    assert cli.main(["doctor"]) == cli.USER_ERROR
+    assert capsys.readouterr().err == "workbench doctor: 2 stages, 1 layer.\n"
+
+
+def test_other_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli.doctor, "run", raising(ZeroDivisionError()))
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["doctor"])
+
+
+def test_interrupt_has_its_own_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli.doctor, "run", raising(KeyboardInterrupt()))
+    assert cli.main(["doctor"]) == cli.INTERRUPTED
+
+
+def test_lab_opens_the_first_notebook() -> None:
+    notebook = lab.find_notebook(None)
+    assert notebook.name == lab.FIRST_NOTEBOOK
+    command = lab.lab_command(notebook, ["--no-browser"])
+    assert command[:3] == [sys.executable, "-m", "jupyterlab"]
+    assert command[-2:] == ["--no-browser", str(notebook)]
+
+
+def test_lab_says_where_it_looked(tmp_path: Path) -> None:
+    with pytest.raises(CommandError, match=r"no notebook at .*missing\.ipynb\. Name one"):
+        lab.find_notebook(tmp_path / "missing.ipynb")
+
+
+def test_lab_replaces_this_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    notebook = tmp_path / "mine.ipynb"
+    notebook.touch()
+    started: list[list[str]] = []
+
+    def execv(_path: str, command: list[str]) -> None:
+        started.append(command)
+        raise SystemExit(0)  # the real one does not return either
+
+    monkeypatch.setattr(lab.os, "execv", execv)
+    with pytest.raises(SystemExit):
+        cli.main(["lab", "--notebook", str(notebook), "--", "--port=9999"])
+    assert started[0][-2:] == ["--port=9999", str(notebook)]
+
+
+def raising(error: BaseException):
+    def run(_args: object) -> int:
+        raise error
+
+    return run

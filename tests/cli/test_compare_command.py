@@ -1,0 +1,184 @@
+"""``workbench demo`` and ``workbench compare``: the job they run, and how its result is shown."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from workbench.cli import compare, demo, main, results
+from workbench.core.metrics import RunRecord
+from workbench.errors import CommandError
+from workbench.session.compare import CompareResult
+
+
+def record(name: str, **changes: object) -> RunRecord:
+    values = {
+        "name": name,
+        "strategy": f"*: {name}",
+        "num_ranks": 2,
+        "batch_size": 8,
+        "losses": (2.0, 1.0),
+        "step_times_s": (0.01, 0.01),
+        "samples_per_s": 800.0,
+        "speedup": 1.5,
+        "peak_memory_bytes": (1_000_000, 2_000_000),
+        "memory_by_kind": ({"parameters": 10}, {"parameters": 10}),
+        "loss_difference": 2e-7,
+        "weight_difference": 1e-8,
+        "equal": True,
+    }
+    return RunRecord(**(values | changes))
+
+
+def result_of(*runs: RunRecord) -> CompareResult:
+    return CompareResult(record("one device", num_ranks=1, equal=None, loss_difference=None), list(runs))
+
+
+def test_digits_are_the_real_data_set() -> None:
+    images, classes = demo.digits()
+    assert images.shape == (1797, 64)
+    assert images.dtype == torch.float32
+    assert (float(images.min()), float(images.max())) == (0.0, 1.0)
+    assert classes.bincount().tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
+
+
+def test_the_network_has_four_named_layers() -> None:
+    model = demo.make_mlp()
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if name.endswith("weight")}
+    assert shapes == {
+        "fc1.weight": (256, 64),
+        "fc2.weight": (256, 256),
+        "fc3.weight": (128, 256),
+        "head.weight": (10, 128),
+    }
+    assert model(torch.zeros(3, 64)).shape == (3, 10)
+
+
+def test_equal_runs_exit_with_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report, data = tmp_path / "out" / "report.html", tmp_path / "data" / "result.json"
+    assert results.present(result_of(record("data"), record("model")), report, data) == results.EQUAL
+    said = capsys.readouterr().out
+    assert "All 2 strategies train as one device does." in said
+    assert "*: model" in said
+    assert "<html" in report.read_text(encoding="utf-8")
+    assert CompareResult.from_json(data.read_text(encoding="utf-8")).runs[1].name == "model"
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"equal": False, "loss_difference": 3e-4}, "bad: losses differ by 3.0e-04 from those of one device"),
+        ({"equal": False, "weight_difference": 2e-3}, "bad: final weights differ by 2.0e-03 from"),
+        ({"equal": False, "loss_difference": float("nan")}, "bad: losses differ by nan"),
+        ({"equal": None, "loss_difference": None}, "bad: was not compared with one device."),
+        ({"equal": None, "error": "rank 1 raised\nmore"}, "bad: did not run: rank 1 raised."),
+    ],
+)
+def test_a_run_that_differs_is_named_and_exits_with_1(
+    changes: dict[str, object], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = results.present(result_of(record("good"), record("bad", **changes)), report=None)
+    said = capsys.readouterr().out
+    assert code == results.UNEQUAL
+    assert sentence in said
+    assert "good: " not in said
+    assert "All " not in said
+
+
+def test_the_limit_is_the_one_of_compare() -> None:
+    (sentence,) = results.differences([record("bad", equal=False, loss_difference=1.0)])
+    assert sentence.endswith("at most 1e-05 is allowed.")
+
+
+JOB = """
+import torch
+from helper import width
+
+def model_fn():
+    return torch.nn.Linear(width, 2)
+
+def dataset():
+    return torch.zeros(8, width), torch.zeros(8, dtype=torch.long)
+
+loss_fn = torch.nn.functional.cross_entropy
+"""
+
+
+@pytest.fixture
+def job_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setattr(compare.sys, "path", list(compare.sys.path))
+    (tmp_path / "helper.py").write_text("width = 4")
+    path = tmp_path / "mine.py"
+    path.write_text(JOB)
+    yield path
+    compare.sys.modules.pop("helper", None)
+    compare.sys.modules.pop(compare._MODULE_NAME, None)
+
+
+def test_a_file_gives_the_job(job_file: Path) -> None:
+    job = compare.load_job(job_file)
+    assert job.model_fn().in_features == 4
+    assert job.dataset[0].shape == (8, 4)
+    assert job.loss_fn is torch.nn.functional.cross_entropy
+    assert job.optimizer_fn is None
+
+
+def test_functions_of_the_file_travel_by_value(job_file: Path) -> None:
+    import cloudpickle
+
+    payload = cloudpickle.dumps(compare.load_job(job_file).model_fn)
+    compare.sys.modules.pop(compare._MODULE_NAME)
+    assert cloudpickle.loads(payload)().out_features == 2
+
+
+def test_a_dataset_may_be_a_value(job_file: Path) -> None:
+    job_file.write_text(JOB.replace("def dataset():\n    return", "dataset ="))
+    assert compare.load_job(job_file).dataset[0].shape == (8, 4)
+
+
+def test_missing_names_are_told(job_file: Path) -> None:
+    job_file.write_text("def model_fn(): ...")
+    with pytest.raises(CommandError, match="dataset, loss_fn not defined there"):
+        compare.load_job(job_file)
+
+
+@pytest.mark.parametrize("name", ["missing.py", "notes.txt", "."])
+def test_what_is_no_python_file_is_told(tmp_path: Path, name: str) -> None:
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(CommandError, match="not a Python file"):
+        compare.load_job(tmp_path / name)
+
+
+def test_defaults_of_the_commands() -> None:
+    parser = argparse.ArgumentParser()
+    demo.add_arguments(parser)
+    args = parser.parse_args([])
+    assert (args.engines, args.steps, args.batch, args.seed) == (2, 20, 128, 0)
+    assert args.out == Path("out/report.html")
+
+
+@pytest.mark.engines
+def test_demo_runs_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The main job on engines: four strategies, 20 steps, all equal to one device."""
+    report, data = tmp_path / "report.html", tmp_path / "result.json"
+    code = main(["demo", "--out", str(report), "--json", str(data)])
+    said = capsys.readouterr().out
+    runs = json.loads(data.read_text(encoding="utf-8"))["runs"]
+    assert code == 0, said
+    assert [run["name"] for run in runs] == list(results.STRATEGIES)
+    assert all(run["loss_difference"] <= 1e-5 and run["weight_difference"] <= 1e-5 for run in runs)
+    assert all(len(run["losses"]) == 20 and run["losses"][-1] < run["losses"][0] for run in runs)
+    assert report.stat().st_size > 100_000
+
+
+@pytest.mark.engines
+def test_compare_runs_a_file_end_to_end(job_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["compare", str(job_file), "data", "*: model", "--steps", "3", "--batch", "8"])
+    said = capsys.readouterr().out
+    assert code == 0, said
+    assert "All 2 strategies train as one device does." in said

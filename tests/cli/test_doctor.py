@@ -1,0 +1,104 @@
+"""``workbench doctor``: each check, and that what is broken is said with a way out."""
+
+from __future__ import annotations
+
+import argparse
+import socket
+from types import SimpleNamespace
+
+import pytest
+
+from workbench.cli import checks, doctor
+from workbench.cli.checks import BAD, GOOD, WARNING, Finding
+
+
+def test_a_healthy_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.run(argparse.Namespace(quick=True)) == 0
+    said = capsys.readouterr().out
+    assert said.endswith("All that is needed works.\n")
+    for what in ("python", "torch", "ipyparallel", "machine", "gpus", "backends", "loopback", "chromium"):
+        assert f" {what} " in said
+
+
+@pytest.mark.engines
+def test_an_engine_starts() -> None:
+    finding = checks.check_engine()
+    assert finding.state == GOOD, finding.text
+
+
+def test_a_needed_package_that_is_missing_is_bad() -> None:
+    finding = checks.check_package("no-such-package")
+    assert (finding.state, finding.text) == (BAD, "not installed")
+    assert finding.fix == "pip install 'workbench'"
+
+
+def test_an_optional_package_that_is_missing_is_a_warning() -> None:
+    finding = checks.check_package("no-such-package", extra="lab")
+    assert finding.state == WARNING
+    assert finding.fix == "pip install 'workbench[lab]'"
+
+
+def test_checks_of_missing_packages_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "has_module", lambda name: name != "torch")
+    found = {finding.what for finding in doctor.find()}
+    assert not found & {"gpus", "backends", "engine"}
+    assert {"loopback", "machine"} <= found
+
+
+def test_a_blocked_loopback_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_args: object, **_kwargs: object) -> socket.socket:
+        raise PermissionError("Operation not permitted")
+
+    monkeypatch.setattr(checks.socket, "create_server", refuse)
+    finding = checks.check_loopback()
+    assert finding.state == BAD
+    assert "Operation not permitted" in finding.text
+    assert "127.0.0.1" in finding.fix
+
+
+def test_little_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    import psutil
+
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=2e9, available=5e8))
+    finding = checks.check_machine()
+    assert finding.state == WARNING
+    assert "500 MB of it free" in finding.text
+
+
+def test_no_chromium_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks.shutil, "which", lambda _name: None)
+    assert checks.check_chromium().state == WARNING
+
+
+def test_a_gpu_that_torch_cannot_use_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(checks.shutil, "which", lambda name: name)
+    monkeypatch.setattr(checks, "_succeeds", lambda _command: True)
+    finding = checks.check_gpus()
+    assert finding.state == WARNING
+    assert "torch" in finding.text
+
+
+def test_an_engine_that_does_not_start_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
+    from workbench.errors import EngineStartError
+    from workbench.session import cluster
+
+    def fail(**_kwargs: object) -> None:
+        raise EngineStartError("1 of 1 engines ended")
+
+    monkeypatch.setattr(cluster, "Session", fail)
+    finding = checks.check_engine()
+    assert (finding.state, finding.text) == (BAD, "1 of 1 engines ended")
+
+
+def test_what_is_bad_is_named_and_exits_with_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    findings = [Finding("torch", BAD, "not installed", "pip install it"), Finding("gpus", WARNING, "none")]
+    monkeypatch.setattr(doctor, "find", lambda _quick: findings)
+    assert doctor.run(argparse.Namespace(quick=False)) == 1
+    said = capsys.readouterr().out
+    assert "-> pip install it" in said
+    assert said.endswith("Does not work: torch.\n")
