@@ -9,7 +9,7 @@ TIMES = "\u00d7"
 
 
 def short_difference(difference: float | None) -> str:
-    """One significant digit: ``'2e-7'``; exactly zero is ``'0'``, unknown a dash, ``'nan'`` and ``'inf'`` are themselves.
+    """One significant digit: ``'2e-7'``; exactly zero is ``'0'``, unknown a dash, others as they print.
 
     >>> short_difference(2.4e-07)
     '2e-7'
