@@ -211,6 +211,19 @@ class TestFailures:
         assert "KeyboardInterrupt" not in text
         assert session.run("t = torch.ones(1); dist.all_reduce(t); (float(t), kept)").values == [(2.0, 17)] * 2
 
+    def test_a_failed_function_lets_go_of_its_tensors(self, session):
+        session.run("""
+import gc, weakref
+def fail():
+    large = torch.ones(10)
+    refs.append(weakref.ref(large))
+    raise MemoryError("too much")
+refs = []
+""")
+        with pytest.raises(CellError, match="MemoryError"):
+            session.run("fail()")
+        assert session.run("gc.collect(); refs[0]() is None").values == [True, True]
+
     def test_syntax_error_runs_nowhere(self, session):
         with pytest.raises(CellError, match="never closed"):
             session.run("ran = 1\nx = (1,\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import sys
 import time
 import traceback
 from collections.abc import Iterable
@@ -26,6 +27,19 @@ def install(shell: Any) -> None:
         plain_show(kind, error, text)
 
     shell._showtraceback = showtraceback
+    shell.events.register("post_run_cell", lambda result: _let_go(shell, result.error_in_exec))
+
+
+def _let_go(shell: Any, error: BaseException | None) -> None:
+    """Free the variables of functions that failed: IPython keeps the last traceback, and with it all their tensors."""
+    shell.history_manager.exceptions.clear()
+    shell.InteractiveTB.tb = None
+    for name in ("last_type", "last_value", "last_traceback", "last_exc"):
+        if hasattr(sys, name):
+            setattr(sys, name, None)
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
 
 
 def failure_of(error: BaseException) -> protocol.Failure:

@@ -27,9 +27,10 @@ def install(shell: Any) -> None:
         return plain_format(result)
 
     hook.compute_format_data = compute_format_data
-    # Out[n] of an engine cannot be seen from the notebook, and would keep every shown tensor alive.
+    # Out[n] and the text of old output cannot be reached from the notebook, and would only fill memory.
     hook.update_user_ns = lambda result: shell.user_ns.update(_=result)
     hook.log_output = lambda format_dict: None
+    shell.events.register("post_run_cell", lambda result: shell.history_manager.outputs.clear())
 
 
 def is_global(value: object) -> bool:
