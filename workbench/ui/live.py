@@ -64,8 +64,14 @@ class LiveView:
             return
         self.figure = go.FigureWidget(live_figure.live_figure(self._num_ranks, num_steps, self._colours))
         self.figure._config = self.figure._config | {"displaylogo": False, "displayModeBar": "hover"}
-        controls = bar(self.stop, self.state, self.progress, self.elapsed, css=("wb-bar", "wb-run-bar"))
-        self.box.children = (bar(self.title), controls, self.failure, self.figure, html(live_figure.legend_html()))
+        controls = bar(self.stop, self.state, self.progress, self.elapsed, css=("wb-bar",))
+        self.box.children = (
+            bar(self.title, css=("wb-bar", "wb-run-title")),
+            controls,
+            self.failure,
+            self.figure,
+            html(live_figure.legend_html()),
+        )
 
     def show_one_device(self, losses: Sequence[float]) -> None:
         """Put the losses of one device behind the run's, once they are known."""
@@ -96,7 +102,11 @@ class LiveView:
     def _show_elapsed(self, step: int, num_steps: int) -> None:
         so_far = time.monotonic() - self._started_s
         left = so_far * (num_steps - step) / step
-        text = f"{format_seconds(so_far)} so far" + (f", {format_seconds(left)} left" if step < num_steps else "")
+        text = (
+            f"{format_seconds(so_far)} so far, {format_seconds(left)} left"
+            if step < num_steps
+            else format_seconds(so_far)
+        )
         self.elapsed.value = f'<span class="wb-quiet">{text}</span>'
 
     def finish(self, record: RunRecord) -> None:
@@ -105,7 +115,7 @@ class LiveView:
         self.stop.disabled = True
         num_steps = len(record.losses)
         if self.figure is not None and num_steps:
-            live_figure.show_record(self.figure, record)
+            live_figure.show_record(self.figure, record, self._colours)
         stopped = self._history is not None and num_steps < self.progress.max
         self.progress.value = num_steps
         self._show_state("done", "stopped" if stopped else "finished", f"after {num_steps} steps")

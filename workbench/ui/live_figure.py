@@ -17,7 +17,7 @@ from workbench.ui.assets import element
 from workbench.ui.decimate import decimate
 from workbench.ui.history import Snapshot
 from workbench.ui.numbers import grouped
-from workbench.ui.theme import LIGHT, Palette
+from workbench.ui.theme import LIGHT, PALETTES, Palette
 from workbench.ui.traces import (
     BAR_WIDTH,
     SHORT_MEMORY_LABELS,
@@ -35,6 +35,7 @@ _PANES = ((62, 284), (346, 578), (664, 838), (946, 1150))
 _TITLE_LEFT = (12, 312, 608, 890)
 _TOP, _BOTTOM = 42, 46
 _BAR_PX = 22
+_THROUGHPUT = 0
 _TITLES = ("Throughput", "Loss", "Memory per rank", "Time split")
 
 
@@ -104,7 +105,7 @@ def begin(figure: go.Figure, num_steps: int, colours: Palette = LIGHT) -> None:
             annotation.text = new.text
 
 
-def show_record(figure: go.Figure, record: RunRecord) -> None:
+def show_record(figure: go.Figure, record: RunRecord, colours: Palette = LIGHT) -> None:
     """Put a finished run's curves in place of the points that were reported while it ran."""
     steps = np.arange(1, len(record.losses) + 1)
     times_s = np.array(record.step_times_s, dtype=float)
@@ -112,6 +113,9 @@ def show_record(figure: go.Figure, record: RunRecord) -> None:
     with figure.batch_update():
         _set_curve(figure, "throughput", *decimate(np.arange(1, len(rates) + 1), rates))
         _set_curve(figure, "this run", *decimate(steps, np.array(record.losses, dtype=float)))
+        figure.layout.annotations[_THROUGHPUT].text = _title(
+            _THROUGHPUT, f"{grouped(record.samples_per_s)} samples/s, median", colours
+        )
 
 
 def restyle(figure: go.Figure, colours: Palette) -> None:
@@ -125,12 +129,20 @@ def restyle(figure: go.Figure, colours: Palette) -> None:
                     trace[part].update(new[part].to_plotly_json())
         figure.layout.font.color = colours.ink
         figure.layout.hoverlabel = fresh.layout.hoverlabel
-        for annotation, detail in zip(figure.layout.annotations, fresh.layout.annotations, strict=True):
-            annotation.font.color = detail.font.color
+        for annotation in figure.layout.annotations:
+            annotation.font.color = colours.ink
+            annotation.text = _recoloured(annotation.text, colours)
         for name in (f"{letter}axis{number}" for letter in "xy" for number in ("", 2, 3, 4)):
             for part in ("gridcolor", "linecolor", "tickfont"):
                 figure.layout[name][part] = fresh.layout[name][part]
             figure.layout[name].title.font = fresh.layout[name].title.font
+
+
+def _recoloured(title: str, colours: Palette) -> str:
+    """A title whose quiet part is muted as in ``colours``."""
+    for palette in PALETTES.values():
+        title = title.replace(palette.muted, colours.muted)
+    return title
 
 
 def _curves(colours: Palette) -> list[go.Scatter]:

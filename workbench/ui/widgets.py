@@ -89,6 +89,10 @@ class Panel(widgets.VBox):
         name = getattr(model_fn, "__name__", type(model_fn).__name__)
         return f"{name}, {format_count(num_parameters)} parameters, batch {self._batch_size}"
 
+    def __repr__(self) -> str:
+        state = "running" if self.running else f"{len(self.runs)} finished runs"
+        return f"<Panel {self.state.text!r}: {state}>"
+
     # ---- what users call ----------------------------------------------------------------------------------------
 
     @property

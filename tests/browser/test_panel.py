@@ -1,0 +1,108 @@
+"""The first notebook in a real JupyterLab: toggle a layer, press Run, see the plot move, read the table."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.browser, pytest.mark.engines, pytest.mark.timeout(240)]
+NOTEBOOK = "01-compare-strategies.ipynb"
+SECONDS = 1000
+
+
+def panel_cell() -> int:
+    """Number of the cell that makes the panel."""
+    cells = json.loads((Path(__file__).parents[2] / "notebooks" / NOTEBOOK).read_text(encoding="utf-8"))["cells"]
+    return next(number for number, cell in enumerate(cells) if "wb.Panel(" in "".join(cell["source"]))
+
+
+def layer(page: Any, name: str) -> Any:
+    return page.locator(f".wb-row[data-layer='{name}']")
+
+
+def option(page: Any, name: str, label: str, group: str = "choice") -> Any:
+    return layer(page, name).locator(f".wb-seg.{group} .wb-opt", has_text=label)
+
+
+def text_field(page: Any) -> Any:
+    return page.locator(".wb-panel .wb-text input")
+
+
+def run_button(page: Any) -> Any:
+    return page.locator(".wb-panel button.wb-primary")
+
+
+def wait_for_text(page: Any, text: str) -> None:
+    script = "text => document.querySelector('.wb-panel .wb-text input')?.value === text"
+    page.wait_for_function(script, arg=text, timeout=10 * SECONDS)
+
+
+def run_to_the_end(lab_page: Any, num_runs: int) -> None:
+    """Press Run, see points arrive while it runs, wait until the table has the new row."""
+    page = lab_page.page
+    run_button(page).click()
+    page.wait_for_selector(".wb-state.running", timeout=60 * SECONDS)
+    page.wait_for_function(
+        """() => document.querySelector('.wb-panel .js-plotly-plot')?.data
+            ?.find(trace => trace.name === 'throughput')?.x?.length > 2""",
+        timeout=60 * SECONDS,
+    )
+    page.wait_for_function(
+        "rows => document.querySelectorAll('.wb-panel .wb-table tbody tr').length === rows",
+        arg=num_runs + 1,
+        timeout=60 * SECONDS,
+    )
+    page.wait_for_selector(".wb-state.done", timeout=10 * SECONDS)
+
+
+def test_toggle_run_and_compare(open_notebook: Any) -> None:
+    lab_page = open_notebook(NOTEBOOK)
+    page = lab_page.page
+    lab_page.run_cells(panel_cell())
+    layer(page, "head").wait_for(timeout=90 * SECONDS)
+    assert text_field(page).input_value() == "fc1: data; fc2: data; fc3: model; head: model | 1x1x2"
+
+    option(page, "fc2", "model").click()
+    wait_for_text(page, "fc1: data; fc2: model; fc3: model; head: model")
+    page.wait_for_selector(".wb-row[data-layer='fc2'] .wb-opt[data-value='model'][aria-checked='true']")
+    page.locator(".wb-panel button", has_text="hybrid, edited").wait_for(timeout=5 * SECONDS)
+    page.keyboard.press("Control+z")
+    wait_for_text(page, "fc1: data; fc2: data; fc3: model; head: model | 1x1x2")
+
+    run_to_the_end(lab_page, num_runs=1)
+    assert lab_page.points("this run") == lab_page.points("1 device") == 300
+    option(page, "fc2", "model").click()
+    wait_for_text(page, "fc1: data; fc2: model; fc3: model; head: model")
+    run_to_the_end(lab_page, num_runs=2)
+    rows = page.locator(".wb-panel .wb-table tbody tr").all_inner_texts()
+    assert sum("\u2713" in row for row in rows) == 2, rows
+
+    assert page.locator(".wb-static").is_hidden(), "the copy for readers without a kernel is not shown twice"
+    panel = page.locator(".wb-panel")
+    lab_page.screenshot("panel.png", panel)
+    lab_page.dark(True)
+    lab_page.screenshot("panel-dark.png", panel)
+    lab_page.dark(False)
+
+
+def test_a_mistake_is_shown_at_its_row_and_can_be_fixed(open_notebook: Any) -> None:
+    lab_page = open_notebook(NOTEBOOK)
+    page = lab_page.page
+    lab_page.run_cells(panel_cell())
+    layer(page, "head").wait_for(timeout=90 * SECONDS)
+    page.locator(".wb-panel button", has_text="pipeline").click()
+    page.wait_for_selector(".wb-row[data-layer='head'] .stage .on[data-value='1']")
+
+    option(page, "head", "0", group="stage").click()
+    page.wait_for_selector(".wb-error-line")
+    assert "stages cannot go back" in page.locator(".wb-error-line").inner_text()
+    assert layer(page, "head").get_attribute("aria-invalid") == "true"
+    assert run_button(page).is_disabled()
+    lab_page.screenshot("panel-mistake.png", page.locator(".wb-panel"))
+
+    page.locator(".wb-error-line button.fix").click()
+    page.wait_for_selector(".wb-error-line", state="detached")
+    assert run_button(page).is_enabled()
