@@ -23,6 +23,7 @@ ARGS ?=
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .PHONY: help install demo lab test test-full check format bench clean
+.PHONY: check-format check-lint check-types check-imports check-notebooks
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -45,11 +46,19 @@ test: $(STAMP)
 test-full: $(STAMP)
 	@WORKBENCH_REQUIRE_BROWSER=1 $(PY) -m pytest -q -rs $(ARGS)
 
+# All of them run, whatever the first one says.
 check: $(STAMP)
+	@$(MAKE) --no-print-directory --keep-going check-format check-lint check-types check-imports check-notebooks
+
+check-format: $(STAMP)
 	@$(PY) -m ruff format --check .
+check-lint: $(STAMP)
 	@$(PY) -m ruff check .
+check-types: $(STAMP)
 	@$(PY) -m mypy
+check-imports: $(STAMP)
 	@$(PY) -m pytest -q tests/test_imports.py
+check-notebooks: $(STAMP)
 	@$(PY) -m tools.check_notebooks
 
 format: $(STAMP)
