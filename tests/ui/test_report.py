@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,7 @@ from workbench.ui.report import report_html, verdict, write_report
 class Comparison:
     baseline: RunRecord
     runs: list[RunRecord]
+    settings: dict[str, Any] = field(default_factory=dict)
 
 
 @pytest.fixture
@@ -44,7 +46,9 @@ def test_all_figures_come_in_both_themes(result: Comparison):
 
 
 def test_summary_names_what_was_run(result: Comparison):
+    result.settings = {"model": "make_mlp", "num_parameters": 116_618, "optimizer": "SGD(lr=0.1)"}
     html = report_html(result, title="Digits & more")
+    assert "make_mlp, 117 k parameters" in html and "SGD(lr=0.1)" in html
     assert "Digits &amp; more" in html
     assert "3 strategies, 3 steps each, batch 100" in html
     assert "cores" in html and "torch" in html

@@ -8,7 +8,7 @@ from typing import Any
 import anywidget
 import traitlets
 
-from workbench.ui.assets import STATIC, asset
+from workbench.ui.assets import asset
 from workbench.ui.theme import style_sheet
 
 EVENTS = ("parallel", "split", "stage", "fix", "undo", "redo", "run", "theme")
@@ -22,7 +22,7 @@ class LayerGrid(anywidget.AnyWidget):
     for all rows, because a widget per control would send hundreds of messages for a deep model.
     """
 
-    _esm = STATIC / "grid.js"
+    _esm = asset("draw_grid.js") + asset("grid.js")  # one module: widgets cannot import their neighbours
     _css = style_sheet(f".{PANEL_CLASS}") + asset("panel.css")
 
     view = traitlets.Dict().tag(sync=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
@@ -27,6 +27,7 @@ from workbench.ui.numbers import short_difference
 from workbench.ui.scatter import scatter_figure
 from workbench.ui.tables import comparison_table_html
 from workbench.ui.theme import DARK, LIGHT, Palette, style_sheet
+from workbench.units import format_count
 
 
 class Comparison(Protocol):
@@ -34,6 +35,7 @@ class Comparison(Protocol):
 
     baseline: RunRecord
     runs: list[RunRecord]
+    settings: dict[str, Any]
 
 
 def write_report(result: Comparison, path: str | os.PathLike[str], *, title: str = "Comparison of strategies") -> Path:
@@ -123,15 +125,25 @@ def _figures_as_json(figures: dict[str, Callable[[Palette], go.Figure]]) -> str:
 def _facts(result: Comparison) -> str:
     baseline = result.baseline
     num_ranks = sorted({run.num_ranks for run in result.runs})
+    settings = result.settings
     facts = {
+        "Model": _model_text(settings),
         "What": f"{len(result.runs)} strategies, {len(baseline.losses)} steps each, batch {baseline.batch_size}, "
         "from the same weights in the same data order",
+        "Optimizer": settings.get("optimizer", ""),
         "Ranks": ", ".join(map(str, num_ranks)) or "none",
         "Machine": machine_text(),
         "Versions": versions_text(),
         "Date": datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
     }
-    return element("dl", *(element("dt", text=name) + element("dd", text=value) for name, value in facts.items()))
+    known = {name: value for name, value in facts.items() if value}
+    return element("dl", *(element("dt", text=name) + element("dd", text=value) for name, value in known.items()))
+
+
+def _model_text(settings: dict[str, Any]) -> str:
+    if "model" not in settings:
+        return ""
+    return f"{settings['model']}, {format_count(settings.get('num_parameters', 0))} parameters"
 
 
 def _processor() -> str:
