@@ -34,6 +34,11 @@ CHROMIUM_OPTIONS = [
 ]
 
 
+def screenshots_wanted() -> bool:
+    """Pictures for the README are written only when asked for, so that tests change no file."""
+    return os.environ.get("WORKBENCH_SCREENSHOTS") == "1"
+
+
 @pytest.fixture(scope="session")
 def chromium() -> str:
     """Path of a Chromium; without one the tests are skipped, or fail under WORKBENCH_REQUIRE_BROWSER=1."""
@@ -189,9 +194,8 @@ class LabPage:
         self.page.wait_for_timeout(500)
 
     def screenshot(self, name: str, locator: Any) -> None:
-        """Keep a picture in docs/images, only when asked to (WORKBENCH_SCREENSHOTS=1), so that tests change no file."""
-        if os.environ.get("WORKBENCH_SCREENSHOTS") == "1":
-            IMAGES.mkdir(parents=True, exist_ok=True)
+        """Keep a picture in docs/images, if pictures are wanted."""
+        if screenshots_wanted():
             locator.screenshot(path=IMAGES / name)
 
 

@@ -1,0 +1,41 @@
+"""The report in a real browser: all figures are drawn, in both themes, and nothing is fetched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.browser.conftest import CHROMIUM_OPTIONS, IMAGES, screenshots_wanted
+from tests.ui.conftest import make_record
+from workbench.ui.report import write_report
+
+pytestmark = pytest.mark.browser
+NUM_FIGURES = 6
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_the_report_draws_everything_by_itself(chromium: str, tmp_path: Path, theme: str) -> None:
+    from playwright.sync_api import sync_playwright
+
+    runs = [make_record("data"), make_record("model", samples_per_s=3000.0, peak_memory_bytes=(4_000_000,) * 2)]
+    result = SimpleNamespace(baseline=make_record("one device", num_ranks=1), runs=runs, settings={})
+    path = write_report(result, tmp_path / "report.html")
+    problems: list[str] = []
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=CHROMIUM_OPTIONS)
+        page = browser.new_page(viewport={"width": 1240, "height": 900}, color_scheme=theme)
+        page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on("request", lambda request: problems.append(request.url) if request.url.startswith("http") else None)
+        page.goto(path.as_uri())
+        page.wait_for_function(f"() => document.querySelectorAll('.js-plotly-plot .main-svg').length >= {NUM_FIGURES}")
+        overflow = page.evaluate("() => document.documentElement.scrollWidth - document.documentElement.clientWidth")
+        background = page.evaluate("() => getComputedStyle(document.body).backgroundColor")
+        if screenshots_wanted():
+            page.screenshot(path=IMAGES / f"report{'-dark' if theme == 'dark' else ''}.png", full_page=True)
+        browser.close()
+    assert problems == []
+    assert overflow <= 0, "nothing is cut off at the right"
+    assert background == {"light": "rgb(255, 255, 255)", "dark": "rgb(33, 33, 33)"}[theme]
