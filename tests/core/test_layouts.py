@@ -53,7 +53,9 @@ def test_balanced_bounds_are_those_of_array_split(size, parts):
 def test_local_shapes_on_a_grid(text, shape):
     layout = Layout.of(Placement.of("cpu", [[3, 0], [1, 2]]), text)
     expected = shard(np.zeros(shape), layout)
-    assert {rank: layout.local_shape(shape, rank) for rank in layout.placement} == {r: p.shape for r, p in expected.items()}
+    assert {rank: layout.local_shape(shape, rank) for rank in layout.placement} == {
+        r: p.shape for r, p in expected.items()
+    }
 
 
 def test_splits_are_applied_axis_by_axis():

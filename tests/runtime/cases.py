@@ -60,7 +60,22 @@ def _in_place(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return z
 
 
-UNARY = ("relu", "gelu", "silu", "tanh", "sigmoid", "exp", "abs", "neg", "softplus", "square", "sin", "leaky_relu", "floor", "clone")
+UNARY = (
+    "relu",
+    "gelu",
+    "silu",
+    "tanh",
+    "sigmoid",
+    "exp",
+    "abs",
+    "neg",
+    "softplus",
+    "square",
+    "sin",
+    "leaky_relu",
+    "floor",
+    "clone",
+)
 CASES = [
     *[_case(name, getattr(F, name, None) or getattr(torch, name), (5, 4)) for name in UNARY],
     _case("add", torch.add, (5, 4), (5, 4)),

@@ -43,7 +43,9 @@ def spread(full, layout, rank):
         local = torch.from_numpy(np.array(shard(full.numpy(), layout)[rank]))
         tensor = label(local, spec_of(world, layout, tuple(full.shape)))
     else:
-        tensor = wb.empty(*full.shape, placement=layout.placement, sbp=["B"] * layout.placement.num_axes, dtype=full.dtype)
+        tensor = wb.empty(
+            *full.shape, placement=layout.placement, sbp=["B"] * layout.placement.num_axes, dtype=full.dtype
+        )
         tensor = label(tensor.as_subclass(torch.Tensor), spec_of(world, layout, tuple(full.shape)))
     return tensor.requires_grad_() if full.is_floating_point() else tensor
 
@@ -80,13 +82,17 @@ def assert_case(case, placement, num_ranks, seed):
         for rank in placement:
             value, *their_grads = found[rank]
             where = f"{case.name} of {sbps} on {placement}, rank {rank}"
-            torch.testing.assert_close(value, expected.detach(), rtol=1e-4, atol=1e-5, msg=lambda m, w=where: f"{w}: {m}")
+            torch.testing.assert_close(
+                value, expected.detach(), rtol=1e-4, atol=1e-5, msg=lambda m, w=where: f"{w}: {m}"
+            )
             for grad, theirs in zip(grads, their_grads, strict=True):
                 if grad is None:
                     assert theirs is None or not theirs.any(), where
                 else:
                     assert theirs is not None, f"{where}: a gradient is missing"
-                    torch.testing.assert_close(theirs, grad, rtol=1e-4, atol=1e-5, msg=lambda m, w=where: f"gradient, {w}: {m}")
+                    torch.testing.assert_close(
+                        theirs, grad, rtol=1e-4, atol=1e-5, msg=lambda m, w=where: f"gradient, {w}: {m}"
+                    )
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -167,10 +167,13 @@ def choose(
     The decision needs no communication: it depends on layouts and shapes, which all ranks know, and on constants.
     """
     per_axis = [_legal_on_axis(candidates, operands, axis) for axis in range(placement.num_axes)]
-    best, best_cost = None, math.inf
+    best, best_cost = None, (math.inf, 0)
     for combination in itertools.product(*per_axis):
         inputs = tuple(tuple(s.inputs[i] for s in combination) for i in range(len(operands)))
-        total = sum(_boxing_cost(op, placement, sbp, cost) for op, sbp in zip(operands, inputs, strict=True))
+        costs = [_boxing_cost(op, placement, sbp, cost) for op, sbp in zip(operands, inputs, strict=True)]
+        # A boxing can be free and still be one: of equally cheap signatures, the one that changes fewest operands.
+        changes = sum(op.layout.sbp != sbp for op, sbp in zip(operands, inputs, strict=True))
+        total = (sum(costs), changes)
         if total < best_cost:
             outputs = tuple(tuple(s.outputs[i] for s in combination) for i in range(len(combination[0].outputs)))
             best, best_cost = Choice(inputs, outputs, tuple(s.letter for s in combination)), total

@@ -74,6 +74,7 @@ class _Box(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, source: Spec, target: Spec, tag: int) -> torch.Tensor:
         ctx.set_materialize_grads(False)
+        ctx.ghost_leaf = local if source.is_ghost and local.is_leaf and local.requires_grad else None
         ctx.boxing = (source, target, tag, local.dtype, local.device)
         _check_devices(source.world, source.layout.placement, target.layout.placement)
         plan = plan_boxing(source.layout, target.layout, source.shape, local.element_size())
@@ -82,6 +83,8 @@ class _Box(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         source, target, tag, dtype, device = ctx.boxing
+        if ctx.ghost_leaf is not None:
+            ctx.ghost_leaf._ghost_grad = True  # its owner has a gradient now, so ``leaf.grad is None`` must agree
         incoming, outgoing = _dual_spec(target), _dual_spec(source)
         grad = grads[0]
         if grad is None:  # a ghost's gradient, or none at all: either way this rank contributes nothing

@@ -123,7 +123,8 @@ def _as_local(optimizer: Optimizer, parameter: torch.Tensor, grads: dict[GlobalT
         local.__dict__["_owner"] = parameter
     local.grad = grads.get(parameter)
     if parameter in optimizer.state:
-        optimizer.state[local] = optimizer.state.pop(parameter)
+        state = optimizer.state.pop(parameter)  # what an optimizer has made of global tensors before its first step
+        optimizer.state[local] = {k: plain(v) if isinstance(v, GlobalTensor) else v for k, v in state.items()}
     return local
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -28,7 +29,10 @@ from workbench.runtime.world import World, current
 
 WARM_UP_STEPS = 3
 """Steps that plan and cache; left out of throughput."""
+CHECKED_STEPS = 20
+"""Steps after which weights are compared with one device's; later, rounding alone drives any two runs apart."""
 _FETCH_INTERVAL_S = 0.1
+_seeding = threading.Lock()  # torch's default generator is one for all simulated ranks
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -53,8 +57,9 @@ class Job:
 
     def model(self) -> nn.Module:
         """A fresh model with the job's weights."""
-        torch.manual_seed(self.seed)
-        return self.model_fn()
+        with _seeding:
+            torch.manual_seed(self.seed)
+            return self.model_fn()
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """The optimizer over a model's parameters."""
@@ -76,7 +81,10 @@ class Job:
 
 @dataclass
 class RankResult:
-    """What one rank brings home from a run; ``weights`` is the model's logical state where it was asked for."""
+    """What one rank brings home from a run.
+
+    ``weights`` is the model's logical state after ``CHECKED_STEPS`` steps (or the last), where it was asked for.
+    """
 
     losses: list[float]
     step_times_s: list[float]
@@ -115,8 +123,8 @@ def run_one_device(job: Job, num_micro_batches: int = 1) -> RankResult:
     peak = PeakMeter(torch.device("cpu"))
     model = job.model()
     optimizer = job.optimizer(model)
-    losses, times = [], []
-    for batch in job.batches():
+    losses, times, weights = [], [], {}
+    for step, batch in enumerate(job.batches()):
         started = time.perf_counter()
         optimizer.zero_grad()
         total = 0.0
@@ -127,8 +135,15 @@ def run_one_device(job: Job, num_micro_batches: int = 1) -> RankResult:
         optimizer.step()
         losses.append(total)
         times.append(time.perf_counter() - started)
+        if step == checked_step(job):
+            weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
     memory = {**model_memory(model, optimizer), "peak": peak.peak_bytes()}
-    return RankResult(losses, times, memory, 0, {name: value.detach() for name, value in model.state_dict().items()})
+    return RankResult(losses, times, memory, 0, weights)
+
+
+def checked_step(job: Job) -> int:
+    """The step after which weights are compared."""
+    return min(CHECKED_STEPS, job.num_steps) - 1
 
 
 def warm_up(job: Job) -> None:
@@ -231,19 +246,21 @@ def run_strategy(
     Args:
         on_step: gets this rank's record whenever losses were fetched, about every tenth of a second.
         should_stop: asked at the same moments; the run ends for all ranks as soon as one says so.
-        keeps_weights: return the model's logical state too (costs an exchange of the whole model).
+        keeps_weights: return the model's logical state too (costs one exchange of the whole model).
 
     Raises:
         StrategyError: the strategy does not fit.
     """
     run = _Run(job, Strategy(strategy) if isinstance(strategy, str) else strategy)
-    interval = 1
+    interval, weights = 1, None
     for step, batch in enumerate(job.batches()):
         run.step(batch, measures_activations=step == 1)
         if step <= 1 or step == WARM_UP_STEPS:
             run.measure_memory()
         if step == WARM_UP_STEPS:
             interval = _agreed_interval(run.times[-1], run.world)
+        if keeps_weights and step == checked_step(job):
+            weights = logical_state(run.model)
         if step % interval == 0 or step == job.num_steps - 1:
             run.fetch_losses()
             run.memory["peak"] = run.peak.peak_bytes()
@@ -253,7 +270,6 @@ def run_strategy(
                 break
     run.fetch_losses()
     run.measure_memory()
-    weights = logical_state(run.model) if keeps_weights else None
     return RankResult(run.losses, run.times, run.memory, _median(run.sent), weights)
 
 

@@ -68,6 +68,7 @@ class World:
 
 
 _process_world: World | None = None
+_left_world: World | None = None
 _thread_world = threading.local()
 
 
@@ -134,19 +135,30 @@ def init(
         transport: Transport = DistributedTransport(rank, world_size, backend, timeout_s)
     else:
         transport = ThreadTransport(ThreadHub(1), 0)
-    _process_world = World(rank, world_size, chosen, transport)
+    _process_world = _rejoined(rank, world_size, chosen, transport) or World(rank, world_size, chosen, transport)
     return _process_world
+
+
+def _rejoined(rank: int, world_size: int, device: torch.device, transport: Transport) -> World | None:
+    """The world this process has left, on its new transport: tensors and modules that were in it stay usable."""
+    left = _left_world
+    if left is None or (left.rank, left.world_size, left.device) != (rank, world_size, device):
+        return None
+    left.transport = transport
+    left.num_edges.clear()
+    left.micro_batch, left.stage_order = 0, ()
+    return left
 
 
 def shutdown() -> None:
     """Leave the world and give back its sockets; safe to call twice."""
-    global _process_world
+    global _process_world, _left_world
     if _process_world is None:
         return
     _process_world.transport.close()
     if dist.is_initialized():
         dist.destroy_process_group()
-    _process_world = None
+    _process_world, _left_world = None, _process_world
 
 
 class Simulated:

@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any
 from workbench.core.metrics import RunRecord, StepMetrics
 from workbench.core.strategy import PRESETS, Layer, Strategy, preset
 from workbench.errors import SessionError, StrategyError
+from workbench.runtime.parallel import describe
+from workbench.runtime.train import CHECKED_STEPS, WARM_UP_STEPS, Job, num_samples_of
 from workbench.session import training
 from workbench.session.calls import RemoteCall
 from workbench.session.cluster import Session, current
@@ -29,7 +31,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 TOLERANCE = 1e-5
-"""Largest difference to one device in losses (and in final weights under SGD) of a run that counts as equal."""
+"""Largest difference to one device over the first ``CHECKED_STEPS`` steps of a run that counts as equal: of its losses and,
+under SGD, of the weights after them."""
 StrategyLike = Strategy | str
 _keys = itertools.count()
 
@@ -115,9 +118,6 @@ class Comparison:
         steps: int,
         seed: int = 0,
     ) -> None:
-        from workbench.runtime.parallel import describe
-        from workbench.runtime.train import Job, num_samples_of
-
         if batch_size < 1 or steps < 1:
             raise ValueError(f"batch_size={batch_size}, steps={steps}: both are at least 1.")
         if batch_size > num_samples_of(dataset):
@@ -176,7 +176,7 @@ class Comparison:
         """A finished run, compared with one device."""
         run = self._record(name, str(strategy), reports, self.session.num_engines)
         truth = self.truth(strategy.options.num_micro_batches)
-        pairs = list(zip(run.losses, truth.losses, strict=False))
+        pairs = list(zip(run.losses, truth.losses, strict=False))[:CHECKED_STEPS]
         loss_difference = max((_distance(a, b) for a, b in pairs), default=None)
         weight_difference = next((r.weight_difference for r in reports if r.weight_difference is not None), None)
         compared = [loss_difference] + ([weight_difference] if self.checks_weights else [])
@@ -201,8 +201,6 @@ class Comparison:
         )
 
     def _samples_per_s(self, times: Sequence[float]) -> float:
-        from workbench.runtime.train import WARM_UP_STEPS
-
         steady = list(times)[WARM_UP_STEPS + 1 :] or list(times)
         return self.job.batch_size / statistics.median(steady)
 

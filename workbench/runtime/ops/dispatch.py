@@ -6,6 +6,7 @@ operand already lies right, so the local function runs on the shards and its res
 
 from __future__ import annotations
 
+import inspect
 import math
 import types
 import warnings
@@ -24,7 +25,7 @@ from workbench.runtime.boxing import box, box_implicitly
 from workbench.runtime.entry import enter_as_broadcast
 from workbench.runtime.ops.ghost import TENSOR, ghost_in_place, ghost_outputs, infer_outputs
 from workbench.runtime.ops.planning import Plan, itemsize_of, make_plan
-from workbench.runtime.ops.registry import COMPOSITES, HANDLERS, RULES, Name, fold_name
+from workbench.runtime.ops.registry import COMPOSITES, EXACT, HANDLERS, RULES, Name, fold_name
 from workbench.runtime.tensor import GlobalTensor, Spec, label, local_torch, spec_of
 from workbench.runtime.world import World
 from workbench.units import format_bytes
@@ -92,6 +93,9 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) ->
 
 def _find_handler(func: Any) -> Callable[..., Any] | None:
     name = fold_name(func)
+    if func in EXACT:
+        exact = EXACT[func]
+        return lambda _, args, kwargs: exact(**dict(zip(inspect.signature(exact).parameters, args, strict=False)) | kwargs)
     if not name.in_place or name.folded not in RULES:
         if name.folded in HANDLERS:
             return HANDLERS[name.folded]

@@ -24,20 +24,20 @@ def _convolution(call: Call) -> Resolution:
     batch = "n" if len(call.shapes[0]) == num_spatial + 2 else ""
     if call.arg(6, "groups", 1) != 1:
         return Resolution(f"{batch}C{space}, OD{kernel}, O -> {batch}O{space}")
-    return Resolution(f"{batch}c{space}, oc{kernel}, +o -> {batch}o{space}")
+    return Resolution(f"{batch}c{space}, oc{kernel}, +o -> {batch}o{space}", filled="co")
 
 
 equations(
     "max_pool1d avg_pool1d adaptive_avg_pool1d adaptive_max_pool1d lp_pool1d max_pool1d_with_indices",
-    "...X -> ...X, ...X",
+    "...cX -> ...cX, ...cX", filled="c"
 )
 equations(
     "max_pool2d avg_pool2d adaptive_avg_pool2d adaptive_max_pool2d lp_pool2d max_pool2d_with_indices",
-    "...XY -> ...XY, ...XY",
+    "...cXY -> ...cXY, ...cXY", filled="c",
 )
 equations(
     "max_pool3d avg_pool3d adaptive_avg_pool3d adaptive_max_pool3d lp_pool3d max_pool3d_with_indices",
-    "...XYZ -> ...XYZ, ...XYZ",
+    "...cXYZ -> ...cXYZ, ...cXYZ", filled="c",
 )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from workbench.runtime.entry import enter_as_broadcast
 from workbench.runtime.ops.local import scale_terms
 from workbench.runtime.ops.registry import Call, Resolution, composite, rule
 from workbench.runtime.tensor import GlobalTensor
@@ -48,7 +49,9 @@ def _mean_over_targets(function: Callable[..., Any]) -> Callable[..., Any]:
             return NotImplemented
         total = function(input, target, None, None, ignore_index, None, "sum", *rest, **options)
         count = (target != ignore_index).sum()
-        return scale_terms(total, count.to(total.dtype)) if isinstance(count, GlobalTensor) else total / count
+        if not isinstance(count, GlobalTensor):
+            count = enter_as_broadcast(count, total._spec.world, total._spec.layout)
+        return scale_terms(total, count.to(total.dtype))
 
     return loss
 

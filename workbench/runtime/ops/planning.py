@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils._pytree import tree_flatten
 
-from workbench.core.layout import Layout, balanced_bounds
+from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.core.rules import Operand, Signature, choose, signatures
 from workbench.core.sbp import Split
@@ -119,19 +119,13 @@ def _candidates(call: Call, resolution: Resolution, placement: Placement) -> lis
     found = resolution.signatures
     if isinstance(found, str):
         found = signatures(found, call.shapes, [len(shape) for shape, _ in call.outputs])
-    if resolution.min_local:
-        found = [s for s in found if _fills_every_rank(s, call, placement, resolution.min_local)]
-    return list(found)
+    return [s for s in found if s.letter not in resolution.filled or _fills_every_rank(s, call, placement)]
 
 
-def _fills_every_rank(signature: Signature, call: Call, placement: Placement, min_local: int) -> bool:
-    """Whether no rank's shard of a split dim is smaller than the local function can take."""
-    for shape, entry in zip(call.shapes, signature.inputs, strict=True):
-        if isinstance(entry, Split):
-            start, stop = balanced_bounds(shape[entry.dim], placement.num_ranks)[-1]
-            if stop - start < min_local:
-                return False
-    return True
+def _fills_every_rank(signature: Signature, call: Call, placement: Placement) -> bool:
+    """Whether every rank has a row of the dim that the signature splits."""
+    splits = [(shape, e) for shape, e in zip(call.shapes, signature.inputs, strict=True) if isinstance(e, Split)]
+    return all(shape[entry.dim] >= placement.num_ranks for shape, entry in splits)
 
 
 def _pinned(candidates: list[Signature], call: Call) -> list[Signature]:

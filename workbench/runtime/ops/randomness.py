@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
+from torch.nn import init
 
 from workbench.core.sbp import Partial, broadcast
 from workbench.runtime import random
 from workbench.runtime.boxing import box
 from workbench.runtime.ops.layers import whole
 from workbench.runtime.ops.local import local_call
-from workbench.runtime.ops.registry import composite, handler
+from workbench.runtime.ops.registry import EXACT, composite, handler
 from workbench.runtime.tensor import GlobalTensor, ghost_storage, label, local_torch, spec_of
 
 
@@ -139,3 +141,46 @@ for _name, _make in (
     ("new_full", torch.full),
 ):
     handler(_name)(_new(_make))
+
+
+def _initializer(function: Any) -> Any:
+    """Register a composite for one of torch's initializers; they share names with tensor methods."""
+
+    def register(written: Any) -> Any:
+        EXACT[function] = written
+        return written
+
+    return register
+
+
+@_initializer(init.uniform_)
+@torch.no_grad()
+def init_uniform(tensor: Any, a: float = 0.0, b: float = 1.0, generator: Any = None) -> Any:
+    """``nn.init.uniform_``; the key comes from the world's generator."""
+    return tensor.uniform_(a, b)
+
+
+@_initializer(init.normal_)
+@torch.no_grad()
+def init_normal(tensor: Any, mean: float = 0.0, std: float = 1.0, generator: Any = None) -> Any:
+    """``nn.init.normal_``."""
+    return tensor.normal_(mean, std)
+
+
+@_initializer(init.constant_)
+@torch.no_grad()
+def init_constant(tensor: Any, val: float) -> Any:
+    """``nn.init.constant_``."""
+    return tensor.fill_(val)
+
+
+@_initializer(init.kaiming_uniform_)
+@torch.no_grad()
+def init_kaiming_uniform(
+    tensor: Any, a: float = 0, mode: str = "fan_in", nonlinearity: str = "leaky_relu", generator: Any = None
+) -> Any:
+    """``nn.init.kaiming_uniform_``: He et al., arXiv 1502.01852."""
+    fan_in, fan_out = init._calculate_fan_in_and_fan_out(tensor)
+    fan = fan_in if mode == "fan_in" else fan_out
+    bound = math.sqrt(3.0) * init.calculate_gain(nonlinearity, a) / math.sqrt(fan)
+    return tensor.uniform_(-bound, bound)

@@ -59,18 +59,20 @@ class Resolution:
         signatures: the one-axis signatures, or an equation that gives them.
         localize: makes the local function from the chosen layouts (inputs, outputs, letters), where it is not the
             function itself: sizes to rewrite, a sum over logical sizes.
-        min_local: smallest size of a split dim on any rank for which the local function is right.
+        filled: letters of dims of which every rank must have a row, because the local function cannot do without.
     """
 
     signatures: str | Sequence[Signature]
     localize: Callable[[Call, list[Spec], list[Spec], tuple[str, ...]], LocalFunction | None] | None = None
-    min_local: int = 0
+    filled: str = ""
 
 
 RuleFunction = Callable[[Call], Resolution | None]
 RULES: dict[str, RuleFunction] = {}
 PARAMETERS: dict[str, tuple[str, ...]] = {}
 COMPOSITES: dict[str, Callable[..., Any]] = {}
+EXACT: dict[Any, Callable[..., Any]] = {}
+"""Composites for one function object, where its name means something else too: ``nn.init.uniform_``."""
 HANDLERS: dict[str, Callable[..., Any]] = {}
 
 
@@ -87,9 +89,9 @@ def rule(*names: str, parameters: str = "") -> Callable[[RuleFunction], RuleFunc
     return register
 
 
-def equations(names: str, equation: str, parameters: str = "", min_local: int = 0) -> None:
+def equations(names: str, equation: str, parameters: str = "", filled: str = "") -> None:
     """Register one equation under several folded names."""
-    resolution = Resolution(equation, min_local=min_local)
+    resolution = Resolution(equation, filled=filled)
     rule(*names.split(), parameters=parameters)(lambda call: resolution)
 
 

@@ -1,0 +1,107 @@
+"""Small plain torch models: nothing in them knows of ranks."""
+
+from __future__ import annotations
+
+import copy
+import threading
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+_lock = threading.Lock()  # the default generator is shared by simulated ranks
+_made: dict[str, nn.Module] = {}
+
+
+class CNN(nn.Module):
+    """Two convolutions with batch norm, in-place activation, two linear layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(1, 6, 3, padding=1), nn.BatchNorm2d(6)
+        self.conv2, self.bn2 = nn.Conv2d(6, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.fc1, self.fc2 = nn.Linear(8 * 4, 16), nn.Linear(16, 10)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        x = F.max_pool2d(self.relu(self.bn1(self.conv1(x))), 2)
+        x = F.max_pool2d(F.relu(self.bn2(self.conv2(x))), 2)
+        return self.fc2(F.relu(self.fc1(x.flatten(1))))
+
+
+class Encoder(nn.Module):
+    """torch's own transformer encoder."""
+
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
+        self.inp, self.enc = nn.Linear(4, 16), nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, x):
+        return self.head(self.enc(self.inp(x)).mean(1))
+
+
+class Attention(nn.Module):
+    """Embedding, causal attention with heads, a residual, and a head tied to the embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.tok, self.norm = nn.Embedding(10, 16), nn.LayerNorm(16)
+        self.q, self.k, self.v, self.o = (nn.Linear(16, 16) for _ in range(4))
+        self.head = nn.Linear(16, 10, bias=False)
+        self.head.weight = self.tok.weight
+
+    def forward(self, ids):
+        x = self.tok(ids)
+        y = self.norm(x)
+        batch, length, _ = y.shape
+        q, k, v = (part(y).view(batch, length, -1, 4).transpose(1, 2) for part in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(batch, length, -1)
+        return self.head((x + self.o(y)).mean(1))
+
+
+class Skip(nn.Module):
+    """A skip edge over two layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c, self.d = (nn.Linear(12, 12) for _ in range(4))
+        self.head = nn.Linear(12, 10)
+
+    def forward(self, x):
+        x = torch.tanh(self.a(x))
+        y = torch.tanh(self.c(torch.tanh(self.b(x)))) + x
+        return self.head(torch.relu(self.d(y)) + 0.5 * x)
+
+
+def mlp() -> nn.Sequential:
+    """Four linear layers."""
+    sizes = [16, 32, 24, 20, 10]
+    layers: list[nn.Module] = []
+    for a, b in zip(sizes, sizes[1:], strict=False):
+        layers += [nn.Linear(a, b), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+MODELS = {"mlp": mlp, "cnn": CNN, "encoder": Encoder, "attention": Attention, "skip": Skip}
+
+
+def make(kind: str) -> nn.Module:
+    """A model with the weights of seed 0."""
+    with _lock:
+        if kind not in _made:
+            torch.manual_seed(0)
+            _made[kind] = MODELS[kind]()
+        return copy.deepcopy(_made[kind])
+
+
+def batch_for(kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and labels; the number of samples is odd."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = {"mlp": (23, 16), "cnn": (23, 1, 8, 8), "encoder": (23, 5, 4), "skip": (23, 12)}
+    if kind == "attention":
+        inputs = torch.randint(0, 10, (23, 5), generator=generator)
+    else:
+        inputs = torch.randn(shapes[kind], generator=generator)
+    return inputs, torch.randint(0, 10, (23,), generator=generator)

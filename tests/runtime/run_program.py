@@ -1,0 +1,52 @@
+"""What torchrun starts in ``test_processes``: one of the programs, on every rank."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import warnings
+
+import torch
+
+import workbench as wb
+from tests.runtime.programs import boxing_forward_and_backward, training_equals_one_device
+from workbench.errors import CollectiveAborted
+from workbench.runtime.ops.dispatch import FallbackWarning
+
+
+def boxing(num_ranks: str, count: str) -> None:
+    print(f"{boxing_forward_and_backward(int(num_ranks), int(count))} boxings")
+
+
+def training(kind: str, *strategies: str) -> None:
+    warnings.simplefilter("ignore", FallbackWarning)
+    for strategy in strategies:
+        losses, weights = training_equals_one_device(kind, strategy, wb.world_size())
+        assert losses < 1e-5 and weights < 1e-5, (strategy, losses, weights)
+        if wb.rank() == 0:
+            print("equal")
+
+
+def dying() -> None:
+    if wb.rank() == 1:
+        time.sleep(0.5)
+        os._exit(0)
+    started = time.perf_counter()
+    try:
+        wb.ones(4, placement=wb.placement("cpu", ranks=[0, 1]), sbp="S(0)").to_global(sbp="B")
+    except CollectiveAborted as error:
+        print(f"after {time.perf_counter() - started:.1f} s: {error}")
+
+
+def example() -> None:
+    p = wb.placement("cpu", ranks=[0, 1])
+    x = wb.randn(4, 5, placement=p, sbp=wb.sbp.split(0))
+    w = wb.randn(5, 8, placement=p, sbp=wb.sbp.broadcast)
+    print((x @ w).shape)
+    torch.testing.assert_close((x @ w).full_tensor(), x.full_tensor() @ w.full_tensor())
+
+
+if __name__ == "__main__":
+    wb.init()
+    {"boxing": boxing, "training": training, "dying": dying, "example": example}[sys.argv[1]](*sys.argv[2:])

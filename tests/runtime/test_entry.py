@@ -1,0 +1,105 @@
+"""Doors between plain and global tensors: values, gradients, disagreement."""
+
+import pytest
+import torch
+
+import workbench as wb
+from workbench.errors import LayoutError
+from workbench.testing import run_ranks
+
+
+def test_shards_concatenate_and_uneven_ones_are_rebalanced():
+    def program(rank):
+        local = torch.full((rank + 1, 2), float(rank))
+        x = wb.to_global(local, placement=wb.placement.all("cpu"), sbp=wb.sbp.split(0))
+        assert x.shape == (6, 2) and x.to_local().shape == (2, 2)
+        return x.full_tensor()[:, 0].tolist()
+
+    assert run_ranks(program, 3)[1] == [0, 1, 1, 2, 2, 2]
+
+
+def test_terms_add_up():
+    def program(rank):
+        x = wb.to_global(torch.ones(3) * rank, placement=wb.placement.all("cpu"), sbp=wb.sbp.partial_sum)
+        return x.full_tensor().tolist()
+
+    assert run_ranks(program, 3)[0] == [3.0, 3.0, 3.0]
+
+
+def test_copies_that_differ_are_refused_and_nobody_is_overwritten():
+    def program(rank):
+        local = torch.ones(3) * rank
+        with pytest.raises(LayoutError, match=r"ranks 0 and 1 hold different values.*broadcast_from=0"):
+            wb.to_global(local, placement=wb.placement.all("cpu"), sbp="B")
+        x = wb.to_global(local, placement=wb.placement.all("cpu"), sbp="B", broadcast_from=1)
+        assert local.tolist() == [rank] * 3
+        return x.to_local().tolist()
+
+    assert run_ranks(program, 2) == [[1.0] * 3] * 2
+
+
+def test_unlike_dtypes_and_sizes_are_refused():
+    def program(rank):
+        p = wb.placement.all("cpu")
+        with pytest.raises(LayoutError, match="same dtype"):
+            wb.to_global(torch.ones(2, dtype=torch.float64 if rank else torch.float32), placement=p, sbp="S(0)")
+        with pytest.raises(LayoutError, match="Only split dims may differ"):
+            wb.to_global(torch.ones(2, 3 + rank), placement=p, sbp="S(0)")
+
+    run_ranks(program, 2)
+
+
+def test_a_plain_learnable_tensor_gets_its_whole_gradient():
+    def program(rank):
+        x = wb.ones(6, 2, placement=wb.placement("cpu", ranks=[0, 1]), sbp="S(0)")
+        scale = torch.tensor([2.0, 3.0], requires_grad=True)
+        (x * scale).sum().backward()
+        return scale.grad.tolist()
+
+    assert run_ranks(program, 3) == [[6.0, 6.0]] * 3
+
+
+@pytest.mark.parametrize("sbp", ["B", "S(0)"])
+def test_a_plain_loss_on_full_tensor_gives_one_devices_gradient(sbp):
+    def program(rank):
+        x = wb.ones(4, placement=wb.placement.all("cpu"), sbp=sbp, requires_grad=True)
+        (x.full_tensor() ** 2).sum().backward()
+        return x.grad.full_tensor().tolist()
+
+    assert run_ranks(program, 2) == [[2.0] * 4] * 2
+
+
+def test_outside_the_placement():
+    def program(rank):
+        x = wb.ones(4, 2, placement=wb.placement("cpu", ranks=[0]), sbp="B")
+        if rank == 1:
+            assert x.to_local().numel() == 0 and "not on this rank" in repr(x)
+            with pytest.raises(LayoutError, match="rank 1 is not in"):
+                x.full_tensor()
+        else:
+            assert x.full_tensor().shape == (4, 2)
+        assert x.sum().item() == 8.0 and bool(x.sum() > 7) and x.tolist() == [[1.0, 1.0]] * 4
+        return str(x), f"{x.sum():.1f}"
+
+    texts = run_ranks(program, 2)
+    assert texts[0] == texts[1] and "8.0" in texts[0]
+
+
+def test_repr_never_communicates():
+    def program(rank):
+        x = wb.ones(4, 2, placement=wb.placement.all("cpu"), sbp="S(0)")
+        return repr(x) if rank == 0 else None
+
+    assert run_ranks(program, 2)[0] == "GlobalTensor((4, 2), float32, S(0) on cpu:[0, 1])"
+
+
+def test_check_mode_finds_plain_tensors_that_differ(monkeypatch):
+    monkeypatch.setenv("WORKBENCH_CHECK", "1")
+
+    def program(rank):
+        x = wb.ones(4, placement=wb.placement.all("cpu"), sbp="S(0)")
+        with pytest.raises(LayoutError, match="ranks 0 and 1 hold different values"):
+            x * torch.ones(4).mul(rank + 1)
+        return (x * torch.ones(4)).sum().item()
+
+    assert run_ranks(program, 2) == [4.0, 4.0]

@@ -1,0 +1,44 @@
+"""The programs of the simulated ranks on real processes over gloo, started by torchrun."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.procs
+
+
+def torchrun(num_ranks, *call, timeout_s=110):
+    """Run ``tests.runtime.run_program`` on so many processes; returns their output."""
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={num_ranks}", "--standalone"]
+    command += ["-m", "tests.runtime.run_program", *map(str, call)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=timeout_s, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_boxing_between_sampled_layouts(num_ranks):
+    assert torchrun(num_ranks, "boxing", num_ranks, 60).count("60 boxings") == num_ranks
+
+
+def test_training_equals_one_device_under_every_preset():
+    output = torchrun(2, "training", "mlp", "data", "model", "pipeline", "hybrid")
+    assert output.count("equal") == 4
+
+
+def test_a_convolutional_net_on_four_processes():
+    output = torchrun(4, "training", "cnn", "*: data | 1x2x2", "conv1: data; fc1: model@1 | 2x1x2 mb=3 1f1b")
+    assert output.count("equal") == 2
+
+
+def test_a_rank_that_dies_ends_the_others_waits_with_the_cause():
+    assert "lost" in torchrun(2, "dying")
+
+
+def test_the_example_of_the_readme():
+    assert torchrun(2, "example").count("torch.Size([4, 8])") == 2
