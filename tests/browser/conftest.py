@@ -177,6 +177,13 @@ class LabPage:
         # A command's promise ends with the run; handing it out would block until then.
         self.page.evaluate("() => { window.jupyterapp.commands.execute('notebook:run-all-above'); return 1 }")
 
+    def wait_for_output(self, selector: str, timeout_s: float = 90) -> None:
+        """Wait for something that a cell shows; an error in a cell fails at once, with its text."""
+        error = ".jp-OutputArea-output[data-mime-type='application/vnd.jupyter.error']"
+        self.page.wait_for_selector(f"{selector}, {error}", timeout=timeout_s * 1000)
+        shown = self.page.locator(error)
+        assert shown.count() == 0, shown.first.inner_text()
+
     def points(self, trace: str) -> int:
         """Points of a trace of the live figure."""
         script = """name => {
@@ -200,7 +207,7 @@ class LabPage:
 
 
 @pytest.fixture
-def open_notebook(chromium: str, lab: LabServer) -> Iterator[Any]:
+def open_notebook(chromium: str, lab: LabServer, request: pytest.FixtureRequest) -> Iterator[Any]:
     """A function that opens a notebook and waits for its kernel; console errors fail the test at its end."""
     from playwright.sync_api import sync_playwright
 
@@ -219,8 +226,8 @@ def open_notebook(chromium: str, lab: LabServer) -> Iterator[Any]:
             return result
 
         yield open_page
-        for number, lab_page in enumerate(opened):
-            lab_page.page.screenshot(path=lab.folder / f"last-page-{number}.png")  # to look at after a failure
+        for lab_page in opened:  # to look at after a failure
+            lab_page.page.screenshot(path=lab.folder / f"{request.node.name}.png")
         browser.close()
     lab.shut_down_kernels()
     assert [error for page in opened for error in page.errors] == []

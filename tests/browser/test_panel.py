@@ -62,7 +62,7 @@ def test_toggle_run_and_compare(open_notebook: Any) -> None:
     lab_page = open_notebook(NOTEBOOK)
     page = lab_page.page
     lab_page.run_cells(panel_cell())
-    layer(page, "head").wait_for(timeout=90 * SECONDS)
+    lab_page.wait_for_output(".wb-row[data-layer='head']")
     assert text_field(page).input_value() == "fc1: data; fc2: data; fc3: model; head: model | 1x1x2"
 
     option(page, "fc2", "model").click()
@@ -92,7 +92,7 @@ def test_a_mistake_is_shown_at_its_row_and_can_be_fixed(open_notebook: Any) -> N
     lab_page = open_notebook(NOTEBOOK)
     page = lab_page.page
     lab_page.run_cells(panel_cell())
-    layer(page, "head").wait_for(timeout=90 * SECONDS)
+    lab_page.wait_for_output(".wb-row[data-layer='head']")
     page.locator(".wb-panel button", has_text="pipeline").click()
     page.wait_for_selector(".wb-row[data-layer='head'] .stage .on[data-value='1']")
 

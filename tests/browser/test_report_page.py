@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.browser.conftest import CHROMIUM_OPTIONS, IMAGES, screenshots_wanted
+from tests.browser.conftest import CHROMIUM_OPTIONS
 from tests.ui.conftest import make_record
 from workbench.ui.report import write_report
 
@@ -33,8 +33,6 @@ def test_the_report_draws_everything_by_itself(chromium: str, tmp_path: Path, th
         page.wait_for_function(f"() => document.querySelectorAll('.js-plotly-plot .main-svg').length >= {NUM_FIGURES}")
         overflow = page.evaluate("() => document.documentElement.scrollWidth - document.documentElement.clientWidth")
         background = page.evaluate("() => getComputedStyle(document.body).backgroundColor")
-        if screenshots_wanted():
-            page.screenshot(path=IMAGES / f"report{'-dark' if theme == 'dark' else ''}.png", full_page=True)
         browser.close()
     assert problems == []
     assert overflow <= 0, "nothing is cut off at the right"

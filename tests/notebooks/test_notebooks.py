@@ -51,7 +51,6 @@ def test_stored_without_outputs_and_with_a_kernel(path: Path) -> None:
 
 
 @pytest.mark.engines
-@pytest.mark.slow
 @pytest.mark.timeout(240)
 class TestFirstNotebook:
     def test_nothing_failed(self, executed: Any) -> None:
