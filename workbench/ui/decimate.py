@@ -15,7 +15,7 @@ def decimate(x: np.ndarray, y: np.ndarray, max_points: int = MAX_POINTS) -> tupl
     Curves that are short enough come back as they are. Points without a value (nan) are left out.
 
     >>> x, y = decimate(np.arange(5000), np.arange(5000) % 7)
-    >>> len(x), y.min(), y.max()
+    >>> len(x), int(y.min()), int(y.max())
     (1000, 0, 6)
     """
     if max_points < 2 or max_points % 2:
