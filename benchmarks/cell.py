@@ -46,8 +46,8 @@ def measure(rounds: int, calls: int) -> dict[str, float]:
 def main() -> int:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--calls", type=int, default=10, help="cells per round")
+    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--calls", type=int, default=2, help="cells per round")
     args = parser.parse_args()
     time_s = measure(args.rounds, args.calls)
     bare, ours = time_s

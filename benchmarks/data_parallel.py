@@ -109,8 +109,8 @@ def launch(arguments: list[str]) -> int:
 def main() -> int:
     """Launch, or work if this process has been launched."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--calls", type=int, default=20, help="steps per round")
+    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--calls", type=int, default=5, help="steps per round")
     args = parser.parse_args()
     if "RANK" not in os.environ:
         return launch(sys.argv[1:])

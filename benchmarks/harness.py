@@ -1,7 +1,8 @@
 """Timing, tables and result files for all benchmarks.
 
 Candidates take turns in short rounds, in an order that changes from round to round, so that a machine that slows down
-or is shared slows all of them; what is reported is the median over the rounds, and ratios of such medians.
+or is shared slows all of them; what is reported is the median over the rounds, and ratios of such medians. Many short
+rounds are better than few long ones: most of them are then not interrupted.
 """
 
 from __future__ import annotations
@@ -47,22 +48,22 @@ def interleave(
     """
     names = list(candidates)
     times: dict[str, list[float]] = {name: [] for name in names}
-    for round_number in range(rounds + 1):
-        shift = round_number % len(names)
-        for name in [*names[shift:], *names[:shift]]:
-            time_s = _time_turn(candidates[name], calls, around)
-            if round_number:
-                times[name].append(time_s / calls)
+    with _no_garbage_collection():
+        for round_number in range(rounds + 1):
+            shift = round_number % len(names)
+            for name in [*names[shift:], *names[:shift]]:
+                time_s = _time_turn(candidates[name], calls, around)
+                if round_number:
+                    times[name].append(time_s / calls)
     return times
 
 
 def _time_turn(action: Action, calls: int, around: Callable[[], AbstractContextManager[object]]) -> float:
-    with _no_garbage_collection():
-        started = time.perf_counter()
-        with around():
-            for _ in range(calls):
-                action()
-        return time.perf_counter() - started
+    started = time.perf_counter()
+    with around():
+        for _ in range(calls):
+            action()
+    return time.perf_counter() - started
 
 
 @contextmanager

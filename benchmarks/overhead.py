@@ -84,8 +84,8 @@ def measure(operation: Operation, on: dict[str, Operands], rounds: int, calls: i
 def main() -> int:
     """Print the table; the ratio that counts is the worst one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--calls", type=int, default=200, help="per round")
+    parser.add_argument("--rounds", type=int, default=500)
+    parser.add_argument("--calls", type=int, default=20, help="per round")
     args = parser.parse_args()
     torch.set_num_threads(1)
     on = all_operands()
