@@ -52,6 +52,7 @@ def run_ranks(fn: Callable[..., Any], num_ranks: int = 2, *, seed: int = _SEED) 
         thread.join()
     if failures:
         _raise_first_cause(failures)
+    hub.check_empty()
     return results
 
 

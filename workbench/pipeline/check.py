@@ -13,9 +13,16 @@ def check_table(table: Table, num_stages: int, num_micro_batches: int) -> list[s
     """
     wanted = {Action(s, kind, m) for s in range(num_stages) for kind in "FB" for m in range(num_micro_batches)}
     listed = [action for actions in table for action in actions]
-    problems = [f"{action} stands {listed.count(action)} times" for action in sorted(set(listed), key=str) if listed.count(action) > 1]
+    problems = [
+        f"{action} stands {listed.count(action)} times"
+        for action in sorted(set(listed), key=str)
+        if listed.count(action) > 1
+    ]
     problems += [f"{action} is missing" for action in sorted(wanted - set(listed), key=str)]
-    problems += [f"{action} is not of {num_stages} stages and {num_micro_batches} micro-batches" for action in sorted(set(listed) - wanted, key=str)]
+    problems += [
+        f"{action} is not of {num_stages} stages and {num_micro_batches} micro-batches"
+        for action in sorted(set(listed) - wanted, key=str)
+    ]
     return problems or _run(table, num_stages)
 
 
@@ -30,7 +37,11 @@ def _run(table: Table, num_stages: int) -> list[str]:
                 done.add(actions[position[rank]])
                 position[rank] += 1
                 progress = True
-    stuck = [f"rank {rank} waits at {actions[at]}" for rank, (actions, at) in enumerate(zip(table, position, strict=True)) if at < len(actions)]
+    stuck = [
+        f"rank {rank} waits at {actions[at]}"
+        for rank, (actions, at) in enumerate(zip(table, position, strict=True))
+        if at < len(actions)
+    ]
     return [f"deadlock: {', '.join(stuck)}"] if stuck else []
 
 

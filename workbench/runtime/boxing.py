@@ -85,17 +85,13 @@ class _Box(torch.autograd.Function):
         source, target, tag, dtype, device = ctx.boxing
         if ctx.ghost_leaf is not None:
             ctx.ghost_leaf._ghost_grad = True  # its owner has a gradient now, so ``leaf.grad is None`` must agree
-        incoming, outgoing = _dual_spec(target), _dual_spec(source)
+        incoming, outgoing = target.dual, source.dual
         grad = grads[0]
         if grad is None:  # a ghost's gradient, or none at all: either way this rank contributes nothing
             grad = ghost_storage(incoming.local_shape, dtype, device)
         result = _Box.apply(grad, incoming, outgoing, tag | 1)
         # A ghost has no gradient to keep, and autograd would clone one for a leaf into full storage.
         return (None if outgoing.is_ghost else result), None, None, None
-
-
-def _dual_spec(spec: Spec) -> Spec:
-    return spec_of(spec.world, spec.layout.dual(), spec.shape)
 
 
 def run_plan(plan: BoxingPlan, local: torch.Tensor, world: World, target: Spec, tag: int) -> torch.Tensor:

@@ -9,19 +9,20 @@ the optimizer does, fused or foreach, it does to plain local tensors.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from workbench.core.boxing import plan_boxing
 from workbench.runtime.tensor import GlobalTensor, local_torch, plain
 
 BUCKET_BYTES = 25 * 2**20
 """Gradients are reduced in flat buckets of about this size."""
 
+Graded = tuple[GlobalTensor, torch.Tensor]
+"""A parameter and its local gradient."""
 _installed = False
 _swapped: dict[int, list[list[Any]]] = {}
 
@@ -42,41 +43,28 @@ def reduced_gradients(parameters: Iterable[GlobalTensor]) -> dict[GlobalTensor, 
     without a gradient are left out.
     """
     result: dict[GlobalTensor, torch.Tensor] = {}
-    buckets: dict[Any, list[GlobalTensor]] = {}
-    for parameter in parameters:
-        local = _local_grad(parameter)
+    buckets: dict[Any, list[Graded]] = {}
+    with local_torch():
+        graded = [(parameter, parameter.grad) for parameter in parameters]
+    for parameter, local in graded:
         if local is None:
             continue
-        group = _reduce_group(parameter)
+        group = parameter._spec.term_ranks
         if len(group) == 1:
             result[parameter] = local
         else:
-            buckets.setdefault((group, local.dtype), []).append(parameter)
+            buckets.setdefault((group, local.dtype), []).append((parameter, local))
     for (group, _), members in buckets.items():
         for bucket in _cut_into_buckets(members):
             result.update(_reduce_bucket(bucket, group))
     return result
 
 
-def _local_grad(parameter: GlobalTensor) -> torch.Tensor | None:
-    with local_torch():
-        return parameter.grad
-
-
-def _reduce_group(parameter: GlobalTensor) -> tuple[int, ...]:
-    """The ranks that hold terms of this parameter's gradient, this rank among them."""
-    spec = parameter._spec
-    plan = plan_boxing(spec.layout.dual(), spec.layout, spec.shape, itemsize=4)
-    return next((group for group in plan.groups if spec.world.rank in group), (spec.world.rank,))
-
-
-def _cut_into_buckets(members: list[GlobalTensor]) -> Iterable[list[GlobalTensor]]:
-    bucket: list[GlobalTensor] = []
+def _cut_into_buckets(members: list[Graded]) -> Iterator[list[Graded]]:
+    bucket: list[Graded] = []
     size = 0
-    for parameter in members:
-        local = _local_grad(parameter)
-        assert local is not None
-        bucket.append(parameter)
+    for parameter, local in members:
+        bucket.append((parameter, local))
         size += local.numel() * local.element_size()
         if size >= BUCKET_BYTES:
             yield bucket
@@ -85,17 +73,16 @@ def _cut_into_buckets(members: list[GlobalTensor]) -> Iterable[list[GlobalTensor
         yield bucket
 
 
-def _reduce_bucket(bucket: list[GlobalTensor], group: tuple[int, ...]) -> dict[GlobalTensor, torch.Tensor]:
-    world = bucket[0]._spec.world
+def _reduce_bucket(bucket: list[Graded], group: tuple[int, ...]) -> dict[GlobalTensor, torch.Tensor]:
+    world = bucket[0][0]._spec.world
     started = time.perf_counter()
-    grads = [grad for grad in map(_local_grad, bucket) if grad is not None]
-    flat = torch.cat([grad.reshape(-1) for grad in grads])
+    flat = torch.cat([local.reshape(-1) for _, local in bucket])
     header = f"reduction of {len(bucket)} gradients, {flat.numel()} elements"
     world.transport.all_reduce(flat, group, "sum", world.next_tag(), header)
     sent = 2 * (len(group) - 1) * flat.numel() * flat.element_size() // len(group)
     world.traffic.add("gradients", sent, time.perf_counter() - started)
-    pieces = flat.split([grad.numel() for grad in grads])
-    return {p: piece.view(grad.shape) for p, piece, grad in zip(bucket, pieces, grads, strict=True)}
+    pieces = flat.split([local.numel() for _, local in bucket])
+    return {p: piece.view(local.shape) for (p, local), piece in zip(bucket, pieces, strict=True)}
 
 
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:

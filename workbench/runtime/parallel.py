@@ -135,6 +135,7 @@ class _ModulePlan:
 
     def __init__(self, world: World, resolved: ResolvedStrategy) -> None:
         self.world, self.resolved = world, resolved
+        self._input_layouts: dict[tuple[str, int], Layout] = {}
         _, data, model = resolved.degrees
         # Axes of size one are left out: boxing along them would do nothing, at a price.
         self.axes = [name for name, size in (("data", data), ("model", model)) if size > 1] or ["data"]
@@ -153,6 +154,12 @@ class _ModulePlan:
 
     def input_layout(self, choice: ResolvedLayer, ndim: int) -> Layout:
         """What the layer's choice means for its input; a scalar is everywhere."""
+        known = self._input_layouts.get((choice.name, ndim))
+        if known is None:
+            known = self._input_layouts[choice.name, ndim] = self._input_layout(choice, ndim)
+        return known
+
+    def _input_layout(self, choice: ResolvedLayer, ndim: int) -> Layout:
         if ndim == 0:
             return self.layout(choice, broadcast, broadcast)
         if choice.parallel == "data":
@@ -206,6 +213,8 @@ class _ModulePlan:
         stage = self.placements[choice.stage]
 
         def box_inputs(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):  # nearly always
+                return (self._enter(args[0], choice),), kwargs
             return tree_map(lambda value: self._enter(value, choice), (args, kwargs))
 
         handles = [layer.register_forward_pre_hook(box_inputs, with_kwargs=True)]

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from workbench.core.boxing import plan_boxing
 from workbench.core.layout import Layout, Shape
 from workbench.core.placement import Placement
 from workbench.core.sbp import NdSbp
@@ -33,12 +34,29 @@ class Spec:
         plans: the world's cache of what to do for a function and its arguments' specs.
     """
 
-    __slots__ = ("is_ghost", "layout", "local_shape", "plans", "shape", "world")
+    __slots__ = ("_dual", "_term_ranks", "is_ghost", "layout", "local_shape", "plans", "shape", "world")
 
     def __init__(self, world: World, layout: Layout, shape: Shape) -> None:
         self.world, self.layout, self.shape, self.plans = world, layout, shape, world.plans
+        self._dual: Spec | None = None
+        self._term_ranks: tuple[int, ...] | None = None
         self.is_ghost = world.rank not in layout.placement
         self.local_shape = shape if self.is_ghost else layout.local_shape(shape, world.rank)
+
+    @property
+    def dual(self) -> Spec:
+        """The spec of this tensor's gradient."""
+        if self._dual is None:
+            self._dual = spec_of(self.world, self.layout.dual(), self.shape)
+        return self._dual
+
+    @property
+    def term_ranks(self) -> tuple[int, ...]:
+        """The ranks that hold terms of the same part of this tensor's gradient as this rank does, itself among them."""
+        if self._term_ranks is None:
+            groups = plan_boxing(self.layout.dual(), self.layout, self.shape, itemsize=1).groups
+            self._term_ranks = next((group for group in groups if self.world.rank in group), (self.world.rank,))
+        return self._term_ranks
 
     def __repr__(self) -> str:
         return f"Spec({self.layout}, {tuple(self.shape)})"
@@ -106,7 +124,7 @@ class GlobalTensor(torch.Tensor):
         """The gradient: a global tensor whose layout is the dual of this one's (B has P: one term on each rank)."""
         if not _torch_function_enabled():
             return _grad_slot.__get__(self)
-        spec = spec_of(self._spec.world, self._spec.layout.dual(), self._spec.shape)
+        spec = self._spec.dual
         with local_torch():
             grad = _grad_slot.__get__(self)
             if grad is None:

@@ -171,6 +171,7 @@ class _Run:
         self.pending: list[torch.Tensor] = []
         self.times: list[float] = []
         self.sent: list[int] = []
+        self.boxing_s = 0.0
 
     def actions(self, num_micro_batches: int) -> list[Action]:
         """This rank's actions for a step of so many micro-batches."""
@@ -182,7 +183,8 @@ class _Run:
     def step(self, batch: Batch, measures_activations: bool) -> float:
         """One training step; returns its seconds. The loss stays where it is until ``fetch_losses``."""
         started = time.perf_counter()
-        sent_before = self.world.traffic.sent_bytes
+        traffic = self.world.traffic
+        sent_before, waited_before = traffic.sent_bytes, traffic.time_s
         parts = micro_batches_of(batch, self.resolved.num_micro_batches)
         self.optimizer.zero_grad()
 
@@ -196,7 +198,8 @@ class _Run:
         self.optimizer.step()
         self.pending.append(losses[0] if len(losses) == 1 else torch.stack(losses).sum())
         self.times.append(time.perf_counter() - started)
-        self.sent.append(self.world.traffic.sent_bytes - sent_before)
+        self.sent.append(traffic.sent_bytes - sent_before)
+        self.boxing_s = traffic.time_s - waited_before
         return self.times[-1]
 
     def fetch_losses(self) -> None:
@@ -219,7 +222,6 @@ class _Run:
     def metrics(self, step: int, batch_size: int) -> StepMetrics:
         """The record of the last step."""
         loss = self.losses[-1] if self.losses and not self.pending else None
-        boxing_s = self.world.traffic.time_s / max(1, len(self.times))
         return StepMetrics(
             self.world.rank,
             step,
@@ -229,7 +231,7 @@ class _Run:
             loss,
             dict(self.memory),
             self.sent[-1],
-            boxing_s,
+            self.boxing_s,
         )
 
 
@@ -276,7 +278,7 @@ def run_strategy(
 def logical_state(model: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and buffers as plain logical tensors, on every rank of the world. All ranks call it."""
     return {
-        name: everywhere(value) if isinstance(value, GlobalTensor) else value.detach()
+        name: (everywhere(value) if isinstance(value, GlobalTensor) else value.detach()).clone()
         for name, value in (*model.named_parameters(), *model.named_buffers())
     }
 

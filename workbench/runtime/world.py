@@ -133,6 +133,7 @@ def init(
             timeout=datetime.timedelta(seconds=timeout_s),
         )
         transport: Transport = DistributedTransport(rank, world_size, backend, timeout_s)
+        _share_random_state(transport, chosen)
     else:
         transport = ThreadTransport(ThreadHub(1), 0)
     _process_world = _rejoined(rank, world_size, chosen, transport) or World(rank, world_size, chosen, transport)
@@ -148,6 +149,13 @@ def _rejoined(rank: int, world_size: int, device: torch.device, transport: Trans
     left.num_edges.clear()
     left.micro_batch, left.stage_order = 0, ()
     return left
+
+
+def _share_random_state(transport: Transport, device: torch.device) -> None:
+    """All ranks go on with rank 0's random numbers: torch seeds every process differently, and the ranks' models and the
+    keys of their random tensors must agree."""
+    states = transport.all_gather(torch.get_rng_state().to(device), "init()")
+    torch.set_rng_state(states[0].cpu())
 
 
 def shutdown() -> None:

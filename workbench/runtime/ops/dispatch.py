@@ -24,7 +24,7 @@ from workbench.errors import LayoutError
 from workbench.runtime.boxing import box, box_implicitly
 from workbench.runtime.entry import enter_as_broadcast
 from workbench.runtime.ops.ghost import TENSOR, ghost_in_place, ghost_outputs, infer_outputs
-from workbench.runtime.ops.planning import Plan, itemsize_of, make_plan
+from workbench.runtime.ops.planning import Plan, bind, itemsize_of, make_plan
 from workbench.runtime.ops.registry import COMPOSITES, EXACT, HANDLERS, RULES, Name, fold_name
 from workbench.runtime.tensor import GlobalTensor, Spec, label, local_torch, spec_of
 from workbench.runtime.world import World
@@ -199,13 +199,7 @@ def _to_placement(tensor: GlobalTensor, placement: Placement) -> GlobalTensor:
 def _run(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
     if plan.outputs is None:
         return _run_fallback(plan, func, args, kwargs)
-    leaves, structure = tree_flatten((args, kwargs))
-    targets, operands = iter(plan.targets), []
-    for position, leaf in enumerate(leaves):
-        if isinstance(leaf, GlobalTensor):
-            leaves[position] = box_implicitly(leaf, next(targets), plan.name.folded)
-            operands.append(leaves[position])
-    args, kwargs = tree_unflatten(leaves, structure)
+    args, kwargs, operands = _box_operands(plan, *bind(plan.name.folded, args, kwargs))
     if operands[0]._spec.is_ghost:
         return _run_on_ghost(plan, func, args, kwargs, operands)
     with local_torch():
@@ -213,6 +207,21 @@ def _run(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
     if plan.name.in_place:
         return operands[0]
     return _label_all(result, plan.outputs)
+
+
+def _box_operands(plan: Plan, args: Any, kwargs: Any) -> tuple[Any, Any, list[GlobalTensor]]:
+    """The arguments with every operand in the layout that the plan wants, and the operands."""
+    name = plan.name.folded
+    if plan.positions is not None:
+        boxed = list(args)
+        for position, target in zip(plan.positions, plan.targets, strict=True):
+            boxed[position] = box_implicitly(args[position], target, name)
+        return boxed, kwargs, [boxed[position] for position in plan.positions]
+    leaves, structure = tree_flatten((args, kwargs))
+    targets = iter(plan.targets)
+    leaves = [box_implicitly(leaf, next(targets), name) if isinstance(leaf, GlobalTensor) else leaf for leaf in leaves]
+    args, kwargs = tree_unflatten(leaves, structure)
+    return args, kwargs, [leaf for leaf in leaves if isinstance(leaf, GlobalTensor)]
 
 
 def _run_on_ghost(plan: Plan, func: Any, args: Any, kwargs: Any, operands: list[GlobalTensor]) -> Any:
@@ -277,7 +286,7 @@ def _fallback_in_place(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
     with local_torch():
         copy = label(whole.clone(), whole._spec)
     _run_fallback(
-        Plan(None, plan.targets, None, func, Name(plan.name.folded), plan.world), func, (copy, *args[1:]), kwargs
+        Plan(None, plan.targets, None, None, func, Name(plan.name.folded), plan.world), func, (copy, *args[1:]), kwargs
     )
     result = box(copy, spec.layout)
     if spec.is_ghost:

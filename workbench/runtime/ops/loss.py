@@ -47,13 +47,16 @@ def _mean_over_targets(function: Callable[..., Any]) -> Callable[..., Any]:
         plain_mean = reduction == "mean" and weight is None and size_average is None and reduce is None
         if not (by_index and splits and plain_mean):
             return NotImplemented
+        count = (target != ignore_index).sum().to(input.dtype)
+        target, count = (_as_global(tensor, input) for tensor in (target, count))
         total = function(input, target, None, None, ignore_index, None, "sum", *rest, **options)
-        count = (target != ignore_index).sum()
-        if not isinstance(count, GlobalTensor):
-            count = enter_as_broadcast(count, total._spec.world, total._spec.layout)
-        return scale_terms(total, count.to(total.dtype))
+        return scale_terms(total, count)
 
     return loss
+
+
+def _as_global(tensor: torch.Tensor, like: GlobalTensor) -> GlobalTensor:
+    return tensor if isinstance(tensor, GlobalTensor) else enter_as_broadcast(tensor, like._spec.world, like._spec.layout)
 
 
 composite("cross_entropy")(_mean_over_targets(torch.nn.functional.cross_entropy))

@@ -25,6 +25,7 @@ class Plan:
     Attributes:
         out: the result's spec where one tensor comes back and no operand has to be boxed; else None.
         targets: layout that each operand must have, in operand order.
+        positions: indices of the operands among the positional arguments, where all of them stand there bare; else None.
         outputs: specs of the results; None for a fallback, whose results are broadcast in the shape they come in.
         local: the function to run on the shards.
         name: folded name, for messages.
@@ -32,13 +33,14 @@ class Plan:
 
     out: Spec | None
     targets: list[Layout]
+    positions: tuple[int, ...] | None
     outputs: list[Spec] | None
     local: Callable[..., Any]
     name: Name
     world: World
 
 
-def _bind(name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+def bind(name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Keyword arguments moved to their positions, so that operands stand in the order of the equation."""
     parameters = PARAMETERS.get(name)
     if not parameters or not kwargs:
@@ -63,20 +65,24 @@ def make_plan(func: Any, args: Any, kwargs: Any) -> Plan:
         name = Name(name.folded, in_place=True)
     operands = operands_of(args, kwargs)
     world, placement = operands[0]._spec.world, operands[0]._spec.layout.placement
-    ordered_args, ordered_kwargs = _bind(name.folded, args, kwargs)
+    ordered_args, ordered_kwargs = bind(name.folded, args, kwargs)
     call = Call(name.folded, func, ordered_args, ordered_kwargs, operands_of(ordered_args, ordered_kwargs))
+    returns_tensor = False
     resolution = None
     if name.folded in RULES and kwargs.get("out") is None:
-        call.outputs = [info[:2] for info in infer_outputs(func, args, kwargs)[0]]
+        inferred, structure, _ = infer_outputs(func, args, kwargs)
+        call.outputs, returns_tensor = [info[:2] for info in inferred], structure.is_leaf()
         resolution = RULES[name.folded](call)
     if resolution is not None:
-        plan = _plan_by_rule(call, name, resolution, placement, world)
+        plan = _plan_by_rule(call, name, resolution, placement, world, returns_tensor)
         if plan is not None:
             return plan
-    return Plan(None, [operand._spec.layout.broadcast() for operand in operands], None, func, name, world)
+    return Plan(None, [operand._spec.layout.broadcast() for operand in operands], None, None, func, name, world)
 
 
-def _plan_by_rule(call: Call, name: Name, resolution: Resolution, placement: Placement, world: World) -> Plan | None:
+def _plan_by_rule(
+    call: Call, name: Name, resolution: Resolution, placement: Placement, world: World, returns_tensor: bool
+) -> Plan | None:
     candidates = _candidates(call, resolution, placement)
     if name.in_place:
         candidates = _pinned(candidates, call)
@@ -98,15 +104,23 @@ def _plan_by_rule(call: Call, name: Name, resolution: Resolution, placement: Pla
         spec_of(world, Layout(placement, sbp), shape) for (shape, _), sbp in zip(call.outputs, sbps, strict=True)
     ]
     local = resolution.localize(call, inputs, outputs, choice.letters) if resolution.localize else None
-    in_order = call.operands == operands_of(call.args, call.kwargs)
     is_direct = (
-        len(outputs) == 1
+        returns_tensor
         and not name.in_place
-        and in_order
         and not outputs[0].is_ghost
         and all(spec is operand._spec for spec, operand in zip(inputs, call.operands, strict=True))
     )
-    return Plan(outputs[0] if is_direct else None, targets, outputs, local or call.func, name, world)
+    positions = tuple(i for i, arg in enumerate(call.args) if isinstance(arg, GlobalTensor))
+    stands_bare = len(positions) == len(call.operands)
+    return Plan(
+        outputs[0] if is_direct else None,
+        targets,
+        positions if stands_bare else None,
+        outputs,
+        local or call.func,
+        name,
+        world,
+    )
 
 
 def itemsize_of(tensor: GlobalTensor) -> int:

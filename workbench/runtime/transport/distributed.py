@@ -23,7 +23,7 @@ from workbench.runtime.transport.waiting import POLL_S, Helper
 
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _NUM_SPINS = 20
-_NUM_YIELDS = 400
+_NUM_YIELDS = 2000
 _SLEEP_S = 200e-6
 _TAG_RANGE = 1 << 30
 

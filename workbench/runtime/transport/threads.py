@@ -68,6 +68,12 @@ class ThreadHub:
             self.ended.add(rank)
             self.changed.notify_all()
 
+    def check_empty(self) -> None:
+        """Raise ``CollectiveAborted`` if something was sent that nobody has received."""
+        left = [f"{letters[0].header} from rank {s} to rank {d}" for (s, d, _), letters in self.mailboxes.items() if letters]
+        if left:
+            raise CollectiveAborted(f"{len(left)} messages were sent and never received, e.g. {left[0]}")
+
     def abort(self, reason: str) -> None:
         """End all waits of all ranks; the first reason stays."""
         with self.changed:
