@@ -8,7 +8,7 @@ set -eu
 
 venv=$1
 
-say() { printf '\033[1m==> %s\033[0m\n' "$*"; }
+say() { printf '==> %s\n' "$*"; }
 fail() { printf 'install: %s\n' "$*" >&2; exit 1; }
 new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
 
