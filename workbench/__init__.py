@@ -12,7 +12,7 @@ Names are loaded when they are first used: importing the package loads neither t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 __version__ = "0.1.0.dev0"
 
@@ -20,8 +20,10 @@ _WHERE = {
     "workbench.core": ["sbp"],
     "workbench.core.strategy": ["Strategy"],
     "workbench.runtime.api": [
-        "GlobalTensor", "arange", "barrier", "boxing_plan", "empty", "explicit_boxing", "eye", "full", "init", "local_map",
-        "manual_seed", "ones", "parallelize", "placement", "rand", "randint", "randn", "rank", "rule", "tensor", "to_global",
+        "GlobalTensor", "arange", "barrier", "boxing_plan", "empty", "explicit_boxing", "eye", "full",
+        "init", "local_map",
+        "manual_seed", "ones", "parallelize", "placement", "rand", "randint", "randn", "rank", "rule",
+        "tensor", "to_global",
         "world_size", "zeros",
     ],
     "workbench.session": ["Session"],
@@ -30,7 +32,7 @@ _WHERE = {
     "workbench": ["errors", "testing"],
 }  # fmt: skip
 _MODULE_OF = {name: module for module, names in _WHERE.items() for name in names}
-__all__ = sorted(_MODULE_OF)
+__all__ = list(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:
@@ -63,8 +65,3 @@ def unload_ipython_extension(ipython: Any) -> None:
     from workbench.session import magic
 
     magic.unload_ipython_extension(ipython)
-
-
-if TYPE_CHECKING:
-    from workbench import errors, testing
-    from workbench.core import sbp

@@ -4,7 +4,8 @@ import pickle
 
 import pytest
 
-from workbench.core.strategy import PRESETS, Layer, Strategy, balanced_cuts, preset
+from workbench.core.presets import PRESETS, balanced_cuts, preset
+from workbench.core.strategy import Layer, Strategy
 from workbench.errors import StrategyError
 
 SIZES = {"fc1": (256, 64), "fc2": (256, 256), "fc3": (128, 256), "head": (10, 128)}

@@ -14,7 +14,7 @@ from tests.oracle import assert_holds, shard
 from tests.runtime.models import batch_for, make
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
-from workbench.core.strategy import preset
+from workbench.core.presets import preset
 from workbench.runtime.parallel import describe
 from workbench.runtime.tensor import label, spec_of
 from workbench.runtime.train import Job, largest_difference, run_one_device, run_strategy

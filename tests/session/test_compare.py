@@ -9,7 +9,7 @@ from torch import nn
 
 import workbench as wb
 from workbench.errors import StrategyError
-from workbench.session.compare import Comparison, CompareResult
+from workbench.session.compare import CompareResult, Comparison
 
 pytestmark = pytest.mark.engines
 

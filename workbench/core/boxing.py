@@ -147,7 +147,8 @@ class BoxingPlan:
         if len(crossing) > max_moves:
             lines.append(f"  ... and {len(crossing) - max_moves} more")
         lines.append(
-            f"  on the wire {format_bytes(self.wire_bytes)}, at most {format_bytes(max(self.bytes_sent.values()))} sent by a rank; "
+            f"  on the wire {format_bytes(self.wire_bytes)}, at most "
+            f"{format_bytes(max(self.bytes_sent.values()))} sent by a rank; "
             f"temporary at most {format_bytes(self.peak_temporary_bytes)} on a rank"
         )
         if cost is not None:
@@ -157,7 +158,10 @@ class BoxingPlan:
     def _describe_move(self, move: Move) -> str:
         region = ", ".join(f"{start}:{stop}" for start, stop in move.source_region)
         verb = "adds to" if self.reduction == "sum" else f"{self.reduction} with" if self.reduction else "to"
-        return f"{move.source} -> {move.destination}  [{region}] {verb} its shard, {format_bytes(move.num_elements * self.itemsize)}"
+        return (
+            f"{move.source} -> {move.destination}  [{region}] {verb} its shard, "
+            f"{format_bytes(move.num_elements * self.itemsize)}"
+        )
 
     __str__ = describe
 

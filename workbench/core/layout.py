@@ -48,7 +48,8 @@ class Layout:
         entries = as_nd_sbp(sbp)
         if len(entries) != placement.num_axes:
             raise SbpError(
-                f"sbp has {len(entries)} entr{'y' if len(entries) == 1 else 'ies'} ({format_sbp(entries)}) but {placement} has "
+                f"sbp has {len(entries)} entr{'y' if len(entries) == 1 else 'ies'} "
+                f"({format_sbp(entries)}) but {placement} has "
                 f"{placement.num_axes} ax{'is' if placement.num_axes == 1 else 'es'}. Give one per axis, "
                 f"e.g. sbp=({', '.join(['S(0)', *['B'] * (placement.num_axes - 1)])})."
             )

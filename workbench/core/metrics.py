@@ -74,5 +74,7 @@ class RunRecord:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> RunRecord:
         """The record that ``to_dict`` wrote; unknown keys are ignored so that old files load."""
-        known = {f.name: data[f.name] for f in fields(cls) if f.name in data}
-        return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in known.items()})
+        known: dict[str, Any] = {f.name: data[f.name] for f in fields(cls) if f.name in data}
+        for key, value in known.items():
+            known[key] = tuple(value) if isinstance(value, list) else value
+        return cls(**known)

@@ -12,7 +12,9 @@ from workbench.runtime.world import World
 
 
 def check_same_everywhere(module: nn.Module, world: World) -> None:
-    """Raise ``LayoutError`` if the plain parameters and buffers of ``module`` differ between ranks. All ranks call it."""
+    """Raise ``LayoutError`` if the plain parameters and buffers of ``module`` differ between ranks. All
+    ranks call it.
+    """
     if world.world_size == 1:
         return
     named = [

@@ -66,6 +66,7 @@ def explicit_boxing() -> Iterator[None]:
 
 __all__ = [
     "GlobalTensor", "arange", "barrier", "boxing_plan", "empty", "explicit_boxing", "eye", "full", "init", "local_map",
-    "manual_seed", "methods", "ones", "parallelize", "placement", "rand", "randint", "randn", "rank", "rule", "tensor", "to_global",
+    "manual_seed", "methods", "ones", "parallelize", "placement", "rand", "randint", "randn", "rank",
+    "rule", "tensor", "to_global",
     "world_size", "zeros",
 ]  # fmt: skip

@@ -48,8 +48,10 @@ def box_implicitly(tensor: GlobalTensor, layout: Layout, function: str) -> Globa
     plan = _plan(source, layout, tensor)
     if not source.world.implicit_boxing_allowed and not plan.is_local:
         raise ExplicitBoxingError(
-            f"{function}: needs a boxing {describe_sbp_change(source.layout, layout)} of {tuple(source.shape)} that the code "
-            f"does not write. Under wb.explicit_boxing() write x.to_global(placement={layout.placement}, sbp={layout.sbp})."
+            f"{function}: needs a boxing {describe_sbp_change(source.layout, layout)} of "
+            f"{tuple(source.shape)} that the code "
+            f"does not write. Under wb.explicit_boxing() write x.to_global(placement={layout.placement}, "
+            f"sbp={layout.sbp})."
         )
     if tensor._is_param:
         return box(tensor, layout)
@@ -139,7 +141,9 @@ def _exchange(plan: BoxingPlan, local: torch.Tensor, world: World, target: Spec,
 def _assemble(
     plan: BoxingPlan, pieces: list[tuple[Move, torch.Tensor]], target: Spec, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Put the slices into the new shard; terms of a sum are added in the order of the placement, in at least 32 bits."""
+    """Put the slices into the new shard; terms of a sum are added in the order of the placement, in at
+    least 32 bits.
+    """
     whole = tuple((0, size) for size in target.local_shape)
     if len(pieces) == 1 and pieces[0][0].destination_region == whole:
         piece = pieces[0][1]
@@ -160,7 +164,9 @@ def _assemble(
 
 def _identity(target: Spec, dtype: torch.dtype, device: torch.device, source_reduction: str | None) -> torch.Tensor:
     """An empty shard, or one filled with what changes nothing under the reduction."""
-    reductions = [entry.reduction for entry in target.layout.sbp if isinstance(entry, Partial)] or [source_reduction]
+    reductions: list[str | None] = [entry.reduction for entry in target.layout.sbp if isinstance(entry, Partial)] or [
+        source_reduction
+    ]
     if reductions[0] in (None, "sum"):
         return torch.zeros(target.local_shape, dtype=dtype, device=device)
     bounds = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)

@@ -39,13 +39,16 @@ def create(
     _check_device(world, placement)
     local = ghost_storage(shape, dtype, world.device) if spec.is_ghost else fill(whole, world)
     result = box(label(local, spec), wanted)
-    return result.requires_grad_() if requires_grad else result
+    if requires_grad:
+        result.requires_grad_()
+    return result
 
 
 def _check_device(world: World, placement: Placement) -> None:
     if world.rank in placement and placement.device_type != world.device.type:
         raise LayoutError(
-            f'{placement}: rank {world.rank} of this world works on {world.device}. Use placement("{world.device.type}", ...).'
+            f"{placement}: rank {world.rank} of this world works on {world.device}. "
+            f'Use placement("{world.device.type}", ...).'
         )
 
 
@@ -167,7 +170,7 @@ def rand(
 
 def randint(
     low: int,
-    high: int | None = None,
+    high: int | Sequence[int] | None = None,
     size: Sequence[int] = (),
     *,
     placement: Placement,
@@ -176,5 +179,6 @@ def randint(
 ) -> GlobalTensor:
     """Integers in [low, high), or in [0, low) where ``high`` is missing, the same for every layout."""
     if not isinstance(high, int):
-        low, high, size = 0, low, high if high is not None else size
+        size = size if high is None else high
+        low, high = 0, low
     return _random(tuple(size), dtype, placement, sbp, random.integer_sampler(low, high), requires_grad=False)

@@ -91,8 +91,7 @@ def to_global(
     Raises:
         LayoutError: ranks disagree about dtype, number of dims, or the value of a broadcast tensor.
 
-    >>> wb.to_global(torch.ones(2, 3), placement=wb.placement("cpu", ranks=[0, 1]), sbp=wb.sbp.split(0)).shape
-    torch.Size([4, 3])
+    On two ranks, ``wb.to_global(torch.ones(2, 3), placement=p, sbp=wb.sbp.split(0)).shape`` is (4, 3).
     """
     world = current()
     if isinstance(local, GlobalTensor):
@@ -131,7 +130,7 @@ class _Metadata:
 
 def content_hash(local: torch.Tensor) -> int:
     """56 bits that tell whether two tensors hold the same bytes."""
-    data = local.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    data = local.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "little")
 
 
@@ -148,7 +147,8 @@ def _logical_metadata(metadata: list[_Metadata], layout: Layout) -> tuple[tuple[
         other = metadata[rank]
         if (other.dtype, len(other.shape)) != (first.dtype, len(first.shape)):
             raise LayoutError(
-                f"to_global: rank {placement.grid[0]} gives {first.dtype} {first.shape}, rank {rank} gives {other.dtype} "
+                f"to_global: rank {placement.grid[0]} gives {first.dtype} {first.shape}, rank {rank} "
+                f"gives {other.dtype} "
                 f"{other.shape}. All ranks of {placement} give the same dtype and number of dims."
             )
     layout = layout.normalized(first.shape)
@@ -183,8 +183,10 @@ def _check_copies(metadata: list[_Metadata], layout: Layout) -> None:
         first = copies.setdefault(place, rank)
         if any(isinstance(entry, Broadcast) for entry in layout.sbp) and metadata[first].hash != metadata[rank].hash:
             raise LayoutError(
-                f"to_global(sbp={layout.sbp}): ranks {first} and {rank} hold different values, but B means the same value on "
-                f"all. Give broadcast_from={first} to take rank {first}'s, sbp.split(0) to concatenate, or sbp.partial_sum to add."
+                f"to_global(sbp={layout.sbp}): ranks {first} and {rank} hold different values, but B "
+                f"means the same value on "
+                f"all. Give broadcast_from={first} to take rank {first}'s, sbp.split(0) to concatenate, "
+                f"or sbp.partial_sum to add."
             )
 
 

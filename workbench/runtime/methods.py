@@ -27,7 +27,7 @@ def to_global(tensor: GlobalTensor, placement: Placement | None = None, sbp: Any
         SbpError: wrong number of entries, or a split dim out of range.
         PlacementError: a rank that the world does not have.
 
-    >>> x.to_global(sbp=wb.sbp.broadcast)      # all-gather of a split x
+    ``x.to_global(sbp=wb.sbp.broadcast)`` of a split ``x`` is an all-gather.
     """
     return box(tensor, _layout(tensor, placement, sbp))
 
@@ -58,7 +58,8 @@ def full_tensor(tensor: GlobalTensor) -> torch.Tensor:
     if whole._spec.is_ghost:
         raise LayoutError(
             f"full_tensor(): rank {whole._spec.world.rank} is not in {whole._spec.layout.placement}. "
-            "Box the tensor to a placement that has it: x.to_global(placement=wb.placement.all(...), sbp=wb.sbp.broadcast)."
+            "Box the tensor to a placement that has it: x.to_global(placement=wb.placement.all(...), "
+            "sbp=wb.sbp.broadcast)."
         )
     return leave(whole)
 

@@ -81,7 +81,7 @@ def parallelize(module: nn.Module, strategy: Strategy | str) -> nn.Module:
         there yet.
         LayoutError: the ranks hold different weights.
 
-    >>> model = wb.parallelize(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), "*: model")
+    ``model = wb.parallelize(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), "*: model")`` splits both weights.
     """
     world = current()
     strategy = Strategy(strategy) if isinstance(strategy, str) else strategy
@@ -200,7 +200,8 @@ class _ModulePlan:
         """This rank's slices of a tensor that all ranks hold, or of one that is global already."""
         with torch.no_grad():
             if isinstance(tensor, GlobalTensor):
-                return box(tensor.detach(), layout.normalized(tensor._spec.shape))
+                detached: Any = tensor.detach()
+                return box(detached, layout.normalized(tensor._spec.shape))
             spec = spec_of(self.world, layout, tuple(tensor.shape))
             if spec.is_ghost:
                 return label(ghost_storage(spec.shape, tensor.dtype, self.world.device), spec)
@@ -244,7 +245,8 @@ class _ModulePlan:
         if source > choice.stage:
             raise StrategyError(
                 f"layer {choice.name!r} is on stage {choice.stage}, but its input comes from stage {source}: under "
-                f"{self.resolved.schedule} with {self.resolved.num_micro_batches} micro-batches an edge that goes back deadlocks. "
+                f"{self.resolved.schedule} with {self.resolved.num_micro_batches} micro-batches an edge "
+                f"that goes back deadlocks. "
                 f"Put {choice.name!r} on stage {source}, or use the schedule gpipe."
             )
 

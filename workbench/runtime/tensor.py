@@ -120,7 +120,7 @@ class GlobalTensor(torch.Tensor):
         return self._spec.is_ghost
 
     @property
-    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+    def grad(self) -> torch.Tensor | None:
         """The gradient: a global tensor whose layout is the dual of this one's (B has P: one term on each rank)."""
         if not _torch_function_enabled():
             return _grad_slot.__get__(self)

@@ -64,7 +64,10 @@ class World:
         self.transport.abort(reason)
 
     def __repr__(self) -> str:
-        return f"World(rank={self.rank}, world_size={self.world_size}, device={self.device}, transport={self.transport_name})"
+        return (
+            f"World(rank={self.rank}, world_size={self.world_size}, device={self.device}, "
+            f"transport={self.transport_name})"
+        )
 
 
 _process_world: World | None = None
@@ -83,7 +86,8 @@ def current() -> World:
         return world
     if "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise WorldError(
-            f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} has not joined the world yet. Call wb.init() first."
+            f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} has not joined the world yet. Call "
+            f"wb.init() first."
         )
     return init(0, 1)
 
@@ -152,7 +156,8 @@ def _rejoined(rank: int, world_size: int, device: torch.device, transport: Trans
 
 
 def _share_random_state(transport: Transport, device: torch.device) -> None:
-    """All ranks go on with rank 0's random numbers: torch seeds every process differently, and the ranks' models and the
+    """All ranks go on with rank 0's random numbers: torch seeds every process differently, and the ranks'
+    models and the
     keys of their random tensors must agree."""
     states = transport.all_gather(torch.get_rng_state().to(device), "init()")
     torch.set_rng_state(states[0].cpu())

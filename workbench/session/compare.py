@@ -19,7 +19,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from workbench.core.metrics import RunRecord, StepMetrics
-from workbench.core.strategy import PRESETS, Layer, Strategy, preset
+from workbench.core.presets import PRESETS, preset
+from workbench.core.strategy import Layer, Strategy
 from workbench.errors import SessionError, StrategyError
 from workbench.runtime.parallel import describe
 from workbench.runtime.train import CHECKED_STEPS, WARM_UP_STEPS, Job, num_samples_of
@@ -31,7 +32,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 TOLERANCE = 1e-5
-"""Largest difference to one device over the first ``CHECKED_STEPS`` steps of a run that counts as equal: of its losses and,
+"""Largest difference to one device over the first ``CHECKED_STEPS`` steps of a run that counts as
+equal: of its losses and,
 under SGD, of the weights after them."""
 StrategyLike = Strategy | str
 _keys = itertools.count()
@@ -287,7 +289,7 @@ def compare(
     Raises:
         StrategyError: a strategy does not fit; nothing has run then.
 
-    >>> result = wb.compare(make_mlp, digits(), F.cross_entropy, ["data", "model"], batch_size=128)
+    ``wb.compare(make_mlp, digits(), F.cross_entropy, ["data", "model"], batch_size=128).table`` has a row for each.
     """
     named = _named(strategies)
     with (
@@ -356,16 +358,13 @@ def _settings(comparison: Comparison) -> dict[str, Any]:
     import torch
 
     job = comparison.job
-    optimizer_fn = job.optimizer_fn
     return {
         "model": getattr(job.model_fn, "__name__", type(job.model_fn).__name__),
         "num_parameters": sum(layer.num_parameters for layer in comparison.layers),
         "batch_size": job.batch_size,
         "steps": job.num_steps,
         "engines": comparison.session.num_engines,
-        "optimizer": inspect.getsource(optimizer_fn).strip()
-        if _has_source(optimizer_fn)
-        else "SGD(lr=0.1, momentum=0.9)",
+        "optimizer": _optimizer_text(job.optimizer_fn),
         "seed": job.seed,
         "torch": torch.__version__,
         "python": sys.version.split()[0],
@@ -373,11 +372,14 @@ def _settings(comparison: Comparison) -> dict[str, Any]:
     }
 
 
-def _has_source(function: Any) -> bool:
+def _optimizer_text(optimizer_fn: Any) -> str:
+    """The optimizer's source line, where there is one to show."""
+    if optimizer_fn is None:
+        return "SGD(lr=0.1, momentum=0.9)"
     try:
-        return function is not None and bool(inspect.getsource(function))
+        return inspect.getsource(optimizer_fn).strip()
     except (OSError, TypeError):
-        return False
+        return getattr(optimizer_fn, "__name__", repr(optimizer_fn))
 
 
 def _distance(a: float, b: float) -> float:

@@ -48,7 +48,9 @@ def train_one_device(key: str, num_micro_batches: int) -> RankReport:
 
 
 def train_strategy(key: str, strategy: str, num_micro_batches: int = 1) -> RankReport:
-    """Train under a strategy, publish this rank's steps; where the truth is kept, say how far the weights are from it."""
+    """Train under a strategy, publish this rank's steps; where the truth is kept, say how far the weights
+    are from it.
+    """
     torch.manual_seed(0)
     result = run_strategy(
         _jobs[key], strategy, on_step=engine.publish, should_stop=engine.stop_requested, keeps_weights=True

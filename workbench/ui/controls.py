@@ -8,7 +8,7 @@ from typing import Any
 
 import ipywidgets as widgets
 
-from workbench.core.strategy import PRESETS
+from workbench.core.presets import PRESETS
 from workbench.ui.placing import Degrees
 from workbench.ui.state import PanelState
 

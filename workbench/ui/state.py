@@ -9,7 +9,8 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from workbench.core.strategy import PRESETS, Layer, Mistake, Options, ResolvedStrategy, Row, Strategy, preset
+from workbench.core.presets import PRESETS, preset
+from workbench.core.strategy import Layer, Mistake, Options, ResolvedStrategy, Row, Strategy
 from workbench.errors import StrategyError
 from workbench.ui.placing import Choice, Degrees
 

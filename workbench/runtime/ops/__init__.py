@@ -18,5 +18,6 @@ from workbench.runtime.ops import (
 )
 
 __all__ = [
-    "autograd", "dispatch", "layers", "loss", "matmul", "metadata", "pointwise", "randomness", "reading", "reduction", "view",
+    "autograd", "dispatch", "layers", "loss", "matmul", "metadata", "pointwise", "randomness",
+    "reading", "reduction", "view",
 ]  # fmt: skip

@@ -42,8 +42,9 @@ _warned: set[str] = set()
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:  # noqa: C901 - the hot path: calls cost more than branches
     """The body of ``GlobalTensor.__torch_function__``."""
-    taken_over = _functions.get(func, _functions)
-    if taken_over is _functions:
+    try:
+        taken_over = _functions[func]
+    except KeyError:
         taken_over = _functions[func] = _find_handler(func)
     if taken_over is not None:
         result = taken_over(func, args, kwargs or {})
@@ -95,7 +96,9 @@ def _find_handler(func: Any) -> Callable[..., Any] | None:
     name = fold_name(func)
     if func in EXACT:
         exact = EXACT[func]
-        return lambda _, args, kwargs: exact(**dict(zip(inspect.signature(exact).parameters, args, strict=False)) | kwargs)
+        return lambda _, args, kwargs: exact(
+            **dict(zip(inspect.signature(exact).parameters, args, strict=False)) | kwargs
+        )
     if not name.in_place or name.folded not in RULES:
         if name.folded in HANDLERS:
             return HANDLERS[name.folded]
@@ -171,7 +174,7 @@ def _join_operands(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         else enter_as_broadcast(leaf, world, layout)
         for leaf in leaves
     ]
-    return tree_unflatten(joined, structure)  # type: ignore[return-value]
+    return tree_unflatten(joined, structure)
 
 
 def _meeting_place(func: Any, placements: set[Placement], world: World) -> Placement:
@@ -181,7 +184,8 @@ def _meeting_place(func: Any, placements: set[Placement], world: World) -> Place
         return max(placements, key=world.stage_order.index)
     first, second = sorted(placements, key=str)[:2]
     raise LayoutError(
-        f"{fold_name(func).folded}: operands lie on different placements, {first} and {second}. An operation runs on one "
+        f"{fold_name(func).folded}: operands lie on different placements, {first} and {second}. An "
+        f"operation runs on one "
         f"placement: write x.to_global(placement={second}, sbp=...) first."
     )
 
@@ -316,7 +320,8 @@ def _warn_of_gather(plan: Plan, operands: list[GlobalTensor]) -> None:
         _warned.add(plan.name.folded)
         layouts = ", ".join(str(operand._spec.layout) for operand in operands)
         warnings.warn(
-            f"{plan.name.folded}: no rule for operands with layouts {layouts}, so they were gathered ({format_bytes(moved)}). "
+            f"{plan.name.folded}: no rule for operands with layouts {layouts}, so they were gathered "
+            f"({format_bytes(moved)}). "
             "The result is right but broadcast. Box the operands to B yourself, or declare a rule.",
             FallbackWarning,
             stacklevel=5,

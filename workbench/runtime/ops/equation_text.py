@@ -32,7 +32,9 @@ def elementwise_except(ndim: int, whole: Collection[int], addend: bool = False) 
 
 
 def reduction(ndim: int, dims: Collection[int], keepdim: bool, whole: bool, addend: bool = False) -> str:
-    """An equation that removes ``dims``: summed over (``whole=False``), or reduced by a function that needs all of them."""
+    """An equation that removes ``dims``: summed over (``whole=False``), or reduced by a function that
+    needs all of them.
+    """
     left = term(ndim, dims if whole else ())
     right = term(ndim, ones=dims) if keepdim else term(ndim, dropped=dims)
     return f"{'+' * addend}{left} -> {right}"

@@ -29,15 +29,18 @@ def _convolution(call: Call) -> Resolution:
 
 equations(
     "max_pool1d avg_pool1d adaptive_avg_pool1d adaptive_max_pool1d lp_pool1d max_pool1d_with_indices",
-    "...cX -> ...cX, ...cX", filled="c"
+    "...cX -> ...cX, ...cX",
+    filled="c",
 )
 equations(
     "max_pool2d avg_pool2d adaptive_avg_pool2d adaptive_max_pool2d lp_pool2d max_pool2d_with_indices",
-    "...cXY -> ...cXY, ...cXY", filled="c",
+    "...cXY -> ...cXY, ...cXY",
+    filled="c",
 )
 equations(
     "max_pool3d avg_pool3d adaptive_avg_pool3d adaptive_max_pool3d lp_pool3d max_pool3d_with_indices",
-    "...cXYZ -> ...cXYZ, ...cXYZ", filled="c",
+    "...cXYZ -> ...cXYZ, ...cXYZ",
+    filled="c",
 )
 
 
@@ -99,7 +102,7 @@ def batch_norm(
     return result if bias is None else result + bias.view(per_channel)
 
 
-def whole(tensor: GlobalTensor) -> GlobalTensor:
+def whole(tensor: Any) -> GlobalTensor:
     """``tensor`` with its partial sums summed."""
 
     layout = tensor._spec.layout

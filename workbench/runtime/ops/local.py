@@ -19,7 +19,9 @@ def local_call(
     out: tuple[Layout, Shape, torch.dtype],
     name: str,
 ) -> GlobalTensor:
-    """``function`` on the shards of ``operands`` boxed to ``layouts``; its result is labelled with layout and shape ``out``."""
+    """``function`` on the shards of ``operands`` boxed to ``layouts``; its result is labelled with layout
+    and shape ``out``.
+    """
     layout, shape, dtype = out
     boxed = [box_implicitly(operand, target, name) for operand, target in zip(operands, layouts, strict=True)]
     world = operands[0]._spec.world

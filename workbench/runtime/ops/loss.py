@@ -14,7 +14,8 @@ from workbench.runtime.tensor import GlobalTensor
 
 _ELEMENTWISE = (
     "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits",
-    "kl_div", "soft_margin_loss", "poisson_nll_loss", "gaussian_nll_loss", "hinge_embedding_loss", "margin_ranking_loss",
+    "kl_div", "soft_margin_loss", "poisson_nll_loss", "gaussian_nll_loss", "hinge_embedding_loss",
+    "margin_ranking_loss",
 )  # fmt: skip
 
 
@@ -38,7 +39,9 @@ def _cross_entropy(call: Call) -> Resolution | None:
 
 
 def _mean_over_targets(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The mean over the targets that count: a sum of terms over their logical number, which a B target gives for free."""
+    """The mean over the targets that count: a sum of terms over their logical number, which a B target
+    gives for free.
+    """
 
     def loss(input: Any, target: Any, weight: Any = None, size_average: Any = None, ignore_index: int = -100,
              reduce: Any = None, reduction: str = "mean", *rest: Any, **options: Any) -> Any:  # fmt: skip
@@ -56,7 +59,9 @@ def _mean_over_targets(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _as_global(tensor: torch.Tensor, like: GlobalTensor) -> GlobalTensor:
-    return tensor if isinstance(tensor, GlobalTensor) else enter_as_broadcast(tensor, like._spec.world, like._spec.layout)
+    return (
+        tensor if isinstance(tensor, GlobalTensor) else enter_as_broadcast(tensor, like._spec.world, like._spec.layout)
+    )
 
 
 composite("cross_entropy")(_mean_over_targets(torch.nn.functional.cross_entropy))

@@ -25,7 +25,7 @@ class Plan:
     Attributes:
         out: the result's spec where one tensor comes back and no operand has to be boxed; else None.
         targets: layout that each operand must have, in operand order.
-        positions: indices of the operands among the positional arguments, where all of them stand there bare; else None.
+        positions: indices of the operands among the positional arguments, where all stand there bare; else None.
         outputs: specs of the results; None for a fallback, whose results are broadcast in the shape they come in.
         local: the function to run on the shards.
         name: folded name, for messages.

@@ -38,17 +38,12 @@ def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = F
         raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
     if not training or p == 0.0:
         return input
-    input = whole(input)
+    complete = whole(input)
     scale = 0.0 if p == 1.0 else 1.0 / (1.0 - p)
-    mask = _sample_like(input, random.bernoulli_sampler(1.0 - p), input.dtype)
-    layout = input._spec.layout
-    result = local_call(
-        lambda x, keep: x * keep * scale,
-        [input, mask],
-        [layout, layout],
-        (layout, input._spec.shape, input.dtype),
-        "dropout",
-    )
+    mask = _sample_like(complete, random.bernoulli_sampler(1.0 - p), input.dtype)
+    layout = complete._spec.layout
+    out = (layout, complete._spec.shape, input.dtype)
+    result = local_call(lambda x, keep: x * keep * scale, [complete, mask], [layout, layout], out, "dropout")
     return input.copy_(result) if inplace else result
 
 
@@ -177,7 +172,7 @@ def init_constant(tensor: Any, val: float) -> Any:
 @_initializer(init.kaiming_uniform_)
 @torch.no_grad()
 def init_kaiming_uniform(
-    tensor: Any, a: float = 0, mode: str = "fan_in", nonlinearity: str = "leaky_relu", generator: Any = None
+    tensor: Any, a: float = 0, mode: str = "fan_in", nonlinearity: Any = "leaky_relu", generator: Any = None
 ) -> Any:
     """``nn.init.kaiming_uniform_``: He et al., arXiv 1502.01852."""
     fan_in, fan_out = init._calculate_fan_in_and_fan_out(tensor)

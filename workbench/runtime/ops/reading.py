@@ -19,7 +19,8 @@ def everywhere(tensor: GlobalTensor) -> torch.Tensor:
     spec = tensor._spec
     ranks = Placement.of(spec.layout.placement.device_type, list(range(spec.world.world_size)))
     with torch.no_grad():
-        value = box(tensor.detach(), Layout(ranks, (broadcast,)))
+        detached: Any = tensor.detach()
+        value = box(detached, Layout(ranks, (broadcast,)))
     with local_torch():
         return value.detach().as_subclass(torch.Tensor)
 
@@ -59,4 +60,7 @@ def show(tensor: GlobalTensor) -> str:
     spec = tensor._spec
     values = str(everywhere(tensor))
     grad = ", requires_grad" if tensor.requires_grad else ""
-    return f"{values}\n  {format_sbp(spec.layout.sbp)} on {spec.layout.placement.device_type}:{spec.layout.placement.ranks}{grad}"
+    return (
+        f"{values}\n  {format_sbp(spec.layout.sbp)} on "
+        f"{spec.layout.placement.device_type}:{spec.layout.placement.ranks}{grad}"
+    )

@@ -116,7 +116,8 @@ def handler(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 _DUNDERS = {
-    "truediv": "div", "div": "div", "floordiv": "floor_divide", "mod": "remainder", "matmul": "matmul", "and": "bitwise_and",
+    "truediv": "div", "div": "div", "floordiv": "floor_divide", "mod": "remainder", "matmul": "matmul",
+    "and": "bitwise_and",
     "or": "bitwise_or", "xor": "bitwise_xor", "lshift": "bitwise_left_shift", "rshift": "bitwise_right_shift",
     "invert": "bitwise_not", "pos": "positive",
 }  # fmt: skip
@@ -142,7 +143,9 @@ class Name:
 
 
 def fold_name(func: Any) -> Name:
-    """The folded name of a torch function: ``Tensor.__iadd__`` -> add, in place; ``Tensor.dtype.__get__`` -> get:dtype."""
+    """The folded name of a torch function: ``Tensor.__iadd__`` -> add, in place; ``Tensor.dtype.__get__``
+    -> get:dtype.
+    """
     name = getattr(func, "__name__", str(func))
     if name in ("__get__", "__set__", "__delete__"):
         return Name(f"{name.strip('_')}:{func.__self__.__name__}")

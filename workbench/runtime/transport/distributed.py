@@ -59,8 +59,7 @@ class DistributedTransport:
         """Start a send; its buffer lives until a helper thread has seen it leave."""
         work = dist.isend(tensor, destination, tag=tag)
         if work is not None:
-            kept = [tensor]
-            self._last_send = self._sender.submit(lambda: (work.wait(), kept.clear()))
+            self._last_send = self._sender.submit(lambda: _see_off(work, [tensor]))
 
     def _exchange_batched(self, sends: Sequence[Message], receives: Sequence[Message], header: str) -> None:
         """NCCL has no tags: sends and receives of one exchange go in one group call."""
@@ -138,3 +137,9 @@ class DistributedTransport:
         if reason is not None:
             self._abort_reason = None
             raise CollectiveAborted(f"rank {self.rank} stopped waiting for {peers} in {header}: {reason}")
+
+
+def _see_off(work: dist.Work, buffer: list[torch.Tensor]) -> None:
+    """Wait until a send has left, and hold its buffer until then."""
+    work.wait()
+    buffer.clear()

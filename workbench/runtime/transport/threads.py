@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -70,7 +70,9 @@ class ThreadHub:
 
     def check_empty(self) -> None:
         """Raise ``CollectiveAborted`` if something was sent that nobody has received."""
-        left = [f"{letters[0].header} from rank {s} to rank {d}" for (s, d, _), letters in self.mailboxes.items() if letters]
+        left = [
+            f"{letters[0].header} from rank {s} to rank {d}" for (s, d, _), letters in self.mailboxes.items() if letters
+        ]
         if left:
             raise CollectiveAborted(f"{len(left)} messages were sent and never received, e.g. {left[0]}")
 
@@ -117,7 +119,7 @@ class ThreadTransport:
     def all_reduce(self, tensor: torch.Tensor, group: Sequence[int], reduction: str, tag: int, header: str) -> None:
         terms = {rank: torch.empty_like(tensor) for rank in group if rank != self.rank}
         self.exchange([(rank, tensor) for rank in terms], list(terms.items()), tag, header)
-        combine = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[reduction]
+        combine: Any = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[reduction]
         terms[self.rank] = tensor.clone()
         tensor.copy_(terms[group[0]])
         for rank in group[1:]:  # in the order of the placement on every rank: the same bits everywhere

@@ -1,0 +1,63 @@
+"""The classic strategies for a model, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from workbench.core.strategy import Layer, Options, Row, Strategy
+from workbench.errors import StrategyError
+
+PRESETS = ("data", "model", "pipeline", "hybrid")
+
+
+def preset(name: str, layers: Sequence[Layer], num_ranks: int) -> Strategy:
+    """One of the classic strategies for a model.
+
+    data: every layer data parallel. model: every weight split. pipeline: as many stages as ranks, cut by parameters.
+    hybrid: the first layers data, the last ones (with most of the parameters, usually) model parallel.
+
+    Raises:
+        StrategyError: an unknown name, or more stages than layers.
+    """
+    if name == "data" or name == "model":
+        return Strategy(f"*: {name}")
+    if name == "hybrid":
+        half = (len(layers) + 1) // 2
+        rows = [Row(layer.name, "data" if i < half else "model") for i, layer in enumerate(layers)]
+        return Strategy.from_rows(rows, Options(degrees=(1, 1, num_ranks)))
+    if name != "pipeline":
+        raise StrategyError(f"preset {name!r} is none of {', '.join(PRESETS)}.")
+    if num_ranks > len(layers):
+        raise StrategyError(
+            f"pipeline over {num_ranks} ranks, but the model has {len(layers)} layers; each stage needs one."
+        )
+    cuts = balanced_cuts([layer.num_parameters for layer in layers], num_ranks)
+    rows = [Row(layer.name, "data", None, stage) for layer, stage in zip(layers, cuts, strict=True)]
+    return Strategy.from_rows(rows, Options((num_ranks, 1, 1), num_micro_batches=2 * num_ranks, schedule="1f1b"))
+
+
+def balanced_cuts(weights: Sequence[float], num_parts: int) -> list[int]:
+    """The part of each of a row of weights, cut into consecutive parts whose largest sum is smallest.
+
+    >>> balanced_cuts([5, 1, 1, 1, 2], 2)
+    [0, 1, 1, 1, 1]
+    """
+    best: dict[tuple[int, int], tuple[float, int]] = {(0, 0): (0.0, 0)}
+    total = [0.0]
+    for weight in weights:
+        total.append(total[-1] + weight)
+    for parts in range(1, num_parts + 1):
+        for end in range(parts, len(weights) + 1):
+            options = [
+                (max(best[start, parts - 1][0], total[end] - total[start]), start)
+                for start in range(parts - 1, end)
+                if (start, parts - 1) in best
+            ]
+            if options:
+                best[end, parts] = min(options)
+    end, result = len(weights), [0] * len(weights)
+    for part in range(num_parts, 0, -1):
+        start = best[end, part][1]
+        result[start:end] = [part - 1] * (end - start)
+        end = start
+    return result
