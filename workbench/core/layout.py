@@ -58,6 +58,11 @@ class Layout:
     def __hash__(self) -> int:
         return self._hash
 
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return isinstance(other, Layout) and (self.sbp, self.placement) == (other.sbp, other.placement)
+
     @cached_property
     def _hash(self) -> int:
         return hash((self.placement, self.sbp))
@@ -103,6 +108,10 @@ class Layout:
 
     def broadcast(self) -> Layout:
         """The whole tensor on every rank of the same placement."""
+        return self if self.is_broadcast else self._broadcast
+
+    @cached_property
+    def _broadcast(self) -> Layout:
         return Layout(self.placement, (broadcast,) * self.placement.num_axes)
 
     def region(self, shape: Shape, rank: int) -> Region:

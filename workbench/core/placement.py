@@ -80,6 +80,15 @@ class Placement:
     def __hash__(self) -> int:
         return self._hash
 
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return isinstance(other, Placement) and self._identity == other._identity
+
+    @property
+    def _identity(self) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+        return self.device_type, self.grid, self.shape
+
     @cached_property
     def _hash(self) -> int:
         return hash((self.device_type, self.grid, self.shape))

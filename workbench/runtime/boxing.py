@@ -31,9 +31,11 @@ def box(tensor: GlobalTensor, layout: Layout) -> GlobalTensor:
     target = spec_of(source.world, layout, source.shape)
     if target is source:
         return tensor
+    tag = source.world.next_tag()
     with local_torch():
-        local = _Box.apply(tensor, source, target, source.world.next_tag())
-        return label(local, target)
+        if torch.is_grad_enabled() and tensor.requires_grad:
+            return label(_Box.apply(tensor, source, target, tag), target)
+        return label(_run(tensor, source, target, tag), target)
 
 
 def box_implicitly(tensor: GlobalTensor, layout: Layout, function: str) -> GlobalTensor:
@@ -45,8 +47,7 @@ def box_implicitly(tensor: GlobalTensor, layout: Layout, function: str) -> Globa
     source = tensor._spec
     if source.layout == layout:
         return tensor
-    plan = _plan(source, layout, tensor)
-    if not source.world.implicit_boxing_allowed and not plan.is_local:
+    if not source.world.implicit_boxing_allowed and not _plan(source, layout, tensor).is_local:
         raise ExplicitBoxingError(
             f"{function}: needs a boxing {describe_sbp_change(source.layout, layout)} of "
             f"{tuple(source.shape)} that the code "
@@ -78,9 +79,7 @@ class _Box(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.ghost_leaf = local if source.is_ghost and local.is_leaf and local.requires_grad else None
         ctx.boxing = (source, target, tag, local.dtype, local.device)
-        _check_devices(source.world, source.layout.placement, target.layout.placement)
-        plan = plan_boxing(source.layout, target.layout, source.shape, local.element_size())
-        return run_plan(plan, local, source.world, target, tag)
+        return _run(local, source, target, tag)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -96,20 +95,30 @@ class _Box(torch.autograd.Function):
         return (None if outgoing.is_ghost else result), None, None, None
 
 
+def _run(local: torch.Tensor, source: Spec, target: Spec, tag: int) -> torch.Tensor:
+    _check_devices(source.world, source.layout.placement, target.layout.placement)
+    plan = plan_boxing(source.layout, target.layout, source.shape, local.element_size())
+    return run_plan(plan, local, source.world, target, tag)
+
+
 def run_plan(plan: BoxingPlan, local: torch.Tensor, world: World, target: Spec, tag: int) -> torch.Tensor:
     """This rank's part of ``plan``: its new shard, or a ghost outside the destination."""
     rank = world.rank
     involved = rank in plan.source.placement or rank in plan.destination.placement
     if not involved:
         return ghost_storage(target.shape, local.dtype, world.device)
+    if plan.is_local:
+        moves = plan.moves_to(rank)
+        if plan.kind == "slice" and moves:
+            return _slice(local, moves[0].source_region).clone(memory_format=torch.contiguous_format)
+        return _exchange(plan, local, world, target, tag, "")
     started = time.perf_counter()
     header = f"boxing {plan.source} -> {plan.destination} of {plan.shape}, {str(local.dtype).removeprefix('torch.')}"
     if plan.kind == "all-reduce":
         result = _all_reduce(plan, local, world, tag, header)
     else:
         result = _exchange(plan, local, world, target, tag, header)
-    if not plan.is_local:
-        world.traffic.add(plan.kind, plan.bytes_sent.get(rank, 0), time.perf_counter() - started)
+    world.traffic.add(plan.kind, plan.bytes_sent.get(rank, 0), time.perf_counter() - started)
     return result
 
 
@@ -188,7 +197,7 @@ def _slice(tensor: torch.Tensor, region: Region) -> torch.Tensor:
 
 def _check_devices(world: World, *placements: Placement) -> None:
     for placement in placements:
-        if world.rank in placement and placement.device_type != world.device.type:
+        if placement.device_type != world.device.type and world.rank in placement:
             raise LayoutError(
                 f"{placement}: rank {world.rank} works on {world.device}, not on {placement.device_type}. "
                 f'Use placement("{world.device.type}", ...).'

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from typing import Any
 
 import torch
@@ -60,7 +61,9 @@ def enter_as_broadcast(local: torch.Tensor, world: World, layout: Layout) -> Glo
     spec = spec_of(world, layout.broadcast(), tuple(local.shape))
     if _checks_agreement():
         _check_agreement(local, world, layout, "a plain tensor that meets a global one")
-    return label(_Enter.apply(local, spec), spec)
+    if spec.is_ghost or (local.requires_grad and torch.is_grad_enabled()):
+        return label(_Enter.apply(local, spec), spec)
+    return label(local.detach(), spec)
 
 
 def leave(tensor: GlobalTensor, divides: bool = True) -> torch.Tensor:
@@ -230,8 +233,6 @@ def _from_one(local: torch.Tensor, world: World, layout: Layout, source: int) ->
 
 
 def _checks_agreement() -> bool:
-    import os
-
     return os.environ.get("WORKBENCH_CHECK") == "1"
 
 

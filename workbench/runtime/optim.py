@@ -94,10 +94,9 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     args, kwargs = _run_closure_first(args, kwargs)
     grads = reduced_gradients(parameters)
     _swapped[id(optimizer)] = held
-    for group, params in zip(optimizer.param_groups, held, strict=True):
-        group["params"] = [
-            _as_local(optimizer, p, grads) for p in params if not (isinstance(p, GlobalTensor) and p.is_ghost)
-        ]
+    with local_torch():
+        for group, params in zip(optimizer.param_groups, held, strict=True):
+            group["params"] = [_as_local(optimizer, parameter, grads) for parameter in _present(params)]
     return args, kwargs
 
 
@@ -105,9 +104,8 @@ def _as_local(optimizer: Optimizer, parameter: torch.Tensor, grads: dict[GlobalT
     if not isinstance(parameter, GlobalTensor):
         return parameter
     local = parameter.__dict__.get("_local_alias")
-    if local is None or local.data_ptr() != _data_ptr(parameter):
+    if local is None or local.data_ptr() != parameter.data_ptr():
         local = parameter.__dict__["_local_alias"] = plain(parameter)
-        local.__dict__["_owner"] = parameter
     local.grad = grads.get(parameter)
     if parameter in optimizer.state:
         state = optimizer.state.pop(parameter)  # what an optimizer has made of global tensors before its first step
@@ -115,9 +113,9 @@ def _as_local(optimizer: Optimizer, parameter: torch.Tensor, grads: dict[GlobalT
     return local
 
 
-def _data_ptr(parameter: GlobalTensor) -> int:
-    with local_torch():
-        return parameter.data_ptr()
+def _present(parameters: list[Any]) -> list[Any]:
+    """The parameters of which this rank holds a part."""
+    return [p for p in parameters if not (isinstance(p, GlobalTensor) and p._spec.is_ghost)]
 
 
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -129,9 +127,8 @@ def _put_back(optimizer: Optimizer) -> None:
     if held is None:
         return
     for group, params in zip(optimizer.param_groups, held, strict=True):
-        for local in group["params"]:
-            owner = local.__dict__.get("_owner")
-            if owner is not None:
+        for owner, local in zip(_present(params), group["params"], strict=True):
+            if owner is not local:
                 local.grad = None
                 if local in optimizer.state:
                     optimizer.state[owner] = optimizer.state.pop(local)

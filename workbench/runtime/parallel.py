@@ -81,7 +81,7 @@ def parallelize(module: nn.Module, strategy: Strategy | str) -> nn.Module:
         there yet.
         LayoutError: the ranks hold different weights.
 
-    ``model = wb.parallelize(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), "*: model")`` splits both weights.
+    ``wb.parallelize(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), "*: model")`` splits both weights.
     """
     world = current()
     strategy = Strategy(strategy) if isinstance(strategy, str) else strategy

@@ -133,13 +133,19 @@ class GlobalTensor(torch.Tensor):
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        if value is not None and isinstance(value, GlobalTensor):
+        if value is None:
+            self._ghost_grad = False
+            with local_torch():
+                _grad_slot.__set__(self, None)
+            return
+        if isinstance(value, GlobalTensor):
             expected = self._spec.layout.dual()
             if value._spec.layout != expected:
                 value = GlobalTensor.box(value, expected)
-        self._ghost_grad = value is not None and self._spec.is_ghost
-        with local_torch():
-            _grad_slot.__set__(self, None if value is None or self._spec.is_ghost else plain(value))
+        self._ghost_grad = self._spec.is_ghost
+        if not self._ghost_grad:
+            with local_torch():
+                _grad_slot.__set__(self, plain(value))
 
     @grad.deleter
     def grad(self) -> None:

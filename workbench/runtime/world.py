@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import os
 import threading
@@ -138,6 +139,7 @@ def init(
         )
         transport: Transport = DistributedTransport(rank, world_size, backend, timeout_s)
         _share_random_state(transport, chosen)
+        atexit.register(shutdown)  # gloo's threads must end before the interpreter does
     else:
         transport = ThreadTransport(ThreadHub(1), 0)
     _process_world = _rejoined(rank, world_size, chosen, transport) or World(rank, world_size, chosen, transport)

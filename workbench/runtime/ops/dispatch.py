@@ -40,7 +40,7 @@ _ghost_infos: dict[Any, Any] = {}
 _warned: set[str] = set()
 
 
-def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:  # noqa: C901 - the hot path: calls cost more than branches
+def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
     """The body of ``GlobalTensor.__torch_function__``."""
     try:
         taken_over = _functions[func]
@@ -50,6 +50,13 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) ->
         result = taken_over(func, args, kwargs or {})
         if result is not NotImplemented:
             return result
+    return call_by_plan(func, args, kwargs)
+
+
+def call_by_plan(  # noqa: C901 - the hot path: calls cost more than branches
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+) -> Any:
+    """Call a torch function by its rule or fallback; for composites that end in the function they are made of."""
     plans = None
     key: list[Any] = [func]
     for arg in args:
@@ -85,7 +92,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) ->
     if plan is None:
         joined = _join_operands(func, args, kwargs or {})
         if joined is not None:
-            return dispatch(func, *joined)
+            return call_by_plan(func, *joined)
         plan = make_plan(func, args, kwargs or {})
         if key:
             plans[tuple(key)] = plan

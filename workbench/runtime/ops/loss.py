@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from workbench.runtime.entry import enter_as_broadcast
+from workbench.runtime.ops.dispatch import call_by_plan
 from workbench.runtime.ops.local import scale_terms
 from workbench.runtime.ops.registry import Call, Resolution, composite, rule
 from workbench.runtime.tensor import GlobalTensor
@@ -50,10 +51,12 @@ def _mean_over_targets(function: Callable[..., Any]) -> Callable[..., Any]:
         plain_mean = reduction == "mean" and weight is None and size_average is None and reduce is None
         if not (by_index and splits and plain_mean):
             return NotImplemented
-        count = (target != ignore_index).sum().to(input.dtype)
-        target, count = (_as_global(tensor, input) for tensor in (target, count))
-        total = function(input, target, None, None, ignore_index, None, "sum", *rest, **options)
-        return scale_terms(total, count)
+        counted = (target != ignore_index).sum()
+        arguments = (input, _as_global(target, input), None, None, ignore_index, None, "sum", *rest)
+        total = call_by_plan(function, arguments, options)
+        if type(counted) is torch.Tensor and counted.device.type == "cpu":
+            return total / int(counted) if counted else total * float("nan")  # a number, and dividing by it is linear
+        return scale_terms(total, _as_global(counted.to(input.dtype), input))
 
     return loss
 

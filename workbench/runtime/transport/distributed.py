@@ -22,9 +22,11 @@ from workbench.runtime.transport.base import Message
 from workbench.runtime.transport.waiting import POLL_S, Helper
 
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+# A waiting rank that yields for long takes the core from gloo's own threads: with 466 kB on 2 ranks and 2 cores an
+# all-reduce took 2.6 ms under 2000 yields, 0.7 ms under 100 yields and naps of 50 us.
 _NUM_SPINS = 20
-_NUM_YIELDS = 2000
-_SLEEP_S = 200e-6
+_NUM_YIELDS = 100
+_SLEEP_S = 50e-6
 _TAG_RANGE = 1 << 30
 
 
