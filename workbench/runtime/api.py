@@ -46,11 +46,22 @@ class _PlacementFactory:
 placement = _PlacementFactory()
 
 
+LayoutLike = Layout | tuple[Placement, Any]
+
+
 def boxing_plan(
-    source: Layout, destination: Layout, shape: Sequence[int], dtype: torch.dtype = torch.float32
+    source: LayoutLike, destination: LayoutLike, shape: Sequence[int], dtype: torch.dtype = torch.float32
 ) -> BoxingPlan:
-    """The plan that brings a tensor from one layout to another; ``print`` it. Needs no data and moves none."""
-    return plan_boxing(source, destination, tuple(shape), torch.empty((), dtype=dtype).element_size())
+    """The plan that brings a tensor from one layout to another; ``print`` it. Needs no data and moves none.
+
+    Layouts are ``(placement, sbp)`` pairs, or what ``x.layout_on_ranks`` gives.
+
+    >>> p = wb.placement("cpu", ranks=[0, 1])
+    >>> wb.boxing_plan((p, "S(0)"), (p, "B"), (4, 4)).wire_bytes
+    64
+    """
+    layouts = [value if isinstance(value, Layout) else Layout.of(*value) for value in (source, destination)]
+    return plan_boxing(*layouts, tuple(shape), torch.empty((), dtype=dtype).element_size())
 
 
 @contextmanager

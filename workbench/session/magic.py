@@ -197,9 +197,12 @@ def _names(magic: str, line: str) -> list[str]:
 
 def _start(options: Namespace) -> None:
     running = cluster.current()
+    if running is not None and options.engines in (None, running.num_engines):
+        print(f"workbench: {running.num_engines} engines are running already")
+        return
     if running is not None:
         raise UsageError(
-            f"%workbench start: a session with {running.num_engines} engines is running. "
+            f"%workbench start --engines {options.engines}: a session with {running.num_engines} engines is running. "
             f"Use it, or end it with %workbench stop."
         )
     cluster.Session(engines=options.engines, profile=options.profile, device=options.device)

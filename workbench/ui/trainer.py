@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, Protocol
 
 from workbench.core.metrics import RunRecord, StepMetrics
 from workbench.core.strategy import Layer, Strategy
 from workbench.session.compare import Comparison, TrainingRun
-from workbench.ui.figures import LOSS_TOLERANCE
 from workbench.ui.pump import Run
-
-CHECKED_STEPS = 20
-"""How many steps of a run are compared with one device."""
 
 
 class PanelRun(Run, Protocol):
@@ -114,20 +109,7 @@ class _BackgroundRun:
             raise self._error
         if self._run is None:
             raise RuntimeError("result(): the run has not begun. Ask once done() is true.")
-        record = self._run.result()
-        return judge(record, self.one_device_losses or ())
-
-
-def judge(record: RunRecord, one_device_losses: Sequence[float]) -> RunRecord:
-    """The record with its largest loss difference over the first steps, and whether that is one device's numbers.
-
-    Only the first steps tell: training amplifies the last bits of a sum without end, also between two right runs.
-    """
-    pairs = list(zip(record.losses, one_device_losses, strict=False))[:CHECKED_STEPS]
-    if not pairs:
-        return record
-    difference = max(abs(ours - truth) for ours, truth in pairs)
-    return replace(record, loss_difference=difference, equal=difference <= LOSS_TOLERANCE)
+        return self._run.result()
 
 
 def sample_shape_of(dataset: Any) -> tuple[int, ...]:
