@@ -76,6 +76,19 @@ class Skip(nn.Module):
         return self.head(torch.relu(self.d(y)) + 0.5 * x)
 
 
+class Dropping(nn.Module):
+    """Dropout between linear layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.head = nn.Linear(12, 24), nn.Linear(24, 24), nn.Linear(24, 10)
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, x):
+        x = self.drop(torch.relu(self.a(x)))
+        return self.head(self.drop(torch.relu(self.b(x))))
+
+
 def mlp() -> nn.Sequential:
     """Four linear layers."""
     sizes = [16, 32, 24, 20, 10]
@@ -85,7 +98,7 @@ def mlp() -> nn.Sequential:
     return nn.Sequential(*layers[:-1])
 
 
-MODELS = {"mlp": mlp, "cnn": CNN, "encoder": Encoder, "attention": Attention, "skip": Skip}
+MODELS = {"mlp": mlp, "cnn": CNN, "encoder": Encoder, "attention": Attention, "skip": Skip, "dropping": Dropping}
 
 
 def make(kind: str) -> nn.Module:
@@ -100,7 +113,7 @@ def make(kind: str) -> nn.Module:
 def batch_for(kind: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs and labels; the number of samples is odd."""
     generator = torch.Generator().manual_seed(1)
-    shapes = {"mlp": (23, 16), "cnn": (23, 1, 8, 8), "encoder": (23, 5, 4), "skip": (23, 12)}
+    shapes = {"mlp": (23, 16), "cnn": (23, 1, 8, 8), "encoder": (23, 5, 4), "skip": (23, 12), "dropping": (23, 12)}
     if kind == "attention":
         inputs = torch.randint(0, 10, (23, 5), generator=generator)
     else:

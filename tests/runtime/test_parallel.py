@@ -37,6 +37,12 @@ def test_training_equals_one_device(kind, strategy, num_ranks):
             assert losses < 1e-5 and weights < 1e-5
 
 
+@pytest.mark.parametrize(("strategy", "num_ranks"), [*STRATEGIES[:6], ("pipeline", 3)])
+def test_dropout_drops_the_same_under_every_strategy(strategy, num_ranks):
+    for losses, weights in run_ranks(lambda: training_equals_one_device("dropping", strategy, num_ranks), num_ranks):
+        assert losses < 1e-5 and weights < 1e-5
+
+
 @pytest.mark.parametrize("options", ["2x1x2 mb=3 gpipe", "2x2x1 mb=2 1f1b", "2x1x2 mb=9 1f1b"])
 def test_pipelines_of_wide_stages(options):
     text = f"0: data; 2: model; 4: model@1; 6: data@1 | {options}"

@@ -54,11 +54,13 @@ def box_implicitly(tensor: GlobalTensor, layout: Layout, function: str) -> Globa
             f"does not write. Under wb.explicit_boxing() write x.to_global(placement={layout.placement}, "
             f"sbp={layout.sbp})."
         )
-    if tensor._is_param:
+    with local_torch():
+        # A leaf's form would keep the leaf alive through autograd, and the leaf its form.
+        remembers = not (tensor._is_param or (tensor.is_leaf and tensor.requires_grad))
+        key = (layout, tensor._version, torch.is_grad_enabled(), tensor.requires_grad, tensor.dtype)
+    if not remembers:
         return box(tensor, layout)
     forms: dict[Any, GlobalTensor] = tensor.__dict__.setdefault("_forms", {})
-    with local_torch():
-        key = (layout, tensor._version, torch.is_grad_enabled(), tensor.requires_grad, tensor.dtype)
     form = forms.get(key)
     if form is None:
         forms.clear()

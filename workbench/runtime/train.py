@@ -25,7 +25,8 @@ from workbench.runtime.ops.reading import everywhere
 from workbench.runtime.parallel import parallelize, state_of
 from workbench.runtime.pipeline import run_actions
 from workbench.runtime.tensor import GlobalTensor
-from workbench.runtime.world import World, current
+from workbench.runtime.transport.threads import ThreadHub, ThreadTransport
+from workbench.runtime.world import Simulated, World, current
 
 WARM_UP_STEPS = 3
 """Steps that plan and cache; left out of throughput."""
@@ -119,9 +120,14 @@ def micro_batches_of(batch: Batch, num_micro_batches: int) -> list[tuple[Batch, 
 
 
 def run_one_device(job: Job, num_micro_batches: int = 1) -> RankResult:
-    """The run on one device in plain torch, with the same micro-batches in the same order."""
+    """The run on one device in plain torch, with the same micro-batches in the same order.
+
+    A model that drops out runs as the only rank of a world of its own instead: plain torch draws other random numbers.
+    """
     peak = PeakMeter(torch.device("cpu"))
     model = job.model()
+    if drops_out(model):
+        return _run_on_one_rank(job, num_micro_batches)
     optimizer = job.optimizer(model)
     losses, times, weights = [], [], {}
     for step, batch in enumerate(job.batches()):
@@ -139,6 +145,18 @@ def run_one_device(job: Job, num_micro_batches: int = 1) -> RankResult:
             weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
     memory = {**model_memory(model, optimizer), "peak": peak.peak_bytes()}
     return RankResult(losses, times, memory, 0, weights)
+
+
+def drops_out(model: nn.Module) -> bool:
+    """Whether training the model draws random numbers, as far as its modules tell."""
+    return any(isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in model.modules())
+
+
+def _run_on_one_rank(job: Job, num_micro_batches: int) -> RankResult:
+    world = World(0, 1, current().device, ThreadTransport(ThreadHub(1), 0))
+    with Simulated(world):
+        strategy = Strategy("*: data").with_options(num_micro_batches=num_micro_batches)
+        return run_strategy(job, strategy, keeps_weights=True)
 
 
 def checked_step(job: Job) -> int:
@@ -167,6 +185,8 @@ class _Run:
         self.meter = ActivationMeter(self.model)
         self.resolved = state_of(self.model).resolved
         self.memory: dict[str, int] = {}
+        # Random numbers follow the step and the micro-batch, not the order in which a schedule runs them.
+        self.generator = torch.Generator()
         self.losses: list[float] = []
         self.pending: list[torch.Tensor] = []
         self.times: list[float] = []
@@ -190,6 +210,7 @@ class _Run:
 
         def forward(index: int) -> torch.Tensor:
             (inputs, targets), share = parts[index]
+            self.generator.manual_seed(hash((self.job.seed, len(self.times), index)) & 0x7FFFFFFF)
             with self.meter.measure() if measures_activations else contextlib.nullcontext():
                 loss = self.job.loss_fn(self.model(inputs), targets)
             return loss if share == 1.0 else loss * share
@@ -254,7 +275,26 @@ def run_strategy(
         StrategyError: the strategy does not fit.
     """
     run = _Run(job, Strategy(strategy) if isinstance(strategy, str) else strategy)
-    interval, weights = 1, None
+    with _drawing_from(run.world, run.generator):
+        return _train(run, on_step, should_stop, keeps_weights)
+
+
+@contextlib.contextmanager
+def _drawing_from(world: World, generator: torch.Generator) -> Iterator[None]:
+    before, world.generator = world.generator, generator
+    try:
+        yield
+    finally:
+        world.generator = before
+
+
+def _train(
+    run: _Run,
+    on_step: Callable[[StepMetrics], None] | None,
+    should_stop: Callable[[], bool] | None,
+    keeps_weights: bool,
+) -> RankResult:
+    job, interval, weights = run.job, 1, None
     for step, batch in enumerate(job.batches()):
         run.step(batch, measures_activations=step == 1)
         if step <= 1 or step == WARM_UP_STEPS:
