@@ -6,7 +6,7 @@ import atexit
 import datetime
 import os
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,9 +16,6 @@ from workbench.errors import WorldError
 from workbench.runtime.transport.base import Traffic, Transport
 from workbench.runtime.transport.distributed import DistributedTransport
 from workbench.runtime.transport.threads import ThreadHub, ThreadTransport
-
-if TYPE_CHECKING:
-    from workbench.runtime.tensor import Spec
 
 DEFAULT_TIMEOUT_S = 300.0
 
@@ -39,7 +36,7 @@ class World:
         self.rank, self.world_size, self.device, self.transport = rank, world_size, device, transport
         self.traffic = Traffic()
         self.generator: torch.Generator | None = None
-        self.specs: dict[Any, Spec] = {}
+        self.specs: dict[Any, Any] = {}
         self.plans: dict[Any, Any] = {}
         self.micro_batch = 0
         self.num_edges: dict[int, int] = {}
