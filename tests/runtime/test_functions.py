@@ -21,7 +21,7 @@ from workbench.runtime.tensor import GlobalTensor, label, spec_of
 from workbench.runtime.world import current
 from workbench.testing import run_ranks
 
-MAX_COMBINATIONS = 6
+MAX_COMBINATIONS = 5
 
 
 def entries_for(tensor):

@@ -71,11 +71,14 @@ class PeakMeter:
 
     On Linux CPUs: peak resident size, with the kernel's mark reset and freed pages given back first. On CUDA: the
     allocator's peak. Elsewhere: the largest resident size at the moments when it was asked.
+
+    ``shares_process`` says that other ranks live in the same process: then there is nothing to tidy up for one of them.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, shares_process: bool = False) -> None:
         self.device = device
-        gc.collect()
+        if not shares_process:
+            gc.collect()
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
             self._baseline = torch.cuda.memory_allocated(device)

@@ -124,7 +124,7 @@ def run_one_device(job: Job, num_micro_batches: int = 1) -> RankResult:
 
     A model that drops out runs as the only rank of a world of its own instead: plain torch draws other random numbers.
     """
-    peak = PeakMeter(torch.device("cpu"))
+    peak = PeakMeter(torch.device("cpu"), shares_process=_is_simulated(current()))
     model = job.model()
     if drops_out(model):
         return _run_on_one_rank(job, num_micro_batches)
@@ -145,6 +145,10 @@ def run_one_device(job: Job, num_micro_batches: int = 1) -> RankResult:
             weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
     memory = {**model_memory(model, optimizer), "peak": peak.peak_bytes()}
     return RankResult(losses, times, memory, 0, weights)
+
+
+def _is_simulated(world: World) -> bool:
+    return world.transport_name == "threads" and world.world_size > 1
 
 
 def drops_out(model: nn.Module) -> bool:
@@ -179,7 +183,7 @@ class _Run:
     def __init__(self, job: Job, strategy: Strategy) -> None:
         self.job, self.world = job, current()
         self.world.traffic.reset()
-        self.peak = PeakMeter(self.world.device)
+        self.peak = PeakMeter(self.world.device, shares_process=_is_simulated(self.world))
         self.model = parallelize(job.model(), strategy)
         self.optimizer = job.optimizer(self.model)
         self.meter = ActivationMeter(self.model)
