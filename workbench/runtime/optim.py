@@ -36,11 +36,17 @@ def install_hooks() -> None:
         _installed = True
 
 
-def reduced_gradients(parameters: Iterable[GlobalTensor]) -> dict[GlobalTensor, torch.Tensor]:
-    """Local gradient in each parameter's own layout: terms summed over the axes on which the parameter is broadcast.
+Finish = Callable[[], dict[GlobalTensor, torch.Tensor]]
+
+
+def start_reduction(parameters: Iterable[GlobalTensor]) -> Finish:
+    """Begin to sum the terms of the parameters' gradients over the axes on which a parameter is broadcast.
 
     All ranks of the parameters' placements call it with the same parameters in the same order; ghosts and parameters
     without a gradient are left out.
+
+    Returns:
+        a function that waits for the sums and gives each parameter's local gradient, in the parameter's own layout.
     """
     result: dict[GlobalTensor, torch.Tensor] = {}
     buckets: dict[Any, list[Graded]] = {}
@@ -54,10 +60,16 @@ def reduced_gradients(parameters: Iterable[GlobalTensor]) -> dict[GlobalTensor, 
             result[parameter] = local
         else:
             buckets.setdefault((group, local.dtype), []).append((parameter, local))
-    for (group, _), members in buckets.items():
-        for bucket in _cut_into_buckets(members):
-            result.update(_reduce_bucket(bucket, group))
-    return result
+    started = [
+        _start_bucket(bucket, group) for (group, _), members in buckets.items() for bucket in _cut_into_buckets(members)
+    ]
+
+    def finish() -> dict[GlobalTensor, torch.Tensor]:
+        for finish_bucket in started:
+            result.update(finish_bucket())
+        return result
+
+    return finish
 
 
 def _cut_into_buckets(members: list[Graded]) -> Iterator[list[Graded]]:
@@ -73,16 +85,21 @@ def _cut_into_buckets(members: list[Graded]) -> Iterator[list[Graded]]:
         yield bucket
 
 
-def _reduce_bucket(bucket: list[Graded], group: tuple[int, ...]) -> dict[GlobalTensor, torch.Tensor]:
+def _start_bucket(bucket: list[Graded], group: tuple[int, ...]) -> Finish:
     world = bucket[0][0]._spec.world
     started = time.perf_counter()
     flat = torch.cat([local.reshape(-1) for _, local in bucket])
     header = f"reduction of {len(bucket)} gradients, {flat.numel()} elements"
-    world.transport.all_reduce(flat, group, "sum", world.next_tag(), header)
-    sent = 2 * (len(group) - 1) * flat.numel() * flat.element_size() // len(group)
-    world.traffic.add("gradients", sent, time.perf_counter() - started)
-    pieces = flat.split([local.numel() for _, local in bucket])
-    return {p: piece.view(local.shape) for (p, local), piece in zip(bucket, pieces, strict=True)}
+    wait = world.transport.start_all_reduce(flat, group, "sum", world.next_tag(), header)
+
+    def finish() -> dict[GlobalTensor, torch.Tensor]:
+        wait()
+        sent = 2 * (len(group) - 1) * flat.numel() * flat.element_size() // len(group)
+        world.traffic.add("gradients", sent, time.perf_counter() - started)
+        pieces = flat.split([local.numel() for _, local in bucket])
+        return {p: piece.view(local.shape) for (p, local), piece in zip(bucket, pieces, strict=True)}
+
+    return finish
 
 
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
@@ -92,21 +109,22 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     if not parameters:
         return None
     args, kwargs = _run_closure_first(args, kwargs)
-    grads = reduced_gradients(parameters)
+    finish = start_reduction(parameters)
     _swapped[id(optimizer)] = held
-    with local_torch():
+    with local_torch():  # while the sums are under way
         for group, params in zip(optimizer.param_groups, held, strict=True):
-            group["params"] = [_as_local(optimizer, parameter, grads) for parameter in _present(params)]
+            group["params"] = [_as_local(optimizer, parameter) for parameter in _present(params)]
+        for parameter, grad in finish().items():
+            parameter.__dict__["_local_alias"].grad = grad
     return args, kwargs
 
 
-def _as_local(optimizer: Optimizer, parameter: torch.Tensor, grads: dict[GlobalTensor, torch.Tensor]) -> torch.Tensor:
+def _as_local(optimizer: Optimizer, parameter: torch.Tensor) -> torch.Tensor:
     if not isinstance(parameter, GlobalTensor):
         return parameter
     local = parameter.__dict__.get("_local_alias")
     if local is None or local.data_ptr() != parameter.data_ptr():
         local = parameter.__dict__["_local_alias"] = plain(parameter)
-    local.grad = grads.get(parameter)
     if parameter in optimizer.state:
         state = optimizer.state.pop(parameter)  # what an optimizer has made of global tensors before its first step
         optimizer.state[local] = {k: plain(v) if isinstance(v, GlobalTensor) else v for k, v in state.items()}

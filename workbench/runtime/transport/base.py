@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -52,6 +52,11 @@ class Transport(Protocol):
 
     def all_reduce(self, tensor: torch.Tensor, group: Sequence[int], reduction: str, tag: int, header: str) -> None:
         """Reduce ``tensor`` in place over the ranks of ``group``; every one of them gets the same bits."""
+
+    def start_all_reduce(
+        self, tensor: torch.Tensor, group: Sequence[int], reduction: str, tag: int, header: str
+    ) -> Callable[[], None]:
+        """Begin an ``all_reduce``; what comes back ends it. Neither touch ``tensor`` in between."""
 
     def all_gather(self, tensor: torch.Tensor, header: str) -> list[torch.Tensor]:
         """Equally shaped small tensors of all ranks of the world, by rank."""

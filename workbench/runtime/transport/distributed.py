@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -71,11 +71,15 @@ class DistributedTransport:
             work.wait()  # orders the current stream after the transfer; does not block this thread
 
     def all_reduce(self, tensor: torch.Tensor, group: Sequence[int], reduction: str, tag: int, header: str) -> None:
+        self.start_all_reduce(tensor, group, reduction, tag, header)()
+
+    def start_all_reduce(
+        self, tensor: torch.Tensor, group: Sequence[int], reduction: str, tag: int, header: str
+    ) -> Callable[[], None]:
         work = dist.all_reduce(tensor, _REDUCE_OPS[reduction], group=self._group(tuple(group)), async_op=True)
         if self.name == "nccl":
-            work.wait()
-        else:
-            self._wait(work, f"ranks {list(group)}", header)
+            return work.wait
+        return lambda: self._wait(work, f"ranks {list(group)}", header)
 
     def all_gather(self, tensor: torch.Tensor, header: str) -> list[torch.Tensor]:
         parts = [torch.empty_like(tensor) for _ in range(self.world_size)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -124,6 +124,12 @@ class ThreadTransport:
         tensor.copy_(terms[group[0]])
         for rank in group[1:]:  # in the order of the placement on every rank: the same bits everywhere
             combine(tensor, terms[rank], out=tensor)
+
+    def start_all_reduce(
+        self, tensor: torch.Tensor, group: Sequence[int], reduction: str, tag: int, header: str
+    ) -> Callable[[], None]:
+        self.all_reduce(tensor, group, reduction, tag, header)
+        return lambda: None
 
     def all_gather(self, tensor: torch.Tensor, header: str) -> list[torch.Tensor]:
         parts = [torch.empty_like(tensor) for _ in range(self.hub.num_ranks)]
