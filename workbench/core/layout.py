@@ -61,7 +61,9 @@ class Layout:
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
-        return isinstance(other, Layout) and (self.sbp, self.placement) == (other.sbp, other.placement)
+        if not isinstance(other, Layout) or self._hash != other._hash:
+            return False
+        return (self.sbp is other.sbp or self.sbp == other.sbp) and self.placement == other.placement
 
     @cached_property
     def _hash(self) -> int:

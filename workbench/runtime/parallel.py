@@ -232,8 +232,10 @@ class _ModulePlan:
     def _enter(self, value: Any, choice: ResolvedLayer) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        layout = self.input_layout(choice, value.dim())
-        if not isinstance(value, GlobalTensor):
+        if isinstance(value, GlobalTensor):
+            layout = self.input_layout(choice, len(value._spec.shape))
+        else:
+            layout = self.input_layout(choice, value.dim())
             value = enter_as_broadcast(value.to(self.world.device), self.world, layout)
         if self.goes_forward_only:
             self._check_direction(value, choice)
