@@ -172,6 +172,8 @@ CASES = [
     _case("tril", lambda x: x.tril(), (5, 4)),
     _case("pad", lambda x: F.pad(x, (1, 2), value=3.0), (5, 4)),
     _case("to double", lambda x: x.double() * 2, (5, 4)),
+    _case("to other", lambda x, y: x.to(y.double()), (5, 4), (3,)),
+    _case("type as", lambda x, y: (x * 2).type_as(y), (5, 4), (3,)),
     _case("detach", lambda x: x.detach() + x, (5, 4)),
     _case("in place", _in_place, (5, 4), (5, 4)),
     _case("sort falls back", lambda x: x.sort(0)[0], (5, 4)),

@@ -128,4 +128,4 @@ def test_the_caret_stands_under_the_mistake():
 
 @pytest.mark.parametrize("code", ["%time 1", "!ls", "await f()", "x?", "", "\n\n", "%%time\n1", "# only a comment"])
 def test_ipython_syntax_is_fine(code):
-    check_syntax(code)
+    assert check_syntax(code) is None  # it raises CellError on a mistake

@@ -8,7 +8,7 @@ equations("linear", "...k, nk, +n -> ...n", parameters="input weight bias")
 equations("mm", "mk, kn -> mn")
 equations("bmm", "bmk, bkn -> bmn")
 equations("mv", "mk, k -> m")
-equations("dot vdot inner_1d", "k, k ->")
+equations("dot vdot", "k, k ->")
 equations("outer ger", "m, n -> mn")
 equations("baddbmm", "+..., bmk, bkn -> bmn")
 

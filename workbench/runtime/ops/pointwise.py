@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from workbench.runtime.ops.registry import Call, Resolution, equations, rule
+from workbench.runtime.ops.registry import Call, Resolution, composite, equations, rule
 
 _UNARY = """
 relu relu6 gelu silu mish tanh sigmoid logsigmoid log_sigmoid softplus elu selu celu leaky_relu rrelu_with_noise
@@ -15,15 +15,15 @@ hardtanh hardswish hardsigmoid softsign tanhshrink softshrink hardshrink thresho
 log1p sqrt rsqrt square reciprocal abs sign sgn sin cos tan asin acos atan sinh cosh asinh acosh atanh erf erfc
 erfinv lgamma digamma i0 sinc floor ceil round trunc frac isnan isinf isfinite isposinf isneginf signbit logical_not
 bitwise_not nan_to_num deg2rad rad2deg angle conj_physical logit to float double half bfloat16 long int short char
-byte bool type cpu cuda bernoulli_p
+byte bool type cpu cuda
 """
 _NARY = """
 pow float_power rpow rdiv rtruediv atan2 hypot fmod remainder floor_divide rfloordiv rmod maximum minimum fmax fmin
 copysign nextafter eq ne lt le gt ge isclose logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor
-bitwise_left_shift bitwise_right_shift where lerp clamp clamp_min clamp_max addcmul addcdiv prelu_elementwise
-masked_fill xlogy logaddexp logaddexp2 heaviside gcd lcm ldexp copy dist_elementwise glu_elementwise
+bitwise_left_shift bitwise_right_shift where lerp clamp clamp_min clamp_max addcmul addcdiv
+masked_fill xlogy logaddexp logaddexp2 heaviside gcd lcm ldexp copy
 """
-_LINEAR = "clone detach contiguous neg positive alias real_copy detach_copy"
+_LINEAR = "clone detach contiguous neg positive alias detach_copy"
 
 equations(_UNARY, "... -> ...")
 equations(_NARY, "..., ..., ..., ... -> ...")
@@ -58,6 +58,13 @@ def _div(call: Call) -> Resolution:
     if len(call.operands) == 1 and exact and _is_finite_number(divisor, nonzero=True):
         return Resolution("+... -> ...")
     return Resolution("..., ... -> ...")
+
+
+@composite("to")
+def to(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    """``x.to(other)`` and ``x.type_as(other)`` take the other tensor's dtype; its layout and values do not matter."""
+    other = args[0] if args else kwargs.get("other")
+    return tensor.to(other.dtype) if isinstance(other, torch.Tensor) else NotImplemented
 
 
 @rule("zero")

@@ -92,7 +92,7 @@ def _softmax(call: Call) -> Resolution | None:
     return None if call.arg(1, "dim") is None else _along(call)
 
 
-@rule("cumsum", "flip", "roll_along", parameters="input dim")
+@rule("cumsum", "flip", parameters="input dim")
 def _cumsum(call: Call) -> Resolution:
     return _along(call, addend=call.name != "cumsum" or call.kwargs.get("dtype") is None)
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from workbench.core.layout import Layout, Shape
+from workbench.core.layout import Shape
 from workbench.core.rules import Signature
 from workbench.runtime.tensor import GlobalTensor, Spec
 
@@ -127,7 +127,7 @@ _ALIASES = {
     "greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le", "not_equal": "ne", "concat": "cat",
     "concatenate": "cat", "clip": "clamp", "swapaxes": "transpose", "swapdims": "transpose", "moveaxis": "movedim",
     "arccos": "acos", "arcsin": "asin", "arctan": "atan", "fix": "trunc", "conv_transpose": "conv_transpose1d",
-    "hardshrink": "hardshrink", "special_expit": "sigmoid", "special_exp2": "exp2", "special_expm1": "expm1",
+    "special_expit": "sigmoid", "special_exp2": "exp2", "special_expm1": "expm1",
     "special_log1p": "log1p", "special_erf": "erf", "special_erfc": "erfc", "special_softmax": "softmax",
     "special_log_softmax": "log_softmax", "type_as": "to",
 }  # fmt: skip
@@ -159,8 +159,3 @@ def fold_name(func: Any) -> Name:
     if name.endswith("_") and not name.startswith("_") and name not in _KEEP_UNDERSCORE:
         return Name(_ALIASES.get(name[:-1], name[:-1]), in_place=True)
     return Name(_ALIASES.get(name, name))
-
-
-def layouts_of(specs: Sequence[Spec]) -> list[Layout]:
-    """The layouts of several specs."""
-    return [spec.layout for spec in specs]

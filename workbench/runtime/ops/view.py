@@ -106,7 +106,7 @@ def _chunk(call: Call) -> Resolution:
     return Resolution(f"+{term(ndim, whole)} -> {term(ndim, whole)}")
 
 
-@rule("narrow", "index_select", "repeat_interleave_along", parameters="input dim index")
+@rule("narrow", "index_select", parameters="input dim index")
 def _narrow(call: Call) -> Resolution | None:
     ndim = len(call.shapes[0])
     whole = [call.arg(1, "dim") % ndim]
