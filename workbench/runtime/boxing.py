@@ -35,7 +35,26 @@ def box(tensor: GlobalTensor, layout: Layout) -> GlobalTensor:
     with local_torch():
         if torch.is_grad_enabled() and tensor.requires_grad:
             return label(_Box.apply(tensor, source, target, tag), target)
+        place = _place_in_own_shard(source, target)
+        if place is not None:
+            return label(_slice(tensor, place).clone(memory_format=torch.contiguous_format), target)
         return label(_run(tensor, source, target, tag), target)
+
+
+def _place_in_own_shard(source: Spec, target: Spec) -> Region | None:
+    """Where this rank's new shard lies in the one it has, if the boxing is a slice; looked up once per pair of specs.
+
+    A batch that enters a step takes this way at every step, so it must not cost a plan.
+    """
+    try:
+        return source.slices[target]
+    except KeyError:
+        pass
+    _check_devices(source.world, source.layout.placement, target.layout.placement)
+    plan = plan_boxing(source.layout, target.layout, source.shape, 1)
+    moves = plan.moves_to(source.world.rank) if plan.kind == "slice" and not source.is_ghost else ()
+    place = source.slices[target] = moves[0].source_region if moves and not target.is_ghost else None
+    return place
 
 
 def box_implicitly(tensor: GlobalTensor, layout: Layout, function: str) -> GlobalTensor:

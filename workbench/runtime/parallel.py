@@ -281,6 +281,8 @@ def _hook_tied(layer: nn.Module, names: list[str], layout: Layout) -> list[Any]:
 
 def _hook_root(module: nn.Module, world: World, placements: tuple[Placement, ...]) -> list[Any]:
     """Inside the module's call, operands on different stages meet on the latest of them."""
+    if len(placements) == 1:
+        return []
 
     def enter(*_: Any) -> None:
         world.stage_order = placements

@@ -32,12 +32,14 @@ class Spec:
         is_ghost: whether this rank is outside the placement.
         local_shape: shape of this rank's shard; the logical shape for a ghost.
         plans: the world's cache of what to do for a function and its arguments' specs.
+        slices: for targets of a boxing, where this rank's new shard lies in its old one (see ``boxing``).
     """
 
-    __slots__ = ("_dual", "_term_ranks", "is_ghost", "layout", "local_shape", "plans", "shape", "world")
+    __slots__ = ("_dual", "_term_ranks", "is_ghost", "layout", "local_shape", "plans", "shape", "slices", "world")
 
     def __init__(self, world: World, layout: Layout, shape: Shape) -> None:
         self.world, self.layout, self.shape, self.plans = world, layout, shape, world.plans
+        self.slices: dict[Spec, Any] = {}
         self._dual: Spec | None = None
         self._term_ranks: tuple[int, ...] | None = None
         self.is_ghost = world.rank not in layout.placement
