@@ -3,9 +3,11 @@
 Operands lie as every S, B and P on two and three simulated ranks (uneven sizes), on a 2 x 2 grid, and as ghosts.
 """
 
+import importlib
 import itertools
 import random
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +15,6 @@ import torch
 
 import workbench as wb
 from tests.oracle import shard
-from tests.runtime.cases import CASES
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.runtime.ops.dispatch import FallbackWarning
@@ -22,6 +23,8 @@ from workbench.runtime.world import current
 from workbench.testing import run_ranks
 
 MAX_COMBINATIONS = 5
+TABLES = sorted(path.stem for path in Path(__file__).parent.glob("cases*.py"))
+CASES = [case for table in TABLES for case in importlib.import_module(f"tests.runtime.{table}").CASES]
 
 
 def entries_for(tensor):
