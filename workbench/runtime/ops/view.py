@@ -132,7 +132,9 @@ def _join(call: Call) -> Resolution:
         inner = term(ndim)
         return Resolution(", ".join(["+" + inner] * len(call.operands)) + f" -> {inner[:at]}1{inner[at:]}")
     text = term(ndim, [dim % ndim])
-    return Resolution(", ".join(["+" + text] * len(call.operands)) + f" -> {text}")
+    # torch.cat takes an empty tensor of one dim beside any others, and caches of transformers begin with one.
+    terms = ["+" + text if len(shape) == ndim else "Z" for shape in call.shapes]
+    return Resolution(", ".join(terms) + f" -> {text}")
 
 
 @rule("getitem")
