@@ -10,6 +10,7 @@ from workbench.runtime.ops import (
     loss,
     matmul,
     metadata,
+    norms,
     pointwise,
     randomness,
     reading,
@@ -18,6 +19,6 @@ from workbench.runtime.ops import (
 )
 
 __all__ = [
-    "autograd", "dispatch", "layers", "loss", "matmul", "metadata", "pointwise", "randomness",
+    "autograd", "dispatch", "layers", "loss", "matmul", "metadata", "norms", "pointwise", "randomness",
     "reading", "reduction", "view",
 ]  # fmt: skip

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from workbench.core.layout import Layout, Shape
+from workbench.core.sbp import Partial, broadcast
 from workbench.runtime.boxing import box_implicitly
 from workbench.runtime.ops.ghost import ghost_outputs
 from workbench.runtime.tensor import GlobalTensor, label, local_torch, spec_of
@@ -35,6 +36,13 @@ def local_call(
             if type(result) is GlobalTensor:
                 result = result.view_as(result)
     return label(result, spec)
+
+
+def whole(tensor: GlobalTensor) -> GlobalTensor:
+    """``tensor`` with its partial sums summed."""
+    layout = tensor._spec.layout
+    sbp = tuple(broadcast if isinstance(entry, Partial) else entry for entry in layout.sbp)
+    return box_implicitly(tensor, layout.with_sbp(sbp), "a function that is not linear")
 
 
 def scale_terms(total: GlobalTensor, divisor: GlobalTensor) -> GlobalTensor:

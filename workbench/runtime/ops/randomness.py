@@ -11,8 +11,7 @@ from torch.nn import init
 from workbench.core.sbp import Partial, broadcast
 from workbench.runtime import random
 from workbench.runtime.boxing import box
-from workbench.runtime.ops.layers import whole
-from workbench.runtime.ops.local import local_call
+from workbench.runtime.ops.local import local_call, whole
 from workbench.runtime.ops.registry import EXACT, composite, handler
 from workbench.runtime.tensor import GlobalTensor, ghost_storage, label, local_torch, spec_of
 
