@@ -25,7 +25,7 @@ from workbench.runtime.boxing import box, box_implicitly
 from workbench.runtime.entry import enter_as_broadcast
 from workbench.runtime.ops.ghost import TENSOR, ghost_in_place, ghost_outputs, infer_outputs
 from workbench.runtime.ops.planning import Plan, bind, itemsize_of, make_plan
-from workbench.runtime.ops.registry import COMPOSITES, EXACT, HANDLERS, RULES, Name, fold_name
+from workbench.runtime.ops.registry import COMPOSITES, EXACT, HANDLERS, INDIFFERENT, RULES, Name, fold_name
 from workbench.runtime.tensor import GlobalTensor, Spec, label, local_torch, spec_of
 from workbench.runtime.world import World
 from workbench.units import format_bytes
@@ -66,13 +66,15 @@ def call_by_plan(  # noqa: C901 - the hot path: calls cost more than branches
             plans = spec.plans
             key.append(spec)
             if arg._is_param:
-                key.append(True)
-        elif kind is int or kind is str or kind is bool:
+                key.append(_PARAMETER)
+        elif kind is int or kind is str:
             key.append(arg)
         elif kind is float:
-            key.append(float if math.isfinite(arg) else arg)
+            key.append(float if func in _indifferent and arg and math.isfinite(arg) else (repr(arg),))
         else:
             key.append(_key_of(arg))
+            if (kind is list or kind is tuple) and arg and type(arg[0]) is GlobalTensor:
+                plans = arg[0]._spec.plans
     if kwargs:
         key.extend([(name, _key_of(value)) for name, value in kwargs.items()])
     if plans is None:
@@ -95,12 +97,16 @@ def call_by_plan(  # noqa: C901 - the hot path: calls cost more than branches
             return call_by_plan(func, *joined)
         plan = make_plan(func, args, kwargs or {})
         if key:
+            if len(plans) >= _MAX_PLANS:  # a program that never calls alike twice must not fill the memory
+                plans.clear()
             plans[tuple(key)] = plan
     return _run(plan, func, args, kwargs or {})
 
 
 def _find_handler(func: Any) -> Callable[..., Any] | None:
     name = fold_name(func)
+    if name.folded in INDIFFERENT:
+        _indifferent.add(func)
     if func in EXACT:
         exact = EXACT[func]
         return lambda _, args, kwargs: exact(
@@ -135,21 +141,29 @@ def _python_body(func: Any) -> Callable[..., Any] | None:
 
 _PLAIN = object()
 """Stands in a key for a tensor that is not global; no plan has such a key."""
+_PARAMETER = object()
+"""Stands in a key behind the spec of a parameter, which may not be boxed as others are."""
+_indifferent: set[Any] = set()
+"""Functions whose rule looks at no float but to see whether it is zero or infinite: one plan does for all."""
+_MAX_PLANS = 50_000
 
 
 def _key_of(value: Any) -> Any:
-    if isinstance(value, GlobalTensor):
+    kind = type(value)
+    if kind is GlobalTensor:
         return (value._spec, value._is_param)
+    if kind is int or kind is str:
+        return value
+    if kind is bool or kind is float:
+        return (repr(value),)  # True is 1 and 1.0 is 1 to a dictionary; nan is never itself
     if isinstance(value, (list, tuple)):
-        return (type(value).__name__, *map(_key_of, value))
+        return (kind, *map(_key_of, value))
     if isinstance(value, slice):
         return ("slice", _key_of(value.start), _key_of(value.stop), _key_of(value.step))
     if isinstance(value, dict):
         return tuple((name, _key_of(item)) for name, item in value.items())
     if isinstance(value, torch.Tensor):
         return _PLAIN
-    if isinstance(value, float):
-        return float if math.isfinite(value) else value
     return value
 
 

@@ -14,7 +14,7 @@ from workbench.runtime.tensor import Spec
 
 def _reduced_dims(call: Call) -> list[int]:
     dims = call.arg(1, "dim")
-    if isinstance(dims, torch.dtype):
+    if isinstance(dims, (torch.dtype, bool)):
         dims = None
     return normalize_dims(dims, len(call.shapes[0]))
 

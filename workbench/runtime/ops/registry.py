@@ -74,6 +74,8 @@ COMPOSITES: dict[str, Callable[..., Any]] = {}
 EXACT: dict[Any, Callable[..., Any]] = {}
 """Composites for one function object, where its name means something else too: ``nn.init.uniform_``."""
 HANDLERS: dict[str, Callable[..., Any]] = {}
+INDIFFERENT: set[str] = {"add", "sub", "rsub", "mul", "div"}
+"""Functions whose rule looks at no float but to see whether it is zero or infinite; those of an equation among them."""
 
 
 def rule(*names: str, parameters: str = "") -> Callable[[RuleFunction], RuleFunction]:
@@ -92,6 +94,7 @@ def rule(*names: str, parameters: str = "") -> Callable[[RuleFunction], RuleFunc
 def equations(names: str, equation: str, parameters: str = "", filled: str = "") -> None:
     """Register one equation under several folded names."""
     resolution = Resolution(equation, filled=filled)
+    INDIFFERENT.update(names.split())
     rule(*names.split(), parameters=parameters)(lambda call: resolution)
 
 
