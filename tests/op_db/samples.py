@@ -1,0 +1,86 @@
+"""What the sweep runs: entries of torch's op_db, their sample inputs, and what is exempt."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten
+
+UNINITIALISED = "its values are whatever lies in memory; shape and dtype are compared"
+STORAGE = "reads or writes by storage offset; a shard has no storage of the whole"
+SPARSE = "makes or takes a sparse layout; global tensors are strided"
+DEVICE = "needs another device than a CPU"
+EXEMPT: dict[str, str] = {
+    "empty_strided": UNINITIALISED,
+    "new_empty_strided": UNINITIALISED,
+    "as_strided": STORAGE,
+    "as_strided.partial_views": STORAGE,
+    "as_strided_copy": STORAGE,
+    "as_strided_scatter": STORAGE,
+    "to_sparse": SPARSE,
+    "sparse.mm.reduce": SPARSE,
+    "sparse.sampled_addmm": SPARSE,
+}
+"""Entries that are not run, each with the reason. A closed list: a new entry needs an argument, not a failing run."""
+SHAPES_ONLY = ("empty", "empty_like", "new_empty", "empty_permuted")
+"""Entries whose values are not compared, because they are uninitialised memory."""
+
+_DTYPES = (
+    torch.float32, torch.complex64, torch.int64, torch.bool, torch.float64, torch.bfloat16, torch.float16, torch.int32,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One entry of op_db, under the dtype it is run with."""
+
+    name: str
+    op: Any
+    dtype: torch.dtype
+    differentiable: bool
+
+
+@lru_cache(maxsize=1)
+def entries() -> tuple[Entry, ...]:
+    """All of op_db, in its order."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torch.testing._internal import common_methods_invocations as invocations
+    # op_db seeds torch's generator around random functions; here they are to draw from the world's keys.
+    invocations.wrapper_set_seed = lambda op, *args, **kwargs: op(*args, **kwargs)
+    return tuple(_entry(op) for op in invocations.op_db)
+
+
+def _entry(op: Any) -> Entry:
+    dtype = next((d for d in _DTYPES if d in op.dtypes), next(iter(op.dtypes), torch.float32))
+    name = f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name
+    return Entry(name, op, dtype, op.supports_autograd and dtype in op.supported_backward_dtypes("cpu"))
+
+
+def samples(entry: Entry, count: int, seed: int, at_most: int = 60) -> list[Any]:
+    """``count`` sample inputs chosen by ``seed`` among the first ones; those with sparse tensors are left out."""
+    torch.manual_seed(seed)
+    found = []
+    for sample in _iterate(entry):
+        if all(leaf.layout is torch.strided for leaf in tensors_of(sample)):
+            found.append(sample)
+        if len(found) == at_most:
+            break
+    random.Random(f"{entry.name} {seed}").shuffle(found)
+    return found[:count]
+
+
+def _iterate(entry: Entry) -> Iterator[Any]:
+    yield from entry.op.sample_inputs("cpu", entry.dtype, requires_grad=entry.differentiable)
+
+
+def tensors_of(sample: Any) -> list[torch.Tensor]:
+    """The tensors among a sample's arguments."""
+    leaves, _ = tree_flatten((sample.input, sample.args, sample.kwargs))
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]

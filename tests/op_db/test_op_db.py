@@ -1,0 +1,53 @@
+"""torch's own sample inputs for every function, on random layouts, against one device.
+
+The unmarked part runs one sample of every entry; the slow one runs several under other seeds.
+"""
+
+import pytest
+import torch
+
+from tests.op_db.compare import Wrong, assert_close
+from tests.op_db.samples import EXEMPT, SHAPES_ONLY, entries
+from tests.op_db.sweep import run_entry
+
+PARTS = 8
+
+
+def failures(part, count, seed):
+    found = [run_entry(entry, count, seed) for entry in entries()[part::PARTS]]
+    return [f"{r.name}: {o.state}: {o.message} <{o.where}>" for r in found for o in r.failures]
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_a_sample_of_every_function(part):
+    assert not failures(part, count=1, seed=0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("part", range(PARTS))
+def test_more_samples_of_every_function(part, seed):
+    assert not failures(part, count=6, seed=seed)
+
+
+def test_the_exempt_are_entries_of_op_db():
+    names = {entry.name for entry in entries()}
+    assert set(EXEMPT) | set(SHAPES_ONLY) <= names
+
+
+def test_the_comparison_notices_what_is_wrong():
+    right = {"values": [torch.ones(3), 2.0, 1]}
+    assert_close("same", {"values": [torch.ones(3), 2.0, 1]}, right)
+    wrong = (
+        {"values": [torch.ones(3) + 0.01, 2.0, 1]},
+        {"values": [torch.ones(3, dtype=torch.float64), 2.0, 1]},
+        {"values": [torch.ones(1, 3), 2.0, 1]},
+        {"values": [torch.ones(3), 2.1, 1]},
+        {"values": [torch.ones(3), 2.0, 0]},
+        {"values": [1.0, 2.0, 1]},
+        {"values": [torch.ones(3), 2.0]},
+    )
+    for other in wrong:
+        with pytest.raises(Wrong):
+            assert_close("other", other, right)
