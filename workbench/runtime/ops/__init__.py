@@ -4,14 +4,17 @@ To add a function: one line in the family's file (an equation), or a function th
 """
 
 from workbench.runtime.ops import (
+    attention,
     autograd,
+    convolution,
     dispatch,
-    layers,
+    embedding,
     loss,
     matmul,
     metadata,
     norms,
     pointwise,
+    pooling,
     randomness,
     reading,
     reduction,
@@ -19,6 +22,6 @@ from workbench.runtime.ops import (
 )
 
 __all__ = [
-    "autograd", "dispatch", "layers", "loss", "matmul", "metadata", "norms", "pointwise", "randomness",
-    "reading", "reduction", "view",
+    "attention", "autograd", "convolution", "dispatch", "embedding", "loss", "matmul", "metadata", "norms",
+    "pointwise", "pooling", "randomness", "reading", "reduction", "view",
 ]  # fmt: skip

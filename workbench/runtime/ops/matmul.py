@@ -13,9 +13,7 @@ from workbench.core.sbp import Sbp, Split, broadcast, partial_sum
 from workbench.runtime.ops.equation_text import term
 from workbench.runtime.ops.registry import Call, LocalFunction, Resolution, composite, equations, rule
 from workbench.runtime.ops.shards import zeros_where_empty
-from workbench.runtime.tensor import GlobalTensor, Spec
-
-_BATCH, _ROW, _COLUMN = "abcdefgh", "m", "n"
+from workbench.runtime.tensor import Spec
 
 equations("mm", "mk, kn -> mn")
 equations("bmm", "bmk, bkn -> bmn")
@@ -228,7 +226,7 @@ def _cdist(call: Call) -> Resolution:
     by_product = call.arg(3, "compute_mode", "use_mm_for_euclid_dist_if_necessary")
 
     def localize(call: Call, inputs: list[Spec], outputs: list[Spec], letters: tuple[str, ...]) -> LocalFunction | None:
-        if by_product != "use_mm_for_euclid_dist_if_necessary" or "p" not in letters and "r" not in letters:
+        if by_product != "use_mm_for_euclid_dist_if_necessary" or not {"p", "r"} & set(letters):
             return None
         mode = "use_mm_for_euclid_dist" if rows > 25 else "donot_use_mm_for_euclid_dist"
         return lambda x1, x2, p=2.0, compute_mode=None: torch.cdist(x1, x2, p, mode)
@@ -253,8 +251,3 @@ def _pairwise_distance(call: Call) -> Resolution:
 @rule("pdist")
 def _pdist(call: Call) -> Resolution:
     return Resolution("NK -> M")
-
-
-def is_global(*values: Any) -> bool:
-    """Whether any of the values is a global tensor."""
-    return any(isinstance(value, GlobalTensor) for value in values)

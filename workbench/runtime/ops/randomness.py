@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.nn import init
 
+from workbench.core.layout import Shape
 from workbench.core.sbp import Partial, broadcast
 from workbench.runtime import random
 from workbench.runtime.boxing import box
@@ -28,6 +29,15 @@ def _sample_like(tensor: GlobalTensor, sampler: random.Sampler, dtype: torch.dty
     if spec.is_ghost:
         return label(ghost_storage(spec.shape, dtype, spec.world.device), spec)
     return label(random.sample_shard(sampler, key, spec.layout, spec.shape, dtype, spec.world), spec)
+
+
+def sample_of_shape(like: GlobalTensor, shape: Shape, sampler: random.Sampler, dtype: torch.dtype) -> GlobalTensor:
+    """A random tensor of any shape, whole on every rank of the placement of ``like``."""
+    spec = spec_of(like._spec.world, like._spec.layout.broadcast(), shape)
+    key = random.draw_key(spec.world)
+    if spec.is_ghost:
+        return label(ghost_storage(shape, dtype, spec.world.device), spec)
+    return label(random.sample_shard(sampler, key, spec.layout, shape, dtype, spec.world), spec)
 
 
 @composite("dropout")
