@@ -12,7 +12,7 @@ from workbench.core.placement import Placement
 from workbench.errors import LayoutError
 from workbench.runtime import ops
 from workbench.runtime.boxing import box
-from workbench.runtime.entry import leave
+from workbench.runtime.entry import enter_as_broadcast, leave
 from workbench.runtime.tensor import GlobalTensor, local_torch
 
 
@@ -72,6 +72,7 @@ def _layout(tensor: GlobalTensor, placement: Placement | None, sbp: Any) -> Layo
 
 
 GlobalTensor.box = staticmethod(box)
+GlobalTensor.enter = staticmethod(enter_as_broadcast)
 GlobalTensor.show = staticmethod(ops.reading.show)
 GlobalTensor.to_global = to_global  # type: ignore[attr-defined]
 GlobalTensor.boxing_plan = boxing_plan  # type: ignore[attr-defined]

@@ -51,10 +51,8 @@ def start_reduction(parameters: Iterable[GlobalTensor]) -> Finish:
     result: dict[GlobalTensor, torch.Tensor] = {}
     buckets: dict[Any, list[Graded]] = {}
     with local_torch():
-        graded = [(parameter, parameter.grad) for parameter in parameters]
+        graded = [(parameter, plain(parameter.grad)) for parameter in parameters if parameter.grad is not None]
     for parameter, local in graded:
-        if local is None:
-            continue
         group = parameter._spec.term_ranks
         if len(group) == 1:
             result[parameter] = local

@@ -63,6 +63,9 @@ class Spec:
     def __repr__(self) -> str:
         return f"Spec({self.layout}, {tuple(self.shape)})"
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Spec:
+        return self
+
 
 def spec_of(world: World, layout: Layout, shape: Shape) -> Spec:
     """The one ``Spec`` of a layout (split dims counted from the front) and a logical shape."""
@@ -131,29 +134,62 @@ class GlobalTensor(torch.Tensor):
             grad = _grad_slot.__get__(self)
             if grad is None:
                 return ghost_like(self, spec) if getattr(self, "_ghost_grad", False) else None
-            return label(grad.detach(), spec)
+            return grad if type(grad) is GlobalTensor else label(grad, spec)
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        if value is None:
+        if value is None or not _torch_function_enabled():
             self._ghost_grad = False
             with local_torch():
-                _grad_slot.__set__(self, None)
+                _grad_slot.__set__(self, value)
             return
-        if isinstance(value, GlobalTensor):
-            expected = self._spec.layout.dual()
-            if value._spec.layout != expected:
-                value = GlobalTensor.box(value, expected)
+        expected = self._spec.layout.dual()
+        if tuple(value.shape) != tuple(self._spec.shape):
+            raise RuntimeError(
+                f"assigned grad has shape {tuple(value.shape)}, the tensor {tuple(self._spec.shape)}. A gradient has "
+                "the logical shape of its tensor."
+            )
+        if not isinstance(value, GlobalTensor):
+            value = GlobalTensor.enter(value, self._spec.world, self._spec.layout)
+        if value._spec.layout != expected:
+            value = GlobalTensor.box(value, expected)
         self._ghost_grad = self._spec.is_ghost
-        if not self._ghost_grad:
-            with local_torch():
-                _grad_slot.__set__(self, plain(value))
+        with local_torch():
+            if not self._ghost_grad or value.requires_grad:
+                _grad_slot.__set__(self, value)
 
     @grad.deleter
     def grad(self) -> None:
         self.grad = None
 
+    @property
+    def data(self) -> torch.Tensor:
+        """The same values and layout without history; writes to it are not recorded."""
+        with local_torch():
+            found = _data_slot.__get__(self)
+        return label(found, self._spec) if _torch_function_enabled() else found
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        """Take the values of another tensor: of a global one with its layout, of a plain (whole) one in this layout."""
+        if not _torch_function_enabled():
+            _data_slot.__set__(self, value)
+            return
+        with torch.no_grad():
+            if not isinstance(value, GlobalTensor):
+                value = GlobalTensor.enter(value, self._spec.world, self._spec.layout)
+                value = GlobalTensor.box(value, self._spec.layout.normalized(value._spec.shape))
+            grad = self.grad if value._spec is not self._spec else None
+            with local_torch():
+                _data_slot.__set__(self, plain(value))
+            forget_forms(self)
+            if value._spec is not self._spec:
+                self._spec = value._spec
+                if grad is not None and grad.shape == self.shape:
+                    self.grad = grad
+
     box: Callable[[GlobalTensor, Layout], GlobalTensor]
+    enter: Callable[[torch.Tensor, World, Layout], GlobalTensor]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return describe(self)
@@ -166,6 +202,17 @@ class GlobalTensor(torch.Tensor):
 
 _local_shape: Callable[[torch.Tensor], torch.Size] = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
 _grad_slot: Any = torch.Tensor.grad
+_data_slot: Any = torch.Tensor.data
+
+
+def forget_forms(tensor: GlobalTensor) -> None:
+    """Drop what a tensor remembers of its values: boxed forms, the optimizer's local alias."""
+    for name in DERIVED:
+        tensor.__dict__.pop(name, None)
+
+
+DERIVED = ("_forms", "_local_alias")
+"""Attributes of a tensor that are made from its values; no copy takes them along."""
 
 
 def label(local: torch.Tensor, spec: Spec) -> GlobalTensor:
