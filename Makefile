@@ -75,6 +75,8 @@ format: $(STAMP)
 bench: $(STAMP)
 	@$(PY) -m benchmarks.overhead
 	@$(PY) -m benchmarks.data_parallel
+	@$(PY) -m benchmarks.tensor_parallel
+	@$(PY) -m benchmarks.memory
 	@$(PY) -m benchmarks.cell
 
 clean:

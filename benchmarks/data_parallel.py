@@ -10,18 +10,15 @@ cuts the whole one itself.
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import workbench as wb
-from benchmarks.harness import Target, interleave, medians, publish, table
+from benchmarks.harness import Target, interleave, is_launched, launch, medians, publish, table, together
 from workbench.cli.demo import digits, make_mlp
 
 NUM_PROCESSES = 2
@@ -46,14 +43,6 @@ class Training:
         self.optimizer.zero_grad()
         F.cross_entropy(self.model(self.images[chosen]), self.classes[chosen]).backward()
         self.optimizer.step()
-
-
-@contextmanager
-def together() -> Iterator[None]:
-    """All processes start and end at the same time, so that each measures the slowest."""
-    torch.distributed.barrier()
-    yield
-    torch.distributed.barrier()
 
 
 def make_trainings() -> dict[str, Training]:
@@ -98,22 +87,14 @@ def work(rounds: int, calls: int) -> None:
     torch.distributed.barrier()
 
 
-def launch(arguments: list[str]) -> int:
-    """Start the processes with torch's launcher and wait for them."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={NUM_PROCESSES}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [*launcher, "-m", "benchmarks.data_parallel", *arguments]
-    return subprocess.run(command, env=environment, check=False).returncode
-
-
 def main() -> int:
     """Launch, or work if this process has been launched."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--calls", type=int, default=5, help="steps per round")
     args = parser.parse_args()
-    if "RANK" not in os.environ:
-        return launch(sys.argv[1:])
+    if not is_launched():
+        return launch("benchmarks.data_parallel", NUM_PROCESSES, sys.argv[1:])
     work(args.rounds, args.calls)
     return 0
 

@@ -8,7 +8,11 @@ rounds are better than few long ones: most of them are then not interrupted.
 from __future__ import annotations
 
 import gc
+import math
+import os
 import platform
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -76,9 +80,36 @@ def _no_garbage_collection() -> Iterator[None]:
         gc.enable()
 
 
+@contextmanager
+def together() -> Iterator[None]:
+    """All processes start and end at the same time, so that each measures the slowest."""
+    import torch.distributed as dist
+
+    dist.barrier()
+    yield
+    dist.barrier()
+
+
+def launch(module: str, num_processes: int, arguments: Sequence[str]) -> int:
+    """Start ``python -m module`` on so many processes with torch's launcher, one thread each, and wait for them."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run([*launcher, "-m", module, *arguments], env=environment, check=False).returncode
+
+
+def is_launched() -> bool:
+    """Whether this process is one of those that ``launch`` has started."""
+    return "RANK" in os.environ
+
+
 def medians(times: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """The median of each candidate."""
     return {name: median(values) for name, values in times.items()}
+
+
+def geometric_mean(ratios: Sequence[float]) -> float:
+    """Of ratios, all of them positive."""
+    return math.prod(ratios) ** (1 / len(ratios))
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
