@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,12 +11,15 @@ from workbench.core.boxing import BoxingPlan, plan_boxing
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.runtime import methods
+from workbench.runtime.agreement import check_agreement
 from workbench.runtime.creation import arange, empty, eye, full, ones, rand, randint, randn, tensor, zeros
 from workbench.runtime.entry import to_global
+from workbench.runtime.explicit import explicit_boxing
 from workbench.runtime.ops.extension import local_map, rule
 from workbench.runtime.parallel import parallelize
 from workbench.runtime.random import manual_seed
 from workbench.runtime.tensor import GlobalTensor
+from workbench.runtime.trace import trace
 from workbench.runtime.world import barrier, current, init, rank, world_size
 
 
@@ -64,20 +66,10 @@ def boxing_plan(
     return plan_boxing(*layouts, tuple(shape), torch.empty((), dtype=dtype).element_size())
 
 
-@contextmanager
-def explicit_boxing() -> Iterator[None]:
-    """In this context, a boxing that the code did not write raises and names the ``to_global`` to write."""
-    world = current()
-    before, world.implicit_boxing_allowed = world.implicit_boxing_allowed, False
-    try:
-        yield
-    finally:
-        world.implicit_boxing_allowed = before
-
-
 __all__ = [
-    "GlobalTensor", "arange", "barrier", "boxing_plan", "empty", "explicit_boxing", "eye", "full", "init", "local_map",
+    "GlobalTensor", "arange", "barrier", "boxing_plan", "check_agreement", "empty", "explicit_boxing", "eye", "full",
+    "init", "local_map",
     "manual_seed", "methods", "ones", "parallelize", "placement", "rand", "randint", "randn", "rank",
-    "rule", "tensor", "to_global",
+    "rule", "tensor", "to_global", "trace",
     "world_size", "zeros",
 ]  # fmt: skip

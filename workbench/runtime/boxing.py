@@ -15,30 +15,61 @@ from workbench.core.boxing import BoxingPlan, Move, describe_sbp_change, plan_bo
 from workbench.core.layout import Layout, Region
 from workbench.core.placement import Placement
 from workbench.core.sbp import Partial
-from workbench.errors import ExplicitBoxingError, LayoutError
-from workbench.runtime.tensor import GlobalTensor, Spec, ghost_storage, label, local_torch, spec_of
+from workbench.errors import LayoutError
+from workbench.runtime.explicit import Need, check_explicit
+from workbench.runtime.tensor import (
+    GlobalTensor,
+    Spec,
+    ghost_storage,
+    label,
+    local_torch,
+    mark_ghost_leaves,
+    spec_of,
+)
+from workbench.runtime.transport.base import ACCUMULATED_IN_32_BITS
 from workbench.runtime.world import World
 
-_LOW_PRECISION = (torch.bfloat16, torch.float16)
 
-
-def box(tensor: GlobalTensor, layout: Layout) -> GlobalTensor:
+def box(tensor: GlobalTensor, layout: Layout, function: str = "") -> GlobalTensor:
     """``tensor`` in another layout; on ranks outside the new placement, a ghost. All ranks of the world call it.
 
     The result owns its storage, unless the layout is the one the tensor has: then it is the tensor itself.
+    ``function`` is named by traces as what needed the boxing.
     """
     source = tensor._spec
     target = spec_of(source.world, layout, source.shape)
     if target is source:
         return tensor
     tag = source.world.next_tag()
+    site = _trace_forward(tensor, source, target, function) if source.world.tracer is not None else None
     with local_torch():
         if torch.is_grad_enabled() and tensor.requires_grad:
-            return label(_Box.apply(tensor, source, target, tag), target)
+            _check_differentiable(source, target, function)
+            return label(_Box.apply(tensor, source, target, tag, site), target)
         place = _place_in_own_shard(source, target)
         if place is not None:
             return label(_slice(tensor, place).clone(memory_format=torch.contiguous_format), target)
         return label(_run(tensor, source, target, tag), target)
+
+
+def _trace_forward(tensor: GlobalTensor, source: Spec, target: Spec, function: str) -> Any:
+    tracer = source.world.tracer
+    site = tracer.site(function)
+    in_backward = torch._C._current_graph_task_id() >= 0  # the gradient of a plain tensor that had entered
+    tracer.add(site, "backward" if in_backward else "forward", _plan(source, target.layout, tensor), tensor.dtype)
+    return site
+
+
+def _check_differentiable(source: Spec, target: Spec, function: str) -> None:
+    """A maximum of terms has no gradient that is linear; say so where the layout is made, not deep in backward."""
+    for entry in (*source.layout.sbp, *target.layout.sbp):
+        if isinstance(entry, Partial) and entry.reduction != "sum":
+            raise LayoutError(
+                f"{function or 'to_global'}: boxing {describe_sbp_change(source.layout, target.layout)} of "
+                f"{tuple(source.shape)}, a tensor that requires a gradient. {entry} is not differentiable: only sums "
+                f"are linear. Write x.detach().to_global(...), or take x.to_global(sbp=wb.sbp.broadcast) and "
+                f"torch.a{entry.reduction}, which has a gradient."
+            )
 
 
 def _place_in_own_shard(source: Spec, target: Spec) -> Region | None:
@@ -66,24 +97,19 @@ def box_implicitly(tensor: GlobalTensor, layout: Layout, function: str) -> Globa
     source = tensor._spec
     if source.layout == layout:
         return tensor
-    if not source.world.implicit_boxing_allowed and not _plan(source, layout, tensor).is_local:
-        raise ExplicitBoxingError(
-            f"{function}: needs a boxing {describe_sbp_change(source.layout, layout)} of "
-            f"{tuple(source.shape)} that the code "
-            f"does not write. Under wb.explicit_boxing() write x.to_global(placement={layout.placement}, "
-            f"sbp={layout.sbp})."
-        )
+    if not source.world.implicit_boxing_allowed:
+        check_explicit(function, [Need("an operand", tensor, layout)])
     with local_torch():
         # A leaf's form would keep the leaf alive through autograd, and the leaf its form.
         remembers = not (tensor._is_param or (tensor.is_leaf and tensor.requires_grad))
         key = (layout, tensor._version, torch.is_grad_enabled(), tensor.requires_grad, tensor.dtype)
     if not remembers:
-        return box(tensor, layout)
+        return box(tensor, layout, function)
     forms: dict[Any, GlobalTensor] = tensor.__dict__.setdefault("_forms", {})
     form = forms.get(key)
     if form is None:
         forms.clear()
-        form = forms[key] = box(tensor, layout)
+        form = forms[key] = box(tensor, layout, function)
     return form
 
 
@@ -96,24 +122,29 @@ class _Box(torch.autograd.Function):
     """Boxing between two specs; every rank of the world has the node, so backward reaches it on every rank."""
 
     @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, source: Spec, target: Spec, tag: int) -> torch.Tensor:
+    def forward(ctx: Any, local: torch.Tensor, source: Spec, target: Spec, tag: int, site: Any = None) -> torch.Tensor:
         ctx.set_materialize_grads(False)
-        ctx.ghost_leaf = local if source.is_ghost and local.is_leaf and local.requires_grad else None
-        ctx.boxing = (source, target, tag, local.dtype, local.device)
+        ctx.boxing = (source, target, tag, local.dtype, local.device, site)
         return _run(local, source, target, tag)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        source, target, tag, dtype, device = ctx.boxing
-        if ctx.ghost_leaf is not None:
-            ctx.ghost_leaf._ghost_grad = True  # its owner has a gradient now, so ``leaf.grad is None`` must agree
+        source, target, tag, dtype, device, site = ctx.boxing
+        if source.is_ghost:
+            mark_ghost_leaves(ctx)
         incoming, outgoing = target.dual, source.dual
         grad = grads[0]
         if grad is None:  # a ghost's gradient, or none at all: either way this rank contributes nothing
             grad = ghost_storage(incoming.local_shape, dtype, device)
-        result = _Box.apply(grad, incoming, outgoing, tag | 1)
-        # A ghost has no gradient to keep, and autograd would clone one for a leaf into full storage.
-        return (None if outgoing.is_ghost else result), None, None, None
+        tracer = source.world.tracer
+        if tracer is not None:
+            plan = plan_boxing(incoming.layout, outgoing.layout, incoming.shape, grad.element_size())
+            tracer.add(site or tracer.site(), "backward", plan, dtype)
+        result = _Box.apply(grad, incoming, outgoing, tag | 1, site)
+        # A ghost has no gradient to keep, and autograd would clone one for a leaf into full storage; only a gradient
+        # that is differentiated again must be linked to this boxing.
+        is_lost = outgoing.is_ghost and not torch.is_grad_enabled()
+        return (None if is_lost else result), None, None, None, None
 
 
 def _run(local: torch.Tensor, source: Spec, target: Spec, tag: int) -> torch.Tensor:
@@ -145,41 +176,39 @@ def run_plan(plan: BoxingPlan, local: torch.Tensor, world: World, target: Spec, 
 
 def _all_reduce(plan: BoxingPlan, local: torch.Tensor, world: World, tag: int, header: str) -> torch.Tensor:
     group = next(group for group in plan.groups if world.rank in group)
-    dtype = local.dtype
-    total = local.contiguous().clone() if dtype not in _LOW_PRECISION else local.float().contiguous()
-    world.transport.all_reduce(total, group, plan.reduction or "sum", tag, header)
-    return total.to(dtype)
+    return world.transport.all_reduce(local, group, plan.reduction or "sum", tag, header)
 
 
 def _exchange(plan: BoxingPlan, local: torch.Tensor, world: World, target: Spec, tag: int, header: str) -> torch.Tensor:
     rank = world.rank
     arriving = plan.moves_to(rank)
-    staged = {move: _staging(move, local, world) for move in arriving if move.source != rank}
-    sends = [
-        (m.destination, _slice(local, m.source_region).contiguous())
-        for m in plan.moves_from(rank)
-        if m.destination != rank
-    ]
-    if sends or staged:
-        world.transport.exchange(sends, [(move.source, buffer) for move, buffer in staged.items()], tag, header)
+    wanted = [(move.source, _shape(move.source_region)) for move in arriving if move.source != rank]
+    sends = [(m.destination, _slice(local, m.source_region)) for m in plan.moves_from(rank) if m.destination != rank]
+    borrowed: list[torch.Tensor] = []
+    release = None
+    if sends or wanted:
+        borrowed, release = world.transport.borrow(sends, wanted, local.dtype, tag, header)
     if target.is_ghost:
         return ghost_storage(target.shape, local.dtype, world.device)
-    pieces = [(move, staged[move] if move in staged else _slice(local, move.source_region)) for move in arriving]
-    return _assemble(plan, pieces, target, local.dtype, world.device)
+    others = iter(borrowed)
+    pieces = [(move, next(others) if move.source != rank else _slice(local, move.source_region)) for move in arriving]
+    result = _assemble(plan, pieces, target, local.dtype, world.device)
+    if release is not None:
+        release()
+    return result
 
 
 def _assemble(
     plan: BoxingPlan, pieces: list[tuple[Move, torch.Tensor]], target: Spec, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Put the slices into the new shard; terms of a sum are added in the order of the placement, in at
+    """Put the slices into new memory, the new shard; terms of a sum are added in the order of the placement, in at
     least 32 bits.
     """
     whole = tuple((0, size) for size in target.local_shape)
     if len(pieces) == 1 and pieces[0][0].destination_region == whole:
-        piece = pieces[0][1]
-        return piece if pieces[0][0].source != target.world.rank else piece.clone(memory_format=torch.contiguous_format)
+        return pieces[0][1].clone(memory_format=torch.contiguous_format)
     reduction = plan.reduction
-    sums_low_precision = reduction == "sum" and dtype in _LOW_PRECISION
+    sums_low_precision = reduction == "sum" and dtype in ACCUMULATED_IN_32_BITS
     out = _identity(target, torch.float32 if sums_low_precision else dtype, device, reduction)
     for move, piece in pieces:
         place = _slice(out, move.destination_region)
@@ -205,8 +234,8 @@ def _identity(target: Spec, dtype: torch.dtype, device: torch.device, source_red
     return torch.full(target.local_shape, lowest if reductions[0] == "max" else highest, dtype=dtype, device=device)
 
 
-def _staging(move: Move, local: torch.Tensor, world: World) -> torch.Tensor:
-    return torch.empty([stop - start for start, stop in move.source_region], dtype=local.dtype, device=world.device)
+def _shape(region: Region) -> tuple[int, ...]:
+    return tuple(stop - start for start, stop in region)
 
 
 def _slice(tensor: torch.Tensor, region: Region) -> torch.Tensor:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.core.sbp import Broadcast, Split, broadcast
 from workbench.errors import LayoutError
+from workbench.runtime.agreement import check_plain_operand, content_hash
 from workbench.runtime.boxing import box
 from workbench.runtime.tensor import GlobalTensor, Spec, ghost_storage, label, local_torch, spec_of
 from workbench.runtime.world import World, current
@@ -56,11 +56,16 @@ class _Leave(torch.autograd.Function):
         return (grads[0] if ctx.divisor == 1 else grads[0] / ctx.divisor), None, None
 
 
-def enter_as_broadcast(local: torch.Tensor, world: World, layout: Layout) -> GlobalTensor:
-    """A plain tensor that meets global ones: the same value on every rank of the placement, by agreement."""
+def enter_as_broadcast(
+    local: torch.Tensor, world: World, layout: Layout, origin: Callable[[], str] | None = None
+) -> GlobalTensor:
+    """A plain tensor that meets global ones: the same value on every rank of the placement, by agreement.
+
+    ``origin`` names its argument in the error of check mode.
+    """
     spec = spec_of(world, layout.broadcast(), tuple(local.shape))
-    if _checks_agreement():
-        _check_agreement(local, world, layout, "a plain tensor that meets a global one")
+    if world.checks_agreement:
+        check_plain_operand(local, world, layout, origin)
     if spec.is_ghost or (local.requires_grad and torch.is_grad_enabled()):
         return label(_Enter.apply(local, spec), spec)
     return label(local.detach(), spec)
@@ -129,12 +134,6 @@ class _Metadata:
             raise LayoutError(f"to_global: the tensor has {len(shape)} dims, at most {_MAX_DIMS} can enter.")
         content = content_hash(local) if with_hash else 0
         return torch.tensor([_DTYPES.index(local.dtype), content, len(shape), *shape, *[0] * (_MAX_DIMS - len(shape))])
-
-
-def content_hash(local: torch.Tensor) -> int:
-    """56 bits that tell whether two tensors hold the same bytes."""
-    data = local.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "little")
 
 
 def _gather_metadata(local: torch.Tensor, world: World, with_hash: bool) -> list[_Metadata]:
@@ -230,21 +229,6 @@ def _from_one(local: torch.Tensor, world: World, layout: Layout, source: int) ->
     return box(
         label(local.detach().clone() if world.rank == source else local, spec_of(world, single, metadata.shape)), layout
     )
-
-
-def _checks_agreement() -> bool:
-    return os.environ.get("WORKBENCH_CHECK") == "1"
-
-
-def _check_agreement(local: torch.Tensor, world: World, layout: Layout, what: str) -> None:
-    hashes = world.transport.all_gather(torch.tensor([content_hash(local)]), what)
-    values = {rank: int(hashes[rank]) for rank in layout.placement}
-    if len(set(values.values())) > 1:
-        odd = next(rank for rank in values if values[rank] != values[layout.placement.grid[0]])
-        raise LayoutError(
-            f"{what}: ranks {layout.placement.grid[0]} and {odd} hold different values of shape {tuple(local.shape)}. "
-            "It counts as B, the same on all ranks: use wb.to_global(..., broadcast_from=0) or sbp.split(0)."
-        )
 
 
 __all__ = ["enter_as_broadcast", "leave", "to_global"]

@@ -6,6 +6,7 @@ import atexit
 import datetime
 import os
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 from workbench.core.placement import Placement
 from workbench.errors import WorldError
+from workbench.runtime.transport import choice
 from workbench.runtime.transport.base import Traffic, Transport
 from workbench.runtime.transport.distributed import DistributedTransport
 from workbench.runtime.transport.threads import ThreadHub, ThreadTransport
@@ -30,6 +32,10 @@ class World:
         transport: how tensors get to other ranks.
         traffic: what this rank has sent.
         generator: source of the keys of random tensors; equal on all ranks as long as they run the same program.
+        implicit_boxing_allowed: False under ``wb.explicit_boxing()``.
+        checks_agreement: whether plain tensors that meet global ones are compared over the ranks.
+        tracer: the innermost ``wb.trace()`` in force, told of every boxing; None when there is none.
+        on_plan: told of every call (function, args, kwargs) that a plan is made for.
     """
 
     def __init__(self, rank: int, world_size: int, device: torch.device, transport: Transport) -> None:
@@ -42,10 +48,13 @@ class World:
         self.num_edges: dict[int, int] = {}
         self.stage_order: tuple[Placement, ...] = ()
         self.implicit_boxing_allowed = True
+        self.checks_agreement = os.environ.get("WORKBENCH_CHECK", "0") not in ("", "0")
+        self.tracer: Any = None
+        self.on_plan: Callable[[Any, Any, Any], None] | None = None
 
     @property
     def transport_name(self) -> str:
-        """Short name of the transport: ``"gloo"``, ``"nccl"`` or ``"threads"``."""
+        """Short name of the transport: ``"shared"``, ``"gloo"``, ``"nccl"`` or ``"threads"``."""
         return self.transport.name
 
     def next_tag(self) -> int:
@@ -126,6 +135,8 @@ def init(
         )
     chosen = torch.device(device) if device is not None else _default_device(world_size)
     backend = backend or ("nccl" if chosen.type == "cuda" and dist.is_nccl_available() else "gloo")
+    transport: Transport
+    choice.wanted_by_user()
     if world_size > 1:
         dist.init_process_group(
             backend,
@@ -134,13 +145,36 @@ def init(
             world_size=world_size,
             timeout=datetime.timedelta(seconds=timeout_s),
         )
-        transport: Transport = DistributedTransport(rank, world_size, backend, timeout_s)
-        _share_random_state(transport, chosen)
+        try:
+            transport = _choose_transport(DistributedTransport(rank, world_size, backend, timeout_s, chosen))
+            _share_random_state(transport, chosen)
+        except BaseException:
+            dist.destroy_process_group()
+            raise
         atexit.register(shutdown)  # gloo's threads must end before the interpreter does
     else:
         transport = ThreadTransport(ThreadHub(1), 0)
     _process_world = _rejoined(rank, world_size, chosen, transport) or World(rank, world_size, chosen, transport)
     return _process_world
+
+
+def _choose_transport(distributed: DistributedTransport) -> Transport:
+    """``distributed``, or shared memory if it is gloo between CPUs of one host and nobody has asked for gloo."""
+    wanted = choice.wanted_by_user()
+    if distributed.name != "gloo" or distributed.device.type != "cpu":
+        if wanted == "shared":
+            raise WorldError(
+                f"{choice.VARIABLE}=shared: rank {distributed.rank} works on {distributed.device} over "
+                f'{distributed.name}. Memory is shared by CPU ranks only: use device="cpu", or unset {choice.VARIABLE}.'
+            )
+        return distributed
+    return choice.choose(
+        distributed,
+        lambda tensor: distributed.all_gather(tensor, "init()"),
+        distributed.rank,
+        distributed.world_size,
+        distributed.timeout_s,
+    )
 
 
 def _rejoined(rank: int, world_size: int, device: torch.device, transport: Transport) -> World | None:

@@ -11,6 +11,7 @@ import math
 import types
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,11 +21,19 @@ from workbench.core.boxing import plan_boxing
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.core.sbp import Split, broadcast
-from workbench.errors import LayoutError
 from workbench.runtime.boxing import box, box_implicitly
 from workbench.runtime.entry import enter_as_broadcast
-from workbench.runtime.ops.ghost import TENSOR, ghost_in_place, ghost_outputs, infer_outputs
+from workbench.runtime.ops.ghost import (
+    TENSOR,
+    autocast_state,
+    ghost_in_place,
+    ghost_outputs,
+    infer_outputs,
+    recipe_of,
+)
+from workbench.runtime.ops.out import call_with_out
 from workbench.runtime.ops.planning import Plan, bind, itemsize_of, make_plan
+from workbench.runtime.ops.refusals import check_new_plan, check_plan, plain_operand_text, refuse_two_placements
 from workbench.runtime.ops.registry import COMPOSITES, EXACT, HANDLERS, INDIFFERENT, RULES, Name, fold_name
 from workbench.runtime.tensor import GlobalTensor, Spec, label, local_torch, spec_of
 from workbench.runtime.world import World
@@ -42,6 +51,8 @@ _warned: set[str] = set()
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
     """The body of ``GlobalTensor.__torch_function__``."""
+    if kwargs and kwargs.get("out") is not None:
+        return call_with_out(func, args, kwargs)
     try:
         taken_over = _functions[func]
     except KeyError:
@@ -96,6 +107,7 @@ def call_by_plan(  # noqa: C901 - the hot path: calls cost more than branches
         if joined is not None:
             return call_by_plan(func, *joined)
         plan = make_plan(func, args, kwargs or {})
+        check_new_plan(plan, func, args, kwargs or {})
         if key:
             if len(plans) >= _MAX_PLANS:  # a program that never calls alike twice must not fill the memory
                 plans.clear()
@@ -185,30 +197,19 @@ def _join_operands(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     if len(known) == len(tensors) and len(placements) == 1:
         return None
     world = known[0]._spec.world
-    placement = _meeting_place(func, placements, world)
+    if len(placements) > 1 and not placements <= set(world.stage_order):
+        refuse_two_placements(func, args, kwargs, known)
+    placement = max(placements, key=world.stage_order.index) if len(placements) > 1 else next(iter(placements))
     layout = Layout(placement, (broadcast,) * placement.num_axes)
     joined = [
         leaf
         if not isinstance(leaf, torch.Tensor)
         else _to_placement(leaf, placement)
         if isinstance(leaf, GlobalTensor)
-        else enter_as_broadcast(leaf, world, layout)
+        else enter_as_broadcast(leaf, world, layout, partial(plain_operand_text, func, args, kwargs, leaf))
         for leaf in leaves
     ]
     return tree_unflatten(joined, structure)
-
-
-def _meeting_place(func: Any, placements: set[Placement], world: World) -> Placement:
-    if len(placements) == 1:
-        return next(iter(placements))
-    if placements <= set(world.stage_order):
-        return max(placements, key=world.stage_order.index)
-    first, second = sorted(placements, key=str)[:2]
-    raise LayoutError(
-        f"{fold_name(func).folded}: operands lie on different placements, {first} and {second}. An "
-        f"operation runs on one "
-        f"placement: write x.to_global(placement={second}, sbp=...) first."
-    )
 
 
 def _to_placement(tensor: GlobalTensor, placement: Placement) -> GlobalTensor:
@@ -222,6 +223,8 @@ def _to_placement(tensor: GlobalTensor, placement: Placement) -> GlobalTensor:
 
 
 def _run(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
+    if not plan.world.implicit_boxing_allowed:
+        check_plan(plan, func, args, kwargs)
     if plan.outputs is None:
         return _run_fallback(plan, func, args, kwargs)
     args, kwargs, operands = _box_operands(plan, *bind(plan.name.folded, args, kwargs))
@@ -251,11 +254,11 @@ def _box_operands(plan: Plan, args: Any, kwargs: Any) -> tuple[Any, Any, list[Gl
 
 def _run_on_ghost(plan: Plan, func: Any, args: Any, kwargs: Any, operands: list[GlobalTensor]) -> Any:
     if plan.name.in_place:
-        return ghost_in_place(operands[0], operands)
+        return ghost_in_place(operands[0], operands, func, args, kwargs)
     infos, structure, leaves = _cached_infos(func, args, kwargs, operands)
     outputs = plan.outputs
     assert outputs is not None
-    results = ghost_outputs(infos, operands, outputs, plan.world.device)
+    results = ghost_outputs(infos, operands, outputs, plan.world.device, recipe_of(func, args, kwargs))
     labelled = iter(label(result, spec) for result, spec in zip(results, outputs, strict=True))
     return tree_unflatten([next(labelled) if leaf is TENSOR else leaf for leaf in leaves], structure)
 
@@ -264,7 +267,7 @@ def _cached_infos(func: Any, args: Any, kwargs: Any, operands: list[GlobalTensor
     """Structure and flags of the results, inferred once per function, specs, dtypes and grad flags."""
     with local_torch():
         flags = tuple((operand.dtype, operand.requires_grad) for operand in operands)
-    key = (func, _key_of(args), _key_of(kwargs), flags, torch.is_grad_enabled())
+    key = (func, _key_of(args), _key_of(kwargs), flags, torch.is_grad_enabled(), autocast_state())
     cache = operands[0]._spec.world.plans
     try:
         if key not in cache:
@@ -278,58 +281,45 @@ def _run_fallback(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
     """No rule for these layouts: everything to broadcast, run, results broadcast. Always right, never silent."""
     if plan.name.in_place:
         return _fallback_in_place(plan, func, args, kwargs)
-    out = kwargs.pop("out", None)
     leaves, structure = tree_flatten((args, kwargs))
     operands = [leaf for leaf in leaves if isinstance(leaf, GlobalTensor)]
     _warn_of_gather(plan, operands)
     for position, leaf in enumerate(leaves):
         if isinstance(leaf, GlobalTensor):
             target = leaf._spec.layout.broadcast()
-            leaves[position] = box(leaf, target) if leaf._is_param else box_implicitly(leaf, target, plan.name.folded)
+            leaves[position] = box_implicitly(leaf, target, plan.name.folded)
     whole = [leaf for leaf in leaves if isinstance(leaf, GlobalTensor)]
     args, kwargs = tree_unflatten(leaves, structure)
     layout = whole[0]._spec.layout
     if whole[0]._spec.is_ghost:
         infos, out_structure, out_leaves = _cached_infos(func, args, kwargs, whole)
         specs = [spec_of(plan.world, layout, shape) for shape, _, _ in infos]
-        results = iter(
-            label(r, s) for r, s in zip(ghost_outputs(infos, whole, specs, plan.world.device), specs, strict=True)
-        )
+        ghosts = ghost_outputs(infos, whole, specs, plan.world.device, recipe_of(func, args, kwargs))
+        results = iter(label(r, s) for r, s in zip(ghosts, specs, strict=True))
         result = tree_unflatten([next(results) if leaf is TENSOR else leaf for leaf in out_leaves], out_structure)
     else:
         with local_torch():
             result = func(*args, **kwargs)
         result = _label_broadcast(result, plan.world, layout)
-    return result if out is None else _write_out(out, result)
+    return result
 
 
 def _fallback_in_place(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
     """Compute on a whole copy, then write the result back in the layout of the target."""
     target = args[0]
     spec = target._spec
-    whole = box(target, spec.layout.broadcast())
+    whole = box(target, spec.layout.broadcast(), plan.name.folded)
     with local_torch():
         copy = label(whole.clone(), whole._spec)
     _run_fallback(
         Plan(None, plan.targets, None, None, func, Name(plan.name.folded), plan.world), func, (copy, *args[1:]), kwargs
     )
-    result = box(copy, spec.layout)
+    result = box(copy, spec.layout, plan.name.folded)
     if spec.is_ghost:
-        return ghost_in_place(target, [target, result])
+        return ghost_in_place(target, [target, result], torch.Tensor.copy_, (target, result))
     with local_torch():
         target.copy_(result)
     return target
-
-
-def _write_out(out: Any, result: Any) -> Any:
-    if isinstance(out, GlobalTensor):
-        box(result, out._spec.layout)
-        with local_torch():
-            out.copy_(box(result, out._spec.layout))
-        return out
-    raise LayoutError(
-        f"out= is a {type(out).__name__} but the operands are global tensors. Give a global tensor as out=."
-    )
 
 
 def _warn_of_gather(plan: Plan, operands: list[GlobalTensor]) -> None:
