@@ -123,19 +123,20 @@ class Trace:
         if self._outer is not None:
             self._outer.add(site, direction, plan, dtype)
 
-    def add_reduction(self, group: tuple[int, ...], flat: torch.Tensor) -> None:
+    def add_reduction(self, group: tuple[int, ...], gradients: list[torch.Tensor]) -> None:
         """Count one bucket of gradients that ``group``, this rank among it, sums before an optimizer's step."""
-        site = find_site("gradients")
-        key = (site, group, flat.numel(), flat.dtype)
-        record = self._records.get(key) or self._records.setdefault(
-            key, BoxingRecord("gradients", site, "step", "P -> B", "all-reduce", (flat.numel(),), flat.dtype)
+        num_elements, size_bytes = sum(t.numel() for t in gradients), sum(t.nbytes for t in gradients)
+        site, dtype = find_site("gradients"), gradients[0].dtype
+        record = self._records.setdefault(
+            (site, group, num_elements, dtype),
+            BoxingRecord("gradients", site, "step", "P -> B", "all-reduce", (num_elements,), dtype),
         )
+        sent_bytes = 2 * (len(group) - 1) * size_bytes // len(group)
         record.num_boxings += 1
-        size_bytes = flat.numel() * flat.element_size()
-        record.sent_bytes += 2 * (len(group) - 1) * size_bytes // len(group)
-        record.wire_bytes += 2 * (len(group) - 1) * size_bytes // len(group) * len(group)
+        record.sent_bytes += sent_bytes
+        record.wire_bytes += sent_bytes * len(group)
         if self._outer is not None:
-            self._outer.add_reduction(group, flat)
+            self._outer.add_reduction(group, gradients)
 
     def site(self, function: str = "") -> Site:
         """Where the boxing that is about to run comes from."""

@@ -12,6 +12,7 @@ from workbench.core.placement import Placement
 from workbench.errors import LayoutError
 from workbench.runtime.caller import name_in_user_code
 from workbench.runtime.explicit import Need, check_explicit
+from workbench.runtime.ops.ghost import infer_outputs
 from workbench.runtime.ops.planning import Plan, bind
 from workbench.runtime.ops.registry import PARAMETERS, fold_name, handler
 from workbench.runtime.tensor import GlobalTensor
@@ -48,8 +49,16 @@ def check_new_plan(plan: Plan, func: Callable[..., Any], args: Any, kwargs: Any)
     """Refuse what no layout could make right; and tell who wants to know that a plan was made."""
     if plan.world.on_plan is not None:
         plan.world.on_plan(func, args, kwargs)
-    if plan.name.in_place and plan.outputs and plan.outputs[0].shape != args[0]._spec.shape:
-        refuse_new_shape(func, args[0], plan.outputs[0].shape)
+    if plan.name.in_place and isinstance(args[0], GlobalTensor):
+        shape = plan.outputs[0].shape if plan.outputs else _shape_of_result(func, args, kwargs)
+        if shape != args[0]._spec.shape:
+            refuse_new_shape(func, args[0], shape)
+
+
+def _shape_of_result(func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[int, ...]:
+    """Shape of what an in-place form returns; of ``x[i] = y``, which returns nothing, the shape of ``x``."""
+    infos, _, _ = infer_outputs(func, args, kwargs)
+    return infos[0][0] if infos else args[0]._spec.shape
 
 
 def check_plan(plan: Plan, func: Callable[..., Any], args: Any, kwargs: Any) -> None:
