@@ -1,0 +1,173 @@
+"""Views that are copies: what a view of a tensor gives where its rows had to move between ranks.
+
+On one device a view shares its base's storage, so writing to one changes the other. A view that had to be boxed owns
+its storage. It becomes a ``BoxedView``, which remembers its base: an in-place operation on it writes back to the base,
+and a use of it after the base was written fetches its values again. Functions that give a view or a copy, as strides
+have it (``reshape``, ``flatten``, ``contiguous``), cannot know; writing to their boxed results is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from workbench.errors import LayoutError
+from workbench.runtime.boxing import box
+from workbench.runtime.ops.registry import fold_name
+from workbench.runtime.tensor import GlobalTensor, local_torch
+
+ALIASING = frozenset(
+    """
+    view view_as unflatten squeeze unsqueeze permute transpose t get:T get:mT get:H get:mH movedim adjoint expand
+    expand_as broadcast_to narrow select getitem chunk split tensor_split split_with_sizes unsafe_chunk unsafe_split
+    hsplit vsplit dsplit unbind diagonal unfold swapaxes swapdims real imag get:real get:imag view_as_real
+    view_as_complex as_strided alias detach get:data
+    """.split()
+)
+"""Functions whose result shares its operand's storage on one device."""
+PERHAPS_ALIASING = frozenset("reshape reshape_as flatten ravel contiguous".split())
+"""Functions whose result may: it depends on strides."""
+
+
+@dataclass(slots=True)
+class Origin:
+    """Where a boxed view comes from; shared by the views of one storage.
+
+    Attributes:
+        function: name of the view function, for messages.
+        base: the tensor that was viewed.
+        version: the base's version when its values were last the same.
+        write: puts the boxed values into the base; None where nobody knows whether they belong there.
+        fetch: the boxed values, from the base anew.
+    """
+
+    function: str
+    base: GlobalTensor
+    version: int
+    write: Callable[[GlobalTensor], Any] | None
+    fetch: Callable[[], GlobalTensor]
+
+
+class BoxedView(GlobalTensor):
+    """A view whose storage is its own, because its values came from other ranks."""
+
+    _origin: Origin
+    _root: GlobalTensor | None
+    """The boxed tensor whose storage this view shares; None where it is this one."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        views = [leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is BoxedView]
+        name = fold_name(func)
+        for view in views:
+            _bring_up_to_date(view)
+        written = _written(name.in_place, args, kwargs or {})
+        if written is not None:
+            _check_writable(written, name.folded)
+        for view in views:
+            view.__class__ = GlobalTensor
+        try:
+            result = GlobalTensor.dispatch(func, args, kwargs)
+        finally:
+            for view in views:
+                view.__class__ = BoxedView
+        if written is not None:
+            _write_back(written)
+        elif name.folded in ALIASING and args and type(args[0]) is BoxedView:
+            _inherit(result, args[0])
+        return result
+
+    @classmethod
+    def _of(cls, tensor: GlobalTensor, origin: Origin, root: GlobalTensor | None) -> None:
+        tensor.__class__ = cls
+        tensor._origin, tensor._root = origin, root  # type: ignore[attr-defined]
+
+
+def _written(in_place: bool, args: Any, kwargs: Any) -> Any:
+    """The boxed view that the call writes to, if it does."""
+    target = args[0] if args and (in_place or kwargs.get("inplace")) else kwargs.get("out")
+    return target if type(target) is BoxedView else None
+
+
+def _version(tensor: torch.Tensor) -> int:
+    with local_torch():
+        return tensor._version
+
+
+def remember_copies(local: Any, name: str, base: GlobalTensor, boxed: GlobalTensor, result: Any) -> Any:
+    """Make boxed views of the tensors in ``result``, which the view function ``name`` made of ``base``.
+
+    ``boxed`` is the base in the layout that the function wanted, and the results are local views of it; unless
+    ``local``, which made them, has moved rows: then they own their storage, and ``local.items`` says for each which
+    part of the base it is.
+    """
+    if torch.is_inference_mode_enabled():
+        return result  # no version counters
+    views = [leaf for leaf in tree_leaves(result) if isinstance(leaf, GlobalTensor)]
+    items = getattr(local, "items", None)
+    for position, view in enumerate(views):
+        if items is None:
+            write = None if name in PERHAPS_ALIASING else base.copy_
+            fetch: Any = partial(box, base, boxed._spec.layout)
+            BoxedView._of(view, Origin(name, base, _version(base), write, fetch), boxed)
+        else:
+            place = items[position]
+            write, fetch = partial(_put, base, place), partial(_get, base, place)
+            BoxedView._of(view, Origin(name, base, _version(base), write, fetch), None)
+    return result
+
+
+def _put(base: GlobalTensor, place: Any, value: GlobalTensor) -> None:
+    base[place] = value
+
+
+def _get(base: GlobalTensor, place: Any) -> Any:
+    return base[place]
+
+
+def _inherit(result: Any, view: GlobalTensor) -> None:
+    """Views of a boxed view share its storage, and its fate."""
+    root = view if view._root is None else view._root  # type: ignore[attr-defined]
+    for leaf in tree_leaves(result):
+        if type(leaf) is GlobalTensor:
+            BoxedView._of(leaf, view._origin, root)  # type: ignore[attr-defined]
+
+
+def _check_writable(view: BoxedView, name: str) -> None:
+    origin = view._origin
+    if origin.write is None:
+        raise LayoutError(
+            f"{name} in place on the result of {origin.function}: its operand, {tuple(origin.base._spec.shape)} in "
+            f"{origin.base._spec.layout}, was boxed for it, so the result is a copy, while on one device it may be a "
+            f"view. Write {origin.function}(...).clone() if a copy is meant, view(...) if the operand is to change."
+        )
+
+
+def _bring_up_to_date(view: BoxedView) -> None:
+    """Fetch the values again if the base was written since."""
+    origin = view._origin
+    if type(origin.base) is BoxedView:
+        _bring_up_to_date(origin.base)
+    if _version(origin.base) == origin.version:
+        return
+    fresh = origin.fetch()
+    with local_torch():
+        (view if view._root is None else view._root).copy_(fresh)
+    origin.version = _version(origin.base)
+
+
+def _write_back(view: BoxedView) -> None:
+    origin = view._origin
+    assert origin.write is not None
+    root: GlobalTensor = view if view._root is None else view._root
+    root.__class__, kind = GlobalTensor, root.__class__
+    try:
+        origin.write(root)
+    finally:
+        root.__class__ = kind
+    origin.version = _version(origin.base)
