@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -160,11 +160,16 @@ class Choice:
 
 
 def choose(
-    candidates: Sequence[Signature], operands: Sequence[Operand], placement: Placement, cost: LinkCost
+    candidates: Sequence[Signature],
+    operands: Sequence[Operand],
+    placement: Placement,
+    cost: LinkCost,
+    accepts: Callable[[tuple[NdSbp, ...], tuple[NdSbp, ...]], bool] | None = None,
 ) -> Choice | None:
     """The nd-signature whose boxings are cheapest; ties go to the first. None if no candidate is legal.
 
     The decision needs no communication: it depends on layouts and shapes, which all ranks know, and on constants.
+    ``accepts(inputs, outputs)`` rules out combinations of axes that are right one by one but not together.
     """
     per_axis = [_legal_on_axis(candidates, operands, axis) for axis in range(placement.num_axes)]
     best, best_cost = None, (math.inf, 0)
@@ -176,6 +181,8 @@ def choose(
         total = (sum(costs), changes)
         if total < best_cost:
             outputs = tuple(tuple(s.outputs[i] for s in combination) for i in range(len(combination[0].outputs)))
+            if accepts is not None and not accepts(inputs, outputs):
+                continue
             best, best_cost = Choice(inputs, outputs, tuple(s.letter for s in combination)), total
     return best
 
