@@ -21,6 +21,7 @@ import torch
 
 from workbench.core.layout import Shape
 from workbench.core.rules import Signature
+from workbench.core.sbp import NdSbp
 from workbench.runtime.tensor import GlobalTensor, Spec
 
 LocalFunction = Callable[..., Any]
@@ -60,11 +61,13 @@ class Resolution:
         localize: makes the local function from the chosen layouts (inputs, outputs, letters), where it is not the
             function itself: sizes to rewrite, a sum over logical sizes.
         filled: letters of dims of which every rank must have a row, because the local function cannot do without.
+        accepts: whether layouts (of the inputs, of the outputs) fit, where axes cannot be judged one by one.
     """
 
     signatures: str | Sequence[Signature]
     localize: Callable[[Call, list[Spec], list[Spec], tuple[str, ...]], LocalFunction | None] | None = None
     filled: str = ""
+    accepts: Callable[[tuple[NdSbp, ...], tuple[NdSbp, ...]], bool] | None = None
 
 
 RuleFunction = Callable[[Call], Resolution | None]
