@@ -12,6 +12,7 @@ from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.core.rules import Operand, Signature, choose, signatures
 from workbench.core.sbp import Split
+from workbench.runtime.ops.aliasing import ALIASING, PERHAPS_ALIASING
 from workbench.runtime.ops.ghost import infer_outputs
 from workbench.runtime.ops.registry import PARAMETERS, RULES, Call, Name, Resolution, fold_name
 from workbench.runtime.tensor import GlobalTensor, Spec, local_torch, spec_of
@@ -29,6 +30,8 @@ class Plan:
         outputs: specs of the results; None for a fallback, whose results are broadcast in the shape they come in.
         local: the function to run on the shards.
         name: folded name, for messages.
+        num_tags: how many exchanges ``local`` makes; ranks outside the placement count them.
+        copies_view: whether the function gives a view on one device, but had to copy here.
     """
 
     out: Spec | None
@@ -38,6 +41,8 @@ class Plan:
     local: Callable[..., Any]
     name: Name
     world: World
+    num_tags: int = 0
+    copies_view: bool = False
 
 
 def bind(name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -77,7 +82,9 @@ def make_plan(func: Any, args: Any, kwargs: Any) -> Plan:
         plan = _plan_by_rule(call, name, resolution, placement, world, returns_tensor)
         if plan is not None:
             return plan
-    return Plan(None, [operand._spec.layout.broadcast() for operand in operands], None, None, func, name, world)
+    targets = [operand._spec.layout.broadcast() for operand in operands]
+    copies_view = not name.in_place and name.folded in ALIASING | PERHAPS_ALIASING
+    return Plan(None, targets, None, None, func, name, world, copies_view=copies_view)
 
 
 def _plan_by_rule(
@@ -90,7 +97,7 @@ def _plan_by_rule(
         Operand(operand._spec.layout, operand._spec.shape, itemsize_of(operand), operand._is_param)
         for operand in call.operands
     ]
-    choice = choose(candidates, infos, placement, world.transport.cost) if candidates else None
+    choice = choose(candidates, infos, placement, world.transport.cost, resolution.accepts) if candidates else None
     if choice is None:
         return None
     targets = [Layout(placement, sbp) for sbp in choice.inputs]
@@ -104,8 +111,12 @@ def _plan_by_rule(
         spec_of(world, Layout(placement, sbp), shape) for (shape, _), sbp in zip(call.outputs, sbps, strict=True)
     ]
     local = resolution.localize(call, inputs, outputs, choice.letters) if resolution.localize else None
+    num_tags = getattr(local, "num_tags", 0)
+    stays = num_tags == 0 and inputs[0] is call.operands[0]._spec
+    copies_view = not stays and not name.in_place and name.folded in ALIASING | PERHAPS_ALIASING
     is_direct = (
         returns_tensor
+        and not copies_view
         and not name.in_place
         and not outputs[0].is_ghost
         and all(spec is operand._spec for spec, operand in zip(inputs, call.operands, strict=True))
@@ -120,6 +131,8 @@ def _plan_by_rule(
         local or call.func,
         name,
         world,
+        num_tags,
+        copies_view,
     )
 
 
