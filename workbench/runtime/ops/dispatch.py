@@ -23,6 +23,7 @@ from workbench.core.placement import Placement
 from workbench.core.sbp import Split, broadcast
 from workbench.runtime.boxing import box, box_implicitly
 from workbench.runtime.entry import enter_as_broadcast
+from workbench.runtime.ops.aliasing import remember_copies
 from workbench.runtime.ops.ghost import (
     TENSOR,
     autocast_state,
@@ -32,7 +33,7 @@ from workbench.runtime.ops.ghost import (
     recipe_of,
 )
 from workbench.runtime.ops.out import call_with_out
-from workbench.runtime.ops.planning import Plan, bind, itemsize_of, make_plan
+from workbench.runtime.ops.planning import Plan, bind, itemsize_of, make_plan, operands_of
 from workbench.runtime.ops.refusals import check_new_plan, check_plan, plain_operand_text, refuse_two_placements
 from workbench.runtime.ops.registry import COMPOSITES, EXACT, HANDLERS, INDIFFERENT, RULES, Name, fold_name
 from workbench.runtime.tensor import GlobalTensor, Spec, label, local_torch, spec_of
@@ -227,14 +228,21 @@ def _run(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
         check_plan(plan, func, args, kwargs)
     if plan.outputs is None:
         return _run_fallback(plan, func, args, kwargs)
+    given = (args, kwargs)
     args, kwargs, operands = _box_operands(plan, *bind(plan.name.folded, args, kwargs))
     if operands[0]._spec.is_ghost:
-        return _run_on_ghost(plan, func, args, kwargs, operands)
-    with local_torch():
-        result = plan.local(*args, **kwargs)
-    if plan.name.in_place:
-        return operands[0]
-    return _label_all(result, plan.outputs)
+        for _ in range(plan.num_tags):
+            plan.world.next_tag()
+        result = _run_on_ghost(plan, func, args, kwargs, operands)
+    else:
+        with local_torch():
+            result = plan.local(*args, **kwargs)
+        if plan.name.in_place:
+            return operands[0]
+        result = _label_all(result, plan.outputs)
+    if plan.copies_view:
+        return remember_copies(plan.local, plan.name.folded, operands_of(*given)[0], operands[0], result)
+    return result
 
 
 def _box_operands(plan: Plan, args: Any, kwargs: Any) -> tuple[Any, Any, list[GlobalTensor]]:
