@@ -86,15 +86,17 @@ def _cut_into_buckets(members: list[Graded]) -> Iterator[list[Graded]]:
 def _start_bucket(bucket: list[Graded], group: tuple[int, ...]) -> Finish:
     world = bucket[0][0]._spec.world
     started = time.perf_counter()
-    flat = torch.cat([local.reshape(-1) for _, local in bucket])
-    header = f"reduction of {len(bucket)} gradients, {flat.numel()} elements"
-    wait = world.transport.start_all_reduce(flat, group, "sum", world.next_tag(), header)
+    locals_ = [local for _, local in bucket]
+    num_bytes = sum(local.nbytes for local in locals_)
+    header = f"reduction of {len(bucket)} gradients, {num_bytes} bytes"
+    wait = world.transport.start_all_reduce(locals_, group, "sum", world.next_tag(), header)
 
     def finish() -> dict[GlobalTensor, torch.Tensor]:
-        wait()
-        sent = 2 * (len(group) - 1) * flat.numel() * flat.element_size() // len(group)
+        pieces = wait().split([local.numel() for local in locals_])
+        sent = 2 * (len(group) - 1) * num_bytes // len(group)
         world.traffic.add("gradients", sent, time.perf_counter() - started)
-        pieces = flat.split([local.numel() for _, local in bucket])
+        if world.tracer is not None:
+            world.tracer.add_reduction(group, [local for _, local in bucket])
         return {p: piece.view(local.shape) for (p, local), piece in zip(bucket, pieces, strict=True)}
 
     return finish

@@ -11,7 +11,13 @@ import torch
 from workbench.core.boxing import LinkCost
 
 Message = tuple[int, torch.Tensor]
-"""The other rank, and the contiguous tensor to send to it or to fill from it."""
+"""The other rank, and the tensor to send to it (of any strides) or the contiguous one to fill from it."""
+Wanted = tuple[int, Sequence[int]]
+"""The other rank, and the shape of what comes from it."""
+Release = Callable[[], None]
+
+ACCUMULATED_IN_32_BITS = (torch.bfloat16, torch.float16)
+"""Sums of these are made in float32 and rounded once."""
 
 
 @dataclass
@@ -36,7 +42,7 @@ class Traffic:
 
 
 class Transport(Protocol):
-    """Moves contiguous tensors between the ranks of one world.
+    """Moves tensors between the ranks of one world.
 
     Sends never block; receives do, and every wait can be interrupted: by SIGINT, by ``abort`` from another thread, by
     the death of a peer. Messages between two ranks match by ``tag`` and, within a tag, by order. ``header`` names the
@@ -50,13 +56,23 @@ class Transport(Protocol):
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int, header: str) -> None:
         """Send all of ``sends`` and return when all of ``receives`` are filled."""
 
-    def all_reduce(self, tensor: torch.Tensor, group: Sequence[int], reduction: str, tag: int, header: str) -> None:
-        """Reduce ``tensor`` in place over the ranks of ``group``; every one of them gets the same bits."""
+    def borrow(
+        self, sends: Sequence[Message], wanted: Sequence[Wanted], dtype: torch.dtype, tag: int, header: str
+    ) -> tuple[list[torch.Tensor], Release]:
+        """Like ``exchange``, but what arrives may still lie in the sender's memory: read it, then call the release."""
+
+    def all_reduce(
+        self, tensor: torch.Tensor, group: Sequence[int], reduction: str, tag: int, header: str
+    ) -> torch.Tensor:
+        """A new tensor, ``tensor`` reduced over the ranks of ``group``; every one of them gets the same bits."""
 
     def start_all_reduce(
-        self, tensor: torch.Tensor, group: Sequence[int], reduction: str, tag: int, header: str
-    ) -> Callable[[], None]:
-        """Begin an ``all_reduce``; what comes back ends it. Neither touch ``tensor`` in between."""
+        self, tensors: Sequence[torch.Tensor], group: Sequence[int], reduction: str, tag: int, header: str
+    ) -> Callable[[], torch.Tensor]:
+        """Begin to reduce the elements of ``tensors`` (one dtype), laid one behind the other.
+
+        They may change as soon as this returns. What comes back ends the reduction and gives the result, flat.
+        """
 
     def all_gather(self, tensor: torch.Tensor, header: str) -> list[torch.Tensor]:
         """Equally shaped small tensors of all ranks of the world, by rank."""
@@ -69,3 +85,29 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Give back what the transport holds; safe to call twice."""
+
+
+def pack(tensors: Sequence[torch.Tensor], out: torch.Tensor | None = None) -> torch.Tensor:
+    """The elements of ``tensors`` one behind the other, in new memory or in ``out``."""
+    with torch.no_grad():
+        return torch.cat([tensor.reshape(-1) for tensor in tensors], out=out)
+
+
+def borrow_by_exchange(
+    transport: Transport,
+    device: torch.device,
+    sends: Sequence[Message],
+    wanted: Sequence[Wanted],
+    dtype: torch.dtype,
+    tag: int,
+    header: str,
+) -> tuple[list[torch.Tensor], Release]:
+    """``borrow`` for transports whose ranks cannot see one another's memory."""
+    pieces = [torch.empty(tuple(shape), dtype=dtype, device=device) for _, shape in wanted]
+    receives = [(source, piece) for (source, _), piece in zip(wanted, pieces, strict=True)]
+    transport.exchange(sends, receives, tag, header)
+    return pieces, _nothing
+
+
+def _nothing() -> None:
+    pass

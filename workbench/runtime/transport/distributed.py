@@ -18,7 +18,14 @@ import torch.distributed as dist
 
 from workbench.core.boxing import LinkCost
 from workbench.errors import CollectiveAborted
-from workbench.runtime.transport.base import Message
+from workbench.runtime.transport.base import (
+    ACCUMULATED_IN_32_BITS,
+    Message,
+    Release,
+    Wanted,
+    borrow_by_exchange,
+    pack,
+)
 from workbench.runtime.transport.waiting import POLL_S, Helper
 
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -36,8 +43,8 @@ class DistributedTransport:
     ``cost`` is a fixed constant per backend: decisions that follow from it must be the same on all ranks.
     """
 
-    def __init__(self, rank: int, world_size: int, backend: str, timeout_s: float) -> None:
-        self.name = backend
+    def __init__(self, rank: int, world_size: int, backend: str, timeout_s: float, device: torch.device) -> None:
+        self.name, self.device = backend, device
         self.cost = LinkCost(400e-6, 1.5e9) if backend == "gloo" else LinkCost(20e-6, 100e9)
         self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(world_size)): None}
@@ -50,6 +57,7 @@ class DistributedTransport:
             self._exchange_batched(sends, receives, header)
             return
         tag %= _TAG_RANGE
+        sends = [(destination, tensor.contiguous()) for destination, tensor in sends]
         works = [dist.irecv(out, source, tag=tag) for source, out in receives]
         for destination, tensor in sends:
             self._send(tensor, destination, tag)
@@ -65,21 +73,37 @@ class DistributedTransport:
 
     def _exchange_batched(self, sends: Sequence[Message], receives: Sequence[Message], header: str) -> None:
         """NCCL has no tags: sends and receives of one exchange go in one group call."""
-        operations = [dist.P2POp(dist.isend, tensor, destination) for destination, tensor in sends]
+        operations = [dist.P2POp(dist.isend, tensor.contiguous(), destination) for destination, tensor in sends]
         operations += [dist.P2POp(dist.irecv, out, source) for source, out in receives]
         for work in dist.batch_isend_irecv(operations) if operations else []:
             work.wait()  # orders the current stream after the transfer; does not block this thread
 
-    def all_reduce(self, tensor: torch.Tensor, group: Sequence[int], reduction: str, tag: int, header: str) -> None:
-        self.start_all_reduce(tensor, group, reduction, tag, header)()
+    def borrow(
+        self, sends: Sequence[Message], wanted: Sequence[Wanted], dtype: torch.dtype, tag: int, header: str
+    ) -> tuple[list[torch.Tensor], Release]:
+        return borrow_by_exchange(self, self.device, sends, wanted, dtype, tag, header)
+
+    def all_reduce(
+        self, tensor: torch.Tensor, group: Sequence[int], reduction: str, tag: int, header: str
+    ) -> torch.Tensor:
+        return self.start_all_reduce([tensor], group, reduction, tag, header)().view(tensor.shape)
 
     def start_all_reduce(
-        self, tensor: torch.Tensor, group: Sequence[int], reduction: str, tag: int, header: str
-    ) -> Callable[[], None]:
-        work = dist.all_reduce(tensor, _REDUCE_OPS[reduction], group=self._group(tuple(group)), async_op=True)
-        if self.name == "nccl":
-            return work.wait
-        return lambda: self._wait(work, f"ranks {list(group)}", header)
+        self, tensors: Sequence[torch.Tensor], group: Sequence[int], reduction: str, tag: int, header: str
+    ) -> Callable[[], torch.Tensor]:
+        total, dtype = pack(tensors), tensors[0].dtype
+        if reduction == "sum" and dtype in ACCUMULATED_IN_32_BITS:
+            total = total.float()
+        work = dist.all_reduce(total, _REDUCE_OPS[reduction], group=self._group(tuple(group)), async_op=True)
+
+        def finish() -> torch.Tensor:
+            if self.name == "nccl":
+                work.wait()  # orders the current stream after the sum; does not block this thread
+            else:
+                self._wait(work, f"ranks {list(group)}", header)
+            return total.to(dtype)
+
+        return finish
 
     def all_gather(self, tensor: torch.Tensor, header: str) -> list[torch.Tensor]:
         parts = [torch.empty_like(tensor) for _ in range(self.world_size)]

@@ -15,7 +15,14 @@ import torch
 
 from workbench.core.boxing import LinkCost
 from workbench.errors import CollectiveAborted
-from workbench.runtime.transport.base import Message
+from workbench.runtime.transport.base import (
+    ACCUMULATED_IN_32_BITS,
+    Message,
+    Release,
+    Wanted,
+    borrow_by_exchange,
+    pack,
+)
 
 
 class _Letter(NamedTuple):
@@ -103,7 +110,9 @@ class ThreadTransport:
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int, header: str) -> None:
         for destination, tensor in sends:
-            self.hub.post(self.rank, destination, tag, _Letter(tensor.clone(), header))
+            self.hub.post(
+                self.rank, destination, tag, _Letter(tensor.clone(memory_format=torch.contiguous_format), header)
+            )
         for source, out in receives:
             self._receive(source, out, tag, header)
 
@@ -116,20 +125,29 @@ class ThreadTransport:
             raise CollectiveAborted(self.hub.abort_reason or "ranks diverged")
         out.copy_(letter.tensor)
 
-    def all_reduce(self, tensor: torch.Tensor, group: Sequence[int], reduction: str, tag: int, header: str) -> None:
-        terms = {rank: torch.empty_like(tensor) for rank in group if rank != self.rank}
-        self.exchange([(rank, tensor) for rank in terms], list(terms.items()), tag, header)
-        combine: Any = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[reduction]
-        terms[self.rank] = tensor.clone()
-        tensor.copy_(terms[group[0]])
-        for rank in group[1:]:  # in the order of the placement on every rank: the same bits everywhere
-            combine(tensor, terms[rank], out=tensor)
+    def borrow(
+        self, sends: Sequence[Message], wanted: Sequence[Wanted], dtype: torch.dtype, tag: int, header: str
+    ) -> tuple[list[torch.Tensor], Release]:
+        return borrow_by_exchange(self, torch.device("cpu"), sends, wanted, dtype, tag, header)
+
+    def all_reduce(
+        self, tensor: torch.Tensor, group: Sequence[int], reduction: str, tag: int, header: str
+    ) -> torch.Tensor:
+        return self.start_all_reduce([tensor], group, reduction, tag, header)().view(tensor.shape)
 
     def start_all_reduce(
-        self, tensor: torch.Tensor, group: Sequence[int], reduction: str, tag: int, header: str
-    ) -> Callable[[], None]:
-        self.all_reduce(tensor, group, reduction, tag, header)
-        return lambda: None
+        self, tensors: Sequence[torch.Tensor], group: Sequence[int], reduction: str, tag: int, header: str
+    ) -> Callable[[], torch.Tensor]:
+        own = pack(tensors)
+        terms = {rank: torch.empty_like(own) for rank in group if rank != self.rank}
+        self.exchange([(rank, own) for rank in terms], list(terms.items()), tag, header)
+        terms[self.rank] = own
+        combine: Any = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[reduction]
+        widens = reduction == "sum" and own.dtype in ACCUMULATED_IN_32_BITS
+        total = terms[group[0]].float() if widens else terms[group[0]].clone()
+        for rank in group[1:]:  # in the order of the placement on every rank: the same bits everywhere
+            combine(total, terms[rank], out=total)
+        return lambda: total.to(own.dtype)
 
     def all_gather(self, tensor: torch.Tensor, header: str) -> list[torch.Tensor]:
         parts = [torch.empty_like(tensor) for _ in range(self.hub.num_ranks)]
