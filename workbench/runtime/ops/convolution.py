@@ -11,6 +11,7 @@ from workbench.core.rules import Signature, signatures
 from workbench.core.sbp import Split, broadcast, partial_sum
 from workbench.runtime.ops.registry import Call, LocalFunction, Resolution, equations, rule
 from workbench.runtime.ops.shards import zeros
+from workbench.runtime.ops.view import windows
 from workbench.runtime.tensor import Spec
 
 _SPATIAL = "XYZ"
@@ -102,7 +103,7 @@ def _bias_only(make_zeros: LocalFunction, num_spatial: int) -> LocalFunction:
 def _patches(call: Call) -> Resolution | None:
     """Image to columns: batch, and channels where their slices are slices of the columns too; linear."""
     if call.func is torch.Tensor.unfold:
-        return None
+        return windows(call)
     return _by_channel(call, call.shapes[0], call.outputs[0][0], channel_at=(-3, -2))
 
 
