@@ -245,6 +245,21 @@ def ghost_like(tensor: torch.Tensor, spec: Spec) -> GlobalTensor:
     return label(ghost_storage(spec.shape, tensor.dtype, spec.world.device), spec)
 
 
+def mark_ghost_leaves(node: Any) -> None:
+    """Leaves before ``node`` whose owner accumulates a gradient now: ``leaf.grad is None`` must agree with it."""
+    for before, _ in node.next_functions:
+        leaf = getattr(before, "variable", None)
+        if isinstance(leaf, GlobalTensor) and leaf._spec.is_ghost and _will_accumulate(before):
+            leaf._ghost_grad = True
+
+
+def _will_accumulate(node: Any) -> bool:
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # torch.autograd.grad takes this leaf's gradient and leaves its .grad alone
+        return False
+
+
 def describe(tensor: GlobalTensor) -> str:
     """Shape, dtype and layout; never communicates."""
     spec = tensor._spec

@@ -1,24 +1,29 @@
 """A function call on a rank outside the placement: no data, but the same links in the autograd graph.
 
 Every rank runs the whole program, so that boxings are reached in the same order everywhere, forward and backward. A
-ghost's gradient is None from end to end: autograd still visits every node, and nothing is allocated.
+ghost's gradient is None from end to end: autograd still visits every node, and nothing is allocated. Only where the
+graph of the gradients is wanted (``create_graph=True``) are they tensors, linked as the owner's: each function is run
+again on meta tensors and differentiated there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from workbench.core.layout import Shape
-from workbench.runtime.tensor import GlobalTensor, Spec, ghost_storage, local_torch
+from workbench.runtime.tensor import GlobalTensor, Spec, ghost_storage, local_torch, mark_ghost_leaves
 
 TENSOR = object()
 """Stands among the leaves of a result where a tensor is."""
-OutputInfo = tuple[Shape, torch.dtype, bool]
-"""Logical shape, dtype and requires_grad of one result."""
+OutputInfo = tuple[Shape, torch.dtype, bool | tuple[int, ...]]
+"""Logical shape and dtype of one result; the operands it is linked to by number, True for all, False for none."""
+Recipe = Callable[[dict[int, torch.Tensor]], Sequence[torch.Tensor]]
+"""Computes a function's results on meta tensors, given those that stand for its operands, by id."""
 
 
 def infer_outputs(
@@ -29,30 +34,55 @@ def infer_outputs(
     Returns:
         info of every tensor in the result, the result's structure, and its leaves with ``TENSOR`` for tensors.
     """
-    leaves, structure = tree_flatten((args, kwargs))
     memo: dict[int, torch.Tensor] = {}
-    meta_leaves = [_as_meta(leaf, memo, with_grad) for leaf in leaves]
-    meta_args, meta_kwargs = tree_unflatten(meta_leaves, structure)
-    if meta_kwargs.get("device") is not None:
-        meta_kwargs = {**meta_kwargs, "device": "meta"}
-    with local_torch(), torch.set_grad_enabled(with_grad and torch.is_grad_enabled()):
-        result = func(*meta_args, **meta_kwargs)
-    out_leaves, out_structure = tree_flatten(result)
-    infos = [
-        (tuple(leaf.shape), leaf.dtype, leaf.requires_grad) for leaf in out_leaves if isinstance(leaf, torch.Tensor)
-    ]
+    with torch.set_grad_enabled(with_grad and torch.is_grad_enabled()), _without_data():
+        result = _run_without_data(func, args, kwargs, memo, with_grad)
+        out_leaves, out_structure = tree_flatten(result)
+        operands = [memo[id(leaf)] for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, GlobalTensor)]
+        infos: list[OutputInfo] = [
+            (tuple(leaf.shape), leaf.dtype, leaf.requires_grad and (_links(leaf, operands) or True))
+            for leaf in out_leaves
+            if isinstance(leaf, torch.Tensor)
+        ]
     return infos, out_structure, [TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in out_leaves]
+
+
+def autocast_state() -> tuple[Any, ...]:
+    """What autocast does now; the dtypes of results depend on it."""
+    return tuple(torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))
+
+
+def _without_data() -> Any:
+    """Where tensors without data live: meta, or, for autocast (which goes by the device), fake ones of this device."""
+    if not autocast_state():
+        return nullcontext()
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode()
+
+
+def _run_without_data(func: Any, args: Any, kwargs: Any, memo: dict[int, torch.Tensor], with_grad: bool) -> Any:
+    leaves, structure = tree_flatten((args, kwargs))
+    meta_args, meta_kwargs = tree_unflatten([_as_meta(leaf, memo, with_grad) for leaf in leaves], structure)
+    if meta_kwargs.get("device") is not None:
+        meta_kwargs = {**meta_kwargs, "device": _device_without_data(meta_kwargs["device"])}
+    with local_torch():
+        return func(*meta_args, **meta_kwargs)
+
+
+def _device_without_data(device: Any) -> Any:
+    return device if autocast_state() else "meta"
 
 
 def _as_meta(leaf: Any, memo: dict[int, torch.Tensor], with_grad: bool) -> Any:
     if isinstance(leaf, torch.device):
-        return torch.device("meta")
+        return torch.device(_device_without_data(leaf))
     if not isinstance(leaf, torch.Tensor):
         return leaf
     if id(leaf) not in memo:
         with local_torch():
             shape = leaf._spec.shape if isinstance(leaf, GlobalTensor) else leaf.shape
-            meta = torch.empty(shape, dtype=leaf.dtype, device="meta")
+            meta = torch.empty(shape, dtype=leaf.dtype, device=_device_without_data(leaf.device))
             if with_grad and leaf.requires_grad:
                 meta = meta.requires_grad_()
                 meta = meta if leaf.is_leaf else meta.clone()  # in-place is legal on what is no leaf
@@ -60,54 +90,194 @@ def _as_meta(leaf: Any, memo: dict[int, torch.Tensor], with_grad: bool) -> Any:
     return memo[id(leaf)]
 
 
+def _links(result: torch.Tensor, operands: list[torch.Tensor]) -> tuple[int, ...]:
+    """Numbers of the operands that the history of ``result`` reaches."""
+    found, seen, waiting = {id(result)}, set(), [result.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        found.add(id(getattr(node, "variable", None)))
+        waiting += [edge for edge, _ in node.next_functions]
+    return tuple(i for i, t in enumerate(operands) if id(t) in found or (t.grad_fn is not None and t.grad_fn in seen))
+
+
+def recipe_of(func: Callable[..., Any], args: Any, kwargs: Any, in_place: bool = False) -> Recipe:
+    """How to compute the results of ``func(*args, **kwargs)`` on meta tensors; of an in-place function, its target."""
+
+    def run(metas: dict[int, torch.Tensor]) -> list[torch.Tensor]:
+        memo = dict(metas)
+        if in_place:
+            memo[id(args[0])] = target = _as_meta(args[0], memo, False).clone()
+        result = _run_without_data(func, args, kwargs, memo, with_grad=False)
+        return [target] if in_place else [t for t in tree_flatten(result)[0] if isinstance(t, torch.Tensor)]
+
+    return run
+
+
 class _Ghost(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, infos: list[OutputInfo], device: torch.device, *inputs: torch.Tensor) -> Any:
+    def forward(
+        ctx: Any, infos: list[OutputInfo], device: torch.device, second_order: Any, *inputs: torch.Tensor
+    ) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.leaves = [tensor for tensor in inputs if tensor.is_leaf and tensor.requires_grad]
-        ctx.num_inputs = len(inputs)
+        ctx.num_inputs, ctx.second_order = len(inputs), second_order
         outputs = tuple(ghost_storage(shape, dtype, device) for shape, dtype, _ in infos)
         ctx.mark_non_differentiable(*(out for out, info in zip(outputs, infos, strict=True) if not info[2]))
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        for leaf in ctx.leaves:
-            leaf._ghost_grad = True  # its owner has a gradient now, so ``leaf.grad is None`` must agree
-        return (None,) * (2 + ctx.num_inputs)
+        mark_ghost_leaves(ctx)
+        found = ctx.second_order(grads) if torch.is_grad_enabled() else (None,) * ctx.num_inputs
+        return None, None, None, *found
 
 
 class _GhostInPlace(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, target: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, second_order: Any, target: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
         ctx.set_materialize_grads(False)
-        ctx.leaves = [tensor for tensor in inputs if tensor.is_leaf and tensor.requires_grad]
-        ctx.num_inputs = len(inputs)
+        ctx.num_inputs, ctx.second_order = 1 + len(inputs), second_order
         ctx.mark_dirty(target)
         return target
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        for leaf in ctx.leaves:
-            leaf._ghost_grad = True
-        return (None,) * (1 + ctx.num_inputs)
+        mark_ghost_leaves(ctx)
+        return None, *(ctx.second_order(grads) if torch.is_grad_enabled() else (None,) * ctx.num_inputs)
+
+
+class _ToMeta(torch.autograd.Function):
+    """A ghost as a meta tensor, so that torch's own functions can be differentiated for their links."""
+
+    @staticmethod
+    def forward(ctx: Any, ghost: torch.Tensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.device = ghost.device
+        return torch.empty(ghost.shape, dtype=ghost.dtype, device="meta")
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        mark_ghost_leaves(ctx)
+        linked = torch.is_grad_enabled() and grads[0] is not None
+        return _FromMeta.apply(grads[0], ctx.device) if linked else None
+
+
+class _FromMeta(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, meta: torch.Tensor, device: torch.device) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        return ghost_storage(tuple(meta.shape), meta.dtype, device)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return (None if grads[0] is None else _ToMeta.apply(grads[0])), None
+
+
+def _second_order(inputs: Sequence[torch.Tensor], keys: Sequence[int], recipe: Recipe | None, device: Any) -> Any:
+    """The differentiable gradient of a ghost function: ``grads -> grads of inputs``, linked as the owner's are."""
+
+    def gradient(grads: Sequence[Any]) -> Sequence[Any]:
+        with local_torch():
+            if recipe is None:
+                sources = [grad for grad in grads if grad is not None] + list(inputs)
+                infos: list[OutputInfo] = [(tuple(t.shape), t.dtype, True) for t in inputs]
+                again = _second_order(sources, [id(t) for t in sources], None, device)
+                return _Ghost.apply(infos, device, again, *sources)
+            metas = {key: _ToMeta.apply(t) for key, t in zip(keys, inputs, strict=True)}
+            results = recipe(metas)
+            pairs = [
+                (result, _ToMeta.apply(grad))
+                for result, grad in zip(results, grads, strict=False)
+                if grad is not None and result.requires_grad
+            ]
+            if not pairs:
+                return (None,) * len(inputs)
+            found = torch.autograd.grad(
+                [result for result, _ in pairs],
+                list(metas.values()),
+                [grad for _, grad in pairs],
+                create_graph=True,
+                allow_unused=True,
+            )
+            return [None if grad is None else _FromMeta.apply(grad, device) for grad in found]
+
+    return gradient
 
 
 def ghost_outputs(
-    infos: list[OutputInfo], operands: list[GlobalTensor], specs: list[Spec], device: torch.device
+    infos: list[OutputInfo],
+    operands: list[GlobalTensor],
+    specs: list[Spec],
+    device: torch.device,
+    recipe: Recipe | None = None,
 ) -> list[torch.Tensor]:
-    """Plain ghost tensors for the results, linked to every operand that carries a gradient."""
+    """Plain ghost tensors for the results, each linked to the operands that its owner's result is linked to.
+
+    Without a ``recipe`` the gradient of the gradient is linked to everything.
+    """
     with local_torch():
-        linked = [operand for operand in operands if operand.requires_grad] if any(info[2] for info in infos) else []
-        if linked:
-            return list(_Ghost.apply(infos, device, *linked))
-        return [ghost_storage(shape, dtype, device) for shape, dtype, _ in infos]
+        results: dict[int, torch.Tensor] = {}
+        for links in dict.fromkeys(info[2] for info in infos):
+            chosen = [i for i, info in enumerate(infos) if info[2] == links]
+            linked = [
+                t
+                for i, t in enumerate(operands)
+                if t.requires_grad and (links is True or (links is not False and i in links))
+            ]
+            if linked and links:
+                of_these = _only(recipe, chosen)
+                again = _second_order(linked, [id(t) for t in linked], of_these, device)
+                made = _Ghost.apply([infos[i] for i in chosen], device, again, *linked)
+            else:
+                made = [ghost_storage(infos[i][0], infos[i][1], device) for i in chosen]
+            results.update(zip(chosen, made, strict=True))
+        return [results[i] for i in range(len(infos))]
 
 
-def ghost_in_place(target: GlobalTensor, operands: list[GlobalTensor]) -> GlobalTensor:
-    """Mirror an in-place operation on a ghost: no data, but the target's history continues from here."""
+def _only(recipe: Recipe | None, chosen: list[int]) -> Recipe | None:
+    if recipe is None:
+        return None
+    whole = recipe
+
+    def some(metas: dict[int, torch.Tensor]) -> list[torch.Tensor]:
+        results = whole(metas)
+        return [results[i] for i in chosen]
+
+    return some
+
+
+def ghost_in_place(
+    target: GlobalTensor,
+    operands: list[GlobalTensor],
+    func: Callable[..., Any] | None = None,
+    args: Any = (),
+    kwargs: Any = None,
+) -> GlobalTensor:
+    """Mirror an in-place operation on a ghost: no data, but the target's history continues from here.
+
+    ``func(*args, **kwargs)`` is the operation, for the gradient of the gradient.
+    """
     with local_torch():
         others = [operand for operand in operands if operand is not target and operand.requires_grad]
         if torch.is_grad_enabled() and (others or target.requires_grad) and target.is_floating_point():
-            _GhostInPlace.apply(target, *others)
+            second_order = _second_order_in_place(target, others, func, args, kwargs or {})
+            _GhostInPlace.apply(second_order, target, *others)
     return target
+
+
+def _second_order_in_place(target: GlobalTensor, others: list[Any], func: Any, args: Any, kwargs: Any) -> Any:
+    # The node must not hold its own result: what the recipe is given in place of the target is a stub.
+    stub = torch.empty(target._spec.shape, dtype=target.dtype, device="meta")
+    recipe = None
+    if func is not None:
+        args, kwargs = tree_map(lambda leaf: stub if leaf is target else leaf, (args, kwargs))
+        recipe = recipe_of(func, args, kwargs, in_place=True)
+    device, inputs, keys = target.device, list(others), [id(t) for t in others]
+    if not target.requires_grad:
+        of_others = _second_order(inputs, keys, recipe, device)
+        return lambda grads: (None, *of_others(grads))
+    info: OutputInfo = (tuple(target.shape), target.dtype, True)
+    before = _Ghost.apply([info], device, lambda grads: grads, target)[0]  # the target's history up to now
+    return _second_order([before, *inputs], [id(stub), *keys], recipe, device)
