@@ -9,11 +9,19 @@ import torch
 
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
-from workbench.core.sbp import Broadcast, Split, broadcast
-from workbench.errors import LayoutError
+from workbench.core.sbp import Broadcast, Partial, Split, broadcast, dual, partial_sum
+from workbench.errors import LayoutError, SbpError
 from workbench.runtime.agreement import check_plain_operand, content_hash
 from workbench.runtime.boxing import box
-from workbench.runtime.tensor import GlobalTensor, Spec, ghost_storage, label, local_torch, spec_of
+from workbench.runtime.tensor import (
+    GlobalTensor,
+    Spec,
+    ghost_storage,
+    label,
+    local_torch,
+    mark_ghost_leaves,
+    spec_of,
+)
 from workbench.runtime.world import World, current
 
 _DTYPES = sorted((d for d in vars(torch).values() if isinstance(d, torch.dtype)), key=str)
@@ -25,35 +33,67 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, spec: Spec) -> torch.Tensor:
-        ctx.spec = spec
+        ctx.set_materialize_grads(False)
+        ctx.spec, ctx.dtype = spec, local.dtype
         if spec.is_ghost:
             return ghost_storage(spec.shape, local.dtype, spec.world.device)
         return local.view_as(local)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        spec = ctx.spec
-        grad = label(grads[0].view_as(grads[0]), spec_of(spec.world, spec.layout.dual(), spec.shape))
+        spec, dual, local = ctx.spec, ctx.spec.dual, grads[0]
+        if local is None:
+            local = ghost_storage(dual.local_shape, ctx.dtype, spec.world.device)
+        with local_torch():
+            grad = label(local.view_as(local), dual)
         if spec.layout.is_broadcast:
             everywhere = Placement.of(spec.layout.placement.device_type, list(range(spec.world.world_size)))
             grad = box(grad, Layout(everywhere, (broadcast,)))
+        else:
+            grad = box(grad, _without_terms(spec.layout))
+            if spec.is_ghost:  # what stood in for the shards of other ranks
+                return None, None
         with local_torch():
             return grad.view_as(grad).as_subclass(torch.Tensor), None
+
+
+def _without_terms(layout: Layout) -> Layout:
+    return layout.with_sbp(tuple(broadcast if isinstance(entry, Partial) else entry for entry in layout.sbp))
 
 
 class _Leave(torch.autograd.Function):
     """Global tensor -> plain shard. A loss on a copy of B is computed by every rank: each contributes one n-th."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, spec: Spec, divides: bool) -> torch.Tensor:
-        ctx.divisor = spec.layout.num_replicas if divides else 1
+    def forward(ctx: Any, tensor: torch.Tensor, spec: Spec, divisor: int) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.spec, ctx.divisor = spec, divisor
         if spec.is_ghost:
             return tensor.new_empty([0] * max(1, len(spec.shape)))
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return (grads[0] if ctx.divisor == 1 else grads[0] / ctx.divisor), None, None
+        grad = grads[0]
+        if ctx.spec.is_ghost:
+            mark_ghost_leaves(ctx)
+            linked = grad is not None and torch.is_grad_enabled()
+            return (_AsGhost.apply(grad, ctx.spec) if linked else None), None, None
+        return (grad if grad is None or ctx.divisor == 1 else grad / ctx.divisor), None, None
+
+
+class _AsGhost(torch.autograd.Function):
+    """The gradient of an empty plain tensor as that of the ghost it came from."""
+
+    @staticmethod
+    def forward(ctx: Any, empty: torch.Tensor, spec: Spec) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.shape = empty.shape
+        return ghost_storage(spec.shape, empty.dtype, spec.world.device)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return (None if grads[0] is None else grads[0].new_zeros(ctx.shape)), None
 
 
 def enter_as_broadcast(
@@ -71,10 +111,27 @@ def enter_as_broadcast(
     return label(local.detach(), spec)
 
 
-def leave(tensor: GlobalTensor, divides: bool = True) -> torch.Tensor:
-    """This rank's shard as a plain tensor, with its history."""
+def leave(tensor: GlobalTensor, grad_sbp: Any = None) -> torch.Tensor:
+    """This rank's shard as a plain tensor, with its history; ``grad_sbp`` as in ``GlobalTensor.to_local``."""
+    spec = tensor._spec
+    divisor = spec.layout.num_replicas if grad_sbp is None else _copies_of_gradient(spec.layout, grad_sbp)
     with local_torch():
-        return _Leave.apply(tensor, tensor._spec, divides)
+        return _Leave.apply(tensor, spec, divisor)
+
+
+def _copies_of_gradient(layout: Layout, grad_sbp: Any) -> int:
+    """On how many ranks the same gradient will arrive, if it lies as ``grad_sbp``."""
+    wanted, divisor = Layout.of(layout.placement, grad_sbp), 1
+    for entry, given, size in zip(layout.sbp, wanted.sbp, layout.placement.shape, strict=True):
+        legal = (broadcast, partial_sum) if isinstance(entry, Broadcast) else (dual(entry),)
+        if given not in legal:
+            raise SbpError(
+                f"to_local(grad_sbp={wanted}): the tensor has sbp {layout.sbp}, so the gradient of {entry} is "
+                f"{' or '.join(str(e) for e in legal)}, not {given}. B is for "
+                "the same loss on all ranks, P for a loss of each rank's own."
+            )
+        divisor *= size if isinstance(entry, Broadcast) and given == broadcast else 1
+    return divisor
 
 
 def to_global(
@@ -114,18 +171,21 @@ def to_global(
     layout = layout.normalized(shape)
     if world.rank not in placement:
         local = ghost_storage(shape, dtype, world.device)
+    if torch.is_grad_enabled() and any(metadata[rank].requires_grad for rank in placement) and not local.requires_grad:
+        local = local.detach().requires_grad_()  # every rank has the same graph
     spec = spec_of(world, layout, shape)
     if any(metadata[rank].shape != layout.local_shape(shape, rank) for rank in placement):
-        local = _rebalance(local, world, layout, shape, metadata)
+        return _rebalance(local, world, layout, shape, metadata)
     return label(_Enter.apply(local, spec), spec)
 
 
 class _Metadata:
-    """Shape, dtype and content hash of one rank's tensor, as eleven integers on the wire."""
+    """Shape, dtype, content hash and requires_grad of one rank's tensor, as twelve integers on the wire."""
 
     def __init__(self, numbers: list[int]) -> None:
         self.dtype, self.hash = _DTYPES[numbers[0]], numbers[1]
-        self.shape = tuple(numbers[3 : 3 + numbers[2]])
+        self.requires_grad = bool(numbers[3])
+        self.shape = tuple(numbers[4 : 4 + numbers[2]])
 
     @staticmethod
     def encode(local: torch.Tensor, with_hash: bool) -> torch.Tensor:
@@ -133,7 +193,9 @@ class _Metadata:
         if len(shape) > _MAX_DIMS:
             raise LayoutError(f"to_global: the tensor has {len(shape)} dims, at most {_MAX_DIMS} can enter.")
         content = content_hash(local) if with_hash else 0
-        return torch.tensor([_DTYPES.index(local.dtype), content, len(shape), *shape, *[0] * (_MAX_DIMS - len(shape))])
+        padding = [0] * (_MAX_DIMS - len(shape))
+        numbers = [_DTYPES.index(local.dtype), content, len(shape), int(local.requires_grad), *shape, *padding]
+        return torch.tensor(numbers)
 
 
 def _gather_metadata(local: torch.Tensor, world: World, with_hash: bool) -> list[_Metadata]:
@@ -194,7 +256,7 @@ def _check_copies(metadata: list[_Metadata], layout: Layout) -> None:
 
 def _rebalance(
     local: torch.Tensor, world: World, layout: Layout, shape: tuple[int, ...], metadata: list[_Metadata]
-) -> torch.Tensor:
+) -> GlobalTensor:
     """Shards of other than balanced sizes: put each into a zero tensor at its place, and let the sum be cut evenly."""
     if layout.placement.num_axes > 1:
         raise LayoutError(
@@ -207,12 +269,10 @@ def _rebalance(
             break
         start += metadata[rank].shape[dim]
     if world.rank in layout.placement:
-        padded = local.new_zeros(shape)
-        padded.narrow(dim, start, local.shape[dim]).copy_(local.detach())
-        local = padded
-    terms = label(local, spec_of(world, layout.dual().with_sbp(_all_partial(layout)), shape))
-    with local_torch():
-        return box(terms, layout).as_subclass(torch.Tensor)
+        before, after = ((*shape[:dim], n, *shape[dim + 1 :]) for n in (start, shape[dim] - start - local.shape[dim]))
+        local = torch.cat([local.new_zeros(before), local, local.new_zeros(after)], dim)
+    spec = spec_of(world, layout.with_sbp(_all_partial(layout)), shape)
+    return box(label(_Enter.apply(local, spec), spec), layout)
 
 
 def _all_partial(layout: Layout) -> Any:
@@ -223,12 +283,12 @@ def _all_partial(layout: Layout) -> Any:
 
 def _from_one(local: torch.Tensor, world: World, layout: Layout, source: int) -> GlobalTensor:
     metadata = _gather_metadata(local, world, with_hash=False)[source]
-    single = Layout(Placement.of(layout.placement.device_type, [source]), (broadcast,))
+    spec = spec_of(world, Layout(Placement.of(layout.placement.device_type, [source]), (broadcast,)), metadata.shape)
     if world.rank != source:
-        local = ghost_storage(metadata.shape, metadata.dtype, world.device)
-    return box(
-        label(local.detach().clone() if world.rank == source else local, spec_of(world, single, metadata.shape)), layout
-    )
+        learns = metadata.requires_grad and torch.is_grad_enabled()
+        local = ghost_storage(metadata.shape, metadata.dtype, world.device).requires_grad_(learns)
+    entered = label(_Enter.apply(local, spec), spec)
+    return box(entered, layout.normalized(metadata.shape))
 
 
 __all__ = ["enter_as_broadcast", "leave", "to_global"]

@@ -39,13 +39,20 @@ def boxing_plan(tensor: GlobalTensor, placement: Placement | None = None, sbp: A
     return plan_boxing(tensor._spec.layout, _layout(tensor, placement, sbp), tensor._spec.shape, itemsize)
 
 
-def to_local(tensor: GlobalTensor) -> torch.Tensor:
+def to_local(tensor: GlobalTensor, *, grad_sbp: Any = None) -> torch.Tensor:
     """This rank's shard as a plain tensor that shares its storage; empty on ranks outside the placement.
 
     A loss computed from it counts once per rank for splits and partial sums; for copies (B) each rank's counts one
     n-th, so that the same plain loss on all ranks gives one device's gradient.
+
+    Args:
+        grad_sbp: how the gradient that will come back lies, one entry per axis; default B where the tensor is B. For a
+            B tensor of which every rank makes a loss of its own, P.
+
+    Raises:
+        SbpError: ``grad_sbp`` is no layout that a gradient of this tensor can have.
     """
-    return leave(tensor)
+    return leave(tensor, grad_sbp)
 
 
 def full_tensor(tensor: GlobalTensor) -> torch.Tensor:
