@@ -4,24 +4,35 @@ To add a function: one line in the family's file (an equation), or a function th
 """
 
 from workbench.runtime.ops import (
+    along,
     attention,
     autograd,
     convolution,
+    cumulative,
     dispatch,
     embedding,
+    experts,
+    exponentials,
+    extrema,
+    linalg,
     loss,
     matmul,
     metadata,
+    moments,
     norms,
     pointwise,
     pooling,
     randomness,
     reading,
+    recurrent,
     reduction,
+    spectral,
+    vector_norms,
     view,
 )
 
 __all__ = [
-    "attention", "autograd", "convolution", "dispatch", "embedding", "loss", "matmul", "metadata", "norms",
-    "pointwise", "pooling", "randomness", "reading", "reduction", "view",
+    "along", "attention", "autograd", "convolution", "cumulative", "dispatch", "embedding", "experts",
+    "exponentials", "extrema", "linalg", "loss", "matmul", "metadata", "moments", "norms", "pointwise", "pooling",
+    "randomness", "reading", "recurrent", "reduction", "spectral", "vector_norms", "view",
 ]  # fmt: skip

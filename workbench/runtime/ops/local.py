@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -38,7 +39,7 @@ def local_call(
     return label(result, spec)
 
 
-def whole(tensor: GlobalTensor) -> GlobalTensor:
+def whole(tensor: Any) -> GlobalTensor:
     """``tensor`` with its partial sums summed."""
     layout = tensor._spec.layout
     sbp = tuple(broadcast if isinstance(entry, Partial) else entry for entry in layout.sbp)
