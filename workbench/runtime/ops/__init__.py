@@ -14,6 +14,8 @@ from workbench.runtime.ops import (
     experts,
     exponentials,
     extrema,
+    indexing,
+    joining,
     linalg,
     loss,
     matmul,
@@ -32,7 +34,7 @@ from workbench.runtime.ops import (
 )
 
 __all__ = [
-    "along", "attention", "autograd", "convolution", "cumulative", "dispatch", "embedding", "experts",
-    "exponentials", "extrema", "linalg", "loss", "matmul", "metadata", "moments", "norms", "pointwise", "pooling",
-    "randomness", "reading", "recurrent", "reduction", "spectral", "vector_norms", "view",
+    "along", "attention", "autograd", "convolution", "cumulative", "dispatch", "embedding", "experts", "exponentials",
+    "extrema", "indexing", "joining", "linalg", "loss", "matmul", "metadata", "moments", "norms", "pointwise",
+    "pooling", "randomness", "reading", "recurrent", "reduction", "spectral", "vector_norms", "view",
 ]  # fmt: skip
