@@ -178,9 +178,9 @@ def _softmax(call: Call) -> Resolution | None:
     return None if call.arg(1, "dim", call.kwargs.get("axis")) is None else _along(call)
 
 
-@rule("cumsum", "flip", parameters="input dim")
+@rule("cumsum", parameters="input dim")
 def _cumsum(call: Call) -> Resolution:
-    return _along(call, addend=call.name != "cumsum" or call.kwargs.get("dtype") is None)
+    return _along(call, addend=call.kwargs.get("dtype") is None)
 
 
 def _in_two_stages(name: str, function: Callable[..., torch.Tensor]) -> None:
