@@ -95,9 +95,7 @@ def _dual(sides: tuple[Side, ...]) -> tuple[Side, ...]:
 
 
 @lru_cache(maxsize=1024)
-def plan_rows(
-    dim: int, segments: tuple[Segment, ...], sources: tuple[Side, ...], results: tuple[Side, ...]
-) -> RowPlan:
+def plan_rows(dim: int, segments: tuple[Segment, ...], sources: tuple[Side, ...], results: tuple[Side, ...]) -> RowPlan:
     """The moves of a row map between layouts; on axes that split ``dim`` on neither side the layouts agree."""
     placement = results[0].layout.placement
     moves = []
