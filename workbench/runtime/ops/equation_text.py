@@ -38,3 +38,8 @@ def reduction(ndim: int, dims: Collection[int], keepdim: bool, whole: bool, adde
     left = term(ndim, dims if whole else ())
     right = term(ndim, ones=dims) if keepdim else term(ndim, dropped=dims)
     return f"{'+' * addend}{left} -> {right}"
+
+
+def along(ndim: int, dim: int, letter: str) -> str:
+    """A term for broadcasting operands with one named dim: ``along(3, 1, "X")`` is ``"...Xa"``."""
+    return f"...{letter}{_LETTERS[: ndim - 1 - dim % max(1, ndim)]}"

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from workbench.runtime.ops.equation_text import elementwise_except, normalize_dims, term
 from workbench.runtime.ops.registry import Call, Resolution, composite, equations, rule
 
 _UNARY = """
@@ -15,19 +16,28 @@ hardtanh hardswish hardsigmoid softsign tanhshrink softshrink hardshrink thresho
 log1p sqrt rsqrt square reciprocal abs sign sgn sin cos tan asin acos atan sinh cosh asinh acosh atanh erf erfc
 erfinv lgamma digamma i0 sinc floor ceil round trunc frac isnan isinf isfinite isposinf isneginf signbit logical_not
 bitwise_not nan_to_num deg2rad rad2deg angle conj_physical logit to float double half bfloat16 long int short char
-byte bool type cpu cuda
+byte bool type cpu cuda cdouble cfloat chalf isreal frexp polygamma mvlgamma i0e i1 i1e ndtr ndtri log_ndtr entr
+erfcx airy_ai bessel_j0 bessel_j1 bessel_y0 bessel_y1 modified_bessel_i0 modified_bessel_i1 modified_bessel_k0
+modified_bessel_k1 scaled_modified_bessel_k0 scaled_modified_bessel_k1 spherical_bessel_j0
 """
 _NARY = """
 pow float_power rpow rdiv rtruediv atan2 hypot fmod remainder floor_divide rfloordiv rmod maximum minimum fmax fmin
 copysign nextafter eq ne lt le gt ge isclose logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor
 bitwise_left_shift bitwise_right_shift where lerp clamp clamp_min clamp_max addcmul addcdiv
-masked_fill xlogy logaddexp logaddexp2 heaviside gcd lcm ldexp copy
+masked_fill xlogy xlog1py logaddexp logaddexp2 heaviside gcd lcm ldexp copy zeta igamma igammac complex polar
+chebyshev_polynomial_t chebyshev_polynomial_u chebyshev_polynomial_v chebyshev_polynomial_w hermite_polynomial_h
+hermite_polynomial_he laguerre_polynomial_l legendre_polynomial_p shifted_chebyshev_polynomial_t
+shifted_chebyshev_polynomial_u shifted_chebyshev_polynomial_v shifted_chebyshev_polynomial_w
 """
-_LINEAR = "clone detach contiguous neg positive alias detach_copy"
+_LINEAR = """
+clone detach contiguous neg positive alias detach_copy real imag get:real get:imag conj resolve_conj resolve_neg
+"""
 
 equations(_UNARY, "... -> ...")
 equations(_NARY, "..., ..., ..., ... -> ...")
 equations(_LINEAR, "+... -> ...")
+equations("view_as_real", "+... -> ...X")
+equations("view_as_complex", "+...X -> ...")
 
 
 def _is_finite_number(value: Any, nonzero: bool = False) -> bool:
@@ -76,3 +86,19 @@ def _zero(call: Call) -> Resolution:
 @rule("fill")
 def _fill(call: Call) -> Resolution:
     return Resolution("..., ... -> ...")
+
+
+@rule("glu")
+def _glu(call: Call) -> Resolution:
+    """One half of ``dim`` gates the other."""
+    ndim = len(call.shapes[0])
+    return Resolution(elementwise_except(ndim, normalize_dims(call.arg(1, "dim", -1), ndim)))
+
+
+@rule("prelu", parameters="input weight")
+def _prelu(call: Call) -> Resolution:
+    """One slope for all, or one for each channel (dim 1)."""
+    shape, slopes = call.shapes
+    if math.prod(slopes) == 1 or len(shape) < 2:
+        return Resolution(f"..., {term(len(slopes), range(8))} -> ...")
+    return Resolution("ab..., b -> ab...")

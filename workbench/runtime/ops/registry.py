@@ -133,9 +133,8 @@ _ALIASES = {
     "greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le", "not_equal": "ne", "concat": "cat",
     "concatenate": "cat", "clip": "clamp", "swapaxes": "transpose", "swapdims": "transpose", "moveaxis": "movedim",
     "arccos": "acos", "arcsin": "asin", "arctan": "atan", "fix": "trunc", "conv_transpose": "conv_transpose1d",
-    "special_expit": "sigmoid", "special_exp2": "exp2", "special_expm1": "expm1",
-    "special_log1p": "log1p", "special_erf": "erf", "special_erfc": "erfc", "special_softmax": "softmax",
-    "special_log_softmax": "log_softmax", "type_as": "to",
+    "expit": "sigmoid", "psi": "digamma", "gammaln": "lgamma", "gammainc": "igamma", "gammaincc": "igammac",
+    "multigammaln": "mvlgamma", "type_as": "to",
 }  # fmt: skip
 _KEEP_UNDERSCORE = {"requires_grad_", "retain_grad", "share_memory_", "set_", "resize_", "as_strided_"}
 
@@ -152,7 +151,7 @@ def fold_name(func: Any) -> Name:
     """The folded name of a torch function: ``Tensor.__iadd__`` -> add, in place; ``Tensor.dtype.__get__``
     -> get:dtype.
     """
-    name = getattr(func, "__name__", str(func))
+    name = getattr(func, "__name__", str(func)).partition(".")[0].removeprefix("special_")  # overloads: "slice.Tensor"
     if name in ("__get__", "__set__", "__delete__"):
         return Name(f"{name.strip('_')}:{func.__self__.__name__}")
     if name.startswith("__") and name.endswith("__"):

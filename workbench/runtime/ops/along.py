@@ -1,0 +1,71 @@
+"""Functions that walk along one dim, and that look values up in sorted ones or count them."""
+
+from __future__ import annotations
+
+from workbench.runtime.ops.equation_text import elementwise_except, normalize_dims, term
+from workbench.runtime.ops.registry import Call, Resolution, rule
+
+
+@rule("cummax", "cummin", parameters="input dim")
+def _running_extremum(call: Call) -> Resolution:
+    ndim = len(call.shapes[0])
+    return Resolution(elementwise_except(ndim, normalize_dims(call.arg(1, "dim"), ndim) if ndim else []))
+
+
+@rule("diff", parameters="input n dim prepend append")
+def _diff(call: Call) -> Resolution:
+    ndim = len(call.shapes[0])
+    text = term(ndim, normalize_dims(call.arg(2, "dim", -1), ndim))
+    return Resolution(f"{', '.join(['+' + text] * len(call.operands))} -> {text}")
+
+
+@rule("trapezoid", "trapz", "cumulative_trapezoid")
+def _trapezoid(call: Call) -> Resolution | None:
+    """The integral along one dim of ``y``; the places ``x`` are one row for all, or as many as ``y``."""
+    ndim = len(call.shapes[0])
+    dims = normalize_dims(call.kwargs.get("dim", -1), ndim)
+    values = term(ndim, dims)
+    places = {1: "X", ndim: values}.get(len(call.shapes[-1]))
+    if places is None or (len(call.operands) == 2 and len(call.shapes[1]) == ndim and call.shapes[0] != call.shapes[1]):
+        return None
+    result = values if call.name == "cumulative_trapezoid" else term(ndim, dropped=dims)
+    return Resolution(f"{values}{f', {places}' * (len(call.operands) - 1)} -> {result}")
+
+
+@rule("renorm")
+def _renorm(call: Call) -> Resolution:
+    """One norm per slice of ``dim``: the others stay whole."""
+    ndim = len(call.shapes[0])
+    return Resolution(elementwise_except(ndim, set(range(ndim)) - set(normalize_dims(call.arg(2, "dim"), ndim))))
+
+
+@rule("bucketize", parameters="input boundaries")
+def _bucketize(call: Call) -> Resolution | None:
+    return Resolution("..., N -> ...") if len(call.operands) == 2 else None
+
+
+@rule("searchsorted", parameters="sorted_sequence input")
+def _searchsorted(call: Call) -> Resolution | None:
+    """One sorted row for all values, or a row for each row of values."""
+    if len(call.operands) < 2:
+        return None
+    has_sorter = len(call.operands) == 3
+    if len(call.shapes[0]) == 1:
+        return Resolution(f"N, ...{', N' * has_sorter} -> ...")
+    rows = term(len(call.shapes[0]) - 1)
+    return Resolution(f"{rows}N, {rows}z{f', {rows}N' * has_sorter} -> {rows}z")
+
+
+@rule("isin", parameters="elements test_elements")
+def _isin(call: Call) -> Resolution | None:
+    if len(call.operands) != 2:
+        return None
+    return Resolution(f"..., {term(len(call.shapes[1]), range(8))} -> ...")
+
+
+@rule("histc", parameters="input bins min max")
+def _histc(call: Call) -> Resolution | None:
+    """Counts add up, if the range does not depend on the values."""
+    if call.arg(2, "min", 0) == call.arg(3, "max", 0):
+        return None
+    return Resolution(f"{term(len(call.shapes[0]))} -> N")
