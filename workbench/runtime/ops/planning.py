@@ -63,8 +63,11 @@ def operands_of(args: Any, kwargs: Any) -> list[GlobalTensor]:
     return [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, GlobalTensor)]
 
 
-def make_plan(func: Any, args: Any, kwargs: Any) -> Plan:
-    """The plan for a call whose tensors are all global and on one placement; a fallback where no rule applies."""
+def make_plan(func: Any, args: Any, kwargs: Any, inferred: Any = None) -> Plan:
+    """The plan for a call whose tensors are all global and on one placement; a fallback where no rule applies.
+
+    ``inferred``: what ``infer_outputs`` gives for this call, where the caller knows it already.
+    """
     name = fold_name(func)
     if kwargs.get("inplace"):
         name = Name(name.folded, in_place=True)
@@ -75,8 +78,8 @@ def make_plan(func: Any, args: Any, kwargs: Any) -> Plan:
     returns_tensor = False
     resolution = None
     if name.folded in RULES and kwargs.get("out") is None:
-        inferred, structure, _ = infer_outputs(func, args, kwargs)
-        call.outputs, returns_tensor = [info[:2] for info in inferred], structure.is_leaf()
+        infos, structure, _ = inferred or infer_outputs(func, args, kwargs)
+        call.outputs, returns_tensor = [info[:2] for info in infos], structure.is_leaf()
         resolution = RULES[name.folded](call)
     if resolution is not None:
         plan = _plan_by_rule(call, name, resolution, placement, world, returns_tensor)
