@@ -16,12 +16,13 @@ _MASK = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
 
 
-def philox_words(key: int, counters: np.ndarray) -> np.ndarray:
+def philox_words(key: int, counters: np.ndarray, stream: int = 0) -> np.ndarray:
     """Four 32-bit words for each 64-bit counter.
 
     Args:
         key: 64 bits.
         counters: uint64, shape (n,).
+        stream: 32 bits more in the counter, for further words at the same positions.
 
     Returns:
         uint32, shape (n, 4).
@@ -30,7 +31,7 @@ def philox_words(key: int, counters: np.ndarray) -> np.ndarray:
     '0x6627e8d5'
     """
     counters = counters.astype(np.uint64)
-    words = [counters & _MASK, counters >> _HALF, np.zeros_like(counters), np.zeros_like(counters)]
+    words = [counters & _MASK, counters >> _HALF, np.full_like(counters, stream), np.zeros_like(counters)]
     low, high = key & 0xFFFFFFFF, key >> 32 & 0xFFFFFFFF
     for _ in range(_ROUNDS):
         first, second = words[0] * _MULTIPLIERS[0], words[2] * _MULTIPLIERS[1]
@@ -41,44 +42,56 @@ def philox_words(key: int, counters: np.ndarray) -> np.ndarray:
             first & _MASK,
         ]
         low, high = (low + _WEYL[0]) & 0xFFFFFFFF, (high + _WEYL[1]) & 0xFFFFFFFF
-    return np.stack(words, axis=1).astype(np.uint32)
+    out = np.empty((len(counters), 4), np.uint32)
+    for column, word in enumerate(words):
+        out[:, column] = word
+    return out
 
 
-def _by_position(key: int, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The four words of each position's counter, and which of them is the position's own."""
-    positions = positions.astype(np.uint64).reshape(-1)
-    if positions.size and positions[-1] - positions[0] + 1 == positions.size:  # consecutive: each counter once
-        first = positions[0] // np.uint64(4)
-        counters = np.arange(first, positions[-1] // np.uint64(4) + np.uint64(1), dtype=np.uint64)
-        words = np.repeat(philox_words(key, counters), 4, axis=0)
-        offset = int(positions[0] - first * np.uint64(4))
-        words = words[offset : offset + positions.size]
-    else:
-        words = philox_words(key, positions // np.uint64(4))
-    return words, (positions % np.uint64(4)).astype(np.intp)
+def _pairs(key: int, positions: np.ndarray, stream: int = 0) -> tuple[np.ndarray, slice | np.ndarray]:
+    """Each position's pair of words, shape (pairs, 2), and where in the flat pairs the positions' own words stand."""
+    at = positions.astype(np.int64, copy=False).reshape(-1)
+    if at.size and at[-1] - at[0] + 1 == at.size:  # consecutive: each counter once
+        first = int(at[0]) // 4
+        words = philox_words(key, np.arange(first, int(at[-1]) // 4 + 1, dtype=np.uint64), stream)
+        return words.reshape(-1, 2), slice(int(at[0]) - 4 * first, int(at[-1]) - 4 * first + 1)
+    words = philox_words(key, at >> 2, stream)
+    return words.reshape(-1, 2), np.arange(at.size) * 4 + (at & 3)
 
 
-def uniform(key: int, positions: np.ndarray) -> np.ndarray:
-    """float32 in [0, 1) with 24 random bits, at these positions of the stream."""
-    words, own = _by_position(key, positions)
-    picked = words[np.arange(len(own)), own]
-    return ((picked >> np.uint32(8)).astype(np.float32) * np.float32(2.0**-24)).reshape(positions.shape)
+def _own_words(key: int, positions: np.ndarray, stream: int = 0) -> np.ndarray:
+    pairs, own = _pairs(key, positions, stream)
+    return pairs.reshape(-1)[own]
+
+
+def uniform(key: int, positions: np.ndarray, bits: int = 24) -> np.ndarray:
+    """float32 in [0, 1), a multiple of ``2 ** -bits`` (at most 24), at these positions of the stream."""
+    words = _own_words(key, positions)
+    return ((words >> np.uint32(32 - bits)).astype(np.float32) * np.float32(2.0**-bits)).reshape(positions.shape)
+
+
+def uniform64(key: int, positions: np.ndarray) -> np.ndarray:
+    """float64 in [0, 1) with 53 random bits, the first 24 of which are those of ``uniform``."""
+    high, low = (_own_words(key, positions, stream).astype(np.uint64) for stream in (0, 1))
+    return (((high << _HALF | low) >> np.uint64(11)).astype(np.float64) * 2.0**-53).reshape(positions.shape)
 
 
 def normal(key: int, positions: np.ndarray) -> np.ndarray:
     """Standard normal float64 by Box-Muller: the words of a counter make two pairs, each pair two numbers."""
-    words, own = _by_position(key, positions)
-    rows = np.arange(len(own))
-    pair = own & ~1
-    radius = (words[rows, pair].astype(np.float64) + 1.0) * 2.0**-32
-    angle = words[rows, pair + 1].astype(np.float64) * (2.0 * np.pi * 2.0**-32)
-    wave = np.where(own & 1, np.sin(angle), np.cos(angle))
-    return (np.sqrt(-2.0 * np.log(radius)) * wave).reshape(positions.shape)
+    pairs, own = _pairs(key, positions)
+    radius = np.sqrt(-2.0 * np.log((pairs[:, 0].astype(np.float64) + 1.0) * 2.0**-32))
+    angle = pairs[:, 1].astype(np.float64) * (2.0 * np.pi * 2.0**-32)
+    both = np.empty(pairs.shape)
+    np.multiply(radius, np.cos(angle), out=both[:, 0])
+    np.multiply(radius, np.sin(angle), out=both[:, 1])
+    return both.reshape(-1)[own].reshape(positions.shape)
 
 
 def integers(key: int, positions: np.ndarray, low: int, high: int) -> np.ndarray:
     """int64 in [low, high), from 64 random bits each (two words of the position's counter)."""
-    words, own = _by_position(key, positions)
-    rows = np.arange(len(own))
-    bits = words[rows, own].astype(np.uint64) << _HALF | words[rows, own ^ 1].astype(np.uint64)
-    return (low + (bits % np.uint64(high - low)).astype(np.int64)).reshape(positions.shape)
+    pairs, own = _pairs(key, positions)
+    words, partners = pairs.reshape(-1), pairs[:, ::-1].reshape(-1)
+    bits = words[own].astype(np.uint64) << _HALF | partners[own].astype(np.uint64)
+    if high - low < 2**64:
+        bits %= np.uint64(high - low)
+    return (bits + np.uint64(low % 2**64)).astype(np.int64).reshape(positions.shape)

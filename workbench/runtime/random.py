@@ -6,7 +6,7 @@ A call draws one key, equal on all ranks, and every rank makes the slices it hol
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -15,8 +15,11 @@ from workbench.core.layout import Layout, Region, Shape
 from workbench.kernels import philox
 from workbench.runtime.world import World, current
 
-Sampler = Callable[[int, np.ndarray], np.ndarray]
-"""(key, positions) -> values of the same shape."""
+Sampler = Callable[[int, np.ndarray, torch.dtype], np.ndarray]
+"""(key, positions, dtype to be) -> values of the positions' shape."""
+
+_BLOCK = 1 << 16
+"""Positions sampled at a time: temporaries then stay in the processor's cache."""
 
 
 def manual_seed(seed: int) -> None:
@@ -31,9 +34,52 @@ def manual_seed(seed: int) -> None:
         torch.manual_seed(seed)
 
 
-def draw_key(world: World) -> int:
-    """A 63-bit key from the generator that all ranks advance alike."""
-    return int(torch.randint(0, 2**63 - 1, (1,), generator=world.generator).item())
+def draw_key(world: World, generator: torch.Generator | None = None) -> int:
+    """A 63-bit key from the generator that all ranks advance alike, or from the one that the caller gave."""
+    source = generator or world.generator
+    device = None if source is None else source.device
+    return int(torch.randint(0, 2**63 - 1, (1,), generator=source, device=device).item())
+
+
+def sample_shard(
+    sampler: Sampler, key: int, layout: Layout, shape: Shape, dtype: torch.dtype, world: World
+) -> torch.Tensor:
+    """This rank's shard of a random tensor; ``layout`` has splits and broadcasts only."""
+    region = layout.region(shape, world.rank)
+    sizes = [stop - start for start, stop in region]
+    blocks = [_sample(sampler, key, positions, dtype) for positions in _position_blocks(shape, region)]
+    joined = blocks[0] if len(blocks) == 1 else torch.cat(blocks) if blocks else torch.empty(0, dtype=dtype)
+    return joined.view(sizes).to(world.device)
+
+
+def _sample(sampler: Sampler, key: int, positions: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+    if dtype.is_complex:
+        parts = [torch.from_numpy(sampler(key, positions * 2 + part, dtype)) for part in (0, 1)]
+        return torch.complex(*(part.double() for part in parts)).to(dtype)
+    return torch.from_numpy(np.ascontiguousarray(sampler(key, positions, dtype))).to(dtype)
+
+
+def _position_blocks(shape: Shape, region: Region) -> Iterator[np.ndarray]:
+    """Row-major positions in the logical tensor of a region's elements, flat, block by block."""
+    count = math.prod(stop - start for start, stop in region)
+    start = _start_of_run(shape, region)
+    if start is not None:
+        for low in range(start, start + count, _BLOCK):
+            yield np.arange(low, min(low + _BLOCK, start + count), dtype=np.int64)
+    elif count:
+        positions = positions_of(shape, region).reshape(-1)
+        yield from np.split(positions, range(_BLOCK, count, _BLOCK))
+
+
+def _start_of_run(shape: Shape, region: Region) -> int | None:
+    """Position of the region's first element, if its elements are consecutive; else None."""
+    first = 0
+    for dim, (start, stop) in enumerate(region):
+        row = math.prod(shape[dim + 1 :])
+        first += start * row
+        if stop - start != 1:  # one interval of this dim, and all of the dims after it
+            return first if all(region[d] == (0, shape[d]) for d in range(dim + 1, len(shape))) else None
+    return first
 
 
 def positions_of(shape: Shape, region: Region) -> np.ndarray:
@@ -45,29 +91,63 @@ def positions_of(shape: Shape, region: Region) -> np.ndarray:
     return positions
 
 
-def sample_shard(
-    sampler: Sampler, key: int, layout: Layout, shape: Shape, dtype: torch.dtype, world: World
-) -> torch.Tensor:
-    """This rank's shard of a random tensor; ``layout`` has splits and broadcasts only."""
-    positions = positions_of(shape, layout.region(shape, world.rank))
-    return torch.from_numpy(np.ascontiguousarray(sampler(key, positions))).to(dtype=dtype, device=world.device)
+_MANTISSA_BITS = {torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+
+
+def _unit(key: int, at: np.ndarray, dtype: torch.dtype) -> np.ndarray:
+    """Uniform in [0, 1) with as many bits as the dtype holds, so that rounding never gives one."""
+    if dtype == torch.float64:
+        return philox.uniform64(key, at)
+    return philox.uniform(key, at, _MANTISSA_BITS.get(dtype, 24))
+
+
+def _inside(key: int, at: np.ndarray) -> np.ndarray:
+    """Uniform float64 in (0, 1), for logarithms."""
+    return philox.uniform64(key, at) + 2.0**-54
 
 
 def uniform_sampler(low: float = 0.0, high: float = 1.0) -> Sampler:
     """Uniform in [low, high)."""
-    return lambda key, at: low + (high - low) * philox.uniform(key, at)
+    return lambda key, at, dtype: low + (high - low) * _unit(key, at, dtype)
 
 
 def normal_sampler(mean: float = 0.0, std: float = 1.0) -> Sampler:
-    """Normal with this mean and standard deviation."""
-    return lambda key, at: mean + std * philox.normal(key, at)
+    """Normal with this mean and standard deviation, which of a complex number is that of both parts together."""
+    return lambda key, at, dtype: mean + (std / math.sqrt(2) if dtype.is_complex else std) * philox.normal(key, at)
+
+
+def log_normal_sampler(mean: float = 1.0, std: float = 2.0) -> Sampler:
+    """The exponential of a normal number."""
+    return lambda key, at, dtype: np.exp(mean + std * philox.normal(key, at))
+
+
+def exponential_sampler(rate: float = 1.0) -> Sampler:
+    """Exponential with mean ``1 / rate``; never zero."""
+    return lambda key, at, dtype: -np.log(_inside(key, at)) / rate
+
+
+def geometric_sampler(probability: float) -> Sampler:
+    """Number of trials up to the first success, at least one."""
+    if probability == 1.0:
+        return lambda key, at, dtype: np.ones(at.shape)
+    return lambda key, at, dtype: np.maximum(np.ceil(np.log(_inside(key, at)) / np.log1p(-probability)), 1.0)
+
+
+def cauchy_sampler(median: float = 0.0, sigma: float = 1.0) -> Sampler:
+    """Cauchy with this median and scale."""
+    return lambda key, at, dtype: median + sigma * np.tan(np.pi * (_inside(key, at) - 0.5))
 
 
 def integer_sampler(low: int, high: int) -> Sampler:
     """Integers in [low, high)."""
-    return lambda key, at: philox.integers(key, at, low, high)
+    return lambda key, at, dtype: philox.integers(key, at, low, high)
 
 
 def bernoulli_sampler(probability: float) -> Sampler:
     """One with this probability, else zero."""
-    return lambda key, at: philox.uniform(key, at) < probability
+    return lambda key, at, dtype: philox.uniform(key, at) < probability
+
+
+def permutation(key: int, count: int) -> torch.Tensor:
+    """The numbers below ``count`` in random order."""
+    return torch.from_numpy(np.argsort(philox.integers(key, np.arange(count), 0, 2**63), kind="stable"))

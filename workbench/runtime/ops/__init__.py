@@ -8,13 +8,16 @@ from workbench.runtime.ops import (
     attention,
     autograd,
     convolution,
+    creation,
     cumulative,
     dispatch,
+    dropout,
     embedding,
     experts,
     exponentials,
     extrema,
     indexing,
+    initializers,
     joining,
     linalg,
     loss,
@@ -34,7 +37,8 @@ from workbench.runtime.ops import (
 )
 
 __all__ = [
-    "along", "attention", "autograd", "convolution", "cumulative", "dispatch", "embedding", "experts", "exponentials",
-    "extrema", "indexing", "joining", "linalg", "loss", "matmul", "metadata", "moments", "norms", "pointwise",
-    "pooling", "randomness", "reading", "recurrent", "reduction", "spectral", "vector_norms", "view",
+    "along", "attention", "autograd", "convolution", "creation", "cumulative", "dispatch", "dropout",
+    "embedding", "experts", "exponentials", "extrema", "indexing", "initializers", "joining", "linalg", "loss",
+    "matmul", "metadata", "moments", "norms", "pointwise", "pooling", "randomness", "reading", "recurrent",
+    "reduction", "spectral", "vector_norms", "view",
 ]  # fmt: skip

@@ -1,31 +1,43 @@
-"""Random functions on global tensors: dropout, in-place filling, ``*_like``. Numbers follow the logical position."""
+"""Random functions on global tensors: in-place filling, ``*_like``, distributions. Numbers follow the logical position.
+
+Keys come from the generator that the caller gives, else from the world's.
+"""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.nn import init
 
-from workbench.core.layout import Shape
-from workbench.core.sbp import Partial, broadcast
+from workbench.core.layout import Layout, Shape
+from workbench.core.sbp import Partial, Split, broadcast
 from workbench.runtime import random
 from workbench.runtime.boxing import box
+from workbench.runtime.ops.dispatch import call_by_plan
+from workbench.runtime.ops.ghost import ghost_in_place
 from workbench.runtime.ops.local import local_call, whole
-from workbench.runtime.ops.registry import EXACT, composite, handler
+from workbench.runtime.ops.registry import handler
 from workbench.runtime.tensor import GlobalTensor, ghost_storage, label, local_torch, spec_of
 
 
-def _without_partial(tensor: GlobalTensor) -> Any:
+def without_partial(tensor: GlobalTensor) -> Layout:
+    """The layout of ``tensor`` with B for its partial sums."""
     layout = tensor._spec.layout
     return layout.with_sbp(tuple(broadcast if isinstance(entry, Partial) else entry for entry in layout.sbp))
 
 
-def _sample_like(tensor: GlobalTensor, sampler: random.Sampler, dtype: torch.dtype) -> GlobalTensor:
-    """A random tensor with the shape and, partial sums apart, the layout of ``tensor``."""
-    spec = spec_of(tensor._spec.world, _without_partial(tensor), tensor._spec.shape)
-    key = random.draw_key(spec.world)
+def sample(
+    like: GlobalTensor,
+    layout: Layout,
+    shape: Shape,
+    sampler: random.Sampler,
+    dtype: torch.dtype,
+    generator: torch.Generator | None = None,
+) -> GlobalTensor:
+    """A random tensor of any shape and layout in the world of ``like``; every rank of the world calls it."""
+    spec = spec_of(like._spec.world, layout, shape)
+    key = random.draw_key(spec.world, generator)
     if spec.is_ghost:
         return label(ghost_storage(spec.shape, dtype, spec.world.device), spec)
     return label(random.sample_shard(sampler, key, spec.layout, spec.shape, dtype, spec.world), spec)
@@ -33,158 +45,230 @@ def _sample_like(tensor: GlobalTensor, sampler: random.Sampler, dtype: torch.dty
 
 def sample_of_shape(like: GlobalTensor, shape: Shape, sampler: random.Sampler, dtype: torch.dtype) -> GlobalTensor:
     """A random tensor of any shape, whole on every rank of the placement of ``like``."""
-    spec = spec_of(like._spec.world, like._spec.layout.broadcast(), shape)
-    key = random.draw_key(spec.world)
-    if spec.is_ghost:
-        return label(ghost_storage(shape, dtype, spec.world.device), spec)
-    return label(random.sample_shard(sampler, key, spec.layout, shape, dtype, spec.world), spec)
+    return sample(like, like._spec.layout.broadcast(), shape, sampler, dtype)
 
 
-@composite("dropout")
-def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-    """Dropout whose mask depends on the logical position only."""
-    if not 0.0 <= p <= 1.0:
-        raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
-    if not training or p == 0.0:
-        return input
-    complete = whole(input)
-    scale = 0.0 if p == 1.0 else 1.0 / (1.0 - p)
-    mask = _sample_like(complete, random.bernoulli_sampler(1.0 - p), input.dtype)
-    layout = complete._spec.layout
-    out = (layout, complete._spec.shape, input.dtype)
-    result = local_call(lambda x, keep: x * keep * scale, [complete, mask], [layout, layout], out, "dropout")
-    return input.copy_(result) if inplace else result
+def _options(names: str, args: Any, kwargs: Any) -> dict[str, Any]:
+    return dict(zip(names.split(), args, strict=False)) | kwargs
 
 
-@composite("rand_like")
-def rand_like(input: Any, *, dtype: torch.dtype | None = None, **_: Any) -> Any:
-    """Uniform numbers in the layout of ``input``."""
-    return _sample_like(input, random.uniform_sampler(), dtype or input.dtype)
+def _like(tensor: GlobalTensor, sampler: random.Sampler, options: dict[str, Any]) -> GlobalTensor:
+    dtype = options.get("dtype") or tensor.dtype
+    shape = tensor._spec.shape
+    result = sample(tensor, without_partial(tensor), shape, sampler, dtype, options.get("generator"))
+    return result.requires_grad_() if options.get("requires_grad") else result
 
 
-@composite("randn_like")
-def randn_like(input: Any, *, dtype: torch.dtype | None = None, **_: Any) -> Any:
-    """Normal numbers in the layout of ``input``."""
-    return _sample_like(input, random.normal_sampler(), dtype or input.dtype)
+@handler("rand_like")
+def rand_like(func: Any, args: Any, kwargs: Any) -> Any:
+    """Uniform numbers in the layout of the input."""
+    return _like(args[0], random.uniform_sampler(), kwargs)
 
 
-def _fill(tensor: GlobalTensor, sampler: random.Sampler) -> GlobalTensor:
-    values = box(_sample_like(tensor, sampler, tensor.dtype), tensor._spec.layout)
-    if not tensor._spec.is_ghost:
-        with local_torch():
-            tensor.copy_(values)
+@handler("randn_like")
+def randn_like(func: Any, args: Any, kwargs: Any) -> Any:
+    """Normal numbers in the layout of the input."""
+    return _like(args[0], random.normal_sampler(), kwargs)
+
+
+@handler("randint_like")
+def randint_like(func: Any, args: Any, kwargs: Any) -> Any:
+    """``torch.randint_like(input, high)`` or ``(input, low, high)``."""
+    bounds = [*args[1:], *(kwargs[name] for name in ("low", "high") if name in kwargs)]
+    low, high = (0, bounds[0]) if len(bounds) == 1 else bounds
+    return _like(args[0], random.integer_sampler(int(low), int(high)), kwargs)
+
+
+def _fill(tensor: GlobalTensor, sampler: random.Sampler, generator: torch.Generator | None) -> GlobalTensor:
+    return _write(tensor, sample(tensor, without_partial(tensor), tensor._spec.shape, sampler, tensor.dtype, generator))
+
+
+def _write(tensor: GlobalTensor, values: GlobalTensor) -> GlobalTensor:
+    values = box(values, tensor._spec.layout)
+    if tensor._spec.is_ghost:
+        return ghost_in_place(tensor, [tensor])
+    with local_torch():
+        tensor.copy_(values)
     return tensor
 
 
+def _filling(name: str, names: str, make: Callable[..., random.Sampler]) -> None:
+    """Register an in-place filling ``Tensor.name_(...)`` whose arguments are those of its sampler."""
+
+    @handler(name)
+    def fill(func: Any, args: Any, kwargs: Any) -> Any:
+        options = _options(f"tensor {names}", args, kwargs)
+        tensor, generator = options.pop("tensor"), options.pop("generator", None)
+        settings = {
+            parameter: options[torch_name]
+            for torch_name, parameter in zip(names.split(), make.__code__.co_varnames, strict=False)
+            if torch_name in options
+        }
+        return _fill(tensor, make(**settings), generator)
+
+
+_filling("uniform", "from to", random.uniform_sampler)
+_filling("exponential", "lambd", random.exponential_sampler)
+_filling("geometric", "p", random.geometric_sampler)
+_filling("log_normal", "mean std", random.log_normal_sampler)
+_filling("cauchy", "median sigma", random.cauchy_sampler)
+
+
+@handler("random")
+def random_(func: Any, args: Any, kwargs: Any) -> Any:
+    """``Tensor.random_()``, ``random_(to)``, ``random_(from, to)``: integers, all that the dtype holds by default."""
+    tensor = args[0]
+    bounds = [*args[1:], *(kwargs[name] for name in ("from", "to") if kwargs.get(name) is not None)]
+    if len(bounds) == 2 and bounds[1] is not None:
+        low, high = bounds
+    elif bounds and len(bounds) == 1 and "from" not in kwargs:
+        low, high = 0, bounds[0]
+    else:
+        low, high = (bounds[0] if bounds else 0), _largest(tensor.dtype) + 1
+    return _fill(tensor, random.integer_sampler(int(low), int(high)), kwargs.get("generator"))
+
+
+def _largest(dtype: torch.dtype) -> int:
+    """The largest integer up to which a dtype holds all of them."""
+    if dtype == torch.bool:
+        return 1
+    if dtype.is_floating_point:
+        return int(2 / torch.finfo(dtype).eps)
+    return torch.iinfo(dtype).max
+
+
 @handler("normal")
-def normal_(func: Any, args: Any, kwargs: Any) -> Any:
-    """``Tensor.normal_(mean, std)``."""
-    tensor, mean, std = (*args, *[None] * (3 - len(args)))[:3]
-    return _fill(
-        tensor, random.normal_sampler(kwargs.get("mean", mean) or 0.0, kwargs.get("std", 1.0 if std is None else std))
-    )
+def normal(func: Any, args: Any, kwargs: Any) -> Any:
+    """``Tensor.normal_(mean, std)``; ``torch.normal`` with a tensor of means, of deviations, or of both."""
+    if func.__name__ == "normal_":
+        options = _options("tensor mean std", args, kwargs)
+        sampler = random.normal_sampler(options.get("mean", 0.0), options.get("std", 1.0))
+        return _fill(options["tensor"], sampler, options.get("generator"))
+    options = _options("mean std", args, kwargs)
+    mean, std = options.get("mean", 0.0), options.get("std", 1.0)
+    tensors = [value for value in (mean, std) if isinstance(value, GlobalTensor)]
+    if options.get("out") is not None or not tensors:
+        return NotImplemented
+    shapes = [tuple(value.shape) for value in (mean, std) if isinstance(value, torch.Tensor)]
+    shape = tuple(torch.broadcast_shapes(*shapes))
+    like = next((tensor for tensor in tensors if tuple(tensor.shape) == shape), None)
+    layout = tensors[0]._spec.layout.broadcast() if like is None else without_partial(like)
+    dtype = tensors[0].dtype
+    noise = sample(tensors[0], layout, shape, random.normal_sampler(), dtype, options.get("generator"))
+    values = noise * _constant(std) + _constant(mean)
+    return _linked(values, tensors)
 
 
-@handler("uniform")
-def uniform_(func: Any, args: Any, kwargs: Any) -> Any:
-    """``Tensor.uniform_(from, to)``."""
-    low = args[1] if len(args) > 1 else kwargs.get("from", 0.0)
-    high = args[2] if len(args) > 2 else kwargs.get("to", 1.0)
-    return _fill(args[0], random.uniform_sampler(low, high))
+def _constant(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+def _linked(values: GlobalTensor, tensors: list[GlobalTensor]) -> GlobalTensor:
+    """``values`` with the gradient that torch gives a sample with respect to its parameters: zero."""
+    if not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)):
+        return values
+    layouts = [values._spec.layout, *(tensor._spec.layout for tensor in tensors)]
+    out = (values._spec.layout, values._spec.shape, values.dtype)
+
+    def link(value: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+        nothing = sum(parameter.flatten()[:0].sum() for parameter in parameters)
+        return value + nothing.to(value.dtype)  # type: ignore[union-attr]
+
+    return local_call(link, [values, *tensors], layouts, out, "a random function")
+
+
+def _transformed(
+    parameter: GlobalTensor, transform: Callable[..., torch.Tensor], dtype: torch.dtype, generator: Any
+) -> GlobalTensor:
+    """``transform(uniform, parameter)`` element by element, in the layout of the parameter."""
+    given = whole(parameter)
+    spec = given._spec
+    numbers = sample(given, spec.layout, spec.shape, random.uniform_sampler(), torch.float64, generator)
+    detached: Any = given.detach()
+    out = (spec.layout, spec.shape, dtype)
+    values = local_call(transform, [numbers, detached], [spec.layout, spec.layout], out, "a random function")
+    return _linked(values, [given])
 
 
 @handler("bernoulli")
 def bernoulli(func: Any, args: Any, kwargs: Any) -> Any:
-    """``Tensor.bernoulli_(p)`` in place; ``torch.bernoulli(probabilities)`` makes a new tensor."""
-    tensor = args[0]
+    """``Tensor.bernoulli_(p)`` with a number or a tensor; ``torch.bernoulli(probabilities)``."""
+    options = _options("tensor p", args, kwargs)
+    tensor, p, generator = options["tensor"], options.get("p"), options.get("generator")
+    if options.get("out") is not None:
+        return NotImplemented
+    if isinstance(p, torch.Tensor):
+        probabilities = (torch.zeros_like(tensor, dtype=p.dtype) + p).detach()
+        dtype = tensor.dtype
+        values = _transformed(probabilities, lambda u, at: (u < at).to(dtype), dtype, generator)
+        return _write(tensor, values)
     if func.__name__ == "bernoulli_":
-        return _fill(tensor, random.bernoulli_sampler(args[1] if len(args) > 1 else kwargs.get("p", 0.5)))
-    tensor = whole(tensor)
-    return (_sample_like(tensor, random.uniform_sampler(), tensor.dtype) < tensor).to(tensor.dtype)
+        return _fill(tensor, random.bernoulli_sampler(0.5 if p is None else p), generator)
+    if p is not None:
+        return _like(tensor, random.bernoulli_sampler(p), {"generator": generator})
+    return _transformed(tensor, lambda u, at: (u < at).to(at.dtype), tensor.dtype, generator)
 
 
-def _constant_like(make: Any) -> Any:
-    def creation(func: Any, args: Any, kwargs: Any) -> Any:
-        tensor = args[0]
-        spec = spec_of(tensor._spec.world, _without_partial(tensor), tensor._spec.shape)
-        dtype = kwargs.get("dtype") or tensor.dtype
-        if spec.is_ghost:
-            local = ghost_storage(spec.shape, dtype, spec.world.device)
-        else:
-            local = make(spec.local_shape, *args[1:], dtype=dtype, device=spec.world.device)
-        result = label(local, spec)
-        return result.requires_grad_() if kwargs.get("requires_grad") else result
-
-    return creation
+@handler("poisson")
+def poisson(func: Any, args: Any, kwargs: Any) -> Any:
+    """``torch.poisson(rates)``: the number at which the distribution passes a uniform number."""
+    options = _options("input generator", args, kwargs)
+    rates = options["input"]
+    return _transformed(rates, _poisson_quantile, rates.dtype, options.get("generator"))
 
 
-for _name, _make in (("zeros", torch.zeros), ("ones", torch.ones), ("empty", torch.empty), ("full", torch.full)):
-    handler(f"{_name}_like")(_constant_like(_make))
+def _poisson_quantile(at: torch.Tensor, rate: torch.Tensor) -> torch.Tensor:
+    """The smallest count with ``P(X <= count) > at``, by bisection between zero and 40 deviations."""
+    rates = rate.double()
+    low, high = torch.full_like(rates, -1.0), (rates + 40 * rates.sqrt() + 40).floor()
+    steps = int(high.max().item() + 2).bit_length() if high.numel() else 0
+    for _ in range(steps):
+        middle = ((low + high) / 2).floor()
+        passed = torch.special.gammaincc(middle + 1, rates) > at
+        low, high = torch.where(passed, low, middle), torch.where(passed, middle, high)
+    return torch.where(rates == 0, 0.0, high).to(rate.dtype)
 
 
-def _new(make: Any) -> Any:
-    def creation(func: Any, args: Any, kwargs: Any) -> Any:
-        """``Tensor.new_zeros`` and its like: broadcast on the tensor's placement, as nothing else is known of it."""
-        tensor = args[0]
-        sizes = args[1:] if args[1:] and isinstance(args[1], int) else (tuple(args[1]), *args[2:])
-        shape = tuple(sizes) if isinstance(sizes[0], int) else tuple(sizes[0])
-        rest = () if isinstance(sizes[0], int) else sizes[1:]
-        spec = spec_of(tensor._spec.world, tensor._spec.layout.broadcast(), shape)
-        dtype = kwargs.get("dtype") or tensor.dtype
-        if spec.is_ghost:
-            return label(ghost_storage(shape, dtype, spec.world.device), spec)
-        return label(make(shape, *rest, dtype=dtype, device=spec.world.device), spec)
+@handler("multinomial")
+def multinomial(func: Any, args: Any, kwargs: Any) -> Any:
+    """Categories drawn row by row: rows may be split, the categories of a row stay together."""
+    options = _options("input num_samples replacement", args, kwargs)
+    if options.get("out") is not None:
+        return NotImplemented
+    weights, count = whole(options["input"]), options["num_samples"]
+    shape, layout = weights._spec.shape, weights._spec.layout
+    if not options.get("replacement") and count > shape[-1]:
+        raise RuntimeError("cannot sample n_sample > prob_dist.size(-1) samples without replacement")
+    last = len(shape) - 1
+    layout = layout.with_sbp(tuple(broadcast if entry == Split(last) else entry for entry in layout.sbp))
+    noise_shape = (*shape[:-1], count) if options.get("replacement") else shape
+    sampler = random.uniform_sampler() if options.get("replacement") else random.exponential_sampler()
+    noise = sample(weights, layout, noise_shape, sampler, torch.float64, options.get("generator"))
 
-    return creation
+    def draw(weight: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        if not options.get("replacement"):
+            return (weight.double() / numbers).topk(count).indices
+        reached = weight.double().cumsum(-1)
+        return torch.searchsorted(reached / reached[..., -1:], numbers, right=True)
 
-
-for _name, _make in (
-    ("new_zeros", torch.zeros),
-    ("new_ones", torch.ones),
-    ("new_empty", torch.empty),
-    ("new_full", torch.full),
-):
-    handler(_name)(_new(_make))
-
-
-def _initializer(function: Any) -> Any:
-    """Register a composite for one of torch's initializers; they share names with tensor methods."""
-
-    def register(written: Any) -> Any:
-        EXACT[function] = written
-        return written
-
-    return register
+    detached: Any = weights.detach()
+    out = (layout, (*shape[:-1], count), torch.int64)
+    return local_call(draw, [detached, noise], [layout, layout], out, "multinomial")
 
 
-@_initializer(init.uniform_)
-@torch.no_grad()
-def init_uniform(tensor: Any, a: float = 0.0, b: float = 1.0, generator: Any = None) -> Any:
-    """``nn.init.uniform_``; the key comes from the world's generator."""
-    return tensor.uniform_(a, b)
+def _whole_with_generator(name: str) -> None:
+    """Register a distribution that is drawn as one device draws it, in order, from a generator that the key seeds."""
+
+    @handler(name)
+    def draw(func: Any, args: Any, kwargs: Any) -> Any:
+        if kwargs.get("out") is not None or any(isinstance(arg, torch.Generator) for arg in args):
+            return NotImplemented
+        operands = [arg for arg in args if isinstance(arg, GlobalTensor)]
+        world = operands[0]._spec.world
+        generator = torch.Generator(world.device).manual_seed(random.draw_key(world, kwargs.get("generator")))
+        broadcasted = [box(arg, arg._spec.layout.broadcast()) if isinstance(arg, GlobalTensor) else arg for arg in args]
+        return call_by_plan(func, tuple(broadcasted), {**kwargs, "generator": generator})
 
 
-@_initializer(init.normal_)
-@torch.no_grad()
-def init_normal(tensor: Any, mean: float = 0.0, std: float = 1.0, generator: Any = None) -> Any:
-    """``nn.init.normal_``."""
-    return tensor.normal_(mean, std)
-
-
-@_initializer(init.constant_)
-@torch.no_grad()
-def init_constant(tensor: Any, val: float) -> Any:
-    """``nn.init.constant_``."""
-    return tensor.fill_(val)
-
-
-@_initializer(init.kaiming_uniform_)
-@torch.no_grad()
-def init_kaiming_uniform(
-    tensor: Any, a: float = 0, mode: str = "fan_in", nonlinearity: Any = "leaky_relu", generator: Any = None
-) -> Any:
-    """``nn.init.kaiming_uniform_``: He et al., arXiv 1502.01852."""
-    fan_in, fan_out = init._calculate_fan_in_and_fan_out(tensor)
-    fan = fan_in if mode == "fan_in" else fan_out
-    bound = math.sqrt(3.0) * init.calculate_gain(nonlinearity, a) / math.sqrt(fan)
-    return tensor.uniform_(-bound, bound)
+for _name in ("binomial", "_standard_gamma", "_sample_dirichlet"):
+    _whole_with_generator(_name)
