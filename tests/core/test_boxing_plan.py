@@ -43,6 +43,8 @@ def test_every_pair_of_layouts_gives_the_right_shards(source_grid, target_grid):
         assert_holds(execute(plan, shard(full, source)), target, full)
         if plan.is_local:
             assert all(move.source == move.destination for move in plan.moves), str(plan)
+        sent = [move for rank in plan.source.placement for move in plan.moves_from(rank)]
+        assert sorted(sent, key=repr) == sorted(plan.moves, key=repr), str(plan)
         assert plan.kind == "all-reduce" or plan.wire_bytes == sum(
             8 * move.num_elements for move in plan.moves if move.source != move.destination
         )
@@ -90,3 +92,27 @@ def test_mixed_reductions_are_refused():
     placement = Placement.of("cpu", [[0, 1], [2, 3]])
     with pytest.raises(LayoutError, match=r"mixes the reductions"):
         plan_boxing(Layout.of(placement, "P, P(max)"), Layout.of(placement, "B, B"), (4,), 4)
+
+
+def test_plans_for_thousands_of_ranks_count_the_same_bytes():
+    many, grid = Placement.of("cpu", list(range(3072))), Placement.of("cpu", np.arange(3072).reshape(384, 8))
+    size = 8192 * 8192 * 2
+
+    def wire(source, source_sbp, target, target_sbp):
+        plan = plan_boxing(Layout.of(source, source_sbp), Layout.of(target, target_sbp), (8192, 8192), 2)
+        assert "... and more" in str(plan) and plan.moves_to(17) and plan.moves_from(17)
+        return plan.wire_bytes
+
+    assert wire(many, "S(0)", many, "B") == 3071 * size == wire(many, "P", many, "S(1)")
+    # Of a copy in each of 384 groups, every rank has the rows of its group already: an eighth of what it needs.
+    assert wire(grid, ["B", "S(0)"], many, "S(1)") == pytest.approx(size * 7 / 8, rel=0.01)
+
+
+def test_the_even_load_of_copies_is_the_counted_one_in_sum(monkeypatch):
+    grid, other = Placement.of("cpu", [[0, 1], [2, 3], [4, 5]]), Placement.of("cpu", [5, 3, 7])
+    layouts = [Layout.of(grid, "B, S(0)"), Layout.of(other, "S(1)")]
+    counted = plan_boxing(*layouts, (8, 9), 4).wire_bytes
+    monkeypatch.setattr("workbench.core.boxing._MAX_COUNTED_MOVES", 0)
+    plan_boxing.cache_clear()
+    even = plan_boxing(*layouts, (8, 9), 4)
+    assert even.wire_bytes == counted > 0

@@ -10,17 +10,22 @@ Nothing here knows torch or a network: prices come from a ``LinkCost`` that is p
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
 from workbench.core.layout import Layout, Region, Shape, format_sbp
 from workbench.core.sbp import Broadcast, Partial, Sbp, Split
+from workbench.core.tiling import Place, num_elements, overlap, tiling_of
 from workbench.errors import LayoutError
 from workbench.units import format_bytes, format_seconds
 
 LOCAL_KINDS = ("none", "slice", "zero-fill", "relabel")
 """Kinds that move nothing between ranks."""
+_MAX_COUNTED_MOVES = 100_000
+"""Of plans with more moves out of copies than these, the load of each copy is taken to be even."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +87,7 @@ class BoxingPlan:
 
     def moves_from(self, rank: int) -> tuple[Move, ...]:
         """What ``rank`` sends (its own slices included)."""
-        return self._moves_by_source.get(rank, ())
-
-    @cached_property
-    def _moves_by_source(self) -> dict[int, tuple[Move, ...]]:
-        by_source: dict[int, list[Move]] = {}
-        for move in self.moves:
-            by_source.setdefault(move.source, []).append(move)
-        return {rank: tuple(moves) for rank, moves in by_source.items()}
+        return _moves_from(self.source, self.destination, self.shape, rank) if rank in self.source.placement else ()
 
     @property
     def is_local(self) -> bool:
@@ -105,11 +103,50 @@ class BoxingPlan:
                 for group in self.groups
                 for rank in group
             }
-        sent = dict.fromkeys(self.source.placement, 0)
-        for move in self.moves:
-            if move.source != move.destination:
-                sent[move.source] += move.num_elements * self.itemsize
+        if self.is_local and self.source.placement.num_axes == 1:
+            return dict.fromkeys(self.source.placement, 0)
+        return {rank: elements * self.itemsize for rank, elements in self._sent_elements.items()}
+
+    @cached_property
+    def _sent_elements(self) -> dict[int, int]:
+        """By source rank; out of many copies of a slice, the load of each is taken to be even."""
+        source, destination = tiling_of(self.source, self.shape), tiling_of(self.destination, self.shape)
+        ranks, copies = self.source.placement, len(source.copies)
+        if copies > 1 and ranks.num_ranks // copies * self.destination.placement.num_ranks <= _MAX_COUNTED_MOVES:
+            sent = dict.fromkeys(ranks, 0)
+            for move in self.moves:
+                sent[move.source] += move.num_elements if move.source != move.destination else 0
+            return sent
+        # All of a shard is needed once per copy in the destination, but for what its holders take from themselves.
+        kept: dict[tuple[int, int], int] = {}
+        for rank in ranks:
+            place = source.place(rank)
+            kept[place.tile, place.term] = kept.get((place.tile, place.term), 0) + self._kept_elements(rank)
+        order = {copy: i for i, copy in enumerate(source.copies)}
+        sent = {}
+        for rank in ranks:
+            place = source.place(rank)
+            needed = num_elements(source.region(rank)) * len(destination.copies) - kept[place.tile, place.term]
+            sent[rank] = needed // copies + (order[place.copy] < needed % copies)
         return sent
+
+    def _received_elements(self, rank: int) -> int:
+        source, destination = tiling_of(self.source, self.shape), tiling_of(self.destination, self.shape)
+        if len(destination.terms) > 1:
+            return sum(move.num_elements for move in self.moves_to(rank) if move.source != rank)
+        return num_elements(destination.region(rank)) * len(source.terms) - self._kept_elements(rank)
+
+    def _kept_elements(self, rank: int) -> int:
+        """Elements that a rank of both placements takes from its own shard."""
+        if rank not in self.source.placement or rank not in self.destination.placement:
+            return 0
+        term = tiling_of(self.source, self.shape).place(rank)
+        if (
+            _owner(self.source, self.destination, self.shape, term)
+            != tiling_of(self.destination, self.shape).place(rank).term
+        ):
+            return 0
+        return overlap(self.source.region(self.shape, rank), self.destination.region(self.shape, rank))
 
     @cached_property
     def wire_bytes(self) -> int:
@@ -122,10 +159,10 @@ class BoxingPlan:
         if self.kind == "all-reduce" or self.is_local:
             return 0
         staged = dict.fromkeys({*self.source.placement, *self.destination.placement}, 0)
-        for move in self.moves:
-            if move.source != move.destination:
-                staged[move.source] += move.num_elements * self.itemsize
-                staged[move.destination] += move.num_elements * self.itemsize
+        for rank in self.source.placement:
+            staged[rank] += self._sent_elements[rank] * self.itemsize
+        for rank in self.destination.placement:
+            staged[rank] += self._received_elements(rank) * self.itemsize
         return max(staged.values())
 
     def time_s(self, cost: LinkCost) -> float:
@@ -142,10 +179,12 @@ class BoxingPlan:
             f"  {self.kind} of {tuple(self.shape)}, {format_bytes(math.prod(self.shape) * self.itemsize)} logical",
         ]
         lines += [f"  ranks {list(group)} sum in place" for group in self.groups]
-        crossing = [] if self.kind == "all-reduce" else [move for move in self.moves if move.source != move.destination]
-        lines += [f"  {self._describe_move(move)}" for move in crossing[:max_moves]]
-        if len(crossing) > max_moves:
-            lines.append(f"  ... and {len(crossing) - max_moves} more")
+        if self.kind != "all-reduce":
+            # Not all of them: between thousands of ranks there are millions.
+            crossing = (m for rank in self.destination.placement for m in self.moves_to(rank) if m.source != rank)
+            shown = list(itertools.islice(crossing, max_moves + 1))
+            lines += [f"  {self._describe_move(move)}" for move in shown[:max_moves]]
+            lines += ["  ... and more"] * (len(shown) > max_moves)
         lines.append(
             f"  on the wire {format_bytes(self.wire_bytes)}, at most "
             f"{format_bytes(max(self.bytes_sent.values()))} sent by a rank; "
@@ -226,61 +265,61 @@ def _reduce_groups(source: Layout, destination: Layout) -> tuple[tuple[int, ...]
     return tuple(tuple(group) for group in groups.values())
 
 
-Tile = tuple[tuple[int, ...], Region, tuple[int, ...]]
-"""Coordinates on the partial axes, the region, and the ranks that hold a copy of this term of this region."""
+def _owner(source: Layout, destination: Layout, shape: Shape, place: Place) -> int:
+    """Which of the destination's terms a source's term goes to, as an offset in the destination's grid.
 
-
-@lru_cache(maxsize=4096)
-def _tiles(layout: Layout, shape: Shape) -> tuple[Tile, ...]:
-    """Every distinct (term, region) of a layout with the ranks that hold it, in placement order."""
-    tiles: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
-    placement = layout.placement
-    for rank in placement:
-        coordinates = placement.coordinates(rank)
-        by_kind = [
-            tuple(c for c, e in zip(coordinates, layout.sbp, strict=True) if isinstance(e, k)) for k in (Partial, Split)
-        ]
-        tiles.setdefault((by_kind[0], by_kind[1]), []).append(rank)
-    return tuple((term, layout.region(shape, ranks[0]), tuple(ranks)) for (term, _), ranks in tiles.items())
-
-
-def _partial_owner(
-    source: Layout, destination: Layout, ranks: tuple[int, ...], term: tuple[int, ...]
-) -> tuple[int, ...]:
-    """Coordinates on the destination's partial axes of the one rank (per replica) that gets this term.
-
-    The others start from the reduction's identity. A term stays where it is if its first holder is in the destination,
-    so that P -> P, S -> P and B -> P move nothing. Terms of one reduction must be complete before they enter another.
+    The other terms start from the reduction's identity. A term stays where it is if its first holder is in the
+    destination, so that P -> P, S -> P and B -> P move nothing. Terms of one reduction must be complete before they
+    enter another.
     """
-    axes = [axis for axis, entry in enumerate(destination.sbp) if isinstance(entry, Partial)]
+    if not destination.has_partial:
+        return 0
     kinds = {entry.reduction for layout in (source, destination) for entry in layout.sbp if isinstance(entry, Partial)}
-    home = ranks[0] if len(kinds) == 1 or not term else source.placement.grid[0]
-    if home not in destination.placement:
-        return (0,) * len(axes)
-    coordinates = destination.placement.coordinates(home)
-    return tuple(coordinates[axis] for axis in axes)
+    first_holder = place.tile + place.term if len(kinds) == 1 or not source.has_partial else 0
+    home = source.placement.grid[first_holder]
+    return tiling_of(destination, shape).place(home).term if home in destination.placement else 0
 
 
 @lru_cache(maxsize=16384)
 def _moves_to(source: Layout, destination: Layout, shape: Shape, rank: int) -> tuple[Move, ...]:
-    target = destination.region(shape, rank)
-    index = destination.placement.grid.index(rank)
-    coordinates = destination.placement.coordinates(rank)
-    mine = tuple(c for c, e in zip(coordinates, destination.sbp, strict=True) if isinstance(e, Partial))
-    moves = []
-    for term, region, holders in _tiles(source, shape):
-        if _partial_owner(source, destination, holders, term) != mine:
-            continue
-        common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(region, target, strict=True))
-        if any(start >= stop for start, stop in common):
-            continue
-        holder = rank if rank in holders else holders[index % len(holders)]
-        moves.append(Move(holder, rank, _relative(common, region), _relative(common, target)))
-    return tuple(moves)
+    """By the first holder of each slice. A copy that the rank has itself comes first, then the load is spread."""
+    tiling = tiling_of(source, shape)
+    target, mine = destination.region(shape, rank), tiling_of(destination, shape).place(rank)
+    index = mine.tile + mine.term + mine.copy
+    own = tiling.place(rank) if rank in source.placement else None
+    found = []
+    for tile, common, origin in tiling.meeting(target):
+        for term in tiling.terms:
+            if _owner(source, destination, shape, Place(tile, term, 0)) != mine.term:
+                continue
+            has_it = own is not None and (own.tile, own.term) == (tile, term)
+            holder = rank if has_it else tiling.grid[tile + term + tiling.copies[index % len(tiling.copies)]]
+            move = Move(holder, rank, _relative(common, origin), _relative(common, [start for start, _ in target]))
+            found.append((tile + term, move))
+    return tuple(move for _, move in sorted(found, key=lambda item: item[0]))
 
 
-def _relative(region: Region, origin: Region) -> Region:
-    return tuple((start - base, stop - base) for (start, stop), (base, _) in zip(region, origin, strict=True))
+@lru_cache(maxsize=16384)
+def _moves_from(source: Layout, destination: Layout, shape: Shape, rank: int) -> tuple[Move, ...]:
+    """By destination. The counterpart of ``_moves_to``: who would take a slice from this rank?"""
+    tiling, targets = tiling_of(source, shape), tiling_of(destination, shape)
+    own, region = tiling.place(rank), source.region(shape, rank)
+    term = _owner(source, destination, shape, own)
+    found = []
+    for tile, common, origin in targets.meeting(region):
+        for copy in targets.copies:
+            index = tile + term + copy
+            taker = targets.grid[index]
+            theirs = tiling.place(taker) if taker in source.placement else None
+            has_it = theirs is not None and (theirs.tile, theirs.term) == (own.tile, own.term)
+            if taker == rank if has_it else tiling.copies[index % len(tiling.copies)] == own.copy:
+                move = Move(rank, taker, _relative(common, [start for start, _ in region]), _relative(common, origin))
+                found.append((index, move))
+    return tuple(move for _, move in sorted(found, key=lambda item: item[0]))
+
+
+def _relative(region: Region, origin: Sequence[int]) -> Region:
+    return tuple((start - base, stop - base) for (start, stop), base in zip(region, origin, strict=True))
 
 
 def classic_wire_bytes(source: Sbp, destination: Sbp, logical_bytes: int, num_ranks: int) -> float:

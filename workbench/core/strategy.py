@@ -22,7 +22,9 @@ from workbench.errors import StrategyError
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 PRECISIONS = ("fp32", "bf16", "fp16")
-SPLITTABLE_KINDS = ("Linear", "NonDynamicallyQuantizableLinear", "Conv1d", "Conv2d", "Conv3d")
+SPLITTABLE_KINDS = ("Linear", "NonDynamicallyQuantizableLinear", "Conv1d", "Conv2d", "Conv3d", "Conv1D")
+TRANSPOSED_KINDS = ("Conv1D",)
+"""Layers whose weight is (inputs, outputs): the linear layer of GPT-2 in transformers."""
 COLUMN_NAMES = ("q", "k", "v", "query", "key", "value", "q_proj", "k_proj", "v_proj", "qkv", "gate_proj", "up_proj")
 ROW_NAMES = ("o", "o_proj", "out_proj", "proj", "c_proj", "down_proj")
 """Names under which attention and gated layers keep their weights; others are paired by their shapes."""
@@ -345,6 +347,8 @@ def _splits(layers: Sequence[Layer], rows: Sequence[Row], stages: Sequence[int])
     open_column: tuple[int, int] | None = None  # (output features, stage) of a column split that waits for its row
     for layer, row, stage in zip(layers, rows, stages, strict=True):
         weight = layer.shapes.get("weight", ())
+        if layer.kind in TRANSPOSED_KINDS:
+            weight = weight[::-1]
         if row.parallel != "model" or layer.kind not in (*SPLITTABLE_KINDS, "Embedding") or len(weight) < 2:
             splits.append(None)
             continue
