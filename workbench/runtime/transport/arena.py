@@ -51,6 +51,11 @@ class Arena:
         self._free.insert(index, (start, end))
 
     @property
+    def num_bytes_in_use(self) -> int:
+        """What has been handed out, rounded to whole cache lines."""
+        return self.size - sum(end - start for start, end in self._free)
+
+    @property
     def is_empty(self) -> bool:
         """Whether nothing is in use."""
         return self._free == [(0, self.size)]

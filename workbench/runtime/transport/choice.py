@@ -17,7 +17,8 @@ import torch
 
 from workbench.errors import WorldError
 from workbench.runtime.transport.base import Transport
-from workbench.runtime.transport.link import Board, Link
+from workbench.runtime.transport.board import Board
+from workbench.runtime.transport.link import Link
 from workbench.runtime.transport.mapped import Mapping
 from workbench.runtime.transport.semaphores import load
 from workbench.runtime.transport.shared import FIRST_CHUNK_BYTES, SharedTransport
@@ -49,7 +50,7 @@ def choose(other: Transport, gather: Gather, rank: int, world_size: int, timeout
     Raises:
         WorldError: a rank asks for shared memory, and some rank cannot have it; on all ranks.
     """
-    shared, refusals, must_share = _connect(gather, rank, world_size, timeout_s)
+    shared, refusals, must_share = connect(gather, rank, world_size, timeout_s)
     if shared is not None:
         return shared
     reasons = "; ".join(f"rank {rank}: {text}" for rank, text in refusals.items())
@@ -74,7 +75,7 @@ def wanted_by_user() -> str:
     return value
 
 
-def _connect(
+def connect(
     gather: Gather, rank: int, world_size: int, timeout_s: float
 ) -> tuple[SharedTransport | None, dict[int, str], bool]:
     """The transport, or why not by rank; and whether some rank insists on it."""

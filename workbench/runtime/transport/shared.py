@@ -18,7 +18,8 @@ from workbench.core.boxing import LinkCost
 from workbench.errors import CollectiveAborted
 from workbench.runtime.transport.arena import Arena
 from workbench.runtime.transport.base import ACCUMULATED_IN_32_BITS, Message, Release, Wanted, pack
-from workbench.runtime.transport.link import FAILED, LEFT, MAX_CHUNKS, Block, Board, Letter, Link, encode_header
+from workbench.runtime.transport.board import FAILED, LEFT, MAX_CHUNKS, Board, decode_header, encode_header
+from workbench.runtime.transport.link import Block, Letter, Link
 from workbench.runtime.transport.mapped import Mapping
 from workbench.runtime.transport.semaphores import Semaphores
 from workbench.runtime.transport.waits import SLICE_S, Waiter
@@ -42,7 +43,7 @@ def _ends_the_transport(
     """An exchange that was broken off leaves letters behind: neither this rank nor its peers may go on with them."""
 
     @wraps(method)
-    def run(self: SharedTransport, *args: P.args, **kwargs: P.kwargs) -> R:
+    def run(self: SharedTransport, /, *args: P.args, **kwargs: P.kwargs) -> R:
         if self._waiter.abort_reason is not None:
             self._give_up(None)
             raise CollectiveAborted(f"rank {self.rank}: this world has ended: {self._waiter.abort_reason}")
@@ -233,7 +234,7 @@ class SharedTransport:
     def _publish(self, tensor: torch.Tensor, header: bytes) -> Block | None:
         if tensor.numel() == 0:
             return None
-        block = self._allocate(tensor.nbytes, header.decode(errors="replace"))
+        block = self._allocate(tensor.nbytes, decode_header(header))
         self._chunks[block.chunk].tensor(block.offset, tensor.shape, tensor.dtype).copy_(tensor.detach())
         return block
 
@@ -269,7 +270,7 @@ class SharedTransport:
         if not letters:
             del link.arrived[tag]
         if letter.header != header or letter.num_bytes != num_bytes:
-            theirs, ours = letter.header.decode(errors="replace"), header.decode(errors="replace")
+            theirs, ours = decode_header(letter.header), decode_header(header)
             raise CollectiveAborted(
                 f"ranks diverged: rank {self.rank} called {ours} and expects {num_bytes} bytes while rank {link.peer} "
                 f"called {theirs} and sent {letter.num_bytes}. All ranks must run the same program."

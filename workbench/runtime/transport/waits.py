@@ -8,7 +8,8 @@ import time
 from collections.abc import Mapping
 
 from workbench.errors import CollectiveAborted
-from workbench.runtime.transport.link import FAILED, LEFT, Board, Link
+from workbench.runtime.transport.board import FAILED, LEFT, Board, decode_header
+from workbench.runtime.transport.link import Link
 from workbench.runtime.transport.semaphores import Semaphores
 
 SLICE_S = 0.02
@@ -89,7 +90,7 @@ class Waiter:
             reason = f"nothing came for {self.timeout_s:g} s{self._stopped_process(link)}"
         if reason is not None:
             verb = "lost" if end else "stopped waiting for"
-            raise CollectiveAborted(f"rank {self.rank} {verb} rank {link.peer} in {_text(header)}: {reason}")
+            raise CollectiveAborted(f"rank {self.rank} {verb} rank {link.peer} in {decode_header(header)}: {reason}")
         return True
 
     def _end_of(self, link: Link) -> str | None:
@@ -115,7 +116,7 @@ class Waiter:
         """The ring of ranks that wait for one another, if there is one; only what was seen twice counts."""
         mine = self._own.wait()
         assert mine is not None
-        ring, waits = [self.rank], [(self.rank, mine.number, _text(header))]
+        ring, waits = [self.rank], [(self.rank, mine.number, decode_header(header))]
         while True:
             last = ring[-1]
             target = link.peer if last == self.rank else self._waits_for(last)
