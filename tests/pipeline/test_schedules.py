@@ -4,7 +4,16 @@ import pytest
 
 from workbench.errors import StrategyError
 from workbench.pipeline.check import check_table, max_live_micro_batches
-from workbench.pipeline.schedules import GENERATORS, Action, gpipe, make_table, one_forward_one_backward
+from workbench.pipeline.schedules import (
+    GENERATORS,
+    Action,
+    gpipe,
+    interleaved,
+    make_table,
+    one_forward_one_backward,
+    zero_bubble,
+)
+from workbench.pipeline.simulate import simulate
 
 
 @pytest.mark.parametrize("schedule", GENERATORS)
@@ -37,3 +46,68 @@ def test_the_checker_finds_what_is_missing_twice_and_stuck():
 def test_an_unknown_schedule_names_those_there_are():
     with pytest.raises(StrategyError, match="gpipe, 1f1b"):
         make_table("zigzag", 2, 2)
+
+
+@pytest.mark.parametrize("stages_per_rank", [1, 2, 3])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("num_micro_batches", [1, 2, 4, 7, 8])
+def test_interleaved_tables_run_to_their_end(stages_per_rank, num_ranks, num_micro_batches):
+    num_stages = stages_per_rank * num_ranks
+    table = interleaved(num_stages, num_micro_batches, num_ranks)
+    assert len(table) == num_ranks
+    assert check_table(table, num_stages, num_micro_batches) == []
+
+
+def test_interleaving_needs_as_many_stages_on_each_rank_and_others_one():
+    with pytest.raises(StrategyError, match="multiple of 2"):
+        interleaved(5, 4, 2)
+    with pytest.raises(StrategyError, match="one stage on each"):
+        make_table("1f1b", 4, 4, num_ranks=2)
+
+
+def test_zero_bubble_holds_no_more_than_the_first_stage_of_1f1b():
+    table = zero_bubble(4, 8)
+    assert check_table(table, 4, 8) == []
+    assert [max_live_micro_batches(actions) for actions in table] == [4, 4, 4, 4]
+
+
+def test_the_checker_finds_weights_before_their_inputs_and_stages_on_two_ranks():
+    table = zero_bubble(2, 2)
+    at = table[1].index(Action(1, "I", 1))
+    broken = [action for action in table[1] if action != Action(1, "I", 1)]
+    assert check_table([table[0], broken], 2, 2) == ["1I1 is missing"]
+    first, second = table[1].index(Action(1, "W", 0)), table[1].index(Action(1, "I", 0))
+    swapped = list(table[1])
+    swapped[first], swapped[second] = swapped[second], swapped[first]
+    assert "deadlock" in check_table([table[0], swapped], 2, 2)[0]
+    moved = [[*table[0], table[1][at]], broken]
+    assert check_table(moved, 2, 2) == ["stage 1 stands on ranks [0, 1]"]
+
+
+def unit(action):
+    """A backward takes two units, each of its halves one."""
+    return 2.0 if action.kind == "B" else 1.0
+
+
+def bubble(schedule, num_stages, num_micro_batches, num_ranks=None):
+    table = make_table(schedule, num_stages, num_micro_batches, num_ranks)
+    return simulate(table, num_stages, unit).bubble
+
+
+def test_bubbles_are_those_of_the_papers():
+    ideal = (4 - 1) / (8 + 4 - 1)
+    assert bubble("gpipe", 4, 8) == pytest.approx(ideal)
+    assert bubble("1f1b", 4, 8) == pytest.approx(ideal)
+    # Two stages a rank halve the bubble against the work: 3/2 of 8 + 3/2.
+    assert bubble("interleaved", 8, 8, 4) == pytest.approx(1.5 / 9.5)
+    # A third of it is left: (p - 1)(F + I - W) against 3 units per micro-batch.
+    assert bubble("zero_bubble", 4, 8) == pytest.approx(3 / (24 + 3))
+
+
+def test_transfers_and_unequal_stages_lengthen_the_timeline():
+    table = make_table("gpipe", 2, 1)
+    assert simulate(table, 2, unit, transfer_s=0.5).makespan_s == 1 + 0.5 + 1 + 2 + 0.5 + 2
+    slow = simulate(make_table("1f1b", 2, 4), 2, lambda action: unit(action) * (1 + action.stage))
+    assert slow.makespan_s == 1 + 4 * 6 + 2
+    with pytest.raises(StrategyError, match="stuck at 0B0"):
+        simulate([table[0][::-1], table[1]], 2, unit)

@@ -9,10 +9,17 @@ def check_table(table: Table, num_stages: int, num_micro_batches: int) -> list[s
     """Everything that is wrong with a table; empty where it can run.
 
     Each rank runs its actions in order; an action starts when what it needs is done: a forward after the previous
-    stage's forward, a backward after the next stage's backward and its own forward. Sends never block.
+    stage's forward, a backward (or its first half) after the next stage's and its own forward, the weights' half after
+    the first. Sends never block.
     """
-    wanted = {Action(s, kind, m) for s in range(num_stages) for kind in "FB" for m in range(num_micro_batches)}
     listed = [action for actions in table for action in actions]
+    halves = {(action.stage, action.micro_batch) for action in listed if action.kind in "IW"}
+    wanted = {
+        Action(stage, kind, m)
+        for stage in range(num_stages)
+        for m in range(num_micro_batches)
+        for kind in ("FIW" if (stage, m) in halves else "FB")
+    }
     problems = [
         f"{action} stands {listed.count(action)} times"
         for action in sorted(set(listed), key=str)
@@ -23,17 +30,26 @@ def check_table(table: Table, num_stages: int, num_micro_batches: int) -> list[s
         f"{action} is not of {num_stages} stages and {num_micro_batches} micro-batches"
         for action in sorted(set(listed) - wanted, key=str)
     ]
-    return problems or _run(table, num_stages)
+    problems += _stages_on_two_ranks(table)
+    return problems or _run(table, num_stages, set(listed))
 
 
-def _run(table: Table, num_stages: int) -> list[str]:
+def _stages_on_two_ranks(table: Table) -> list[str]:
+    ranks_of: dict[int, set[int]] = {}
+    for rank, actions in enumerate(table):
+        for action in actions:
+            ranks_of.setdefault(action.stage, set()).add(rank)
+    return [f"stage {stage} stands on ranks {sorted(r)}" for stage, r in sorted(ranks_of.items()) if len(r) > 1]
+
+
+def _run(table: Table, num_stages: int, listed: set[Action]) -> list[str]:
     done: set[Action] = set()
     position = [0] * len(table)
     progress = True
     while progress:
         progress = False
         for rank, actions in enumerate(table):
-            while position[rank] < len(actions) and needs(actions[position[rank]], num_stages) <= done:
+            while position[rank] < len(actions) and needs(actions[position[rank]], num_stages, listed) <= done:
                 done.add(actions[position[rank]])
                 position[rank] += 1
                 progress = True
@@ -45,19 +61,22 @@ def _run(table: Table, num_stages: int) -> list[str]:
     return [f"deadlock: {', '.join(stuck)}"] if stuck else []
 
 
-def needs(action: Action, num_stages: int) -> set[Action]:
-    """The actions that must be done before this one."""
+def needs(action: Action, num_stages: int, listed: set[Action]) -> set[Action]:
+    """The actions that must be done before this one; ``listed`` tells which backwards come in halves."""
     stage, m = action.stage, action.micro_batch
     if action.kind == "F":
         return {Action(stage - 1, "F", m)} if stage else set()
-    later = {Action(stage + 1, "B", m)} if stage < num_stages - 1 else set()
-    return later | {Action(stage, "F", m)}
+    if action.kind == "W":
+        return {Action(stage, "I", m)}
+    inputs_done = Action(stage + 1, "I", m)
+    later = inputs_done if inputs_done in listed else Action(stage + 1, "B", m)
+    return {Action(stage, "F", m)} | ({later} if stage < num_stages - 1 else set())
 
 
 def max_live_micro_batches(actions: list[Action]) -> int:
-    """The largest number of micro-batches whose activations a rank holds at once."""
+    """The largest number of micro-batches (of its stages) for which a rank holds activations at once."""
     live = most = 0
     for action in actions:
-        live += 1 if action.kind == "F" else -1
+        live += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
         most = max(most, live)
     return most

@@ -1,0 +1,86 @@
+"""What a table would take: durations in, a timeline and its bubble out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from workbench.errors import StrategyError
+from workbench.pipeline.check import needs
+from workbench.pipeline.schedules import Action, Table
+
+Duration = Callable[[Action], float]
+"""Seconds that an action takes on its rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """An action on a rank of the pipeline axis, from ``start_s`` to ``stop_s``."""
+
+    rank: int
+    action: Action
+    start_s: float
+    stop_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """Spans by rank, in the order in which they run."""
+
+    spans: tuple[tuple[Span, ...], ...]
+
+    @property
+    def makespan_s(self) -> float:
+        """Seconds from the first action's start to the last one's end."""
+        every = [span for spans in self.spans for span in spans]
+        return max(s.stop_s for s in every) - min(s.start_s for s in every) if every else 0.0
+
+    @property
+    def bubble(self) -> float:
+        """The part of all ranks' time in which they wait, from 0 to 1."""
+        total = self.makespan_s * len(self.spans)
+        busy = sum(span.stop_s - span.start_s for spans in self.spans for span in spans)
+        return 1 - busy / total if total else 0.0
+
+
+def simulate(table: Table, num_stages: int, duration: Duration, transfer_s: float = 0.0) -> Timeline:
+    """Run a table on paper: an action starts when its rank is free and what it needs has arrived.
+
+    Args:
+        table: the actions of every rank, in order.
+        num_stages: how many stages the table is of.
+        duration: seconds of an action.
+        transfer_s: seconds from the end of an action until another rank has what it made.
+
+    Raises:
+        StrategyError: the table cannot run to its end.
+
+    One micro-batch on two stages, a second each way:
+
+    >>> from workbench.pipeline.schedules import make_table
+    >>> simulate(make_table("gpipe", 2, 1), 2, lambda action: 1.0).makespan_s
+    4.0
+    """
+    listed = {action for actions in table for action in actions}
+    rank_of = {action: rank for rank, actions in enumerate(table) for action in actions}
+    ended: dict[Action, float] = {}
+    spans: list[list[Span]] = [[] for _ in table]
+    free = [0.0] * len(table)
+    while len(ended) < len(listed):
+        before = len(ended)
+        for rank, actions in enumerate(table):
+            for action in actions[len(spans[rank]) :]:
+                required = needs(action, num_stages, listed)
+                if not required <= ended.keys():
+                    break
+                arrivals = [ended[other] + transfer_s * (rank_of[other] != rank) for other in required]
+                start = max([free[rank], *arrivals])
+                free[rank] = ended[action] = start + duration(action)
+                spans[rank].append(Span(rank, action, start, free[rank]))
+        if len(ended) == before:
+            stuck = [str(actions[len(spans[r])]) for r, actions in enumerate(table) if len(spans[r]) < len(actions)]
+            raise StrategyError(f"the table cannot run to its end: stuck at {', '.join(stuck)}.")
+    return Timeline(tuple(map(tuple, spans)))
+
+
+__all__ = ["Span", "Timeline", "simulate"]
