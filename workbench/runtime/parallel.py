@@ -7,6 +7,7 @@ that neighbours need not know each other:
     model:column   weight S(0), input S(0) on the data axis and B on the model axis, output S(last)
     model:row      weight S(1), input S(0), S(last), output P, boxed to what the next layer expects
 
+An embedding's columns are the width of its table and its rows are the words; both take whole indices on the model axis.
 Nothing in forward changes. Ranks outside a layer's stage run it on ghosts.
 """
 
@@ -23,7 +24,7 @@ from torch.utils._pytree import tree_map
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.core.sbp import NdSbp, Partial, Sbp, broadcast, split
-from workbench.core.strategy import Layer, ResolvedLayer, ResolvedStrategy, Strategy
+from workbench.core.strategy import TRANSPOSED_KINDS, Layer, ResolvedLayer, ResolvedStrategy, Strategy
 from workbench.errors import StrategyError
 from workbench.runtime import optim
 from workbench.runtime.agreement import check_same_everywhere
@@ -65,6 +66,10 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     )
 
 
+def _is_table(layer: nn.Module) -> bool:
+    return isinstance(layer, nn.Embedding)
+
+
 def parallelize(module: nn.Module, strategy: Strategy | str) -> nn.Module:
     """Spread ``module`` over the ranks of the world. All ranks call it with equal weights; it works in place.
 
@@ -89,10 +94,11 @@ def parallelize(module: nn.Module, strategy: Strategy | str) -> nn.Module:
     resolved = strategy.resolve(describe(module), world.world_size)
     check_same_everywhere(module, world)
     unhook(module)
-    plan = _ModulePlan(world, resolved)
+    layers = list(_layers(module))
+    tables = {choice.name for choice, (_, layer) in zip(resolved.layers, layers, strict=True) if _is_table(layer)}
+    plan = _ModulePlan(world, resolved, tables)
     converted: dict[int, nn.Parameter] = {}
     handles: list[Any] = []
-    layers = list(_layers(module))
     for position, (_, layer) in enumerate(layers):
         choice = resolved.layers[position]
         plan.convert_parameters(layer, choice, converted)
@@ -133,8 +139,8 @@ def _check_options(strategy: Strategy) -> None:
 class _ModulePlan:
     """Placements and layouts that a resolved strategy gives to parameters, buffers and inputs."""
 
-    def __init__(self, world: World, resolved: ResolvedStrategy) -> None:
-        self.world, self.resolved = world, resolved
+    def __init__(self, world: World, resolved: ResolvedStrategy, tables: set[str]) -> None:
+        self.world, self.resolved, self.tables = world, resolved, tables
         self._input_layouts: dict[tuple[str, int], Layout] = {}
         _, data, model = resolved.degrees
         # Axes of size one are left out: boxing along them would do nothing, at a price.
@@ -164,15 +170,18 @@ class _ModulePlan:
             return self.layout(choice, broadcast, broadcast)
         if choice.parallel == "data":
             return self.layout(choice, split(0), split(0))
-        return self.layout(choice, split(0), split(ndim - 1) if choice.split == "row" else broadcast)
+        takes_slices = choice.split == "row" and choice.name not in self.tables
+        return self.layout(choice, split(0), split(ndim - 1) if takes_slices else broadcast)
 
     def parameter_layout(self, choice: ResolvedLayer, layer: nn.Module, name: str, ndim: int) -> Layout:
         """Where a parameter's slices lie; see the table at the top of this module."""
-        entry: Sbp = broadcast
+        outputs_last = _is_table(layer) or type(layer).__name__ in TRANSPOSED_KINDS
         if choice.split == "column":
-            entry = split(1) if isinstance(layer, nn.Embedding) else split(0)
+            entry: Sbp = split(ndim - 1) if outputs_last else split(0)
         elif choice.split == "row" and ndim > 1:
-            entry = split(1)
+            entry = split(0) if outputs_last else split(1)
+        else:
+            entry = broadcast
         return self.layout(choice, broadcast, entry)
 
     def convert_parameters(self, layer: nn.Module, choice: ResolvedLayer, converted: dict[int, nn.Parameter]) -> None:
@@ -232,11 +241,12 @@ class _ModulePlan:
     def _enter(self, value: Any, choice: ResolvedLayer) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        if isinstance(value, GlobalTensor):
-            layout = self.input_layout(choice, len(value._spec.shape))
-        else:
-            layout = self.input_layout(choice, value.dim())
-            value = enter_as_broadcast(value.to(self.world.device), self.world, layout)
+        if not isinstance(value, GlobalTensor):
+            value = enter_as_broadcast(value.to(self.world.device), self.world, self.input_layout(choice, value.dim()))
+        shape = value._spec.shape
+        layout = self.input_layout(choice, len(shape))
+        if shape and shape[0] == 1 and value._spec.layout.is_broadcast:
+            layout = layout.broadcast()  # positions and masks, alike for all samples
         if self.goes_forward_only:
             self._check_direction(value, choice)
         return box_implicitly(value, layout, choice.name)
