@@ -22,7 +22,7 @@ _WHERE = {
     "workbench.runtime.api": [
         "GlobalTensor", "arange", "barrier", "boxing_plan", "check_agreement", "empty", "explicit_boxing", "eye",
         "full", "init", "local_map", "manual_seed", "ones", "parallelize", "placement", "rand", "randint", "randn",
-        "rank", "rule", "tensor", "to_global", "trace", "world_size", "zeros",
+        "randperm", "rank", "rule", "tensor", "to_global", "trace", "world_size", "zeros",
     ],
     "workbench.session": ["Session"],
     "workbench.session.compare": ["compare"],

@@ -12,7 +12,7 @@ from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.runtime import methods
 from workbench.runtime.agreement import check_agreement
-from workbench.runtime.creation import arange, empty, eye, full, ones, rand, randint, randn, tensor, zeros
+from workbench.runtime.creation import arange, empty, eye, full, ones, rand, randint, randn, randperm, tensor, zeros
 from workbench.runtime.entry import to_global
 from workbench.runtime.explicit import explicit_boxing
 from workbench.runtime.ops.extension import local_map, rule
@@ -69,7 +69,7 @@ def boxing_plan(
 __all__ = [
     "GlobalTensor", "arange", "barrier", "boxing_plan", "check_agreement", "empty", "explicit_boxing", "eye", "full",
     "init", "local_map",
-    "manual_seed", "methods", "ones", "parallelize", "placement", "rand", "randint", "randn", "rank",
+    "manual_seed", "methods", "ones", "parallelize", "placement", "rand", "randint", "randn", "randperm", "rank",
     "rule", "tensor", "to_global", "trace",
     "world_size", "zeros",
 ]  # fmt: skip

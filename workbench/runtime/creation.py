@@ -182,3 +182,8 @@ def randint(
         size = size if high is None else high
         low, high = 0, low
     return _random(tuple(size), dtype, placement, sbp, random.integer_sampler(low, high), requires_grad=False)
+
+
+def randperm(n: int, *, placement: Placement, sbp: SbpLike, dtype: torch.dtype = torch.int64) -> GlobalTensor:
+    """The numbers below ``n`` in random order, the same for every layout."""
+    return _cut(random.permutation(random.draw_key(current()), n).to(dtype), placement, sbp, requires_grad=False)

@@ -10,7 +10,7 @@ from workbench.core.layout import balanced_bounds
 from workbench.core.rules import Signature, signatures
 from workbench.core.sbp import Split, broadcast, partial_sum
 from workbench.runtime.ops.registry import Call, LocalFunction, Resolution, equations, rule
-from workbench.runtime.ops.shards import zeros
+from workbench.runtime.ops.shards import zeros, zeros_and_bias
 from workbench.runtime.ops.view import windows
 from workbench.runtime.tensor import Spec
 
@@ -74,7 +74,7 @@ def _localize(call: Call, inputs: list[Spec], outputs: list[Spec], letters: tupl
     """With this rank's number of groups; without a channel, zeros and the bias."""
     function: Any = call.func
     if any(0 in spec.local_shape for spec in inputs):
-        return _bias_only(zeros(call, outputs), len(call.shapes[1]) - 2)
+        return zeros_and_bias(call, outputs, bias_at=2, num_after=len(call.shapes[1]) - 2)
     if "g" not in letters:
         return None
     num_channels = call.shapes[0][-(len(call.shapes[1]) - 1)]
@@ -91,16 +91,8 @@ def _localize(call: Call, inputs: list[Spec], outputs: list[Spec], letters: tupl
     return convolve
 
 
-def _bias_only(make_zeros: LocalFunction, num_spatial: int) -> LocalFunction:
-    def convolve(input: torch.Tensor, weight: torch.Tensor, bias: Any = None, *args: Any, **kwargs: Any) -> Any:
-        result = make_zeros(input, weight, bias)
-        return result if bias is None else result + bias.view(-1, *[1] * num_spatial)
-
-    return convolve
-
-
 @rule("unfold", "im2col", parameters="input kernel_size dilation padding stride")
-def _patches(call: Call) -> Resolution | None:
+def _patches(call: Call) -> Resolution:
     """Image to columns: batch, and channels where their slices are slices of the columns too; linear."""
     if call.func is torch.Tensor.unfold:
         return windows(call)

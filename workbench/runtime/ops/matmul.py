@@ -12,7 +12,7 @@ from workbench.core.rules import Signature
 from workbench.core.sbp import Sbp, Split, broadcast, partial_sum
 from workbench.runtime.ops.equation_text import term
 from workbench.runtime.ops.registry import Call, LocalFunction, Resolution, composite, equations, rule
-from workbench.runtime.ops.shards import zeros_where_empty
+from workbench.runtime.ops.shards import zeros_and_bias
 from workbench.runtime.tensor import Spec
 
 equations("mm", "mk, kn -> mn")
@@ -84,7 +84,12 @@ def _inner(call: Call) -> Resolution:
 
 @rule("bilinear", parameters="input1 input2 weight bias")
 def _bilinear(call: Call) -> Resolution:
-    return Resolution("...i, ...j, oij, +o -> ...o", zeros_where_empty if len(call.shapes) == 3 else None)
+    def localize(call: Call, inputs: list[Spec], outputs: list[Spec], letters: tuple[str, ...]) -> LocalFunction | None:
+        if any(0 in spec.local_shape for spec in inputs):
+            return zeros_and_bias(call, outputs, bias_at=3)
+        return None
+
+    return Resolution("...i, ...j, oij, +o -> ...o", localize)
 
 
 @rule("tensordot", parameters="a b dims")

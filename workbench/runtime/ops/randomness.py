@@ -14,7 +14,7 @@ from workbench.core.layout import Layout, Shape
 from workbench.core.sbp import Partial, Split, broadcast
 from workbench.runtime import random
 from workbench.runtime.boxing import box
-from workbench.runtime.ops.dispatch import call_by_plan
+from workbench.runtime.entry import enter_as_broadcast
 from workbench.runtime.ops.ghost import ghost_in_place
 from workbench.runtime.ops.local import local_call, whole
 from workbench.runtime.ops.registry import handler
@@ -261,13 +261,19 @@ def _whole_with_generator(name: str) -> None:
 
     @handler(name)
     def draw(func: Any, args: Any, kwargs: Any) -> Any:
-        if kwargs.get("out") is not None or any(isinstance(arg, torch.Generator) for arg in args):
-            return NotImplemented
-        operands = [arg for arg in args if isinstance(arg, GlobalTensor)]
-        world = operands[0]._spec.world
-        generator = torch.Generator(world.device).manual_seed(random.draw_key(world, kwargs.get("generator")))
-        broadcasted = [box(arg, arg._spec.layout.broadcast()) if isinstance(arg, GlobalTensor) else arg for arg in args]
-        return call_by_plan(func, tuple(broadcasted), {**kwargs, "generator": generator})
+        options = dict(zip(("generator",), args[2 if name == "binomial" else 1 :], strict=False)) | kwargs
+        given = [*args[: 2 if name == "binomial" else 1], *(kwargs[key] for key in ("count", "prob") if key in kwargs)]
+        like = next(value for value in given if isinstance(value, GlobalTensor))
+        world, layout = like._spec.world, like._spec.layout.broadcast()
+        generator = torch.Generator(world.device).manual_seed(random.draw_key(world, options.get("generator")))
+        operands = [
+            value if isinstance(value, GlobalTensor) else enter_as_broadcast(value, world, layout) for value in given
+        ]
+        shape = tuple(torch.broadcast_shapes(*(operand.shape for operand in operands)))
+        out = (layout, shape, operands[0].dtype)
+        return local_call(
+            lambda *whole_ones: func(*whole_ones, generator=generator), operands, [layout] * len(operands), out, name
+        )
 
 
 for _name in ("binomial", "_standard_gamma", "_sample_dirichlet"):

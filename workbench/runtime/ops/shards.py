@@ -36,3 +36,15 @@ def zeros(call: Call, outputs: list[Spec]) -> LocalFunction:
         return results[0] if len(results) == 1 else tuple(results)
 
     return make
+
+
+def zeros_and_bias(call: Call, outputs: list[Spec], bias_at: int, num_after: int = 0) -> LocalFunction:
+    """Zeros plus the bias, which is argument ``bias_at`` and lies ``num_after`` dims before the last."""
+    make_zeros = zeros(call, outputs)
+
+    def only_bias(*args: Any, **kwargs: Any) -> torch.Tensor:
+        result = make_zeros(*args, **kwargs)
+        bias = args[bias_at] if len(args) > bias_at else kwargs.get("bias")
+        return result if bias is None else result + bias.view(-1, *[1] * num_after)
+
+    return only_bias
