@@ -9,6 +9,7 @@ from workbench.runtime.ops import (
     autograd,
     convolution,
     creation,
+    cross_entropy,
     cumulative,
     dispatch,
     dropout,
@@ -16,6 +17,7 @@ from workbench.runtime.ops import (
     experts,
     exponentials,
     extrema,
+    hooks,
     indexing,
     initializers,
     joining,
@@ -37,8 +39,8 @@ from workbench.runtime.ops import (
 )
 
 __all__ = [
-    "along", "attention", "autograd", "convolution", "creation", "cumulative", "dispatch", "dropout",
-    "embedding", "experts", "exponentials", "extrema", "indexing", "initializers", "joining", "linalg", "loss",
+    "along", "attention", "autograd", "convolution", "creation", "cross_entropy", "cumulative", "dispatch", "dropout",
+    "embedding", "experts", "exponentials", "extrema", "hooks", "indexing", "initializers", "joining", "linalg", "loss",
     "matmul", "metadata", "moments", "norms", "pointwise", "pooling", "randomness", "reading", "recurrent",
     "reduction", "spectral", "vector_norms", "view",
 ]  # fmt: skip
