@@ -196,7 +196,7 @@ def _spread(full: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
 @contextmanager
 def _recorded_fallbacks(names: set[str]) -> Iterator[None]:
     """Collect the names of functions that fall back with operands that are not broadcast."""
-    original = dispatch._run_fallback
+    original = dispatch.run_fallback
 
     def recording(plan: Any, func: Any, args: Any, kwargs: Any) -> Any:
         operands = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, GlobalTensor)]
@@ -204,11 +204,11 @@ def _recorded_fallbacks(names: set[str]) -> Iterator[None]:
             names.add(plan.name.folded)
         return original(plan, func, args, kwargs)
 
-    dispatch._run_fallback = recording
+    dispatch.run_fallback = recording
     try:
         yield
     finally:
-        dispatch._run_fallback = original
+        dispatch.run_fallback = original
 
 
 def _compare_rank(entry: Entry, truth: _Truth, result: Any, grads: Any, on_broadcast: Any) -> None:

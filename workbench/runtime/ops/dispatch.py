@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import math
 import types
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -17,37 +16,22 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from workbench.core.boxing import plan_boxing
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.core.sbp import Split, broadcast
-from workbench.runtime.boxing import box, box_implicitly
+from workbench.runtime.boxing import box_implicitly
 from workbench.runtime.entry import enter_as_broadcast
 from workbench.runtime.ops.aliasing import remember_copies
-from workbench.runtime.ops.ghost import (
-    TENSOR,
-    autocast_state,
-    ghost_in_place,
-    ghost_outputs,
-    infer_outputs,
-    recipe_of,
-)
+from workbench.runtime.ops.fallback import FallbackWarning, cached_infos, run_fallback
+from workbench.runtime.ops.ghost import TENSOR, ghost_in_place, ghost_outputs, recipe_of
+from workbench.runtime.ops.keys import PARAMETER, key_of
 from workbench.runtime.ops.out import call_with_out
-from workbench.runtime.ops.planning import Plan, bind, itemsize_of, make_plan, operands_of
+from workbench.runtime.ops.planning import Plan, bind, make_plan, operands_of
 from workbench.runtime.ops.refusals import check_new_plan, check_plan, plain_operand_text, refuse_two_placements
-from workbench.runtime.ops.registry import COMPOSITES, EXACT, HANDLERS, INDIFFERENT, RULES, Name, fold_name
-from workbench.runtime.tensor import GlobalTensor, Spec, label, local_torch, spec_of
-from workbench.runtime.world import World
-from workbench.units import format_bytes
-
-
-class FallbackWarning(UserWarning):
-    """A function without a rule for these layouts had to gather its operands."""
-
+from workbench.runtime.ops.registry import COMPOSITES, EXACT, HANDLERS, INDIFFERENT, RULES, fold_name
+from workbench.runtime.tensor import GlobalTensor, Spec, label, local_torch
 
 _functions: dict[Any, Callable[..., Any] | None] = {}
-_ghost_infos: dict[Any, Any] = {}
-_warned: set[str] = set()
 
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
@@ -78,17 +62,17 @@ def call_by_plan(  # noqa: C901 - the hot path: calls cost more than branches
             plans = spec.plans
             key.append(spec)
             if arg._is_param:
-                key.append(_PARAMETER)
+                key.append(PARAMETER)
         elif kind is int or kind is str:
             key.append(arg)
         elif kind is float:
             key.append(float if func in _indifferent and arg and math.isfinite(arg) else (repr(arg),))
         else:
-            key.append(_key_of(arg))
+            key.append(key_of(arg))
             if (kind is list or kind is tuple) and arg and type(arg[0]) is GlobalTensor:
                 plans = arg[0]._spec.plans
     if kwargs:
-        key.extend([(name, _key_of(value)) for name, value in kwargs.items()])
+        key.extend([(name, key_of(value)) for name, value in kwargs.items()])
     if plans is None:
         plans = _first_global(args, kwargs)._spec.plans
     try:
@@ -152,32 +136,9 @@ def _python_body(func: Any) -> Callable[..., Any] | None:
     return body
 
 
-_PLAIN = object()
-"""Stands in a key for a tensor that is not global; no plan has such a key."""
-_PARAMETER = object()
-"""Stands in a key behind the spec of a parameter, which may not be boxed as others are."""
 _indifferent: set[Any] = set()
 """Functions whose rule looks at no float but to see whether it is zero or infinite: one plan does for all."""
 _MAX_PLANS = 50_000
-
-
-def _key_of(value: Any) -> Any:
-    kind = type(value)
-    if kind is GlobalTensor:
-        return (value._spec, value._is_param)
-    if kind is int or kind is str:
-        return value
-    if kind is bool or kind is float:
-        return (repr(value),)  # True is 1 and 1.0 is 1 to a dictionary; nan is never itself
-    if isinstance(value, (list, tuple)):
-        return (kind, *map(_key_of, value))
-    if isinstance(value, slice):
-        return ("slice", _key_of(value.start), _key_of(value.stop), _key_of(value.step))
-    if isinstance(value, dict):
-        return tuple((name, _key_of(item)) for name, item in value.items())
-    if isinstance(value, torch.Tensor):
-        return _PLAIN
-    return value
 
 
 def _first_global(args: Any, kwargs: Any) -> GlobalTensor:
@@ -227,7 +188,7 @@ def _run(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
     if not plan.world.implicit_boxing_allowed:
         check_plan(plan, func, args, kwargs)
     if plan.outputs is None:
-        return _run_fallback(plan, func, args, kwargs)
+        return run_fallback(plan, func, args, kwargs)
     given = (args, kwargs)
     args, kwargs, operands = _box_operands(plan, *bind(plan.name.folded, args, kwargs))
     if operands[0]._spec.is_ghost:
@@ -263,96 +224,12 @@ def _box_operands(plan: Plan, args: Any, kwargs: Any) -> tuple[Any, Any, list[Gl
 def _run_on_ghost(plan: Plan, func: Any, args: Any, kwargs: Any, operands: list[GlobalTensor]) -> Any:
     if plan.name.in_place:
         return ghost_in_place(operands[0], operands, func, args, kwargs)
-    infos, structure, leaves = _cached_infos(func, args, kwargs, operands)
+    infos, structure, leaves = cached_infos(func, args, kwargs, operands)
     outputs = plan.outputs
     assert outputs is not None
     results = ghost_outputs(infos, operands, outputs, plan.world.device, recipe_of(func, args, kwargs))
     labelled = iter(label(result, spec) for result, spec in zip(results, outputs, strict=True))
     return tree_unflatten([next(labelled) if leaf is TENSOR else leaf for leaf in leaves], structure)
-
-
-def _cached_infos(func: Any, args: Any, kwargs: Any, operands: list[GlobalTensor]) -> Any:
-    """Structure and flags of the results, inferred once per function, specs, dtypes and grad flags."""
-    with local_torch():
-        flags = tuple((operand.dtype, operand.requires_grad) for operand in operands)
-    key = (func, _key_of(args), _key_of(kwargs), flags, torch.is_grad_enabled(), autocast_state())
-    cache = operands[0]._spec.world.plans
-    try:
-        if key not in cache:
-            cache[key] = infer_outputs(func, args, kwargs, with_grad=True)
-        return cache[key]
-    except TypeError:
-        return infer_outputs(func, args, kwargs, with_grad=True)
-
-
-def _run_fallback(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
-    """No rule for these layouts: everything to broadcast, run, results broadcast. Always right, never silent."""
-    if plan.name.in_place:
-        return _fallback_in_place(plan, func, args, kwargs)
-    leaves, structure = tree_flatten((args, kwargs))
-    operands = [leaf for leaf in leaves if isinstance(leaf, GlobalTensor)]
-    _warn_of_gather(plan, operands)
-    for position, leaf in enumerate(leaves):
-        if isinstance(leaf, GlobalTensor):
-            target = leaf._spec.layout.broadcast()
-            leaves[position] = box_implicitly(leaf, target, plan.name.folded)
-    whole = [leaf for leaf in leaves if isinstance(leaf, GlobalTensor)]
-    args, kwargs = tree_unflatten(leaves, structure)
-    layout = whole[0]._spec.layout
-    if whole[0]._spec.is_ghost:
-        infos, out_structure, out_leaves = _cached_infos(func, args, kwargs, whole)
-        specs = [spec_of(plan.world, layout, shape) for shape, _, _ in infos]
-        ghosts = ghost_outputs(infos, whole, specs, plan.world.device, recipe_of(func, args, kwargs))
-        results = iter(label(r, s) for r, s in zip(ghosts, specs, strict=True))
-        result = tree_unflatten([next(results) if leaf is TENSOR else leaf for leaf in out_leaves], out_structure)
-    else:
-        with local_torch():
-            result = func(*args, **kwargs)
-        result = _label_broadcast(result, plan.world, layout)
-    return result
-
-
-def _fallback_in_place(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
-    """Compute on a whole copy, then write the result back in the layout of the target."""
-    target = args[0]
-    spec = target._spec
-    whole = box(target, spec.layout.broadcast(), plan.name.folded)
-    with local_torch():
-        copy = label(whole.clone(), whole._spec)
-    _run_fallback(
-        Plan(None, plan.targets, None, None, func, Name(plan.name.folded), plan.world), func, (copy, *args[1:]), kwargs
-    )
-    result = box(copy, spec.layout, plan.name.folded)
-    if spec.is_ghost:
-        return ghost_in_place(target, [target, result], torch.Tensor.copy_, (target, result))
-    with local_torch():
-        target.copy_(result)
-    return target
-
-
-def _warn_of_gather(plan: Plan, operands: list[GlobalTensor]) -> None:
-    moved = 0
-    for operand in operands:
-        target = operand._spec.layout.broadcast()
-        moved += plan_boxing(operand._spec.layout, target, operand._spec.shape, itemsize_of(operand)).wire_bytes
-    if moved and plan.name.folded not in _warned:
-        _warned.add(plan.name.folded)
-        layouts = ", ".join(str(operand._spec.layout) for operand in operands)
-        warnings.warn(
-            f"{plan.name.folded}: no rule for operands with layouts {layouts}, so they were gathered "
-            f"({format_bytes(moved)}). "
-            "The result is right but broadcast. Box the operands to B yourself, or declare a rule.",
-            FallbackWarning,
-            stacklevel=5,
-        )
-
-
-def _label_broadcast(result: Any, world: World, layout: Layout) -> Any:
-    leaves, structure = tree_flatten(result)
-    for position, leaf in enumerate(leaves):
-        if isinstance(leaf, torch.Tensor) and type(leaf) is not GlobalTensor:
-            leaves[position] = label(leaf, spec_of(world, layout, tuple(leaf.shape)))
-    return tree_unflatten(leaves, structure)
 
 
 def _label_all(result: Any, specs: list[Spec]) -> Any:
@@ -377,3 +254,5 @@ def _relabel(result: torch.Tensor, spec: Spec) -> GlobalTensor:
 
 
 GlobalTensor.dispatch = staticmethod(dispatch)
+
+__all__ = ["FallbackWarning", "call_by_plan", "dispatch"]

@@ -37,13 +37,18 @@ def infer_outputs(
     memo: dict[int, torch.Tensor] = {}
     with torch.set_grad_enabled(with_grad and torch.is_grad_enabled()), _without_data():
         result = _run_without_data(func, args, kwargs, memo, with_grad)
-        out_leaves, out_structure = tree_flatten(result)
         operands = [memo[id(leaf)] for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, GlobalTensor)]
-        infos: list[OutputInfo] = [
-            (tuple(leaf.shape), leaf.dtype, leaf.requires_grad and (_links(leaf, operands) or True))
-            for leaf in out_leaves
-            if isinstance(leaf, torch.Tensor)
-        ]
+        return outputs_info(result, operands)
+
+
+def outputs_info(result: Any, operands: list[torch.Tensor]) -> tuple[list[OutputInfo], Any, list[Any]]:
+    """Info of every tensor in a function's result; ``operands`` stand for the global ones that it was computed of."""
+    out_leaves, out_structure = tree_flatten(result)
+    infos: list[OutputInfo] = [
+        (tuple(leaf.shape), leaf.dtype, leaf.requires_grad and (_links(leaf, operands) or True))
+        for leaf in out_leaves
+        if isinstance(leaf, torch.Tensor)
+    ]
     return infos, out_structure, [TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in out_leaves]
 
 

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_flatten
 
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
-from workbench.core.rules import Operand, Signature, choose, signatures
+from workbench.core.rules import Equation, Operand, Signature, choose, signatures
 from workbench.core.sbp import Split
 from workbench.runtime.ops.aliasing import ALIASING, PERHAPS_ALIASING
 from workbench.runtime.ops.ghost import infer_outputs
@@ -32,6 +32,7 @@ class Plan:
         name: folded name, for messages.
         num_tags: how many exchanges ``local`` makes; ranks outside the placement count them.
         copies_view: whether the function gives a view on one device, but had to copy here.
+        depends_on_data: whether the shapes of the operands do not tell those of the results.
     """
 
     out: Spec | None
@@ -43,6 +44,7 @@ class Plan:
     world: World
     num_tags: int = 0
     copies_view: bool = False
+    depends_on_data: bool = False
 
 
 def bind(name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -78,9 +80,11 @@ def make_plan(func: Any, args: Any, kwargs: Any, inferred: Any = None) -> Plan:
     returns_tensor = False
     resolution = None
     if name.folded in RULES and kwargs.get("out") is None:
-        infos, structure, _ = inferred or infer_outputs(func, args, kwargs)
-        call.outputs, returns_tensor = [info[:2] for info in infos], structure.is_leaf()
-        resolution = RULES[name.folded](call)
+        known = inferred or _inferred_or_none(func, args, kwargs)
+        if known is not None:
+            infos, structure, _ = known
+            call.outputs, returns_tensor = [info[:2] for info in infos], structure.is_leaf()
+            resolution = RULES[name.folded](call)
     if resolution is not None:
         plan = _plan_by_rule(call, name, resolution, placement, world, returns_tensor)
         if plan is not None:
@@ -88,6 +92,16 @@ def make_plan(func: Any, args: Any, kwargs: Any, inferred: Any = None) -> Plan:
     targets = [operand._spec.layout.broadcast() for operand in operands]
     copies_view = not name.in_place and name.folded in ALIASING | PERHAPS_ALIASING
     return Plan(None, targets, None, None, func, name, world, copies_view=copies_view)
+
+
+def _inferred_or_none(func: Any, args: Any, kwargs: Any) -> Any:
+    """What comes back, by the shapes alone; None where it depends on data, which no rule can plan for."""
+    try:
+        return infer_outputs(func, args, kwargs)
+    except (NotImplementedError, RuntimeError) as error:
+        if isinstance(error, NotImplementedError) or "meta" in str(error):
+            return None
+        raise
 
 
 def _plan_by_rule(
@@ -148,6 +162,8 @@ def itemsize_of(tensor: GlobalTensor) -> int:
 def _candidates(call: Call, resolution: Resolution, placement: Placement) -> list[Signature]:
     found = resolution.signatures
     if isinstance(found, str):
+        if len(Equation.parse(found).inputs) < len(call.operands):
+            return []  # a call with more tensors than the equation knows of
         found = signatures(found, call.shapes, [len(shape) for shape, _ in call.outputs])
     return [s for s in found if s.letter not in resolution.filled or _fills_every_rank(s, call, placement)]
 
