@@ -18,19 +18,18 @@ from torch.utils._pytree import tree_leaves
 
 from workbench.errors import LayoutError
 from workbench.runtime.boxing import box
+from workbench.runtime.ops.ghost import ghost_in_place
 from workbench.runtime.ops.registry import fold_name
 from workbench.runtime.tensor import GlobalTensor, local_torch
 
-ALIASING = frozenset(
-    """
-    view view_as unflatten squeeze unsqueeze permute transpose t get:T get:mT get:H get:mH movedim adjoint expand
-    expand_as broadcast_to narrow select getitem chunk split tensor_split split_with_sizes unsafe_chunk unsafe_split
-    hsplit vsplit dsplit unbind diagonal unfold swapaxes swapdims real imag get:real get:imag view_as_real
-    view_as_complex as_strided alias detach get:data
-    """.split()
-)
+_ALIASING = """
+view view_as unflatten squeeze unsqueeze permute transpose t get:T get:mT get:H get:mH movedim adjoint expand expand_as
+broadcast_to narrow select getitem chunk split tensor_split split_with_sizes unsafe_chunk unsafe_split hsplit vsplit
+dsplit unbind diagonal unfold real imag get:real get:imag view_as_real view_as_complex as_strided alias detach get:data
+"""
+ALIASING = frozenset(_ALIASING.split())
 """Functions whose result shares its operand's storage on one device."""
-PERHAPS_ALIASING = frozenset("reshape reshape_as flatten ravel contiguous".split())
+PERHAPS_ALIASING = frozenset(["reshape", "reshape_as", "flatten", "ravel", "contiguous"])
 """Functions whose result may: it depends on strides."""
 
 
@@ -155,9 +154,13 @@ def _bring_up_to_date(view: BoxedView) -> None:
         _bring_up_to_date(origin.base)
     if _version(origin.base) == origin.version:
         return
-    fresh = origin.fetch()
-    with local_torch():
-        (view if view._root is None else view._root).copy_(fresh)
+    root = view if view._root is None else view._root
+    fresh = box(origin.fetch(), root._spec.layout)
+    if root._spec.is_ghost:
+        ghost_in_place(root, [root, fresh])
+    else:
+        with local_torch():
+            root.copy_(fresh)
     origin.version = _version(origin.base)
 
 

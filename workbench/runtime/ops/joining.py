@@ -15,7 +15,7 @@ import torch
 
 from workbench.core.rules import Signature
 from workbench.core.sbp import Sbp, Split, broadcast, partial_sum
-from workbench.runtime.ops.equation_text import normalize_dims, term
+from workbench.runtime.ops.equation_text import term
 from workbench.runtime.ops.registry import Call, LocalFunction, Resolution, composite, rule
 from workbench.runtime.ops.rows import MAX_SEGMENTS, RowPlan, Segment, Side, move_rows, plan_rows
 from workbench.runtime.tensor import Spec
