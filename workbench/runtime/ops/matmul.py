@@ -69,8 +69,26 @@ def _matmul(call: Call) -> Resolution:
 
 
 @rule("linalg_vecdot", parameters="x y")
-def _vecdot(call: Call) -> Resolution | None:
-    return Resolution("...k, ...k -> ...") if call.kwargs.get("dim", -1) == -1 else None
+def _vecdot(call: Call) -> Resolution:
+    """A sum over one dim of a broadcast product; names count the dims from the right."""
+    ndim = max(map(len, call.shapes))
+    summed = call.kwargs.get("dim", -1) % ndim - ndim
+    names = [list(range(-len(shape), 0)) for shape in call.shapes]
+    result = [name for name in range(-ndim, 0) if name != summed]
+    return Resolution(contraction(names, result, call.shapes))
+
+
+@rule("kron", parameters="input other")
+def _kron(call: Call) -> Resolution:
+    """A block of rows of the left factor makes a block of rows; slices have to be of equal size."""
+    left, right = call.shapes
+    ndim, num_ranks = max(len(left), len(right)), call.operands[0]._spec.layout.placement.num_ranks
+    found = [
+        Signature((Split(dim), broadcast), (Split(ndim - len(left) + dim),), "r")
+        for dim, size in enumerate(left)
+        if size % num_ranks == 0
+    ]
+    return Resolution([*found, Signature((broadcast, broadcast), (broadcast,))])
 
 
 @rule("inner", parameters="input other")

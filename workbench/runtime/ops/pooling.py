@@ -31,6 +31,11 @@ def _pool(call: Call) -> Resolution:
     return Resolution(f"{plane} -> {plane}, {plane}", zeros_where_empty)
 
 
+@rule("max_pool2d_with_indices_backward")
+def _max_pool_backward(call: Call) -> Resolution:
+    return Resolution("...XY, ...XY, ...XY -> ...XY", zeros_where_empty)
+
+
 @rule("fractional_max_pool2d", "fractional_max_pool3d")
 def _fractional(call: Call) -> Resolution:
     """``(input, kernel, output size, samples)``; the samples are (batch, channel, number of spatial dims)."""
