@@ -5,6 +5,7 @@ To add a function: one line in the family's file (an equation), or a function th
 
 from workbench.runtime.ops import (
     along,
+    assigning,
     attention,
     autograd,
     convolution,
@@ -39,8 +40,8 @@ from workbench.runtime.ops import (
 )
 
 __all__ = [
-    "along", "attention", "autograd", "convolution", "creation", "cross_entropy", "cumulative", "dispatch", "dropout",
-    "embedding", "experts", "exponentials", "extrema", "hooks", "indexing", "initializers", "joining", "linalg", "loss",
-    "matmul", "metadata", "moments", "norms", "pointwise", "pooling", "randomness", "reading", "recurrent",
-    "reduction", "spectral", "vector_norms", "view",
+    "along", "assigning", "attention", "autograd", "convolution", "creation", "cross_entropy", "cumulative",
+    "dispatch", "dropout", "embedding", "experts", "exponentials", "extrema", "hooks", "indexing", "initializers",
+    "joining", "linalg", "loss", "matmul", "metadata", "moments", "norms", "pointwise", "pooling", "randomness",
+    "reading", "recurrent", "reduction", "spectral", "vector_norms", "view",
 ]  # fmt: skip
