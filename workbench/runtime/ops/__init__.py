@@ -28,6 +28,7 @@ from workbench.runtime.ops import (
     metadata,
     moments,
     norms,
+    picking,
     pointwise,
     pooling,
     randomness,
@@ -42,6 +43,6 @@ from workbench.runtime.ops import (
 __all__ = [
     "along", "assigning", "attention", "autograd", "convolution", "creation", "cross_entropy", "cumulative",
     "dispatch", "dropout", "embedding", "experts", "exponentials", "extrema", "hooks", "indexing", "initializers",
-    "joining", "linalg", "loss", "matmul", "metadata", "moments", "norms", "pointwise", "pooling", "randomness",
-    "reading", "recurrent", "reduction", "spectral", "vector_norms", "view",
+    "joining", "linalg", "loss", "matmul", "metadata", "moments", "norms", "picking", "pointwise", "pooling",
+    "randomness", "reading", "recurrent", "reduction", "spectral", "vector_norms", "view",
 ]  # fmt: skip
