@@ -34,7 +34,7 @@ from workbench.runtime.ops.registry import Call, Resolution, composite, rule
 from workbench.runtime.tensor import GlobalTensor, Spec, label, local_torch, spec_of
 
 _SUM = 2
-_local_cross_entropy = torch._C._nn.cross_entropy_loss
+_local_cross_entropy: Any = torch._C._nn.cross_entropy_loss
 
 
 @rule(
@@ -158,7 +158,7 @@ def _loss(
         )
         if reduction == "none":
             return rows
-        total = rows.sum()
+        total: Any = rows.sum()
     else:
         arguments = [scores, target, weight, None, ignore_index, None, "none" if reduction == "none" else "sum"]
         smoothing = {"label_smoothing": label_smoothing} if label_smoothing else {}
@@ -168,12 +168,13 @@ def _loss(
     if not by_index:
         rows_count = scores.numel() // max(1, shape[class_dim])
         return total / rows_count if rows_count else total * float("nan")
-    return scale_terms(total, whole(_weight_of_targets(target, weight, ignore_index)).to(total.dtype))
+    weight_of_all = whole(_weight_of_targets(target, weight, ignore_index))
+    return scale_terms(total, whole(weight_of_all.to(total.dtype)))
 
 
-def _weight_of_targets(target: GlobalTensor, weight: GlobalTensor | None, ignore_index: int) -> Any:
+def _weight_of_targets(target: Any, weight: GlobalTensor | None, ignore_index: int) -> Any:
     """How many targets count, or what they weigh together: what a mean divides by."""
-    counted = target != ignore_index
+    counted: Any = target != ignore_index
     if weight is None:
         return counted.sum()
     layout = whole(target)._spec.layout
