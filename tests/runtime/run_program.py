@@ -13,10 +13,12 @@ import workbench as wb
 from tests.runtime.programs import boxing_forward_and_backward, training_equals_one_device
 from workbench.errors import CollectiveAborted
 from workbench.runtime.ops.dispatch import FallbackWarning
+from workbench.runtime.world import current
 
 
 def boxing(num_ranks: str, count: str) -> None:
-    print(f"{boxing_forward_and_backward(int(num_ranks), int(count))} boxings")
+    done = boxing_forward_and_backward(int(num_ranks), int(count))
+    print(f"{done} boxings over {current().transport_name}")
 
 
 def training(kind: str, *strategies: str) -> None:
@@ -25,7 +27,7 @@ def training(kind: str, *strategies: str) -> None:
         losses, weights = training_equals_one_device(kind, strategy, wb.world_size())
         assert losses < 1e-5 and weights < 1e-5, (strategy, losses, weights)
         if wb.rank() == 0:
-            print("equal")
+            print(f"equal over {current().transport_name}")
 
 
 def dying() -> None:

@@ -1,4 +1,4 @@
-"""The programs of the simulated ranks on real processes over gloo, started by torchrun."""
+"""The programs of the simulated ranks on real processes over shared memory and over gloo, started by torchrun."""
 
 import os
 import subprocess
@@ -11,11 +11,11 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.procs
 
 
-def torchrun(num_ranks, *call, timeout_s=110):
+def torchrun(num_ranks, *call, transport="auto", timeout_s=110):
     """Run ``tests.runtime.run_program`` on so many processes; returns their output."""
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={num_ranks}", "--standalone"]
     command += ["-m", "tests.runtime.run_program", *map(str, call)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "WORKBENCH_TRANSPORT": transport}
     done = subprocess.run(
         command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=timeout_s, check=False
     )
@@ -23,23 +23,25 @@ def torchrun(num_ranks, *call, timeout_s=110):
     return done.stdout
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_boxing_between_sampled_layouts(num_ranks):
-    assert torchrun(num_ranks, "boxing", num_ranks, 60).count("60 boxings") == num_ranks
+@pytest.mark.parametrize("transport", ["shared", "gloo"])
+def test_boxing_between_sampled_layouts(transport):
+    assert torchrun(4, "boxing", 4, 60, transport=transport).count(f"60 boxings over {transport}") == 4
 
 
-def test_training_equals_one_device_under_every_preset():
-    output = torchrun(2, "training", "mlp", "data", "model", "pipeline", "hybrid")
-    assert output.count("equal") == 4
+@pytest.mark.parametrize("transport", ["shared", "gloo"])
+def test_training_equals_one_device_under_every_preset(transport):
+    output = torchrun(2, "training", "mlp", "data", "model", "pipeline", "hybrid", transport=transport)
+    assert output.count(f"equal over {transport}") == 4
 
 
 def test_a_convolutional_net_on_four_processes():
     output = torchrun(4, "training", "cnn", "*: data | 1x2x2", "conv1: data; fc1: model@1 | 2x1x2 mb=3 1f1b")
-    assert output.count("equal") == 2
+    assert output.count("equal over shared") == 2
 
 
-def test_a_rank_that_dies_ends_the_others_waits_with_the_cause():
-    assert "lost" in torchrun(2, "dying")
+@pytest.mark.parametrize("transport", ["shared", "gloo"])
+def test_a_rank_that_dies_ends_the_others_waits_with_the_cause(transport):
+    assert "lost" in torchrun(2, "dying", transport=transport)
 
 
 def test_the_example_of_the_readme():

@@ -85,7 +85,10 @@ class Waiter:
         end = self._end_of(link)
         if end is not None and link.read():  # its last letter
             return False
-        reason = self.abort_reason or end or self._deadlock(link, header)
+        reason = self.abort_reason or end
+        for other in self._links.values():
+            reason = reason or self._breakdown_of(other)
+        reason = reason or self._deadlock(link, header)
         if reason is None and waited_s > self.timeout_s:
             reason = f"nothing came for {self.timeout_s:g} s{self._stopped_process(link)}"
         if reason is not None:
@@ -95,14 +98,18 @@ class Waiter:
 
     def _end_of(self, link: Link) -> str | None:
         """Why the peer will not send any more, if that is so."""
-        state = link.theirs.state
-        if state == FAILED:
-            return f"rank {link.peer} gave up: {link.theirs.reason}"
-        if state == LEFT:
+        if link.theirs.state == LEFT:
             return f"rank {link.peer} has left the world"
+        return self._breakdown_of(link)
+
+    def _breakdown_of(self, link: Link) -> str | None:
+        """What happened to the peer, if it has gone without leaving: then nobody can go on in this world."""
+        if link.theirs.state == FAILED:
+            return f"rank {link.peer} gave up: {link.theirs.reason}"
         watch = select.poll()
         watch.register(self._process_files[link.peer], select.POLLIN)
-        return f"its process {link.pid} has ended" if watch.poll(0) else None
+        has_died = watch.poll(0) and link.theirs.state != LEFT
+        return f"process {link.pid} of rank {link.peer} has ended" if has_died else None
 
     def _stopped_process(self, link: Link) -> str:
         try:
@@ -110,7 +117,7 @@ class Waiter:
                 state = file.read().rpartition(")")[2].split()[0]
         except OSError:
             return ""
-        return f"; its process {link.pid} is stopped (SIGSTOP)" if state in "Tt" else ""
+        return f"; process {link.pid} is stopped (SIGSTOP)" if state in "Tt" else ""
 
     def _deadlock(self, link: Link, header: bytes) -> str | None:
         """The ring of ranks that wait for one another, if there is one; only what was seen twice counts."""
