@@ -107,7 +107,7 @@ def _inferred_or_none(func: Any, args: Any, kwargs: Any) -> Any:
 def _plan_by_rule(
     call: Call, name: Name, resolution: Resolution, placement: Placement, world: World, returns_tensor: bool
 ) -> Plan | None:
-    candidates = _candidates(call, resolution, placement)
+    candidates = candidates_of(call, resolution, placement)
     if name.in_place:
         candidates = _pinned(candidates, call)
     infos = [
@@ -159,7 +159,8 @@ def itemsize_of(tensor: GlobalTensor) -> int:
         return tensor.element_size()
 
 
-def _candidates(call: Call, resolution: Resolution, placement: Placement) -> list[Signature]:
+def candidates_of(call: Call, resolution: Resolution, placement: Placement) -> list[Signature]:
+    """The one-axis signatures of a rule that are right for these shapes."""
     found = resolution.signatures
     if isinstance(found, str):
         if len(Equation.parse(found).inputs) < len(call.operands):
