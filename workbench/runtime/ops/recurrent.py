@@ -9,7 +9,9 @@ import torch.nn.functional as F
 
 from workbench.core.rules import Signature
 from workbench.core.sbp import Split, broadcast
-from workbench.runtime.ops.registry import Call, Resolution, composite, rule
+from workbench.runtime.ops.fallback import run_fallback
+from workbench.runtime.ops.planning import Plan, operands_of
+from workbench.runtime.ops.registry import Call, Resolution, composite, fold_name, rule
 from workbench.runtime.ops.shards import zeros_where_empty
 
 _LAYERS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
@@ -41,36 +43,39 @@ def _over_batch(call: Call, at: int, states: tuple[int, ...], results: tuple[int
     return [batch, Signature((broadcast,) * len(call.operands), (broadcast,) * len(results))]
 
 
-def _with_dropout(name: str) -> Any:
+def _layer_by_layer(name: str) -> Any:
     function = getattr(torch, name)
-    num_states = 2 if name == "lstm" else 1
+    has_cell = name == "lstm"
 
-    def run(input: Any, states: Any, weights: Any, *options: Any) -> Any:
-        """Layer by layer, with dropout between them that depends on the logical position only."""
-        if len(options) != 6 or isinstance(weights, bool):
-            return NotImplemented  # packed sequences
-        has_biases, num_layers, dropout, train, bidirectional, batch_first = options
+    def run(*args: Any) -> Any:
+        """With dropout between layers, which depends on the logical position only; packed sequences are gathered."""
+        is_packed = isinstance(args[3], (list, tuple))
+        first, (states, weights, has_biases, num_layers, dropout, train, bidirectional) = (
+            (args[:2], args[2:9]) if is_packed else (args[:1], args[1:8])
+        )
         if not (train and dropout and num_layers > 1):
-            return NotImplemented
-        num_directions = 2 if bidirectional else 1
-        per_layer = len(weights) // num_layers
-        initial = states if name == "lstm" else (states,)
-        finals: list[list[Any]] = [[] for _ in range(num_states)]
+            return _gathered(function, args) if is_packed else NotImplemented
+        rest = (has_biases, 1, 0.0, train, bidirectional, *args[8:][: not is_packed])
+        per_layer, num_directions = len(weights) // num_layers, 2 if bidirectional else 1
+        finals = []
         for layer in range(num_layers):
             rows = slice(layer * num_directions, (layer + 1) * num_directions)
-            own = [state[rows] for state in initial]
-            input, *final = function(
-                input, tuple(own) if name == "lstm" else own[0], weights[layer * per_layer : (layer + 1) * per_layer],
-                has_biases, 1, 0.0, train, bidirectional, batch_first,
-            )  # fmt: skip
-            for collected, state in zip(finals, final, strict=True):
-                collected.append(state)
-            if layer < num_layers - 1:
-                input = F.dropout(input, dropout)
-        return (input, *(torch.cat(collected) for collected in finals))
+            own = tuple(state[rows] for state in states) if has_cell else states[rows]
+            out, *final = function(*first, own, weights[layer * per_layer : (layer + 1) * per_layer], *rest)
+            finals.append(final)
+            first = (F.dropout(out, dropout), *first[1:])
+        return (out, *(torch.cat(states) for states in zip(*finals, strict=True)))
 
     return run
 
 
+def _gathered(function: Any, args: Any) -> Any:
+    """A call that no rule can be asked about: what comes back of packed sequences depends on their lengths."""
+    operands = operands_of(args, {})
+    targets = [operand._spec.layout.broadcast() for operand in operands]
+    plan = Plan(None, targets, None, None, function, fold_name(function), operands[0]._spec.world)
+    return run_fallback(plan, function, args, {})
+
+
 for _name in _LAYERS:
-    composite(_name)(_with_dropout(_name))
+    composite(_name)(_layer_by_layer(_name))
