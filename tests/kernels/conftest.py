@@ -1,0 +1,15 @@
+"""Kernels run in Triton's interpreter on the CPU, or compiled on a GPU (marker gpu)."""
+
+import pytest
+
+from workbench.kernels.launch import has_triton, is_interpreted
+
+
+@pytest.fixture(params=["interpreter", pytest.param("compiled", marks=pytest.mark.gpu)])
+def device(request):
+    """Where the kernel of a test runs; the root conftest has chosen the interpreter where there is no GPU."""
+    if not has_triton():
+        pytest.skip("Triton is not installed (it exists for Linux only)")
+    if (request.param == "interpreter") != is_interpreted():
+        pytest.skip("this process runs Triton the other way; TRITON_INTERPRET=1 chooses the interpreter")
+    return "cpu" if request.param == "interpreter" else "cuda"

@@ -1,0 +1,126 @@
+"""Moves blocks: each target gets one source, or the sum (maximum, minimum) of several, whatever their strides.
+
+One formulation serves what boxing needs on a device: *pull* reads slices of the peers' shards straight into place and
+reduces on the way; *pack* and *unpack* lay the slices of a shard one behind the other for an exchange, and back.
+Targets and sources are views, so uneven sizes, any dim and transposed tensors are only other strides.
+
+The reference is torch; on a GPU one Triton kernel does all blocks in one launch (``blocks_triton``). Terms are added in
+the order of the sources, low precision in 32 bits, and rounded once: every rank that sums the same terms gets the same
+bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from workbench.kernels.launch import accumulator, can_launch
+
+REDUCTIONS = ("none", "sum", "max", "min")
+
+
+@torch.library.custom_op("workbench::move_blocks", mutates_args={"targets"})
+def move_blocks(
+    targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], counts: Sequence[int], reduction: str
+) -> None:
+    """Fill every target from its sources.
+
+    Args:
+        targets: views that do not overlap, of one dtype on one device.
+        sources: the sources of the first target, then those of the second, and so on; each of its target's shape.
+        counts: how many sources each target has. One without a source is filled with what changes nothing under the
+            reduction: zero, or the lowest or highest number.
+        reduction: "none" (each target has one source), "sum", "max" or "min".
+
+    Two terms of a sum:
+
+    >>> out = torch.empty(2)
+    >>> move_blocks([out], [torch.ones(2), torch.full((2,), 4.0)], [2], "sum")
+    >>> out
+    tensor([5., 5.])
+    """
+    if targets and can_launch(targets[0]):
+        from workbench.kernels.blocks_triton import launch
+
+        if launch(targets, sources, counts, reduction):
+            return
+    move_blocks_reference(targets, sources, counts, reduction)
+
+
+@move_blocks.register_fake
+def _(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], counts: Sequence[int], reduction: str) -> None:
+    return None
+
+
+def move_blocks_reference(
+    targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], counts: Sequence[int], reduction: str
+) -> None:
+    """``move_blocks`` in torch, block by block."""
+    start = 0
+    for target, count in zip(targets, counts, strict=True):
+        terms = sources[start : start + count]
+        start += count
+        if count == 0:
+            target.fill_(identity(target.dtype, reduction))
+        elif count == 1:
+            target.copy_(terms[0])
+        else:
+            target.copy_(_reduced(terms, reduction))
+
+
+def _reduced(terms: Sequence[torch.Tensor], reduction: str) -> torch.Tensor:
+    if reduction == "sum":
+        total = terms[0].to(accumulator(terms[0].dtype), copy=True)
+        for term in terms[1:]:
+            total += term
+        return total
+    combine = torch.maximum if reduction == "max" else torch.minimum
+    total = terms[0].clone()
+    for term in terms[1:]:
+        combine(total, term, out=total)
+    return total
+
+
+def identity(dtype: torch.dtype, reduction: str) -> float:
+    """What changes nothing under the reduction."""
+    if reduction in ("none", "sum"):
+        return 0
+    if dtype == torch.bool:
+        return reduction == "min"
+    if dtype.is_floating_point:
+        return -torch.inf if reduction == "max" else torch.inf
+    bounds = torch.iinfo(dtype)
+    return bounds.min if reduction == "max" else bounds.max
+
+
+def pack(tensor: torch.Tensor, regions: Sequence[tuple[tuple[int, int], ...]]) -> list[torch.Tensor]:
+    """The slices of a tensor, one behind the other in one buffer, in one pass.
+
+    Returns:
+        the slices, contiguous views of the buffer.
+
+    >>> [piece.tolist() for piece in pack(torch.arange(4).view(2, 2), [((0, 2), (0, 1)), ((0, 2), (1, 2))])]
+    [[[0], [2]], [[1], [3]]]
+    """
+    views = [cut(tensor, region) for region in regions]
+    buffer = tensor.new_empty(sum(view.numel() for view in views))
+    pieces = [
+        piece.view(view.shape)
+        for piece, view in zip(buffer.split([view.numel() for view in views]), views, strict=True)
+    ]
+    move_blocks(pieces, views, [1] * len(views), "none")
+    return pieces
+
+
+def unpack(pieces: Sequence[torch.Tensor], regions: Sequence[tuple[tuple[int, int], ...]], out: torch.Tensor) -> None:
+    """Put slices to their places in ``out``; the inverse of ``pack``."""
+    move_blocks([cut(out, region) for region in regions], list(pieces), [1] * len(pieces), "none")
+
+
+def cut(tensor: torch.Tensor, region: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """The view of a region."""
+    for dim, (start, stop) in enumerate(region):
+        if stop - start != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, start, stop - start)
+    return tensor
