@@ -89,8 +89,10 @@ class Transport(Protocol):
 
 def pack(tensors: Sequence[torch.Tensor], out: torch.Tensor | None = None) -> torch.Tensor:
     """The elements of ``tensors`` one behind the other, in new memory or in ``out``."""
-    with torch.no_grad():
-        return torch.cat([tensor.reshape(-1) for tensor in tensors], out=out)
+    flat = [tensor.detach().reshape(-1) for tensor in tensors]
+    if out is None:
+        return torch.cat(flat)
+    return out.copy_(flat[0]) if len(flat) == 1 else torch.cat(flat, out=out)
 
 
 def borrow_by_exchange(

@@ -10,6 +10,7 @@ import ctypes
 import mmap
 import os
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 
 import psutil
@@ -66,7 +67,7 @@ class Mapping:
         finally:
             os.close(own)
 
-    def tensor(self, offset: int, shape: tuple[int, ...] | torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A contiguous tensor over the memory from ``offset`` bytes on, a multiple of the element size."""
         whole = self._typed.get(dtype)
         if whole is None:
@@ -80,6 +81,7 @@ class Mapping:
             self.file = -1
 
 
+@lru_cache(maxsize=4096)
 def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     strides, step = [], 1
     for size in reversed(shape):

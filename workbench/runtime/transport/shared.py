@@ -123,31 +123,37 @@ class SharedTransport:
     ) -> Callable[[], torch.Tensor]:
         dtype, numel = tensors[0].dtype, sum(tensor.numel() for tensor in tensors)
         text, wire_tag = encode_header(header), tag << 1
-        peers = [self._links[rank] for rank in group if rank != self.rank]
         block = self._allocate(numel * dtype.itemsize, header)
         own = self._chunks[block.chunk].tensor(block.offset, (numel,), dtype)
         pack(tensors, out=own)
-        for link in peers:
-            link.send(wire_tag, block, own.nbytes, text)
+        for rank in group:
+            if rank != self.rank:
+                self._links[rank].send(wire_tag, block, own.nbytes, text)
+        return lambda: self._finish_all_reduce(own, block, group, reduction, wire_tag, text)
 
-        @_ends_the_transport
-        def finish(self: SharedTransport) -> torch.Tensor:
-            letters = {link.peer: self._take(link, wire_tag, text, own.nbytes) for link in peers}
-            terms = [
-                own if rank == self.rank else self._view(self._links[rank], letters[rank], own.shape, dtype)
-                for rank in group
-            ]
-            out = torch.empty(numel, dtype=dtype)
-            if own.nbytes <= _ONE_SHOT_BYTES.get(len(group), _ONE_SHOT_BYTES_OF_MORE):
-                _combine(terms, out, reduction)
-            else:
-                self._reduce_in_two_steps(terms, out, reduction, group, block, wire_tag | 1, text)
-            for link in peers:
-                link.acknowledge(letters[link.peer])
-            block.leave()
-            return out
-
-        return lambda: finish(self)
+    @_ends_the_transport
+    def _finish_all_reduce(
+        self, own: torch.Tensor, block: Block, group: Sequence[int], reduction: str, tag: int, header: bytes
+    ) -> torch.Tensor:
+        letters: list[tuple[Link, Letter]] = []
+        terms: list[torch.Tensor] = []
+        for rank in group:
+            if rank == self.rank:
+                terms.append(own)
+                continue
+            link = self._links[rank]
+            letter = self._take(link, tag, header, own.nbytes)
+            letters.append((link, letter))
+            terms.append(self._view(link, letter, own.shape, own.dtype))
+        out = torch.empty_like(own)
+        if own.nbytes <= _ONE_SHOT_BYTES.get(len(group), _ONE_SHOT_BYTES_OF_MORE):
+            _combine(terms, out, reduction)
+        else:
+            self._reduce_in_two_steps(terms, out, reduction, group, block, tag | 1, header)
+        for link, letter in letters:
+            link.acknowledge(letter)
+        block.leave()
+        return out
 
     def _reduce_in_two_steps(
         self,
