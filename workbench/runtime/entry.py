@@ -34,7 +34,7 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, spec: Spec) -> torch.Tensor:
         ctx.set_materialize_grads(False)
-        ctx.spec, ctx.dtype = spec, local.dtype
+        ctx.spec, ctx.dtype, ctx.shape = spec, local.dtype, tuple(local.shape)
         if spec.is_ghost:
             return ghost_storage(spec.shape, local.dtype, spec.world.device)
         return local.view_as(local)
@@ -51,10 +51,9 @@ class _Enter(torch.autograd.Function):
             grad = box(grad, Layout(everywhere, (broadcast,)))
         else:
             grad = box(grad, _without_terms(spec.layout))
-            if spec.is_ghost:  # what stood in for the shards of other ranks
-                return None, None
-        with local_torch():
-            return grad.view_as(grad).as_subclass(torch.Tensor), None
+        if ctx.shape != spec.local_shape or (spec.is_ghost and not spec.layout.is_broadcast):
+            return None, None  # what stood in for the shards of other ranks
+        return leave(grad), None
 
 
 def _without_terms(layout: Layout) -> Layout:
@@ -75,25 +74,16 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         grad = grads[0]
-        if ctx.spec.is_ghost:
-            mark_ghost_leaves(ctx)
-            linked = grad is not None and torch.is_grad_enabled()
-            return (_AsGhost.apply(grad, ctx.spec) if linked else None), None, None
-        return (grad if grad is None or ctx.divisor == 1 else grad / ctx.divisor), None, None
-
-
-class _AsGhost(torch.autograd.Function):
-    """The gradient of an empty plain tensor as that of the ghost it came from."""
-
-    @staticmethod
-    def forward(ctx: Any, empty: torch.Tensor, spec: Spec) -> torch.Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.shape = empty.shape
-        return ghost_storage(spec.shape, empty.dtype, spec.world.device)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return (None if grads[0] is None else grads[0].new_zeros(ctx.shape)), None
+        spec = ctx.spec
+        mark_ghost_leaves(ctx)
+        if grad is None or ctx.divisor == 1:
+            return (None if spec.is_ghost else grad), None, None
+        if not torch.is_grad_enabled():
+            return (None if spec.is_ghost else grad / ctx.divisor), None, None
+        # The gradient is a plain tensor that becomes global, so the gradient of the gradient leaves and enters too.
+        with local_torch():
+            entered = box(label(_Enter.apply(grad, spec), spec), spec.layout.dual())
+            return entered.view_as(entered).as_subclass(torch.Tensor), None, None
 
 
 def enter_as_broadcast(

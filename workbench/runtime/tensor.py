@@ -91,6 +91,8 @@ class GlobalTensor(torch.Tensor):
 
     _spec: Spec
     _is_param = False
+    _ghost_grad: Any = False
+    """On a ghost: whether its owner has a gradient; the ghost of it, once somebody has asked."""
     dispatch: Callable[[Any, tuple[Any, ...], dict[str, Any] | None], Any]
 
     @classmethod
@@ -133,7 +135,9 @@ class GlobalTensor(torch.Tensor):
         with local_torch():
             grad = _grad_slot.__get__(self)
             if grad is None:
-                return ghost_like(self, spec) if getattr(self, "_ghost_grad", False) else None
+                if self._ghost_grad is True:
+                    self._ghost_grad = ghost_like(self, spec)
+                return None if self._ghost_grad is False else self._ghost_grad
             return grad if type(grad) is GlobalTensor else label(grad, spec)
 
     @grad.setter
@@ -211,7 +215,7 @@ def forget_forms(tensor: GlobalTensor) -> None:
         tensor.__dict__.pop(name, None)
 
 
-DERIVED = ("_forms", "_local_alias")
+DERIVED = ("_forms", "_local_alias", "_origin", "_root", "_tied_source")
 """Attributes of a tensor that are made from its values; no copy takes them along."""
 
 
@@ -249,8 +253,9 @@ def mark_ghost_leaves(node: Any) -> None:
     """Leaves before ``node`` whose owner accumulates a gradient now: ``leaf.grad is None`` must agree with it."""
     for before, _ in node.next_functions:
         leaf = getattr(before, "variable", None)
-        if isinstance(leaf, GlobalTensor) and leaf._spec.is_ghost and _will_accumulate(before):
-            leaf._ghost_grad = True
+        if isinstance(leaf, GlobalTensor) and leaf._spec.is_ghost and _will_accumulate(before):  # noqa: SIM102
+            if leaf._ghost_grad is False:
+                leaf._ghost_grad = True
 
 
 def _will_accumulate(node: Any) -> bool:

@@ -99,6 +99,12 @@ def current() -> World:
     return init(0, 1)
 
 
+def joined() -> World | None:
+    """The world of this thread or process; None where there is none yet."""
+    world: World | None = getattr(_thread_world, "world", None) or _process_world
+    return world
+
+
 def init(
     rank: int | None = None,
     world_size: int | None = None,

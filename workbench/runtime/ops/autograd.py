@@ -19,7 +19,7 @@ from workbench.core.sbp import Partial, broadcast
 from workbench.errors import LayoutError
 from workbench.runtime.boxing import box
 from workbench.runtime.entry import enter_as_broadcast, leave
-from workbench.runtime.ops.registry import handler
+from workbench.runtime.ops.registry import EXACT, handler
 from workbench.runtime.tensor import GlobalTensor, ghost_like, ghost_storage, label, local_torch
 
 
@@ -176,3 +176,12 @@ def _listed(value: Any) -> list[Any]:
         return list(value.values())
     assert isinstance(value, Sequence) or hasattr(value, "__iter__")
     return list(value)
+
+
+def _detach_in_place(self: GlobalTensor) -> GlobalTensor:
+    with local_torch():
+        torch.Tensor.detach_(self)
+    return self
+
+
+EXACT[torch.Tensor.detach_] = EXACT[torch.detach_] = _detach_in_place

@@ -35,7 +35,7 @@ def infer_outputs(
         info of every tensor in the result, the result's structure, and its leaves with ``TENSOR`` for tensors.
     """
     memo: dict[int, torch.Tensor] = {}
-    with torch.set_grad_enabled(with_grad and torch.is_grad_enabled()), _without_data():
+    with torch.set_grad_enabled(with_grad and torch.is_grad_enabled()), _without_data(), _saving_as_ever():
         result = _run_without_data(func, args, kwargs, memo, with_grad)
         operands = [memo[id(leaf)] for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, GlobalTensor)]
         return outputs_info(result, operands)
@@ -64,6 +64,11 @@ def _without_data() -> Any:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode()
+
+
+def _saving_as_ever() -> Any:
+    """No saved-tensor hooks: a checkpoint counts what is saved, and this happens the first time only."""
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
 def _run_without_data(func: Any, args: Any, kwargs: Any, memo: dict[int, torch.Tensor], with_grad: bool) -> Any:

@@ -1,0 +1,131 @@
+"""``torch.utils.checkpoint`` on global tensors: recomputation begins at the same point of the backward on every rank.
+
+torch recomputes when a rank first needs a saved tensor, and stops when it has all it needs. Ranks need different ones
+(a ghost needs none), so one would recompute, with its boxings, while another goes on. Here a saved token (the pin)
+stands before everything that the function saves, the last nodes of the function ask for it, and nothing stops early.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.utils.checkpoint as torch_checkpoint
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from workbench.runtime.tensor import GlobalTensor, Spec, label, local_torch
+from workbench.runtime.world import World, joined
+
+_original: Callable[..., Any] = torch_checkpoint.checkpoint.__wrapped__  # type: ignore[attr-defined]
+
+
+_CHECK = "default, of shards"
+
+
+def _metadata_of_shard(tensor: torch.Tensor) -> Any:
+    """What torch compares between forward and recomputation; a global tensor would tell its logical shape."""
+    with local_torch():
+        return torch_checkpoint._default_meta_extractor(tensor)
+
+
+class _Pin(torch.autograd.Function):
+    """Saves a token as the first of the tensors that the checkpoint keeps; asking for it starts the recomputation."""
+
+    @staticmethod
+    def forward(ctx: Any, token: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(token)
+        return token.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return None
+
+
+def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``torch.utils.checkpoint.checkpoint``; in a world of several ranks, on the terms above.
+
+    It recomputes without re-entering the engine whatever ``use_reentrant`` says: a reentrant checkpoint would hand
+    gradients on as plain terms.
+    """
+    world = joined()
+    if world is None or (world.world_size == 1 and not _is_global(function, args, kwargs)):
+        return _original(function, *args, **kwargs)
+    options = {**kwargs, "use_reentrant": False, "early_stop": False}
+    if options.get("determinism_check", "default") == "default":
+        options["determinism_check"] = _CHECK
+    pins: list[Any] = []
+    specs = [leaf._spec if isinstance(leaf, GlobalTensor) else None for leaf in tree_leaves((args, kwargs))]
+    random_state = _generator_state(world) if kwargs.get("preserve_rng_state", True) else None
+
+    def pinned(*inputs: Any, **named: Any) -> Any:
+        node = _Pin.apply(torch.zeros((), device=world.device, requires_grad=True)).grad_fn
+        if not pins:
+            pins.append(node)
+            return function(*inputs, **named)
+        inputs, named = _labelled(specs, inputs, named)
+        before = _generator_state(world)
+        _set_generator_state(world, random_state)
+        try:
+            return function(*inputs, **named)
+        finally:
+            _set_generator_state(world, before)
+
+    result = _original(pinned, *args, **options)
+    if pins[0] is not None:
+        _start_at_the_end(result, pins[0])
+    return result
+
+
+def _labelled(specs: list[Spec | None], args: Any, kwargs: Any) -> Any:
+    """The arguments of a recomputation; what an outer checkpoint has recomputed comes as a plain shard."""
+    leaves, structure = tree_flatten((args, kwargs))
+    for position, (leaf, spec) in enumerate(zip(leaves, specs, strict=False)):
+        if spec is not None and type(leaf) is torch.Tensor:
+            leaves[position] = label(leaf.detach().requires_grad_(leaf.requires_grad), spec)
+    return tree_unflatten(leaves, structure)
+
+
+def _start_at_the_end(result: Any, pin: Any) -> None:
+    """Ask for the pin before the first node of a result runs; once per backward."""
+    asked: set[int] = set()
+
+    def ask(grads: Any) -> None:
+        task = torch._C._current_graph_task_id()
+        if task not in asked:
+            asked.add(task)
+            pin.saved_tensors  # noqa: B018 - unpacking is what recomputes
+
+    for leaf in tree_leaves(result):
+        if not isinstance(leaf, torch.Tensor):
+            continue
+        with local_torch():
+            node = leaf.grad_fn
+        if node is not None:
+            node.register_prehook(ask)
+
+
+def _is_global(function: Any, args: Any, kwargs: Any) -> bool:
+    if any(isinstance(leaf, GlobalTensor) for leaf in tree_leaves((args, kwargs))):
+        return True
+    module = function if isinstance(function, torch.nn.Module) else getattr(function, "__self__", None)
+    return isinstance(module, torch.nn.Module) and any(isinstance(p, GlobalTensor) for p in module.parameters())
+
+
+def _generator_state(world: World) -> torch.Tensor | None:
+    return None if world.generator is None else world.generator.get_state()
+
+
+def _set_generator_state(world: World, state: torch.Tensor | None) -> None:
+    if state is not None and world.generator is not None:
+        world.generator.set_state(state)
+
+
+def install() -> None:
+    """Put ``checkpoint`` in the place of torch's, also where somebody holds the name already.
+
+    torch's own is a shell that runs what its attribute ``__dynamo_disable`` holds, once set; to compile it is not our
+    concern.
+    """
+    _original.__dynamo_disable = checkpoint  # type: ignore[attr-defined]
+    torch_checkpoint._allowed_determinism_checks_to_fns[_CHECK] = _metadata_of_shard
