@@ -23,6 +23,8 @@ EXEMPT: dict[str, str] = {
     "as_strided.partial_views": STORAGE,
     "as_strided_copy": STORAGE,
     "as_strided_scatter": STORAGE,
+    "resize_": STORAGE,
+    "resize_as_": STORAGE,
     "to_sparse": SPARSE,
     "sparse.mm.reduce": SPARSE,
     "sparse.sampled_addmm": SPARSE,

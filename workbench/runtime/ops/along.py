@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from workbench.runtime.ops.equation_text import elementwise_except, normalize_dims, term
-from workbench.runtime.ops.registry import Call, Resolution, rule
+from workbench.runtime.ops.registry import Call, Resolution, composite, rule
 
 
 @rule("cummax", "cummin", parameters="input dim")
@@ -69,3 +71,19 @@ def _histc(call: Call) -> Resolution | None:
     if call.arg(2, "min", 0) == call.arg(3, "max", 0):
         return None
     return Resolution(f"{term(len(call.shapes[0]))} -> N")
+
+
+@composite("meshgrid")
+def meshgrid(*tensors: Any, indexing: str | None = None) -> Any:
+    """Rows of coordinates, each laid along its own dim and expanded over those of the others."""
+    listed = list(tensors[0]) if len(tensors) == 1 and isinstance(tensors[0], (list, tuple)) else list(tensors)
+    if any(tensor.dim() > 1 for tensor in listed) or indexing not in (None, "ij", "xy"):
+        return NotImplemented
+    shape = [tensor.numel() for tensor in listed]
+    grids = []
+    for dim, tensor in enumerate(listed):
+        row = tensor.reshape([-1 if other == dim else 1 for other in range(len(shape))])
+        grids.append(row.expand(shape))
+    if indexing == "xy" and len(grids) > 1:
+        grids = [grid.transpose(0, 1) for grid in grids]
+    return tuple(grids)

@@ -42,7 +42,7 @@ def everywhere(tensor: GlobalTensor) -> torch.Tensor:
 )
 def read(func: Any, args: Any, kwargs: Any) -> Any:
     """Plain Python or numpy value of the whole tensor."""
-    if func.__name__ in ("bool", "float", "int"):  # Tensor.float() and its like are conversions, not reads
+    if func.__name__ in ("bool", "float", "int", "complex"):  # Tensor.float(), torch.complex: conversions, not reads
         return NotImplemented
     plain_args = [everywhere(arg) if isinstance(arg, GlobalTensor) else arg for arg in args]
     return func(*plain_args, **kwargs)
