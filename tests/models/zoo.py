@@ -18,17 +18,26 @@ BATCH, LENGTH, WORDS, WIDTH = 5, 7, 37, 24
 _lock = threading.Lock()
 
 
-def make(name: str, attention: str = "eager", dtype: torch.dtype = torch.float32, dropout: float = 0.0) -> nn.Module:
-    """A model in training mode with the weights of seed 0."""
+def make(name: str, attention: str = "eager", dropout: float = 0.0, experts: str = "grouped_mm") -> nn.Module:
+    """A model in training mode with the weights of seed 0.
+
+    Args:
+        name: one of ``NAMES``.
+        attention: how it is computed, ``"eager"`` or ``"sdpa"``.
+        dropout: the rate, everywhere.
+        experts: how a mixture of experts is computed, ``"eager"``, ``"grouped_mm"`` or ``"batched_mm"``.
+    """
     with _lock:  # the default generator is shared by simulated ranks
-        return copy.deepcopy(_built(name, attention, dropout)).to(dtype)
+        return copy.deepcopy(_built(name, attention, dropout, experts))
 
 
 @functools.cache
-def _built(name: str, attention: str, dropout: float) -> nn.Module:
+def _built(name: str, attention: str, dropout: float, experts: str) -> nn.Module:
     torch.manual_seed(0)
     model_class, config = _config(name, dropout)
     config._attn_implementation = attention
+    if name == "mixtral":
+        config._experts_implementation = experts
     model = model_class(config)
     with torch.no_grad():
         for parameter in model.parameters():  # biases start at zero and norms at one, where mistakes could hide
@@ -38,6 +47,8 @@ def _built(name: str, attention: str, dropout: float) -> nn.Module:
 
 def _config(name: str, dropout: float) -> tuple[Any, Any]:
     import transformers as hf
+
+    hf.logging.set_verbosity_error()
 
     sizes = {"hidden_size": WIDTH, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4}
     drop = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}

@@ -1,0 +1,145 @@
+"""Models of ``transformers``, their code as it is, spread over ranks: the numbers of one device, step by step."""
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.models.spread import MODES
+from tests.models.training import Setup, assert_records_agree, on_one_device, on_ranks
+from tests.models.zoo import NAMES
+
+one_device = functools.cache(on_one_device)
+
+STRATEGIES = [("*: data", 3), ("*: model", 2), ("*: model | 1x2x2", 4)]
+BY_NAME = {
+    "gpt2": "*: data; transformer.wte: model:row; transformer.h: model; lm_head: model:column",
+    "llama": "*: data; model.embed_tokens: model:row; model.layers: model; lm_head: model:column",
+}
+"""Megatron's way: the words of the table, then columns and rows in turn; norms on every rank."""
+
+
+def assert_equals_one_device(setup, way, num_ranks=None, rtol=1e-4, may_gather=frozenset()):
+    records, fell_back = on_ranks(setup, way, num_ranks)
+    truth = one_device(setup)
+    for record in records:
+        assert_records_agree(record, truth, rtol)
+    assert fell_back <= may_gather, f"no rule for {sorted(fell_back - may_gather)}"
+
+
+@pytest.fixture
+def in_64_bits(monkeypatch):
+    """Where the models ask for 32 bits (norms, softmax), they get 64: else two summation orders differ by 1e-7."""
+    monkeypatch.setattr(torch, "float32", torch.float64)
+    monkeypatch.setattr(torch, "float", torch.float64)
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    one_device.cache_clear()
+    yield
+    one_device.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("mode", "attention", "optimizer", "padded"),
+    [("batch-3", "eager", "adamw", False), ("weights-2", "sdpa", "sgd", True), ("both-2x2", "eager", "adamw", False)],
+)
+@pytest.mark.parametrize("name", NAMES)
+def test_training_equals_one_device(name, mode, attention, optimizer, padded):
+    setup = Setup(name, attention, optimizer, padded=padded and name != "vit")
+    assert_equals_one_device(setup, mode)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_way_equals_one_device(name, mode, attention, optimizer, padded):
+    assert_equals_one_device(Setup(name, attention, optimizer, padded=padded and name != "vit"), mode)
+
+
+@pytest.mark.parametrize(("name", "mode"), [("bert", "both-2x2"), ("llama", "weights-3")])
+def test_in_64_bits(in_64_bits, name, mode):
+    setup = Setup(name, "sdpa", "adamw", torch.float64, experts="batched_mm")  # grouped_mm knows no 64 bits
+    assert_equals_one_device(setup, mode, rtol=1e-9, may_gather={"repeat_interleave"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_way_in_64_bits(in_64_bits, name, mode):
+    setup = Setup(name, "sdpa", "adamw", torch.float64, experts="batched_mm")  # grouped_mm knows no 64 bits
+    assert_equals_one_device(setup, mode, rtol=1e-9, may_gather={"repeat_interleave"})
+
+
+@pytest.mark.parametrize(
+    ("experts", "may_gather"),
+    [("eager", {"nonzero", "getitem"}), ("batched_mm", {"repeat_interleave"})],  # which rows go where depends on data
+)
+@pytest.mark.parametrize("mode", ["batch-2", pytest.param("both-2x2", marks=pytest.mark.slow)])
+def test_mixture_of_experts(experts, may_gather, mode):
+    assert_equals_one_device(Setup("mixtral", experts=experts), mode, may_gather=may_gather)
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+@pytest.mark.parametrize(("degrees", "num_ranks"), [("1x1x3", 3), ("1x2x2", 4)])
+def test_weights_split_by_name(name, degrees, num_ranks):
+    assert_equals_one_device(Setup(name, "sdpa", "adamw"), f"{BY_NAME[name]} | {degrees}", num_ranks)
+
+
+@pytest.mark.parametrize(("name", "strategy", "num_ranks"), [("t5", "*: data", 2), ("mixtral", "*: model", 2)])
+def test_strategies_that_know_no_names(name, strategy, num_ranks):
+    assert_equals_one_device(Setup(name), strategy, num_ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "num_ranks"), STRATEGIES)
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", NAMES)
+def test_every_strategy(name, attention, strategy, num_ranks):
+    assert_equals_one_device(Setup(name, attention), strategy, num_ranks)
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_layers_on_two_stages(name):
+    last = {"gpt2": "transformer.h.1", "llama": "model.layers.1"}[name]
+    assert_equals_one_device(Setup(name), f"*: model; {last}: model@1 | 2x1x2", 4)
+
+
+def assert_layouts_agree(setup, ways):
+    (alone, *_), _ = on_ranks(setup, "*: data", 1)
+    for way, num_ranks in ways:
+        records, _ = on_ranks(setup, way, num_ranks)
+        assert_records_agree(records[-1], alone, 1e-4)
+    assert not torch.equal(alone.logits, one_device(replace(setup, dropout=0.0)).logits), "nothing was dropped"
+
+
+@pytest.mark.parametrize(("name", "attention"), [("gpt2", "eager"), ("bert", "sdpa")])
+def test_dropout_drops_the_same_in_every_layout(name, attention):
+    assert_layouts_agree(Setup(name, attention, dropout=0.2), [("batch-3", None), ("both-2x2", None)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", NAMES)
+def test_dropout_in_every_way(name, attention):
+    assert_layouts_agree(Setup(name, attention, dropout=0.2), [(mode, None) for mode in MODES])
+
+
+@pytest.mark.parametrize(("name", "way", "num_ranks"), [("gpt2", "*: model", 2), ("t5", "*: data", 2)])
+def test_gradient_checkpointing(name, way, num_ranks):
+    assert_equals_one_device(Setup(name, recomputes=True), way, num_ranks)
+
+
+@pytest.mark.parametrize("part", ["logits", "grads", "weights"])
+def test_the_comparison_notices_a_wrong_number(part):
+    truth = one_device(Setup("gpt2"))
+    wrong = replace(truth, grads=dict(truth.grads), weights=dict(truth.weights))
+    if part == "logits":
+        wrong.logits = truth.logits * 1.001
+    else:
+        tensors = getattr(wrong, part)
+        tensors["transformer.ln_f.weight"] = tensors["transformer.ln_f.weight"] * 1.001
+    with pytest.raises(AssertionError, match="differs by"):
+        assert_records_agree(wrong, truth, 1e-4)
