@@ -33,6 +33,7 @@ from workbench.runtime.ops import (
     pooling,
     randomness,
     reading,
+    rearranging,
     recurrent,
     reduction,
     spectral,
@@ -44,5 +45,5 @@ __all__ = [
     "along", "assigning", "attention", "autograd", "convolution", "creation", "cross_entropy", "cumulative",
     "dispatch", "dropout", "embedding", "experts", "exponentials", "extrema", "hooks", "indexing", "initializers",
     "joining", "linalg", "loss", "matmul", "metadata", "moments", "norms", "picking", "pointwise", "pooling",
-    "randomness", "reading", "recurrent", "reduction", "spectral", "vector_norms", "view",
+    "randomness", "reading", "rearranging", "recurrent", "reduction", "spectral", "vector_norms", "view",
 ]  # fmt: skip
