@@ -103,6 +103,22 @@ def test_multi_head_attention_with_batch_and_heads_split():
     assert_like_one_device(*ATTENTION["no weights"], [(5, 3, 8)], [["S(0)", "B"]], layouts, GRID)
 
 
+def test_a_split_batch_stays_where_it_is():
+    module = _encoder()
+
+    def program():
+        p = wb.placement.all("cpu")
+        copy = _encoder()
+        copy.load_state_dict(module.state_dict())
+        globalize(copy, p, {})
+        x = wb.randn(6, 3, 8, placement=p, sbp="S(0)")
+        with wb.trace() as boxings:
+            out = copy(x)
+        return str(out.sbp), str(boxings)
+
+    assert run_ranks(program, 2)[0] == ("(S(0),)", "no boxings")
+
+
 def _encoder(**options):
     layer = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True, **options)
     return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)

@@ -27,6 +27,7 @@ from workbench.runtime.ops import (
     matmul,
     metadata,
     moments,
+    multihead,
     norms,
     picking,
     pointwise,
@@ -44,6 +45,6 @@ from workbench.runtime.ops import (
 __all__ = [
     "along", "assigning", "attention", "autograd", "convolution", "creation", "cross_entropy", "cumulative",
     "dispatch", "dropout", "embedding", "experts", "exponentials", "extrema", "hooks", "indexing", "initializers",
-    "joining", "linalg", "loss", "matmul", "metadata", "moments", "norms", "picking", "pointwise", "pooling",
-    "randomness", "reading", "rearranging", "recurrent", "reduction", "spectral", "vector_norms", "view",
+    "joining", "linalg", "loss", "matmul", "metadata", "moments", "multihead", "norms", "picking", "pointwise",
+    "pooling", "randomness", "reading", "rearranging", "recurrent", "reduction", "spectral", "vector_norms", "view",
 ]  # fmt: skip

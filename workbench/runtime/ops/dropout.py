@@ -103,7 +103,7 @@ def rrelu(func: Any, args: Any, kwargs: Any) -> Any:
         layout, shape = x._spec.layout, x._spec.shape
         sampler = random.uniform_sampler(lower, upper)
         slopes = sample(x, layout, shape, sampler, x.dtype, options.get("generator"))
-        result = local_call(
+        result: Any = local_call(
             lambda own, slope: torch.where(own <= 0, own * slope, own), [x, slopes], [layout, layout],
             (layout, shape, x.dtype), "rrelu",
         )  # fmt: skip

@@ -48,7 +48,7 @@ def init_constant(tensor: Any, val: float) -> Any:
 @_initializer(init.kaiming_uniform_)
 @torch.no_grad()
 def init_kaiming_uniform(
-    tensor: Any, a: float = 0, mode: str = "fan_in", nonlinearity: Any = "leaky_relu", generator: Any = None
+    tensor: Any, a: float = 0, mode: Any = "fan_in", nonlinearity: Any = "leaky_relu", generator: Any = None
 ) -> Any:
     """``nn.init.kaiming_uniform_``: He et al., arXiv 1502.01852."""
     if 0 in tensor.shape:

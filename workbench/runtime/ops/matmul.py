@@ -239,7 +239,7 @@ def matrix_power(input: Any, n: int, *, out: Any = None) -> Any:
             result = square if result is None else result @ square
         n >>= 1
         square = square @ square if n else square
-    return result.clone() if result is input else result  # type: ignore[union-attr]
+    return input.clone() if result is input else result
 
 
 @rule("cdist", parameters="x1 x2 p compute_mode")

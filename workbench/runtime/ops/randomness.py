@@ -56,7 +56,9 @@ def _like(tensor: GlobalTensor, sampler: random.Sampler, options: dict[str, Any]
     dtype = options.get("dtype") or tensor.dtype
     shape = tensor._spec.shape
     result = sample(tensor, without_partial(tensor), shape, sampler, dtype, options.get("generator"))
-    return result.requires_grad_() if options.get("requires_grad") else result
+    if options.get("requires_grad"):
+        result.requires_grad_()
+    return result
 
 
 @handler("rand_like")
@@ -198,7 +200,7 @@ def bernoulli(func: Any, args: Any, kwargs: Any) -> Any:
     if options.get("out") is not None:
         return NotImplemented
     if isinstance(p, torch.Tensor):
-        probabilities = (torch.zeros_like(tensor, dtype=p.dtype) + p).detach()
+        probabilities: Any = (torch.zeros_like(tensor, dtype=p.dtype) + p).detach()
         dtype = tensor.dtype
         values = _transformed(probabilities, lambda u, at: (u < at).to(dtype), dtype, generator)
         return _write(tensor, values)

@@ -32,7 +32,7 @@ def zeros(call: Call, outputs: list[Spec]) -> LocalFunction:
         results = []
         for spec, dtype in zip(outputs, dtypes, strict=True):
             result = torch.zeros(spec.local_shape, dtype=dtype, device=operands[0].device)
-            results.append(result + sum(links).to(dtype) if links and dtype.is_floating_point else result)
+            results.append(result + torch.stack(links).sum().to(dtype) if links and dtype.is_floating_point else result)
         return results[0] if len(results) == 1 else tuple(results)
 
     return make
