@@ -33,20 +33,20 @@ def _keepdim(call: Call, ndim: int) -> bool:
     return len(call.outputs[0][0]) == ndim and ndim > 0
 
 
-@rule("sum", "nansum", "count_nonzero", parameters="input dim keepdim")
+@rule("sum", "nansum", "count_nonzero")
 def _sum(call: Call) -> Resolution:
     ndim = len(call.shapes[0])
     linear = call.name == "sum" and call.kwargs.get("dtype") is None
     return Resolution(reduction(ndim, _reduced_dims(call), _keepdim(call, ndim), whole=False, addend=linear))
 
 
-@rule("mean", parameters="input dim keepdim")
+@rule("mean")
 def _mean(call: Call) -> Resolution:
     """Over a split dim, a mean is the sum of the shard over the logical count, whatever the shards' sizes."""
     ndim = len(call.shapes[0])
     dims = _reduced_dims(call)
     letters = {chr(ord("a") + dim) for dim in dims}
-    count = math.prod(call.shapes[0][dim] for dim in dims)
+    count = math.prod(call.shapes[0][dim] for dim in dims) if ndim else 1
     result = call.outputs[0][1]
     # The sum of a shard may exceed what the mean's dtype can hold.
     adds_in = torch.float32 if result in LOW_PRECISION else result
@@ -75,9 +75,8 @@ def nanmean(input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = 
 
 @rule(
     "amax", "amin", "logsumexp", "prod", "all", "any", "argmax", "argmin", "median", "nanmedian",
-    parameters="input dim keepdim",
 )  # fmt: skip
-@rule("var", "std", "var_mean", "std_mean", parameters="input dim unbiased keepdim")
+@rule("var", "std", "var_mean", "std_mean")
 def _needs_whole_dims(call: Call) -> Resolution:
     ndim = len(call.shapes[0])
     return _several(call, reduction(ndim, _reduced_dims(call), _keepdim(call, ndim), whole=True))
@@ -104,14 +103,14 @@ def _extremum(call: Call) -> Resolution:
     return _several(call, reduction(ndim, _reduced_dims(call), _keepdim(call, ndim), whole=True))
 
 
-@rule("mode", parameters="input dim keepdim")
+@rule("mode")
 def _mode(call: Call) -> Resolution:
     ndim = len(call.shapes[0])
     dims = normalize_dims(call.arg(1, "dim", -1), ndim)
     return _several(call, reduction(ndim, dims, _keepdim(call, ndim), whole=True))
 
 
-@rule("kthvalue", parameters="input k dim keepdim")
+@rule("kthvalue")
 def _kthvalue(call: Call) -> Resolution:
     ndim = len(call.shapes[0])
     dims = normalize_dims(call.arg(2, "dim", -1), ndim)
@@ -131,13 +130,13 @@ def _quantile(call: Call) -> Resolution:
     return Resolution(f"{left}{listed} -> {'Q' * many}{right}")
 
 
-@rule("topk", parameters="input k dim")
+@rule("topk")
 def _topk(call: Call) -> Resolution:
     ndim = len(call.shapes[0])
     return _several(call, elementwise_except(ndim, normalize_dims(call.arg(2, "dim", -1), ndim) if ndim else []))
 
 
-@rule("sort", "argsort", "msort", "cummax", "cummin", parameters="input dim")
+@rule("sort", "argsort", "msort", "cummax", "cummin")
 def _sort(call: Call) -> Resolution:
     """Along a dim that stays whole; its other dims split."""
     ndim = len(call.shapes[0])
@@ -155,7 +154,7 @@ def _diff(call: Call) -> Resolution:
     return Resolution(f"{', '.join([changed] * len(call.operands))} -> {changed}")
 
 
-@rule("histc", parameters="input bins min max")
+@rule("histc")
 def _histc(call: Call) -> Resolution:
     """Counts of shards add up, where the bins do not depend on the values."""
     ndim = len(call.shapes[0])
@@ -173,12 +172,12 @@ def _along(call: Call, default: int | None = None, addend: bool = False) -> Reso
     return Resolution(elementwise_except(ndim, whole_dims, addend))
 
 
-@rule("softmax", "log_softmax", "softmin", "cumprod", "logcumsumexp", parameters="input dim")
+@rule("softmax", "log_softmax", "softmin", "cumprod", "logcumsumexp")
 def _softmax(call: Call) -> Resolution | None:
     return None if call.arg(1, "dim", call.kwargs.get("axis")) is None else _along(call)
 
 
-@rule("cumsum", parameters="input dim")
+@rule("cumsum")
 def _cumsum(call: Call) -> Resolution:
     return _along(call, addend=call.kwargs.get("dtype") is None)
 

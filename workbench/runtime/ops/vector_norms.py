@@ -20,7 +20,7 @@ def _vector_dims(dim: Any, ndim: int) -> list[int]:
     return normalize_dims(dim, ndim)
 
 
-@rule("linalg_vector_norm", parameters="input ord dim keepdim")
+@rule("linalg_vector_norm")
 def _vector_norm(call: Call) -> Resolution:
     ndim = len(call.shapes[0])
     dims = _vector_dims(call.arg(2, "dim"), ndim)
@@ -120,7 +120,7 @@ def dist(input: Any, other: Any, p: float = 2) -> Any:
     return torch.linalg.vector_norm(input - other, p)
 
 
-@rule("normalize", parameters="input p dim")
+@rule("normalize")
 def _normalize(call: Call) -> Resolution:
     ndim = len(call.shapes[0])
     return Resolution(elementwise_except(ndim, normalize_dims(call.arg(2, "dim", 1), ndim)))
