@@ -41,7 +41,7 @@ def moments(x: GlobalTensor, dims: Sequence[int]) -> tuple[GlobalTensor, GlobalT
         t = t.to(dtype)
         if t.numel() == 0:
             nothing = t.sum(listed, keepdim=True)
-            return nothing, nothing
+            return nothing, nothing.clone()  # one object would be boxed once here and twice elsewhere
         if dtype.is_complex:
             mean = t.mean(listed, keepdim=True)
             difference = t - mean
