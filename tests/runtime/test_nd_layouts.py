@@ -1,6 +1,7 @@
-"""Placements of two and three axes: every S, B and P on every axis of every operand, values and gradients of one device.
+"""Placements of two and three axes: every S, B and P on every axis of every operand; values and gradients.
 
-The grids are permuted; dims are smaller than an axis, of size one, of size zero; and one dim may be split by two axes.
+One device is the truth. The grids are permuted; dims are smaller than an axis, of size one, of size zero; and one dim
+may be split by two axes.
 """
 
 from __future__ import annotations
