@@ -1,0 +1,118 @@
+"""The Triton kernels of ``class_terms``: a row per program forward, a block of columns of a row backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from workbench.kernels.class_terms import Terms, term_dtype
+from workbench.kernels.launch import ceil_div
+
+_MAX_COLUMNS = 4096
+
+
+@triton.jit
+def _forward(
+    logits: Any,
+    target: Any,
+    lse: Any,
+    picked: Any,
+    total: Any,
+    first: Any,
+    num_classes: Any,
+    row_stride: Any,
+    column_stride: Any,
+    wide: tl.constexpr,
+    columns: tl.constexpr,
+) -> None:
+    """The largest logit and the sum of exponentials relative to it go along, corrected when a larger one comes."""
+    row = tl.program_id(0).to(tl.int64)
+    largest = tl.full((), float("-inf"), wide)
+    exponentials = tl.full((), 0.0, wide)
+    added = tl.full((), 0.0, wide)
+    for start in range(0, num_classes, columns):
+        column = start + tl.arange(0, columns)
+        inside = column < num_classes
+        x = tl.load(logits + row * row_stride + column * column_stride, mask=inside, other=0.0).to(wide)
+        added += tl.sum(x, 0)
+        x = tl.where(inside, x, float("-inf"))
+        larger = tl.maximum(largest, tl.max(x, 0))
+        shift = tl.where(larger == float("-inf"), 0.0, larger)  # all of them minus infinity so far
+        exponentials = exponentials * tl.exp(largest - shift) + tl.sum(tl.exp(x - shift), 0)
+        largest = larger
+    place = tl.load(target + row) - first
+    here = (place >= 0) & (place < num_classes)
+    at = tl.load(logits + row * row_stride + place * column_stride, mask=here, other=0.0).to(wide)
+    any_possible = largest != float("-inf")
+    tl.store(lse + row, tl.where(any_possible, largest + tl.log(tl.where(any_possible, exponentials, 1.0)), largest))
+    tl.store(picked + row, at)
+    tl.store(total + row, added)
+
+
+@triton.jit
+def _backward(
+    logits: Any,
+    target: Any,
+    lse: Any,
+    grad_lse: Any,
+    grad_picked: Any,
+    grad_total: Any,
+    out: Any,
+    first: Any,
+    num_classes: Any,
+    row_stride: Any,
+    column_stride: Any,
+    wide: tl.constexpr,
+    narrow: tl.constexpr,
+    columns: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * columns + tl.arange(0, columns)
+    inside = column < num_classes
+    x = tl.load(logits + row * row_stride + column * column_stride, mask=inside, other=0.0).to(wide)
+    grad = tl.exp(x - tl.load(lse + row)) * tl.load(grad_lse + row) + tl.load(grad_total + row)
+    is_target = column == tl.load(target + row) - first
+    grad += tl.where(is_target, tl.load(grad_picked + row), 0.0)
+    tl.store(out + row * num_classes + column, grad.to(narrow), mask=inside)
+
+
+_WIDE = {torch.float32: tl.float32, torch.float64: tl.float64}
+_NARROW = {**_WIDE, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+
+def forward(logits: torch.Tensor, target: torch.Tensor, first: int) -> Terms:
+    """See ``class_terms``."""
+    num_rows, num_classes = logits.shape
+    dtype = term_dtype(logits)
+    lse = logits.new_full((num_rows,), float("-inf"), dtype=dtype)
+    picked, total = (logits.new_zeros(num_rows, dtype=dtype) for _ in range(2))
+    if logits.numel():
+        _forward[(num_rows,)](
+            logits, target.contiguous(), lse, picked, total, first, num_classes, *logits.stride(), _WIDE[dtype],
+            _columns(num_classes),
+        )  # fmt: skip
+    return lse, picked, total
+
+
+def backward(logits: torch.Tensor, target: torch.Tensor, first: int, lse: torch.Tensor, grads: Terms) -> torch.Tensor:
+    """See ``class_terms_backward``."""
+    num_rows, num_classes = logits.shape
+    out = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    if out.numel():
+        columns = _columns(num_classes)
+        rows = [grad.to(lse.dtype).contiguous() for grad in grads]
+        _backward[(num_rows, ceil_div(num_classes, columns))](
+            logits, target.contiguous(), lse, *rows, out, first, num_classes, *logits.stride(), _WIDE[lse.dtype],
+            _NARROW[logits.dtype], columns,
+        )  # fmt: skip
+    return out
+
+
+def _columns(num_classes: int) -> int:
+    return min(_MAX_COLUMNS, triton.next_power_of_2(max(1, num_classes)))
+
+
+__all__ = ["backward", "forward"]

@@ -1,0 +1,89 @@
+"""An embedding of which this rank holds some rows: what is looked up elsewhere gives zeros, so results add up.
+
+The gradient adds, for every row, the gradients of its positions in the order of the positions: no atomics, the same
+bits on every run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from workbench.kernels.launch import can_launch
+
+
+@torch.library.custom_op("workbench::embedding_rows", mutates_args=())
+def embedding_rows(weight: torch.Tensor, indices: torch.Tensor, first: int) -> torch.Tensor:
+    """Rows ``indices - first`` of ``weight``, zeros where there is no such row.
+
+    Args:
+        weight: (rows of this slice, width).
+        indices: (positions,), int64, row numbers of the whole table.
+        first: number of the slice's first row.
+
+    Returns:
+        (positions, width).
+
+    >>> embedding_rows(torch.ones(2, 3), torch.tensor([0, 2]), 2).tolist()
+    [[0.0, 0.0, 0.0], [1.0, 1.0, 1.0]]
+    """
+    if can_launch(weight):
+        from workbench.kernels.embedding_rows_triton import forward
+
+        return forward(weight, indices, first)
+    return embedding_rows_reference(weight, indices, first)
+
+
+@embedding_rows.register_fake
+def _(weight: torch.Tensor, indices: torch.Tensor, first: int) -> torch.Tensor:
+    return weight.new_empty(indices.shape[0], weight.shape[1])
+
+
+@torch.library.custom_op("workbench::embedding_rows_backward", mutates_args=())
+def embedding_rows_backward(grad: torch.Tensor, indices: torch.Tensor, first: int, num_rows: int) -> torch.Tensor:
+    """Gradient of the slice: for each of its ``num_rows`` rows the sum over the positions that looked it up."""
+    if can_launch(grad):
+        from workbench.kernels.embedding_rows_triton import backward
+
+        return backward(grad, indices, first, num_rows)
+    return embedding_rows_backward_reference(grad, indices, first, num_rows)
+
+
+@embedding_rows_backward.register_fake
+def _(grad: torch.Tensor, indices: torch.Tensor, first: int, num_rows: int) -> torch.Tensor:
+    return grad.new_empty(num_rows, grad.shape[1])
+
+
+def _save(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
+    weight, indices, ctx.first = inputs
+    ctx.num_rows = weight.shape[0]
+    ctx.save_for_backward(indices)
+
+
+def _differentiate(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    (indices,) = ctx.saved_tensors
+    return embedding_rows_backward(grad, indices, ctx.first, ctx.num_rows), None, None
+
+
+embedding_rows.register_autograd(_differentiate, setup_context=_save)
+
+
+def embedding_rows_reference(weight: torch.Tensor, indices: torch.Tensor, first: int) -> torch.Tensor:
+    """``embedding_rows`` in torch."""
+    place = indices - first
+    inside = (place >= 0) & (place < weight.shape[0])
+    out = weight.new_zeros(indices.shape[0], weight.shape[1])
+    out[inside] = weight[place[inside]]
+    return out
+
+
+def embedding_rows_backward_reference(
+    grad: torch.Tensor, indices: torch.Tensor, first: int, num_rows: int
+) -> torch.Tensor:
+    """``embedding_rows_backward`` in torch; low precision adds up in 32 bits."""
+    place = indices - first
+    inside = (place >= 0) & (place < num_rows)
+    wide = grad.float() if grad.dtype.itemsize < 4 else grad
+    out = wide.new_zeros(num_rows, grad.shape[1])
+    return out.index_add_(0, place[inside], wide[inside]).to(grad.dtype)

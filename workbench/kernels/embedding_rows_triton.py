@@ -1,0 +1,114 @@
+"""The Triton kernels of ``embedding_rows``; backward, positions are sorted by row, a program for each run of a row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from workbench.kernels.launch import ceil_div
+
+_MAX_COLUMNS = 512
+
+
+@triton.jit
+def _forward(
+    weight: Any,
+    indices: Any,
+    out: Any,
+    first: Any,
+    num_rows: Any,
+    width: Any,
+    row_stride: Any,
+    column_stride: Any,
+    columns: tl.constexpr,
+) -> None:
+    position = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * columns + tl.arange(0, columns)
+    row = tl.load(indices + position) - first + tl.zeros((columns,), tl.int64)
+    inside = column < width
+    here = inside & (row >= 0) & (row < num_rows)
+    value = tl.load(weight + row * row_stride + column * column_stride, mask=here, other=0.0)
+    tl.store(out + position * width + column, value, mask=inside)
+
+
+@triton.jit
+def _backward(
+    grad: Any,
+    rows: Any,
+    order: Any,
+    runs: Any,
+    out: Any,
+    first: Any,
+    num_rows: Any,
+    width: Any,
+    row_stride: Any,
+    column_stride: Any,
+    wide: tl.constexpr,
+    narrow: tl.constexpr,
+    columns: tl.constexpr,
+) -> None:
+    """``rows`` are sorted; the program at the start of a run adds the run up, the others have nothing to do.
+
+    ``runs`` says how many positions from here on have the same row.
+    """
+    position = tl.program_id(0)
+    number = tl.load(rows + position)
+    before = tl.load(rows + tl.maximum(position - 1, 0))
+    row = (number - first).to(tl.int64)
+    if ((position == 0) | (number != before)) & (row >= 0) & (row < num_rows):
+        column = tl.program_id(1) * columns + tl.arange(0, columns)
+        inside = column < width
+        total = tl.zeros((columns,), wide)
+        at = position
+        stop = position + tl.load(runs + position)
+        while at < stop:
+            source = tl.load(order + at)
+            total += tl.load(grad + source * row_stride + column * column_stride, mask=inside, other=0.0).to(wide)
+            at += 1
+        tl.store(out + row * width + column, total.to(narrow), mask=inside)
+
+
+_TYPES = {
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+}
+
+
+def forward(weight: torch.Tensor, indices: torch.Tensor, first: int) -> torch.Tensor:
+    """See ``embedding_rows``."""
+    num_rows, width = weight.shape
+    out = weight.new_empty(indices.shape[0], width)
+    if out.numel():
+        columns = _columns(width)
+        _forward[(indices.shape[0], ceil_div(width, columns))](
+            weight, indices.contiguous(), out, first, num_rows, width, *weight.stride(), columns
+        )
+    return out
+
+
+def backward(grad: torch.Tensor, indices: torch.Tensor, first: int, num_rows: int) -> torch.Tensor:
+    """See ``embedding_rows_backward``."""
+    num_positions, width = grad.shape
+    out = grad.new_zeros(num_rows, width)
+    if grad.numel() and num_rows:
+        rows, order = indices.sort(stable=True)
+        runs = torch.searchsorted(rows, rows, right=True) - torch.arange(num_positions, device=rows.device)
+        columns = _columns(width)
+        wide = tl.float64 if grad.dtype == torch.float64 else tl.float32
+        _backward[(num_positions, ceil_div(width, columns))](
+            grad, rows, order, runs, out, first, num_rows, width, *grad.stride(), wide, _TYPES[grad.dtype],
+            columns,
+        )  # fmt: skip
+    return out
+
+
+def _columns(width: int) -> int:
+    return min(_MAX_COLUMNS, triton.next_power_of_2(width))
+
+
+__all__ = ["backward", "forward"]
