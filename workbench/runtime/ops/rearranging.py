@@ -13,7 +13,7 @@ from workbench.runtime.ops.equation_text import term
 from workbench.runtime.ops.indexing import own_rows
 from workbench.runtime.ops.registry import Call, LocalFunction, Resolution, composite, rule
 from workbench.runtime.ops.shards import zeros_where_empty
-from workbench.runtime.tensor import Spec
+from workbench.runtime.tensor import GlobalTensor, Spec
 
 
 def _corner(spec: Spec) -> int:
@@ -89,13 +89,16 @@ def rot90(input: Any, k: int = 1, dims: Any = (0, 1)) -> Any:
 
 @composite("repeat_interleave")
 def repeat_interleave(input: Any, repeats: Any = None, dim: int | None = None, **options: Any) -> Any:
-    """By one number for all rows, which needs to know nothing but the shape."""
-    if not isinstance(repeats, int) or isinstance(repeats, bool) or repeats < 0 or not hasattr(input, "dim"):
+    """By numbers that every rank knows: one for all rows, or a plain tensor of them."""
+    if not isinstance(input, GlobalTensor) or isinstance(repeats, GlobalTensor):
         return NotImplemented
     if dim is None:
-        input, dim = input.reshape(-1), 0
+        return repeat_interleave(input.reshape(-1), repeats, 0, **options)
     dim = dim % input.dim()
     shape = list(input.shape)
+    if isinstance(repeats, torch.Tensor):
+        rows = torch.arange(shape[dim], device=repeats.device)
+        return input.index_select(dim, torch.repeat_interleave(rows, repeats.expand(shape[dim])))
     wide = input.unsqueeze(dim + 1).expand(*shape[: dim + 1], repeats, *shape[dim + 1 :])
     return wide.reshape(*shape[:dim], shape[dim] * repeats, *shape[dim + 1 :])
 
