@@ -37,7 +37,6 @@ equations(_UNARY, "... -> ...")
 equations(_NARY, "..., ..., ..., ... -> ...")
 equations(_LINEAR, "+... -> ...")
 equations("view_as_real", "+... -> ...X")
-equations("view_as_complex", "+...X -> ...")
 
 
 def _is_finite_number(value: Any, nonzero: bool = False) -> bool:
