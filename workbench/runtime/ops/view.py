@@ -180,3 +180,17 @@ def windows(call: Call) -> Resolution:
     ndim = len(call.shapes[0])
     whole = [call.arg(1, "dimension") % ndim] if ndim else []
     return Resolution(f"+{term(ndim, whole)} -> {term(ndim, whole)}Z")
+
+
+@rule("view_as_complex")
+def _view_as_complex(call: Call) -> Resolution:
+    """The pairs stay together. The strides of a shard need not be those of the whole."""
+    text = term(len(call.shapes[0]), [len(call.shapes[0]) - 1])
+
+    def view(x: torch.Tensor) -> torch.Tensor:
+        try:
+            return torch.view_as_complex(x)
+        except RuntimeError:
+            return torch.view_as_complex(x.clone(memory_format=torch.contiguous_format))
+
+    return Resolution(f"+{text} -> {text[:-1]}", lambda *_: view)
