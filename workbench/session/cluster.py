@@ -272,7 +272,7 @@ class Session:
         finally:
             self._active.discard(run)
             live.forget()
-        if outcome.stopped or outcome.dead:
+        if outcome.stopped or outcome.dead or outcome.left_exchanges_open:
             self._world_is_stale = True
         return outcome
 

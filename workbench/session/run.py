@@ -58,6 +58,13 @@ class Outcome:
     def ok(self) -> bool:
         return not self.failures and not self.dead and not self.stop_reason
 
+    @property
+    def left_exchanges_open(self) -> bool:
+        """Whether a rank may have sent, or may wait for, what the others have not: its wait was ended, or it failed
+        where others did not."""
+        only_some = 0 < len(self.failures) < len(self.ranks)
+        return only_some or any(failure.was_stopped for failure in self.failures.values())
+
 
 class Listener(Protocol):
     """Where a run's output and published objects go."""
