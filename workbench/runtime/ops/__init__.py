@@ -37,6 +37,7 @@ from workbench.runtime.ops import (
     rearranging,
     recurrent,
     reduction,
+    reshaping,
     spectral,
     vector_norms,
     view,
@@ -46,5 +47,6 @@ __all__ = [
     "along", "assigning", "attention", "autograd", "convolution", "creation", "cross_entropy", "cumulative",
     "dispatch", "dropout", "embedding", "experts", "exponentials", "extrema", "hooks", "indexing", "initializers",
     "joining", "linalg", "loss", "matmul", "metadata", "moments", "multihead", "norms", "picking", "pointwise",
-    "pooling", "randomness", "reading", "rearranging", "recurrent", "reduction", "spectral", "vector_norms", "view",
+    "pooling", "randomness", "reading", "rearranging", "recurrent", "reduction", "reshaping", "spectral",
+    "vector_norms", "view",
 ]  # fmt: skip
