@@ -1,0 +1,125 @@
+"""Random numbers for a slice of a logical tensor, by position (see ``philox``), and dropout in one pass.
+
+A slice is described by the position of its first element and the strides of the logical tensor, so any shard of any
+layout gets the numbers that the whole has there. Uniform, Bernoulli and integer numbers have the same bits on every
+device; normal ones agree to about 5e-7, because logarithms and cosines of devices differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from workbench.kernels import philox
+from workbench.kernels.launch import can_launch
+
+KINDS = ("uniform", "normal", "bernoulli", "integers")
+_MANTISSA_BITS = {torch.float16: 11, torch.bfloat16: 8}
+
+
+@torch.library.custom_op("workbench::fill_random", mutates_args={"out"})
+def fill_random(
+    out: torch.Tensor, kind: str, key: int, first: int, strides: Sequence[int], low: float, high: float
+) -> None:
+    """Fill a contiguous shard.
+
+    Args:
+        out: the shard.
+        kind: "uniform" in [low, high), "normal" with mean ``low`` and standard deviation ``high``, "bernoulli" with
+            probability ``low``, or "integers" in [low, high), whole numbers below 2**53 in size.
+        key: at most 63 bits, the same on all ranks.
+        first: position in the logical tensor of the shard's first element.
+        strides: of the logical tensor, row-major, one per dim of the shard.
+
+    Row 1 of a (2, 3) tensor is the second half of it:
+
+    >>> whole, row = torch.empty(2, 3), torch.empty(1, 3)
+    >>> fill_random(whole, "uniform", 7, 0, [3, 1], 0.0, 1.0), fill_random(row, "uniform", 7, 3, [3, 1], 0.0, 1.0)
+    (None, None)
+    >>> torch.equal(whole[1:], row)
+    True
+    """
+    if can_launch(out):
+        from workbench.kernels.random_slice_triton import fill
+
+        if fill(out, kind, key, first, strides, low, high):
+            return
+    fill_random_reference(out, kind, key, first, strides, low, high)
+
+
+@fill_random.register_fake
+def _(out: torch.Tensor, kind: str, key: int, first: int, strides: Sequence[int], low: float, high: float) -> None:
+    return None
+
+
+@torch.library.custom_op("workbench::dropout_slice", mutates_args=())
+def dropout_slice(x: torch.Tensor, key: int, first: int, strides: Sequence[int], probability: float) -> torch.Tensor:
+    """Dropout of a shard with the mask of the whole: kept with ``1 - probability`` and scaled by one over it.
+
+    Its gradient is the same function of the gradient. ``first`` and ``strides`` as in ``fill_random``.
+    """
+    x = x.contiguous()
+    if can_launch(x):
+        from workbench.kernels.random_slice_triton import dropout
+
+        result = dropout(x, key, first, strides, probability)
+        if result is not None:
+            return result
+    return dropout_slice_reference(x, key, first, strides, probability)
+
+
+@dropout_slice.register_fake
+def _(x: torch.Tensor, key: int, first: int, strides: Sequence[int], probability: float) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _save(ctx: object, inputs: tuple[object, ...], output: torch.Tensor) -> None:
+    ctx.arguments = inputs[1:]  # type: ignore[attr-defined]
+
+
+def _differentiate(ctx: object, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    return dropout_slice(grad, *ctx.arguments), None, None, None, None  # type: ignore[attr-defined]
+
+
+dropout_slice.register_autograd(_differentiate, setup_context=_save)
+
+
+def positions(sizes: Sequence[int], first: int, strides: Sequence[int]) -> np.ndarray:
+    """Positions in the logical tensor of a shard's elements, in the shard's shape."""
+    found = np.full(tuple(sizes), first, dtype=np.int64)
+    for dim, (size, stride) in enumerate(zip(sizes, strides, strict=True)):
+        found += (np.arange(size, dtype=np.int64) * stride).reshape([-1 if d == dim else 1 for d in range(len(sizes))])
+    return found
+
+
+def fill_random_reference(
+    out: torch.Tensor, kind: str, key: int, first: int, strides: Sequence[int], low: float, high: float
+) -> None:
+    """``fill_random`` in numpy."""
+    at = positions(out.shape, first, strides)
+    if kind == "uniform":
+        unit = (
+            philox.uniform64(key, at)
+            if out.dtype == torch.float64
+            else philox.uniform(key, at, _MANTISSA_BITS.get(out.dtype, 24))
+        )
+        numbers = unit * unit.dtype.type(high - low) + unit.dtype.type(low)
+    elif kind == "normal":
+        numbers = low + high * philox.normal(key, at)
+    elif kind == "bernoulli":
+        numbers = philox.uniform(key, at) < np.float32(low)
+    else:
+        numbers = philox.integers(key, at, int(low), int(high))
+    out.copy_(torch.from_numpy(np.ascontiguousarray(numbers)))
+
+
+def dropout_slice_reference(
+    x: torch.Tensor, key: int, first: int, strides: Sequence[int], probability: float
+) -> torch.Tensor:
+    """``dropout_slice`` in numpy and torch."""
+    if probability >= 1.0:
+        return torch.zeros_like(x)
+    keep = torch.from_numpy(philox.uniform(key, positions(x.shape, first, strides)) < np.float32(1 - probability))
+    return torch.where(keep.to(x.device), x * (1.0 / (1.0 - probability)), torch.zeros((), dtype=x.dtype))
