@@ -17,6 +17,7 @@ from workbench.runtime.entry import to_global
 from workbench.runtime.explicit import explicit_boxing
 from workbench.runtime.ops.extension import local_map, rule
 from workbench.runtime.parallel import parallelize
+from workbench.runtime.proof import prove
 from workbench.runtime.random import manual_seed
 from workbench.runtime.tensor import GlobalTensor
 from workbench.runtime.trace import trace
@@ -69,7 +70,7 @@ def boxing_plan(
 __all__ = [
     "GlobalTensor", "arange", "barrier", "boxing_plan", "check_agreement", "empty", "explicit_boxing", "eye", "full",
     "init", "local_map",
-    "manual_seed", "methods", "ones", "parallelize", "placement", "rand", "randint", "randn", "randperm", "rank",
-    "rule", "tensor", "to_global", "trace",
+    "manual_seed", "methods", "ones", "parallelize", "placement", "prove", "rand", "randint", "randn", "randperm",
+    "rank", "rule", "tensor", "to_global", "trace",
     "world_size", "zeros",
 ]  # fmt: skip

@@ -122,6 +122,14 @@ def _find_handler(func: Any) -> Callable[..., Any] | None:
     return None
 
 
+def forget_function(name: str, plans: dict[Any, Any]) -> None:
+    """Look again how functions of this folded name are called, because their rule has changed."""
+    for func in [func for func in _functions if fold_name(func).folded == name]:
+        _functions.pop(func, None)
+    for key in [key for key, plan in plans.items() if isinstance(plan, Plan) and plan.name.folded == name]:
+        plans.pop(key, None)
+
+
 def _python_body(func: Any) -> Callable[..., Any] | None:
     """A Python function of torch as it is written, so that the functions inside meet global tensors one by one."""
     if not isinstance(func, types.FunctionType) or not func.__module__.startswith("torch"):

@@ -77,6 +77,8 @@ COMPOSITES: dict[str, Callable[..., Any]] = {}
 EXACT: dict[Any, Callable[..., Any]] = {}
 """Composites for one function object, where its name means something else too: ``nn.init.uniform_``."""
 HANDLERS: dict[str, Callable[..., Any]] = {}
+OWN_NAMES: dict[Any, str] = {}
+"""Names of users' Python functions; what they are called may mean something else in torch."""
 INDIFFERENT: set[str] = {"add", "sub", "rsub", "mul", "div"}
 """Functions whose rule looks at no float but to see whether it is zero or infinite; those of an equation among them."""
 
@@ -151,6 +153,12 @@ def fold_name(func: Any) -> Name:
     """The folded name of a torch function: ``Tensor.__iadd__`` -> add, in place; ``Tensor.dtype.__get__``
     -> get:dtype.
     """
+    if func in OWN_NAMES:
+        return Name(OWN_NAMES[func])
+    if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        qualified = func._schema.name if isinstance(func, torch._ops.OpOverload) else func._qualified_op_name
+        if not qualified.startswith(("aten::", "prim")):  # a user's "mylib::add" is not torch's
+            return Name(qualified.removesuffix("_"), in_place=qualified.endswith("_"))
     name = getattr(func, "__name__", str(func)).partition(".")[0].removeprefix("special_")  # overloads: "slice.Tensor"
     if name in ("__get__", "__set__", "__delete__"):
         return Name(f"{name.strip('_')}:{func.__self__.__name__}")
