@@ -8,11 +8,15 @@ import fnmatch
 import sys
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
+from tests.op_db import table
 from tests.op_db.compare import Outcome, run_sample
 from tests.op_db.samples import EXEMPT, Entry, entries, samples
+
+TABLE = Path(__file__).parents[2] / "docs" / "functions.md"
 
 
 @dataclass
@@ -65,7 +69,8 @@ def main() -> int:
     parser.add_argument("--only", default="*", help="name or pattern of entries")
     parser.add_argument("--samples", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--slowest", action="store_true")
+    parser.add_argument("--slowest", action="store_true", help="print the entries that take longest")
+    parser.add_argument("--table", action="store_true", help="write docs/functions.md")
     options = parser.parse_args()
     torch.set_num_threads(1)
     results = []
@@ -76,6 +81,8 @@ def main() -> int:
     counts = collections.Counter("fails" if r.failures else "ok" for r in results)
     kinds = collections.Counter(r.by for r in results)
     sys.stdout.write(f"{dict(counts)}  {dict(kinds)}\n")
+    if options.table:
+        TABLE.write_text(table.write(results))
     if options.slowest:
         for result in sorted(results, key=lambda r: -r.seconds)[:15]:
             sys.stdout.write(f"{result.seconds:6.2f} s  {result.name}\n")

@@ -1,4 +1,4 @@
-"""Functions that walk along one dim, and that look values up in sorted ones or count them."""
+"""Functions that walk along one dim, or that look values up in others."""
 
 from __future__ import annotations
 
@@ -6,19 +6,6 @@ from typing import Any
 
 from workbench.runtime.ops.equation_text import elementwise_except, normalize_dims, term
 from workbench.runtime.ops.registry import Call, Resolution, composite, rule
-
-
-@rule("cummax", "cummin", parameters="input dim")
-def _running_extremum(call: Call) -> Resolution:
-    ndim = len(call.shapes[0])
-    return Resolution(elementwise_except(ndim, normalize_dims(call.arg(1, "dim"), ndim) if ndim else []))
-
-
-@rule("diff", parameters="input n dim prepend append")
-def _diff(call: Call) -> Resolution:
-    ndim = len(call.shapes[0])
-    text = term(ndim, normalize_dims(call.arg(2, "dim", -1), ndim))
-    return Resolution(f"{', '.join(['+' + text] * len(call.operands))} -> {text}")
 
 
 @rule("trapezoid", "trapz", "cumulative_trapezoid")
@@ -63,14 +50,6 @@ def _isin(call: Call) -> Resolution | None:
     if len(call.operands) != 2:
         return None
     return Resolution(f"..., {term(len(call.shapes[1]), range(8))} -> ...")
-
-
-@rule("histc", parameters="input bins min max")
-def _histc(call: Call) -> Resolution | None:
-    """Counts add up, if the range does not depend on the values."""
-    if call.arg(2, "min", 0) == call.arg(3, "max", 0):
-        return None
-    return Resolution(f"{term(len(call.shapes[0]))} -> N")
 
 
 @composite("meshgrid")
