@@ -101,8 +101,10 @@ def box_implicitly(tensor: GlobalTensor, layout: Layout, function: str) -> Globa
         check_explicit(function, [Need("an operand", tensor, layout)])
     with local_torch():
         # A leaf's form would keep the leaf alive through autograd, and the leaf its form.
-        remembers = not (tensor._is_param or (tensor.is_leaf and tensor.requires_grad))
-        key = (layout, tensor._version, torch.is_grad_enabled(), tensor.requires_grad, tensor.dtype)
+        # A tensor of inference mode has no version that tells whether it was written since.
+        remembers = not (tensor._is_param or (tensor.is_leaf and tensor.requires_grad) or tensor.is_inference())
+        version = tensor._version if remembers else 0
+        key = (layout, version, torch.is_grad_enabled(), tensor.requires_grad, tensor.dtype)
     if not remembers:
         return box(tensor, layout, function)
     forms: dict[Any, GlobalTensor] = tensor.__dict__.setdefault("_forms", {})
@@ -209,7 +211,10 @@ def _assemble(
         return pieces[0][1].clone(memory_format=torch.contiguous_format)
     reduction = plan.reduction
     sums_low_precision = reduction == "sum" and dtype in ACCUMULATED_IN_32_BITS
-    out = _identity(target, torch.float32 if sums_low_precision else dtype, device, reduction)
+    if reduction is None and not target.layout.has_partial:  # the slices fill the shard
+        out = torch.empty(target.local_shape, dtype=dtype, device=device)
+    else:
+        out = _identity(target, torch.float32 if sums_low_precision else dtype, device, reduction)
     for move, piece in pieces:
         place = _slice(out, move.destination_region)
         if reduction is None:

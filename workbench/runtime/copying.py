@@ -17,7 +17,7 @@ from workbench.errors import LayoutError
 from workbench.runtime.tensor import DERIVED, GlobalTensor, ghost_storage, label, local_torch, plain, spec_of
 from workbench.runtime.world import current
 
-_NOT_COPIED = ("_spec", "_is_param", "_ghost_grad", *DERIVED)
+_NOT_COPIED = ("_spec", "_is_param", "_is_grad", "_ghost_grad", *DERIVED)
 
 
 def shallow_copy(tensor: GlobalTensor) -> GlobalTensor:
@@ -127,5 +127,5 @@ def install() -> None:
     """Complete ``GlobalTensor``, and let ``torch.load(weights_only=True)`` load it."""
     GlobalTensor.__copy__ = shallow_copy  # type: ignore[attr-defined]
     GlobalTensor.__deepcopy__ = deep_copy  # type: ignore[method-assign]
-    GlobalTensor.__reduce_ex__ = reduce  # type: ignore[method-assign, assignment]
+    GlobalTensor.__reduce_ex__ = reduce  # type: ignore[method-assign]
     torch.serialization.add_safe_globals([rebuild])

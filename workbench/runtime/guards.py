@@ -21,12 +21,11 @@ from workbench.runtime.tensor import GlobalTensor
 
 _torch_function_enabled = torch._C._is_torch_function_enabled
 
-MAKERS = (
-    "arange", "eye", "full", "full_like", "randint", "randint_like", "randperm", "range", "scalar_tensor",
-)  # fmt: skip
+MAKERS = ("arange", "eye", "full", "randint", "randperm", "range", "scalar_tensor")
 """Functions of ``torch`` that read a global scalar among their arguments on their own."""
+LIKE_MAKERS = ("full_like", "randint_like")
 METHODS = ("new_full", "new_tensor")
-"""Methods of plain tensors that do so."""
+"""Functions of ``torch`` and methods of plain tensors that do so behind their first argument."""
 CONVERSIONS = ("tensor", "as_tensor", "asarray")
 """Functions of ``torch`` that take a tensor as data."""
 _TRANSFORMS = {
@@ -57,15 +56,15 @@ def _refuse_custom_function(cls: Any, arg: GlobalTensor) -> None:
     )
 
 
-def _reading_whole(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, with the logical values of global scalars among its arguments."""
+def _reading_whole(function: Callable[..., Any], first: int = 0) -> Callable[..., Any]:
+    """``function``, with the logical values of global scalars among its arguments from number ``first`` on."""
 
     @functools.wraps(function)
     def made(*args: Any, **kwargs: Any) -> Any:
-        for arg in (*args, *kwargs.values()) if kwargs else args:
+        for arg in (*args[first:], *kwargs.values()) if kwargs else args[first:]:
             if isinstance(arg, GlobalTensor):
-                args = tuple(map(_value_of_scalar, args))
-                kwargs = {key: _value_of_scalar(value) for key, value in kwargs.items()}
+                args = (*args[:first], *map(_value_of_scalar, args[first:]))
+                kwargs = {key: value if key == "input" else _value_of_scalar(value) for key, value in kwargs.items()}
                 break
         return function(*args, **kwargs)
 
@@ -129,8 +128,10 @@ def install() -> None:
     Function.apply = classmethod(_guarded_apply)  # type: ignore[method-assign, assignment]
     for name in MAKERS:
         setattr(torch, name, _reading_whole(getattr(torch, name)))
+    for name in LIKE_MAKERS:
+        setattr(torch, name, _reading_whole(getattr(torch, name), first=1))
     for name in METHODS:
-        setattr(torch.Tensor, name, _reading_whole(getattr(torch.Tensor, name)))
+        setattr(torch.Tensor, name, _reading_whole(getattr(torch.Tensor, name), first=1))
     for name in CONVERSIONS:
         setattr(torch, name, _converting(getattr(torch, name)))
     for (module_name, name), what in _TRANSFORMS.items():

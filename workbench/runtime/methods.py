@@ -10,7 +10,7 @@ from workbench.core.boxing import BoxingPlan, plan_boxing
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.errors import LayoutError
-from workbench.runtime import checkpoint, copying, guards, ops
+from workbench.runtime import checkpoint, clip, copying, guards, ops
 from workbench.runtime.boxing import box
 from workbench.runtime.entry import enter_as_broadcast, leave
 from workbench.runtime.tensor import GlobalTensor, local_torch
@@ -85,6 +85,7 @@ GlobalTensor.to_global = to_global  # type: ignore[attr-defined]
 GlobalTensor.boxing_plan = boxing_plan  # type: ignore[attr-defined]
 GlobalTensor.to_local = to_local  # type: ignore[attr-defined]
 GlobalTensor.full_tensor = full_tensor  # type: ignore[attr-defined]
+clip.install()
 copying.install()
 guards.install()
 checkpoint.install()

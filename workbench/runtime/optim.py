@@ -48,16 +48,27 @@ def start_reduction(parameters: Iterable[GlobalTensor]) -> Finish:
     Returns:
         a function that waits for the sums and gives each parameter's local gradient, in the parameter's own layout.
     """
-    result: dict[GlobalTensor, torch.Tensor] = {}
-    buckets: dict[Any, list[Graded]] = {}
     with local_torch():
         graded = [(parameter, plain(parameter.grad)) for parameter in parameters if parameter.grad is not None]
-    for parameter, local in graded:
-        group = parameter._spec.term_ranks
+    return start_sums([(parameter, local, parameter._spec.term_ranks) for parameter, local in graded])
+
+
+def start_sums(terms: Iterable[tuple[GlobalTensor, torch.Tensor, tuple[int, ...]]]) -> Finish:
+    """Begin to sum local tensors, each over a group of ranks, in flat buckets.
+
+    Args:
+        terms: (whose sum it is, this rank's term, the ranks that hold terms).
+
+    Returns:
+        a function that waits for the sums and gives each by whose it is.
+    """
+    result: dict[GlobalTensor, torch.Tensor] = {}
+    buckets: dict[Any, list[Graded]] = {}
+    for owner, local, group in terms:
         if len(group) == 1:
-            result[parameter] = local
+            result[owner] = local
         else:
-            buckets.setdefault((group, local.dtype), []).append((parameter, local))
+            buckets.setdefault((group, local.dtype), []).append((owner, local))
     started = [
         _start_bucket(bucket, group) for (group, _), members in buckets.items() for bucket in _cut_into_buckets(members)
     ]
@@ -89,7 +100,7 @@ def _start_bucket(bucket: list[Graded], group: tuple[int, ...]) -> Finish:
     locals_ = [local for _, local in bucket]
     num_bytes = sum(local.nbytes for local in locals_)
     header = f"reduction of {len(bucket)} gradients, {num_bytes} bytes"
-    wait = world.transport.start_all_reduce(locals_, group, "sum", world.next_tag(), header)
+    wait = world.transport.start_all_reduce(locals_, group, "sum", world.next_sum_tag(group), header)
 
     def finish() -> dict[GlobalTensor, torch.Tensor]:
         pieces = wait().split([local.numel() for local in locals_])

@@ -93,6 +93,8 @@ class GlobalTensor(torch.Tensor):
     _is_param = False
     _ghost_grad: Any = False
     """On a ghost: whether its owner has a gradient; the ghost of it, once somebody has asked."""
+    _is_grad = False
+    """Whether this is the ``.grad`` of a tensor, which has its dual layout whatever it is set to."""
     dispatch: Callable[[Any, tuple[Any, ...], dict[str, Any] | None], Any]
 
     @classmethod
@@ -137,8 +139,11 @@ class GlobalTensor(torch.Tensor):
             if grad is None:
                 if self._ghost_grad is True:
                     self._ghost_grad = ghost_like(self, spec)
+                    self._ghost_grad._is_grad = True
                 return None if self._ghost_grad is False else self._ghost_grad
-            return grad if type(grad) is GlobalTensor else label(grad, spec)
+            if not isinstance(grad, GlobalTensor):
+                label(grad, spec)._is_grad = True
+            return grad
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
@@ -180,17 +185,20 @@ class GlobalTensor(torch.Tensor):
             _data_slot.__set__(self, value)
             return
         with torch.no_grad():
+            keeps_layout = self._is_grad or not isinstance(value, GlobalTensor)
             if not isinstance(value, GlobalTensor):
                 value = GlobalTensor.enter(value, self._spec.world, self._spec.layout)
+            if keeps_layout:
                 value = GlobalTensor.box(value, self._spec.layout.normalized(value._spec.shape))
             grad = self.grad if value._spec is not self._spec else None
+            if grad is not None:
+                self.grad = None
             with local_torch():
                 _data_slot.__set__(self, plain(value))
             forget_forms(self)
-            if value._spec is not self._spec:
-                self._spec = value._spec
-                if grad is not None and grad.shape == self.shape:
-                    self.grad = grad
+            self._spec = value._spec
+            if grad is not None and grad.shape == self.shape:
+                self.grad = grad.to(value.dtype)
 
     box: Callable[[GlobalTensor, Layout], GlobalTensor]
     enter: Callable[[torch.Tensor, World, Layout], GlobalTensor]

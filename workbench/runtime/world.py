@@ -46,6 +46,7 @@ class World:
         self.plans: dict[Any, Any] = {}
         self.micro_batch = 0
         self.num_edges: dict[int, int] = {}
+        self.num_sums: dict[tuple[int, ...], int] = {}
         self.stage_order: tuple[Placement, ...] = ()
         self.implicit_boxing_allowed = True
         self.checks_agreement = os.environ.get("WORKBENCH_CHECK", "0") not in ("", "0")
@@ -65,6 +66,11 @@ class World:
         edge = self.num_edges.get(self.micro_batch, 0)
         self.num_edges[self.micro_batch] = edge + 1
         return (self.micro_batch << 17 | (edge & 0xFFFF) << 1) & 0x3FFFFFFF
+
+    def next_sum_tag(self, group: tuple[int, ...]) -> int:
+        """A number for the next sum over ``group``, of a range of its own: only the group's ranks count it."""
+        number = self.num_sums[group] = self.num_sums.get(group, 0) + 1
+        return 0x20000000 | (number & 0xFFFF) << 1
 
     def abort(self, reason: str) -> None:
         """End the main thread's waits with ``CollectiveAborted``; may be called from any thread."""
@@ -190,6 +196,7 @@ def _rejoined(rank: int, world_size: int, device: torch.device, transport: Trans
         return None
     left.transport = transport
     left.num_edges.clear()
+    left.num_sums.clear()
     left.micro_batch, left.stage_order = 0, ()
     return left
 

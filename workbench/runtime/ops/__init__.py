@@ -18,6 +18,7 @@ from workbench.runtime.ops import (
     experts,
     exponentials,
     extrema,
+    foreach,
     hooks,
     indexing,
     initializers,
@@ -45,8 +46,8 @@ from workbench.runtime.ops import (
 
 __all__ = [
     "along", "assigning", "attention", "autograd", "convolution", "creation", "cross_entropy", "cumulative",
-    "dispatch", "dropout", "embedding", "experts", "exponentials", "extrema", "hooks", "indexing", "initializers",
-    "joining", "linalg", "loss", "matmul", "metadata", "moments", "multihead", "norms", "picking", "pointwise",
-    "pooling", "randomness", "reading", "rearranging", "recurrent", "reduction", "reshaping", "spectral",
+    "dispatch", "dropout", "embedding", "experts", "exponentials", "extrema", "foreach", "hooks", "indexing",
+    "initializers", "joining", "linalg", "loss", "matmul", "metadata", "moments", "multihead", "norms", "picking",
+    "pointwise", "pooling", "randomness", "reading", "rearranging", "recurrent", "reduction", "reshaping", "spectral",
     "vector_norms", "view",
 ]  # fmt: skip

@@ -72,7 +72,7 @@ def _plain_seed(loss: Any, gradient: Any) -> torch.Tensor | None:
 @handler("backward")
 def backward(func: Any, args: Any, kwargs: Any) -> None:
     """``loss.backward()`` and ``torch.autograd.backward``; every rank calls it, with a ghost loss too."""
-    names = ("tensors", "grad_tensors", "retain_graph", "create_graph", "grad_variables", "inputs")
+    names: tuple[str, ...] = ("tensors", "grad_tensors", "retain_graph", "create_graph", "grad_variables", "inputs")
     if func is torch.Tensor.backward:
         names = ("tensors", "gradient", "retain_graph", "create_graph", "inputs")
     options = {**dict(zip(names, args, strict=False)), **kwargs}
