@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from workbench.core.layout import Layout
 from workbench.core.sbp import Split
 from workbench.runtime.ops.across import Stages, dropped, on_shards, shard_sizes, splits, stages_of
 from workbench.runtime.ops.equation_text import normalize_dims
@@ -32,55 +33,66 @@ def moments(x: GlobalTensor, dims: Sequence[int]) -> tuple[GlobalTensor, GlobalT
 
     In at least 32 bits; of a complex tensor the second is complex too, with no imaginary part.
     """
-    stages = stages_of(x, dims)
+    stages, listed = stages_of(x, dims), list(dims)
     dtype = accumulation_dtype(x.dtype)
-    total = math.prod(x._spec.shape[d] for d in dims)
-    listed = list(dims)
-
-    def own(t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        t = t.to(dtype)
-        if t.numel() == 0:
-            nothing = t.sum(listed, keepdim=True)
-            return nothing, nothing.clone()  # one object would be boxed once here and twice elsewhere
-        if dtype.is_complex:
-            mean = t.mean(listed, keepdim=True)
-            difference = t - mean
-            return mean, (difference * difference.conj()).mean(listed, keepdim=True)
-        variance, mean = torch.var_mean(t, listed, correction=0, keepdim=True)
-        return mean, variance
-
-    out = [(stages.layout, stages.rows_shape, dtype)] * 2
     if not stages.axes:
-        mean, square = on_shards(own, [x], [stages.layout], out, "var")
+        out = [(stages.layout, stages.rows_shape, dtype)] * 2
+        mean, square = on_shards(lambda t: _own_moments(t.to(dtype), listed), [x], [stages.layout], out, "var")
         return mean, square
-    rows_shape = (2, *stages.rows_shape)
-    shift = [Split(e.dim + 1) if isinstance(e, Split) else e for e in stages.layout.sbp]
-    gathered = [Split(e.dim + 1) if isinstance(e, Split) else e for e in stages.gathered.sbp]
-    rows = on_shards(
-        lambda t: torch.stack(own(t)), [x], [stages.layout],
-        [(stages.layout.with_sbp(tuple(shift)), rows_shape, dtype)], "var",
-    )  # fmt: skip
-    share = _shares(x, stages, total, dtype)
+    # Means of 32 bits are too coarse to be subtracted from one another where they are large: send what they lack.
+    sends_rest = x.dtype == torch.float32
 
-    def combine(pair: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        means, squares = pair.unbind(0)
-        weight = share.to(pair.device)
-        mean = (means * weight).sum(listed, keepdim=True)
-        off = means - mean
-        return mean, ((squares + off * off.conj()) * weight).sum(listed, keepdim=True)
+    def rows_of(t: torch.Tensor) -> torch.Tensor:
+        t = t.to(dtype)
+        mean, square = _own_moments(t, listed)
+        if not sends_rest:
+            return torch.stack([mean, square])
+        with torch.no_grad():
+            rest = (t - mean).mean(listed, keepdim=True) if t.numel() else torch.zeros_like(mean)
+        return torch.stack([mean, square, rest])
 
-    results = [stages.result(True, dtype)] * 2
-    mean, square = on_shards(combine, rows, [stages.gathered.with_sbp(tuple(gathered))], results, "var")
+    layout, gathered = (_behind_new_dim(each) for each in (stages.layout, stages.gathered))
+    rows_shape = (2 + sends_rest, *stages.rows_shape)
+    rows = on_shards(rows_of, [x], [stages.layout], [(layout, rows_shape, dtype)], "var")
+    share = _shares(x, stages, dtype)
+
+    def combine(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        weight = share.to(rows.device)
+        start = (rows[0] * weight).sum(listed, keepdim=True)
+        off = rows[0] - start + rows[2] if sends_rest else rows[0] - start
+        shift = (off * weight).sum(listed, keepdim=True)
+        off = off - shift
+        return start + shift, ((rows[1] + off * off.conj()) * weight).sum(listed, keepdim=True)
+
+    mean, square = on_shards(combine, rows, [gathered], [stages.result(True, dtype)] * 2, "var")
     return mean, square
 
 
-def _shares(x: GlobalTensor, stages: Stages, total: int, dtype: torch.dtype) -> torch.Tensor:
+def _own_moments(t: torch.Tensor, dims: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and mean squared difference of a shard; of an empty one zero."""
+    if t.numel() == 0:
+        nothing = t.sum(dims, keepdim=True)
+        return nothing, nothing.clone()
+    if t.is_complex():
+        mean = t.mean(dims, keepdim=True)
+        difference = t - mean
+        return mean, (difference * difference.conj()).mean(dims, keepdim=True)
+    variance, mean = torch.var_mean(t, dims, correction=0, keepdim=True)
+    return mean, variance
+
+
+def _behind_new_dim(layout: Layout) -> Layout:
+    """The layout of a stack of tensors along a new first dim."""
+    return layout.with_sbp(tuple(Split(e.dim + 1) if isinstance(e, Split) else e for e in layout.sbp))
+
+
+def _shares(x: GlobalTensor, stages: Stages, dtype: torch.dtype) -> torch.Tensor:
     """The part of the reduced elements that each shard has, in the shape of the rows."""
     shares = torch.ones([1] * len(stages.rows_shape), dtype=dtype)
     for dim in stages.dims:
         sizes = torch.tensor(shard_sizes(x, dim), dtype=dtype)
         shares = shares * sizes.reshape([-1 if d == dim else 1 for d in range(len(stages.rows_shape))])
-    return shares / total
+    return shares / math.prod(x._spec.shape[dim] for dim in stages.dims)
 
 
 def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, float, bool]:

@@ -109,7 +109,7 @@ def rms_norm(input: Any, normalized_shape: Sequence[int], weight: Any = None, ep
     x = whole(input)
     count = math.prod(normalized_shape)
     wide = accumulation_dtype(x.dtype)
-    tiny = torch.finfo(x.dtype).eps if eps is None else eps
+    tiny = torch.finfo(wide).eps if eps is None else eps
     stages = stages_of(x, dims)
 
     def mean_square(t: torch.Tensor) -> torch.Tensor:
