@@ -77,6 +77,7 @@ bench: $(STAMP)
 	@$(PY) -m benchmarks.data_parallel
 	@$(PY) -m benchmarks.tensor_parallel
 	@$(PY) -m benchmarks.memory
+	@$(PY) -m benchmarks.kernels
 	@$(PY) -m benchmarks.cell
 
 clean:
