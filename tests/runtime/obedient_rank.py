@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import time
@@ -24,6 +25,7 @@ def gather() -> list[int]:
 
 def files() -> list[str]:
     """The shared memory that this process has mapped."""
+    gc.collect()
     with open("/proc/self/maps") as file:
         return [line for line in file if "memfd" in line or "/dev/shm" in line]
 

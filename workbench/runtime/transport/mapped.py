@@ -52,6 +52,7 @@ class Mapping:
             raise _too_little(what, size, f"{format_bytes(room)} can be had")
         file = os.memfd_create("workbench", os.MFD_CLOEXEC)
         try:
+            os.fchmod(file, 0o600)
             os.posix_fallocate(file, 0, size)
             return cls(file, size)
         except OSError as error:

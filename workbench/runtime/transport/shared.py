@@ -63,7 +63,7 @@ class SharedTransport:
     """
 
     name = "shared"
-    cost = LinkCost(latency_s=30e-6, bandwidth_bytes_per_s=4e9)
+    cost = LinkCost(latency_s=40e-6, bandwidth_bytes_per_s=5e9)
 
     def __init__(
         self,
