@@ -129,6 +129,9 @@ def init(
         device: where shards live; default this rank's GPU if it has one to itself, else the CPU.
         timeout_s: how long a rank waits for the others before it gives up.
 
+    CPU ranks of one host exchange tensors through shared memory, others through torch.distributed; the environment
+    variable WORKBENCH_TRANSPORT (``shared`` or ``gloo``) decides otherwise.
+
     Returns:
         The world; calling again returns the same one.
 
