@@ -37,6 +37,7 @@ def _keepdim(call: Call, ndim: int) -> bool:
 def _sum(call: Call) -> Resolution:
     ndim = len(call.shapes[0])
     linear = call.name == "sum" and call.kwargs.get("dtype") is None
+    linear = linear and call.operands[0].dtype != torch.bool  # terms of a bool are combined by "or"
     return Resolution(reduction(ndim, _reduced_dims(call), _keepdim(call, ndim), whole=False, addend=linear))
 
 
