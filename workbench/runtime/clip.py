@@ -34,8 +34,8 @@ def total_norm(tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = 
         total = torch.linalg.vector_norm(norms, float(norm_type))
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise RuntimeError(
-            f"The total norm of order {float(norm_type)} for gradients from `parameters` is non-finite, so it cannot be "
-            "clipped. To disable this error and scale the gradients by the non-finite norm anyway, set "
+            f"The total norm of order {float(norm_type)} for gradients from `parameters` is non-finite, so it cannot "
+            "be clipped. To disable this error and scale the gradients by the non-finite norm anyway, set "
             "`error_if_nonfinite=False`"
         )
     return total

@@ -26,6 +26,7 @@ from workbench.runtime.ops.fallback import FallbackWarning, cached_infos, run_fa
 from workbench.runtime.ops.ghost import TENSOR, ghost_in_place, ghost_outputs, recipe_of
 from workbench.runtime.ops.keys import PARAMETER, key_of
 from workbench.runtime.ops.out import call_with_out
+from workbench.runtime.ops.plain_target import write_to_plain, writes_to_plain
 from workbench.runtime.ops.planning import Plan, bind, make_plan, operands_of
 from workbench.runtime.ops.refusals import check_new_plan, check_plan, plain_operand_text, refuse_two_placements
 from workbench.runtime.ops.registry import COMPOSITES, EXACT, HANDLERS, INDIFFERENT, RULES, fold_name
@@ -88,6 +89,8 @@ def call_by_plan(  # noqa: C901 - the hot path: calls cost more than branches
             return out
         return _relabel(out, plan.out)
     if plan is None:
+        if writes_to_plain(func, args):
+            return write_to_plain(func, args, kwargs or {})
         joined = _join_operands(func, args, kwargs or {})
         if joined is not None:
             return call_by_plan(func, *joined)

@@ -47,6 +47,16 @@ def representation(func: Any, args: Any, kwargs: Any) -> str:
     return describe(args[0])
 
 
+@handler("type")
+def type_or_cast(func: Any, args: Any, kwargs: Any) -> Any:
+    """``x.type()`` is the name of the shard's type, ``x.type(dtype)`` a cast; types have names and classes too."""
+    wanted = args[1] if len(args) > 1 else kwargs.get("dtype")
+    if wanted is None:
+        return _of_shard(func, args, kwargs)
+    dtype = wanted if isinstance(wanted, torch.dtype) else torch.empty(0).type(wanted).dtype
+    return args[0].to(dtype)
+
+
 def _of_shard(func: Any, args: Any, kwargs: Any) -> Any:
     with local_torch():
         return func(*args, **kwargs)
