@@ -35,8 +35,13 @@ def _attention(p, s):
 
 
 def _fractional(x):
-    planes = (x * 7 % 11).reshape(5, 1, 2, 3).repeat(1, 6, 2, 2)
-    return F.fractional_max_pool2d(planes, 2, (2, 2))[..., 1, 1]
+    planes = (torch.arange(48) * 7 % 48).reshape(6, 8) + x.reshape(5, 6, 1, 1)
+    return F.fractional_max_pool2d(planes, 2, (4, 5))[..., 1, 1]
+
+
+def _fractional_indices(x):
+    planes = x.reshape(5, 6, 1, 1, 1).repeat(1, 1, 7, 7, 7)
+    return F.fractional_max_pool3d(planes, 2, (4, 4, 4), return_indices=True)[1][..., 1, 1, 1]
 
 
 def _lstm(p, s):
@@ -91,6 +96,7 @@ MAKERS = {
     "rrelu": _full(-1.0, lambda x: F.rrelu(x, training=True)),
     "gumbel_softmax": _of(F.gumbel_softmax),
     "fractional pool": _ramp(_fractional),
+    "fractional pool indices": _ramp(_fractional_indices),
     "attention": _attention,
     "lstm": _lstm,
     "init uniform": _of(lambda x: nn.init.uniform_(x, -1, 1, generator=_generator())),

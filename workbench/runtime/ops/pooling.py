@@ -8,7 +8,7 @@ import torch
 
 from workbench.runtime import random
 from workbench.runtime.ops.randomness import sample_of_shape
-from workbench.runtime.ops.registry import Call, Resolution, composite, rule
+from workbench.runtime.ops.registry import Call, Resolution, composite, handler, rule
 from workbench.runtime.ops.shards import zeros_where_empty
 
 _SPATIAL = "XYZ"
@@ -72,5 +72,16 @@ def _with_indices(num_spatial: int) -> Any:
     return fractional_max_pool
 
 
+def _without_indices(num_spatial: int) -> Any:
+    pool = _with_indices(num_spatial)
+    builtin = getattr(torch._C._nn, f"fractional_max_pool{num_spatial}d")
+
+    def fractional_max_pool(func: Any, args: Any, kwargs: Any) -> Any:
+        return NotImplemented if func is builtin else pool(*args, **kwargs)[0]
+
+    return fractional_max_pool
+
+
 for _num_spatial in (2, 3):
     composite(f"fractional_max_pool{_num_spatial}d_with_indices")(_with_indices(_num_spatial))
+    handler(f"fractional_max_pool{_num_spatial}d")(_without_indices(_num_spatial))
