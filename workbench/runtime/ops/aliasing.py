@@ -69,7 +69,7 @@ class BoxedView(GlobalTensor):
         if written is not None:
             _check_writable(written, name.folded)
         for view in views:
-            view.__class__ = GlobalTensor
+            view.__class__ = GlobalTensor  # type: ignore[assignment]
         try:
             result = GlobalTensor.dispatch(func, args, kwargs)
         finally:
@@ -109,10 +109,11 @@ def remember_copies(local: Any, name: str, base: GlobalTensor, boxed: GlobalTens
         return result  # no version counters
     views = [leaf for leaf in tree_leaves(result) if isinstance(leaf, GlobalTensor)]
     items = getattr(local, "items", None)
+    write: Callable[[GlobalTensor], Any] | None
     for position, view in enumerate(views):
         if items is None:
             write = None if name in PERHAPS_ALIASING else base.copy_
-            fetch: Any = partial(box, base, boxed._spec.layout)
+            fetch: Callable[[], Any] = partial(box, base, boxed._spec.layout)
             BoxedView._of(view, Origin(name, base, _version(base), write, fetch), boxed)
         else:
             place = items[position]

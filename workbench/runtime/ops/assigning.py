@@ -122,16 +122,17 @@ def _assign(target: GlobalTensor, items: list[Any], value: Any) -> None:
         return write_slices(target, items, _global(value, target))
     first = tuple(_WHOLE if isinstance(item, torch.Tensor) else item for item in items)
     if any(item != _WHOLE for item in first):  # write through the view that the numbers and slices make
-        target = target[first]
+        view: Any = target[first]
         items = [item if isinstance(item, torch.Tensor) else _WHOLE for item in items if not isinstance(item, int)]
-        target[tuple(items)] = value
+        view[tuple(items)] = value
         return None
     return write_rows(target, items, _global(value, target), accumulate=False)
 
 
 def _global(value: Any, target: GlobalTensor) -> GlobalTensor:
     if isinstance(value, GlobalTensor):
-        return value if value.dtype == target.dtype else value.to(target.dtype)
+        converted: Any = value if value.dtype == target.dtype else value.to(target.dtype)
+        return converted
     spec = target._spec
     plain = torch.as_tensor(value, device=spec.world.device).to(target.dtype)
     return enter_as_broadcast(plain, spec.world, spec.layout)
@@ -151,7 +152,7 @@ def _boxed_value(value: GlobalTensor, target: GlobalTensor, result_dims: list[in
     return box_implicitly(value, spec.layout.with_sbp(tuple(entries)), "an index assignment")
 
 
-def write_slices(target: GlobalTensor, items: list[Any], value: GlobalTensor) -> None:
+def write_slices(target: GlobalTensor, items: list[Any], value: Any) -> None:
     """``x[numbers, slices and None] = value``: every rank writes what falls into its rows."""
     spec = target._spec
     sources = [dim for dim, item in enumerate(i for i in items if i is not None)]
