@@ -44,6 +44,11 @@ def _fractional_indices(x):
     return F.fractional_max_pool3d(planes, 2, (4, 4, 4), return_indices=True)[1][..., 1, 1, 1]
 
 
+def _low_rank(x):
+    left, values, right = torch.svd_lowrank(x * 7 % 11, 2, niter=0)
+    return left * values @ right.T
+
+
 def _lstm(p, s):
     x = wb.randn(5, 6, 4, placement=p, sbp=s)
     weights = [
@@ -97,6 +102,7 @@ MAKERS = {
     "gumbel_softmax": _of(F.gumbel_softmax),
     "fractional pool": _ramp(_fractional),
     "fractional pool indices": _ramp(_fractional_indices),
+    "low rank": _ramp(_low_rank),
     "attention": _attention,
     "lstm": _lstm,
     "init uniform": _of(lambda x: nn.init.uniform_(x, -1, 1, generator=_generator())),
@@ -137,7 +143,7 @@ def test_the_same_numbers_for_every_layout_and_world(name):
                 torch.testing.assert_close(value, reference, rtol=tolerance, atol=tolerance)
 
 
-ROUNDED = {"attention", "gumbel_softmax", "lstm", "normal means", "init orthogonal", "init orthogonal 4d"}
+ROUNDED = {"attention", "low rank", "gumbel_softmax", "lstm", "normal means", "init orthogonal", "init orthogonal 4d"}
 """Functions that compute with their random numbers: sums over shards are rounded otherwise."""
 
 

@@ -25,6 +25,7 @@ from workbench.runtime.ops import (
     joining,
     linalg,
     loss,
+    lowrank,
     matmul,
     metadata,
     moments,
@@ -47,7 +48,7 @@ from workbench.runtime.ops import (
 __all__ = [
     "along", "assigning", "attention", "autograd", "convolution", "creation", "cross_entropy", "cumulative",
     "dispatch", "dropout", "embedding", "experts", "exponentials", "extrema", "foreach", "hooks", "indexing",
-    "initializers", "joining", "linalg", "loss", "matmul", "metadata", "moments", "multihead", "norms", "picking",
-    "pointwise", "pooling", "randomness", "reading", "rearranging", "recurrent", "reduction", "reshaping", "spectral",
-    "vector_norms", "view",
+    "initializers", "joining", "linalg", "loss", "lowrank", "matmul", "metadata", "moments", "multihead",
+    "norms", "picking", "pointwise", "pooling", "randomness", "reading", "rearranging", "recurrent",
+    "reduction", "reshaping", "spectral", "vector_norms", "view",
 ]  # fmt: skip
