@@ -59,7 +59,7 @@ def test_ranks_that_wait_for_one_another_are_found(num_ranks):
         return timed(lambda: receive(transport, (rank + 1) % num_ranks, f"call {rank}"))
 
     for text, time_s in assert_all_returned(run_shared(program, num_ranks)):
-        assert "diverged" in text and all(f"call {rank}" in text for rank in range(num_ranks))
+        assert "diverged" in text and all(f"call {rank} at test_shared" in text for rank in range(num_ranks))
         assert time_s < 1
 
 
@@ -107,7 +107,10 @@ def test_a_wait_ends_after_the_timeout():
         return timed(lambda: receive(transport, 1))
 
     text, time_s = assert_all_returned(run_shared(program, timeout_s=0.2))[0]
-    assert "rank 0 stopped waiting for rank 1 in receive" in text and "nothing came for 0.2 s" in text
+    assert (
+        "rank 0 stopped waiting for rank 1 in receive" in text
+        and "nothing came for 0.2 s; rank 1 waits for nobody" in text
+    )
     assert 0.2 <= time_s < 0.5
 
 

@@ -30,6 +30,7 @@ _MAX_HEADER = LETTER_SLOT_BYTES - LETTER.size
 _SEMAPHORES_PER_PEER = 4
 
 _WAIT = struct.Struct("<qqq")  # number of the record, peer (or -1), bytes of header
+_MAX_WAIT = 900
 _MAX_REASON = 2000
 # Words of 8 bytes at the start of a board; then, in bytes, the record of the wait, the reason, what there is per peer.
 _TOKEN, _STATE, _NUM_CHUNKS, _CHUNKS = 0, 1, 2, 8
@@ -152,7 +153,7 @@ class Board:
 
     def write_wait(self, peer: int, header: bytes) -> None:
         """Say that this rank waits for ``peer``; -1: for nobody."""
-        number = self.words[_WAIT_AT // 8]
+        number, header = self.words[_WAIT_AT // 8], header[:_MAX_WAIT]
         self.mapping.data[_WAIT_AT + _WAIT.size : _WAIT_AT + _WAIT.size + len(header)] = header
         _WAIT.pack_into(self.mapping.data, _WAIT_AT, number + 1, peer, len(header))
 
@@ -161,7 +162,7 @@ class Board:
         number, peer, length = _WAIT.unpack_from(self.mapping.data, _WAIT_AT)
         if peer < 0:
             return None
-        text = self.mapping.data[_WAIT_AT + _WAIT.size : _WAIT_AT + _WAIT.size + min(length, _MAX_HEADER)]
+        text = self.mapping.data[_WAIT_AT + _WAIT.size : _WAIT_AT + _WAIT.size + min(length, _MAX_WAIT)]
         return Wait(number, peer, decode_header(bytes(text)))
 
     def _semaphore(self, peer: int, which: int) -> int:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 
 from workbench.errors import CollectiveAborted
+from workbench.runtime.caller import user_frame
 from workbench.runtime.transport.board import FAILED, LEFT, Board, decode_header
 from workbench.runtime.transport.link import Link
 from workbench.runtime.transport.semaphores import Semaphores
@@ -58,7 +59,7 @@ class Waiter:
         time.sleep(1e-3)
         reason = self.abort_reason or self._end_of(link)
         if reason is None and waited_s > self.timeout_s:
-            reason = f"it has read nothing for {self.timeout_s:g} s{self._stopped_process(link)}"
+            reason = f"it has read nothing for {self.timeout_s:g} s; {self._doing(link)}"
         if reason is not None:
             raise CollectiveAborted(f"rank {self.rank} stopped waiting for rank {link.peer} in flush: {reason}")
 
@@ -69,7 +70,7 @@ class Waiter:
     def _sleep(self, link: Link, header: bytes) -> None:
         started = time.perf_counter()
         self._suspicion = None
-        self._own.write_wait(link.peer, header)
+        self._own.write_wait(link.peer, header + _place_in_user_code())
         try:
             while not self._semaphores.take_within(link.letter_came, SLICE_S):
                 if not self._can_hope(link, header, time.perf_counter() - started):
@@ -88,9 +89,9 @@ class Waiter:
         reason = self.abort_reason or end
         for other in self._links.values():
             reason = reason or self._breakdown_of(other)
-        reason = reason or self._deadlock(link, header)
+        reason = reason or self._deadlock(link)
         if reason is None and waited_s > self.timeout_s:
-            reason = f"nothing came for {self.timeout_s:g} s{self._stopped_process(link)}"
+            reason = f"nothing came for {self.timeout_s:g} s; {self._doing(link)}"
         if reason is not None:
             verb = "lost" if end else "stopped waiting for"
             raise CollectiveAborted(f"rank {self.rank} {verb} rank {link.peer} in {decode_header(header)}: {reason}")
@@ -111,19 +112,18 @@ class Waiter:
         has_died = watch.poll(0) and link.theirs.state != LEFT
         return f"process {link.pid} of rank {link.peer} has ended" if has_died else None
 
-    def _stopped_process(self, link: Link) -> str:
-        try:
-            with open(f"/proc/{link.pid}/stat") as file:
-                state = file.read().rpartition(")")[2].split()[0]
-        except OSError:
-            return ""
-        return f"; process {link.pid} is stopped (SIGSTOP)" if state in "Tt" else ""
+    def _doing(self, link: Link) -> str:
+        """What the peer does instead of sending, as far as can be seen from here."""
+        if _is_stopped(link.pid):
+            return f"process {link.pid} of rank {link.peer} is stopped (SIGSTOP)"
+        wait = link.theirs.wait()
+        return f"rank {link.peer} waits for " + (f"rank {wait.peer} in {wait.header}" if wait else "nobody")
 
-    def _deadlock(self, link: Link, header: bytes) -> str | None:
+    def _deadlock(self, link: Link) -> str | None:
         """The ring of ranks that wait for one another, if there is one; only what was seen twice counts."""
         mine = self._own.wait()
         assert mine is not None
-        ring, waits = [self.rank], [(self.rank, mine.number, decode_header(header))]
+        ring, waits = [self.rank], [(self.rank, mine.number, mine.header)]
         while True:
             last = ring[-1]
             target = link.peer if last == self.rank else self._waits_for(last)
@@ -155,5 +155,15 @@ class Waiter:
         return num_sent == boards[reader].words[boards[reader].read_word(sender)]
 
 
-def _text(header: bytes) -> str:
-    return header.decode(errors="replace")
+def _is_stopped(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] in "Tt"
+    except OSError:
+        return False
+
+
+def _place_in_user_code() -> bytes:
+    """`` at train.py:12``: the line of the user's that waits."""
+    frame, _ = user_frame()
+    return f" at {os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}".encode() if frame else b""
