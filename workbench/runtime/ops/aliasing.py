@@ -122,6 +122,14 @@ def remember_copies(local: Any, name: str, base: GlobalTensor, boxed: GlobalTens
     return result
 
 
+def remember_ghost_base(name: str, base: GlobalTensor, result: Any) -> None:
+    """Views of a ghost share no storage with it: writing to one has to be told to the other (``ghost_in_place``)."""
+    if name in (ALIASING | PERHAPS_ALIASING) - {"detach", "get:data"}:
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, GlobalTensor):
+                leaf.__dict__["_ghost_base"] = base.__dict__.get("_ghost_base", base)
+
+
 def _put(base: GlobalTensor, place: Any, value: GlobalTensor) -> None:
     base[place] = value
 
