@@ -271,10 +271,13 @@ def ghost_in_place(
     """
     with local_torch():
         others = [operand for operand in operands if operand is not target and operand.requires_grad]
-        if torch.is_grad_enabled() and (others or target.requires_grad) and target.is_floating_point():
+        differentiable = target.is_floating_point() or target.is_complex()
+        if torch.is_grad_enabled() and (others or target.requires_grad) and differentiable:
             second_order = _second_order_in_place(target, others, func, args, kwargs or {})
             _GhostInPlace.apply(second_order, target, *others)
-    return target
+        torch.autograd.graph.increment_version(target)  # boxed forms are remembered by version, on every rank
+        base = target.__dict__.get("_ghost_base")
+    return target if base is None else (ghost_in_place(base, [base, target]), target)[1]
 
 
 def _second_order_in_place(target: GlobalTensor, others: list[Any], func: Any, args: Any, kwargs: Any) -> Any:
