@@ -21,7 +21,7 @@ from workbench.core.placement import Placement
 from workbench.core.sbp import Split, broadcast
 from workbench.runtime.boxing import box_implicitly
 from workbench.runtime.entry import enter_as_broadcast
-from workbench.runtime.ops.aliasing import remember_copies
+from workbench.runtime.ops.aliasing import remember_copies, remember_ghost_base
 from workbench.runtime.ops.fallback import FallbackWarning, cached_infos, run_fallback
 from workbench.runtime.ops.ghost import TENSOR, ghost_in_place, ghost_outputs, recipe_of
 from workbench.runtime.ops.keys import PARAMETER, key_of
@@ -206,6 +206,8 @@ def _run(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
         for _ in range(plan.num_tags):
             plan.world.next_tag()
         result = _run_on_ghost(plan, func, args, kwargs, operands)
+        if not plan.name.in_place and not plan.num_tags:
+            remember_ghost_base(plan.name.folded, operands[0], result)
     else:
         with local_torch():
             result = plan.local(*args, **kwargs)
