@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.models.spread import MODES
-from tests.models.training import Setup, assert_records_agree, on_one_device, on_ranks
+from tests.models.spread import MODES, ranks_of, spread
+from tests.models.training import Setup, assert_close, assert_records_agree, on_one_device, on_ranks, whole
 from tests.models.zoo import NAMES
+from workbench.testing import run_ranks
 
 one_device = functools.cache(on_one_device)
 
@@ -150,3 +151,45 @@ def test_the_comparison_notices_a_wrong_number(part):
         tensors["transformer.ln_f.weight"] = tensors["transformer.ln_f.weight"] * 1.001
     with pytest.raises(AssertionError, match="differs by"):
         assert_records_agree(wrong, truth, 1e-4)
+
+
+@pytest.mark.parametrize(("name", "mode"), [("gpt2", "weights-3"), ("llama", "both-2x2"), ("t5", "batch-2")])
+def test_a_cache_of_keys_is_continued(name, mode):
+    setup = Setup(name, "sdpa", padded=True)
+    models, batch = [setup.build().eval() for _ in range(ranks_of(mode))], setup.batch()
+    labels = batch.pop("labels")
+    words, key = (labels.clamp(min=0), "decoder_input_ids") if name == "t5" else (batch.pop("input_ids"), "input_ids")
+
+    def last_logits(model, batch, first, second):
+        start = model(**batch, **{key: first}, use_cache=True)
+        return model(**batch, **{key: second}, past_key_values=start.past_key_values, return_dict=False)[0]
+
+    if name != "t5":
+        batch.pop("attention_mask")
+    expected = last_logits(setup.build().eval(), batch, words[:, :4], words[:, 4:])
+
+    def program(rank):
+        model, inputs = spread(models[rank], {**batch, "first": words[:, :4], "second": words[:, 4:]}, mode)
+        first, second = inputs.pop("first"), inputs.pop("second")
+        return whole(last_logits(model, inputs, first, second))
+
+    for logits in run_ranks(program, len(models)):
+        assert_close(logits, expected.detach(), 1e-4, 0.0, "logits")
+
+
+@pytest.mark.parametrize(("name", "mode"), [("bert", "weights-2"), ("vit", "batch-2")])
+def test_everything_a_model_can_return(name, mode):
+    setup = Setup(name)
+    models, batch = [setup.build() for _ in range(ranks_of(mode))], setup.batch()
+    wishes = {"output_hidden_states": True, "output_attentions": True}
+    expected = setup.build()(**batch, **wishes)
+
+    def program(rank):
+        model, inputs = spread(models[rank], batch, mode)
+        output = model(**inputs, **wishes)
+        assert type(output) is type(expected) and output.keys() == expected.keys()
+        return [whole(tensor) for tensor in (*output.hidden_states, *output.attentions)]
+
+    for found in run_ranks(program, len(models)):
+        for tensor, truth in zip(found, (*expected.hidden_states, *expected.attentions), strict=True):
+            assert_close(tensor, truth.detach(), 1e-4, 0.0, "a hidden state or attention")
