@@ -277,7 +277,9 @@ def ghost_in_place(
             _GhostInPlace.apply(second_order, target, *others)
         torch.autograd.graph.increment_version(target)  # boxed forms are remembered by version, on every rank
         base = target.__dict__.get("_ghost_base")
-    return target if base is None else (ghost_in_place(base, [base, target]), target)[1]
+    if base is not None:
+        ghost_in_place(base, [base, target])
+    return target
 
 
 def _second_order_in_place(target: GlobalTensor, others: list[Any], func: Any, args: Any, kwargs: Any) -> Any:
