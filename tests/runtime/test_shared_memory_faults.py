@@ -99,6 +99,17 @@ def test_an_abort_from_another_thread_ends_the_wait_and_the_world():
     assert "rank 0 gave up" in told and "the user said so" in told
 
 
+def test_peers_of_a_rank_that_leaves_after_an_abort_are_told():
+    def program(transport, rank):
+        if rank == 1:
+            return timed(lambda: receive(transport, 0))
+        transport.abort("enough")
+        return None
+
+    text, time_s = assert_all_returned(run_shared(program))[1]
+    assert "rank 0 gave up: enough" in text and time_s < 1
+
+
 def test_a_wait_ends_after_the_timeout():
     def program(transport, rank):
         if rank == 1:

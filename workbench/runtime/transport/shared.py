@@ -203,11 +203,13 @@ class SharedTransport:
     def close(self) -> None:
         if self._is_closed:
             return
-        self._is_closed = True
         if self._waiter.abort_reason is None:
             self._let_peers_open_files()
             self._board.end(LEFT)
             self._waiter.abort_reason = "this rank has left it"
+        else:
+            self._give_up(None)  # the reason may not have met a wait yet
+        self._is_closed = True
         self._waiter.close()
         for mapping in (self._board.mapping, *self._chunks):
             mapping.close()
