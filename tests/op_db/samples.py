@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten
 
-UNINITIALISED = "its values are whatever lies in memory; shape and dtype are compared"
+UNINITIALISED = "its values are whatever lies in memory"
 STORAGE = "reads or writes by storage offset; a shard has no storage of the whole"
 SPARSE = "makes or takes a sparse layout; global tensors are strided"
 DEVICE = "needs another device than a CPU"
@@ -30,8 +30,16 @@ EXEMPT: dict[str, str] = {
     "sparse.sampled_addmm": SPARSE,
 }
 """Entries that are not run, each with the reason. A closed list: a new entry needs an argument, not a failing run."""
-SHAPES_ONLY = ("empty", "empty_like", "new_empty", "empty_permuted")
-"""Entries whose values are not compared, because they are uninitialised memory."""
+SHARED = "draws from torch's own generator, which simulated ranks share; processes have one each, in the same state"
+SHAPES_ONLY: dict[str, str] = {
+    "empty": UNINITIALISED,
+    "empty_like": UNINITIALISED,
+    "new_empty": UNINITIALISED,
+    "empty_permuted": UNINITIALISED,
+    "svd_lowrank": SHARED,
+    "pca_lowrank": SHARED,
+}
+"""Entries of which shapes and dtypes are compared, but no values."""
 
 _DTYPES = (
     torch.float32, torch.complex64, torch.int64, torch.bool, torch.float64, torch.bfloat16, torch.float16, torch.int32,

@@ -8,6 +8,7 @@ from workbench.runtime.ops import (
     assigning,
     attention,
     autograd,
+    chunked,
     convolution,
     creation,
     cross_entropy,
@@ -46,7 +47,7 @@ from workbench.runtime.ops import (
 )
 
 __all__ = [
-    "along", "assigning", "attention", "autograd", "convolution", "creation", "cross_entropy", "cumulative",
+    "along", "assigning", "attention", "autograd", "chunked", "convolution", "creation", "cross_entropy", "cumulative",
     "dispatch", "dropout", "embedding", "experts", "exponentials", "extrema", "foreach", "hooks", "indexing",
     "initializers", "joining", "linalg", "loss", "lowrank", "matmul", "metadata", "moments", "multihead",
     "norms", "picking", "pointwise", "pooling", "randomness", "reading", "rearranging", "recurrent",

@@ -28,7 +28,7 @@ from workbench.runtime.ops.keys import PARAMETER, key_of
 from workbench.runtime.ops.out import call_with_out
 from workbench.runtime.ops.plain_target import write_to_plain, writes_to_plain
 from workbench.runtime.ops.planning import Plan, bind, make_plan, operands_of
-from workbench.runtime.ops.refusals import check_new_plan, check_plan, plain_operand_text, refuse_two_placements
+from workbench.runtime.ops.refusals import check_plan, plain_operand_text, refuse_two_placements
 from workbench.runtime.ops.registry import COMPOSITES, EXACT, HANDLERS, INDIFFERENT, RULES, fold_name
 from workbench.runtime.tensor import GlobalTensor, Spec, label, local_torch
 
@@ -95,7 +95,8 @@ def call_by_plan(  # noqa: C901 - the hot path: calls cost more than branches
         if joined is not None:
             return call_by_plan(func, *joined)
         plan = make_plan(func, args, kwargs or {})
-        check_new_plan(plan, func, args, kwargs or {})
+        if plan.world.on_plan is not None:
+            plan.world.on_plan(func, args, kwargs or {})
         if key:
             if len(plans) >= _MAX_PLANS:  # a program that never calls alike twice must not fill the memory
                 plans.clear()
@@ -119,7 +120,7 @@ def _find_handler(func: Any) -> Callable[..., Any] | None:
             written = COMPOSITES[name.folded]
             return lambda _, args, kwargs: written(*args, **kwargs)
     if name.folded not in RULES:
-        body = _python_body(func)
+        body = as_written(func)
         if body is not None:
             return lambda _, args, kwargs: body(*args, **kwargs)
     return None
@@ -133,7 +134,7 @@ def forget_function(name: str, plans: dict[Any, Any]) -> None:
         plans.pop(key, None)
 
 
-def _python_body(func: Any) -> Callable[..., Any] | None:
+def as_written(func: Any) -> Callable[..., Any] | None:
     """A Python function of torch as it is written, so that the functions inside meet global tensors one by one."""
     if not isinstance(func, types.FunctionType) or not func.__module__.startswith("torch"):
         return None
@@ -268,4 +269,4 @@ def _relabel(result: torch.Tensor, spec: Spec) -> GlobalTensor:
 
 GlobalTensor.dispatch = staticmethod(dispatch)
 
-__all__ = ["FallbackWarning", "call_by_plan", "dispatch"]
+__all__ = ["FallbackWarning", "as_written", "call_by_plan", "dispatch"]
