@@ -116,7 +116,7 @@ def _run_sample(entry: Entry, sample: Any, seed: int, rtol: float) -> Outcome:
         def attempt(spread_as: Callable[..., torch.Tensor]) -> Any:
             wb.manual_seed(seed)
             (first, args, kwargs), tensors = arguments(spread_as)
-            result = entry.op.op(first, *args, **kwargs)
+            result = entry.call(first, *args, **kwargs)
             kept = tree_map(lambda leaf: _full(leaf) if isinstance(leaf, torch.Tensor) else leaf, result)
             differentiates = isinstance(truth, _Truth) and truth.grads
             grads = _gradients(process(result), tensors) if differentiates else []
@@ -161,7 +161,7 @@ def _truth(entry: Entry, arguments: Any, process: Any) -> _Truth:
     before = torch.get_rng_state()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        result = entry.op.op(first, *args, **kwargs)
+        result = entry.call(first, *args, **kwargs)
         is_random = not torch.equal(before, torch.get_rng_state())
         kept = tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf, result)
         try:

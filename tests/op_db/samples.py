@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -54,23 +54,33 @@ class Entry:
     op: Any
     dtype: torch.dtype
     differentiable: bool
+    call: Callable[..., Any]
 
 
-@lru_cache(maxsize=1)
-def entries() -> tuple[Entry, ...]:
-    """All of op_db, in its order."""
+@lru_cache(maxsize=3)
+def entries(form: str = "function") -> tuple[Entry, ...]:
+    """All of op_db that has this form, in its order: "function", "method" or "in_place"."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from torch.testing._internal import common_methods_invocations as invocations
     # op_db seeds torch's generator around random functions; here they are to draw from the world's keys.
     invocations.wrapper_set_seed = lambda op, *args, **kwargs: op(*args, **kwargs)
-    return tuple(_entry(op) for op in invocations.op_db)
+    calls = ((op, _call_of(op, form)) for op in invocations.op_db)
+    return tuple(_entry(op, call) for op, call in calls if call is not None)
 
 
-def _entry(op: Any) -> Entry:
+def _call_of(op: Any, form: str) -> Callable[..., Any] | None:
+    if form != "in_place":
+        return op.op if form == "function" else op.method_variant
+    written = op.inplace_variant
+    # A leaf that requires a gradient is not written to.
+    return written and (lambda first, *args, **kwargs: written(first.clone(), *args, **kwargs))
+
+
+def _entry(op: Any, call: Callable[..., Any]) -> Entry:
     dtype = next((d for d in _DTYPES if d in op.dtypes), next(iter(op.dtypes), torch.float32))
     name = f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name
-    return Entry(name, op, dtype, op.supports_autograd and dtype in op.supported_backward_dtypes("cpu"))
+    return Entry(name, op, dtype, op.supports_autograd and dtype in op.supported_backward_dtypes("cpu"), call)
 
 
 def samples(entry: Entry, count: int, seed: int) -> list[Any]:

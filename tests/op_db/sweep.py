@@ -69,12 +69,13 @@ def main() -> int:
     parser.add_argument("--only", default="*", help="name or pattern of entries")
     parser.add_argument("--samples", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--form", choices=("function", "method", "in_place"), default="function")
     parser.add_argument("--slowest", action="store_true", help="print the entries that take longest")
     parser.add_argument("--table", action="store_true", help="write docs/functions.md")
     options = parser.parse_args()
     torch.set_num_threads(1)
     results = []
-    for entry in entries():
+    for entry in entries(options.form):
         if fnmatch.fnmatch(entry.name, options.only):
             results.append(run_entry(entry, options.samples, options.seed))
             report(results[-1])
