@@ -107,3 +107,12 @@ def softmin(input: Any, dim: int | None = None, *rest: Any, dtype: torch.dtype |
     if type(input) is not GlobalTensor or dim is None or not splits(input, normalize_dims(dim, input.dim())):
         return NotImplemented
     return _softmax(-input, dim, _dtype_in(rest, dtype), logarithm=False)
+
+
+@composite("_safe_softmax")
+def safe_softmax(input: Any, dim: int, dtype: torch.dtype | None = None) -> Any:
+    """Softmax that is zero where a whole row is masked out."""
+    if type(input) is not GlobalTensor:
+        return NotImplemented
+    masked = (input == -torch.inf).all(dim, keepdim=True)
+    return torch.softmax(input.masked_fill(masked, 0.0), dim, dtype=dtype).masked_fill(masked, 0.0)

@@ -25,7 +25,9 @@ def _factors(call: Call, core: tuple[int, ...]) -> Resolution | None:
     if min(extra) < 0:  # lu_unpack gives an empty tensor for what it was not asked for
         return None
     left = ", ".join("..." + _WHOLE[:n] for n in core)
-    return Resolution(f"{left} -> {', '.join('...' + _WHOLE[:n] for n in extra)}")
+    # Of no matrix at all, the condition number forgets that it has a gradient.
+    filled = "#1#2#3#4" if call.name == "linalg_cond" else ""
+    return Resolution(f"{left} -> {', '.join('...' + _WHOLE[:n] for n in extra)}", filled=filled)
 
 
 @rule(*_OF_A_MATRIX.split())

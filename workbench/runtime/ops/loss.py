@@ -6,6 +6,7 @@ Each loss has a rule for ``reduction="none"``; the mean and the sum are the redu
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from workbench.core.sbp import Split, broadcast
 from workbench.runtime.entry import enter_as_broadcast
 from workbench.runtime.ops.across import on_shards, splits
 from workbench.runtime.ops.dispatch import call_by_plan
+from workbench.runtime.ops.local import whole
 from workbench.runtime.ops.registry import Call, Resolution, composite, rule
 from workbench.runtime.tensor import GlobalTensor
 
@@ -51,10 +53,13 @@ def _triplet_margin(call: Call) -> Resolution | None:
 @rule("multi_margin_loss", "multilabel_margin_loss")
 def _multi_margin(call: Call) -> Resolution | None:
     """Every row is compared with its own label's score, so the classes stay whole."""
-    if call.kwargs.get("reduction") != "none" or len(call.shapes[0]) != 2:
+    if call.kwargs.get("reduction") != "none":
         return None
-    target = "n" if call.name == "multi_margin_loss" else "nC"
-    return Resolution(f"nC, {target}{', C' * (len(call.operands) - 2)} -> n")
+    row = "C" if call.shapes[0] else ""
+    batch = "n" if len(call.shapes[0]) == 2 else ""
+    label = row if call.name == "multilabel_margin_loss" else "1" * (len(call.shapes[1]) - len(batch))
+    weights = f", {'W' * len(call.shapes[2])}" if len(call.operands) > 2 else ""
+    return Resolution(f"{batch}{row}, {batch}{label}{weights} -> {batch or '1' * len(call.outputs[0][0])}")
 
 
 def _reduced(each: Any, reduction: str) -> Any:
@@ -141,6 +146,33 @@ def ctc_loss(log_probs: Any, targets: Any, input_lengths: Any, target_lengths: A
     if reduction == "mean":  # over a sequence's labels first
         return (each / operands[3].clamp_min(1).to(each.dtype)).mean()
     return each if reduction == "none" else each.sum()
+
+
+@composite("gaussian_nll_loss")
+def gaussian_nll_loss(
+    input: Any, target: Any, var: Any, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
+) -> Any:
+    """Element by element, after the checks of torch's own."""
+    if isinstance(var, torch.Tensor):
+        var = whole(var) if type(var) is GlobalTensor else var
+        if torch.any(var < 0):
+            raise ValueError("var has negative entry/entries")
+        if var.shape != input.shape:
+            differing = [b for a, b in zip(input.shape, var.shape, strict=False) if a != b]
+            if input.shape[:-1] == var.shape:
+                var = var.unsqueeze(-1)
+            elif input.dim() != var.dim() or sum(differing) != 1:
+                raise ValueError("var is of incorrect size")
+    elif var < 0:
+        raise ValueError("var has negative entry/entries")
+    else:
+        var = var * torch.ones_like(input)
+    if reduction not in ("none", "mean", "sum"):
+        raise ValueError(f"{reduction} is not valid")
+    clamped = var + (var.detach().clamp_min(eps) - var.detach())  # the gradient passes the clamp, as torch's does
+    each = 0.5 * (clamped.log() + (input - target) ** 2 / clamped)
+    each = each + 0.5 * math.log(2 * math.pi) if full else each
+    return each if reduction == "none" else _reduced(each, reduction)
 
 
 _WRITTEN: dict[str, Callable[..., Any]] = {

@@ -165,3 +165,26 @@ def var_mean(input: Any, *args: Any, **kwargs: Any) -> Any:
 def std_mean(input: Any, *args: Any, **kwargs: Any) -> Any:
     """Standard deviation and mean over split dims."""
     return _spread(input, True, True, args, kwargs)
+
+
+@composite("cov")
+def cov(input: Any, *, correction: int = 1, fweights: Any = None, aweights: Any = None) -> Any:
+    """Covariance of the rows: a product of what differs from the means."""
+    if type(input) is not GlobalTensor or fweights is not None or aweights is not None or input.dim() > 2:
+        return NotImplemented
+    x = input if input.dim() == 2 else input.reshape(1, -1)
+    x = x if x.is_floating_point() or x.is_complex() else x.to(torch.get_default_dtype())
+    off = x - whole(x.mean(1, keepdim=True))
+    return ((off @ off.conj().t()) / max(0, x.shape[1] - correction)).squeeze()
+
+
+@composite("corrcoef")
+def corrcoef(input: Any) -> Any:
+    """Covariance of the rows over their standard deviations."""
+    if type(input) is not GlobalTensor or input.is_complex():
+        return NotImplemented
+    covariance: Any = whole(torch.cov(input))
+    if covariance.dim() == 0:
+        return covariance / covariance
+    deviation = covariance.diagonal().sqrt()
+    return (covariance / deviation.unsqueeze(1) / deviation).clamp(-1, 1)

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from workbench.core.layout import Layout
 from workbench.core.rules import Signature
 from workbench.core.sbp import Sbp, Split, broadcast
+from workbench.runtime.boxing import box_implicitly
 from workbench.runtime.entry import enter_as_broadcast
 from workbench.runtime.ops.across import complete, on_shards, splits, stages_of, terms
 from workbench.runtime.ops.equation_text import term
@@ -41,7 +42,9 @@ def _normalized_dims(input: Any, normalized_shape: Sequence[int], *weights: Any)
     dims = list(range(ndim - len(normalized_shape), ndim))
     if input._spec.shape[dims[0] :] != tuple(normalized_shape) or 0 in input._spec.shape:
         return None
-    return dims if splits(input, dims) or any(splits(weight) for weight in weights) else None
+    # A weight may not be gathered; one that is no parameter may.
+    follows = any(splits(weight) and weight._is_param for weight in weights)
+    return dims if follows or splits(input, dims) else None
 
 
 def _apply(
@@ -172,7 +175,7 @@ def instance_norm(
 @rule("batch_norm", parameters="input running_mean running_var weight bias training momentum eps")
 def _batch_norm_frozen(call: Call) -> Resolution | None:
     """With given statistics every channel is on its own."""
-    if call.arg(5, "training", False):
+    if call.arg(5, "training", False) or len(call.shapes[0]) < 2:
         return None
     return Resolution(f"nc...{', c' * (len(call.operands) - 1)} -> nc...", filled="nc")
 
@@ -183,7 +186,7 @@ def batch_norm(
     training: bool = False, momentum: float = 0.1, eps: float = 1e-5, *_: Any,
 ) -> Any:  # fmt: skip
     """Batch norm from the moments of the logical batch, so that data parallelism gives one device's numbers."""
-    if not training or type(input) is not GlobalTensor:
+    if not training or type(input) is not GlobalTensor or input.dim() < 2:
         return NotImplemented
     shape = input._spec.shape
     count = math.prod(shape) // max(1, shape[1])
@@ -228,6 +231,8 @@ def _update(running: Any, batch: GlobalTensor, momentum: float, correction: floa
         if batch._spec.shape[0] > 1:
             value = value.mean(0)
         value = value.reshape(-1).to(running.dtype)
+        if type(running) is GlobalTensor:
+            value = box_implicitly(value, whole(running)._spec.layout, "batch_norm")
         running.mul_(1 - momentum).add_(value, alpha=momentum * correction)
 
 

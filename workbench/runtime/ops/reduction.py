@@ -128,7 +128,8 @@ def _quantile(call: Call) -> Resolution:
         "->"
     )
     listed = ["", ", Q" if many else ", "][len(call.operands) - 1]
-    return Resolution(f"{left}{listed} -> {'Q' * many}{right}")
+    kept = term(ndim, dropped=dims)
+    return Resolution(f"{left}{listed} -> {'Q' * many}{right}", filled=kept)
 
 
 @rule("topk")

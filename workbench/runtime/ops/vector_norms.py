@@ -165,6 +165,9 @@ def cosine_similarity(x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> Any:
     along = normalize_dims(dim, ndim)[0] - ndim
     if not any(splits(x, [along + x.dim()]) for x in (x1, x2)):
         return NotImplemented
+    if x1.shape[along] != x2.shape[along]:  # a row of one counts as often as the other is long
+        common = torch.broadcast_shapes(x1.shape, x2.shape)
+        x1, x2 = x1.expand(common), x2.expand(common)
     first, second = (_unit(x, along, eps) for x in (x1, x2))
     return (first * second).sum(along)
 
