@@ -197,3 +197,27 @@ def test_views_that_need_no_boxing_are_plain_views():
         return [type(view) is BoxedView for view in direct], [type(view) is BoxedView for view in boxed]
 
     assert run_ranks(program) == [([False] * 5, [True] * 2)] * 2
+
+
+@pytest.mark.parametrize("write", ["slice", "view", "flat"])
+def test_a_write_through_a_view_on_another_stage_sends_its_gradient_back(write):
+    """Rank 1 holds only ghosts of ``y``; its tensor ``z`` is written into a view of ``y`` on rank 0."""
+
+    def program(rank):
+        first, second = (wb.placement("cpu", ranks=[r]) for r in (0, 1))
+        x = wb.ones(5, 4, placement=first, sbp=wb.sbp.broadcast).requires_grad_()
+        z = wb.ones(2, 4, placement=second, sbp=wb.sbp.broadcast).requires_grad_()
+        y = x * 2
+        sent = (z * 3).to_global(placement=first, sbp=wb.sbp.broadcast)
+        if write == "slice":
+            y[0:2] = y[0:2] + sent
+        elif write == "view":
+            y[0:2].add_(sent)
+        else:
+            y.view(-1)[:8].add_(sent.reshape(-1))
+        (y * y).sum().backward()
+        everywhere = wb.placement("cpu", ranks=[0, 1])
+        grads = [t.grad.to_global(placement=everywhere, sbp=wb.sbp.broadcast) for t in (x, z)]
+        return [grad.to_local().sum().item() for grad in grads]
+
+    assert run_ranks(program) == [[256.0, 240.0]] * 2
