@@ -6,10 +6,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
+from torch.utils._pytree import tree_leaves
+
 from workbench.core.boxing import describe_sbp_change, plan_boxing
 from workbench.core.layout import Layout
 from workbench.errors import ExplicitBoxingError
-from workbench.runtime.caller import name_in_user_code
+from workbench.runtime.caller import name_in_user_code, user_frame
 from workbench.runtime.tensor import GlobalTensor, local_torch
 from workbench.runtime.world import current
 from workbench.units import format_bytes
@@ -49,7 +51,8 @@ def explicit_boxing() -> Iterator[None]:
 
 def check_explicit(function: str, needs: Sequence[Need]) -> None:
     """Raise ``ExplicitBoxingError`` if any of the boxings communicates; all of them are named at once."""
-    texts = [text for need in needs if (text := _describe(need))]
+    given = _operands_of_users_call()
+    texts = [text for need in needs if (text := _describe(need, given))]
     if texts:
         raise ExplicitBoxingError(
             f"{function}: needs a boxing {'; and '.join(texts)}. Under wb.explicit_boxing() only what moves nothing "
@@ -57,18 +60,36 @@ def check_explicit(function: str, needs: Sequence[Need]) -> None:
         )
 
 
-def _describe(need: Need) -> str | None:
+def _describe(need: Need, given: list[GlobalTensor]) -> str | None:
     source = need.tensor._spec
     with local_torch():
         itemsize = need.tensor.element_size()
     plan = plan_boxing(source.layout, need.layout, source.shape, itemsize)
     if plan.is_local:
         return None
+    change = describe_sbp_change(source.layout, need.layout)
+    moved = f"{tuple(source.shape)} on {source.layout.placement}"
+    price = f"({plan.kind}, {format_bytes(plan.wire_bytes)})"
+    cause = next((tensor for tensor in given if not tensor._spec.layout.is_broadcast), None)
+    if cause is None or any(tensor is need.tensor for tensor in given):
+        line = to_global_line(need.tensor, need.layout)
+        return f"{change} of {need.argument}, {moved}, that the code does not write {price}: write {line}"
+    line = to_global_line(cause, cause._spec.layout.broadcast())
     return (
-        f"{describe_sbp_change(source.layout, need.layout)} of {need.argument}, {tuple(source.shape)} on "
-        f"{source.layout.placement}, that the code does not write ({plan.kind}, {format_bytes(plan.wire_bytes)}): "
-        f"write {to_global_line(need.tensor, need.layout)}"
+        f"{change} of an intermediate result, {moved} {price}, because an operand lies as {cause._spec.layout}: where "
+        f"it lies as B, or split along another dim, nothing has to move inside; write {line}"
     )
+
+
+def _operands_of_users_call() -> list[GlobalTensor]:
+    """The global tensors among the arguments of the torch function that the user's code called."""
+    _, ours = user_frame()
+    calls = [frame for frame in ours if frame.f_code.co_name == "__torch_function__"]
+    if not calls:
+        return []
+    outermost = calls[-1].f_locals
+    leaves = tree_leaves((outermost.get("args"), outermost.get("kwargs")))
+    return [leaf for leaf in leaves if isinstance(leaf, GlobalTensor)]
 
 
 def to_global_line(tensor: GlobalTensor, layout: Layout) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from workbench.core.sbp import Broadcast, Partial, Sbp, Split
@@ -33,7 +35,9 @@ def cut(
 def _cut_sum(whole: torch.Tensor, num_ranks: int, generator: torch.Generator) -> list[torch.Tensor]:
     if whole.is_floating_point() or whole.is_complex():
         terms = [
-            whole * (0.4 / (num_ranks - 1)) + torch.randn(whole.shape, generator=generator).to(whole.dtype)
+            (whole * (0.4 / (num_ranks - 1)) + torch.randn(whole.shape, generator=generator).to(whole.dtype)).where(
+                whole.isfinite(), 0
+            )  # what is infinite or no number lies on one rank
             for _ in range(num_ranks - 1)
         ]
     else:
@@ -52,8 +56,13 @@ def _cut_extremum(whole: torch.Tensor, sign: int, num_ranks: int, generator: tor
     return [torch.where(holder == rank, whole, worse) for rank in range(num_ranks)]
 
 
-def mismatch(shards: list[torch.Tensor], entry: Sbp, whole: torch.Tensor) -> str | None:
-    """Why ``shards`` are not ``whole`` laid out as ``entry``, with both numbers; None if they are."""
+def mismatch(
+    shards: list[torch.Tensor], entry: Sbp, whole: torch.Tensor, operands: Sequence[torch.Tensor] = ()
+) -> str | None:
+    """Why ``shards`` are not ``whole`` laid out as ``entry``, with both numbers; None if they are.
+
+    ``operands``: what the numbers were computed from; they are as exact as the least exact of these.
+    """
     if any(shard.dtype != whole.dtype for shard in shards):
         return f"the ranks return {shards[0].dtype}, one device {whole.dtype}"
     if isinstance(entry, Split) and not 0 <= entry.dim < whole.dim():
@@ -68,7 +77,7 @@ def mismatch(shards: list[torch.Tensor], entry: Sbp, whole: torch.Tensor) -> str
             return (
                 f"{where} {verb} shape {tuple(value.shape)}, {entry} of {tuple(whole.shape)} is {tuple(wanted.shape)}"
             )
-        difference = _first_difference(value, wanted)
+        difference = _first_difference(value, wanted, [whole, *operands])
         if difference is not None:
             verb = "give" if isinstance(entry, Partial) else "gives"
             return f"{where} {verb} {difference[1]} at {difference[0]}, one device {difference[2]}"
@@ -87,8 +96,11 @@ def _combine(shards: list[torch.Tensor], entry: Partial) -> torch.Tensor:
     return torch.stack(shards).amax(0) if entry.reduction == "max" else torch.stack(shards).amin(0)
 
 
-def _first_difference(value: torch.Tensor, wanted: torch.Tensor) -> tuple[list[int], object, object] | None:
-    rtol, atol = _TOLERANCES.get(wanted.dtype, _DEFAULT_TOLERANCE)
+def _first_difference(
+    value: torch.Tensor, wanted: torch.Tensor, sources: Sequence[torch.Tensor]
+) -> tuple[list[int], object, object] | None:
+    inexact = [source.dtype for source in sources if source.is_floating_point() or source.is_complex()]
+    rtol, atol = max((_TOLERANCES.get(dtype, _DEFAULT_TOLERANCE) for dtype in inexact), default=_DEFAULT_TOLERANCE)
     if wanted.is_floating_point() or wanted.is_complex():
         close = torch.isclose(value, wanted, rtol=rtol, atol=atol, equal_nan=True)
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -89,7 +90,8 @@ def collect(function: Callable[..., Any], operands: Iterable[Any]) -> list[Examp
         world = World(0, 1, torch.device("cpu"), ThreadTransport(ThreadHub(1), 0))
         world.generator = torch.Generator().manual_seed(0)
         world.on_plan = lambda func, args, kwargs: _keep(found, func, args, kwargs)
-        with Simulated(world):
+        with Simulated(world), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # fallbacks and what torch deprecates are not the question here
             function(*tree_map(lambda value, e=entry, w=world: _enter(value, e, w), operands))
     return list(found.values())
 

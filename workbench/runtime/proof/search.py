@@ -227,11 +227,12 @@ class _Search:
 
     def _compare(self, found: list[OneRank], inputs: Entries, outputs: Entries, seeds: list[Any]) -> str | None:
         for number, (entry, value) in enumerate(zip(outputs, self.expected.values, strict=True)):
-            problem = mismatch([results[number] for results, _ in found], entry, value.detach())
+            problem = mismatch([results[number] for results, _ in found], entry, value.detach(), self.operands)
             if problem:
                 return f"result {number}: {problem}" if len(outputs) > 1 else problem
         for number, gradient in self.expected.gradients.items() if any(s is not None for s in seeds) else ():
-            problem = mismatch([gradients[number] for _, gradients in found], dual(inputs[number]), gradient)
+            of_ranks = [gradients[number] for _, gradients in found]
+            problem = mismatch(of_ranks, dual(inputs[number]), gradient, self.operands)
             if problem:
                 return f"gradient of operand {number}: {problem}"
         return None
