@@ -76,6 +76,17 @@ def test_a_slow_rank_is_no_deadlock():
     assert assert_all_returned(run_shared(program)) == ["done", "done"]
 
 
+def test_a_waiting_rank_leaves_its_core_to_others():
+    def program(transport, rank):
+        if rank == 1:
+            time.sleep(0.6)
+        started = time.thread_time()
+        transport.all_gather(torch.zeros(1), "gather")
+        return time.thread_time() - started
+
+    assert max(assert_all_returned(run_shared(program))) < 0.1
+
+
 def test_an_abort_from_another_thread_ends_the_wait_and_the_world():
     def program(transport, rank):
         if rank == 1:
