@@ -26,6 +26,7 @@ from workbench.runtime.world import World, current
 
 _DTYPES = sorted((d for d in vars(torch).values() if isinstance(d, torch.dtype)), key=str)
 _MAX_DIMS = 8
+_is_of_transform = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 class _Enter(torch.autograd.Function):
@@ -93,6 +94,12 @@ def enter_as_broadcast(
 
     ``origin`` names its argument in the error of check mode.
     """
+    if _is_of_transform(local):
+        raise LayoutError(
+            f"a global tensor on {layout.placement} meets a plain tensor of shape {tuple(local.shape)} inside a "
+            "function transform (torch.vmap, torch.func.grad). Transforms know nothing of layouts: use torch.autograd.grad, or "
+            "apply the transform to shards inside wb.local_map."
+        )
     spec = spec_of(world, layout.broadcast(), tuple(local.shape))
     if world.checks_agreement:
         check_plain_operand(local, world, layout, origin)

@@ -23,7 +23,7 @@ _torch_function_enabled = torch._C._is_torch_function_enabled
 
 MAKERS = ("arange", "eye", "full", "randint", "randperm", "range", "scalar_tensor")
 """Functions of ``torch`` that read a global scalar among their arguments on their own."""
-LIKE_MAKERS = ("full_like", "randint_like")
+LIKE_MAKERS = ("full_like",)
 METHODS = ("new_full", "new_tensor")
 """Functions of ``torch`` and methods of plain tensors that do so behind their first argument."""
 CONVERSIONS = ("tensor", "as_tensor", "asarray")

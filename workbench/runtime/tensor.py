@@ -155,8 +155,8 @@ class GlobalTensor(torch.Tensor):
         expected = self._spec.layout.dual()
         if tuple(value.shape) != tuple(self._spec.shape):
             raise RuntimeError(
-                f"assigned grad has shape {tuple(value.shape)}, the tensor {tuple(self._spec.shape)}. A gradient has "
-                "the logical shape of its tensor."
+                f"attempting to assign a gradient of size {list(value.shape)} to a tensor of size "
+                f"{list(self._spec.shape)}. Both are logical sizes and must be the same."
             )
         if not isinstance(value, GlobalTensor):
             value = GlobalTensor.enter(value, self._spec.world, self._spec.layout)

@@ -15,11 +15,18 @@ def _power_sum(tensor: torch.Tensor, order: float = 2) -> torch.Tensor:
     return tensor.abs().pow(order).sum()
 
 
+def _bound(bounds: Callable[..., Any], clamp: Callable[..., Any]) -> Callable[..., Any]:
+    """``maximum`` and ``minimum``, which take numbers too in lists."""
+    return lambda tensor, other: (bounds if isinstance(other, torch.Tensor) else clamp)(tensor, other)
+
+
 _UNLIKE: dict[str, Callable[..., Any]] = {
     "norm": torch.linalg.vector_norm,
     "powsum": _power_sum,
     "copy": lambda target, value, non_blocking=False: value,
     "zero": torch.zeros_like,
+    "maximum": _bound(torch.maximum, torch.clamp_min),
+    "minimum": _bound(torch.minimum, torch.clamp_max),
 }
 """What has another name for one tensor."""
 

@@ -143,7 +143,17 @@ def _einsum(call: Call) -> Resolution:
         free = sorted({name for operand in names for name in operand if isinstance(name, int)})
         result = [*free, *sorted(letter for letter in set(letters) if letters.count(letter) == 1)]
     whole = {name for operand in names for name in operand if operand.count(name) > 1}
-    return Resolution(contraction(names, result, call.shapes, whole))
+    return Resolution(contraction(names, result, call.shapes, whole), lambda *_: _einsum_of_shards)
+
+
+def _einsum_of_shards(equation: str, *operands: Any) -> torch.Tensor:
+    """torch multiplies where one row is contracted, which autocast does not cast; shards must not differ in dtype."""
+    tensors = operands[0] if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else operands
+    kind = tensors[0].device.type
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        tensors = [t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors]
+    return torch.einsum(equation, *tensors)
 
 
 def _einsum_names(text: str, ndim: int) -> list[Hashable]:

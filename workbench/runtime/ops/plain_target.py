@@ -1,4 +1,4 @@
-"""In-place functions of a plain tensor with global operands: ``total += loss`` leaves the logical value in ``total``."""
+"""In-place functions of a plain tensor with global operands: ``total += loss`` leaves the logical value."""
 
 from __future__ import annotations
 
