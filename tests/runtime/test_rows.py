@@ -114,3 +114,17 @@ def test_explicit_boxing_refuses_to_move_rows():
                 x.flip(0)
 
     run_ranks(program)
+
+
+def test_a_trace_counts_rows_that_move():
+    def program(rank):
+        x = wb.randn(12, 3, placement=wb.placement("cpu", ranks=[0, 1]), sbp=wb.sbp.split(0)).requires_grad_()
+        before = current().traffic.sent_bytes
+        with wb.trace() as trace:
+            x.flip(0).square().sum().backward()
+        rows = [record for record in trace.records if record.kind == "rows"]
+        assert {record.direction for record in rows} == {"forward", "backward"}
+        assert "test_rows.py" in rows[0].site.line
+        return sum(record.sent_bytes for record in rows), current().traffic.sent_bytes - before, rows[0].wire_bytes
+
+    assert run_ranks(program) == [(2 * 72, 2 * 72, 144)] * 2

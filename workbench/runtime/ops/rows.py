@@ -8,6 +8,7 @@ not split the dim, look on.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -66,6 +67,22 @@ class RowMove:
         return RowMove(self.to_rank, self.from_rank, self.result, self.put, self.source, self.taken)
 
 
+@dataclass(frozen=True, slots=True)
+class Account:
+    """What a row map moves, in the words of a ``BoxingPlan``: for traces."""
+
+    source: Layout
+    destination: Layout
+    shape: Shape
+    bytes_sent: dict[int, int]
+    kind: str = "rows"
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes on the wire, summed over the ranks."""
+        return sum(self.bytes_sent.values())
+
+
 @dataclass(frozen=True)
 class RowPlan:
     """Who sends which rows to whom. ``adds`` where several may arrive at one row: in the gradient."""
@@ -88,6 +105,18 @@ class RowPlan:
     def crosses(self) -> bool:
         """Whether some rank needs another one."""
         return any(move.from_rank != move.to_rank for move in self.moves)
+
+    def account(self, itemsize: int) -> Account:
+        """Who sends how many bytes."""
+        first, last = self.sources[0], self.results[0]
+        sent: dict[int, int] = {}
+        for move in self.moves:
+            if move.from_rank != move.to_rank:
+                side = self.results[move.result]
+                sizes = side.layout.local_shape(side.shape, move.to_rank)
+                row = math.prod(size for d, size in enumerate(sizes) if d != self.dim)
+                sent[move.from_rank] = sent.get(move.from_rank, 0) + move.put[2] * row * itemsize
+        return Account(first.layout, last.layout, first.shape, sent)
 
 
 def _dual(sides: tuple[Side, ...]) -> tuple[Side, ...]:
@@ -136,22 +165,24 @@ def _steps_within(first: int, step: int, start: int, stop: int) -> tuple[int, in
 
 class _Rows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, plan: RowPlan, world: World, tag: int, *locals_: torch.Tensor) -> Any:
+    def forward(ctx: Any, plan: RowPlan, world: World, tag: int, site: Any, *locals_: torch.Tensor) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.map = (plan, world, tag, locals_[0].dtype)
+        ctx.map = (plan, world, tag, site, locals_[0].dtype)
         return tuple(_run(plan, world, tag, locals_))
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        plan, world, tag, dtype = ctx.map
+        plan, world, tag, site, dtype = ctx.map
         back = plan.transposed
+        if world.tracer is not None:
+            world.tracer.add(site or world.tracer.site(), "backward", back.account(dtype.itemsize), dtype)
         filled = [
             torch.zeros(side.layout.local_shape(side.shape, world.rank), dtype=dtype, device=world.device)
             if grad is None
             else grad
             for grad, side in zip(grads, back.sources, strict=True)
         ]
-        return (None, None, None, *_Rows.apply(back, world, tag | 1, *filled))
+        return (None, None, None, None, *_Rows.apply(back, world, tag | 1, site, *filled))
 
 
 def move_rows(plan: RowPlan, world: World, locals_: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -164,9 +195,13 @@ def move_rows(plan: RowPlan, world: World, locals_: Sequence[torch.Tensor]) -> l
             f"x.to_global(sbp={last.layout.broadcast().sbp}) first."
         )
     tag = world.next_tag()
+    site, dtype = None, locals_[0].dtype
+    if world.tracer is not None:
+        site = world.tracer.site()
+        world.tracer.add(site, "forward", plan.account(dtype.itemsize), dtype)
     with local_torch():
         if torch.is_grad_enabled() and any(shard.requires_grad for shard in locals_):
-            return list(_Rows.apply(plan, world, tag, *locals_))
+            return list(_Rows.apply(plan, world, tag, site, *locals_))
         return _run(plan, world, tag, locals_)
 
 
