@@ -82,6 +82,7 @@ MAKERS = {
     "normal_": _of(lambda x: x.normal_(1.0, 2.0)),
     "uniform_": _of(lambda x: x.uniform_(-1, to=1)),
     "generator": _of(lambda x: x.uniform_(generator=_generator())),
+    "bernoulli out": _ramp(lambda x: torch.bernoulli(x / 30, out=torch.zeros_like(x))),
     "bernoulli_": _of(lambda x: x.bernoulli_(0.3)),
     "bernoulli_ tensor": _of(lambda x: x.bernoulli_(torch.linspace(0, 1, 6))),
     "exponential_": _of(lambda x: x.exponential_(lambd=2.0)),

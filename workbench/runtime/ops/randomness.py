@@ -52,6 +52,10 @@ def _options(names: str, args: Any, kwargs: Any) -> dict[str, Any]:
     return dict(zip(names.split(), args, strict=False)) | kwargs
 
 
+def _without_out(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in kwargs.items() if name != "out"}
+
+
 def _like(tensor: GlobalTensor, sampler: random.Sampler, options: dict[str, Any]) -> GlobalTensor:
     dtype = options.get("dtype") or tensor.dtype
     shape = tensor._spec.shape
@@ -149,7 +153,9 @@ def normal(func: Any, args: Any, kwargs: Any) -> Any:
     options = _options("mean std", args, kwargs)
     mean, std = options.get("mean", 0.0), options.get("std", 1.0)
     tensors = [value for value in (mean, std) if isinstance(value, GlobalTensor)]
-    if options.get("out") is not None or not tensors:
+    if options.get("out") is not None:
+        return options["out"].copy_(normal(func, args, _without_out(kwargs)))
+    if not tensors:
         return NotImplemented
     shapes = [tuple(value.shape) for value in (mean, std) if isinstance(value, torch.Tensor)]
     shape = tuple(torch.broadcast_shapes(*shapes))
@@ -198,7 +204,7 @@ def bernoulli(func: Any, args: Any, kwargs: Any) -> Any:
     options = _options("tensor p", args, kwargs)
     tensor, p, generator = options["tensor"], options.get("p"), options.get("generator")
     if options.get("out") is not None:
-        return NotImplemented
+        return options["out"].copy_(bernoulli(func, args, _without_out(kwargs)))
     if isinstance(p, torch.Tensor):
         probabilities: Any = (torch.zeros_like(tensor, dtype=p.dtype) + p).detach()
         dtype = tensor.dtype
@@ -236,7 +242,7 @@ def multinomial(func: Any, args: Any, kwargs: Any) -> Any:
     """Categories drawn row by row: rows may be split, the categories of a row stay together."""
     options = _options("input num_samples replacement", args, kwargs)
     if options.get("out") is not None:
-        return NotImplemented
+        return options["out"].copy_(multinomial(func, args, _without_out(kwargs)))
     weights, count = whole(options["input"]), options["num_samples"]
     shape, layout = weights._spec.shape, weights._spec.layout
     if not options.get("replacement") and count > shape[-1]:
