@@ -16,6 +16,7 @@ from torch.nn.utils import clip_grad
 
 from workbench.core.boxing import plan_boxing
 from workbench.core.sbp import Partial, Split, broadcast
+from workbench.runtime.ops.reading import everywhere
 from workbench.runtime.optim import start_sums
 from workbench.runtime.tensor import GlobalTensor, Spec, local_torch, plain
 from workbench.runtime.world import World
@@ -93,7 +94,7 @@ def _widest(tensors: Sequence[torch.Tensor]) -> torch.dtype:
 def clip_with_norm(parameters: Any, max_norm: float, total_norm: torch.Tensor, foreach: Any = None) -> None:
     """``torch.nn.utils.clip_grads_with_norm_``: every term is scaled, in place."""
     listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    whole = total_norm.to_global(sbp="B").to_local() if isinstance(total_norm, GlobalTensor) else total_norm
+    whole = everywhere(total_norm) if isinstance(total_norm, GlobalTensor) else total_norm
     _torch_clip([p for p in listed if not isinstance(p, GlobalTensor)], max_norm, whole, foreach)
     with torch.no_grad(), local_torch():
         scale = torch.clamp(float(max_norm) / (whole + 1e-6), max=1.0)

@@ -126,6 +126,6 @@ def rebuild(
 def install() -> None:
     """Complete ``GlobalTensor``, and let ``torch.load(weights_only=True)`` load it."""
     GlobalTensor.__copy__ = shallow_copy  # type: ignore[attr-defined]
-    GlobalTensor.__deepcopy__ = deep_copy  # type: ignore[method-assign]
-    GlobalTensor.__reduce_ex__ = reduce  # type: ignore[method-assign]
+    GlobalTensor.__deepcopy__ = deep_copy  # type: ignore[assignment, method-assign]
+    GlobalTensor.__reduce_ex__ = reduce  # type: ignore[assignment, method-assign]
     torch.serialization.add_safe_globals([rebuild])

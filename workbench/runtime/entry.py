@@ -97,8 +97,8 @@ def enter_as_broadcast(
     if _is_of_transform(local):
         raise LayoutError(
             f"a global tensor on {layout.placement} meets a plain tensor of shape {tuple(local.shape)} inside a "
-            "function transform (torch.vmap, torch.func.grad). Transforms know nothing of layouts: use torch.autograd.grad, or "
-            "apply the transform to shards inside wb.local_map."
+            "function transform (torch.vmap, torch.func.grad). Transforms know nothing of layouts: use "
+            "torch.autograd.grad, or apply the transform to shards inside wb.local_map."
         )
     spec = spec_of(world, layout.broadcast(), tuple(local.shape))
     if world.checks_agreement:
