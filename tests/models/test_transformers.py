@@ -1,11 +1,13 @@
 """Models of ``transformers``, their code as it is, spread over ranks: the numbers of one device, step by step."""
 
 import functools
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
 
+import workbench as wb
 from tests.models.spread import MODES, ranks_of, spread
 from tests.models.training import Setup, assert_close, assert_records_agree, on_one_device, on_ranks, whole
 from tests.models.zoo import NAMES
@@ -15,10 +17,10 @@ one_device = functools.cache(on_one_device)
 
 STRATEGIES = [("*: data", 3), ("*: model", 2), ("*: model | 1x2x2", 4)]
 BY_NAME = {
-    "gpt2": "*: data; transformer.wte: model:row; transformer.h: model; lm_head: model:column",
-    "llama": "*: data; model.embed_tokens: model:row; model.layers: model; lm_head: model:column",
+    "gpt2": "*: model; transformer.wte: model:row; transformer.wpe: model:row",
+    "llama": "*: model; model.embed_tokens: model:row; lm_head: model:column",
 }
-"""Megatron's way: the words of the table, then columns and rows in turn; norms on every rank."""
+"""Megatron's way: the words of the tables, then columns and rows in turn; norms on every rank."""
 
 
 def assert_equals_one_device(setup, way, num_ranks=None, rtol=1e-4, may_gather=frozenset()):
@@ -94,6 +96,27 @@ def test_mixture_of_experts(experts, may_gather, mode):
 )
 def test_weights_split_by_name(name, degrees, num_ranks):
     assert_equals_one_device(Setup(name, "sdpa", "adamw"), f"{BY_NAME[name]} | {degrees}", num_ranks)
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_weights_split_by_name_move_one_sum_per_pair_of_layers(name):
+    setup = Setup(name, "sdpa")
+    models, batch = [setup.build() for _ in range(2)], setup.batch()
+
+    def program(rank):
+        model = wb.parallelize(models[rank], f"{BY_NAME[name]} | 1x1x2")
+        with wb.trace() as trace:
+            model(**batch)
+        return Counter((r.change, r.function.rpartition(".")[2]) for r in trace.records if r.wire_bytes)
+
+    tables = {"gpt2": ["wte", "wpe"], "llama": ["embed_tokens"]}[name]
+    rows = {"gpt2": ["c_proj", "c_proj"], "llama": ["o_proj", "down_proj"]}[name]
+    expected = Counter([("P -> B", layer) for layer in tables + 2 * rows])
+    expected += Counter([("P -> B", "cross_entropy"), ("P(max) -> B", "cross_entropy")])  # the words stay split
+    for found in run_ranks(program, 2):
+        if name == "gpt2":  # queries, keys and values lie side by side in one weight: halves of it are not heads
+            found = Counter({key: n for key, n in found.items() if key[1] != "split"})
+        assert found == expected
 
 
 @pytest.mark.parametrize(("name", "strategy", "num_ranks"), [("t5", "*: data", 2), ("mixtral", "*: model", 2)])
