@@ -243,7 +243,8 @@ def matrix_power(input: Any, n: int, *, out: Any = None) -> Any:
     """Powers by repeated squaring; the zeroth and the negative ones fall back."""
     if out is not None or n < 1:
         return NotImplemented
-    result, square = None, input
+    result: Any = None
+    square = input
     while n:
         if n & 1:
             result = square if result is None else result @ square

@@ -10,9 +10,12 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+import torch.nn.functional
 
 from workbench.runtime.ops.registry import composite
+
+F: Any = torch.nn.functional
+"""Its helpers for masks and projections are not declared."""
 
 
 @composite("multi_head_attention_forward")
