@@ -73,8 +73,15 @@ def _call_of(op: Any, form: str) -> Callable[..., Any] | None:
     if form != "in_place":
         return op.op if form == "function" else op.method_variant
     written = op.inplace_variant
-    # A leaf that requires a gradient is not written to.
-    return written and (lambda first, *args, **kwargs: written(first.clone(), *args, **kwargs))
+    return None if written is None else lambda first, *args, **kwargs: _in_place(written, first, args, kwargs)
+
+
+def _in_place(written: Callable[..., Any], first: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
+    """On a copy, as a leaf that requires a gradient is not written to; a few functions resize, which no layout can."""
+    result = written(first.clone(), *args, **kwargs)
+    if result.shape != first.shape:
+        raise ValueError(f"in place, the shape became {tuple(result.shape)}")
+    return result
 
 
 def _entry(op: Any, call: Callable[..., Any]) -> Entry:

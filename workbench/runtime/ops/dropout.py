@@ -98,6 +98,7 @@ def rrelu(func: Any, args: Any, kwargs: Any) -> Any:
     names = ("input", "lower", "upper", "training", "inplace" if func is torch.nn.functional.rrelu else "generator")
     options = dict(zip(names, args, strict=False)) | kwargs
     given, lower, upper = options["input"], options.get("lower", 1 / 8), options.get("upper", 1 / 3)
+    in_place = options.get("inplace") or func.__name__ == "rrelu_"
     if options.get("training"):
         x = whole(given)
         layout, shape = x._spec.layout, x._spec.shape
@@ -107,7 +108,6 @@ def rrelu(func: Any, args: Any, kwargs: Any) -> Any:
             lambda own, slope: torch.where(own <= 0, own * slope, own), [x, slopes], [layout, layout],
             (layout, shape, x.dtype), "rrelu",
         )  # fmt: skip
-    else:
-        result = torch.nn.functional.leaky_relu(given, (lower + upper) / 2)
-    in_place = options.get("inplace") or func.__name__ == "rrelu_"
+    else:  # in place all the way: leaky_relu remembers its input, which copy_ would overwrite
+        return torch.nn.functional.leaky_relu(given, (lower + upper) / 2, inplace=bool(in_place))
     return given.copy_(result) if in_place else result

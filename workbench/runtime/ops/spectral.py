@@ -47,4 +47,4 @@ def _stft(call: Call) -> Resolution:
     """A batch of signals, and the window that all share."""
     batch = "n" * (len(call.shapes[0]) - 1)
     rest = "XYZ"[: len(call.outputs[0][0]) - len(batch)]
-    return Resolution(f"{batch}T{', W' * (len(call.operands) - 1)} -> {batch}{rest}")
+    return Resolution(f"{batch}T{', W' * (len(call.operands) - 1)} -> {batch}{rest}", filled="n")
