@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 
-from workbench.runtime.entry import enter_as_broadcast
 from workbench.runtime.ops.randomness import without_partial
 from workbench.runtime.ops.registry import handler
-from workbench.runtime.tensor import GlobalTensor, ghost_storage, label, spec_of
+from workbench.runtime.tensor import ghost_storage, label, spec_of
 
 
 def _constant_like(make: Any) -> Any:
@@ -54,13 +53,3 @@ for _name, _make in (
     ("new_full", torch.full),
 ):
     handler(_name)(_new(_make))
-
-
-@handler("eye")
-def eye(func: Any, args: Any, kwargs: Any) -> Any:
-    """``torch.eye(n, m, out=global)``, as ``nn.init.eye_`` calls it."""
-    out = kwargs["out"]
-    if not isinstance(out, GlobalTensor) or tuple(out.shape) != (args[0], args[-1]):
-        return NotImplemented
-    value = torch.eye(args[0], args[-1], dtype=out.dtype, device=out._spec.world.device)
-    return out.copy_(enter_as_broadcast(value, out._spec.world, out._spec.layout))

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 from workbench.runtime.boxing import box
 from workbench.runtime.entry import enter_as_broadcast
 from workbench.runtime.ops.ghost import ghost_in_place
+from workbench.runtime.ops.randomness import made_into
 from workbench.runtime.ops.refusals import refuse_out
 from workbench.runtime.tensor import GlobalTensor, local_torch
 
@@ -27,7 +28,8 @@ def call_with_out(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     out = kwargs["out"]
     targets = list(out) if isinstance(out, (tuple, list)) else [out]
     _check_before(func, targets, tree_leaves((args, rest)))
-    result = func(*args, **rest)
+    numbers = made_into(func, args, rest, targets[0])
+    result = func(*args, **rest) if numbers is None else numbers
     results = list(result) if isinstance(result, (tuple, list)) else [result]
     if len(results) != len(targets):
         refuse_out(

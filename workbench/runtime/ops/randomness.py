@@ -52,10 +52,6 @@ def _options(names: str, args: Any, kwargs: Any) -> dict[str, Any]:
     return dict(zip(names.split(), args, strict=False)) | kwargs
 
 
-def _without_out(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in kwargs.items() if name != "out"}
-
-
 def _like(tensor: GlobalTensor, sampler: random.Sampler, options: dict[str, Any]) -> GlobalTensor:
     dtype = options.get("dtype") or tensor.dtype
     shape = tensor._spec.shape
@@ -153,8 +149,6 @@ def normal(func: Any, args: Any, kwargs: Any) -> Any:
     options = _options("mean std", args, kwargs)
     mean, std = options.get("mean", 0.0), options.get("std", 1.0)
     tensors = [value for value in (mean, std) if isinstance(value, GlobalTensor)]
-    if options.get("out") is not None:
-        return options["out"].copy_(normal(func, args, _without_out(kwargs)))
     if not tensors:
         return NotImplemented
     shapes = [tuple(value.shape) for value in (mean, std) if isinstance(value, torch.Tensor)]
@@ -203,8 +197,6 @@ def bernoulli(func: Any, args: Any, kwargs: Any) -> Any:
     """``Tensor.bernoulli_(p)`` with a number or a tensor; ``torch.bernoulli(probabilities)``."""
     options = _options("tensor p", args, kwargs)
     tensor, p, generator = options["tensor"], options.get("p"), options.get("generator")
-    if options.get("out") is not None:
-        return options["out"].copy_(bernoulli(func, args, _without_out(kwargs)))
     if isinstance(p, torch.Tensor):
         probabilities: Any = (torch.zeros_like(tensor, dtype=p.dtype) + p).detach()
         dtype = tensor.dtype
@@ -241,8 +233,6 @@ def _poisson_quantile(at: torch.Tensor, rate: torch.Tensor) -> torch.Tensor:
 def multinomial(func: Any, args: Any, kwargs: Any) -> Any:
     """Categories drawn row by row: rows may be split, the categories of a row stay together."""
     options = _options("input num_samples replacement", args, kwargs)
-    if options.get("out") is not None:
-        return options["out"].copy_(multinomial(func, args, _without_out(kwargs)))
     weights, count = whole(options["input"]), options["num_samples"]
     shape, layout = weights._spec.shape, weights._spec.layout
     if not options.get("replacement") and count > shape[-1]:
@@ -286,3 +276,24 @@ def _whole_with_generator(name: str) -> None:
 
 for _name in ("binomial", "_standard_gamma", "_sample_dirichlet"):
     _whole_with_generator(_name)
+
+
+def made_into(func: Any, args: Any, options: dict[str, Any], out: GlobalTensor) -> GlobalTensor | None:
+    """The numbers of ``torch.rand(5, 6, out=global)`` and its like, in the layout of ``out``; None for others."""
+    name = func.__name__
+    if name not in ("rand", "randn", "randint", "randperm", "normal") or any(isinstance(a, torch.Tensor) for a in args):
+        return None
+    key_source, layout = options.get("generator"), without_partial(out)
+    if name in ("rand", "randn"):
+        size = args if isinstance(args[0], int) else args[0]
+        sampler = random.uniform_sampler() if name == "rand" else random.normal_sampler()
+    elif name == "randint":
+        given = _options("low high size" if len(args) == 3 or "low" in options else "high size", args, options)
+        sampler, size = random.integer_sampler(given.get("low", 0), given["high"]), given["size"]
+    elif name == "normal":
+        given = _options("mean std size", args, options)
+        sampler, size = random.normal_sampler(given["mean"], given["std"]), given["size"]
+    else:
+        numbers = random.permutation(random.draw_key(out._spec.world, key_source), args[0])
+        return enter_as_broadcast(numbers, out._spec.world, out._spec.layout)
+    return sample(out, layout, tuple(size), sampler, out.dtype, key_source)
