@@ -9,6 +9,7 @@ the optimizer does, fused or foreach, it does to plain local tensors.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -20,6 +21,8 @@ from workbench.runtime.tensor import GlobalTensor, local_torch, plain
 
 BUCKET_BYTES = 25 * 2**20
 """Gradients are reduced in flat buckets of about this size."""
+_BUCKETS_UNDER_WAY = 2
+"""More would only take memory for copies of gradients."""
 
 Graded = tuple[GlobalTensor, torch.Tensor]
 """A parameter and its local gradient."""
@@ -69,13 +72,15 @@ def start_sums(terms: Iterable[tuple[GlobalTensor, torch.Tensor, tuple[int, ...]
             result[owner] = local
         else:
             buckets.setdefault((group, local.dtype), []).append((owner, local))
-    started = [
-        _start_bucket(bucket, group) for (group, _), members in buckets.items() for bucket in _cut_into_buckets(members)
-    ]
+    # In the order of the parameters on all ranks, so that no two ranks wait for each other's later buckets.
+    waiting = deque((bucket, key[0]) for key, members in buckets.items() for bucket in _cut_into_buckets(members))
+    started = deque(_start_bucket(*waiting.popleft()) for _ in range(min(_BUCKETS_UNDER_WAY, len(waiting))))
 
     def finish() -> dict[GlobalTensor, torch.Tensor]:
-        for finish_bucket in started:
-            result.update(finish_bucket())
+        while started:
+            result.update(started.popleft()())
+            if waiting:
+                started.append(_start_bucket(*waiting.popleft()))
         return result
 
     return finish

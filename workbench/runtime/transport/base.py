@@ -71,7 +71,7 @@ class Transport(Protocol):
     ) -> Callable[[], torch.Tensor]:
         """Begin to reduce the elements of ``tensors`` (one dtype), laid one behind the other.
 
-        They may change as soon as this returns. What comes back ends the reduction and gives the result, flat.
+        Nobody may change them until what comes back has been called: it ends the reduction and gives the result, flat.
         """
 
     def all_gather(self, tensor: torch.Tensor, header: str) -> list[torch.Tensor]:

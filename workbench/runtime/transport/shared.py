@@ -8,6 +8,7 @@ way: every rank offers its term, and reads the others' terms in the order of the
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -17,21 +18,22 @@ import torch
 from workbench.core.boxing import LinkCost
 from workbench.errors import CollectiveAborted
 from workbench.runtime.transport.arena import Arena
-from workbench.runtime.transport.base import ACCUMULATED_IN_32_BITS, Message, Release, Wanted, pack
+from workbench.runtime.transport.base import Message, Release, Wanted, pack
 from workbench.runtime.transport.board import FAILED, LEFT, MAX_CHUNKS, Board, decode_header, encode_header
 from workbench.runtime.transport.link import Block, Letter, Link
 from workbench.runtime.transport.mapped import Mapping
+from workbench.runtime.transport.reducing import combine, cut, tag_in_group
 from workbench.runtime.transport.semaphores import Semaphores
 from workbench.runtime.transport.waits import SLICE_S, Waiter
 
 FIRST_CHUNK_BYTES = 8 * 2**20
 """Memory for data that every rank starts with; more is added in growing steps when messages need it."""
 _LAST_LETTERS_S = 1.0
-_TILE_NUMEL = 32768
-"""Sums of more than two terms go by tiles of this size, which stay in the core's cache."""
-_ONE_SHOT_BYTES = {2: 4 * 2**20}
-_ONE_SHOT_BYTES_OF_MORE = 256 * 2**10
-_COMBINE: dict[str, Callable[..., torch.Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+PIECE_BYTES = 2 * 2**20
+"""Long sums go by pieces: what one rank has packed is still in the cache when another one adds it."""
+_PIECES_UNDER_WAY = 2
+ONE_STEP_BYTES = 256 * 2**10
+"""Up to this size every rank of three or more adds up everything itself, which saves a meeting."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -54,6 +56,18 @@ def _ends_the_transport(
             raise
 
     return run
+
+
+class _Sum:
+    """A reduction on its way: pieces that are not offered yet, and those that are, with the blocks they lie in."""
+
+    def __init__(
+        self, pieces: list[list[torch.Tensor]], group: Sequence[int], reduction: str, tag: int, header: bytes
+    ) -> None:
+        self.pieces = deque(pieces)
+        self.offered: deque[tuple[torch.Tensor, Block]] = deque()
+        self.dtype, self.numel = pieces[0][0].dtype, sum(part.numel() for piece in pieces for part in piece)
+        self.group, self.reduction, self.tag, self.header = group, reduction, tag, header
 
 
 class SharedTransport:
@@ -121,64 +135,74 @@ class SharedTransport:
     def start_all_reduce(
         self, tensors: Sequence[torch.Tensor], group: Sequence[int], reduction: str, tag: int, header: str
     ) -> Callable[[], torch.Tensor]:
-        dtype, numel = tensors[0].dtype, sum(tensor.numel() for tensor in tensors)
-        text, wire_tag = encode_header(header), tag << 1
-        block = self._allocate(numel * dtype.itemsize, header)
+        piece_numel = PIECE_BYTES // tensors[0].dtype.itemsize
+        sum_ = _Sum(
+            list(cut(tensors, piece_numel)), group, reduction, tag_in_group(tag, group) << 1, encode_header(header)
+        )
+        for _ in range(_PIECES_UNDER_WAY):
+            self._offer(sum_)
+        return lambda: self._finish_all_reduce(sum_)
+
+    def _offer(self, sum_: _Sum) -> None:
+        """Let the peers read this rank's next piece, if there is one."""
+        if not sum_.pieces:
+            return
+        parts = sum_.pieces.popleft()
+        dtype, numel = parts[0].dtype, sum(part.numel() for part in parts)
+        block = self._allocate(numel * dtype.itemsize, sum_.header)
         own = self._chunks[block.chunk].tensor(block.offset, (numel,), dtype)
-        pack(tensors, out=own)
-        for rank in group:
+        pack(parts, out=own)
+        for rank in sum_.group:
             if rank != self.rank:
-                self._links[rank].send(wire_tag, block, own.nbytes, text)
-        return lambda: self._finish_all_reduce(own, block, group, reduction, wire_tag, text)
+                self._links[rank].send(sum_.tag, block, own.nbytes, sum_.header)
+        sum_.offered.append((own, block))
 
     @_ends_the_transport
-    def _finish_all_reduce(
-        self, own: torch.Tensor, block: Block, group: Sequence[int], reduction: str, tag: int, header: bytes
-    ) -> torch.Tensor:
+    def _finish_all_reduce(self, sum_: _Sum) -> torch.Tensor:
+        out = torch.empty(sum_.numel, dtype=sum_.dtype)
+        start = 0
+        while sum_.offered:
+            own, block = sum_.offered.popleft()
+            self._reduce_piece(own, block, out[start : start + own.numel()], sum_)
+            start += own.numel()
+            self._offer(sum_)
+        return out
+
+    def _reduce_piece(self, own: torch.Tensor, block: Block, out: torch.Tensor, sum_: _Sum) -> None:
         letters: list[tuple[Link, Letter]] = []
         terms: list[torch.Tensor] = []
-        for rank in group:
+        for rank in sum_.group:
             if rank == self.rank:
                 terms.append(own)
                 continue
             link = self._links[rank]
-            letter = self._take(link, tag, header, own.nbytes)
+            letter = self._take(link, sum_.tag, sum_.header, own.nbytes)
             letters.append((link, letter))
             terms.append(self._view(link, letter, own.shape, own.dtype))
-        out = torch.empty_like(own)
-        if own.nbytes <= _ONE_SHOT_BYTES.get(len(group), _ONE_SHOT_BYTES_OF_MORE):
-            _combine(terms, out, reduction)
+        if len(terms) == 2 or own.nbytes <= ONE_STEP_BYTES:
+            combine(terms, out, sum_.reduction)
         else:
-            self._reduce_in_two_steps(terms, out, reduction, group, block, tag | 1, header)
+            self._reduce_in_two_steps(terms, out, block, sum_)
         for link, letter in letters:
             link.acknowledge(letter)
         block.leave()
-        return out
 
-    def _reduce_in_two_steps(
-        self,
-        terms: list[torch.Tensor],
-        out: torch.Tensor,
-        reduction: str,
-        group: Sequence[int],
-        block: Block,
-        tag: int,
-        header: bytes,
-    ) -> None:
+    def _reduce_in_two_steps(self, terms: list[torch.Tensor], out: torch.Tensor, block: Block, sum_: _Sum) -> None:
         """Each rank reduces its slice of all terms and offers it in the place of its own term; the others copy it.
 
         Nobody else reads that place: the others read their own slices of this rank's term.
         """
+        group, tag = sum_.group, sum_.tag | 1
         mine, step = group.index(self.rank), -(-out.numel() // len(group))
         slices = [slice(index * step, (index + 1) * step) for index in range(len(group))]
-        _combine([term[slices[mine]] for term in terms], out[slices[mine]], reduction)
+        combine([term[slices[mine]] for term in terms], out[slices[mine]], sum_.reduction)
         terms[mine][slices[mine]].copy_(out[slices[mine]])
         others = [(mine + distance) % len(group) for distance in range(1, len(group))]  # not all at one rank's memory
         for index in others:
-            self._links[group[index]].send(tag, block, out.nbytes, header)
+            self._links[group[index]].send(tag, block, out.nbytes, sum_.header)
         for index in others:
             link = self._links[group[index]]
-            letter = self._take(link, tag, header, out.nbytes)
+            letter = self._take(link, tag, sum_.header, out.nbytes)
             out[slices[index]].copy_(terms[index][slices[index]])
             link.acknowledge(letter)
 
@@ -242,11 +266,11 @@ class SharedTransport:
     def _publish(self, tensor: torch.Tensor, header: bytes) -> Block | None:
         if tensor.numel() == 0:
             return None
-        block = self._allocate(tensor.nbytes, decode_header(header))
+        block = self._allocate(tensor.nbytes, header)
         self._chunks[block.chunk].tensor(block.offset, tensor.shape, tensor.dtype).copy_(tensor.detach())
         return block
 
-    def _allocate(self, num_bytes: int, header: str) -> Block:
+    def _allocate(self, num_bytes: int, header: bytes) -> Block:
         for link in self._links.values():
             link.collect()
         for chunk, arena in enumerate(self._arenas):
@@ -255,12 +279,12 @@ class SharedTransport:
                 return Block(arena, chunk, offset, num_bytes)
         return self._grow(num_bytes, header)
 
-    def _grow(self, num_bytes: int, header: str) -> Block:
+    def _grow(self, num_bytes: int, header: bytes) -> Block:
         """A further chunk, at least as large as all before it, so that few are needed."""
         has = sum(chunk.size for chunk in self._chunks)
         assert len(self._chunks) < MAX_CHUNKS
         size = -(-max(num_bytes, has) // 2**20) * 2**20
-        what = f"rank {self.rank} in {header}: data for other ranks"
+        what = f"rank {self.rank} in {decode_header(header)}: data for other ranks"
         mapping = Mapping.create(size, what)
         self._board.add_chunk(mapping)
         self._chunks.append(mapping)
@@ -296,21 +320,3 @@ def _num_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
     for size in shape:
         count *= size
     return count
-
-
-def _combine(terms: list[torch.Tensor], out: torch.Tensor, reduction: str) -> None:
-    """``out`` = the terms, combined from left to right; sums of 16-bit numbers in 32 bits."""
-    combine = _COMBINE[reduction]
-    widens = reduction == "sum" and out.dtype in ACCUMULATED_IN_32_BITS
-    if len(terms) == 2 and not widens:
-        combine(terms[0], terms[1], out=out)
-        return
-    for start in range(0, out.numel(), _TILE_NUMEL):
-        tile = slice(start, start + _TILE_NUMEL)
-        total = terms[0][tile].float() if widens else out[tile]
-        if not widens:
-            total.copy_(terms[0][tile])
-        for term in terms[1:]:
-            combine(total, term[tile], out=total)
-        if widens:
-            out[tile].copy_(total)

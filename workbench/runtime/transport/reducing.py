@@ -1,0 +1,59 @@
+"""Sums, maxima and minima of tensors that lie in memory: in a fixed order, in at least 32 bits, piece by piece."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from zlib import crc32
+
+import torch
+
+from workbench.runtime.transport.base import ACCUMULATED_IN_32_BITS
+
+_CACHED_NUMEL = 32768
+"""Reductions of more than two terms go by runs of this many elements, which stay in the core's cache."""
+_COMBINE: dict[str, Callable[..., torch.Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+
+
+def combine(terms: Sequence[torch.Tensor], out: torch.Tensor, reduction: str) -> None:
+    """``out`` = the flat terms, combined from left to right; sums of 16-bit numbers in 32 bits."""
+    function = _COMBINE[reduction]
+    widens = reduction == "sum" and out.dtype in ACCUMULATED_IN_32_BITS
+    if len(terms) == 2 and not widens:
+        function(terms[0], terms[1], out=out)
+        return
+    for start in range(0, out.numel(), _CACHED_NUMEL):
+        run = slice(start, start + _CACHED_NUMEL)
+        total = terms[0][run].float() if widens else out[run].copy_(terms[0][run])
+        for term in terms[1:]:
+            function(total, term[run], out=total)
+        if widens:
+            out[run].copy_(total)
+
+
+def cut(tensors: Sequence[torch.Tensor], piece_numel: int) -> Iterator[list[torch.Tensor]]:
+    """The elements of ``tensors`` one behind the other, in pieces of ``piece_numel`` (the last may be shorter).
+
+    >>> [[part.tolist() for part in piece] for piece in cut([torch.arange(3), torch.arange(3, 8)], 4)]
+    [[[0, 1, 2], [3]], [[4, 5, 6, 7]]]
+    """
+    if sum(tensor.numel() for tensor in tensors) <= piece_numel:
+        yield list(tensors)
+        return
+    piece: list[torch.Tensor] = []
+    room = piece_numel
+    for tensor in tensors:
+        flat = tensor.detach().reshape(-1)
+        while flat.numel():
+            piece.append(flat[:room])
+            room -= piece[-1].numel()
+            flat = flat[piece[-1].numel() :]
+            if room == 0:
+                yield piece
+                piece, room = [], piece_numel
+    if piece:
+        yield piece
+
+
+def tag_in_group(tag: int, group: Sequence[int]) -> int:
+    """A tag for the letters of a reduction: two groups may use one number at the same time."""
+    return (crc32(repr(tuple(group)).encode()) >> 1) << 31 | tag & 0x3FFFFFFF
