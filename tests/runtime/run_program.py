@@ -30,6 +30,23 @@ def training(kind: str, *strategies: str) -> None:
             print(f"equal over {current().transport_name}")
 
 
+def traced() -> None:
+    """A trace counts the bytes that the transport has sent, and the plan's, also of an optimizer's step."""
+    p, traffic = wb.placement("cpu", ranks=[0, 1]), current().traffic
+    x = wb.randn(5, 7, placement=p, sbp="S(0)", requires_grad=True)
+    model = wb.parallelize(torch.nn.Linear(7, 3), "*: data")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = traffic.sent_bytes
+    with wb.trace() as trace:
+        (x.to_global(sbp="B") * 2).sum().backward()
+        model(x).sum().backward()
+        optimizer.step()
+    assert trace.sent_bytes == traffic.sent_bytes - before
+    written = next(record for record in trace.records if record.function == "to_global")
+    assert written.wire_bytes == x.boxing_plan(sbp="B").wire_bytes and written.site.line.startswith("run_program.py:")
+    print(f"{trace.wire_bytes} bytes traced, {len(trace.records)} kinds")
+
+
 def dying() -> None:
     if wb.rank() == 1:
         time.sleep(0.5)
@@ -51,4 +68,5 @@ def example() -> None:
 
 if __name__ == "__main__":
     wb.init()
-    {"boxing": boxing, "training": training, "dying": dying, "example": example}[sys.argv[1]](*sys.argv[2:])
+    programs = {"boxing": boxing, "training": training, "dying": dying, "example": example, "traced": traced}
+    programs[sys.argv[1]](*sys.argv[2:])

@@ -44,5 +44,10 @@ def test_a_rank_that_dies_ends_the_others_waits_with_the_cause(transport):
     assert "lost" in torchrun(2, "dying", transport=transport)
 
 
+def test_a_trace_counts_what_the_transport_sends():
+    lines = [line for line in torchrun(2, "traced").splitlines() if "bytes traced" in line]
+    assert len(lines) == 2 and len(set(lines)) == 1
+
+
 def test_the_example_of_the_readme():
     assert torchrun(2, "example").count("torch.Size([4, 8])") == 2
