@@ -12,7 +12,9 @@ def test_known_answers():
     assert [hex(word) for word in zero] == ["0x6627e8d5", "0xe169c58d", "0xbc57ac4c", "0x9b00dbd8"]
 
 
-@pytest.mark.parametrize("sampler", [philox.uniform, philox.normal, lambda k, at: philox.integers(k, at, -5, 100)])
+@pytest.mark.parametrize(
+    "sampler", [philox.uniform, philox.uniform64, philox.normal, lambda k, at: philox.integers(k, at, -5, 100)]
+)
 def test_any_slice_is_made_without_the_rest(sampler):
     whole = sampler(7, np.arange(1000))
     assert np.array_equal(whole[123:777], sampler(7, np.arange(123, 777)))
@@ -36,3 +38,16 @@ def test_streams_of_other_keys_differ():
 
 def test_nothing_to_draw():
     assert philox.uniform(0, np.empty((0, 3), dtype=np.int64)).shape == (0, 3)
+
+
+def test_precisions_agree_in_the_bits_they_share():
+    at = np.arange(1000)
+    double, single, half = philox.uniform64(9, at), philox.uniform(9, at), philox.uniform(9, at, bits=8)
+    assert np.array_equal(np.floor(double * 2**24) * 2.0**-24, single)
+    assert np.array_equal(np.floor(single * 2**8) * 2.0**-8, half) and half.max() < 1
+    assert len(np.unique(double * 2**53 % 2**20)) > 990
+
+
+def test_integers_over_all_of_int64():
+    found = philox.integers(2, np.arange(1000), -(2**63), 2**63)
+    assert (found < -(2**62)).any() and (found > 2**62).any()

@@ -174,3 +174,54 @@ def test_dropout_drops_the_right_share_and_its_gradient_follows_the_mask():
     value, grad = run_ranks(program, 2)[0]
     assert abs((value == 0).float().mean().item() - 0.25) < 0.01
     assert torch.equal(value, grad) and value.max().item() == pytest.approx(4 / 3)
+
+
+def _quantiles(values):
+    return torch.quantile(values.double().flatten(), torch.linspace(0.05, 0.95, 19, dtype=torch.float64))
+
+
+DISTRIBUTIONS = {
+    "uniform_": lambda x: x.uniform_(-1, 3),
+    "uniform_ half": lambda x: x.half().uniform_(),
+    "uniform_ double": lambda x: x.double().uniform_(),
+    "normal_": lambda x: x.normal_(1.0, 2.0),
+    "exponential_": lambda x: x.exponential_(0.5),
+    "geometric_": lambda x: x.geometric_(0.1),
+    "log_normal_": lambda x: x.log_normal_(0.5, 0.25),
+    "cauchy_": lambda x: x.cauchy_(1.0, 0.5),
+    "random_": lambda x: x.random_(-20, 300),
+    "poisson": lambda x: torch.poisson(x * 40.0),
+    "poisson small": lambda x: torch.poisson(x * 3.5),
+    "binomial": lambda x: torch.binomial(x * 40.0, x * 0.3),
+    "multinomial": lambda x: torch.multinomial(torch.linspace(0, 1, 50) * x[:, :1], 5, replacement=True),
+    "multinomial once": lambda x: torch.multinomial(torch.linspace(0, 1, 50) * x[:, :1], 5),
+    "alpha_dropout": lambda x: F.alpha_dropout(x * torch.linspace(-1, 1, 30), 0.27, training=True),
+    "rrelu": lambda x: F.rrelu(x * -2.0, 0.2, 0.9, training=True),
+    "gamma": lambda x: torch._standard_gamma(x * 2.0),
+}
+
+
+def test_numbers_are_distributed_as_torch_distributes_them():
+    def program():
+        wb.manual_seed(5)
+        p = wb.placement.all("cpu")
+        return [draw(wb.ones(2000, 30, placement=p, sbp="S(0)")).full_tensor() for draw in DISTRIBUTIONS.values()]
+
+    torch.manual_seed(5)
+    for (name, draw), found in zip(DISTRIBUTIONS.items(), run_ranks(program, 2)[0], strict=True):
+        expected = draw(torch.ones(2000, 30))
+        assert found.dtype == expected.dtype and found.shape == expected.shape, name
+        spread = _quantiles(expected)[-1] - _quantiles(expected)[0]
+        off = ((_quantiles(found) - _quantiles(expected)).abs() / spread).max()
+        # One step of a discrete distribution, or the sampling error of the steepest quantile.
+        step = 1 / spread if name.startswith(("geometric", "random", "poisson", "binomial", "multinomial")) else 0.0
+        assert off < 0.04 + step, f"{name}: quantiles are off by {off:.3f} of their spread"
+
+
+def test_numbers_at_different_positions_are_independent():
+    def program():
+        x = wb.rand(4096, 8, placement=wb.placement.all("cpu"), sbp="S(0)", dtype=torch.float64)
+        return x.full_tensor()
+
+    correlations = torch.corrcoef(run_ranks(program, 2)[0].T) - torch.eye(8)
+    assert correlations.abs().max() < 5 / 4096**0.5
