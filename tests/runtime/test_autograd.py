@@ -199,6 +199,15 @@ def hooks_of_modules(make):
 
 
 @program
+def one_hook_for_several_tensors(make):
+    a, w, seen = make("a"), make("w"), []
+    y, z = a * 2, w * 3
+    torch.autograd.graph.register_multi_grad_hook((y, z), lambda grads: seen.extend(grad * 1 for grad in grads))
+    (y @ z).sin().sum().backward()
+    return a.grad, w.grad, seen
+
+
+@program
 def hooks_on_saved_tensors(make):
     a, w = make("a"), make("w")
     with torch.autograd.graph.saved_tensors_hooks(lambda t: (t * 1,), lambda kept: kept[0]):
@@ -331,6 +340,17 @@ def test_a_ghost_is_linked_to_what_its_owner_is_linked_to():
         return x.grad is None, y.grad is None
 
     assert run_ranks(grads, 2) == [(False, True)] * 2
+
+
+def test_hooks_of_old_are_refused():
+    def program():
+        layer = torch.nn.Identity()
+        layer.register_backward_hook(lambda module, grad_inputs, grad_outputs: None)
+        x = wb.ones(4, placement=wb.placement.all("cpu"), sbp="S(0)", requires_grad=True)
+        with pytest.raises(LayoutError, match=r"register_backward_hook.*\(4,\), S\(0\).*register_full_backward_hook"):
+            layer(x * 2)
+
+    run_ranks(program, 2)
 
 
 def test_errors_name_what_to_write():

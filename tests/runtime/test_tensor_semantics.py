@@ -119,6 +119,7 @@ def reads(make):
     total = a.sum()
     arrays = np.asarray(a).tolist(), a.numpy().tolist(), a.detach().cpu().numpy().sum()
     scalars = total.item(), float(total), int(total), bool(total > 0), complex(total)
+    arrays = *arrays, torch.from_dlpack(a.detach()).tolist()
     return arrays, scalars, a.tolist(), a.argmax().item(), torch.is_nonzero(total), total < 5
 
 

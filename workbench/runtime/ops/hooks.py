@@ -12,9 +12,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import BackwardHook
 
 from workbench.core.layout import Layout
+from workbench.errors import LayoutError
 from workbench.runtime.boxing import box
 from workbench.runtime.entry import enter_as_broadcast
 from workbench.runtime.ops.registry import handler
@@ -209,6 +211,23 @@ def _take(doors: dict[int, GradientDoor], results: Any, grads: Any) -> Any:
     )
 
 
+_torch_warning = torch.nn.Module._maybe_warn_non_full_backward_hook
+
+
+def _refuse_non_full_hook(module: Any, inputs: Any, result: Any, grad_fn: Any) -> None:
+    """``register_backward_hook`` of old hangs on a node of the graph and would see this rank's terms."""
+    leaves = tree_leaves((inputs, result))
+    tensor = next((leaf for leaf in leaves if isinstance(leaf, GlobalTensor)), None)
+    if tensor is not None:
+        raise LayoutError(
+            f"{type(module).__name__} has a hook of register_backward_hook and is called with a global tensor of shape "
+            f"{tuple(tensor._spec.shape)}, {tensor._spec.layout}. Such a hook sees this rank's terms of a "
+            "gradient, and of the last function only. Use register_full_backward_hook."
+        )
+    _torch_warning(module, inputs, result, grad_fn)
+
+
 def install() -> None:
     """Let modules make their backward hooks by ``GlobalBackwardHook``; it treats plain tensors as torch does."""
     torch.nn.modules.module.BackwardHook = GlobalBackwardHook  # type: ignore[attr-defined]
+    torch.nn.Module._maybe_warn_non_full_backward_hook = _refuse_non_full_hook  # type: ignore[method-assign]

@@ -34,6 +34,7 @@ def everywhere(tensor: GlobalTensor) -> torch.Tensor:
     "index",
     "complex",
     "array",
+    "dlpack",
     "numpy",
     "contains",
     "is_nonzero",
