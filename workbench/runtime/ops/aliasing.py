@@ -3,7 +3,8 @@
 On one device a view shares its base's storage, so writing to one changes the other. A view that had to be boxed owns
 its storage. It becomes a ``BoxedView``, which remembers its base: an in-place operation on it writes back to the base,
 and a use of it after the base was written fetches its values again. Functions that give a view or a copy, as strides
-have it (``reshape``, ``flatten``, ``contiguous``), cannot know; writing to their boxed results is an error.
+have it (``reshape``, ``flatten``), cannot know whether the base changes with their result; writing to the result is
+fine as long as nobody reads the base again, and an error then.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -41,7 +42,7 @@ class Origin:
         function: name of the view function, for messages.
         base: the tensor that was viewed.
         version: the base's version when its values were last the same.
-        write: puts the boxed values into the base; None where nobody knows whether they belong there.
+        write: puts the boxed values into the base; None where one device may have made a copy too.
         fetch: the boxed values, from the base anew.
     """
 
@@ -61,13 +62,14 @@ class BoxedView(GlobalTensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        views = [leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is BoxedView]
+        leaves = tree_leaves((args, kwargs))
+        if any(type(leaf) is DoubtfulBase for leaf in leaves):
+            return DoubtfulBase.__torch_function__(func, types, args, kwargs)
+        views = [leaf for leaf in leaves if type(leaf) is BoxedView]
         name = fold_name(func)
         for view in views:
             _bring_up_to_date(view)
         written = _written(name.in_place, args, kwargs or {})
-        if written is not None:
-            _check_writable(written, name.folded)
         for view in views:
             view.__class__ = GlobalTensor  # type: ignore[assignment]
         try:
@@ -80,6 +82,21 @@ class BoxedView(GlobalTensor):
         elif name.folded in ALIASING and args and type(args[0]) is BoxedView:
             _inherit(result, args[0])
         return result
+
+    def to_global(self, *args: Any, **kwargs: Any) -> Any:
+        """``GlobalTensor.to_global`` of the values that the base has now."""
+        _bring_up_to_date(self)
+        return GlobalTensor.to_global(self, *args, **kwargs)  # type: ignore[attr-defined]
+
+    def to_local(self) -> Any:
+        """``GlobalTensor.to_local`` of the values that the base has now."""
+        _bring_up_to_date(self)
+        return GlobalTensor.to_local(self)  # type: ignore[attr-defined]
+
+    def full_tensor(self) -> Any:
+        """``GlobalTensor.full_tensor`` of the values that the base has now."""
+        _bring_up_to_date(self)
+        return GlobalTensor.full_tensor(self)  # type: ignore[attr-defined]
 
     @classmethod
     def _of(cls, tensor: GlobalTensor, origin: Origin, root: GlobalTensor | None) -> None:
@@ -146,14 +163,44 @@ def _inherit(result: Any, view: GlobalTensor) -> None:
             BoxedView._of(leaf, view._origin, root)  # type: ignore[attr-defined]
 
 
-def _check_writable(view: BoxedView, name: str) -> None:
-    origin = view._origin
-    if origin.write is None:
+class DoubtfulBase(GlobalTensor):
+    """A tensor that one device may have changed, or not: a reshape of it was boxed and then written to."""
+
+    _doubt: str
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = fold_name(func).folded
+        base = next(leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is DoubtfulBase)
+        if name.startswith(("get:", "set:")) or name in ("size", "dim", "numel", "requires_grad_"):
+            return GlobalTensor.dispatch(func, args, kwargs)
+        return base.refuse(name)
+
+    def refuse(self, name: str) -> NoReturn:
+        """Say what happened and what to write instead."""
         raise LayoutError(
-            f"{name} in place on the result of {origin.function}: its operand, {tuple(origin.base._spec.shape)} in "
-            f"{origin.base._spec.layout}, was boxed for it, so the result is a copy, while on one device it may be a "
-            f"view. Write {origin.function}(...).clone() if a copy is meant, view(...) if the operand is to change."
+            f"{name} of a tensor {tuple(self._spec.shape)} in {self._spec.layout}: {self._doubt} was written in place. "
+            f"It was boxed, so it is a copy, while on one device it is a view of this tensor if the strides allow. "
+            f"Write .clone() behind it if a copy is meant, .view(...) if this tensor is to change."
         )
+
+    def to_global(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: see the class."""
+        self.refuse("to_global")
+
+    def to_local(self) -> Any:
+        """Refused: see the class."""
+        self.refuse("to_local")
+
+    def full_tensor(self) -> Any:
+        """Refused: see the class."""
+        self.refuse("full_tensor")
+
+
+def _doubt(view: BoxedView) -> None:
+    base = view._origin.base
+    base.__class__ = DoubtfulBase
+    base._doubt = f"the result of {view._origin.function}(...), {tuple(view._spec.shape)},"  # type: ignore[attr-defined]
 
 
 def _bring_up_to_date(view: BoxedView) -> None:
@@ -161,7 +208,7 @@ def _bring_up_to_date(view: BoxedView) -> None:
     origin = view._origin
     if type(origin.base) is BoxedView:
         _bring_up_to_date(origin.base)
-    if _version(origin.base) == origin.version:
+    if _version(origin.base) == origin.version or type(origin.base) is DoubtfulBase:
         return
     root = view if view._root is None else view._root
     fresh = box(origin.fetch(), root._spec.layout)
@@ -175,7 +222,9 @@ def _bring_up_to_date(view: BoxedView) -> None:
 
 def _write_back(view: BoxedView) -> None:
     origin = view._origin
-    assert origin.write is not None
+    if origin.write is None:
+        _doubt(view)
+        return
     root: GlobalTensor = view if view._root is None else view._root
     root.__class__, kind = GlobalTensor, root.__class__
     try:
