@@ -30,7 +30,7 @@ FIRST_CHUNK_BYTES = 8 * 2**20
 """Memory for data that every rank starts with; more is added in growing steps when messages need it."""
 _LAST_LETTERS_S = 1.0
 PIECE_BYTES = 2 * 2**20
-"""Long sums go by pieces: what one rank has packed is still in the cache when another one adds it."""
+"""Long sums go by pieces: they need little mapped memory, and always the same, whose pages are warm."""
 _PIECES_UNDER_WAY = 2
 ONE_STEP_BYTES = 256 * 2**10
 """Up to this size every rank of three or more adds up everything itself, which saves a meeting."""
