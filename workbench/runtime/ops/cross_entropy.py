@@ -92,6 +92,8 @@ def _mean_of_split_batch(input: Any, target: torch.Tensor, ignore_index: int, la
     if type(input) is not GlobalTensor or target.is_floating_point():
         return None
     spec = input._spec
+    if torch.is_autocast_enabled(spec.world.device.type):
+        return None  # the loss has another dtype than the scores
     key = ("mean over a split batch", spec, target.shape)
     try:
         known = spec.plans[key]
@@ -152,6 +154,8 @@ def _loss(
     by_index = len(target._spec.shape) < len(shape)
     class_dim = 0 if len(shape) == 1 else 1
     if splits(scores, [class_dim]):
+        if torch.is_autocast_enabled(scores._spec.world.device.type):
+            scores = scores.float()  # as autocast does with losses
         is_likelihood = function is torch.nn.functional.nll_loss
         rows = (_rows_of_likelihoods if is_likelihood else _rows_of_split_classes)(
             whole(scores), target, weight, class_dim, ignore_index, label_smoothing
