@@ -230,4 +230,4 @@ def _refuse_non_full_hook(module: Any, inputs: Any, result: Any, grad_fn: Any) -
 def install() -> None:
     """Let modules make their backward hooks by ``GlobalBackwardHook``; it treats plain tensors as torch does."""
     torch.nn.modules.module.BackwardHook = GlobalBackwardHook  # type: ignore[attr-defined]
-    torch.nn.Module._maybe_warn_non_full_backward_hook = _refuse_non_full_hook  # type: ignore[method-assign]
+    torch.nn.Module._maybe_warn_non_full_backward_hook = _refuse_non_full_hook  # type: ignore[assignment, method-assign]
