@@ -192,7 +192,7 @@ def masked_lookup(
         room = [int(d in bounds and x.shape[d] == 0) for d in reversed(range(x.dim()))]
         x = torch.nn.functional.pad(x, [size for missing in room for size in (0, missing)])
     found = x[tuple(local)]
-    return torch.where(valid.reshape(*valid.shape, *[1] * behind), found, torch.zeros((), dtype=x.dtype))
+    return found.masked_fill(~valid.reshape(*valid.shape, *[1] * behind), 0)
 
 
 def shifted(index: torch.Tensor, size: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:

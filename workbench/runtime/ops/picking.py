@@ -84,7 +84,7 @@ def _gather(call: Call) -> Resolution | None:
             if start == stop:
                 x = torch.cat([x, x.new_zeros([1 if d == dim else s for d, s in enumerate(x.shape)])], dim)
             found = torch.gather(x, dim, row, **options)
-            return torch.where(valid, found, torch.zeros((), dtype=x.dtype))
+            return found.masked_fill(~valid, 0)
 
         return look_up
 
