@@ -175,6 +175,14 @@ def test_gradient_checkpointing(name, way, num_ranks):
     assert_equals_one_device(Setup(name, recomputes=True), way, num_ranks)
 
 
+@pytest.mark.parametrize(
+    ("name", "mode"), [("mixtral", "both-2x2"), pytest.param("llama", "weights-3", marks=pytest.mark.slow)]
+)
+def test_autocast(name, mode):
+    """bfloat16 has 8 bits: one device is as far from its own 32 bits."""
+    assert_equals_one_device(Setup(name, autocasts=True), mode, rtol=3e-2)
+
+
 @pytest.mark.parametrize("part", ["logits", "grads", "weights"])
 def test_the_comparison_notices_a_wrong_number(part):
     truth = one_device(Setup("gpt2"))

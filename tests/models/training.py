@@ -46,6 +46,7 @@ class Setup:
     dropout: float = 0.0
     experts: str = "grouped_mm"
     recomputes: bool = False
+    autocasts: bool = False
 
     def build(self) -> nn.Module:
         model = make(self.name, self.attention, self.dropout, self.experts).to(self.dtype)
@@ -64,7 +65,8 @@ def two_steps(model: nn.Module, batch: dict[str, Any], setup: Setup) -> Record:
     first: Record | None = None
     for _ in range(2):
         optimizer.zero_grad()
-        output = model(**batch)
+        with torch.autocast("cpu", torch.bfloat16, enabled=setup.autocasts):
+            output = model(**batch)
         loss = output.loss
         if setup.dtype == torch.float64:  # the models' own losses are computed in 32 bits
             loss = F.cross_entropy(output.logits.flatten(0, -2), batch["labels"].flatten())
