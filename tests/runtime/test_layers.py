@@ -211,3 +211,13 @@ def test_packed_sequences():
     assert_like_one_device(
         lambda: nn.GRU(4, 3, batch_first=True), call, [(3, 3, 4)], ["S(0)"], allow_fallback=True
     )  # fmt: skip
+
+
+def test_an_index_that_no_rank_has_is_an_error():
+    def program():
+        p = wb.placement.all("cpu")
+        table = wb.randn(5, 3, placement=p, sbp="S(0)")
+        return nn.functional.embedding(wb.tensor([1, 5], placement=p, sbp="B"), table)
+
+    with pytest.raises(IndexError, match="index 5 is out of range for a table of 5 rows"):
+        run_ranks(program, 2)

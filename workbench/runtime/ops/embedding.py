@@ -38,7 +38,9 @@ def _embedding(call: Call) -> Resolution | None:
         padding = call.arg(2, "padding_idx", None if by_function else -1)
         if padding is not None and padding < 0:
             padding = padding + call.shapes[table][0] if by_function else None
-        return _lookup(by_function, _rows_of(inputs[table]), padding, bool(scales), "v" in letters)
+        if "v" in letters:
+            return _own_rows(by_function, _rows_of(inputs[table]), call.shapes[table][0], padding)
+        return _whole_table(by_function, padding, bool(scales))
 
     return Resolution(found, localize)
 
@@ -48,23 +50,46 @@ def _rows_of(spec: Spec) -> tuple[int, int]:
     return (0, spec.shape[0]) if spec.is_ghost else spec.layout.region(spec.shape, spec.world.rank)[0]
 
 
-def _lookup(
-    by_function: bool, rows: tuple[int, int], padding: int | None, scales: bool, is_split: bool
+def _operands(by_function: bool, args: Any, kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Indices and table, whose order differs between ``F.embedding`` and ``torch.embedding``."""
+    second = args[1] if len(args) > 1 else kwargs["weight" if by_function else "indices"]
+    return (args[0], second) if by_function else (second, args[0])
+
+
+def _whole_table(by_function: bool, padding: int | None, scales: bool) -> Callable[..., torch.Tensor]:
+    def look_up(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return F.embedding(*_operands(by_function, args, kwargs), padding, scale_grad_by_freq=scales)
+
+    return look_up
+
+
+def _own_rows(
+    by_function: bool, rows: tuple[int, int], num_rows: int, padding: int | None
 ) -> Callable[..., torch.Tensor]:
+    """Vectors of the rows that this rank has, zeros for the others."""
     start, stop = rows
     own_padding = padding - start if padding is not None and start <= padding < stop else None
 
     def look_up(*args: Any, **kwargs: Any) -> torch.Tensor:
-        first = args[0]
-        second = args[1] if len(args) > 1 else kwargs["weight" if by_function else "indices"]
-        indices, weight = (first, second) if by_function else (second, first)
-        if not is_split:
-            return F.embedding(indices, weight, padding, scale_grad_by_freq=scales)
+        indices, weight = _operands(by_function, args, kwargs)
+        _check_range(indices, num_rows)
         elsewhere = (indices < start) | (indices >= stop)
         found = F.embedding((indices - start).masked_fill(elsewhere, 0), weight, own_padding)
         return found.masked_fill(elsewhere.unsqueeze(-1), 0)
 
     return look_up
+
+
+def _check_range(indices: torch.Tensor, num_rows: int) -> None:
+    """What no rank has would be zeros everywhere; torch says so only where the table is whole."""
+    if indices.device.type != "cpu" or not indices.numel():
+        return  # reading the largest index would wait for the device
+    lowest, highest = (int(bound) for bound in indices.aminmax())
+    if lowest < 0 or highest >= num_rows:
+        raise IndexError(
+            f"embedding: index {lowest if lowest < 0 else highest} is out of range for a table of {num_rows} rows. "
+            f"Indices are at least 0 and less than {num_rows}: check them, or give the table more rows."
+        )
 
 
 @composite("embedding")
