@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from workbench.runtime.ops.equation_text import along, normalize_dims, reduction
 from workbench.runtime.ops.registry import Call, Resolution, rule
 
@@ -94,7 +96,9 @@ def _by_vectors(call: Call) -> Resolution | None:
         dim = next((d for d, size in enumerate(call.shapes[0]) if size == 3), -1)
     if call.name != "linalg_vecdot":
         text = along(ndim, dim, "X")
-        return Resolution(f"{text}, {text} -> {text}")
+        # torch.cross without a dim takes the first of size 3, which a shard may have at another place.
+        pinned = None if call.name != "cross" else lambda *_: lambda x, y, *_, **__: torch.cross(x, y, dim=dim)
+        return Resolution(f"{text}, {text} -> {text}", pinned)
     text = along(ndim, dim, "x")
     return Resolution(f"{text}, {text} -> {text.replace('x', '')}")
 
