@@ -18,28 +18,16 @@ from workbench.runtime.proof.search import prove_examples
 TABLES = sorted(path.stem for path in Path(__file__).parent.glob("cases*.py"))
 MAX_COMBINATIONS = 32
 
-P_OF_WEIGHTS = "weights and tables are parameters, and those lie as B or S, never as P"
 P_OF_FACTORS = "a rule does not see that this operand is finite; P times infinity is nan where a term is zero"
-P_WHERE_DEGENERATE = "linear only for this shape or these numbers: a dim of size one, a bound that is never reached"
-BETWEEN_WINDOWS = "right only where the cut falls between two windows"
 NOT_DECLARED = {
-    ("P", "embedding embedding_bag layer_norm rms_norm group_norm instance_norm _weight_norm"): P_OF_WEIGHTS,
-    ("P", "cross_entropy nll_loss"): "class weights and targets are no partial sums; log-probabilities come from a "
-                                     "function that ends P",
-    ("P", "scaled_dot_product_attention product_by_expert"): "their operands come from a layer, which boxes its sum",
-    ("P", "mul div batch_norm"): P_OF_FACTORS,
-    ("P", "to double float type"): "a sum is cheaper to box before it is widened",
-    ("P", "where masked_scatter max_unpool1d max_unpool2d max_unpool3d diff"): "two partial operands meet only in sums",
-    ("P", "amax amin logsumexp clamp_min clamp_max ne eq remainder nansum max min"): P_WHERE_DEGENERATE,
-    ("S", "max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d lp_pool1d lp_pool2d"): BETWEEN_WINDOWS,
-    ("S", "lp_pool3d pixel_shuffle pixel_unshuffle adaptive_avg_pool2d"): BETWEEN_WINDOWS,
-    ("S", "any all"): "a true element happens to be in every part",
-    ("S", "embedding_bag"): "bags are short, and splitting inside one leaves a partial sum of the whole table's width",
-    ("S", "cdist linalg_vector_norm"): "only for the norm of order one, whose terms add up",
-    ("S", "embedding"): "with scale_grad_by_freq, the gradient depends on counts over the whole batch",
-    ("S", "diff"): "the prepended rows are cut like the rest only here",
-    ("S", "cross_entropy"): "a composite takes split batches before the rule is asked",
-}  # fmt: skip
+    ("P", "mul div linalg_solve trapezoid fft_rfft fft_rfft2 fft_rfftn"): P_OF_FACTORS,
+    ("P", "layer_norm rms_norm group_norm embedding embedding_bag"): "weights are B or S, never P",
+    ("P", "where masked_scatter complex max_unpool2d"): "two partial operands meet only in sums",
+    ("P", "product_by_expert"): "its operand comes from a layer, which boxes its sum",
+    ("P", "to double float"): "a sum is cheaper to box before it is widened",
+    ("P", "add remainder ne clamp_min"): "linear only for these numbers: a bound or a divisor that is never reached",
+    ("S", "max_pool2d avg_pool2d pixel_shuffle pixel_unshuffle"): "right only where the cut falls between two windows",
+}
 """(what kind of layout the operands have, functions): why the signature is not declared."""
 
 

@@ -242,7 +242,9 @@ class _ModulePlan:
         if not isinstance(value, torch.Tensor):
             return value
         if not isinstance(value, GlobalTensor):
-            value = enter_as_broadcast(value.to(self.world.device), self.world, self.input_layout(choice, value.dim()))
+            origin = f"layer {choice.name!r}: an input"
+            layout = self.input_layout(choice, value.dim())
+            value = enter_as_broadcast(value.to(self.world.device), self.world, layout, lambda: origin)
         shape = value._spec.shape
         layout = self.input_layout(choice, len(shape))
         if shape and shape[0] == 1 and value._spec.layout.is_broadcast:

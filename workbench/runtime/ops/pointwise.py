@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cmath
 import math
 from typing import Any
 
@@ -40,7 +41,8 @@ equations("view_as_real", "+... -> ...X")
 
 
 def _is_finite_number(value: Any, nonzero: bool = False) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value) and not (nonzero and value == 0)
+    is_number = isinstance(value, (int, float, complex))
+    return is_number and cmath.isfinite(value) and not (nonzero and value == 0)
 
 
 @rule("add", "sub", "rsub")

@@ -152,8 +152,8 @@ def _sort(call: Call) -> Resolution:
 def _diff(call: Call) -> Resolution:
     ndim = len(call.shapes[0])
     text = term(ndim, normalize_dims(call.arg(2, "dim", -1), ndim))
-    changed = text.upper() if len(call.operands) > 1 else text
-    return Resolution(f"{', '.join([changed] * len(call.operands))} -> {changed}")
+    addend = "+" * (call.operands[0].dtype != torch.bool)  # of bools, a difference is an exclusive or
+    return Resolution(f"{', '.join([addend + text] * len(call.operands))} -> {text}")
 
 
 @rule("histc")
