@@ -71,7 +71,8 @@ def copies_of_tensors(make):
     a = make("a")
     (a * 2).sum().backward()
     deep, shallow = copy.deepcopy(a), copy.copy(a)
-    kept = deep.grad * 1, deep.requires_grad, deep.is_leaf, type(deep) is type(a)
+    kept = copy.deepcopy([a, a.grad])
+    kept = kept[0].grad is kept[1], deep.grad * 1, deep.requires_grad, deep.is_leaf, type(deep) is type(a)
     (deep * deep).sum().backward()
     with torch.no_grad():
         shallow.mul_(2)

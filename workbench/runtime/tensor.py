@@ -162,9 +162,9 @@ class GlobalTensor(torch.Tensor):
             value = GlobalTensor.enter(value, self._spec.world, self._spec.layout)
         if value._spec.layout != expected:
             value = GlobalTensor.box(value, expected)
-        self._ghost_grad = self._spec.is_ghost
+        self._ghost_grad = value if self._spec.is_ghost else False
         with local_torch():
-            if not self._ghost_grad or value.requires_grad:
+            if not self._spec.is_ghost or value.requires_grad:
                 _grad_slot.__set__(self, value)
 
     @grad.deleter
