@@ -359,7 +359,8 @@ def padded_segments(size: int, left: int, right: int, mode: str) -> list[Segment
     if mode == "reflect":
         return [Segment(0, left, -1, 0, 0, left), inner, Segment(0, size - 2, -1, 0, end, right)]
     if mode == "circular":
-        return [Segment(0, size - left, 1, 0, 0, left), inner, Segment(0, 0, 1, 0, end, right)]
+        # What is cut off on one side is not seen when going round.
+        return [Segment(0, size - cut[1] - left, 1, 0, 0, left), inner, Segment(0, cut[0], 1, 0, end, right)]
     if mode == "replicate":
         before = [Segment(0, 0, 1, 0, i, 1) for i in range(left)]
         return [*before, inner, *[Segment(0, size - 1, 1, 0, end + i, 1) for i in range(right)]]
