@@ -30,6 +30,7 @@ from workbench.testing import run_ranks
 PLACEMENTS = ((2, [0, 1]), (3, [0, 1, 2]), (4, [[0, 1], [2, 3]]), (4, [[3, 0], [1, 2]]), (3, [2, 0]))
 """(number of ranks, ranks of the placement); the last leaves a rank outside."""
 LARGE = 1e30
+MAX_DRAWS = 8  # of layouts, until one is no broadcast; a scalar that is no float has no other
 RTOL, RTOL_DOUBLE, RTOL_LOW = 1e-4, 1e-9, 1e-2
 DOUBLES = {torch.float32: torch.float64, torch.complex64: torch.complex128}
 LOW_PRECISION = (torch.bfloat16, torch.float16, torch.complex32)
@@ -91,7 +92,10 @@ def _run_sample(entry: Entry, sample: Any, seed: int, rtol: float) -> Outcome:
     placement = Placement.of("cpu", ranks)
     leaves, structure = tree_flatten((sample.input, sample.args, sample.kwargs))
     originals = {id(leaf): leaf.detach() for leaf in leaves if isinstance(leaf, torch.Tensor)}
-    layouts = {key: _random_layout(tensor, placement, generator) for key, tensor in originals.items()}
+    for _ in range(MAX_DRAWS):
+        layouts = {key: _random_layout(tensor, placement, generator) for key, tensor in originals.items()}
+        if any(not layout.is_broadcast for layout in layouts.values()):
+            break
     where = f"{placement}: {', '.join(f'{tuple(originals[k].shape)} {v.sbp}' for k, v in layouts.items())}"
     process = sample.output_process_fn_grad or (lambda result: result)
     flags = [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves]

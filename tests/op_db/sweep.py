@@ -48,7 +48,7 @@ class Result:
 
 
 def run_entry(entry: Entry, count: int, seed: int) -> Result:
-    """All chosen samples of one entry; a sample whose operands are all broadcast by chance is drawn again once."""
+    """All chosen samples of one entry."""
     result = Result(entry.name)
     if entry.name in EXEMPT:
         return result

@@ -23,8 +23,8 @@ INTRODUCTION = """\
 Every entry of torch's own operator database (op_db) is run on random layouts, with its gradient where it has one, and
 compared with one device: `python -m tests.op_db.sweep --table` wrote this page.
 
-* **By rule**: most of the calls on split or partial operands ran on the shards, boxing an operand where the rule asks
-  for another layout.
+* **By rule**: most of the calls on split or partial operands ran on the shards. A rule boxes an operand where it needs
+  another layout, which is a gather where the only split dim has to be whole.
 * **Falls back**: most of them gathered their operands, ran on the whole and gave a broadcast result, with a
   `FallbackWarning` that names the function. The numbers are right; memory and traffic are those of whole tensors.
 
@@ -40,7 +40,7 @@ def write(results: Sequence[Any]) -> str:
     share = f"{counts['fallback'] / total:.0%}"
     summary = (
         f"Of {total} entries, {counts['rule']} run by rule and {counts['fallback']} ({share}) fall back; "
-        f"{counts['no tensors']} take no tensor, and {counts['exempt']} are exempt."
+        f"{counts['no tensors']} take no tensor to split, and {counts['exempt']} are exempt."
     )
     lines = [INTRODUCTION, summary, ""]
     taken: set[str] = set()
@@ -48,7 +48,11 @@ def write(results: Sequence[Any]) -> str:
         of_kind = [r for r in results if r.name.startswith(prefix) and r.name not in taken]
         taken |= {result.name for result in of_kind}
         lines += [f"## {title}", ""]
-        for by, heading in (("rule", "By rule"), ("fallback", "Falls back"), ("no tensors", "Takes no tensor")):
+        for by, heading in (
+            ("rule", "By rule"),
+            ("fallback", "Falls back"),
+            ("no tensors", "Takes no tensor to split"),
+        ):
             names = sorted(r.name.removeprefix(prefix) for r in of_kind if r.by == by)
             if names:
                 lines += [_paragraph(f"**{heading} ({len(names)}):** ", names), ""]
