@@ -50,7 +50,7 @@ CASES = [
     _case("instance_norm", lambda x, w, b: F.instance_norm(x, None, None, w, b), (5, 4, 3, 2), (4,), (4,)),
     _case("instance_norm running", _instance_norm, (5, 4, 3), (4,), (4,)),
     _case("batch_norm running", _batch_norm, (7, 4), (4,), (4,)),
-    _case("batch_norm pixels", _batch_norm, (2, 5, 3, 2), (5,), (5,)),
+    _case("batch_norm pixels", lambda x, b: F.batch_norm(x, None, None, None, b, True), (2, 5, 3, 2), (5,)),
     _case("batch_norm eval", _batch_norm_eval, (5, 4, 3), (4,), (4,)),
     _case("batch_norm few", lambda x: F.batch_norm(x, None, None, training=True), (2, 3, 1)),
     _case("local_response_norm", lambda x: F.local_response_norm(x, 3), (3, 5, 4)),

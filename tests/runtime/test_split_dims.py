@@ -195,6 +195,19 @@ def test_a_label_that_is_no_class_is_an_error_over_split_classes():
     run_ranks(program, 2)
 
 
+def test_the_old_arguments_of_reductions():
+    full, target = random(4, 6), torch.tensor([0, 5, 2, 2])
+
+    def program():
+        x = placed(full, ["S(0)"])
+        found = F.cross_entropy(x, target, size_average=False)
+        assert_equal_to_one_device(found, F.cross_entropy(full, target, reduction="sum"))
+        assert_equal_to_one_device(F.l1_loss(x, -x, None, False), F.l1_loss(full, -full, reduction="none"))
+
+    with pytest.warns(UserWarning, match="size_average and reduce args will be deprecated"):
+        run_ranks(program, 2)
+
+
 def test_double_backward_through_exchanges():
     full = torch.randn(5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
