@@ -131,7 +131,10 @@ def test_weights_split_by_name_move_one_sum_per_pair_of_layers(name):
         assert found == expected
 
 
-@pytest.mark.parametrize(("name", "strategy", "num_ranks"), [("t5", "*: data", 2), ("mixtral", "*: model", 2)])
+@pytest.mark.parametrize(
+    ("name", "strategy", "num_ranks"),
+    [("t5", "*: data", 2), pytest.param("mixtral", "*: model", 2, marks=pytest.mark.slow)],
+)
 def test_strategies_that_know_no_names(name, strategy, num_ranks):
     assert_equals_one_device(Setup(name), strategy, num_ranks)
 
@@ -170,7 +173,9 @@ def test_dropout_in_every_way(name, attention):
     assert_layouts_agree(Setup(name, attention, dropout=0.2), MODES)
 
 
-@pytest.mark.parametrize(("name", "way", "num_ranks"), [("gpt2", "*: model", 2), ("t5", "*: data", 2)])
+@pytest.mark.parametrize(
+    ("name", "way", "num_ranks"), [pytest.param("gpt2", "*: model", 2, marks=pytest.mark.slow), ("t5", "*: data", 2)]
+)
 def test_gradient_checkpointing(name, way, num_ranks):
     assert_equals_one_device(Setup(name, recomputes=True), way, num_ranks)
 
@@ -196,7 +201,9 @@ def test_the_comparison_notices_a_wrong_number(part):
         assert_records_agree(wrong, truth, 1e-4)
 
 
-@pytest.mark.parametrize(("name", "mode"), [("llama", "both-2x2"), ("t5", "batch-2")])
+@pytest.mark.parametrize(
+    ("name", "mode"), [("llama", "both-2x2"), pytest.param("t5", "batch-2", marks=pytest.mark.slow)]
+)
 def test_a_cache_of_keys_is_continued(name, mode):
     setup = Setup(name, "sdpa", padded=True)
     models, batch = [setup.build().eval() for _ in range(ranks_of(mode))], setup.batch()
@@ -220,7 +227,9 @@ def test_a_cache_of_keys_is_continued(name, mode):
         assert_close(logits, expected.detach(), 1e-4, 0.0, "logits")
 
 
-@pytest.mark.parametrize(("name", "mode"), [("gpt2", "batch-2"), ("t5", "weights-2")])
+@pytest.mark.parametrize(
+    ("name", "mode"), [pytest.param("gpt2", "batch-2", marks=pytest.mark.slow), ("t5", "weights-2")]
+)
 def test_generated_words_are_those_of_one_device(name, mode):
     setup = Setup(name, "sdpa")
     models, batch = [setup.build().eval() for _ in range(ranks_of(mode))], {"input_ids": setup.batch()["input_ids"]}
