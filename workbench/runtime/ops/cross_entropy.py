@@ -105,7 +105,7 @@ def _mean_of_split_batch(input: Any, target: torch.Tensor, ignore_index: int, la
     if out.is_ghost:
         info = ((), input.dtype, needs_grad(input))
         return label(ghost_outputs([info], [input], [out], out.world.device)[0], out)
-    count = (target != ignore_index).sum()
+    count = torch.count_nonzero(target != ignore_index)
     for dim, start, size in place:
         target = target.narrow(dim, start, size)
     with local_torch():
