@@ -5,7 +5,8 @@ import random
 import pytest
 import torch
 
-from workbench.kernels.blocks import cut, identity, move_blocks, move_blocks_reference, pack, unpack
+from workbench.kernels.blocks import cut, move_blocks, move_blocks_reference, pack, unpack
+from workbench.kernels.launch import identity
 
 DTYPES = [
     torch.float32,

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import torch
 
-from workbench.kernels.launch import accumulator, can_launch
+from workbench.kernels.launch import accumulator, can_launch, identity
 
 REDUCTIONS = ("none", "sum", "max", "min")
 
@@ -80,18 +80,6 @@ def _reduced(terms: Sequence[torch.Tensor], reduction: str) -> torch.Tensor:
     for term in terms[1:]:
         combine(total, term, out=total)
     return total
-
-
-def identity(dtype: torch.dtype, reduction: str) -> float:
-    """What changes nothing under the reduction."""
-    if reduction in ("none", "sum"):
-        return 0
-    if dtype == torch.bool:
-        return reduction == "min"
-    if dtype.is_floating_point:
-        return -torch.inf if reduction == "max" else torch.inf
-    bounds = torch.iinfo(dtype)
-    return bounds.min if reduction == "max" else bounds.max
 
 
 def pack(tensor: torch.Tensor, regions: Sequence[tuple[tuple[int, int], ...]]) -> list[torch.Tensor]:

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from workbench.kernels.launch import accumulator, ceil_div
+from workbench.kernels.launch import accumulator, ceil_div, identity
 
 _NUM_DIMS = 4
 _MAX_COLUMNS = 1024
@@ -124,8 +124,6 @@ def launch(
 
 
 def _fill(dtype: torch.dtype, reduction: str) -> float:
-    from workbench.kernels.blocks import identity
-
     return float(identity(dtype, reduction)) if dtype.is_floating_point else int(identity(dtype, reduction))
 
 

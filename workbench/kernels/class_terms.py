@@ -16,14 +16,9 @@ from typing import Any
 
 import torch
 
-from workbench.kernels.launch import can_launch
+from workbench.kernels.launch import accumulator, can_launch
 
 Terms = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-def term_dtype(logits: torch.Tensor) -> torch.dtype:
-    """Of the results: 32 bits at least."""
-    return torch.float64 if logits.dtype == torch.float64 else torch.float32
 
 
 @torch.library.custom_op("workbench::class_terms", mutates_args=())
@@ -51,7 +46,7 @@ def class_terms(logits: torch.Tensor, target: torch.Tensor, first: int) -> Terms
 
 @class_terms.register_fake
 def _(logits: torch.Tensor, target: torch.Tensor, first: int) -> Terms:
-    lse, picked, total = (logits.new_empty(logits.shape[:1], dtype=term_dtype(logits)) for _ in range(3))
+    lse, picked, total = (logits.new_empty(logits.shape[:1], dtype=accumulator(logits.dtype)) for _ in range(3))
     return lse, picked, total
 
 
@@ -101,7 +96,7 @@ class_terms.register_autograd(_differentiate, setup_context=_save)
 
 def class_terms_reference(logits: torch.Tensor, target: torch.Tensor, first: int) -> Terms:
     """``class_terms`` in torch."""
-    wide = logits.to(term_dtype(logits))
+    wide = logits.to(accumulator(logits.dtype))
     place, inside = _places(logits, target, first)
     if logits.shape[1] == 0:
         return wide.new_full(target.shape, -torch.inf), wide.new_zeros(target.shape), wide.new_zeros(target.shape)

@@ -8,10 +8,10 @@ import torch
 import triton
 import triton.language as tl
 
-from workbench.kernels.class_terms import Terms, term_dtype
-from workbench.kernels.launch import ceil_div
+from workbench.kernels.launch import accumulator, ceil_div
 
 _MAX_COLUMNS = 4096
+Terms = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @triton.jit
@@ -86,7 +86,7 @@ _NARROW = {**_WIDE, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 def forward(logits: torch.Tensor, target: torch.Tensor, first: int) -> Terms:
     """See ``class_terms``."""
     num_rows, num_classes = logits.shape
-    dtype = term_dtype(logits)
+    dtype = accumulator(logits.dtype)
     lse = logits.new_full((num_rows,), float("-inf"), dtype=dtype)
     picked, total = (logits.new_zeros(num_rows, dtype=dtype) for _ in range(2))
     if logits.numel():

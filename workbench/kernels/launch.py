@@ -1,4 +1,4 @@
-"""What all kernels share: whether Triton can run, and how a torch dtype is called there."""
+"""What all kernels share: whether Triton can run, and in which dtypes terms add up."""
 
 from __future__ import annotations
 
@@ -30,6 +30,18 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
     if dtype.is_complex or dtype == torch.float64:
         return dtype
     return torch.float32 if dtype.is_floating_point else torch.int64
+
+
+def identity(dtype: torch.dtype, reduction: str) -> float:
+    """What changes nothing under the reduction."""
+    if reduction in ("none", "sum"):
+        return 0
+    if dtype == torch.bool:
+        return reduction == "min"
+    if dtype.is_floating_point:
+        return -torch.inf if reduction == "max" else torch.inf
+    bounds = torch.iinfo(dtype)
+    return bounds.min if reduction == "max" else bounds.max
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -44,7 +44,7 @@ def fill_random(
     if can_launch(out):
         from workbench.kernels.random_slice_triton import fill
 
-        if fill(out, kind, key, first, strides, low, high):
+        if fill(out, KINDS.index(kind), key, first, strides, low, high):
             return
     fill_random_reference(out, kind, key, first, strides, low, high)
 

@@ -12,6 +12,7 @@ import triton.language as tl
 from workbench.kernels.launch import ceil_div
 
 _NUM_DIMS = 4
+_INTEGERS = 3
 _ELEMENTS = 1024
 
 
@@ -148,21 +149,19 @@ _ELEMENTS_OF = {
 _BITS = {torch.float64: 53, torch.float16: 11, torch.bfloat16: 8}
 
 
-def fill(out: torch.Tensor, kind: str, key: int, first: int, strides: Sequence[int], low: float, high: float) -> bool:
-    """See ``fill_random``; False where the kernel has no way."""
-    from workbench.kernels.random_slice import KINDS
-
+def fill(out: torch.Tensor, kind: int, key: int, first: int, strides: Sequence[int], low: float, high: float) -> bool:
+    """See ``fill_random``, whose kinds are counted here; False where the kernel has no way."""
     place = _merge(out.shape, strides)
-    is_too_wide = kind == "integers" and not 0 < int(high) - int(low) < 2**63
+    is_too_wide = kind == _INTEGERS and not 0 < int(high) - int(low) < 2**63
     if place is None or out.dtype not in _ELEMENTS_OF or is_too_wide or not out.is_contiguous():
         return False
     if not out.numel():
         return True
     wide = torch.float64 if out.dtype == torch.float64 else torch.float32
-    integers = [int(low), int(high) - int(low)] if kind == "integers" else [0, 1]
+    integers = [int(low), int(high) - int(low)] if kind == _INTEGERS else [0, 1]
     _fill[(ceil_div(out.numel(), _ELEMENTS),)](
         out, out.numel(), key, first, *place, torch.tensor([low, high], dtype=wide, device=out.device),
-        torch.tensor(integers, device=out.device), KINDS.index(kind), _BITS.get(out.dtype, 24),
+        torch.tensor(integers, device=out.device), kind, _BITS.get(out.dtype, 24),
         _ELEMENTS_OF[out.dtype], _ELEMENTS,
     )  # fmt: skip
     return True
