@@ -24,7 +24,7 @@ from workbench.runtime.memory import model_memory
 from workbench.runtime.world import current
 
 NUM_BLOCKS = 2
-WARM_STEPS = 100
+WARM_STEPS = 500
 TARGET = Target(1.02)
 _MB = 1e6
 

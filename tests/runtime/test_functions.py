@@ -22,7 +22,7 @@ from workbench.runtime.tensor import GlobalTensor, label, spec_of
 from workbench.runtime.world import current
 from workbench.testing import run_ranks
 
-MAX_COMBINATIONS = 5
+MAX_COMBINATIONS = 3
 TABLES = sorted(path.stem for path in Path(__file__).parent.glob("cases*.py"))
 CASES = [case for table in TABLES for case in importlib.import_module(f"tests.runtime.{table}").CASES]
 
