@@ -2,8 +2,9 @@
 #
 #   make demo        four strategies on a real data set, checked against one device; writes out/report.html
 #   make lab         JupyterLab on the first notebook
-#   make test        all tests but the slow ones; browser tests are skipped where there is no Chromium
+#   make test        all tests but the slow ones and those for a GPU; browser tests are skipped where there is no Chromium
 #   make test-full   the slow ones too, and without Chromium it fails
+#   make test-gpu    what needs a CUDA device: the kernels, compiled
 #   make check       format, lint, types, import directions, notebooks
 #   make bench       the benchmarks; results go to benchmarks/results
 #   make clean       remove .venv, caches and out
@@ -22,7 +23,7 @@ ARGS ?=
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help install demo lab test test-full check format bench clean
+.PHONY: help install demo lab test test-full test-gpu check format bench clean
 .PHONY: check-format check-lint check-types check-imports check-notebooks
 
 help:
@@ -46,12 +47,15 @@ SIMULATED := OMP_NUM_THREADS=1 $(PY) -m pytest -q -rs -n auto --dist worksteal
 REAL := $(PY) -m pytest -q -rs
 
 test: $(STAMP)
-	@$(SIMULATED) -m "not slow and not (engines or procs or browser)" $(ARGS) || [ $$? -eq 5 ]
+	@$(SIMULATED) -m "not slow and not (engines or procs or browser or gpu)" $(ARGS) || [ $$? -eq 5 ]
 	@$(REAL) -m "not slow and (engines or procs or browser)" $(ARGS) || [ $$? -eq 5 ]
 
 test-full: $(STAMP)
-	@$(SIMULATED) -m "not (engines or procs or browser)" $(ARGS) || [ $$? -eq 5 ]
+	@$(SIMULATED) -m "not (engines or procs or browser or gpu)" $(ARGS) || [ $$? -eq 5 ]
 	@WORKBENCH_REQUIRE_BROWSER=1 $(REAL) -m "engines or procs or browser" $(ARGS) || [ $$? -eq 5 ]
+
+test-gpu: $(STAMP)
+	@$(REAL) -m gpu $(ARGS)
 
 # All of them run, whatever the first one says.
 check: $(STAMP)

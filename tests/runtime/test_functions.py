@@ -5,6 +5,7 @@ Operands lie as every S, B and P on two and three simulated ranks (uneven sizes)
 
 import importlib
 import itertools
+import math
 import random
 import warnings
 from pathlib import Path
@@ -22,7 +23,8 @@ from workbench.runtime.tensor import GlobalTensor, label, spec_of
 from workbench.runtime.world import current
 from workbench.testing import run_ranks
 
-MAX_COMBINATIONS = 3
+QUICK, MANY = 2, 12
+"""How many combinations of layouts a function is run under."""
 TABLES = sorted(path.stem for path in Path(__file__).parent.glob("cases*.py"))
 CASES = [case for table in TABLES for case in importlib.import_module(f"tests.runtime.{table}").CASES]
 
@@ -32,11 +34,20 @@ def entries_for(tensor):
     return [*splits, "B", "P"] if tensor.is_floating_point() else [*splits, "B"]
 
 
-def combinations(operands, num_axes, seed):
+def combinations(operands, num_axes, seed, count):
+    """Some of all combinations of layouts, without making them all: seven operands have millions."""
     per_operand = [list(itertools.product(entries_for(t), repeat=num_axes)) for t in operands]
-    found = list(itertools.product(*per_operand))
-    random.Random(seed).shuffle(found)
-    return found[:MAX_COMBINATIONS]
+    total = math.prod(map(len, per_operand))
+    chosen = random.Random(seed).sample(range(total), min(count, total))
+    return [_combination(per_operand, number) for number in chosen]
+
+
+def _combination(per_operand, number):
+    found = []
+    for choices in per_operand:
+        number, index = divmod(number, len(choices))
+        found.append(choices[index])
+    return tuple(found)
 
 
 def spread(full, layout, rank):
@@ -79,8 +90,8 @@ def run_case(case, placement, sbps, num_ranks):
     return expected, [leaf.grad if leaf.requires_grad else None for leaf in leaves] if differentiable else [], found
 
 
-def assert_case(case, placement, num_ranks, seed):
-    for sbps in combinations(case.operands(), placement.num_axes, seed):
+def assert_case(case, placement, num_ranks, seed, count=QUICK):
+    for sbps in combinations(case.operands(), placement.num_axes, seed, count):
         expected, grads, found = run_case(case, placement, sbps, num_ranks)
         for rank in placement:
             value, *their_grads = found[rank]
@@ -112,6 +123,13 @@ def test_on_two_axes_with_a_permuted_grid(case):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_with_ranks_outside(case):
     assert_case(case, Placement.of("cpu", [2, 0]), 3, seed=5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_under_many_layouts(case):
+    assert_case(case, Placement.of("cpu", [1, 0, 2]), 3, seed=6, count=MANY)
+    assert_case(case, Placement.of("cpu", [[0, 2], [1, 3]]), 4, seed=7, count=MANY)
 
 
 def test_the_sweep_notices_a_wrong_function():

@@ -165,6 +165,11 @@ class BoxingPlan:
             staged[rank] += self._received_elements(rank) * self.itemsize
         return max(staged.values())
 
+    @cached_property
+    def title(self) -> str:
+        """What is boxed from where to where, on one line: the name of the exchange in messages between ranks."""
+        return f"boxing {self.source} -> {self.destination} of {self.shape}"
+
     def time_s(self, cost: LinkCost) -> float:
         """Predicted seconds: the busiest rank's bytes over the link's rate, and one start-up."""
         return cost.time_s(max(self.bytes_sent.values(), default=0))

@@ -167,7 +167,7 @@ def run_plan(plan: BoxingPlan, local: torch.Tensor, world: World, target: Spec, 
             return _slice(local, moves[0].source_region).clone(memory_format=torch.contiguous_format)
         return _exchange(plan, local, world, target, tag, "")
     started = time.perf_counter()
-    header = f"boxing {plan.source} -> {plan.destination} of {plan.shape}, {str(local.dtype).removeprefix('torch.')}"
+    header = f"{plan.title}, {str(local.dtype).removeprefix('torch.')}"
     if plan.kind == "all-reduce":
         result = _all_reduce(plan, local, world, tag, header)
     else:
