@@ -29,7 +29,7 @@ def test_boxing_between_sampled_layouts(transport):
     assert torchrun(4, "boxing", 4, 60, transport=transport).count(f"60 boxings over {transport}") == 4
 
 
-@pytest.mark.parametrize("transport", ["shared", "gloo"])
+@pytest.mark.parametrize("transport", ["shared", pytest.param("gloo", marks=pytest.mark.slow)])
 def test_training_equals_one_device_under_every_preset(transport):
     output = torchrun(2, "training", "mlp", "data", "model", "pipeline", "hybrid", transport=transport)
     assert output.count(f"equal over {transport}") == 4

@@ -17,6 +17,9 @@ geqrf
 _WITH_A_VECTOR = "linalg_householder_product lu_unpack"
 _WHOLE = "WXYZ"
 
+_FORGET_GRADIENTS = ("linalg_cond", "linalg_householder_product")
+"""Of no matrix at all, these have no gradient, and a rank without one would leave the others waiting."""
+
 
 def _factors(call: Call, core: tuple[int, ...]) -> Resolution | None:
     """The last ``core`` dims of the operands are whole, and so is what the results have beyond the batch dims."""
@@ -27,8 +30,7 @@ def _factors(call: Call, core: tuple[int, ...]) -> Resolution | None:
     if min(extra) < 0:  # lu_unpack gives an empty tensor for what it was not asked for
         return None
     left = ", ".join("..." + _WHOLE[:n] for n in core)
-    # Of no matrix at all, the condition number forgets that it has a gradient.
-    filled = "#1#2#3#4" if call.name == "linalg_cond" else ""
+    filled = "#1#2#3#4" if call.name in _FORGET_GRADIENTS else ""
     return Resolution(f"{left} -> {', '.join('...' + _WHOLE[:n] for n in extra)}", filled=filled)
 
 
