@@ -38,6 +38,8 @@ def _found(rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 
 CASES = [
+    Case("vander", torch.linalg.vander, ((5,),)),
+    Case("householder product", torch.linalg.householder_product, ((2, 4, 3), (2, 3))),
     Case("eigenvalues of a batch", lambda a, b: torch.linalg.eigvalsh(a), (), _grams),
     Case("solve column by column", lambda a, b: torch.linalg.solve(a, b), (), _grams),
     Case("cholesky factors", _factors, (), _grams),

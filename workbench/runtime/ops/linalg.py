@@ -107,4 +107,6 @@ def _by_vectors(call: Call) -> Resolution | None:
 
 @rule("linalg_vander")
 def _vander(call: Call) -> Resolution:
-    return Resolution("... -> ...N")
+    """As many powers as the logical vector is long, where the caller does not say."""
+    num_powers = call.outputs[0][0][-1]
+    return Resolution("... -> ...N", lambda *_: lambda x, *_, **__: torch.linalg.vander(x, N=num_powers))
