@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
-from workbench.core.boxing import BoxingPlan, Move, describe_sbp_change, plan_boxing
+from workbench.core.boxing import BoxingPlan, describe_sbp_change, plan_boxing
 from workbench.core.layout import Layout, Region
 from workbench.core.placement import Placement
 from workbench.core.sbp import Partial
 from workbench.errors import LayoutError
+from workbench.runtime.assembling import assemble, region_shape, slice_region
 from workbench.runtime.explicit import Need, check_explicit
 from workbench.runtime.tensor import (
     GlobalTensor,
@@ -26,7 +27,6 @@ from workbench.runtime.tensor import (
     mark_ghost_leaves,
     spec_of,
 )
-from workbench.runtime.transport.base import ACCUMULATED_IN_32_BITS
 from workbench.runtime.world import World
 
 
@@ -48,7 +48,7 @@ def box(tensor: GlobalTensor, layout: Layout, function: str = "") -> GlobalTenso
             return label(_Box.apply(tensor, source, target, tag, site), target)
         place = _place_in_own_shard(source, target)
         if place is not None:
-            return label(_slice(tensor, place).clone(memory_format=torch.contiguous_format), target)
+            return label(slice_region(tensor, place).clone(memory_format=torch.contiguous_format), target)
         return label(_run(tensor, source, target, tag), target)
 
 
@@ -164,7 +164,7 @@ def run_plan(plan: BoxingPlan, local: torch.Tensor, world: World, target: Spec, 
     if plan.is_local:
         moves = plan.moves_to(rank)
         if plan.kind == "slice" and moves:
-            return _slice(local, moves[0].source_region).clone(memory_format=torch.contiguous_format)
+            return slice_region(local, moves[0].source_region).clone(memory_format=torch.contiguous_format)
         return _exchange(plan, local, world, target, tag, "")
     started = time.perf_counter()
     header = f"{plan.title}, {str(local.dtype).removeprefix('torch.')}"
@@ -184,8 +184,10 @@ def _all_reduce(plan: BoxingPlan, local: torch.Tensor, world: World, tag: int, h
 def _exchange(plan: BoxingPlan, local: torch.Tensor, world: World, target: Spec, tag: int, header: str) -> torch.Tensor:
     rank = world.rank
     arriving = plan.moves_to(rank)
-    wanted = [(move.source, _shape(move.source_region)) for move in arriving if move.source != rank]
-    sends = [(m.destination, _slice(local, m.source_region)) for m in plan.moves_from(rank) if m.destination != rank]
+    wanted = [(move.source, region_shape(move.source_region)) for move in arriving if move.source != rank]
+    sends = [
+        (m.destination, slice_region(local, m.source_region)) for m in plan.moves_from(rank) if m.destination != rank
+    ]
     borrowed: list[torch.Tensor] = []
     release = None
     if sends or wanted:
@@ -193,61 +195,13 @@ def _exchange(plan: BoxingPlan, local: torch.Tensor, world: World, target: Spec,
     if target.is_ghost:
         return ghost_storage(target.shape, local.dtype, world.device)
     others = iter(borrowed)
-    pieces = [(move, next(others) if move.source != rank else _slice(local, move.source_region)) for move in arriving]
-    result = _assemble(plan, pieces, target, local.dtype, world.device)
+    pieces = [
+        (move, next(others) if move.source != rank else slice_region(local, move.source_region)) for move in arriving
+    ]
+    result = assemble(plan, pieces, target, local.dtype, world.device)
     if release is not None:
         release()
     return result
-
-
-def _assemble(
-    plan: BoxingPlan, pieces: list[tuple[Move, torch.Tensor]], target: Spec, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    """Put the slices into new memory, the new shard; terms of a sum are added in the order of the placement, in at
-    least 32 bits.
-    """
-    whole = tuple((0, size) for size in target.local_shape)
-    if len(pieces) == 1 and pieces[0][0].destination_region == whole:
-        return pieces[0][1].clone(memory_format=torch.contiguous_format)
-    reduction = plan.reduction
-    sums_low_precision = reduction == "sum" and dtype in ACCUMULATED_IN_32_BITS
-    if reduction is None and not target.layout.has_partial:  # the slices fill the shard
-        out = torch.empty(target.local_shape, dtype=dtype, device=device)
-    else:
-        out = _identity(target, torch.float32 if sums_low_precision else dtype, device, reduction)
-    for move, piece in pieces:
-        place = _slice(out, move.destination_region)
-        if reduction is None:
-            place.copy_(piece)
-        elif reduction == "sum":
-            place.add_(piece) if dtype != torch.bool else place.logical_or_(piece)
-        else:
-            torch.maximum(place, piece, out=place) if reduction == "max" else torch.minimum(place, piece, out=place)
-    return out.to(dtype)
-
-
-def _identity(target: Spec, dtype: torch.dtype, device: torch.device, source_reduction: str | None) -> torch.Tensor:
-    """An empty shard, or one filled with what changes nothing under the reduction."""
-    reductions: list[str | None] = [entry.reduction for entry in target.layout.sbp if isinstance(entry, Partial)] or [
-        source_reduction
-    ]
-    if reductions[0] in (None, "sum"):
-        return torch.zeros(target.local_shape, dtype=dtype, device=device)
-    bounds = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
-    lowest = -torch.inf if dtype.is_floating_point else bounds.min
-    highest = torch.inf if dtype.is_floating_point else bounds.max
-    return torch.full(target.local_shape, lowest if reductions[0] == "max" else highest, dtype=dtype, device=device)
-
-
-def _shape(region: Region) -> tuple[int, ...]:
-    return tuple(stop - start for start, stop in region)
-
-
-def _slice(tensor: torch.Tensor, region: Region) -> torch.Tensor:
-    for dim, (start, stop) in enumerate(region):
-        if stop - start != tensor.shape[dim]:
-            tensor = tensor.narrow(dim, start, stop - start)
-    return tensor
 
 
 def _check_devices(world: World, *placements: Placement) -> None:
