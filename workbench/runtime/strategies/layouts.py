@@ -1,0 +1,70 @@
+"""What a resolved strategy means for parameters and inputs of every layer: placements and layouts. No data here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from workbench.core.layout import Layout
+from workbench.core.placement import Placement
+from workbench.core.sbp import Sbp, broadcast, split
+from workbench.core.strategy import TRANSPOSED_KINDS, ResolvedLayer, ResolvedStrategy
+from workbench.runtime.world import World
+
+
+class StageLayouts:
+    """Placements of the stages, and the layouts that layers have on them.
+
+    Attributes:
+        axes: names of the axes of every stage's placement, in order: "data", "model".
+        placements: the ranks of every stage.
+    """
+
+    def __init__(self, world: World, resolved: ResolvedStrategy, tables: set[str]) -> None:
+        self.world, self.resolved, self.tables = world, resolved, tables
+        self._input_layouts: dict[tuple[str, int], Layout] = {}
+        _, data, model = resolved.degrees
+        # Axes of size one are left out: boxing along them would do nothing, at a price.
+        self.axes = [name for name, size in (("data", data), ("model", model)) if size > 1] or ["data"]
+        self.placements = tuple(self._placement(stage) for stage in range(resolved.degrees[0]))
+
+    def _placement(self, stage: int) -> Placement:
+        grid = self.resolved.stage_grid(stage)
+        ranks: Any = grid if len(self.axes) == 2 else self.resolved.stage_ranks(stage)
+        return Placement.of(self.world.device.type, ranks)
+
+    def layout(self, choice: ResolvedLayer, data: Sbp, model: Sbp) -> Layout:
+        """A layout on the layer's stage from one entry for each of the two axes."""
+        return Layout(self.placements[choice.stage], tuple(data if axis == "data" else model for axis in self.axes))
+
+    def input_layout(self, choice: ResolvedLayer, ndim: int) -> Layout:
+        """What the layer's choice means for its input; a scalar is everywhere."""
+        known = self._input_layouts.get((choice.name, ndim))
+        if known is None:
+            known = self._input_layouts[choice.name, ndim] = self._input_layout(choice, ndim)
+        return known
+
+    def _input_layout(self, choice: ResolvedLayer, ndim: int) -> Layout:
+        if ndim == 0:
+            return self.layout(choice, broadcast, broadcast)
+        if choice.parallel == "data":
+            return self.layout(choice, split(0), split(0))
+        takes_slices = choice.split == "row" and choice.name not in self.tables
+        return self.layout(choice, split(0), split(ndim - 1) if takes_slices else broadcast)
+
+    def parameter_layout(self, choice: ResolvedLayer, layer: nn.Module, ndim: int) -> Layout:
+        """Where a parameter's slices lie; see the table at the top of ``runtime/parallel.py``."""
+        outputs_last = is_table(layer) or type(layer).__name__ in TRANSPOSED_KINDS
+        if choice.split == "column":
+            entry: Sbp = split(ndim - 1) if outputs_last else split(0)
+        elif choice.split == "row" and ndim > 1:
+            entry = split(0) if outputs_last else split(1)
+        else:
+            entry = broadcast
+        return self.layout(choice, broadcast, entry)
+
+
+def is_table(layer: nn.Module) -> bool:
+    """Whether a layer looks up rows; its weight is (words, width)."""
+    return isinstance(layer, nn.Embedding)

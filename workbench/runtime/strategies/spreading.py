@@ -1,0 +1,55 @@
+"""Parameters and buffers of a module as global tensors in the layouts of a strategy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from workbench.core.layout import Layout
+from workbench.core.sbp import broadcast
+from workbench.core.strategy import ResolvedLayer
+from workbench.runtime.boxing import box
+from workbench.runtime.strategies.layouts import StageLayouts
+from workbench.runtime.tensor import GlobalTensor, ghost_storage, label, spec_of
+from workbench.runtime.world import World
+
+
+def convert_parameters(
+    layer: nn.Module, choice: ResolvedLayer, layouts: StageLayouts, converted: dict[int, nn.Parameter]
+) -> None:
+    """Own parameters of a layer; a tied parameter is converted once, where it is met first."""
+    for name, parameter in list(layer.named_parameters(recurse=False)):
+        if id(parameter) not in converted:
+            layout = layouts.parameter_layout(choice, layer, parameter.dim())
+            new = nn.Parameter(spread(parameter, layout, layouts.world), parameter.requires_grad)
+            converted[id(parameter)] = converted[id(new)] = new
+            new.__dict__["_tied_source"] = parameter  # keeps the id from being used again while we convert
+        layer._parameters[name] = converted[id(parameter)]
+
+
+def convert_buffers(module: nn.Module, layers: list[tuple[str, nn.Module]], layouts: StageLayouts) -> None:
+    """Buffers are whole on every rank of the stage of their layer, or of the nearest layer before."""
+    choices = {id(layer): choice for (_, layer), choice in zip(layers, layouts.resolved.layers, strict=True)}
+    choice = layouts.resolved.layers[0]
+    for submodule in module.modules():
+        choice = choices.get(id(submodule), choice)
+        for name, buffer in submodule.named_buffers(recurse=False):
+            submodule._buffers[name] = spread(buffer, layouts.layout(choice, broadcast, broadcast), layouts.world)
+    for parameter in module.parameters():
+        parameter.__dict__.pop("_tied_source", None)
+
+
+def spread(tensor: torch.Tensor, layout: Layout, world: World) -> GlobalTensor:
+    """This rank's slices of a tensor that all ranks hold, or of one that is global already."""
+    with torch.no_grad():
+        if isinstance(tensor, GlobalTensor):
+            detached: Any = tensor.detach()
+            return box(detached, layout.normalized(tensor._spec.shape))
+        spec = spec_of(world, layout, tuple(tensor.shape))
+        if spec.is_ghost:
+            return label(ghost_storage(spec.shape, tensor.dtype, world.device), spec)
+        region = spec.layout.region(spec.shape, world.rank)
+        part = tensor.detach()[tuple(slice(start, stop) for start, stop in region)]
+        return label(part.to(world.device, copy=True).contiguous(), spec)

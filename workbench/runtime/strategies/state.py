@@ -1,0 +1,71 @@
+"""What ``parallelize`` did to a module, and the module's layers as a strategy sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from workbench.core.placement import Placement
+from workbench.core.strategy import Layer, ResolvedStrategy, Strategy
+from workbench.errors import StrategyError
+
+STATE = "_workbench_parallel"
+ROOT = "(root)"
+"""Row name of parameters that belong to the model itself and to no layer of it."""
+
+
+@dataclass
+class ParallelState:
+    """The strategy in force on a module and what carries it.
+
+    Attributes:
+        handles: hooks; each has ``remove()``.
+        placements: the ranks of every stage.
+        after_backward: called after the backward of every micro-batch, on every rank.
+    """
+
+    strategy: Strategy
+    resolved: ResolvedStrategy
+    handles: list[Any] = field(default_factory=list)
+    placements: tuple[Placement, ...] = ()
+    after_backward: list[Callable[[], None]] = field(default_factory=list)
+
+
+def describe(model: nn.Module) -> list[Layer]:
+    """The layers of a model as a strategy sees them: the modules that own parameters, in order."""
+    return [
+        Layer(
+            name or ROOT,
+            type(module).__name__,
+            {short: tuple(p.shape) for short, p in module.named_parameters(recurse=False)},
+            sum(p.numel() for p in module.parameters(recurse=False)),
+        )
+        for name, module in layers_of(model)
+    ]
+
+
+def layers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that own parameters, with their paths."""
+    return (
+        (name, module) for name, module in model.named_modules() if any(True for _ in module.parameters(recurse=False))
+    )
+
+
+def state_of(module: nn.Module) -> ParallelState:
+    """The strategy in force; raises ``StrategyError`` for a module that was never parallelized."""
+    if STATE not in module.__dict__:
+        raise StrategyError(
+            f"{type(module).__name__} is not parallelized. Call wb.parallelize(module, strategy) first."
+        )
+    state: ParallelState = module.__dict__[STATE]
+    return state
+
+
+def unhook(module: nn.Module) -> None:
+    """Remove the hooks of an earlier ``parallelize``; parameters stay global tensors."""
+    state = module.__dict__.pop(STATE, None)
+    for handle in state.handles if state else []:
+        handle.remove()
