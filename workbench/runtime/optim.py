@@ -17,6 +17,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from workbench.core.layout import Layout
 from workbench.runtime.tensor import GlobalTensor, local_torch, plain
 
 BUCKET_BYTES = 25 * 2**20
@@ -37,6 +38,14 @@ def install_hooks() -> None:
         register_optimizer_step_pre_hook(_before_step)
         register_optimizer_step_post_hook(_after_step)
         _installed = True
+
+
+def state_layout(parameter: GlobalTensor) -> Layout:
+    """The layout in which an optimizer's per-element state of ``parameter`` lies: its own, or its shard's under ZeRO.
+
+    ``optimizer.state[parameter]`` holds this rank's part as plain tensors.
+    """
+    return parameter._spec.layout
 
 
 Finish = Callable[[], dict[GlobalTensor, torch.Tensor]]
