@@ -8,6 +8,7 @@
     ├── ExplicitBoxingError              an implicit boxing under ``wb.explicit_boxing()``
     ├── WorldError (RuntimeError)        this process is not (or no longer) part of a world
     ├── CollectiveAborted (RuntimeError) a wait for other ranks ended early
+    ├── CheckpointError (RuntimeError)   a checkpoint that cannot be written, or does not fit what it is loaded into
     ├── CommandError                     the command line ``workbench`` cannot do what was asked
     └── SessionError (RuntimeError)      the notebook's side of a cluster
         ├── NotStartedError              no session is running
@@ -54,6 +55,10 @@ class WorldError(WorkbenchError, RuntimeError):
 
 class CollectiveAborted(WorkbenchError, RuntimeError):
     """A wait for other ranks ended before they came: abort, dead peer, timeout or divergence."""
+
+
+class CheckpointError(WorkbenchError, RuntimeError):
+    """A checkpoint that cannot be written, that is damaged or half-written, or that holds another model."""
 
 
 class CommandError(WorkbenchError):
