@@ -41,6 +41,8 @@ def box(tensor: GlobalTensor, layout: Layout, function: str = "") -> GlobalTenso
     if target is source:
         return tensor
     tag = source.world.next_tag()
+    if source.world.running is not None:
+        source.world.running.add_edge(source, target, function)
     site = _trace_forward(tensor, source, target, function) if source.world.tracer is not None else None
     with local_torch():
         if torch.is_grad_enabled() and tensor.requires_grad:

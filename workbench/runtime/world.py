@@ -36,6 +36,7 @@ class World:
         checks_agreement: whether plain tensors that meet global ones are compared over the ranks.
         tracer: the innermost ``wb.trace()`` in force, told of every boxing; None when there is none.
         on_plan: told of every call (function, args, kwargs) that a plan is made for.
+        running: what the scheduled step in progress wants to know of (see ``pipelining``); None outside of one.
     """
 
     def __init__(self, rank: int, world_size: int, device: torch.device, transport: Transport) -> None:
@@ -52,6 +53,7 @@ class World:
         self.checks_agreement = os.environ.get("WORKBENCH_CHECK", "0") not in ("", "0")
         self.tracer: Any = None
         self.on_plan: Callable[[Any, Any, Any], None] | None = None
+        self.running: Any = None
 
     @property
     def transport_name(self) -> str:
@@ -200,7 +202,7 @@ def _rejoined(rank: int, world_size: int, device: torch.device, transport: Trans
     left.transport = transport
     left.num_edges.clear()
     left.num_sums.clear()
-    left.micro_batch, left.stage_order = 0, ()
+    left.micro_batch, left.stage_order, left.running = 0, (), None
     return left
 
 
