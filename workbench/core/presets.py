@@ -27,13 +27,43 @@ def preset(name: str, layers: Sequence[Layer], num_ranks: int) -> Strategy:
         return Strategy.from_rows(rows, Options(degrees=(1, 1, num_ranks)))
     if name != "pipeline":
         raise StrategyError(f"preset {name!r} is none of {', '.join(PRESETS)}.")
-    if num_ranks > len(layers):
-        raise StrategyError(
-            f"pipeline over {num_ranks} ranks, but the model has {len(layers)} layers; each stage needs one."
-        )
-    cuts = balanced_cuts([layer.num_parameters for layer in layers], num_ranks)
+    cuts = stage_cuts(layers, num_ranks)
     rows = [Row(layer.name, "data", None, stage) for layer, stage in zip(layers, cuts, strict=True)]
     return Strategy.from_rows(rows, Options((num_ranks, 1, 1), num_micro_batches=2 * num_ranks, schedule="1f1b"))
+
+
+def stage_cuts(layers: Sequence[Layer], num_stages: int) -> list[int]:
+    """The stage of every layer, by parameters.
+
+    A model lists the layers inside a block in any order (Llama's norms come last), so stages are cut between blocks, as
+    long as there are enough of them.
+
+    Raises:
+        StrategyError: more stages than layers.
+    """
+    if num_stages > len(layers):
+        raise StrategyError(
+            f"pipeline over {num_stages} ranks, but the model has {len(layers)} layers; each stage needs one."
+        )
+    for unit_of in (block_of, lambda name: name):
+        units: dict[str, float] = {}
+        for layer in layers:
+            units[unit_of(layer.name)] = units.get(unit_of(layer.name), 0) + layer.num_parameters
+        if len(units) >= num_stages:
+            break
+    cuts = dict(zip(units, balanced_cuts(list(units.values()), num_stages), strict=True))
+    return [cuts[unit_of(layer.name)] for layer in layers]
+
+
+def block_of(name: str) -> str:
+    """The repeated block that a layer belongs to: its path up to the first number.
+
+    >>> block_of("model.layers.3.mlp.up_proj"), block_of("head")
+    ('model.layers.3', 'head')
+    """
+    parts = name.split(".")
+    number = next((index for index, part in enumerate(parts) if part.isdecimal()), len(parts))
+    return ".".join(parts[: number + 1])
 
 
 def balanced_cuts(weights: Sequence[float], num_parts: int) -> list[int]:

@@ -20,7 +20,7 @@ from torch import nn
 
 from workbench.core.strategy import Strategy
 from workbench.errors import StrategyError
-from workbench.runtime import optim
+from workbench.runtime import optim, zero
 from workbench.runtime.agreement import check_same_everywhere
 from workbench.runtime.strategies.doors import Doors, hook_root
 from workbench.runtime.strategies.layouts import StageLayouts, is_table
@@ -28,7 +28,7 @@ from workbench.runtime.strategies.spreading import convert_buffers, convert_para
 from workbench.runtime.strategies.state import STATE, ParallelState, describe, layers_of, state_of, unhook
 from workbench.runtime.world import current
 
-INSTALLERS: tuple[Callable[[nn.Module, ParallelState], list[Any]], ...] = ()
+INSTALLERS: tuple[Callable[[nn.Module, ParallelState], list[Any]], ...] = (zero.install,)
 """Options that act on a module: each returns handles with ``remove()``, none where its option is off."""
 
 
@@ -67,8 +67,8 @@ def parallelize(module: nn.Module, strategy: Strategy | str) -> nn.Module:
         convert_parameters(layer, choice, layouts, converted)
         following = resolved.layers[position + 1] if position + 1 < len(layers) else None
         state.handles += doors.hook(layer, choice, following)
-    convert_buffers(module, layers, layouts)
-    state.handles += hook_root(module, world, layouts.placements)
+    convert_buffers(module, layouts)
+    state.handles += hook_root(module, layouts)
     module.__dict__[STATE] = state
     for install in INSTALLERS:
         state.handles += install(module, state)
@@ -78,7 +78,7 @@ def parallelize(module: nn.Module, strategy: Strategy | str) -> nn.Module:
 
 def _check_options(strategy: Strategy) -> None:
     options = strategy.options
-    missing = [f"zero={options.zero}"] * (options.zero > 0) + ["recompute"] * options.recompute
+    missing = ["recompute"] * options.recompute
     missing += [options.precision] * (options.precision != "fp32")
     missing += [options.schedule or ""] * (options.schedule in ("interleaved", "zero_bubble"))
     if missing:

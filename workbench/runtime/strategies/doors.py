@@ -9,7 +9,6 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from workbench.core.layout import Layout
-from workbench.core.placement import Placement
 from workbench.core.sbp import NdSbp, Partial, broadcast, split
 from workbench.core.strategy import ResolvedLayer
 from workbench.errors import StrategyError
@@ -17,7 +16,6 @@ from workbench.runtime.boxing import box, box_implicitly
 from workbench.runtime.entry import enter_as_broadcast
 from workbench.runtime.strategies.layouts import StageLayouts
 from workbench.runtime.tensor import GlobalTensor
-from workbench.runtime.world import World
 
 
 class Doors:
@@ -104,13 +102,14 @@ def _hook_tied(layer: nn.Module, names: list[str], layout: Layout) -> list[Any]:
     return [layer.register_forward_pre_hook(bring), layer.register_forward_hook(put_back, always_call=True)]
 
 
-def hook_root(module: nn.Module, world: World, placements: tuple[Placement, ...]) -> list[Any]:
+def hook_root(module: nn.Module, layouts: StageLayouts) -> list[Any]:
     """Inside the module's call, operands on different stages meet on the latest of them."""
+    world, placements = layouts.world, layouts.placements
     if len(placements) == 1:
         return []
 
     def enter(*_: Any) -> None:
-        world.stage_order = placements
+        world.stage_order = (layouts.everywhere, *placements)
 
     def leave(*_: Any) -> None:
         world.stage_order = ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
@@ -19,6 +20,7 @@ class StageLayouts:
     Attributes:
         axes: names of the axes of every stage's placement, in order: "data", "model".
         placements: the ranks of every stage.
+        everywhere: all ranks of all stages; of a single stage, its placement.
     """
 
     def __init__(self, world: World, resolved: ResolvedStrategy, tables: set[str]) -> None:
@@ -28,6 +30,9 @@ class StageLayouts:
         # Axes of size one are left out: boxing along them would do nothing, at a price.
         self.axes = [name for name, size in (("data", data), ("model", model)) if size > 1] or ["data"]
         self.placements = tuple(self._placement(stage) for stage in range(resolved.degrees[0]))
+        ranks = [rank for placement in dict.fromkeys(self.placements) for rank in placement]
+        is_one = len(set(self.placements)) == 1
+        self.everywhere = self.placements[0] if is_one else Placement.of(world.device.type, ranks)
 
     def _placement(self, stage: int) -> Placement:
         grid = self.resolved.stage_grid(stage)
@@ -63,6 +68,20 @@ class StageLayouts:
         else:
             entry = broadcast
         return self.layout(choice, broadcast, entry)
+
+    def placement_of_buffers(self, name: str, module: nn.Module, nearest: ResolvedLayer) -> Placement:
+        """Where the buffers of a module lie; ``nearest`` is the module as a layer, or the layer before it.
+
+        A layer's lie on its stage, and so do running statistics, which forward writes. Those of another module
+        without parameters (rotary frequencies, masks) lie on the one stage of the layers around it, or everywhere
+        where those are on several.
+        """
+        if name == nearest.name or isinstance(module, _NormBase):
+            return self.placements[nearest.stage]
+        parent = name.rpartition(".")[0]
+        inside = [layer for layer in self.resolved.layers if not parent or layer.name.startswith(f"{parent}.")]
+        stages = {layer.stage for layer in inside}
+        return self.placements[stages.pop()] if len(stages) == 1 else self.everywhere
 
 
 def is_table(layer: nn.Module) -> bool:

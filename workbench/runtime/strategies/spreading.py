@@ -12,6 +12,7 @@ from workbench.core.sbp import broadcast
 from workbench.core.strategy import ResolvedLayer
 from workbench.runtime.boxing import box
 from workbench.runtime.strategies.layouts import StageLayouts
+from workbench.runtime.strategies.state import ROOT
 from workbench.runtime.tensor import GlobalTensor, ghost_storage, label, spec_of
 from workbench.runtime.world import World
 
@@ -29,14 +30,16 @@ def convert_parameters(
         layer._parameters[name] = converted[id(parameter)]
 
 
-def convert_buffers(module: nn.Module, layers: list[tuple[str, nn.Module]], layouts: StageLayouts) -> None:
-    """Buffers are whole on every rank of the stage of their layer, or of the nearest layer before."""
-    choices = {id(layer): choice for (_, layer), choice in zip(layers, layouts.resolved.layers, strict=True)}
-    choice = layouts.resolved.layers[0]
-    for submodule in module.modules():
-        choice = choices.get(id(submodule), choice)
-        for name, buffer in submodule.named_buffers(recurse=False):
-            submodule._buffers[name] = spread(buffer, layouts.layout(choice, broadcast, broadcast), layouts.world)
+def convert_buffers(module: nn.Module, layouts: StageLayouts) -> None:
+    """Buffers are whole on every rank of the stage where they are needed."""
+    choices = {choice.name: choice for choice in layouts.resolved.layers}
+    nearest = layouts.resolved.layers[0]
+    for name, submodule in module.named_modules():
+        nearest = choices.get(name or ROOT, nearest)
+        for short, buffer in submodule.named_buffers(recurse=False):
+            placement = layouts.placement_of_buffers(name or ROOT, submodule, nearest)
+            layout = Layout(placement, (broadcast,) * placement.num_axes)
+            submodule._buffers[short] = spread(buffer, layout, layouts.world)
     for parameter in module.parameters():
         parameter.__dict__.pop("_tied_source", None)
 
