@@ -118,10 +118,18 @@ class ResolvedStrategy:
         """Name of the pipeline schedule."""
         return self.options.schedule or "1f1b"
 
+    @property
+    def num_stages(self) -> int:
+        """Pipeline stages; under ``interleaved`` a multiple of the pipeline degree, else equal to it."""
+        return max((layer.stage for layer in self.layers), default=0) + 1
+
     def stage_grid(self, stage: int) -> list[list[int]]:
-        """The ranks of a stage: one row per data-parallel replica, one column per slice of the model axis."""
-        _, data, model = self.degrees
-        first = stage * data * model
+        """The ranks of a stage: one row per data-parallel replica, one column per slice of the model axis.
+
+        Stages go round the slices of the pipeline axis: stage ``k`` lies on slice ``k % pipeline degree``.
+        """
+        pipeline, data, model = self.degrees
+        first = stage % pipeline * data * model
         return [[first + d * model + m for m in range(model)] for d in range(data)]
 
     def stage_ranks(self, stage: int) -> list[int]:
@@ -287,6 +295,8 @@ def _degrees(strategy: Strategy, layers: Sequence[Layer], num_ranks: int) -> tup
     if strategy.options.degrees:
         return strategy.options.degrees
     num_stages = max(_stages(strategy, layers), default=0) + 1
+    if strategy.options.schedule == "interleaved":  # two stages on a rank or more, as many as there have to be
+        num_stages = next((n for n in range(num_stages // 2, 0, -1) if num_stages % n == num_ranks % n == 0), num_stages)
     width = max(1, num_ranks // num_stages)
     uses_model = any((row := strategy.row_of(layer.name)) and row.parallel == "model" for layer in layers)
     return (num_stages, 1, width) if uses_model else (num_stages, width, 1)
@@ -335,8 +345,10 @@ def _check_degrees(strategy: Strategy, layers: Sequence[Layer], num_ranks: int) 
             f"model must be the ranks"
         )
         mistakes.append(Mistake(None, message, (f"use {num_stages}x{max(1, num_ranks // num_stages)}x1",)))
-    if strategy.options.degrees and pipeline != num_stages:
+    goes_round = strategy.options.schedule == "interleaved" and num_stages % pipeline == 0
+    if strategy.options.degrees and pipeline != num_stages and not goes_round:
         message = f"pipeline degree {pipeline}, but the rows use {num_stages} stage{'s' * (num_stages > 1)}"
+        message += "; interleaved takes a multiple" * (strategy.options.schedule == "interleaved")
         mistakes.append(Mistake(None, message, (f"use {num_stages}x{data}x{model}",)))
     return mistakes
 

@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from workbench.pipeline.schedules import Action, Table
 
+Edges = Sequence[tuple[int, int]]
+"""(from stage, to stage) of what a forward hands over, in the order of the program."""
 
-def check_table(table: Table, num_stages: int, num_micro_batches: int) -> list[str]:
+
+def check_table(table: Table, num_stages: int, num_micro_batches: int, edges: Edges | None = None) -> list[str]:
     """Everything that is wrong with a table; empty where it can run.
 
-    Each rank runs its actions in order; an action starts when what it needs is done: a forward after the previous
-    stage's forward, a backward (or its first half) after the next stage's and its own forward, the weights' half after
-    the first. Sends never block.
+    Each rank runs its actions in order. In a forward, a stage goes along the edges in the order of the program: it
+    sends where an edge leaves it, which never blocks, and waits where one arrives. A backward (or its first half) goes
+    along them from the last to the first, the other way, after its own forward; the weights' half comes after that.
+
+    Args:
+        table: the actions of every rank, in order.
+        num_stages, num_micro_batches: what the table should be of.
+        edges: what the stages hand over, e.g. as a run has recorded it; each stage to the next, if None.
+
+    >>> from workbench.pipeline.schedules import make_table
+    >>> check_table(make_table("gpipe", 2, 2), 2, 2, edges=[(0, 1), (1, 0)])
+    []
+    >>> check_table(make_table("1f1b", 2, 2), 2, 2, edges=[(0, 1), (1, 0)])
+    ['deadlock: rank 0 waits at 0F1, rank 1 waits at 1B0']
     """
+    edges = [(stage, stage + 1) for stage in range(num_stages - 1)] if edges is None else edges
     listed = [action for actions in table for action in actions]
     halves = {(action.stage, action.micro_batch) for action in listed if action.kind in "IW"}
     wanted = {
@@ -31,7 +48,7 @@ def check_table(table: Table, num_stages: int, num_micro_batches: int) -> list[s
         for action in sorted(set(listed) - wanted, key=str)
     ]
     problems += _stages_on_two_ranks(table)
-    return problems or _run(table, num_stages, set(listed))
+    return problems or _run(table, edges)
 
 
 def _stages_on_two_ranks(table: Table) -> list[str]:
@@ -42,23 +59,47 @@ def _stages_on_two_ranks(table: Table) -> list[str]:
     return [f"stage {stage} stands on ranks {sorted(r)}" for stage, r in sorted(ranks_of.items()) if len(r) > 1]
 
 
-def _run(table: Table, num_stages: int, listed: set[Action]) -> list[str]:
-    done: set[Action] = set()
+def _run(table: Table, edges: Edges) -> list[str]:
+    """Go through the table on paper, as far as everything that is waited for has been done."""
+    done: set[Event] = set()
+    programs = [[(action, step) for action in actions for step in _steps(action, edges)] for actions in table]
     position = [0] * len(table)
     progress = True
     while progress:
         progress = False
-        for rank, actions in enumerate(table):
-            while position[rank] < len(actions) and needs(actions[position[rank]], num_stages, listed) <= done:
-                done.add(actions[position[rank]])
+        for rank, program in enumerate(programs):
+            while position[rank] < len(program):
+                _, (waits, event) = program[position[rank]]
+                if waits and event not in done:
+                    break
+                done.add(event)
                 position[rank] += 1
                 progress = True
     stuck = [
-        f"rank {rank} waits at {actions[at]}"
-        for rank, (actions, at) in enumerate(zip(table, position, strict=True))
-        if at < len(actions)
+        f"rank {rank} waits at {program[at][0]}"
+        for rank, (program, at) in enumerate(zip(programs, position, strict=True))
+        if at < len(program)
     ]
     return [f"deadlock: {', '.join(stuck)}"] if stuck else []
+
+
+Event = tuple[str, int, int]
+"""What can be waited for: ("F" or "B", edge, micro-batch) for a message, ("ended", stage * 3 + phase, micro-batch)."""
+
+
+def _steps(action: Action, edges: Edges) -> list[tuple[bool, Event]]:
+    """What an action does one after the other: (whether it waits for the event or makes it happen, event)."""
+    stage, m = action.stage, action.micro_batch
+    phase = {"F": 0, "B": 1, "I": 1, "W": 2}[action.kind]
+    steps: list[tuple[bool, Event]] = [(True, ("ended", stage * 3 + phase - 1, m))] if phase else []
+    numbered, way = list(enumerate(edges)), "F" if phase == 0 else "B"
+    for number, (source, target) in numbered if phase == 0 else reversed(numbered) if phase == 1 else ():
+        sender, receiver = (source, target) if phase == 0 else (target, source)
+        if sender == stage:
+            steps.append((False, (way, number, m)))
+        elif receiver == stage:
+            steps.append((True, (way, number, m)))
+    return [*steps, (False, ("ended", stage * 3 + phase, m))]
 
 
 def needs(action: Action, num_stages: int, listed: set[Action]) -> set[Action]:

@@ -15,12 +15,21 @@ Duration = Callable[[Action], float]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """An action on a rank of the pipeline axis, from ``start_s`` to ``stop_s``."""
+    """An action on a rank of the pipeline axis, from ``start_s`` to ``stop_s``, of which it waited ``waited_s``.
+
+    On paper an action starts when what it needs is there, and never waits; a measured one starts and waits inside.
+    """
 
     rank: int
     action: Action
     start_s: float
     stop_s: float
+    waited_s: float = 0.0
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds of work."""
+        return self.stop_s - self.start_s - self.waited_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +48,7 @@ class Timeline:
     def bubble(self) -> float:
         """The part of all ranks' time in which they wait, from 0 to 1."""
         total = self.makespan_s * len(self.spans)
-        busy = sum(span.stop_s - span.start_s for spans in self.spans for span in spans)
+        busy = sum(span.busy_s for spans in self.spans for span in spans)
         return 1 - busy / total if total else 0.0
 
 

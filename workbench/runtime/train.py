@@ -19,11 +19,11 @@ from torch import nn
 
 from workbench.core.metrics import StepMetrics
 from workbench.core.strategy import Strategy
-from workbench.pipeline.schedules import Action, make_table
 from workbench.runtime.memory import ActivationMeter, PeakMeter, model_memory
 from workbench.runtime.ops.reading import everywhere
 from workbench.runtime.parallel import parallelize, state_of
-from workbench.runtime.pipeline import run_actions
+from workbench.runtime.pipelining.micro_batches import call, cut
+from workbench.runtime.pipelining.step import train_micro_batches
 from workbench.runtime.tensor import GlobalTensor
 from workbench.runtime.transport.threads import ThreadHub, ThreadTransport
 from workbench.runtime.world import Simulated, World, current
@@ -111,14 +111,6 @@ def take(dataset: Any, indices: torch.Tensor) -> Batch:
     return inputs, targets
 
 
-def micro_batches_of(batch: Batch, num_micro_batches: int) -> list[tuple[Batch, float]]:
-    """A batch cut along dim 0, each part with its share of the batch; parts may differ by one sample."""
-    inputs, targets = batch
-    count = min(num_micro_batches, len(inputs))
-    parts = zip(inputs.tensor_split(count), targets.tensor_split(count), strict=True)
-    return [(part, len(part[0]) / len(inputs)) for part in parts]
-
-
 def run_one_device(job: Job, num_micro_batches: int = 1) -> RankResult:
     """The run on one device in plain torch, with the same micro-batches in the same order.
 
@@ -134,8 +126,8 @@ def run_one_device(job: Job, num_micro_batches: int = 1) -> RankResult:
         started = time.perf_counter()
         optimizer.zero_grad()
         total = 0.0
-        for (inputs, targets), share in micro_batches_of(batch, num_micro_batches):
-            loss = job.loss_fn(model(inputs), targets) * share
+        for part in cut(*batch, num_micro_batches):
+            loss = job.loss_fn(call(model, part.inputs), part.targets) * part.share
             loss.backward()
             total += float(loss.detach())
         optimizer.step()
@@ -189,39 +181,25 @@ class _Run:
         self.meter = ActivationMeter(self.model)
         self.resolved = state_of(self.model).resolved
         self.memory: dict[str, int] = {}
-        # Random numbers follow the step and the micro-batch, not the order in which a schedule runs them.
-        self.generator = torch.Generator()
+        self.generator = torch.Generator().manual_seed(job.seed)  # of the seeds of steps, alike under every strategy
         self.losses: list[float] = []
         self.pending: list[torch.Tensor] = []
         self.times: list[float] = []
         self.sent: list[int] = []
         self.boxing_s = 0.0
 
-    def actions(self, num_micro_batches: int) -> list[Action]:
-        """This rank's actions for a step of so many micro-batches."""
-        pipeline, data, model = self.resolved.degrees
-        if pipeline == 1:
-            return [Action(0, kind, index) for index in range(num_micro_batches) for kind in "FB"]
-        return make_table(self.resolved.schedule, pipeline, num_micro_batches)[self.world.rank // (data * model)]
-
     def step(self, batch: Batch, measures_activations: bool) -> float:
         """One training step; returns its seconds. The loss stays where it is until ``fetch_losses``."""
         started = time.perf_counter()
         traffic = self.world.traffic
         sent_before, waited_before = traffic.sent_bytes, traffic.time_s
-        parts = micro_batches_of(batch, self.resolved.num_micro_batches)
+        parts = cut(*batch, self.resolved.num_micro_batches)
         self.optimizer.zero_grad()
 
-        def forward(index: int) -> torch.Tensor:
-            (inputs, targets), share = parts[index]
-            self.generator.manual_seed(hash((self.job.seed, len(self.times), index)) & 0x7FFFFFFF)
-            with self.meter.measure() if measures_activations else contextlib.nullcontext():
-                loss = self.job.loss_fn(self.model(inputs), targets)
-            return loss if share == 1.0 else loss * share
-
-        losses = run_actions(self.actions(len(parts)), forward, self.world)
+        around = self.meter.measure if measures_activations else contextlib.nullcontext
+        loss = train_micro_batches(self.model, self.job.loss_fn, parts, around)
         self.optimizer.step()
-        self.pending.append(losses[0] if len(losses) == 1 else torch.stack(losses).sum())
+        self.pending.append(loss)
         self.times.append(time.perf_counter() - started)
         self.sent.append(traffic.sent_bytes - sent_before)
         self.boxing_s = traffic.time_s - waited_before

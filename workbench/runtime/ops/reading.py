@@ -17,6 +17,8 @@ from workbench.runtime.tensor import GlobalTensor, local_torch
 def everywhere(tensor: GlobalTensor) -> torch.Tensor:
     """The logical value as a plain tensor on every rank of the world; all ranks call it."""
     spec = tensor._spec
+    if spec.world.running is not None:
+        spec.world.running.check_reading(tensor)
     ranks = Placement.of(spec.layout.placement.device_type, list(range(spec.world.world_size)))
     with torch.no_grad():
         detached: Any = tensor.detach()

@@ -11,6 +11,7 @@ from torch import nn
 from workbench.core.placement import Placement
 from workbench.core.strategy import Layer, ResolvedStrategy, Strategy
 from workbench.errors import StrategyError
+from workbench.pipeline.simulate import Span
 
 STATE = "_workbench_parallel"
 ROOT = "(root)"
@@ -25,6 +26,7 @@ class ParallelState:
         handles: hooks; each has ``remove()``.
         placements: the ranks of every stage.
         after_backward: called after the backward of every micro-batch, on every rank.
+        spans: what this rank's actions of the last scheduled step took.
     """
 
     strategy: Strategy
@@ -32,6 +34,7 @@ class ParallelState:
     handles: list[Any] = field(default_factory=list)
     placements: tuple[Placement, ...] = ()
     after_backward: list[Callable[[], None]] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
 
 
 def describe(model: nn.Module) -> list[Layer]:

@@ -1,0 +1,95 @@
+"""Gradients of weights that are computed later than those of inputs: the two halves of a backward (zero bubble).
+
+A function of shards that has a parameter among its operands runs in a graph of its own. The backward asks that graph
+for the gradients of the inputs alone, which other stages wait for, and keeps the gradient of the result; the second
+half asks it for the gradients of the parameters. Two walks through the whole graph would run every boxing twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from workbench.runtime.tensor import GlobalTensor, local_torch
+from workbench.runtime.world import World
+
+
+class WeightGradients:
+    """What one micro-batch's backward has left over: results, their gradients, and the parameters behind them."""
+
+    def __init__(self) -> None:
+        self._results: list[torch.Tensor] = []
+        self._grads: list[torch.Tensor] = []
+        self._parameters: dict[int, torch.Tensor] = {}
+
+    def add(self, result: torch.Tensor, grad: torch.Tensor, parameters: list[torch.Tensor]) -> None:
+        """Take note of a result whose parameters have not got their gradients yet."""
+        self._results.append(result)
+        self._grads.append(grad)
+        self._parameters.update((id(parameter), parameter) for parameter in parameters)
+
+    def accumulate(self) -> None:
+        """Add what was left over to the parameters' gradients."""
+        if self._results:
+            with local_torch():
+                torch.autograd.backward(self._results, self._grads, inputs=list(self._parameters.values()))
+        self._results, self._grads, self._parameters = [], [], {}
+
+
+class _Split(torch.autograd.Function):
+    """A local function in a graph of its own; its backward gives the gradients of the inputs and keeps the rest."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: Callable[..., torch.Tensor], kept: WeightGradients, parameters: Any, anchor: Any, *inputs: Any
+    ) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        with torch.enable_grad():
+            own = [value.detach().requires_grad_() for value in inputs]
+            result = call(own)
+        ctx.inner = (result, own, kept, parameters)
+        return result.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (result, own, kept, parameters), grad = ctx.inner, grads[0]
+        ctx.inner = None
+        if grad is None:
+            return None, None, None, None, *(None for _ in own)
+        found = torch.autograd.grad(result, own, grad, retain_graph=True, allow_unused=True) if own else ()
+        kept.add(result, grad, parameters)
+        return None, None, None, None, *found
+
+
+def split_backward(local: Callable[..., Any], world: World) -> Callable[..., Any]:
+    """``local``, whose parameters get their gradients later wherever the world's running step keeps them back."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        kept = None if world.running is None else world.running.weight_gradients
+        if kept is None or not torch.is_grad_enabled():
+            return local(*args, **kwargs)
+        leaves, structure = tree_flatten((args, kwargs))
+        learns = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        parameters = [leaves[i] for i in learns if is_parameter(leaves[i])]
+        if not parameters:
+            return local(*args, **kwargs)
+        places = [i for i in learns if not is_parameter(leaves[i])]
+
+        def on(inputs: list[torch.Tensor]) -> torch.Tensor:
+            for place, value in zip(places, inputs, strict=True):
+                leaves[place] = value
+            again, named = tree_unflatten(leaves, structure)
+            return local(*again, **named)
+
+        anchor = torch.empty(0, device=world.device, requires_grad=True)  # else a first layer would have no history
+        return _Split.apply(on, kept, parameters, anchor, *(leaves[i] for i in places))
+
+    return call
+
+
+def is_parameter(tensor: Any) -> bool:
+    """Whether a tensor is a parameter itself, and not something made of one."""
+    return isinstance(tensor, GlobalTensor) and tensor._is_param and tensor.is_leaf

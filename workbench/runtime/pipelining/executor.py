@@ -1,0 +1,153 @@
+"""Runs one rank's actions of a pipeline table.
+
+A stage runs the whole program of a micro-batch; what is not placed on it is a ghost and costs little. So an action is
+the whole forward, or the whole backward from that micro-batch's loss, and any forward code pipelines. Sends never block
+and are tagged by micro-batch, position in the program and direction.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from workbench.pipeline.schedules import Action
+from workbench.pipeline.simulate import Span
+from workbench.runtime.pipelining.deferred import WeightGradients
+from workbench.runtime.pipelining.running import RunningStep
+from workbench.runtime.world import World
+
+Program = Callable[[int], Any]
+"""micro-batch number -> its loss, already weighted with its share of the step; or what an evaluation returns."""
+
+
+class Stage(Protocol):
+    """One stage of this rank."""
+
+    world: World
+
+    def entered(self) -> AbstractContextManager[None]:
+        """While this lasts, the module holds what the stage sees of it."""
+
+    def leave(self, result: torch.Tensor) -> torch.Tensor:
+        """A detached result of the stage as this rank's own world knows it; a ghost where another stage has it."""
+
+    def hand_over_gradients(self) -> None:
+        """Give the module's own parameters the gradients that the stage has found."""
+
+
+class OnlyStage:
+    """The stage of a rank that has no other one: what the module holds is what it sees."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        yield
+
+    def leave(self, result: torch.Tensor) -> torch.Tensor:
+        return result
+
+    def hand_over_gradients(self) -> None:
+        pass
+
+
+class Executor:
+    """Runs actions of this rank's stages; ``spans`` tells afterwards when each ran.
+
+    Args:
+        world: this rank's world.
+        stages: by number, those of this rank.
+        running: the step, as the runtime knows it.
+        seed: where the random numbers of every micro-batch follow from, whatever the order in which they run.
+    """
+
+    def __init__(self, world: World, stages: Mapping[int, Stage], running: RunningStep, seed: int) -> None:
+        self.world, self.stages, self.running, self.seed = world, stages, running, seed
+        self.generator = torch.Generator()
+        self.spans: list[Span] = []
+        self._graphs: dict[tuple[int, int], torch.Tensor] = {}
+        self._kept_back: dict[tuple[int, int], WeightGradients] = {}
+
+    def train(
+        self, actions: Sequence[Action], program: Program, after_backward: Sequence[Callable[[], None]]
+    ) -> list[torch.Tensor]:
+        """Run forwards and backwards; the losses of the micro-batches, detached, in their order."""
+        losses: dict[int, torch.Tensor] = {}
+        keeps_back = {(action.stage, action.micro_batch) for action in actions if action.kind == "I"}
+        with self._scheduled():
+            for action in actions:
+                with self._running(action) as stage:
+                    if action.kind == "F":
+                        loss = self._forward(action, program, splits_backward=_key(action) in keeps_back)
+                        losses[action.micro_batch] = _chosen(losses.get(action.micro_batch), stage.leave(loss))
+                        continue
+                    self._backward(action)
+                    if action.kind != "I":
+                        stage.hand_over_gradients()
+                        for call in after_backward:
+                            call()
+        return [losses[index] for index in sorted(losses)]
+
+    def evaluate(self, actions: Sequence[Action], program: Program, take: Callable[[Stage, int, Any], None]) -> None:
+        """Run forwards only; ``take`` gets every stage's result."""
+        with self._scheduled():
+            for action in actions:
+                with self._running(action) as stage:
+                    take(stage, action.micro_batch, program(action.micro_batch))
+
+    def _forward(self, action: Action, program: Program, splits_backward: bool) -> torch.Tensor:
+        if splits_backward:
+            self.running.weight_gradients = self._kept_back[_key(action)] = WeightGradients()
+        self.running.edges = []
+        loss = self._graphs[_key(action)] = program(action.micro_batch)
+        return loss.detach()
+
+    def _backward(self, action: Action) -> None:
+        if action.kind == "W":
+            self._kept_back.pop(_key(action)).accumulate()
+            return
+        loss = self._graphs.pop(_key(action))
+        if loss.requires_grad:  # a micro-batch that has no weight in the step has no backward
+            loss.backward()
+
+    @contextmanager
+    def _scheduled(self) -> Iterator[None]:
+        world, generator = self.world, self.world.generator
+        try:
+            yield
+        finally:
+            world.micro_batch, world.running, world.generator = 0, None, generator
+        world.transport.flush()
+
+    @contextmanager
+    def _running(self, action: Action) -> Iterator[Stage]:
+        """The context of one action; what it took is noted."""
+        stage, traffic = self.stages[action.stage], self.world.traffic
+        started, waited = time.perf_counter(), traffic.time_s
+        with stage.entered():
+            world = stage.world
+            world.micro_batch, world.running, world.generator = action.micro_batch, self.running, self.generator
+            if action.kind == "F":
+                world.num_edges.pop(action.micro_batch, None)
+                self.generator.manual_seed(_mixed(self.seed, action.micro_batch))
+            yield stage
+        self.running.edges = self.running.weight_gradients = None
+        self.spans.append(Span(self.world.rank, action, started, time.perf_counter(), traffic.time_s - waited))
+
+
+def _key(action: Action) -> tuple[int, int]:
+    return action.stage, action.micro_batch
+
+
+def _chosen(known: torch.Tensor | None, found: torch.Tensor) -> torch.Tensor:
+    """Of the losses that the stages of one rank know of a micro-batch, the one that is no ghost, if there is one."""
+    return found if known is None or getattr(known, "is_ghost", False) else known
+
+
+def _mixed(seed: int, index: int) -> int:
+    return (seed + 0x9E3779B97F4A7C15 * (index + 1)) & 0x7FFFFFFFFFFFFFFF

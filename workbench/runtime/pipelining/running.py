@@ -1,0 +1,70 @@
+"""What the runtime tells the scheduled step that is running, and asks of it; it hangs on ``World.running``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from workbench.core.placement import Placement
+from workbench.errors import StrategyError
+from workbench.pipeline.check import check_table
+from workbench.pipeline.schedules import Table
+from workbench.runtime.tensor import GlobalTensor, Spec
+
+
+@dataclass
+class RunningStep:
+    """The scheduled step in progress.
+
+    Attributes:
+        placements: the ranks of every stage.
+        schedule: its name, for messages.
+        table: the actions of all ranks of the pipeline axis.
+        num_micro_batches: of this step.
+        edges: (from stage, to stage) of what the forward that runs now has handed over; None in a backward.
+        weight_gradients: what keeps back the gradients of the weights of this micro-batch; None where nobody does.
+    """
+
+    placements: tuple[Placement, ...]
+    schedule: str
+    table: Table
+    num_micro_batches: int
+    edges: list[tuple[int, int]] | None = None
+    weight_gradients: Any = None
+
+    def add_edge(self, source: Spec, target: Spec, function: str) -> None:
+        """Note a boxing that goes from one stage to another.
+
+        An edge back to an earlier stage blocks most schedules for ever. Every rank runs the whole program, so every
+        rank sees it here, before anybody waits.
+        """
+        if self.edges is None or source.layout.placement == target.layout.placement:
+            return
+        start, end = (self._stage_of(spec.layout.placement) for spec in (source, target))
+        if start is None or end is None:
+            return
+        self.edges.append((start, end))
+        if end < start:
+            problems = check_table(self.table, len(self.placements), self.num_micro_batches, self.edges)
+            if problems:
+                where = f"layer {function!r}" if function else "an operation"
+                raise StrategyError(
+                    f"{where} is on stage {end}, but its input comes from stage {start}: under {self.schedule} with "
+                    f"{self.num_micro_batches} micro-batches an edge that goes back deadlocks ({problems[0]}). Put "
+                    f"{function or 'it'!r} on stage {start}, or use the schedule gpipe."
+                )
+
+    def _stage_of(self, placement: Placement) -> int | None:
+        return self.placements.index(placement) if placement in self.placements else None
+
+    def check_reading(self, tensor: GlobalTensor) -> None:
+        """Refuse ``item()`` and its like: the ranks of other stages would stop to wait for the value."""
+        if len(self.placements) == 1 or self.num_micro_batches == 1:
+            return
+        stage = self._stage_of(tensor._spec.layout.placement)
+        raise StrategyError(
+            f"reading a value (item, tolist, bool, print) of a tensor of shape {tuple(tensor._spec.shape)}"
+            f"{'' if stage is None else f' on stage {stage}'} inside a step of {len(self.placements)} stages and "
+            f"{self.num_micro_batches} micro-batches: the other stages hold a ghost of it, and the pipeline would stop "
+            f"until they have the value. Return it and read it after the step, or choose with tensors (torch.where)."
+        )

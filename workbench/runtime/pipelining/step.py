@@ -1,0 +1,189 @@
+"""``wb.forward_backward`` and ``wb.evaluate``: a batch through a parallelized module, by its strategy's schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from workbench.core.strategy import ResolvedStrategy
+from workbench.errors import StrategyError
+from workbench.pipeline.schedules import Action, Table, make_table
+from workbench.runtime.pipelining.executor import Executor, OnlyStage, Stage
+from workbench.runtime.pipelining.micro_batches import Count, MicroBatch, call, cut
+from workbench.runtime.pipelining.running import RunningStep
+from workbench.runtime.random import draw_key
+from workbench.runtime.strategies.state import ParallelState, state_of
+from workbench.runtime.tensor import GlobalTensor
+from workbench.runtime.world import World, current
+
+LossFunction = Callable[[Any, Any], torch.Tensor]
+Around = Callable[[], AbstractContextManager[Any]]
+
+
+def forward_backward(
+    module: nn.Module, loss_fn: LossFunction, inputs: Any, targets: Any, *, count: Count | None = None
+) -> torch.Tensor:
+    """Forward and backward of one step: all micro-batches of the module's strategy, in the order of its schedule.
+
+    Gradients are added to those the parameters have, as by ``backward()``; an optimizer's step follows. All ranks call
+    it with the same batch. The loss of a step is the mean over its samples: each micro-batch's loss, a mean itself,
+    counts with its share of them. Where a loss is a mean of something else (``ignore_index``, padding), say of how many
+    terms with ``count``; a micro-batch with none of them runs forward, and has no part in loss and gradients.
+
+    Args:
+        module: a module after ``wb.parallelize``; its strategy says how many micro-batches (``mb=``), and the schedule.
+        loss_fn: (output, targets) -> a scalar; the output is whatever the module returns.
+        inputs: a tensor, a tuple for several arguments, or a dict for keywords; tensors are cut along dim 0.
+        targets: a tensor, or dicts and tuples of them, cut in the same way; None if the loss needs none.
+        count: (inputs, targets) of a micro-batch -> of how many terms its loss is the mean.
+
+    Returns:
+        The loss of the step, without history: one scalar, the same on all ranks. Reading it (``item``) is an exchange.
+
+    Raises:
+        StrategyError: no strategy, a batch that cannot be cut, a loss that is not a scalar or learns nothing, a forward
+            that reads a value that other stages hold, an edge that goes back where the schedule does not let it.
+
+    >>> model = wb.parallelize(nn.Linear(4, 2), "*: data | mb=2")
+    >>> wb.forward_backward(model, F.mse_loss, torch.ones(8, 4), torch.ones(8, 2)).shape
+    torch.Size([])
+
+    The same numbers, on one device, are those of the same micro-batches one after the other. (Huang et al., arXiv
+    1811.06965; Narayanan et al., arXiv 2104.04473; Qi et al., arXiv 2401.10241.)
+    """
+    state = state_of(module)
+    parts = cut(inputs, targets, state.resolved.num_micro_batches, count)
+    return train_micro_batches(module, loss_fn, parts)
+
+
+def train_micro_batches(
+    module: nn.Module, loss_fn: LossFunction, parts: list[MicroBatch], around_forward: Around = nullcontext
+) -> torch.Tensor:
+    """Forward and backward of micro-batches that are cut already; ``around_forward`` is entered around each forward."""
+    state, world = state_of(module), current()
+    executor, table = _prepare(module, state, world, len(parts))
+
+    def program(index: int) -> torch.Tensor:
+        part = parts[index]
+        with around_forward():
+            loss = loss_fn(call(module, part.inputs), part.targets)
+        _check_loss(loss)
+        if part.share == 1.0:
+            return loss
+        return loss * part.share if part.share else torch.zeros_like(loss.detach())
+
+    actions = _actions_of(world.rank, table, state.resolved)
+    losses = executor.train(actions, program, state.after_backward)
+    state.spans = executor.spans
+    return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+
+
+def evaluate(module: nn.Module, inputs: Any) -> Any:
+    """The module's output for a batch, without gradients: micro-batches go through the stages one behind the other.
+
+    The module is in evaluation mode meanwhile. All ranks call it with the same batch.
+
+    Args:
+        module: a module after ``wb.parallelize``.
+        inputs: as for ``forward_backward``.
+
+    Returns:
+        What the module returns, its tensors joined along dim 0; scalars are means, weighted by the samples. Tensors are
+        global and lie on the stage that made them; ``full_tensor`` and ``item`` read them.
+
+    Raises:
+        StrategyError: no strategy, or a batch that cannot be cut.
+
+    >>> wb.evaluate(wb.parallelize(nn.Linear(4, 2), "*: data | mb=2"), torch.ones(5, 4)).shape
+    torch.Size([5, 2])
+    """
+    state, world = state_of(module), current()
+    parts = cut(inputs, None, state.resolved.num_micro_batches)
+    executor, table = _prepare(module, state, world, len(parts))
+    outputs: dict[int, Any] = {}
+
+    def take(stage: Stage, index: int, output: Any) -> None:
+        found = tree_map(lambda leaf: stage.leave(leaf) if isinstance(leaf, GlobalTensor) else leaf, output)
+        outputs[index] = _present(outputs[index], found) if index in outputs else found
+
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        with torch.no_grad():
+            forwards = [action for action in _actions_of(world.rank, table, state.resolved) if action.kind == "F"]
+            executor.evaluate(forwards, lambda index: call(module, parts[index].inputs), take)
+            return _join([outputs[index] for index in range(len(parts))], [part.share for part in parts])
+    finally:
+        for part, mode in modes:
+            part.training = mode
+
+
+def _prepare(module: nn.Module, state: ParallelState, world: World, num_micro_batches: int) -> tuple[Executor, Table]:
+    resolved = state.resolved
+    table = _table(resolved, num_micro_batches)
+    running = RunningStep(state.placements, resolved.schedule, table, num_micro_batches)
+    stages: dict[int, Stage] = {stage: OnlyStage(world) for stage in _stages_of(world.rank, resolved)}
+    return Executor(world, stages, running, draw_key(world)), table
+
+
+def _table(resolved: ResolvedStrategy, num_micro_batches: int) -> Table:
+    if resolved.num_stages == 1:
+        return [[Action(0, kind, index) for index in range(num_micro_batches) for kind in "FB"]]
+    return make_table(resolved.schedule, resolved.num_stages, num_micro_batches, resolved.degrees[0])
+
+
+def _slice_of(rank: int, resolved: ResolvedStrategy) -> int:
+    """The slice of the pipeline axis on which a rank is."""
+    return next(s for s in range(resolved.degrees[0]) if rank in resolved.stage_ranks(s))
+
+
+def _stages_of(rank: int, resolved: ResolvedStrategy) -> range:
+    return range(_slice_of(rank, resolved), resolved.num_stages, resolved.degrees[0])
+
+
+def _actions_of(rank: int, table: Table, resolved: ResolvedStrategy) -> list[Action]:
+    return table[_slice_of(rank, resolved)]
+
+
+def _check_loss(loss: Any) -> None:
+    if not isinstance(loss, torch.Tensor):
+        raise StrategyError(
+            f"forward_backward: loss_fn returned a {type(loss).__name__}, a step needs one scalar tensor. For a sum "
+            f"and a count return sum / count, and give count=lambda inputs, targets: ... as well."
+        )
+    if loss.dim() != 0:
+        raise StrategyError(
+            f"forward_backward: loss_fn returned a tensor of shape {tuple(loss.shape)} with {loss.dim()} dims, a loss "
+            f"has 0. Reduce it to a mean over the samples, e.g. loss.mean()."
+        )
+    if not loss.requires_grad:
+        raise StrategyError(
+            "forward_backward: the loss depends on no parameter that requires a gradient (0 of them), so there is no "
+            "backward. Do not detach the output, and call it outside of torch.no_grad()."
+        )
+
+
+def _present(known: Any, found: Any) -> Any:
+    """Of what two stages of a rank know of an output, the tensors that are no ghosts."""
+    return tree_map(lambda a, b: b if getattr(a, "is_ghost", False) else a, known, found)
+
+
+def _join(outputs: list[Any], shares: list[float]) -> Any:
+    leaves = [tree_flatten(output)[0] for output in outputs]
+    structure = tree_flatten(outputs[0])[1]
+    return tree_unflatten([_join_leaf(list(parts), shares) for parts in zip(*leaves, strict=True)], structure)
+
+
+def _join_leaf(parts: list[Any], shares: list[float]) -> Any:
+    if len(parts) == 1:
+        return parts[0]
+    if not isinstance(parts[0], torch.Tensor):
+        return parts[0] if all(type(part) is type(parts[0]) and part == parts[0] for part in parts[1:]) else parts
+    if parts[0].dim() == 0:
+        return torch.stack([part * share for part, share in zip(parts, shares, strict=True)]).sum()
+    return torch.cat(parts)
