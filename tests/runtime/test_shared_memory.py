@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.runtime.shared_ranks import assert_all_returned, run_shared
-from workbench.runtime.transport import board, shared
+from workbench.runtime.transport import board, shared, sums
 from workbench.runtime.transport.arena import Arena
 
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -39,8 +39,8 @@ def reduced(group, numel, dtype, reduction):
 
 @pytest.mark.parametrize("way", ["one step", "two steps", "pieces"])
 def test_sums_have_the_same_bits_on_every_rank_those_of_the_sum_in_order(way, monkeypatch):
-    monkeypatch.setattr(shared, "ONE_STEP_BYTES", -1 if way == "two steps" else 1 << 30)
-    monkeypatch.setattr(shared, "PIECE_BYTES", 48000 if way == "pieces" else 1 << 30)
+    monkeypatch.setattr(sums, "ONE_STEP_BYTES", -1 if way == "two steps" else 1 << 30)
+    monkeypatch.setattr(sums, "PIECE_BYTES", 48000 if way == "pieces" else 1 << 30)
     cases = [
         (group, numel, dtype, reduction)
         for group in ([0, 1, 2], [2, 0, 1], [1, 2])
@@ -77,7 +77,7 @@ def test_the_order_of_a_sum_matters():
 
 def test_a_reduction_begins_without_waiting_and_packs_tensors_of_any_shape():
     first_has_started = threading.Event()
-    numel = shared.PIECE_BYTES // 4
+    numel = sums.PIECE_BYTES // 4
 
     def program(transport, rank):
         if rank == 1:
@@ -87,14 +87,18 @@ def test_a_reduction_begins_without_waiting_and_packs_tensors_of_any_shape():
         finish = transport.start_all_reduce(terms, [0, 1], "sum", 4, "sum")
         first_has_started.set()
         total = finish()
-        return total[:7].tolist(), torch.equal(total[7:].view_as(big), big * 3), [c.size for c in transport._chunks]
+        return (
+            total[:7].tolist(),
+            torch.equal(total[7:].view_as(big), big * 3),
+            sum(c.size for c in transport._segment.chunks),
+        )
 
     for result in assert_all_returned(run_shared(program)):
-        assert result == ([3.0] * 3 + [30.0] * 4, True, [shared.FIRST_CHUNK_BYTES])
+        assert result == ([3.0] * 3 + [30.0] * 4, True, 2 * shared.FIRST_CHUNK_BYTES)  # two pieces, the result
 
 
 def test_sums_over_several_groups_may_be_under_way_with_one_number():
-    numel = 5 * shared.PIECE_BYTES // 4
+    numel = 5 * sums.PIECE_BYTES // 4
 
     def program(transport, rank):
         groups = [[0, 1], [2, 0, 1], [1, 2], [0, 2]]
@@ -164,13 +168,13 @@ def test_memory_grows_with_the_largest_messages_only_and_all_of_it_is_free_again
             out = torch.empty(numel)
             transport.exchange([(1 - rank, torch.full((numel,), 1.0 + rank))], [(1 - rank, out)], 2, "round")
             transport.all_reduce(out, [0, 1], "sum", 3, "sum")
-            sizes.append([chunk.size for chunk in transport._chunks])
+            sizes.append([chunk.size for chunk in transport._segment.chunks])
         transport.all_gather(torch.zeros(1), "the end")
         for peer in transport._links.values():
             deadline = time.monotonic() + 5
-            while not all(arena.is_empty for arena in transport._arenas) and time.monotonic() < deadline:
+            while not all(arena.is_empty for arena in transport._segment.arenas) and time.monotonic() < deadline:
                 peer.collect()
-        return sizes, [arena.is_empty for arena in transport._arenas]
+        return sizes, [arena.is_empty for arena in transport._segment.arenas]
 
     for sizes, empty in assert_all_returned(run_shared(program)):
         assert len(sizes[19]) == 1 and sizes[19][0] == shared.FIRST_CHUNK_BYTES
@@ -183,7 +187,7 @@ def test_what_goes_to_several_ranks_is_copied_once():
         if rank == 0:
             tensor = torch.ones(1000)
             transport.exchange([(1, tensor), (2, tensor), (2, tensor[:10])], [], 0, "broadcast")
-            in_use = transport._arenas[0].num_bytes_in_use
+            in_use = transport._segment.arenas[0].num_bytes_in_use
             transport.all_gather(torch.zeros(1), "go on")
             return in_use
         transport.all_gather(torch.zeros(1), "go on")

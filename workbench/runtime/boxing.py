@@ -6,17 +6,15 @@ all-reduce <-> all-reduce, all-to-all <-> all-to-all; double backward follows be
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import torch
 
 from workbench.core.boxing import BoxingPlan, describe_sbp_change, plan_boxing
-from workbench.core.layout import Layout, Region
-from workbench.core.placement import Placement
+from workbench.core.layout import Layout
 from workbench.core.sbp import Partial
 from workbench.errors import LayoutError
-from workbench.runtime.assembling import assemble, region_shape, slice_region
+from workbench.runtime.exchange import exchange_between
 from workbench.runtime.explicit import Need, check_explicit
 from workbench.runtime.tensor import (
     GlobalTensor,
@@ -37,21 +35,24 @@ def box(tensor: GlobalTensor, layout: Layout, function: str = "") -> GlobalTenso
     ``function`` is named by traces as what needed the boxing.
     """
     source = tensor._spec
-    target = spec_of(source.world, layout, source.shape)
+    return box_to(tensor, spec_of(source.world, layout, source.shape), function)
+
+
+def box_to(tensor: GlobalTensor, target: Spec, function: str = "") -> GlobalTensor:
+    """The same for the layout of a spec of the tensor's shape."""
+    source = tensor._spec
     if target is source:
         return tensor
-    tag = source.world.next_tag()
-    if source.world.running is not None:
-        source.world.running.add_edge(source, target, function)
-    site = _trace_forward(tensor, source, target, function) if source.world.tracer is not None else None
+    world = source.world
+    tag = world.next_tag()
+    if world.running is not None:
+        world.running.add_edge(source, target, function)
+    site = _trace_forward(tensor, source, target, function) if world.tracer is not None else None
     with local_torch():
-        if torch.is_grad_enabled() and tensor.requires_grad:
+        if tensor.requires_grad and torch.is_grad_enabled():
             _check_differentiable(source, target, function)
             return label(_Box.apply(tensor, source, target, tag, site), target)
-        place = _place_in_own_shard(source, target)
-        if place is not None:
-            return label(slice_region(tensor, place).clone(memory_format=torch.contiguous_format), target)
-        return label(_run(tensor, source, target, tag), target)
+        return label(exchange_between(source, target, tensor.dtype).run(tensor, tag), target)
 
 
 def _trace_forward(tensor: GlobalTensor, source: Spec, target: Spec, function: str) -> Any:
@@ -72,22 +73,6 @@ def _check_differentiable(source: Spec, target: Spec, function: str) -> None:
                 f"are linear. Write x.detach().to_global(...), or take x.to_global(sbp=wb.sbp.broadcast) and "
                 f"torch.a{entry.reduction}, which has a gradient."
             )
-
-
-def _place_in_own_shard(source: Spec, target: Spec) -> Region | None:
-    """Where this rank's new shard lies in the one it has, if the boxing is a slice; looked up once per pair of specs.
-
-    A batch that enters a step takes this way at every step, so it must not cost a plan.
-    """
-    try:
-        return source.slices[target]
-    except KeyError:
-        pass
-    _check_devices(source.world, source.layout.placement, target.layout.placement)
-    plan = plan_boxing(source.layout, target.layout, source.shape, 1)
-    moves = plan.moves_to(source.world.rank) if plan.kind == "slice" and not source.is_ghost else ()
-    place = source.slices[target] = moves[0].source_region if moves and not target.is_ghost else None
-    return place
 
 
 def box_implicitly(tensor: GlobalTensor, layout: Layout, function: str) -> GlobalTensor:
@@ -129,7 +114,7 @@ class _Box(torch.autograd.Function):
     def forward(ctx: Any, local: torch.Tensor, source: Spec, target: Spec, tag: int, site: Any = None) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         ctx.boxing = (source, target, tag, local.dtype, local.device, site)
-        return _run(local, source, target, tag)
+        return exchange_between(source, target, local.dtype).run(local, tag)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -151,65 +136,6 @@ class _Box(torch.autograd.Function):
         return (None if is_lost else result), None, None, None, None
 
 
-def _run(local: torch.Tensor, source: Spec, target: Spec, tag: int) -> torch.Tensor:
-    _check_devices(source.world, source.layout.placement, target.layout.placement)
-    plan = plan_boxing(source.layout, target.layout, source.shape, local.element_size())
-    return run_plan(plan, local, source.world, target, tag)
-
-
 def run_plan(plan: BoxingPlan, local: torch.Tensor, world: World, target: Spec, tag: int) -> torch.Tensor:
     """This rank's part of ``plan``: its new shard, or a ghost outside the destination."""
-    rank = world.rank
-    involved = rank in plan.source.placement or rank in plan.destination.placement
-    if not involved:
-        return ghost_storage(target.shape, local.dtype, world.device)
-    if plan.is_local:
-        moves = plan.moves_to(rank)
-        if plan.kind == "slice" and moves:
-            return slice_region(local, moves[0].source_region).clone(memory_format=torch.contiguous_format)
-        return _exchange(plan, local, world, target, tag, "")
-    started = time.perf_counter()
-    header = f"{plan.title}, {str(local.dtype).removeprefix('torch.')}"
-    if plan.kind == "all-reduce":
-        result = _all_reduce(plan, local, world, tag, header)
-    else:
-        result = _exchange(plan, local, world, target, tag, header)
-    world.traffic.add(plan.kind, plan.bytes_sent.get(rank, 0), time.perf_counter() - started)
-    return result
-
-
-def _all_reduce(plan: BoxingPlan, local: torch.Tensor, world: World, tag: int, header: str) -> torch.Tensor:
-    group = next(group for group in plan.groups if world.rank in group)
-    return world.transport.all_reduce(local, group, plan.reduction or "sum", tag, header)
-
-
-def _exchange(plan: BoxingPlan, local: torch.Tensor, world: World, target: Spec, tag: int, header: str) -> torch.Tensor:
-    rank = world.rank
-    arriving = plan.moves_to(rank)
-    wanted = [(move.source, region_shape(move.source_region)) for move in arriving if move.source != rank]
-    sends = [
-        (m.destination, slice_region(local, m.source_region)) for m in plan.moves_from(rank) if m.destination != rank
-    ]
-    borrowed: list[torch.Tensor] = []
-    release = None
-    if sends or wanted:
-        borrowed, release = world.transport.borrow(sends, wanted, local.dtype, tag, header)
-    if target.is_ghost:
-        return ghost_storage(target.shape, local.dtype, world.device)
-    others = iter(borrowed)
-    pieces = [
-        (move, next(others) if move.source != rank else slice_region(local, move.source_region)) for move in arriving
-    ]
-    result = assemble(plan, pieces, target, local.dtype, world.device)
-    if release is not None:
-        release()
-    return result
-
-
-def _check_devices(world: World, *placements: Placement) -> None:
-    for placement in placements:
-        if placement.device_type != world.device.type and world.rank in placement:
-            raise LayoutError(
-                f"{placement}: rank {world.rank} works on {world.device}, not on {placement.device_type}. "
-                f'Use placement("{world.device.type}", ...).'
-            )
+    return exchange_between(spec_of(world, plan.source, plan.shape), target, local.dtype).run(local, tag)

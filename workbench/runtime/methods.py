@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -11,9 +12,13 @@ from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.errors import LayoutError
 from workbench.runtime import checkpoint, clip, copying, guards, ops
-from workbench.runtime.boxing import box
+from workbench.runtime.boxing import box, box_to
 from workbench.runtime.entry import enter_as_broadcast, leave
-from workbench.runtime.tensor import GlobalTensor, local_torch
+from workbench.runtime.saving import chunks
+from workbench.runtime.tensor import GlobalTensor, local_torch, spec_of
+
+_MAX_TARGETS = 64
+"""Ways to ask for a layout that a spec remembers."""
 
 
 def to_global(tensor: GlobalTensor, placement: Placement | None = None, sbp: Any = None) -> GlobalTensor:
@@ -29,7 +34,14 @@ def to_global(tensor: GlobalTensor, placement: Placement | None = None, sbp: Any
 
     ``x.to_global(sbp=wb.sbp.broadcast)`` of a split ``x`` is an all-gather.
     """
-    return box(tensor, _layout(tensor, placement, sbp))
+    targets = tensor._spec.targets
+    try:
+        target = targets[placement, sbp]
+    except (KeyError, TypeError):  # a list of entries cannot be looked up
+        target = spec_of(tensor._spec.world, _layout(tensor, placement, sbp), tensor._spec.shape)
+        if isinstance(sbp, Hashable) and len(targets) < _MAX_TARGETS:
+            targets[placement, sbp] = target
+    return box_to(tensor, target)
 
 
 def boxing_plan(tensor: GlobalTensor, placement: Placement | None = None, sbp: Any = None) -> BoxingPlan:
@@ -89,4 +101,5 @@ clip.install()
 copying.install()
 guards.install()
 checkpoint.install()
+chunks.install()
 ops.hooks.install()

@@ -9,6 +9,7 @@ This file holds the data and its labels. The functions are in ``runtime/ops`` an
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -32,14 +33,27 @@ class Spec:
         is_ghost: whether this rank is outside the placement.
         local_shape: shape of this rank's shard; the logical shape for a ghost.
         plans: the world's cache of what to do for a function and its arguments' specs.
-        slices: for targets of a boxing, where this rank's new shard lies in its old one (see ``boxing``).
+        exchanges: by target and dtype, how this rank boxes (see ``exchange``).
+        targets: by the arguments of ``to_global``, the spec they ask for.
     """
 
-    __slots__ = ("_dual", "_term_ranks", "is_ghost", "layout", "local_shape", "plans", "shape", "slices", "world")
+    __slots__ = (
+        "_dual",
+        "_term_ranks",
+        "exchanges",
+        "is_ghost",
+        "layout",
+        "local_shape",
+        "plans",
+        "shape",
+        "targets",
+        "world",
+    )
 
     def __init__(self, world: World, layout: Layout, shape: Shape) -> None:
         self.world, self.layout, self.shape, self.plans = world, layout, shape, world.plans
-        self.slices: dict[Spec, Any] = {}
+        self.exchanges: dict[Any, Any] = {}
+        self.targets: dict[Any, Spec] = {}
         self._dual: Spec | None = None
         self._term_ranks: tuple[int, ...] | None = None
         self.is_ghost = world.rank not in layout.placement
@@ -140,13 +154,20 @@ class GlobalTensor(torch.Tensor):
                 if self._ghost_grad is True:
                     self._ghost_grad = ghost_like(self, spec)
                     self._ghost_grad._is_grad = True
-                return None if self._ghost_grad is False else self._ghost_grad
+                found = None if self._ghost_grad is False else self._ghost_grad
+                return self.__dict__.get("_grad_shard") if found is None else found
             if not isinstance(grad, GlobalTensor):
                 label(grad, spec)._is_grad = True
+                grad._owner = weakref.ref(self)
             return grad
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
+        shard = self.__dict__.pop("_grad_shard", None)
+        self.__dict__.pop("_sum", None)
+        if value is not None and shard is not None and getattr(value, "_spec", None) is shard._spec:
+            keep_grad_shard(self, value, shard._spec)
+            return
         if value is None or not _torch_function_enabled():
             self._ghost_grad = False
             with local_torch():
@@ -174,6 +195,8 @@ class GlobalTensor(torch.Tensor):
     @property
     def data(self) -> torch.Tensor:
         """The same values and layout without history; writes to it are not recorded."""
+        if self._is_grad:
+            forget_sum_of(self)  # no version tells of writes through it
         with local_torch():
             found = _data_slot.__get__(self)
         return label(found, self._spec) if _torch_function_enabled() else found
@@ -217,13 +240,47 @@ _grad_slot: Any = torch.Tensor.grad
 _data_slot: Any = torch.Tensor.data
 
 
+def owner_of_grad(grad: GlobalTensor) -> GlobalTensor | None:
+    """The tensor whose ``.grad`` this is, in the layout in which autograd left it; None for any other tensor."""
+    owner = grad.__dict__.get("_owner")
+    found = None if owner is None else owner()
+    with local_torch():
+        return found if found is not None and _grad_slot.__get__(found) is grad else None
+
+
+def forget_sum_of(grad: GlobalTensor) -> None:
+    """The sum that was made of a gradient is no longer the one to use."""
+    owner = grad.__dict__.get("_owner")
+    if owner is not None and owner() is not None:
+        owner().__dict__.pop("_sum", None)
+
+
+def set_reduced_grad(leaf: GlobalTensor, grad: torch.Tensor | None) -> None:
+    """Give a leaf a gradient that is summed already: it has the leaf's own layout, not the dual one."""
+    labelled = None if grad is None else label(grad, leaf._spec)
+    leaf._ghost_grad = labelled if labelled is not None and leaf._spec.is_ghost else False
+    with local_torch():
+        _grad_slot.__set__(leaf, None if leaf._spec.is_ghost else labelled)
+
+
+def keep_grad_shard(leaf: GlobalTensor, shard: torch.Tensor, spec: Spec) -> None:
+    """Let a summed gradient, in a layout of its own, be the gradient of ``leaf``; autograd's term is given back."""
+    if not isinstance(shard, GlobalTensor):
+        shard = label(shard, spec)
+        shard._is_grad = True
+    with local_torch():
+        _grad_slot.__set__(leaf, None)
+    leaf.__dict__.pop("_sum", None)
+    leaf.__dict__["_grad_shard"] = shard
+
+
 def forget_forms(tensor: GlobalTensor) -> None:
     """Drop what a tensor remembers of its values: boxed forms, the optimizer's local alias."""
     for name in DERIVED:
         tensor.__dict__.pop(name, None)
 
 
-DERIVED = ("_forms", "_local_alias", "_origin", "_root", "_tied_source")
+DERIVED = ("_alias_of", "_forms", "_grad_shard", "_local_alias", "_origin", "_root", "_sum", "_tied_source")
 """Attributes of a tensor that are made from its values; no copy takes them along."""
 
 

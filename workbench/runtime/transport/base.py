@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -85,6 +85,19 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Give back what the transport holds; safe to call twice."""
+
+
+class Mapped(Transport, Protocol):
+    """A transport whose ranks read one another's memory: slices go straight from shard to shard."""
+
+    def pull(self, program: Any, local: torch.Tensor, tag: int) -> torch.Tensor | None:
+        """Run this rank's part of an exchange (a ``Program``): its new shard, or None if it only sends.
+
+        Whoever made ``local`` may write to it as soon as this returns.
+        """
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor that the peers can read where it lies, if there is room for it; else an ordinary one."""
 
 
 def pack(tensors: Sequence[torch.Tensor], out: torch.Tensor | None = None) -> torch.Tensor:

@@ -18,7 +18,7 @@ from workbench.runtime.transport.semaphores import SEMAPHORE_BYTES, Semaphores
 
 NUM_SLOTS = 128
 """Entries of a ring."""
-MAX_CHUNKS = 32
+MAX_CHUNKS = 48
 RUNNING, FAILED, LEFT = 0, 1, 2
 """States of a rank."""
 
@@ -28,8 +28,9 @@ LETTER = struct.Struct("<qqqqq")
 RECEIPT_SLOT_BYTES = 8
 _MAX_HEADER = LETTER_SLOT_BYTES - LETTER.size
 _SEMAPHORES_PER_PEER = 4
+_WORDS_PER_PEER = 4
 
-_WAIT = struct.Struct("<qqq")  # number of the record, peer (or -1), bytes of header
+_WAIT = struct.Struct("<qqqq")  # number of the record, peer (or -1), whether for a receipt, bytes of header
 _MAX_WAIT = 900
 _MAX_REASON = 2000
 # Words of 8 bytes at the start of a board; then, in bytes, the record of the wait, the reason, what there is per peer.
@@ -42,6 +43,7 @@ class Wait(NamedTuple):
 
     number: int
     peer: int
+    for_receipt: bool
     header: str
 
 
@@ -66,7 +68,7 @@ class Board:
     def __init__(self, mapping: Mapping, world_size: int) -> None:
         self.mapping, self.world_size = mapping, world_size
         self.words = mapping.data.cast("q")
-        self._semaphores_at = _PER_PEER_AT + -(-16 * world_size // SEMAPHORE_BYTES) * SEMAPHORE_BYTES
+        self._semaphores_at = _PER_PEER_AT + -(-8 * _WORDS_PER_PEER * world_size // SEMAPHORE_BYTES) * SEMAPHORE_BYTES
         self._receipts_at = self._semaphores_at + world_size * _SEMAPHORES_PER_PEER * SEMAPHORE_BYTES
         self._letters_at = self._receipts_at + world_size * NUM_SLOTS * RECEIPT_SLOT_BYTES
 
@@ -74,7 +76,7 @@ class Board:
     def size_for(world_size: int) -> int:
         """Bytes of a board."""
         rings = NUM_SLOTS * (RECEIPT_SLOT_BYTES + LETTER_SLOT_BYTES)
-        per_peer = 16 + _SEMAPHORES_PER_PEER * SEMAPHORE_BYTES + rings
+        per_peer = 8 * _WORDS_PER_PEER + _SEMAPHORES_PER_PEER * SEMAPHORE_BYTES + rings
         return -(-(_PER_PEER_AT + SEMAPHORE_BYTES + world_size * per_peer) // 4096) * 4096
 
     def initialise(self, token: int, semaphores: Semaphores) -> None:
@@ -123,6 +125,14 @@ class Board:
         """Index of the word that says how many letters of ``peer`` this rank has taken."""
         return _PER_PEER_AT // 8 + self.world_size + peer
 
+    def receipts_sent_word(self, peer: int) -> int:
+        """Index of the word that says how many receipts this rank has for ``peer``."""
+        return _PER_PEER_AT // 8 + 2 * self.world_size + peer
+
+    def receipts_read_word(self, peer: int) -> int:
+        """Index of the word that says how many receipts of ``peer`` this rank has taken."""
+        return _PER_PEER_AT // 8 + 3 * self.world_size + peer
+
     def add_chunk(self, mapping: Mapping) -> None:
         """Publish a file of data; letters that refer to it come later."""
         number = self.words[_NUM_CHUNKS]
@@ -151,19 +161,19 @@ class Board:
         length = min(self.words[_REASON_AT // 8], _MAX_REASON)
         return bytes(self.mapping.data[_REASON_AT + 8 : _REASON_AT + 8 + length]).decode(errors="replace")
 
-    def write_wait(self, peer: int, header: bytes) -> None:
-        """Say that this rank waits for ``peer``; -1: for nobody."""
+    def write_wait(self, peer: int, header: bytes, for_receipt: bool = False) -> None:
+        """Say that this rank waits for a letter, or for a receipt, of ``peer``; -1: for nobody."""
         number, header = self.words[_WAIT_AT // 8], header[:_MAX_WAIT]
         self.mapping.data[_WAIT_AT + _WAIT.size : _WAIT_AT + _WAIT.size + len(header)] = header
-        _WAIT.pack_into(self.mapping.data, _WAIT_AT, number + 1, peer, len(header))
+        _WAIT.pack_into(self.mapping.data, _WAIT_AT, number + 1, peer, for_receipt, len(header))
 
     def wait(self) -> Wait | None:
         """What this rank waits for, if it does."""
-        number, peer, length = _WAIT.unpack_from(self.mapping.data, _WAIT_AT)
+        number, peer, for_receipt, length = _WAIT.unpack_from(self.mapping.data, _WAIT_AT)
         if peer < 0:
             return None
         text = self.mapping.data[_WAIT_AT + _WAIT.size : _WAIT_AT + _WAIT.size + min(length, _MAX_WAIT)]
-        return Wait(number, peer, decode_header(bytes(text)))
+        return Wait(number, peer, bool(for_receipt), decode_header(bytes(text)))
 
     def _semaphore(self, peer: int, which: int) -> int:
         return self.mapping.address + self._semaphores_at + (peer * _SEMAPHORES_PER_PEER + which) * SEMAPHORE_BYTES

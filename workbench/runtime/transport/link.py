@@ -46,12 +46,25 @@ class Block:
             self.arena.free(self.offset, self.num_bytes)
 
 
+class Loan:
+    """A tensor's own memory while peers read it: it may not be written before ``num_readers`` is 0 again."""
+
+    __slots__ = ("chunk", "num_readers", "offset")
+
+    def __init__(self, chunk: int, offset: int) -> None:
+        self.chunk, self.offset, self.num_readers = chunk, offset, 0
+
+    def leave(self) -> None:
+        """One reader fewer."""
+        self.num_readers -= 1
+
+
 class Link:
     """Both directions between this rank and one peer.
 
     Attributes:
         arrived: letters that were read from the ring, by tag; their data is still in the sender's memory.
-        letter_came: the semaphore to wait for, if nothing has arrived.
+        letter_came, receipt_came: the semaphores to wait for.
     """
 
     def __init__(self, rank: int, peer: int, pid: int, own: Board, theirs: Board, semaphores: Semaphores) -> None:
@@ -60,12 +73,13 @@ class Link:
         self._chunks: dict[int, Mapping] = {}
         self._own_words, self._post, self._try_take = own.words, semaphores.post, semaphores.try_take
         self._sent_word, self._read_word = own.sent_word(peer), own.read_word(peer)
+        self._receipts_sent_word, self._receipts_read_word = own.receipts_sent_word(peer), own.receipts_read_word(peer)
 
         self._letters_out, self._letter_sent = own.letters(peer), own.letters_filled(peer)
         self._letter_was_read = theirs.letters_emptied(rank)
         self._num_sent, self._room_for_letters = 0, NUM_SLOTS
-        self._letters_left: deque[tuple[int, Block | None, int, bytes]] = deque()
-        self._unread: dict[int, Block | None] = {}
+        self._letters_left: deque[tuple[int, Block | Loan | None, int, bytes, int]] = deque()
+        self._unread: dict[int, Block | Loan | None] = {}
 
         self._letters_in, self.letter_came = theirs.letters(rank), theirs.letters_filled(rank)
         self._letter_read = own.letters_emptied(peer)
@@ -76,16 +90,18 @@ class Link:
         self._num_receipts_out, self._room_for_receipts = 0, NUM_SLOTS
         self._receipts_left: deque[int] = deque()
 
-        self._receipts_in, self._receipt_came = theirs.receipts(rank), theirs.receipts_filled(rank)
+        self._receipts_in, self.receipt_came = theirs.receipts(rank), theirs.receipts_filled(rank)
         self._receipt_read = own.receipts_emptied(peer)
         self._num_receipts_in = 0
 
-    def send(self, tag: int, block: Block | None, num_bytes: int, header: bytes) -> None:
-        """Send a letter about ``block`` (None: no data)."""
+    def send(
+        self, tag: int, block: Block | Loan | None, num_bytes: int, header: bytes, offset_in_block: int = 0
+    ) -> None:
+        """Send a letter about ``num_bytes`` of ``block`` (None: no data)."""
         if block is not None:
             block.num_readers += 1
         self._own_words[self._sent_word] += 1
-        self._letters_left.append((tag, block, num_bytes, header))
+        self._letters_left.append((tag, block, num_bytes, header, offset_in_block))
         self.push()
 
     def push(self) -> bool:
@@ -98,8 +114,8 @@ class Link:
                     self._room_for_letters += 1
                 if not self._room_for_letters:
                     return False
-            tag, block, num_bytes, header = self._letters_left.popleft()
-            chunk, offset = (block.chunk, block.offset) if block is not None else (0, 0)
+            tag, block, num_bytes, header, skipped = self._letters_left.popleft()
+            chunk, offset = (block.chunk, block.offset + skipped) if block is not None else (0, 0)
             at = self._num_sent % NUM_SLOTS * LETTER_SLOT_BYTES
             LETTER.pack_into(self._letters_out, at, tag, num_bytes, chunk, offset, len(header))
             self._letters_out[at + LETTER.size : at + LETTER.size + len(header)] = header
@@ -109,15 +125,29 @@ class Link:
             self._post(self._letter_sent)
         return True
 
-    def collect(self) -> None:
-        """Take the peer's receipts; blocks that all have read become free."""
-        while self._unread and self._try_take(self._receipt_came) == 0:
-            position = self._receipts_in[self._num_receipts_in % NUM_SLOTS]
-            self._num_receipts_in += 1
-            self._post(self._receipt_read)
-            block = self._unread.pop(position)
-            if block is not None:
-                block.leave()
+    def collect(self) -> bool:
+        """Take the peer's receipts, if there are any; blocks that all have read become free."""
+        unread, found = self._unread, False
+        while unread and self._try_take(self.receipt_came) == 0:
+            self.collect_taken()
+            found = True
+        return found
+
+    def collect_taken(self) -> None:
+        """One receipt, when ``receipt_came`` has been taken already."""
+        position = self._receipts_in[self._num_receipts_in % NUM_SLOTS]
+        self._num_receipts_in += 1
+        self._post(self._receipt_read)
+        self._own_words[self._receipts_read_word] = self._num_receipts_in
+        block = self._unread.pop(position)
+        if block is not None:
+            block.leave()
+
+    def owes(self, loan: Loan) -> bool:
+        """Whether the peer has yet to read something that lies in ``loan``."""
+        return any(lent is loan for lent in self._unread.values()) or any(
+            letter[1] is loan for letter in self._letters_left
+        )
 
     def read(self) -> bool:
         """Take the next letter out of the ring, if there is one."""
@@ -138,6 +168,7 @@ class Link:
 
     def acknowledge(self, letter: Letter) -> None:
         """This rank has read what ``letter`` is about."""
+        self._own_words[self._receipts_sent_word] += 1
         self._receipts_left.append(letter.position)
         self._push_receipts()
 

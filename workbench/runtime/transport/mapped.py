@@ -70,10 +70,16 @@ class Mapping:
 
     def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A contiguous tensor over the memory from ``offset`` bytes on, a multiple of the element size."""
+        return self.strided(offset, shape, _contiguous_strides(shape), dtype)
+
+    def strided(
+        self, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """The same with strides, in elements."""
         whole = self._typed.get(dtype)
         if whole is None:
             whole = self._typed[dtype] = self._bytes.view(dtype)
-        return whole.as_strided(shape, _contiguous_strides(shape), offset // dtype.itemsize)
+        return whole.as_strided(shape, strides, offset // dtype.itemsize)
 
     def close(self) -> None:
         """Close the owner's file. The memory goes when no process maps it and no tensor views it."""

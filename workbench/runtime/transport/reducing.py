@@ -15,19 +15,28 @@ _COMBINE: dict[str, Callable[..., torch.Tensor]] = {"sum": torch.add, "max": tor
 
 
 def combine(terms: Sequence[torch.Tensor], out: torch.Tensor, reduction: str) -> None:
-    """``out`` = the flat terms, combined from left to right; sums of 16-bit numbers in 32 bits."""
+    """``out`` = the terms, combined from left to right; sums of 16-bit numbers in 32 bits."""
     function = _COMBINE[reduction]
     widens = reduction == "sum" and out.dtype in ACCUMULATED_IN_32_BITS
     if len(terms) == 2 and not widens:
         function(terms[0], terms[1], out=out)
-        return
-    for start in range(0, out.numel(), _CACHED_NUMEL):
-        run = slice(start, start + _CACHED_NUMEL)
-        total = terms[0][run].float() if widens else out[run].copy_(terms[0][run])
-        for term in terms[1:]:
-            function(total, term[run], out=total)
-        if widens:
-            out[run].copy_(total)
+    elif all(tensor.is_contiguous() for tensor in (*terms, out)):
+        flat, goal = [term.view(-1) for term in terms], out.view(-1)
+        for start in range(0, goal.numel(), _CACHED_NUMEL):
+            run = slice(start, start + _CACHED_NUMEL)
+            _combine([term[run] for term in flat], goal[run], function, widens)
+    else:
+        _combine(terms, out, function, widens)
+
+
+def _combine(
+    terms: Sequence[torch.Tensor], out: torch.Tensor, function: Callable[..., torch.Tensor], widens: bool
+) -> None:
+    total = terms[0].float() if widens else out.copy_(terms[0])
+    for term in terms[1:]:
+        function(total, term, out=total)
+    if widens:
+        out.copy_(total)
 
 
 def cut(tensors: Sequence[torch.Tensor], piece_numel: int) -> Iterator[list[torch.Tensor]]:

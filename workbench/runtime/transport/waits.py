@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-import select
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from workbench.errors import CollectiveAborted
 from workbench.runtime.caller import user_frame
-from workbench.runtime.transport.board import FAILED, LEFT, Board, decode_header
+from workbench.runtime.transport.board import FAILED, LEFT, Board, Wait, decode_header
 from workbench.runtime.transport.link import Link
+from workbench.runtime.transport.processes import Processes
 from workbench.runtime.transport.semaphores import Semaphores
 
 SLICE_S = 0.02
@@ -24,6 +24,7 @@ class Waiter:
 
     Attributes:
         abort_reason: set (from any thread) to end the wait.
+        other_reason: asked now and then during a wait: why this rank cannot go on, as far as others know.
     """
 
     def __init__(
@@ -31,28 +32,28 @@ class Waiter:
     ) -> None:
         self.rank, self.timeout_s = rank, timeout_s
         self.abort_reason: str | None = None
+        self.other_reason: Callable[[], str | None] = lambda: None
         self._own, self._links, self._semaphores = own, links, semaphores
-        self._process_files = {peer: os.pidfd_open(link.pid) for peer, link in links.items()}
+        self._processes = Processes({peer: link.pid for peer, link in links.items()})
         self._suspicion: tuple[tuple[int, int], ...] | None = None
 
     def close(self) -> None:
         """Close the files that watch the peers' processes."""
-        for file in self._process_files.values():
-            os.close(file)
-        self._process_files = {}
+        self._processes.close()
 
-    def wait(self, link: Link, header: bytes) -> None:
-        """Return when a letter of ``link`` has been read."""
+    def wait(self, link: Link, header: bytes, for_receipt: bool = False) -> None:
+        """Return when a letter of ``link`` has been read, or a receipt."""
+        look = link.collect if for_receipt else link.read
         for _ in range(_NUM_LOOKS):
-            if link.read():
+            if look():
                 return
         # A peer that is about to come is met within microseconds; one that computes needs this core more than we do.
         end = time.perf_counter() + _YIELD_S
         while time.perf_counter() < end:
             os.sched_yield()
-            if link.read():
+            if look():
                 return
-        self._sleep(link, header)
+        self._sleep(link, header, for_receipt)
 
     def wait_for_room(self, link: Link, waited_s: float) -> None:
         """A short nap until the peer may have read some of the letters to it."""
@@ -67,26 +68,27 @@ class Waiter:
         """Whether the peer will not read any more letters."""
         return self._end_of(link) is not None
 
-    def _sleep(self, link: Link, header: bytes) -> None:
+    def _sleep(self, link: Link, header: bytes, for_receipt: bool) -> None:
         started = time.perf_counter()
         self._suspicion = None
-        self._own.write_wait(link.peer, header + _place_in_user_code())
+        came = link.receipt_came if for_receipt else link.letter_came
+        self._own.write_wait(link.peer, header + _place_in_user_code(), for_receipt)
         try:
-            while not self._semaphores.take_within(link.letter_came, SLICE_S):
-                if not self._can_hope(link, header, time.perf_counter() - started):
+            while not self._semaphores.take_within(came, SLICE_S):
+                if not self._can_hope(link, header, for_receipt, time.perf_counter() - started):
                     return
-            link.read_taken()
+            link.collect_taken() if for_receipt else link.read_taken()
         finally:
             self._own.write_wait(-1, b"")
 
-    def _can_hope(self, link: Link, header: bytes, waited_s: float) -> bool:
-        """Whether to go on waiting; False if a letter was found while looking for reasons against it."""
+    def _can_hope(self, link: Link, header: bytes, for_receipt: bool, waited_s: float) -> bool:
+        """Whether to go on waiting; False if something came while looking for reasons against it."""
         for other in self._links.values():
             other.push()
         end = self._end_of(link)
-        if end is not None and link.read():  # its last letter
+        if end is not None and (link.collect() if for_receipt else link.read()):  # its last one
             return False
-        reason = self.abort_reason or end
+        reason = self.abort_reason or end or self._processes.stopped(link.peer) or self.other_reason()
         for other in self._links.values():
             reason = reason or self._breakdown_of(other)
         reason = reason or self._deadlock(link)
@@ -107,14 +109,12 @@ class Waiter:
         """What happened to the peer, if it has gone without leaving: then nobody can go on in this world."""
         if link.theirs.state == FAILED:
             return f"rank {link.peer} gave up: {link.theirs.reason}"
-        watch = select.poll()
-        watch.register(self._process_files[link.peer], select.POLLIN)
-        has_died = watch.poll(0) and link.theirs.state != LEFT
+        has_died = self._processes.has_ended(link.peer) and link.theirs.state != LEFT
         return f"process {link.pid} of rank {link.peer} has ended" if has_died else None
 
     def _doing(self, link: Link) -> str:
         """What the peer does instead of sending, as far as can be seen from here."""
-        if _is_stopped(link.pid):
+        if self._processes.is_stopped(link.peer):
             return f"process {link.pid} of rank {link.peer} is stopped (SIGSTOP)"
         wait = link.theirs.wait()
         return f"rank {link.peer} waits for " + (f"rank {wait.peer} in {wait.header}" if wait else "nobody")
@@ -123,44 +123,30 @@ class Waiter:
         """The ring of ranks that wait for one another, if there is one; only what was seen twice counts."""
         mine = self._own.wait()
         assert mine is not None
-        ring, waits = [self.rank], [(self.rank, mine.number, mine.header)]
-        while True:
-            last = ring[-1]
-            target = link.peer if last == self.rank else self._waits_for(last)
-            if target is None or not self._has_read_all(last, target):
+        waits: dict[int, Wait] = {}
+        rank, wait = self.rank, mine
+        while rank not in waits:
+            waits[rank] = wait
+            following = self._links[wait.peer].theirs.wait() if wait.peer != self.rank else mine
+            if following is None or not self._has_taken_all(rank, wait):
                 self._suspicion = None
                 return None
-            if target in ring:
-                break
-            wait = self._links[target].theirs.wait()
-            if wait is None:
-                self._suspicion = None
-                return None
-            ring.append(target)
-            waits.append((target, wait.number, wait.header))
-        seen = tuple((rank, number) for rank, number, _ in waits)
+            rank, wait = wait.peer, following
+        seen = tuple((rank, wait.number) for rank, wait in waits.items())
         if seen != self._suspicion:
             self._suspicion = seen
             return None
-        places = "; ".join(f"rank {rank} waits in {text}" for rank, _, text in waits)
+        places = "; ".join(f"rank {rank} waits in {wait.header}" for rank, wait in waits.items())
         return f"ranks diverged, each waits for the next: {places}. All ranks must run the same program."
 
-    def _waits_for(self, rank: int) -> int | None:
-        wait = self._links[rank].theirs.wait()
-        return wait.peer if wait is not None else None
-
-    def _has_read_all(self, reader: int, sender: int) -> bool:
-        boards = {rank: self._own if rank == self.rank else self._links[rank].theirs for rank in (reader, sender)}
-        num_sent = boards[sender].words[boards[sender].sent_word(reader)]
-        return num_sent == boards[reader].words[boards[reader].read_word(sender)]
-
-
-def _is_stopped(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] in "Tt"
-    except OSError:
-        return False
+    def _has_taken_all(self, rank: int, wait: Wait) -> bool:
+        """Whether ``rank`` has seen all of what its peer has sent of what it waits for."""
+        sender, taker = (self._own if r == self.rank else self._links[r].theirs for r in (wait.peer, rank))
+        if wait.for_receipt:
+            sent, taken = sender.receipts_sent_word(rank), taker.receipts_read_word(wait.peer)
+        else:
+            sent, taken = sender.sent_word(rank), taker.read_word(wait.peer)
+        return sender.words[sent] == taker.words[taken]
 
 
 def _place_in_user_code() -> bytes:

@@ -1,0 +1,120 @@
+"""A boxing between two specs as this rank executes it: everything that does not depend on values, made once.
+
+A training step boxes between the same specs again and again, so the hot path is to look this object up and to run it.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from workbench.core.boxing import BoxingPlan, plan_boxing
+from workbench.core.layout import Region
+from workbench.core.placement import Placement
+from workbench.errors import LayoutError
+from workbench.runtime.assembling import assemble, region_shape, slice_region
+from workbench.runtime.tensor import Spec, ghost_storage
+from workbench.runtime.transport.program import ONE_STEP_BYTES, Program, program_of
+from workbench.runtime.world import World
+
+_MAX_CACHED = 256
+"""Exchanges that a spec remembers: shapes that differ at every step must not fill the memory."""
+
+
+def exchange_between(source: Spec, target: Spec, dtype: torch.dtype) -> Exchange:
+    """The one exchange from ``source`` to ``target`` of tensors of this dtype."""
+    key = (target, dtype)
+    found: Exchange | None = source.exchanges.get(key)
+    if found is None:
+        plan = plan_boxing(source.layout, target.layout, source.shape, dtype.itemsize)
+        if len(source.exchanges) >= _MAX_CACHED:
+            source.exchanges.clear()
+        found = source.exchanges[key] = Exchange(plan, source, target, dtype)
+    return found
+
+
+class Exchange:
+    """One plan, seen from one rank, for tensors of one dtype.
+
+    Attributes:
+        own_slice: where the new shard lies in the old one, if the boxing is a slice.
+    """
+
+    def __init__(self, plan: BoxingPlan, source: Spec, target: Spec, dtype: torch.dtype) -> None:
+        world = source.world
+        _check_devices(world, source.layout.placement, target.layout.placement)
+        self.plan, self._target, self._dtype, self._world = plan, target, dtype, world
+        self._is_ghost, self._is_local = source.is_ghost and target.is_ghost, plan.is_local
+        self._header = f"{plan.title}, {str(dtype).removeprefix('torch.')}"
+        self._bytes_sent = plan.bytes_sent.get(world.rank, 0)
+        self._to, self._from = plan.moves_to(world.rank), plan.moves_from(world.rank)
+        self._wanted = [(m.source, region_shape(m.source_region)) for m in self._to if m.source != world.rank]
+        is_slice = plan.kind == "slice" and self._to and not self._is_ghost
+        self.own_slice: Region | None = self._to[0].source_region if is_slice else None
+        self._group = next((group for group in plan.groups if world.rank in group), ())
+        self._program = self._make_program()
+
+    def run(self, local: torch.Tensor, tag: int) -> torch.Tensor:
+        """This rank's new shard, in memory of its own; a ghost outside the destination."""
+        world = self._world
+        if self.own_slice is not None:
+            return slice_region(local, self.own_slice).clone(memory_format=torch.contiguous_format)
+        if self._is_ghost:
+            return ghost_storage(self._target.shape, self._dtype, world.device)
+        if self._is_local:
+            return self._borrow(local, tag)
+        started = time.perf_counter()
+        result = self._meet(local, tag)
+        world.traffic.add(self.plan.kind, self._bytes_sent, time.perf_counter() - started)
+        return result
+
+    def _make_program(self) -> Program | None:
+        """For transports whose ranks read one another's memory. Terms of sums are put together elsewhere."""
+        plan, world = self.plan, self._world
+        if self._is_ghost or self._is_local or self._target.layout.has_partial or world.device.type != "cpu":
+            return None
+        program = program_of(plan, world.rank, self._dtype, self._header)
+        return None if plan.kind == "all-reduce" and program.shard_bytes > ONE_STEP_BYTES else program
+
+    def _meet(self, local: torch.Tensor, tag: int) -> torch.Tensor:
+        transport: Any = self._world.transport
+        pull = getattr(transport, "pull", None) if self._program is not None else None  # see ``base.Mapped``
+        if pull is not None:
+            result = pull(self._program, local, tag)
+            return self._ghost() if result is None else result
+        if self.plan.kind == "all-reduce":
+            return transport.all_reduce(local, self._group, self.plan.reduction or "sum", tag, self._header)
+        return self._borrow(local, tag)
+
+    def _borrow(self, local: torch.Tensor, tag: int) -> torch.Tensor:
+        rank, release = self._world.rank, None
+        borrowed: list[torch.Tensor] = []
+        sends = [(m.destination, slice_region(local, m.source_region)) for m in self._from if m.destination != rank]
+        if sends or self._wanted:
+            transport = self._world.transport
+            borrowed, release = transport.borrow(sends, self._wanted, self._dtype, tag, self._header)
+        if self._target.is_ghost:
+            return self._ghost()
+        others = iter(borrowed)
+        pieces = [
+            (move, next(others) if move.source != rank else slice_region(local, move.source_region))
+            for move in self._to
+        ]
+        result = assemble(self.plan, pieces, self._target, self._dtype, self._world.device)
+        if release is not None:
+            release()
+        return result
+
+    def _ghost(self) -> torch.Tensor:
+        return ghost_storage(self._target.shape, self._dtype, self._world.device)
+
+
+def _check_devices(world: World, *placements: Placement) -> None:
+    for placement in placements:
+        if placement.device_type != world.device.type and world.rank in placement:
+            raise LayoutError(
+                f"{placement}: rank {world.rank} works on {world.device}, not on {placement.device_type}. "
+                f'Use placement("{world.device.type}", ...).'
+            )

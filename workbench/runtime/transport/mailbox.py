@@ -1,0 +1,60 @@
+"""Letters of all peers, taken by tag, and the places they speak of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from workbench.errors import CollectiveAborted
+from workbench.runtime.transport.board import decode_header
+from workbench.runtime.transport.link import Letter, Link, Loan
+from workbench.runtime.transport.waits import Waiter
+
+
+class Mailbox:
+    """One rank's links, and how it waits for what comes over them.
+
+    Attributes:
+        read_bytes: bytes of other ranks' data that this rank has read.
+    """
+
+    def __init__(self, rank: int, links: Mapping[int, Link], waiter: Waiter) -> None:
+        self.rank, self.links, self._waiter = rank, links, waiter
+        self.read_bytes = 0
+
+    def take(self, source: int, tag: int, header: bytes, *sizes: int) -> Letter:
+        """The next letter of ``source`` with this tag; it must come from the same call, about one of these sizes.
+
+        Raises:
+            CollectiveAborted: none will come, or it comes from another call.
+        """
+        link = self.links[source]
+        while tag not in link.arrived:
+            self._waiter.wait(link, header)
+        letters = link.arrived[tag]
+        letter = letters.popleft()
+        if not letters:
+            del link.arrived[tag]
+        if letter.header != header or letter.num_bytes not in sizes:
+            theirs, ours = decode_header(letter.header), decode_header(header)
+            expected = " or ".join(map(str, sorted(set(sizes))))
+            raise CollectiveAborted(
+                f"ranks diverged: rank {self.rank} called {ours} and expects {expected} bytes while rank {source} "
+                f"called {theirs} and sent {letter.num_bytes}. All ranks must run the same program."
+            )
+        return letter
+
+    def view(self, source: int, letter: Letter, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """What a letter speaks of: elements one behind the other in the memory of ``source``."""
+        if letter.num_bytes == 0:
+            return torch.empty(shape, dtype=dtype)
+        return self.links[source].mapping(letter.chunk).tensor(letter.offset, tuple(shape), dtype)
+
+    def settle(self, loan: Loan, readers: Iterable[int], header: bytes) -> None:
+        """Return when all ``readers`` have read what was lent to them."""
+        for reader in readers:
+            link = self.links[reader]
+            while loan.num_readers and link.owes(loan):
+                if not link.collect():
+                    self._waiter.wait(link, header, for_receipt=True)

@@ -1,0 +1,158 @@
+"""What one rank does in an exchange of slices between ranks that can read one another's memory: data, made once.
+
+Sizes and places are worked out when the program is made, in bytes and strides, so that running it is little more than
+the copies themselves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from workbench.core.boxing import BoxingPlan, Move
+from workbench.core.layout import Region, Shape
+
+ONE_STEP_BYTES = 256 * 2**10
+"""Up to this size every rank adds up all terms of a sum itself, which saves a meeting."""
+WHOLE_BYTES = 64 * 2**10
+"""Shards up to this size are offered whole, one plain copy, however little of them is read."""
+_WHOLE_SHARE = 0.75
+"""A larger shard is offered whole if at least this share of it is read."""
+
+
+class Part(NamedTuple):
+    """Where a region lies in a contiguous tensor."""
+
+    shape: Shape
+    strides: Shape
+    start: int
+    """Bytes before its first element."""
+    num_bytes: int
+    is_run: bool
+    """Whether its elements lie one behind the other."""
+
+
+class Read(NamedTuple):
+    """A slice of one rank's shard."""
+
+    source: int
+    part: Part
+    shard_bytes: int
+    region: Region
+
+
+class Place(NamedTuple):
+    """A part of the new shard, and the slices that are combined there, in order; one is copied."""
+
+    part: Part
+    reads: tuple[Read, ...]
+
+
+@dataclass(frozen=True)
+class Program:
+    """One rank's part of an exchange; ``header`` names the call in messages.
+
+    Attributes:
+        sends: which part of this rank's shard every rank reads, as (rank, region, bytes).
+        shard_bytes: bytes of this rank's shard.
+        offers_whole: whether the shard is offered in one piece where it has to be copied to be read.
+        may_lend: whether readers may read the shard where it lies: this rank then waits until they have, so each rank
+            that reads from it must be one that it waits for anyway.
+        places: what the new shard is made of; together they fill it.
+        out_shape, out_bytes: of the new shard; None on a rank that only sends.
+        read_bytes: what this rank reads of others.
+    """
+
+    dtype: torch.dtype
+    reduction: str | None
+    header: str
+    sends: tuple[tuple[int, Region, int], ...]
+    shard_bytes: int
+    offers_whole: bool
+    may_lend: bool
+    places: tuple[Place, ...]
+    out_shape: Shape | None
+    out_bytes: int
+    read_bytes: int
+
+
+def program_of(plan: BoxingPlan, rank: int, dtype: torch.dtype, header: str) -> Program:
+    """What ``rank`` does in ``plan``, whose destination holds no terms of sums."""
+    if plan.kind == "all-reduce":
+        return _sum_in_group(plan, rank, dtype, header)
+    sends, arriving = plan.moves_from(rank), plan.moves_to(rank)
+    return _program(plan, rank, dtype, header, sends, arriving)
+
+
+def _sum_in_group(plan: BoxingPlan, rank: int, dtype: torch.dtype, header: str) -> Program:
+    """Every rank reads the others' terms whole."""
+    group = next(group for group in plan.groups if rank in group)
+    whole = tuple((0, size) for size in plan.source.local_shape(plan.shape, rank))
+    if math.prod(size for _, size in whole) == 0:
+        group = ()
+    sends = [Move(rank, peer, whole, whole) for peer in group]
+    return _program(plan, rank, dtype, header, sends, [Move(peer, rank, whole, whole) for peer in group])
+
+
+def _program(
+    plan: BoxingPlan, rank: int, dtype: torch.dtype, header: str, sends: Sequence[Move], arriving: Sequence[Move]
+) -> Program:
+    size, source, destination = dtype.itemsize, plan.source, plan.destination
+    receives = rank in destination.placement
+    out_shape = destination.local_shape(plan.shape, rank) if receives else None
+    places: dict[Region, list[Read]] = {}
+    for move in arriving:
+        shard = source.local_shape(plan.shape, move.source)
+        part = _part(move.source_region, shard, size)
+        read = Read(move.source, part, math.prod(shard) * size, move.source_region)
+        places.setdefault(move.destination_region, []).append(read)
+    crossing = [move for move in sends if move.destination != rank]
+    shard_bytes = math.prod(source.local_shape(plan.shape, rank)) * size if rank in source.placement else 0
+    regions = {move.source_region: move.num_elements * size for move in crossing}
+    is_read_by, reads_from = {move.destination for move in crossing}, {move.source for move in arriving}
+    # In one placement all ranks go through their exchanges in the same order; between two, they do not.
+    is_mutual = set(source.placement) == set(destination.placement) and is_read_by <= reads_from
+    return Program(
+        dtype=dtype,
+        reduction=plan.reduction,
+        header=header,
+        sends=tuple((move.destination, move.source_region, move.num_elements * size) for move in crossing),
+        shard_bytes=shard_bytes,
+        offers_whole=shard_bytes <= WHOLE_BYTES or sum(regions.values()) >= _WHOLE_SHARE * shard_bytes,
+        may_lend=is_mutual,
+        places=_in_order_of_reading(
+            rank, [Place(_part(region, out_shape or (), size), tuple(reads)) for region, reads in places.items()]
+        ),
+        out_shape=out_shape,
+        out_bytes=math.prod(out_shape) * size if out_shape is not None else 0,
+        read_bytes=sum(r.part.num_bytes for reads in places.values() for r in reads if r.source != rank),
+    )
+
+
+def _in_order_of_reading(rank: int, places: list[Place]) -> tuple[Place, ...]:
+    """What this rank has itself first, while the others' letters come; then not all ranks from the same one."""
+    if any(len(place.reads) > 1 for place in places):
+        return tuple(places)
+    sources = sorted(place.reads[0].source for place in places)
+    after = {source: (source < rank, source) for source in sources}
+    return tuple(sorted(places, key=lambda place: after[place.reads[0].source]))
+
+
+def _part(region: Region, shape: Shape, itemsize: int) -> Part:
+    strides, step = [0] * len(shape), itemsize
+    start, is_run, seen_partial = 0, True, False
+    for dim in reversed(range(len(shape))):
+        low, high = region[dim]
+        strides[dim] = step
+        start += low * step
+        step *= shape[dim]
+        if seen_partial and high - low > 1:
+            is_run = False
+        seen_partial = seen_partial or high - low != shape[dim]
+    sizes = tuple(high - low for low, high in region)
+    elements = tuple(stride // itemsize for stride in strides)
+    return Part(sizes, elements, start, math.prod(sizes) * itemsize, is_run)

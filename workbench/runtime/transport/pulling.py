@@ -1,0 +1,140 @@
+"""Runs one rank's part of an exchange: offer the shard, read the others' slices straight into the new one.
+
+A shard that lies in the segment is lent: the others read it in place, and this rank waits until they have, because its
+owner may write to it right after. All else is copied into a block, and nobody waits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+
+from workbench.runtime.transport.board import encode_header
+from workbench.runtime.transport.link import Block, Letter, Loan
+from workbench.runtime.transport.mailbox import Mailbox
+from workbench.runtime.transport.program import Part, Place, Program, Read
+from workbench.runtime.transport.reducing import combine
+from workbench.runtime.transport.segment import LENT_FROM_BYTES, Segment, is_plain
+
+_copy_bytes = ctypes.memmove
+
+
+def pull(segment: Segment, mailbox: Mailbox, program: Program, local: torch.Tensor, tag: int) -> torch.Tensor | None:
+    """The new shard of this rank; None if it only sends."""
+    header = encode_header(program.header)
+    loan = _offer(segment, mailbox, program, local, tag, header) if program.sends else None
+    out = None
+    if program.out_shape is not None:
+        out = segment.empty(program.out_shape, program.dtype)
+        at = out.data_ptr()
+        for place in program.places:
+            if len(place.reads) == 1:
+                _copy(mailbox, program, local, tag, header, place, out, at)
+            else:
+                _combine(mailbox, program, local, tag, header, place, out)
+        mailbox.read_bytes += program.read_bytes
+    if loan is not None:
+        mailbox.settle(loan, [send[0] for send in program.sends], header)
+    return out
+
+
+def _offer(
+    segment: Segment, mailbox: Mailbox, program: Program, local: torch.Tensor, tag: int, header: bytes
+) -> Loan | None:
+    """Tell everyone who reads from this rank's shard where it is, or where a copy of it is."""
+    num_bytes, links = program.shard_bytes, mailbox.links
+    if program.may_lend and num_bytes >= LENT_FROM_BYTES:
+        lies = segment.locate(local, num_bytes)
+        if lies is not None:
+            loan = Loan(*lies)
+            for rank, _, _ in program.sends:
+                links[rank].send(tag, loan, num_bytes, header)
+            return loan
+    if program.offers_whole:
+        block = segment.allocate(num_bytes, header)
+        if is_plain(local):
+            _copy_bytes(segment.chunks[block.chunk].address + block.offset, local.data_ptr(), num_bytes)
+        else:
+            segment.view(block, local.shape, program.dtype).copy_(local.detach())
+        for rank, _, _ in program.sends:
+            links[rank].send(tag, block, num_bytes, header)
+        block.leave()
+        return None
+    blocks: dict[object, Block | None] = {}
+    for rank, region, part_bytes in program.sends:
+        if region not in blocks:
+            blocks[region] = segment.publish(_slice(local, region), header)
+        links[rank].send(tag, blocks[region], part_bytes, header)
+    for part in blocks.values():
+        if part is not None:
+            part.leave()
+    return None
+
+
+def _copy(
+    mailbox: Mailbox,
+    program: Program,
+    local: torch.Tensor,
+    tag: int,
+    header: bytes,
+    place: Place,
+    out: torch.Tensor,
+    at: int,
+) -> None:
+    read, goal = place.reads[0], place.part
+    if read.source == mailbox.rank:
+        if goal.is_run and read.part.is_run and is_plain(local):
+            _copy_bytes(at + goal.start, local.data_ptr() + read.part.start, goal.num_bytes)
+        else:
+            _view(out, goal).copy_(_slice(local, read.region))
+        return
+    letter = mailbox.take(read.source, tag, header, read.shard_bytes, read.part.num_bytes)
+    is_whole = letter.num_bytes == read.shard_bytes
+    link = mailbox.links[read.source]
+    if goal.is_run and (read.part.is_run or not is_whole):
+        start = link.mapping(letter.chunk).address + letter.offset + (read.part.start if is_whole else 0)
+        _copy_bytes(at + goal.start, start, goal.num_bytes)
+    else:
+        _view(out, goal).copy_(_lent(mailbox, program, read, letter))
+    link.acknowledge(letter)
+
+
+def _combine(
+    mailbox: Mailbox, program: Program, local: torch.Tensor, tag: int, header: bytes, place: Place, out: torch.Tensor
+) -> None:
+    assert program.reduction is not None
+    letters: list[tuple[int, Letter]] = []
+    terms: list[torch.Tensor] = []
+    for read in place.reads:
+        if read.source == mailbox.rank:
+            terms.append(_slice(local, read.region))
+            continue
+        letter = mailbox.take(read.source, tag, header, read.shard_bytes, read.part.num_bytes)
+        letters.append((read.source, letter))
+        terms.append(_lent(mailbox, program, read, letter))
+    goal = out if place.part.num_bytes == program.out_bytes else _view(out, place.part)
+    combine(terms, goal, program.reduction)
+    for source, letter in letters:
+        mailbox.links[source].acknowledge(letter)
+
+
+def _lent(mailbox: Mailbox, program: Program, read: Read, letter: Letter) -> torch.Tensor:
+    """The slice that a letter is about, in the memory of the other rank."""
+    memory, part = mailbox.links[read.source].mapping(letter.chunk), read.part
+    if letter.num_bytes != read.shard_bytes:
+        return memory.tensor(letter.offset, part.shape, program.dtype)
+    return memory.strided(letter.offset + part.start, part.shape, part.strides, program.dtype)
+
+
+def _view(out: torch.Tensor, part: Part) -> torch.Tensor:
+    return out.as_strided(part.shape, part.strides, part.start // out.element_size())
+
+
+def _slice(tensor: torch.Tensor, region: Sequence[tuple[int, int]]) -> torch.Tensor:
+    tensor = tensor.detach()
+    for dim, (start, stop) in enumerate(region):
+        if stop - start != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, start, stop - start)
+    return tensor
