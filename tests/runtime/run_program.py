@@ -6,10 +6,12 @@ import os
 import sys
 import time
 import warnings
+from pathlib import Path
 
 import torch
 
 import workbench as wb
+from tests.runtime.casts import GRIDS_OF_4, GRIDS_OF_6, run_casts, sampled
 from tests.runtime.programs import boxing_forward_and_backward, training_equals_one_device
 from workbench.errors import CollectiveAborted
 from workbench.runtime.ops.dispatch import FallbackWarning
@@ -19,6 +21,13 @@ from workbench.runtime.world import current
 def boxing(num_ranks: str, count: str) -> None:
     done = boxing_forward_and_backward(int(num_ranks), int(count))
     print(f"{done} boxings over {current().transport_name}")
+
+
+def casts(folder: str, num_ranks: str, count: str) -> None:
+    """Leaves what this rank has of every cast in a file; whoever started it compares."""
+    grids = {"4": GRIDS_OF_4, "6": GRIDS_OF_6}[num_ranks]
+    outcomes = run_casts(sampled(grids, int(count), seed=int(count)), wb.rank())
+    torch.save(outcomes, Path(folder) / f"rank{wb.rank()}.pt")
 
 
 def training(kind: str, *strategies: str) -> None:
@@ -68,5 +77,12 @@ def example() -> None:
 
 if __name__ == "__main__":
     wb.init()
-    programs = {"boxing": boxing, "training": training, "dying": dying, "example": example, "traced": traced}
+    programs = {
+        "boxing": boxing,
+        "casts": casts,
+        "training": training,
+        "dying": dying,
+        "example": example,
+        "traced": traced,
+    }
     programs[sys.argv[1]](*sys.argv[2:])
