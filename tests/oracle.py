@@ -9,6 +9,8 @@ import numpy as np
 from workbench.core.layout import Layout
 from workbench.core.sbp import Broadcast, Partial, Split
 
+COMBINE = {"sum": np.add, "max": np.maximum, "min": np.minimum}
+
 
 def coordinates(layout: Layout) -> dict[int, tuple[int, ...]]:
     """Grid coordinates by rank."""
@@ -17,7 +19,7 @@ def coordinates(layout: Layout) -> dict[int, tuple[int, ...]]:
 
 
 def shard(full: np.ndarray, layout: Layout, seed: int = 0) -> dict[int, np.ndarray]:
-    """What every rank holds of ``full``: partial sums are cut into terms of 0.6 and 0.4 and random parts."""
+    """What every rank holds of ``full``; a reduction has random terms, integers for an array of integers."""
     rng = np.random.default_rng(seed)
     result = {}
     axes = [axis for axis, entry in enumerate(layout.sbp) if isinstance(entry, Partial)]
@@ -34,20 +36,22 @@ def shard(full: np.ndarray, layout: Layout, seed: int = 0) -> dict[int, np.ndarr
 
 def _terms(full, keys, layout, rng):
     kinds = {entry.reduction for entry in layout.sbp if isinstance(entry, Partial)}
+    noise = rng.random if full.dtype.kind == "f" else lambda size: rng.integers(0, 4, size)
+    if full.dtype.kind == "b":  # a sum of booleans is their "or"
+        kinds, noise = {"max"} if kinds == {"sum"} else kinds, lambda size: rng.integers(0, 2, size)
     if kinds <= {"sum"}:
-        if full.dtype.kind != "f":
-            return {key: full if key == keys[0] else np.zeros_like(full) for key in keys}
-        terms = {key: full * 0.4 / max(1, len(keys) - 1) + rng.standard_normal(full.shape) for key in keys[1:]}
+        terms = {key: noise(full.shape) - noise(full.shape) for key in keys[1:]}
         terms[keys[0]] = full - sum(terms.values()) if terms else full
         return terms
     worse = -1 if kinds == {"max"} else 1
     holder = rng.integers(len(keys), size=full.shape)
-    return {key: np.where(holder == i, full, full + worse * rng.random(full.shape)) for i, key in enumerate(keys)}
+    lesser = [np.clip(full + worse * noise(full.shape), 0, 1) if full.dtype.kind == "b" else
+              full + worse * noise(full.shape) for _ in keys]  # fmt: skip
+    return {key: np.where(holder == i, full, lesser[i]) for i, key in enumerate(keys)}
 
 
 def assert_holds(shards: dict[int, np.ndarray], layout: Layout, full: np.ndarray, atol: float = 1e-5) -> None:
     """Assert that the shards, terms combined, are the parts of ``full`` that the layout says."""
-    combine = {"sum": np.add, "max": np.maximum, "min": np.minimum}
     kinds = [entry.reduction for entry in layout.sbp if isinstance(entry, Partial)]
     whole = shard(full, layout.with_sbp(tuple(Broadcast() if isinstance(e, Partial) else e for e in layout.sbp)))
     groups: dict[tuple[int, ...], list[int]] = {}
@@ -57,6 +61,6 @@ def assert_holds(shards: dict[int, np.ndarray], layout: Layout, full: np.ndarray
     for ranks in groups.values():
         total = shards[ranks[0]]
         for rank in ranks[1:]:
-            total = combine[kinds[0]](total, shards[rank])
+            total = COMBINE[kinds[0]](total, shards[rank])
         assert total.shape == whole[ranks[0]].shape, (layout, ranks)
-        np.testing.assert_allclose(total, whole[ranks[0]], atol=atol, err_msg=f"{layout} on ranks {ranks}")
+        np.testing.assert_allclose(total, whole[ranks[0]], rtol=0, atol=atol, err_msg=f"{layout} on ranks {ranks}")

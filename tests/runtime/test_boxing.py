@@ -12,8 +12,8 @@ from workbench.testing import run_ranks
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_sampled_pairs_of_layouts(num_ranks):
     assert (
-        run_ranks(lambda: boxing_forward_and_backward(num_ranks, count=120, seed=num_ranks), num_ranks)
-        == [120] * num_ranks
+        run_ranks(lambda: boxing_forward_and_backward(num_ranks, count=40, seed=num_ranks), num_ranks)
+        == [40] * num_ranks
     )
 
 

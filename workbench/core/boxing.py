@@ -45,10 +45,12 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class LinkCost:
-    """What moving bytes costs on one transport: a start-up time and a rate per rank."""
+    """What moving bytes costs on one transport: a start-up time, and a rate at which a rank sends and receives."""
 
     latency_s: float
     bandwidth_bytes_per_s: float
+    one_shot_bytes: int = 0
+    """Sums of up to so many bytes are made by every rank from all the terms: one start-up, but p - 1 times the bytes."""
 
     def time_s(self, size_bytes: float) -> float:
         """Seconds for one message of ``size_bytes``; nothing to move costs nothing."""
@@ -274,32 +276,41 @@ def _owner(source: Layout, destination: Layout, shape: Shape, place: Place) -> i
     """Which of the destination's terms a source's term goes to, as an offset in the destination's grid.
 
     The other terms start from the reduction's identity. A term stays where it is if its first holder is in the
-    destination, so that P -> P, S -> P and B -> P move nothing. Terms of one reduction must be complete before they
-    enter another.
+    destination, so that P -> P, S -> P and B -> P move nothing; the others are dealt out. Terms of one reduction must
+    be complete before they enter another.
     """
     if not destination.has_partial:
         return 0
+    targets = tiling_of(destination, shape)
     kinds = {entry.reduction for layout in (source, destination) for entry in layout.sbp if isinstance(entry, Partial)}
     first_holder = place.tile + place.term if len(kinds) == 1 or not source.has_partial else 0
     home = source.placement.grid[first_holder]
-    return tiling_of(destination, shape).place(home).term if home in destination.placement else 0
+    return (
+        targets.place(home).term if home in destination.placement else targets.terms[first_holder % len(targets.terms)]
+    )
 
 
 @lru_cache(maxsize=16384)
 def _moves_to(source: Layout, destination: Layout, shape: Shape, rank: int) -> tuple[Move, ...]:
-    """By the first holder of each slice. A copy that the rank has itself comes first, then the load is spread."""
+    """By the first holder of each slice. A copy that the rank has itself comes first, then those in its own set of
+    copies; what other ranks take is spread over the sets.
+    """
     tiling = tiling_of(source, shape)
     target, mine = destination.region(shape, rank), tiling_of(destination, shape).place(rank)
     index = mine.tile + mine.term + mine.copy
     own = tiling.place(rank) if rank in source.placement else None
+    copy = own.copy if own is not None else tiling.copies[index % len(tiling.copies)]
     found = []
     for tile, common, origin in tiling.meeting(target):
         for term in tiling.terms:
             if _owner(source, destination, shape, Place(tile, term, 0)) != mine.term:
                 continue
-            has_it = own is not None and (own.tile, own.term) == (tile, term)
-            holder = rank if has_it else tiling.grid[tile + term + tiling.copies[index % len(tiling.copies)]]
-            move = Move(holder, rank, _relative(common, origin), _relative(common, [start for start, _ in target]))
+            move = Move(
+                tiling.grid[tile + term + copy],
+                rank,
+                _relative(common, origin),
+                _relative(common, [start for start, _ in target]),
+            )
             found.append((tile + term, move))
     return tuple(move for _, move in sorted(found, key=lambda item: item[0]))
 
@@ -315,9 +326,8 @@ def _moves_from(source: Layout, destination: Layout, shape: Shape, rank: int) ->
         for copy in targets.copies:
             index = tile + term + copy
             taker = targets.grid[index]
-            theirs = tiling.place(taker) if taker in source.placement else None
-            has_it = theirs is not None and (theirs.tile, theirs.term) == (own.tile, own.term)
-            if taker == rank if has_it else tiling.copies[index % len(tiling.copies)] == own.copy:
+            is_source = taker in source.placement
+            if own.copy == (tiling.place(taker).copy if is_source else tiling.copies[index % len(tiling.copies)]):
                 move = Move(rank, taker, _relative(common, [start for start, _ in region]), _relative(common, origin))
                 found.append((index, move))
     return tuple(move for _, move in sorted(found, key=lambda item: item[0]))

@@ -1,0 +1,100 @@
+"""Thousands of boxings against the oracle: shards, gradients, their gradients, bytes; simulated ranks and processes."""
+
+import random
+
+import pytest
+import torch
+
+from tests.runtime.casts import (
+    GRIDS_OF_4,
+    GRIDS_OF_6,
+    GRIDS_OF_8,
+    Cast,
+    check_casts,
+    oneflow_grid,
+    place,
+    run_casts,
+    sampled,
+)
+from tests.runtime.test_processes import torchrun
+from workbench.core.layout import Layout
+from workbench.core.placement import Placement
+from workbench.testing import run_ranks
+
+GRIDS = {4: GRIDS_OF_4, 6: GRIDS_OF_6, 8: GRIDS_OF_8}
+
+
+def assert_right(casts, num_ranks):
+    check_casts(casts, run_ranks(lambda rank: run_casts(casts, rank), num_ranks))
+
+
+def test_a_part_of_the_grid_of_oneflow():
+    casts = oneflow_grid()
+    assert len(casts) >= 6368
+    assert_right(random.Random(0).sample(casts, 200), 4)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("part", range(8))
+def test_the_whole_grid_of_oneflow(part):
+    assert_right(oneflow_grid()[part::8], 4)
+
+
+@pytest.mark.parametrize(("num_ranks", "count"), [(4, 150), (6, 100), (8, 30)])
+def test_sampled_casts(num_ranks, count):
+    assert_right(sampled(GRIDS[num_ranks], count, seed=num_ranks), num_ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("seed", range(100, 104))
+@pytest.mark.parametrize(("num_ranks", "count"), [(4, 2000), (6, 2000), (8, 1000)])
+def test_many_sampled_casts(num_ranks, count, seed):
+    assert_right(sampled(GRIDS[num_ranks], count, seed), num_ranks)
+
+
+@pytest.mark.procs
+@pytest.mark.parametrize("transport", ["shared", "gloo"])
+@pytest.mark.parametrize(
+    ("num_ranks", "count"), [(4, 150), (6, 100), pytest.param(6, 3000, marks=pytest.mark.slow)], ids=str
+)
+def test_casts_on_processes(tmp_path, num_ranks, count, transport):
+    torchrun(num_ranks, "casts", tmp_path, num_ranks, count, transport=transport)
+    outcomes = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=False) for rank in range(num_ranks)]
+    check_casts(sampled(GRIDS[num_ranks], count, seed=count), outcomes)
+
+
+def cast(source, source_sbp, target, target_sbp, shape=(5, 4), dtype=torch.float32):
+    a, b = Placement.of("cpu", source), Placement.of("cpu", target)
+    return Cast(Layout.of(a, source_sbp), Layout.of(b, target_sbp), shape, dtype)
+
+
+def test_terms_of_one_reduction_are_complete_before_they_enter_another():
+    kinds = ["P", "P(max)", "P(min)"]
+    assert_right([cast([0, 1], a, [1, 2, 0], b) for a in kinds for b in kinds], 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32, torch.float16])
+def test_every_dtype_has_a_value_that_changes_no_maximum(dtype):
+    assert_right([cast([0, 1, 2], a, [2, 1], b, dtype=dtype) for a in ("B", "S(0)") for b in ("P(max)", "P(min)")], 3)
+
+
+def test_the_check_notices_wrong_shards_gradients_and_bytes():
+    one = cast([0, 1], "S(0)", [0, 1], "B", shape=(3, 2))
+    by_rank = run_ranks(lambda rank: run_casts([one], rank), 2)
+    check_casts([one], by_rank)
+    for name in ("shard", "grad", "second"):
+        right = getattr(by_rank[1][0], name)
+        for wrong in (right + 1, right[:-1], None):
+            with pytest.raises(AssertionError):
+                check_casts([one], [by_rank[0], [by_rank[1][0]._replace(**{name: wrong})]])
+    with pytest.raises(AssertionError, match="sent 1"):
+        check_casts([one], [by_rank[0], [by_rank[1][0]._replace(sent=1)]])
+
+
+def test_strided_shards_are_strided():
+    one = cast([0, 1], "S(0)", [0, 1], "B")
+    assert (
+        run_ranks(lambda rank: place(one.full, one.source, rank, one.dtype, 1, True).is_contiguous(), 2) == [False] * 2
+    )
