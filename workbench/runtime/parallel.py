@@ -60,13 +60,18 @@ def parallelize(module: nn.Module, strategy: Strategy | str) -> nn.Module:
     tables = {choice.name for choice, (_, layer) in zip(resolved.layers, layers, strict=True) if is_table(layer)}
     layouts = StageLayouts(world, resolved, tables)
     doors = Doors(layouts)
-    state = ParallelState(strategy, resolved, placements=layouts.placements)
+    state = ParallelState(strategy, resolved, layouts, placements=layouts.placements)
     converted: dict[int, nn.Parameter] = {}
+    stages: dict[nn.Parameter, int] = {}
     for position, (_, layer) in enumerate(layers):
         choice = resolved.layers[position]
         convert_parameters(layer, choice, layouts, converted)
         following = resolved.layers[position + 1] if position + 1 < len(layers) else None
-        state.handles += doors.hook(layer, choice, following)
+        own = dict(layer.named_parameters(recurse=False))
+        foreign = [
+            name for name, parameter in own.items() if stages.setdefault(parameter, choice.stage) != choice.stage
+        ]
+        state.handles += doors.hook(layer, choice, following, foreign)
     convert_buffers(module, layouts)
     state.handles += hook_root(module, layouts)
     module.__dict__[STATE] = state

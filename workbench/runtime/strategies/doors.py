@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +12,6 @@ from torch.utils._pytree import tree_map
 from workbench.core.layout import Layout
 from workbench.core.sbp import NdSbp, Partial, broadcast, split
 from workbench.core.strategy import ResolvedLayer
-from workbench.errors import StrategyError
 from workbench.runtime.boxing import box, box_implicitly
 from workbench.runtime.entry import enter_as_broadcast
 from workbench.runtime.strategies.layouts import StageLayouts
@@ -22,13 +22,15 @@ class Doors:
     """Puts the hooks on layers."""
 
     def __init__(self, layouts: StageLayouts) -> None:
-        self.layouts, self.world, self.resolved = layouts, layouts.world, layouts.resolved
-        # 1F1B runs micro-batches in another order on every stage; an edge that goes back would wait for ever.
-        self.goes_forward_only = self.resolved.num_micro_batches > 1 and self.resolved.schedule != "gpipe"
+        self.layouts = layouts
 
-    def hook(self, layer: nn.Module, choice: ResolvedLayer, following: ResolvedLayer | None) -> list[Any]:
-        """Boxing at the door of a layer; behind a row-split one, its partial sums go to what the next layer expects."""
-        stage = self.layouts.placements[choice.stage]
+    def hook(
+        self, layer: nn.Module, choice: ResolvedLayer, following: ResolvedLayer | None, foreign: list[str]
+    ) -> list[Any]:
+        """Boxing at the door of a layer; behind a row-split one, its partial sums go to what the next layer expects.
+
+        ``foreign`` names the layer's parameters that live on another stage.
+        """
 
         def box_inputs(module: nn.Module, args: Any, kwargs: Any) -> Any:
             if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):  # nearly always
@@ -36,9 +38,8 @@ class Doors:
             return tree_map(lambda value: self._enter(value, choice), (args, kwargs))
 
         handles = [layer.register_forward_pre_hook(box_inputs, with_kwargs=True)]
-        foreign = [n for n, p in layer.named_parameters(recurse=False) if p._spec.layout.placement != stage]  # type: ignore[attr-defined]
         if foreign:
-            handles += _hook_tied(layer, foreign, self.layouts.layout(choice, broadcast, broadcast))
+            handles += _hook_tied(layer, foreign, lambda: self.layouts.layout(choice, broadcast, broadcast))
         if choice.split == "row":
             target = following if following and following.stage == choice.stage else None
             handles.append(
@@ -52,25 +53,13 @@ class Doors:
         if not isinstance(value, GlobalTensor):
             origin = f"layer {choice.name!r}: an input"
             layout = self.layouts.input_layout(choice, value.dim())
-            value = enter_as_broadcast(value.to(self.world.device), self.world, layout, lambda: origin)
+            world = self.layouts.world
+            value = enter_as_broadcast(value.to(world.device), world, layout, lambda: origin)
         shape = value._spec.shape
         layout = self.layouts.input_layout(choice, len(shape))
         if shape and shape[0] == 1 and value._spec.layout.is_broadcast:
             layout = layout.broadcast()  # positions and masks, alike for all samples
-        if self.goes_forward_only:
-            self._check_direction(value, choice)
         return box_implicitly(value, layout, choice.name)
-
-    def _check_direction(self, value: GlobalTensor, choice: ResolvedLayer) -> None:
-        placement, placements = value._spec.layout.placement, self.layouts.placements
-        source = placements.index(placement) if placement in placements else 0
-        if source > choice.stage:
-            raise StrategyError(
-                f"layer {choice.name!r} is on stage {choice.stage}, but its input comes from stage {source}: under "
-                f"{self.resolved.schedule} with {self.resolved.num_micro_batches} micro-batches an edge "
-                f"that goes back deadlocks. "
-                f"Put {choice.name!r} on stage {source}, or use the schedule gpipe."
-            )
 
     def _end_partial(self, output: Any, choice: ResolvedLayer, following: ResolvedLayer | None) -> Any:
         if not isinstance(output, GlobalTensor) or not output._spec.layout.has_partial:
@@ -87,14 +76,14 @@ class Doors:
         return box_implicitly(output, output._spec.layout.with_sbp(target), choice.name)
 
 
-def _hook_tied(layer: nn.Module, names: list[str], layout: Layout) -> list[Any]:
+def _hook_tied(layer: nn.Module, names: list[str], layout_here: Callable[[], Layout]) -> list[Any]:
     """A parameter that lives on another stage: boxed here around each use, its gradient flows back by the same way."""
     kept: dict[str, Any] = {}
 
     def bring(module: nn.Module, args: Any) -> None:
         for name in names:
             kept[name] = module._parameters[name]
-            module._parameters[name] = box(kept[name], layout)  # type: ignore[assignment]
+            module._parameters[name] = box(kept[name], layout_here())  # type: ignore[assignment]
 
     def put_back(module: nn.Module, args: Any, output: Any) -> None:
         module._parameters.update(kept)
@@ -104,14 +93,13 @@ def _hook_tied(layer: nn.Module, names: list[str], layout: Layout) -> list[Any]:
 
 def hook_root(module: nn.Module, layouts: StageLayouts) -> list[Any]:
     """Inside the module's call, operands on different stages meet on the latest of them."""
-    world, placements = layouts.world, layouts.placements
-    if len(placements) == 1:
+    if len(layouts.placements) == 1:
         return []
 
     def enter(*_: Any) -> None:
-        world.stage_order = (layouts.everywhere, *placements)
+        layouts.world.stage_order = (layouts.everywhere, *layouts.placements)
 
     def leave(*_: Any) -> None:
-        world.stage_order = ()
+        layouts.world.stage_order = ()
 
     return [module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True)]

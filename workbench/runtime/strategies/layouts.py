@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -29,10 +31,20 @@ class StageLayouts:
         _, data, model = resolved.degrees
         # Axes of size one are left out: boxing along them would do nothing, at a price.
         self.axes = [name for name, size in (("data", data), ("model", model)) if size > 1] or ["data"]
-        self.placements = tuple(self._placement(stage) for stage in range(resolved.degrees[0]))
+        self.placements = tuple(self._placement(stage) for stage in range(resolved.num_stages))
         ranks = [rank for placement in dict.fromkeys(self.placements) for rank in placement]
         is_one = len(set(self.placements)) == 1
         self.everywhere = self.placements[0] if is_one else Placement.of(world.device.type, ranks)
+
+    @contextmanager
+    def seen_from(self, other: StageLayouts) -> Iterator[None]:
+        """Meanwhile, everything that asks these layouts is answered by ``other``, which has another world."""
+        own = dict(self.__dict__)
+        self.__dict__.update(other.__dict__)
+        try:
+            yield
+        finally:
+            self.__dict__.update(own)
 
     def _placement(self, stage: int) -> Placement:
         grid = self.resolved.stage_grid(stage)

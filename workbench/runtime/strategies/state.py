@@ -12,6 +12,7 @@ from workbench.core.placement import Placement
 from workbench.core.strategy import Layer, ResolvedStrategy, Strategy
 from workbench.errors import StrategyError
 from workbench.pipeline.simulate import Span
+from workbench.runtime.strategies.layouts import StageLayouts
 
 STATE = "_workbench_parallel"
 ROOT = "(root)"
@@ -23,6 +24,7 @@ class ParallelState:
     """The strategy in force on a module and what carries it.
 
     Attributes:
+        layouts: where the stages lie, and what layers do there.
         handles: hooks; each has ``remove()``.
         placements: the ranks of every stage.
         after_backward: called after the backward of every micro-batch, on every rank.
@@ -31,6 +33,7 @@ class ParallelState:
 
     strategy: Strategy
     resolved: ResolvedStrategy
+    layouts: StageLayouts
     handles: list[Any] = field(default_factory=list)
     placements: tuple[Placement, ...] = ()
     after_backward: list[Callable[[], None]] = field(default_factory=list)
