@@ -2,14 +2,15 @@
 
 import pytest
 
-from workbench.kernels.launch import has_triton, is_interpreted
+from workbench.kernels import launch
 
 
 @pytest.fixture(params=["interpreter", pytest.param("compiled", marks=pytest.mark.gpu)])
-def device(request):
+def device(request, monkeypatch):
     """Where the kernel of a test runs; the root conftest has chosen the interpreter where there is no GPU."""
-    if not has_triton():
+    if not launch.has_triton():
         pytest.skip("Triton is not installed (it exists for Linux only)")
-    if (request.param == "interpreter") != is_interpreted():
+    if (request.param == "interpreter") != launch.is_interpreted():
         pytest.skip("this process runs Triton the other way; TRITON_INTERPRET=1 chooses the interpreter")
+    monkeypatch.setattr(launch, "wanted", "triton")
     return "cpu" if request.param == "interpreter" else "cuda"

@@ -91,13 +91,15 @@ def pack(tensor: torch.Tensor, regions: Sequence[tuple[tuple[int, int], ...]]) -
     >>> [piece.tolist() for piece in pack(torch.arange(4).view(2, 2), [((0, 2), (0, 1)), ((0, 2), (1, 2))])]
     [[[0], [2]], [[1], [3]]]
     """
-    views = [cut(tensor, region) for region in regions]
-    buffer = tensor.new_empty(sum(view.numel() for view in views))
-    pieces = [
-        piece.view(view.shape)
-        for piece, view in zip(buffer.split([view.numel() for view in views]), views, strict=True)
-    ]
-    move_blocks(pieces, views, [1] * len(views), "none")
+    return pack_views([cut(tensor, region) for region in regions])
+
+
+def pack_views(views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies of views of one dtype, one behind the other in one buffer, in one pass."""
+    sizes = [view.numel() for view in views]
+    buffer = views[0].new_empty(sum(sizes)) if views else torch.empty(0)
+    pieces = [piece.view(view.shape) for piece, view in zip(buffer.split(sizes), views, strict=True)]
+    move_blocks(pieces, list(views), [1] * len(views), "none")
     return pieces
 
 

@@ -88,6 +88,8 @@ def _save(ctx: Any, inputs: Any, output: Terms) -> None:
 
 def _differentiate(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
     logits, target, lse = ctx.saved_tensors
+    if torch.is_grad_enabled():  # to be differentiated again: torch knows how
+        return class_terms_backward_reference(logits, target, ctx.first, lse, grads), None, None  # type: ignore[arg-type]
     return class_terms_backward(logits, target, ctx.first, lse, *grads), None, None
 
 

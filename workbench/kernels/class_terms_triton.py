@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
-from workbench.kernels.launch import accumulator, ceil_div
+from workbench.kernels.launch import accumulator, ceil_div, launch
 
 _MAX_COLUMNS = 4096
 Terms = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -16,15 +14,15 @@ Terms = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 @triton.jit
 def _forward(
-    logits: Any,
-    target: Any,
-    lse: Any,
-    picked: Any,
-    total: Any,
-    first: Any,
-    num_classes: Any,
-    row_stride: Any,
-    column_stride: Any,
+    logits: tl.tensor,
+    target: tl.tensor,
+    lse: tl.tensor,
+    picked: tl.tensor,
+    total: tl.tensor,
+    first: tl.tensor,
+    num_classes: tl.tensor,
+    row_stride: tl.tensor,
+    column_stride: tl.tensor,
     wide: tl.constexpr,
     columns: tl.constexpr,
 ) -> None:
@@ -34,7 +32,7 @@ def _forward(
     exponentials = tl.full((), 0.0, wide)
     added = tl.full((), 0.0, wide)
     for start in range(0, num_classes, columns):
-        column = start + tl.arange(0, columns)
+        column = start + tl.arange(0, columns).to(tl.int64)
         inside = column < num_classes
         x = tl.load(logits + row * row_stride + column * column_stride, mask=inside, other=0.0).to(wide)
         added += tl.sum(x, 0)
@@ -54,23 +52,23 @@ def _forward(
 
 @triton.jit
 def _backward(
-    logits: Any,
-    target: Any,
-    lse: Any,
-    grad_lse: Any,
-    grad_picked: Any,
-    grad_total: Any,
-    out: Any,
-    first: Any,
-    num_classes: Any,
-    row_stride: Any,
-    column_stride: Any,
+    logits: tl.tensor,
+    target: tl.tensor,
+    lse: tl.tensor,
+    grad_lse: tl.tensor,
+    grad_picked: tl.tensor,
+    grad_total: tl.tensor,
+    out: tl.tensor,
+    first: tl.tensor,
+    num_classes: tl.tensor,
+    row_stride: tl.tensor,
+    column_stride: tl.tensor,
     wide: tl.constexpr,
     narrow: tl.constexpr,
     columns: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * columns + tl.arange(0, columns)
+    column = tl.program_id(1).to(tl.int64) * columns + tl.arange(0, columns)
     inside = column < num_classes
     x = tl.load(logits + row * row_stride + column * column_stride, mask=inside, other=0.0).to(wide)
     grad = tl.exp(x - tl.load(lse + row)) * tl.load(grad_lse + row) + tl.load(grad_total + row)
@@ -90,9 +88,10 @@ def forward(logits: torch.Tensor, target: torch.Tensor, first: int) -> Terms:
     lse = logits.new_full((num_rows,), float("-inf"), dtype=dtype)
     picked, total = (logits.new_zeros(num_rows, dtype=dtype) for _ in range(2))
     if logits.numel():
-        _forward[(num_rows,)](
+        launch(
+            _forward, (num_rows,), logits,
             logits, target.contiguous(), lse, picked, total, first, num_classes, *logits.stride(), _WIDE[dtype],
-            _columns(num_classes),
+            _columns(num_classes), num_warps=8,
         )  # fmt: skip
     return lse, picked, total
 
@@ -104,9 +103,10 @@ def backward(logits: torch.Tensor, target: torch.Tensor, first: int, lse: torch.
     if out.numel():
         columns = _columns(num_classes)
         rows = [grad.to(lse.dtype).contiguous() for grad in grads]
-        _backward[(num_rows, ceil_div(num_classes, columns))](
+        launch(
+            _backward, (num_rows, ceil_div(num_classes, columns)), logits,
             logits, target.contiguous(), lse, *rows, out, first, num_classes, *logits.stride(), _WIDE[lse.dtype],
-            _NARROW[logits.dtype], columns,
+            _NARROW[logits.dtype], columns, num_warps=8,
         )  # fmt: skip
     return out
 

@@ -14,13 +14,14 @@ from workbench.kernels.launch import can_launch
 
 
 @torch.library.custom_op("workbench::embedding_rows", mutates_args=())
-def embedding_rows(weight: torch.Tensor, indices: torch.Tensor, first: int) -> torch.Tensor:
+def embedding_rows(weight: torch.Tensor, indices: torch.Tensor, first: int, padding: int = -1) -> torch.Tensor:
     """Rows ``indices - first`` of ``weight``, zeros where there is no such row.
 
     Args:
         weight: (rows of this slice, width).
         indices: (positions,), int64, row numbers of the whole table.
         first: number of the slice's first row.
+        padding: number of the row, of the whole table, that gets no gradient; -1 where all do.
 
     Returns:
         (positions, width).
@@ -36,37 +37,54 @@ def embedding_rows(weight: torch.Tensor, indices: torch.Tensor, first: int) -> t
 
 
 @embedding_rows.register_fake
-def _(weight: torch.Tensor, indices: torch.Tensor, first: int) -> torch.Tensor:
+def _(weight: torch.Tensor, indices: torch.Tensor, first: int, padding: int = -1) -> torch.Tensor:
     return weight.new_empty(indices.shape[0], weight.shape[1])
 
 
 @torch.library.custom_op("workbench::embedding_rows_backward", mutates_args=())
-def embedding_rows_backward(grad: torch.Tensor, indices: torch.Tensor, first: int, num_rows: int) -> torch.Tensor:
+def embedding_rows_backward(
+    grad: torch.Tensor, indices: torch.Tensor, first: int, num_rows: int, padding: int = -1
+) -> torch.Tensor:
     """Gradient of the slice: for each of its ``num_rows`` rows the sum over the positions that looked it up."""
     if can_launch(grad):
         from workbench.kernels.embedding_rows_triton import backward
 
-        return backward(grad, indices, first, num_rows)
-    return embedding_rows_backward_reference(grad, indices, first, num_rows)
+        return backward(grad, indices, first, num_rows, padding)
+    return embedding_rows_backward_reference(grad, indices, first, num_rows, padding)
 
 
 @embedding_rows_backward.register_fake
-def _(grad: torch.Tensor, indices: torch.Tensor, first: int, num_rows: int) -> torch.Tensor:
+def _(grad: torch.Tensor, indices: torch.Tensor, first: int, num_rows: int, padding: int = -1) -> torch.Tensor:
     return grad.new_empty(num_rows, grad.shape[1])
 
 
 def _save(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
-    weight, indices, ctx.first = inputs
+    weight, indices, ctx.first, ctx.padding = inputs
     ctx.num_rows = weight.shape[0]
     ctx.save_for_backward(indices)
 
 
-def _differentiate(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+def _differentiate(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
     (indices,) = ctx.saved_tensors
-    return embedding_rows_backward(grad, indices, ctx.first, ctx.num_rows), None, None
+    return embedding_rows_backward(grad, indices, ctx.first, ctx.num_rows, ctx.padding), None, None, None
 
 
 embedding_rows.register_autograd(_differentiate, setup_context=_save)
+
+
+def _save_backward(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
+    _, indices, ctx.first, _, ctx.padding = inputs
+    ctx.save_for_backward(indices)
+
+
+def _differentiate_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+    """The sum over positions is linear, and its transpose looks rows up."""
+    (indices,) = ctx.saved_tensors
+    learned = indices.masked_fill(indices == ctx.padding, -1)  # a row that no rank has gives zeros
+    return embedding_rows(grad, learned, ctx.first), None, None, None, None
+
+
+embedding_rows_backward.register_autograd(_differentiate_backward, setup_context=_save_backward)
 
 
 def embedding_rows_reference(weight: torch.Tensor, indices: torch.Tensor, first: int) -> torch.Tensor:
@@ -79,11 +97,11 @@ def embedding_rows_reference(weight: torch.Tensor, indices: torch.Tensor, first:
 
 
 def embedding_rows_backward_reference(
-    grad: torch.Tensor, indices: torch.Tensor, first: int, num_rows: int
+    grad: torch.Tensor, indices: torch.Tensor, first: int, num_rows: int, padding: int = -1
 ) -> torch.Tensor:
     """``embedding_rows_backward`` in torch; low precision adds up in 32 bits."""
     place = indices - first
-    inside = (place >= 0) & (place < num_rows)
+    inside = (place >= 0) & (place < num_rows) & (indices != padding)
     wide = grad.float() if grad.dtype.itemsize < 4 else grad
     out = wide.new_zeros(num_rows, grad.shape[1])
     return out.index_add_(0, place[inside], wide[inside]).to(grad.dtype)

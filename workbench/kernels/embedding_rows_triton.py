@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
-from workbench.kernels.launch import ceil_div
+from workbench.kernels.launch import ceil_div, launch
 
 _MAX_COLUMNS = 512
 
 
 @triton.jit
 def _forward(
-    weight: Any,
-    indices: Any,
-    out: Any,
-    first: Any,
-    num_rows: Any,
-    width: Any,
-    row_stride: Any,
-    column_stride: Any,
+    weight: tl.tensor,
+    indices: tl.tensor,
+    out: tl.tensor,
+    first: tl.tensor,
+    num_rows: tl.tensor,
+    width: tl.tensor,
+    row_stride: tl.tensor,
+    column_stride: tl.tensor,
     columns: tl.constexpr,
 ) -> None:
     position = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * columns + tl.arange(0, columns)
+    column = tl.program_id(1).to(tl.int64) * columns + tl.arange(0, columns)
     row = tl.load(indices + position) - first + tl.zeros((columns,), tl.int64)
     inside = column < width
     here = inside & (row >= 0) & (row < num_rows)
@@ -36,16 +34,17 @@ def _forward(
 
 @triton.jit
 def _backward(
-    grad: Any,
-    rows: Any,
-    order: Any,
-    runs: Any,
-    out: Any,
-    first: Any,
-    num_rows: Any,
-    width: Any,
-    row_stride: Any,
-    column_stride: Any,
+    grad: tl.tensor,
+    rows: tl.tensor,
+    order: tl.tensor,
+    runs: tl.tensor,
+    out: tl.tensor,
+    first: tl.tensor,
+    padding: tl.tensor,
+    num_rows: tl.tensor,
+    width: tl.tensor,
+    row_stride: tl.tensor,
+    column_stride: tl.tensor,
     wide: tl.constexpr,
     narrow: tl.constexpr,
     columns: tl.constexpr,
@@ -58,8 +57,9 @@ def _backward(
     number = tl.load(rows + position)
     before = tl.load(rows + tl.maximum(position - 1, 0))
     row = (number - first).to(tl.int64)
-    if ((position == 0) | (number != before)) & (row >= 0) & (row < num_rows):
-        column = tl.program_id(1) * columns + tl.arange(0, columns)
+    starts_run = (position == 0) | (number != before)
+    if starts_run & (number != padding) & (row >= 0) & (row < num_rows):
+        column = tl.program_id(1).to(tl.int64) * columns + tl.arange(0, columns)
         inside = column < width
         total = tl.zeros((columns,), wide)
         at = position
@@ -85,13 +85,14 @@ def forward(weight: torch.Tensor, indices: torch.Tensor, first: int) -> torch.Te
     out = weight.new_empty(indices.shape[0], width)
     if out.numel():
         columns = _columns(width)
-        _forward[(indices.shape[0], ceil_div(width, columns))](
-            weight, indices.contiguous(), out, first, num_rows, width, *weight.stride(), columns
-        )
+        launch(
+            _forward, (indices.shape[0], ceil_div(width, columns)), weight,
+            weight, indices.contiguous(), out, first, num_rows, width, *weight.stride(), columns,
+        )  # fmt: skip
     return out
 
 
-def backward(grad: torch.Tensor, indices: torch.Tensor, first: int, num_rows: int) -> torch.Tensor:
+def backward(grad: torch.Tensor, indices: torch.Tensor, first: int, num_rows: int, padding: int) -> torch.Tensor:
     """See ``embedding_rows_backward``."""
     num_positions, width = grad.shape
     out = grad.new_zeros(num_rows, width)
@@ -100,8 +101,9 @@ def backward(grad: torch.Tensor, indices: torch.Tensor, first: int, num_rows: in
         runs = torch.searchsorted(rows, rows, right=True) - torch.arange(num_positions, device=rows.device)
         columns = _columns(width)
         wide = tl.float64 if grad.dtype == torch.float64 else tl.float32
-        _backward[(num_positions, ceil_div(width, columns))](
-            grad, rows, order, runs, out, first, num_rows, width, *grad.stride(), wide, _TYPES[grad.dtype],
+        launch(
+            _backward, (num_positions, ceil_div(width, columns)), grad,
+            grad, rows, order, runs, out, first, padding, num_rows, width, *grad.stride(), wide, _TYPES[grad.dtype],
             columns,
         )  # fmt: skip
     return out

@@ -1,12 +1,36 @@
-"""What all kernels share: whether Triton can run, and in which dtypes terms add up."""
+"""What all kernels share: where Triton runs, how it is launched, and in which dtypes terms add up.
+
+A kernel works on CUDA tensors wherever Triton is installed. ``WORKBENCH_KERNELS`` decides otherwise: ``torch`` takes
+the references everywhere, ``triton`` takes the kernels on CPU tensors too, in Triton's interpreter, which
+``TRITON_INTERPRET=1`` turns on (that is how kernels are tested where there is no GPU).
+"""
 
 from __future__ import annotations
 
 import functools
 import importlib.util
 import os
+import struct
+import threading
+from typing import Any
 
 import torch
+
+VARIABLE = "WORKBENCH_KERNELS"
+CHOICES = ("auto", "triton", "torch")
+
+
+def _wanted_by_user() -> str:
+    wanted = os.environ.get(VARIABLE, "auto")
+    if wanted not in CHOICES:
+        raise ValueError(f"{VARIABLE}={wanted}: there is no such choice. Set it to one of {', '.join(CHOICES)}.")
+    return wanted
+
+
+_interpreter = threading.RLock()
+"""Triton's interpreter keeps its state in globals, and simulated ranks are threads."""
+wanted = _wanted_by_user()
+"""The choice of this process, one of ``CHOICES``."""
 
 
 @functools.cache
@@ -21,8 +45,36 @@ def is_interpreted() -> bool:
 
 
 def can_launch(tensor: torch.Tensor) -> bool:
-    """Whether a Triton kernel can work on ``tensor``: it lies on a GPU, or kernels are interpreted."""
-    return has_triton() and (tensor.is_cuda or is_interpreted())
+    """Whether Triton kernels work on ``tensor``; its references do elsewhere."""
+    return runs_on(tensor.device)
+
+
+def runs_on(device: torch.device) -> bool:
+    """Whether Triton kernels work on tensors of a device."""
+    if device.type == "cuda":
+        return wanted != "torch" and has_triton() and not is_interpreted()
+    return wanted == "triton" and device.type == "cpu" and has_triton() and is_interpreted()
+
+
+def launch(kernel: Any, grid: tuple[int, ...], on: torch.Tensor, *args: Any, num_warps: int = 4) -> None:
+    """Launch a kernel on the device of ``on``, whichever is the current one; a grid without programs does nothing.
+
+    Products are rounded before they are added, as the references do: random numbers then have the same bits.
+
+    Args:
+        grid: programs along x (up to 2**31 - 1), y and z (up to 65,535 each).
+        num_warps: groups of 32 threads that share the work of a program.
+    """
+    if 0 in grid:
+        return
+    with torch.cuda.device_of(on) if on.is_cuda else _interpreter:
+        kernel[grid](*args, num_warps=num_warps, enable_fp_fusion=False)
+
+
+def bits_of(number: float) -> int:
+    """The 64 bits of a double as an integer: a kernel gets floats as 32 bits, so this is how a double gets there."""
+    bits: int = struct.unpack("<q", struct.pack("<d", number))[0]
+    return bits
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:

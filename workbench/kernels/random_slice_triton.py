@@ -3,31 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from workbench.kernels.launch import ceil_div
+from workbench.kernels.launch import bits_of, ceil_div, launch
 
 _NUM_DIMS = 4
-_INTEGERS = 3
+_UNIFORM, _INTEGERS = 0, 3
 _ELEMENTS = 1024
+_SCALARS = ["key", "first", "size1", "size2", "size3", "stride0", "stride1", "stride2", "stride3", "a", "b"]
+"""Arguments that change from call to call: kernels are not compiled anew because one of them is 1 or even."""
 
 
 @triton.jit
 def _position(
-    lane: Any,
-    first: Any,
-    size1: Any,
-    size2: Any,
-    size3: Any,
-    stride0: Any,
-    stride1: Any,
-    stride2: Any,
-    stride3: Any,
-) -> Any:
+    lane: tl.tensor,
+    first: tl.tensor,
+    size1: tl.tensor,
+    size2: tl.tensor,
+    size3: tl.tensor,
+    stride0: tl.tensor,
+    stride1: tl.tensor,
+    stride2: tl.tensor,
+    stride3: tl.tensor,
+) -> tl.tensor:
     """Of local row-major index ``lane`` in the logical tensor."""
     rest = lane // size3
     at = first + (lane % size3) * stride3 + (rest % size2) * stride2
@@ -36,7 +37,7 @@ def _position(
 
 
 @triton.jit
-def _words(key: Any, position: Any, stream: tl.constexpr) -> Any:
+def _words(key: tl.tensor, position: tl.tensor, stream: tl.constexpr) -> tl.tensor:
     """The position's word of its counter, and the word beside it (its partner in a pair)."""
     counter = position // 4
     # Counters of 64 bits would silently make this Philox4x64: low and high halves go separately.
@@ -50,86 +51,94 @@ def _words(key: Any, position: Any, stream: tl.constexpr) -> Any:
 
 
 @triton.jit
-def _unit(word: Any, bits: tl.constexpr) -> Any:
+def _double(bits: tl.tensor) -> tl.tensor:
+    """The double with these 64 bits; an argument that is a float would be one of 32 bits."""
+    return bits.to(tl.int64).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def _unit(word: tl.tensor, bits: tl.constexpr) -> tl.tensor:
     """float32 in [0, 1) from the top ``bits`` of a word."""
     return (word >> (32 - bits)).to(tl.int32).to(tl.float32) * (1.0 / (1 << bits))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SCALARS)
 def _fill(
-    out: Any,
-    count: Any,
-    key: Any,
-    first: Any,
-    size1: Any,
-    size2: Any,
-    size3: Any,
-    stride0: Any,
-    stride1: Any,
-    stride2: Any,
-    stride3: Any,
-    parameters: Any,
-    bounds: Any,
+    out: tl.tensor,
+    count: tl.tensor,
+    key: tl.tensor,
+    first: tl.tensor,
+    size1: tl.tensor,
+    size2: tl.tensor,
+    size3: tl.tensor,
+    stride0: tl.tensor,
+    stride1: tl.tensor,
+    stride2: tl.tensor,
+    stride3: tl.tensor,
+    a: tl.tensor,
+    b: tl.tensor,
     kind: tl.constexpr,
     bits: tl.constexpr,
+    wide: tl.constexpr,
     element: tl.constexpr,
     elements: tl.constexpr,
 ) -> None:
-    """``parameters`` holds low and high as floats of the result's precision, ``bounds`` as integers."""
+    """``a`` and ``b`` are lowest and span of uniform numbers (doubles, as bits) or integers, mean and deviation, or a
+    probability; ``wide`` is the type in which they are worked with.
+    """
     lane = tl.program_id(0).to(tl.int64) * elements + tl.arange(0, elements)
     position = _position(lane, first, size1, size2, size3, stride0, stride1, stride2, stride3)
     own, other = _words(key, position, 0)
-    low, high = tl.load(parameters), tl.load(parameters + 1)
-    if kind == 0:
-        if bits == 53:
-            more, _ = _words(key, position, 1)
-            joined = (own.to(tl.uint64) << 32) | more.to(tl.uint64)
-            value = (joined >> 11).to(tl.int64).to(tl.float64) * (1.0 / (1 << 53))
-        else:
-            value = _unit(own, bits)
-        value = value * (high - low) + low
+    if kind == 3:
+        joined = (own.to(tl.uint64) << 32) | other.to(tl.uint64)
+        value = (joined % b.to(tl.uint64)).to(tl.int64) + a
+    elif kind == 2:
+        value = tl.where(_unit(own, 24) < _double(a).to(tl.float32), 1.0, 0.0)
     elif kind == 1:
         is_first = position % 2 == 0
-        wide: tl.constexpr = low.dtype
         radius_word = tl.where(is_first, own, other).to(tl.int64).to(wide)
         angle_word = tl.where(is_first, other, own).to(tl.int64).to(wide)
         radius = tl.sqrt(-2.0 * tl.log((radius_word + 1.0) * (1.0 / (1 << 32))))
         angle = angle_word * (6.283185307179586 / (1 << 32))
-        value = low + high * radius * tl.where(is_first, tl.cos(angle), tl.sin(angle))
-    elif kind == 2:
-        value = tl.where(_unit(own, 24) < low, 1.0, 0.0)
+        turned = tl.where(is_first, tl.cos(angle), tl.sin(angle))
+        value = _double(a).to(wide) + _double(b).to(wide) * radius * turned
+    elif bits == 53:
+        more, _ = _words(key, position, 1)
+        joined = (own.to(tl.uint64) << 32) | more.to(tl.uint64)
+        value = (joined >> 11).to(tl.int64).to(tl.float64) * (1.0 / (1 << 53)) * _double(b) + _double(a)
     else:
-        joined = (own.to(tl.uint64) << 32) | other.to(tl.uint64)
-        least, span = tl.load(bounds), tl.load(bounds + 1).to(tl.uint64)
-        value = (joined % span).to(tl.int64) + least
+        value = _unit(own, bits) * _double(b).to(wide) + _double(a).to(wide)
     tl.store(out + lane, value.to(element), mask=lane < count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SCALARS)
 def _dropout(
-    x: Any,
-    out: Any,
-    count: Any,
-    key: Any,
-    first: Any,
-    size1: Any,
-    size2: Any,
-    size3: Any,
-    stride0: Any,
-    stride1: Any,
-    stride2: Any,
-    stride3: Any,
-    parameters: Any,
+    x: tl.tensor,
+    out: tl.tensor,
+    count: tl.tensor,
+    key: tl.tensor,
+    first: tl.tensor,
+    size1: tl.tensor,
+    size2: tl.tensor,
+    size3: tl.tensor,
+    stride0: tl.tensor,
+    stride1: tl.tensor,
+    stride2: tl.tensor,
+    stride3: tl.tensor,
+    a: tl.tensor,
+    b: tl.tensor,
+    wide: tl.constexpr,
     element: tl.constexpr,
     elements: tl.constexpr,
 ) -> None:
+    """``a`` is the chance to be kept, ``b`` what is multiplied with then (doubles, as bits)."""
     lane = tl.program_id(0).to(tl.int64) * elements + tl.arange(0, elements)
     inside = lane < count
     position = _position(lane, first, size1, size2, size3, stride0, stride1, stride2, stride3)
     own, _ = _words(key, position, 0)
-    keep, scale = tl.load(parameters), tl.load(parameters + 1)
-    value = tl.load(x + lane, mask=inside, other=0.0).to(parameters.dtype.element_ty) * scale
-    tl.store(out + lane, tl.where(_unit(own, 24) < keep, value, 0.0).to(element), mask=inside)
+    value = tl.load(x + lane, mask=inside, other=0.0).to(wide) * _double(b).to(wide)
+    is_kept = _unit(own, 24) < _double(a).to(tl.float32)
+    tl.store(out + lane, tl.where(is_kept, value, 0.0).to(element), mask=inside)
 
 
 _FLOATS = {
@@ -152,19 +161,28 @@ _BITS = {torch.float64: 53, torch.float16: 11, torch.bfloat16: 8}
 def fill(out: torch.Tensor, kind: int, key: int, first: int, strides: Sequence[int], low: float, high: float) -> bool:
     """See ``fill_random``, whose kinds are counted here; False where the kernel has no way."""
     place = _merge(out.shape, strides)
-    is_too_wide = kind == _INTEGERS and not 0 < int(high) - int(low) < 2**63
-    if place is None or out.dtype not in _ELEMENTS_OF or is_too_wide or not out.is_contiguous():
+    if kind == _INTEGERS and not _fits(out.dtype, int(low), int(high)):
         return False
-    if not out.numel():
-        return True
-    wide = torch.float64 if out.dtype == torch.float64 else torch.float32
-    integers = [int(low), int(high) - int(low)] if kind == _INTEGERS else [0, 1]
-    _fill[(ceil_div(out.numel(), _ELEMENTS),)](
-        out, out.numel(), key, first, *place, torch.tensor([low, high], dtype=wide, device=out.device),
-        torch.tensor(integers, device=out.device), kind, _BITS.get(out.dtype, 24),
-        _ELEMENTS_OF[out.dtype], _ELEMENTS,
+    if out.dtype == torch.bool:
+        out = out.view(torch.uint8)
+    if place is None or out.dtype not in _ELEMENTS_OF or not out.is_contiguous():
+        return False
+    wide = tl.float64 if out.dtype == torch.float64 else tl.float32
+    if kind == _INTEGERS:
+        a, b = int(low), int(high) - int(low)
+    else:
+        a, b = bits_of(low), bits_of(high - low if kind == _UNIFORM else high)
+    launch(
+        _fill, (ceil_div(out.numel(), _ELEMENTS),), out,
+        out, out.numel(), key, first, *place, a, b, kind, _BITS.get(out.dtype, 24), wide, _ELEMENTS_OF[out.dtype],
+        _ELEMENTS,
     )  # fmt: skip
     return True
+
+
+def _fits(dtype: torch.dtype, low: int, high: int) -> bool:
+    """Whether the kernel draws integers of this range; a bool is true for all but zero, which two values tell."""
+    return 0 < high - low < 2**63 and (dtype != torch.bool or (low >= 0 and high <= 2))
 
 
 def dropout(x: torch.Tensor, key: int, first: int, strides: Sequence[int], probability: float) -> torch.Tensor | None:
@@ -173,12 +191,12 @@ def dropout(x: torch.Tensor, key: int, first: int, strides: Sequence[int], proba
     if place is None or x.dtype not in _FLOATS or probability >= 1.0:
         return None
     out = torch.empty_like(x)
-    if x.numel():
-        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        parameters = torch.tensor([1 - probability, 1 / (1 - probability)], dtype=wide, device=x.device)
-        _dropout[(ceil_div(x.numel(), _ELEMENTS),)](
-            x, out, x.numel(), key, first, *place, parameters, _FLOATS[x.dtype], _ELEMENTS
-        )
+    wide = tl.float64 if x.dtype == torch.float64 else tl.float32
+    launch(
+        _dropout, (ceil_div(x.numel(), _ELEMENTS),), x,
+        x, out, x.numel(), key, first, *place, bits_of(1 - probability), bits_of(1 / (1 - probability)), wide,
+        _FLOATS[x.dtype], _ELEMENTS,
+    )  # fmt: skip
     return out
 
 

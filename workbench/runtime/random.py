@@ -7,16 +7,34 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from workbench.core.layout import Layout, Region, Shape
 from workbench.kernels import philox
+from workbench.kernels.launch import runs_on
+from workbench.kernels.random_slice import fill_random
 from workbench.runtime.world import World, current
 
-Sampler = Callable[[int, np.ndarray, torch.dtype], np.ndarray]
-"""(key, positions, dtype to be) -> values of the positions' shape."""
+
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    """A distribution.
+
+    Attributes:
+        draw: (key, positions, dtype to be) -> values of the positions' shape.
+        kernel: kind and two parameters of ``kernels.random_slice.fill_random``, which makes the same numbers on a
+            GPU; None where no kernel does.
+    """
+
+    draw: Callable[[int, np.ndarray, torch.dtype], np.ndarray]
+    kernel: tuple[str, float, float] | None = None
+
+    def __call__(self, key: int, positions: np.ndarray, dtype: torch.dtype) -> np.ndarray:
+        return self.draw(key, positions, dtype)
+
 
 _BLOCK = 1 << 16
 """Positions sampled at a time: temporaries then stay in the processor's cache."""
@@ -47,9 +65,20 @@ def sample_shard(
     """This rank's shard of a random tensor; ``layout`` has splits and broadcasts only."""
     region = layout.region(shape, world.rank)
     sizes = [stop - start for start, stop in region]
+    if sampler.kernel is not None and not dtype.is_complex and runs_on(world.device):
+        out = torch.empty(sizes, dtype=dtype, device=world.device)
+        kind, *parameters = sampler.kernel
+        fill_random(out, kind, key, *place_of(shape, region), *parameters)
+        return out
     blocks = [_sample(sampler, key, positions, dtype) for positions in _position_blocks(shape, region)]
     joined = blocks[0] if len(blocks) == 1 else torch.cat(blocks) if blocks else torch.empty(0, dtype=dtype)
     return joined.view(sizes).to(world.device)
+
+
+def place_of(shape: Shape, region: Region) -> tuple[int, list[int]]:
+    """Position in the logical tensor of a region's first element, and the strides of the logical tensor."""
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    return sum(start * stride for (start, _), stride in zip(region, strides, strict=True)), strides
 
 
 def _sample(sampler: Sampler, key: int, positions: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
@@ -108,44 +137,50 @@ def _inside(key: int, at: np.ndarray) -> np.ndarray:
 
 def uniform_sampler(low: float = 0.0, high: float = 1.0) -> Sampler:
     """Uniform in [low, high)."""
-    return lambda key, at, dtype: low + (high - low) * _unit(key, at, dtype)
+    return Sampler(lambda key, at, dtype: low + (high - low) * _unit(key, at, dtype), ("uniform", low, high))
 
 
 def normal_sampler(mean: float = 0.0, std: float = 1.0) -> Sampler:
     """Normal with this mean and standard deviation, which of a complex number is that of both parts together."""
-    return lambda key, at, dtype: mean + (std / math.sqrt(2) if dtype.is_complex else std) * philox.normal(key, at)
+    return Sampler(
+        lambda key, at, dtype: mean + (std / math.sqrt(2) if dtype.is_complex else std) * philox.normal(key, at),
+        ("normal", mean, std),
+    )
 
 
 def log_normal_sampler(mean: float = 1.0, std: float = 2.0) -> Sampler:
     """The exponential of a normal number."""
-    return lambda key, at, dtype: np.exp(mean + std * philox.normal(key, at))
+    return Sampler(lambda key, at, dtype: np.exp(mean + std * philox.normal(key, at)))
 
 
 def exponential_sampler(rate: float = 1.0) -> Sampler:
     """Exponential with mean ``1 / rate``; never zero."""
-    return lambda key, at, dtype: -np.log(_inside(key, at)) / rate
+    return Sampler(lambda key, at, dtype: -np.log(_inside(key, at)) / rate)
 
 
 def geometric_sampler(probability: float) -> Sampler:
     """Number of trials up to the first success, at least one."""
     if probability == 1.0:
-        return lambda key, at, dtype: np.ones(at.shape)
-    return lambda key, at, dtype: np.maximum(np.ceil(np.log(_inside(key, at)) / np.log1p(-probability)), 1.0)
+        return Sampler(lambda key, at, dtype: np.ones(at.shape))
+    return Sampler(lambda key, at, dtype: np.maximum(np.ceil(np.log(_inside(key, at)) / np.log1p(-probability)), 1.0))
 
 
 def cauchy_sampler(median: float = 0.0, sigma: float = 1.0) -> Sampler:
     """Cauchy with this median and scale."""
-    return lambda key, at, dtype: median + sigma * np.tan(np.pi * (_inside(key, at) - 0.5))
+    return Sampler(lambda key, at, dtype: median + sigma * np.tan(np.pi * (_inside(key, at) - 0.5)))
 
 
 def integer_sampler(low: int, high: int) -> Sampler:
     """Integers in [low, high)."""
-    return lambda key, at, dtype: philox.integers(key, at, low, high)
+    fits = -(2**53) <= low < high <= 2**53  # what the kernel's parameters, doubles, hold
+    return Sampler(
+        lambda key, at, dtype: philox.integers(key, at, low, high), ("integers", low, high) if fits else None
+    )
 
 
 def bernoulli_sampler(probability: float) -> Sampler:
     """One with this probability, else zero."""
-    return lambda key, at, dtype: philox.uniform(key, at) < probability
+    return Sampler(lambda key, at, dtype: philox.uniform(key, at) < probability, ("bernoulli", probability, 0.0))
 
 
 def permutation(key: int, count: int) -> torch.Tensor:

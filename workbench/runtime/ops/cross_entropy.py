@@ -14,6 +14,8 @@ import torch
 from torch.nn import _reduction
 
 from workbench.core.sbp import Split, broadcast, partial_sum
+from workbench.kernels.class_terms import class_terms
+from workbench.kernels.launch import accumulator, runs_on
 from workbench.runtime.entry import enter_as_broadcast
 from workbench.runtime.ops.across import (
     Out,
@@ -157,9 +159,14 @@ def _loss(
         if torch.is_autocast_enabled(scores._spec.world.device.type):
             scores = scores.float()  # as autocast does with losses
         is_likelihood = function is torch.nn.functional.nll_loss
-        rows = (_rows_of_likelihoods if is_likelihood else _rows_of_split_classes)(
-            whole(scores), target, weight, class_dim, ignore_index, label_smoothing
-        )
+        by: Callable[..., GlobalTensor]
+        if is_likelihood:
+            by = _rows_of_likelihoods
+        elif by_index and weight is None and runs_on(scores._spec.world.device):
+            by = _rows_by_kernel
+        else:
+            by = _rows_of_split_classes
+        rows = by(whole(scores), target, weight, class_dim, ignore_index, label_smoothing)
         if reduction == "none":
             return rows
         total: Any = rows.sum()
@@ -197,12 +204,17 @@ class _Lookup:
         self.dim, self.ignore_index = class_dim, ignore_index
         self.start, self.num_classes = first_row(input, class_dim), input._spec.shape[class_dim]
 
-    def own(self, target: torch.Tensor, num_own: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Whether a label is among the rank's ``num_own`` classes, and its number there (zero for others)."""
+    def check(self, target: torch.Tensor) -> torch.Tensor:
+        """Which targets count; one that is no class is an error, where reading it does not wait for a device."""
         valid = target != self.ignore_index
         if target.device.type == "cpu" and bool((valid & ((target < 0) | (target >= self.num_classes))).any()):
             wrong = target[valid & ((target < 0) | (target >= self.num_classes))][0].item()
             raise IndexError(f"Target {wrong} is out of bounds.")
+        return valid
+
+    def own(self, target: torch.Tensor, num_own: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Whether a label is among the rank's ``num_own`` classes, and its number there (zero for others)."""
+        valid = self.check(target)
         index = target - self.start
         mine = valid & (index >= 0) & (index < num_own)
         return mine, torch.where(mine, index, 0)
@@ -301,6 +313,36 @@ def _rows_of_split_classes(
         finish, [summed, *asked], [summed._spec.layout, *([stages.dropped] if by_index else [])],
         [stages.result(False, dtype)], "cross_entropy",
     )[0]  # fmt: skip
+
+
+def _rows_by_kernel(
+    input: GlobalTensor, target: GlobalTensor, _: None, class_dim: int, ignore_index: int, label_smoothing: float
+) -> GlobalTensor:
+    """Each row's loss from three numbers per rank, made in one pass (``kernels.class_terms``)."""
+    stages, dtype = stages_of(input, [class_dim]), input.dtype
+    wide = accumulator(dtype)
+    lookup, num_classes = _Lookup(input, class_dim, ignore_index), input._spec.shape[class_dim]
+
+    def terms_of(x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        lookup.check(t)
+        rows = x.movedim(class_dim, -1)
+        terms = class_terms(rows.reshape(-1, x.shape[class_dim]), t.reshape(-1), lookup.start)
+        return torch.stack(terms).view(3, *rows.shape[:-1]).unsqueeze(class_dim + 1)
+
+    def finish(rows: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        log_total = rows[0].logsumexp(class_dim)
+        picked, total = rows[1].sum(class_dim), rows[2].sum(class_dim)
+        loss = log_total - (1 - label_smoothing) * picked
+        if label_smoothing:  # else a class that cannot be, minus infinity, would make nan of zero times its logit
+            loss = loss - label_smoothing / num_classes * total
+        return torch.where(t == ignore_index, 0, loss).to(dtype)
+
+    out = _stacked((stages.layout, stages.rows_shape, wide), 3)
+    terms = on_shards(terms_of, [input, target], [stages.layout, stages.dropped], [out], "cross_entropy")[0]
+    gathered = _stacked((stages.gathered, stages.rows_shape, wide), 3)[0]
+    return on_shards(
+        finish, [terms, target], [gathered, stages.dropped], [stages.result(False, dtype)], "cross_entropy"
+    )[0]
 
 
 def _stacked(out: Out, count: int) -> Out:

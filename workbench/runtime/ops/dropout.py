@@ -9,10 +9,13 @@ import torch
 
 from workbench.core.layout import Shape
 from workbench.core.sbp import Split, broadcast
+from workbench.kernels.launch import runs_on
+from workbench.kernels.random_slice import dropout_slice
 from workbench.runtime import random
 from workbench.runtime.ops.local import local_call, whole
 from workbench.runtime.ops.randomness import sample
 from workbench.runtime.ops.registry import Call, Resolution, handler, rule
+from workbench.runtime.tensor import GlobalTensor
 
 _ALPHA = 1.7580993408473766
 """The product of SELU's two constants: where its negative side ends (Klambauer et al., arXiv 1706.02515)."""
@@ -49,6 +52,9 @@ def _drop(func: Any, args: Any, kwargs: Any, by_feature: bool, alpha: bool) -> A
     if not training or p == 0.0:
         return given
     x = whole(given)
+    if of_plain_dropout and runs_on(x._spec.world.device) and x.dtype.is_floating_point:
+        result = _drop_by_kernel(x, p)
+        return given.copy_(result) if in_place else result
     mask = _mask(x, p, by_feature)
     gain, shift = 0.0 if p == 1.0 else 1.0 / (1.0 - p), 0.0
     if alpha and p < 1.0:
@@ -63,6 +69,20 @@ def _drop(func: Any, args: Any, kwargs: Any, by_feature: bool, alpha: bool) -> A
 
     result = local_call(apply, [x, mask], [layout, mask._spec.layout], out, "dropout")
     return given.copy_(result) if in_place else result
+
+
+def _drop_by_kernel(x: GlobalTensor, p: float) -> GlobalTensor:
+    """The mask that ``_mask`` would make, applied as it is drawn and drawn again in backward: nothing is stored."""
+    spec = x._spec
+    key = random.draw_key(spec.world)
+    place = (0, []) if spec.is_ghost else random.place_of(spec.shape, spec.layout.region(spec.shape, spec.world.rank))
+    return local_call(
+        lambda own: dropout_slice(own, key, *place, p),
+        [x],
+        [spec.layout],
+        (spec.layout, spec.shape, x.dtype),
+        "dropout",
+    )
 
 
 def _register(name: str, by_feature: bool, alpha: bool) -> None:

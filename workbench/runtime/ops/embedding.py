@@ -10,6 +10,8 @@ import torch.nn.functional as F
 
 from workbench.core.rules import Signature, signatures
 from workbench.core.sbp import Sbp, Split, broadcast, partial_sum
+from workbench.kernels.embedding_rows import embedding_rows
+from workbench.kernels.launch import can_launch
 from workbench.runtime.ops.registry import Call, LocalFunction, Resolution, composite, rule
 from workbench.runtime.ops.shards import zeros, zeros_where_empty
 from workbench.runtime.tensor import GlobalTensor, Spec
@@ -73,6 +75,9 @@ def _own_rows(
     def look_up(*args: Any, **kwargs: Any) -> torch.Tensor:
         indices, weight = _operands(by_function, args, kwargs)
         _check_range(indices, num_rows)
+        if can_launch(weight) and weight.is_floating_point():
+            found = embedding_rows(weight, indices.reshape(-1).long(), start, -1 if padding is None else padding)
+            return found.view(*indices.shape, weight.shape[1])
         elsewhere = (indices < start) | (indices >= stop)
         found = F.embedding((indices - start).masked_fill(elsewhere, 0), weight, own_padding)
         return found.masked_fill(elsewhere.unsqueeze(-1), 0)

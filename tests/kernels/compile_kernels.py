@@ -1,0 +1,117 @@
+"""Compiles every kernel for a GPU that need not be there, with the arguments that its launcher gives it.
+
+The interpreter runs kernels as Python and numpy; the compiler types them. This finds what only the compiler minds.
+Prints one line per compiled variant; started by ``test_compiling`` in a process without the interpreter.
+"""
+
+import sys
+import warnings
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.driver import DriverBase
+from triton.runtime.jit import JITFunction
+
+from workbench.kernels import launch
+
+launch.can_launch = lambda tensor: True  # before the kernels' modules take it from there
+
+from workbench.kernels.blocks import move_blocks, pack  # noqa: E402
+from workbench.kernels.class_terms import class_terms  # noqa: E402
+from workbench.kernels.embedding_rows import embedding_rows  # noqa: E402
+from workbench.kernels.random_slice import dropout_slice, fill_random  # noqa: E402
+
+FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+
+
+class AbsentGpu(DriverBase):
+    """A driver that only knows what to compile for."""
+
+    def __init__(self, capability):
+        self.capability = capability
+
+    @classmethod
+    def is_active(cls):
+        return True
+
+    def get_current_target(self):
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+    def map_python_to_cpp_type(self, ty):
+        return ty
+
+    def get_active_torch_device(self):
+        return torch.device("cpu")
+
+    def get_benchmarker(self):
+        raise NotImplementedError
+
+
+def compile_only(self, *args, grid, warmup, **kwargs):
+    compiled = run(self, *args, grid=grid, warmup=True, **kwargs)
+    ptx = compiled.asm["ptx"]
+    fused = sum(" fma." in line for line in ptx.splitlines())
+    wide = max((k for k in (1, 2, 4) if k == 1 or f".v{k}.b" in ptx), default=1)
+    sys.stdout.write(f"{self.fn.__name__} {grid} fused={fused} vector={wide}\n")
+    return compiled
+
+
+def blocks(dtype):
+    big = torch.zeros(64, 64).to(dtype)
+    move_blocks([torch.empty_like(big)], [big], [1], "none")  # side by side, aligned
+    pack(torch.zeros(6, 7, 3).to(dtype), [((0, 6), (0, 3), (0, 3)), ((0, 6), (3, 7), (1, 2))])
+    for reduction in ("sum", "max", "min"):
+        if dtype != torch.bool:
+            move_blocks([torch.empty(5, 3, dtype=dtype).t()], [torch.zeros(3, 5).to(dtype)] * 3, [3], reduction)
+
+
+def losses(dtype):
+    for logits in (
+        torch.zeros(3, 100, dtype=dtype),
+        torch.zeros(7, 3, dtype=dtype).t(),
+        torch.zeros(2, 1, dtype=dtype),
+    ):
+        leaf = logits.detach().requires_grad_()
+        for first in (0, 1, 2**33):
+            terms = class_terms(leaf, torch.zeros(len(leaf), dtype=torch.int64), first)
+            sum(term.sum() for term in terms).backward()
+
+
+def embeddings(dtype):
+    for shape, first in (((6, 5), 0), ((1, 1), 1), ((6, 700), 2**33)):
+        weight = torch.zeros(shape, dtype=dtype, requires_grad=True)
+        embedding_rows(weight, torch.zeros(4, dtype=torch.int64), first, 1).sum().backward()
+
+
+def randoms(dtype):
+    for key, first, strides in ((1, 0, [3, 1]), (2**62, 2**33, [2**33, 1])):
+        out = torch.zeros(2, 3).to(dtype)
+        for kind in ("uniform", "normal", "bernoulli") if dtype.is_floating_point else ("integers",):
+            fill_random(out, kind, key, first, strides, 1.0, 2.0)
+        if dtype.is_floating_point:
+            dropout_slice(out, key, first, strides, 0.5)
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("error")
+    triton.runtime.driver.set_active(AbsentGpu(int(sys.argv[1])))
+    run, JITFunction.run = JITFunction.run, compile_only
+    if sys.argv[2:] == ["all"]:
+        for dtype in FLOATS:
+            for kernels in (blocks, losses, embeddings, randoms):
+                kernels(dtype)
+        for dtype in (torch.int64, torch.int32, torch.uint8, torch.int8, torch.bool):
+            blocks(dtype)
+            randoms(dtype)
+    else:
+        move_blocks([torch.empty(64, 64)], [torch.zeros(64, 64)], [1], "none")
+        class_terms(torch.zeros(2, 3, requires_grad=True), torch.zeros(2, dtype=torch.int64), 0)[0].sum().backward()
+        embedding_rows(torch.zeros(2, 3, requires_grad=True), torch.zeros(2, dtype=torch.int64), 1).sum().backward()
+        dropout_slice(torch.zeros(2, 3), 1, 0, [3, 1], 0.5)
