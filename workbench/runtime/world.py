@@ -17,7 +17,10 @@ from workbench.errors import WorldError
 from workbench.runtime.transport import choice
 from workbench.runtime.transport.base import Traffic, Transport
 from workbench.runtime.transport.distributed import DistributedTransport
+from workbench.runtime.transport.gloo import GlooTransport
+from workbench.runtime.transport.meeting import Meeting, meet
 from workbench.runtime.transport.threads import ThreadHub, ThreadTransport
+from workbench.runtime.transport.watch import Watch
 
 DEFAULT_TIMEOUT_S = 300.0
 
@@ -31,17 +34,20 @@ class World:
         device: where this rank's shards live.
         transport: how tensors get to other ranks.
         traffic: what this rank has sent.
+        generation: how many worlds have met at the same place before this one; counted by ``rebuild``.
         generator: source of the keys of random tensors; equal on all ranks as long as they run the same program.
         implicit_boxing_allowed: False under ``wb.explicit_boxing()``.
         checks_agreement: whether plain tensors that meet global ones are compared over the ranks.
         tracer: the innermost ``wb.trace()`` in force, told of every boxing; None when there is none.
         on_plan: told of every call (function, args, kwargs) that a plan is made for.
+        splits_backward: whether plans for functions of parameters let a backward come in two halves.
         running: what the scheduled step in progress wants to know of (see ``pipelining``); None outside of one.
     """
 
     def __init__(self, rank: int, world_size: int, device: torch.device, transport: Transport) -> None:
         self.rank, self.world_size, self.device, self.transport = rank, world_size, device, transport
         self.traffic = Traffic()
+        self.generation = 0
         self.generator: torch.Generator | None = None
         self.specs: dict[Any, Any] = {}
         self.plans: dict[Any, Any] = {}
@@ -54,6 +60,7 @@ class World:
         self.tracer: Any = None
         self.on_plan: Callable[[Any, Any, Any], None] | None = None
         self.running: Any = None
+        self.splits_backward = False
 
     @property
     def transport_name(self) -> str:
@@ -87,6 +94,7 @@ class World:
 
 _process_world: World | None = None
 _left_world: World | None = None
+_joined_by: dict[str, Any] = {}
 _thread_world = threading.local()
 
 
@@ -121,6 +129,7 @@ def init(
     backend: str | None = None,
     device: str | torch.device | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
+    generation: int | None = None,
 ) -> World:
     """Join the world: rank and size from the launcher's environment (torchrun, mpirun), or from the arguments.
 
@@ -130,17 +139,19 @@ def init(
         backend: ``"gloo"`` or ``"nccl"``; default NCCL with one GPU per rank, else gloo.
         device: where shards live; default this rank's GPU if it has one to itself, else the CPU.
         timeout_s: how long a rank waits for the others before it gives up.
+        generation: which of the worlds that meet at ``init_method``, one after the other; default the number of
+            those that this process was in. A process that takes the place of a dead rank says which (``rebuild``).
 
     CPU ranks of one host exchange tensors through shared memory, others through torch.distributed; the environment
-    variable WORKBENCH_TRANSPORT (``shared`` or ``gloo``) decides otherwise.
+    variable WORKBENCH_TRANSPORT (``shared``, ``gloo``) decides otherwise.
 
     Returns:
         The world; calling again returns the same one.
 
     Raises:
-        WorldError: the process already belongs to another world.
+        WorldError: the process already belongs to another world, or some ranks did not come in time.
     """
-    global _process_world
+    global _process_world, _joined_by
     rank = _from_environment(rank, "RANK", "OMPI_COMM_WORLD_RANK", default=0)
     world_size = _from_environment(world_size, "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", default=1)
     if _process_world is not None:
@@ -155,43 +166,113 @@ def init(
     transport: Transport
     choice.wanted_by_user()
     if world_size > 1:
-        dist.init_process_group(
-            backend,
-            init_method=init_method,
-            rank=rank,
-            world_size=world_size,
-            timeout=datetime.timedelta(seconds=timeout_s),
-        )
-        try:
-            transport = _choose_transport(DistributedTransport(rank, world_size, backend, timeout_s, chosen))
-            _share_random_state(transport, chosen)
-        except BaseException:
-            dist.destroy_process_group()
-            raise
+        meeting = meet(init_method or "env://", rank, world_size, generation, timeout_s)
+        transport = _join(meeting, rank, world_size, backend, chosen, timeout_s)
+        generation = meeting.generation
+        atexit.unregister(shutdown)
         atexit.register(shutdown)  # gloo's threads must end before the interpreter does
     else:
         transport = ThreadTransport(ThreadHub(1), 0)
     _process_world = _rejoined(rank, world_size, chosen, transport) or World(rank, world_size, chosen, transport)
+    _process_world.generation = generation or 0
+    _joined_by = {"init_method": init_method, "backend": backend, "timeout_s": timeout_s}
     return _process_world
 
 
-def _choose_transport(distributed: DistributedTransport) -> Transport:
+def rebuild(
+    rank: int | None = None,
+    world_size: int | None = None,
+    *,
+    init_method: str | None = None,
+    generation: int | None = None,
+    device: str | torch.device | None = None,
+    reason: str = "it rebuilds the world",
+) -> World:
+    """Replace a broken world by a new one in place: tensors and modules of this process stay usable. All ranks call it.
+
+    After an exchange has failed (a rank died, was interrupted, or ran another program), nobody can go on in this
+    world. Every rank that is left calls ``rebuild``; a process that takes the place of a dead one calls it too, with
+    its rank, the size of the world and the generation, and starts without tensors.
+
+    Args:
+        rank, world_size, device: default those of the world that this process is or was in.
+        init_method: where to meet; default the same place as before. It has to be another one if the process that
+            served it (rank 0 under ``env://`` without torchrun, and ``tcp://``) is gone.
+        generation: default one more than this process's last one at that place.
+        reason: what ranks that still wait for this one are told.
+
+    ``wb.rebuild(rank=2, world_size=4, init_method=place, generation=1)`` is what a replacement of rank 2 calls, while
+    the others call ``wb.rebuild()``.
+
+    Raises:
+        WorldError: no rank is given and this process was in no world; some ranks did not come in time.
+    """
+    known = _process_world or _left_world
+    if known is None and (rank is None or world_size is None):
+        raise WorldError(
+            f"rebuild(rank={rank}, world_size={world_size}): this process was in no world yet, so it needs both "
+            "numbers. Give rank=, world_size= and init_method=, or call wb.init()."
+        )
+    if _process_world is not None:
+        _process_world.abort(reason)
+    shutdown()
+    is_same = known is not None and (rank, world_size) in ((None, None), (known.rank, known.world_size))
+    if known is not None and is_same:
+        rank, world_size, device = known.rank, known.world_size, device or known.device
+    joined_by = dict(_joined_by)
+    joined_by["init_method"] = init_method or joined_by.get("init_method")
+    return init(rank, world_size, device=device, generation=generation, **joined_by)
+
+
+def _join(
+    meeting: Meeting, rank: int, world_size: int, backend: str, device: torch.device, timeout_s: float
+) -> Transport:
+    """Connect to the other ranks that have come to the meeting."""
+    dist.init_process_group(
+        backend,
+        store=meeting.sub_store("group"),
+        rank=rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(seconds=timeout_s),
+    )
+    transport: Transport | None = None
+    try:
+        if backend == "gloo":
+            transport = GlooTransport(rank, world_size, timeout_s, Watch(meeting, rank), device)
+        else:
+            transport = DistributedTransport(rank, world_size, backend, timeout_s, device)
+        transport = _choose_transport(transport, rank, world_size, device, timeout_s)
+        _share_random_state(transport, device)
+        return transport
+    except BaseException:
+        if transport is not None:
+            transport.close()
+        dist.destroy_process_group()
+        raise
+
+
+def _choose_transport(
+    distributed: GlooTransport | DistributedTransport,
+    rank: int,
+    world_size: int,
+    device: torch.device,
+    timeout_s: float,
+) -> Transport:
     """``distributed``, or shared memory if it is gloo between CPUs of one host and nobody has asked for gloo."""
     wanted = choice.wanted_by_user()
-    if distributed.name != "gloo" or distributed.device.type != "cpu":
+    if not isinstance(distributed, GlooTransport) or device.type != "cpu":
         if wanted == "shared":
             raise WorldError(
-                f"{choice.VARIABLE}=shared: rank {distributed.rank} works on {distributed.device} over "
-                f'{distributed.name}. Memory is shared by CPU ranks only: use device="cpu", or unset {choice.VARIABLE}.'
+                f"{choice.VARIABLE}=shared: rank {rank} works on {device} over {distributed.name}. Memory is shared "
+                f'by CPU ranks only: use device="cpu", or unset {choice.VARIABLE}.'
             )
         return distributed
-    return choice.choose(
-        distributed,
-        lambda tensor: distributed.all_gather(tensor, "init()"),
-        distributed.rank,
-        distributed.world_size,
-        distributed.timeout_s,
+    chosen = choice.choose(
+        distributed, lambda tensor: distributed.all_gather(tensor, "init()"), rank, world_size, timeout_s
     )
+    if chosen is not distributed:
+        distributed.retire()
+    return chosen
 
 
 def _rejoined(rank: int, world_size: int, device: torch.device, transport: Transport) -> World | None:

@@ -19,7 +19,7 @@ class Helper:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._jobs: SimpleQueue[_Job] | None = None
+        self._jobs: SimpleQueue[Job | None] | None = None
 
     def run(self, block: Block, check: Callable[[], None]) -> None:
         """Run ``block`` on the helper; meanwhile call ``check`` every 50 ms, which may raise to end the wait."""
@@ -28,22 +28,28 @@ class Helper:
             while not job.finished.wait(POLL_S):
                 check()
         except BaseException:
-            self._jobs = None  # the thread is stuck with this job; the next one gets a new thread
+            self.close()  # the thread is stuck with this job; the next one gets a new thread
             raise
         if job.error is not None:
             raise job.error
 
-    def submit(self, block: Block) -> _Job:
+    def submit(self, block: Block) -> Job:
         """Run ``block`` after the jobs before it, without waiting."""
         if self._jobs is None:
             self._jobs = SimpleQueue()
             threading.Thread(target=_serve, args=(self._jobs,), name=self._name, daemon=True).start()
-        job = _Job(block)
+        job = Job(block)
         self._jobs.put(job)
         return job
 
+    def close(self) -> None:
+        """The thread ends after the jobs it has; what is submitted later gets a new one."""
+        if self._jobs is not None:
+            self._jobs.put(None)
+            self._jobs = None
 
-class _Job:
+
+class Job:
     """A blocking call; when it has ended it holds no reference to what it waited for."""
 
     def __init__(self, block: Block) -> None:
@@ -61,6 +67,7 @@ class _Job:
         self.finished.set()
 
 
-def _serve(jobs: SimpleQueue[_Job]) -> None:
-    while True:
-        jobs.get().perform()
+def _serve(jobs: SimpleQueue[Job | None]) -> None:
+    while (job := jobs.get()) is not None:
+        job.perform()
+        del job  # its result goes when whoever asked for it is done with it, not at the next job

@@ -1,0 +1,114 @@
+"""Where the ranks of a world meet: a key-value store of torch.distributed, and who has come to it.
+
+One meeting place serves several worlds, one after the other: each is a *generation* with keys of its own, so that
+what a broken world has left in the store does not disturb the next.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import socket
+import time
+from dataclasses import asdict, dataclass
+
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from workbench.errors import WorldError
+
+HOST_VARIABLE = "WORKBENCH_HOST"
+"""Names this rank's host in place of what the system says: ranks with different names never share memory."""
+_FIRST_NAP_S, _LONGEST_NAP_S = 1e-3, 50e-3
+_last: tuple[str, Store] | None = None
+_num_joined: dict[str, int] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One rank of a world: its host, its process there, and whose process numbers these are."""
+
+    host: str
+    pid: int
+    namespace: int
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """A store with this generation's keys, and all members by rank."""
+
+    store: Store
+    generation: int
+    members: tuple[Member, ...]
+
+    def sub_store(self, name: str) -> Store:
+        """The store with keys of their own for one purpose."""
+        return PrefixStore(name, self.store)
+
+
+def meet(init_method: str, rank: int, world_size: int, generation: int | None, timeout_s: float) -> Meeting:
+    """Return when all ranks have come; the wait can be interrupted.
+
+    Args:
+        init_method: as ``torch.distributed`` knows it: ``env://``, ``file://``, ``tcp://``.
+        generation: which world of this meeting place; default the number of those that this process was in.
+
+    Raises:
+        WorldError: some ranks have not come in time (they are named), or this rank is there already.
+    """
+    generation = _num_joined.get(init_method, 0) if generation is None else generation
+    store = PrefixStore(f"workbench-{generation}", _store_of(init_method, rank, world_size, timeout_s))
+    if store.add(f"came/{rank}", 1) > 1:
+        raise WorldError(
+            f"rank {rank} of {world_size} is twice in generation {generation} of {init_method}. Each rank joins a "
+            "generation once: give rebuild() or init() another init_method, or the generation that the others join."
+        )
+    _num_joined[init_method] = generation + 1
+    store.set(f"member/{rank}", json.dumps(asdict(_myself())))
+    keys = [f"member/{peer}" for peer in range(world_size)]
+    _wait_for_all(store, keys, f"rank {rank} of {world_size} at {init_method}", timeout_s)
+    return Meeting(store, generation, tuple(Member(**json.loads(store.get(key))) for key in keys))
+
+
+def host_name() -> str:
+    """Name of this host and of its boot (two hosts can have one name), unless the environment names it."""
+    named = os.environ.get(HOST_VARIABLE)
+    if named:
+        return named[:60]
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return f"{socket.gethostname()[:60]} {file.read().strip()}"
+    except OSError:
+        return socket.gethostname()[:60]
+
+
+def _myself() -> Member:
+    try:
+        namespace = os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        namespace = 0
+    return Member(host_name(), os.getpid(), namespace)
+
+
+def _store_of(init_method: str, rank: int, world_size: int, timeout_s: float) -> Store:
+    """The store; the last one is kept, because rank 0 may be the one that serves it to the others."""
+    global _last
+    if _last is None or _last[0] != init_method:
+        timeout = datetime.timedelta(seconds=timeout_s)
+        store, _, _ = next(rendezvous(init_method, rank, world_size, timeout=timeout))
+        _last = (init_method, store)
+    return _last[1]
+
+
+def _wait_for_all(store: Store, keys: list[str], who: str, timeout_s: float) -> None:
+    started, nap_s = time.perf_counter(), _FIRST_NAP_S
+    while not store.check(keys):
+        if time.perf_counter() - started > timeout_s:
+            missing = [peer for peer, key in enumerate(keys) if not store.check([key])]
+            raise WorldError(
+                f"{who}: {len(keys) - len(missing)} of {len(keys)} ranks came within {timeout_s:g} s, ranks {missing} "
+                "did not. All ranks join at the same place and in the same generation; see that they run."
+            )
+        time.sleep(nap_s)
+        nap_s = min(2 * nap_s, _LONGEST_NAP_S)
