@@ -5,6 +5,8 @@ import random
 import pytest
 import torch
 
+import workbench as wb
+from tests.processes import run_processes
 from tests.runtime.casts import (
     GRIDS_OF_4,
     GRIDS_OF_6,
@@ -16,7 +18,6 @@ from tests.runtime.casts import (
     run_casts,
     sampled,
 )
-from tests.runtime.test_processes import torchrun
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.testing import run_ranks
@@ -54,14 +55,18 @@ def test_many_sampled_casts(num_ranks, count, seed):
     assert_right(sampled(GRIDS[num_ranks], count, seed), num_ranks)
 
 
+def casts_of_this_rank(num_ranks, count):
+    return run_casts(sampled(GRIDS[num_ranks], count, seed=count), wb.rank())
+
+
 @pytest.mark.procs
 @pytest.mark.parametrize("transport", ["shared", "gloo"])
 @pytest.mark.parametrize(
     ("num_ranks", "count"), [(4, 150), (6, 100), pytest.param(6, 3000, marks=pytest.mark.slow)], ids=str
 )
-def test_casts_on_processes(tmp_path, num_ranks, count, transport):
-    torchrun(num_ranks, "casts", tmp_path, num_ranks, count, transport=transport)
-    outcomes = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=False) for rank in range(num_ranks)]
+def test_casts_on_processes(num_ranks, count, transport):
+    environment = {"WORKBENCH_TRANSPORT": transport}
+    outcomes = run_processes(casts_of_this_rank, num_ranks, num_ranks, count, environment=environment)
     check_casts(sampled(GRIDS[num_ranks], count, seed=count), outcomes)
 
 
