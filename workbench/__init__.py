@@ -20,9 +20,10 @@ _WHERE = {
     "workbench.core": ["sbp"],
     "workbench.core.strategy": ["Strategy"],
     "workbench.runtime.api": [
-        "GlobalTensor", "arange", "barrier", "boxing_plan", "check_agreement", "empty", "explicit_boxing", "eye",
-        "full", "init", "local_map", "manual_seed", "ones", "parallelize", "placement", "prove", "rand", "randint",
-        "randn", "randperm", "rank", "rule", "tensor", "to_global", "trace", "world_size", "zeros",
+        "Checkpoints", "GlobalTensor", "arange", "barrier", "boxing_plan", "check_agreement", "empty",
+        "explicit_boxing", "eye", "full", "init", "load", "local_map", "manual_seed", "ones", "parallelize",
+        "placement", "prove", "rand", "randint", "randn", "randperm", "rank", "rule", "save", "tensor", "to_global",
+        "trace", "world_size", "zeros",
     ],
     "workbench.session": ["Session"],
     "workbench.session.compare": ["compare"],

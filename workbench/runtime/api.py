@@ -19,6 +19,8 @@ from workbench.runtime.ops.extension import local_map, rule
 from workbench.runtime.parallel import parallelize
 from workbench.runtime.proof import prove
 from workbench.runtime.random import manual_seed
+from workbench.runtime.saving.checkpoints import Checkpoints
+from workbench.runtime.saving.store import load, save
 from workbench.runtime.tensor import GlobalTensor
 from workbench.runtime.trace import trace
 from workbench.runtime.world import barrier, current, init, rank, world_size
@@ -68,9 +70,8 @@ def boxing_plan(
 
 
 __all__ = [
-    "GlobalTensor", "arange", "barrier", "boxing_plan", "check_agreement", "empty", "explicit_boxing", "eye", "full",
-    "init", "local_map",
-    "manual_seed", "methods", "ones", "parallelize", "placement", "prove", "rand", "randint", "randn", "randperm",
-    "rank", "rule", "tensor", "to_global", "trace",
+    "Checkpoints", "GlobalTensor", "arange", "barrier", "boxing_plan", "check_agreement", "empty", "explicit_boxing",
+    "eye", "full", "init", "load", "local_map", "manual_seed", "methods", "ones", "parallelize", "placement",
+    "prove", "rand", "randint", "randn", "randperm", "rank", "rule", "save", "tensor", "to_global", "trace",
     "world_size", "zeros",
 ]  # fmt: skip
