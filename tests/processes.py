@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
@@ -69,7 +70,7 @@ class Ranks:
                 assert isinstance(end, Connection)
                 rank = waiting.pop(end)
                 try:
-                    found[rank] = end.recv()
+                    found[rank] = pickle.loads(end.recv_bytes())
                 except EOFError:  # it has died
                     continue
         failures = [f"rank {rank}:\n{value.text}" for rank, value in enumerate(found) if isinstance(value, Failure)]
@@ -124,9 +125,11 @@ def _run(
     try:
         if joins:
             wb.init(init_method=meeting)
-        home.send(program(*arguments))
+        result = program(*arguments)
+        # Not home.send: that one would leave tensors in shared memory, which ends with this process.
+        home.send_bytes(pickle.dumps(result))
         shutdown()
     except BaseException as error:  # noqa: BLE001 - it is raised again at home
-        home.send(Failure(error))
+        home.send_bytes(pickle.dumps(Failure(error)))
     finally:
         home.close()
