@@ -326,7 +326,7 @@ def _rows_by_kernel(
     def terms_of(x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
         lookup.check(t)
         rows = x.movedim(class_dim, -1)
-        terms = class_terms(rows.reshape(-1, x.shape[class_dim]), t.reshape(-1), lookup.start)
+        terms = class_terms(rows.reshape(t.numel(), x.shape[class_dim]), t.reshape(-1), lookup.start)
         return torch.stack(terms).view(3, *rows.shape[:-1]).unsqueeze(class_dim + 1)
 
     def finish(rows: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
