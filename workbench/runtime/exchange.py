@@ -14,7 +14,7 @@ from workbench.core.boxing import BoxingPlan, plan_boxing
 from workbench.core.layout import Region
 from workbench.core.placement import Placement
 from workbench.errors import LayoutError
-from workbench.runtime.assembling import assemble, region_shape, slice_region
+from workbench.runtime.assembling import assemble, packed, region_shape, slice_region
 from workbench.runtime.tensor import Spec, ghost_storage
 from workbench.runtime.transport.program import ONE_STEP_BYTES, Program, program_of
 from workbench.runtime.world import World
@@ -92,6 +92,7 @@ class Exchange:
         rank, release = self._world.rank, None
         borrowed: list[torch.Tensor] = []
         sends = [(m.destination, slice_region(local, m.source_region)) for m in self._from if m.destination != rank]
+        sends = packed(sends)
         if sends or self._wanted:
             transport = self._world.transport
             borrowed, release = transport.borrow(sends, self._wanted, self._dtype, tag, self._header)
