@@ -15,6 +15,7 @@ from workbench.core.sbp import Split
 from workbench.runtime.ops.aliasing import ALIASING, PERHAPS_ALIASING
 from workbench.runtime.ops.ghost import infer_outputs
 from workbench.runtime.ops.registry import PARAMETERS, RULES, Call, Name, Resolution, fold_name
+from workbench.runtime.ops.weight_gradients import split_backward
 from workbench.runtime.tensor import GlobalTensor, Spec, local_torch, spec_of
 from workbench.runtime.world import World
 
@@ -129,6 +130,9 @@ def _plan_by_rule(
     ]
     local = resolution.localize(call, inputs, outputs, choice.letters) if resolution.localize else None
     num_tags = getattr(local, "num_tags", 0)
+    may_split = returns_tensor and not name.in_place and name.folded not in ALIASING | PERHAPS_ALIASING
+    if world.splits_backward and may_split and num_tags == 0 and any(info.is_parameter for info in infos):
+        local = split_backward(local or call.func, world)
     stays = num_tags == 0 and inputs[0] is call.operands[0]._spec
     copies_view = not stays and not name.in_place and name.folded in ALIASING | PERHAPS_ALIASING
     is_direct = (

@@ -13,11 +13,14 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
+from torch.utils._pytree import tree_map
 
 from workbench.pipeline.schedules import Action
 from workbench.pipeline.simulate import Span
-from workbench.runtime.pipelining.deferred import WeightGradients
+from workbench.runtime.ops.reading import everywhere
+from workbench.runtime.ops.weight_gradients import WeightGradients
 from workbench.runtime.pipelining.running import RunningStep
+from workbench.runtime.tensor import GlobalTensor
 from workbench.runtime.world import World
 
 Program = Callable[[int], Any]
@@ -99,6 +102,12 @@ class Executor:
             for action in actions:
                 with self._running(action) as stage:
                     take(stage, action.micro_batch, program(action.micro_batch))
+
+    def enter(self, batch: Any) -> Any:
+        """A batch as the stages of this rank take it: where there are several, global tensors are read."""
+        if len(self.stages) == 1:
+            return batch
+        return tree_map(lambda leaf: everywhere(leaf) if isinstance(leaf, GlobalTensor) else leaf, batch)
 
     def _forward(self, action: Action, program: Program, splits_backward: bool) -> torch.Tensor:
         if splits_backward:

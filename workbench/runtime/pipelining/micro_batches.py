@@ -55,7 +55,7 @@ def cut(inputs: Any, targets: Any, num_micro_batches: int, count: Count | None =
     else:
         terms = [_as_number(count(*pair)) for pair in pairs]
     total = sum(terms) or 1.0
-    return [MicroBatch(*pair, n / total) for pair, n in zip(pairs, terms, strict=True)]
+    return [MicroBatch(pair[0], pair[1], n / total) for pair, n in zip(pairs, terms, strict=True)]
 
 
 def _num_samples(inputs: Any, targets: Any) -> int:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from workbench.pipeline.schedules import Action, Table, make_table
 from workbench.runtime.pipelining.executor import Executor, OnlyStage, Stage
 from workbench.runtime.pipelining.micro_batches import Count, MicroBatch, call, cut
 from workbench.runtime.pipelining.running import RunningStep
+from workbench.runtime.pipelining.stage_ranks import stage_ranks
 from workbench.runtime.random import draw_key
 from workbench.runtime.strategies.state import ParallelState, state_of
 from workbench.runtime.tensor import GlobalTensor
@@ -67,6 +69,7 @@ def train_micro_batches(
     """Forward and backward of micro-batches that are cut already; ``around_forward`` is entered around each forward."""
     state, world = state_of(module), current()
     executor, table = _prepare(module, state, world, len(parts))
+    parts = [replace(p, inputs=executor.enter(p.inputs), targets=executor.enter(p.targets)) for p in parts]
 
     def program(index: int) -> torch.Tensor:
         part = parts[index]
@@ -105,6 +108,7 @@ def evaluate(module: nn.Module, inputs: Any) -> Any:
     state, world = state_of(module), current()
     parts = cut(inputs, None, state.resolved.num_micro_batches)
     executor, table = _prepare(module, state, world, len(parts))
+    parts = [replace(part, inputs=executor.enter(part.inputs)) for part in parts]
     outputs: dict[int, Any] = {}
 
     def take(stage: Stage, index: int, output: Any) -> None:
@@ -126,8 +130,13 @@ def evaluate(module: nn.Module, inputs: Any) -> Any:
 def _prepare(module: nn.Module, state: ParallelState, world: World, num_micro_batches: int) -> tuple[Executor, Table]:
     resolved = state.resolved
     table = _table(resolved, num_micro_batches)
-    running = RunningStep(state.placements, resolved.schedule, table, num_micro_batches)
-    stages: dict[int, Stage] = {stage: OnlyStage(world) for stage in _stages_of(world.rank, resolved)}
+    own = _stages_of(world.rank, resolved)
+    stages: Mapping[int, Stage] = {own[0]: OnlyStage(world)}
+    placements = state.placements
+    if len(own) > 1:
+        several = stages = stage_ranks(module, state, world, own)
+        placements = several[own[0]].placements
+    running = RunningStep(placements, resolved.schedule, table, num_micro_batches)
     return Executor(world, stages, running, draw_key(world)), table
 
 

@@ -28,6 +28,7 @@ class ParallelState:
         handles: hooks; each has ``remove()``.
         placements: the ranks of every stage.
         after_backward: called after the backward of every micro-batch, on every rank.
+        stage_ranks: where a rank has several stages, what each of them sees of the module.
         spans: what this rank's actions of the last scheduled step took.
     """
 
@@ -37,6 +38,7 @@ class ParallelState:
     handles: list[Any] = field(default_factory=list)
     placements: tuple[Placement, ...] = ()
     after_backward: list[Callable[[], None]] = field(default_factory=list)
+    stage_ranks: Any = None
     spans: list[Span] = field(default_factory=list)
 
 

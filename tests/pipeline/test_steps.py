@@ -1,0 +1,294 @@
+"""Steps through a schedule: the numbers of the same micro-batches on one device, and what cannot run says why."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import workbench as wb
+from tests.runtime.models import Skip, make
+from workbench.errors import StrategyError
+from workbench.testing import run_ranks
+
+ONE_DEVICE = "*: data | 1x1x1 mb={}"
+
+
+class Pair(nn.Module):
+    """Two inputs by name, a dict as output; the head is tied to the embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.mix, self.head = nn.Embedding(12, 8), nn.Linear(8, 8), nn.Linear(8, 12, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids, scale, offset=None):
+        hidden = torch.tanh(self.mix(self.table(ids) * scale[:, None, None]))
+        hidden = hidden if offset is None else hidden + offset
+        return {"logits": self.head(hidden), "hidden": hidden}
+
+
+TIED = "table: data; mix: data@1; head: data@2 | 3x1x1 mb={} {}"
+LINEAR = "0: data; 2: data@1; 4: data@2; 6: data@2 | 3x1x1 mb={} {}"
+ROUND = "0: data; 2: data@1; 4: data@2; 6: data@3 | 2x1x1 mb={} interleaved"
+
+
+def whole(tensor):
+    """The logical tensor on every rank."""
+    return tensor.detach().to_global(placement=wb.placement.all("cpu"), sbp="B").full_tensor()
+
+
+def step_of(model, strategy, loss_fn, batches, **options):
+    """Losses, and gradients after the last of the steps, which add up over all of them."""
+    model = wb.parallelize(model, strategy)
+    losses = [wb.forward_backward(model, loss_fn, *batch, **options).item() for batch in batches]
+    return losses, {name: None if p.grad is None else whole(p.grad) for name, p in model.named_parameters()}
+
+
+def plain_steps(model, loss_fn, cut_batches):
+    """The truth in plain torch: micro-batches one after the other, each with its share."""
+    losses = []
+    for parts in cut_batches:
+        losses.append(0.0)
+        for run, share in parts:
+            loss = run(model, loss_fn)
+            if share:
+                (loss * share).backward()
+                losses[-1] += loss.item() * share
+    return losses, {name: p.grad for name, p in model.named_parameters()}
+
+
+def assert_same(found, truth):
+    for loss, expected in zip(found[0], truth[0], strict=True):
+        assert loss == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    assert found[1].keys() == truth[1].keys()
+    for name, grad in truth[1].items():
+        assert (found[1][name] is None) == (grad is None), name
+        if grad is not None:
+            largest = float(grad.abs().max())
+            assert float((found[1][name] - grad).abs().max()) <= 1e-5 * largest + 1e-9, name
+
+
+def linear_batches(*sizes):
+    generator = torch.Generator().manual_seed(0)
+    return [(torch.randn(n, 16, generator=generator), torch.randint(0, 10, (n,), generator=generator)) for n in sizes]
+
+
+def linear_truth(batches, num_micro_batches):
+    def runs(inputs, targets):
+        parts = min(num_micro_batches, len(inputs))
+        for x, y in zip(inputs.tensor_split(parts), targets.tensor_split(parts), strict=True):
+            yield (lambda model, loss_fn, x=x, y=y: loss_fn(model(x), y)), len(x) / len(inputs)
+
+    return plain_steps(make("mlp"), F.cross_entropy, [list(runs(*batch)) for batch in batches])
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])
+@pytest.mark.parametrize("num_micro_batches", [1, 2, 4])
+def test_losses_and_gradients_are_those_of_one_device(schedule, num_micro_batches):
+    """Fewer micro-batches than stages, a last one that is smaller, shapes that differ from step to step."""
+    batches, models = linear_batches(7, 3, 8), [make("mlp") for _ in range(3)]
+    truth = linear_truth(batches, num_micro_batches)
+    strategy = LINEAR.format(num_micro_batches, schedule)
+    for found in run_ranks(lambda rank: step_of(models[rank], strategy, F.cross_entropy, batches), 3):
+        assert_same(found, truth)
+
+
+def test_the_comparison_finds_a_wrong_share():
+    batches = linear_batches(7)
+    found = linear_truth(batches, 2)
+    wrong = plain_steps(
+        make("mlp"),
+        F.cross_entropy,
+        [
+            [
+                (lambda m, f, x=x, y=y: f(m(x), y), 0.5)
+                for x, y in zip(*(t.tensor_split(2) for t in batches[0]), strict=True)
+            ]
+        ],
+    )
+    with pytest.raises(AssertionError):
+        assert_same(found, wrong)
+
+
+def pair_batch(size):
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, 12, (size, 5), generator=generator)
+    return {"ids": ids, "scale": torch.rand(size, generator=generator), "offset": torch.ones(1, 5, 8)}, ids.roll(1, 1)
+
+
+def next_word(output, targets):
+    return F.cross_entropy(output["logits"].flatten(0, 1), targets.flatten(), ignore_index=3)
+
+
+def num_words(inputs, targets):
+    return (targets != 3).sum()
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])
+@pytest.mark.parametrize("as_tuple", [False, True])
+def test_named_inputs_a_tied_head_and_ignored_targets(schedule, as_tuple):
+    """A mean over words is weighted by the words that count, and a micro-batch that has none changes nothing."""
+    torch.manual_seed(0)
+    one, (inputs, targets) = Pair(), pair_batch(5)
+    targets[3:] = 3  # of 5 samples in 3 micro-batches, the last one has no word
+    models = [copy.deepcopy(one) for _ in range(3)]
+    mean = next_word(one(**inputs), targets)
+    mean.backward()
+    truth = [mean.item()], {name: p.grad for name, p in one.named_parameters()}
+    given = tuple(inputs.values()) if as_tuple else inputs
+
+    def program(rank):
+        return step_of(models[rank], TIED.format(3, schedule), next_word, [(given, targets)], count=num_words)
+
+    for found in run_ranks(program, 3):
+        assert_same(found, truth)
+
+
+def test_evaluation_goes_through_the_stages_in_micro_batches():
+    torch.manual_seed(0)
+    one, (inputs, _) = Pair().eval(), pair_batch(5)
+    models = [copy.deepcopy(one).train() for _ in range(3)]
+    with torch.no_grad():
+        truth = one(**inputs)
+
+    def program(rank):
+        model = wb.parallelize(models[rank], TIED.format(2, "1f1b"))
+        outputs = wb.evaluate(model, inputs)
+        assert model.training and not outputs["logits"].requires_grad
+        return {name: whole(value) for name, value in outputs.items()}
+
+    for found in run_ranks(program, 3):
+        for name, value in truth.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_what_acts_on_gradients_is_called_after_every_micro_batch():
+    models, (batch,) = [make("mlp") for _ in range(3)], linear_batches(8)
+
+    def program(rank):
+        from workbench.runtime.parallel import state_of
+
+        model, calls = wb.parallelize(models[rank], LINEAR.format(4, "1f1b")), []
+        state_of(model).after_backward.append(lambda: calls.append(model[0].weight.grad is not None))
+        wb.forward_backward(model, F.cross_entropy, *batch)
+        return calls
+
+    assert run_ranks(program, 3) == [[True] * 4] * 3
+
+
+class Reading(Skip):
+    """A forward that looks at a value of its second stage."""
+
+    def forward(self, x):
+        x = torch.tanh(self.a(x))
+        y = self.b(x)
+        scale = 2.0 if y.sum().item() > 0 else 1.0
+        return self.head(self.d(self.c(y)) * scale)
+
+
+BAD = {
+    "not parallelized": (None, F.cross_entropy, 4, "is not parallelized"),
+    "no scalar": (None, lambda o, y: F.cross_entropy(o, y, reduction="none"), 4, r"shape \(2,\) with 1 dims.*mean"),
+    "a pair": (None, lambda o, y: (o.sum(), 3), 4, "returned a tuple.*sum / count"),
+    "no gradient": (None, lambda o, y: F.cross_entropy(o.detach(), y), 4, "depends on no parameter"),
+    "unlike rows": (None, F.cross_entropy, 5, "4 and 5 rows.*along dim 0"),
+    "no rows": (None, F.cross_entropy, 0, "0 samples"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_cannot_be_a_step_says_why(case):
+    _, loss_fn, num_targets, message = BAD[case]
+    models = [make("mlp") for _ in range(3)]
+    inputs = torch.randn(4 if num_targets else 0, 16)
+    targets = torch.zeros(num_targets, dtype=torch.long)
+
+    def program(rank):
+        model = models[rank] if case == "not parallelized" else wb.parallelize(models[rank], LINEAR.format(2, "1f1b"))
+        with pytest.raises(StrategyError, match=message):
+            wb.forward_backward(model, loss_fn, inputs, targets)
+
+    run_ranks(program, 3)
+
+
+SKIP = "a: data; b: data@1; c: data@1; d: data@1; head: data@1 | 2x1x1 mb={} 1f1b"
+
+
+def test_reading_a_value_that_other_stages_hold_is_an_error_inside_a_step_only():
+    torch.manual_seed(0)
+    models = [Reading() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    inputs, targets = torch.randn(4, 12), torch.zeros(4, dtype=torch.long)
+
+    def program(rank):
+        model = wb.parallelize(models[rank], SKIP.format(2))
+        with pytest.raises(StrategyError, match=r"reading a value \(item.*shape \(\) on stage 1.*torch.where"):
+            wb.forward_backward(model, F.cross_entropy, inputs, targets)
+        model = wb.parallelize(model, SKIP.format(1))
+        return wb.forward_backward(model, F.cross_entropy, inputs, targets).item()
+
+    losses = run_ranks(program, 2)
+    assert losses[0] == losses[1]
+
+
+class Turning(Skip):
+    """A forward that goes back to its first layer."""
+
+    def forward(self, x):
+        return self.head(self.d(self.a(self.b(self.c(x)))))
+
+
+def test_an_edge_that_goes_back_runs_where_the_schedule_lets_it():
+    torch.manual_seed(0)
+    models = [Turning() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    one, inputs, targets = copy.deepcopy(models[0]), torch.randn(4, 12), torch.zeros(4, dtype=torch.long)
+    F.cross_entropy(one(inputs), targets).backward()
+    rows = "a: data; b: data@1; c: data@1; d: data@1; head: data@1 | 2x1x1"
+
+    def program(rank):
+        model = wb.parallelize(models[rank], f"{rows} mb=2 1f1b")
+        with pytest.raises(StrategyError, match=r"'a' is on stage 0.*from stage 1.*deadlock.*gpipe"):
+            wb.forward_backward(model, F.cross_entropy, inputs, targets)
+        for options in ("mb=1 1f1b", "mb=2 gpipe"):
+            model = wb.parallelize(model, f"{rows} {options}")
+            model.zero_grad()
+            wb.forward_backward(model, F.cross_entropy, inputs, targets)
+            torch.testing.assert_close(whole(model.a.weight.grad), one.a.weight.grad, rtol=1e-4, atol=1e-7)
+
+    run_ranks(program, 2)
+
+
+class Failing(Skip):
+    """Raises where a value is bad, which only the rank that holds it can see."""
+
+    def forward(self, x):
+        y = self.b(self.a(x))
+        if not y.is_ghost and bool((y.to_local() > -1e9).all()) and y.placement.ranks == [1]:
+            raise ZeroDivisionError("the second stage has had enough")
+        return self.head(self.d(self.c(y)))
+
+
+def test_a_stage_that_raises_ends_all_ranks_and_its_error_comes_first():
+    torch.manual_seed(0)
+    models = [Failing() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+
+    def program(rank):
+        model = wb.parallelize(models[rank], SKIP.format(4))
+        wb.forward_backward(model, F.cross_entropy, torch.randn(8, 12), torch.zeros(8, dtype=torch.long))
+
+    with pytest.raises(ZeroDivisionError, match="had enough") as caught:
+        run_ranks(program, 2)
+    assert "simulated rank 1" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 3, 4])
+def test_several_stages_on_a_rank(num_micro_batches):
+    batches, models = linear_batches(7, 3, 8), [make("mlp") for _ in range(2)]
+    truth = linear_truth(batches, num_micro_batches)
+    strategy = ROUND.format(num_micro_batches)
+    for found in run_ranks(lambda rank: step_of(models[rank], strategy, F.cross_entropy, batches), 2):
+        assert_same(found, truth)
