@@ -1,0 +1,58 @@
+"""Whole runs under every schedule: losses, gradients and weights of the same micro-batches on one device, dropout on."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.training.runs import KINDS, Setup, assert_runs_agree, on_one_device, on_ranks, plainly
+from workbench.core.presets import stage_cuts
+from workbench.core.strategy import Options, Row, Strategy
+from workbench.runtime.parallel import describe
+
+SCHEDULES = {"gpipe": 2, "1f1b": 2, "zero_bubble": 2, "interleaved": 4}
+"""Stages on two slices of the pipeline axis."""
+
+
+def strategy_of(setup, schedule, degrees="2x1x1", num_micro_batches=3, parallel="data"):
+    layers = describe(setup.model())
+    cuts = stage_cuts(layers, SCHEDULES[schedule])
+    rows = [Row(layer.name, parallel, None, cut) for layer, cut in zip(layers, cuts, strict=True)]
+    return f"{Strategy.from_rows(rows, Options())} | {degrees} mb={num_micro_batches} {schedule}"
+
+
+def assert_trains_as_one_device(setup, strategy, num_ranks, num_micro_batches=3):
+    truth = on_one_device(setup, num_micro_batches)
+    for found in on_ranks(setup, strategy, num_ranks):
+        assert_runs_agree(found, truth, setup)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("kind", ["cnn", "gpt2"])
+def test_a_few_steps_are_those_of_one_device(kind, schedule):
+    setup = Setup(kind, num_steps=2)
+    assert_trains_as_one_device(setup, strategy_of(setup, schedule), 2)
+
+
+def test_a_run_without_dropout_is_that_of_plain_torch():
+    setup = Setup("cnn", rate=0.0, num_steps=2)
+    truth = plainly(setup, 3)
+    for found in on_ranks(setup, strategy_of(setup, "interleaved"), 2):
+        assert_runs_agree(found, truth, setup)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_twenty_steps_are_those_of_one_device(kind, schedule):
+    for setup in (Setup(kind), Setup(kind, optimizer="adamw", dtype=torch.float64)):
+        assert_trains_as_one_device(setup, strategy_of(setup, schedule), 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("kind", ["mlp", "gpt2", "llama"])
+def test_hybrids_of_three_kinds_on_eight_ranks(kind, schedule):
+    setup = replace(Setup(kind), num_steps=5)
+    strategy = strategy_of(setup, schedule, "2x2x2", 2, "model")
+    assert_trains_as_one_device(setup, strategy, 8, 2)
