@@ -23,8 +23,8 @@ RUNNING, FAILED, LEFT = 0, 1, 2
 """States of a rank."""
 
 LETTER_SLOT_BYTES = 512
-LETTER = struct.Struct("<qqqqq")
-"""Tag, bytes of data, chunk, offset, bytes of the header that follows."""
+LETTER = struct.Struct("<qqqqqq")
+"""Tag, bytes of data, chunk, offset, whether it wants a receipt, bytes of the header that follows."""
 RECEIPT_SLOT_BYTES = 8
 _MAX_HEADER = LETTER_SLOT_BYTES - LETTER.size
 _SEMAPHORES_PER_PEER = 4

@@ -29,6 +29,7 @@ class Letter(NamedTuple):
     chunk: int
     offset: int
     header: bytes
+    wants_receipt: int
 
 
 class Block:
@@ -59,12 +60,17 @@ class Loan:
         self.num_readers -= 1
 
 
+_NO_RECEIPT = Loan(0, 0)
+"""Stands for memory of which no receipt is wanted."""
+
+
 class Link:
     """Both directions between this rank and one peer.
 
     Attributes:
         arrived: letters that were read from the ring, by tag; their data is still in the sender's memory.
         letter_came, receipt_came: the semaphores to wait for.
+        num_read: letters that have been read from the ring.
     """
 
     def __init__(self, rank: int, peer: int, pid: int, own: Board, theirs: Board, semaphores: Semaphores) -> None:
@@ -78,12 +84,12 @@ class Link:
         self._letters_out, self._letter_sent = own.letters(peer), own.letters_filled(peer)
         self._letter_was_read = theirs.letters_emptied(rank)
         self._num_sent, self._room_for_letters = 0, NUM_SLOTS
-        self._letters_left: deque[tuple[int, Block | Loan | None, int, bytes, int]] = deque()
+        self._letters_left: deque[tuple[bytes, Block | Loan | None]] = deque()
         self._unread: dict[int, Block | Loan | None] = {}
 
         self._letters_in, self.letter_came = theirs.letters(rank), theirs.letters_filled(rank)
         self._letter_read = own.letters_emptied(peer)
-        self._num_read = 0
+        self.num_read = 0
 
         self._receipts_out, self._receipt_sent = own.receipts(peer), own.receipts_filled(peer)
         self._receipt_was_read = theirs.receipts_emptied(rank)
@@ -100,9 +106,29 @@ class Link:
         """Send a letter about ``num_bytes`` of ``block`` (None: no data)."""
         if block is not None:
             block.num_readers += 1
+        chunk, offset = (block.chunk, block.offset + offset_in_block) if block is not None else (0, 0)
+        self._send(LETTER.pack(tag, num_bytes, chunk, offset, 1, len(header)) + header, block)
+
+    def send_without_receipt(self, tag: int, chunk: int, offset: int, num_bytes: int, header: bytes) -> None:
+        """Send a letter about memory whose reader will be known to have finished in another way."""
+        self._send(LETTER.pack(tag, num_bytes, chunk, offset, 0, len(header)) + header, _NO_RECEIPT)
+
+    def _send(self, letter: bytes, lent: Block | Loan | None) -> None:
         self._own_words[self._sent_word] += 1
-        self._letters_left.append((tag, block, num_bytes, header, offset_in_block))
-        self.push()
+        if self._room_for_letters and not self._letters_left:
+            self._put(letter, lent)
+        else:
+            self._letters_left.append((letter, lent))
+            self.push()
+
+    def _put(self, letter: bytes, lent: Block | Loan | None) -> None:
+        at = self._num_sent % NUM_SLOTS * LETTER_SLOT_BYTES
+        self._letters_out[at : at + len(letter)] = letter
+        if lent is not _NO_RECEIPT:
+            self._unread[self._num_sent] = lent
+        self._num_sent += 1
+        self._room_for_letters -= 1
+        self._post(self._letter_sent)
 
     def push(self) -> bool:
         """Put letters and receipts into their rings as far as there is room; says whether all letters are in."""
@@ -114,15 +140,7 @@ class Link:
                     self._room_for_letters += 1
                 if not self._room_for_letters:
                     return False
-            tag, block, num_bytes, header, skipped = self._letters_left.popleft()
-            chunk, offset = (block.chunk, block.offset + skipped) if block is not None else (0, 0)
-            at = self._num_sent % NUM_SLOTS * LETTER_SLOT_BYTES
-            LETTER.pack_into(self._letters_out, at, tag, num_bytes, chunk, offset, len(header))
-            self._letters_out[at + LETTER.size : at + LETTER.size + len(header)] = header
-            self._unread[self._num_sent] = block
-            self._num_sent += 1
-            self._room_for_letters -= 1
-            self._post(self._letter_sent)
+            self._put(*self._letters_left.popleft())
         return True
 
     def collect(self) -> bool:
@@ -146,7 +164,7 @@ class Link:
     def owes(self, loan: Loan) -> bool:
         """Whether the peer has yet to read something that lies in ``loan``."""
         return any(lent is loan for lent in self._unread.values()) or any(
-            letter[1] is loan for letter in self._letters_left
+            lent is loan for _, lent in self._letters_left
         )
 
     def read(self) -> bool:
@@ -158,13 +176,14 @@ class Link:
 
     def read_taken(self) -> None:
         """The same when ``letter_came`` has been taken already."""
-        at = self._num_read % NUM_SLOTS * LETTER_SLOT_BYTES
-        tag, num_bytes, chunk, offset, length = LETTER.unpack_from(self._letters_in, at)
+        number = self.num_read
+        at = number % NUM_SLOTS * LETTER_SLOT_BYTES
+        tag, num_bytes, chunk, offset, wants_receipt, length = LETTER.unpack_from(self._letters_in, at)
         header = bytes(self._letters_in[at + LETTER.size : at + LETTER.size + length])
         self._post(self._letter_read)
-        self.arrived.setdefault(tag, deque()).append(Letter(self._num_read, num_bytes, chunk, offset, header))
-        self._num_read += 1
-        self._own_words[self._read_word] = self._num_read
+        letter = Letter(number, num_bytes, chunk, offset, header, wants_receipt)
+        self.arrived.setdefault(tag, deque()).append(letter)
+        self.num_read = self._own_words[self._read_word] = number + 1
 
     def acknowledge(self, letter: Letter) -> None:
         """This rank has read what ``letter`` is about."""

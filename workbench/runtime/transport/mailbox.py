@@ -9,6 +9,7 @@ import torch
 from workbench.errors import CollectiveAborted
 from workbench.runtime.transport.board import decode_header
 from workbench.runtime.transport.link import Letter, Link, Loan
+from workbench.runtime.transport.program import Read
 from workbench.runtime.transport.waits import Waiter
 
 
@@ -17,11 +18,13 @@ class Mailbox:
 
     Attributes:
         read_bytes: bytes of other ranks' data that this rank has read.
+        num_taken: letters that this rank has acted on.
     """
 
     def __init__(self, rank: int, links: Mapping[int, Link], waiter: Waiter) -> None:
         self.rank, self.links, self._waiter = rank, links, waiter
         self.read_bytes = 0
+        self.num_taken = 0
 
     def take(self, source: int, tag: int, header: bytes, *sizes: int) -> Letter:
         """The next letter of ``source`` with this tag; it must come from the same call, about one of these sizes.
@@ -32,6 +35,7 @@ class Mailbox:
         link = self.links[source]
         while tag not in link.arrived:
             self._waiter.wait(link, header)
+        self.num_taken += 1
         letters = link.arrived[tag]
         letter = letters.popleft()
         if not letters:
@@ -50,6 +54,13 @@ class Mailbox:
         if letter.num_bytes == 0:
             return torch.empty(shape, dtype=dtype)
         return self.links[source].mapping(letter.chunk).tensor(letter.offset, tuple(shape), dtype)
+
+    def lent(self, read: Read, letter: Letter, dtype: torch.dtype) -> torch.Tensor:
+        """A slice of a shard: out of the whole shard, or as it was copied, whichever the letter speaks of."""
+        memory, part = self.links[read.source].mapping(letter.chunk), read.part
+        if letter.num_bytes != read.shard_bytes:
+            return memory.tensor(letter.offset, part.shape, dtype)
+        return memory.strided(letter.offset + part.start, part.shape, part.strides, dtype)
 
     def settle(self, loan: Loan, readers: Iterable[int], header: bytes) -> None:
         """Return when all ``readers`` have read what was lent to them."""

@@ -52,7 +52,10 @@ class Place(NamedTuple):
     reads: tuple[Read, ...]
 
 
-@dataclass(frozen=True)
+_Arriving = tuple[Region, tuple[Read, ...]]
+
+
+@dataclass(frozen=True, eq=False)
 class Program:
     """One rank's part of an exchange; ``header`` names the call in messages.
 
@@ -65,6 +68,8 @@ class Program:
         places: what the new shard is made of; together they fill it.
         out_shape, out_bytes: of the new shard; None on a rank that only sends.
         read_bytes: what this rank reads of others.
+        joined_dim, joined_order: the dim along which the places, each of one slice, lie side by side, and in which
+            order; None where they do not.
     """
 
     dtype: torch.dtype
@@ -78,6 +83,13 @@ class Program:
     out_shape: Shape | None
     out_bytes: int
     read_bytes: int
+    joined_dim: int | None
+    joined_order: tuple[int, ...]
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Room for the shard, in whole cache lines."""
+        return -(-self.shard_bytes // 64) * 64
 
 
 def program_of(plan: BoxingPlan, rank: int, dtype: torch.dtype, header: str) -> Program:
@@ -116,6 +128,8 @@ def _program(
     is_read_by, reads_from = {move.destination for move in crossing}, {move.source for move in arriving}
     # In one placement all ranks go through their exchanges in the same order; between two, they do not.
     is_mutual = set(source.placement) == set(destination.placement) and is_read_by <= reads_from
+    ordered = _in_order_of_reading(rank, [(region, tuple(reads)) for region, reads in places.items()])
+    joined_dim, joined_order = _joining(ordered, out_shape or ())
     return Program(
         dtype=dtype,
         reduction=plan.reduction,
@@ -124,22 +138,30 @@ def _program(
         shard_bytes=shard_bytes,
         offers_whole=shard_bytes <= WHOLE_BYTES or sum(regions.values()) >= _WHOLE_SHARE * shard_bytes,
         may_lend=is_mutual,
-        places=_in_order_of_reading(
-            rank, [Place(_part(region, out_shape or (), size), tuple(reads)) for region, reads in places.items()]
-        ),
+        places=tuple(Place(_part(region, out_shape or (), size), reads) for region, reads in ordered),
         out_shape=out_shape,
         out_bytes=math.prod(out_shape) * size if out_shape is not None else 0,
         read_bytes=sum(r.part.num_bytes for reads in places.values() for r in reads if r.source != rank),
+        joined_dim=joined_dim,
+        joined_order=joined_order,
     )
 
 
-def _in_order_of_reading(rank: int, places: list[Place]) -> tuple[Place, ...]:
-    """What this rank has itself first, while the others' letters come; then not all ranks from the same one."""
-    if any(len(place.reads) > 1 for place in places):
-        return tuple(places)
-    sources = sorted(place.reads[0].source for place in places)
-    after = {source: (source < rank, source) for source in sources}
-    return tuple(sorted(places, key=lambda place: after[place.reads[0].source]))
+def _in_order_of_reading(rank: int, places: list[_Arriving]) -> list[_Arriving]:
+    """Copies begin with what this rank has itself, while the others' letters come; then not all at the same rank."""
+    if any(len(reads) > 1 for _, reads in places):
+        return places
+    return sorted(places, key=lambda place: (place[1][0].source < rank, place[1][0].source))
+
+
+def _joining(places: list[_Arriving], shape: Shape) -> tuple[int | None, tuple[int, ...]]:
+    """The dim along which all places lie side by side, and their order along it."""
+    if len(places) < 2 or any(len(reads) > 1 for _, reads in places):
+        return None, ()
+    cut = [dim for dim, size in enumerate(shape) if any(region[dim] != (0, size) for region, _ in places)]
+    if len(cut) != 1:
+        return None, ()
+    return cut[0], tuple(sorted(range(len(places)), key=lambda index: places[index][0][cut[0]]))
 
 
 def _part(region: Region, shape: Shape, itemsize: int) -> Part:

@@ -14,7 +14,7 @@ import torch
 from workbench.runtime.transport.board import encode_header
 from workbench.runtime.transport.link import Block, Letter, Loan
 from workbench.runtime.transport.mailbox import Mailbox
-from workbench.runtime.transport.program import Part, Place, Program, Read
+from workbench.runtime.transport.program import Part, Place, Program
 from workbench.runtime.transport.reducing import combine
 from workbench.runtime.transport.segment import LENT_FROM_BYTES, Segment, is_plain
 
@@ -97,8 +97,9 @@ def _copy(
         start = link.mapping(letter.chunk).address + letter.offset + (read.part.start if is_whole else 0)
         _copy_bytes(at + goal.start, start, goal.num_bytes)
     else:
-        _view(out, goal).copy_(_lent(mailbox, program, read, letter))
-    link.acknowledge(letter)
+        _view(out, goal).copy_(mailbox.lent(read, letter, program.dtype))
+    if letter.wants_receipt:
+        link.acknowledge(letter)
 
 
 def _combine(
@@ -113,19 +114,12 @@ def _combine(
             continue
         letter = mailbox.take(read.source, tag, header, read.shard_bytes, read.part.num_bytes)
         letters.append((read.source, letter))
-        terms.append(_lent(mailbox, program, read, letter))
+        terms.append(mailbox.lent(read, letter, program.dtype))
     goal = out if place.part.num_bytes == program.out_bytes else _view(out, place.part)
     combine(terms, goal, program.reduction)
     for source, letter in letters:
-        mailbox.links[source].acknowledge(letter)
-
-
-def _lent(mailbox: Mailbox, program: Program, read: Read, letter: Letter) -> torch.Tensor:
-    """The slice that a letter is about, in the memory of the other rank."""
-    memory, part = mailbox.links[read.source].mapping(letter.chunk), read.part
-    if letter.num_bytes != read.shard_bytes:
-        return memory.tensor(letter.offset, part.shape, program.dtype)
-    return memory.strided(letter.offset + part.start, part.shape, part.strides, program.dtype)
+        if letter.wants_receipt:
+            mailbox.links[source].acknowledge(letter)
 
 
 def _view(out: torch.Tensor, part: Part) -> torch.Tensor:

@@ -14,8 +14,12 @@ _CACHED_NUMEL = 32768
 _COMBINE: dict[str, Callable[..., torch.Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 
-def combine(terms: Sequence[torch.Tensor], out: torch.Tensor, reduction: str) -> None:
-    """``out`` = the terms, combined from left to right; sums of 16-bit numbers in 32 bits."""
+def combine(terms: Sequence[torch.Tensor], out: torch.Tensor, reduction: str | None) -> None:
+    """``out`` = the terms, combined from left to right; sums of 16-bit numbers in 32 bits. One term is copied."""
+    if len(terms) == 1:
+        out.copy_(terms[0])
+        return
+    assert reduction is not None
     function = _COMBINE[reduction]
     widens = reduction == "sum" and out.dtype in ACCUMULATED_IN_32_BITS
     if len(terms) == 2 and not widens:
@@ -27,6 +31,18 @@ def combine(terms: Sequence[torch.Tensor], out: torch.Tensor, reduction: str) ->
             _combine([term[run] for term in flat], goal[run], function, widens)
     else:
         _combine(terms, out, function, widens)
+
+
+def combined(terms: Sequence[torch.Tensor], reduction: str | None) -> torch.Tensor:
+    """The same as a new tensor."""
+    if len(terms) == 1:
+        return terms[0].clone(memory_format=torch.contiguous_format)
+    assert reduction is not None
+    if len(terms) == 2 and not (reduction == "sum" and terms[0].dtype in ACCUMULATED_IN_32_BITS):
+        return _COMBINE[reduction](terms[0], terms[1]).contiguous()
+    out = torch.empty(terms[0].shape, dtype=terms[0].dtype)
+    combine(terms, out, reduction)
+    return out
 
 
 def _combine(

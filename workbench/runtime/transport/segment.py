@@ -35,12 +35,17 @@ class _Lease(weakref.ref[memoryview]):
 
 
 class Segment:
-    """Chunks of memory that peers can read; more are added when messages or tensors need them."""
+    """Chunks of memory that peers can read; more are added when messages or tensors need them.
 
-    def __init__(self, rank: int, board: Board, links: Iterable[Link], first_chunk: Mapping) -> None:
+    The last ``reserved_bytes`` of the first chunk are left to others.
+    """
+
+    def __init__(
+        self, rank: int, board: Board, links: Iterable[Link], first_chunk: Mapping, reserved_bytes: int
+    ) -> None:
         self.rank, self._board, self._links = rank, board, tuple(links)
         self.chunks = [first_chunk]
-        self.arenas = [Arena(first_chunk.size)]
+        self.arenas = [Arena(first_chunk.size - reserved_bytes)]
         self._leases: dict[int, _Lease] = {}
         self._returned: deque[Block] = deque()  # storages may die in any thread
         self._grows_for_tensors = True

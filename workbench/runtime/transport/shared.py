@@ -27,10 +27,11 @@ from workbench.runtime.transport.pulling import pull
 from workbench.runtime.transport.reducing import tag_in_group
 from workbench.runtime.transport.segment import Segment
 from workbench.runtime.transport.semaphores import Semaphores
+from workbench.runtime.transport.steady import STEADY_BYTES, SteadyPrograms
 from workbench.runtime.transport.sums import Sum
 from workbench.runtime.transport.waits import SLICE_S, Waiter
 
-FIRST_CHUNK_BYTES = 8 * 2**20
+FIRST_CHUNK_BYTES = 8 * 2**20 + STEADY_BYTES
 """Memory for data that every rank starts with; more is added in growing steps when messages need it."""
 _LAST_LETTERS_S = 1.0
 
@@ -77,9 +78,10 @@ class SharedTransport:
     ) -> None:
         self.rank, self.world_size = rank, len(links) + 1
         self._board, self._links = board, links
-        self._segment = Segment(rank, board, links.values(), first_chunk)
+        self._segment = Segment(rank, board, links.values(), first_chunk, reserved_bytes=STEADY_BYTES)
         self._waiter = Waiter(rank, board, links, semaphores, timeout_s)
         self._mailbox = Mailbox(rank, links, self._waiter)
+        self._steady = SteadyPrograms(self._segment, self._mailbox)
         self._is_closed = False
 
     @property
@@ -118,6 +120,9 @@ class SharedTransport:
 
     @_ends_the_transport
     def pull(self, program: Program, local: torch.Tensor, tag: int) -> torch.Tensor | None:
+        steady = self._steady.of(program)
+        if steady is not None:
+            return steady.run(local, tag << 1)
         return pull(self._segment, self._mailbox, program, local, tag << 1)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

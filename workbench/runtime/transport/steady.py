@@ -1,0 +1,143 @@
+"""Small exchanges that their ranks run together again and again: fixed memory on every rank, and no receipts.
+
+A rank writes its shard into one of two buffers in turn and sends a letter to each reader. When it comes to a buffer
+again it has, for the exchange in between, had a letter from every reader, who sent it after reading this buffer: that
+is why the exchange must be mutual. Since the places are fixed, views of them are made once, and an exchange of a few
+kilobytes is one copy, one letter to each rank, one from each, and one torch operation.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from workbench.runtime.transport.arena import Arena
+from workbench.runtime.transport.board import encode_header
+from workbench.runtime.transport.link import Letter
+from workbench.runtime.transport.mailbox import Mailbox
+from workbench.runtime.transport.mapped import Mapping
+from workbench.runtime.transport.program import Program, Read
+from workbench.runtime.transport.reducing import combine, combined
+from workbench.runtime.transport.segment import LENT_FROM_BYTES, Segment, is_plain
+
+STEADY_BYTES = 2 * 2**20
+"""How much of a rank's first chunk, at its end, is for these buffers."""
+LARGEST_BYTES = 64 * 2**10
+"""Larger shards are lent or copied."""
+_MAX_VIEWS = 16
+_copy_bytes = ctypes.memmove
+
+
+class SteadyPrograms:
+    """The buffers of one rank's programs; those not run for longest make room for new ones."""
+
+    def __init__(self, segment: Segment, mailbox: Mailbox) -> None:
+        self._segment, self._mailbox = segment, mailbox
+        self._arena = Arena(STEADY_BYTES)
+        self._found: dict[Program, Steady] = {}
+
+    def of(self, program: Program) -> Steady | None:
+        """The program's buffers; None where it can have none now."""
+        found = self._found.get(program)
+        if found is None and program.may_lend and 0 < program.shard_bytes <= LARGEST_BYTES:
+            offset = self._arena.allocate(2 * program.buffer_bytes)
+            if offset is None:
+                self._drop_oldest()
+                offset = self._arena.allocate(2 * program.buffer_bytes)
+            if offset is not None:
+                chunk = self._segment.chunks[0]
+                start = chunk.size - STEADY_BYTES + offset
+                found = self._found[program] = Steady(program, self._segment, self._mailbox, chunk, start)
+        return found
+
+    def _drop_oldest(self) -> None:
+        """Free what nobody can still be reading: every reader has sent a later letter since."""
+        base = self._segment.chunks[0].size - STEADY_BYTES
+        idle = sorted((s for s in self._found.values() if s.is_idle), key=lambda steady: steady.last_run)
+        for steady in idle[: max(1, len(idle) // 2)]:
+            self._arena.free(steady.start - base, 2 * steady.program.buffer_bytes)
+            del self._found[steady.program]
+
+
+class Steady:
+    """Two buffers of one program, and views of what is read from them and from the others'."""
+
+    def __init__(self, program: Program, segment: Segment, mailbox: Mailbox, chunk: Mapping, start: int) -> None:
+        self.program, self.start, self.last_run = program, start, 0
+        self._segment, self._mailbox, self._chunk = segment, mailbox, chunk
+        self._header = encode_header(program.header)
+        self._turn = 0
+        self._readers = [mailbox.links[rank] for rank, _, _ in program.sends]
+        self._reads = [read for place in program.places for read in place.reads if read.source != mailbox.rank]
+        self._views: dict[tuple[object, ...], list[list[torch.Tensor]]] = {}
+        self._positions: list[tuple[int, int]] = []
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all readers have gone on since the last run."""
+        return all(self._mailbox.links[source].num_read > position + 1 for source, position in self._positions)
+
+    def run(self, local: torch.Tensor, tag: int) -> torch.Tensor:
+        """The new shard."""
+        program, header, mailbox = self.program, self._header, self._mailbox
+        self._turn = turn = 1 - self._turn
+        offset = self.start + turn * program.buffer_bytes
+        if is_plain(local):
+            _copy_bytes(self._chunk.address + offset, local.data_ptr(), program.shard_bytes)
+        else:
+            self._chunk.tensor(offset, tuple(local.shape), program.dtype).copy_(local.detach())
+        for link in self._readers:
+            link.send_without_receipt(tag, 0, offset, program.shard_bytes, header)
+        letters = [mailbox.take(r.source, tag, header, r.shard_bytes, r.part.num_bytes) for r in self._reads]
+        key = (turn, *[letter[1:4] for letter in letters])
+        views = self._views.get(key)
+        if views is None:
+            views = self._make_views(key, offset, letters)
+        result = self._put_together(views)
+        for read, letter in zip(self._reads, letters, strict=True):
+            if letter.wants_receipt:
+                mailbox.links[read.source].acknowledge(letter)
+        self._positions = [(read.source, letter.position) for read, letter in zip(self._reads, letters, strict=True)]
+        self.last_run = mailbox.num_taken
+        mailbox.read_bytes += program.read_bytes
+        return result
+
+    def _put_together(self, views: list[list[torch.Tensor]]) -> torch.Tensor:
+        program = self.program
+        if program.out_bytes < LENT_FROM_BYTES:
+            if program.joined_dim is not None:
+                return torch.cat(views[0], program.joined_dim).contiguous()
+            if len(views) == 1:
+                return combined(views[0], program.reduction)
+        assert program.out_shape is not None
+        out = self._segment.empty(program.out_shape, program.dtype)
+        if program.joined_dim is not None:
+            return torch.cat(views[0], program.joined_dim, out=out)
+        for place, terms in zip(program.places, views, strict=True):
+            part = place.part
+            goal = out.as_strided(part.shape, part.strides, part.start // program.dtype.itemsize)
+            combine(terms, goal, program.reduction)
+        return out
+
+    def _make_views(self, key: tuple[object, ...], offset: int, letters: list[Letter]) -> list[list[torch.Tensor]]:
+        """Views of the slices, by place, in the order in which they are combined; or all in the order of joining."""
+        if len(self._views) >= _MAX_VIEWS:
+            self._views.clear()
+        arrived = iter(letters)
+        views = [
+            [self._own(read, offset) if read.source == self._mailbox.rank else self._view(read, next(arrived))
+             for read in place.reads]
+            for place in self.program.places
+        ]  # fmt: skip
+        if self.program.joined_dim is not None:
+            views = [[views[index][0] for index in self.program.joined_order]]
+        self._views[key] = views
+        return views
+
+    def _own(self, read: Read, offset: int) -> torch.Tensor:
+        part = read.part
+        return self._chunk.strided(offset + part.start, part.shape, part.strides, self.program.dtype)
+
+    def _view(self, read: Read, letter: Letter) -> torch.Tensor:
+        return self._mailbox.lent(read, letter, self.program.dtype)
