@@ -4,6 +4,7 @@
      "param_groups": [{"params": ["fc1.weight", ...], "lr": ...}]}
 
 Per-element state becomes global tensors of the layout that ``optim.state_layout`` tells, and is cut anew like weights.
+Optimizers that are not elementwise keep global tensors themselves.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from workbench.core.layout import Layout, Shape
+from workbench.core.sbp import Split, broadcast
 from workbench.errors import CheckpointError
-from workbench.runtime.optim import state_layout
+from workbench.runtime.optim import is_elementwise, state_layout
 from workbench.runtime.saving.flat import name_of
 from workbench.runtime.saving.reading import Checkpoint, shape_of
-from workbench.runtime.tensor import GlobalTensor, Spec, label, local_torch, plain, spec_of
+from workbench.runtime.tensor import GlobalTensor, Spec, ghost_storage, label, local_torch, plain, spec_of
 
 Names = Mapping[int, str]
 """Names of parameters by the id of the parameter."""
@@ -97,16 +100,20 @@ def targets(
     optimizer: Optimizer, names: Names, part: str, checkpoint: Checkpoint
 ) -> Iterator[tuple[Any, torch.Tensor]]:
     """(path, new tensor to fill) for all tensors of the state; ``assign`` puts them into the optimizer."""
-    for parameter in _own_parameters(optimizer):
+    for parameter in _with_state(optimizer):
         path = (part, "state", _name(parameter, names, part))
         for rest, entry in checkpoint.below(*path).items():
             if checkpoint.is_tensor((*path, *rest)):
                 yield (*path, *rest), _new_state(optimizer, parameter, str(rest[0]), entry)
 
 
-def _own_parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+def _with_state(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    """The parameters whose state is on this rank; of a ghost it is only where the step itself runs on ghosts."""
     for group in optimizer.param_groups:
-        yield from (p for p in group["params"] if not (isinstance(p, GlobalTensor) and p._spec.is_ghost))
+        for parameter in group["params"]:
+            is_ghost = isinstance(parameter, GlobalTensor) and parameter._spec.is_ghost
+            if not (is_ghost and is_elementwise(optimizer)):
+                yield parameter
 
 
 def _new_state(optimizer: Optimizer, parameter: torch.Tensor, key: str, entry: Any) -> torch.Tensor:
@@ -117,10 +124,25 @@ def _new_state(optimizer: Optimizer, parameter: torch.Tensor, key: str, entry: A
     if key == "step" and not (group.get("capturable") or group.get("fused")):
         device = torch.device("cpu")
     dtype, shape = entry.properties.dtype, tuple(entry.size)
-    if isinstance(parameter, GlobalTensor) and shape and shape == tuple(parameter._spec.shape):
-        spec = _state_spec(parameter)
-        return label(torch.empty(spec.local_shape, dtype=dtype, device=device), spec)
-    return torch.empty(shape, dtype=dtype, device=device)
+    if not isinstance(parameter, GlobalTensor) or not shape:
+        return torch.empty(shape, dtype=dtype, device=device)
+    spec = _state_spec(parameter)
+    if shape != tuple(spec.shape):
+        spec = spec_of(spec.world, _layout_like(spec, shape), shape)
+    if spec.is_ghost:
+        return label(ghost_storage(shape, dtype, spec.world.device), spec)
+    return label(torch.empty(spec.local_shape, dtype=dtype, device=device), spec)
+
+
+def _layout_like(spec: Spec, shape: Shape) -> Layout:
+    """Cut like the parameter where a dim has the parameter's size: factored moments of rows lie with the rows."""
+    kept = [
+        entry
+        if isinstance(entry, Split) and shape[entry.dim : entry.dim + 1] == (spec.shape[entry.dim],)
+        else broadcast
+        for entry in spec.layout.sbp
+    ]
+    return spec.layout.with_sbp(tuple(kept))
 
 
 def assign(
@@ -130,11 +152,13 @@ def assign(
     for ours, saved in zip(optimizer.param_groups, checkpoint.value(part, "param_groups"), strict=True):
         ours.update({key: value for key, value in saved.items() if key != "params"})
     optimizer.state.clear()
-    for parameter in _own_parameters(optimizer):
+    keeps_local = is_elementwise(optimizer)
+    for parameter in _with_state(optimizer):
         path = (part, "state", _name(parameter, names, part))
         values = {}
         for rest in checkpoint.below(*path):
             full = (*path, *rest)
-            values[name_of(rest)] = plain(filled[full]) if full in filled else checkpoint.value(*full)
+            value = filled[full] if full in filled else checkpoint.value(*full)
+            values[name_of(rest)] = plain(value) if keeps_local and isinstance(value, GlobalTensor) else value
         if values:
             optimizer.state[parameter] = values
