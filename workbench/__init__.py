@@ -21,9 +21,9 @@ _WHERE = {
     "workbench.core.strategy": ["Strategy"],
     "workbench.runtime.api": [
         "Checkpoints", "GlobalTensor", "arange", "barrier", "boxing_plan", "check_agreement", "empty",
-        "explicit_boxing", "eye", "full", "init", "load", "local_map", "manual_seed", "ones", "parallelize",
-        "placement", "prove", "rand", "randint", "randn", "randperm", "rank", "rule", "save", "tensor", "to_global",
-        "trace", "world_size", "zeros",
+        "evaluate", "explicit_boxing", "eye", "forward_backward", "full", "init", "load",
+        "load_safetensors", "local_map", "manual_seed", "no_sync", "ones", "parallelize", "placement", "prove",
+        "rand", "randint", "randn", "randperm", "rank", "rule", "save", "tensor", "to_global", "trace", "world_size", "zeros",
     ],
     "workbench.session": ["Session"],
     "workbench.session.compare": ["compare"],

@@ -99,7 +99,9 @@ def check_same_everywhere(module: nn.Module, world: World) -> None:
     if world.world_size == 1:
         return
     named = [
-        (n, t) for n, t in (*module.named_parameters(), *module.named_buffers()) if not isinstance(t, GlobalTensor)
+        (name, tensor)
+        for name, tensor in (*module.named_parameters(), *module.named_buffers())
+        if not isinstance(tensor, GlobalTensor) and not tensor.is_meta
     ]
     mine = torch.tensor([content_hash(tensor) for _, tensor in named], dtype=torch.int64, device=world.device)
     total = torch.stack([torch.tensor(len(named), device=world.device), mine.sum()])

@@ -16,11 +16,14 @@ from workbench.runtime.creation import arange, empty, eye, full, ones, rand, ran
 from workbench.runtime.entry import to_global
 from workbench.runtime.explicit import explicit_boxing
 from workbench.runtime.ops.extension import local_map, rule
+from workbench.runtime.overlap import no_sync
 from workbench.runtime.parallel import parallelize
+from workbench.runtime.pipelining.step import evaluate, forward_backward
 from workbench.runtime.proof import prove
 from workbench.runtime.random import manual_seed
 from workbench.runtime.saving.checkpoints import Checkpoints
 from workbench.runtime.saving.store import load, save
+from workbench.runtime.strategies.loading import load_safetensors
 from workbench.runtime.tensor import GlobalTensor
 from workbench.runtime.trace import trace
 from workbench.runtime.world import barrier, current, init, rank, world_size
@@ -70,8 +73,9 @@ def boxing_plan(
 
 
 __all__ = [
-    "Checkpoints", "GlobalTensor", "arange", "barrier", "boxing_plan", "check_agreement", "empty", "explicit_boxing",
-    "eye", "full", "init", "load", "local_map", "manual_seed", "methods", "ones", "parallelize", "placement",
-    "prove", "rand", "randint", "randn", "randperm", "rank", "rule", "save", "tensor", "to_global", "trace",
-    "world_size", "zeros",
+    "Checkpoints", "GlobalTensor", "arange", "barrier", "boxing_plan", "check_agreement", "empty", "evaluate",
+    "explicit_boxing", "eye", "forward_backward", "full", "init", "load", "load_safetensors", "local_map",
+    "manual_seed", "methods", "no_sync", "ones", "parallelize", "placement", "prove",
+    "rand", "randint", "randn", "randperm", "rank", "rule", "save", "tensor", "to_global", "trace", "world_size",
+    "zeros",
 ]  # fmt: skip

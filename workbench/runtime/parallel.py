@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from workbench.core.strategy import Strategy
 from workbench.errors import StrategyError
@@ -24,6 +25,8 @@ from workbench.runtime import optim, zero
 from workbench.runtime.agreement import check_same_everywhere
 from workbench.runtime.strategies.doors import Doors, hook_root
 from workbench.runtime.strategies.layouts import StageLayouts, is_table
+from workbench.runtime.strategies.materializing import Init, materialize, names_on_meta
+from workbench.runtime.strategies.moving import OptimizerState
 from workbench.runtime.strategies.spreading import convert_buffers, convert_parameters
 from workbench.runtime.strategies.state import STATE, ParallelState, describe, layers_of, state_of, unhook
 from workbench.runtime.world import current
@@ -32,21 +35,29 @@ INSTALLERS: tuple[Callable[[nn.Module, ParallelState], list[Any]], ...] = (zero.
 """Options that act on a module: each returns handles with ``remove()``, none where its option is off."""
 
 
-def parallelize(module: nn.Module, strategy: Strategy | str) -> nn.Module:
+def parallelize(
+    module: nn.Module, strategy: Strategy | str, *, optimizer: Optimizer | None = None, init: Init = None
+) -> nn.Module:
     """Spread ``module`` over the ranks of the world. All ranks call it with equal weights; it works in place.
 
     Afterwards ``torch.optim`` over ``module.parameters()`` works as written: gradients are reduced in buckets before
-    the step, which runs on the local shards. Calling it again with another strategy boxes the weights to the new
-    layouts.
+    the step, which runs on the local shards. Called again with another strategy, it boxes the weights to the new
+    layouts; the parameters stay the same objects.
 
     Args:
-        module: any nn.Module on the CPU or this rank's device.
+        module: any nn.Module on the CPU, on this rank's device, or built under ``torch.device("meta")``.
         strategy: a ``wb.Strategy`` or its text, e.g. ``"fc1: data; fc2: model"``.
+        optimizer: one over the module's parameters, whose state is to move with them.
+        init: where a module on meta gets its values, shard by shard. None: from its modules' ``reset_parameters``
+            (of ``transformers``: ``_init_weights``), with the same numbers for every strategy; a path: from
+            safetensors files, see ``wb.load_safetensors``; a function: called with every submodule, children first;
+            ``"empty"``: only what is in no checkpoint is computed, ``wb.load`` brings the rest.
 
     Raises:
         StrategyError: the strategy does not fit the module or the number of ranks, or uses an option that is not
-        there yet.
+        there yet; the optimizer has other parameters; tensors on meta that nothing gives values.
         LayoutError: the ranks hold different weights.
+        CheckpointError: the files do not fit.
 
     ``wb.parallelize(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), "*: model")`` splits both weights.
     """
@@ -55,6 +66,8 @@ def parallelize(module: nn.Module, strategy: Strategy | str) -> nn.Module:
     _check_options(strategy)
     resolved = strategy.resolve(describe(module), world.world_size)
     check_same_everywhere(module, world)
+    optimizer_state = OptimizerState(optimizer, module, world) if optimizer is not None else None
+    on_meta = names_on_meta(module)
     unhook(module)
     layers = list(layers_of(module))
     tables = {choice.name for choice, (_, layer) in zip(resolved.layers, layers, strict=True) if is_table(layer)}
@@ -77,7 +90,14 @@ def parallelize(module: nn.Module, strategy: Strategy | str) -> nn.Module:
     module.__dict__[STATE] = state
     for install in INSTALLERS:
         state.handles += install(module, state)
+    if on_meta:
+        materialize(module, on_meta, init, world)
+    if optimizer_state is not None:
+        optimizer_state.follow(converted)
     optim.install_hooks()
+    if resolved.schedule == "zero_bubble" and not world.splits_backward:
+        world.splits_backward = True
+        world.plans.clear()
     return module
 
 
@@ -85,7 +105,6 @@ def _check_options(strategy: Strategy) -> None:
     options = strategy.options
     missing = ["recompute"] * options.recompute
     missing += [options.precision] * (options.precision != "fp32")
-    missing += [options.schedule or ""] * (options.schedule in ("interleaved", "zero_bubble"))
     if missing:
         raise StrategyError(f"strategy {str(strategy)!r}: {', '.join(missing)} cannot be run yet. Leave it out.")
 

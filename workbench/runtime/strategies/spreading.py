@@ -20,11 +20,18 @@ from workbench.runtime.world import World
 def convert_parameters(
     layer: nn.Module, choice: ResolvedLayer, layouts: StageLayouts, converted: dict[int, nn.Parameter]
 ) -> None:
-    """Own parameters of a layer; a tied parameter is converted once, where it is met first."""
+    """Own parameters of a layer; a tied parameter is converted once, where it is met first.
+
+    One that is global already stays the same object, so that optimizers go on with it.
+    """
     for name, parameter in list(layer.named_parameters(recurse=False)):
         if id(parameter) not in converted:
-            layout = layouts.parameter_layout(choice, layer, parameter.dim())
-            new = nn.Parameter(spread(parameter, layout, layouts.world), parameter.requires_grad)
+            moved = spread(parameter, layouts.parameter_layout(choice, layer, parameter.dim()), layouts.world)
+            if isinstance(parameter, GlobalTensor):
+                parameter.data = moved
+                converted[id(parameter)] = parameter
+                continue
+            new = nn.Parameter(moved, parameter.requires_grad)
             converted[id(parameter)] = converted[id(new)] = new
             new.__dict__["_tied_source"] = parameter  # keeps the id from being used again while we convert
         layer._parameters[name] = converted[id(parameter)]
@@ -45,7 +52,7 @@ def convert_buffers(module: nn.Module, layouts: StageLayouts) -> None:
 
 
 def spread(tensor: torch.Tensor, layout: Layout, world: World) -> GlobalTensor:
-    """This rank's slices of a tensor that all ranks hold, or of one that is global already."""
+    """This rank's slices of a tensor that all ranks hold, or of one that is global already; of meta, no storage."""
     with torch.no_grad():
         if isinstance(tensor, GlobalTensor):
             detached: Any = tensor.detach()
@@ -53,6 +60,8 @@ def spread(tensor: torch.Tensor, layout: Layout, world: World) -> GlobalTensor:
         spec = spec_of(world, layout, tuple(tensor.shape))
         if spec.is_ghost:
             return label(ghost_storage(spec.shape, tensor.dtype, world.device), spec)
+        if tensor.is_meta:
+            return label(ghost_storage(spec.local_shape, tensor.dtype, world.device), spec)
         region = spec.layout.region(spec.shape, world.rank)
         part = tensor.detach()[tuple(slice(start, stop) for start, stop in region)]
         return label(part.to(world.device, copy=True).contiguous(), spec)

@@ -1,0 +1,143 @@
+"""A module changes its strategy while it is trained: the losses and weights of an uninterrupted run."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import workbench as wb
+from tests.models.training import whole
+from tests.training.runs import OPTIMIZERS, Run, Setup, assert_runs_agree, on_one_device, strategy_text, train
+from workbench.errors import StrategyError
+from workbench.testing import run_ranks
+
+WAYS = {
+    2: [("data", "1x2x1"), ("model", "1x1x2"), ("data", "2x1x1 1f1b")],
+    4: [("data", "1x4x1"), ("model", "2x1x2 gpipe"), ("model", "1x2x2"), ("data", "4x1x1 1f1b"), ("data", "2x2x1")],
+}
+"""One after the other, by number of ranks: other degrees, other stages, other numbers of stages."""
+
+
+def in_turns(setup, texts, num_ranks, steps_each):
+    """A run that goes on under the next strategy every so many steps."""
+    models = [setup.model() for _ in range(num_ranks)]
+
+    def program(rank):
+        run, model = Run(), wb.parallelize(models[rank], texts[0])
+        optimizer = OPTIMIZERS[setup.optimizer](model.parameters())
+        scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+        parameters = dict(model.named_parameters())
+        for turn, text in enumerate(texts):
+            wb.parallelize(model, text, optimizer=optimizer)
+            assert all(parameters[name] is parameter for name, parameter in model.named_parameters())
+            steps = range(turn * steps_each, (turn + 1) * steps_each)
+            train(setup, model, optimizer, run, steps, (0, setup.num_steps - 1))
+            scheduler.step()
+        run.weights = {name: whole(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+        return run
+
+    return run_ranks(program, num_ranks)
+
+
+def assert_goes_on(kind, optimizer, num_ranks, steps_each, extra=""):
+    ways = WAYS[num_ranks]
+    setup = Setup(kind, optimizer, torch.float64 if optimizer == "adamw" else torch.float32)
+    setup = replace(setup, num_steps=steps_each * len(ways))
+    texts = [f"{strategy_text(kind, parallel, options)} mb=3{extra}" for parallel, options in ways]
+    truth = on_one_device(setup, 3)
+    for found in in_turns(setup, texts, num_ranks, steps_each):
+        assert_runs_agree(found, truth, setup)
+
+
+@pytest.mark.parametrize(("kind", "optimizer", "num_ranks"), [("mlp", "adamw", 2), ("cnn", "sgd", 4)])
+def test_training_goes_on(kind, optimizer, num_ranks):
+    assert_goes_on(kind, optimizer, num_ranks, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("extra", ["", " zero=1", " zero=3"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("num_ranks", WAYS)
+@pytest.mark.parametrize("kind", ["mlp", "cnn"])
+def test_training_goes_on_under_every_strategy(kind, num_ranks, optimizer, extra):
+    assert_goes_on(kind, optimizer, num_ranks, 5, extra)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", WAYS)
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_transformers_go_on(kind, num_ranks):
+    assert_goes_on(kind, "sgd", num_ranks, 5)
+
+
+def test_an_optimizer_over_plain_parameters_is_taken_along():
+    setup = Setup("mlp", "adamw", torch.float64, rate=0.0, num_steps=4)
+    models = [setup.model() for _ in range(3)]
+
+    def steps(model, optimizer, numbers):
+        for step in numbers:
+            inputs, targets = setup.batch(step)
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(inputs), targets).backward()
+            optimizer.step()
+
+    optimizers = [OPTIMIZERS["adamw"](model.parameters()) for model in models]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        steps(model, optimizer, range(2))
+    steps(models[2], optimizers[2], range(2, 4))
+
+    def program(rank):
+        model = wb.parallelize(models[rank], "*: model", optimizer=optimizers[rank])
+        steps(model, optimizers[rank], range(2, 4))
+        held = {key: tuple(value.shape) for key, value in optimizers[rank].state[model[0].weight].items()}
+        return held, [whole(parameter) for parameter in model.parameters()]
+
+    for held, weights in run_ranks(program, 2):
+        assert held == {"step": (), "exp_avg": (12, 12), "exp_avg_sq": (12, 12)}
+        for found, truth in zip(weights, models[2].parameters(), strict=True):
+            torch.testing.assert_close(found, truth.detach(), rtol=1e-9, atol=1e-9)
+
+
+def test_gradients_move_with_their_parameters():
+    setup = Setup("mlp", rate=0.0)
+    models, (inputs, targets) = [setup.model() for _ in range(3)], setup.batch(0)
+    loss = torch.nn.functional.cross_entropy
+    loss(models[2](inputs), targets).backward()
+    expected = [parameter.grad for parameter in models[2].parameters()]
+
+    def program(rank):
+        model = wb.parallelize(models[rank], "*: data")
+        loss(model(inputs), targets).backward()
+        wb.parallelize(model, "*: model; 6: model@1 | 2x1x1")
+        return [whole(parameter.grad) for parameter in model.parameters()]
+
+    for grads in run_ranks(program, 2):
+        for found, truth in zip(grads, expected, strict=True):
+            torch.testing.assert_close(found, truth, rtol=1e-4, atol=1e-6)
+
+
+def test_an_optimizer_of_another_model_is_an_error():
+    setup = Setup("mlp")
+    models, others = ([setup.model() for _ in range(2)] for _ in range(2))
+
+    def program(rank):
+        optimizer = torch.optim.SGD(others[rank].parameters(), lr=0.1)
+        with pytest.raises(StrategyError, match="8 of the optimizer's 8 parameters are not among"):
+            wb.parallelize(models[rank], "*: data", optimizer=optimizer)
+        assert type(models[rank][0].weight.data) is torch.Tensor
+
+    run_ranks(program, 2)
+
+
+def test_state_that_cannot_be_cut_anew_is_an_error():
+    setup = Setup("mlp")
+    models = [setup.model() for _ in range(2)]
+
+    def program(rank):
+        model = wb.parallelize(models[rank], "*: model")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer.state[model[0].weight] = {"rows": torch.zeros(5)}
+        with pytest.raises(StrategyError, match=r"state 'rows' of a parameter \(24, 12\) has shape \(5,\)"):
+            wb.parallelize(model, "*: data", optimizer=optimizer)
+
+    run_ranks(program, 2)
