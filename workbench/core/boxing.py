@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
-from workbench.core.layout import Layout, Region, Shape, format_sbp
+from workbench.core.layout import Layout, Shape, balanced_bounds, format_sbp
+from workbench.core.moves import Move, moves_from, moves_to, owner
 from workbench.core.sbp import Broadcast, Partial, Sbp, Split
-from workbench.core.tiling import Place, num_elements, overlap, tiling_of
+from workbench.core.tiling import num_elements, overlap, tiling_of
 from workbench.errors import LayoutError
 from workbench.units import format_bytes, format_seconds
 
@@ -29,28 +29,13 @@ _MAX_COUNTED_MOVES = 100_000
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
-    """One slice from one rank's shard to another's; regions count from the start of the shard."""
-
-    source: int
-    destination: int
-    source_region: Region
-    destination_region: Region
-
-    @property
-    def num_elements(self) -> int:
-        """How many elements the slice has."""
-        return math.prod(stop - start for start, stop in self.source_region)
-
-
-@dataclass(frozen=True, slots=True)
 class LinkCost:
     """What moving bytes costs on one transport: a start-up time, and a rate at which a rank sends and receives."""
 
     latency_s: float
     bandwidth_bytes_per_s: float
     one_shot_bytes: int = 0
-    """Sums of up to so many bytes are made by every rank from all the terms: one start-up, but p - 1 times the bytes."""
+    """Sums of up to so many bytes are made by every rank from all p terms: one start-up, but p - 1 times the bytes."""
 
     def time_s(self, size_bytes: float) -> float:
         """Seconds for one message of ``size_bytes``; nothing to move costs nothing."""
@@ -72,6 +57,13 @@ class BoxingPlan:
     kind: str
     groups: tuple[tuple[int, ...], ...] = field(default=())
     """For an all-reduce: the ranks that sum with one another; each rank is in exactly one group."""
+    one_shot_bytes: int = 0
+    """For an all-reduce: the link's, see ``LinkCost``; larger sums are a reduce-scatter and an all-gather of slices."""
+
+    @property
+    def steps(self) -> tuple[BoxingPlan, ...]:
+        """What is done one after the other: this."""
+        return (self,)
 
     @cached_property
     def reduction(self) -> str | None:
@@ -85,11 +77,11 @@ class BoxingPlan:
 
     def moves_to(self, rank: int) -> tuple[Move, ...]:
         """What ``rank`` receives (its own slices included), in the order in which it is to be combined."""
-        return _moves_to(self.source, self.destination, self.shape, rank) if rank in self.destination.placement else ()
+        return moves_to(self.source, self.destination, self.shape, rank) if rank in self.destination.placement else ()
 
     def moves_from(self, rank: int) -> tuple[Move, ...]:
         """What ``rank`` sends (its own slices included)."""
-        return _moves_from(self.source, self.destination, self.shape, rank) if rank in self.source.placement else ()
+        return moves_from(self.source, self.destination, self.shape, rank) if rank in self.source.placement else ()
 
     @property
     def is_local(self) -> bool:
@@ -98,16 +90,33 @@ class BoxingPlan:
 
     @cached_property
     def bytes_sent(self) -> dict[int, int]:
-        """Bytes on the wire by sending rank; a ring all-reduce sends ``2 (p - 1) / p`` of the tensor per rank."""
+        """Bytes on the wire by sending rank."""
         if self.kind == "all-reduce":
             return {
-                rank: 2 * (len(group) - 1) * self._local_bytes(self.source, rank) // len(group)
-                for group in self.groups
-                for rank in group
+                rank: self._summing_bytes(group, place) for group in self.groups for place, rank in enumerate(group)
             }
         if self.is_local and self.source.placement.num_axes == 1:
             return dict.fromkeys(self.source.placement, 0)
         return {rank: elements * self.itemsize for rank, elements in self._sent_elements.items()}
+
+    @cached_property
+    def bytes_received(self) -> dict[int, int]:
+        """Bytes on the wire by receiving rank."""
+        if self.kind == "all-reduce" or self.is_local:
+            return dict.fromkeys(self.destination.placement, 0) if self.is_local else self.bytes_sent
+        return {rank: self._received_elements(rank) * self.itemsize for rank in self.destination.placement}
+
+    def _summing_bytes(self, group: tuple[int, ...], place: int) -> int:
+        """What a rank sends in a sum: its whole term to all, or slices of it and then its slice of the sum to all."""
+        num_elements = math.prod(self.source.local_shape(self.shape, group[place]))
+        if self._is_one_shot(group):
+            return (len(group) - 1) * num_elements * self.itemsize
+        start, stop = balanced_bounds(num_elements, len(group))[place]
+        return (num_elements + (len(group) - 2) * (stop - start)) * self.itemsize
+
+    def _is_one_shot(self, group: tuple[int, ...]) -> bool:
+        local = math.prod(self.source.local_shape(self.shape, group[0])) * self.itemsize
+        return len(group) <= 2 or local <= self.one_shot_bytes
 
     @cached_property
     def _sent_elements(self) -> dict[int, int]:
@@ -144,7 +153,7 @@ class BoxingPlan:
             return 0
         term = tiling_of(self.source, self.shape).place(rank)
         if (
-            _owner(self.source, self.destination, self.shape, term)
+            owner(self.source, self.destination, self.shape, term)
             != tiling_of(self.destination, self.shape).place(rank).term
         ):
             return 0
@@ -172,12 +181,18 @@ class BoxingPlan:
         """What is boxed from where to where, on one line: the name of the exchange in messages between ranks."""
         return f"boxing {self.source} -> {self.destination} of {self.shape}"
 
-    def time_s(self, cost: LinkCost) -> float:
-        """Predicted seconds: the busiest rank's bytes over the link's rate, and one start-up."""
-        return cost.time_s(max(self.bytes_sent.values(), default=0))
+    def on(self, cost: LinkCost) -> BoxingPlan:
+        """The plan as it runs over a link: one that makes large sums in two steps, say."""
+        if self.kind != "all-reduce" or self.one_shot_bytes == cost.one_shot_bytes:
+            return self
+        return replace(self, one_shot_bytes=cost.one_shot_bytes)
 
-    def _local_bytes(self, layout: Layout, rank: int) -> int:
-        return math.prod(layout.local_shape(self.shape, rank)) * self.itemsize
+    def time_s(self, cost: LinkCost) -> float:
+        """Predicted seconds: the busiest rank's bytes, sent or received, over the link's rate, and the start-ups."""
+        plan = self.on(cost)
+        busiest = max(*plan.bytes_sent.values(), *plan.bytes_received.values(), 0)
+        is_two_shot = self.kind == "all-reduce" and not all(map(plan._is_one_shot, plan.groups))
+        return cost.time_s(busiest) + (cost.latency_s if busiest and is_two_shot else 0.0)
 
     def describe(self, cost: LinkCost | None = None, max_moves: int = 16) -> str:
         """The plan for people: kind, who sends what to whom, bytes per rank, temporary bytes, predicted time."""
@@ -185,7 +200,7 @@ class BoxingPlan:
             f"boxing {self.source} -> {self.destination}",
             f"  {self.kind} of {tuple(self.shape)}, {format_bytes(math.prod(self.shape) * self.itemsize)} logical",
         ]
-        lines += [f"  ranks {list(group)} sum in place" for group in self.groups]
+        lines += [f"  ranks {list(group)} {self._describe_sum(group)}" for group in self.groups]
         if self.kind != "all-reduce":
             # Not all of them: between thousands of ranks there are millions.
             crossing = (m for rank in self.destination.placement for m in self.moves_to(rank) if m.source != rank)
@@ -200,6 +215,11 @@ class BoxingPlan:
         if cost is not None:
             lines.append(f"  predicted {format_seconds(self.time_s(cost))}")
         return "\n".join(lines)
+
+    def _describe_sum(self, group: tuple[int, ...]) -> str:
+        if self._is_one_shot(group):
+            return "add up all terms, each by itself"
+        return "add up a slice each, then copy the others'"
 
     def _describe_move(self, move: Move) -> str:
         region = ", ".join(f"{start}:{stop}" for start, stop in move.source_region)
@@ -246,11 +266,19 @@ def _classify(source: Layout, destination: Layout) -> str:
         moved = source.placement.device_type == destination.placement.device_type
         identical = moved and source.placement.grid == destination.placement.grid == source.placement.grid[:1]
         return "relabel" if identical and not destination.has_partial else "send"
-    changes = {(a, b) for a, b in zip(source.sbp, destination.sbp, strict=True) if a != b}
-    if all(isinstance(a, Partial) and isinstance(b, Broadcast) for a, b in changes):
+    if is_all_reduce(source, destination):
         return "all-reduce"
+    changes = {(a, b) for a, b in zip(source.sbp, destination.sbp, strict=True) if a != b}
     names = {_classify_axis(a, b) for a, b in changes}
     return "exchange" if len(names) > 1 else names.pop()
+
+
+def is_all_reduce(source: Layout, destination: Layout) -> bool:
+    """Whether every axis stays or goes from P to B, on one placement: what transports have a collective for."""
+    if source.placement != destination.placement or source.sbp == destination.sbp:
+        return False
+    changes = ((a, b) for a, b in zip(source.sbp, destination.sbp, strict=True) if a != b)
+    return all(isinstance(a, Partial) and isinstance(b, Broadcast) for a, b in changes)
 
 
 def _classify_axis(a: Sbp, b: Sbp) -> str:
@@ -270,71 +298,6 @@ def _reduce_groups(source: Layout, destination: Layout) -> tuple[tuple[int, ...]
         kept = tuple(c for axis, c in enumerate(coordinates) if axis not in summed)
         groups.setdefault(kept, []).append(rank)
     return tuple(tuple(group) for group in groups.values())
-
-
-def _owner(source: Layout, destination: Layout, shape: Shape, place: Place) -> int:
-    """Which of the destination's terms a source's term goes to, as an offset in the destination's grid.
-
-    The other terms start from the reduction's identity. A term stays where it is if its first holder is in the
-    destination, so that P -> P, S -> P and B -> P move nothing; the others are dealt out. Terms of one reduction must
-    be complete before they enter another.
-    """
-    if not destination.has_partial:
-        return 0
-    targets = tiling_of(destination, shape)
-    kinds = {entry.reduction for layout in (source, destination) for entry in layout.sbp if isinstance(entry, Partial)}
-    first_holder = place.tile + place.term if len(kinds) == 1 or not source.has_partial else 0
-    home = source.placement.grid[first_holder]
-    return (
-        targets.place(home).term if home in destination.placement else targets.terms[first_holder % len(targets.terms)]
-    )
-
-
-@lru_cache(maxsize=16384)
-def _moves_to(source: Layout, destination: Layout, shape: Shape, rank: int) -> tuple[Move, ...]:
-    """By the first holder of each slice. A copy that the rank has itself comes first, then those in its own set of
-    copies; what other ranks take is spread over the sets.
-    """
-    tiling = tiling_of(source, shape)
-    target, mine = destination.region(shape, rank), tiling_of(destination, shape).place(rank)
-    index = mine.tile + mine.term + mine.copy
-    own = tiling.place(rank) if rank in source.placement else None
-    copy = own.copy if own is not None else tiling.copies[index % len(tiling.copies)]
-    found = []
-    for tile, common, origin in tiling.meeting(target):
-        for term in tiling.terms:
-            if _owner(source, destination, shape, Place(tile, term, 0)) != mine.term:
-                continue
-            move = Move(
-                tiling.grid[tile + term + copy],
-                rank,
-                _relative(common, origin),
-                _relative(common, [start for start, _ in target]),
-            )
-            found.append((tile + term, move))
-    return tuple(move for _, move in sorted(found, key=lambda item: item[0]))
-
-
-@lru_cache(maxsize=16384)
-def _moves_from(source: Layout, destination: Layout, shape: Shape, rank: int) -> tuple[Move, ...]:
-    """By destination. The counterpart of ``_moves_to``: who would take a slice from this rank?"""
-    tiling, targets = tiling_of(source, shape), tiling_of(destination, shape)
-    own, region = tiling.place(rank), source.region(shape, rank)
-    term = _owner(source, destination, shape, own)
-    found = []
-    for tile, common, origin in targets.meeting(region):
-        for copy in targets.copies:
-            index = tile + term + copy
-            taker = targets.grid[index]
-            is_source = taker in source.placement
-            if own.copy == (tiling.place(taker).copy if is_source else tiling.copies[index % len(tiling.copies)]):
-                move = Move(rank, taker, _relative(common, [start for start, _ in region]), _relative(common, origin))
-                found.append((index, move))
-    return tuple(move for _, move in sorted(found, key=lambda item: item[0]))
-
-
-def _relative(region: Region, origin: Sequence[int]) -> Region:
-    return tuple((start - base, stop - base) for (start, stop), base in zip(region, origin, strict=True))
 
 
 def classic_wire_bytes(source: Sbp, destination: Sbp, logical_bytes: int, num_ranks: int) -> float:
@@ -359,4 +322,12 @@ def describe_sbp_change(source: Layout, destination: Layout) -> str:
     return " -> ".join(names)
 
 
-__all__ = ["BoxingPlan", "LinkCost", "Move", "classic_wire_bytes", "describe_sbp_change", "plan_boxing"]
+__all__ = [
+    "BoxingPlan",
+    "LinkCost",
+    "Move",
+    "classic_wire_bytes",
+    "describe_sbp_change",
+    "is_all_reduce",
+    "plan_boxing",
+]

@@ -122,7 +122,14 @@ def num_elements(region: Region) -> int:
 
 def overlap(a: Region, b: Region) -> int:
     """How many elements two regions share."""
-    return math.prod(max(0, min(e, g) - max(s, f)) for (s, e), (f, g) in zip(a, b, strict=True))
+    shared = 1
+    for (start, stop), (other_start, other_stop) in zip(a, b, strict=True):
+        low = start if start > other_start else other_start  # noqa: FURB136 - three times as fast as max and min
+        high = stop if stop < other_stop else other_stop  # noqa: FURB136
+        if low >= high:
+            return 0
+        shared *= high - low
+    return shared
 
 
 __all__ = ["Cut", "Place", "Tiling", "num_elements", "overlap", "tiling_of"]

@@ -1,0 +1,197 @@
+"""What single boxings of one tensor would cost, fast: a search asks for dozens that nobody will ever run.
+
+The price is that of the plan (``BoxingPlan.time_s``), counted without making one. Where there are many ranks only a
+sample of them is counted: layouts are regular, and what one rank sends and receives its neighbours do too.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from functools import cached_property
+from typing import NamedTuple
+
+from workbench.core.boxing import LinkCost, is_all_reduce, plan_boxing
+from workbench.core.layout import Layout, Region, Shape, balanced_bounds
+from workbench.core.moves import owner
+from workbench.core.placement import Placement
+from workbench.core.sbp import Broadcast, Partial, Split
+from workbench.core.tiling import Place, num_elements, overlap
+
+_MAX_PAIRS = 1024
+"""Of pairs of ranks; above, a sample of the ranks is counted."""
+_NUM_SAMPLED = 32
+
+
+class Prices:
+    """Prices of boxings of a tensor of ``shape`` over a link.
+
+    Attributes:
+        num_priced: how many pairs of layouts were priced; a measure of work that no machine's load changes.
+    """
+
+    def __init__(self, shape: Shape, itemsize: int, cost: LinkCost) -> None:
+        self.shape, self.itemsize, self.cost = shape, itemsize, cost
+        self.num_priced = 0
+        self._num_elements = math.prod(shape)
+        self._shards: dict[Layout, _Shards] = {}
+        self._sums: dict[Layout, _Sums] = {}
+        self._common: dict[tuple[Placement, Placement], int] = {}
+        self._at_least: dict[tuple[Layout, Layout], float] = {}
+        self._exact: set[tuple[Layout, Layout]] = set()
+
+    def time_s(self, source: Layout, destination: Layout) -> float:
+        """What ``plan_boxing(source, destination, ...).time_s(cost)`` says."""
+        pair = (source, destination)
+        if pair not in self._exact:
+            self._exact.add(pair)
+            self._at_least[pair] = self._time_s(source, destination)
+        return self._at_least[pair]
+
+    def at_least_s(self, source: Layout, destination: Layout) -> float:
+        """A time that ``time_s`` is not below, from sizes alone; the time itself where it is known."""
+        pair = (source, destination)
+        if pair not in self._at_least:
+            self._at_least[pair] = self.cost.time_s(self._least_elements(source, destination) * self.itemsize)
+        return self._at_least[pair]
+
+    def _time_s(self, source: Layout, destination: Layout) -> float:
+        self.num_priced += 1
+        if is_all_reduce(source, destination):
+            return plan_boxing(source, destination, self.shape, self.itemsize).time_s(self.cost)
+        a, b = self._shards_of(source), self._shards_of(destination)
+        exact = len(a.regions) * len(b.regions) <= _MAX_PAIRS
+        elements = self._counted(a, b) if exact else _sampled(a, b)
+        return self.cost.time_s(elements * self.itemsize)
+
+    def _least_elements(self, source: Layout, destination: Layout) -> int:
+        """What the busiest rank moves is at least the mean, and at least what the largest new shard lacks."""
+        a, b = self._sums_of(source), self._sums_of(destination)
+        if a.num_terms > b.num_terms and is_all_reduce(source, destination):
+            return a.largest * 2 * (a.num_terms - 1) // a.num_terms // max(1, b.num_terms)
+        pair = (source.placement, destination.placement)
+        common = self._common.get(pair)
+        if common is None:
+            common = self._common[pair] = sum(rank in source.placement for rank in destination.placement)
+        kept = min(a.largest, b.largest) if common else 0
+        moved = self._num_elements * a.num_terms * b.num_copies - common * kept
+        mean = moved // min(a.num_ranks, b.num_ranks)
+        return max(0, mean, b.largest * a.num_terms - kept if b.num_terms == 1 else 0)
+
+    def _sums_of(self, layout: Layout) -> _Sums:
+        sums = self._sums.get(layout)
+        if sums is None:
+            largest = math.prod(layout.local_shape(self.shape, layout.placement.grid[0]))
+            counts = {Partial: 1, Broadcast: 1, Split: 1}
+            for entry, size in zip(layout.sbp, layout.placement.shape, strict=True):
+                counts[type(entry)] *= size
+            sums = _Sums(largest, counts[Partial], counts[Broadcast], layout.placement.num_ranks)
+            self._sums[layout] = sums
+        return sums
+
+    def _shards_of(self, layout: Layout) -> _Shards:
+        shards = self._shards.get(layout)
+        if shards is None:
+            shards = self._shards[layout] = _Shards(layout, self.shape)
+        return shards
+
+    def _counted(self, a: _Shards, b: _Shards) -> int:
+        """Elements that the busiest rank sends or receives."""
+        sent = [0] * len(a.regions)
+        owners = self._owners(a, b) if b.layout.has_partial else None
+        most = 0
+        for taker, position in b.index.items():
+            region, received, own = b.regions[position], 0, a.index.get(taker)
+            for place in a.places_for(own, position):
+                if place == own or (owners is not None and owners[place] != b.terms[position]):
+                    continue
+                common = overlap(a.regions[place], region)
+                sent[place] += common
+                received += common
+            most = max(most, received)
+        return max(most, *sent)
+
+    def _owners(self, a: _Shards, b: _Shards) -> list[int]:
+        """By place in the source: which of the destination's terms it goes to."""
+        places = zip(range(len(a.regions)), a.copies, a.terms, strict=True)
+        return [
+            owner(a.layout, b.layout, self.shape, Place(place - copy - term, term, 0)) for place, copy, term in places
+        ]
+
+
+class _Sums(NamedTuple):
+    """Of a layout: elements of the largest shard, and how many terms, copies and ranks there are."""
+
+    largest: int
+    num_terms: int
+    num_copies: int
+    num_ranks: int
+
+
+class _Shards:
+    """A layout's shards in the order of its grid: regions, and which set of copies and which term each belongs to."""
+
+    def __init__(self, layout: Layout, shape: Shape) -> None:
+        self.layout = layout
+        self.index = {rank: place for place, rank in enumerate(layout.placement.grid)}
+        rows: list[tuple[Region, int, int]] = [(tuple((0, size) for size in shape), 0, 0)]
+        stride = layout.placement.num_ranks
+        for entry, parts in zip(layout.sbp, layout.placement.shape, strict=True):
+            stride //= parts
+            if isinstance(entry, Split):
+                dim = entry.dim
+                rows = [
+                    ((*region[:dim], (region[dim][0] + low, region[dim][0] + high), *region[dim + 1 :]), copy, term)
+                    for region, copy, term in rows
+                    for low, high in balanced_bounds(region[dim][1] - region[dim][0], parts)
+                ]
+            elif isinstance(entry, Broadcast):
+                rows = [(region, copy + i * stride, term) for region, copy, term in rows for i in range(parts)]
+            else:
+                rows = [(region, copy, term + i * stride) for region, copy, term in rows for i in range(parts)]
+        self.regions = [region for region, _, _ in rows]
+        self.copies = [copy for _, copy, _ in rows]
+        self.terms = [term for _, _, term in rows]
+
+    @cached_property
+    def _sets(self) -> dict[int, list[int]]:
+        """The places of every set of copies; together the ranks of a set hold everything once."""
+        found: dict[int, list[int]] = {}
+        for place, copy in enumerate(self.copies):
+            found.setdefault(copy, []).append(place)
+        return dict(sorted(found.items()))
+
+    @cached_property
+    def _order(self) -> list[list[int]]:
+        return list(self._sets.values())
+
+    def places_for(self, own: int | None, position: int) -> list[int]:
+        """Where a rank takes slices from: its own set of copies, or, from outside, one by its place in the new grid."""
+        return self._sets[self.copies[own]] if own is not None else self._order[position % len(self._order)]
+
+    def count(self, kind: type) -> int:
+        """Product of the sizes of the axes with entries of this kind."""
+        sizes = zip(self.layout.sbp, self.layout.placement.shape, strict=True)
+        return math.prod(size for entry, size in sizes if isinstance(entry, kind))
+
+    @property
+    def sample(self) -> list[tuple[int, int]]:
+        """(rank, place) of some ranks, evenly spread, the first and the last among them."""
+        step = max(1, len(self.regions) // _NUM_SAMPLED)
+        ranks = list(self.index.items())
+        return [*itertools.islice(ranks, 0, None, step), ranks[-1]]
+
+
+def _sampled(a: _Shards, b: _Shards) -> int:
+    """Like counting, but from a few ranks; what is taken out of several copies is spread evenly over them."""
+    terms, copies_before, copies_after = a.count(Partial), a.count(Broadcast), b.count(Broadcast)
+    most = 0
+    for rank, place in b.sample:
+        own = a.index.get(rank)
+        kept = overlap(a.regions[own], b.regions[place]) if own is not None else 0
+        most = max(most, num_elements(b.regions[place]) * terms // b.count(Partial) - kept)
+    for rank, place in a.sample:
+        other = b.index.get(rank)
+        kept = overlap(a.regions[place], b.regions[other]) if other is not None else 0
+        most = max(most, num_elements(a.regions[place]) * copies_after // copies_before - kept)
+    return most

@@ -1,0 +1,231 @@
+"""Routes: a boxing made of several, one after the other, where that is cheaper than the direct exchange.
+
+The direct exchange brings every rank each slice and each term that it needs, once. Two things can be cheaper: *sums of
+which several ranks need the result* (directly, each of them reads all terms; P -> S -> B adds up every slice once), and
+*few ranks that have what many need* (directly, they send the same slice to each; S on few -> S on many -> B sends it
+once). So the search is a shortest path over layouts on the two placements, priced by the link's constants alone: every
+rank finds the same route without a word. Between them a tensor is split or copied, never left in terms.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from operator import itemgetter
+
+from workbench.core.boxing import BoxingPlan, LinkCost, plan_boxing
+from workbench.core.layout import Layout, Shape
+from workbench.core.merging import merged
+from workbench.core.pricing import Prices
+from workbench.core.sbp import Sbp, Split, broadcast
+from workbench.units import format_bytes, format_seconds
+
+MAX_STEPS = 3
+WORTHWHILE = 0.9
+"""A route must take at most so much of the direct exchange's predicted time: predictions are not better than that."""
+_NUM_LONGEST_DIMS = 2
+
+
+@dataclass(frozen=True)
+class BoxingRoute:
+    """Several boxings, one after the other, that together bring a tensor from ``source`` to ``destination``.
+
+    Has what a ``BoxingPlan`` has for those who print, price or count it; ``steps`` are plans, and each one starts where
+    the last one ends. A sum is made of the same terms in the same order as directly, but slice by slice: all ranks of
+    the destination get the same bits, which may differ from the direct exchange's where an order of terms does.
+    """
+
+    steps: tuple[BoxingPlan, ...]
+    kind = "route"
+    is_local = False
+
+    @property
+    def source(self) -> Layout:
+        """Where the tensor lies."""
+        return self.steps[0].source
+
+    @property
+    def destination(self) -> Layout:
+        """Where it will lie."""
+        return self.steps[-1].destination
+
+    @property
+    def layouts(self) -> tuple[Layout, ...]:
+        """All layouts on the way, the first and the last among them."""
+        return (self.source, *(step.destination for step in self.steps))
+
+    @property
+    def shape(self) -> Shape:
+        """The logical shape."""
+        return self.steps[0].shape
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element."""
+        return self.steps[0].itemsize
+
+    @cached_property
+    def bytes_sent(self) -> dict[int, int]:
+        """Bytes on the wire by sending rank, over all steps."""
+        ranks = dict.fromkeys(rank for layout in self.layouts for rank in layout.placement)
+        return {rank: sum(step.bytes_sent.get(rank, 0) for step in self.steps) for rank in ranks}
+
+    @cached_property
+    def wire_bytes(self) -> int:
+        """Bytes on the wire, summed over ranks and steps."""
+        return sum(step.wire_bytes for step in self.steps)
+
+    @cached_property
+    def peak_temporary_bytes(self) -> int:
+        """Largest staging space of any rank in any step, what lies between two steps included."""
+        between = [layout.local_shape(self.shape, rank) for layout in self.layouts[1:-1] for rank in layout.placement]
+        held = max((math.prod(shape) * self.itemsize for shape in between), default=0)
+        return held + max(step.peak_temporary_bytes for step in self.steps)
+
+    @property
+    def title(self) -> str:
+        """What is boxed from where to where, on one line."""
+        return f"boxing {self.source} -> {self.destination} of {self.shape}"
+
+    def time_s(self, cost: LinkCost) -> float:
+        """Predicted seconds: the steps do not overlap."""
+        return sum(step.time_s(cost) for step in self.steps)
+
+    def describe(self, cost: LinkCost | None = None, max_moves: int = 16) -> str:
+        """The route for people: its steps, who sends what to whom in each, and the sums over all of them."""
+        lines = [f"boxing {self.source} -> {self.destination}", f"  in {len(self.steps)} steps"]
+        for number, step in enumerate(self.steps, 1):
+            text = step.describe(cost, max_moves)
+            lines += [f"  {number}. {text}".replace("\n", "\n     ")]
+        lines.append(
+            f"  together on the wire {format_bytes(self.wire_bytes)}, at most "
+            f"{format_bytes(max(self.bytes_sent.values()))} sent by a rank; "
+            f"temporary at most {format_bytes(self.peak_temporary_bytes)} on a rank"
+        )
+        if cost is not None:
+            direct = plan_boxing(self.source, self.destination, self.shape, self.itemsize).on(cost)
+            lines.append(
+                f"  predicted {format_seconds(self.time_s(cost))}, directly {format_seconds(direct.time_s(cost))}"
+            )
+        return "\n".join(lines)
+
+    __str__ = describe
+
+
+@lru_cache(maxsize=4096)
+def route_boxing(
+    source: Layout, destination: Layout, shape: Shape, itemsize: int, cost: LinkCost
+) -> BoxingPlan | BoxingRoute:
+    """The cheapest way from ``source`` to ``destination`` over a link: the direct plan, or up to three one by one.
+
+    >>> a, b = Placement.of("cpu", [0, 1, 2, 3]), Placement.of("cpu", [4, 5, 6, 7])
+    >>> route = route_boxing(Layout.of(a, "P"), Layout.of(b, "B"), (1024, 1024), 4, LinkCost(1e-5, 1e9))
+    >>> [str(layout) for layout in route.layouts]
+    ['P on cpu:[0, 1, 2, 3]', 'S(0) on cpu:[4, 5, 6, 7]', 'B on cpu:[4, 5, 6, 7]']
+
+    Raises:
+        LayoutError: see ``plan_boxing``.
+    """
+    direct = plan_boxing(source, destination, shape, itemsize).on(cost)
+    if direct.is_local or 0 in shape:
+        return direct
+    search = _Search(direct, cost)
+    between = search.run()
+    if not between:
+        return direct
+    layouts = (direct.source, *between, direct.destination)
+    pairs = itertools.pairwise(layouts)
+    return BoxingRoute(tuple(plan_boxing(a, b, shape, itemsize).on(cost) for a, b in pairs))
+
+
+class _Search:
+    """A shortest path by the prices of single boxings; bounds keep it from pricing most of them."""
+
+    def __init__(self, direct: BoxingPlan, cost: LinkCost) -> None:
+        self.shape, self.latency_s = direct.shape, cost.latency_s
+        self.source, self.destination = merged(direct.source, direct.destination, direct.shape)
+        self.prices = Prices(direct.shape, direct.itemsize, cost)
+        self.best_s = WORTHWHILE * direct.time_s(cost)
+        self.least_s = self._least_time_s(direct, cost)
+        self.path: tuple[Layout, ...] = ()
+
+    def _least_time_s(self, direct: BoxingPlan, cost: LinkCost) -> float:
+        """No route is faster: two start-ups, and what some rank must get or give away whatever the way.
+
+        A destination of terms needs no second start-up, because S -> P moves nothing.
+        """
+        source, destination, itemsize = direct.source, direct.destination, direct.itemsize
+        moved = 0
+        if not destination.has_partial:
+            moved = max(direct.bytes_received.values())
+            if self.source.has_partial:  # a part of a sum, at least
+                moved = itemsize * max(math.prod(destination.local_shape(self.shape, r)) for r in destination.placement)
+        if source.num_replicas == 1:
+            leaving = (r for r in source.placement if r not in destination.placement)
+            moved = max(
+                moved, itemsize * max((math.prod(source.local_shape(self.shape, r)) for r in leaving), default=0)
+            )
+        return (1 if destination.has_partial else 2) * cost.latency_s + moved / cost.bandwidth_bytes_per_s
+
+    def run(self) -> tuple[Layout, ...]:
+        """The layouts between, or none where the direct exchange is best."""
+        if self.best_s <= self.least_s:
+            return ()
+        between = candidates(self.source, self.destination, self.shape)
+        low = self.prices.at_least_s
+        for x in sorted(between, key=lambda x: low(self.source, x) + low(x, self.destination)):
+            self._try((x,))
+        to = sorted(((low(self.source, x), x) for x in between), key=itemgetter(0))
+        onward = sorted(((low(x, self.destination), x) for x in between), key=itemgetter(0))
+        for first, a in to:
+            for last, b in onward:
+                if first + self.latency_s + last >= self.best_s:
+                    break
+                if a is not b and not self._goes_back(a, b):
+                    self._try((a, b))
+        return self.path
+
+    def _goes_back(self, a: Layout, b: Layout) -> bool:
+        here, there = self.source.placement, self.destination.placement
+        return here is not there and a.placement is there and b.placement is here
+
+    def _try(self, path: tuple[Layout, ...]) -> None:
+        """Price one step after the other, as long as what the others take at least leaves a chance."""
+        steps = list(itertools.pairwise((self.source, *path, self.destination)))
+        times = [self.prices.at_least_s(*step) for step in steps]
+        for place, step in enumerate(steps):
+            if sum(times) >= self.best_s:
+                return
+            times[place] = self.prices.time_s(*step)
+        if sum(times) < self.best_s:
+            self.best_s, self.path = sum(times), path
+
+
+def candidates(source: Layout, destination: Layout, shape: Shape) -> list[Layout]:
+    """Layouts that a route may pass: splits and copies on the two placements, smallest shards first.
+
+    Of the dims that could be split, those that the two layouts split and the two longest ones.
+    """
+    by_length = sorted((dim for dim in range(len(shape)) if shape[dim] > 1), key=lambda dim: -shape[dim])
+    used = {entry.dim for layout in (source, destination) for entry in layout.sbp if isinstance(entry, Split)}
+    dims = sorted({*by_length[:_NUM_LONGEST_DIMS], *(dim for dim in used if shape[dim] > 1)})
+    entries: list[Sbp] = [*map(Split, dims), broadcast]
+    found = []
+    for placement in dict.fromkeys((destination.placement, source.placement)):
+        for sbp in _nested(entries, placement.num_axes):
+            layout = Layout(placement, sbp)
+            if layout not in (source, destination):
+                found.append(layout)
+    return sorted(found, key=lambda layout: math.prod(layout.local_shape(shape, layout.placement.grid[0])))
+
+
+def _nested(entries: Sequence[Sbp], num_axes: int) -> Iterator[tuple[Sbp, ...]]:
+    if num_axes == 0:
+        yield ()
+        return
+    for rest in _nested(entries, num_axes - 1):
+        for entry in entries:
+            yield (*rest, entry)
