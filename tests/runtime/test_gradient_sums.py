@@ -3,7 +3,7 @@
 import pytest
 
 from tests.runtime.programs import training_equals_one_device
-from workbench.runtime import optim
+from workbench.runtime import reduction
 from workbench.runtime.transport.threads import ThreadTransport
 from workbench.testing import run_ranks
 
@@ -26,8 +26,8 @@ def test_many_small_buckets_give_the_same_training(strategy, monkeypatch):
 
         return counted_finish
 
-    monkeypatch.setattr(optim, "BUCKET_BYTES", 64)
+    monkeypatch.setattr(reduction, "BUCKET_BYTES", 64)
     monkeypatch.setattr(ThreadTransport, "start_all_reduce", counted_start)
     for losses, weights in run_ranks(lambda: training_equals_one_device("mlp", strategy, 4, steps=3), 4):
         assert losses < 1e-5 and weights < 1e-5
-    assert under_way == [0] and most == [2]
+    assert under_way == [0] and most == [4]

@@ -1,8 +1,8 @@
 """Clipping by the norm of all gradients: the norm is of the sums of the gradients' terms, over all stages.
 
 ``torch.nn.utils.clip_grad_norm_`` and ``get_total_norm`` work as written: their inner functions are replaced here. The
-terms are summed in flat buckets as in an optimizer's step, and one small exchange makes the norm, the same bits on
-every rank of the world. Scaling the terms scales their sum, so gradients keep their layout.
+terms are summed in flat buckets for the norm and for the step that follows, and one small exchange makes the norm, the
+same bits on every rank of the world. Terms and sums are scaled alike, so gradients keep their layout.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from torch.nn.utils import clip_grad
 from workbench.core.boxing import plan_boxing
 from workbench.core.sbp import Partial, Split, broadcast
 from workbench.runtime.ops.reading import everywhere
-from workbench.runtime.optim import start_sums
-from workbench.runtime.tensor import GlobalTensor, Spec, local_torch, plain
+from workbench.runtime.reduction import Term, change_gradients, start_reduction, start_sums
+from workbench.runtime.shard import state_spec
+from workbench.runtime.tensor import GlobalTensor, Spec, local_torch, owner_of_grad, plain
 from workbench.runtime.world import World
 
 _torch_total_norm: Callable[..., Any] = clip_grad._get_total_norm
@@ -46,18 +47,34 @@ def _norms(tensors: Sequence[torch.Tensor], order: float) -> torch.Tensor:
     """The norm of each tensor, from what every rank says about the parts that it counts."""
     world = next(t._spec.world for t in tensors if isinstance(t, GlobalTensor))
     dtype = torch.promote_types(_widest(tensors), torch.float32)
-    sums = _summed(tensors)
-    mine = torch.stack([_part(tensor, sums, world, order).to(dtype) for tensor in tensors])
+    mine = torch.stack([_norm(*part, world, order).to(dtype) for part in _parts(tensors, world)])
     parts = torch.stack(world.transport.all_gather(mine, "the norm of gradients"))
     with local_torch():
         whole = torch.linalg.vector_norm(parts, order, dim=0) if order != 0 else parts.sum(0)
     return whole.to(_widest(tensors))
 
 
-def _summed(tensors: Sequence[torch.Tensor]) -> dict[GlobalTensor, torch.Tensor]:
-    """This rank's part of every global tensor of which it holds one, with the terms of sums added up."""
+def _parts(tensors: Sequence[torch.Tensor], world: World) -> list[tuple[torch.Tensor | None, bool]]:
+    """This rank's part of every tensor, terms of sums added up, and whether this rank counts it.
+
+    Gradients are summed for whoever needs them next too: the step takes the same sums.
+    """
     present = [t for t in tensors if isinstance(t, GlobalTensor) and not t._spec.is_ghost]
-    return start_sums([(tensor, plain(tensor), _holders_of_terms(tensor._spec)) for tensor in present])()
+    owners = {tensor: owner for tensor in present if (owner := owner_of_grad(tensor)) is not None}
+    sums = start_reduction(owners.values())()
+    others = [t for t in present if t not in owners]
+    other_sums = start_sums([Term(t, plain(t), _holders_of_terms(t._spec)) for t in others])()
+    parts: list[tuple[torch.Tensor | None, bool]] = []
+    for tensor in tensors:
+        if not isinstance(tensor, GlobalTensor):
+            parts.append((tensor.detach(), world.rank == 0))
+        elif tensor._spec.is_ghost:
+            parts.append((None, False))
+        elif tensor in owners:
+            parts.append((sums[owners[tensor]], _counts(state_spec(owners[tensor]))))
+        else:
+            parts.append((other_sums[tensor], _counts(tensor._spec)))
+    return parts
 
 
 def _holders_of_terms(spec: Spec) -> tuple[int, ...]:
@@ -66,22 +83,17 @@ def _holders_of_terms(spec: Spec) -> tuple[int, ...]:
     return next((group for group in groups if spec.world.rank in group), (spec.world.rank,))
 
 
-def _part(tensor: torch.Tensor, sums: dict[GlobalTensor, torch.Tensor], world: World, order: float) -> torch.Tensor:
+def _norm(local: torch.Tensor | None, counted: bool, world: World, order: float) -> torch.Tensor:
     """The norm of this rank's part; nothing where another rank counts the same elements."""
-    if isinstance(tensor, GlobalTensor):
-        counted, local = tensor in sums and _counts(tensor), sums.get(tensor)
-    else:
-        counted, local = world.rank == 0, tensor.detach()
     if not counted or local is None or local.numel() == 0:
         return torch.tensor(math.inf if order == -math.inf else 0.0, device=world.device)
     return torch.linalg.vector_norm(local, order)
 
 
-def _counts(tensor: GlobalTensor) -> bool:
+def _counts(spec: Spec) -> bool:
     """Whether this rank is the first of those that hold the same part."""
-    layout = tensor._spec.layout
-    place = layout.placement.coordinates(tensor._spec.world.rank)
-    return all(at == 0 for at, entry in zip(place, layout.sbp, strict=True) if not isinstance(entry, Split))
+    place = spec.layout.placement.coordinates(spec.world.rank)
+    return all(at == 0 for at, entry in zip(place, spec.layout.sbp, strict=True) if not isinstance(entry, Split))
 
 
 def _widest(tensors: Sequence[torch.Tensor]) -> torch.dtype:
@@ -98,10 +110,12 @@ def clip_with_norm(parameters: Any, max_norm: float, total_norm: torch.Tensor, f
     _torch_clip([p for p in listed if not isinstance(p, GlobalTensor)], max_norm, whole, foreach)
     with torch.no_grad(), local_torch():
         scale = torch.clamp(float(max_norm) / (whole + 1e-6), max=1.0)
-        for parameter in listed:
-            grad: Any = parameter.grad if isinstance(parameter, GlobalTensor) else None
-            if grad is not None:
-                grad.mul_(scale.to(grad.dtype))
+
+    def multiply(tensors: list[torch.Tensor]) -> None:
+        for tensor in tensors:
+            tensor.mul_(scale.to(tensor.dtype))
+
+    change_gradients([p for p in listed if isinstance(p, GlobalTensor)], multiply)
 
 
 def install() -> None:

@@ -1,16 +1,18 @@
 """Plain torch optimizers on global parameters: gradients reduced in buckets, the step on local shards.
 
-A parameter's ``.grad`` keeps its dual layout (one term of a sum on each rank) and is never reduced in place, so it
-goes on accumulating. Before an optimizer's step, torch's global step hooks (registered here once) put the local
-shard with the reduced gradient in the place of each global parameter; after it, the parameters come back. Whatever
-the optimizer does, fused or foreach, it does to plain local tensors.
+Before an optimizer's step, torch's global step hooks (registered here once) put the local part with the reduced
+gradient in the place of each global parameter; after it, the parameters come back. Whatever an elementwise optimizer
+does, fused or foreach, it does to plain local tensors. An optimizer that is not known to work element by element (norms
+per layer, factored moments) steps on global tensors instead, so its norms are of the whole; ``optimizer.elementwise =
+True`` (or the class attribute) says that it may have the local parts.
 """
 
 from __future__ import annotations
 
-import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+import inspect
+import operator
+from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,17 +20,22 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from workbench.core.layout import Layout
-from workbench.runtime.tensor import GlobalTensor, local_torch, plain
+from workbench.errors import LayoutError
+from workbench.runtime.assembling import slice_region
+from workbench.runtime.boxing import box
+from workbench.runtime.overlap import Watcher
+from workbench.runtime.reduction import forget_sums, start_gather, start_reduction
+from workbench.runtime.shard import shard_of, state_spec
+from workbench.runtime.tensor import GlobalTensor, ghost_storage, label, local_torch, plain, set_reduced_grad
 
-BUCKET_BYTES = 25 * 2**20
-"""Gradients are reduced in flat buckets of about this size."""
-_BUCKETS_UNDER_WAY = 2
-"""More would only take memory for copies of gradients."""
-
-Graded = tuple[GlobalTensor, torch.Tensor]
-"""A parameter and its local gradient."""
 _installed = False
-_swapped: dict[int, list[list[Any]]] = {}
+_ELEMENTWISE = {
+    inspect.unwrap(kind.step)
+    for kind in (
+        torch.optim.ASGD, torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.Adamax,
+        torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD,
+    )
+}  # fmt: skip
 
 
 def install_hooks() -> None:
@@ -43,122 +50,133 @@ def install_hooks() -> None:
 def state_layout(parameter: GlobalTensor) -> Layout:
     """The layout in which an optimizer's per-element state of ``parameter`` lies: its own, or its shard's under ZeRO.
 
-    ``optimizer.state[parameter]`` holds this rank's part as plain tensors.
+    ``optimizer.state[parameter]`` holds this rank's part as plain tensors (an optimizer that is not elementwise has
+    global tensors there).
     """
-    return parameter._spec.layout
+    return state_spec(parameter).layout
 
 
-Finish = Callable[[], dict[GlobalTensor, torch.Tensor]]
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """Whether every element's step follows from that element's gradient and state alone.
 
-
-def start_reduction(parameters: Iterable[GlobalTensor]) -> Finish:
-    """Begin to sum the terms of the parameters' gradients over the axes on which a parameter is broadcast.
-
-    All ranks of the parameters' placements call it with the same parameters in the same order; ghosts and parameters
-    without a gradient are left out.
-
-    Returns:
-        a function that waits for the sums and gives each parameter's local gradient, in the parameter's own layout.
+    True for torch's optimizers of that kind and what inherits their ``step``; others say so themselves, by an attribute
+    ``elementwise``.
     """
-    with local_torch():
-        graded = [(parameter, plain(parameter.grad)) for parameter in parameters if parameter.grad is not None]
-    return start_sums([(parameter, local, parameter._spec.term_ranks) for parameter, local in graded])
+    said = getattr(optimizer, "elementwise", None)
+    return inspect.unwrap(type(optimizer).step) in _ELEMENTWISE if said is None else bool(said)
 
 
-def start_sums(terms: Iterable[tuple[GlobalTensor, torch.Tensor, tuple[int, ...]]]) -> Finish:
-    """Begin to sum local tensors, each over a group of ranks, in flat buckets.
+class _Swap:
+    """What one optimizer's parameters are while it steps; made again when its parameters change."""
 
-    Args:
-        terms: (whose sum it is, this rank's term, the ranks that hold terms).
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.groups = [list(group["params"]) for group in optimizer.param_groups]
+        self.parameters = [p for params in self.groups for p in params if isinstance(p, GlobalTensor)]
+        self.present = [p for p in self.parameters if not p._spec.is_ghost]
+        self.elementwise = is_elementwise(optimizer)
+        self.watchers = list({id(w): w for p in self.parameters if (w := Watcher.of(p)) is not None}.values())
+        self.is_sharded = any(shard_of(p) is not None for p in self.parameters)
+        self.held: list[Any] | None = None
+        self.state: Any = None
+        self.pairs: list[tuple[GlobalTensor, torch.Tensor]] = []
 
-    Returns:
-        a function that waits for the sums and gives each by whose it is.
-    """
-    result: dict[GlobalTensor, torch.Tensor] = {}
-    buckets: dict[Any, list[Graded]] = {}
-    for owner, local, group in terms:
-        if len(group) == 1:
-            result[owner] = local
-        else:
-            buckets.setdefault((group, local.dtype), []).append((owner, local))
-    # In the order of the parameters on all ranks, so that no two ranks wait for each other's later buckets.
-    waiting = deque((bucket, key[0]) for key, members in buckets.items() for bucket in _cut_into_buckets(members))
-    started = deque(_start_bucket(*waiting.popleft()) for _ in range(min(_BUCKETS_UNDER_WAY, len(waiting))))
-
-    def finish() -> dict[GlobalTensor, torch.Tensor]:
-        while started:
-            result.update(started.popleft()())
-            if waiting:
-                started.append(_start_bucket(*waiting.popleft()))
-        return result
-
-    return finish
-
-
-def _cut_into_buckets(members: list[Graded]) -> Iterator[list[Graded]]:
-    bucket: list[Graded] = []
-    size = 0
-    for parameter, local in members:
-        bucket.append((parameter, local))
-        size += local.numel() * local.element_size()
-        if size >= BUCKET_BYTES:
-            yield bucket
-            bucket, size = [], 0
-    if bucket:
-        yield bucket
-
-
-def _start_bucket(bucket: list[Graded], group: tuple[int, ...]) -> Finish:
-    world = bucket[0][0]._spec.world
-    started = time.perf_counter()
-    locals_ = [local for _, local in bucket]
-    num_bytes = sum(local.nbytes for local in locals_)
-    header = f"reduction of {len(bucket)} gradients, {num_bytes} bytes"
-    wait = world.transport.start_all_reduce(locals_, group, "sum", world.next_sum_tag(group), header)
-
-    def finish() -> dict[GlobalTensor, torch.Tensor]:
-        pieces = wait().split([local.numel() for local in locals_])
-        sent = 2 * (len(group) - 1) * num_bytes // len(group)
-        world.traffic.add("gradients", sent, time.perf_counter() - started)
-        if world.tracer is not None:
-            world.tracer.add_reduction(group, [local for _, local in bucket])
-        return {p: piece.view(local.shape) for (p, local), piece in zip(bucket, pieces, strict=True)}
-
-    return finish
+    def fits(self, optimizer: Optimizer) -> bool:
+        """Whether the optimizer has the parameters that it had."""
+        groups = optimizer.param_groups
+        return len(groups) == len(self.groups) and all(
+            len(known) == len(group["params"]) and all(map(operator.is_, known, group["params"]))
+            for known, group in zip(self.groups, groups, strict=True)
+        )
 
 
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
     _put_back(optimizer)  # a step that raised has left its local tensors behind
-    held = [group["params"] for group in optimizer.param_groups]
-    parameters = [p for params in held for p in params if isinstance(p, GlobalTensor)]
-    if not parameters:
+    swap: _Swap | None = optimizer.__dict__.get("_workbench_swap")
+    if swap is None or not swap.fits(optimizer):
+        swap = optimizer.__dict__["_workbench_swap"] = _Swap(optimizer)
+    if not swap.parameters or _is_left_alone(optimizer):
         return None
     args, kwargs = _run_closure_first(args, kwargs)
-    finish = start_reduction(parameters)
-    _swapped[id(optimizer)] = held
+    for watcher in swap.watchers:
+        watcher.before_step()
+    finish = start_reduction(swap.present)
+    if optimizer.state is not swap.state:
+        _adopt_state(optimizer, swap)
     with local_torch():  # while the sums are under way
-        for group, params in zip(optimizer.param_groups, held, strict=True):
-            group["params"] = [_as_local(optimizer, parameter) for parameter in _present(params)]
-        for parameter, grad in finish().items():
-            parameter.__dict__["_local_alias"].grad = grad
+        pairs = [(p, _part(p)) for p in (swap.present if swap.elementwise else swap.parameters)]
+    swap.pairs = pairs
+    with torch.no_grad():
+        sums = finish()
+        for watcher in swap.watchers:
+            watcher.drain()
+        if swap.elementwise:
+            with local_torch():
+                for parameter, local in pairs:
+                    local.grad = sums.get(parameter)
+        else:
+            swap.pairs = pairs = [(p, _labelled(p, local, sums.get(p))) for p, local in pairs]
+    _exchange_places(optimizer, swap, pairs)
     return args, kwargs
 
 
-def _as_local(optimizer: Optimizer, parameter: torch.Tensor) -> torch.Tensor:
-    if not isinstance(parameter, GlobalTensor):
+def _is_left_alone(optimizer: Optimizer) -> bool:
+    """LBFGS calls its closure within the step, so it works on the global parameters and their gradients themselves."""
+    if not isinstance(optimizer, torch.optim.LBFGS):
+        return False
+    swap: _Swap = optimizer.__dict__["_workbench_swap"]
+    if swap.is_sharded:
+        raise LayoutError(
+            f"{type(optimizer).__name__}.step(): {len(swap.parameters)} parameters, sharded over the ranks by zero=, "
+            "and an optimizer that evaluates the model several times in one step. The sums of ZeRO are made once per "
+            "step. Leave zero= out of the strategy, or use an optimizer that takes one gradient per step."
+        )
+    return True
+
+
+def _part(parameter: GlobalTensor) -> torch.Tensor:
+    """What this rank's optimizer changes of a parameter: a contiguous plain tensor."""
+    if parameter._spec.is_ghost:
         return parameter
-    local = parameter.__dict__.get("_local_alias")
-    if local is None or local.data_ptr() != parameter.data_ptr():
-        local = parameter.__dict__["_local_alias"] = plain(parameter)
-    if parameter in optimizer.state:
-        state = optimizer.state.pop(parameter)  # what an optimizer has made of global tensors before its first step
-        optimizer.state[local] = {k: plain(v) if isinstance(v, GlobalTensor) else v for k, v in state.items()}
+    local: torch.Tensor | None = parameter.__dict__.get("_local_alias")
+    if local is not None and parameter.__dict__["_alias_of"] == (parameter.data_ptr(), parameter._spec):
+        return local
+    local, shard = plain(parameter), shard_of(parameter)
+    if shard is not None:
+        local = slice_region(local, shard.regions[parameter._spec.world.rank])
+    if not local.is_contiguous():
+        return local.contiguous()  # written back after the step
+    parameter.__dict__["_local_alias"], parameter.__dict__["_alias_of"] = local, (parameter.data_ptr(), parameter._spec)
     return local
 
 
-def _present(parameters: list[Any]) -> list[Any]:
-    """The parameters of which this rank holds a part."""
-    return [p for p in parameters if not (isinstance(p, GlobalTensor) and p._spec.is_ghost)]
+def _labelled(parameter: GlobalTensor, local: torch.Tensor, grad: torch.Tensor | None) -> GlobalTensor:
+    """A leaf over this rank's part of a parameter, global again, with the reduced gradient in its own layout."""
+    spec = state_spec(parameter)
+    if spec.is_ghost:
+        local = ghost_storage(spec.shape, parameter.dtype, spec.world.device)
+        has_grad = parameter.grad is not None
+        grad = ghost_storage(spec.shape, parameter.dtype, spec.world.device) if has_grad else None
+    else:
+        with local_torch():
+            local = local.detach()
+    alias = label(local, spec)
+    set_reduced_grad(alias, grad)
+    return alias
+
+
+def _exchange_places(optimizer: Optimizer, swap: _Swap, pairs: list[tuple[Any, torch.Tensor]]) -> None:
+    """Put the parts, and their state, in the place of the parameters."""
+    owned: Any = optimizer.state
+    state: Any = defaultdict(dict)
+    plain_parameters = [p for params in swap.groups for p in params if not isinstance(p, GlobalTensor)]
+    for owner, part in [*pairs, *((p, p) for p in plain_parameters)]:
+        if owner in owned:
+            state[part] = owned[owner]
+    parts = {id(owner): part for owner, part in pairs}
+    swap.held, swap.state = [group["params"] for group in optimizer.param_groups], owned
+    for group, params in zip(optimizer.param_groups, swap.groups, strict=True):
+        group["params"] = [parts.get(id(p), p) for p in params if not isinstance(p, GlobalTensor) or id(p) in parts]
+    optimizer.state = state
 
 
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -166,16 +184,61 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _put_back(optimizer: Optimizer) -> None:
-    held = _swapped.pop(id(optimizer), None)
-    if held is None:
+    swap: _Swap | None = optimizer.__dict__.get("_workbench_swap")
+    if swap is None or swap.held is None:
         return
-    for group, params in zip(optimizer.param_groups, held, strict=True):
-        for owner, local in zip(_present(params), group["params"], strict=True):
-            if owner is not local:
-                local.grad = None
-                if local in optimizer.state:
-                    optimizer.state[owner] = optimizer.state.pop(local)
+    state, owned = optimizer.state, swap.state
+    for owner, part in swap.pairs:
+        if part in state:
+            owned[owner] = state.pop(part)
+    owned.update(state)  # of plain parameters
+    optimizer.state = owned
+    for group, params in zip(optimizer.param_groups, swap.held, strict=True):
         group["params"] = params
+    swap.held = None
+    _write_back(swap)
+    for _, part in swap.pairs:
+        part.grad = None
+    swap.pairs = []
+
+
+def _write_back(swap: _Swap) -> None:
+    """Shards that were stepped on go to their places, and to the other ranks that hold the parameter."""
+    forget_sums(swap.present)
+    if not swap.is_sharded:
+        return
+    stepped = []
+    with torch.no_grad(), local_torch():
+        for owner, part in swap.pairs:
+            shard = shard_of(owner)
+            if shard is None or owner._spec.is_ghost or part.grad is None:
+                continue
+            place = slice_region(plain(owner), shard.regions[owner._spec.world.rank])
+            if place.numel() and place.data_ptr() != part.data_ptr():
+                place.copy_(part.as_subclass(torch.Tensor))
+            stepped.append(owner)
+        start_gather(stepped)()
+
+
+def _adopt_state(optimizer: Optimizer, swap: _Swap) -> None:
+    """State that was made before the first step, or loaded, as this rank's parts: it may be global, or of the whole."""
+    for parameter in swap.parameters if swap.elementwise else ():
+        state = optimizer.state.get(parameter)
+        if state:
+            state.update((name, _own_part(parameter, value)) for name, value in state.items())
+
+
+def _own_part(parameter: GlobalTensor, value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    spec = state_spec(parameter)
+    if isinstance(value, GlobalTensor):
+        if tuple(value._spec.shape) != tuple(spec.shape):
+            return plain(value)
+        return plain(box(value.detach(), spec.layout))  # type: ignore[arg-type]
+    if tuple(value.shape) == tuple(spec.shape) != tuple(spec.local_shape):
+        return slice_region(value, spec.layout.region(spec.shape, spec.world.rank)).contiguous()
+    return value
 
 
 def _run_closure_first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

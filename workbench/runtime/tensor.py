@@ -163,9 +163,9 @@ class GlobalTensor(torch.Tensor):
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        shard = self.__dict__.pop("_grad_shard", None)
+        shard: GlobalTensor | None = self.__dict__.pop("_grad_shard", None)
         self.__dict__.pop("_sum", None)
-        if value is not None and shard is not None and getattr(value, "_spec", None) is shard._spec:
+        if shard is not None and isinstance(value, GlobalTensor) and value._spec is shard._spec:
             keep_grad_shard(self, value, shard._spec)
             return
         if value is None or not _torch_function_enabled():

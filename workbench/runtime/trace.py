@@ -123,20 +123,32 @@ class Trace:
         if self._outer is not None:
             self._outer.add(site, direction, plan, dtype)
 
-    def add_reduction(self, group: tuple[int, ...], gradients: list[torch.Tensor]) -> None:
-        """Count one bucket of gradients that ``group``, this rank among it, sums before an optimizer's step."""
-        num_elements, size_bytes = sum(t.numel() for t in gradients), sum(t.nbytes for t in gradients)
-        site, dtype = find_site("gradients"), gradients[0].dtype
+    def add_reduction(
+        self,
+        group: tuple[int, ...],
+        tensors: list[torch.Tensor],
+        change: str = "P -> B",
+        kind: str = "all-reduce",
+        sent_bytes: int | None = None,
+        what: str = "gradients",
+    ) -> None:
+        """Count one bucket of gradients (or parameters) that ``group``, this rank among it, exchanges around a step.
+
+        ``sent_bytes`` is what this rank sends, by default its part of a ring all-reduce.
+        """
+        num_elements, size_bytes = sum(t.numel() for t in tensors), sum(t.nbytes for t in tensors)
+        site, dtype = find_site(what), tensors[0].dtype
         record = self._records.setdefault(
-            (site, group, num_elements, dtype),
-            BoxingRecord("gradients", site, "step", "P -> B", "all-reduce", (num_elements,), dtype),
+            (site, group, num_elements, dtype, kind),
+            BoxingRecord(what, site, "step", change, kind, (num_elements,), dtype),
         )
-        sent_bytes = 2 * (len(group) - 1) * size_bytes // len(group)
+        if sent_bytes is None:
+            sent_bytes = 2 * (len(group) - 1) * size_bytes // len(group)
         record.num_boxings += 1
         record.sent_bytes += sent_bytes
         record.wire_bytes += sent_bytes * len(group)
         if self._outer is not None:
-            self._outer.add_reduction(group, gradients)
+            self._outer.add_reduction(group, tensors, change, kind, sent_bytes, what)
 
     def site(self, function: str = "") -> Site:
         """Where the boxing that is about to run comes from."""

@@ -64,7 +64,9 @@ def _in_place(name: str, args: list[Any], kwargs: dict[str, Any]) -> torch.Tenso
     target = args[0]
     method = getattr(torch.Tensor, f"{name}_", None)
     # Terms of a sum end first where the function is not linear; the result is written back as terms.
-    if method is None or (isinstance(target, GlobalTensor) and target._spec.layout.has_partial):
+    is_linear = name in ("mul", "div", "neg") and not any(isinstance(arg, torch.Tensor) for arg in args[1:])
+    has_terms = isinstance(target, GlobalTensor) and target._spec.layout.has_partial
+    if method is None or (has_terms and not is_linear):
         return target.copy_(_one(name)(*args, **kwargs))
     return method(*args, **kwargs)
 
