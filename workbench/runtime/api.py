@@ -13,6 +13,7 @@ from workbench.core.placement import Placement
 from workbench.runtime import methods
 from workbench.runtime.agreement import check_agreement
 from workbench.runtime.creation import arange, empty, eye, full, ones, rand, randint, randn, randperm, tensor, zeros
+from workbench.runtime.data import GlobalDataLoader
 from workbench.runtime.entry import to_global
 from workbench.runtime.explicit import explicit_boxing
 from workbench.runtime.ops.extension import local_map, rule
@@ -73,9 +74,8 @@ def boxing_plan(
 
 
 __all__ = [
-    "Checkpoints", "GlobalTensor", "arange", "barrier", "boxing_plan", "check_agreement", "empty", "evaluate",
-    "explicit_boxing", "eye", "forward_backward", "full", "init", "load", "load_safetensors", "local_map",
-    "manual_seed", "methods", "no_sync", "ones", "parallelize", "placement", "prove",
-    "rand", "randint", "randn", "randperm", "rank", "rule", "save", "tensor", "to_global", "trace", "world_size",
-    "zeros",
+    "Checkpoints", "GlobalDataLoader", "GlobalTensor", "arange", "barrier", "boxing_plan", "check_agreement",
+    "empty", "evaluate", "explicit_boxing", "eye", "forward_backward", "full", "init", "load", "load_safetensors",
+    "local_map", "manual_seed", "methods", "no_sync", "ones", "parallelize", "placement", "prove", "rand", "randint",
+    "randn", "randperm", "rank", "rule", "save", "tensor", "to_global", "trace", "world_size", "zeros",
 ]  # fmt: skip

@@ -1,0 +1,296 @@
+"""``wb.GlobalDataLoader``: batches as global tensors, of which every rank reads the part that it holds."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_with_path, tree_unflatten
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+
+from workbench.core.layout import Layout
+from workbench.core.placement import Placement
+from workbench.core.sbp import Broadcast, Split, broadcast, split
+from workbench.errors import LayoutError
+from workbench.runtime.saving.agreeing import gather
+from workbench.runtime.strategies.state import state_of
+from workbench.runtime.tensor import GlobalTensor, ghost_storage, label, spec_of
+from workbench.runtime.world import World, current
+
+TARGET_KEYS = ("label", "labels", "label_ids", "target", "targets")
+"""Entries of a dict batch that are needed where the loss is: on the last stage."""
+_generator_lock = threading.Lock()  # simulated ranks share torch's generator
+Rows = tuple[int, int]
+
+
+class GlobalDataLoader:
+    """Batches of a dataset as global tensors, split along dim 0; every rank reads its rows only.
+
+    The order follows from ``seed`` and the epoch alone, and so do the random numbers that the dataset draws from torch
+    for a sample (augmentation): not from the strategy, the number of ranks or of workers. The last batch of an epoch
+    may be smaller, even smaller than the number of ranks. Iterating goes through one epoch, the next time through the
+    next.
+
+    Args:
+        dataset: a map-style dataset of tensors, or tuples or dicts of them. Iterable datasets are refused: they have no
+            positions, so every rank would have to read everything.
+        batch_size: samples of a global batch, over all ranks.
+        module: a parallelized module, whose strategy says who reads what: inputs are split over the data axis of the
+            first stage, targets over that of the last (of a tuple its last entry, of a dict the ``TARGET_KEYS``).
+        placement, sbp: a layout instead, of S(0) and B; default all ranks of the world, S(0) on the first axis.
+        shuffle: another order in every epoch; else that of the dataset.
+        drop_last: leave out an uneven last batch.
+        num_workers, collate_fn, pin_memory: as for ``torch.utils.data.DataLoader``; what ``collate_fn`` makes of a
+            rank's samples is that rank's part of the batch, so it must not depend on the other samples.
+
+    Raises:
+        TypeError: an iterable dataset.
+        LayoutError: a layout that splits another dim than 0, or parts of a batch that do not fit together.
+
+    Of ``loader = wb.GlobalDataLoader(dataset, batch_size=2, module=model, shuffle=True)`` over 5 pairs, ``for inputs,
+    targets in loader`` gives global tensors of 2, 2 and 1 rows, on any ranks.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int,
+        *,
+        module: nn.Module | None = None,
+        placement: Placement | None = None,
+        sbp: Any = None,
+        shuffle: bool = False,
+        seed: int = 0,
+        drop_last: bool = False,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] = default_collate,
+        pin_memory: bool = False,
+    ) -> None:
+        _check_arguments(dataset, batch_size, module, placement)
+        self.dataset, self.batch_size, self.module = dataset, batch_size, module
+        self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
+        self.num_workers, self.collate_fn = num_workers, collate_fn
+        self.pin_memory = pin_memory and torch.cuda.is_available()
+        self._given = None if placement is None else _checked_layout(placement, sbp)
+        self.epoch = 0
+        """The epoch that the current or the next iteration goes through."""
+        self._position = 0
+        self._starts_anew = False
+
+    def __len__(self) -> int:
+        """Batches of a whole epoch."""
+        count, rest = divmod(len(self.dataset), self.batch_size)
+        return count + (rest > 0 and not self.drop_last)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loader is: behind the batch that was handed out last."""
+        order = {"seed": self.seed, "shuffle": self.shuffle, "num_samples": len(self.dataset)}
+        if self._is_at_end():
+            return {**order, "epoch": self.epoch + 1, "position": 0}
+        return {**order, "epoch": self.epoch, "position": self._position}
+
+    def _is_at_end(self) -> bool:
+        left = len(self.dataset) - self._position
+        return left <= 0 or (self.drop_last and left < self.batch_size)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there: the next iteration gives the rest of that epoch, in batches of this loader's size.
+
+        Raises:
+            ValueError: the state is of a loader with another order.
+        """
+        own = self.state_dict()
+        wrong = [f"{n}={state[n]}, here {own[n]}" for n in ("seed", "shuffle", "num_samples") if state[n] != own[n]]
+        if wrong:
+            raise ValueError(
+                f"GlobalDataLoader.load_state_dict: the state is of a loader with {'; '.join(wrong)}. A position means "
+                "something in the same order only: make the loader with the same dataset, seed and shuffle."
+            )
+        self.epoch, self._position, self._starts_anew = state["epoch"], state["position"], False
+
+    def __iter__(self) -> Iterator[Any]:
+        """The batches of one epoch (of the rest of it, after ``load_state_dict``). All ranks iterate together."""
+        if self._starts_anew:
+            self.epoch, self._position = self.epoch + 1, 0
+        self._starts_anew = True
+        return self._batches(current(), self.epoch, self._position)
+
+    def _batches(self, world: World, epoch: int, start: int) -> Iterator[Any]:
+        order = self._order(epoch)[start:]
+        smallest = self.batch_size if self.drop_last else 1
+        batches = [part for part in order.split(self.batch_size) if len(part) >= smallest]
+        layouts = self._layouts(world)
+        needed = [_needed_rows(layouts, len(batch), world.rank) for batch in batches]
+        own = iter(self._reader(epoch, [batch[rows] for batch, rows in zip(batches, needed, strict=True)]))
+        for batch, rows in zip(batches, needed, strict=True):
+            part = next(own) if len(rows) else None
+            self._position += len(batch)
+            yield _assemble(part, rows, len(batch), layouts, world, f"batch at {self._position} of epoch {epoch}")
+        if self._is_at_end():
+            self.epoch, self._position, self._starts_anew = epoch + 1, 0, False
+
+    def _order(self, epoch: int) -> torch.Tensor:
+        num_samples = len(self.dataset)
+        if not self.shuffle:
+            return torch.arange(num_samples)
+        generator = torch.Generator().manual_seed(self.seed)
+        orders = (torch.randperm(num_samples, generator=generator) for _ in range(epoch + 1))
+        for order in orders:
+            last = order
+        return last
+
+    def _reader(self, epoch: int, batches: list[torch.Tensor]) -> DataLoader[Any]:
+        """Reads this rank's samples; it may not touch torch's own generator, which all ranks advance alike."""
+        keys = [[(epoch, int(index)) for index in batch] for batch in batches if len(batch)]
+        return DataLoader(
+            _Reproducible(self.dataset, self.seed),
+            batch_sampler=keys,
+            num_workers=self.num_workers,
+            collate_fn=self.collate_fn,
+            pin_memory=self.pin_memory,
+            generator=torch.Generator().manual_seed(self.seed),
+        )
+
+    def _layouts(self, world: World) -> _Layouts:
+        if self.module is not None:
+            return _layouts_of(self.module)
+        layout = self._given or _checked_layout(Placement.of(world.device.type, list(range(world.world_size))), None)
+        layout.placement.check_world(world.world_size)
+        return _Layouts(layout, layout)
+
+
+@dataclass(frozen=True)
+class _Layouts:
+    inputs: Layout
+    targets: Layout
+
+
+def _check_arguments(dataset: Any, batch_size: int, module: Any, placement: Any) -> None:
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        raise TypeError(
+            f"GlobalDataLoader({type(dataset).__name__}): an iterable dataset has no positions, so each rank would "
+            "have to read all samples to find its own. Give one with __getitem__ and __len__, e.g. list(dataset)."
+        )
+    if batch_size < 1:
+        raise ValueError(f"GlobalDataLoader(batch_size={batch_size}): a batch has at least 1 sample.")
+    if module is not None and placement is not None:
+        raise ValueError(
+            "GlobalDataLoader(module=..., placement=...): 2 answers to who reads what. The module's strategy gives one "
+            "already: leave out placement and sbp."
+        )
+
+
+def _checked_layout(placement: Placement, sbp: Any) -> Layout:
+    layout = Layout.of(placement, (split(0), *[broadcast] * (placement.num_axes - 1)) if sbp is None else sbp)
+    if any(not isinstance(entry, Broadcast) and entry != Split(0) for entry in layout.sbp):
+        raise LayoutError(
+            f"GlobalDataLoader(sbp={layout.sbp}): samples lie along dim 0, so a batch is S(0) or B on each of the "
+            f"{placement.num_axes} axes. Box a batch to other layouts afterwards: batch.to_global(sbp=...)."
+        )
+    return layout
+
+
+def _layouts_of(module: nn.Module) -> _Layouts:
+    """Where a strategy wants its inputs, and where its loss is."""
+    state = state_of(module)
+    first, last = state.resolved.layers[0], state.resolved.layers[-1]
+    keeps_whole = last.split == "column"
+    return _Layouts(
+        state.layouts.input_layout(first, 1),
+        state.layouts.layout(last, split(0), broadcast if keeps_whole else split(0)),
+    )
+
+
+def _rows(layout: Layout, num_rows: int, rank: int) -> Rows:
+    """The rows of a batch that a rank holds."""
+    return layout.region((num_rows,), rank)[0] if rank in layout.placement else (0, 0)
+
+
+def _needed_rows(layouts: _Layouts, num_rows: int, rank: int) -> torch.Tensor:
+    both = {_rows(layout, num_rows, rank) for layout in (layouts.inputs, layouts.targets)}
+    return torch.tensor(sorted({row for start, stop in both for row in range(start, stop)}), dtype=torch.long)
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    """What the ranks that hold nothing of a batch must know of one of its tensors."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def _assemble(part: Any, rows: torch.Tensor, num_rows: int, layouts: _Layouts, world: World, what: str) -> Any:
+    """A batch of global tensors from what this rank has read (None: nothing); ``rows`` says which rows those are."""
+    leaves = None if part is None else tree_map(lambda leaf: _describe(leaf, len(rows), what), part)
+    known = [found for found in gather(leaves, world, what) if found is not None]
+    for other in known[1:]:
+        if other != known[0]:
+            raise LayoutError(
+                f"GlobalDataLoader, {what}: ranks have read {known[0]} and {other}. The parts of one batch must have "
+                "one dtype and shape, up to dim 0: pad in the dataset to a size that does not depend on the batch."
+            )
+    targets = _target_leaves(known[0])
+    described, structure = tree_flatten(known[0])
+    values = tree_leaves(part) if part is not None else [None] * len(described)
+    made = [
+        _label(value, leaf, rows, num_rows, layouts.targets if is_target else layouts.inputs, world)
+        for value, leaf, is_target in zip(values, described, targets, strict=True)
+    ]
+    return tree_unflatten(made, structure)
+
+
+def _describe(leaf: Any, num_rows: int, what: str) -> _Leaf:
+    if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0 or leaf.shape[0] != num_rows:
+        found = f"a tensor {tuple(leaf.shape)}" if isinstance(leaf, torch.Tensor) else f"a {type(leaf).__name__}"
+        raise LayoutError(
+            f"GlobalDataLoader, {what}: collate_fn made {found} of {num_rows} samples. A global batch is made of "
+            "tensors with one row per sample: leave everything else out of the dataset or in collate_fn."
+        )
+    return _Leaf(leaf.dtype, tuple(leaf.shape[1:]))
+
+
+def _target_leaves(described: Any) -> list[bool]:
+    """For every tensor of a batch, whether it belongs to the loss."""
+    if isinstance(described, (tuple, list)) and len(described) > 1:
+        last = len(described) - 1
+        return tree_leaves(tree_map_with_path(lambda path, _: path[0].idx == last, described))
+    if isinstance(described, Mapping):
+        return [key in TARGET_KEYS for key, inner in described.items() for _ in tree_leaves(inner)]
+    return [False] * len(tree_leaves(described))
+
+
+def _label(
+    value: torch.Tensor | None, leaf: _Leaf, rows: torch.Tensor, num_rows: int, layout: Layout, world: World
+) -> GlobalTensor:
+    spec = spec_of(world, layout, (num_rows, *leaf.shape))
+    if spec.is_ghost:
+        return label(ghost_storage(spec.shape, leaf.dtype, world.device), spec)
+    start, stop = _rows(layout, num_rows, world.rank)
+    if value is None or start == stop:
+        return label(torch.empty(spec.local_shape, dtype=leaf.dtype, device=world.device), spec)
+    first = int((rows == start).nonzero())
+    return label(value[first : first + stop - start].to(world.device, non_blocking=True), spec)
+
+
+class _Reproducible(Dataset[Any]):
+    """Samples whose random numbers follow from the seed, the epoch and the index, and leave torch's generator alone."""
+
+    def __init__(self, dataset: Sequence[Any], seed: int) -> None:
+        self.dataset, self.seed = dataset, seed
+
+    def __getitem__(self, key: tuple[int, int]) -> Any:
+        epoch, index = key
+        with _generator_lock:
+            before = torch.default_generator.get_state()
+            torch.default_generator.manual_seed(hash((self.seed, epoch, index)) & 0x7FFFFFFFFFFFFFFF)
+            try:
+                return self.dataset[index]
+            finally:
+                torch.default_generator.set_state(before)
+
+
+__all__ = ["GlobalDataLoader"]
