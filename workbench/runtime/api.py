@@ -27,7 +27,7 @@ from workbench.runtime.saving.store import load, save
 from workbench.runtime.strategies.loading import load_safetensors
 from workbench.runtime.tensor import GlobalTensor
 from workbench.runtime.trace import trace
-from workbench.runtime.world import barrier, current, init, rank, world_size
+from workbench.runtime.world import barrier, current, init, rank, rebuild, world_size
 
 
 class _PlacementFactory:
@@ -77,5 +77,5 @@ __all__ = [
     "Checkpoints", "GlobalDataLoader", "GlobalTensor", "arange", "barrier", "boxing_plan", "check_agreement",
     "empty", "evaluate", "explicit_boxing", "eye", "forward_backward", "full", "init", "load", "load_safetensors",
     "local_map", "manual_seed", "methods", "no_sync", "ones", "parallelize", "placement", "prove", "rand", "randint",
-    "randn", "randperm", "rank", "rule", "save", "tensor", "to_global", "trace", "world_size", "zeros",
+    "randn", "randperm", "rank", "rebuild", "rule", "save", "tensor", "to_global", "trace", "world_size", "zeros",
 ]  # fmt: skip
