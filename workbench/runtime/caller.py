@@ -20,7 +20,8 @@ def user_frame() -> tuple[FrameType | None, list[FrameType]]:
 
     None where no user's code is running: in a thread of autograd, or of simulated ranks that run one of our functions.
     """
-    frame: FrameType | None = sys._getframe(1)
+    # Without the caller's own frame: a list in its locals that held it would keep all tensors of the call alive.
+    frame: FrameType | None = sys._getframe(2)
     ours = []
     while frame is not None and _is_machinery(frame.f_code.co_filename):
         if frame.f_code.co_filename.startswith(PACKAGE):

@@ -52,6 +52,7 @@ class Sum:
         self._loan = Loan(*lies) if lies is not None else None
         self._out_loan = Loan(*self._out_lies) if self._out_lies is not None else None
         self._pieces = deque(cut(tensors, PIECE_BYTES // self._dtype.itemsize))
+        self._is_one_step = len(group) == 2 or num_bytes <= ONE_STEP_BYTES
         self._num_offered = 0
         self._offered: deque[tuple[torch.Tensor, Block | Loan]] = deque()
         for _ in range(_PIECES_UNDER_WAY):
@@ -97,7 +98,7 @@ class Sum:
                 continue
             letters[rank] = self._mailbox.take(rank, self._tag, self._header, own.nbytes)
             terms.append(self._mailbox.view(rank, letters[rank], own.shape, own.dtype))
-        if len(terms) == 2 or own.nbytes <= ONE_STEP_BYTES:
+        if self._is_one_step:
             combine(terms, out, self._reduction)
             self._mailbox.read_bytes += (len(terms) - 1) * own.nbytes
             self._acknowledge(letters)
