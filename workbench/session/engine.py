@@ -56,10 +56,9 @@ def join(rank: int, world_size: int, init_method: str, device: str | None, searc
     sys.path.extend(path for path in search_path if path not in sys.path)
     _install()
 
-    leave()
     from workbench.runtime import world
 
-    here = world.init(rank, world_size, init_method=init_method, device=device)
+    here = world.rebuild(rank, world_size, init_method=init_method, device=device, reason="the notebook said so")
     return {
         "pid": os.getpid(),
         "host": socket.gethostname(),

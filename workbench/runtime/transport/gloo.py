@@ -22,17 +22,19 @@ import torch
 import torch.distributed as dist
 
 from workbench.core.boxing import LinkCost
+from workbench.core.layout import balanced_bounds
 from workbench.errors import CollectiveAborted
 from workbench.runtime.caller import user_frame
 from workbench.runtime.transport.base import Message, Release, Wanted, borrow_by_exchange, pack
 from workbench.runtime.transport.reducing import combine, tag_in_group
-from workbench.runtime.transport.waiting import POLL_S, Helper, Job
+from workbench.runtime.transport.waiting import Helper, Job
 from workbench.runtime.transport.watch import Wait, Watch
 
 ONE_STEP_BYTES = 16 * 2**10
 """Up to this size every rank of three or more adds up everything itself, which saves a meeting."""
 _LOOK_AFTER_S = 0.1
-_LAST_MESSAGES_S = 1.0
+_LAST_MESSAGES_S = 10.0
+"""How long a rank that leaves waits for slower ones to fetch what it has sent; less if they have gone."""
 _GATHER_TAG = (1 << 20) - 1
 _TAG_BITS, _HASH_BITS = 20, 11
 
@@ -48,12 +50,14 @@ class GlooTransport:
     """
 
     name = "gloo"
-    cost = LinkCost(400e-6, 1.5e9)
+    cost = LinkCost(400e-6, 1.5e9, ONE_STEP_BYTES)
 
     def __init__(self, rank: int, world_size: int, timeout_s: float, watch: Watch, device: torch.device = _CPU) -> None:
         self.rank, self.world_size, self.timeout_s, self.device = rank, world_size, timeout_s, device
         self.watch = watch
         self.abort_reason: str | None = None
+        self.sent_bytes = 0
+        """Bytes of this rank's data that went to others."""
         self.other_reason: Callable[[], str | None] = lambda: None
         """Asked now and then during a wait: why this rank cannot go on, as far as others know."""
         self._receiver, self._sender = Helper("workbench-receive"), Helper("workbench-send")
@@ -89,6 +93,7 @@ class GlooTransport:
             works = [(source, dist.irecv(out, source, tag=slot)) for source, out in receives if out.numel()]
             for destination, tensor in sends:
                 if tensor.numel():
+                    self.sent_bytes += tensor.nbytes
                     self._send(tensor, destination, slot)
         return lambda: self._finish(works, slot, header)
 
@@ -108,10 +113,10 @@ class GlooTransport:
         own = pack(tensors).to(_CPU)
         tag, others = tag_in_group(tag, group), [rank for rank in group if rank != self.rank]
         is_one_step = len(group) == 2 or own.nbytes <= ONE_STEP_BYTES
-        step = own.numel() if is_one_step else -(-own.numel() // len(group))
         slices = {rank: slice(0, own.numel()) for rank in group}
         if not is_one_step:
-            slices = {rank: slice(index * step, (index + 1) * step) for index, rank in enumerate(group)}
+            bounds = balanced_bounds(own.numel(), len(group))
+            slices = {rank: slice(*bound) for rank, bound in zip(group, bounds, strict=True)}
         mine = own[slices[self.rank]]
         terms = {rank: torch.empty_like(mine) for rank in others}
         wait = self._start([(rank, own[slices[rank]]) for rank in others], list(terms.items()), tag, header)
@@ -140,11 +145,7 @@ class GlooTransport:
         return parts
 
     def flush(self) -> None:
-        started = time.perf_counter()
-        with self._giving_up():
-            while self._last_send is not None and not self._last_send.finished.wait(POLL_S):
-                self._raise_if_hopeless(started, None, "flush")
-        self._last_send = None
+        """Messages are copies: nothing to wait for before the tensors are written again."""
 
     def abort(self, reason: str) -> None:
         self.abort_reason = self.abort_reason or reason
@@ -193,21 +194,19 @@ class GlooTransport:
             place = place_in_user_code()
             wait = lambda: Wait(waits_for[0], slot, header + place)  # noqa: E731
             try:
-                self._receiver.run(block, lambda: self._raise_if_hopeless(started, wait(), header + place))
+                self._receiver.run(block, lambda: self._raise_if_hopeless(started, wait()))
             finally:
                 self.watch.forget_wait()
 
-    def _raise_if_hopeless(self, started: float, wait: Wait | None, call: str) -> None:
+    def _raise_if_hopeless(self, started: float, wait: Wait) -> None:
         waited_s = time.perf_counter() - started
         reason = self.abort_reason or self.other_reason()
-        if reason is None and wait is not None and waited_s > _LOOK_AFTER_S:
+        if reason is None and waited_s > _LOOK_AFTER_S:
             reason = self.watch.reason_against(wait)
         if reason is None and waited_s > self.timeout_s:
-            reason = f"nothing came for {self.timeout_s:g} s"
-            reason += f"; {self.watch.doing(wait.source)}" if wait is not None else ""
+            reason = f"nothing came for {self.timeout_s:g} s; {self.watch.doing(wait.source)}"
         if reason is not None:
-            peer = f"rank {wait.source}" if wait is not None else "a receiver"
-            raise CollectiveAborted(f"rank {self.rank} stopped waiting for {peer} in {call}: {reason}")
+            raise CollectiveAborted(f"rank {self.rank} stopped waiting for rank {wait.source} in {wait.call}: {reason}")
 
     @contextmanager
     def _telling_loss(self, header: str, peers: Sequence[int]) -> Iterator[None]:

@@ -1,0 +1,94 @@
+"""Whatever happens to one rank, every other one ends with the right result or the right error, soon, and goes on."""
+
+import os
+import time
+
+import pytest
+
+from tests.runtime.chaos import DIVERGED, HARMLESS, Chaos, Round
+
+pytestmark = pytest.mark.procs
+NUM_RANKS = 3
+WORLDS = {
+    "shared": [{}] * NUM_RANKS,
+    "gloo": [{"WORKBENCH_TRANSPORT": "gloo"}] * NUM_RANKS,
+}
+SOON_S = 2.0
+
+
+def right_reason(round_, chaos, text):
+    """Whether the error of a rank that did nothing wrong says what happened to the victim, or what it called."""
+    victim = f"rank {round_.victim}"
+    wanted = {
+        "killed": [f"of {victim} has ended"],
+        "stopped": [f"of {victim} is stopped (SIGSTOP)"],
+        "raises": [f"{victim} gave up: OwnError in its program"],
+        "interrupted": [f"{victim} gave up: KeyboardInterrupt"],
+        "aborted": ["the test said so"],
+    }.get(round_.fault.removesuffix(" soon"), ["diverged"])
+    return any(words in text for words in wanted)
+
+
+def check(round_, told, chaos):
+    """Whether the round ended as it should; says whether the world must be rebuilt."""
+    harmless = round_.fault in HARMLESS
+    for rank, (how, text, time_s) in told.items():
+        context = f"{round_}: rank {rank} ended {how} after {time_s:.2f} s: {text}"
+        assert time_s < SOON_S, context
+        if harmless:
+            assert how == "right", context
+        elif how == "aborted" and rank != round_.victim:
+            assert right_reason(round_, chaos, text), context
+            assert " in " in text or " called " in text or "has ended" in text, context  # which call
+    if round_.fault in DIVERGED or harmless:
+        return any(how != "right" for how, _, _ in told.values())
+    return True
+
+
+def play(tmp_path, transport, seeds):
+    left_before = set(os.listdir("/dev/shm"))
+    with Chaos(tmp_path, NUM_RANKS, WORLDS[transport]) as chaos:
+        assert chaos.rebuild() == [transport] * NUM_RANKS
+        assert chaos.rebuild() == [transport] * NUM_RANKS
+        pids = [process.pid for process in chaos.processes]
+        first = chaos.ask("facts")
+        for seed in seeds:
+            round_ = Round.drawn(seed, NUM_RANKS)
+            if check(round_, chaos.play(round_), chaos):
+                assert chaos.rebuild() == [transport] * NUM_RANKS
+            calm = Round(seed, "none", 0, 0)
+            assert {how for how, _, _ in chaos.play(calm).values()} == {"right"}, round_
+        assert_nothing_grew(chaos, pids, first)
+    assert set(os.listdir("/dev/shm")) <= left_before
+
+
+def assert_nothing_grew(chaos, pids, first):
+    """Processes that lived through all rounds have no more files, threads and mappings open than at the start."""
+    assert chaos.rebuild()
+    for _ in range(50):
+        last = chaos.ask("facts")
+        grown = [
+            (rank, first[rank], last[rank])
+            for rank, process in enumerate(chaos.processes)
+            if process.pid == pids[rank] and any(last[rank][key] > first[rank][key] for key in first[rank])
+        ]
+        if not grown:
+            return
+        time.sleep(0.1)
+    raise AssertionError(grown)
+
+
+QUICK = {"shared": range(2, 12), "gloo": (3, 4, 7, 9, 11)}
+"""Seeds; the number of a fault is the seed modulo their number."""
+
+
+@pytest.mark.parametrize("transport", WORLDS)
+def test_a_fault_ends_in_the_right_error_and_the_next_exchange_works(tmp_path, transport):
+    play(tmp_path, transport, QUICK[transport])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("transport", WORLDS)
+def test_two_hundred_faults(tmp_path, transport):
+    play(tmp_path, transport, range(200))
