@@ -108,8 +108,11 @@ class Run:
 
 
 def strategy_text(kind: str, parallel: str, options: str, model: nn.Module | None = None) -> str:
-    """Rows ``parallel`` for all layers, cut into as many stages as the options' first degree says, by parameters."""
-    stages = int(options.partition("x")[0])
+    """Rows ``parallel`` for all layers, cut by parameters into as many stages as the options' first degree says.
+
+    Interleaved, every rank gets two stages.
+    """
+    stages = int(options.partition("x")[0]) * (2 if "interleaved" in options else 1)
     layers = describe(model or _built(kind, 0.2, torch.float32))
     cuts = stage_cuts(layers, stages)
     rows = [Row(layer.name, parallel, None, cut) for layer, cut in zip(layers, cuts, strict=True)]

@@ -30,8 +30,16 @@ SHAPES = [
     ("model", "2x1x2 mb=3 1f1b", 4),
     ("data", "2x2x1 mb=2 gpipe", 4),
     ("model", "2x2x2 mb=3 1f1b", 8),
+    ("data", "2x1x1 mb=4 interleaved", 2),
+    ("data", "3x1x1 mb=3 zero_bubble", 3),
+    ("model", "2x2x1 mb=3 zero_bubble zero=1", 4),
+    ("data", "1x2x1 mb=2 zero=1", 2),
+    ("data", "1x3x1 mb=2 zero=2", 3),
+    ("data", "1x2x1 mb=2 zero=3", 2),
+    ("model", "1x2x2 mb=2 zero=3", 4),
+    ("model", "2x2x2 mb=2 1f1b zero=2", 8),
 ]
-"""Rows for all layers, options, ranks: data, column and row, pipelines, hybrids, and all three at once."""
+"""Rows for all layers, options, ranks: data, column and row, pipelines, hybrids, all three at once, schedules, ZeRO."""
 
 
 def assert_trains_like_one_device(setup, parallel, options, num_ranks):

@@ -31,7 +31,7 @@ def names_on_meta(module: nn.Module) -> list[str]:
 
 
 def materialize(module: nn.Module, names: list[str], init: Init, world: World) -> None:
-    """Give storage and values to the tensors ``names``, which ``spread`` has made of tensors on meta. All ranks call it.
+    """Give storage and values to the tensors ``names``, which ``spread`` has made of ones on meta. All ranks call it.
 
     Raises:
         StrategyError: tensors that nothing gives a value to, all listed.
@@ -107,8 +107,9 @@ def _allocate(tensor: Any) -> int:
     """Storage for this rank's shard, full of what no initialisation writes; returns a version to compare with."""
     if tensor.is_ghost:
         return 0
-    spec = tensor._spec
-    local = torch.empty(spec.local_shape, dtype=tensor.dtype, device=spec.world.device)
+    spec, local = tensor._spec, plain(tensor)
+    if local.untyped_storage().nbytes() < local.nbytes:  # else ZeRO has cut its shard out of nothing
+        local = torch.empty(spec.local_shape, dtype=tensor.dtype, device=spec.world.device)
     if local.is_floating_point() or local.is_complex():
         local.fill_(float("nan"))
     tensor.data = label(local, spec)
