@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -84,7 +84,8 @@ class Outcome(NamedTuple):
     shard: torch.Tensor | None
     grad: torch.Tensor | None
     second: torch.Tensor | None
-    sent: int | None
+    moved: int
+    """Bytes that the transport has counted: sent, or read of other ranks' memory."""
     planned: int
 
 
@@ -133,37 +134,42 @@ def run_casts(casts: list[Cast], rank: int) -> list[Outcome]:
 
 def _run(cast: Cast, rank: int) -> Outcome:
     world = current()
-    x = place(cast.full, cast.source, rank, cast.dtype, seed=1, strided=cast.strided)
+    x = place(cast, cast.source, rank, seed=1, strided=cast.strided)
     if cast.is_differentiable:
         x.requires_grad_()
     plan = x.boxing_plan(placement=cast.target.placement, sbp=cast.target.sbp)
-    before = getattr(world.transport, "sent_bytes", None)
+    counted = "sent_bytes" if hasattr(world.transport, "sent_bytes") else "read_bytes"
+    before = getattr(world.transport, counted)
     y = x.to_global(placement=cast.target.placement, sbp=cast.target.sbp)
-    sent = None if before is None else world.transport.sent_bytes - before
+    moved = getattr(world.transport, counted) - before
     assert y.shape == cast.shape and y.dtype == cast.dtype and y.layout_on_ranks == cast.target.normalized(cast.shape)
     grad = second = None
     if cast.is_differentiable:
-        g = place(24 * cast.full, cast.target.dual(), rank, cast.dtype, seed=2).requires_grad_()
+        g = place(cast, cast.target.dual(), rank, seed=2, scale=24).requires_grad_()
         (grad,) = torch.autograd.grad(y, x, g, create_graph=True)
-        v = place(24 * cast.full, cast.source, rank, cast.dtype, seed=3)
+        v = place(cast, cast.source, rank, seed=3, scale=24)
         (second,) = torch.autograd.grad(grad, g, v)
         assert grad.layout_on_ranks == x.layout_on_ranks.dual() and second.layout_on_ranks == y.layout_on_ranks
-    planned = plan.bytes_sent.get(rank, 0)
-    return Outcome(held(y), held(grad), held(second), sent, planned)
+    planned = (plan.bytes_sent if counted == "sent_bytes" else plan.bytes_received).get(rank, 0)
+    return Outcome(held(y), held(grad), held(second), moved, planned)
 
 
-def place(
-    full: np.ndarray, layout: Layout, rank: int, dtype: torch.dtype, seed: int, strided: bool = False
-) -> GlobalTensor:
-    """A global tensor made of the oracle's shards."""
-    spec = spec_of(current(), layout, full.shape)
+def place(cast: Cast, layout: Layout, rank: int, seed: int, scale: int = 1, strided: bool = False) -> GlobalTensor:
+    """A global tensor made of the oracle's shards of ``scale`` times the cast's values."""
+    spec = spec_of(current(), layout, cast.shape)
     if spec.is_ghost:
-        return label(ghost_storage(spec.shape, dtype, torch.device("cpu")), spec)
-    local = torch.from_numpy(np.ascontiguousarray(shard(full, layout, seed)[rank])).reshape(spec.local_shape).to(dtype)
+        return label(ghost_storage(spec.shape, cast.dtype, torch.device("cpu")), spec)
+    local = torch.from_numpy(np.array(shards(cast, layout, seed, scale)[rank])).reshape(spec.local_shape).to(cast.dtype)
     if strided:
         reverse = tuple(reversed(range(local.dim())))
         local = torch.stack([local.permute(reverse)] * 2, dim=-1).contiguous()[..., 1].permute(reverse)
     return label(local, spec)
+
+
+@lru_cache(maxsize=16)
+def shards(cast: Cast, layout: Layout, seed: int, scale: int) -> dict[int, np.ndarray]:
+    """What the oracle gives every rank; made once for all simulated ranks."""
+    return shard(scale * cast.full if scale > 1 else cast.full, layout, seed)
 
 
 def held(tensor: GlobalTensor | None) -> torch.Tensor | None:
@@ -190,7 +196,7 @@ def check(cast: Cast, outcomes: dict[int, Outcome]) -> None:
         _assert_shards(24 * full, cast.source.dual(), {rank: outcome.grad for rank, outcome in outcomes.items()})
         _assert_shards(24 * full, cast.target, {rank: outcome.second for rank, outcome in outcomes.items()})
     for rank, outcome in outcomes.items():
-        assert outcome.sent in (None, outcome.planned), f"rank {rank} sent {outcome.sent}, planned {outcome.planned}"
+        assert outcome.moved == outcome.planned, f"rank {rank} moved {outcome.moved}, planned {outcome.planned}"
 
 
 def _assert_shards(full: np.ndarray, layout: Layout, shards: dict[int, torch.Tensor | None]) -> None:

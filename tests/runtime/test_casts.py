@@ -32,7 +32,7 @@ def assert_right(casts, num_ranks):
 def test_a_part_of_the_grid_of_oneflow():
     casts = oneflow_grid()
     assert len(casts) >= 6368
-    assert_right(random.Random(0).sample(casts, 200), 4)
+    assert_right(random.Random(0).sample(casts, 120), 4)
 
 
 @pytest.mark.slow
@@ -42,7 +42,7 @@ def test_the_whole_grid_of_oneflow(part):
     assert_right(oneflow_grid()[part::8], 4)
 
 
-@pytest.mark.parametrize(("num_ranks", "count"), [(4, 150), (6, 100), (8, 30)])
+@pytest.mark.parametrize(("num_ranks", "count"), [(4, 100), (6, 60), (8, 20)])
 def test_sampled_casts(num_ranks, count):
     assert_right(sampled(GRIDS[num_ranks], count, seed=num_ranks), num_ranks)
 
@@ -55,24 +55,43 @@ def test_many_sampled_casts(num_ranks, count, seed):
     assert_right(sampled(GRIDS[num_ranks], count, seed), num_ranks)
 
 
-def casts_of_this_rank(num_ranks, count):
-    return run_casts(sampled(GRIDS[num_ranks], count, seed=count), wb.rank())
+def cast(source, source_sbp, target, target_sbp, shape=(5, 4), dtype=torch.float32):
+    a, b = Placement.of("cpu", source), Placement.of("cpu", target)
+    return Cast(Layout.of(a, source_sbp), Layout.of(b, target_sbp), shape, dtype)
+
+
+def large_casts():
+    """Large enough for sums in two steps and for routes, on every transport; most do not divide evenly."""
+    four, two, grid = [0, 1, 2, 3], [2, 3], [[0, 1], [2, 3]]
+    kinds = [(four, "P", four, "B"), (grid, "S(0), P", grid, "S(0), B"), (grid, "P, P", grid, "B, B"),
+             (grid, "P, S(0)", grid, "B, B"), ([0, 1], "P", two, "B"), ([1], "B", four, "B"), (two, "S(1)", four, "B"),
+             ([0, 1, 3], "P(max)", four, "B"), ([3, 0, 2], "P", grid, "B, S(1)")]  # fmt: skip
+    return [cast(*kind, shape=(131, 515)) for kind in kinds]
+
+
+def test_large_casts():
+    plans = [wb.boxing_plan(one.source, one.target, one.shape) for one in large_casts()]
+    assert sum(plan.kind == "route" for plan in plans) >= 4
+    assert_right(large_casts(), 4)
+
+
+def casts_on_processes(num_ranks, count):
+    return sampled(GRIDS[num_ranks], count, seed=count) + large_casts() * (num_ranks == 4)
+
+
+def run_casts_on_processes(num_ranks, count):
+    return run_casts(casts_on_processes(num_ranks, count), wb.rank())
 
 
 @pytest.mark.procs
 @pytest.mark.parametrize("transport", ["shared", "gloo"])
 @pytest.mark.parametrize(
-    ("num_ranks", "count"), [(4, 150), (6, 100), pytest.param(6, 3000, marks=pytest.mark.slow)], ids=str
+    ("num_ranks", "count"), [(4, 60), (6, 40), pytest.param(6, 3000, marks=pytest.mark.slow)], ids=str
 )
 def test_casts_on_processes(num_ranks, count, transport):
     environment = {"WORKBENCH_TRANSPORT": transport}
-    outcomes = run_processes(casts_of_this_rank, num_ranks, num_ranks, count, environment=environment)
-    check_casts(sampled(GRIDS[num_ranks], count, seed=count), outcomes)
-
-
-def cast(source, source_sbp, target, target_sbp, shape=(5, 4), dtype=torch.float32):
-    a, b = Placement.of("cpu", source), Placement.of("cpu", target)
-    return Cast(Layout.of(a, source_sbp), Layout.of(b, target_sbp), shape, dtype)
+    outcomes = run_processes(run_casts_on_processes, num_ranks, num_ranks, count, environment=environment)
+    check_casts(casts_on_processes(num_ranks, count), outcomes)
 
 
 def test_terms_of_one_reduction_are_complete_before_they_enter_another():
@@ -94,12 +113,10 @@ def test_the_check_notices_wrong_shards_gradients_and_bytes():
         for wrong in (right + 1, right[:-1], None):
             with pytest.raises(AssertionError):
                 check_casts([one], [by_rank[0], [by_rank[1][0]._replace(**{name: wrong})]])
-    with pytest.raises(AssertionError, match="sent 1"):
-        check_casts([one], [by_rank[0], [by_rank[1][0]._replace(sent=1)]])
+    with pytest.raises(AssertionError, match="moved 1"):
+        check_casts([one], [by_rank[0], [by_rank[1][0]._replace(moved=1)]])
 
 
 def test_strided_shards_are_strided():
     one = cast([0, 1], "S(0)", [0, 1], "B")
-    assert (
-        run_ranks(lambda rank: place(one.full, one.source, rank, one.dtype, 1, True).is_contiguous(), 2) == [False] * 2
-    )
+    assert run_ranks(lambda rank: place(one, one.source, rank, 1, strided=True).is_contiguous(), 2) == [False] * 2

@@ -70,8 +70,16 @@ class BoxingRoute:
     @cached_property
     def bytes_sent(self) -> dict[int, int]:
         """Bytes on the wire by sending rank, over all steps."""
+        return self._over_steps([step.bytes_sent for step in self.steps])
+
+    @cached_property
+    def bytes_received(self) -> dict[int, int]:
+        """Bytes on the wire by receiving rank, over all steps."""
+        return self._over_steps([step.bytes_received for step in self.steps])
+
+    def _over_steps(self, by_step: list[dict[int, int]]) -> dict[int, int]:
         ranks = dict.fromkeys(rank for layout in self.layouts for rank in layout.placement)
-        return {rank: sum(step.bytes_sent.get(rank, 0) for step in self.steps) for rank in ranks}
+        return {rank: sum(counts.get(rank, 0) for counts in by_step) for rank in ranks}
 
     @cached_property
     def wire_bytes(self) -> int:

@@ -20,9 +20,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from workbench.core.boxing import LinkCost, plan_boxing
+from workbench.core.boxing import LinkCost
 from workbench.core.layout import Layout, Shape
 from workbench.core.placement import Placement
+from workbench.core.route import route_boxing
 from workbench.core.sbp import Broadcast, NdSbp, Partial, Sbp, Split, broadcast, partial_sum
 from workbench.errors import LayoutError
 
@@ -212,4 +213,4 @@ def _boxing_cost(operand: Operand, placement: Placement, sbp: NdSbp, cost: LinkC
     target = Layout(placement, sbp)
     if target == operand.layout:
         return 0.0
-    return plan_boxing(operand.layout, target, operand.shape, operand.itemsize).time_s(cost)
+    return route_boxing(operand.layout, target, operand.shape, operand.itemsize, cost).time_s(cost)

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from workbench.core.boxing import BoxingPlan, plan_boxing
+from workbench.core.boxing import BoxingPlan
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
+from workbench.core.route import BoxingRoute, route_boxing
 from workbench.runtime import methods
 from workbench.runtime.agreement import check_agreement
 from workbench.runtime.creation import arange, empty, eye, full, ones, rand, randint, randn, randperm, tensor, zeros
@@ -60,17 +61,19 @@ LayoutLike = Layout | tuple[Placement, Any]
 
 def boxing_plan(
     source: LayoutLike, destination: LayoutLike, shape: Sequence[int], dtype: torch.dtype = torch.float32
-) -> BoxingPlan:
+) -> BoxingPlan | BoxingRoute:
     """The plan that brings a tensor from one layout to another; ``print`` it. Needs no data and moves none.
 
-    Layouts are ``(placement, sbp)`` pairs, or what ``x.layout_on_ranks`` gives.
+    It is the plan for this world's transport: one exchange, or a route of several where that is faster. Layouts are
+    ``(placement, sbp)`` pairs, or what ``x.layout_on_ranks`` gives.
 
     >>> p = wb.placement("cpu", ranks=[0, 1])
     >>> wb.boxing_plan((p, "S(0)"), (p, "B"), (4, 4)).wire_bytes
     64
     """
     layouts = [value if isinstance(value, Layout) else Layout.of(*value) for value in (source, destination)]
-    return plan_boxing(*layouts, tuple(shape), torch.empty((), dtype=dtype).element_size())
+    source, destination = layouts
+    return route_boxing(source, destination, tuple(shape), dtype.itemsize, current().transport.cost)
 
 
 __all__ = [

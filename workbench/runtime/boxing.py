@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from workbench.core.boxing import BoxingPlan, describe_sbp_change, plan_boxing
+from workbench.core.boxing import BoxingPlan, describe_sbp_change
 from workbench.core.layout import Layout
+from workbench.core.route import BoxingRoute, route_boxing
 from workbench.core.sbp import Partial
 from workbench.errors import LayoutError
 from workbench.runtime.exchange import exchange_between
@@ -59,7 +60,7 @@ def _trace_forward(tensor: GlobalTensor, source: Spec, target: Spec, function: s
     tracer = source.world.tracer
     site = tracer.site(function)
     in_backward = torch._C._current_graph_task_id() >= 0  # the gradient of a plain tensor that had entered
-    tracer.add(site, "backward" if in_backward else "forward", _plan(source, target.layout, tensor), tensor.dtype)
+    tracer.add(site, "backward" if in_backward else "forward", _plan(source, target, tensor), tensor.dtype)
     return site
 
 
@@ -102,9 +103,11 @@ def box_implicitly(tensor: GlobalTensor, layout: Layout, function: str) -> Globa
     return form
 
 
-def _plan(source: Spec, layout: Layout, local: torch.Tensor) -> BoxingPlan:
+def _plan(source: Spec, target: Spec, local: torch.Tensor) -> BoxingPlan | BoxingRoute:
+    """What ``exchange_between`` executes."""
     with local_torch():
-        return plan_boxing(source.layout, layout, source.shape, local.element_size())
+        itemsize = local.element_size()
+    return route_boxing(source.layout, target.layout, source.shape, itemsize, source.world.transport.cost)
 
 
 class _Box(torch.autograd.Function):
@@ -127,8 +130,7 @@ class _Box(torch.autograd.Function):
             grad = ghost_storage(incoming.local_shape, dtype, device)
         tracer = source.world.tracer
         if tracer is not None:
-            plan = plan_boxing(incoming.layout, outgoing.layout, incoming.shape, grad.element_size())
-            tracer.add(site or tracer.site(), "backward", plan, dtype)
+            tracer.add(site or tracer.site(), "backward", _plan(incoming, outgoing, grad), dtype)
         result = _Box.apply(grad, incoming, outgoing, tag | 1, site)
         # A ghost has no gradient to keep, and autograd would clone one for a leaf into full storage; only a gradient
         # that is differentiated again must be linked to this boxing.

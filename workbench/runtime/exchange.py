@@ -5,17 +5,19 @@ A training step boxes between the same specs again and again, so the hot path is
 
 from __future__ import annotations
 
+import itertools
 import time
 from typing import Any
 
 import torch
 
-from workbench.core.boxing import BoxingPlan, plan_boxing
+from workbench.core.boxing import BoxingPlan
 from workbench.core.layout import Region
 from workbench.core.placement import Placement
+from workbench.core.route import route_boxing
 from workbench.errors import LayoutError
 from workbench.runtime.assembling import assemble, packed, region_shape, slice_region
-from workbench.runtime.tensor import Spec, ghost_storage
+from workbench.runtime.tensor import Spec, ghost_storage, spec_of
 from workbench.runtime.transport.program import ONE_STEP_BYTES, Program, program_of
 from workbench.runtime.world import World
 
@@ -23,16 +25,38 @@ _MAX_CACHED = 256
 """Exchanges that a spec remembers: shapes that differ at every step must not fill the memory."""
 
 
-def exchange_between(source: Spec, target: Spec, dtype: torch.dtype) -> Exchange:
-    """The one exchange from ``source`` to ``target`` of tensors of this dtype."""
+def exchange_between(source: Spec, target: Spec, dtype: torch.dtype) -> Exchange | Journey:
+    """The one exchange from ``source`` to ``target`` for this dtype; several in a row where that is faster."""
     key = (target, dtype)
-    found: Exchange | None = source.exchanges.get(key)
+    found: Exchange | Journey | None = source.exchanges.get(key)
     if found is None:
-        plan = plan_boxing(source.layout, target.layout, source.shape, dtype.itemsize)
+        cost = source.world.transport.cost
+        plan = route_boxing(source.layout, target.layout, source.shape, dtype.itemsize, cost)
         if len(source.exchanges) >= _MAX_CACHED:
             source.exchanges.clear()
-        found = source.exchanges[key] = Exchange(plan, source, target, dtype)
+        if isinstance(plan, BoxingPlan):
+            found = Exchange(plan, source, target, dtype)
+        else:
+            found = Journey(plan.steps, source, target, dtype)
+        source.exchanges[key] = found
     return found
+
+
+class Journey:
+    """The exchanges of a route, one after the other; messages of one tag arrive in the order of the steps."""
+
+    def __init__(self, steps: tuple[BoxingPlan, ...], source: Spec, target: Spec, dtype: torch.dtype) -> None:
+        between = [spec_of(source.world, step.destination, source.shape) for step in steps[:-1]]
+        specs = [source, *between, target]
+        self._exchanges = [
+            Exchange(step, *pair, dtype) for step, pair in zip(steps, itertools.pairwise(specs), strict=True)
+        ]
+
+    def run(self, local: torch.Tensor, tag: int) -> torch.Tensor:
+        """This rank's new shard, in memory of its own; a ghost outside the destination."""
+        for exchange in self._exchanges:
+            local = exchange.run(local, tag)
+        return local
 
 
 class Exchange:

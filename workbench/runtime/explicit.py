@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 from torch.utils._pytree import tree_leaves
 
-from workbench.core.boxing import describe_sbp_change, plan_boxing
+from workbench.core.boxing import describe_sbp_change
 from workbench.core.layout import Layout
+from workbench.core.route import route_boxing
 from workbench.errors import ExplicitBoxingError
 from workbench.runtime.caller import name_in_user_code, user_frame
 from workbench.runtime.tensor import GlobalTensor, local_torch
@@ -64,7 +65,7 @@ def _describe(need: Need, given: list[GlobalTensor]) -> str | None:
     source = need.tensor._spec
     with local_torch():
         itemsize = need.tensor.element_size()
-    plan = plan_boxing(source.layout, need.layout, source.shape, itemsize)
+    plan = route_boxing(source.layout, need.layout, source.shape, itemsize, source.world.transport.cost)
     if plan.is_local:
         return None
     change = describe_sbp_change(source.layout, need.layout)

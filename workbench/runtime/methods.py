@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from workbench.core.boxing import BoxingPlan, plan_boxing
+from workbench.core.boxing import BoxingPlan
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
+from workbench.core.route import BoxingRoute, route_boxing
 from workbench.errors import LayoutError
 from workbench.runtime import checkpoint, clip, copying, guards, ops
 from workbench.runtime.boxing import box, box_to
@@ -44,11 +45,17 @@ def to_global(tensor: GlobalTensor, placement: Placement | None = None, sbp: Any
     return box_to(tensor, target)
 
 
-def boxing_plan(tensor: GlobalTensor, placement: Placement | None = None, sbp: Any = None) -> BoxingPlan:
-    """What ``to_global`` would move; printable, moves nothing."""
+def boxing_plan(tensor: GlobalTensor, placement: Placement | None = None, sbp: Any = None) -> BoxingPlan | BoxingRoute:
+    """What ``to_global`` with the same arguments would do; printable, moves nothing.
+
+    >>> p = wb.placement("cpu", ranks=[0, 1])
+    >>> wb.ones(4, 4, placement=p, sbp="S(0)").boxing_plan(sbp="B").bytes_sent
+    {0: 32, 1: 32}
+    """
     with local_torch():
         itemsize = tensor.element_size()
-    return plan_boxing(tensor._spec.layout, _layout(tensor, placement, sbp), tensor._spec.shape, itemsize)
+    spec = tensor._spec
+    return route_boxing(spec.layout, _layout(tensor, placement, sbp), spec.shape, itemsize, spec.world.transport.cost)
 
 
 def to_local(tensor: GlobalTensor, *, grad_sbp: Any = None) -> torch.Tensor:

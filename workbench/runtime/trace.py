@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from workbench.core.boxing import BoxingPlan, describe_sbp_change
+from workbench.core.route import BoxingRoute
 from workbench.runtime.caller import user_frame
 from workbench.runtime.ops.registry import fold_name
 from workbench.runtime.world import World, current
@@ -110,7 +111,7 @@ class Trace:
         """Bytes that all ranks together put on the wire."""
         return sum(record.wire_bytes for record in self._records.values())
 
-    def add(self, site: Site, direction: str, plan: BoxingPlan, dtype: torch.dtype) -> None:
+    def add(self, site: Site, direction: str, plan: BoxingPlan | BoxingRoute, dtype: torch.dtype) -> None:
         """Count one boxing; on every rank, whether it takes part or not."""
         change = describe_sbp_change(plan.source, plan.destination)
         key = (site, direction, plan.source, plan.destination, plan.shape, dtype)

@@ -22,7 +22,7 @@ from workbench.runtime.transport.board import FAILED, LEFT, Board, encode_header
 from workbench.runtime.transport.link import Block, Letter, Link
 from workbench.runtime.transport.mailbox import Mailbox
 from workbench.runtime.transport.mapped import Mapping
-from workbench.runtime.transport.program import Program
+from workbench.runtime.transport.program import ONE_STEP_BYTES, Program
 from workbench.runtime.transport.pulling import pull
 from workbench.runtime.transport.reducing import tag_in_group
 from workbench.runtime.transport.segment import Segment
@@ -65,7 +65,7 @@ class SharedTransport:
     """
 
     name = "shared"
-    cost = LinkCost(latency_s=40e-6, bandwidth_bytes_per_s=5e9)
+    cost = LinkCost(latency_s=40e-6, bandwidth_bytes_per_s=5e9, one_shot_bytes=ONE_STEP_BYTES)
 
     def __init__(
         self,
@@ -83,6 +83,11 @@ class SharedTransport:
         self._mailbox = Mailbox(rank, links, self._waiter)
         self._steady = SteadyPrograms(self._segment, self._mailbox)
         self._is_closed = False
+
+    @property
+    def idle_bytes(self) -> int:
+        """Bytes of shared memory that this rank has made, without the tensors that own some of it."""
+        return self._segment.idle_bytes
 
     @property
     def read_bytes(self) -> int:

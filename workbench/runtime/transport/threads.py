@@ -103,13 +103,16 @@ class ThreadTransport:
     """One simulated rank's end of a ``ThreadHub``."""
 
     name = "threads"
-    cost = LinkCost(latency_s=20e-6, bandwidth_bytes_per_s=4e9)
+    cost = LinkCost(latency_s=20e-6, bandwidth_bytes_per_s=4e9, one_shot_bytes=2**62)
 
     def __init__(self, hub: ThreadHub, rank: int) -> None:
         self.hub, self.rank = hub, rank
+        self.sent_bytes = 0
+        """Bytes of this rank's data that went to others."""
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int, header: str) -> None:
         for destination, tensor in sends:
+            self.sent_bytes += tensor.nbytes
             self.hub.post(
                 self.rank, destination, tag, _Letter(tensor.clone(memory_format=torch.contiguous_format), header)
             )
