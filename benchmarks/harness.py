@@ -45,10 +45,12 @@ def interleave(
     rounds: int,
     calls: int,
     around: Callable[[], AbstractContextManager[object]] = nullcontext,
+    before: Callable[[Action], object] = lambda action: None,
 ) -> dict[str, list[float]]:
     """Seconds per call of every candidate in every round, after one round that does not count.
 
     ``around`` makes a context for each turn, e.g. one with a barrier at both ends; it is timed with the turn.
+    ``before`` prepares a turn and is not timed.
     """
     names = list(candidates)
     times: dict[str, list[float]] = {name: [] for name in names}
@@ -56,6 +58,7 @@ def interleave(
         for round_number in range(rounds + 1):
             shift = round_number % len(names)
             for name in [*names[shift:], *names[:shift]]:
+                before(candidates[name])
                 time_s = _time_turn(candidates[name], calls, around)
                 if round_number:
                     times[name].append(time_s / calls)
@@ -150,11 +153,24 @@ def _processor() -> str:
 
 def publish(name: str, title: str, body: str, ratio: float, target: Target) -> bool:
     """Print the result and keep it as ``results/<date>-<name>.md``; returns whether the target is met."""
-    met = target.is_met(ratio)
-    verdict = f"Ratio {ratio:.2f}; target {target}: {'met' if met else 'NOT met'}."
+    keep(name, title, f"{body}\n\nRatio {ratio:.2f}; target {target}: {_verdict(ratio, target)}.")
+    return target.is_met(ratio)
+
+
+def verdicts(ratios: Sequence[tuple[str, float, Target]]) -> str:
+    """A table of several ratios against their targets."""
+    rows = [[what, f"{ratio:.2f}", str(target), _verdict(ratio, target)] for what, ratio, target in ratios]
+    return table(["", "ratio", "target", ""], rows)
+
+
+def _verdict(ratio: float, target: Target) -> str:
+    return "met" if target.is_met(ratio) else "NOT met"
+
+
+def keep(name: str, title: str, body: str) -> None:
+    """Print a result and keep it as ``results/<date>-<name>.md``."""
     day = datetime.now().astimezone().date().isoformat()
-    text = f"# {title}\n\n{day}, {machine()}\n\n{body}\n\n{verdict}\n"
+    text = f"# {title}\n\n{day}, {machine()}\n\n{body}\n"
     print(text)
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{day}-{name}.md").write_text(text, encoding="utf-8")
-    return met

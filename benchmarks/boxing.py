@@ -1,0 +1,283 @@
+"""Boxings on one host against torch's DTensor, against gloo, and against a plain copy: 2 and 4 processes.
+
+    python -m benchmarks.boxing
+
+Each boxing is an explicit ``x.to_global(sbp=...)`` without autograd, its DTensor counterpart ``d.redistribute``; the
+results of both are compared before they are timed. *In the segment* means that the source's shard lies in the
+transport's memory, as the library's own results do; *outside* that it is an ordinary tensor. The plain copy is a warm
+``copy_`` of as many bytes as the rank's new shard has. All candidates take turns in one run, on the same processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+import workbench as wb
+from benchmarks.harness import (
+    Action,
+    Target,
+    geometric_mean,
+    interleave,
+    is_launched,
+    keep,
+    launch,
+    medians,
+    table,
+    verdicts,
+)
+from workbench.core.boxing import plan_boxing
+from workbench.core.layout import Layout
+from workbench.core.placement import Placement
+from workbench.runtime.exchange import exchange_between
+from workbench.runtime.tensor import label, spec_of
+from workbench.runtime.transport.base import Transport
+from workbench.runtime.transport.gloo import GlooTransport
+from workbench.runtime.transport.meeting import meet
+from workbench.runtime.transport.watch import Watch
+from workbench.runtime.world import World, current
+from workbench.units import format_bytes
+
+NUM_PROCESSES = (2, 4)
+SIZES = {4 * 2**10: 40, 64 * 2**10: 40, 2**20: 10, 4 * 2**20: 5, 16 * 2**20: 2}
+"""Logical bytes, and calls per turn."""
+PAIRS = [("S(0)", "B"), ("S(1)", "B"), ("P", "B"), ("P", "S(0)"), ("S(0)", "S(1)"), ("B", "S(0)")]
+APART = ("B", "S(0)")
+"""Moves nothing: shown, and not in the means."""
+SPEED = {
+    4 * 2**10: Target(20, at_least=True),
+    64 * 2**10: Target(10, at_least=True),
+    4 * 2**20: Target(4, at_least=True),
+}
+LIMIT_SIZE, LIMIT_PAIRS = 16 * 2**20, [("S(0)", "S(1)"), ("S(0)", "B"), ("S(1)", "B")]
+LIMITS = {"in segment": Target(1.5), "outside": Target(2.5)}
+PLANNING_US, FIRST_PLANNING_US, ISSUE = Target(5), Target(1000), Target(1 / 3)
+OURS = ("in segment", "outside", "over gloo")
+_DTENSOR = {"S(0)": Shard(0), "S(1)": Shard(1), "B": Replicate(), "P": Partial()}
+_PLANNED = 300
+
+
+@dataclass(frozen=True)
+class Case:
+    """One boxing of a square float32 tensor of so many bytes."""
+
+    size: int
+    source: str
+    target: str
+
+    @property
+    def pair(self) -> tuple[str, str]:
+        """Source and target."""
+        return self.source, self.target
+
+    def __str__(self) -> str:
+        return f"{self.source} -> {self.target}"
+
+
+class Boxings:
+    """All candidates for one case, on this rank."""
+
+    def __init__(self, case: Case, gloo: World) -> None:
+        world = current()
+        side = round((case.size / 4) ** 0.5)
+        placement = Placement.of("cpu", list(range(world.world_size)))
+        layout = Layout.of(placement, case.source)
+        generator = torch.Generator().manual_seed(1 if case.source != "P" else 1 + world.rank)
+        whole = torch.randn(side, side, generator=generator)
+        shard = whole[tuple(slice(*bounds) for bounds in layout.region((side, side), world.rank))].contiguous()
+        sources = {
+            "in segment": _in_segment(world.transport, shard),
+            "outside": shard.clone(),
+            "over gloo": shard.clone(),
+        }
+        self._sources = {
+            name: label(local, spec_of(gloo if name == "over gloo" else world, layout, (side, side)))
+            for name, local in sources.items()
+        }
+        mesh = init_device_mesh("cpu", (world.world_size,))
+        self._mesh, self._goal, self._sbp = mesh, _DTENSOR[case.target], _entry(case.target)
+        self._theirs = DTensor.from_local(shard.clone(), mesh, [_DTENSOR[case.source]])
+        rows = self.box("outside").to_local()
+        self._from, self._to = torch.randn(rows.shape), torch.randn(rows.shape)
+
+    def box(self, name: str) -> Any:
+        """Ours."""
+        return self._sources[name].to_global(sbp=self._sbp)  # type: ignore[attr-defined]
+
+    def redistribute(self) -> Any:
+        """DTensor's."""
+        return self._theirs.redistribute(self._mesh, [self._goal])
+
+    def check(self) -> None:
+        """All give the same shard, in memory of its own."""
+        expected = self.redistribute().to_local()
+        for name in OURS:
+            for _ in range(3):
+                torch.testing.assert_close(self.box(name).to_local(), expected)
+
+    def candidates(self) -> dict[str, Action]:
+        """By name."""
+        ours: dict[str, Action] = {name: lambda name=name: self.box(name) for name in OURS}  # type: ignore[misc]
+        return ours | {"DTensor": self.redistribute, "copy": lambda: self._to.copy_(self._from)}
+
+
+def _in_segment(transport: Transport, shard: torch.Tensor) -> torch.Tensor:
+    empty: Callable[..., torch.Tensor] = getattr(transport, "empty", torch.empty)
+    return empty(shard.shape, dtype=shard.dtype).copy_(shard)
+
+
+def _entry(text: str) -> Any:
+    return wb.sbp.broadcast if text == "B" else wb.sbp.split(int(text[2]))
+
+
+def gloo_world() -> World:
+    """A second world of the same ranks whose tensors travel over gloo."""
+    world = current()
+    watch = Watch(meet("env://", world.rank, world.world_size, 1_000_000, 60.0), world.rank)
+    transport = GlooTransport(world.rank, world.world_size, 60.0, watch)
+    return World(world.rank, world.world_size, torch.device("cpu"), transport)
+
+
+def measure(case: Case, gloo: World, rounds: int, calls: int) -> dict[str, float]:
+    """Median seconds per call of every candidate."""
+    boxings = Boxings(case, gloo)
+    boxings.check()
+
+    def start_together(action: Action) -> None:
+        action()
+        dist.barrier()
+        action()
+
+    return medians(interleave(boxings.candidates(), rounds, calls, before=start_together))
+
+
+def measure_issue(gloo: World, calls: int) -> tuple[float, float]:
+    """Median CPU seconds of the main thread for one boxing of 4 KB, ours and DTensor's."""
+    found: tuple[list[float], list[float]] = ([], [])
+    for pair in PAIRS:
+        if pair == APART:
+            continue
+        boxings = Boxings(Case(4 * 2**10, *pair), gloo)
+        actions: Sequence[Action] = (lambda boxings=boxings: boxings.box("in segment"), boxings.redistribute)  # type: ignore[misc]
+        for action, times in zip(actions, found, strict=True):
+            action()
+            dist.barrier()
+            started = time.thread_time()
+            for _ in range(calls):
+                action()
+            times.append((time.thread_time() - started) / calls)
+    return median(found[0]), median(found[1])
+
+
+def measure_planning() -> dict[str, float]:
+    """Seconds to plan a boxing for this rank: found in the caches, and for a shape that is new, on 1 and 2 axes."""
+    world = current()
+    flat = Placement.of("cpu", list(range(world.world_size)))
+    grid = Placement.of("cpu", [list(range(world.world_size))[: world.world_size // 2],
+                                list(range(world.world_size))[world.world_size // 2 :]])  # fmt: skip
+    found = {}
+    for name, placement, source, target in [
+        ("1 axis, new shape", flat, "S(0)", "S(1)"),
+        ("2 axes, new shape", grid, "S(0), P", "B, S(1)"),
+    ]:
+        before, after = Layout.of(placement, source), Layout.of(placement, target)
+        times = []
+        for number in range(_PLANNED):
+            started = time.perf_counter()
+            plan = plan_boxing(before, after, (1000 + number, 1000), 4)
+            plan.moves_to(world.rank), plan.moves_from(world.rank), plan.bytes_sent
+            times.append(time.perf_counter() - started)
+        found[name] = median(times)
+    one = spec_of(world, Layout.of(flat, "S(0)"), (64, 64))
+    other = spec_of(world, Layout.of(flat, "S(1)"), (64, 64))
+    exchange_between(one, other, torch.float32)
+    times = []
+    for _ in range(_PLANNED):
+        started = time.perf_counter()
+        for _ in range(100):
+            exchange_between(spec_of(world, one.layout, (64, 64)), other, torch.float32)
+        times.append((time.perf_counter() - started) / 100)
+    return {"cached": median(times)} | found
+
+
+def report(
+    times: dict[Case, dict[str, float]], planning: dict[str, float], issue: tuple[float, float], rounds: int
+) -> None:
+    """Print and keep the tables of one number of processes."""
+    num_processes = dist.get_world_size()
+    with_names = [*OURS, "DTensor", "copy"]
+    rows = []
+    for case, time_s in times.items():
+        cells = [f"{time_s[name] * 1e6:.0f}" for name in with_names]
+        speed = f"{time_s['DTensor'] / time_s['in segment']:.1f}", f"{time_s['in segment'] / time_s['copy']:.2f}"
+        rows.append([f"{format_bytes(case.size)} {case}", *cells, *speed])
+    header = ["", *(f"{name}, us" for name in with_names), "DTensor / in segment", "in segment / copy"]
+    ratios = list(_ratios(times))
+    ratios += [("cached planning, us", planning["cached"] * 1e6, PLANNING_US)]
+    ratios += [
+        (f"planning, {name}, us", planning[name] * 1e6, FIRST_PLANNING_US) for name in planning if name != "cached"
+    ]
+    ratios += [
+        (f"CPU to issue, {issue[0] * 1e6:.0f} us / DTensor's {issue[1] * 1e6:.0f} us", issue[0] / issue[1], ISSUE)
+    ]
+    body = (
+        f"Square float32 tensors on {num_processes} processes of one host, one thread each; medians over {rounds} "
+        f"rounds, in which the candidates take turns.\n\n{table(header, rows)}\n\n{verdicts(ratios)}\n\nSpeeds are "
+        f"geometric means over all pairs but {APART[0]} -> {APART[1]}, which moves nothing."
+    )
+    keep(f"boxing-{num_processes}", f"Boxings on {num_processes} processes of one host", body)
+
+
+def _ratios(times: dict[Case, dict[str, float]]) -> list[tuple[str, float, Target]]:
+    found = []
+    for size, target in SPEED.items():
+        for where in ("in segment", "outside"):
+            cases = [t for case, t in times.items() if case.size == size and case.pair != APART]
+            if cases:
+                mean = geometric_mean([t["DTensor"] / t[where] for t in cases])
+                aim = target if where == "in segment" else Target(1, at_least=True)
+                found.append((f"DTensor / {where}, {format_bytes(size)}", mean, aim))
+    for case, t in times.items():
+        if case.size == LIMIT_SIZE and case.pair in LIMIT_PAIRS:
+            found += [(f"{where} / copy, {format_bytes(case.size)} {case}", t[where] / t["copy"], limit)
+                      for where, limit in LIMITS.items()]  # fmt: skip
+    return found
+
+
+def work(rounds: int, sizes: Sequence[int]) -> None:
+    """What each of the processes runs; the first one prints."""
+    torch.set_num_threads(1)
+    wb.init()
+    gloo = gloo_world()
+    cases = [Case(size, *pair) for size in sizes for pair in PAIRS]
+    times = {case: measure(case, gloo, rounds, SIZES.get(case.size, 10)) for case in cases}
+    issue, planning = measure_issue(gloo, 10 * rounds), measure_planning()
+    if wb.rank() == 0:
+        report(times, planning, issue, rounds)
+    dist.barrier()
+
+
+def main() -> int:
+    """Launch on 2 and on 4 processes, or work if this process has been launched."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="logical bytes")
+    args = parser.parse_args()
+    if is_launched():
+        work(args.rounds, args.sizes)
+        return 0
+    return max(launch("benchmarks.boxing", number, sys.argv[1:]) for number in NUM_PROCESSES)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
