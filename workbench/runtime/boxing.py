@@ -47,7 +47,7 @@ def box_to(tensor: GlobalTensor, target: Spec, function: str = "") -> GlobalTens
     world = source.world
     tag = world.next_tag()
     if world.running is not None:
-        world.running.add_edge(source, target, function)
+        world.running.add_edge(tensor, target, function, tag)
     site = _trace_forward(tensor, source, target, function) if world.tracer is not None else None
     with local_torch():
         if tensor.requires_grad and torch.is_grad_enabled():

@@ -19,6 +19,7 @@ from workbench.pipeline.schedules import Action
 from workbench.pipeline.simulate import Span
 from workbench.runtime.ops.reading import everywhere
 from workbench.runtime.ops.weight_gradients import WeightGradients
+from workbench.runtime.pipelining.ghost_modules import GhostModule, standing_in
 from workbench.runtime.pipelining.running import RunningStep
 from workbench.runtime.tensor import GlobalTensor
 from workbench.runtime.world import World
@@ -45,12 +46,11 @@ class Stage(Protocol):
 class OnlyStage:
     """The stage of a rank that has no other one: what the module holds is what it sees."""
 
-    def __init__(self, world: World) -> None:
-        self.world = world
+    def __init__(self, world: World, ghosts: Sequence[GhostModule] = ()) -> None:
+        self.world, self._ghosts = world, ghosts
 
-    @contextmanager
-    def entered(self) -> Iterator[None]:
-        yield
+    def entered(self) -> AbstractContextManager[None]:
+        return standing_in(self._ghosts)
 
     def leave(self, result: torch.Tensor) -> torch.Tensor:
         return result

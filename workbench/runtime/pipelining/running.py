@@ -22,6 +22,7 @@ class RunningStep:
         table: the actions of all ranks of the pipeline axis.
         num_micro_batches: of this step.
         edges: (from stage, to stage) of what the forward that runs now has handed over; None in a backward.
+        watch: told of every boxing while a ghost module is noted; else None.
         weight_gradients: what keeps back the gradients of the weights of this micro-batch; None where nobody does.
     """
 
@@ -30,14 +31,18 @@ class RunningStep:
     table: Table
     num_micro_batches: int
     edges: list[tuple[int, int]] | None = None
+    watch: Any = None
     weight_gradients: Any = None
 
-    def add_edge(self, source: Spec, target: Spec, function: str) -> None:
+    def add_edge(self, tensor: GlobalTensor, target: Spec, function: str, tag: int) -> None:
         """Note a boxing that goes from one stage to another.
 
         An edge back to an earlier stage blocks most schedules for ever. Every rank runs the whole program, so every
         rank sees it here, before anybody waits.
         """
+        source = tensor._spec
+        if self.watch is not None:
+            self.watch.add(tensor, target, function, tag, source.world.num_edges[source.world.micro_batch] - 1)
         if self.edges is None or source.layout.placement == target.layout.placement:
             return
         start, end = (self._stage_of(spec.layout.placement) for spec in (source, target))

@@ -21,8 +21,9 @@ from workbench.core.placement import Placement
 from workbench.core.sbp import broadcast
 from workbench.core.strategy import ResolvedStrategy
 from workbench.errors import CollectiveAborted, StrategyError
+from workbench.runtime.pipelining.ghost_modules import ghost_modules, standing_in
 from workbench.runtime.strategies.layouts import StageLayouts
-from workbench.runtime.strategies.state import ROOT, ParallelState, layers_of
+from workbench.runtime.strategies.state import ROOT, ParallelState, layers_of, parameter_stages
 from workbench.runtime.tensor import GlobalTensor, ghost_storage, label, local_torch, plain, spec_of
 from workbench.runtime.transport.base import Message, Release, Transport, Wanted
 from workbench.runtime.world import Simulated, World
@@ -166,6 +167,10 @@ class StageRank:
         self.world.checks_agreement = False  # compares over all ranks
         self._layouts = _as_seen(state.layouts, self.world, numbering)
         self.placements = self._layouts.placements
+        recomputes = resolved.options.recompute  # which runs modules again in backward
+        self._ghosts = (
+            [] if recomputes else ghost_modules(module, parameter_stages(module, resolved), stage, self.world)
+        )
         self._views: list[tuple[dict[str, Any], str, GlobalTensor, GlobalTensor]] = []
         self._view_parameters(module, resolved)
         self._view_buffers(module, resolved)
@@ -222,7 +227,7 @@ class StageRank:
         for holder, name, _, view in self._views:
             holder[name] = view
         try:
-            with self._own_layouts.seen_from(self._layouts), Simulated(world):
+            with self._own_layouts.seen_from(self._layouts), Simulated(world), standing_in(self._ghosts):
                 yield
         finally:
             world.micro_batch, world.running, world.generator = 0, None, None

@@ -15,11 +15,12 @@ from workbench.core.strategy import ResolvedStrategy
 from workbench.errors import StrategyError
 from workbench.pipeline.schedules import Action, Table, make_table
 from workbench.runtime.pipelining.executor import Executor, OnlyStage, Stage
+from workbench.runtime.pipelining.ghost_modules import ghost_modules
 from workbench.runtime.pipelining.micro_batches import Count, MicroBatch, call, cut
 from workbench.runtime.pipelining.running import RunningStep
 from workbench.runtime.pipelining.stage_ranks import stage_ranks
 from workbench.runtime.random import draw_key
-from workbench.runtime.strategies.state import ParallelState, state_of
+from workbench.runtime.strategies.state import ParallelState, parameter_stages, state_of
 from workbench.runtime.tensor import GlobalTensor
 from workbench.runtime.world import World, current
 
@@ -131,7 +132,11 @@ def _prepare(module: nn.Module, state: ParallelState, world: World, num_micro_ba
     resolved = state.resolved
     table = _table(resolved, num_micro_batches)
     own = _stages_of(world.rank, resolved)
-    stages: Mapping[int, Stage] = {own[0]: OnlyStage(world)}
+    if state.ghosts is None:
+        state.ghosts = []
+        if resolved.num_stages > 1 and len(own) == 1 and not resolved.options.recompute:
+            state.ghosts = ghost_modules(module, parameter_stages(module, resolved), own[0], world)
+    stages: Mapping[int, Stage] = {own[0]: OnlyStage(world, state.ghosts)}
     placements = state.placements
     if len(own) > 1:
         several = stages = stage_ranks(module, state, world, own)

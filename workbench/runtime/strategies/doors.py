@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from workbench.core.layout import Layout
 from workbench.core.sbp import NdSbp, Partial, broadcast, split
@@ -57,7 +57,8 @@ class Doors:
             value = enter_as_broadcast(value.to(world.device), world, layout, lambda: origin)
         shape = value._spec.shape
         layout = self.layouts.input_layout(choice, len(shape))
-        if shape and shape[0] == 1 and value._spec.layout.is_broadcast:
+        is_alike = shape and (shape[0] == 1 or shape[0] != (self.layouts.num_samples or shape[0]))
+        if is_alike and value._spec.layout.is_broadcast:
             layout = layout.broadcast()  # positions and masks, alike for all samples
         return box_implicitly(value, layout, choice.name)
 
@@ -92,14 +93,20 @@ def _hook_tied(layer: nn.Module, names: list[str], layout_here: Callable[[], Lay
 
 
 def hook_root(module: nn.Module, layouts: StageLayouts) -> list[Any]:
-    """Inside the module's call, operands on different stages meet on the latest of them."""
-    if len(layouts.placements) == 1:
-        return []
+    """Inside the module's call, the rows of its inputs are the samples, and operands on different stages meet on the
+    latest of them.
+    """
+    has_stages = len(layouts.placements) > 1
 
-    def enter(*_: Any) -> None:
-        layouts.world.stage_order = (layouts.everywhere, *layouts.placements)
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+        rows = {leaf.shape[0] for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.dim()}
+        layouts.num_samples = max(rows - {1}, default=1) if len(rows - {1}) < 2 else None
+        layouts.world.stage_order = (layouts.everywhere, *layouts.placements) if has_stages else ()
 
     def leave(*_: Any) -> None:
-        layouts.world.stage_order = ()
+        layouts.num_samples, layouts.world.stage_order = None, ()
 
-    return [module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True)]
+    return [
+        module.register_forward_pre_hook(enter, with_kwargs=True),
+        module.register_forward_hook(leave, always_call=True),
+    ]

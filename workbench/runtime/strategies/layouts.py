@@ -10,9 +10,10 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from workbench.core.layout import Layout
+from workbench.core.pairing import TRANSPOSED_KINDS
 from workbench.core.placement import Placement
 from workbench.core.sbp import Sbp, broadcast, split
-from workbench.core.strategy import TRANSPOSED_KINDS, ResolvedLayer, ResolvedStrategy
+from workbench.core.strategy import ResolvedLayer, ResolvedStrategy
 from workbench.runtime.world import World
 
 
@@ -23,10 +24,12 @@ class StageLayouts:
         axes: names of the axes of every stage's placement, in order: "data", "model".
         placements: the ranks of every stage.
         everywhere: all ranks of all stages; of a single stage, its placement.
+        num_samples: rows of the inputs of the module's call in progress, where they agree; else None.
     """
 
     def __init__(self, world: World, resolved: ResolvedStrategy, tables: set[str]) -> None:
         self.world, self.resolved, self.tables = world, resolved, tables
+        self.num_samples: int | None = None
         self._input_layouts: dict[tuple[str, int], Layout] = {}
         _, data, model = resolved.degrees
         # Axes of size one are left out: boxing along them would do nothing, at a price.
@@ -45,6 +48,10 @@ class StageLayouts:
             yield
         finally:
             self.__dict__.update(own)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StageLayouts:
+        """A copied module lies where the module does."""
+        return self
 
     def _placement(self, stage: int) -> Placement:
         grid = self.resolved.stage_grid(stage)

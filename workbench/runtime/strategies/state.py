@@ -28,6 +28,7 @@ class ParallelState:
         handles: hooks; each has ``remove()``.
         placements: the ranks of every stage.
         after_backward: called after the backward of every micro-batch, on every rank.
+        ghosts: modules of other stages, as this rank's only stage calls them.
         stage_ranks: where a rank has several stages, what each of them sees of the module.
         spans: what this rank's actions of the last scheduled step took.
     """
@@ -38,21 +39,22 @@ class ParallelState:
     handles: list[Any] = field(default_factory=list)
     placements: tuple[Placement, ...] = ()
     after_backward: list[Callable[[], None]] = field(default_factory=list)
+    ghosts: Any = None
     stage_ranks: Any = None
     spans: list[Span] = field(default_factory=list)
 
 
 def describe(model: nn.Module) -> list[Layer]:
     """The layers of a model as a strategy sees them: the modules that own parameters, in order."""
-    return [
-        Layer(
-            name or ROOT,
-            type(module).__name__,
-            {short: tuple(p.shape) for short, p in module.named_parameters(recurse=False)},
-            sum(p.numel() for p in module.parameters(recurse=False)),
-        )
-        for name, module in layers_of(model)
-    ]
+    owners: dict[int, str] = {}
+    found = []
+    for path, module in layers_of(model):
+        own, name = dict(module.named_parameters(recurse=False)), path or ROOT
+        owner = owners.setdefault(id(own["weight"]), name) if "weight" in own else name
+        shapes = {short: tuple(parameter.shape) for short, parameter in own.items()}
+        num_parameters = sum(parameter.numel() for parameter in own.values())
+        found.append(Layer(name, type(module).__name__, shapes, num_parameters, owner if owner != name else None))
+    return found
 
 
 def layers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -60,6 +62,15 @@ def layers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     return (
         (name, module) for name, module in model.named_modules() if any(True for _ in module.parameters(recurse=False))
     )
+
+
+def parameter_stages(module: nn.Module, resolved: ResolvedStrategy) -> dict[int, int]:
+    """The stage of every parameter by its id; one that several layers share lives where it is met first."""
+    stages: dict[int, int] = {}
+    for choice, (_, layer) in zip(resolved.layers, layers_of(module), strict=True):
+        for parameter in layer.parameters(recurse=False):
+            stages.setdefault(id(parameter), choice.stage)
+    return stages
 
 
 def state_of(module: nn.Module) -> ParallelState:
