@@ -22,9 +22,9 @@ _WHERE = {
     "workbench.runtime.api": [
         "Checkpoints", "GlobalDataLoader", "GlobalTensor", "arange", "barrier", "boxing_plan", "check_agreement",
         "empty", "evaluate", "explicit_boxing", "eye", "forward_backward", "full", "init", "load",
-        "load_safetensors", "local_map", "manual_seed", "no_sync", "ones", "parallelize", "placement", "prove",
-        "rand", "randint", "randn", "randperm", "rank", "rebuild", "rule", "save", "tensor", "to_global", "trace", "world_size",
-        "zeros",
+        "load_safetensors", "local_map", "manual_seed", "memory_report", "no_sync", "ones", "parallelize",
+        "placement", "prove", "rand", "randint", "randn", "randperm", "rank", "rebuild", "rule", "save", "tensor",
+        "to_global", "trace", "world_size", "zeros",
     ],
     "workbench.session": ["Session"],
     "workbench.session.compare": ["compare"],

@@ -23,6 +23,7 @@ from workbench.runtime.parallel import parallelize
 from workbench.runtime.pipelining.step import evaluate, forward_backward
 from workbench.runtime.proof import prove
 from workbench.runtime.random import manual_seed
+from workbench.runtime.reporting import memory_report
 from workbench.runtime.saving.checkpoints import Checkpoints
 from workbench.runtime.saving.store import load, save
 from workbench.runtime.strategies.loading import load_safetensors
@@ -79,6 +80,7 @@ def boxing_plan(
 __all__ = [
     "Checkpoints", "GlobalDataLoader", "GlobalTensor", "arange", "barrier", "boxing_plan", "check_agreement",
     "empty", "evaluate", "explicit_boxing", "eye", "forward_backward", "full", "init", "load", "load_safetensors",
-    "local_map", "manual_seed", "methods", "no_sync", "ones", "parallelize", "placement", "prove", "rand", "randint",
-    "randn", "randperm", "rank", "rebuild", "rule", "save", "tensor", "to_global", "trace", "world_size", "zeros",
+    "local_map", "manual_seed", "memory_report", "methods", "no_sync", "ones", "parallelize", "placement", "prove",
+    "rand", "randint", "randn", "randperm", "rank", "rebuild", "rule", "save", "tensor", "to_global", "trace",
+    "world_size", "zeros",
 ]  # fmt: skip

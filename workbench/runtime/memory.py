@@ -28,15 +28,23 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 def model_memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
     """Bytes on this rank of parameters, gradients, optimizer state and buffers."""
-    with local_torch():
-        grads = [p.grad for p in model.parameters() if p.grad is not None]
-    state = [v for values in optimizer.state.values() for v in values.values() if isinstance(v, torch.Tensor)]
     return {
         "parameters": storage_bytes(model.parameters()),
-        "gradients": storage_bytes(grads),
-        "optimizer": storage_bytes(state),
+        "gradients": storage_bytes(gradients(model)),
+        "optimizer": storage_bytes(optimizer_state(optimizer)),
         "buffers": storage_bytes(model.buffers()),
     }
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    """The gradients that the parameters have, terms of sums or shards."""
+    found = (parameter.grad for parameter in model.parameters())
+    return [grad for grad in found if grad is not None]
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """All tensors of an optimizer's state."""
+    return [v for values in optimizer.state.values() for v in values.values() if isinstance(v, torch.Tensor)]
 
 
 class ActivationMeter:

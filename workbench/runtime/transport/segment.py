@@ -51,6 +51,12 @@ class Segment:
         self._grows_for_tensors = True
         self._take_back = _taker(self._leases, self._returned)
 
+    @property
+    def idle_bytes(self) -> int:
+        """What no tensor owns of this memory."""
+        owned = sum(lease.block.num_bytes for lease in list(self._leases.values()))
+        return sum(chunk.size for chunk in self.chunks) - owned
+
     def allocate(self, num_bytes: int, header: bytes) -> Block:
         """A block for a message; more memory if need be.
 
