@@ -5,6 +5,7 @@
     │   ├── SbpError                     split / broadcast / partial-sum entries
     │   └── PlacementError               device type and rank grid
     ├── StrategyError (ValueError)       a strategy that does not fit its model or its ranks
+    ├── CaptureError (RuntimeError)      a step that cannot be replayed as a local program
     ├── ExplicitBoxingError              an implicit boxing under ``wb.explicit_boxing()``
     ├── WorldError (RuntimeError)        this process is not (or no longer) part of a world
     ├── CollectiveAborted (RuntimeError) a wait for other ranks ended early
@@ -43,6 +44,10 @@ class PlacementError(LayoutError):
 
 class StrategyError(WorkbenchError, ValueError):
     """A strategy that does not parse, or does not fit its model or the number of ranks."""
+
+
+class CaptureError(WorkbenchError, RuntimeError):
+    """A step handed to ``wb.capture`` that cannot be replayed: it decides by values, or keeps what it made."""
 
 
 class ExplicitBoxingError(WorkbenchError):

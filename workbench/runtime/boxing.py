@@ -92,7 +92,9 @@ def box_implicitly(tensor: GlobalTensor, layout: Layout, function: str) -> Globa
         # A tensor of inference mode has no version that tells whether it was written since.
         remembers = not (tensor._is_param or (tensor.is_leaf and tensor.requires_grad) or tensor.is_inference())
         version = tensor._version if remembers else 0
-        key = (layout, version, torch.is_grad_enabled(), tensor.requires_grad, tensor.dtype)
+        # A step that is being recorded must box what an earlier one has boxed already.
+        recorder = source.world.recorder
+        key = (layout, version, torch.is_grad_enabled(), tensor.requires_grad, tensor.dtype, recorder)
     if not remembers:
         return box(tensor, layout, function)
     forms: dict[Any, GlobalTensor] = tensor.__dict__.setdefault("_forms", {})

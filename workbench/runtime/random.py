@@ -54,6 +54,13 @@ def manual_seed(seed: int) -> None:
 
 def draw_key(world: World, generator: torch.Generator | None = None) -> int:
     """A 63-bit key from the generator that all ranks advance alike, or from the one that the caller gave."""
+    if world.recorder is not None:
+        drawn: int = world.recorder.draw(_draw, world, generator)
+        return drawn
+    return _draw(world, generator)
+
+
+def _draw(world: World, generator: torch.Generator | None) -> int:
     source = generator or world.generator
     device = None if source is None else source.device
     return int(torch.randint(0, 2**63 - 1, (1,), generator=source, device=device).item())
@@ -70,9 +77,17 @@ def sample_shard(
         kind, *parameters = sampler.kernel
         fill_random(out, kind, key, *place_of(shape, region), *parameters)
         return out
+    if world.recorder is not None:
+        drawn: torch.Tensor = world.recorder.call("draw", _blockwise, sampler, key, shape, region, dtype)
+        return drawn.to(world.device)
+    return _blockwise(sampler, key, shape, region, dtype).to(world.device)
+
+
+def _blockwise(sampler: Sampler, key: int, shape: Shape, region: Region, dtype: torch.dtype) -> torch.Tensor:
+    sizes = [stop - start for start, stop in region]
     blocks = [_sample(sampler, key, positions, dtype) for positions in _position_blocks(shape, region)]
     joined = blocks[0] if len(blocks) == 1 else torch.cat(blocks) if blocks else torch.empty(0, dtype=dtype)
-    return joined.view(sizes).to(world.device)
+    return joined.view(sizes)
 
 
 def place_of(shape: Shape, region: Region) -> tuple[int, list[int]]:

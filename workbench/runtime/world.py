@@ -39,6 +39,7 @@ class World:
         implicit_boxing_allowed: False under ``wb.explicit_boxing()``.
         checks_agreement: whether plain tensors that meet global ones are compared over the ranks.
         tracer: the innermost ``wb.trace()`` in force, told of every boxing; None when there is none.
+        recorder: what writes down the step that ``wb.capture`` is recording; None when none is.
         on_plan: told of every call (function, args, kwargs) that a plan is made for.
         splits_backward: whether plans for functions of parameters let a backward come in two halves.
         running: what the scheduled step in progress wants to know of (see ``pipelining``); None outside of one.
@@ -58,14 +59,20 @@ class World:
         self.implicit_boxing_allowed = True
         self.checks_agreement = os.environ.get("WORKBENCH_CHECK", "0") not in ("", "0")
         self.tracer: Any = None
+        self.recorder: Any = None
         self.on_plan: Callable[[Any, Any, Any], None] | None = None
         self.running: Any = None
         self.splits_backward = False
 
     @property
     def transport_name(self) -> str:
-        """Short name of the transport: ``"shared"``, ``"gloo"``, ``"nccl"`` or ``"threads"``."""
+        """Short name of the transport: ``"shared"``, ``"mixed"``, ``"gloo"``, ``"nccl"`` or ``"threads"``."""
         return self.transport.name
+
+    @property
+    def transport_groups(self) -> tuple[str, ...]:
+        """Which ranks use what, and why: ``ranks [0, 1]: shared (one host, alpha)``, by host."""
+        return tuple(map(str, getattr(self.transport, "groups", ())))
 
     def next_tag(self) -> int:
         """A number for the next exchange: (micro-batch, position in the program), the same on every rank.
@@ -142,8 +149,9 @@ def init(
         generation: which of the worlds that meet at ``init_method``, one after the other; default the number of
             those that this process was in. A process that takes the place of a dead rank says which (``rebuild``).
 
-    CPU ranks of one host exchange tensors through shared memory, others through torch.distributed; the environment
-    variable WORKBENCH_TRANSPORT (``shared``, ``gloo``) decides otherwise.
+    CPU ranks of one host exchange tensors through shared memory, others through torch.distributed, also in a world of
+    several hosts; the environment variable WORKBENCH_TRANSPORT (``shared``, ``mixed``, ``gloo``) decides otherwise, and
+    WORKBENCH_HOST names this rank's host in place of the system.
 
     Returns:
         The world; calling again returns the same one.
@@ -270,7 +278,7 @@ def _choose_transport(
     chosen = choice.choose(
         distributed, lambda tensor: distributed.all_gather(tensor, "init()"), rank, world_size, timeout_s
     )
-    if chosen is not distributed:
+    if chosen.name == "shared":
         distributed.retire()
     return chosen
 

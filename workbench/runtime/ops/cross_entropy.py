@@ -30,7 +30,7 @@ from workbench.runtime.ops.across import (
 from workbench.runtime.ops.dispatch import call_by_plan
 from workbench.runtime.ops.extrema import extremum
 from workbench.runtime.ops.ghost import ghost_outputs
-from workbench.runtime.ops.local import scale_terms, whole
+from workbench.runtime.ops.local import can_read, scale_terms, whole
 from workbench.runtime.ops.moments import accumulation_dtype
 from workbench.runtime.ops.registry import Call, Resolution, composite, rule
 from workbench.runtime.tensor import GlobalTensor, Spec, label, local_torch, spec_of
@@ -207,7 +207,7 @@ class _Lookup:
     def check(self, target: torch.Tensor) -> torch.Tensor:
         """Which targets count; one that is no class is an error, where reading it does not wait for a device."""
         valid = target != self.ignore_index
-        if target.device.type == "cpu" and bool((valid & ((target < 0) | (target >= self.num_classes))).any()):
+        if can_read(target) and bool((valid & ((target < 0) | (target >= self.num_classes))).any()):
             wrong = target[valid & ((target < 0) | (target >= self.num_classes))][0].item()
             raise IndexError(f"Target {wrong} is out of bounds.")
         return valid

@@ -12,6 +12,7 @@ from workbench.core.rules import Signature, signatures
 from workbench.core.sbp import Sbp, Split, broadcast, partial_sum
 from workbench.kernels.embedding_rows import embedding_rows
 from workbench.kernels.launch import can_launch
+from workbench.runtime.ops.local import can_read
 from workbench.runtime.ops.registry import Call, LocalFunction, Resolution, composite, rule
 from workbench.runtime.ops.shards import zeros, zeros_where_empty
 from workbench.runtime.tensor import GlobalTensor, Spec
@@ -87,8 +88,8 @@ def _own_rows(
 
 def _check_range(indices: torch.Tensor, num_rows: int) -> None:
     """What no rank has would be zeros everywhere; torch says so only where the table is whole."""
-    if indices.device.type != "cpu" or not indices.numel():
-        return  # reading the largest index would wait for the device
+    if not can_read(indices) or not indices.numel():
+        return
     lowest, highest = (int(bound) for bound in indices.aminmax())
     if lowest < 0 or highest >= num_rows:
         raise IndexError(

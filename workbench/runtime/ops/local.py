@@ -56,3 +56,10 @@ def scale_terms(total: GlobalTensor, divisor: GlobalTensor) -> GlobalTensor:
         (layout, total._spec.shape, total.dtype),
         "div",
     )
+
+
+def can_read(tensor: torch.Tensor) -> bool:
+    """Whether its values can be looked at to check them: not where that would wait for a device, nor where they are
+    fake or being recorded.
+    """
+    return tensor.device.type == "cpu" and not torch._C._len_torch_dispatch_stack()
