@@ -1,4 +1,4 @@
-"""Whole runs under every schedule: losses, gradients and weights of the same micro-batches on one device, dropout on."""
+"""Whole runs under every schedule: losses, gradients and weights of one device, in the same micro-batches, dropout on."""
 
 from dataclasses import replace
 

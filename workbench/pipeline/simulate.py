@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from workbench.errors import StrategyError
 from workbench.pipeline.check import needs
@@ -92,4 +93,20 @@ def simulate(table: Table, num_stages: int, duration: Duration, transfer_s: floa
     return Timeline(tuple(map(tuple, spans)))
 
 
-__all__ = ["Span", "Timeline", "simulate"]
+def measured_durations(timelines: Sequence[Timeline]) -> Duration:
+    """What an action takes by measured timelines: the median work of its stage and kind, over micro-batches and steps.
+
+    >>> from workbench.pipeline.schedules import make_table
+    >>> run = simulate(make_table("gpipe", 2, 3), 2, lambda action: 1.0 + action.stage)
+    >>> measured_durations([run])(Action(1, "B", 0))
+    2.0
+    """
+    work: dict[tuple[int, str], list[float]] = {}
+    for timeline in timelines:
+        for spans in timeline.spans:
+            for span in spans:
+                work.setdefault((span.action.stage, span.action.kind), []).append(span.busy_s)
+    return lambda action: median(work[action.stage, action.kind])
+
+
+__all__ = ["Duration", "Span", "Timeline", "measured_durations", "simulate"]

@@ -20,7 +20,9 @@ from workbench.runtime.explicit import explicit_boxing
 from workbench.runtime.ops.extension import local_map, rule
 from workbench.runtime.overlap import no_sync
 from workbench.runtime.parallel import parallelize
+from workbench.runtime.pipelining.balance import balance
 from workbench.runtime.pipelining.step import evaluate, forward_backward
+from workbench.runtime.pipelining.timeline import timeline
 from workbench.runtime.proof import prove
 from workbench.runtime.random import manual_seed
 from workbench.runtime.reporting import memory_report
@@ -78,9 +80,9 @@ def boxing_plan(
 
 
 __all__ = [
-    "Checkpoints", "GlobalDataLoader", "GlobalTensor", "arange", "barrier", "boxing_plan", "check_agreement",
-    "empty", "evaluate", "explicit_boxing", "eye", "forward_backward", "full", "init", "load", "load_safetensors",
-    "local_map", "manual_seed", "memory_report", "methods", "no_sync", "ones", "parallelize", "placement", "prove",
-    "rand", "randint", "randn", "randperm", "rank", "rebuild", "rule", "save", "tensor", "to_global", "trace",
-    "world_size", "zeros",
+    "Checkpoints", "GlobalDataLoader", "GlobalTensor", "arange", "balance", "barrier", "boxing_plan",
+    "check_agreement", "empty", "evaluate", "explicit_boxing", "eye", "forward_backward", "full", "init",
+    "load", "load_safetensors", "local_map", "manual_seed", "memory_report", "methods", "no_sync", "ones",
+    "parallelize", "placement", "prove", "rand", "randint", "randn", "randperm", "rank", "rebuild", "rule",
+    "save", "tensor", "timeline", "to_global", "trace", "world_size", "zeros",
 ]  # fmt: skip

@@ -122,6 +122,7 @@ def evaluate(module: nn.Module, inputs: Any) -> Any:
         with torch.no_grad():
             forwards = [action for action in _actions_of(world.rank, table, state.resolved) if action.kind == "F"]
             executor.evaluate(forwards, lambda index: call(module, parts[index].inputs), take)
+            state.spans = executor.spans
             return _join([outputs[index] for index in range(len(parts))], [part.share for part in parts])
     finally:
         for part, mode in modes:
