@@ -32,6 +32,11 @@ class Letter(NamedTuple):
     wants_receipt: int
 
 
+def letter_without_receipt(tag: int, chunk: int, offset: int, num_bytes: int, header: bytes) -> bytes:
+    """A letter about memory whose readers will be known to have finished in another way."""
+    return LETTER.pack(tag, num_bytes, chunk, offset, 0, len(header)) + header
+
+
 class Block:
     """A part of an arena and how many readers it still has, its owner included."""
 
@@ -109,9 +114,9 @@ class Link:
         chunk, offset = (block.chunk, block.offset + offset_in_block) if block is not None else (0, 0)
         self._send(LETTER.pack(tag, num_bytes, chunk, offset, 1, len(header)) + header, block)
 
-    def send_without_receipt(self, tag: int, chunk: int, offset: int, num_bytes: int, header: bytes) -> None:
-        """Send a letter about memory whose reader will be known to have finished in another way."""
-        self._send(LETTER.pack(tag, num_bytes, chunk, offset, 0, len(header)) + header, _NO_RECEIPT)
+    def send_without_receipt(self, letter: bytes) -> None:
+        """Send what ``letter_without_receipt`` has made."""
+        self._send(letter, _NO_RECEIPT)
 
     def _send(self, letter: bytes, lent: Block | Loan | None) -> None:
         self._own_words[self._sent_word] += 1
@@ -167,23 +172,41 @@ class Link:
             lent is loan for _, lent in self._letters_left
         )
 
+    def expect(self, tag: int) -> Letter | None:
+        """The next letter with this tag, if it is there; others are kept."""
+        letters = self.arrived.get(tag)
+        if letters is not None:
+            letter = letters.popleft()
+            if not letters:
+                del self.arrived[tag]
+            return letter
+        while self._try_take(self.letter_came) == 0:
+            found, letter = self._take_out()
+            if found == tag:
+                return letter
+            self.arrived.setdefault(found, deque()).append(letter)
+        return None
+
     def read(self) -> bool:
-        """Take the next letter out of the ring, if there is one."""
+        """Keep the next letter of the ring, if there is one."""
         if self._try_take(self.letter_came) != 0:
             return False
         self.read_taken()
         return True
 
     def read_taken(self) -> None:
-        """The same when ``letter_came`` has been taken already."""
+        """Keep the next letter of the ring, when ``letter_came`` has been taken already."""
+        tag, letter = self._take_out()
+        self.arrived.setdefault(tag, deque()).append(letter)
+
+    def _take_out(self) -> tuple[int, Letter]:
         number = self.num_read
         at = number % NUM_SLOTS * LETTER_SLOT_BYTES
         tag, num_bytes, chunk, offset, wants_receipt, length = LETTER.unpack_from(self._letters_in, at)
         header = bytes(self._letters_in[at + LETTER.size : at + LETTER.size + length])
         self._post(self._letter_read)
-        letter = Letter(number, num_bytes, chunk, offset, header, wants_receipt)
-        self.arrived.setdefault(tag, deque()).append(letter)
         self.num_read = self._own_words[self._read_word] = number + 1
+        return tag, Letter(number, num_bytes, chunk, offset, header, wants_receipt)
 
     def acknowledge(self, letter: Letter) -> None:
         """This rank has read what ``letter`` is about."""

@@ -33,13 +33,10 @@ class Mailbox:
             CollectiveAborted: none will come, or it comes from another call.
         """
         link = self.links[source]
-        while tag not in link.arrived:
-            self._waiter.wait(link, header)
+        letter = link.expect(tag)
+        while letter is None:
+            letter = self._waiter.wait_for_letter(link, tag, header)
         self.num_taken += 1
-        letters = link.arrived[tag]
-        letter = letters.popleft()
-        if not letters:
-            del link.arrived[tag]
         if letter.header != header or letter.num_bytes not in sizes:
             theirs, ours = decode_header(letter.header), decode_header(header)
             expected = " or ".join(map(str, sorted(set(sizes))))
@@ -68,4 +65,4 @@ class Mailbox:
             link = self.links[reader]
             while loan.num_readers and link.owes(loan):
                 if not link.collect():
-                    self._waiter.wait(link, header, for_receipt=True)
+                    self._waiter.wait_for_receipt(link, header)

@@ -21,7 +21,7 @@ def combine(terms: Sequence[torch.Tensor], out: torch.Tensor, reduction: str | N
         return
     assert reduction is not None
     function = _COMBINE[reduction]
-    widens = reduction == "sum" and out.dtype in ACCUMULATED_IN_32_BITS
+    widens = _widens(out, reduction)
     if len(terms) == 2 and not widens:
         function(terms[0], terms[1], out=out)
     elif all(tensor.is_contiguous() for tensor in (*terms, out)):
@@ -38,11 +38,18 @@ def combined(terms: Sequence[torch.Tensor], reduction: str | None) -> torch.Tens
     if len(terms) == 1:
         return terms[0].clone(memory_format=torch.contiguous_format)
     assert reduction is not None
-    if len(terms) == 2 and not (reduction == "sum" and terms[0].dtype in ACCUMULATED_IN_32_BITS):
-        return _COMBINE[reduction](terms[0], terms[1]).contiguous()
+    if terms[0].numel() <= _CACHED_NUMEL and not _widens(terms[0], reduction):
+        total = _COMBINE[reduction](terms[0], terms[1]).contiguous()
+        for term in terms[2:]:
+            _COMBINE[reduction](total, term, out=total)
+        return total
     out = torch.empty(terms[0].shape, dtype=terms[0].dtype)
     combine(terms, out, reduction)
     return out
+
+
+def _widens(term: torch.Tensor, reduction: str) -> bool:
+    return reduction == "sum" and term.dtype in ACCUMULATED_IN_32_BITS
 
 
 def _combine(

@@ -14,7 +14,7 @@ import torch
 
 from workbench.runtime.transport.arena import Arena
 from workbench.runtime.transport.board import encode_header
-from workbench.runtime.transport.link import Letter
+from workbench.runtime.transport.link import Letter, letter_without_receipt
 from workbench.runtime.transport.mailbox import Mailbox
 from workbench.runtime.transport.mapped import Mapping
 from workbench.runtime.transport.program import Program, Read
@@ -87,8 +87,9 @@ class Steady:
             _copy_bytes(self._chunk.address + offset, local.data_ptr(), program.shard_bytes)
         else:
             self._chunk.tensor(offset, tuple(local.shape), program.dtype).copy_(local.detach())
+        message = letter_without_receipt(tag, 0, offset, program.shard_bytes, header)
         for link in self._readers:
-            link.send_without_receipt(tag, 0, offset, program.shard_bytes, header)
+            link.send_without_receipt(message)
         letters = [mailbox.take(r.source, tag, header, r.shard_bytes, r.part.num_bytes) for r in self._reads]
         key = (turn, *[letter[1:4] for letter in letters])
         views = self._views.get(key)

@@ -9,9 +9,10 @@ from collections.abc import Callable, Mapping
 from workbench.errors import CollectiveAborted
 from workbench.runtime.caller import user_frame
 from workbench.runtime.transport.board import FAILED, LEFT, Board, Wait, decode_header
-from workbench.runtime.transport.link import Link
+from workbench.runtime.transport.link import Letter, Link
 from workbench.runtime.transport.processes import Processes
 from workbench.runtime.transport.semaphores import Semaphores
+from workbench.runtime.transport.watch import LETTERS, RECEIPTS
 
 SLICE_S = 0.02
 """How long a sleeping rank goes without looking for an abort, a dead peer or a deadlock."""
@@ -36,24 +37,41 @@ class Waiter:
         self._own, self._links, self._semaphores = own, links, semaphores
         self._processes = Processes({peer: link.pid for peer, link in links.items()})
         self._suspicion: tuple[tuple[int, int], ...] | None = None
+        # Where ranks share cores, the one that is waited for may need this core.
+        self._num_looks = _NUM_LOOKS if len(links) < len(os.sched_getaffinity(0)) else 1
 
     def close(self) -> None:
         """Close the files that watch the peers' processes."""
         self._processes.close()
 
-    def wait(self, link: Link, header: bytes, for_receipt: bool = False) -> None:
-        """Return when a letter of ``link`` has been read, or a receipt."""
-        look = link.collect if for_receipt else link.read
-        for _ in range(_NUM_LOOKS):
-            if look():
-                return
+    def wait_for_letter(self, link: Link, tag: int, header: bytes) -> Letter | None:
+        """The letter of ``link`` with this tag; None if a letter came that may be another one."""
+        expect = link.expect
+        for _ in range(self._num_looks):
+            letter = expect(tag)
+            if letter is not None:
+                return letter
         # A peer that is about to come is met within microseconds; one that computes needs this core more than we do.
         end = time.perf_counter() + _YIELD_S
         while time.perf_counter() < end:
             os.sched_yield()
-            if look():
+            letter = expect(tag)
+            if letter is not None:
+                return letter
+        self._sleep(link, header, for_receipt=False)
+        return link.expect(tag)
+
+    def wait_for_receipt(self, link: Link, header: bytes) -> None:
+        """Return when a receipt of ``link`` has come."""
+        for _ in range(self._num_looks):
+            if link.collect():
                 return
-        self._sleep(link, header, for_receipt)
+        end = time.perf_counter() + _YIELD_S
+        while time.perf_counter() < end:
+            os.sched_yield()
+            if link.collect():
+                return
+        self._sleep(link, header, for_receipt=True)
 
     def wait_for_room(self, link: Link, waited_s: float) -> None:
         """A short nap until the peer may have read some of the letters to it."""
@@ -63,6 +81,18 @@ class Waiter:
             reason = f"it has read nothing for {self.timeout_s:g} s; {self._doing(link)}"
         if reason is not None:
             raise CollectiveAborted(f"rank {self.rank} stopped waiting for rank {link.peer} in flush: {reason}")
+
+    def breakdown(self) -> str | None:
+        """What has ended the world for one of the peers."""
+        return next((reason for link in self._links.values() if (reason := self._breakdown_of(link))), None)
+
+    def starving(self) -> tuple[int, int, str, int] | None:
+        """Peer, slot (see ``watch``), call and number of what has come, if nothing is under way to this rank."""
+        wait = self._own.wait()
+        if wait is None or not self._has_taken_all(self.rank, wait):
+            return None
+        taken = self._own.receipts_read_word(wait.peer) if wait.for_receipt else self._own.read_word(wait.peer)
+        return wait.peer, RECEIPTS if wait.for_receipt else LETTERS, wait.header, self._own.words[taken]
 
     def is_gone(self, link: Link) -> bool:
         """Whether the peer will not read any more letters."""
