@@ -20,9 +20,9 @@ _WHERE = {
     "workbench.core": ["sbp"],
     "workbench.core.strategy": ["Strategy"],
     "workbench.runtime.api": [
-        "Checkpoints", "GlobalDataLoader", "GlobalTensor", "arange", "balance", "barrier", "boxing_plan",
-        "check_agreement", "empty", "evaluate", "explicit_boxing", "eye", "forward_backward", "full", "init",
-        "load", "load_safetensors", "local_map", "manual_seed", "memory_report", "no_sync", "ones",
+        "Checkpoints", "export_safetensors", "GlobalDataLoader", "GlobalTensor", "arange", "balance", "barrier",
+        "boxing_plan", "check_agreement", "empty", "evaluate", "explicit_boxing", "eye", "forward_backward", "full",
+        "init", "load", "load_safetensors", "local_map", "manual_seed", "memory_report", "no_sync", "ones",
         "parallelize", "placement", "prove", "rand", "randint", "randn", "randperm", "rank", "rebuild", "rule",
         "save", "tensor", "timeline", "to_global", "trace", "world_size", "zeros",
     ],

@@ -17,6 +17,7 @@ from workbench.runtime.creation import arange, empty, eye, full, ones, rand, ran
 from workbench.runtime.data import GlobalDataLoader
 from workbench.runtime.entry import to_global
 from workbench.runtime.explicit import explicit_boxing
+from workbench.runtime.exporting import export_safetensors
 from workbench.runtime.ops.extension import local_map, rule
 from workbench.runtime.overlap import no_sync
 from workbench.runtime.parallel import parallelize
@@ -80,9 +81,9 @@ def boxing_plan(
 
 
 __all__ = [
-    "Checkpoints", "GlobalDataLoader", "GlobalTensor", "arange", "balance", "barrier", "boxing_plan",
-    "check_agreement", "empty", "evaluate", "explicit_boxing", "eye", "forward_backward", "full", "init",
-    "load", "load_safetensors", "local_map", "manual_seed", "memory_report", "methods", "no_sync", "ones",
-    "parallelize", "placement", "prove", "rand", "randint", "randn", "randperm", "rank", "rebuild", "rule",
-    "save", "tensor", "timeline", "to_global", "trace", "world_size", "zeros",
+    "Checkpoints", "export_safetensors", "GlobalDataLoader", "GlobalTensor", "arange", "balance", "barrier",
+    "boxing_plan", "check_agreement", "empty", "evaluate", "explicit_boxing", "eye", "forward_backward", "full",
+    "init", "load", "load_safetensors", "local_map", "manual_seed", "memory_report", "methods", "no_sync", "ones",
+    "parallelize", "placement", "prove", "rand", "randint", "randn", "randperm", "rank", "rebuild", "rule", "save",
+    "tensor", "timeline", "to_global", "trace", "world_size", "zeros",
 ]  # fmt: skip
