@@ -1,4 +1,4 @@
-"""``wb.export_safetensors``: the logical weights of a module as safetensors files, as ``save_pretrained`` lays them out."""
+"""``wb.export_safetensors``: a module's logical weights as safetensors files, laid out as by ``save_pretrained``."""
 
 from __future__ import annotations
 
@@ -118,20 +118,18 @@ def _share_out(tensors: Mapping[str, torch.Tensor], limit: int, num_ranks: int) 
 
 def _write(folder: Path, file: _File, tensors: Mapping[str, torch.Tensor], world: World, what: str) -> None:
     """One file: every rank brings its slices, the file's writer puts them down, tensor by tensor."""
-    partly, error = folder / f"{file.name}.tmp", None
-    pieces = (whole.reshape(-1).view(torch.uint8).numpy() for whole in _brought(file, tensors, world))
-    if world.rank != file.writer:
-        for _ in _brought(file, tensors, world):
-            pass
-    else:
-        try:
+    partly = folder / f"{file.name}.tmp"
+    brought, error = _brought(file, tensors, world), None
+    try:
+        if world.rank == file.writer:
             with open(partly, "wb") as out:
                 out.write(_header(file, tensors))
-                out.writelines(memoryview(piece) for piece in pieces)
+                for whole in brought:
+                    out.write(whole.reshape(-1).view(torch.uint8).numpy().data)
             os.replace(partly, folder / file.name)
-        except OSError as found:
-            error = found
-            deque(pieces, maxlen=0)  # the others bring the rest all the same
+    except OSError as found:
+        error = found
+    deque(brought, maxlen=0)  # what the writer has not taken, every rank brings all the same
     check(error, world, what)
 
 
@@ -173,7 +171,7 @@ def _finish(folder: Path, module: nn.Module, files: list[_File], tensors: Mappin
         if path.name not in ours:
             path.unlink()
     for name in ("config", "generation_config"):
-        config = getattr(module, name, None)
+        config: Any = getattr(module, name, None)
         if hasattr(config, "save_pretrained"):
             config = copy.deepcopy(config)
             if name == "config":
