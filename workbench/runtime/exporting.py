@@ -124,8 +124,7 @@ def _write(folder: Path, file: _File, tensors: Mapping[str, torch.Tensor], world
         if world.rank == file.writer:
             with open(partly, "wb") as out:
                 out.write(_header(file, tensors))
-                for whole in brought:
-                    out.write(whole.reshape(-1).view(torch.uint8).numpy().data)
+                out.writelines(whole.reshape(-1).view(torch.uint8).numpy().data for whole in brought)
             os.replace(partly, folder / file.name)
     except OSError as found:
         error = found
