@@ -13,6 +13,7 @@ from workbench.core.placement import Placement
 from workbench.core.route import BoxingRoute, route_boxing
 from workbench.runtime import methods
 from workbench.runtime.agreement import check_agreement
+from workbench.runtime.capture.step import CapturedStep, capture
 from workbench.runtime.creation import arange, empty, eye, full, ones, rand, randint, randn, randperm, tensor, zeros
 from workbench.runtime.data import GlobalDataLoader
 from workbench.runtime.entry import to_global
@@ -24,6 +25,7 @@ from workbench.runtime.parallel import parallelize
 from workbench.runtime.pipelining.balance import balance
 from workbench.runtime.pipelining.step import evaluate, forward_backward
 from workbench.runtime.pipelining.timeline import timeline
+from workbench.runtime.precision import GradScaler
 from workbench.runtime.proof import prove
 from workbench.runtime.random import manual_seed
 from workbench.runtime.reporting import memory_report
@@ -81,9 +83,9 @@ def boxing_plan(
 
 
 __all__ = [
-    "Checkpoints", "export_safetensors", "GlobalDataLoader", "GlobalTensor", "arange", "balance", "barrier",
-    "boxing_plan", "check_agreement", "empty", "evaluate", "explicit_boxing", "eye", "forward_backward", "full",
-    "init", "load", "load_safetensors", "local_map", "manual_seed", "memory_report", "methods", "no_sync", "ones",
-    "parallelize", "placement", "prove", "rand", "randint", "randn", "randperm", "rank", "rebuild", "rule", "save",
-    "tensor", "timeline", "to_global", "trace", "world_size", "zeros",
+    "Checkpoints", "export_safetensors", "GlobalDataLoader", "GlobalTensor", "GradScaler", "arange", "balance",
+    "barrier", "boxing_plan", "capture", "check_agreement", "empty", "evaluate", "explicit_boxing", "eye",
+    "forward_backward", "full", "init", "load", "load_safetensors", "local_map", "manual_seed", "memory_report",
+    "methods", "no_sync", "ones", "parallelize", "placement", "prove", "rand", "randint", "randn", "randperm",
+    "rank", "rebuild", "rule", "save", "tensor", "timeline", "to_global", "trace", "world_size", "zeros",
 ]  # fmt: skip

@@ -55,7 +55,12 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if options.get("determinism_check", "default") == "default":
         options["determinism_check"] = _CHECK
     pins: list[Any] = []
-    specs = [leaf._spec if isinstance(leaf, GlobalTensor) else None for leaf in tree_leaves((args, kwargs))]
+    stage_order = world.stage_order
+    with local_torch():
+        specs = [
+            (leaf._spec, leaf.is_leaf) if isinstance(leaf, GlobalTensor) else None
+            for leaf in tree_leaves((args, kwargs))
+        ]
     random_state = _generator_state(world) if kwargs.get("preserve_rng_state", True) else None
 
     def pinned(*inputs: Any, **named: Any) -> Any:
@@ -64,12 +69,14 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             pins.append(node)
             return function(*inputs, **named)
         inputs, named = _labelled(specs, inputs, named)
-        before = _generator_state(world)
+        before, order_before = _generator_state(world), world.stage_order
         _set_generator_state(world, random_state)
+        world.stage_order = stage_order
         try:
             return function(*inputs, **named)
         finally:
             _set_generator_state(world, before)
+            world.stage_order = order_before
 
     result = _original(pinned, *args, **options)
     if pins[0] is not None:
@@ -77,12 +84,17 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return result
 
 
-def _labelled(specs: list[Spec | None], args: Any, kwargs: Any) -> Any:
-    """The arguments of a recomputation; what an outer checkpoint has recomputed comes as a plain shard."""
+def _labelled(specs: list[tuple[Spec, bool] | None], args: Any, kwargs: Any) -> Any:
+    """The arguments of a recomputation, which come as plain shards: global again, and leaves only if they were.
+
+    A leaf that requires a gradient may not be written in place, and does not remember its boxed forms.
+    """
     leaves, structure = tree_flatten((args, kwargs))
-    for position, (leaf, spec) in enumerate(zip(leaves, specs, strict=False)):
-        if spec is not None and type(leaf) is torch.Tensor:
-            leaves[position] = label(leaf.detach().requires_grad_(leaf.requires_grad), spec)
+    for position, (leaf, known) in enumerate(zip(leaves, specs, strict=False)):
+        if known is not None and type(leaf) is torch.Tensor:
+            spec, was_leaf = known
+            found = leaf.detach().requires_grad_(leaf.requires_grad)
+            leaves[position] = label(found if was_leaf else found.view_as(found), spec)
     return tree_unflatten(leaves, structure)
 
 

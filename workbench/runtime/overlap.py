@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from workbench.core.layout import Layout
+from workbench.core.sbp import Broadcast
 from workbench.errors import StrategyError
 from workbench.runtime import reduction
 from workbench.runtime.reduction import Finish, Term, cut_into_buckets, keep, start_bucket
@@ -202,7 +204,16 @@ def _nbytes(parameter: GlobalTensor) -> int:
 def watch(module: nn.Module, scatters: bool) -> Watcher:
     """Follow the gradients of a module's global parameters."""
     parameters = [p for p in module.parameters() if isinstance(p, GlobalTensor)]
+    for parameter in parameters:
+        parameter.__dict__.pop("_grad_spec", None)
+        if scatters and parameter._spec.is_ghost and _has_copies(parameter._spec.layout):
+            parameter.__dict__["_grad_spec"] = parameter._spec, state_spec(parameter)
     return Watcher(parameters, scatters)
+
+
+def _has_copies(layout: Layout) -> bool:
+    sizes = zip(layout.placement.shape, layout.sbp, strict=True)
+    return any(size > 1 and isinstance(entry, Broadcast) for size, entry in sizes)
 
 
 @contextlib.contextmanager

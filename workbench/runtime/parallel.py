@@ -8,6 +8,8 @@ that neighbours need not know each other:
     model:row      weight S(1), input S(0), S(last), output P, boxed to what the next layer expects
 
 An embedding's columns are the width of its table and its rows are the words; both take whole indices on the model axis.
+What a row-split layer or a table gives is boxed at its own door. With the option ``sequence``, norms of model-parallel
+layers take S(1) on the model axis: the sum behind a row becomes a reduce-scatter, the door of a column an all-gather.
 Nothing in forward changes. Ranks outside a layer's stage run it on ghosts.
 """
 
@@ -20,18 +22,21 @@ from torch import nn
 from torch.optim import Optimizer
 
 from workbench.core.strategy import Strategy
-from workbench.errors import StrategyError
-from workbench.runtime import optim, zero
+from workbench.runtime import optim, precision, recompute, zero
 from workbench.runtime.agreement import check_same_everywhere
 from workbench.runtime.strategies.doors import Doors, hook_root
-from workbench.runtime.strategies.layouts import StageLayouts, is_table
+from workbench.runtime.strategies.layouts import StageLayouts
 from workbench.runtime.strategies.materializing import Init, materialize, names_on_meta
 from workbench.runtime.strategies.moving import OptimizerState
 from workbench.runtime.strategies.spreading import convert_buffers, convert_parameters
 from workbench.runtime.strategies.state import STATE, ParallelState, describe, layers_of, state_of, unhook
 from workbench.runtime.world import current
 
-INSTALLERS: tuple[Callable[[nn.Module, ParallelState], list[Any]], ...] = (zero.install,)
+INSTALLERS: tuple[Callable[[nn.Module, ParallelState], list[Any]], ...] = (
+    zero.install,
+    recompute.install,
+    precision.install,
+)
 """Options that act on a module: each returns handles with ``remove()``, none where its option is off."""
 
 
@@ -54,8 +59,8 @@ def parallelize(
             ``"empty"``: only what is in no checkpoint is computed, ``wb.load`` brings the rest.
 
     Raises:
-        StrategyError: the strategy does not fit the module or the number of ranks, or uses an option that is not
-        there yet; the optimizer has other parameters; tensors on meta that nothing gives values.
+        StrategyError: the strategy does not fit the module or the number of ranks; the optimizer has other parameters;
+        tensors on meta that nothing gives values.
         LayoutError: the ranks hold different weights.
         CheckpointError: the files do not fit.
 
@@ -63,15 +68,13 @@ def parallelize(
     """
     world = current()
     strategy = Strategy(strategy) if isinstance(strategy, str) else strategy
-    _check_options(strategy)
     resolved = strategy.resolve(describe(module), world.world_size)
     check_same_everywhere(module, world)
     optimizer_state = OptimizerState(optimizer, module, world) if optimizer is not None else None
     on_meta = names_on_meta(module)
     unhook(module)
     layers = list(layers_of(module))
-    tables = {choice.name for choice, (_, layer) in zip(resolved.layers, layers, strict=True) if is_table(layer)}
-    layouts = StageLayouts(world, resolved, tables)
+    layouts = StageLayouts(world, resolved)
     doors = Doors(layouts)
     state = ParallelState(strategy, resolved, layouts, placements=layouts.placements)
     converted: dict[int, nn.Parameter] = {}
@@ -99,14 +102,6 @@ def parallelize(
         world.splits_backward = True
         world.plans.clear()
     return module
-
-
-def _check_options(strategy: Strategy) -> None:
-    options = strategy.options
-    missing = ["recompute"] * options.recompute
-    missing += [options.precision] * (options.precision != "fp32")
-    if missing:
-        raise StrategyError(f"strategy {str(strategy)!r}: {', '.join(missing)} cannot be run yet. Leave it out.")
 
 
 __all__ = ["INSTALLERS", "ParallelState", "describe", "parallelize", "state_of", "unhook"]

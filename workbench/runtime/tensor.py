@@ -152,7 +152,9 @@ class GlobalTensor(torch.Tensor):
             grad = _grad_slot.__get__(self)
             if grad is None:
                 if self._ghost_grad is True:
-                    self._ghost_grad = ghost_like(self, spec)
+                    scattered = self.__dict__.get("_grad_spec")  # of the tensor as it was, and of its gradient's shards
+                    here = scattered[1] if scattered is not None and scattered[0] is self._spec else spec
+                    self._ghost_grad = ghost_like(self, here)
                     self._ghost_grad._is_grad = True
                 found = None if self._ghost_grad is False else self._ghost_grad
                 return self.__dict__.get("_grad_shard") if found is None else found

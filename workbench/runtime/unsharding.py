@@ -74,8 +74,14 @@ class Unshard:
     """
 
     def __init__(self, layer: nn.Module, whole: dict[int, Layout]) -> None:
-        self.layer, self.whole = layer, whole
+        self.layer = layer
         self.owners = list(layer.modules()) if isinstance(layer, nn.MultiheadAttention) else [layer]
+        self.whole = {
+            (number, name): whole[id(parameter)]
+            for number, owner in enumerate(self.owners)
+            for name, parameter in owner.named_parameters(recurse=False)
+            if id(parameter) in whole
+        }
         self._calls: list[_Call] = []
         self._handles: list[Any] = []
 
@@ -96,18 +102,19 @@ class Unshard:
         call = _Call()
         self._calls.append(call)
         records = torch.is_grad_enabled() and not _is_recomputed()
-        for owner in self.owners:
+        for number, owner in enumerate(self.owners):
             for name, parameter in list(owner.named_parameters(recurse=False)):
-                if not isinstance(parameter, GlobalTensor) or id(parameter) not in self.whole:
-                    continue
+                layout = self.whole.get((number, name))
+                if layout is None or not isinstance(parameter, GlobalTensor) or not parameter._is_param:
+                    continue  # on its own stage only: elsewhere it has been brought here whole
                 call.kept.append((owner, name, parameter))
-                owner._parameters[name] = self._gather(parameter, call, records)
+                owner._parameters[name] = self._gather(parameter, layout, call, records)
         if call.gathered:
             call.saving = _saving(call)
             call.saving.__enter__()
 
-    def _gather(self, parameter: GlobalTensor, call: _Call, records: bool) -> Any:
-        whole = box(parameter, self.whole[id(parameter)], "gathering of parameters")
+    def _gather(self, parameter: GlobalTensor, layout: Layout, call: _Call, records: bool) -> Any:
+        whole = box(parameter, layout, "gathering of parameters")
         if records:
             source = parameter._spec
             found = _Gathered(parameter, source, spec_of(source.world, whole._spec.layout, source.shape),

@@ -27,8 +27,11 @@ from workbench.runtime.unsharding import Unshard
 def install(module: nn.Module, state: ParallelState) -> list[Any]:
     """Shard what ``zero=`` of the strategy says, and follow the module's gradients."""
     stage = state.strategy.options.zero
+    parameters = [p for p in module.parameters() if isinstance(p, GlobalTensor)]
+    for parameter in parameters:
+        parameter.__dict__.pop("_shard", None)  # of an earlier strategy
     if stage:
-        choose_shards(p for p in module.parameters() if isinstance(p, GlobalTensor))
+        choose_shards(parameters)
     handles: list[Any] = []
     if stage == 3:
         whole = _split_values(module)

@@ -1,0 +1,148 @@
+"""Recomputation per block by strategy: the numbers of one device, dropout and statistics of batch norm alike."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import workbench as wb
+from tests.runtime.models import batch_for, make
+from tests.runtime.programs import training_equals_one_device
+from workbench.runtime.memory import ActivationMeter
+from workbench.runtime.recompute import blocks_of
+from workbench.testing import run_ranks
+
+STRATEGIES = [
+    ("*: data | 1x2x1", 2),
+    ("*: data | 1x3x1 zero=3", 3),
+    ("*: model | 1x2x2", 4),
+]
+
+
+@pytest.mark.parametrize("kind", ["mlp", "cnn", "encoder", "attention", "dropping"])
+@pytest.mark.parametrize(("strategy", "num_ranks"), STRATEGIES)
+def test_training_equals_one_device(kind, strategy, num_ranks):
+    text = f"{strategy} recompute"
+    for losses, weights in run_ranks(lambda: training_equals_one_device(kind, text, num_ranks), num_ranks):
+        assert losses < 1e-5 and weights < 1e-5
+
+
+class Block(nn.Module):
+    """Two layers with dropout and a residual."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.a, self.b = nn.LayerNorm(16), nn.Linear(16, 64), nn.Linear(64, 16)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x, scale=1.0):
+        return x + self.drop(self.b(F.gelu(self.a(self.norm(x))))) * scale
+
+
+class Tower(nn.Module):
+    """Blocks between an embedding and the head tied to it."""
+
+    def __init__(self):
+        super().__init__()
+        self.tok = nn.Embedding(10, 16)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(16, 10, bias=False)
+        self.head.weight = self.tok.weight
+
+    def forward(self, ids):
+        x = self.tok(ids)
+        for block in self.blocks:
+            x = block(x, scale=0.5)
+        return self.head(x.mean(1))
+
+
+def towers(count):
+    torch.manual_seed(0)
+    model = Tower()
+    return [model, *(copy.deepcopy(model) for _ in range(count - 1))]
+
+
+def test_which_modules_are_blocks():
+    tower = Tower()
+    assert blocks_of(tower) == list(tower.blocks)
+    encoder = make("encoder")
+    assert blocks_of(encoder) == list(encoder.enc.layers)
+    cnn = make("cnn")
+    assert blocks_of(cnn) == [cnn.conv1, cnn.bn1, cnn.conv2, cnn.bn2, cnn.fc1, cnn.fc2]
+
+
+PIPELINE = "tok: data; blocks.[2-3]: data@1; head: data@1 | 2x1x1 mb=2 1f1b"
+
+
+SPLIT = "blocks.*.a: model:column; blocks.*.b: model:row; tok: data; head: data | 1x1x2"
+
+
+@pytest.mark.parametrize("strategy", ["*: data", "*: data | zero=3", SPLIT, PIPELINE])
+def test_a_tower_with_dropout_saves_less_and_gives_the_same_gradients(strategy):
+    ids = torch.arange(60).reshape(6, 10) % 10
+    targets = torch.arange(6)
+
+    def gradients(rank, model, text):
+        model = wb.parallelize(model, text)
+        wb.manual_seed(5)
+        meter = ActivationMeter(model)
+        with meter.measure():
+            loss = F.cross_entropy(model(ids), targets)
+        loss.backward()
+        everywhere = wb.placement.all("cpu")
+        return meter.size_bytes, [
+            p.grad.to_global(placement=everywhere, sbp="B").to_local() for p in model.parameters()
+        ]
+
+    models = towers(4)
+    joint = " " if "|" in strategy else " | "
+    kept = run_ranks(lambda rank: gradients(rank, models[rank], strategy), 2)
+    again = run_ranks(lambda rank: gradients(rank, models[2 + rank], f"{strategy}{joint}recompute"), 2)
+    for (size, grads), (fewer, ours) in zip(kept, again, strict=True):
+        assert fewer < 0.5 * size
+        torch.testing.assert_close(ours, grads, rtol=1e-5, atol=1e-7)
+
+
+def test_statistics_of_batch_norm_are_written_once():
+    class Stem(nn.Module):
+        def __init__(self):
+            super().__init__()
+            part = lambda: nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16))  # noqa: E731
+            self.parts, self.head = nn.Sequential(part(), part()), nn.Linear(16, 10)
+
+        def forward(self, x):
+            return self.head(self.parts(x))
+
+    torch.manual_seed(0)
+    models = [Stem() for _ in range(3)]
+    for model in models[1:]:
+        model.load_state_dict(models[0].state_dict())
+    inputs, targets = batch_for("mlp")
+
+    def run(model):
+        for _ in range(2):
+            F.cross_entropy(model(inputs), targets).backward()
+        return [b.full_tensor() if hasattr(b, "full_tensor") else b for b in model.buffers()]
+
+    expected = run(models[2])
+    for found in run_ranks(lambda rank: run(wb.parallelize(models[rank], "*: data | recompute")), 2):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_copies_undoing_and_evaluation():
+    models = towers(2)
+    ids = torch.arange(60).reshape(6, 10) % 10
+
+    def program(rank):
+        model = wb.parallelize(models[rank], "*: data | recompute").eval()
+        assert copy.deepcopy(model).blocks[0]._compiled_call_impl is None
+        with torch.no_grad():
+            first = model(ids).full_tensor()
+        wb.parallelize(model, "*: data")
+        assert model.blocks[0]._compiled_call_impl is None
+        with torch.no_grad():
+            torch.testing.assert_close(model(ids).full_tensor(), first)
+
+    run_ranks(program, 2)

@@ -1,0 +1,97 @@
+"""Recomputation per block: ``recompute`` of a strategy. A block saves its input and runs forward again for backward.
+
+Blocks are the repeated parts of a model: the members of its outermost ``nn.ModuleList`` or ``nn.Sequential`` objects
+that have parts themselves. A model without any (a chain of layers) is recomputed layer by layer. (Chen et al., Training
+Deep Nets with Sublinear Memory Cost, 2016.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from workbench.runtime.strategies.state import ParallelState, layers_of
+
+
+def install(module: nn.Module, state: ParallelState) -> list[Any]:
+    """Let every block of ``module`` be recomputed, where the strategy says so."""
+    if not state.strategy.options.recompute:
+        return []
+    return [_Recomputed(block) for block in blocks_of(module)]
+
+
+def blocks_of(module: nn.Module) -> list[nn.Module]:
+    """The blocks that are recomputed.
+
+    >>> blocks_of(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+    [Linear(in_features=2, out_features=2, bias=True)]
+    """
+    blocks = list(_blocks(module))
+    return blocks or [layer for _, layer in layers_of(module) if layer is not module]
+
+
+def _blocks(module: nn.Module) -> Iterator[nn.Module]:
+    if isinstance(module, nn.ModuleList | nn.Sequential):
+        blocks = [child for child in module if any(True for _ in child.children()) and _has_parameters(child)]
+        if blocks:
+            yield from blocks
+            return
+    for child in module.children():
+        yield from _blocks(child)
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters())
+
+
+class _Recomputed:
+    """Runs the calls of a block, with its hooks: they gather or bring parameters, and must do so again.
+
+    It stands where ``nn.Module.compile`` puts a compiled call; copies of the module leave it behind.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        self.block = block
+        block._compiled_call_impl = self
+
+    def remove(self) -> None:
+        """The block saves its activations again."""
+        if self.block._compiled_call_impl is self:
+            self.block._compiled_call_impl = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.block._call_impl(*args, **kwargs)
+        has_run: list[bool] = []
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if not has_run:
+                has_run.append(True)
+                return self.block._call_impl(*args, **kwargs)
+            with _CopiedBuffers(self.block):
+                return self.block._call_impl(*args, **kwargs)
+
+        return checkpoint(run, *args, use_reentrant=False, **kwargs)
+
+
+class _CopiedBuffers:
+    """Context in which a block writes to copies of its buffers: statistics are of the first forward, not of both."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self.block = block
+
+    def __enter__(self) -> None:
+        self.kept = [
+            (part, name, buffer) for part in self.block.modules() for name, buffer in part.named_buffers(recurse=False)
+        ]
+        with torch.no_grad():
+            for part, name, buffer in self.kept:
+                part._buffers[name] = buffer.clone()
+
+    def __exit__(self, *exc: object) -> None:
+        for part, name, buffer in self.kept:
+            part._buffers[name] = buffer
