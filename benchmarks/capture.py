@@ -1,0 +1,169 @@
+"""A captured training step against the same local torch calls without global tensors, in turns.
+
+    python -m benchmarks.capture
+
+Forward, backward and AdamW of transformers without dropout, on one rank and data parallel on two. "local torch" is
+plain torch on the rank's part of the batch; on two ranks it sums its gradients by the same transport, in one bucket.
+"as written" is the parallelized model uncaptured. All three train alike; at the end their weights must agree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import workbench as wb
+from benchmarks.harness import (
+    Target,
+    geometric_mean,
+    interleave,
+    is_launched,
+    launch,
+    medians,
+    publish,
+    table,
+    together,
+)
+from workbench.runtime.world import World, current
+
+MODELS = {"12 x 64": (12, 64, 8, 32), "8 x 256": (8, 256, 8, 64)}
+"""Blocks, width, batch and length."""
+TARGET = Target(1.05)
+_LARGEST_WEIGHT_DIFFERENCE = 1e-4
+Step = Callable[[], object]
+
+
+class Block(nn.Module):
+    """Causal attention of heads of 16 and a perceptron, each behind a norm and beside a residual."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
+        self.fc1, self.fc2 = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Of shape (batch, length, width), as ``x``."""
+        y = self.norm1(x)
+        q, k, v = (layer(y).unflatten(-1, (-1, 16)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.o(mixed.transpose(1, 2).flatten(2))
+        return x + self.fc2(nn.functional.gelu(self.fc1(self.norm2(x))))
+
+
+def make_model(num_blocks: int, width: int) -> nn.Module:
+    """The same weights on every call and every rank."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(width) for _ in range(num_blocks)))
+
+
+def step_of(
+    model: nn.Module, num_parts: int = 1, reduce: Step = lambda: None
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """One step of AdamW on a batch that is one of ``num_parts`` of the whole."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    def step(batch: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = model(batch).square().mean() / num_parts
+        loss.backward()
+        reduce()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def sum_of_gradients(model: nn.Module, world: World) -> Step:
+    """The sum over all ranks of a plain model's gradients, by the transport that boxing uses."""
+    parameters = list(model.parameters())
+
+    def reduce() -> None:
+        grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        group = tuple(range(world.world_size))
+        tag = world.next_sum_tag(group)
+        total = world.transport.start_all_reduce(grads, group, "sum", tag, "gradients")()
+        pieces = total.split([grad.numel() for grad in grads])
+        for parameter, piece in zip(parameters, pieces, strict=True):
+            parameter.grad = piece.view(parameter.shape)
+
+    return reduce if world.world_size > 1 else lambda: None
+
+
+def candidates(world: World, name: str) -> dict[str, tuple[nn.Module, Step]]:
+    """The three ways to make one step."""
+    num_blocks, width, rows, length = MODELS[name]
+    batch = torch.randn(rows, length, width, generator=torch.Generator().manual_seed(1))
+    parts = world.world_size
+    plain, written, captured = (make_model(num_blocks, width) for _ in range(3))
+    written, captured = (wb.parallelize(model, f"*: data | 1x{parts}x1") for model in (written, captured))
+    local = step_of(plain, parts, sum_of_gradients(plain, world))
+    own, as_written, replayed = batch.chunk(parts)[world.rank], step_of(written), wb.capture(step_of(captured))
+    return {
+        "local torch": (plain, lambda: local(own)),
+        "as written": (written, lambda: as_written(batch)),
+        "captured": (captured, lambda: replayed(batch)),
+    }
+
+
+def largest_difference(ways: dict[str, tuple[nn.Module, Step]]) -> float:
+    """Between the weights of the first and the others."""
+    first, *others = ([_whole(p) for p in model.parameters()] for model, _ in ways.values())
+    return max(float((a - b).abs().max()) for other in others for a, b in zip(first, other, strict=True))
+
+
+def _whole(parameter: torch.Tensor) -> torch.Tensor:
+    return (parameter.full_tensor() if isinstance(parameter, wb.GlobalTensor) else parameter).detach()
+
+
+def work(rounds: int, calls: int) -> None:
+    """What each of the processes runs; the first one prints."""
+    wb.init()
+    world = current()
+    rows, ratios = [], []
+    for name in MODELS:
+        ways = candidates(world, name)
+        around = together if world.world_size > 1 else None
+        steps = {way: step for way, (_, step) in ways.items()}
+        for step in steps.values():
+            for _ in range(3):
+                step()
+        times = interleave(steps, rounds, calls, **({"around": around} if around else {}))
+        difference = largest_difference(ways)
+        if not difference <= _LARGEST_WEIGHT_DIFFERENCE:
+            raise AssertionError(f"the three did not train alike: weights differ by {difference:.1e}")
+        time_s = medians(times)
+        ratios.append(time_s["captured"] / time_s["local torch"])
+        rows.append([name, *(f"{time * 1e3:.2f}" for time in time_s.values()), f"{ratios[-1]:.3f}"])
+    if world.rank == 0:
+        how = (
+            f"{world.world_size} processes, one thread each; medians of {rounds} rounds of {calls} steps, ms; the "
+            "ratio is of captured to local torch."
+        )
+        body = f"{how}\n\n{table(['blocks x width', 'local torch', 'as written', 'captured', 'ratio'], rows)}"
+        name = f"capture-{world.world_size}"
+        publish(name, "A captured step against local torch", body, geometric_mean(ratios), TARGET)
+    if world.world_size > 1:
+        dist.barrier()
+
+
+def main() -> int:
+    """Launch on one process and on two, or work if this process has been launched."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--calls", type=int, default=3, help="steps per round")
+    args = parser.parse_args()
+    if not is_launched():
+        return max(launch("benchmarks.capture", processes, sys.argv[1:]) for processes in (1, 2))
+    torch.set_num_threads(1)
+    work(args.rounds, args.calls)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
