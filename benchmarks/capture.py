@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -128,12 +129,12 @@ def work(rounds: int, calls: int) -> None:
     rows, ratios = [], []
     for name in MODELS:
         ways = candidates(world, name)
-        around = together if world.world_size > 1 else None
+        around = together if world.world_size > 1 else nullcontext
         steps = {way: step for way, (_, step) in ways.items()}
         for step in steps.values():
             for _ in range(3):
                 step()
-        times = interleave(steps, rounds, calls, **({"around": around} if around else {}))
+        times = interleave(steps, rounds, calls, around=around)
         difference = largest_difference(ways)
         if not difference <= _LARGEST_WEIGHT_DIFFERENCE:
             raise AssertionError(f"the three did not train alike: weights differ by {difference:.1e}")
