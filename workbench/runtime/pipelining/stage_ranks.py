@@ -176,13 +176,14 @@ class StageRank:
         self._view_buffers(module, resolved)
 
     def _view_parameters(self, module: nn.Module, resolved: ResolvedStrategy) -> None:
-        views: dict[int, GlobalTensor] = {}
-        for choice, (_, layer) in zip(resolved.layers, list(layers_of(module)), strict=True):
+        stages, views = parameter_stages(module, resolved), dict[int, GlobalTensor]()
+        for _, layer in layers_of(module):
             for name, parameter in layer.named_parameters(recurse=False):
                 own: Any = parameter
                 if id(own) not in views:
-                    layout = self._layouts.parameter_layout(choice, layer, own.dim())
-                    views[id(own)] = self._view(own, layout)
+                    there = own._spec.layout
+                    placement = self._numbering.placement(stages[id(own)], there.placement)
+                    views[id(own)] = self._view(own, Layout(placement, there.sbp))
                     views[id(own)]._is_param = True
                 self._views.append((layer._parameters, name, own, views[id(own)]))
 

@@ -1,0 +1,246 @@
+"""Pipelines against torch.distributed.pipelining, on the same two processes, in one run.
+
+    python -m benchmarks.pipeline
+
+A GPT of 8 blocks of width 256, batch 8 x 64 in 4 micro-batches, forward, backward and AdamW: torch with
+``Schedule1F1B`` and half of the blocks on each stage; the workbench with every schedule. The same again with a head as
+large as two blocks: torch with half of the blocks on each stage, the workbench with stages cut by ``wb.balance``.
+Models start from the same weights, and must end with the same. Measured steps are compared with what the simulator
+makes of the measured actions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import Schedule1F1B
+
+import workbench as wb
+from benchmarks.gpt import GPT, next_word_loss
+from benchmarks.harness import Target, interleave, is_launched, keep, launch, medians, table, together, verdicts
+from workbench.core.strategy import Strategy
+from workbench.pipeline.schedules import make_table
+from workbench.pipeline.simulate import Timeline, measured_durations, simulate
+
+NUM_PROCESSES = 2
+WIDTH, NUM_BLOCKS, BATCH, LENGTH, NUM_MICRO_BATCHES = 256, 8, 8, 64, 4
+SMALL_HEAD, LARGE_HEAD = 512, 2 * 12 * WIDTH
+"""Words: a head of ``LARGE_HEAD`` of them multiplies as much as two blocks."""
+PARITY, CUT_BY_COST, SIMULATED = Target(1.0, at_least=True), Target(1.1, at_least=True), Target(1.08)
+THEIRS = "torch, Schedule1F1B, equal blocks"
+_LEARNING_RATE = 1e-4
+_LARGEST_WEIGHT_DIFFERENCE = 2e-3
+_STEPS_OF_TIMELINE = 5
+
+
+def make_model(num_words: int) -> GPT:
+    """The same weights on every call and every rank."""
+    torch.manual_seed(0)
+    return GPT(WIDTH, NUM_BLOCKS, num_words, LENGTH)
+
+
+def batch_of(num_words: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Words, and the words that follow them."""
+    words = torch.randint(0, num_words, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(1))
+    return words[:, :-1], words[:, 1:].contiguous()
+
+
+class Ours:
+    """The workbench under a strategy; call it for one step."""
+
+    def __init__(self, num_words: int, strategy: Strategy) -> None:
+        self.batch, self.model = batch_of(num_words), wb.parallelize(make_model(num_words), strategy)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=_LEARNING_RATE)
+
+    def __call__(self) -> None:
+        self.optimizer.zero_grad()
+        wb.forward_backward(self.model, next_word_loss, *self.batch)
+        self.optimizer.step()
+
+    def timelines(self) -> list[Timeline]:
+        """Of some steps."""
+        found = []
+        for _ in range(_STEPS_OF_TIMELINE):
+            dist.barrier()
+            self()
+            found.append(wb.timeline(self.model))
+        return found
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Whole, on every rank."""
+        everywhere = wb.placement.all("cpu")
+        return {
+            name: p.detach().to_global(placement=everywhere, sbp="B").full_tensor()  # type: ignore[attr-defined]
+            for name, p in self.model.named_parameters()
+        }
+
+
+class Half(nn.Module):
+    """The first or the last part of a GPT, as torch's pipelines want it."""
+
+    def __init__(self, model: GPT, cut: int, is_first: bool) -> None:
+        super().__init__()
+        self.is_first = is_first
+        if is_first:
+            self.words, self.positions, self.blocks = model.words, model.positions, model.blocks[:cut]
+        else:
+            self.blocks, self.norm, self.head = model.blocks[cut:], model.norm, model.head
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Words in and activations out, or activations in and scores out."""
+        if self.is_first:
+            x = self.words(x) + self.positions(torch.arange(x.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        return x if self.is_first else self.head(self.norm(x))
+
+
+class Theirs:
+    """torch.distributed.pipelining; call it for one step."""
+
+    def __init__(self, num_words: int) -> None:
+        self.batch, self.whole = batch_of(num_words), make_model(num_words)
+        self.half = Half(self.whole, NUM_BLOCKS // 2, dist.get_rank() == 0)
+        stage = PipelineStage(self.half, dist.get_rank(), NUM_PROCESSES, torch.device("cpu"))
+        self.schedule = Schedule1F1B(stage, NUM_MICRO_BATCHES, loss_fn=next_word_loss)
+        self.optimizer = torch.optim.AdamW(self.half.parameters(), lr=_LEARNING_RATE)
+
+    def __call__(self) -> None:
+        self.optimizer.zero_grad()
+        inputs, targets = self.batch
+        if dist.get_rank() == 0:
+            self.schedule.step(inputs)
+        else:
+            self.schedule.step(target=targets)
+        self.optimizer.step()
+
+
+def largest_difference(ours: Ours, theirs: Theirs) -> float:
+    """Between the weights that this rank trains under torch and ours, after as many steps."""
+    weights, whole = ours.weights(), dict(theirs.whole.named_parameters())
+    trained = {id(parameter) for parameter in theirs.half.parameters()}
+    worst = max(float((weights[n] - p.detach()).abs().max()) for n, p in whole.items() if id(p) in trained)
+    gathered: list[float] = [0.0] * NUM_PROCESSES
+    dist.all_gather_object(gathered, worst)
+    return max(gathered)
+
+
+def cut_evenly(num_stages: int, options: str) -> Strategy:
+    """As many blocks on every stage; the head on the last one."""
+    per_stage = NUM_BLOCKS // num_stages
+    rows = [f"blocks.[{k * per_stage}-{(k + 1) * per_stage - 1}]: data@{k}" for k in range(num_stages)]
+    last = num_stages - 1
+    return Strategy(
+        f"words: data; positions: data; {'; '.join(rows)}; norm: data@{last}; head: data@{last} | "
+        f"2x1x1 mb={NUM_MICRO_BATCHES} {options}"
+    )
+
+
+def cut_by_cost(num_words: int) -> Strategy:
+    """Stages of equal measured cost."""
+    inputs, targets = (part[: BATCH // NUM_MICRO_BATCHES] for part in batch_of(num_words))
+    found = wb.balance(make_model(num_words), next_word_loss, inputs, targets, NUM_PROCESSES)
+    return found.strategy.with_options(num_micro_batches=NUM_MICRO_BATCHES, schedule="1f1b")
+
+
+def compare(num_words: int, strategies: dict[str, Strategy], rounds: int, calls: int) -> tuple[dict[str, float], float]:
+    """Seconds per step of torch and of the workbench under every strategy, and the largest difference of weights."""
+    steps: dict[str, Callable[[], None]] = {THEIRS: Theirs(num_words)}
+    steps |= {name: Ours(num_words, strategy) for name, strategy in strategies.items()}
+    time_s = medians(interleave(steps, rounds, calls, around=together))
+    theirs = steps[THEIRS]
+    assert isinstance(theirs, Theirs)
+    difference = max(largest_difference(ours, theirs) for ours in steps.values() if isinstance(ours, Ours))
+    if not difference <= _LARGEST_WEIGHT_DIFFERENCE:
+        raise AssertionError(f"they did not train alike: weights differ by {difference:.1e}")
+    return time_s, difference
+
+
+def simulated_and_measured(strategy: Strategy) -> tuple[float, float]:
+    """Seconds from the first action's start to the last one's end: on paper, of measured actions; and measured."""
+    run = Ours(SMALL_HEAD, strategy)
+    run()
+    timelines = run.timelines()
+    num_stages = 1 + max(span.action.stage for spans in timelines[0].spans for span in spans)
+    actions = make_table(strategy.options.schedule or "1f1b", num_stages, NUM_MICRO_BATCHES, NUM_PROCESSES)
+    paper = simulate(actions, num_stages, measured_durations(timelines))
+    return paper.makespan_s, median(timeline.makespan_s for timeline in timelines)
+
+
+def work(rounds: int, calls: int) -> None:
+    """What each of the processes runs; the first one prints."""
+    wb.init()
+    even = {f"workbench, {name}": cut_evenly(2, name) for name in ("1f1b", "gpipe", "zero_bubble")}
+    even["workbench, interleaved, 4 stages"] = cut_evenly(4, "interleaved")
+    small, small_difference = compare(SMALL_HEAD, even, rounds, calls)
+    by_cost = {
+        "workbench, 1f1b, equal blocks": cut_evenly(2, "1f1b"),
+        "workbench, 1f1b, cut by cost": cut_by_cost(LARGE_HEAD),
+    }
+    large, large_difference = compare(LARGE_HEAD, by_cost, rounds, calls)
+    paper = {name: simulated_and_measured(strategy) for name, strategy in even.items()}
+    if wb.rank() == 0:
+        report(small, large, paper, max(small_difference, large_difference), rounds, calls)
+    dist.barrier()
+
+
+def report(
+    small: dict[str, float],
+    large: dict[str, float],
+    paper: dict[str, tuple[float, float]],
+    difference: float,
+    rounds: int,
+    calls: int,
+) -> None:
+    """Print and keep the tables."""
+
+    def rows(time_s: dict[str, float]) -> list[list[str]]:
+        return [[name, f"{time * 1e3:.1f}", f"{time_s[THEIRS] / time:.2f}"] for name, time in time_s.items()]
+
+    how = (
+        f"{NUM_BLOCKS} blocks of width {WIDTH}, batch {BATCH} x {LENGTH} in {NUM_MICRO_BATCHES} micro-batches, AdamW, "
+        f"{NUM_PROCESSES} processes over {wb.init().transport_name} (torch over gloo), one thread each; medians of "
+        f"{rounds} rounds of {calls} steps. Afterwards the weights differ by at most {difference:.0e}."
+    )
+    header = ["", "step, ms", "times torch"]
+    deviations = {name: max(a / b, b / a) for name, (a, b) in paper.items()}
+    simulated = [[n, f"{a * 1e3:.1f}", f"{b * 1e3:.1f}", f"{deviations[n]:.2f}"] for n, (a, b) in paper.items()]
+    ratios = [
+        ("1F1B against torch's", small[THEIRS] / small["workbench, 1f1b"], PARITY),
+        ("stages cut by cost", large[THEIRS] / large["workbench, 1f1b, cut by cost"], CUT_BY_COST),
+        ("1F1B, simulated against measured", deviations["workbench, 1f1b"], SIMULATED),
+    ]
+    body = "\n\n".join(
+        [
+            how,
+            f"A head of {SMALL_HEAD} words:\n\n{table(header, rows(small))}",
+            f"A head of {LARGE_HEAD} words, as large as two blocks:\n\n{table(header, rows(large))}",
+            "Forwards and backwards of a step, by the simulator from the measured work of actions, and measured:\n\n"
+            + table(["", "simulated, ms", "measured, ms", "deviation"], simulated),
+            verdicts(ratios),
+        ]
+    )
+    keep("pipeline", "Pipelines against torch", body)
+
+
+def main() -> int:
+    """Launch, or work if this process has been launched."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--calls", type=int, default=2, help="steps per round")
+    args = parser.parse_args()
+    if not is_launched():
+        return launch("benchmarks.pipeline", NUM_PROCESSES, sys.argv[1:])
+    work(args.rounds, args.calls)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
