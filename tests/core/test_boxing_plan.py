@@ -9,6 +9,7 @@ from tests.oracle import assert_holds, shard
 from workbench.core.boxing import LinkCost, classic_wire_bytes, plan_boxing
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
+from workbench.core.route import route_boxing
 from workbench.errors import LayoutError
 
 GRIDS = [[0], [2], [0, 1], [1, 0], [1, 2, 3], [3, 1, 2, 0], [[0, 1], [2, 3]], [[3, 0], [1, 2]], [[0, 1, 2], [3, 4, 5]]]
@@ -67,12 +68,43 @@ def test_bytes_of_the_classic_pairs(pair, num_ranks):
     assert plan.wire_bytes == classic_wire_bytes(source.sbp[0], target.sbp[0], 12 * 24 * 4, num_ranks)
 
 
-def test_bytes_between_placements():
+@pytest.mark.parametrize(
+    ("source", "target", "per_tensor"),
+    [
+        ("S(0)", "S(0)", 1), ("S(0)", "S(1)", 1), ("B", "S(0)", 1), ("S(0)", "B", 3), ("B", "B", 3), ("S(0)", "P", 1),
+        ("B", "P", 1), ("P", "S(0)", 2), ("P", "P", 2), ("P", "B", 6),
+    ],
+)  # fmt: skip
+def test_bytes_between_placements(source, target, per_tensor):
     two, three = Placement.of("cpu", [0, 1]), Placement.of("cpu", [2, 3, 4])
     size = 12 * 12 * 4
-    assert plan_boxing(Layout.of(two, "B"), Layout.of(three, "S(0)"), (12, 12), 4).wire_bytes == size
-    assert plan_boxing(Layout.of(two, "S(0)"), Layout.of(three, "B"), (12, 12), 4).wire_bytes == 3 * size
-    assert plan_boxing(Layout.of(two, "P"), Layout.of(three, "S(0)"), (12, 12), 4).wire_bytes == 2 * size
+    plan = plan_boxing(Layout.of(two, source), Layout.of(three, target), (12, 12), 4)
+    assert plan.wire_bytes == per_tensor * size == sum(plan.bytes_received.values())
+
+
+def test_a_sum_that_every_rank_needs_costs_less_by_way_of_slices():
+    two, three = Placement.of("cpu", [0, 1]), Placement.of("cpu", [2, 3, 4])
+    size = 1200 * 1200 * 4
+    found = route_boxing(Layout.of(two, "P"), Layout.of(three, "B"), (1200, 1200), 4, LinkCost(1e-5, 1e9))
+    assert found.wire_bytes == (2 + 3 - 1) * size
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 5])
+@pytest.mark.parametrize("shape", [(7, 3), (1,), (0, 2), (8, 5)])
+def test_a_sum_in_one_step_and_in_two(num_ranks, shape):
+    ranks = Placement.of("cpu", list(range(num_ranks)))
+    plan, size = plan_boxing(Layout.of(ranks, "P"), Layout.of(ranks, "B"), shape, 4), 4 * int(np.prod(shape))
+    assert plan.wire_bytes == 2 * (num_ranks - 1) * size
+    at_once = plan.on(LinkCost(1e-5, 1e9, one_shot_bytes=size))
+    assert at_once.wire_bytes == num_ranks * (num_ranks - 1) * size
+    assert "each by itself" in str(at_once) and ("a slice each" in str(plan)) == (num_ranks > 2)
+
+
+def test_the_load_is_even_where_all_ranks_have_copies():
+    grid = Placement.of("cpu", [[0, 1], [2, 3]])
+    for sbp, target in (("B, P", "S(1), B"), ("P, B", "B, S(1)"), ("B, S(0)", "S(1), B")):
+        sent = plan_boxing(Layout.of(grid, sbp), Layout.of(grid, target), (8, 8), 1).bytes_sent
+        assert len(set(sent.values())) == 1, (sbp, target, sent)
 
 
 def test_the_load_of_broadcast_sources_is_spread():
@@ -83,7 +115,11 @@ def test_the_load_of_broadcast_sources_is_spread():
 
 def test_a_plan_prints_who_sends_what_to_whom():
     placement = Placement.of("cpu", [0, 1])
-    text = plan_boxing(Layout.of(placement, "S(0)"), Layout.of(placement, "B"), (4, 8), 4).describe(LinkCost(1e-3, 1e9))
+    text = (
+        plan_boxing(Layout.of(placement, "S(0)"), Layout.of(placement, "B"), (4, 8), 4)
+        .on(LinkCost(1e-3, 1e9))
+        .describe()
+    )
     for part in ("all-gather", "0 -> 1", "64 B", "on the wire 128 B", "predicted 1.00 ms"):
         assert part in text
 

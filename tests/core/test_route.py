@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.core.test_boxing_plan import execute
-from tests.oracle import assert_holds, shard
+from tests.oracle import assert_holds, coordinates, shard
 from workbench.core import pricing, route
 from workbench.core.boxing import BoxingPlan, LinkCost, plan_boxing
 from workbench.core.layout import Layout
@@ -110,6 +110,32 @@ def test_routes_give_the_right_shards():
     assert num_steps >= {1, 2}
 
 
+def test_a_route_gives_the_bits_of_the_direct_exchange():
+    chance, num_routes = np.random.default_rng(0), 0
+    for source, target, shape, link in sampled_pairs(300, seed=6):
+        found = route_boxing(source, target, shape, 1, link)
+        if target.has_partial or len(found.steps) == 1:
+            continue
+        shards = {rank: chance.standard_normal(source.local_shape(shape, rank)) for rank in source.placement}
+        for ranks in copies(source):
+            shards |= dict.fromkeys(ranks, shards[ranks[0]])
+        steps, direct = shards, execute(plan_boxing(source, target, shape, 1), shards)
+        for step in found.steps:
+            steps = execute(step, steps)
+        assert all((steps[rank] == direct[rank]).all() for rank in target.placement), str(found)
+        num_routes += source.has_partial
+    assert num_routes > 20
+
+
+def copies(layout):
+    """Ranks that hold the same."""
+    groups = {}
+    for rank, place in coordinates(layout).items():
+        key = tuple(-1 if repr(entry) == "B" else c for entry, c in zip(layout.sbp, place, strict=True))
+        groups.setdefault(key, []).append(rank)
+    return list(groups.values())
+
+
 def one_axis(*ranks):
     return Placement.of("cpu", list(ranks))
 
@@ -202,7 +228,7 @@ def test_every_rank_finds_the_same_route():
 
 def test_a_route_prints_its_steps():
     a, b = Layout.of(one_axis(0, 1), "P"), Layout.of(one_axis(2, 3), "B")
-    text = route_boxing(a, b, (1024, 1024), 4, LINK).describe(LINK)
+    text = str(route_boxing(a, b, (1024, 1024), 4, LINK))
     for part in ("in 2 steps", "1. boxing P on cpu:[0, 1]", "2. boxing S(0)", "adds to its shard", "together",
                  "temporary at most", "predicted", "directly"):  # fmt: skip
         assert part in text, text

@@ -24,6 +24,7 @@ from workbench.units import format_bytes, format_seconds
 
 LOCAL_KINDS = ("none", "slice", "zero-fill", "relabel")
 """Kinds that move nothing between ranks."""
+_MAX_NAMED_RANKS = 8
 _MAX_COUNTED_MOVES = 100_000
 """Of plans with more moves out of copies than these, the load of each copy is taken to be even."""
 
@@ -57,8 +58,8 @@ class BoxingPlan:
     kind: str
     groups: tuple[tuple[int, ...], ...] = field(default=())
     """For an all-reduce: the ranks that sum with one another; each rank is in exactly one group."""
-    one_shot_bytes: int = 0
-    """For an all-reduce: the link's, see ``LinkCost``; larger sums are a reduce-scatter and an all-gather of slices."""
+    cost: LinkCost | None = None
+    """The link it is for: says in how many steps a sum is made (in two, if None), and how long it all takes."""
 
     @property
     def steps(self) -> tuple[BoxingPlan, ...]:
@@ -116,7 +117,7 @@ class BoxingPlan:
 
     def _is_one_shot(self, group: tuple[int, ...]) -> bool:
         local = math.prod(self.source.local_shape(self.shape, group[0])) * self.itemsize
-        return len(group) <= 2 or local <= self.one_shot_bytes
+        return len(group) <= 2 or (self.cost is not None and local <= self.cost.one_shot_bytes)
 
     @cached_property
     def _sent_elements(self) -> dict[int, int]:
@@ -182,10 +183,8 @@ class BoxingPlan:
         return f"boxing {self.source} -> {self.destination} of {self.shape}"
 
     def on(self, cost: LinkCost) -> BoxingPlan:
-        """The plan as it runs over a link: one that makes large sums in two steps, say."""
-        if self.kind != "all-reduce" or self.one_shot_bytes == cost.one_shot_bytes:
-            return self
-        return replace(self, one_shot_bytes=cost.one_shot_bytes)
+        """The plan for a link."""
+        return self if self.cost == cost else replace(self, cost=cost)
 
     def time_s(self, cost: LinkCost) -> float:
         """Predicted seconds: the busiest rank's bytes, sent or received, over the link's rate, and the start-ups."""
@@ -194,7 +193,7 @@ class BoxingPlan:
         is_two_shot = self.kind == "all-reduce" and not all(map(plan._is_one_shot, plan.groups))
         return cost.time_s(busiest) + (cost.latency_s if busiest and is_two_shot else 0.0)
 
-    def describe(self, cost: LinkCost | None = None, max_moves: int = 16) -> str:
+    def describe(self, max_moves: int = 16) -> str:
         """The plan for people: kind, who sends what to whom, bytes per rank, temporary bytes, predicted time."""
         lines = [
             f"boxing {self.source} -> {self.destination}",
@@ -212,8 +211,10 @@ class BoxingPlan:
             f"{format_bytes(max(self.bytes_sent.values()))} sent by a rank; "
             f"temporary at most {format_bytes(self.peak_temporary_bytes)} on a rank"
         )
-        if cost is not None:
-            lines.append(f"  predicted {format_seconds(self.time_s(cost))}")
+        if 1 < len(self.bytes_sent) <= _MAX_NAMED_RANKS and self.wire_bytes:
+            lines.append("  sent by " + ", ".join(f"{rank}: {format_bytes(n)}" for rank, n in self.bytes_sent.items()))
+        if self.cost is not None:
+            lines.append(f"  predicted {format_seconds(self.time_s(self.cost))}")
         return "\n".join(lines)
 
     def _describe_sum(self, group: tuple[int, ...]) -> str:

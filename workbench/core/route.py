@@ -34,8 +34,8 @@ class BoxingRoute:
     """Several boxings, one after the other, that together bring a tensor from ``source`` to ``destination``.
 
     Has what a ``BoxingPlan`` has for those who print, price or count it; ``steps`` are plans, and each one starts where
-    the last one ends. A sum is made of the same terms in the same order as directly, but slice by slice: all ranks of
-    the destination get the same bits, which may differ from the direct exchange's where an order of terms does.
+    the last one ends. No layout in between has terms, so a sum is completed in one step, of the same terms in the same
+    order as directly: a destination without terms gets the same bits either way, on all its ranks.
     """
 
     steps: tuple[BoxingPlan, ...]
@@ -102,22 +102,21 @@ class BoxingRoute:
         """Predicted seconds: the steps do not overlap."""
         return sum(step.time_s(cost) for step in self.steps)
 
-    def describe(self, cost: LinkCost | None = None, max_moves: int = 16) -> str:
+    def describe(self, max_moves: int = 16) -> str:
         """The route for people: its steps, who sends what to whom in each, and the sums over all of them."""
         lines = [f"boxing {self.source} -> {self.destination}", f"  in {len(self.steps)} steps"]
         for number, step in enumerate(self.steps, 1):
-            text = step.describe(cost, max_moves)
+            text = step.describe(max_moves)
             lines += [f"  {number}. {text}".replace("\n", "\n     ")]
         lines.append(
             f"  together on the wire {format_bytes(self.wire_bytes)}, at most "
             f"{format_bytes(max(self.bytes_sent.values()))} sent by a rank; "
             f"temporary at most {format_bytes(self.peak_temporary_bytes)} on a rank"
         )
-        if cost is not None:
-            direct = plan_boxing(self.source, self.destination, self.shape, self.itemsize).on(cost)
-            lines.append(
-                f"  predicted {format_seconds(self.time_s(cost))}, directly {format_seconds(direct.time_s(cost))}"
-            )
+        if (cost := self.steps[0].cost) is not None:
+            direct = plan_boxing(self.source, self.destination, self.shape, self.itemsize)
+            times = self.time_s(cost), direct.time_s(cost)
+            lines.append("  predicted {}, directly {}".format(*map(format_seconds, times)))
         return "\n".join(lines)
 
     __str__ = describe
