@@ -114,3 +114,51 @@ def _best_worst(weights, parts):
 def test_ranks_of_a_stage():
     resolved = Strategy("*: data; head: model@1 | 2x2x2").resolve(LAYERS, 8)
     assert resolved.stage_grid(1) == [[4, 5], [6, 7]]
+
+
+def tied(first="Embedding"):
+    return [
+        Layer("words", first, {"weight": (10, 4)}, 40),
+        Layer("fc", "Linear", {"weight": (4, 4)}, 16),
+        Layer("head", "Linear", {"weight": (10, 4)}, 40, tied_to="words"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "splits"),
+    [
+        ("*: model", ["row", "column", "column"]),
+        ("*: model; words: model:column", ["column", "column", "row"]),
+        ("*: model; head: model:row", ["column", "column", "row"]),
+        ("*: data; fc: model", [None, "column", None]),
+    ],
+)
+def test_layers_with_one_weight_share_its_split(text, splits):
+    assert [layer.split for layer in Strategy(text).resolve(tied(), 2).layers] == splits
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "*: model:column",
+            r"head: shares its weight \(10, 4\) with words.* cut along dim 1 .* Fix: write 'head: model:row'",
+        ),
+        ("*: data; head: model", r"leaves it whole \(data\), while model:column here.* Fix: write 'head: data'"),
+    ],
+)
+def test_rows_that_disagree_about_a_shared_weight_are_a_mistake(text, message):
+    with pytest.raises(StrategyError, match=message):
+        Strategy(text).resolve(tied(), 2)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_fit_a_shared_weight(name):
+    assert preset(name, tied(), 2).check(tied(), 2) == []
+
+
+def test_names_of_attention_win_over_shapes():
+    names = ["q_lin", "k_lin", "v_lin", "out_lin", "lin1", "lin2", "classifier"]
+    layers = [Layer(f"block.{name}", "Linear", {"weight": (8, 8)}, 64) for name in names]
+    splits = [layer.split for layer in Strategy("*: model").resolve(layers, 2).layers]
+    assert splits == ["column", "column", "column", "row", "column", "row", "column"]

@@ -38,8 +38,12 @@ SHAPES = [
     ("data", "1x2x1 mb=2 zero=3", 2),
     ("model", "1x2x2 mb=2 zero=3", 4),
     ("model", "2x2x2 mb=2 1f1b zero=2", 8),
+    ("model", "1x1x3 mb=2 sequence", 3),
+    ("model", "2x1x2 mb=2 gpipe sequence", 4),
+    ("model", "1x2x2 recompute", 4),
+    ("data", "2x1x1 mb=3 1f1b recompute", 2),
 ]
-"""Rows for all layers, options, ranks: data, column and row, pipelines, hybrids, all three at once, schedules, ZeRO."""
+"""Rows for all layers, options, ranks: data, column and row, pipelines, hybrids, schedules, ZeRO, the other options."""
 
 
 def assert_trains_like_one_device(setup, parallel, options, num_ranks):

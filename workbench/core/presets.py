@@ -23,7 +23,8 @@ def preset(name: str, layers: Sequence[Layer], num_ranks: int) -> Strategy:
         return Strategy(f"*: {name}")
     if name == "hybrid":
         half = (len(layers) + 1) // 2
-        rows = [Row(layer.name, "data" if i < half else "model") for i, layer in enumerate(layers)]
+        choices = {layer.name: "data" if i < half else "model" for i, layer in enumerate(layers)}
+        rows = [Row(layer.name, choices[layer.tied_to or layer.name]) for layer in layers]
         return Strategy.from_rows(rows, Options(degrees=(1, 1, num_ranks)))
     if name != "pipeline":
         raise StrategyError(f"preset {name!r} is none of {', '.join(PRESETS)}.")

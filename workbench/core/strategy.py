@@ -6,6 +6,7 @@ A row is ``pattern: choice[@stage]`` with choices ``data``, ``model``, ``model:c
 a module path with ``*`` and numeric ranges (``blocks.[4-11]``) and covers its subtree; the last matching row wins. A
 layer without a stage lives on the stage of its predecessor, the first on stage 0; what no row matches is ``data``.
 Options: the degrees ``pipeline x data x model``, ``mb=`` micro-batches, a schedule, ``zero=`` 0 to 3, ``recompute``,
+``sequence`` (between model-parallel layers, the model axis splits dim 1 instead of holding all of it on every rank),
 ``bf16`` or ``fp16``.
 """
 
@@ -18,26 +19,25 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
+from workbench.core.pairing import split_dim, splits_of, tied_pairs
 from workbench.errors import StrategyError
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 PRECISIONS = ("fp32", "bf16", "fp16")
-SPLITTABLE_KINDS = ("Linear", "NonDynamicallyQuantizableLinear", "Conv1d", "Conv2d", "Conv3d", "Conv1D")
-TRANSPOSED_KINDS = ("Conv1D",)
-"""Layers whose weight is (inputs, outputs): the linear layer of GPT-2 in transformers."""
-COLUMN_NAMES = ("q", "k", "v", "query", "key", "value", "q_proj", "k_proj", "v_proj", "qkv", "gate_proj", "up_proj")
-ROW_NAMES = ("o", "o_proj", "out_proj", "proj", "c_proj", "down_proj")
-"""Names under which attention and gated layers keep their weights; others are paired by their shapes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A module that owns parameters: its path, class name, the parameters' shapes by short name, and their number."""
+    """A module that owns parameters: its path, class name, the parameters' shapes by short name, and their number.
+
+    ``tied_to`` is the first layer that has the same tensor as its weight, if there is one.
+    """
 
     name: str
     kind: str
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     num_parameters: int = 0
+    tied_to: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +67,7 @@ class Options:
     schedule: str | None = None
     zero: int = 0
     recompute: bool = False
+    sequence: bool = False
     precision: str = "fp32"
 
     def __str__(self) -> str:
@@ -74,7 +75,7 @@ class Options:
         words += [f"mb={self.num_micro_batches}"] if self.num_micro_batches != 1 else []
         words += [self.schedule] if self.schedule else []
         words += [f"zero={self.zero}"] if self.zero else []
-        words += ["recompute"] if self.recompute else []
+        words += ["recompute"] * self.recompute + ["sequence"] * self.sequence
         return " ".join(words + ([self.precision] if self.precision != "fp32" else []))
 
 
@@ -92,12 +93,13 @@ class Mistake:
 
 @dataclass(frozen=True, slots=True)
 class ResolvedLayer:
-    """What one layer does: ``split`` is "column", "row" or None (nothing of it is split)."""
+    """What one layer, of class ``kind``, does: ``split`` is "column", "row" or None (nothing of it is split)."""
 
     name: str
     parallel: str
     split: str | None
     stage: int
+    kind: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +202,8 @@ class Strategy:
 
     def check(self, layers: Sequence[Layer], num_ranks: int) -> list[Mistake]:
         """Everything that is wrong with this strategy for these layers on so many ranks; empty where all is well."""
-        return _check_rows(self, layers) + _check_stages(self, layers) + _check_degrees(self, layers, num_ranks)
+        mistakes = _check_rows(self, layers) + _check_stages(self, layers)
+        return mistakes + _check_degrees(self, layers, num_ranks) + _check_ties(self, layers)
 
     def resolve(self, layers: Sequence[Layer], num_ranks: int) -> ResolvedStrategy:
         """What every layer does.
@@ -214,9 +217,9 @@ class Strategy:
             raise StrategyError(f"strategy {str(self)!r} does not fit:\n" + "\n".join(lines))
         stages = _stages(self, layers)
         choices = [self.row_of(layer.name) or Row(layer.name) for layer in layers]
-        splits = _splits(layers, choices, stages)
+        splits = splits_of(layers, choices, stages)
         resolved = tuple(
-            ResolvedLayer(layer.name, row.parallel, split, stage)
+            ResolvedLayer(layer.name, row.parallel, split, stage, layer.kind)
             for layer, row, split, stage in zip(layers, choices, splits, stages, strict=True)
         )
         return ResolvedStrategy(resolved, _degrees(self, layers, num_ranks), self.options)
@@ -267,11 +270,12 @@ def _parse_options(text: str, mistakes: list[str]) -> Options:
             found["schedule"] = word
         elif word in PRECISIONS:
             found["precision"] = word
-        elif word == "recompute":
-            found["recompute"] = True
+        elif word in ("recompute", "sequence"):
+            found[word] = True
         else:
             mistakes.append(
-                f"option {word!r} is none of PxDxM, mb=N, {', '.join(SCHEDULES)}, zero=N, recompute, bf16, fp16"
+                f"option {word!r} is none of PxDxM, mb=N, {', '.join(SCHEDULES)}, zero=N, recompute, sequence, bf16, "
+                "fp16"
             )
     if found.get("num_micro_batches") == 0:
         mistakes.append("mb=0: a step has at least 1 micro-batch")
@@ -296,7 +300,9 @@ def _degrees(strategy: Strategy, layers: Sequence[Layer], num_ranks: int) -> tup
         return strategy.options.degrees
     num_stages = max(_stages(strategy, layers), default=0) + 1
     if strategy.options.schedule == "interleaved":  # two stages on a rank or more, as many as there have to be
-        num_stages = next((n for n in range(num_stages // 2, 0, -1) if num_stages % n == num_ranks % n == 0), num_stages)
+        num_stages = next(
+            (n for n in range(num_stages // 2, 0, -1) if num_stages % n == num_ranks % n == 0), num_stages
+        )
     width = max(1, num_ranks // num_stages)
     uses_model = any((row := strategy.row_of(layer.name)) and row.parallel == "model" for layer in layers)
     return (num_stages, 1, width) if uses_model else (num_stages, width, 1)
@@ -353,24 +359,27 @@ def _check_degrees(strategy: Strategy, layers: Sequence[Layer], num_ranks: int) 
     return mistakes
 
 
-def _splits(layers: Sequence[Layer], rows: Sequence[Row], stages: Sequence[int]) -> list[str | None]:
-    """How each model-parallel weight is split: as written, by its name, or paired so that column is followed by row."""
-    splits: list[str | None] = []
-    open_column: tuple[int, int] | None = None  # (output features, stage) of a column split that waits for its row
-    for layer, row, stage in zip(layers, rows, stages, strict=True):
-        weight = layer.shapes.get("weight", ())
-        if layer.kind in TRANSPOSED_KINDS:
-            weight = weight[::-1]
-        if row.parallel != "model" or layer.kind not in (*SPLITTABLE_KINDS, "Embedding") or len(weight) < 2:
-            splits.append(None)
+def _check_ties(strategy: Strategy, layers: Sequence[Layer]) -> list[Mistake]:
+    """Layers that share a weight and would cut it in two ways."""
+    rows = [strategy.row_of(layer.name) or Row(layer.name) for layer in layers]
+    splits = splits_of(layers, rows, _stages(strategy, layers))
+    mistakes = []
+    for first, later in tied_pairs(layers):
+        one, two = layers[first], layers[later]
+        dims = split_dim(one, splits[first]), split_dim(two, splits[later])
+        if dims[0] == dims[1]:
             continue
-        short = layer.name.rpartition(".")[2]
-        if row.split or layer.kind == "Embedding":
-            split = row.split or "column"
-        elif short in COLUMN_NAMES or short in ROW_NAMES:
-            split = "column" if short in COLUMN_NAMES else "row"
-        else:
-            split = "row" if open_column == (weight[1], stage) else "column"
-        splits.append(split)
-        open_column = (weight[0], stage) if split == "column" and layer.kind != "Embedding" else None
-    return splits
+        cut = [f"cut along dim {dim}" if dim is not None else "whole" for dim in dims]
+        message = (
+            f"shares its weight {one.shapes.get('weight', ())} with {one.name}, which leaves it {cut[0]} "
+            f"({_choice(rows[first], splits[first])}), while {_choice(rows[later], splits[later])} here means "
+            f"{cut[1]}: one tensor lies in one way"
+        )
+        same = next((s for s in ("column", "row") if split_dim(two, s) == dims[0]), None)
+        fix = f"{two.name}: model:{same}" if dims[0] is not None else f"{two.name}: data"
+        mistakes.append(Mistake(two.name, message, (f"write {fix!r}",)))
+    return mistakes
+
+
+def _choice(row: Row, split: str | None) -> str:
+    return f"model:{split}" if split else row.parallel

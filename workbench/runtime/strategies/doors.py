@@ -10,7 +10,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from workbench.core.layout import Layout
-from workbench.core.sbp import NdSbp, Partial, broadcast, split
+from workbench.core.pairing import TABLE
+from workbench.core.sbp import NdSbp, Partial, split
 from workbench.core.strategy import ResolvedLayer
 from workbench.runtime.boxing import box, box_implicitly
 from workbench.runtime.entry import enter_as_broadcast
@@ -39,11 +40,11 @@ class Doors:
 
         handles = [layer.register_forward_pre_hook(box_inputs, with_kwargs=True)]
         if foreign:
-            handles += _hook_tied(layer, foreign, lambda: self.layouts.layout(choice, broadcast, broadcast))
-        if choice.split == "row":
+            handles += _hook_tied(layer, foreign, lambda ndim: self.layouts.parameter_layout(choice, ndim))
+        if choice.split == "row" or (choice.split and choice.kind == TABLE):
             target = following if following and following.stage == choice.stage else None
             handles.append(
-                layer.register_forward_hook(lambda module, args, output: self._end_partial(output, choice, target))
+                layer.register_forward_hook(lambda module, args, output: self._leave(output, choice, target))
             )
         return handles
 
@@ -62,29 +63,27 @@ class Doors:
             layout = layout.broadcast()  # positions and masks, alike for all samples
         return box_implicitly(value, layout, choice.name)
 
-    def _end_partial(self, output: Any, choice: ResolvedLayer, following: ResolvedLayer | None) -> Any:
-        if not isinstance(output, GlobalTensor) or not output._spec.layout.has_partial:
+    def _leave(self, output: Any, choice: ResolvedLayer, following: ResolvedLayer | None) -> Any:
+        """Sums, and columns of a table, are boxed here: behind a residual they would be boxed again and again."""
+        if not isinstance(output, GlobalTensor):
             return output
-        layouts = self.layouts
-        wanted = (
-            layouts.input_layout(following, output.dim()) if following else layouts.layout(choice, split(0), split(0))
-        )
-        if following is not None and following.split == "row":
-            wanted = layouts.layout(choice, split(0), broadcast)
+        layout, last = output._spec.layout, split(output.dim() - 1)
+        wanted = self.layouts.output_layout(choice, following, output.dim())
         target: NdSbp = tuple(
-            b if isinstance(a, Partial) else a for a, b in zip(output._spec.layout.sbp, wanted.sbp, strict=True)
+            b if isinstance(a, Partial) or (choice.kind == TABLE and a == last) else a
+            for a, b in zip(layout.sbp, wanted.sbp, strict=True)
         )
-        return box_implicitly(output, output._spec.layout.with_sbp(target), choice.name)
+        return box_implicitly(output, layout.with_sbp(target), choice.name)
 
 
-def _hook_tied(layer: nn.Module, names: list[str], layout_here: Callable[[], Layout]) -> list[Any]:
+def _hook_tied(layer: nn.Module, names: list[str], layout_here: Callable[[int], Layout]) -> list[Any]:
     """A parameter that lives on another stage: boxed here around each use, its gradient flows back by the same way."""
     kept: dict[str, Any] = {}
 
     def bring(module: nn.Module, args: Any) -> None:
         for name in names:
             kept[name] = module._parameters[name]
-            module._parameters[name] = box(kept[name], layout_here())  # type: ignore[assignment]
+            module._parameters[name] = box(kept[name], layout_here(kept[name].dim()))  # type: ignore[assignment]
 
     def put_back(module: nn.Module, args: Any, output: Any) -> None:
         module._parameters.update(kept)

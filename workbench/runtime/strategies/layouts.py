@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from workbench.core.layout import Layout
-from workbench.core.pairing import TRANSPOSED_KINDS
+from workbench.core.pairing import TABLE, TRANSPOSED_KINDS
 from workbench.core.placement import Placement
 from workbench.core.sbp import Sbp, broadcast, split
 from workbench.core.strategy import ResolvedLayer, ResolvedStrategy
@@ -27,8 +27,8 @@ class StageLayouts:
         num_samples: rows of the inputs of the module's call in progress, where they agree; else None.
     """
 
-    def __init__(self, world: World, resolved: ResolvedStrategy, tables: set[str]) -> None:
-        self.world, self.resolved, self.tables = world, resolved, tables
+    def __init__(self, world: World, resolved: ResolvedStrategy) -> None:
+        self.world, self.resolved = world, resolved
         self.num_samples: int | None = None
         self._input_layouts: dict[tuple[str, int], Layout] = {}
         _, data, model = resolved.degrees
@@ -74,12 +74,14 @@ class StageLayouts:
             return self.layout(choice, broadcast, broadcast)
         if choice.parallel == "data":
             return self.layout(choice, split(0), split(0))
-        takes_slices = choice.split == "row" and choice.name not in self.tables
+        if self.resolved.options.sequence and "Norm" in choice.kind and ndim > 2:
+            return self.layout(choice, split(0), split(1))
+        takes_slices = choice.split == "row" and choice.kind != TABLE
         return self.layout(choice, split(0), split(ndim - 1) if takes_slices else broadcast)
 
-    def parameter_layout(self, choice: ResolvedLayer, layer: nn.Module, ndim: int) -> Layout:
+    def parameter_layout(self, choice: ResolvedLayer, ndim: int) -> Layout:
         """Where a parameter's slices lie; see the table at the top of ``runtime/parallel.py``."""
-        outputs_last = is_table(layer) or type(layer).__name__ in TRANSPOSED_KINDS
+        outputs_last = choice.kind in (TABLE, *TRANSPOSED_KINDS)
         if choice.split == "column":
             entry: Sbp = split(ndim - 1) if outputs_last else split(0)
         elif choice.split == "row" and ndim > 1:
@@ -87,6 +89,16 @@ class StageLayouts:
         else:
             entry = broadcast
         return self.layout(choice, broadcast, entry)
+
+    def output_layout(self, choice: ResolvedLayer, following: ResolvedLayer | None, ndim: int) -> Layout:
+        """Where the sums of a row-split layer and the columns of a table go: to what the next layer expects."""
+        if self.resolved.options.sequence and ndim > 2:
+            return self.layout(choice, split(0), split(1))
+        if following is None:
+            return self.layout(choice, split(0), split(0))
+        if following.split == "row":
+            return self.layout(choice, split(0), broadcast)
+        return self.input_layout(following, ndim)
 
     def placement_of_buffers(self, name: str, module: nn.Module, nearest: ResolvedLayer) -> Placement:
         """Where the buffers of a module lie; ``nearest`` is the module as a layer, or the layer before it.
@@ -101,8 +113,3 @@ class StageLayouts:
         inside = [layer for layer in self.resolved.layers if not parent or layer.name.startswith(f"{parent}.")]
         stages = {layer.stage for layer in inside}
         return self.placements[stages.pop()] if len(stages) == 1 else self.everywhere
-
-
-def is_table(layer: nn.Module) -> bool:
-    """Whether a layer looks up rows; its weight is (words, width)."""
-    return isinstance(layer, nn.Embedding)

@@ -26,7 +26,7 @@ def convert_parameters(
     """
     for name, parameter in list(layer.named_parameters(recurse=False)):
         if id(parameter) not in converted:
-            moved = spread(parameter, layouts.parameter_layout(choice, layer, parameter.dim()), layouts.world)
+            moved = spread(parameter, layouts.parameter_layout(choice, parameter.dim()), layouts.world)
             if isinstance(parameter, GlobalTensor):
                 parameter.data = moved
                 converted[id(parameter)] = parameter

@@ -1,0 +1,93 @@
+"""How weights of model-parallel layers are split where the strategy leaves it open.
+
+A layer split by columns gives each rank some of the output features, one split by rows takes some of the input features
+and gives a sum; a row behind a column costs one exchange for the two. Names tell where they are the usual ones; else a
+layer is split by rows if it takes what the split layer before it gives. Layers that share a weight share its split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from workbench.core.strategy import Layer, Row
+
+SPLITTABLE_KINDS = ("Linear", "NonDynamicallyQuantizableLinear", "Conv1d", "Conv2d", "Conv3d", "Conv1D")
+TRANSPOSED_KINDS = ("Conv1D",)
+"""Layers whose weight is (inputs, outputs): the linear layer of GPT-2 in transformers."""
+TABLE = "Embedding"
+"""A layer that looks up rows; its columns are the width, its rows the words."""
+COLUMN_NAMES = (
+    "q", "k", "v", "query", "key", "value", "q_proj", "k_proj", "v_proj", "q_lin", "k_lin", "v_lin",
+    "qkv", "c_attn", "query_key_value", "gate_proj", "up_proj", "wi_0", "wi_1",
+)  # fmt: skip
+ROW_NAMES = ("o", "o_proj", "out_proj", "out_lin", "proj", "c_proj", "down_proj", "wo")
+"""Names under which attention and gated layers keep their weights; others are paired by their shapes."""
+
+
+def splits_of(layers: Sequence[Layer], rows: Sequence[Row], stages: Sequence[int]) -> list[str | None]:
+    """ "column", "row" or None (nothing of it is split) for every layer: as its row says, by its name, or paired."""
+    splits: list[str | None] = []
+    tables = {layer.name for layer in layers if layer.kind == TABLE}
+    open_column: tuple[int, int] | None = None  # (output features, stage) of a column split that waits for its row
+    for layer, row, stage in zip(layers, rows, stages, strict=True):
+        if row.parallel != "model" or not _is_splittable(layer):
+            splits.append(None)
+            continue
+        inputs, outputs = _features(layer)
+        short = layer.name.rpartition(".")[2]
+        if row.split or layer.kind == TABLE or layer.tied_to in tables:
+            split = row.split or "column"
+        elif short in COLUMN_NAMES or short in ROW_NAMES:
+            split = "column" if short in COLUMN_NAMES else "row"
+        else:
+            split = "row" if open_column == (inputs, stage) else "column"
+        splits.append(split)
+        open_column = (outputs, stage) if split == "column" and layer.kind != TABLE else None
+    _follow_ties(layers, rows, splits)
+    return splits
+
+
+def tied_pairs(layers: Sequence[Layer]) -> list[tuple[int, int]]:
+    """(first, later) indices of layers that share their weight."""
+    index = {layer.name: position for position, layer in enumerate(layers)}
+    return [(index[layer.tied_to], i) for i, layer in enumerate(layers) if layer.tied_to in index]
+
+
+def split_dim(layer: Layer, split: str | None) -> int | None:
+    """The dim of the layer's weight that a split cuts; None for none.
+
+    >>> from workbench.core.strategy import Layer
+    >>> split_dim(Layer("head", "Linear"), "column"), split_dim(Layer("words", "Embedding"), "row")
+    (0, 0)
+    """
+    if split is None:
+        return None
+    outputs_first = layer.kind not in (*TRANSPOSED_KINDS, TABLE)
+    return 0 if (split == "column") == outputs_first else 1
+
+
+def _follow_ties(layers: Sequence[Layer], rows: Sequence[Row], splits: list[str | None]) -> None:
+    """Of two layers with one weight, the open one follows the other: a table goes by rows, as its head by columns."""
+    for first, later in tied_pairs(layers):
+        if splits[first] is None or splits[later] is None:
+            continue
+        if rows[first].split is None:
+            leader, follower = later, first
+        elif rows[later].split is None:
+            leader, follower = first, later
+        else:
+            continue
+        dim = split_dim(layers[leader], splits[leader])
+        splits[follower] = next(s for s in ("column", "row") if split_dim(layers[follower], s) == dim)
+
+
+def _is_splittable(layer: Layer) -> bool:
+    return layer.kind in (*SPLITTABLE_KINDS, TABLE) and len(layer.shapes.get("weight", ())) > 1
+
+
+def _features(layer: Layer) -> tuple[int, int]:
+    """(input features, output features) of a layer."""
+    weight = layer.shapes["weight"]
+    return (weight[0], weight[1]) if layer.kind in (*TRANSPOSED_KINDS, TABLE) else (weight[1], weight[0])
