@@ -140,10 +140,10 @@ def _entry(text: str) -> Any:
     return wb.sbp.broadcast if text == "B" else wb.sbp.split(int(text[2]))
 
 
-def gloo_world() -> World:
-    """A second world of the same ranks whose tensors travel over gloo."""
+def gloo_world(meeting: str = "env://") -> World:
+    """A second world of the same ranks, who meet once more, whose tensors travel over gloo."""
     world = current()
-    watch = Watch(meet("env://", world.rank, world.world_size, 1_000_000, 60.0), world.rank)
+    watch = Watch(meet(meeting, world.rank, world.world_size, 1_000_000, 60.0), world.rank)
     transport = GlooTransport(world.rank, world.world_size, 60.0, watch)
     return World(world.rank, world.world_size, torch.device("cpu"), transport)
 

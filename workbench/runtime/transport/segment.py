@@ -19,7 +19,7 @@ from workbench.runtime.transport.board import MAX_CHUNKS, Board, decode_header
 from workbench.runtime.transport.link import Block, Link
 from workbench.runtime.transport.mapped import Mapping, available_bytes
 
-LENT_FROM_BYTES = 32 * 2**10
+LENT_FROM_BYTES = 64 * 2**10 + 1
 """Smaller tensors are copied to be read: that is faster than to wait until the readers have finished."""
 _LARGEST_STEP_BYTES = 256 * 2**20
 _CHUNKS_FOR_MESSAGES = 12

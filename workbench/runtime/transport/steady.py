@@ -23,8 +23,6 @@ from workbench.runtime.transport.segment import LENT_FROM_BYTES, Segment, is_pla
 
 STEADY_BYTES = 2 * 2**20
 """How much of a rank's first chunk, at its end, is for these buffers."""
-LARGEST_BYTES = 64 * 2**10
-"""Larger shards are lent or copied."""
 _MAX_VIEWS = 16
 _copy_bytes = ctypes.memmove
 
@@ -40,7 +38,7 @@ class SteadyPrograms:
     def of(self, program: Program) -> Steady | None:
         """The program's buffers; None where it can have none now."""
         found = self._found.get(program)
-        if found is None and program.may_lend and 0 < program.shard_bytes <= LARGEST_BYTES:
+        if found is None and program.may_lend and 0 < program.shard_bytes < LENT_FROM_BYTES:
             offset = self._arena.allocate(2 * program.buffer_bytes)
             if offset is None:
                 self._drop_oldest()
@@ -71,12 +69,13 @@ class Steady:
         self._readers = [mailbox.links[rank] for rank, _, _ in program.sends]
         self._reads = [read for place in program.places for read in place.reads if read.source != mailbox.rank]
         self._views: dict[tuple[object, ...], list[list[torch.Tensor]]] = {}
-        self._positions: list[tuple[int, int]] = []
+        self._last_letters: list[Letter] = []
 
     @property
     def is_idle(self) -> bool:
         """Whether all readers have gone on since the last run."""
-        return all(self._mailbox.links[source].num_read > position + 1 for source, position in self._positions)
+        last = zip(self._reads, self._last_letters, strict=False)
+        return all(self._mailbox.links[read.source].num_read > letter.position + 1 for read, letter in last)
 
     def run(self, local: torch.Tensor, tag: int) -> torch.Tensor:
         """The new shard."""
@@ -96,11 +95,10 @@ class Steady:
         if views is None:
             views = self._make_views(key, offset, letters)
         result = self._put_together(views)
-        for read, letter in zip(self._reads, letters, strict=True):
+        for number, letter in enumerate(letters):
             if letter.wants_receipt:
-                mailbox.links[read.source].acknowledge(letter)
-        self._positions = [(read.source, letter.position) for read, letter in zip(self._reads, letters, strict=True)]
-        self.last_run = mailbox.num_taken
+                mailbox.links[self._reads[number].source].acknowledge(letter)
+        self._last_letters, self.last_run = letters, mailbox.num_taken
         mailbox.read_bytes += program.read_bytes
         return result
 
@@ -115,6 +113,9 @@ class Steady:
         out = self._segment.empty(program.out_shape, program.dtype)
         if program.joined_dim is not None:
             return torch.cat(views[0], program.joined_dim, out=out)
+        if len(views) == 1:
+            combine(views[0], out, program.reduction)
+            return out
         for place, terms in zip(program.places, views, strict=True):
             part = place.part
             goal = out.as_strided(part.shape, part.strides, part.start // program.dtype.itemsize)

@@ -1,0 +1,50 @@
+"""The benchmark of boxings runs on a pair of processes and says what it measured; no time is judged here."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from benchmarks import boxing, harness
+from tests.processes import run_processes
+from workbench.runtime.world import current
+
+
+def measure_a_little() -> list[tuple[str, float]]:
+    """One pair of each kind at 4 KB and one large one, as the benchmark does."""
+    gloo = boxing.gloo_world(os.environ["WORKBENCH_TEST_MEETING"])
+    cases = [boxing.Case(4096, *pair) for pair in boxing.PAIRS] + [boxing.Case(2**20, "S(0)", "S(1)")]
+    times = {case: boxing.measure(case, gloo, rounds=1, calls=2) for case in cases}
+    in_segment = boxing.Boxings(cases[-1], gloo).box("in segment")
+    issue, planning = boxing.measure_issue(gloo, 2), boxing.measure_planning()
+    transport = current().transport
+    assert transport.name == "shared"
+    with torch._C.DisableTorchFunctionSubclass():
+        assert transport._segment.locate(in_segment, in_segment.nbytes) is not None  # type: ignore[attr-defined]
+    kept: list[tuple[str, str, str]] = []
+    original, boxing.keep = boxing.keep, lambda *text: kept.append(text)
+    boxing.report(times, planning, issue, 1)
+    boxing.keep = original
+    assert "S(0) -> S(1)" in kept[0][2] and "DTensor / in segment, 4.10 kB" in kept[0][2]
+    return boxing._ratios(times)  # type: ignore[return-value]
+
+
+@pytest.mark.procs
+def test_the_benchmark_of_boxings_compares_equal_results() -> None:
+    for ratios in run_processes(measure_a_little, 2):
+        assert [what for what, _, _ in ratios] == ["DTensor / in segment, 4.10 kB", "DTensor / outside, 4.10 kB"]
+        assert all(ratio > 0 for _, ratio, _ in ratios)
+
+
+def test_verdicts_name_each_ratio_and_its_target() -> None:
+    text = harness.verdicts([("speed", 21.0, harness.Target(20, at_least=True)), ("cost", 1.7, harness.Target(1.5))])
+    assert "at least 20 |     met" in text and "at most 1.5 | NOT met" in text
+
+
+def test_what_comes_before_a_turn_is_not_timed() -> None:
+    prepared: list[object] = []
+    action = lambda: None  # noqa: E731
+    times = harness.interleave({"a": action}, rounds=2, calls=3, before=prepared.append)
+    assert prepared == [action] * 3 and len(times["a"]) == 2
