@@ -8,11 +8,12 @@ import pytest
 from tests.runtime.chaos import DIVERGED, HARMLESS, Chaos, Round
 
 pytestmark = pytest.mark.procs
-NUM_RANKS = 3
 WORLDS = {
-    "shared": [{}] * NUM_RANKS,
-    "gloo": [{"WORKBENCH_TRANSPORT": "gloo"}] * NUM_RANKS,
+    "shared": [{}] * 3,
+    "gloo": [{"WORKBENCH_TRANSPORT": "gloo"}] * 3,
+    "mixed": [{"WORKBENCH_HOST": host} for host in ("alpha", "alpha", "beta", "beta")],
 }
+"""Environments by rank. A stopped process is seen by ranks of its host alone, so none is alone on its host."""
 SOON_S = 2.0
 
 
@@ -20,7 +21,7 @@ def right_reason(round_, chaos, text):
     """Whether the error of a rank that did nothing wrong says what happened to the victim, or what it called."""
     victim = f"rank {round_.victim}"
     wanted = {
-        "killed": [f"of {victim} has ended"],
+        "killed": [f"of {victim} has ended", f"lost {victim} in", "lost one of ranks"],  # seen from another host
         "stopped": [f"of {victim} is stopped (SIGSTOP)"],
         "raises": [f"{victim} gave up: OwnError in its program"],
         "interrupted": [f"{victim} gave up: KeyboardInterrupt"],
@@ -47,15 +48,16 @@ def check(round_, told, chaos):
 
 def play(tmp_path, transport, seeds):
     left_before = set(os.listdir("/dev/shm"))
-    with Chaos(tmp_path, NUM_RANKS, WORLDS[transport]) as chaos:
-        assert chaos.rebuild() == [transport] * NUM_RANKS
-        assert chaos.rebuild() == [transport] * NUM_RANKS
+    num_ranks = len(WORLDS[transport])
+    with Chaos(tmp_path, num_ranks, WORLDS[transport]) as chaos:
+        assert chaos.rebuild() == [transport] * num_ranks
+        assert chaos.rebuild() == [transport] * num_ranks
         pids = [process.pid for process in chaos.processes]
         first = chaos.ask("facts")
         for seed in seeds:
-            round_ = Round.drawn(seed, NUM_RANKS)
+            round_ = Round.drawn(seed, num_ranks)
             if check(round_, chaos.play(round_), chaos):
-                assert chaos.rebuild() == [transport] * NUM_RANKS
+                assert chaos.rebuild() == [transport] * num_ranks
             calm = Round(seed, "none", 0, 0)
             assert {how for how, _, _ in chaos.play(calm).values()} == {"right"}, round_
         assert_nothing_grew(chaos, pids, first)
@@ -78,7 +80,7 @@ def assert_nothing_grew(chaos, pids, first):
     raise AssertionError(grown)
 
 
-QUICK = {"shared": range(2, 12), "gloo": (3, 4, 7, 9, 11)}
+QUICK = {"shared": range(2, 12), "gloo": (3, 4, 7, 9, 11), "mixed": (2, 10, 12)}
 """Seeds; the number of a fault is the seed modulo their number."""
 
 

@@ -77,6 +77,7 @@ class Exchange:
         self._wanted = [(m.source, region_shape(m.source_region)) for m in self._to if m.source != world.rank]
         is_slice = plan.kind == "slice" and self._to and not self._is_ghost
         self.own_slice: Region | None = self._to[0].source_region if is_slice else None
+        self._ranks = frozenset((*plan.source.placement, *plan.destination.placement))
         self._group = next((group for group in plan.groups if world.rank in group), ())
         self._program = self._make_program()
 
@@ -103,7 +104,7 @@ class Exchange:
         return None if plan.kind == "all-reduce" and program.shard_bytes > ONE_STEP_BYTES else program
 
     def _meet(self, local: torch.Tensor, tag: int) -> torch.Tensor:
-        transport: Any = self._world.transport
+        transport = self._transport()
         pull = getattr(transport, "pull", None) if self._program is not None else None  # see ``base.Mapped``
         if pull is not None:
             result = pull(self._program, local, tag)
@@ -112,13 +113,19 @@ class Exchange:
             return transport.all_reduce(local, self._group, self.plan.reduction or "sum", tag, self._header)
         return self._borrow(local, tag)
 
+    def _transport(self) -> Any:
+        """The world's, or what ranks of one host alone use in a world of several (``mixed``)."""
+        transport: Any = self._world.transport
+        among = getattr(transport, "among", None)
+        return transport if among is None else among(self._ranks)
+
     def _borrow(self, local: torch.Tensor, tag: int) -> torch.Tensor:
         rank, release = self._world.rank, None
         borrowed: list[torch.Tensor] = []
         sends = [(m.destination, slice_region(local, m.source_region)) for m in self._from if m.destination != rank]
         sends = packed(sends)
         if sends or self._wanted:
-            transport = self._world.transport
+            transport = self._transport()
             borrowed, release = transport.borrow(sends, self._wanted, self._dtype, tag, self._header)
         if self._target.is_ghost:
             return self._ghost()

@@ -9,7 +9,6 @@ import json
 import logging
 import os
 import secrets
-import socket
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
@@ -18,8 +17,11 @@ import torch
 from workbench.errors import WorldError
 from workbench.runtime.transport.base import Transport
 from workbench.runtime.transport.board import Board
+from workbench.runtime.transport.gloo import GlooTransport
 from workbench.runtime.transport.link import Link
 from workbench.runtime.transport.mapped import Mapping
+from workbench.runtime.transport.meeting import host_name
+from workbench.runtime.transport.mixed import MixedTransport
 from workbench.runtime.transport.semaphores import load
 from workbench.runtime.transport.shared import FIRST_CHUNK_BYTES, SharedTransport
 
@@ -39,72 +41,116 @@ class _Offer:
     file: int = 0
     token: int = 0
     refusal: str = ""
-    must_share: bool = False
+    wanted: str = "auto"
+
+
+@dataclass(frozen=True)
+class Group:
+    """Which ranks talk over what, and why that."""
+
+    ranks: tuple[int, ...]
+    transport: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"ranks {list(self.ranks)}: {self.transport} ({self.why})"
 
 
 def choose(other: Transport, gather: Gather, rank: int, world_size: int, timeout_s: float) -> Transport:
-    """Shared memory if all ranks can and may use it, else ``other``. All ranks call it.
+    """Shared memory where all ranks can and may use it, inside each host if there are several, else ``other``.
 
-    The environment variable WORKBENCH_TRANSPORT says ``shared`` (an error where it cannot be) or ``gloo``.
+    All ranks call it. The environment variable WORKBENCH_TRANSPORT says ``shared`` or ``mixed`` (an error where some
+    ranks, or some ranks of one host, cannot share memory), or ``gloo``. ``groups`` of the result tells which ranks use
+    what, and why.
 
     Raises:
         WorldError: a rank asks for shared memory, and some rank cannot have it; on all ranks.
     """
-    shared, refusals, must_share = connect(gather, rank, world_size, timeout_s)
-    if shared is not None:
-        return shared
-    reasons = "; ".join(f"rank {rank}: {text}" for rank, text in refusals.items())
-    if must_share:
+    shared, refusals, offers = connect(gather, rank, world_size, timeout_s)
+    hosts = list(dict.fromkeys(offer.host for offer in offers))
+    asked = {offer.wanted for offer in offers} & {"shared", "mixed"}
+    if "shared" in asked:
+        elsewhere = [peer for peer, offer in enumerate(offers) if offer.host != offers[0].host]
+        refusals |= {peer: f"it runs on {offers[peer].host}, rank 0 on {offers[0].host}" for peer in elsewhere}
+    if asked and refusals:
+        if shared is not None:
+            shared.close()
+        reasons = "; ".join(f"rank {rank}: {text}" for rank, text in refusals.items())
         raise WorldError(
-            f"{VARIABLE}=shared: {len(refusals)} of {world_size} ranks cannot share memory ({reasons}). It needs CPU "
-            f"ranks of one Linux host that may see one another's processes. Unset {VARIABLE} to use gloo."
+            f"{VARIABLE}={max(asked)}: {len(refusals)} of {world_size} ranks cannot share memory ({reasons}). It needs "
+            f"CPU ranks of one Linux host that may see one another's processes. Unset {VARIABLE} to use gloo."
         )
-    _log.info("ranks talk over %s: %s", other.name, reasons)
-    return other
+    groups = _groups(offers, hosts, refusals, other.name)
+    chosen: Transport = other
+    if shared is not None and len(hosts) == 1:
+        chosen = shared
+    elif any(group.transport == "shared" for group in groups):
+        assert isinstance(other, GlooTransport)
+        with_shared = {rank for group in groups if group.transport == "shared" for rank in group.ranks}
+        places = [offer.host if peer in with_shared else f"rank {peer}" for peer, offer in enumerate(offers)]
+        chosen = MixedTransport(shared, other, places)
+    chosen.groups = groups  # type: ignore[attr-defined]
+    for group in groups:
+        _log.info("%s", group)
+    return chosen
+
+
+def _groups(offers: list[_Offer], hosts: list[str], refusals: dict[int, str], other: str) -> tuple[Group, ...]:
+    """By host, which ranks use what; then what is between the hosts."""
+    groups = []
+    against_all = [rank for rank, offer in enumerate(offers) if offer.wanted == "gloo"]
+    for host in hosts:
+        ranks = tuple(rank for rank, offer in enumerate(offers) if offer.host == host)
+        refused = [f"rank {rank}: {refusals[rank]}" for rank in against_all or ranks if rank in refusals]
+        if len(ranks) > 1:
+            groups.append(Group(ranks, other if refused else "shared", "; ".join(refused) or f"one host, {host}"))
+    if len(hosts) > 1:
+        groups.append(Group(tuple(range(len(offers))), other, f"between {len(hosts)} hosts"))
+    return tuple(groups)
 
 
 def wanted_by_user() -> str:
-    """The transport that the environment names: ``auto``, ``gloo`` or ``shared``.
+    """The transport that the environment names: ``auto``, ``gloo``, ``shared`` or ``mixed``.
 
     Raises:
         WorldError: it names another one.
     """
     value = os.environ.get(VARIABLE, "auto")
-    if value not in ("auto", "gloo", "shared"):
-        raise WorldError(f"{VARIABLE}={value}: there is no such transport. Use gloo, shared, or unset it.")
+    if value not in ("auto", "gloo", "shared", "mixed"):
+        raise WorldError(f"{VARIABLE}={value}: there is no such transport. Use gloo, shared, mixed, or unset it.")
     return value
 
 
 def connect(
     gather: Gather, rank: int, world_size: int, timeout_s: float
-) -> tuple[SharedTransport | None, dict[int, str], bool]:
-    """The transport, or why not by rank; and whether some rank insists on it."""
+) -> tuple[SharedTransport | None, dict[int, str], list[_Offer]]:
+    """The transport to the other ranks of this host, if there are any; why not, by rank; and what all have offered.
+
+    All ranks of a host share memory or none of them does: one refusal is enough.
+    """
     wanted = wanted_by_user()
     made, refusal = (None, f"{VARIABLE}=gloo") if wanted == "gloo" else _make(rank, world_size)
     file, token = (made[0].mapping.file, made[0].token) if made else (0, 0)
-    offers = _tell(gather, _Offer(_host(), os.getpid(), file, token, refusal, wanted == "shared"))
+    offers = _tell(gather, _Offer(_host(), os.getpid(), file, token, refusal, wanted))
     refusals = {peer: offer.refusal for peer, offer in enumerate(offers) if offer.refusal}
-    for peer, offer in enumerate(offers):
-        if not refusals and offer.host != offers[0].host:
-            refusals[peer] = f"it runs on {offer.host}, rank 0 on {offers[0].host}"
+    near = {peer: offer for peer, offer in enumerate(offers) if offer.host == offers[rank].host}
+    may_share = all(offer.wanted != "gloo" for offer in offers) and not refusals.keys() & near.keys()
     transport: SharedTransport | None = None
     refusal = ""
-    if made and not refusals:
+    if made and may_share and len(near) > 1:
         try:
-            transport = _open_all(made, offers, rank, world_size, timeout_s)
+            transport = _open_all(made, near, rank, world_size, timeout_s)
         except (OSError, WorldError) as error:
             refusal = f"cannot open the others' memory: {error}"
-    if not refusals:
-        verdicts = _tell(gather, _Offer(refusal=refusal))
-        refusals = {peer: offer.refusal for peer, offer in enumerate(verdicts) if offer.refusal}
-    if refusals:
-        if transport is not None:
-            transport.close()
-        elif made:
-            for mapping in (made[0].mapping, made[1]):
-                mapping.close()
-        transport = None
-    return transport, refusals, any(offer.must_share for offer in offers)
+    verdicts = _tell(gather, _Offer(refusal=refusal))
+    refusals |= {peer: verdict.refusal for peer, verdict in enumerate(verdicts) if verdict.refusal}
+    if transport is not None and refusals.keys() & near.keys():
+        transport.close()
+        return None, refusals, offers
+    if transport is None and made:
+        for mapping in (made[0].mapping, made[1]):
+            mapping.close()
+    return transport, refusals, offers
 
 
 def _make(rank: int, world_size: int) -> tuple[tuple[Board, Mapping] | None, str]:
@@ -125,13 +171,13 @@ def _make(rank: int, world_size: int) -> tuple[tuple[Board, Mapping] | None, str
 
 
 def _open_all(
-    made: tuple[Board, Mapping], offers: list[_Offer], rank: int, world_size: int, timeout_s: float
+    made: tuple[Board, Mapping], offers: dict[int, _Offer], rank: int, world_size: int, timeout_s: float
 ) -> SharedTransport:
     semaphores = load()
     assert semaphores is not None
     board, first_chunk = made
     links = {}
-    for peer, offer in enumerate(offers):
+    for peer, offer in offers.items():
         if peer == rank:
             continue
         theirs = Board(Mapping.open(offer.pid, offer.file, Board.size_for(world_size)), world_size)
@@ -154,9 +200,4 @@ def _tell(gather: Gather, offer: _Offer) -> list[_Offer]:
 
 
 def _host() -> str:
-    """Name of this host, and of its boot: two hosts can have one name."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return f"{socket.gethostname()[:60]} {file.read().strip()}"
-    except OSError:
-        return socket.gethostname()[:60]
+    return host_name()

@@ -28,7 +28,7 @@ from workbench.runtime.caller import user_frame
 from workbench.runtime.transport.base import Message, Release, Wanted, borrow_by_exchange, pack
 from workbench.runtime.transport.reducing import combine, tag_in_group
 from workbench.runtime.transport.waiting import Helper, Job
-from workbench.runtime.transport.watch import Wait, Watch
+from workbench.runtime.transport.watch import HAS_LEFT, Wait, Watch
 
 ONE_STEP_BYTES = 16 * 2**10
 """Up to this size every rank of three or more adds up everything itself, which saves a meeting."""
@@ -37,6 +37,7 @@ _LAST_MESSAGES_S = 10.0
 """How long a rank that leaves waits for slower ones to fetch what it has sent; less if they have gone."""
 _GATHER_TAG = (1 << 20) - 1
 _TAG_BITS, _HASH_BITS = 20, 11
+_NEVER_SENT = (1 << 31) - 1
 
 _CPU = torch.device("cpu")
 
@@ -155,7 +156,7 @@ class GlooTransport:
             return
         if self.abort_reason is None and self._last_send is not None:
             self._last_send.finished.wait(_LAST_MESSAGES_S)  # peers may not have fetched the last messages yet
-        self._end("has left the world" if self.abort_reason is None else f"gave up: {self.abort_reason}")
+        self._end(HAS_LEFT if self.abort_reason is None else f"gave up: {self.abort_reason}")
 
     def retire(self) -> None:
         """Another transport has taken over: give back the threads, and the files that watch processes."""
@@ -192,7 +193,7 @@ class GlooTransport:
 
         with self._giving_up(), self._telling_loss(header, waits_for):
             place = place_in_user_code()
-            wait = lambda: Wait(waits_for[0], slot, header + place)  # noqa: E731
+            wait = lambda: Wait(waits_for[0], slot, header + place, self.watch.received[waits_for[0]])  # noqa: E731
             try:
                 self._receiver.run(block, lambda: self._raise_if_hopeless(started, wait()))
             finally:
@@ -217,7 +218,7 @@ class GlooTransport:
             raise
         except RuntimeError as error:
             reasons = (self.watch.why_lost(peer) for peer in dict.fromkeys(peers))
-            text = next((reason for reason in reasons if reason), None) or str(error).splitlines()[0]
+            text = next((reason for reason in reasons if reason), None) or _said_shortly(error)
             who = f"rank {peers[0]}" if len(set(peers)) == 1 else f"one of ranks {sorted(set(peers))}"
             raise CollectiveAborted(f"rank {self.rank} lost {who} in {header}{place_in_user_code()}: {text}") from error
 
@@ -249,19 +250,23 @@ class GlooTransport:
             raise CollectiveAborted(f"rank {self.rank}: this world has ended: {self.abort_reason}")
 
 
+def _said_shortly(error: RuntimeError) -> str:
+    text = str(error).splitlines()[0]
+    return "the connection broke: its process, its host or the network has ended" if "onnection " in text else text
+
+
 def close_connections(rank: int, world_size: int) -> None:
     """End all operations of the default process group, here and on the peers, at once.
 
-    gloo closes all connections of a group when a wait runs out of time; its backend has no other call that does.
+    gloo closes all connections of a group when a wait runs out of time; its backend has no other call that does. A
+    wait for a peer that is gone already fails before that, so every peer is tried.
     """
-    if not dist.is_initialized() or world_size == 1:
-        return
-    try:
-        work = dist.irecv(torch.empty(1), (rank + 1) % world_size, tag=(1 << 31) - 1)
-        if work is not None:
-            work.wait(datetime.timedelta(milliseconds=1))
-    except RuntimeError:
-        pass
+    for peer in range(world_size) if dist.is_initialized() else ():
+        try:
+            if peer != rank:
+                dist.irecv(torch.empty(1), peer, tag=_NEVER_SENT).wait(datetime.timedelta(milliseconds=1))  # type: ignore[union-attr]
+        except RuntimeError:
+            continue
 
 
 @lru_cache(maxsize=4096)

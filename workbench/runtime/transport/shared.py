@@ -30,6 +30,7 @@ from workbench.runtime.transport.semaphores import Semaphores
 from workbench.runtime.transport.steady import STEADY_BYTES, SteadyPrograms
 from workbench.runtime.transport.sums import Sum
 from workbench.runtime.transport.waits import SLICE_S, Waiter
+from workbench.runtime.transport.watch import receipts_key
 
 FIRST_CHUNK_BYTES = 8 * 2**20 + STEADY_BYTES
 """Memory for data that every rank starts with; more is added in growing steps when messages need it."""
@@ -167,6 +168,28 @@ class SharedTransport:
 
     def abort(self, reason: str) -> None:
         self._waiter.abort_reason = self._waiter.abort_reason or reason
+
+    def give_up(self) -> None:
+        """Tell the peers that this rank takes no part any more."""
+        self._give_up(None)
+
+    def breakdown(self) -> str | None:
+        """What ended the world for a peer, if something has."""
+        return self._waiter.breakdown()
+
+    def ask_also(self, other_reason: Callable[[], str | None]) -> None:
+        """Ask this, too, why a wait is in vain; the ranks of a host may wait for other hosts."""
+        self._waiter.other_reason = other_reason
+
+    def starving(self) -> tuple[int, int, str, int] | None:
+        """Peer, slot, call and what has come so far, if this rank waits and nothing is under way to it."""
+        return self._waiter.starving()
+
+    def sent_counts(self) -> dict[str, tuple[int, list[int]]]:
+        """How many letters and receipts this rank has sent to each peer, as notes tell it (see ``watch``)."""
+        words, board = self._board.words, self._board
+        letters: dict[str, tuple[int, list[int]]] = {str(p): (words[board.sent_word(p)], []) for p in self._links}
+        return letters | {receipts_key(p): (words[board.receipts_sent_word(p)], []) for p in self._links}
 
     def close(self) -> None:
         if self._is_closed:

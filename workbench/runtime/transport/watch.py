@@ -18,6 +18,10 @@ from workbench.runtime.transport.meeting import Meeting
 from workbench.runtime.transport.processes import Processes
 from workbench.runtime.transport.waiting import Helper, Job
 
+LETTERS, RECEIPTS = -1, -2
+"""Slots of what goes through shared memory; its notes count letters and receipts apart."""
+HAS_LEFT = "has left the world"
+_GAVE_UP = "gave up"
 _ANSWER_S = 0.5
 """How long an answer of the store about a broken connection is waited for."""
 
@@ -43,11 +47,12 @@ class Note:
 
 
 class Wait(NamedTuple):
-    """What this rank waits for."""
+    """What this rank waits for, and how many messages of ``source`` it has got so far."""
 
     source: int
     slot: int
     call: str
+    num_received: int
 
 
 class Watch:
@@ -57,6 +62,7 @@ class Watch:
         processes: the other ranks' processes on this host.
         sent, received: messages that have left and arrived, by the other rank; the transport counts them.
         pending: slots of messages that have not been fetched yet, by receiving rank.
+        near_counts: what has gone to ranks of this host through shared memory, as ``Note.sent`` tells it.
     """
 
     def __init__(self, meeting: Meeting, rank: int) -> None:
@@ -72,6 +78,7 @@ class Watch:
         self.sent: Counter[int] = Counter()
         self.received: Counter[int] = Counter()
         self.pending: dict[int, list[int]] = {}
+        self.near_counts: Callable[[], dict[str, tuple[int, list[int]]]] = dict
         self._helper = Helper("workbench-watch")
         self._look: Job | None = None
         self._suspicion: tuple[Wait, str] | None = None
@@ -83,9 +90,10 @@ class Watch:
         """Why ``wait`` is hopeless, as far as is known by now; starts another look at the others' notes."""
         if self.processes.has_ended(wait.source):
             return f"process {self.processes.pids[wait.source]} of rank {wait.source} has ended"
-        stopped = self.processes.stopped(wait.source)
-        if stopped is not None:
-            return stopped
+        # Any that is stopped, not only the one that is waited for: ranks on other hosts cannot see it.
+        stopped = [text for peer in self.processes.pids if (text := self.processes.stopped(peer))]
+        if stopped:
+            return stopped[0]
         if self._look is None or self._look.finished.is_set():
             self._is_noted = True
             self._look = self._helper.submit(lambda: self._look_around(wait))
@@ -123,15 +131,23 @@ class Watch:
         """Tell the others that this rank takes no part any more; ``how`` follows "rank 2" in a sentence."""
         if not self._ended:
             self._ended = how[:2000]
-            self._helper.submit(lambda: self._write(Note())).finished.wait(_ANSWER_S)
+            self._helper.submit(self._write_end).finished.wait(_ANSWER_S)
 
     def close(self) -> None:
         """End the helper thread and close the files that watch processes."""
         self._helper.close()
         self.processes.close()
 
+    def _write_end(self) -> None:
+        self._write(Note())
+        if self._ended != HAS_LEFT and not self._store.check([_GAVE_UP]):
+            self._store.set(_GAVE_UP, f"rank {self.rank} {self._ended}")
+
     def _look_around(self, wait: Wait) -> None:
-        own = Note(wait.source, wait.slot, wait.call, self.received[wait.source], self._sent())
+        if self._store.check([_GAVE_UP]):  # whoever it was: nobody can go on in this world
+            self._verdict = (wait, self._store.get(_GAVE_UP).decode())
+            return
+        own = Note(*wait, self._sent())
         self._write(own)
         text = find_ring(self.rank, own, self._read)
         found = (wait, text) if text is not None else None
@@ -140,7 +156,8 @@ class Watch:
         self._suspicion = found
 
     def _sent(self) -> dict[str, tuple[int, list[int]]]:
-        return {str(peer): (count, list(self.pending.get(peer, ()))) for peer, count in self.sent.items()}
+        far = {str(peer): (count, list(self.pending.get(peer, ()))) for peer, count in self.sent.items()}
+        return far | self.near_counts()
 
     def _write(self, note: Note) -> None:
         note.ended = self._ended
@@ -165,7 +182,8 @@ def find_ring(rank: int, own: Note, read: Callable[[int], Note]) -> str | None:
             notes[source] = read(source)
         if notes[source].ended:
             return f"rank {source} {notes[source].ended}"
-        num_sent, pending = notes[source].sent.get(str(last), (0, []))
+        key = receipts_key(last) if note.slot == RECEIPTS else str(last)
+        num_sent, pending = notes[source].sent.get(key, (0, []))
         if note.slot in pending or num_sent - len(pending) > note.num_received:
             return None
         if source in ring:
@@ -179,4 +197,9 @@ def find_ring(rank: int, own: Note, read: Callable[[int], Note]) -> str | None:
     return f"ranks diverged, each waits for the next: {places}. All ranks must run the same program."
 
 
-__all__ = ["Note", "Wait", "Watch", "find_ring"]
+def receipts_key(rank: int) -> str:
+    """Where ``Note.sent`` counts receipts for a rank."""
+    return f"{rank} receipts"
+
+
+__all__ = ["HAS_LEFT", "LETTERS", "RECEIPTS", "Note", "Wait", "Watch", "find_ring", "receipts_key"]
