@@ -23,6 +23,16 @@ _MAX_PAIRS = 1024
 _NUM_SAMPLED = 32
 
 
+class Sums(NamedTuple):
+    """Of a layout: elements of its largest shard, and how many terms, copies and ranks there are."""
+
+    layout: Layout
+    largest: int
+    num_terms: int
+    num_copies: int
+    num_ranks: int
+
+
 class Prices:
     """Prices of boxings of a tensor of ``shape`` over a link.
 
@@ -35,27 +45,10 @@ class Prices:
         self.num_priced = 0
         self._num_elements = math.prod(shape)
         self._shards: dict[Layout, _Shards] = {}
-        self._sums: dict[Layout, _Sums] = {}
-        self._common: dict[tuple[Placement, Placement], int] = {}
-        self._at_least: dict[tuple[Layout, Layout], float] = {}
-        self._exact: set[tuple[Layout, Layout]] = set()
+        self._common: dict[tuple[int, int], int] = {}
 
     def time_s(self, source: Layout, destination: Layout) -> float:
         """What ``plan_boxing(source, destination, ...).time_s(cost)`` says."""
-        pair = (source, destination)
-        if pair not in self._exact:
-            self._exact.add(pair)
-            self._at_least[pair] = self._time_s(source, destination)
-        return self._at_least[pair]
-
-    def at_least_s(self, source: Layout, destination: Layout) -> float:
-        """A time that ``time_s`` is not below, from sizes alone; the time itself where it is known."""
-        pair = (source, destination)
-        if pair not in self._at_least:
-            self._at_least[pair] = self.cost.time_s(self._least_elements(source, destination) * self.itemsize)
-        return self._at_least[pair]
-
-    def _time_s(self, source: Layout, destination: Layout) -> float:
         self.num_priced += 1
         if is_all_reduce(source, destination):
             return plan_boxing(source, destination, self.shape, self.itemsize).time_s(self.cost)
@@ -64,30 +57,39 @@ class Prices:
         elements = self._counted(a, b) if exact else _sampled(a, b)
         return self.cost.time_s(elements * self.itemsize)
 
-    def _least_elements(self, source: Layout, destination: Layout) -> int:
-        """What the busiest rank moves is at least the mean, and at least what the largest new shard lacks."""
-        a, b = self._sums_of(source), self._sums_of(destination)
-        if a.num_terms > b.num_terms and is_all_reduce(source, destination):
-            return a.largest * 2 * (a.num_terms - 1) // a.num_terms // max(1, b.num_terms)
-        pair = (source.placement, destination.placement)
-        common = self._common.get(pair)
-        if common is None:
-            common = self._common[pair] = sum(rank in source.placement for rank in destination.placement)
-        kept = min(a.largest, b.largest) if common else 0
-        moved = self._num_elements * a.num_terms * b.num_copies - common * kept
-        mean = moved // min(a.num_ranks, b.num_ranks)
-        return max(0, mean, b.largest * a.num_terms - kept if b.num_terms == 1 else 0)
+    def at_least_s(self, a: Sums, b: Sums) -> float:
+        """A time that ``time_s`` is not below, from sizes alone.
 
-    def _sums_of(self, layout: Layout) -> _Sums:
-        sums = self._sums.get(layout)
-        if sums is None:
-            largest = math.prod(layout.local_shape(self.shape, layout.placement.grid[0]))
-            counts = {Partial: 1, Broadcast: 1, Split: 1}
-            for entry, size in zip(layout.sbp, layout.placement.shape, strict=True):
-                counts[type(entry)] *= size
-            sums = _Sums(largest, counts[Partial], counts[Broadcast], layout.placement.num_ranks)
-            self._sums[layout] = sums
-        return sums
+        The busiest rank moves at least the mean, and at least what the largest new shard lacks.
+        """
+        if a.num_terms > b.num_terms and is_all_reduce(a.layout, b.layout):
+            elements = a.largest * 2 * (a.num_terms - 1) // a.num_terms // b.num_terms
+        else:
+            common = self._common_ranks(a.layout.placement, b.layout.placement)
+            kept = min(a.largest, b.largest) if common else 0
+            elements = (self._num_elements * a.num_terms * b.num_copies - common * kept) // min(
+                a.num_ranks, b.num_ranks
+            )
+            if b.num_terms == 1:
+                elements = max(elements, b.largest * a.num_terms - kept)
+        return self.cost.latency_s + elements * self.itemsize / self.cost.bandwidth_bytes_per_s if elements > 0 else 0.0
+
+    def _common_ranks(self, a: Placement, b: Placement) -> int:
+        key = (id(a), id(b))  # the placements of one search live as long as it does
+        found = self._common.get(key)
+        if found is None:
+            found = self._common[key] = sum(rank in a for rank in b)
+        return found
+
+    def sums(self, layout: Layout) -> Sums:
+        """What bounds are made of."""
+        counts = {Partial: 1, Broadcast: 1, Split: 1}
+        largest = list(self.shape)
+        for entry, size in zip(layout.sbp, layout.placement.shape, strict=True):
+            counts[type(entry)] *= size
+            if isinstance(entry, Split):
+                largest[entry.dim] = -(-largest[entry.dim] // size)
+        return Sums(layout, math.prod(largest), counts[Partial], counts[Broadcast], layout.placement.num_ranks)
 
     def _shards_of(self, layout: Layout) -> _Shards:
         shards = self._shards.get(layout)
@@ -117,15 +119,6 @@ class Prices:
         return [
             owner(a.layout, b.layout, self.shape, Place(place - copy - term, term, 0)) for place, copy, term in places
         ]
-
-
-class _Sums(NamedTuple):
-    """Of a layout: elements of the largest shard, and how many terms, copies and ranks there are."""
-
-    largest: int
-    num_terms: int
-    num_copies: int
-    num_ranks: int
 
 
 class _Shards:

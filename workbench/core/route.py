@@ -19,7 +19,7 @@ from operator import itemgetter
 from workbench.core.boxing import BoxingPlan, LinkCost, plan_boxing
 from workbench.core.layout import Layout, Shape
 from workbench.core.merging import merged
-from workbench.core.pricing import Prices
+from workbench.core.pricing import Prices, Sums
 from workbench.core.sbp import Sbp, Split, broadcast
 from workbench.units import format_bytes, format_seconds
 
@@ -181,40 +181,76 @@ class _Search:
         """The layouts between, or none where the direct exchange is best."""
         if self.best_s <= self.least_s:
             return ()
-        between = candidates(self.source, self.destination, self.shape)
-        low = self.prices.at_least_s
-        for x in sorted(between, key=lambda x: low(self.source, x) + low(x, self.destination)):
-            self._try((x,))
-        to = sorted(((low(self.source, x), x) for x in between), key=itemgetter(0))
-        onward = sorted(((low(x, self.destination), x) for x in between), key=itemgetter(0))
-        for first, a in to:
-            for last, b in onward:
-                if first + self.latency_s + last >= self.best_s:
+        prices = self.prices
+        source, destination = prices.sums(self.source), prices.sums(self.destination)
+        stops = [_Stop(prices.sums(x)) for x in candidates(self.source, self.destination, self.shape)]
+        for stop in stops:
+            stop.to_s, stop.onward_s = prices.at_least_s(source, stop.sums), prices.at_least_s(stop.sums, destination)
+        for stop in sorted(stops, key=lambda stop: stop.to_s + stop.onward_s):
+            self._try_one(stop)
+        nearest = sorted(stops, key=lambda stop: stop.to_s)
+        onward = sorted(((stop.onward_s, stop) for stop in stops), key=itemgetter(0))
+        for a in nearest:
+            for low_s, b in onward:
+                if a.to_s + self.latency_s + low_s >= self.best_s:
                     break
-                if a is not b and not self._goes_back(a, b):
-                    self._try((a, b))
+                if a is not b and not self._goes_back(a.layout, b.layout):
+                    self._try_two(a, b)
         return self.path
 
     def _goes_back(self, a: Layout, b: Layout) -> bool:
         here, there = self.source.placement, self.destination.placement
         return here is not there and a.placement is there and b.placement is here
 
-    def _try(self, path: tuple[Layout, ...]) -> None:
-        """Price one step after the other, as long as what the others take at least leaves a chance."""
-        steps = list(itertools.pairwise((self.source, *path, self.destination)))
-        times = [self.prices.at_least_s(*step) for step in steps]
-        for place, step in enumerate(steps):
-            if sum(times) >= self.best_s:
-                return
-            times[place] = self.prices.time_s(*step)
-        if sum(times) < self.best_s:
-            self.best_s, self.path = sum(times), path
+    def _try_one(self, stop: _Stop) -> None:
+        """Price one step after the other, as long as the bounds of the others leave a chance."""
+        if stop.to_s + stop.onward_s < self.best_s:
+            self._price_way_to(stop)
+        if stop.to_s + stop.onward_s < self.best_s:
+            self._price_way_on(stop)
+        if stop.to_s + stop.onward_s < self.best_s:
+            self.best_s, self.path = stop.to_s + stop.onward_s, (stop.layout,)
+
+    def _try_two(self, a: _Stop, b: _Stop) -> None:
+        between_s = self.prices.at_least_s(a.sums, b.sums)
+        if a.to_s + between_s + b.onward_s < self.best_s:
+            self._price_way_to(a)
+        if a.to_s + between_s + b.onward_s < self.best_s:
+            self._price_way_on(b)
+        if a.to_s + between_s + b.onward_s < self.best_s:
+            between_s = self.prices.time_s(a.layout, b.layout)
+        if a.to_s + between_s + b.onward_s < self.best_s:
+            self.best_s, self.path = a.to_s + between_s + b.onward_s, (a.layout, b.layout)
+
+    def _price_way_to(self, stop: _Stop) -> None:
+        if not stop.to_is_exact:
+            stop.to_s, stop.to_is_exact = self.prices.time_s(self.source, stop.layout), True
+
+    def _price_way_on(self, stop: _Stop) -> None:
+        if not stop.onward_is_exact:
+            stop.onward_s, stop.onward_is_exact = self.prices.time_s(stop.layout, self.destination), True
+
+
+@dataclass(slots=True)
+class _Stop:
+    """A layout on the way: what getting there and on from there takes, at least or exactly."""
+
+    sums: Sums
+    to_s: float = 0.0
+    onward_s: float = 0.0
+    to_is_exact: bool = False
+    onward_is_exact: bool = False
+
+    @property
+    def layout(self) -> Layout:
+        return self.sums.layout
 
 
 def candidates(source: Layout, destination: Layout, shape: Shape) -> list[Layout]:
-    """Layouts that a route may pass: splits and copies on the two placements, smallest shards first.
+    """Layouts that a route may pass: splits, or splits and copies, on the two placements.
 
-    Of the dims that could be split, those that the two layouts split and the two longest ones.
+    Copies alone would be more than any rank needs. Of the dims that could be split, those that the two layouts split
+    and the two longest ones.
     """
     by_length = sorted((dim for dim in range(len(shape)) if shape[dim] > 1), key=lambda dim: -shape[dim])
     used = {entry.dim for layout in (source, destination) for entry in layout.sbp if isinstance(entry, Split)}
@@ -224,9 +260,9 @@ def candidates(source: Layout, destination: Layout, shape: Shape) -> list[Layout
     for placement in dict.fromkeys((destination.placement, source.placement)):
         for sbp in _nested(entries, placement.num_axes):
             layout = Layout(placement, sbp)
-            if layout not in (source, destination):
+            if not layout.is_broadcast and layout not in (source, destination):
                 found.append(layout)
-    return sorted(found, key=lambda layout: math.prod(layout.local_shape(shape, layout.placement.grid[0])))
+    return found
 
 
 def _nested(entries: Sequence[Sbp], num_axes: int) -> Iterator[tuple[Sbp, ...]]:
