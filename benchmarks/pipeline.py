@@ -77,7 +77,7 @@ class Ours:
         """Whole, on every rank."""
         everywhere = wb.placement.all("cpu")
         return {
-            name: p.detach().to_global(placement=everywhere, sbp="B").full_tensor()  # type: ignore[attr-defined]
+            name: p.detach().to_global(placement=everywhere, sbp="B").full_tensor()
             for name, p in self.model.named_parameters()
         }
 

@@ -162,3 +162,15 @@ def test_names_of_attention_win_over_shapes():
     layers = [Layer(f"block.{name}", "Linear", {"weight": (8, 8)}, 64) for name in names]
     splits = [layer.split for layer in Strategy("*: model").resolve(layers, 2).layers]
     assert splits == ["column", "column", "column", "row", "column", "row", "column"]
+
+
+def test_interleaved_stages_go_round_the_slices():
+    layers = [Layer(str(k), "Linear", {"weight": (4, 4)}, 16) for k in range(4)]
+    rows = "; ".join(f"{k}: data@{k}" for k in range(4))
+    resolved = Strategy(f"{rows} | 2x1x2 mb=4 interleaved").resolve(layers, 4)
+    assert resolved.num_stages == 4
+    assert [resolved.stage_ranks(stage) for stage in range(4)] == [[0, 1], [2, 3], [0, 1], [2, 3]]
+    assert Strategy(f"{rows} | interleaved").resolve(layers, 2).degrees == (2, 1, 1)
+    mistakes = Strategy(f"{rows} | 3x1x1 interleaved").check(layers, 3)
+    assert "3, but the rows use 4 stages; interleaved takes a multiple" in str(mistakes[0])
+    assert "pipeline degree 2, but the rows use 4 stages" in str(Strategy(f"{rows} | 2x1x1 1f1b").check(layers, 2)[0])

@@ -111,3 +111,14 @@ def test_transfers_and_unequal_stages_lengthen_the_timeline():
     assert slow.makespan_s == 1 + 4 * 6 + 2
     with pytest.raises(StrategyError, match="stuck at 0B0"):
         simulate([table[0][::-1], table[1]], 2, unit)
+
+
+def test_the_checker_follows_recorded_edges():
+    """A skip edge changes nothing; an edge that goes back stops 1F1B, and not a schedule of one order on all ranks."""
+    skip, turn = [(0, 1), (1, 2), (0, 2)], [(0, 1), (1, 0)]
+    assert check_table(make_table("1f1b", 3, 4), 3, 4, skip) == []
+    assert check_table(make_table("gpipe", 2, 3), 2, 3, turn) == []
+    assert check_table(make_table("1f1b", 2, 1), 2, 1, turn) == []
+    assert "deadlock" in check_table(make_table("1f1b", 2, 2), 2, 2, turn)[0]
+    assert "deadlock" in check_table(make_table("zero_bubble", 2, 2), 2, 2, turn)[0]
+    assert "deadlock" in check_table(make_table("interleaved", 4, 2, 2), 4, 2, [(0, 1), (1, 2), (2, 0), (2, 3)])[0]

@@ -1,4 +1,4 @@
-"""Whole runs under every schedule: losses, gradients and weights of one device, in the same micro-batches, dropout on."""
+"""Whole runs under every schedule: the losses, gradients and weights of one device, in the same micro-batches."""
 
 from dataclasses import replace
 

@@ -1,0 +1,148 @@
+"""Blocks of other stages: what they leave behind on ghosts is told in one node, wherever that is surely the same."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import workbench as wb
+from workbench.runtime.parallel import state_of
+from workbench.runtime.pipelining.ghost_modules import GhostModule, _same
+from workbench.runtime.world import current
+from workbench.testing import run_ranks
+
+ROWS = "a: data; b: data@1; c: data@2; head: data@2 | 3x1x1 mb=2 1f1b"
+
+
+class Block(nn.Module):
+    """A residual block with dropout and two results, of which one ignores the second input."""
+
+    def __init__(self, width=8):
+        super().__init__()
+        self.one, self.two, self.drop = nn.Linear(width, width), nn.Linear(width, width), nn.Dropout(0.3)
+
+    def forward(self, x, side):
+        return x + self.drop(torch.tanh(self.one(x))), self.two(side)
+
+
+class Counting(Block):
+    """Counts its calls, so no call is like the one before."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x, side):
+        self.calls += 1
+        return super().forward(x, side)
+
+
+class Normed(Block):
+    """Writes running statistics."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x, side):
+        return super().forward(self.norm(x), side)
+
+
+class Writing(Block):
+    """Writes to its input."""
+
+    def forward(self, x, side):
+        x, side = super().forward(x, side)
+        return x, side.mul_(2.0)
+
+
+class Cutting(Block):
+    """Its first result has no history."""
+
+    def forward(self, x, side):
+        x, side = super().forward(x, side)
+        return x.detach(), side
+
+
+class Model(nn.Module):
+    """Three blocks and a head."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.a, self.b, self.c, self.head = kind(), kind(), kind(), nn.Linear(8, 4)
+
+    def forward(self, x):
+        x, side = self.a(x, x * 1.0)
+        x, side = self.b(x, side)
+        x, side = self.c(x, side)
+        return self.head(x + side)
+
+
+def program_of(models, strategy, steps=3):
+    inputs = torch.randn(6, 8, generator=torch.Generator().manual_seed(2))
+    targets = torch.arange(6) % 4
+
+    def program(rank):
+        torch.manual_seed(3) if rank == 0 else None  # one default generator serves all simulated ranks
+        model = wb.parallelize(models[rank], strategy)
+        losses = [wb.forward_backward(model, F.cross_entropy, inputs, targets).item() for _ in range(steps)]
+        everywhere = wb.placement.all("cpu")
+        grads = [
+            None if p.grad is None else p.grad.to_global(placement=everywhere, sbp="B").full_tensor()
+            for p in model.parameters()
+        ]
+        ghosts = state_of(model).ghosts or []
+        noted = [record is not None for ghost in ghosts for record in ghost._records.values()]
+        assert not any("forward" in part.__dict__ for part in model.modules())
+        return losses, grads, noted, current().num_edges
+
+    return program
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_noted"),
+    [(Block, True), (Cutting, True), (Counting, False), (Normed, False), (Writing, True)],
+)
+def test_numbers_are_those_of_one_device_whether_a_block_is_noted_or_not(kind, is_noted):
+    torch.manual_seed(0)
+    one = Model(kind)
+    models = [copy.deepcopy(one) for _ in range(3)]
+    truth = run_ranks(program_of([one], "*: data | mb=2"), 1)[0]
+    for losses, grads, noted, _ in run_ranks(program_of(models, ROWS), 3):
+        assert losses == pytest.approx(truth[0], rel=1e-5)
+        for grad, expected in zip(grads, truth[1], strict=True):
+            assert (grad is None) == (expected is None)
+            if grad is not None:
+                torch.testing.assert_close(grad, expected, rtol=1e-4, atol=1e-6)
+        assert noted and any(noted) == is_noted
+
+
+def test_a_noted_block_is_not_run_again():
+    torch.manual_seed(0)
+    one = Model(Block)
+    models, calls = [copy.deepcopy(one) for _ in range(3)], [0, 0, 0]
+
+    def program(rank):
+        models[rank].c.one.register_forward_hook(lambda *_: calls.__setitem__(rank, calls[rank] + 1))
+        program_of(models, ROWS)(rank)
+
+    run_ranks(program, 3)
+    assert calls[2] == 3 * 2 and calls[0] == calls[1] == 1
+
+
+def test_what_a_forward_changes_besides_its_result_is_noticed():
+    """torch's own generator, an attribute, a buffer: any of them and a block runs as it is written."""
+    block = Normed()
+    ghost = GhostModule(block, None)
+
+    def is_noticed(change):
+        before = ghost._state([])
+        change()
+        return not _same(before, ghost._state([]))
+
+    assert not is_noticed(lambda: None)
+    assert is_noticed(lambda: torch.rand([]))
+    assert is_noticed(lambda: setattr(block, "calls", 1))
+    assert is_noticed(lambda: block.norm.running_mean.add_(1))

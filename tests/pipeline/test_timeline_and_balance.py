@@ -1,0 +1,136 @@
+"""Measured timelines are of the type of simulated ones; stages are cut by what layers cost."""
+
+import itertools
+import random
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import workbench as wb
+from tests.runtime.models import make
+from workbench.core.presets import balanced_cuts
+from workbench.errors import StrategyError
+from workbench.pipeline.schedules import Action, make_table
+from workbench.pipeline.simulate import Span, Timeline, measured_durations, simulate
+from workbench.testing import run_ranks
+
+
+class Slow(nn.Linear):
+    """A layer that takes its time, forward and backward."""
+
+    def __init__(self, size, forward_s, backward_s):
+        super().__init__(size, size)
+        self.forward_s, self.backward_s = forward_s, backward_s
+
+    def forward(self, x):
+        output = super().forward(x)
+        if not getattr(output, "is_ghost", False):  # a stage that is not here takes none
+            time.sleep(self.forward_s)
+            if output.requires_grad:
+                output.register_hook(lambda grad: time.sleep(self.backward_s))
+        return output
+
+
+def slow_model(*times):
+    torch.manual_seed(0)
+    return nn.Sequential(*(Slow(4, *pair) for pair in times))
+
+
+@pytest.mark.parametrize(("schedule", "num_stages"), [("1f1b", 2), ("interleaved", 4)])
+def test_a_measured_step_is_what_the_simulator_says(schedule, num_stages):
+    """Work that is sleep overlaps on any number of cores, so the two agree on a busy machine too."""
+    models = [slow_model(*[(0.02, 0.04)] * 4) for _ in range(2)]
+    rows = "; ".join(f"{k}: data@{k * num_stages // 4}" for k in range(4))
+    batch = torch.ones(4, 4), torch.ones(4, 4)
+
+    def program(rank):
+        model = wb.parallelize(models[rank], f"{rows} | 2x1x1 mb=4 {schedule}")
+        for _ in range(2):
+            wb.barrier()
+            wb.forward_backward(model, F.mse_loss, *batch)
+        return wb.timeline(model)
+
+    measured, other = run_ranks(program, 2)
+    table = make_table(schedule, num_stages, 4, 2)
+    assert measured == other
+    assert [[span.action for span in spans] for spans in measured.spans] == table
+    paper = simulate(table, num_stages, measured_durations([measured]))
+    assert 0.85 * paper.makespan_s < measured.makespan_s < 1.5 * paper.makespan_s  # a busy machine delays some actions
+    assert 0.0 < measured.bubble < 0.6
+    waits = [span.waited_s for span in measured.spans[1]]
+    assert max(waits) > 0.01 and all(span.busy_s > 0 for spans in measured.spans for span in spans)
+
+
+def test_time_waited_is_not_work():
+    spans = (Span(0, Action(0, "F", 0), 0.0, 3.0, 1.0), Span(0, Action(0, "B", 0), 3.0, 4.0))
+    timeline = Timeline((spans, ()))
+    assert timeline.makespan_s == 4.0 and timeline.bubble == pytest.approx(1 - 3.0 / 8.0)
+    assert measured_durations([timeline])(Action(0, "F", 7)) == 2.0
+
+
+def test_evaluation_has_a_timeline_of_forwards():
+    models = [make("mlp") for _ in range(2)]
+
+    def program(rank):
+        model = wb.parallelize(models[rank], "0: data; 4: data@1 | 2x1x1 mb=3 1f1b")
+        wb.evaluate(model, torch.ones(6, 16))
+        return wb.timeline(model)
+
+    found = run_ranks(program, 2)[0]
+    assert [[str(span.action) for span in spans] for spans in found.spans] == [
+        ["0F0", "0F1", "0F2"],
+        ["1F0", "1F1", "1F2"],
+    ]
+
+
+def test_stages_are_cut_by_what_layers_cost_not_by_their_number():
+    model = slow_model((0.004, 0.004), (0.004, 0.004), (0.004, 0.004), (0.01, 0.03))
+    model[3].register_buffer("count", torch.zeros(1))
+    model[0].weight.grad = torch.ones(4, 4)
+    state = torch.get_rng_state()
+    found = wb.balance(model, F.mse_loss, torch.ones(2, 4), torch.ones(2, 4), 2, num_repeats=2)
+    assert str(found.strategy) == "0: data@0; 1: data@0; 2: data@0; 3: data@1 | 2x1x1"
+    assert list(found.costs_s) == ["0", "1", "2", "3"] and found.costs_s["3"] > 0.03
+    assert found.stage_costs_s() == pytest.approx([sum(list(found.costs_s.values())[:3]), found.costs_s["3"]])
+    assert "ms" in str(found)
+    assert torch.equal(model[0].weight.grad, torch.ones(4, 4)) and model[1].weight.grad is None
+    assert torch.equal(torch.get_rng_state(), state) and not model[0]._forward_pre_hooks
+
+
+def test_a_cut_never_goes_through_a_block():
+    torch.manual_seed(0)
+    blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(3))
+    model = nn.Module()
+    model.blocks, model.head = blocks, nn.Linear(4, 4)
+    model.forward = lambda x: model.head(blocks[2](blocks[1](blocks[0](x))))
+    found = wb.balance(model, F.mse_loss, torch.ones(2, 4), torch.ones(2, 4), 2, num_repeats=1)
+    assert [row.pattern for row in found.strategy.rows] == ["blocks.0", "blocks.1", "blocks.2", "head"]
+    with pytest.raises(StrategyError, match=r"5 stages, but the model has 4 parts.*at most 4"):
+        wb.balance(model, F.mse_loss, torch.ones(2, 4), torch.ones(2, 4), 5)
+
+
+def test_a_spread_module_is_not_measured():
+    model = make("mlp")
+
+    def program():
+        wb.parallelize(model, "*: data")
+        with pytest.raises(StrategyError, match=r"spread over 1 ranks already.*before wb.parallelize"):
+            wb.balance(model, F.cross_entropy, torch.ones(2, 16), torch.zeros(2, dtype=torch.long), 2)
+
+    run_ranks(program, 1)
+
+
+def test_balanced_cuts_are_the_best_of_all():
+    draw = random.Random(0)
+    for _ in range(50):
+        weights = [draw.randint(0, 9) for _ in range(draw.randint(2, 7))]
+        parts = draw.randint(1, len(weights))
+        cuts = balanced_cuts(weights, parts)
+        assert sorted(set(cuts)) == list(range(parts)) and cuts == sorted(cuts)
+        largest = max(sum(w for w, c in zip(weights, cuts, strict=True) if c == part) for part in range(parts))
+        every = itertools.combinations(range(1, len(weights)), parts - 1)
+        best = min(max(sum(weights[a:b]) for a, b in itertools.pairwise((0, *ends, len(weights)))) for ends in every)
+        assert largest == best
