@@ -151,7 +151,7 @@ def test_a_part_of_the_layouts(case):
 @pytest.mark.parametrize("grid", GRIDS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_all_layouts(case, grid):
-    assert_layouts_agree(case, grid, at_most=300)
+    assert_layouts_agree(case, grid, at_most=60)
 
 
 def test_the_sweep_notices_a_wrong_value_and_a_wrong_gradient():
