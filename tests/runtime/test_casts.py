@@ -117,6 +117,32 @@ def test_the_check_notices_wrong_shards_gradients_and_bytes():
         check_casts([one], [by_rank[0], [by_rank[1][0]._replace(moved=1)]])
 
 
+def box_odd_shards():
+    """Shards that are views of less memory than they have elements, that overlap, or that lie channels last."""
+    p = wb.placement("cpu", ranks=[0, 1, 2])
+    row, image = torch.arange(5.0), torch.arange(72.0).reshape(2, 3, 4, 3)
+    odd = [
+        (wb.tensor(row, placement=p, sbp="S(0)").expand(7, 5), row.expand(7, 5), "S(0)"),
+        (wb.tensor(row, placement=p, sbp="B").expand(7, 5), row.expand(7, 5), "S(1)"),
+        (wb.tensor(image, placement=p, sbp="S(2)").contiguous(memory_format=torch.channels_last), image, "S(1)"),
+        (wb.tensor(row, placement=p, sbp="B").unfold(0, 3, 1), row.unfold(0, 3, 1), "S(0)"),
+    ]
+    for x, full, sbp in odd:
+        for target in (sbp, "B", "P"):
+            assert torch.equal(x.to_global(sbp=target).full_tensor(), full), (x, target)
+        other = x.to_global(placement=wb.placement("cpu", ranks=[2, 0]), sbp="S(0)")
+        assert torch.equal(other.to_global(placement=p, sbp="B").full_tensor(), full), x
+
+
+def test_odd_shards():
+    run_ranks(box_odd_shards, 3)
+
+
+@pytest.mark.procs
+def test_odd_shards_on_processes():
+    run_processes(box_odd_shards, 3, environment={"WORKBENCH_TRANSPORT": "shared"})
+
+
 def test_strided_shards_are_strided():
     one = cast([0, 1], "S(0)", [0, 1], "B")
     assert run_ranks(lambda rank: place(one, one.source, rank, 1, strided=True).is_contiguous(), 2) == [False] * 2
