@@ -83,6 +83,21 @@ def check_backends() -> Finding:
     return Finding("backends", GOOD, ", ".join(names))
 
 
+def check_transport() -> Finding:
+    """What CPU ranks of this host would exchange tensors through."""
+    from workbench.errors import WorldError
+    from workbench.session.transports import transport_here
+
+    try:
+        text, refusal = transport_here()
+    except WorldError as error:
+        return Finding("transport", BAD, str(error), "Unset the variable, or give it one of the values named.")
+    if refusal:
+        fix = "CPU ranks of this host use gloo, which is slower. What is named is what shared memory lacks."
+        return Finding("transport", WARNING, f"no shared memory: {refusal}", fix)
+    return Finding("transport", GOOD, text)
+
+
 def check_loopback() -> Finding:
     """Whether a process can reach another one of this machine: engines need it."""
     try:

@@ -38,6 +38,7 @@ def _checks(quick: bool) -> Sequence[tuple[tuple[str, ...], Callable[[], Finding
         (("psutil",), checks.check_machine),
         (("torch",), checks.check_gpus),
         (("torch",), checks.check_backends),
+        (("torch", "psutil"), checks.check_transport),
         ((), checks.check_loopback),
         ((), checks.check_chromium),
     ]

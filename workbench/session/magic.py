@@ -219,8 +219,11 @@ def _restart(options: Namespace) -> None:
 
 
 def _status(options: Namespace) -> None:
-    for status in session().status():
+    statuses = session().status()
+    for status in statuses:
         print(describe(status))
+    for line in dict.fromkeys(line for status in statuses for line in status.transport_groups):
+        print(line)
 
 
 def describe(status: protocol.RankStatus) -> str:

@@ -117,6 +117,7 @@ class RankStatus:
     pid: int | None = None
     device: str = ""
     transport: str = ""
+    transport_groups: tuple[str, ...] = ()  #: which ranks use what, and why; the same on all ranks
     memory_bytes: int | None = None  #: resident size of the process
     busy: bool = False
     doing: str = ""  #: where the main thread is, e.g. ``at cell line 3``; empty when idle

@@ -109,6 +109,16 @@ def _groups(offers: list[_Offer], hosts: list[str], refusals: dict[int, str], ot
     return tuple(groups)
 
 
+def why_not_shared() -> str:
+    """Why ranks of this host would not share memory; empty if nothing speaks against it."""
+    if wanted_by_user() == "gloo":
+        return f"{VARIABLE}=gloo"
+    made, refusal = _make(0, 2)
+    for mapping in (made[0].mapping, made[1]) if made else ():
+        mapping.close()
+    return refusal
+
+
 def wanted_by_user() -> str:
     """The transport that the environment names: ``auto``, ``gloo``, ``shared`` or ``mixed``.
 

@@ -53,6 +53,11 @@ class MixedTransport:
             between.watch.near_counts = inside.sent_counts
             inside.ask_also(self._look_between)
 
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this rank has sent to other hosts."""
+        return self._between.sent_bytes
+
     def among(self, ranks: Collection[int]) -> Transport:
         """The transport for an exchange between these ranks alone, this one among them; the same on all of them."""
         return self._inside if self._has_inside and self._near.issuperset(ranks) else self
