@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
+from dataclasses import replace
 
 import psutil
 import torch
@@ -19,7 +20,7 @@ from torch import nn
 
 import workbench as wb
 from benchmarks.harness import Target, is_launched, launch, publish, table
-from benchmarks.tensor_parallel import NUM_PROCESSES, Block, Training
+from benchmarks.tensor_parallel import NUM_PROCESSES, SIZES, Training
 from workbench.runtime.memory import model_memory
 from workbench.runtime.world import current
 
@@ -48,9 +49,9 @@ def resident_bytes() -> int:
 def work(steps: int) -> None:
     """What each of the processes runs; the first one prints."""
     wb.init()
-    torch.manual_seed(0)
-    model = wb.parallelize(nn.Sequential(*(Block() for _ in range(NUM_BLOCKS))), "*: model")
-    training = Training(model)
+    size = replace(SIZES[0], num_blocks=NUM_BLOCKS)
+    model = wb.parallelize(size.model(), "*: model")
+    training = Training(model, size)
     for _ in range(WARM_STEPS):
         training()
     caches = len(current().plans), len(current().specs)

@@ -42,7 +42,8 @@ def splits_of(layers: Sequence[Layer], rows: Sequence[Row], stages: Sequence[int
         elif short in COLUMN_NAMES or short in ROW_NAMES:
             split = "column" if short in COLUMN_NAMES else "row"
         else:
-            split = "row" if open_column == (inputs, stage) else "column"
+            takes_it = open_column in ((inputs, stage), (3 * inputs, stage))  # queries, keys and values in one
+            split = "row" if takes_it else "column"
         splits.append(split)
         open_column = (outputs, stage) if split == "column" and layer.kind != TABLE else None
     _follow_ties(layers, rows, splits)
