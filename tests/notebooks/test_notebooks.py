@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,22 @@ def executed() -> Any:
         notebook, timeout=150, store_widget_state=False, resources={"metadata": {"path": str(FOLDER)}}
     )
     client.execute()
+    return notebook
+
+
+SMALL = {"width": 16, "blocks": 4, "context": 16, "batch": 8, "stop_at": 11, "save_every": 4, "steps": 16, "letters": 8}
+
+
+@pytest.fixture(scope="module")
+def trained() -> Any:
+    """The second notebook after it has run, at a small size."""
+    notebook = read(FOLDER / "02-train-gpt.ipynb")
+    (cell,) = [cell for cell in notebook.cells if cell.source.startswith("import tempfile")]
+    cell.source, count = re.subn(r"sizes = {.*}", f"sizes = {SMALL}", cell.source)
+    assert count == 1
+    NotebookClient(
+        notebook, timeout=200, store_widget_state=False, resources={"metadata": {"path": str(FOLDER)}}
+    ).execute()
     return notebook
 
 
@@ -84,3 +101,32 @@ class TestFirstNotebook:
     def test_widget_state_is_not_stored(self, executed: Any) -> None:
         assert "widgets" not in executed.metadata
         assert len(nbformat.writes(executed)) < 500_000
+
+
+@pytest.mark.engines
+@pytest.mark.timeout(300)
+class TestTrainGpt:
+    def test_it_goes_on_from_the_newest_checkpoint_with_the_same_losses(self, trained: Any) -> None:
+        assert "going on after step 8" in text_of(trained, "going on after step")
+        text = text_of(trained, "the first differs by")
+        assert "steps 9 to 11" in text and float(text.split("differs by ")[1]) < 1e-4
+
+    def test_both_stages_and_all_ranks_are_in_the_report(self, trained: Any) -> None:
+        rows = [line.split() for line in text_of(trained, "wb.memory_report").splitlines()]
+        assert {"parameters", "gradients", "optimizer", "transport"} <= {word for row in rows for word in row}
+        assert {"0", "1", "2", "3"} <= {row[0] for row in rows if row}
+
+    def test_the_curve_has_both_runs(self, trained: Any) -> None:
+        (figure,) = outputs(trained, "import plotly.graph_objects")
+        first, second = figure.data["application/vnd.plotly.v1+json"]["data"]
+        assert "2x1x2" in first["name"] and "1x4x1" in second["name"]
+
+    def test_text_is_written_and_weights_are_exported(self, trained: Any) -> None:
+        assert text_of(trained, "continue_text(prompt")
+        assert "model.safetensors" in text_of(trained, "wb.export_safetensors")
+
+    def test_plain_torch_sees_the_slices(self, trained: Any) -> None:
+        assert "(64, 16) in slices [(32, 16), (32, 16)]" in text_of(trained, "FileSystemReader")
+
+    def test_it_is_small_to_store(self, trained: Any) -> None:
+        assert len(nbformat.writes(trained)) < 200_000
