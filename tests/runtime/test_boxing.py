@@ -6,6 +6,7 @@ import torch
 import workbench as wb
 from tests.runtime.programs import boxing_forward_and_backward
 from workbench.errors import CollectiveAborted, ExplicitBoxingError, LayoutError, PlacementError, SbpError
+from workbench.runtime.world import current
 from workbench.testing import run_ranks
 
 
@@ -151,3 +152,19 @@ def test_the_first_cause_is_raised_not_its_consequences():
     with pytest.raises(KeyError, match="mine") as caught:
         run_ranks(program, 3)
     assert "simulated rank 1" in caught.value.__notes__[0]
+
+
+def test_a_route_is_traced_and_counted_as_what_it_sends():
+    def program(rank):
+        a, b = wb.placement("cpu", ranks=[0, 1]), wb.placement("cpu", ranks=[2, 3, 0])
+        x = wb.to_global(torch.full((300, 200), 1.0 + rank), placement=a, sbp="P").requires_grad_()
+        plan, sent = x.boxing_plan(placement=b, sbp="B"), current().transport.sent_bytes
+        with wb.trace() as trace:
+            y = x.to_global(placement=b, sbp="B")
+        assert plan.kind == "route" and "in 2 steps" in str(plan) and trace.records[0].kind == "route"
+        assert current().transport.sent_bytes - sent == trace.sent_bytes == plan.bytes_sent.get(rank, 0)
+        y.sum().backward()
+        return x.grad.to_local()
+
+    grads = run_ranks(program, 4)
+    assert all(torch.equal(grads[rank], torch.ones(300, 200)) for rank in (0, 1))
