@@ -22,6 +22,8 @@ from workbench.runtime.transport.segment import LENT_FROM_BYTES, Segment
 PIECE_BYTES = 2 * 2**20
 """Long sums go by pieces: they need little memory for terms, and always the same, whose pages are warm."""
 _PIECES_UNDER_WAY = 2
+_LENT_PIECES_UNDER_WAY = 8
+"""Pieces that are lent need no memory; a letter that is there already saves the readers a wait."""
 
 
 class Sum:
@@ -43,7 +45,8 @@ class Sum:
     ) -> None:
         self._segment, self._mailbox = segment, mailbox
         self._group, self._reduction, self._tag, self._header = group, reduction, tag, header
-        self._others = [rank for rank in group if rank != mailbox.rank]
+        mine = group.index(mailbox.rank)
+        self._others = [*group[mine + 1 :], *group[:mine]]  # so that not all read one rank's memory first
         self._dtype, numel = tensors[0].dtype, sum(tensor.numel() for tensor in tensors)
         num_bytes = numel * self._dtype.itemsize
         self._out = segment.empty((numel,), self._dtype)
@@ -55,17 +58,24 @@ class Sum:
         self._is_one_step = len(group) == 2 or num_bytes <= ONE_STEP_BYTES
         self._num_offered = 0
         self._offered: deque[tuple[torch.Tensor, Block | Loan]] = deque()
-        for _ in range(_PIECES_UNDER_WAY):
+        for _ in range(_PIECES_UNDER_WAY if self._loan is None else _LENT_PIECES_UNDER_WAY):
             self._offer()
 
     def finish(self) -> torch.Tensor:
         """The reduced elements, one behind the other."""
         start = 0
+        unfinished: torch.Tensor | None = None  # a piece of which the others' slices are still to be copied
         while self._offered:
             own, holder = self._offered.popleft()
-            self._reduce(own, holder, start)
+            out = self._out[start : start + own.numel()]
+            self._reduce(own, holder, out, start * self._dtype.itemsize)
             start += own.numel()
             self._offer()
+            if unfinished is not None:
+                self._collect(unfinished)
+            unfinished = None if self._is_one_step else out
+        if unfinished is not None:
+            self._collect(unfinished)
         for loan in (self._loan, self._out_loan):
             if loan is not None:
                 self._mailbox.settle(loan, self._others, self._header)
@@ -88,8 +98,7 @@ class Sum:
         self._num_offered += num_bytes
         self._offered.append((own, holder))
 
-    def _reduce(self, own: torch.Tensor, holder: Block | Loan, start: int) -> None:
-        out = self._out[start : start + own.numel()]
+    def _reduce(self, own: torch.Tensor, holder: Block | Loan, out: torch.Tensor, skipped: int) -> None:
         letters: dict[int, Letter] = {}
         terms: list[torch.Tensor] = []
         for rank in self._group:
@@ -103,11 +112,11 @@ class Sum:
             self._mailbox.read_bytes += (len(terms) - 1) * own.nbytes
             self._acknowledge(letters)
         else:
-            self._reduce_in_two_steps(terms, letters, out, holder, start * self._dtype.itemsize)
+            self._reduce_own_slice(terms, letters, out, holder, skipped)
         if isinstance(holder, Block):
             holder.leave()
 
-    def _reduce_in_two_steps(
+    def _reduce_own_slice(
         self,
         terms: list[torch.Tensor],
         letters: dict[int, Letter],
@@ -115,27 +124,35 @@ class Sum:
         holder: Block | Loan,
         skipped: int,
     ) -> None:
-        """Each rank reduces its slice of all terms; the others copy it."""
-        group, tag, mailbox = self._group, self._tag | 1, self._mailbox
-        mine, slices = group.index(mailbox.rank), [slice(*b) for b in balanced_bounds(out.numel(), len(group))]
-        own = out[slices[mine]]
-        combine([term[slices[mine]] for term in terms], own, self._reduction)
+        """The first of two steps: each rank reduces its slice of all terms, which the others will copy."""
+        place = self._slices(out)[self._mailbox.rank]
+        own = out[place]
+        combine([term[place] for term in terms], own, self._reduction)
+        self._mailbox.read_bytes += (len(terms) - 1) * own.nbytes
         self._acknowledge(letters)
         result: Block | Loan
         if self._out_loan is not None:
             result = self._out_loan
         else:  # in the place of this rank's own term, of which nobody else reads this slice
             assert isinstance(holder, Block)
-            terms[mine][slices[mine]].copy_(own)
+            terms[self._group.index(self._mailbox.rank)][place].copy_(own)
             result, skipped = holder, 0
-        others = [(mine + distance) % len(group) for distance in range(1, len(group))]  # not all at one rank's memory
-        for index in others:
-            mailbox.links[group[index]].send(tag, result, out.nbytes, self._header, skipped)
-        for index in others:
-            letter = mailbox.take(group[index], tag, self._header, out.nbytes)
-            out[slices[index]].copy_(mailbox.view(group[index], letter, out.shape, out.dtype)[slices[index]])
-            mailbox.links[group[index]].acknowledge(letter)
-        mailbox.read_bytes += (len(group) - 1) * own.nbytes + out.nbytes - own.nbytes
+        for rank in self._others:
+            self._mailbox.links[rank].send(self._tag | 1, result, out.nbytes, self._header, skipped)
+
+    def _collect(self, out: torch.Tensor) -> None:
+        """The second step: copy the slices that the others have reduced."""
+        slices = self._slices(out)
+        for rank in self._others:
+            letter = self._mailbox.take(rank, self._tag | 1, self._header, out.nbytes)
+            goal, place = out[slices[rank]], slices[rank]
+            goal.copy_(self._mailbox.view(rank, letter, out.shape, out.dtype)[place])
+            self._mailbox.read_bytes += goal.nbytes
+            self._mailbox.links[rank].acknowledge(letter)
+
+    def _slices(self, out: torch.Tensor) -> dict[int, slice]:
+        bounds = balanced_bounds(out.numel(), len(self._group))
+        return {rank: slice(*bound) for rank, bound in zip(self._group, bounds, strict=True)}
 
     def _acknowledge(self, letters: dict[int, Letter]) -> None:
         for rank, letter in letters.items():
