@@ -292,3 +292,44 @@ def test_several_stages_on_a_rank(num_micro_batches):
     strategy = ROUND.format(num_micro_batches)
     for found in run_ranks(lambda rank: step_of(models[rank], strategy, F.cross_entropy, batches), 2):
         assert_same(found, truth)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("2x1x1 mb=2 zero_bubble recompute", "2 halves.*1f1b"),
+        ("2x1x1 mb=2 interleaved zero=3", "1 stage per rank.*zero=1"),
+    ],
+)
+def test_options_that_no_schedule_runs_together_are_refused(options, message):
+    models = [make("mlp") for _ in range(2)]
+
+    def program(rank):
+        rows = ROUND.partition("|")[0] if "interleaved" in options else "0: data; 2: data; 4: data@1; 6: data@1"
+        with pytest.raises(StrategyError, match=message):
+            wb.parallelize(models[rank], f"{rows} | {options}")
+
+    run_ranks(program, 2)
+
+
+@pytest.mark.parametrize(
+    "options", ["interleaved zero=1", "interleaved zero=2", "interleaved recompute", "zero_bubble zero=2"]
+)
+def test_schedules_and_options_of_memory_give_the_numbers_of_one_device(options):
+    """The optimizer's step follows, as ZeRO is about that."""
+    batches, models, one = linear_batches(7, 8), [make("mlp") for _ in range(4)], make("mlp")
+    rows = ROUND.partition("|")[0] if "interleaved" in options else "0: data; 2: data; 4: data@1; 6: data@1"
+
+    def program(model, strategy):
+        model = wb.parallelize(model, strategy)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for batch in batches:
+            optimizer.zero_grad()
+            wb.forward_backward(model, F.cross_entropy, *batch)
+            optimizer.step()
+        return [whole(parameter) for parameter in model.parameters()]
+
+    truth = run_ranks(lambda: program(one, "*: data | mb=3"), 1)[0]
+    for found in run_ranks(lambda rank: program(models[rank], f"{rows} | 2x2x1 mb=3 {options}"), 4):
+        for weight, expected in zip(found, truth, strict=True):
+            torch.testing.assert_close(weight, expected, rtol=1e-4, atol=1e-6)

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from workbench.core.strategy import Strategy
 from workbench.runtime import optim, precision, recompute, zero
 from workbench.runtime.agreement import check_same_everywhere
+from workbench.runtime.pipelining.combinations import check_combination
 from workbench.runtime.strategies.doors import Doors, hook_root
 from workbench.runtime.strategies.layouts import StageLayouts
 from workbench.runtime.strategies.materializing import Init, materialize, names_on_meta
@@ -68,6 +69,7 @@ def parallelize(
     """
     world = current()
     strategy = Strategy(strategy) if isinstance(strategy, str) else strategy
+    check_combination(strategy)
     resolved = strategy.resolve(describe(module), world.world_size)
     check_same_everywhere(module, world)
     optimizer_state = OptimizerState(optimizer, module, world) if optimizer is not None else None

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from workbench.core.boxing import plan_boxing
 from workbench.core.layout import Layout
+from workbench.core.strategy import Options
 from workbench.runtime.boxing import box_implicitly
 from workbench.runtime.ops.ghost import TENSOR, OutputInfo, autocast_state, ghost_outputs
 from workbench.runtime.random import draw_key
@@ -289,6 +290,11 @@ def standing_in(modules: Sequence[GhostModule]) -> Iterator[None]:
     finally:
         for module in modules:
             module.remove()
+
+
+def runs_once(options: Options) -> bool:
+    """Whether a module's forward is all that its call does: no recomputation, no gathering in its backward."""
+    return not options.recompute and options.zero < 3
 
 
 def ghost_modules(root: nn.Module, stage_of: Mapping[int, int], stage: int, world: World) -> list[GhostModule]:

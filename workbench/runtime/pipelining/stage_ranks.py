@@ -21,7 +21,7 @@ from workbench.core.placement import Placement
 from workbench.core.sbp import broadcast
 from workbench.core.strategy import ResolvedStrategy
 from workbench.errors import CollectiveAborted, StrategyError
-from workbench.runtime.pipelining.ghost_modules import ghost_modules, standing_in
+from workbench.runtime.pipelining.ghost_modules import ghost_modules, runs_once, standing_in
 from workbench.runtime.strategies.layouts import StageLayouts
 from workbench.runtime.strategies.state import ROOT, ParallelState, layers_of, parameter_stages
 from workbench.runtime.tensor import GlobalTensor, ghost_storage, label, local_torch, plain, spec_of
@@ -167,10 +167,8 @@ class StageRank:
         self.world.checks_agreement = False  # compares over all ranks
         self._layouts = _as_seen(state.layouts, self.world, numbering)
         self.placements = self._layouts.placements
-        recomputes = resolved.options.recompute  # which runs modules again in backward
-        self._ghosts = (
-            [] if recomputes else ghost_modules(module, parameter_stages(module, resolved), stage, self.world)
-        )
+        stages = parameter_stages(module, resolved)
+        self._ghosts = ghost_modules(module, stages, stage, self.world) if runs_once(resolved.options) else []
         self._views: list[tuple[dict[str, Any], str, GlobalTensor, GlobalTensor]] = []
         self._view_parameters(module, resolved)
         self._view_buffers(module, resolved)

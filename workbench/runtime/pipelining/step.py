@@ -15,7 +15,7 @@ from workbench.core.strategy import ResolvedStrategy
 from workbench.errors import StrategyError
 from workbench.pipeline.schedules import Action, Table, make_table
 from workbench.runtime.pipelining.executor import Executor, OnlyStage, Stage
-from workbench.runtime.pipelining.ghost_modules import ghost_modules
+from workbench.runtime.pipelining.ghost_modules import ghost_modules, runs_once
 from workbench.runtime.pipelining.micro_batches import Count, MicroBatch, call, cut
 from workbench.runtime.pipelining.running import RunningStep
 from workbench.runtime.pipelining.stage_ranks import stage_ranks
@@ -135,7 +135,7 @@ def _prepare(module: nn.Module, state: ParallelState, world: World, num_micro_ba
     own = _stages_of(world.rank, resolved)
     if state.ghosts is None:
         state.ghosts = []
-        if resolved.num_stages > 1 and len(own) == 1 and not resolved.options.recompute:
+        if resolved.num_stages > 1 and len(own) == 1 and runs_once(resolved.options):
             state.ghosts = ghost_modules(module, parameter_stages(module, resolved), own[0], world)
     stages: Mapping[int, Stage] = {own[0]: OnlyStage(world, state.ghosts)}
     placements = state.placements
