@@ -16,6 +16,7 @@ LAYERS = [Layer(name, "Linear", {"weight": s, "bias": s[:1]}, s[0] * s[1] + s[0]
     "text",
     [
         "*: data",
+        "fc: model; head: model@1 | 1x2+1x1 mb=2 gpipe sequence",
         "conv*: data; fc*: model; head: model@1 | 2x1x2 mb=4 1f1b",
         "blocks.[4-11].attn: model:column@2; *.norm: model:row | 4x2x2 gpipe zero=1 recompute bf16",
     ],
@@ -59,6 +60,9 @@ def test_an_unknown_layer_offers_the_nearest_names():
     ("text", "message"),
     [
         ("*: data | 2x2x1", "2 x 2 x 1 = 4, but there are 2 ranks"),
+        ("*: data; head: data@1 | 1x2+1x1", r"stages 1x2\+1x1 take 3 ranks, but there are 2"),
+        ("*: data | 1x1+1x1", "pipeline degree 2, but the rows use 1 stage"),
+        ("*: data | 1x0+1x2 2x1x1", r"stages 1x0\+1x2: each degree is at least 1; both 2x1x1 and 1x0\+1x2"),
         ("fc1: data@1; fc2: data@0", "stage 0 comes after stage 1"),
         ("*: data@1", "stage 0 has no layer"),
         ("head: data@7", "8 stages but only 4 layers"),
@@ -174,3 +178,8 @@ def test_interleaved_stages_go_round_the_slices():
     mistakes = Strategy(f"{rows} | 3x1x1 interleaved").check(layers, 3)
     assert "3, but the rows use 4 stages; interleaved takes a multiple" in str(mistakes[0])
     assert "pipeline degree 2, but the rows use 4 stages" in str(Strategy(f"{rows} | 2x1x1 1f1b").check(layers, 2)[0])
+
+
+def test_stages_of_different_width():
+    resolved = Strategy("*: model; fc3: data@1; head: model@2 | 2x1+1x1+1x2").resolve(LAYERS, 5)
+    assert [resolved.stage_grid(stage) for stage in range(3)] == [[[0], [1]], [[2]], [[3, 4]]]

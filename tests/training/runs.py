@@ -112,7 +112,9 @@ def strategy_text(kind: str, parallel: str, options: str, model: nn.Module | Non
 
     Interleaved, every rank gets two stages.
     """
-    stages = int(options.partition("x")[0]) * (2 if "interleaved" in options else 1)
+    degrees = options.split()[0]
+    stages = degrees.count("+") + 1 if "+" in degrees else int(degrees.partition("x")[0])
+    stages *= 2 if "interleaved" in options else 1
     layers = describe(model or _built(kind, 0.2, torch.float32))
     cuts = stage_cuts(layers, stages)
     rows = [Row(layer.name, parallel, None, cut) for layer, cut in zip(layers, cuts, strict=True)]

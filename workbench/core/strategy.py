@@ -5,7 +5,8 @@
 A row is ``pattern: choice[@stage]`` with choices ``data``, ``model``, ``model:column``, ``model:row``. A pattern is
 a module path with ``*`` and numeric ranges (``blocks.[4-11]``) and covers its subtree; the last matching row wins. A
 layer without a stage lives on the stage of its predecessor, the first on stage 0; what no row matches is ``data``.
-Options: the degrees ``pipeline x data x model``, ``mb=`` micro-batches, a schedule, ``zero=`` 0 to 3, ``recompute``,
+Options: the degrees ``pipeline x data x model``, or for stages of different width one ``data x model`` for each, joined
+by ``+`` (``2x1x2`` is ``1x2+1x2``); ``mb=`` micro-batches, a schedule, ``zero=`` 0 to 3, ``recompute``,
 ``sequence`` (between model-parallel layers, the model axis splits dim 1 instead of holding all of it on every rank),
 ``bf16`` or ``fp16``.
 """
@@ -19,11 +20,9 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
+from workbench.core.options import PRECISIONS, SCHEDULES, Options, format_widths, parse_options
 from workbench.core.pairing import split_dim, splits_of, tied_pairs
 from workbench.errors import StrategyError
-
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
-PRECISIONS = ("fp32", "bf16", "fp16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,27 +55,6 @@ class Row:
     def matches(self, name: str) -> bool:
         """Whether the pattern covers the layer ``name`` or a module above it."""
         return _pattern(self.pattern).fullmatch(name) is not None
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What holds for the whole model; ``degrees`` are pipeline x data x model, None where they follow from the rows."""
-
-    degrees: tuple[int, int, int] | None = None
-    num_micro_batches: int = 1
-    schedule: str | None = None
-    zero: int = 0
-    recompute: bool = False
-    sequence: bool = False
-    precision: str = "fp32"
-
-    def __str__(self) -> str:
-        words = ["x".join(map(str, self.degrees))] if self.degrees else []
-        words += [f"mb={self.num_micro_batches}"] if self.num_micro_batches != 1 else []
-        words += [self.schedule] if self.schedule else []
-        words += [f"zero={self.zero}"] if self.zero else []
-        words += ["recompute"] * self.recompute + ["sequence"] * self.sequence
-        return " ".join(words + ([self.precision] if self.precision != "fp32" else []))
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,13 +103,19 @@ class ResolvedStrategy:
         """Pipeline stages; under ``interleaved`` a multiple of the pipeline degree, else equal to it."""
         return max((layer.stage for layer in self.layers), default=0) + 1
 
+    def stage_width(self, stage: int) -> tuple[int, int]:
+        """Data and model degree of a stage."""
+        widths = self.options.widths
+        return widths[stage % len(widths)] if widths else self.degrees[1:]
+
     def stage_grid(self, stage: int) -> list[list[int]]:
         """The ranks of a stage: one row per data-parallel replica, one column per slice of the model axis.
 
         Stages go round the slices of the pipeline axis: stage ``k`` lies on slice ``k % pipeline degree``.
         """
-        pipeline, data, model = self.degrees
-        first = stage % pipeline * data * model
+        data, model = self.stage_width(stage)
+        before = (self.stage_width(slice_) for slice_ in range(stage % self.degrees[0]))
+        first = sum(rows * columns for rows, columns in before)
         return [[first + d * model + m for m in range(model)] for d in range(data)]
 
     def stage_ranks(self, stage: int) -> list[int]:
@@ -158,7 +142,7 @@ class Strategy:
         mistakes: list[str] = []
         rows_text, _, options_text = text.partition("|")
         self.rows: tuple[Row, ...] = _parse_rows(rows_text, mistakes)
-        self.options: Options = _parse_options(options_text, mistakes)
+        self.options: Options = parse_options(options_text, mistakes)
         if mistakes:
             raise StrategyError(f"strategy {text!r}: " + "; ".join(mistakes))
 
@@ -257,35 +241,6 @@ def _parse_rows(text: str, mistakes: list[str]) -> tuple[Row, ...]:
     return tuple(rows)
 
 
-def _parse_options(text: str, mistakes: list[str]) -> Options:
-    found: dict[str, Any] = {}
-    for word in text.split():
-        degrees = re.fullmatch(r"(\d+)x(\d+)x(\d+)", word)
-        number = re.fullmatch(r"(mb|zero)=(\d+)", word)
-        if degrees:
-            found["degrees"] = tuple(int(n) for n in degrees.groups())
-        elif number:
-            found["num_micro_batches" if number[1] == "mb" else "zero"] = int(number[2])
-        elif word in SCHEDULES:
-            found["schedule"] = word
-        elif word in PRECISIONS:
-            found["precision"] = word
-        elif word in ("recompute", "sequence"):
-            found[word] = True
-        else:
-            mistakes.append(
-                f"option {word!r} is none of PxDxM, mb=N, {', '.join(SCHEDULES)}, zero=N, recompute, sequence, bf16, "
-                "fp16"
-            )
-    if found.get("num_micro_batches") == 0:
-        mistakes.append("mb=0: a step has at least 1 micro-batch")
-    if found.get("zero", 0) > 3:
-        mistakes.append(f"zero={found['zero']}: ZeRO has stages 0 to 3")
-    if 0 in (found.get("degrees") or ()):
-        mistakes.append(f"degrees {'x'.join(map(str, found['degrees']))}: each is at least 1")
-    return Options(**found)
-
-
 def _stages(strategy: Strategy, layers: Sequence[Layer]) -> list[int]:
     stages: list[int] = []
     for layer in layers:
@@ -298,6 +253,9 @@ def _stages(strategy: Strategy, layers: Sequence[Layer]) -> list[int]:
 def _degrees(strategy: Strategy, layers: Sequence[Layer], num_ranks: int) -> tuple[int, int, int]:
     if strategy.options.degrees:
         return strategy.options.degrees
+    widths = strategy.options.widths
+    if widths:
+        return len(widths), max(data for data, _ in widths), max(model for _, model in widths)
     num_stages = max(_stages(strategy, layers), default=0) + 1
     if strategy.options.schedule == "interleaved":  # two stages on a rank or more, as many as there have to be
         num_stages = next(
@@ -345,14 +303,22 @@ def _check_degrees(strategy: Strategy, layers: Sequence[Layer], num_ranks: int) 
     pipeline, data, model = _degrees(strategy, layers, num_ranks)
     product = pipeline * data * model
     mistakes = []
-    if product != num_ranks:
+    widths = strategy.options.widths
+    if widths:
+        total = sum(rows * columns for rows, columns in widths)
+        if total != num_ranks:
+            message = (
+                f"stages {format_widths(widths)} take {total} ranks, but there are {num_ranks}: all ranks are used"
+            )
+            mistakes.append(Mistake(None, message, ("write one DxM per stage, whose products add up to the ranks",)))
+    elif product != num_ranks:
         message = (
             f"{pipeline} x {data} x {model} = {product}, but there are {num_ranks} ranks: pipeline x data x "
             f"model must be the ranks"
         )
         mistakes.append(Mistake(None, message, (f"use {num_stages}x{max(1, num_ranks // num_stages)}x1",)))
     goes_round = strategy.options.schedule == "interleaved" and num_stages % pipeline == 0
-    if strategy.options.degrees and pipeline != num_stages and not goes_round:
+    if (strategy.options.degrees or widths) and pipeline != num_stages and not goes_round:
         message = f"pipeline degree {pipeline}, but the rows use {num_stages} stage{'s' * (num_stages > 1)}"
         message += "; interleaved takes a multiple" * (strategy.options.schedule == "interleaved")
         mistakes.append(Mistake(None, message, (f"use {num_stages}x{data}x{model}",)))
@@ -383,3 +349,8 @@ def _check_ties(strategy: Strategy, layers: Sequence[Layer]) -> list[Mistake]:
 
 def _choice(row: Row, split: str | None) -> str:
     return f"model:{split}" if split else row.parallel
+
+
+__all__ = [
+    "PRECISIONS", "SCHEDULES", "Layer", "Mistake", "Options", "ResolvedLayer", "ResolvedStrategy", "Row", "Strategy",
+]  # fmt: skip

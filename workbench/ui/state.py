@@ -150,7 +150,7 @@ class PanelState:
 
     def set_degrees(self, degrees: Degrees) -> None:
         """Fix pipeline x data x model; until then they follow from the rows."""
-        options = replace(self.options, degrees=(degrees.pipeline, degrees.data, degrees.model))
+        options = replace(self.options, degrees=(degrees.pipeline, degrees.data, degrees.model), widths=None)
         self._become(_Moment(Strategy.from_rows(self.strategy.rows, options), self.base, own_degrees=True))
 
     def set_options(self, **changes: object) -> None:

@@ -21,7 +21,7 @@ class StageLayouts:
     """Placements of the stages, and the layouts that layers have on them.
 
     Attributes:
-        axes: names of the axes of every stage's placement, in order: "data", "model".
+        axes: for every stage, names of the axes of its placement, in order: "data", "model".
         placements: the ranks of every stage.
         everywhere: all ranks of all stages; of a single stage, its placement.
         num_samples: rows of the inputs of the module's call in progress, where they agree; else None.
@@ -31,9 +31,7 @@ class StageLayouts:
         self.world, self.resolved = world, resolved
         self.num_samples: int | None = None
         self._input_layouts: dict[tuple[str, int], Layout] = {}
-        _, data, model = resolved.degrees
-        # Axes of size one are left out: boxing along them would do nothing, at a price.
-        self.axes = [name for name, size in (("data", data), ("model", model)) if size > 1] or ["data"]
+        self.axes = [self._axes(*resolved.stage_width(stage)) for stage in range(resolved.num_stages)]
         self.placements = tuple(self._placement(stage) for stage in range(resolved.num_stages))
         ranks = [rank for placement in dict.fromkeys(self.placements) for rank in placement]
         is_one = len(set(self.placements)) == 1
@@ -53,14 +51,20 @@ class StageLayouts:
         """A copied module lies where the module does."""
         return self
 
+    @staticmethod
+    def _axes(data: int, model: int) -> list[str]:
+        """Axes of size one are left out: boxing along them would do nothing, at a price."""
+        return [name for name, size in (("data", data), ("model", model)) if size > 1] or ["data"]
+
     def _placement(self, stage: int) -> Placement:
         grid = self.resolved.stage_grid(stage)
-        ranks: Any = grid if len(self.axes) == 2 else self.resolved.stage_ranks(stage)
+        ranks: Any = grid if len(self.axes[stage]) == 2 else self.resolved.stage_ranks(stage)
         return Placement.of(self.world.device.type, ranks)
 
     def layout(self, choice: ResolvedLayer, data: Sbp, model: Sbp) -> Layout:
         """A layout on the layer's stage from one entry for each of the two axes."""
-        return Layout(self.placements[choice.stage], tuple(data if axis == "data" else model for axis in self.axes))
+        axes = self.axes[choice.stage]
+        return Layout(self.placements[choice.stage], tuple(data if axis == "data" else model for axis in axes))
 
     def input_layout(self, choice: ResolvedLayer, ndim: int) -> Layout:
         """What the layer's choice means for its input; a scalar is everywhere."""

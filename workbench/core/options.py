@@ -1,0 +1,86 @@
+"""What a strategy says about the whole model: degrees, micro-batches, schedule and so on, as words behind its ``|``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
+PRECISIONS = ("fp32", "bf16", "fp16")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What holds for the whole model; ``degrees`` are pipeline x data x model, None where they follow from the rows.
+
+    Instead of degrees there may be ``widths``: data x model for every stage.
+    """
+
+    degrees: tuple[int, int, int] | None = None
+    num_micro_batches: int = 1
+    schedule: str | None = None
+    zero: int = 0
+    recompute: bool = False
+    sequence: bool = False
+    precision: str = "fp32"
+    widths: tuple[tuple[int, int], ...] | None = None
+
+    def __str__(self) -> str:
+        words = ["x".join(map(str, self.degrees))] if self.degrees else []
+        words += [format_widths(self.widths)] if self.widths else []
+        words += [f"mb={self.num_micro_batches}"] if self.num_micro_batches != 1 else []
+        words += [self.schedule] if self.schedule else []
+        words += [f"zero={self.zero}"] if self.zero else []
+        words += ["recompute"] * self.recompute + ["sequence"] * self.sequence
+        return " ".join(words + ([self.precision] if self.precision != "fp32" else []))
+
+
+def format_widths(widths: Sequence[tuple[int, int]]) -> str:
+    """As they are written.
+
+    >>> format_widths([(1, 2), (1, 1)])
+    '1x2+1x1'
+    """
+    return "+".join(f"{data}x{model}" for data, model in widths)
+
+
+def parse_options(text: str, mistakes: list[str]) -> Options:
+    """The options that a text gives; what is wrong with it is added to ``mistakes``."""
+    found: dict[str, Any] = {}
+    for word in text.split():
+        degrees = re.fullmatch(r"(\d+)x(\d+)x(\d+)", word)
+        number = re.fullmatch(r"(mb|zero)=(\d+)", word)
+        if degrees:
+            found["degrees"] = tuple(int(n) for n in degrees.groups())
+        elif re.fullmatch(r"\d+x\d+(\+\d+x\d+)+", word):
+            found["widths"] = tuple((int(d), int(m)) for d, m in (stage.split("x") for stage in word.split("+")))
+        elif number:
+            found["num_micro_batches" if number[1] == "mb" else "zero"] = int(number[2])
+        elif word in SCHEDULES:
+            found["schedule"] = word
+        elif word in PRECISIONS:
+            found["precision"] = word
+        elif word in ("recompute", "sequence"):
+            found[word] = True
+        else:
+            known = f"PxDxM, DxM+DxM, mb=N, {', '.join(SCHEDULES)}, zero=N, recompute, sequence, bf16, fp16"
+            mistakes.append(f"option {word!r} is none of {known}")
+    mistakes += _out_of_range(found)
+    return Options(**found)
+
+
+def _out_of_range(found: dict[str, Any]) -> list[str]:
+    mistakes = []
+    if found.get("num_micro_batches") == 0:
+        mistakes.append("mb=0: a step has at least 1 micro-batch")
+    if found.get("zero", 0) > 3:
+        mistakes.append(f"zero={found['zero']}: ZeRO has stages 0 to 3")
+    if 0 in (found.get("degrees") or ()):
+        mistakes.append(f"degrees {'x'.join(map(str, found['degrees']))}: each is at least 1")
+    if any(0 in width for width in found.get("widths") or ()):
+        mistakes.append(f"stages {format_widths(found['widths'])}: each degree is at least 1")
+    if found.get("degrees") and found.get("widths"):
+        mistakes.append(f"both {'x'.join(map(str, found['degrees']))} and {format_widths(found['widths'])}: give one")
+    return mistakes
