@@ -51,7 +51,7 @@ def box_to(tensor: GlobalTensor, target: Spec, function: str = "") -> GlobalTens
     site = _trace_forward(tensor, source, target, function) if world.tracer is not None else None
     with local_torch():
         if tensor.requires_grad and torch.is_grad_enabled():
-            _check_differentiable(source, target, function)
+            check_differentiable(source, target, function)
             return label(_Box.apply(tensor, source, target, tag, site), target)
         return label(exchange_between(source, target, tensor.dtype).run(tensor, tag), target)
 
@@ -64,7 +64,7 @@ def _trace_forward(tensor: GlobalTensor, source: Spec, target: Spec, function: s
     return site
 
 
-def _check_differentiable(source: Spec, target: Spec, function: str) -> None:
+def check_differentiable(source: Spec, target: Spec, function: str) -> None:
     """A maximum of terms has no gradient that is linear; say so where the layout is made, not deep in backward."""
     for entry in (*source.layout.sbp, *target.layout.sbp):
         if isinstance(entry, Partial) and entry.reduction != "sum":

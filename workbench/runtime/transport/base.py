@@ -87,6 +87,13 @@ class Transport(Protocol):
         """Give back what the transport holds; safe to call twice."""
 
 
+class Asynchronous(Transport, Protocol):
+    """A transport whose exchanges can be started now and waited for later."""
+
+    def start(self, sends: Sequence[Message], receives: Sequence[Message], tag: int, header: str) -> Callable[[], None]:
+        """Send ``sends``, which may be written afterwards; what comes back waits until ``receives`` are filled."""
+
+
 class Mapped(Transport, Protocol):
     """A transport whose ranks read one another's memory: slices go straight from shard to shard."""
 

@@ -44,12 +44,20 @@ class DistributedTransport:
         self._abort_reason: str | None = None
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int, header: str) -> None:
+        self.start(sends, receives, tag, header)()
+
+    def start(self, sends: Sequence[Message], receives: Sequence[Message], tag: int, header: str) -> Callable[[], None]:
         """NCCL has no tags: sends and receives of one exchange go in one group call."""
         self._raise_if_aborted(header)
         operations = [dist.P2POp(dist.isend, tensor.contiguous(), destination) for destination, tensor in sends]
         operations += [dist.P2POp(dist.irecv, out, source) for source, out in receives]
-        for work in dist.batch_isend_irecv(operations) if operations else []:
-            work.wait()  # orders the current stream after the transfer; does not block this thread
+        works = dist.batch_isend_irecv(operations) if operations else []
+
+        def finish() -> None:
+            for work in works:
+                work.wait()  # orders the current stream after the transfer; does not block this thread
+
+        return finish
 
     def borrow(
         self, sends: Sequence[Message], wanted: Sequence[Wanted], dtype: torch.dtype, tag: int, header: str

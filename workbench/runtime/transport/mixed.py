@@ -63,13 +63,22 @@ class MixedTransport:
         return self._inside if self._has_inside and self._near.issuperset(ranks) else self
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int, header: str) -> None:
+        self.start(sends, receives, tag, header)()
+
+    def start(self, sends: Sequence[Message], receives: Sequence[Message], tag: int, header: str) -> Callable[[], None]:
         near_sends, far_sends = self._parted(sends)
         near_receives, far_receives = self._parted(receives)
         with self._giving_up():
-            wait = self._between.start(far_sends, far_receives, tag, header)
+            waits = [self._between.start(far_sends, far_receives, tag, header)]
             if near_sends or near_receives:
-                self._inside.exchange(near_sends, near_receives, tag, header)
-            wait()
+                waits.insert(0, self._inside.start(near_sends, near_receives, tag, header))
+
+        def finish() -> None:
+            with self._giving_up():
+                for wait in waits:
+                    wait()
+
+        return finish
 
     def borrow(
         self, sends: Sequence[Message], wanted: Sequence[Wanted], dtype: torch.dtype, tag: int, header: str

@@ -95,10 +95,17 @@ class SharedTransport:
         """Bytes of other ranks' data that this rank has read so far."""
         return self._mailbox.read_bytes
 
-    @_ends_the_transport
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int, header: str) -> None:
+        self.start(sends, receives, tag, header)()
+
+    @_ends_the_transport
+    def start(self, sends: Sequence[Message], receives: Sequence[Message], tag: int, header: str) -> Callable[[], None]:
         text = encode_header(header)
         self._send(sends, tag << 1, text)
+        return lambda: self._receive(receives, tag, text)
+
+    @_ends_the_transport
+    def _receive(self, receives: Sequence[Message], tag: int, text: bytes) -> None:
         for source, out in receives:
             letter = self._mailbox.take(source, tag << 1, text, out.nbytes)
             if letter.num_bytes:

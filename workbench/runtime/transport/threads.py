@@ -111,13 +111,20 @@ class ThreadTransport:
         """Bytes of this rank's data that went to others."""
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int, header: str) -> None:
+        self.start(sends, receives, tag, header)()
+
+    def start(self, sends: Sequence[Message], receives: Sequence[Message], tag: int, header: str) -> Callable[[], None]:
         for destination, tensor in sends:
             self.sent_bytes += tensor.nbytes
             self.hub.post(
                 self.rank, destination, tag, _Letter(tensor.clone(memory_format=torch.contiguous_format), header)
             )
-        for source, out in receives:
-            self._receive(source, out, tag, header)
+
+        def finish() -> None:
+            for source, out in receives:
+                self._receive(source, out, tag, header)
+
+        return finish
 
     def _receive(self, source: int, out: torch.Tensor, tag: int, header: str) -> None:
         letter = self.hub.take(self.rank, _Wait(source, tag, header))
