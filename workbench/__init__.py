@@ -24,7 +24,7 @@ _WHERE = {
         "barrier", "boxing_plan", "capture", "check_agreement", "empty", "evaluate", "explicit_boxing", "eye",
         "forward_backward", "full", "init", "load", "load_safetensors", "local_map", "manual_seed", "memory_report",
         "no_sync", "ones", "parallelize", "placement", "prove", "rand", "randint", "randn", "randperm", "rank",
-        "rebuild", "rule", "save", "tensor", "timeline", "to_global", "trace", "world_size", "zeros",
+        "rebuild", "rule", "save", "tensor", "timeline", "to_global", "to_global_many", "trace", "world_size", "zeros",
     ],
     "workbench.session": ["Session"],
     "workbench.session.compare": ["compare"],

@@ -19,6 +19,7 @@ from workbench.runtime.data import GlobalDataLoader
 from workbench.runtime.entry import to_global
 from workbench.runtime.explicit import explicit_boxing
 from workbench.runtime.exporting import export_safetensors
+from workbench.runtime.fused import to_global_many
 from workbench.runtime.ops.extension import local_map, rule
 from workbench.runtime.overlap import no_sync
 from workbench.runtime.parallel import parallelize
@@ -87,5 +88,6 @@ __all__ = [
     "barrier", "boxing_plan", "capture", "check_agreement", "empty", "evaluate", "explicit_boxing", "eye",
     "forward_backward", "full", "init", "load", "load_safetensors", "local_map", "manual_seed", "memory_report",
     "methods", "no_sync", "ones", "parallelize", "placement", "prove", "rand", "randint", "randn", "randperm",
-    "rank", "rebuild", "rule", "save", "tensor", "timeline", "to_global", "trace", "world_size", "zeros",
+    "rank", "rebuild", "rule", "save", "tensor", "timeline", "to_global", "to_global_many", "trace",
+    "world_size", "zeros",
 ]  # fmt: skip

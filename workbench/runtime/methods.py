@@ -15,6 +15,7 @@ from workbench.errors import LayoutError
 from workbench.runtime import checkpoint, clip, copying, guards, ops, precision
 from workbench.runtime.boxing import box, box_to
 from workbench.runtime.entry import enter_as_broadcast, leave
+from workbench.runtime.fused import to_global_async
 from workbench.runtime.saving import chunks
 from workbench.runtime.tensor import GlobalTensor, local_torch, spec_of
 
@@ -101,6 +102,7 @@ GlobalTensor.box = staticmethod(box)
 GlobalTensor.enter = staticmethod(enter_as_broadcast)
 GlobalTensor.show = staticmethod(ops.reading.show)
 GlobalTensor.to_global = to_global  # type: ignore[attr-defined]
+GlobalTensor.to_global_async = to_global_async  # type: ignore[attr-defined]
 GlobalTensor.boxing_plan = boxing_plan  # type: ignore[attr-defined]
 GlobalTensor.to_local = to_local  # type: ignore[attr-defined]
 GlobalTensor.full_tensor = full_tensor  # type: ignore[attr-defined]
