@@ -42,6 +42,7 @@ def test_a_run_without_dropout_is_that_of_plain_torch():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_twenty_steps_are_those_of_one_device(kind, schedule):
@@ -50,6 +51,7 @@ def test_twenty_steps_are_those_of_one_device(kind, schedule):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("kind", ["mlp", "gpt2", "llama"])
 def test_hybrids_of_three_kinds_on_eight_ranks(kind, schedule):
