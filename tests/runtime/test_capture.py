@@ -112,6 +112,13 @@ def test_every_model_trains_alike(model, strategy, num_ranks, optimizer):
     assert_captured_like_uncaptured(model, strategy, optimizer, 20, num_ranks=num_ranks)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("options", ["zero=1", "zero=2", "zero=3", "recompute", "bf16"])
+@pytest.mark.parametrize("model", MODELS)
+def test_options_of_a_strategy_train_alike(model, options):
+    assert_captured_like_uncaptured(model, f"*: data | 1x2x1 {options}", "adamw", 6)
+
+
 def filled(module):
     """A module with the same weights on all ranks, which as threads share torch's generator."""
     with torch.no_grad():

@@ -20,6 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from workbench.errors import CaptureError
 from workbench.runtime.caller import user_frame
+from workbench.runtime.capture.gradients import held_grad
 from workbench.runtime.capture.optimizer_steps import Step
 from workbench.runtime.capture.program import Call, Program, Slot
 from workbench.runtime.tensor import local_torch, plain
@@ -133,9 +134,13 @@ class Recorder(TorchDispatchMode):
         return handed_out
 
     def draw(self, function: Callable[..., int], *args: Any) -> int:
-        """A random key; every replay draws its own."""
+        """A random key; every replay draws its own. A key that comes again was drawn for a recomputation, from a
+        generator that had been set back: it is the first one's.
+        """
         with self.paused():
             key = function(*args)
+        if key in self._keys:
+            return key
         slot = self._keys[key] = self._next()
         self.program.calls.append(Call(function, args, {}, slot, is_kept=True, name="draw_key"))
         return key
@@ -173,7 +178,7 @@ class Recorder(TorchDispatchMode):
         left: list[int | None] = []
         inputs = set(self.program.inputs)
         with local_torch():
-            grads = [leaf.grad for leaf in leaves]
+            grads = [held_grad(leaf) for leaf in leaves]
         for grad in grads:
             slot = None if grad is None else self._slots.get(grad)
             if slot is None or slot in inputs or slot in self.program.constants:
@@ -199,7 +204,7 @@ class Recorder(TorchDispatchMode):
     def _check_leftovers(self, known: set[Slot]) -> None:
         known |= {self._slots[tensor] for tensor in self._inputs} | self.program.constants.keys()
         gc.collect()  # graphs and their functions may hold one another
-        kept = [tensor for tensor, slot in self._slots.items() if slot not in known]
+        kept = _referred_to([tensor for tensor, slot in self._slots.items() if slot not in known])
         if kept:
             with local_torch():
                 shapes = ", ".join(str(tuple(tensor.shape)) for tensor in kept[:4])
@@ -243,21 +248,6 @@ class Recorder(TorchDispatchMode):
         return tuple(map(self._made, value)) if isinstance(value, list | tuple) else None
 
 
-class Leaves(TorchDispatchMode):
-    """Collects the leaves of autograd that a run works on: whose gradients it may find, and leave behind."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: dict[int, torch.Tensor] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with local_torch():
-            for value in args:
-                if isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf:
-                    self.found[id(value)] = value
-            return func(*args, **(kwargs or {}))
-
-
 class RecordedTransport:
     """A transport whose calls are entries of a recording."""
 
@@ -283,6 +273,16 @@ class RecordedTransport:
                 world.transport = self
 
         return call
+
+
+def _referred_to(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Those that Python objects hold; a graph of autograd that is about to go may hold others."""
+    kept = []
+    for tensor in tensors:
+        holders = gc.get_referrers(tensor)
+        if any(holder is not tensors for holder in holders):
+            kept.append(tensor)
+    return kept
 
 
 def _check_operator(func: Any, args: Any) -> None:

@@ -13,9 +13,10 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from workbench.errors import CaptureError
+from workbench.runtime.capture.gradients import Leaves, held_grad, hold_grad, shard_spec
 from workbench.runtime.capture.optimizer_steps import told_to
 from workbench.runtime.capture.program import Program
-from workbench.runtime.capture.recording import Leaves, RecordedTransport, Recorder
+from workbench.runtime.capture.recording import RecordedTransport, Recorder
 from workbench.runtime.tensor import GlobalTensor, Spec, label, local_torch, plain
 from workbench.runtime.transport.base import Traffic
 from workbench.runtime.world import World, current
@@ -55,7 +56,7 @@ class _Recording:
     """One program and what a replay needs besides.
 
     Attributes:
-        leaves: of autograd; each with the number of the output that its gradient becomes, or None.
+        leaves: of autograd; each with the number of the output that its gradient becomes, and the spec of a shard.
         used_grads: leaves whose gradient the program reads: the last inputs.
         cleared: leaves whose gradient, as it is before a replay, is dropped by the step.
         results: for every leaf of the step's result: whether it is a tensor, and the spec of a global one, or the
@@ -66,7 +67,7 @@ class _Recording:
 
     program: Program
     run: Callable[..., Sequence[torch.Tensor]]
-    leaves: list[tuple[torch.Tensor, int]]
+    leaves: list[tuple[torch.Tensor, int, Spec | None]]
     used_grads: list[torch.Tensor]
     cleared: list[torch.Tensor]
     results: list[tuple[bool, Any]]
@@ -94,7 +95,7 @@ class _Kind:
 
     def graded(self) -> tuple[bool, ...]:
         with local_torch():
-            return tuple([leaf.grad is not None for leaf in self.leaves])
+            return tuple([held_grad(leaf) is not None for leaf in self.leaves])
 
 
 def capture(step: Callable[..., Any], *, max_recordings: int = 8) -> CapturedStep:
@@ -222,7 +223,7 @@ def _record(
     given = [_own(argument) for argument in arguments]
     inputs = [value for value in given if isinstance(value, torch.Tensor)]
     with local_torch():
-        graded = [(leaf, leaf.grad) for leaf in leaves if leaf.grad is not None]
+        graded = [(leaf, grad) for leaf in leaves if (grad := held_grad(leaf)) is not None]
     recorder = Recorder(world, inputs, [grad for _, grad in graded])
     args, kwargs = tree_unflatten(given, structure)
     before, transport = _Sent.so_far(world.traffic), world.transport
@@ -241,10 +242,10 @@ def _record(
         slots = dict(zip(map(id, [leaf for leaf, _ in graded]), program.inputs[len(inputs) :], strict=True))
         used = [leaf for leaf, _ in graded if slots[id(leaf)] in read]
         program.inputs = [*program.inputs[: len(inputs)], *(slots[id(leaf)] for leaf in used)]
-        cleared = [leaf for leaf, grad in graded if leaf.grad is not grad]
+        cleared = [leaf for leaf, grad in graded if held_grad(leaf) is not grad]
         addresses = [(tensor, tensor.data_ptr()) for tensor in recorder.originals]
     results = [(True, _spec(part)) if isinstance(part, torch.Tensor) else (False, part) for part in parts]
-    made = [(leaf, output) for leaf, output in zip(leaves, left, strict=True) if output is not None]
+    made = [(leaf, output, shard_spec(leaf)) for leaf, output in zip(leaves, left, strict=True) if output is not None]
     recording = _Recording(
         program, program.compile(), made, used, cleared, results, result_structure, addresses,
         before.until(world.traffic),
@@ -271,12 +272,12 @@ def _spec(tensor: torch.Tensor) -> Spec | None:
 
 def _replay(recording: _Recording, world: World, inputs: Sequence[torch.Tensor]) -> Any:
     with torch.no_grad(), local_torch(), torch._C._DisableAutocast():
-        grads = [leaf.grad for leaf in recording.used_grads]
+        grads = [held_grad(leaf) for leaf in recording.used_grads]
         for leaf in recording.cleared:
             leaf.grad = None
         made = recording.run(*inputs, *grads)
-        for leaf, output in recording.leaves:
-            leaf.grad = made[output]
+        for leaf, output, spec in recording.leaves:
+            hold_grad(leaf, made[output], spec)
     recording.traffic.add_to(world.traffic)
     values = iter(made)
     parts = [_handed_out(next(values), value) if is_tensor else value for is_tensor, value in recording.results]
