@@ -12,7 +12,7 @@ from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.core.route import BoxingRoute, route_boxing
 from workbench.errors import LayoutError
-from workbench.runtime import checkpoint, clip, copying, guards, ops, precision
+from workbench.runtime import checkpoint, clip, copying, guards, ops, precision, wrappers
 from workbench.runtime.boxing import box, box_to
 from workbench.runtime.entry import enter_as_broadcast, leave
 from workbench.runtime.fused import to_global_async
@@ -108,6 +108,7 @@ GlobalTensor.to_local = to_local  # type: ignore[attr-defined]
 GlobalTensor.full_tensor = full_tensor  # type: ignore[attr-defined]
 clip.install()
 precision.install_scaler()
+wrappers.install()
 copying.install()
 guards.install()
 checkpoint.install()

@@ -76,9 +76,20 @@ class _Swap:
         self.elementwise = is_elementwise(optimizer)
         self.watchers = list({id(w): w for p in self.parameters if (w := Watcher.of(p)) is not None}.values())
         self.is_sharded = any(shard_of(p) is not None for p in self.parameters)
+        self.is_summed = any(len(p._spec.term_ranks) > 1 for p in self.present)
+        stepping = self.present if self.elementwise else self.parameters
+        places = {id(p): number for number, p in enumerate(stepping)}
+        # Per group: the places of its parameters among those that step, or a plain parameter itself.
+        self.members = [
+            [places.get(id(p), p) for p in params if not isinstance(p, GlobalTensor) or id(p) in places]
+            for params in self.groups
+        ]
+        self.plain = [p for params in self.groups for p in params if not isinstance(p, GlobalTensor)]
+        self.stepping = stepping
         self.held: list[Any] | None = None
         self.state: Any = None
         self.pairs: list[tuple[GlobalTensor, torch.Tensor]] = []
+        self.states: list[Any] = []
 
     def fits(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer has the parameters that it had."""
@@ -103,7 +114,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     if optimizer.state is not swap.state:
         _adopt_state(optimizer, swap)
     with local_torch():  # while the sums are under way
-        pairs = [(p, _part(p)) for p in (swap.present if swap.elementwise else swap.parameters)]
+        pairs = [(p, _part(p)) for p in swap.stepping]
     swap.pairs = pairs
     with torch.no_grad():
         sums = finish()
@@ -168,14 +179,16 @@ def _exchange_places(optimizer: Optimizer, swap: _Swap, pairs: list[tuple[Any, t
     """Put the parts, and their state, in the place of the parameters."""
     owned: Any = optimizer.state
     state: Any = defaultdict(dict)
-    plain_parameters = [p for params in swap.groups for p in params if not isinstance(p, GlobalTensor)]
-    for owner, part in [*pairs, *((p, p) for p in plain_parameters)]:
-        if owner in owned:
-            state[part] = owned[owner]
-    parts = {id(owner): part for owner, part in pairs}
+    swap.states = [owned.get(owner) for owner, _ in pairs]
+    for (_, part), values in zip(pairs, swap.states, strict=True):
+        if values is not None:
+            state[part] = values
+    for parameter in swap.plain:
+        if parameter in owned:
+            state[parameter] = owned[parameter]
     swap.held, swap.state = [group["params"] for group in optimizer.param_groups], owned
-    for group, params in zip(optimizer.param_groups, swap.groups, strict=True):
-        group["params"] = [parts.get(id(p), p) for p in params if not isinstance(p, GlobalTensor) or id(p) in parts]
+    for group, members in zip(optimizer.param_groups, swap.members, strict=True):
+        group["params"] = [pairs[member][1] if type(member) is int else member for member in members]
     optimizer.state = state
 
 
@@ -188,9 +201,10 @@ def _put_back(optimizer: Optimizer) -> None:
     if swap is None or swap.held is None:
         return
     state, owned = optimizer.state, swap.state
-    for owner, part in swap.pairs:
-        if part in state:
-            owned[owner] = state.pop(part)
+    for (owner, part), values in zip(swap.pairs, swap.states, strict=True):
+        found = state.pop(part, None)
+        if found is not None and found is not values:
+            owned[owner] = found
     owned.update(state)  # of plain parameters
     optimizer.state = owned
     for group, params in zip(optimizer.param_groups, swap.held, strict=True):
@@ -199,12 +213,13 @@ def _put_back(optimizer: Optimizer) -> None:
     _write_back(swap)
     for _, part in swap.pairs:
         part.grad = None
-    swap.pairs = []
+    swap.pairs, swap.states = [], []
 
 
 def _write_back(swap: _Swap) -> None:
     """Shards that were stepped on go to their places, and to the other ranks that hold the parameter."""
-    forget_sums(swap.present)
+    if swap.is_summed:
+        forget_sums(swap.present)
     if not swap.is_sharded:
         return
     stepped = []
@@ -237,7 +252,9 @@ def _own_part(parameter: GlobalTensor, value: Any) -> Any:
             return plain(value)
         return plain(box(value.detach(), spec.layout))  # type: ignore[arg-type]
     if tuple(value.shape) == tuple(spec.shape) != tuple(spec.local_shape):
-        return slice_region(value, spec.layout.region(spec.shape, spec.world.rank)).contiguous()
+        return slice_region(value, spec.layout.region(spec.shape, spec.world.rank)).clone(
+            memory_format=torch.contiguous_format
+        )
     return value
 
 

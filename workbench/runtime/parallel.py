@@ -22,7 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from workbench.core.strategy import Strategy
-from workbench.runtime import optim, precision, recompute, zero
+from workbench.runtime import optim, precision, recompute, wrappers, zero
 from workbench.runtime.agreement import check_same_everywhere
 from workbench.runtime.pipelining.combinations import check_combination
 from workbench.runtime.strategies.doors import Doors, hook_root
@@ -69,6 +69,8 @@ def parallelize(
     """
     world = current()
     strategy = Strategy(strategy) if isinstance(strategy, str) else strategy
+    wrappers.install()
+    wrappers.refuse_wrapped(module)
     check_combination(strategy)
     resolved = strategy.resolve(describe(module), world.world_size)
     check_same_everywhere(module, world)

@@ -18,7 +18,7 @@ import torch
 
 from workbench.runtime.assembling import slice_region
 from workbench.runtime.shard import Shard, shard_of
-from workbench.runtime.tensor import GlobalTensor, local_torch, plain
+from workbench.runtime.tensor import GlobalTensor, local_torch, plain, read_grad
 from workbench.runtime.transport.base import Message, Release, Wanted, pack
 from workbench.runtime.transport.reducing import combine
 from workbench.runtime.world import World
@@ -64,7 +64,7 @@ def start_reduction(parameters: Iterable[GlobalTensor]) -> Finish:
     fresh: list[Term] = []
     with local_torch():
         for parameter in parameters:
-            grad = parameter.grad
+            grad = read_grad(parameter)
             if grad is None:
                 scattered = parameter.__dict__.get("_grad_shard")
                 if scattered is not None:
@@ -114,7 +114,7 @@ def change_gradients(
     stamps: list[tuple[GlobalTensor, torch.Tensor, Finish]] = []
     with torch.no_grad(), local_torch():
         for parameter in parameters:
-            grad = parameter.grad
+            grad = read_grad(parameter)
             if grad is None:
                 scattered = parameter.__dict__.get("_grad_shard")
                 sums += [] if scattered is None else [plain(scattered)]

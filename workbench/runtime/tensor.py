@@ -240,6 +240,8 @@ class GlobalTensor(torch.Tensor):
 _local_shape: Callable[[torch.Tensor], torch.Size] = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
 _grad_slot: Any = torch.Tensor.grad
 _data_slot: Any = torch.Tensor.data
+read_grad: Callable[[torch.Tensor], torch.Tensor | None] = _grad_slot.__get__
+"""What autograd has accumulated on this rank, without a layout."""
 
 
 def owner_of_grad(grad: GlobalTensor) -> GlobalTensor | None:
