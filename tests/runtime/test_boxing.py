@@ -1,9 +1,12 @@
 """Boxing executed on simulated ranks: shards, gradients, bytes; reduced precision, integers, explicit mode, errors."""
 
+import os
+
 import pytest
 import torch
 
 import workbench as wb
+from tests.processes import run_processes
 from tests.runtime.programs import boxing_forward_and_backward
 from workbench.errors import CollectiveAborted, ExplicitBoxingError, LayoutError, PlacementError, SbpError
 from workbench.runtime.world import current
@@ -152,6 +155,23 @@ def test_the_first_cause_is_raised_not_its_consequences():
     with pytest.raises(KeyError, match="mine") as caught:
         run_ranks(program, 3)
     assert "simulated rank 1" in caught.value.__notes__[0]
+
+
+def box_before_and_after_another_transport():
+    p = wb.placement.all("cpu")
+    x = wb.to_global(torch.ones(300, 300), placement=p, sbp="P")
+    assert x.to_global(sbp="B").sum().item() == 180_000 and current().transport_name == "shared"
+    assert x._spec.exchanges and x._spec.plans
+    before, os.environ["WORKBENCH_TRANSPORT"] = dict(x._spec.plans), "gloo"
+    assert wb.rebuild().transport_name == "gloo"
+    assert not x._spec.exchanges and not x._spec.plans and before
+    return x.to_global(sbp="B").sum().item()
+
+
+@pytest.mark.procs
+def test_another_transport_decides_anew():
+    """What costs decide has to be the same on all ranks, those that have taken the place of a dead one included."""
+    assert run_processes(box_before_and_after_another_transport, 2) == [180_000.0] * 2
 
 
 def test_a_route_is_traced_and_counted_as_what_it_sends():

@@ -88,6 +88,12 @@ class World:
         number = self.num_sums[group] = self.num_sums.get(group, 0) + 1
         return 0x20000000 | (number & 0xFFFF) << 1
 
+    def forget_decisions(self) -> None:
+        """Drop what was decided by the cost of a transport: ranks that are new here would decide otherwise."""
+        self.plans.clear()
+        for spec in self.specs.values():
+            spec.exchanges.clear()
+
     def abort(self, reason: str) -> None:
         """End the main thread's waits with ``CollectiveAborted``; may be called from any thread."""
         self.transport.abort(reason)
@@ -288,6 +294,8 @@ def _rejoined(rank: int, world_size: int, device: torch.device, transport: Trans
     left = _left_world
     if left is None or (left.rank, left.world_size, left.device) != (rank, world_size, device):
         return None
+    if transport.cost != left.transport.cost:
+        left.forget_decisions()
     left.transport = transport
     left.num_edges.clear()
     left.num_sums.clear()
