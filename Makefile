@@ -5,6 +5,7 @@
 #   make test        all tests but the slow ones and those for a GPU; browser tests are skipped where there is no Chromium
 #   make test-full   the slow ones too, and without Chromium it fails
 #   make test-gpu    what needs a CUDA device: the kernels, compiled
+#   make sanitize    the same under NVIDIA's compute-sanitizer: memcheck and racecheck
 #   make check       format, lint, types, import directions, notebooks
 #   make bench       the benchmarks; results go to benchmarks/results
 #   make clean       remove .venv, caches and out
@@ -23,7 +24,7 @@ ARGS ?=
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help install demo lab test test-full test-gpu check format bench clean
+.PHONY: help install demo lab test test-full test-gpu sanitize check format bench clean
 .PHONY: check-format check-lint check-types check-imports check-notebooks
 
 help:
@@ -57,6 +58,9 @@ test-full: $(STAMP)
 test-gpu: $(STAMP)
 	@$(REAL) -m gpu $(ARGS)
 
+sanitize: $(STAMP)
+	@$(PY) -m tools.sanitize_kernels
+
 # All of them run, whatever the first one says.
 check: $(STAMP)
 	@$(MAKE) --no-print-directory --keep-going check-format check-lint check-types check-imports check-notebooks
@@ -81,6 +85,7 @@ bench: $(STAMP)
 	@$(PY) -m benchmarks.data_parallel
 	@$(PY) -m benchmarks.tensor_parallel
 	@$(PY) -m benchmarks.memory
+	@$(PY) -m benchmarks.capture
 	@$(PY) -m benchmarks.kernels
 	@$(PY) -m benchmarks.cell
 

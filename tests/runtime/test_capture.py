@@ -113,8 +113,17 @@ def test_every_model_trains_alike(model, strategy, num_ranks, optimizer):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", ["zero=1", "zero=2", "zero=3", "recompute", "bf16"])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("model", "options"),
+    # Not a gpt with recompute: torch's own check refuses it under a dispatch mode, because position numbers that
+    # forward takes whole are split when they are taken again.
+    [
+        (m, o)
+        for m in MODELS
+        for o in ("zero=1", "zero=2", "zero=3", "recompute", "bf16")
+        if (m, o) != ("gpt", "recompute")
+    ],
+)
 def test_options_of_a_strategy_train_alike(model, options):
     assert_captured_like_uncaptured(model, f"*: data | 1x2x1 {options}", "adamw", 6)
 

@@ -70,6 +70,7 @@ def test_boxing_moves_by_one_kernel(launches):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(4, 6), (5, 7), (1, 2), (3, 0), (2, 3, 2)], ids=str)
 def test_boxing_between_all_layouts(shape, dtype, launches):
@@ -143,6 +144,7 @@ def test_cross_entropy_is_differentiated_twice(launches):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(6, 9), (4, 2), (5, 7, 3), (2, 130)], ids=str)
 @pytest.mark.parametrize(
@@ -203,6 +205,7 @@ def test_a_table_is_differentiated_twice(launches):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(6, 5, 20), (2, 1, 3), (4, 700, 3), (5, 3, 0)], ids=str)
 @pytest.mark.parametrize("padding", [None, 0, -1])
