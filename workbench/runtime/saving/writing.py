@@ -41,8 +41,8 @@ REPLACED = ".replaced"
 """What the old directory is called for the moment in which a new one takes its name."""
 MANIFEST = "workbench.json"
 _POLL_S = 0.005
-_GRACE_S = 60.0
-"""How long rank 0 waits for the others' files after its program has ended."""
+_GRACE_S = 10.0
+"""How long rank 0 waits after its program has ended, while the others' files do not grow."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Job:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _wait_for_others(self) -> None:
-        waiting, ended_at = set(range(self.world.world_size)), None
+        waiting, grown_at, size = set(range(self.world.world_size)), time.monotonic(), 0
         while waiting:
             for rank in list(waiting):
                 if (self.folder / f"__{rank}.failed").exists():
@@ -120,9 +120,9 @@ class Job:
                     raise CheckpointError(f"save({str(self.path)!r}): rank {rank} could not write its part: {text}")
                 if (self.folder / f"__{rank}.written").exists():
                     waiting.discard(rank)
-            if not threading.main_thread().is_alive():
-                ended_at = ended_at or time.monotonic()
-            if self.given_up.is_set() or (ended_at and time.monotonic() - ended_at > _GRACE_S):
+            if threading.main_thread().is_alive() or size != (size := _size_of(self.folder)):
+                grown_at = time.monotonic()
+            if self.given_up.is_set() or time.monotonic() - grown_at > _GRACE_S:
                 raise CheckpointError(
                     f"save({str(self.path)!r}): ranks {sorted(waiting)} have not written their parts."
                 )
@@ -225,6 +225,10 @@ def _write_slices(path: Path, items: Iterable[tuple[Any, torch.Tensor | bytes]])
         file.flush()
         os.fsync(file.fileno())
     return written
+
+
+def _size_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("*.distcp"))
 
 
 def _write_whole(path: Path, data: bytes) -> None:
