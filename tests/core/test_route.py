@@ -66,6 +66,8 @@ def best_of_all_paths(source, target, shape, link):
     last = {x: price(x, target, shape, link) for x in between}
     times += [first[x] + last[x] for x in between]
     best = min(times)
+    if target.has_partial:  # then at most one layout in between
+        return best
     for a, b in itertools.permutations(between, 2):
         if first[a] + last[b] < best:
             best = min(best, first[a] + price(a, b, shape, link) + last[b])

@@ -19,8 +19,8 @@ from workbench.core.sbp import Broadcast, Partial, Split
 from workbench.core.tiling import Place, num_elements, overlap
 
 _MAX_PAIRS = 1024
-"""Of pairs of ranks; above, a sample of the ranks is counted."""
-_NUM_SAMPLED = 32
+"""Of pairs of ranks; above, sizes have to do."""
+_NUM_SAMPLED = 64
 
 
 class Sums(NamedTuple):
@@ -53,8 +53,9 @@ class Prices:
         if is_all_reduce(source, destination):
             return plan_boxing(source, destination, self.shape, self.itemsize).time_s(self.cost)
         a, b = self._shards_of(source), self._shards_of(destination)
-        exact = len(a.regions) * len(b.regions) <= _MAX_PAIRS
-        elements = self._counted(a, b) if exact else _sampled(a, b)
+        has_choice = a.num_copies > 1 or b.num_terms > 1  # else who sends what follows from the shards' sizes
+        counts = has_choice and len(a.regions) * len(b.regions) <= _MAX_PAIRS
+        elements = self._counted(a, b) if counts else _by_sizes(a, b)
         return self.cost.time_s(elements * self.itemsize)
 
     def at_least_s(self, a: Sums, b: Sums) -> float:
@@ -100,7 +101,7 @@ class Prices:
     def _counted(self, a: _Shards, b: _Shards) -> int:
         """Elements that the busiest rank sends or receives."""
         sent = [0] * len(a.regions)
-        owners = self._owners(a, b) if b.layout.has_partial else None
+        owners = self._owners(a, b) if b.num_terms > 1 else None
         most = 0
         for taker, position in b.index.items():
             region, received, own = b.regions[position], 0, a.index.get(taker)
@@ -126,6 +127,7 @@ class _Shards:
 
     def __init__(self, layout: Layout, shape: Shape) -> None:
         self.layout = layout
+        self.num_copies = self.num_terms = 1
         self.index = {rank: place for place, rank in enumerate(layout.placement.grid)}
         rows: list[tuple[Region, int, int]] = [(tuple((0, size) for size in shape), 0, 0)]
         stride = layout.placement.num_ranks
@@ -139,12 +141,15 @@ class _Shards:
                     for low, high in balanced_bounds(region[dim][1] - region[dim][0], parts)
                 ]
             elif isinstance(entry, Broadcast):
+                self.num_copies *= parts
                 rows = [(region, copy + i * stride, term) for region, copy, term in rows for i in range(parts)]
             else:
+                self.num_terms *= parts
                 rows = [(region, copy, term + i * stride) for region, copy, term in rows for i in range(parts)]
         self.regions = [region for region, _, _ in rows]
         self.copies = [copy for _, copy, _ in rows]
         self.terms = [term for _, _, term in rows]
+        self.sizes = [num_elements(region) for region in self.regions]
 
     @cached_property
     def _sets(self) -> dict[int, list[int]]:
@@ -162,29 +167,22 @@ class _Shards:
         """Where a rank takes slices from: its own set of copies, or, from outside, one by its place in the new grid."""
         return self._sets[self.copies[own]] if own is not None else self._order[position % len(self._order)]
 
-    def count(self, kind: type) -> int:
-        """Product of the sizes of the axes with entries of this kind."""
-        sizes = zip(self.layout.sbp, self.layout.placement.shape, strict=True)
-        return math.prod(size for entry, size in sizes if isinstance(entry, kind))
-
-    @property
+    @cached_property
     def sample(self) -> list[tuple[int, int]]:
-        """(rank, place) of some ranks, evenly spread, the first and the last among them."""
-        step = max(1, len(self.regions) // _NUM_SAMPLED)
+        """(rank, place) of all ranks, or of some of many, evenly spread, the first and the last among them."""
         ranks = list(self.index.items())
-        return [*itertools.islice(ranks, 0, None, step), ranks[-1]]
+        if len(ranks) <= _NUM_SAMPLED:
+            return ranks
+        return [*itertools.islice(ranks, 0, None, len(ranks) // (_NUM_SAMPLED // 2)), ranks[-1]]
 
 
-def _sampled(a: _Shards, b: _Shards) -> int:
-    """Like counting, but from a few ranks; what is taken out of several copies is spread evenly over them."""
-    terms, copies_before, copies_after = a.count(Partial), a.count(Broadcast), b.count(Broadcast)
-    most = 0
-    for rank, place in b.sample:
-        own = a.index.get(rank)
-        kept = overlap(a.regions[own], b.regions[place]) if own is not None else 0
-        most = max(most, num_elements(b.regions[place]) * terms // b.count(Partial) - kept)
-    for rank, place in a.sample:
+def _by_sizes(a: _Shards, b: _Shards) -> int:
+    """Like counting; what is taken out of several copies, or goes to several terms, is spread evenly over them."""
+    kept: dict[int, int] = {}
+    for rank, place in itertools.chain(((rank, a.index.get(rank)) for rank, _ in b.sample), a.sample):
         other = b.index.get(rank)
-        kept = overlap(a.regions[place], b.regions[other]) if other is not None else 0
-        most = max(most, num_elements(a.regions[place]) * copies_after // copies_before - kept)
-    return most
+        if place is not None and other is not None and rank not in kept:
+            kept[rank] = overlap(a.regions[place], b.regions[other])
+    received = max(b.sizes[place] * a.num_terms // b.num_terms - kept.get(rank, 0) for rank, place in b.sample)
+    sent = max(a.sizes[place] * b.num_copies // a.num_copies - kept.get(rank, 0) for rank, place in a.sample)
+    return max(received, sent)

@@ -188,6 +188,8 @@ class _Search:
             stop.to_s, stop.onward_s = prices.at_least_s(source, stop.sums), prices.at_least_s(stop.sums, destination)
         for stop in sorted(stops, key=lambda stop: stop.to_s + stop.onward_s):
             self._try_one(stop)
+        if self.destination.has_partial:  # rare, and of little use: the last step of such a route moves nothing
+            return self.path
         nearest = sorted(stops, key=lambda stop: stop.to_s)
         onward = sorted(((stop.onward_s, stop) for stop in stops), key=itemgetter(0))
         for a in nearest:
