@@ -202,6 +202,14 @@ def test_whoever_insists_on_shared_memory_gets_it_or_the_reason():
         assert "1 of 2 ranks" in str(error) and "host1" in str(error) and "Unset WORKBENCH_TRANSPORT" in str(error)
 
 
+def test_too_little_memory_to_join_is_told_with_both_figures(monkeypatch):
+    monkeypatch.setattr(mapped, "available_bytes", lambda: 1_000_000)
+    assert choose(2) == ["threads"] * 2
+    for error in choose(2, names=["shared", "shared"]):
+        assert isinstance(error, WorldError) and "2 of 2 ranks cannot share memory" in str(error)
+        assert f"{shared.FIRST_CHUNK_BYTES / 1e6:.1f} MB of shared memory are wanted, 900.0 kB can be had" in str(error)
+
+
 def test_a_process_that_is_not_the_peer_is_noticed(monkeypatch):
     monkeypatch.setattr(choice.Board, "token", property(lambda board: int(time.perf_counter_ns())))
     assert choose(2) == ["threads"] * 2
