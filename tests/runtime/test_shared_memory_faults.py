@@ -207,7 +207,7 @@ def test_too_little_memory_to_join_is_told_with_both_figures(monkeypatch):
     assert choose(2) == ["threads"] * 2
     for error in choose(2, names=["shared", "shared"]):
         assert isinstance(error, WorldError) and "2 of 2 ranks cannot share memory" in str(error)
-        assert f"{shared.FIRST_CHUNK_BYTES / 1e6:.1f} MB of shared memory are wanted, 900.0 kB can be had" in str(error)
+        assert f"{shared.FIRST_CHUNK_BYTES / 1e6:.1f} MB of shared memory are wanted, 900 kB can be had" in str(error)
 
 
 def test_a_process_that_is_not_the_peer_is_noticed(monkeypatch):
