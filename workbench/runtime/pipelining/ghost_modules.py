@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ from workbench.runtime.world import World
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict)
 """Modules of whose parts the program calls some by themselves."""
+VALUES = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum)
+"""Arguments that can be compared and never change."""
 _MAX_RECORDS = 64
 _MAX_KEYS = 256
 
@@ -134,15 +137,11 @@ class GhostModule:
                 if isinstance(leaf, GlobalTensor):
                     forms = tuple(form[0] for form in leaf.__dict__.get("_forms", ()))
                     parts.append((leaf._spec, leaf.dtype, leaf.requires_grad, leaf._is_param, forms))
-                elif isinstance(leaf, torch.Tensor):
-                    return None
-                else:
+                elif isinstance(leaf, VALUES):
                     parts.append((type(leaf), leaf))
-        try:
-            hash(key := tuple(parts))
-        except TypeError:
-            return None
-        return key
+                else:  # a plain tensor, whose values may decide, or an object that may be changed, such as a cache
+                    return None
+        return tuple(parts)
 
     def _replay(self, record: Record, inputs: list[GlobalTensor]) -> Any:
         world = self.world

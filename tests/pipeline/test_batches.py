@@ -1,0 +1,97 @@
+"""Batches of every kind: keywords of transformers with labels among them, a loader's global tensors, bad cuts."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import workbench as wb
+from tests.models.zoo import batch_for
+from tests.models.zoo import make as make_transformer
+from tests.runtime.models import make
+from workbench.core.presets import stage_cuts
+from workbench.errors import StrategyError
+from workbench.runtime.parallel import describe
+from workbench.runtime.pipelining.micro_batches import cut
+from workbench.testing import run_ranks
+
+STAGES = {"1f1b": 2, "zero_bubble": 2, "interleaved": 4}
+
+
+def strategy_of(model, schedule):
+    layers = describe(model)
+    cuts = stage_cuts(layers, STAGES[schedule])
+    rows = "; ".join(f"{layer.name}: data@{stage}" for layer, stage in zip(layers, cuts, strict=True))
+    return f"{rows} | 2x1x1 mb=2 {schedule}"
+
+
+def own_loss(output, targets):
+    return output.loss
+
+
+@pytest.mark.parametrize("schedule", STAGES)
+@pytest.mark.parametrize(
+    "name", ["gpt2", *(pytest.param(n, marks=pytest.mark.slow) for n in ("llama", "bert", "vit", "t5"))]
+)
+def test_transformers_are_called_with_keywords_and_have_their_own_loss(name, schedule):
+    models, one = [make_transformer(name) for _ in range(2)], make_transformer(name)
+    batch = batch_for(name, size=4)
+    halves = [{key: value[start : start + 2] for key, value in batch.items()} for start in (0, 2)]
+    losses = [one(**half).loss for half in halves]
+    mean = sum(losses) / 2
+    mean.backward()
+    gradient = next(p for p in reversed(list(one.parameters())) if p.grad is not None).grad
+    with torch.no_grad():
+        logits = torch.cat([one.eval()(**half).logits for half in halves])
+
+    def program(rank):
+        model = wb.parallelize(models[rank], strategy_of(models[rank], schedule))
+        loss = wb.forward_backward(model, own_loss, batch, None).item()
+        found = next(p for p in reversed(list(model.parameters())) if p.grad is not None).grad
+        everywhere = wb.placement.all("cpu")
+        output = wb.evaluate(model, batch)
+        whole = [t.to_global(placement=everywhere, sbp="B").full_tensor() for t in (found, output.logits)]
+        return loss, output.loss.item(), *whole
+
+    for loss, evaluated, found, output in run_ranks(program, 2):
+        assert loss == pytest.approx(mean.item(), rel=1e-5) == evaluated
+        torch.testing.assert_close(found, gradient, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(output, logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_a_loaders_batches_are_cut_too(schedule):
+    dataset = torch.utils.data.TensorDataset(torch.randn(6, 16), torch.arange(6))
+    models, one = [make("mlp") for _ in range(2)], make("mlp")
+    truth = F.cross_entropy(one(dataset.tensors[0]), dataset.tensors[1]).item()
+
+    def program(rank):
+        model = wb.parallelize(models[rank], strategy_of(models[rank], schedule))
+        loader = wb.GlobalDataLoader(dataset, batch_size=6, module=model)
+        inputs, targets = next(iter(loader))
+        return wb.forward_backward(model, F.cross_entropy, inputs, targets).item()
+
+    assert run_ranks(program, 2) == [pytest.approx(truth, rel=1e-5)] * 2
+
+
+def test_how_a_batch_is_cut():
+    inputs = {"x": torch.arange(10).view(5, 2), "mask": torch.ones(1, 2), "scale": torch.tensor(2.0), "name": "a"}
+    parts = cut(inputs, (torch.arange(5),), 2)
+    assert [part.inputs["x"].shape[0] for part in parts] == [3, 2] and [part.share for part in parts] == [0.6, 0.4]
+    assert all(part.inputs["mask"] is inputs["mask"] and part.inputs["scale"] is inputs["scale"] for part in parts)
+    assert torch.equal(torch.cat([part.targets[0] for part in parts]), torch.arange(5))
+    assert len(cut(torch.ones(2, 3), None, 8)) == 2 and len(cut(torch.ones(1, 3), torch.ones(1), 4)) == 1
+    counted = cut(torch.ones(4), torch.tensor([1, 0, 0, 0]), 2, lambda inputs, targets: targets.sum())
+    assert [part.share for part in counted] == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "targets", "message"),
+    [
+        (torch.ones(4, 2), torch.ones(3), "3 and 4 rows.*dim of 1"),
+        (torch.ones(0, 2), torch.ones(0), "0 samples.*at least 1"),
+        (torch.tensor(1.0), None, "0 samples"),
+    ],
+)
+def test_what_cannot_be_cut_says_why(inputs, targets, message):
+    with pytest.raises(StrategyError, match=message):
+        cut(inputs, targets, 2)
