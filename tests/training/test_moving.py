@@ -16,6 +16,18 @@ WAYS = {
     4: [("data", "1x4x1"), ("model", "2x1x2 gpipe"), ("model", "1x2x2"), ("data", "4x1x1 1f1b"), ("data", "2x2x1")],
 }
 """One after the other, by number of ranks: other degrees, other stages, other numbers of stages."""
+OPTIONS = {
+    2: [
+        ("data", "2x1x1 interleaved"),
+        ("data", "1x2x1 zero=2"),
+        ("model", "1x1x2 sequence"),
+        ("data", "2x1x1 zero_bubble"),
+        ("data", "2x1x1 interleaved zero=1"),
+        ("data", "2x1x1 gpipe recompute"),
+    ],
+    3: [("model", "1x2+1x1 1f1b"), ("data", "1x3x1 zero=3"), ("model", "1x1+1x2 gpipe zero=1"), ("data", "3x1x1")],
+}
+"""The same with other schedules, ZeRO stages and widths."""
 
 
 def in_turns(setup, texts, num_ranks, steps_each):
@@ -39,8 +51,8 @@ def in_turns(setup, texts, num_ranks, steps_each):
     return run_ranks(program, num_ranks)
 
 
-def assert_goes_on(kind, optimizer, num_ranks, steps_each, extra=""):
-    ways = WAYS[num_ranks]
+def assert_goes_on(kind, optimizer, num_ranks, steps_each, extra="", ways=WAYS):
+    ways = ways[num_ranks]
     setup = Setup(kind, optimizer, torch.float64 if optimizer == "adamw" else torch.float32)
     setup = replace(setup, num_steps=steps_each * len(ways))
     texts = [f"{strategy_text(kind, parallel, options)} mb=3{extra}" for parallel, options in ways]
@@ -61,6 +73,13 @@ def test_training_goes_on(kind, optimizer, num_ranks):
 @pytest.mark.parametrize("kind", ["mlp", "cnn"])
 def test_training_goes_on_under_every_strategy(kind, num_ranks, optimizer, extra):
     assert_goes_on(kind, optimizer, num_ranks, 5, extra)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", OPTIONS)
+@pytest.mark.parametrize("kind", ["mlp", "cnn"])
+def test_options_change_too(kind, num_ranks):
+    assert_goes_on(kind, "adamw", num_ranks, 2, ways=OPTIONS)
 
 
 @pytest.mark.slow
