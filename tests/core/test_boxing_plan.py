@@ -97,6 +97,7 @@ def test_a_sum_in_one_step_and_in_two(num_ranks, shape):
     assert plan.wire_bytes == 2 * (num_ranks - 1) * size
     at_once = plan.on(LinkCost(1e-5, 1e9, one_shot_bytes=size))
     assert at_once.wire_bytes == num_ranks * (num_ranks - 1) * size
+    assert at_once.peak_temporary_bytes == num_ranks * size and plan.peak_temporary_bytes <= 2 * size + 4 * num_ranks
     assert "each by itself" in str(at_once) and ("a slice each" in str(plan)) == (num_ranks > 2)
 
 

@@ -84,13 +84,16 @@ def run_casts_on_processes(num_ranks, count):
 
 
 @pytest.mark.procs
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("transport", ["shared", "gloo"])
 @pytest.mark.parametrize(
-    ("num_ranks", "count"), [(4, 60), (6, 40), pytest.param(6, 3000, marks=pytest.mark.slow)], ids=str
+    ("num_ranks", "count"), [(4, 60), (6, 40), pytest.param(6, 600, marks=pytest.mark.slow)], ids=str
 )
 def test_casts_on_processes(num_ranks, count, transport):
     environment = {"WORKBENCH_TRANSPORT": transport}
-    outcomes = run_processes(run_casts_on_processes, num_ranks, num_ranks, count, environment=environment)
+    outcomes = run_processes(
+        run_casts_on_processes, num_ranks, num_ranks, count, environment=environment, timeout_s=300
+    )
     check_casts(casts_on_processes(num_ranks, count), outcomes)
 
 

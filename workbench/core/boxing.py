@@ -115,6 +115,11 @@ class BoxingPlan:
         start, stop = balanced_bounds(num_elements, len(group))[place]
         return (num_elements + (len(group) - 2) * (stop - start)) * self.itemsize
 
+    def _staged_terms(self, group: tuple[int, ...]) -> int:
+        num_elements = math.prod(self.source.local_shape(self.shape, group[0]))
+        read = num_elements if self._is_one_shot(group) else -(-num_elements // len(group))
+        return (num_elements + (len(group) - 1) * read) * self.itemsize if len(group) > 1 else 0
+
     def _is_one_shot(self, group: tuple[int, ...]) -> bool:
         local = math.prod(self.source.local_shape(self.shape, group[0])) * self.itemsize
         return len(group) <= 2 or (self.cost is not None and local <= self.cost.one_shot_bytes)
@@ -168,8 +173,10 @@ class BoxingPlan:
     @cached_property
     def peak_temporary_bytes(self) -> int:
         """Largest staging space of any rank: packed slices to send and received slices not yet in place."""
-        if self.kind == "all-reduce" or self.is_local:
+        if self.is_local:
             return 0
+        if self.kind == "all-reduce":  # the term that the others read, and theirs: whole, or slices of them
+            return max(self._staged_terms(group) for group in self.groups)
         staged = dict.fromkeys({*self.source.placement, *self.destination.placement}, 0)
         for rank in self.source.placement:
             staged[rank] += self._sent_elements[rank] * self.itemsize
