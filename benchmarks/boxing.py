@@ -270,7 +270,7 @@ def work(rounds: int, sizes: Sequence[int]) -> None:
 def main() -> int:
     """Launch on 2 and on 4 processes, or work if this process has been launched."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="logical bytes")
     args = parser.parse_args()
     if is_launched():

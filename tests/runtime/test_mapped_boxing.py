@@ -4,6 +4,7 @@ import copy
 import gc
 import io
 import itertools
+import os
 import random
 import threading
 import time
@@ -20,7 +21,7 @@ from workbench.core.placement import Placement
 from workbench.errors import CollectiveAborted
 from workbench.runtime import exchange
 from workbench.runtime.tensor import label, local_torch, spec_of
-from workbench.runtime.transport import segment, steady
+from workbench.runtime.transport import mapped, segment, steady
 from workbench.runtime.transport.link import Loan
 from workbench.runtime.world import Simulated, World, current
 
@@ -231,6 +232,35 @@ def test_memory_does_not_grow_and_is_given_out_again():
 
     for sizes in assert_all_returned(run_in_worlds(program)):
         assert sizes[5] == sizes[-1] <= 40 * 2**20
+
+
+def test_memory_of_a_large_tensor_goes_back_to_the_system(monkeypatch):
+    def program(transport, rank):
+        def num_bytes():
+            return sum(os.fstat(chunk.file).st_blocks * 512 for chunk in transport._segment.chunks)
+
+        def use(number):
+            for _ in range(number):
+                transport.empty((20000,), torch.float32)
+
+        use(1)
+        small, large = num_bytes(), transport.empty((30_000_000,), torch.float32).fill_(1)
+        use(3 * segment._IDLE_ALLOCATIONS)
+        held = num_bytes()
+        del large
+        use(3 * segment._IDLE_ALLOCATIONS)
+        after = num_bytes()
+        again = transport.empty((30_000_000,), torch.float32).fill_(2)
+        total, chunks = float(again.sum()), len(transport._segment.chunks)
+        del again
+        use(3 * segment._IDLE_ALLOCATIONS)
+        monkeypatch.setattr(mapped, "available_bytes", lambda: 2**20)
+        ordinary = transport.empty((30_000_000,), torch.float32)
+        where = transport._segment.locate(ordinary, ordinary.nbytes)
+        return small == after, held - small, total, chunks, where
+
+    for result in assert_all_returned(run_shared(program)):
+        assert result == (True, 120 * 10**6 // 2**20 * 2**20 + 2**20, 6e7, 2, None)
 
 
 def test_fixed_buffers_make_room_for_new_programs():

@@ -30,10 +30,11 @@ class Mapping:
         size: bytes.
         address: where it starts in this process.
         data: its bytes, writable.
+        is_released: whether its pages were given back to the system; see ``reserve_again``.
     """
 
     def __init__(self, file: int, size: int) -> None:
-        self.file, self.size = file, size
+        self.file, self.size, self.is_released = file, size, False
         self._map = mmap.mmap(file, size)
         self.data = memoryview(self._map)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
@@ -47,14 +48,14 @@ class Mapping:
         Raises:
             WorldError: there is not that much memory; the message begins with ``what``.
         """
-        room = int(available_bytes() * _SHARE_OF_AVAILABLE)
-        if size > room:
-            raise _too_little(what, size, f"{format_bytes(room)} can be had")
         file = os.memfd_create("workbench", os.MFD_CLOEXEC)
         try:
             os.fchmod(file, 0o600)
-            os.posix_fallocate(file, 0, size)
+            _reserve(file, size, what)
             return cls(file, size)
+        except WorldError:
+            os.close(file)
+            raise
         except OSError as error:
             os.close(file)
             raise _too_little(what, size, f"the system says: {error.strerror}") from error
@@ -67,6 +68,20 @@ class Mapping:
             return cls(own, size)
         finally:
             os.close(own)
+
+    def release(self) -> None:
+        """Give the pages back to the system, for all processes that map them; what they hold is lost."""
+        self._map.madvise(mmap.MADV_REMOVE)
+        self.is_released = True
+
+    def reserve_again(self, what: str) -> None:
+        """Have pages again after ``release``, filled with zeros.
+
+        Raises:
+            WorldError: as in ``create``.
+        """
+        _reserve(self.file, self.size, what)
+        self.is_released = False
 
     def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A contiguous tensor over the memory from ``offset`` bytes on, a multiple of the element size."""
@@ -86,6 +101,16 @@ class Mapping:
         if self.file >= 0:
             os.close(self.file)
             self.file = -1
+
+
+def _reserve(file: int, size: int, what: str) -> None:
+    room = int(available_bytes() * _SHARE_OF_AVAILABLE)
+    if size > room:
+        raise _too_little(what, size, f"{format_bytes(room)} can be had")
+    try:
+        os.posix_fallocate(file, 0, size)
+    except OSError as error:
+        raise _too_little(what, size, f"the system says: {error.strerror}") from error
 
 
 @lru_cache(maxsize=4096)

@@ -24,6 +24,8 @@ LENT_FROM_BYTES = 64 * 2**10 + 1
 _LARGEST_STEP_BYTES = 256 * 2**20
 _CHUNKS_FOR_MESSAGES = 12
 _SHARE_FOR_TENSORS = 0.25
+_IDLE_ALLOCATIONS = 256
+"""A chunk in which nothing lies gives its pages back if it was not needed for so many allocations."""
 
 
 class _Lease(weakref.ref[memoryview]):
@@ -49,6 +51,8 @@ class Segment:
         self._leases: dict[int, _Lease] = {}
         self._returned: deque[Block] = deque()  # storages may die in any thread
         self._grows_for_tensors = True
+        self._num_allocations = 0
+        self._last_use = [0]
         self._take_back = _taker(self._leases, self._returned)
 
     @property
@@ -109,11 +113,32 @@ class Segment:
             link.collect()
         while self._returned:
             self._returned.popleft().leave()
+        self._num_allocations += 1
+        if self._num_allocations % _IDLE_ALLOCATIONS == 0:
+            self._release_idle_chunks()
         for chunk, arena in enumerate(self.arenas):
             offset = arena.allocate(num_bytes)
             if offset is not None:
+                self._last_use[chunk] = self._num_allocations
+                if self.chunks[chunk].is_released and not self._has_again(chunk):
+                    arena.free(offset, num_bytes)
+                    continue
                 return Block(arena, chunk, offset, num_bytes)
         return None
+
+    def _release_idle_chunks(self) -> None:
+        """One large tensor must not hold memory for ever."""
+        for number, (chunk, arena) in enumerate(zip(self.chunks, self.arenas, strict=True)):
+            is_idle = self._num_allocations - self._last_use[number] >= _IDLE_ALLOCATIONS
+            if number and is_idle and arena.is_empty and not chunk.is_released:
+                chunk.release()
+
+    def _has_again(self, number: int) -> bool:
+        try:
+            self.chunks[number].reserve_again(f"rank {self.rank}: data for other ranks")
+        except WorldError:
+            return False
+        return True
 
     def _room_for_tensor(self, num_bytes: int) -> Block | None:
         block = self._find_room(num_bytes)
@@ -144,6 +169,7 @@ class Segment:
         self._board.add_chunk(mapping)
         self.chunks.append(mapping)
         self.arenas.append(Arena(size))
+        self._last_use.append(self._num_allocations)
         offset = self.arenas[-1].allocate(num_bytes)
         assert offset is not None
         return Block(self.arenas[-1], len(self.chunks) - 1, offset, num_bytes)
