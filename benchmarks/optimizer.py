@@ -1,0 +1,155 @@
+"""An optimizer's step on many small parameters, and what ZeRO leaves on each rank, against torch.
+
+    python -m benchmarks.optimizer
+
+One process first: AdamW (foreach) on 300 parameters of 16 x 16, plain and global. Then two: a GPT under
+DistributedDataParallel, ``data`` and ZeRO 1 to 3, time per step side by side and bytes per rank against the formula:
+per number on n ranks, 8 bytes of AdamW's state become 8 / n (ZeRO 1), 4 of gradients 4 / n (2), 4 of values 4 / n (3).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import workbench as wb
+from benchmarks.gpt import GPT, next_word_loss
+from benchmarks.harness import (
+    Target,
+    interleave,
+    is_launched,
+    keep,
+    launch,
+    medians,
+    publish,
+    table,
+    together,
+    verdicts,
+)
+from workbench.runtime.memory import storage_bytes
+from workbench.runtime.optim import install_hooks
+from workbench.units import format_bytes
+
+NUM_PARAMETERS, SIZE = 300, 16
+NUM_PROCESSES, BATCH_SIZE, LENGTH = 2, 8, 64
+STEP = Target(1.2)
+BYTES = Target(1.05)
+_LARGEST_WEIGHT_DIFFERENCE = 1e-4
+
+
+def small_steps(rounds: int, calls: int) -> None:
+    """The step on small parameters, in this process alone."""
+    torch.set_num_threads(1)
+    wb.init()
+    install_hooks()
+    here = wb.placement.all("cpu")
+    values = [torch.randn(SIZE, SIZE) for _ in range(NUM_PARAMETERS)]
+    plain = [nn.Parameter(value.clone()) for value in values]
+    shared = [nn.Parameter(wb.tensor(value, placement=here, sbp="B")) for value in values]
+    steps: dict[str, Callable[[], object]] = {}
+    for name, parameters in (("plain tensors", plain), ("global tensors", shared)):
+        torch.stack([p.sin().sum() for p in parameters]).sum().backward()
+        steps[name] = torch.optim.AdamW(parameters, foreach=True).step
+    time_s = medians(interleave(steps, rounds, calls))
+    first, second = time_s.values()
+    rows = [[name, f"{time * 1e3:.2f}", f"{time / NUM_PARAMETERS * 1e6:.1f}"] for name, time in time_s.items()]
+    body = f"AdamW, foreach, {NUM_PARAMETERS} parameters of {SIZE} x {SIZE}, one process, medians of {rounds} rounds."
+    text = f"{body}\n\n{table(['', 'step, ms', 'per parameter, us'], rows)}"
+    publish("optimizer", "An optimizer's step on global parameters", text, second / first, STEP)
+
+
+class Training:
+    """A GPT, AdamW and a fixed batch; call it for one step."""
+
+    def __init__(self, wrap: Callable[[nn.Module], nn.Module], part: slice, width: int, num_blocks: int) -> None:
+        torch.manual_seed(0)
+        self.model = wrap(GPT(width, num_blocks, 512, LENGTH))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        words = torch.randint(512, (BATCH_SIZE, LENGTH + 1), generator=torch.Generator().manual_seed(1))[part]
+        self.inputs, self.targets = words[:, :-1], words[:, 1:]
+
+    def __call__(self) -> None:
+        self.optimizer.zero_grad()
+        next_word_loss(self.model(self.inputs), self.targets).backward()
+        self.optimizer.step()
+
+    def bytes_held(self) -> tuple[int, int, int]:
+        """Of the optimizer's state, gradients and parameters, on this rank."""
+        state = [v for values in self.optimizer.state.values() for v in values.values() if isinstance(v, torch.Tensor)]
+        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+        return storage_bytes(state), storage_bytes(grads), storage_bytes(self.model.parameters())
+
+
+def work(rounds: int, calls: int, width: int, num_blocks: int) -> None:
+    """What each of the two processes runs; the first one prints."""
+    wb.init()
+    half = BATCH_SIZE // NUM_PROCESSES
+    mine = slice(wb.rank() * half, (wb.rank() + 1) * half)
+    trainings = {"DistributedDataParallel": Training(DistributedDataParallel, mine, width, num_blocks)}
+    for name, text in [("data", "*: data"), *((f"zero={n}", f"*: data | zero={n}") for n in (1, 2, 3))]:
+        trainings[name] = Training(
+            lambda model, text=text: wb.parallelize(model, text),  # type: ignore[misc]
+            slice(None),
+            width,
+            num_blocks,
+        )
+    time_s = medians(interleave(trainings, rounds, calls, around=together))
+    theirs = list(trainings["DistributedDataParallel"].model.parameters())
+    held = {name: training.bytes_held() for name, training in trainings.items()}
+    for name, training in list(trainings.items())[1:]:
+        pairs = zip(training.model.parameters(), theirs, strict=True)
+        difference = max(float((p.full_tensor().detach() - q.detach()).abs().max()) for p, q in pairs)  # type: ignore[attr-defined]
+        if not difference <= _LARGEST_WEIGHT_DIFFERENCE:
+            raise AssertionError(
+                f"{name} did not train like DistributedDataParallel: weights differ by {difference:.1e}"
+            )
+    if wb.rank() == 0:
+        _report(time_s, held, sum(p.numel() for p in theirs), rounds, calls)
+    torch.distributed.barrier()
+
+
+def _report(
+    time_s: dict[str, float], held: dict[str, tuple[int, int, int]], num_numbers: int, rounds: int, calls: int
+) -> None:
+    first = time_s["DistributedDataParallel"]
+    rows = [
+        [name, f"{time * 1e3:.1f}", f"{first / time:.2f}", *map(format_bytes, held[name])]
+        for name, time in time_s.items()
+    ]
+    ratios = []
+    for stage in (1, 2, 3):
+        formula = [8 * num_numbers / NUM_PROCESSES]
+        formula += [4 * num_numbers / NUM_PROCESSES] * (stage - 1)
+        names = ("optimizer", "gradients", "parameters")
+        for what, measured, expected in zip(names, held[f"zero={stage}"], formula, strict=False):
+            ratios.append((f"zero={stage}, bytes of {what} / formula", measured / expected, BYTES))
+    header = ["", "step, ms", "speed / DDP", "optimizer", "gradients", "parameters"]
+    body = (
+        f"GPT of {num_numbers / 1e6:.1f} M parameters, batch {BATCH_SIZE} x {LENGTH}, AdamW, "
+        f"{NUM_PROCESSES} processes, medians of {rounds} rounds of {calls} steps.\n\n{table(header, rows)}\n\n{verdicts(ratios)}"
+    )
+    keep("zero", "ZeRO against DistributedDataParallel", body)
+
+
+def main() -> int:
+    """Measure alone, then launch; or work if this process has been launched."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--calls", type=int, default=2, help="steps per round")
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--blocks", type=int, default=8)
+    args = parser.parse_args()
+    if is_launched():
+        work(args.rounds, args.calls, args.width, args.blocks)
+        return 0
+    small_steps(args.rounds * 5, args.calls)
+    return launch("benchmarks.optimizer", NUM_PROCESSES, sys.argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
