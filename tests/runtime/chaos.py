@@ -151,10 +151,9 @@ def run(home: Any, rank: int, num_ranks: int, round_: Round) -> tuple[str, str, 
                 if not go_wrong(round_.fault, call, num_ranks):
                     continue
             perform(call)
-        here = world.current()
-        here.transport.all_gather(torch.zeros(1), f"end of round {round_.seed}")
         for timer in (thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)):
-            timer.join()
+            timer.join()  # the fault strikes before the last exchange, so that everybody meets it
+        world.current().transport.all_gather(torch.zeros(1), f"end of round {round_.seed}")
     except CollectiveAborted as error:
         return "aborted", str(error), time.monotonic()
     except (OwnError, KeyboardInterrupt) as error:

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from tests.runtime.chaos import DIVERGED, HARMLESS, Chaos, Round
+from tests.runtime.chaos import HARMLESS, Chaos, Round
 
 pytestmark = pytest.mark.procs
 WORLDS = {
@@ -41,9 +41,8 @@ def check(round_, told, chaos):
         elif how == "aborted" and rank != round_.victim:
             assert right_reason(round_, chaos, text), context
             assert " in " in text or " called " in text or "has ended" in text, context  # which call
-    if round_.fault in DIVERGED or harmless:
-        return any(how != "right" for how, _, _ in told.values())
-    return True
+    # A call that one rank has left out or added may hurt nobody yet, but the ranks count their calls.
+    return not harmless
 
 
 def play(tmp_path, transport, seeds):
