@@ -56,8 +56,8 @@ def losses(strategy, num_ranks, folder, loads):
     ("saved_by", "num_ranks", "loaded_by"),
     [
         (INTERLEAVED, 2, [("*: data", 3), (HYBRID, 4)]),
-        (WIDTHS, 3, [(INTERLEAVED, 2), ("*: data | 1x2x1 zero=2", 2)]),
-        ("*: data", 1, [(WIDTHS, 3)]),
+        pytest.param(WIDTHS, 3, [(INTERLEAVED, 2), ("*: data | 1x2x1 zero=2", 2)], marks=pytest.mark.slow),
+        pytest.param("*: data", 1, [(WIDTHS, 3)], marks=pytest.mark.slow),
     ],
     ids=["interleaved", "widths", "data"],
 )
