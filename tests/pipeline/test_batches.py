@@ -28,9 +28,17 @@ def own_loss(output, targets):
     return output.loss
 
 
-@pytest.mark.parametrize("schedule", STAGES)
 @pytest.mark.parametrize(
-    "name", ["gpt2", *(pytest.param(n, marks=pytest.mark.slow) for n in ("llama", "bert", "vit", "t5"))]
+    ("name", "schedule"),
+    [
+        ("gpt2", "interleaved"),
+        ("gpt2", "1f1b"),
+        *(
+            pytest.param(name, schedule, marks=pytest.mark.slow)
+            for name in ("llama", "bert", "vit", "t5")
+            for schedule in STAGES
+        ),
+    ],
 )
 def test_transformers_are_called_with_keywords_and_have_their_own_loss(name, schedule):
     models, one = [make_transformer(name) for _ in range(2)], make_transformer(name)

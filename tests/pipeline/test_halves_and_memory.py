@@ -46,7 +46,7 @@ def test_gradients_in_two_halves_are_those_of_one_backward_bit_for_bit():
     assert all(torch.equal(a, b) for a, b in zip(halves, whole, strict=True))
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("kind", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
 def test_the_first_half_leaves_every_parameter_of_a_transformer_to_the_second(kind, monkeypatch):
     """Parameters whose gradients the second half does not add have none: nothing was computed early."""
     monkeypatch.setattr(WeightGradients, "accumulate", lambda self: None)

@@ -84,8 +84,16 @@ def linear_truth(batches, num_micro_batches):
     return plain_steps(make("mlp"), F.cross_entropy, [list(runs(*batch)) for batch in batches])
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])
-@pytest.mark.parametrize("num_micro_batches", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("schedule", "num_micro_batches"),
+    [
+        ("1f1b", 2),
+        ("gpipe", 4),
+        ("zero_bubble", 4),
+        *(pytest.param(name, n, marks=pytest.mark.slow) for name, n in (("1f1b", 1), ("1f1b", 4), ("gpipe", 2))),
+        *(pytest.param("zero_bubble", n, marks=pytest.mark.slow) for n in (1, 2)),
+    ],
+)
 def test_losses_and_gradients_are_those_of_one_device(schedule, num_micro_batches):
     """Fewer micro-batches than stages, a last one that is smaller, shapes that differ from step to step."""
     batches, models = linear_batches(7, 3, 8), [make("mlp") for _ in range(3)]
@@ -126,8 +134,7 @@ def num_words(inputs, targets):
     return (targets != 3).sum()
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])
-@pytest.mark.parametrize("as_tuple", [False, True])
+@pytest.mark.parametrize(("schedule", "as_tuple"), [("gpipe", True), ("1f1b", False), ("zero_bubble", True)])
 def test_named_inputs_a_tied_head_and_ignored_targets(schedule, as_tuple):
     """A mean over words is weighted by the words that count, and a micro-batch that has none changes nothing."""
     torch.manual_seed(0)
@@ -285,7 +292,7 @@ def test_a_stage_that_raises_ends_all_ranks_and_its_error_comes_first():
     assert "simulated rank 1" in caught.value.__notes__[0]
 
 
-@pytest.mark.parametrize("num_micro_batches", [1, 3, 4])
+@pytest.mark.parametrize("num_micro_batches", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4))])
 def test_several_stages_on_a_rank(num_micro_batches):
     batches, models = linear_batches(7, 3, 8), [make("mlp") for _ in range(2)]
     truth = linear_truth(batches, num_micro_batches)
@@ -313,7 +320,12 @@ def test_options_that_no_schedule_runs_together_are_refused(options, message):
 
 
 @pytest.mark.parametrize(
-    "options", ["interleaved zero=1", "interleaved zero=2", "interleaved recompute", "zero_bubble zero=2"]
+    "options",
+    [
+        "interleaved recompute",
+        "zero_bubble zero=2",
+        *(pytest.param(f"interleaved zero={n}", marks=pytest.mark.slow) for n in (1, 2)),
+    ],
 )
 def test_schedules_and_options_of_memory_give_the_numbers_of_one_device(options):
     """The optimizer's step follows, as ZeRO is about that."""

@@ -27,8 +27,9 @@ def assert_trains_as_one_device(setup, strategy, num_ranks, num_micro_batches=3)
         assert_runs_agree(found, truth, setup)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("kind", ["cnn", "gpt2"])
+@pytest.mark.parametrize(
+    ("kind", "schedule"), [("cnn", "1f1b"), ("cnn", "interleaved"), ("gpt2", "interleaved"), ("gpt2", "zero_bubble")]
+)
 def test_a_few_steps_are_those_of_one_device(kind, schedule):
     setup = Setup(kind, num_steps=2)
     assert_trains_as_one_device(setup, strategy_of(setup, schedule), 2)
