@@ -84,15 +84,21 @@ def run_casts_on_processes(num_ranks, count):
 
 
 @pytest.mark.procs
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("transport", ["shared", "gloo"])
 @pytest.mark.parametrize(
-    ("num_ranks", "count"), [(4, 60), (6, 40), pytest.param(6, 600, marks=pytest.mark.slow)], ids=str
+    ("num_ranks", "count"),
+    [(4, 60), (6, 40), pytest.param(6, 600, marks=[pytest.mark.slow, pytest.mark.timeout(600)])],
+    ids=str,
 )
 def test_casts_on_processes(num_ranks, count, transport):
     environment = {"WORKBENCH_TRANSPORT": transport}
     outcomes = run_processes(
-        run_casts_on_processes, num_ranks, num_ranks, count, environment=environment, timeout_s=300
+        run_casts_on_processes,
+        num_ranks,
+        num_ranks,
+        count,
+        environment=environment,
+        timeout_s=100 if count < 100 else 500,
     )
     check_casts(casts_on_processes(num_ranks, count), outcomes)
 
