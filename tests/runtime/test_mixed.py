@@ -70,6 +70,7 @@ def train():
     return max(max(training_equals_one_device("mlp", strategy, 3)) for strategy in ("data", "pipeline"))
 
 
+@pytest.mark.slow
 def test_training_on_two_hosts_equals_one_device():
     assert max(run_processes(train, 3, environment=hosts("a", "b", "a"))) < 1e-5
 
