@@ -5,12 +5,14 @@
 Each boxing is an explicit ``x.to_global(sbp=...)`` without autograd, its DTensor counterpart ``d.redistribute``; the
 results of both are compared before they are timed. *In the segment* means that the source's shard lies in the
 transport's memory, as the library's own results do; *outside* that it is an ordinary tensor. The plain copy is a warm
-``copy_`` of as many bytes as the rank's new shard has. All candidates take turns in one run, on the same processes.
+``copy_`` of as many bytes as the rank's new shard has, by one rank; where ranks share cores they have to take turns,
+so the limit is that of the ranks of one core. All candidates take turns in one run, on the same processes.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -240,6 +242,7 @@ def report(
 
 def _ratios(times: dict[Case, dict[str, float]]) -> list[tuple[str, float, Target]]:
     found = []
+    ranks_per_core = max(1.0, dist.get_world_size() / len(os.sched_getaffinity(0)))
     for size, target in SPEED.items():
         for where in ("in segment", "outside"):
             cases = [t for case, t in times.items() if case.size == size and case.pair != APART]
@@ -249,8 +252,9 @@ def _ratios(times: dict[Case, dict[str, float]]) -> list[tuple[str, float, Targe
                 found.append((f"DTensor / {where}, {format_bytes(size)}", mean, aim))
     for case, t in times.items():
         if case.size == LIMIT_SIZE and case.pair in LIMIT_PAIRS:
-            found += [(f"{where} / copy, {format_bytes(case.size)} {case}", t[where] / t["copy"], limit)
-                      for where, limit in LIMITS.items()]  # fmt: skip
+            copies_s = ranks_per_core * t["copy"]
+            what = f"copy, {format_bytes(case.size)} {case}" + f" ({ranks_per_core:g} ranks per core)"
+            found += [(f"{where} / {what}", t[where] / copies_s, limit) for where, limit in LIMITS.items()]
     return found
 
 
