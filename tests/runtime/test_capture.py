@@ -388,3 +388,13 @@ def test_an_input_that_needs_a_gradient_is_refused():
 
     with pytest.raises(CaptureError, match="requires a gradient"):
         run_ranks(program, 1)
+
+
+def test_wrong_labels_are_found_before_anything_is_recorded():
+    def program():
+        p = wb.placement("cpu", ranks=[0, 1])
+        loss = wb.capture(lambda x, y: F.cross_entropy(x, y))
+        loss(wb.zeros(2, 4, placement=p, sbp="S(1)"), torch.tensor([1, 4]))
+
+    with pytest.raises(IndexError, match="Target 4 is out of bounds"):
+        run_ranks(program)

@@ -13,6 +13,9 @@ from workbench.runtime.tensor import GlobalTensor, Spec, keep_grad_shard, local_
 class Leaves(TorchDispatchMode):
     """Collects the leaves of autograd that a run works on."""
 
+    lets_read = True
+    """Values may be looked at meanwhile (see ``ops.local.can_read``)."""
+
     def __init__(self) -> None:
         super().__init__()
         self.found: dict[int, torch.Tensor] = {}

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from workbench.core.layout import Layout, Shape
 from workbench.core.sbp import Partial, broadcast
@@ -62,4 +63,8 @@ def can_read(tensor: torch.Tensor) -> bool:
     """Whether its values can be looked at to check them: not where that would wait for a device, nor where they are
     fake or being recorded.
     """
-    return tensor.device.type == "cpu" and not torch._C._len_torch_dispatch_stack()
+    if tensor.device.type != "cpu":
+        return False
+    if not torch._C._len_torch_dispatch_stack():
+        return True
+    return all(getattr(mode, "lets_read", False) for mode in _get_current_dispatch_mode_stack())
