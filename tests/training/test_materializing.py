@@ -67,7 +67,7 @@ def test_no_rank_allocates_more_than_its_shards():
     assert first["3.weight"] == 0 and second["3.weight"] == 7 * 8 * 4
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("name", [pytest.param("gpt2", marks=pytest.mark.slow), "llama"])
 def test_transformers_on_meta_are_initialised_as_they_say(name):
     model = make(name, "sdpa")
     copies = [on_meta(model) for _ in range(3)]
@@ -87,8 +87,15 @@ def test_transformers_on_meta_are_initialised_as_they_say(name):
     assert table.std() == pytest.approx(0.02, rel=0.1)
 
 
-@pytest.mark.parametrize("by_index", [False, True])
-@pytest.mark.parametrize(("strategy", "num_ranks"), [("*: data", 2), ("*: model", 3), ("*: model | 1x2x2 zero=3", 4)])
+@pytest.mark.parametrize(
+    ("strategy", "num_ranks", "by_index"),
+    [
+        ("*: model", 3, True),
+        pytest.param("*: data", 2, False, marks=pytest.mark.slow),
+        pytest.param("*: model", 2, False, marks=pytest.mark.slow),
+        pytest.param("*: model | 1x2x2 zero=3", 4, True, marks=pytest.mark.slow),
+    ],
+)
 def test_files_are_loaded_shard_by_shard(tmp_path, strategy, num_ranks, by_index):
     model = make("gpt2", "sdpa")
     write(model, tmp_path, by_index)

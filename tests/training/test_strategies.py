@@ -62,14 +62,12 @@ def assert_trains_like_one_device(setup, parallel, options, num_ranks):
     [
         ("mlp", "model", "2x2x2 mb=3 1f1b", 8),
         ("cnn", "model", "2x1x2 mb=3 gpipe", 4),
-        ("cnn", "data", "1x3x1 mb=2", 3),
         ("gpt2", "model", "1x2x2 mb=2", 4),
         ("llama", "data", "3x1x1 mb=2 1f1b", 3),
-        ("llama", "model", "1x1x3", 3),
     ],
 )
 def test_a_few_steps(kind, parallel, options, num_ranks):
-    assert_trains_like_one_device(Setup(kind, num_steps=3), parallel, options, num_ranks)
+    assert_trains_like_one_device(Setup(kind, num_steps=2), parallel, options, num_ranks)
 
 
 @pytest.mark.slow
@@ -88,7 +86,7 @@ def test_twenty_steps_in_64_bits(in_64_bits, kind, parallel, options, num_ranks)
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_rank_trains_like_plain_torch(kind):
-    setup = Setup(kind, rate=0.0, num_steps=3)
+    setup = Setup(kind, rate=0.0, num_steps=2)
     assert_runs_agree(on_one_device(setup, 3), plainly(setup, 3), setup)
 
 
