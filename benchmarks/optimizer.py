@@ -131,7 +131,8 @@ def _report(
     header = ["", "step, ms", "speed / DDP", "optimizer", "gradients", "parameters"]
     body = (
         f"GPT of {num_numbers / 1e6:.1f} M parameters, batch {BATCH_SIZE} x {LENGTH}, AdamW, "
-        f"{NUM_PROCESSES} processes, medians of {rounds} rounds of {calls} steps.\n\n{table(header, rows)}\n\n{verdicts(ratios)}"
+        f"{NUM_PROCESSES} processes, medians of {rounds} rounds of {calls} steps.\n\n"
+        f"{table(header, rows)}\n\n{verdicts(ratios)}"
     )
     keep("zero", "ZeRO against DistributedDataParallel", body)
 

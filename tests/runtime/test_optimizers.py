@@ -11,7 +11,11 @@ from tests.runtime.models import batch_for, make
 from workbench.runtime.optim import is_elementwise, state_layout
 from workbench.testing import run_ranks
 
-STRATEGIES = ["*: data", "*: model", "*: data | zero=1", "*: data | zero=2", "*: data | zero=3"]
+STRATEGIES = [
+    "*: model",
+    "*: data | zero=1",
+    *(pytest.param(s, marks=pytest.mark.slow) for s in ("*: data", "*: data | zero=2", "*: data | zero=3")),
+]
 
 
 def step(model, optimizer):

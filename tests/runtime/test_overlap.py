@@ -72,8 +72,13 @@ def plain_steps(model, optimizer, batch, events, parts=1, steps=4, clip=None):
 STRATEGIES = [("*: data", 2), ("*: data", 3), ("*: data | 1x2x2", 4), ("*: model | 1x2x2", 4)]
 
 
-@pytest.mark.parametrize("kind", ["mlp", "cnn", "attention"])
-@pytest.mark.parametrize(("strategy", "num_ranks"), STRATEGIES)
+CASES = [(kind, *strategy) for kind in ("mlp", "cnn", "attention") for strategy in STRATEGIES]
+
+
+@pytest.mark.parametrize(
+    ("kind", "strategy", "num_ranks"),
+    [("mlp", "*: data", 3), *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES)],
+)
 def test_the_same_bits_as_without(kind, strategy, num_ranks):
     def body(*args):
         plain_steps(*args, parts=2, clip=0.5)
@@ -128,8 +133,18 @@ def dropped(model):
         p.grad = None
 
 
-@pytest.mark.parametrize("change", [changed_in_place, changed_through_data, assigned, foreach, dropped])
-@pytest.mark.parametrize("options", ["", " | zero=1", " | zero=2", " | zero=3"])
+CHANGES = [changed_in_place, changed_through_data, assigned, foreach, dropped]
+OPTIONS = ["", " | zero=1", " | zero=2", " | zero=3"]
+
+
+@pytest.mark.parametrize(
+    ("change", "options"),
+    [
+        *((change, "") for change in CHANGES[:3]),
+        (assigned, " | zero=2"),
+        *(pytest.param(c, o, marks=pytest.mark.slow) for c in CHANGES for o in OPTIONS),
+    ],
+)
 def test_a_gradient_that_was_changed_after_backward_is_the_one_that_counts(change, options):
     def body(model, optimizer, batch, events):
         inputs, targets = batch
@@ -159,7 +174,7 @@ class Branches(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("options", ["", " | zero=1", " | zero=2", " | zero=3"])
+@pytest.mark.parametrize("options", ["", *(pytest.param(o, marks=pytest.mark.slow) for o in OPTIONS[1:])])
 def test_parameters_that_a_backward_does_not_reach(options):
     used = [(0, 1, 2, 3), (0, 1, 2, 3), (3, 0), (1,), (2, 1, 0), (0, 1, 2, 3)]
     torch.manual_seed(0)

@@ -21,8 +21,13 @@ STRATEGIES = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["mlp", "cnn", "encoder", "attention", "dropping"])
-@pytest.mark.parametrize(("strategy", "num_ranks"), STRATEGIES)
+CASES = [(kind, *s) for kind in ("mlp", "cnn", "encoder", "attention", "dropping") for s in STRATEGIES]
+
+
+@pytest.mark.parametrize(
+    ("kind", "strategy", "num_ranks"),
+    [("dropping", *STRATEGIES[1]), *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES)],
+)
 def test_training_equals_one_device(kind, strategy, num_ranks):
     text = f"{strategy} recompute"
     for losses, weights in run_ranks(lambda: training_equals_one_device(kind, text, num_ranks), num_ranks):
@@ -79,7 +84,9 @@ PIPELINE = "tok: data; blocks.[2-3]: data@1; head: data@1 | 2x1x1 mb=2 1f1b"
 SPLIT = "blocks.*.a: model:column; blocks.*.b: model:row; tok: data; head: data | 1x1x2"
 
 
-@pytest.mark.parametrize("strategy", ["*: data", "*: data | zero=3", SPLIT, PIPELINE])
+@pytest.mark.parametrize(
+    "strategy", ["*: data | zero=3", PIPELINE, *(pytest.param(s, marks=pytest.mark.slow) for s in ("*: data", SPLIT))]
+)
 def test_a_tower_with_dropout_saves_less_and_gives_the_same_gradients(strategy):
     ids = torch.arange(60).reshape(6, 10) % 10
     targets = torch.arange(6)

@@ -54,6 +54,7 @@ def test_a_compiled_module_is_not_parallelized(wrap):
     run_ranks(program, 1)
 
 
+@pytest.mark.slow
 def test_plain_modules_are_wrapped_as_before():
     torch.compiler.reset()
     module = net()

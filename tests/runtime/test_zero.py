@@ -1,5 +1,7 @@
 """ZeRO 1 to 3: the numbers of one device, a share of the bytes, and whatever an optimizer does to parameters."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,26 +17,34 @@ from workbench.runtime.optim import state_layout
 from workbench.runtime.world import current
 from workbench.testing import run_ranks
 
+
+def slow(*values):
+    """Cases that only the long run has."""
+    return [pytest.param(*value, marks=pytest.mark.slow) for value in values]
+
+
 STAGES = [1, 2, 3]
 HYBRIDS = ["*: data | 1x2x2", "*: model | 1x2x2", "0: data; 2: model; 4: model@1; 6: data@1 | 2x2x1 mb=3 1f1b"]
 
 
-@pytest.mark.parametrize("kind", ["mlp", "cnn", "attention"])
-@pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize("stage", STAGES)
+CASES = list(itertools.product(["mlp", "cnn", "attention"], [2, 3], STAGES))
+QUICK = [("mlp", 3, 1), ("mlp", 2, 2), ("mlp", 3, 3)]
+
+
+@pytest.mark.parametrize(("kind", "num_ranks", "stage"), [*QUICK, *slow(*(c for c in CASES if c not in QUICK))])
 def test_training_equals_one_device(kind, num_ranks, stage):
     strategy = f"*: data | 1x{num_ranks}x1 zero={stage}"
     for losses, weights in run_ranks(lambda: training_equals_one_device(kind, strategy, num_ranks), num_ranks):
         assert losses < 1e-5 and weights < 1e-5
 
 
-@pytest.mark.parametrize("strategy", HYBRIDS)
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("strategy", "stage"), [(HYBRIDS[1], 2), *slow(*itertools.product(HYBRIDS, STAGES))])
 def test_hybrids_equal_one_device(strategy, stage):
     for losses, weights in run_ranks(lambda: training_equals_one_device("mlp", f"{strategy} zero={stage}", 4), 4):
         assert losses < 1e-5 and weights < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
 def test_dropout_and_a_tied_weight_over_stages(stage):
     tied = f"tok: data; norm: data@0; q: data@1; head: data@1 | 2x2x1 mb=2 gpipe zero={stage}"
@@ -89,8 +99,10 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("stage", [0, *STAGES])
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    [("adamw", 1), ("adam fused", 2), ("adagrad", 1), *slow(*itertools.product(OPTIMIZERS, [0, *STAGES]))],
+)
 def test_optimizers(name, stage):
     model = InDoubles()
     truth = steps(model, OPTIMIZERS[name](model.parameters()), parts=2, clip=0.5)
@@ -100,8 +112,7 @@ def test_optimizers(name, stage):
     assert_close(found[2], truth)
 
 
-@pytest.mark.parametrize("foreach", [False, True])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("stage", "foreach"), [(2, True), *slow(*itertools.product(STAGES, [False, True]))])
 def test_gradients_that_are_set_to_zero_or_left_there(stage, foreach):
     def program(model):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, foreach=foreach)
@@ -128,8 +139,13 @@ class Wide(nn.Module):
         return self.head(self.b(self.norm(torch.relu(self.a(self.tok(ids))))))
 
 
-@pytest.mark.parametrize(("options", "num_ranks", "copies"), [("1x2x1", 2, 2), ("1x3x1", 3, 3), ("1x2x2", 4, 2)])
-@pytest.mark.parametrize("stage", STAGES)
+GRIDS = [("1x2x1", 2, 2), ("1x3x1", 3, 3), ("1x2x2", 4, 2)]
+
+
+@pytest.mark.parametrize(
+    ("options", "num_ranks", "copies", "stage"),
+    [(*GRIDS[1], 2), *slow(*((*grid, stage) for grid in GRIDS for stage in STAGES))],
+)
 def test_bytes_per_rank_follow_the_formula(options, num_ranks, copies, stage):
     """Adam has two numbers of 4 bytes per parameter; ZeRO leaves every rank its share of these, and more."""
     torch.manual_seed(0)
@@ -228,9 +244,13 @@ class Lamb(torch.optim.Optimizer):
 OTHERS = {"lamb": Lamb, "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.05)}
 
 
-@pytest.mark.parametrize("strategy", ["*: data | 1x2x1", "*: model | 1x1x2", "model.0: data; model.4: data@1"])
-@pytest.mark.parametrize("name", OTHERS)
-@pytest.mark.parametrize("stage", [0, *STAGES])
+PLACES = ["*: data | 1x2x1", "*: model | 1x1x2", "model.0: data; model.4: data@1"]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "name", "stage"),
+    [(PLACES[1], "lamb", 0), (PLACES[0], "lamb", 2), *slow(*itertools.product(PLACES, OTHERS, [0, *STAGES]))],
+)
 def test_norms_of_an_optimizer_are_of_whole_parameters(strategy, name, stage):
     model = InDoubles()
     truth = steps(model, OTHERS[name](model.parameters()))
