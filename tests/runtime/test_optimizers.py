@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 import workbench as wb
 from tests.runtime.models import batch_for, make
+from workbench.errors import LayoutError
 from workbench.runtime.optim import is_elementwise, state_layout
 from workbench.testing import run_ranks
 
@@ -121,6 +122,20 @@ def test_a_step_that_raised_leaves_the_optimizer_usable():
 
     first, second = run_ranks(program, 2)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_another_strategy_without_its_optimizer_is_an_error():
+    models = [make("mlp") for _ in range(2)]
+
+    def program(rank):
+        model = wb.parallelize(models[rank], "*: data | zero=1")
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        step(model, optimizer)
+        wb.parallelize(model, "*: data")
+        with pytest.raises(LayoutError, match=r"shape \(16, 16\) for a parameter of shape \(32, 16\).*optimizer="):
+            step(model, optimizer)
+
+    run_ranks(program, 2)
 
 
 class Renamed(torch.optim.AdamW):

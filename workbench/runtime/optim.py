@@ -72,6 +72,7 @@ class _Swap:
     def __init__(self, optimizer: Optimizer) -> None:
         self.groups = [list(group["params"]) for group in optimizer.param_groups]
         self.parameters = [p for params in self.groups for p in params if isinstance(p, GlobalTensor)]
+        self.specs = [state_spec(p) for p in self.parameters]
         self.present = [p for p in self.parameters if not p._spec.is_ghost]
         self.elementwise = is_elementwise(optimizer)
         self.watchers = list({id(w): w for p in self.parameters if (w := Watcher.of(p)) is not None}.values())
@@ -92,11 +93,15 @@ class _Swap:
         self.states: list[Any] = []
 
     def fits(self, optimizer: Optimizer) -> bool:
-        """Whether the optimizer has the parameters that it had."""
+        """Whether the optimizer has the parameters that it had, in the layouts that they had."""
         groups = optimizer.param_groups
-        return len(groups) == len(self.groups) and all(
-            len(known) == len(group["params"]) and all(map(operator.is_, known, group["params"]))
-            for known, group in zip(self.groups, groups, strict=True)
+        return (
+            all(map(operator.is_, self.specs, map(state_spec, self.parameters)))
+            and len(groups) == len(self.groups)
+            and all(
+                len(known) == len(group["params"]) and all(map(operator.is_, known, group["params"]))
+                for known, group in zip(self.groups, groups, strict=True)
+            )
         )
 
 
@@ -254,6 +259,13 @@ def _own_part(parameter: GlobalTensor, value: Any) -> Any:
     if tuple(value.shape) == tuple(spec.shape) != tuple(spec.local_shape):
         return slice_region(value, spec.layout.region(spec.shape, spec.world.rank)).clone(
             memory_format=torch.contiguous_format
+        )
+    if value.dim() == len(spec.shape) > 0 and tuple(value.shape) != tuple(spec.local_shape):
+        raise LayoutError(
+            f"optimizer.step(): state of shape {tuple(value.shape)} for a parameter of shape {tuple(spec.shape)}, of "
+            f"which this rank steps on {tuple(spec.local_shape)} ({spec.layout}). State lies where its parameter does: "
+            "give the optimizer when the strategy changes, wb.parallelize(module, strategy, optimizer=optimizer), or "
+            "make a new one."
         )
     return value
 
