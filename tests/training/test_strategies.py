@@ -62,7 +62,7 @@ def assert_trains_like_one_device(setup, parallel, options, num_ranks):
     [
         ("mlp", "model", "2x2x2 mb=3 1f1b", 8),
         ("cnn", "model", "2x1x2 mb=3 gpipe", 4),
-        ("gpt2", "model", "1x2x2 mb=2", 4),
+        ("gpt2", "model", "1x1x2 mb=2", 2),
         ("llama", "data", "3x1x1 mb=2 1f1b", 3),
     ],
 )
