@@ -206,9 +206,9 @@ class LabPage:
             locator.screenshot(path=IMAGES / name)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def open_notebook(chromium: str, lab: LabServer, request: pytest.FixtureRequest) -> Iterator[Any]:
-    """A function that opens a notebook and waits for its kernel; console errors fail the test at its end."""
+    """A function that opens a notebook and waits for its kernel; console errors fail the module's last test."""
     from playwright.sync_api import sync_playwright
 
     opened: list[LabPage] = []
@@ -227,7 +227,7 @@ def open_notebook(chromium: str, lab: LabServer, request: pytest.FixtureRequest)
 
         yield open_page
         for lab_page in opened:  # to look at after a failure
-            lab_page.page.screenshot(path=lab.folder / f"{request.node.name}.png")
+            lab_page.page.screenshot(path=lab.folder / f"{Path(request.node.name).stem}.png")
         browser.close()
     lab.shut_down_kernels()
     assert [error for page in opened for error in page.errors] == []

@@ -58,11 +58,42 @@ def run_to_the_end(lab_page: Any, num_runs: int) -> None:
     page.wait_for_selector(".wb-state.done", timeout=10 * SECONDS)
 
 
-def test_toggle_run_and_compare(open_notebook: Any) -> None:
+@pytest.fixture(scope="module")
+def opened(open_notebook: Any) -> Any:
+    """The panel of the first notebook, on its engines."""
     lab_page = open_notebook(NOTEBOOK)
-    page = lab_page.page
     lab_page.run_cells(panel_cell())
     lab_page.wait_for_output(".wb-row[data-layer='head']")
+    return lab_page
+
+
+@pytest.fixture
+def lab_page(opened: Any) -> Any:
+    """The panel with the strategy that the notebook chose."""
+    opened.page.locator(".wb-panel button", has_text="hybrid").first.click()
+    wait_for_text(opened.page, "fc1: data; fc2: data; fc3: model; head: model | 1x1x2")
+    return opened
+
+
+def test_a_mistake_is_shown_at_its_row_and_can_be_fixed(lab_page: Any) -> None:
+    page = lab_page.page
+    page.locator(".wb-panel button", has_text="pipeline").click()
+    page.wait_for_selector(".wb-row[data-layer='head'] .stage .on[data-value='1']")
+
+    option(page, "head", "0", group="stage").click()
+    page.wait_for_selector(".wb-error-line")
+    assert "stages cannot go back" in page.locator(".wb-error-line").inner_text()
+    assert layer(page, "head").get_attribute("aria-invalid") == "true"
+    assert run_button(page).is_disabled()
+    lab_page.screenshot("panel-mistake.png", page.locator(".wb-panel"))
+
+    page.locator(".wb-error-line button.fix").click()
+    page.wait_for_selector(".wb-error-line", state="detached")
+    assert run_button(page).is_enabled()
+
+
+def test_toggle_run_and_compare(lab_page: Any) -> None:
+    page = lab_page.page
     assert text_field(page).input_value() == "fc1: data; fc2: data; fc3: model; head: model | 1x1x2"
 
     option(page, "fc2", "model").click()
@@ -86,23 +117,3 @@ def test_toggle_run_and_compare(open_notebook: Any) -> None:
     lab_page.dark(True)
     lab_page.screenshot("panel-dark.png", panel)
     lab_page.dark(False)
-
-
-def test_a_mistake_is_shown_at_its_row_and_can_be_fixed(open_notebook: Any) -> None:
-    lab_page = open_notebook(NOTEBOOK)
-    page = lab_page.page
-    lab_page.run_cells(panel_cell())
-    lab_page.wait_for_output(".wb-row[data-layer='head']")
-    page.locator(".wb-panel button", has_text="pipeline").click()
-    page.wait_for_selector(".wb-row[data-layer='head'] .stage .on[data-value='1']")
-
-    option(page, "head", "0", group="stage").click()
-    page.wait_for_selector(".wb-error-line")
-    assert "stages cannot go back" in page.locator(".wb-error-line").inner_text()
-    assert layer(page, "head").get_attribute("aria-invalid") == "true"
-    assert run_button(page).is_disabled()
-    lab_page.screenshot("panel-mistake.png", page.locator(".wb-panel"))
-
-    page.locator(".wb-error-line button.fix").click()
-    page.wait_for_selector(".wb-error-line", state="detached")
-    assert run_button(page).is_enabled()
