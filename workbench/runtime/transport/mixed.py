@@ -52,6 +52,7 @@ class MixedTransport:
             between.other_reason = inside.breakdown
             between.watch.near_counts = inside.sent_counts
             inside.ask_also(self._look_between)
+            inside.tell_also = between.give_up
 
     @property
     def sent_bytes(self) -> int:

@@ -84,6 +84,8 @@ class SharedTransport:
         self._mailbox = Mailbox(rank, links, self._waiter)
         self._steady = SteadyPrograms(self._segment, self._mailbox)
         self._is_closed = False
+        self.tell_also: Callable[[str], None] = lambda reason: None
+        """Called with the reason when this rank gives up; ranks of other hosts may wait for it."""
 
     @property
     def idle_bytes(self) -> int:
@@ -225,6 +227,7 @@ class SharedTransport:
             self._waiter.abort_reason = str(error) or type(error).__name__
         if not self._is_closed:
             self._board.end(FAILED, self._waiter.abort_reason)
+            self.tell_also(self._waiter.abort_reason)
 
     def _send(self, sends: Sequence[Message], tag: int, header: bytes) -> None:
         published: dict[Any, Block | None] = {}  # what goes to several ranks is copied once
