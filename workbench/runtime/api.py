@@ -13,7 +13,7 @@ from workbench.core.placement import Placement
 from workbench.core.route import BoxingRoute, route_boxing
 from workbench.runtime import methods
 from workbench.runtime.agreement import check_agreement
-from workbench.runtime.capture.step import CapturedStep, capture
+from workbench.runtime.capture.step import capture
 from workbench.runtime.creation import arange, empty, eye, full, ones, rand, randint, randn, randperm, tensor, zeros
 from workbench.runtime.data import GlobalDataLoader
 from workbench.runtime.entry import to_global
@@ -84,10 +84,10 @@ def boxing_plan(
 
 
 __all__ = [
-    "Checkpoints", "export_safetensors", "GlobalDataLoader", "GlobalTensor", "GradScaler", "arange", "balance",
-    "barrier", "boxing_plan", "capture", "check_agreement", "empty", "evaluate", "explicit_boxing", "eye",
+    "Checkpoints", "GlobalDataLoader", "GlobalTensor", "GradScaler", "arange", "balance", "barrier", "boxing_plan",
+    "capture", "check_agreement", "empty", "evaluate", "explicit_boxing", "export_safetensors", "eye",
     "forward_backward", "full", "init", "load", "load_safetensors", "local_map", "manual_seed", "memory_report",
     "methods", "no_sync", "ones", "parallelize", "placement", "prove", "rand", "randint", "randn", "randperm",
-    "rank", "rebuild", "rule", "save", "tensor", "timeline", "to_global", "to_global_many", "trace",
-    "world_size", "zeros",
+    "rank", "rebuild", "rule", "save", "tensor", "timeline", "to_global", "to_global_many", "trace", "world_size",
+    "zeros",
 ]  # fmt: skip
