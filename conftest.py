@@ -1,4 +1,7 @@
-"""Examples in docstrings run as rank 0 of a simulated world of two: creation and shapes need no other rank."""
+"""Examples in docstrings run as rank 0 of a simulated world of two, which creation and shapes do not talk to.
+
+Those that spread a module, for which all ranks meet, run in a world of one.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ def _example_world(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
         return
     import torch
+    import torch.nn.functional as F
     from torch import nn
 
     import workbench as wb
@@ -25,9 +29,12 @@ def _example_world(request: pytest.FixtureRequest) -> Iterator[None]:
     from workbench.runtime.transport.threads import ThreadHub, ThreadTransport
     from workbench.runtime.world import Simulated, World
 
-    world = World(0, 2, torch.device("cpu"), ThreadTransport(ThreadHub(2), 0))
+    sources = [example.source for example in request.node.dtest.examples]
+    meets_others = any("parallelize(" in source or "balance(" in source for source in sources)
+    num_ranks = 1 if meets_others else 2
+    world = World(0, num_ranks, torch.device("cpu"), ThreadTransport(ThreadHub(num_ranks), 0))
     world.generator = torch.Generator().manual_seed(0)
     namespace = request.getfixturevalue("doctest_namespace")
-    namespace.update(wb=wb, torch=torch, nn=nn, Placement=Placement)
+    namespace.update(wb=wb, torch=torch, nn=nn, F=F, Placement=Placement)
     with Simulated(world):
         yield

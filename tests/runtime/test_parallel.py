@@ -265,7 +265,7 @@ def test_an_edge_that_goes_back_under_1f1b_is_an_error_not_a_hang():
 
     def training_step(model):
         wb.parallelize(model, "a: data; b: data; c: data; d: data@1; head: data@1 | 2x1x1 mb=2 1f1b")
-        model(torch.randn(4, 12))
+        wb.forward_backward(model, F.mse_loss, torch.randn(4, 12), torch.randn(4, 5))
 
     with pytest.raises(StrategyError, match="edge that goes back deadlocks"):
         run_ranks(program, 2)

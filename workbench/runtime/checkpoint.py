@@ -55,7 +55,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if options.get("determinism_check", "default") == "default":
         options["determinism_check"] = _CHECK
     pins: list[Any] = []
-    stage_order = world.stage_order
+    call = world.call
     with local_torch():
         specs = [
             (leaf._spec, leaf.is_leaf) if isinstance(leaf, GlobalTensor) else None
@@ -69,14 +69,14 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             pins.append(node)
             return function(*inputs, **named)
         inputs, named = _labelled(specs, inputs, named)
-        before, order_before = _generator_state(world), world.stage_order
+        before, call_before = _generator_state(world), world.call
         _set_generator_state(world, random_state)
-        world.stage_order = stage_order
+        world.call = call
         try:
             return function(*inputs, **named)
         finally:
             _set_generator_state(world, before)
-            world.stage_order = order_before
+            world.call = call_before
 
     result = _original(pinned, *args, **options)
     if pins[0] is not None:

@@ -53,8 +53,8 @@ class GradScaler(torch.amp.GradScaler):
         device: ``"cpu"`` or ``"cuda"``; default this world's.
         options: as for ``torch.amp.GradScaler``.
 
-    >>> scaler = wb.GradScaler(init_scale=2.0**10)
-    >>> scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()
+    After ``scaler = wb.GradScaler()``, a step is ``scaler.scale(loss).backward(); scaler.step(optimizer);
+    scaler.update()``.
     """
 
     def __init__(self, device: str | None = None, **options: Any) -> None:

@@ -7,7 +7,7 @@ import datetime
 import os
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,21 @@ from workbench.runtime.transport.watch import Watch
 DEFAULT_TIMEOUT_S = 300.0
 
 
+class ModuleCall(NamedTuple):
+    """What holds inside the call of a parallelized module, also when a part of it is recomputed in backward.
+
+    Attributes:
+        stage_order: placements on which operands of different stages may meet; the latest of theirs wins.
+        num_samples: rows of the module's inputs, where they agree.
+    """
+
+    stage_order: tuple[Placement, ...] = ()
+    num_samples: int | None = None
+
+
+OUTSIDE = ModuleCall()
+
+
 class World:
     """The ranks that run one SPMD program, seen from one of them.
 
@@ -38,6 +53,7 @@ class World:
         generator: source of the keys of random tensors; equal on all ranks as long as they run the same program.
         implicit_boxing_allowed: False under ``wb.explicit_boxing()``.
         checks_agreement: whether plain tensors that meet global ones are compared over the ranks.
+        call: what holds inside the call of a parallelized module in progress.
         tracer: the innermost ``wb.trace()`` in force, told of every boxing; None when there is none.
         recorder: what writes down the step that ``wb.capture`` is recording; None when none is.
         on_plan: told of every call (function, args, kwargs) that a plan is made for.
@@ -55,7 +71,7 @@ class World:
         self.micro_batch = 0
         self.num_edges: dict[int, int] = {}
         self.num_sums: dict[tuple[int, ...], int] = {}
-        self.stage_order: tuple[Placement, ...] = ()
+        self.call = OUTSIDE
         self.implicit_boxing_allowed = True
         self.checks_agreement = os.environ.get("WORKBENCH_CHECK", "0") not in ("", "0")
         self.tracer: Any = None
@@ -299,7 +315,7 @@ def _rejoined(rank: int, world_size: int, device: torch.device, transport: Trans
     left.transport = transport
     left.num_edges.clear()
     left.num_sums.clear()
-    left.micro_batch, left.stage_order, left.running = 0, (), None
+    left.micro_batch, left.call, left.running = 0, OUTSIDE, None
     return left
 
 

@@ -171,9 +171,9 @@ def _join_operands(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     if len(known) == len(tensors) and len(placements) == 1:
         return None
     world = known[0]._spec.world
-    if len(placements) > 1 and not placements <= set(world.stage_order):
+    if len(placements) > 1 and not placements <= set(world.call.stage_order):
         refuse_two_placements(func, args, kwargs, known)
-    placement = max(placements, key=world.stage_order.index) if len(placements) > 1 else next(iter(placements))
+    placement = max(placements, key=world.call.stage_order.index) if len(placements) > 1 else next(iter(placements))
     if fold_name(func).in_place and isinstance(leaves[0], GlobalTensor):
         placement = leaves[0]._spec.layout.placement  # what is written stays where it is
     layout = Layout(placement, (broadcast,) * placement.num_axes)

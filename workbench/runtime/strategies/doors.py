@@ -17,6 +17,7 @@ from workbench.runtime.boxing import box, box_implicitly
 from workbench.runtime.entry import enter_as_broadcast
 from workbench.runtime.strategies.layouts import StageLayouts
 from workbench.runtime.tensor import GlobalTensor
+from workbench.runtime.world import OUTSIDE, ModuleCall
 
 
 class Doors:
@@ -58,7 +59,7 @@ class Doors:
             value = enter_as_broadcast(value.to(world.device), world, layout, lambda: origin)
         shape = value._spec.shape
         layout = self.layouts.input_layout(choice, len(shape))
-        is_alike = shape and (shape[0] == 1 or shape[0] != (self.layouts.num_samples or shape[0]))
+        is_alike = shape and (shape[0] == 1 or shape[0] != (self.layouts.world.call.num_samples or shape[0]))
         if is_alike and value._spec.layout.is_broadcast:
             layout = layout.broadcast()  # positions and masks, alike for all samples
         return box_implicitly(value, layout, choice.name)
@@ -99,11 +100,12 @@ def hook_root(module: nn.Module, layouts: StageLayouts) -> list[Any]:
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
         rows = {leaf.shape[0] for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.dim()}
-        layouts.num_samples = max(rows - {1}, default=1) if len(rows - {1}) < 2 else None
-        layouts.world.stage_order = (layouts.everywhere, *layouts.placements) if has_stages else ()
+        num_samples = max(rows - {1}, default=1) if len(rows - {1}) < 2 else None
+        stage_order = (layouts.everywhere, *layouts.placements) if has_stages else ()
+        layouts.world.call = ModuleCall(stage_order, num_samples)
 
     def leave(*_: Any) -> None:
-        layouts.num_samples, layouts.world.stage_order = None, ()
+        layouts.world.call = OUTSIDE
 
     return [
         module.register_forward_pre_hook(enter, with_kwargs=True),

@@ -24,12 +24,10 @@ class StageLayouts:
         axes: for every stage, names of the axes of its placement, in order: "data", "model".
         placements: the ranks of every stage.
         everywhere: all ranks of all stages; of a single stage, its placement.
-        num_samples: rows of the inputs of the module's call in progress, where they agree; else None.
     """
 
     def __init__(self, world: World, resolved: ResolvedStrategy) -> None:
         self.world, self.resolved = world, resolved
-        self.num_samples: int | None = None
         self._input_layouts: dict[tuple[str, int], Layout] = {}
         self.axes = [self._axes(*resolved.stage_width(stage)) for stage in range(resolved.num_stages)]
         self.placements = tuple(self._placement(stage) for stage in range(resolved.num_stages))
