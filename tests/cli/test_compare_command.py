@@ -176,6 +176,7 @@ def test_demo_runs_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert report.stat().st_size > 100_000
 
 
+@pytest.mark.slow  # the demo goes the same way
 @pytest.mark.engines
 def test_compare_runs_a_file_end_to_end(job_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["compare", str(job_file), "data", "*: model", "--steps", "3", "--batch", "8"])

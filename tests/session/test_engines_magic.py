@@ -162,10 +162,10 @@ def test_timeout_option(run):
 
 def test_status(run):
     captured, _ = run("%workbench status")
-    lines = captured.stdout.splitlines()
-    assert len(lines) == 2
-    assert lines[0].startswith("rank 0  pid ")
-    assert lines[0].endswith("idle")
+    first, second, transport = captured.stdout.splitlines()
+    assert first.startswith("rank 0  pid ") and second.startswith("rank 1  pid ")
+    assert first.endswith("idle")
+    assert transport.startswith("ranks [0, 1]: shared (one host, ")
 
 
 def test_before_start_the_error_says_how_to_start(run, monkeypatch):

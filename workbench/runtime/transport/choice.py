@@ -103,7 +103,9 @@ def _groups(offers: list[_Offer], hosts: list[str], refusals: dict[int, str], ot
         ranks = tuple(rank for rank, offer in enumerate(offers) if offer.host == host)
         refused = [f"rank {rank}: {refusals[rank]}" for rank in against_all or ranks if rank in refusals]
         if len(ranks) > 1:
-            groups.append(Group(ranks, other if refused else "shared", "; ".join(refused) or f"one host, {host}"))
+            groups.append(
+                Group(ranks, other if refused else "shared", "; ".join(refused) or f"one host, {host.split()[0]}")
+            )
     if len(hosts) > 1:
         groups.append(Group(tuple(range(len(offers))), other, f"between {len(hosts)} hosts"))
     return tuple(groups)
