@@ -207,7 +207,8 @@ class GlooTransport:
         if reason is None and waited_s > self.timeout_s:
             reason = f"nothing came for {self.timeout_s:g} s; {self.watch.doing(wait.source)}"
         if reason is not None:
-            raise CollectiveAborted(f"rank {self.rank} stopped waiting for rank {wait.source} in {wait.call}: {reason}")
+            verb = "lost" if self.watch.processes.has_ended(wait.source) else "stopped waiting for"
+            raise CollectiveAborted(f"rank {self.rank} {verb} rank {wait.source} in {wait.call}: {reason}")
 
     @contextmanager
     def _telling_loss(self, header: str, peers: Sequence[int]) -> Iterator[None]:

@@ -125,7 +125,7 @@ class Waiter:
         if reason is None and waited_s > self.timeout_s:
             reason = f"nothing came for {self.timeout_s:g} s; {self._doing(link)}"
         if reason is not None:
-            verb = "lost" if end else "stopped waiting for"
+            verb = "lost" if self.is_gone(link) else "stopped waiting for"  # it may have ended while we looked
             raise CollectiveAborted(f"rank {self.rank} {verb} rank {link.peer} in {decode_header(header)}: {reason}")
         return True
 
