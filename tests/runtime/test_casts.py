@@ -141,15 +141,16 @@ def box_odd_shards():
             assert torch.equal(x.to_global(sbp=target).full_tensor(), full), (x, target)
         other = x.to_global(placement=wb.placement("cpu", ranks=[2, 0]), sbp="S(0)")
         assert torch.equal(other.to_global(placement=p, sbp="B").full_tensor(), full), x
+    return len(odd)
 
 
 def test_odd_shards():
-    run_ranks(box_odd_shards, 3)
+    assert run_ranks(box_odd_shards, 3) == [4] * 3
 
 
 @pytest.mark.procs
 def test_odd_shards_on_processes():
-    run_processes(box_odd_shards, 3, environment={"WORKBENCH_TRANSPORT": "shared"})
+    assert run_processes(box_odd_shards, 3, environment={"WORKBENCH_TRANSPORT": "shared"}) == [4] * 3
 
 
 def test_strided_shards_are_strided():

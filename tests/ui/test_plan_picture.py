@@ -47,7 +47,8 @@ def test_terms_of_a_sum_share_their_place(colours):
 @pytest.mark.parametrize("shape", [(5,), (4, 1), (0, 3)])
 def test_odd_shapes_have_a_picture(shape):
     for source, target in (("S(0)", "B"), ("B", "S(0)"), ("P", "B")):
-        ElementTree.fromstring(plan_picture(plan([0, 1], source, [1, 2, 0], target, shape)))
+        root = ElementTree.fromstring(plan_picture(plan([0, 1], source, [1, 2, 0], target, shape)))
+        assert root.tag == f"{SVG}svg" and root.findall(f"{SVG}rect")
 
 
 def test_what_does_not_fit_is_refused():
