@@ -23,9 +23,10 @@ ALLOWED = {
     "runtime": {"kernels", "pipeline", "core"},
     "session": {"runtime", "core"},
     "ui": {"session", "core"},
+    "flow": {"session", "runtime", "core"},
     "testing": {"runtime", "core"},
     "cli": {"ui", "session", "core"},
-    "": {"cli", "core", "runtime", "session", "testing", "ui"},
+    "": {"cli", "core", "flow", "runtime", "session", "testing", "ui"},
 }
 """Room -> rooms it may import. The room "" is the package itself: its lazy names, and ``python -m workbench``."""
 

@@ -30,7 +30,7 @@ _WHERE = {
     "workbench.session": ["Session"],
     "workbench.session.compare": ["compare"],
     "workbench.ui.widgets": ["Panel"],
-    "workbench": ["errors", "testing"],
+    "workbench": ["errors", "flow", "testing"],
 }  # fmt: skip
 _MODULE_OF = {name: module for module, names in _WHERE.items() for name in names}
 __all__ = list(_MODULE_OF)
@@ -42,7 +42,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'workbench' has no attribute {name!r}")
     import importlib
 
-    if name in ("errors", "testing", "sbp"):
+    if name in ("errors", "flow", "testing", "sbp"):
         value: Any = importlib.import_module(f"{module_name}.{name}")
     else:
         value = getattr(importlib.import_module(module_name), name)

@@ -1,0 +1,61 @@
+"""The front of the programs that this project began with: job functions, views, placements by string, ``nn.Graph``.
+
+    from workbench import flow
+    import workbench.flow.typing as tp
+
+    @flow.global_function(type="train")
+    def job(x: tp.Numpy.Placeholder((100, 1, 28, 28))) -> tp.Numpy: ...
+
+Two kinds of programs: *job functions*, driven from one process (a notebook, a script), which run on the engines of the
+session; and *eager* ones, of which every rank runs the whole (under ``python -m workbench.flow.launch``, or in a cell
+under ``%%global``). Names are loaded when they are first used; an engine never loads the notebook's side.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_WHERE = {
+    # types of elements
+    "torch": [
+        "bfloat16", "bool", "double", "float", "float16", "float32", "float64", "half", "int", "int8", "int32",
+        "int64", "long", "uint8",
+    ],
+    # job functions
+    "workbench.flow.jobs.function": ["global_function"],
+    "workbench.flow.jobs.settings": ["function_config"],
+    "workbench.flow.jobs.variables": ["get_variable"],
+    "workbench.flow.jobs.micro_batches": ["acc", "pack", "repeat", "unpack"],
+    "workbench.flow.initializers": [
+        "constant_initializer", "glorot_normal_initializer", "glorot_uniform_initializer", "kaiming_initializer",
+        "ones_initializer", "random_normal_initializer", "random_uniform_initializer", "truncated_normal",
+        "truncated_normal_initializer", "variance_scaling_initializer", "xavier_normal_initializer",
+        "xavier_uniform_initializer", "zeros_initializer",
+    ],
+    "workbench.flow.functions": ["matmul", "reshape"],
+    # eager programs
+}  # fmt: skip
+"""Module -> the names of ``flow`` that it holds."""
+
+_MODULES = [
+    "config", "data", "distribute", "layers", "losses", "mnist_util", "nn", "optimizer", "scope", "train", "typing",
+]  # fmt: skip
+"""Names of ``flow`` that are modules of this folder."""
+
+_MODULE_OF = {name: module for module, names in _WHERE.items() for name in names}
+__all__ = [*_MODULE_OF, *_MODULES]
+
+
+def __getattr__(name: str) -> Any:
+    from importlib import import_module
+
+    if name in _MODULES:
+        return import_module(f"{__name__}.{name}")
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_MODULE_OF[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
