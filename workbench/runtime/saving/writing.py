@@ -89,8 +89,7 @@ class Job:
             written = _write_slices(self.folder / f"__{rank}_0.distcp", self.items)
             _write_whole(self.folder / f"__{rank}.written", pickle.dumps(written))
         except Exception as error:
-            with contextlib.suppress(OSError):
-                (self.folder / f"__{rank}.failed").write_text(f"{type(error).__name__}: {error}")
+            _say_failed(self.folder / f"__{rank}.failed", f"{type(error).__name__}: {error}")
             raise
 
     def finish(self) -> None:
@@ -116,7 +115,7 @@ class Job:
         while waiting:
             for rank in list(waiting):
                 if (self.folder / f"__{rank}.failed").exists():
-                    text = (self.folder / f"__{rank}.failed").read_text()
+                    text = (self.folder / f"__{rank}.failed").read_text() or "not even the reason fitted on the disk"
                     raise CheckpointError(f"save({str(self.path)!r}): rank {rank} could not write its part: {text}")
                 if (self.folder / f"__{rank}.written").exists():
                     waiting.discard(rank)
@@ -239,6 +238,15 @@ def _write_whole(path: Path, data: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(partly, path)
+
+
+def _say_failed(path: Path, text: str) -> None:
+    """Leave the reason where rank 0 looks for it: in full, or empty where a full disk takes a name and no more."""
+    with contextlib.suppress(OSError):
+        _write_whole(path, text.encode())
+        return
+    with contextlib.suppress(OSError):
+        path.touch()
 
 
 def _take_name(folder: Path, path: Path) -> None:
