@@ -7,6 +7,7 @@ import plotly.graph_objects as go
 import pytest
 
 from workbench.core.metrics import RunRecord, StepMetrics
+from workbench.theme import DARK, LIGHT
 from workbench.ui.figures import (
     boxing_shares,
     comparison_figure,
@@ -17,7 +18,6 @@ from workbench.ui.figures import (
     time_split_figure,
 )
 from workbench.ui.scatter import scatter_figure
-from workbench.ui.theme import DARK, LIGHT
 
 
 def trace_of(figure: go.Figure, name: str, mode: str | None = None) -> go.Scatter | go.Bar:

@@ -11,11 +11,11 @@ import pytest
 
 from tests.ui.conftest import make_record
 from workbench.core.metrics import RunRecord, StepMetrics
+from workbench.theme import DARK, LIGHT
 from workbench.ui import live_figure
 from workbench.ui.history import History
 from workbench.ui.live_figure import legend_html
 from workbench.ui.pump import Pump
-from workbench.ui.theme import DARK, LIGHT
 
 
 def report(rank: int, step: int, time_s: float = 0.1, loss: float | None = None, **memory: int) -> StepMetrics:

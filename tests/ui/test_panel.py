@@ -15,7 +15,7 @@ from tests.ui.conftest import make_record
 from workbench.core.metrics import RunRecord, StepMetrics
 from workbench.core.strategy import Layer, Strategy
 from workbench.errors import StrategyError
-from workbench.ui.theme import DARK
+from workbench.theme import DARK
 from workbench.ui.trainer import sample_shape_of
 from workbench.ui.widgets import Panel
 

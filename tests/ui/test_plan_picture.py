@@ -8,8 +8,8 @@ from tools.draw_plan import PICTURE, picture
 from workbench.core.boxing import plan_boxing
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
+from workbench.theme import DARK, LIGHT
 from workbench.ui.plan_picture import plan_picture
-from workbench.ui.theme import DARK, LIGHT
 
 SVG = "{http://www.w3.org/2000/svg}"
 

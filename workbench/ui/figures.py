@@ -12,9 +12,9 @@ import numpy as np
 import plotly.graph_objects as go
 
 from workbench.core.metrics import RunRecord, StepMetrics
+from workbench.theme import LIGHT, Palette
 from workbench.ui.decimate import decimate
 from workbench.ui.numbers import grouped, short_difference, speedup_text
-from workbench.ui.theme import LIGHT, Palette
 from workbench.ui.traces import (
     BAR_WIDTH,
     axis,

@@ -8,8 +8,8 @@ from typing import Any
 import anywidget
 import traitlets
 
+from workbench.theme import style_sheet
 from workbench.ui.assets import asset
-from workbench.ui.theme import style_sheet
 
 EVENTS = ("parallel", "split", "stage", "fix", "undo", "redo", "run", "theme")
 PANEL_CLASS = "wb-panel"

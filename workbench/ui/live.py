@@ -11,10 +11,10 @@ import ipywidgets as widgets
 import plotly.graph_objects as go
 
 from workbench.core.metrics import RunRecord, StepMetrics
+from workbench.theme import LIGHT, Palette
 from workbench.ui import live_figure
 from workbench.ui.controls import bar, button, html
 from workbench.ui.history import History
-from workbench.ui.theme import LIGHT, Palette
 from workbench.units import format_seconds
 
 _DRAW_INTERVAL_S = 0.1

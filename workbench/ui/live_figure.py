@@ -13,11 +13,11 @@ import numpy as np
 import plotly.graph_objects as go
 
 from workbench.core.metrics import MEMORY_KINDS, RunRecord
+from workbench.theme import LIGHT, PALETTES, Palette
 from workbench.ui.assets import element
 from workbench.ui.decimate import decimate
 from workbench.ui.history import Snapshot
 from workbench.ui.numbers import grouped
-from workbench.ui.theme import LIGHT, PALETTES, Palette
 from workbench.ui.traces import (
     BAR_WIDTH,
     SHORT_MEMORY_LABELS,

@@ -14,7 +14,7 @@ from html import escape
 from workbench.core.boxing import BoxingPlan
 from workbench.core.layout import Region, format_sbp
 from workbench.core.moves import Move
-from workbench.ui.theme import LIGHT, UI_FONT, Palette
+from workbench.theme import LIGHT, UI_FONT, Palette
 from workbench.units import format_bytes
 
 MAX_RANKS = 16

@@ -14,6 +14,7 @@ import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
 from workbench.core.metrics import RunRecord
+from workbench.theme import DARK, LIGHT, Palette, style_sheet
 from workbench.ui.assets import asset, element
 from workbench.ui.figures import (
     LOSS_TOLERANCE,
@@ -26,7 +27,6 @@ from workbench.ui.figures import (
 from workbench.ui.numbers import short_difference
 from workbench.ui.scatter import scatter_figure
 from workbench.ui.tables import comparison_table_html
-from workbench.ui.theme import DARK, LIGHT, Palette, style_sheet
 from workbench.units import format_count
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from workbench.core.metrics import RunRecord
-from workbench.ui.theme import LIGHT, Palette
+from workbench.theme import LIGHT, Palette
 from workbench.ui.traces import axis, base_layout, byte_scale
 
 _LABEL_PLACES = ("top center", "bottom center", "middle right", "middle left")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from workbench.core.metrics import RunRecord
+from workbench.theme import style_sheet
 from workbench.ui.assets import asset, element
 from workbench.ui.numbers import DASH, grouped, short_difference, speedup_text
 from workbench.ui.scatter import pareto_front
-from workbench.ui.theme import style_sheet
 from workbench.units import format_bytes
 
 _TICK, _CROSS = "\u2713", "\u2717"

@@ -12,7 +12,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from workbench.core.metrics import MEMORY_KINDS
-from workbench.ui.theme import UI_FONT, Palette
+from workbench.theme import UI_FONT, Palette
 from workbench.units import format_bytes
 
 MEMORY_LABELS = {

@@ -9,9 +9,9 @@ from typing import Any
 import ipywidgets as widgets
 from IPython.display import display
 
+from workbench import theme
 from workbench.core.metrics import RunRecord, StepMetrics
 from workbench.core.strategy import Strategy
-from workbench.ui import theme
 from workbench.ui.controls import Controls, html
 from workbench.ui.grid import PANEL_CLASS, LayerGrid
 from workbench.ui.live import LiveView

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from workbench.core.metrics import MEMORY_KINDS
-from workbench.ui.theme import DARK, LIGHT, Palette, css_variables, palette, style_sheet
+from workbench.theme import DARK, LIGHT, Palette, css_variables, palette, style_sheet
 
 
 def luminance(colour: str) -> float:
