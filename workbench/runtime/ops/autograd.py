@@ -78,8 +78,11 @@ def backward(func: Any, args: Any, kwargs: Any) -> None:
     options = {**dict(zip(names, args, strict=False)), **kwargs}
     losses = _listed(options["tensors"])
     given = _listed(options.get("gradient", options.get("grad_tensors"))) or [None] * len(losses)
-    seeds = [seed_of(loss, gradient) for loss, gradient in zip(losses, given, strict=True)]
     inputs = _listed(options.get("inputs"))
+    running = next((loss._spec.world.running for loss in losses if isinstance(loss, GlobalTensor)), None)
+    if running is not None and running.postpones(losses, is_plain=given == [None] * len(losses) and not inputs):
+        return
+    seeds = [seed_of(loss, gradient) for loss, gradient in zip(losses, given, strict=True)]
     create = bool(options.get("create_graph"))
     retain = options.get("retain_graph")
     _engine_run_backward(

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from workbench.errors import StrategyError
 from workbench.runtime.ops.reading import everywhere
@@ -86,3 +86,24 @@ def call(module: nn.Module, inputs: Any) -> Any:
     if isinstance(inputs, (list, tuple)):
         return module(*inputs)
     return module(inputs)
+
+
+def join(outputs: list[Any], shares: list[float]) -> Any:
+    """The outputs of micro-batches as one: tensors joined along dim 0, scalars as means weighted by ``shares``.
+
+    >>> join([(torch.ones(2, 3), torch.tensor(1.0)), (torch.ones(1, 3), torch.tensor(4.0))], [2 / 3, 1 / 3])[1]
+    tensor(2.)
+    """
+    leaves = [tree_flatten(output)[0] for output in outputs]
+    structure = tree_flatten(outputs[0])[1]
+    return tree_unflatten([_join_leaf(list(parts), shares) for parts in zip(*leaves, strict=True)], structure)
+
+
+def _join_leaf(parts: list[Any], shares: list[float]) -> Any:
+    if len(parts) == 1:
+        return parts[0]
+    if not isinstance(parts[0], torch.Tensor):
+        return parts[0] if all(type(part) is type(parts[0]) and part == parts[0] for part in parts[1:]) else parts
+    if parts[0].dim() == 0:
+        return torch.stack([part * share for part, share in zip(parts, shares, strict=True)]).sum()
+    return torch.cat(parts)

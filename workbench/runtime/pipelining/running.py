@@ -24,6 +24,8 @@ class RunningStep:
         edges: (from stage, to stage) of what the forward that runs now has handed over; None in a backward.
         watch: told of every boxing while a ghost module is noted; else None.
         weight_gradients: what keeps back the gradients of the weights of this micro-batch; None where nobody does.
+        losses: where the program itself calls ``backward``, those it was called on: they wait for the schedule's
+            backward. None where a backward runs when it is called.
     """
 
     placements: tuple[Placement, ...]
@@ -33,6 +35,24 @@ class RunningStep:
     edges: list[tuple[int, int]] | None = None
     watch: Any = None
     weight_gradients: Any = None
+    losses: list[Any] | None = None
+
+    def postpones(self, losses: list[Any], *, is_plain: bool) -> bool:
+        """Whether a backward from ``losses`` waits for the schedule; ``is_plain``: it has no gradients or inputs given.
+
+        Raises:
+            StrategyError: it has to wait, and is no plain one from a scalar.
+        """
+        if self.losses is None:
+            return False
+        if not is_plain or any(loss.dim() for loss in losses):
+            raise StrategyError(
+                f"backward() from {len(losses)} tensors of {[loss.dim() for loss in losses]} dims inside a step of "
+                f"{self.num_micro_batches} micro-batches: the schedule runs it later, from scalars (0 dims), for all "
+                "parameters. Call loss.backward() without arguments, on a mean or a sum."
+            )
+        self.losses += losses
+        return True
 
     def add_edge(self, tensor: GlobalTensor, target: Spec, function: str, tag: int) -> None:
         """Note a boxing that goes from one stage to another.
