@@ -29,6 +29,9 @@ _WHERE = {
     ],
     "workbench.session": ["Session"],
     "workbench.session.compare": ["compare"],
+    "workbench.ui.matmul_picture": ["draw_matmul"],
+    "workbench.ui.network_picture": ["draw_network"],
+    "workbench.ui.stages_picture": ["draw_stages"],
     "workbench.ui.widgets": ["Panel"],
     "workbench": ["errors", "flow", "testing"],
 }  # fmt: skip
