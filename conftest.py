@@ -25,16 +25,17 @@ def _example_world(request: pytest.FixtureRequest) -> Iterator[None]:
     from torch import nn
 
     import workbench as wb
+    from workbench import flow
     from workbench.core.placement import Placement
     from workbench.runtime.transport.threads import ThreadHub, ThreadTransport
     from workbench.runtime.world import Simulated, World
 
     sources = [example.source for example in request.node.dtest.examples]
-    meets_others = any("parallelize(" in source or "balance(" in source for source in sources)
+    meets_others = any(name in source for source in sources for name in ("parallelize(", "balance(", ".to_global("))
     num_ranks = 1 if meets_others else 2
     world = World(0, num_ranks, torch.device("cpu"), ThreadTransport(ThreadHub(num_ranks), 0))
     world.generator = torch.Generator().manual_seed(0)
     namespace = request.getfixturevalue("doctest_namespace")
-    namespace.update(wb=wb, torch=torch, nn=nn, F=F, Placement=Placement)
+    namespace.update(wb=wb, flow=flow, torch=torch, nn=nn, F=F, Placement=Placement)
     with Simulated(world):
         yield

@@ -34,26 +34,40 @@ _WHERE = {
     ],
     "workbench.flow.functions": ["matmul", "reshape"],
     # eager programs
+    "workbench.core": ["sbp"],
+    "workbench.flow.creation": [
+        "arange", "as_tensor", "empty", "eye", "from_numpy", "full", "linspace", "logspace", "normal", "ones", "rand",
+        "randint", "randn", "randperm", "scalar_tensor", "tensor", "zeros",
+    ],
+    "workbench.flow.placements": ["placement"],
+    "workbench.flow.saving": ["load", "save"],
+    "workbench.runtime.random": ["manual_seed"],
 }  # fmt: skip
 """Module -> the names of ``flow`` that it holds."""
 
 _MODULES = [
-    "config", "data", "distribute", "layers", "losses", "mnist_util", "nn", "optimizer", "scope", "train", "typing",
+    "config", "data", "distribute", "env", "layers", "losses", "mnist_util", "nn", "optim", "optimizer", "scope",
+    "train", "typing",
 ]  # fmt: skip
 """Names of ``flow`` that are modules of this folder."""
 
 _MODULE_OF = {name: module for module, names in _WHERE.items() for name in names}
-__all__ = [*_MODULE_OF, *_MODULES]
+__all__ = list((*_MODULE_OF, *_MODULES))  # noqa: C410 - a display would not be read as a list of names
 
 
 def __getattr__(name: str) -> Any:
     from importlib import import_module
+    from importlib.util import find_spec
 
-    if name in _MODULES:
-        return import_module(f"{__name__}.{name}")
-    if name not in _MODULE_OF:
+    if name in _MODULE_OF:
+        value = getattr(import_module(_MODULE_OF[name]), name)
+    elif name.startswith("_"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_MODULE_OF[name]), name)
+    elif find_spec(f"{__name__}.{name}"):
+        value = import_module(f"{__name__}.{name}")
+    else:  # a function or type of torch's, which takes local and global tensors as it is
+        value = getattr(import_module("torch"), name)
+    globals()[name] = value
     return value
 
 

@@ -9,19 +9,28 @@ _WHERE = {
         "avg_pool2d", "bias_add", "conv2d", "dropout", "max_pool2d", "relu", "sigmoid", "softmax",
         "sparse_softmax_cross_entropy_with_logits",
     ],
+    "workbench.flow.nn.modules": ["Module"],
+    "workbench.flow.nn.graph": ["Graph"],
 }  # fmt: skip
 """Module -> the names of ``flow.nn`` that it holds."""
 
 _MODULE_OF = {name: module for module, names in _WHERE.items() for name in names}
-__all__ = [*_MODULE_OF]
+__all__ = list(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:
     from importlib import import_module
+    from importlib.util import find_spec
 
-    if name not in _MODULE_OF:
+    if name in _MODULE_OF:
+        value = getattr(import_module(_MODULE_OF[name]), name)
+    elif name.startswith("_"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_MODULE_OF[name]), name)
+    elif find_spec(f"{__name__}.{name}"):
+        value = import_module(f"{__name__}.{name}")
+    else:  # a module of torch's, with the methods of this Module; a function or a namespace of torch.nn as it is
+        value = import_module(f"{__name__}.modules").from_torch(name)
+    globals()[name] = value
     return value
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -30,7 +31,12 @@ def timeline(module: nn.Module) -> Timeline:
     After a step under ``"0: data; 1: data@1 | 2x1x1 mb=4 1f1b"``, ``wb.timeline(model).bubble`` is the part of the time
     in which ranks had nothing to do.
     """
-    world, spans = current(), state_of(module).spans
+    return timeline_of(state_of(module).spans)
+
+
+def timeline_of(spans: Sequence[Span]) -> Timeline:
+    """The timeline of all ranks from what each has measured of itself. All ranks call it; see ``timeline``."""
+    world = current()
     rows = [[s.action.stage, KINDS.index(s.action.kind), s.action.micro_batch, *_times(s)] for s in spans]
     own = torch.tensor(rows, dtype=torch.float64).reshape(-1, _FIELDS)
     counts = [int(n) for n in world.transport.all_gather(torch.tensor([len(own)], device=world.device), "timeline()")]

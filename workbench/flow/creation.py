@@ -1,0 +1,47 @@
+"""Functions that make tensors: local ones of this process, or with ``placement=`` and ``sbp=`` global ones."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from workbench.flow.devices import torch_device
+from workbench.flow.joining import join
+from workbench.flow.local import local
+from workbench.flow.spellings import missing_layout
+from workbench.runtime import creation as layouts
+
+GLOBAL = ("arange", "empty", "eye", "full", "ones", "rand", "randint", "randn", "randperm", "tensor", "zeros")
+"""Names that make global tensors too."""
+LOCAL = ("as_tensor", "from_numpy", "linspace", "logspace", "normal", "scalar_tensor")
+"""Names that make local tensors only."""
+
+
+def _creator(name: str) -> Callable[..., torch.Tensor]:
+    make_local: Callable[..., torch.Tensor] = getattr(torch, name)
+    make_global: Callable[..., torch.Tensor] | None = getattr(layouts, name) if name in GLOBAL else None
+
+    @functools.wraps(make_global or make_local, assigned=("__name__", "__qualname__"))
+    def create(*args: Any, placement: Any = None, sbp: Any = None, **options: Any) -> torch.Tensor:
+        join()
+        missing = [key for key, value in (("placement", placement), ("sbp", sbp)) if value is None]
+        if len(missing) == 1:
+            raise missing_layout(f"flow.{name}", (), missing)
+        if placement is not None and make_global is not None:
+            return make_global(*args, placement=placement, sbp=sbp, **options)
+        if options.get("device") is not None:
+            options["device"] = torch_device(options["device"])
+        return local(make_local(*args, **options))
+
+    also = " With ``placement=`` and ``sbp=`` a global tensor, with the same numbers for every layout." * bool(
+        make_global
+    )
+    create.__doc__ = f"``torch.{name}``: a local tensor.{also}"
+    return create
+
+
+arange, empty, eye, full, ones, rand, randint, randn, randperm, tensor, zeros = map(_creator, GLOBAL)
+as_tensor, from_numpy, linspace, logspace, normal, scalar_tensor = map(_creator, LOCAL)

@@ -1,0 +1,38 @@
+"""``flow.env``: which of how many processes this is."""
+
+from __future__ import annotations
+
+import os
+
+from workbench.flow.joining import join
+
+
+def init() -> None:
+    """Join the world; programs need not call it."""
+    join()
+
+
+def get_rank() -> int:
+    """This process's number in the world."""
+    return join().rank
+
+
+def get_world_size() -> int:
+    """How many processes the world has."""
+    return join().world_size
+
+
+def get_local_rank() -> int:
+    """This process's number on its machine."""
+    return int(os.environ.get("LOCAL_RANK", get_rank()))
+
+
+def get_node_size() -> int:
+    """How many machines the world has, if each has as many processes as this one."""
+    size = get_world_size()
+    return max(1, size // int(os.environ.get("LOCAL_WORLD_SIZE", size)))
+
+
+def is_multi_client() -> bool:
+    """Whether every process runs the whole program; always, in eager programs."""
+    return True

@@ -1,0 +1,191 @@
+"""``flow.nn.Graph``: a training step, or an evaluation, as one call that cuts the batch and runs its stages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from workbench.errors import StrategyError
+from workbench.flow.joining import join
+from workbench.flow.local import local
+from workbench.flow.nn.graph_config import GraphConfig
+from workbench.flow.nn.module_config import ModuleConfig as GraphModule
+from workbench.flow.nn.stages import disjoint_placements, stages_of
+from workbench.runtime.optim import install_hooks
+from workbench.runtime.pipelining.micro_batches import cut
+from workbench.runtime.pipelining.micro_batches import join as join_outputs
+from workbench.runtime.pipelining.programs import run_program, train_program
+from workbench.runtime.pipelining.timeline import timeline_of
+from workbench.runtime.tensor import GlobalTensor
+
+
+class Graph:
+    """A step of a model: subclasses set modules in ``__init__`` and write ``build``; calling it runs the step.
+
+    With an optimizer a call trains: the batch is cut into the micro-batches of
+    ``config.set_gradient_accumulation_steps``, ``build`` runs on each and calls ``loss.backward()``, the gradients are
+    those of the mean loss, the optimizers step once and the gradients are gone. It returns what ``build`` returns:
+    scalars as means over the samples of the micro-batches, tensors joined along dim 0, without history.
+    Without an optimizer a call evaluates: the whole batch, once, without gradients.
+
+    Modules with ``config.stage_id`` whose weights lie on ranks of their own are pipelined: the stages work on different
+    micro-batches at the same time, by the project's 1F1B table (``config.schedule`` names another). Where two stages
+    share a rank, or no stages are set, micro-batches run one after the other through all layers. The numbers are the
+    same, those of the micro-batches in order on one device.
+
+    ``backward()`` inside ``build`` is kept for the schedule: gradients are there after the call, not behind it.
+
+    >>> class Step(flow.nn.Graph):
+    ...     def __init__(self, model):
+    ...         self.model = model
+    ...
+    ...     def build(self, x):
+    ...         return self.model(x)
+    >>> Step(flow.nn.Linear(4, 2))(flow.ones(3, 4)).shape
+    torch.Size([3, 2])
+    """
+
+    config: GraphConfig
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Graph:
+        if cls.build is Graph.build:
+            raise StrategyError(
+                f"{cls.__name__} has 0 build methods: a graph is what its build does with a batch. Write "
+                f"`def build(self, x, y):` in {cls.__name__}."
+            )
+        graph = super().__new__(cls)
+        graph.config, graph._optimizers, graph._scaler, graph.spans = GraphConfig(), [], None, []
+        return graph
+
+    _optimizers: list[tuple[torch.optim.Optimizer, Any]]
+    _scaler: torch.amp.GradScaler | None
+    spans: list[Any]
+    """When this rank's actions of the last training call ran."""
+
+    def build(self, *args: Any, **kwargs: Any) -> Any:
+        """What the graph does with a (micro-)batch; a training graph calls ``backward()`` on its loss here."""
+        raise NotImplementedError
+
+    def add_optimizer(self, optim: torch.optim.Optimizer, *, lr_sch: Any = None) -> None:
+        """Let calls train: after the micro-batches ``optim`` steps once, then ``lr_sch``, a scheduler of its rate.
+
+        Raises:
+            StrategyError: ``optim`` is no optimizer, or ``lr_sch`` belongs to another one.
+        """
+        if not isinstance(optim, torch.optim.Optimizer):
+            raise StrategyError(
+                f"add_optimizer({type(optim).__name__}): an optimizer is wanted. Write e.g. "
+                "self.add_optimizer(flow.optim.SGD(model.parameters(), lr=0.1))."
+            )
+        if lr_sch is not None and getattr(lr_sch, "optimizer", None) is not optim:
+            raise StrategyError(
+                f"add_optimizer(lr_sch={type(lr_sch).__name__}): it schedules another optimizer than "
+                f"{type(optim).__name__}, the 1 that is added. Make it with this optimizer."
+            )
+        install_hooks()
+        self._optimizers.append((optim, lr_sch))
+
+    def set_grad_scaler(self, scaler: torch.amp.GradScaler) -> None:
+        """Scale losses for fp16: a ``wb.GradScaler``; a step with an overflow on any rank is skipped by all."""
+        self._scaler = scaler
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a step. All ranks of the world call it with the same batch."""
+        join()
+        inputs = tree_map(lambda leaf: local(leaf) if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs))
+        placements = disjoint_placements(stages_of(self._modules().values()))
+        if not self._optimizers:
+            return self._evaluate(inputs)
+        self._check_optimizers()
+        parts, shares = _cut(inputs, self.config.num_micro_batches)
+        weigh = None if self._scaler is None else self._scaler.scale
+        outputs, self.spans = train_program(
+            self._build, parts, shares, placements=placements, schedule=self.config.schedule, weigh=weigh
+        )
+        self._step()
+        return join_outputs(outputs, shares)
+
+    def _build(self, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+        dtype = self.config.autocast
+        with torch.autocast(join().device.type, dtype=dtype, enabled=dtype is not None):
+            return self.build(*inputs[0], **inputs[1])
+
+    def _evaluate(self, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+        output, num_losses = run_program(self._build, inputs)
+        if num_losses:
+            raise StrategyError(
+                f"{type(self).__name__}.build calls backward() on {num_losses} loss(es), but the graph has 0 "
+                "optimizers, so nothing would be learned. Call self.add_optimizer(optimizer) in __init__, or leave "
+                "backward out."
+            )
+        return output
+
+    def _step(self) -> None:
+        for optimizer, schedule in self._optimizers:
+            if self._scaler is None:
+                optimizer.step()
+            else:
+                self._scaler.step(optimizer)
+            optimizer.zero_grad()
+            if schedule is not None:
+                schedule.step()
+        if self._scaler is not None:
+            self._scaler.update()
+        for module in self._modules().values():
+            module.zero_grad()
+
+    def _modules(self) -> dict[str, nn.Module]:
+        return {name: value for name, value in self.__dict__.items() if isinstance(value, nn.Module)}
+
+    def _check_optimizers(self) -> None:
+        own = {id(p) for module in self._modules().values() for p in module.parameters()}
+        own |= {id(value) for value in self.__dict__.values() if isinstance(value, torch.Tensor)}
+        for optimizer, _ in self._optimizers:
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            foreign = [tuple(p.shape) for p in parameters if id(p) not in own]
+            if foreign:
+                raise StrategyError(
+                    f"{type(self).__name__}: {len(foreign)} of the {len(parameters)} parameters of its "
+                    f"{type(optimizer).__name__} are in no module of the graph (the first has shape {foreign[0]}; the "
+                    f"graph's modules: {', '.join(self._modules()) or 'none'}). Set the module in __init__, e.g. "
+                    "self.model = model, and make the optimizer after model.to_global(...)."
+                )
+
+    def timeline(self) -> Any:
+        """When every rank ran what of the last training call; see ``wb.timeline``. All ranks call it."""
+        return timeline_of(self.spans)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the graph's modules, by the names under which it holds them."""
+        return {name: module.state_dict() for name, module in self._modules().items()}
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Give the modules what ``state_dict`` returned."""
+        for name, module in self._modules().items():
+            module.load_state_dict(state[name], strict=strict)
+
+    def __repr__(self) -> str:
+        stages = disjoint_placements(stages_of(self._modules().values()))
+        where = "".join(f", stage {stage} on {placement.ranks}" for stage, placement in enumerate(stages))
+        return f"{type(self).__name__}({self.config.num_micro_batches} micro-batches{where})"
+
+
+def _cut(inputs: Any, num_micro_batches: int) -> tuple[list[Any], list[float]]:
+    """The inputs of micro-batches, and their shares of the samples; parts of a global tensor lie as it does."""
+    if num_micro_batches == 1:
+        return [inputs], [1.0]
+    parts = cut(inputs, None, num_micro_batches)
+    return [tree_map(_as_it_lay, part.inputs, inputs) for part in parts], [part.share for part in parts]
+
+
+def _as_it_lay(part: Any, whole: Any) -> Any:
+    if not isinstance(part, GlobalTensor):
+        return part
+    return GlobalTensor.to_global(part, whole.placement, whole.sbp)  # type: ignore[attr-defined]
+
+
+__all__ = ["Graph", "GraphModule"]

@@ -1,0 +1,68 @@
+"""What a graph is told about a module that it holds: its pipeline stage, and whether it is recomputed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from workbench.core.placement import Placement
+from workbench.errors import StrategyError
+from workbench.runtime.tensor import GlobalTensor
+
+
+class ModuleConfig:
+    """The settings of one module, ``module.config``; newer programs write ``module.to(flow.nn.graph.GraphModule)``."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._stage_id: int | None = None
+        self._entry: Any = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleConfig:
+        copied = ModuleConfig(memo.get(id(self._module), self._module))
+        copied._stage_id = self._stage_id
+        return copied
+
+    @property
+    def stage_id(self) -> int | None:
+        """The pipeline stage of the module and its parts, counted from 0."""
+        return self._stage_id
+
+    @stage_id.setter
+    def stage_id(self, value: int) -> None:
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise StrategyError(
+                f"{type(self._module).__name__}.config.stage_id = {value!r}: stages are whole numbers from 0 on. "
+                "Number them 0, 1, 2 and so on in the order of the forward."
+            )
+        self._stage_id = value
+
+    def set_stage(self, stage_id: int | None = None, placement: Placement | None = None) -> None:
+        """The stage, and where its inputs belong: they are boxed to ``placement`` when the module is called.
+
+        The forward then needs no ``to_global`` between stages. The parameters stay where ``to_global`` has put them.
+        """
+        if stage_id is not None:
+            self.stage_id = stage_id
+        if self._entry is not None:
+            self._entry.remove()
+            self._entry = None
+        if placement is not None:
+            self._entry = self._module.register_forward_pre_hook(_bring_to(placement), with_kwargs=True)
+
+
+def _bring_to(placement: Placement) -> Any:
+    def bring(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return tree_map(lambda leaf: _brought(leaf, placement), (args, kwargs))
+
+    return bring
+
+
+def _brought(leaf: Any, placement: Placement) -> Any:
+    """A global tensor on ``placement``, in the layout that it had: whole, where the grids have unlike axes."""
+    if not isinstance(leaf, GlobalTensor) or leaf.placement == placement:
+        return leaf
+    sbp = leaf.sbp if leaf.placement.num_axes == placement.num_axes else ("B",) * placement.num_axes
+    return GlobalTensor.to_global(leaf, placement, sbp)  # type: ignore[attr-defined]

@@ -1,0 +1,110 @@
+"""``flow.nn`` of eager programs: torch's modules, which can also be put on ranks and told their stage.
+
+``flow.nn.Linear`` is ``torch.nn.Linear`` with the methods of ``flow.nn.Module``, and so is every other module.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from workbench.core.layout import Layout
+from workbench.core.placement import Placement
+from workbench.core.sbp import broadcast
+from workbench.errors import LayoutError
+from workbench.flow import spellings
+from workbench.flow.devices import torch_device
+from workbench.flow.joining import join, join_if_launched
+from workbench.flow.nn.module_config import ModuleConfig
+from workbench.runtime.boxing import box
+from workbench.runtime.entry import to_global
+from workbench.runtime.tensor import GlobalTensor
+
+Self = TypeVar("Self", bound="Module")
+
+join_if_launched()
+
+
+class Module(nn.Module):
+    """``torch.nn.Module`` whose parameters can become global tensors.
+
+    >>> layer = flow.nn.Linear(5, 8).to_global(flow.placement("cpu", ranks=[0]), flow.sbp.broadcast)
+    >>> layer.weight.sbp, layer(flow.ones(4, 5).to_global(layer.weight.placement, flow.sbp.broadcast)).shape
+    ((B,), torch.Size([4, 8]))
+    """
+
+    def to_global(self: Self, placement: Placement | None = None, sbp: Any = None) -> Self:
+        """Parameters and buffers as global tensors, in place. All ranks of the world call it.
+
+        The module's own weights are the logical ones: S gives every rank its slice of them (OneFlow takes each rank's
+        weights as a slice of a larger module). Weights that are global already are boxed and stay the same objects.
+
+        Raises:
+            LayoutError: no placement or no sbp for a local weight; ranks of the placement hold different weights. The
+                message names the parameter, also in an ``SbpError``.
+        """
+        made: dict[int, Any] = {}  # a weight that two modules share stays one
+        for path, module in self.named_modules():
+            for tensors in (module._parameters, module._buffers):
+                for name, value in tensors.items():
+                    if value is None:
+                        continue
+                    if id(value) not in made:
+                        made[id(value)] = value, _globally(value, placement, sbp, f"{path}.{name}".lstrip("."))
+                    tensors[name] = made[id(value)][1]
+        return self
+
+    def to_consistent(self: Self, placement: Placement | None = None, sbp: Any = None) -> Self:
+        """The older spelling of ``to_global``."""
+        spellings.warn_old("to_consistent(placement, sbp)", "to_global(placement=placement, sbp=sbp)")
+        return self.to_global(placement, sbp)
+
+    @property
+    def config(self) -> ModuleConfig:
+        """What a graph that holds this module is told about it, e.g. ``config.stage_id = 0``."""
+        found: ModuleConfig = self.__dict__.setdefault("_flow_config", ModuleConfig(self))
+        return found
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """``torch.nn.Module.to``; "cuda" means the CPU where there is no GPU. ``to(GraphModule)`` gives ``config``."""
+        if args and args[0] is ModuleConfig:
+            return self.config
+        move: Any = super().to
+        return move(*map(torch_device, args), **{name: torch_device(value) for name, value in kwargs.items()})
+
+
+def _globally(value: torch.Tensor, placement: Placement | None, sbp: Any, name: str) -> torch.Tensor:
+    """A weight in the layout that is asked for; one that is global already stays the same object."""
+    missing = [key for key, given in (("placement", placement), ("sbp", sbp)) if given is None]
+    try:
+        if isinstance(value, GlobalTensor):
+            layout = Layout.of(placement or value.placement, value.sbp if sbp is None else sbp)
+            layout.placement.check_world(join().world_size)
+            detached: Any = value.detach()
+            value.data = box(detached, layout.normalized(tuple(value.shape)))
+            return value
+        if placement is None or missing:
+            raise spellings.missing_layout("to_global", value.shape, missing)
+        layout = Layout.of(placement, sbp).normalized(tuple(value.shape))
+        with torch.no_grad():
+            whole = to_global(value.detach(), placement, (broadcast,) * placement.num_axes)
+            moved = box(whole, layout)
+    except LayoutError as error:
+        raise type(error)(f"{name}: {error}") from error
+    return nn.Parameter(moved, value.requires_grad) if isinstance(value, nn.Parameter) else moved
+
+
+def from_torch(name: str) -> Any:
+    """What ``flow.nn`` has under a name of ``torch.nn``: modules with ``to_global``, the rest as it is.
+
+    Raises:
+        AttributeError: torch has no such name.
+    """
+    found = getattr(nn, name)
+    if not (isinstance(found, type) and issubclass(found, nn.Module)):
+        return found
+    made = type(name, (found, Module), {"__doc__": found.__doc__, "__module__": "workbench.flow.nn"})
+    made.__qualname__ = name
+    return made

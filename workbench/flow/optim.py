@@ -1,0 +1,23 @@
+"""``flow.optim``: torch's optimizers. On global parameters they reduce gradients and step on the local shards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.optim
+
+from workbench.flow.joining import join_if_launched
+from workbench.runtime.optim import install_hooks
+
+install_hooks()
+join_if_launched()
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("__") or not hasattr(torch.optim, name):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has what torch.optim has.")
+    return getattr(torch.optim, name)
+
+
+def __dir__() -> list[str]:
+    return dir(torch.optim)

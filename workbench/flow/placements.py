@@ -1,0 +1,95 @@
+"""``flow.placement``: on which ranks a tensor lies, in the newer spelling and the older ones."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from workbench.core.placement import Placement
+from workbench.errors import PlacementError
+from workbench.flow import devices, spellings
+from workbench.flow.joining import join
+
+
+class _PlacementFactory:
+    """``flow.placement(type="cuda", ranks=[0, 1])``; see ``__call__``."""
+
+    def __call__(
+        self, type: str | None = None, ranks: Any = None, hierarchy: Any = None, *, device_type: str | None = None
+    ) -> Placement:
+        """A placement on ranks of this world.
+
+        Args:
+            type: ``"cuda"`` (or ``"gpu"``; the CPU where the ranks have no GPUs) or ``"cpu"``.
+            ranks: a list, or nested lists for several axes; their order is meaningful. The older spelling is a dict
+                from machine to its devices, ``{0: [0, 1]}``.
+            hierarchy: of the older spelling, the sizes of the axes.
+            device_type: the older name of ``type``.
+
+        Raises:
+            PlacementError: a device type or a rank that is not there (the message says what is), or a rank twice.
+
+        >>> flow.placement("cuda", ranks=[[0, 1]]).shape
+        (1, 2)
+        """
+        world = join()
+        if device_type is not None:
+            spellings.warn_old(f"placement(device_type={device_type!r})", f"placement(type={device_type!r})")
+        name = type if type is not None else device_type
+        if not isinstance(name, str) or ranks is None:
+            raise PlacementError(
+                f"placement(type={name!r}, ranks={ranks!r}): both are needed; this world has ranks 0 to "
+                f'{world.world_size - 1} on {world.device.type}. Write e.g. flow.placement("cpu", ranks=[0]).'
+            )
+        if isinstance(ranks, Mapping):
+            machines = ranks
+            ranks = _folded(_ranks_of(machines, world.world_size), hierarchy)
+            spellings.warn_old(f"placement({name!r}, {machines!r})", f"placement({name!r}, ranks={ranks})")
+        elif hierarchy is not None:
+            ranks = _folded(list(ranks), hierarchy)
+        made = Placement.of(devices.device_type(name), ranks)
+        made.check_world(world.world_size)
+        return made
+
+    def all(self, type: str) -> Placement:
+        """All ranks of the world on one axis."""
+        return Placement.of(devices.device_type(type), list(range(join().world_size)))
+
+
+placement = _PlacementFactory()
+
+
+def _ranks_of(machines: Mapping[Any, Any], world_size: int) -> list[int]:
+    """The ranks of ``{machine: devices}``: machines hold equally many, those of machine 0 come first."""
+    per_machine = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    num_machines = max(1, world_size // per_machine)
+    found = []
+    for machine, listed in machines.items():
+        for device in [listed] if isinstance(listed, int) else listed:
+            if not (isinstance(machine, int) and 0 <= machine < num_machines and 0 <= device < per_machine):
+                raise PlacementError(
+                    f"placement({dict(machines)!r}): device {device} of machine {machine} is not there; this world has "
+                    f"machines 0 to {num_machines - 1} with devices 0 to {per_machine - 1} each. Start more "
+                    "processes (--nproc_per_node), or name devices that are there."
+                )
+            found.append(machine * per_machine + device)
+    return found
+
+
+def _folded(ranks: list[int], hierarchy: Any) -> Any:
+    """A flat list of ranks as nested lists of the sizes of ``hierarchy``."""
+    if hierarchy is None:
+        return ranks
+    sizes = tuple(hierarchy)
+    folded: list[Any] = ranks
+    count = math.prod(sizes)
+    if count != len(ranks):
+        raise PlacementError(
+            f"placement: hierarchy {sizes} has {count} places for {len(ranks)} ranks. Each rank has one place: give "
+            "ranks as nested lists instead, e.g. ranks=[[0, 1], [2, 3]]."
+        )
+    for size in reversed(sizes[1:]):
+        folded = [folded[start : start + size] for start in range(0, len(folded), size)]
+    return folded

@@ -1,0 +1,45 @@
+"""``flow.save`` and ``flow.load``: whole values in one file, which any number of ranks can load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from workbench.flow.joining import join
+from workbench.flow.local import local
+from workbench.runtime.ops.reading import everywhere
+from workbench.runtime.tensor import GlobalTensor
+from workbench.runtime.world import barrier
+
+
+def save(obj: Any, path: str | Path, global_dst_rank: int = 0) -> None:
+    """Write tensors, and containers of them, with their logical values. All ranks of the world call it.
+
+    Args:
+        obj: e.g. ``module.state_dict()``.
+        path: the file; one rank writes it.
+        global_dst_rank: that rank.
+    """
+    world = join()
+    whole = tree_map(_whole, obj)
+    if world.rank == global_dst_rank:
+        torch.save(whole, path)
+    barrier()
+
+
+def load(path: str | Path, global_src_rank: int | None = None) -> Any:
+    """What ``save`` wrote, as local tensors; every rank reads the file.
+
+    ``module.load_state_dict`` takes it, whatever the layouts of the module's parameters. ``global_src_rank`` is
+    accepted and not needed.
+    """
+    return tree_map(lambda leaf: local(leaf) if isinstance(leaf, torch.Tensor) else leaf, torch.load(path))
+
+
+def _whole(leaf: Any) -> Any:
+    if isinstance(leaf, GlobalTensor):
+        return everywhere(leaf)
+    return leaf.detach().as_subclass(torch.Tensor) if isinstance(leaf, torch.Tensor) else leaf
