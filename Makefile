@@ -92,6 +92,7 @@ bench: $(STAMP)
 	@$(PY) -m benchmarks.pipeline
 	@$(PY) -m benchmarks.optimizer
 	@$(PY) -m benchmarks.cell
+	@$(PY) -m benchmarks.choose_parallelism
 
 clean:
 	rm -rf $(VENV) out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
