@@ -18,6 +18,8 @@ SLICE_S = 0.02
 """How long a sleeping rank goes without looking for an abort, a dead peer or a deadlock."""
 _NUM_LOOKS = 20
 _YIELD_S = 200e-6
+_YIELD_SHARING_S = 20e-6
+"""Where ranks share cores: what a rank does in a longer wait is taken from the one it waits for."""
 
 
 class Waiter:
@@ -37,8 +39,8 @@ class Waiter:
         self._own, self._links, self._semaphores = own, links, semaphores
         self._processes = Processes({peer: link.pid for peer, link in links.items()})
         self._suspicion: tuple[tuple[int, int], ...] | None = None
-        # Where ranks share cores, the one that is waited for may need this core.
-        self._num_looks = _NUM_LOOKS if len(links) < len(os.sched_getaffinity(0)) else 1
+        shares_cores = len(links) >= len(os.sched_getaffinity(0))
+        self._num_looks, self._yield_s = (1, _YIELD_SHARING_S) if shares_cores else (_NUM_LOOKS, _YIELD_S)
 
     def close(self) -> None:
         """Close the files that watch the peers' processes."""
@@ -52,7 +54,7 @@ class Waiter:
             if letter is not None:
                 return letter
         # A peer that is about to come is met within microseconds; one that computes needs this core more than we do.
-        end = time.perf_counter() + _YIELD_S
+        end = time.perf_counter() + self._yield_s
         while time.perf_counter() < end:
             os.sched_yield()
             letter = expect(tag)
@@ -66,7 +68,7 @@ class Waiter:
         for _ in range(self._num_looks):
             if link.collect():
                 return
-        end = time.perf_counter() + _YIELD_S
+        end = time.perf_counter() + self._yield_s
         while time.perf_counter() < end:
             os.sched_yield()
             if link.collect():
@@ -99,15 +101,21 @@ class Waiter:
         return self._end_of(link) is not None
 
     def _sleep(self, link: Link, header: bytes, for_receipt: bool) -> None:
+        came = link.receipt_came if for_receipt else link.letter_came
+        # Most waits end within the first slice: only a longer one is worth the words that others may read.
+        if self._semaphores.take_within(came, SLICE_S) or self._sleep_on(link, came, header, for_receipt):
+            link.collect_taken() if for_receipt else link.read_taken()
+
+    def _sleep_on(self, link: Link, came: int, header: bytes, for_receipt: bool) -> bool:
+        """Whether ``came`` was taken; False if something came while looking for reasons against it."""
         started = time.perf_counter()
         self._suspicion = None
-        came = link.receipt_came if for_receipt else link.letter_came
         self._own.write_wait(link.peer, header + _place_in_user_code(), for_receipt)
         try:
-            while not self._semaphores.take_within(came, SLICE_S):
-                if not self._can_hope(link, header, for_receipt, time.perf_counter() - started):
-                    return
-            link.collect_taken() if for_receipt else link.read_taken()
+            while self._can_hope(link, header, for_receipt, time.perf_counter() - started):
+                if self._semaphores.take_within(came, SLICE_S):
+                    return True
+            return False
         finally:
             self._own.write_wait(-1, b"")
 
