@@ -1,5 +1,7 @@
 """The magics in a real IPython shell, on the shared engines."""
 
+import time
+
 import pytest
 from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
@@ -174,3 +176,110 @@ def test_before_start_the_error_says_how_to_start(run, monkeypatch):
     assert isinstance(error, NotStartedError)
     assert "%workbench start --engines 2" in captured.stdout
     assert len(captured.stdout.splitlines()) == 1
+
+
+class TestGlobalTensors:
+    def test_are_shown_once_with_who_holds_what(self, run):
+        captured, error = run(
+            "%%global\nwb.ones(4, 2, placement=wb.placement('cpu', ranks=[0, 1]), sbp=wb.sbp.split(0))"
+        )
+        assert error is None
+        assert len(captured.outputs) == 1
+        data = captured.outputs[0].data
+        assert "rows 2-3" in data["text/html"]
+        assert "float32[4, 2]  S(0)  on" in data["text/plain"]
+
+    def test_on_some_ranks_nothing_is_collected(self, run):
+        run("%%global --quiet\nx = wb.ones(4, 2, placement=wb.placement('cpu', ranks=[0, 1]), sbp=wb.sbp.split(0))")
+        captured, error = run("%%global --ranks 1\nx")
+        assert error is None
+        assert "numbers" not in captured.outputs[0].data["text/html"].split("</style>")[1]
+
+
+class TestNamesOfTheEngines:
+    """What the kernel asks the shell for on Tab and Shift-Tab."""
+
+    def complete(self, shell, text):
+        from IPython.core.completer import provisionalcompleter
+
+        with provisionalcompleter():
+            return {item.text for item in shell.Completer.completions(text, len(text))}
+
+    def test_are_completed_in_a_global_cell(self, run, shell):
+        run("%%global --quiet\nengine_only_name = 1")
+        assert "engine_only_name" in self.complete(shell, "%%global\nengine_on")
+        assert "engine_only_name" in self.complete(shell, "# %%global --ranks 1\nx = 1\ny = engine_on")
+        assert "engine_only_name" not in self.complete(shell, "engine_on")
+
+    def test_attributes_and_options(self, run, shell):
+        assert any("to_global" in text for text in self.complete(shell, "%%global\nwb.to_glo"))
+        assert "--ranks" in self.complete(shell, "%%global --ra")
+
+    def test_while_a_cell_runs(self, run, shell, session):
+        run("%%global --quiet\nengine_only_name = 1")
+        call = session.submit(_sleep, 5.0)
+        try:
+            assert "engine_only_name" in self.complete(shell, "%%global\nengine_on")
+        finally:
+            call.cancel()
+            with pytest.raises(CellError):
+                call.result()
+
+    def test_help_in_a_cell_and_on_shift_tab(self, run, shell):
+        run("%%global --quiet\ndef engine_function(x):\n    'Says what it does.'")
+        captured, error = run("%%global\nengine_function?")
+        assert error is None
+        assert "Says what it does." in "".join(str(output.data) for output in captured.outputs) + captured.stdout
+        assert "Says what it does." in shell.object_inspect_mime("engine_function")["text/plain"]
+        with pytest.raises(KeyError):
+            shell.object_inspect_mime("nobody_has_this")
+
+
+def _sleep(seconds):
+    import time
+
+    time.sleep(seconds)
+
+
+def test_changed_modules_are_loaded_again(run, tmp_path):
+    module = tmp_path / "edited_module.py"
+    module.write_text("def answer():\n    return 1\n")
+    run(f"%%global --quiet\nimport sys; sys.path.insert(0, {str(tmp_path)!r})\n%load_ext autoreload\n%autoreload 2")
+    assert run("%%global\nimport edited_module\nedited_module.answer()")[0].stdout == "[all] 1\n"
+    module.write_text("def answer():\n    return 1 + 1  # longer\n")
+    assert run("%%global\nedited_module.answer()")[0].stdout == "[all] 2\n"
+    run("%%global --quiet\n%autoreload 0")
+
+
+def test_time_names_the_slowest_rank(run):
+    captured, error = run("%%global --time\nimport time\nif wb.rank() == 1: time.sleep(0.3)")
+    assert error is None
+    assert "rank 1 was slowest, rank 0 was done after" in captured.stdout
+
+
+def test_the_log_has_what_a_fold_leaves_out(run):
+    shown = run("%%global\nfor i in range(3000): print(wb.rank(), i)")[0].stdout
+    assert "lines folded" in shown
+    assert "%workbench log has them" in shown
+    listed = run("%workbench log --ranks 1 --lines 2")[0].stdout
+    assert "3.00 k lines, all of them in " in listed
+    assert listed.endswith("  1 2998\n  1 2999\n")
+    path = listed.splitlines()[0].rpartition(" in ")[2]
+    with open(path) as log:
+        assert [line.split()[1] for line in log] == [str(i) for i in range(3000)]
+
+
+def test_dump_shows_where_each_rank_is(run, session):
+    call = session.submit(_sleep, 5.0)
+    try:
+        dumped = ""
+        for _ in range(100):
+            dumped = run("%workbench dump --ranks 0")[0].stdout
+            if "in _sleep" in dumped:
+                break
+            time.sleep(0.02)
+        assert "time.sleep(seconds)" in dumped
+    finally:
+        call.cancel()
+        with pytest.raises(CellError):
+            call.result()

@@ -19,6 +19,7 @@ from workbench.session.folder import SessionFolder, reap_leftovers
 from workbench.session.launch import LocalProcesses, find_gpus
 from workbench.session.launch_profile import ProfileProcesses, rendezvous_host, store_for
 from workbench.session.listeners import OutputListener, Show
+from workbench.session.output_log import OutputLogs
 from workbench.session.progress import StartProgress
 from workbench.session.ranks import check_ranks, say_ranks
 from workbench.session.run import CellResult, Listener, Outcome, Run
@@ -59,6 +60,7 @@ class Session:
         self._closed = False
         reap_leftovers()
         self._folder = SessionFolder.create()
+        self.logs = OutputLogs(self._folder.path / "output")
         self._processes: LocalProcesses | ProfileProcesses = (
             LocalProcesses(self._folder, self.num_engines, gpus)
             if profile is None
@@ -113,14 +115,15 @@ class Session:
         """
         targets = self._check(ranks)
         check_syntax(code)
-        listener = OutputListener(targets, self.num_engines, show, merge)
         tag = self._tag(targets, wants_values=values, label=label)
+        listener = OutputListener(targets, self.num_engines, show, merge, self.logs.begin(tag.run, label))
         started_s = time.monotonic()
         outcome = self._perform(lambda live: live.execute(targets, code, tag), listener, timeout, label or "a cell")
         listener.finish()
         _raise_unless_ok(outcome, "cell", timeout)
         ordered = [outcome.values.get(rank) for rank in targets]
-        return CellResult(listener.text, ordered, time.monotonic() - started_s)
+        times = [outcome.replied_s[rank] for rank in targets]
+        return CellResult(listener.text, ordered, time.monotonic() - started_s, times)
 
     def submit(
         self, fn: Callable[..., Any], *args: Any, ranks: Iterable[int] | None = None, **kwargs: Any
@@ -174,6 +177,11 @@ class Session:
             answer = calls[rank].answer(max(0.0, deadline_s - time.monotonic())) if rank in calls else None
             statuses.append(answer or protocol.RankStatus(rank, alive=False, pid=self._facts.get(rank, {}).get("pid")))
         return statuses
+
+    def ask(self, rank: int, operation: str, timeout_s: float = _STATUS_TIMEOUT_S, **arguments: Any) -> Any:
+        """What a rank's control thread answers, also while a cell runs; None when no answer comes in time."""
+        calls = self._live().control([rank], operation, **arguments)
+        return calls[rank].answer(timeout_s) if rank in calls else None
 
     def restart(self, ranks: Iterable[int] | None = None) -> None:
         """Replace engines by new ones, all of them by default; what runs on them ends, their variables are lost.

@@ -16,6 +16,8 @@ from workbench.session import protocol
 
 _sequence = itertools.count()
 _stopped_runs: set[int] = set()
+user_files: dict[str, str] = {}
+"""Files that the notebook's user wrote, and how they are called: their lines are shown in errors, as those of cells."""
 
 
 def publish(obj: object) -> None:
@@ -129,7 +131,7 @@ def shell() -> Any:
 
 def _install() -> None:
     """Hook into the engine's shell once; joining again changes nothing."""
-    from workbench.session import engine_control, engine_failures, engine_values, engine_waits
+    from workbench.session import engine_assist, engine_control, engine_failures, engine_values, engine_waits
 
     here = shell()
     if getattr(here, "workbench_installed", False):
@@ -137,6 +139,7 @@ def _install() -> None:
     engine_values.install(here)
     engine_failures.install(here)
     engine_control.install(here)
+    engine_assist.install(here)
     engine_waits.install()
     _offer_names(here.user_ns)
     here.workbench_installed = True

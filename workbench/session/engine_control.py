@@ -1,7 +1,7 @@
 """Answers the notebook on the engine's control thread, also while the main thread is stuck in C.
 
 Operations: ``status`` (a `RankStatus` with the main thread's stack), ``abort`` (end waits for other
-ranks), ``stop`` (make `stop_requested` true for one run).
+ranks), ``stop`` (make `stop_requested` true for one run), ``complete`` and ``inspect`` (names of the engine).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from workbench.errors import WorldError
-from workbench.session import engine, engine_waits, protocol
+from workbench.session import engine, engine_assist, engine_waits, protocol
 from workbench.session.engine_failures import frames_of_stack
 
 
@@ -99,4 +99,6 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "abort": abort,
     "stop": engine.request_stop,
     "ping": time.time,
+    "complete": engine_assist.complete,
+    "inspect": engine_assist.inspect,
 }

@@ -23,7 +23,7 @@ def install(shell: Any) -> None:
         if tag.wants_values:
             engine.send(protocol.Value(protocol.dump_or_placeholder(value)))
         if is_global(result):
-            return {"text/plain": f"{layout_line(result)}\n{value!r}"}, {}
+            return picture(result, value), {}
         return plain_format(result)
 
     hook.compute_format_data = compute_format_data
@@ -66,6 +66,18 @@ def _logical(tensor: Any) -> Any:
         )
     full = tensor.full_tensor()
     return full.detach().cpu() if hasattr(full, "detach") else full
+
+
+def picture(tensor: Any, value: Any) -> dict[str, str]:
+    """A global tensor as a cell shows it: as text, and as HTML with who holds what. ``value``: see `portable`."""
+    from workbench.core.layout import Layout
+    from workbench.session.tensor_picture import tensor_html
+
+    absent = value.text if isinstance(value, protocol.Placeholder) else ""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    layout = Layout.of(tensor.placement, tensor.sbp)
+    html = tensor_html(dtype, tensor.element_size(), tuple(tensor.shape), layout, None if absent else value, absent)
+    return {"text/plain": f"{layout_line(tensor)}\n{value!r}", "text/html": html}
 
 
 def layout_line(tensor: Any) -> str:

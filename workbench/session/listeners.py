@@ -9,16 +9,24 @@ from collections.abc import Callable, Sequence
 from workbench.session import protocol
 from workbench.session.adapter import Event
 from workbench.session.output import Block, OutputMerger, as_text
+from workbench.session.output_log import RunLog
 
 #: Receives every piece of merged output: the stream's name ("stdout" or "stderr") and the block.
 Show = Callable[[str, Block], None]
 
 
 class OutputListener:
-    """Merges the output of a run; ``show`` gets each block as soon as it is complete."""
+    """Merges the output of a run; ``show`` gets each block as soon as it is complete, ``log`` all text as it came."""
 
-    def __init__(self, ranks: Sequence[int], num_ranks: int, show: Show | None = None, merge: bool = True) -> None:
-        self._ranks, self._num_ranks, self._show = tuple(ranks), num_ranks, show
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        num_ranks: int,
+        show: Show | None = None,
+        merge: bool = True,
+        log: RunLog | None = None,
+    ) -> None:
+        self._ranks, self._num_ranks, self._show, self._log = tuple(ranks), num_ranks, show, log
         self._output = OutputMerger(ranks, merge)
         self._lines: list[str] = []
         self._published: list[tuple[int, bytes]] = []
@@ -28,6 +36,8 @@ class OutputListener:
         if event.kind == "stream":
             name, text = event.content
             self._output.feed_stream(event.rank, name, text, event.time_s)
+            if self._log is not None:
+                self._log.write(event.rank, text)
         elif event.kind in ("display", "result"):
             self._output.feed_bundle(event.rank, event.kind, event.content, event.time_s)
         elif isinstance(event.content, protocol.Published):
@@ -46,6 +56,8 @@ class OutputListener:
         for rank in self._ranks:
             self._output.finish(rank, now)
         self._give_out(now, final=True)
+        if self._log is not None:
+            self._log.close()
 
     @property
     def text(self) -> str:

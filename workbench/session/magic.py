@@ -9,6 +9,8 @@ import re
 import shlex
 import sys
 from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from ipyparallel.client.magics import output_args
@@ -18,10 +20,12 @@ from IPython.core.magic_arguments import argument, magic_arguments, parse_argstr
 from IPython.display import display
 
 from workbench.errors import NotStartedError
-from workbench.session import cluster, protocol
+from workbench.session import assist, cluster, protocol
 from workbench.session.output import Block, as_text
+from workbench.session.output_log import tail
 from workbench.session.ranks import parse_ranks
-from workbench.units import format_bytes
+from workbench.session.run import CellResult
+from workbench.units import format_bytes, format_count, format_seconds
 
 _COMMENT_SPELLING = re.compile(r"^#\s*(%%global\b.*)$")
 
@@ -31,12 +35,14 @@ def load_ipython_extension(ipython: Any) -> None:
     ipython.register_magics(SessionMagics(ipython))
     if read_comment_spelling not in ipython.input_transformers_cleanup:
         ipython.input_transformers_cleanup.append(read_comment_spelling)
+    assist.install(ipython)
 
 
 def unload_ipython_extension(ipython: Any) -> None:
     """Forget the ``# %%global`` spelling and end the session."""
     if read_comment_spelling in ipython.input_transformers_cleanup:
         ipython.input_transformers_cleanup.remove(read_comment_spelling)
+    assist.uninstall(ipython)
     session = cluster.current()
     if session is not None:
         session.close()
@@ -61,6 +67,7 @@ class SessionMagics(Magics):
     @argument("--quiet", action="store_true", help="show no output, only errors")
     @argument("--no-stream", action="store_true", help="show output when the cell is done, not while it runs")
     @argument("--label", default="", help="a name for this cell, shown by %%workbench status")
+    @argument("--time", action="store_true", help="say how long the cell took, and which rank was slowest")
     @no_var_expand
     @cell_magic("global")  # type: ignore[arg-type]
     def cell_global(self, line: str, cell: str) -> None:
@@ -85,14 +92,19 @@ class SessionMagics(Magics):
         _run(self.shell, line, _DEFAULTS)
 
     @magic_arguments()
-    @argument("action", choices=["start", "status", "stop", "restart"], help="what to do")
+    @argument("action", choices=["start", "status", "stop", "restart", "log", "dump"], help="what to do")
     @argument("--engines", type=int, metavar="N", help="start: number of engines (default: one per GPU, or 2)")
     @argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="start: where tensors live")
     @argument("--profile", help="start: an ipyparallel profile, for engines on other hosts")
-    @argument("--ranks", help="restart: these ranks only, e.g. 1 or 0,2-3")
+    @argument("--ranks", help="restart, log, dump: these ranks only, e.g. 1 or 0,2-3")
+    @argument("--lines", type=int, default=20, metavar="N", help="log: how many lines of each rank (default: 20)")
     @line_magic("workbench")  # type: ignore[arg-type]
     def line_workbench(self, line: str) -> None:
-        """Start, look at, stop or restart the session: ``%workbench start --engines 2``."""
+        """Start, look at, stop or restart the session: ``%workbench start --engines 2``.
+
+        ``log`` shows the end of what each rank printed in the last cell, and the file that has all of it; ``dump``
+        shows where each rank is now, also while a cell runs.
+        """
         options = _parse(self.line_workbench, line)
         _COMMANDS[options.action](options)
 
@@ -134,6 +146,8 @@ class Shower:
         self.held: list[tuple[str, Block]] = []
 
     def show(self, stream: str, block: Block) -> None:
+        if block.kind == "note":
+            block = replace(block, content=f"{block.content}; %workbench log has them")
         bundle = block.content if isinstance(block.content, dict) else {}
         data = bundle.get("data", {})
         if set(data) - {"text/plain"}:
@@ -152,7 +166,9 @@ class Shower:
             self.show(stream, block)
 
 
-_DEFAULTS = Namespace(ranks=None, timeout=None, quiet=False, no_stream=False, label="", groupby="type", save_name=None)
+_DEFAULTS = Namespace(
+    ranks=None, timeout=None, quiet=False, no_stream=False, label="", groupby="type", save_name=None, time=False
+)
 
 
 def _run(shell: Any, code: str, options: Namespace) -> None:
@@ -175,6 +191,8 @@ def _run(shell: Any, code: str, options: Namespace) -> None:
         shower.show_held(by_rank)
     if options.save_name:
         shell.user_ns[options.save_name] = result
+    if options.time:
+        print(describe_times(result, ranks or range(here.num_engines)))
 
 
 def _parse(magic: Any, line: str) -> Namespace:
@@ -226,6 +244,16 @@ def _status(options: Namespace) -> None:
         print(line)
 
 
+def describe_times(result: CellResult, ranks: Sequence[int]) -> str:
+    """``2.31 s; rank 1 was slowest, rank 0 was done after 1.02 s``."""
+    total = format_seconds(result.elapsed_s)
+    if len(ranks) == 1:
+        return f"{total}"
+    times = dict(zip(ranks, result.rank_elapsed_s, strict=True))
+    first, last = min(times, key=times.__getitem__), max(times, key=times.__getitem__)
+    return f"{total}; rank {last} was slowest, rank {first} was done after {format_seconds(times[first])}"
+
+
 def describe(status: protocol.RankStatus) -> str:
     """One line about a rank: ``rank 0  pid 4711  cpu  259 MB  idle``."""
     if not status.alive:
@@ -235,4 +263,38 @@ def describe(status: protocol.RankStatus) -> str:
     return f"rank {status.rank}  pid {status.pid}  {status.device}  {memory}  {doing}"
 
 
-_COMMANDS = {"start": _start, "status": _status, "stop": _stop, "restart": _restart}
+def _ranks_of(options: Namespace) -> tuple[int, ...]:
+    num_ranks = session().num_engines
+    return parse_ranks(options.ranks, num_ranks) if options.ranks is not None else tuple(range(num_ranks))
+
+
+def _log(options: Namespace) -> None:
+    log = session().logs.last()
+    if log is None:
+        print("workbench: no cell has printed anything yet")
+        return
+    log.flush()
+    paths = log.paths
+    for rank in _ranks_of(options):
+        if rank not in paths:
+            print(f"rank {rank}  printed nothing")
+            continue
+        lines, num_lines = tail(paths[rank], max(0, options.lines))
+        hidden = num_lines - len(lines)
+        print(f"rank {rank}  {format_count(num_lines)} lines, all of them in {paths[rank]}")
+        print("\n".join([*([f"  ... {format_count(hidden)} lines ..."] if hidden else []), *(f"  {s}" for s in lines)]))
+
+
+def _dump(options: Namespace) -> None:
+    statuses = {status.rank: status for status in session().status()}
+    for rank in _ranks_of(options):
+        status = statuses[rank]
+        print(describe(status))
+        for frame in status.stack:
+            print(f"  {'cell' if frame.in_cell else frame.file}:{frame.line}  in {frame.function}")
+            source = dict(frame.source).get(frame.line)
+            if source:
+                print(f"      {source.strip()}")
+
+
+_COMMANDS = {"start": _start, "status": _status, "stop": _stop, "restart": _restart, "log": _log, "dump": _dump}

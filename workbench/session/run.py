@@ -31,12 +31,14 @@ class CellResult:
     """What a cell gave: its output as text, the last expression's value by rank, and how long it took.
 
     ``values`` has one entry per rank that ran the cell, in rank order; None where the cell ends in a
-    statement; a global tensor's entry is its logical tensor when all ranks ran the cell.
+    statement; a global tensor's entry is its logical tensor when all ranks ran the cell. ``rank_elapsed_s`` has the
+    time after which each rank was done, in the same order.
     """
 
     text: str
     values: list[Any]
     elapsed_s: float
+    rank_elapsed_s: list[float] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -53,6 +55,7 @@ class Outcome:
     stop_reason: str = ""  #: "failure", "interrupt", "timeout" or ""
     killed: tuple[int, ...] = ()
     elapsed_s: float = 0.0
+    replied_s: dict[int, float] = field(default_factory=dict)  #: rank -> seconds after which it replied
 
     @property
     def ok(self) -> bool:
@@ -180,6 +183,7 @@ class Run:
         self._pending.discard(event.rank)
         self._last_reply_s = event.time_s
         self.outcome.replies[event.rank] = event.content
+        self.outcome.replied_s[event.rank] = event.time_s - self._started_s
         failed = isinstance(event.content, Exception)
         if failed and self._first_failure_s is None:
             self._first_failure_s = event.time_s

@@ -1,0 +1,97 @@
+"""In a ``%%global`` cell the notebook's completion and help speak of the engines' names.
+
+Both ask the control thread of one engine, which answers while a cell runs; an engine that does not answer in time costs
+no more than that time, and the notebook's own proposals remain.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from typing import Any
+
+from workbench.errors import WorkbenchError
+from workbench.session import cluster
+from workbench.session.ranks import parse_ranks
+
+ANSWER_TIMEOUT_S = 0.5
+_GLOBAL_CELL = re.compile(r"^(?:#\s*)?%%global\b(.*)\n")
+_OPTIONS = ("--ranks", "--timeout", "--quiet", "--no-stream", "--label", "--time", "-o")
+
+
+def install(ipython: Any) -> None:
+    """Hook into the shell's completer and its help."""
+    completer = getattr(ipython, "Completer", None)
+    if completer is not None and propose not in completer.custom_matchers:
+        completer.custom_matchers.append(propose)
+    if not hasattr(ipython, "workbench_inspects"):
+        ipython.workbench_inspects = ipython.object_inspect_mime
+        ipython.object_inspect_mime = _Inspector(ipython.workbench_inspects)
+
+
+def uninstall(ipython: Any) -> None:
+    """Undo `install`."""
+    completer = getattr(ipython, "Completer", None)
+    if completer is not None and propose in completer.custom_matchers:
+        completer.custom_matchers.remove(propose)
+    if hasattr(ipython, "workbench_inspects"):
+        ipython.object_inspect_mime = ipython.workbench_inspects
+        del ipython.workbench_inspects
+
+
+def propose(context: Any) -> dict[str, Any]:
+    """A matcher for IPython's completer: inside a ``%%global`` cell names of the engines, in its first line options."""
+    from IPython.core.completer import SimpleCompletion
+
+    none: dict[str, Any] = {"completions": []}
+    text = context.full_text
+    found = _GLOBAL_CELL.match(text if "\n" in text else text + "\n")
+    if found is None:
+        return none
+    if context.cursor_line == 0:
+        fitting = [option for option in _OPTIONS if context.token and option.startswith(context.token)]
+        return {"completions": [SimpleCompletion(option, type="option") for option in fitting]}
+    code = text[found.end() :]
+    before = code.split("\n")[: context.cursor_line - 1]
+    offset = sum(len(line) + 1 for line in before) + context.cursor_position
+    proposals = _ask(found.group(1), "complete", code=code, offset=offset)
+    if not proposals:
+        return none
+    start = proposals[0][0]
+    return {
+        "completions": [SimpleCompletion(item, type=kind) for at, _, item, kind in proposals if at == start],
+        "matched_fragment": code[start:offset],
+        "suppress": True,
+    }
+
+
+propose.matcher_api_version = 2  # type: ignore[attr-defined]
+propose.matcher_identifier = "workbench.engine_names"  # type: ignore[attr-defined]
+
+
+class _Inspector:
+    """The shell's help, and the engines' for names that the notebook does not know."""
+
+    def __init__(self, local: Any) -> None:
+        self._local = local
+
+    def __call__(self, oname: str, detail_level: int = 0, omit_sections: Any = ()) -> Any:
+        try:
+            return self._local(oname, detail_level=detail_level, omit_sections=omit_sections)
+        except KeyError:
+            found = _ask("", "inspect", name=oname, detail_level=detail_level)
+            if found is None:
+                raise
+            return found
+
+
+def _ask(options: str, operation: str, **arguments: Any) -> Any:
+    """The answer of the first rank that the cell runs on; None without a session, or without an answer in time."""
+    session = cluster.current()
+    if session is None:
+        return None
+    with contextlib.suppress(WorkbenchError, ValueError):
+        ranks = re.search(r"--ranks[ =](\S+)", options)
+        rank = parse_ranks(ranks.group(1), session.num_engines)[0] if ranks else 0
+        return session.ask(rank, operation, ANSWER_TIMEOUT_S, **arguments)
+    return None
