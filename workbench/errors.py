@@ -10,6 +10,7 @@
     ├── WorldError (RuntimeError)        this process is not (or no longer) part of a world
     ├── CollectiveAborted (RuntimeError) a wait for other ranks ended early
     ├── CheckpointError (RuntimeError)   a checkpoint that cannot be written, or does not fit what it is loaded into
+    ├── JobError (RuntimeError)          a job function of ``workbench.flow`` that cannot run as it is written
     ├── CommandError                     the command line ``workbench`` cannot do what was asked
     └── SessionError (RuntimeError)      the notebook's side of a cluster
         ├── NotStartedError              no session is running
@@ -64,6 +65,10 @@ class CollectiveAborted(WorkbenchError, RuntimeError):
 
 class CheckpointError(WorkbenchError, RuntimeError):
     """A checkpoint that cannot be written, that is damaged or half-written, or that holds another model."""
+
+
+class JobError(WorkbenchError, RuntimeError):
+    """A job function of ``workbench.flow`` that cannot run as it is written, or is called where it cannot."""
 
 
 class CommandError(WorkbenchError):

@@ -32,7 +32,10 @@ _WHERE = {
         "truncated_normal_initializer", "variance_scaling_initializer", "xavier_normal_initializer",
         "xavier_uniform_initializer", "zeros_initializer",
     ],
-    "workbench.flow.functions": ["matmul", "reshape"],
+    "workbench.flow.functions": [
+        "cast", "concat", "expand_dims", "flatten", "gather", "identity", "matmul", "parallel_cast", "reshape", "slice",
+        "squeeze", "transpose",
+    ],
     # eager programs
     "workbench.core": ["sbp"],
     "workbench.flow.creation": [
@@ -46,13 +49,13 @@ _WHERE = {
 """Module -> the names of ``flow`` that it holds."""
 
 _MODULES = [
-    "config", "data", "distribute", "env", "layers", "losses", "mnist_util", "nn", "optim", "optimizer", "scope",
-    "train", "typing",
+    "config", "data", "distribute", "env", "layers", "losses", "math", "mnist_util", "nn", "optim", "optimizer",
+    "scope", "train", "typing",
 ]  # fmt: skip
 """Names of ``flow`` that are modules of this folder."""
 
 _MODULE_OF = {name: module for module, names in _WHERE.items() for name in names}
-__all__ = list((*_MODULE_OF, *_MODULES))  # noqa: C410 - a display would not be read as a list of names
+__all__ = list(_MODULE_OF | dict.fromkeys(_MODULES))
 
 
 def __getattr__(name: str) -> Any:

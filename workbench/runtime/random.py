@@ -163,6 +163,17 @@ def normal_sampler(mean: float = 0.0, std: float = 1.0) -> Sampler:
     )
 
 
+def truncated_normal_sampler(mean: float = 0.0, std: float = 1.0) -> Sampler:
+    """Normal with this mean and standard deviation, cut at two standard deviations."""
+    mass = math.erf(math.sqrt(2.0))
+
+    def draw(key: int, at: np.ndarray, dtype: torch.dtype) -> np.ndarray:
+        quantile = torch.from_numpy((2.0 * _inside(key, at) - 1.0) * mass)  # the inverse of the distribution function
+        return mean + std * math.sqrt(2.0) * torch.erfinv(quantile).numpy()
+
+    return Sampler(draw)
+
+
 def log_normal_sampler(mean: float = 1.0, std: float = 2.0) -> Sampler:
     """The exponential of a normal number."""
     return Sampler(lambda key, at, dtype: np.exp(mean + std * philox.normal(key, at)))

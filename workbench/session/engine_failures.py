@@ -15,6 +15,8 @@ from workbench.session import engine, protocol
 
 _LINES_AROUND = 2
 _MAX_FRAMES = 20
+user_files: dict[str, str] = {}
+"""Files that the notebook's user wrote, and how they are called: their lines are shown in errors, as those of cells."""
 
 
 def install(shell: Any) -> None:
@@ -88,11 +90,12 @@ def _frame(frame: FrameType, line: int, in_cell: bool) -> protocol.Frame:
     numbers: Iterable[int] = range(max(1, line - _LINES_AROUND), line + _LINES_AROUND + 1)
     lines = [(number, linecache.getline(code.co_filename, number, frame.f_globals)) for number in numbers]
     source = tuple((number, text.rstrip("\n")) for number, text in lines if text)
-    return protocol.Frame("cell" if in_cell else code.co_filename, line, code.co_qualname, in_cell, source)
+    file = user_files.get(code.co_filename, "cell") if in_cell else code.co_filename
+    return protocol.Frame(file, line, code.co_qualname, in_cell, source)
 
 
 def _is_cell(filename: str) -> bool:
-    return engine.shell().compile.format_code_name(filename) is not None
+    return filename in user_files or engine.shell().compile.format_code_name(filename) is not None
 
 
 def _chain(error: BaseException) -> Iterable[str]:

@@ -148,7 +148,7 @@ def _frames_to_show(frames: Sequence[protocol.Frame]) -> Iterable[tuple[protocol
 
 def _render_frame(frame: protocol.Frame, paint: Paint) -> list[str]:
     inside = "" if frame.function == "<module>" else f", in {frame.function}"
-    place = f"cell line {frame.line}{inside}" if frame.in_cell else f"{frame.file}:{frame.line}{inside}"
+    place = f"{frame.file} line {frame.line}{inside}" if frame.in_cell else f"{frame.file}:{frame.line}{inside}"
     lines = [paint(f"  {place}", _DIM)]
     for number, text in frame.source:
         here = number == frame.line

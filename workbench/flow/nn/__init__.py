@@ -6,7 +6,8 @@ from typing import Any
 
 _WHERE = {
     "workbench.flow.nn.functional": [
-        "avg_pool2d", "bias_add", "conv2d", "dropout", "max_pool2d", "relu", "sigmoid", "softmax",
+        "avg_pool2d", "bias_add", "conv2d", "dropout", "leaky_relu", "max_pool2d", "relu", "sigmoid",
+        "sigmoid_cross_entropy_with_logits", "softmax", "softmax_cross_entropy_with_logits",
         "sparse_softmax_cross_entropy_with_logits",
     ],
     "workbench.flow.nn.modules": ["Module"],

@@ -1,0 +1,118 @@
+"""Mathematics of programs: torch's functions under the names and with the arguments of the older documents.
+
+In a job they run where its scope says; outside, where their operands lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from workbench.flow.jobs.context import in_scope, running
+
+__all__ = [
+    "cast", "concat", "expand_dims", "flatten", "gather", "identity", "matmul", "parallel_cast", "reshape", "slice",
+    "squeeze", "transpose",
+]  # fmt: skip
+
+
+@in_scope
+def matmul(a: Any, b: Any, transpose_a: bool = False, transpose_b: bool = False, name: str | None = None) -> Any:
+    """The matrix product of ``a`` and ``b``, either of them transposed first.
+
+    >>> matmul(torch.ones(4, 5), torch.ones(8, 5), transpose_b=True).shape
+    torch.Size([4, 8])
+    """
+    return torch.matmul(a.transpose(-2, -1) if transpose_a else a, b.transpose(-2, -1) if transpose_b else b)
+
+
+@in_scope
+def reshape(x: Any, shape: Sequence[int], name: str | None = None) -> Any:
+    """The same elements in another logical shape; one size may be -1."""
+    return torch.reshape(x, tuple(shape))
+
+
+@in_scope
+def flatten(input: Any, start_dim: int = 0, end_dim: int = -1, name: str | None = None) -> Any:
+    """Join dims from ``start_dim`` to ``end_dim``."""
+    return torch.flatten(input, start_dim, end_dim)
+
+
+@in_scope
+def transpose(a: Any, perm: Any = None, *dims: int, name: str | None = None) -> Any:
+    """Dims in the order ``perm`` (by default reversed); with two numbers, those two dims exchanged, as in torch."""
+    if isinstance(perm, int):
+        return torch.transpose(a, perm, *dims)
+    return a.permute(tuple(reversed(range(a.dim()))) if perm is None else tuple(perm))
+
+
+@in_scope
+def concat(inputs: Sequence[Any], axis: int = 0, name: str | None = None) -> Any:
+    """Tensors one after the other along ``axis``."""
+    return torch.cat(tuple(inputs), axis)
+
+
+@in_scope
+def cast(x: Any, dtype: torch.dtype, name: str | None = None) -> Any:
+    """Another dtype."""
+    return x.to(dtype)
+
+
+@in_scope
+def squeeze(input: Any, axis: int | Sequence[int] | None = None, name: str | None = None) -> Any:
+    """Without dims of size 1."""
+    if axis is None:
+        return torch.squeeze(input)
+    return torch.squeeze(input, axis if isinstance(axis, int) else tuple(axis))
+
+
+@in_scope
+def expand_dims(input: Any, axis: int, name: str | None = None) -> Any:
+    """With a dim of size 1 before dim ``axis``."""
+    return torch.unsqueeze(input, axis)
+
+
+@in_scope
+def slice(  # noqa: A001 - as programs write it
+    x: Any, begin: Sequence[int | None], size: Sequence[int | None], name: str | None = None
+) -> Any:
+    """``size[d]`` elements from ``begin[d]`` on, for each dim; None for all of a dim, -1 for the rest of it."""
+    for dim, (start, count) in enumerate(zip(begin, size, strict=True)):
+        if start is not None:
+            x = torch.narrow(x, dim, start, x.shape[dim] - start if count in (None, -1) else int(count or 0))
+    return x
+
+
+@in_scope
+def gather(params: Any, indices: Any, axis: Any = 0, name: str | None = None) -> Any:
+    """Slices of ``params`` along ``axis`` by number: rows of a table, for example.
+
+    With a number in the place of ``indices`` it is ``torch.gather(input, dim, index)``, as newer programs have it.
+    """
+    if isinstance(indices, int):
+        return torch.gather(params, indices, axis)
+    if axis == 0:
+        return torch.nn.functional.embedding(indices.long(), params)
+    return torch.index_select(params, axis, indices.long())
+
+
+@in_scope
+def identity(x: Any, name: str | None = None) -> Any:
+    """``x``, on the devices of the scope."""
+    return x
+
+
+def parallel_cast(input: Any, distribute: Any = None, gradient_distribute: Any = None, name: str | None = None) -> Any:
+    """``input`` in another layout on the devices of the scope: ``distribute=flow.distribute.split(axis=0)``.
+
+    Gradients come back in the layout that ``input`` has.
+    """
+    from workbench.core.sbp import Broadcast
+    from workbench.runtime.boxing import box
+
+    job = running("parallel_cast")
+    if job.is_mirrored:
+        return input
+    return box(input, job.layout(distribute or Broadcast()).normalized(tuple(input.shape)))

@@ -1,0 +1,77 @@
+"""Variables, optimizers and steps of one rank, written and read by the project's own checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from workbench.errors import CheckpointError
+from workbench.flow.jobs.store import PART, Store
+from workbench.flow.jobs.training import optimizer_part
+from workbench.runtime.saving import reading
+from workbench.runtime.saving.agreeing import together
+from workbench.runtime.saving.store import load as load_parts
+from workbench.runtime.saving.store import save as save_parts
+
+_STEPS = "steps"
+
+
+def init(store: Store) -> Store:
+    """Begin anew: the next job makes its variables."""
+    store.forget()
+    return store
+
+
+def save(store: Store, path: str) -> Store:
+    """Write everything. All ranks call it.
+
+    Raises:
+        CheckpointError: there are no variables yet, or a rank cannot write.
+    """
+    if not store.variables.by_name and store.world.rank == store.devices.by_host[0][0]:
+        raise CheckpointError(
+            f"CheckPoint.save({path!r}): there are 0 variables, for no job has run yet. Variables are made by the "
+            "first call that uses them: save after it."
+        )
+    parts: dict[str, Any] = {optimizer_part(job): optimizer for job, optimizer in store.optimizers.items()}
+    save_parts(path, **parts | {PART: store.variables, _STEPS: store.num_steps})
+    return store
+
+
+def load(store: Store, path: str) -> Store:
+    """Read variables that are there, and let others be read when a job makes them. All ranks call it.
+
+    Raises:
+        CheckpointError: no checkpoint, or one of another model.
+    """
+    world, what = store.world, f"CheckPoint.load({path!r})"
+    folder = together(lambda: reading.find(Path(path)), world, what)
+    checkpoint = together(lambda: reading.Checkpoint(folder), world, what)
+    together(lambda: _check(store, checkpoint), world, what)
+    if store.variables.by_name:
+        load_parts(path, strict=False, random_state=False, **{PART: store.variables})
+    store.optimizers, store.to_load = {}, checkpoint
+    store.num_steps = dict(checkpoint.value(_STEPS) or {})
+    return store
+
+
+def _check(store: Store, checkpoint: reading.Checkpoint) -> None:
+    saved = {str(path[0]): tuple(entry.size) for path, entry in checkpoint.below(PART).items()}
+    if not saved:
+        raise CheckpointError(
+            f"CheckPoint.load({str(checkpoint.folder)!r}): it holds {', '.join(sorted(checkpoint.kinds))} and no "
+            "variables of job functions. Load a folder that CheckPoint.save has written."
+        )
+    ours = {name: tuple(variable.shape) for name, variable in store.variables.by_name.items()}
+    problems = [f"{name} is not in the checkpoint" for name in ours if name not in saved]
+    problems += [
+        f"{name} has shape {saved[name]} in the checkpoint, {shape} here"
+        for name, shape in ours.items()
+        if saved.get(name, shape) != shape
+    ]
+    if problems:
+        raise CheckpointError(
+            f"CheckPoint.load({str(checkpoint.folder)!r}): the checkpoint is of another model: {'; '.join(problems)}. "
+            f"It has {', '.join(sorted(saved))}. Nothing was loaded. Load the checkpoint of this model, or begin anew "
+            "with check_point.init() before."
+        )

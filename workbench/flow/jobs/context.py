@@ -1,0 +1,162 @@
+"""The job that this rank is running: its scopes, what it has used of the variables, and the losses it has named."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from workbench.core.layout import Layout
+from workbench.core.placement import Placement
+from workbench.core.sbp import Broadcast, Sbp, Split
+from workbench.errors import JobError, PlacementError
+from workbench.flow.jobs.micro_batches import MicroBatches, map_micro_batches
+from workbench.runtime.boxing import box
+from workbench.runtime.tensor import GlobalTensor
+
+if TYPE_CHECKING:
+    from workbench.flow.jobs.store import Store
+
+_running: ContextVar[Running | None] = ContextVar("workbench_flow_job", default=None)
+
+
+@dataclass
+class Running:
+    """One call of a job function, on one rank.
+
+    Attributes:
+        name: of the job function.
+        view: ``"consistent"`` or ``"mirrored"``.
+        trains: whether the job updates variables.
+        store: what outlives the call: variables, optimizers.
+        placement: the devices that the job runs on.
+        default_dtype: of variables that do not say theirs.
+        scopes: the placements entered and not yet left, innermost last.
+        losses: (loss, update rule or None) in the order in which the body named them.
+        used: variables that the body has asked for, by name.
+        replicas: in the mirrored view, this rank's own leaf for each variable.
+    """
+
+    name: str
+    view: str
+    trains: bool
+    store: Store
+    placement: Placement
+    default_dtype: torch.dtype = torch.float32
+    scopes: list[Placement] = field(default_factory=list)
+    losses: list[tuple[Any, Any]] = field(default_factory=list)
+    used: dict[str, GlobalTensor] = field(default_factory=dict)
+    replicas: dict[str, torch.Tensor] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def is_mirrored(self) -> bool:
+        """Whether the body sees this device's arrays."""
+        return self.view == "mirrored"
+
+    @property
+    def here(self) -> Placement:
+        """The devices of the innermost scope."""
+        return self.scopes[-1] if self.scopes else self.placement
+
+    def enter_scope(self, scope: Any) -> Placement:
+        """Run what follows on other devices; ``scope`` is a ``flow.scope.placement``."""
+        if self.is_mirrored:
+            raise PlacementError(
+                f"{scope} in {self.name}, a job in the mirrored view: there every device runs the whole body. Take the "
+                "consistent view: function_config().default_logical_view(flow.scope.consistent_view())."
+            )
+        devices = self.store.devices
+        ranks = devices.ranks(scope.ranges, f"{scope} in {self.name}")
+        self.scopes.append(devices.placement(ranks, scope.hierarchy))
+        return self.scopes[-1]
+
+    def leave_scope(self) -> None:
+        """Go on in the scope before."""
+        self.scopes.pop()
+
+    def check_view(self, view: str) -> None:
+        """Refuse a ``with`` of the other view: one call has one view."""
+        if view != self.view:
+            raise JobError(
+                f"scope.{view}_view() inside {self.name}, a job in the {self.view} view: a job has one view. Give it "
+                f"in the job's config: function_config().default_logical_view(flow.scope.{view}_view())."
+            )
+
+    def own_name(self, kind: str) -> str:
+        """A name for a layer without one: ``job-Dense_0``, counted in the order of the body."""
+        number = self.counts[kind] = self.counts.get(kind, -1) + 1
+        return f"{self.name}-{kind}_{number}"
+
+    def to_scope(self, value: Any) -> Any:
+        """``value``, boxed to the devices of the scope where it lies on others: batches split, variables whole."""
+        if not isinstance(value, GlobalTensor) or value.placement == self.here:
+            return value
+        is_variable = value.is_leaf and value.requires_grad
+        return box(value, self.layout(Broadcast() if is_variable or not value.dim() else Split(0)))
+
+    def layout(self, sbp: Sbp) -> Layout:
+        """One way to lie on the first axis of the scope's devices; whole along its other axes."""
+        here = self.here
+        first = sbp if here.num_ranks > 1 else Broadcast()
+        return Layout(here, (first,) + (Broadcast(),) * (here.num_axes - 1))
+
+
+def running(what: str) -> Running:
+    """The job in progress.
+
+    Raises:
+        JobError: ``what`` is called outside of one.
+    """
+    job = _running.get()
+    if job is None:
+        raise JobError(
+            f"{what} is called outside of a job function, where there is nothing that it could belong to. Call it in "
+            "the body of a function under @flow.global_function(...), and call that function."
+        )
+    return job
+
+
+def running_or_none() -> Running | None:
+    """The job in progress, if there is one."""
+    return _running.get()
+
+
+class Inside:
+    """Context: this rank runs ``job``."""
+
+    def __init__(self, job: Running) -> None:
+        self.job = job
+
+    def __enter__(self) -> Running:
+        self.token = _running.set(self.job)
+        return self.job
+
+    def __exit__(self, *exc: object) -> None:
+        _running.reset(self.token)
+
+
+def in_scope(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a function of tensors run where the scope says; outside of jobs it runs where its operands lie."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(value, MicroBatches) for value in (*args, *kwargs.values())):
+            return map_micro_batches(run, args, kwargs)
+        job = _running.get()
+        if job is None or job.is_mirrored:
+            return function(*args, **kwargs)
+        moved = [_move(job, value) for value in args]
+        return function(*moved, **{name: _move(job, value) for name, value in kwargs.items()})
+
+    return run
+
+
+def _move(job: Running, value: Any) -> Any:
+    if type(value) in (list, tuple):
+        return type(value)(job.to_scope(item) for item in value)
+    return job.to_scope(value)

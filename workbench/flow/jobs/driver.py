@@ -1,0 +1,111 @@
+"""The side of the one process that drives the engines: it sends a job once, then arrays, and gets arrays back."""
+
+from __future__ import annotations
+
+import hashlib
+import linecache
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import CodeType, FunctionType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from workbench.errors import CellError
+from workbench.flow.jobs import remote
+from workbench.flow.jobs.run import Job, Use, zip_results
+from workbench.session import Session, current, protocol
+
+
+@dataclass
+class _Known:
+    """What the engines of a session have: jobs by name (a digest of what was sent), and the serials of their stores."""
+
+    jobs: dict[str, str] = field(default_factory=dict)
+    serials: tuple[str, ...] | None = None
+
+
+_known: WeakKeyDictionary[Session, _Known] = WeakKeyDictionary()
+
+
+def call(job: Job, arrays: Mapping[str, Any], use: Use) -> Any:
+    """Run a job on the engines of the current session.
+
+    Raises:
+        CellError: it failed on an engine.
+    """
+    session = _session(use)
+    known = _known.setdefault(session, _Known())
+    payload = protocol.dump(job)
+    digest = hashlib.sha256(payload).hexdigest()
+    if known.jobs.get(job.name) != digest:
+        _submit(session, remote.keep_job, job.name, payload, dict(_sources(job.body)))
+        known.jobs[job.name] = digest
+    replies = _submit(session, remote.run_job, job.name, dict(arrays), use, known.serials)
+    known.serials = tuple(reply.serial for reply in replies)
+    if job.view == "consistent":
+        return replies[0].result
+    return zip_results([replies[rank].result for rank in replies[0].ranks])
+
+
+def on_engines(function: Callable[..., Any], use: Use, *args: Any) -> None:
+    """Call a function of `remote` that changes the variables of all engines."""
+    session = _session(use)
+    known = _known.setdefault(session, _Known())
+    known.serials = tuple(_submit(session, function, *args))
+
+
+def session_or_none() -> Session | None:
+    """The session in which jobs run, if one is open."""
+    return current()
+
+
+def _session(use: Use) -> Session:
+    return current() or Session(engines=use.num_devices)
+
+
+def _submit(session: Session, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """The function's results by rank; what the ranks printed is printed here."""
+    request = session.submit(function, *args)
+    try:
+        return request.result()
+    except CellError:
+        _known.pop(session, None)  # engines may have been replaced
+        raise
+    except BaseException:
+        request.cancel()
+        raise
+    finally:
+        if request.done() and request.text:
+            sys.stdout.write(request.text.removesuffix("\n") + "\n")
+
+
+def _sources(body: Any) -> Iterator[tuple[str, tuple[str, list[str]]]]:
+    """The text of the files in which a job is written, and how they are called: errors on engines show lines of it."""
+    for name in sorted({code.co_filename for code in _codes(body, set())}):
+        lines = linecache.getlines(name)
+        if lines:
+            yield name, (_title(name), lines)
+
+
+def _codes(function: Any, seen: set[int]) -> Iterator[CodeType]:
+    """The code of a function, and of functions of the program that it uses by name."""
+    if not isinstance(function, FunctionType) or id(function) in seen or _is_library(function):
+        return
+    seen.add(id(function))
+    yield function.__code__
+    for name in function.__code__.co_names:
+        yield from _codes(function.__globals__.get(name), seen)
+
+
+def _is_library(function: FunctionType) -> bool:
+    return (function.__module__ or "").partition(".")[0] in ("workbench", "torch", "numpy")
+
+
+def _title(filename: str) -> str:
+    """``cell In[3]`` for a cell of a notebook, else the file's name."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    named = shell.compile.format_code_name(filename) if shell is not None else None
+    return " ".join(named).lower().replace("in[", "In[") if named else Path(filename).name

@@ -1,0 +1,130 @@
+"""Micro-batches in job functions: ``unpack`` cuts a batch, what follows runs once for each part, ``pack`` joins.
+
+    parts = flow.unpack(images, 4)           # 4 micro-batches of a quarter of the rows
+    logits = flow.pack(lenet(parts), 4)      # the rows again
+
+``repeat`` gives every micro-batch the same value, ``acc`` sums a value over them.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from workbench.errors import JobError
+
+
+class MicroBatches:
+    """A tensor in parts, all of which run through the same program; functions of ``flow`` and operators map over them.
+
+    ``shape`` and ``dtype`` are those of one part.
+    """
+
+    def __init__(self, parts: Iterable[Any]) -> None:
+        self.parts = list(parts)
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self.parts[0].shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        found: torch.dtype = self.parts[0].dtype
+        return found
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+    def __repr__(self) -> str:
+        return f"MicroBatches({len(self)} of {tuple(self.shape)})"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return map_micro_batches(func, args, kwargs or {})
+
+
+def _operator(name: str, is_reflected: bool = False) -> Callable[..., Any]:
+    function = getattr(operator, name)
+
+    def apply(self: MicroBatches, *others: Any) -> Any:
+        operands = (*others, self) if is_reflected else (self, *others)
+        return map_micro_batches(function, operands, {})
+
+    return apply
+
+
+for _name in ("add", "sub", "mul", "truediv", "matmul", "pow"):
+    setattr(MicroBatches, f"__{_name}__", _operator(_name))
+    setattr(MicroBatches, f"__r{_name}__", _operator(_name, is_reflected=True))
+setattr(MicroBatches, "__neg__", _operator("neg"))  # noqa: B010 - the type checker knows no operators made in a loop
+
+
+def map_micro_batches(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> MicroBatches:
+    """Call ``function`` once for each micro-batch; arguments that are no micro-batches are the same in every call."""
+    counts = {len(value) for value in (*args, *kwargs.values()) if isinstance(value, MicroBatches)}
+    if len(counts) > 1:
+        raise JobError(
+            f"{getattr(function, '__name__', function)}: its operands have {' and '.join(map(str, sorted(counts)))} "
+            "micro-batches. Operands that meet have as many: unpack them by the same number."
+        )
+
+    def part(value: Any, index: int) -> Any:
+        return value.parts[index] if isinstance(value, MicroBatches) else value
+
+    return MicroBatches(
+        function(*(part(v, index) for v in args), **{name: part(v, index) for name, v in kwargs.items()})
+        for index in range(counts.pop())
+    )
+
+
+def unpack(x: Any, unpack_num: int) -> MicroBatches:
+    """Cut a batch into ``unpack_num`` micro-batches along dim 0.
+
+    Raises:
+        JobError: the rows do not divide.
+    """
+    num_rows = x.shape[0]
+    if unpack_num < 1 or num_rows % unpack_num:
+        raise JobError(
+            f"unpack: {num_rows} rows in {unpack_num} micro-batches. Micro-batches have equally many rows: take a "
+            f"number that divides {num_rows}."
+        )
+    size = num_rows // unpack_num
+    return MicroBatches(x[start : start + size] for start in range(0, num_rows, size))
+
+
+def pack(x: MicroBatches, pack_num: int) -> Any:
+    """Join ``pack_num`` micro-batches along dim 0."""
+    return torch.cat(_parts(x, pack_num, "pack"))
+
+
+def repeat(x: Any, repeat_num: int) -> MicroBatches:
+    """The same value for each of ``repeat_num`` micro-batches: a variable's, for example."""
+    return MicroBatches([x] * repeat_num)
+
+
+def acc(x: MicroBatches, max_acc_num: int) -> Any:
+    """The sum over ``max_acc_num`` micro-batches."""
+    parts = _parts(x, max_acc_num, "acc")
+    return add_up(parts)
+
+
+def add_up(parts: Sequence[Any]) -> Any:
+    """Parts added up from the left, without the zero that ``sum`` begins with."""
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+def _parts(x: Any, number: int, what: str) -> list[Any]:
+    if not isinstance(x, MicroBatches) or len(x) != number:
+        have = f"{len(x)} micro-batches" if isinstance(x, MicroBatches) else "a tensor that was not unpacked"
+        raise JobError(
+            f"{what}(x, {number}): x is {have}. The two numbers are the same: {what} by the number of its unpack or "
+            "repeat."
+        )
+    return x.parts

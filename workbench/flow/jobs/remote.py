@@ -1,0 +1,73 @@
+"""What `driver` calls on every engine; loads nothing of the notebook's side."""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from workbench.errors import JobError
+from workbench.flow.jobs import checkpoints
+from workbench.flow.jobs.run import Job, Use, run
+from workbench.flow.jobs.store import store_of
+from workbench.runtime.world import current
+from workbench.session import engine_failures, protocol
+
+_jobs: dict[str, Job] = {}
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One rank's.
+
+    Attributes:
+        result: in the consistent view on rank 0, in the mirrored view of each device.
+        ranks: that the job ran on, in the order of the devices.
+        serial: of the rank's store.
+    """
+
+    result: Any
+    ranks: tuple[int, ...]
+    serial: str
+
+
+def keep_job(name: str, payload: bytes, sources: Mapping[str, tuple[str, list[str]]]) -> None:
+    """Keep a job under its name; ``sources`` are the texts of its files, by file name, with how they are called."""
+    for filename, (title, lines) in sources.items():
+        engine_failures.user_files[filename] = title
+        linecache.cache[filename] = (sum(map(len, lines)), None, lines, filename)
+    _jobs[name] = protocol.load_strictly(payload)
+
+
+def run_job(name: str, arrays: Mapping[str, Any], use: Use, serials: tuple[str, ...] | None) -> Reply:
+    """Run a job that was kept.
+
+    Raises:
+        JobError: this rank's variables are not those of the calls before: its process was replaced.
+    """
+    world = current()
+    store, job = store_of(world), _jobs.get(name)
+    if job is None or (serials is not None and serials[world.rank] != store.serial):
+        raise JobError(
+            f"{name}: the process of rank {world.rank} is another one than in the calls before, and its variables are "
+            "lost. All ranks have equal variables: begin anew with check_point.init(), or load a checkpoint with "
+            "check_point.load(path), and call the job again."
+        )
+    result = run(job, arrays, store, use, on_rank_0=True)
+    return Reply(result, tuple(use.ranks(job, store)), store.serial)
+
+
+def init_variables() -> str:
+    """Forget all variables; returns the serial of this rank's store."""
+    return checkpoints.init(store_of(current())).serial
+
+
+def save_variables(path: str) -> str:
+    """Write a checkpoint; returns the serial of this rank's store."""
+    return checkpoints.save(store_of(current()), path).serial
+
+
+def load_variables(path: str) -> str:
+    """Read a checkpoint; returns the serial of this rank's store."""
+    return checkpoints.load(store_of(current()), path).serial

@@ -1,0 +1,191 @@
+"""One call of a job on one rank: arrays become tensors, the body runs, results become arrays again."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from workbench.core.layout import Layout
+from workbench.core.placement import Placement
+from workbench.core.sbp import Broadcast, Split
+from workbench.errors import JobError
+from workbench.flow.jobs import training
+from workbench.flow.jobs.context import Inside, Running
+from workbench.flow.jobs.micro_batches import MicroBatches
+from workbench.flow.jobs.settings import FunctionConfig
+from workbench.flow.jobs.store import Store
+from workbench.flow.typing import Placeholder
+from workbench.runtime import creation
+from workbench.runtime.boxing import box
+from workbench.runtime.saving.agreeing import gather
+from workbench.runtime.tensor import GlobalTensor, plain
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job function as it travels to ranks.
+
+    Attributes:
+        name: of the function.
+        body: the function.
+        view: ``"consistent"`` or ``"mirrored"``.
+        trains: whether it updates variables.
+        placeholders: of its arguments, by name.
+        config: its settings.
+    """
+
+    name: str
+    body: Callable[..., Any]
+    view: str
+    trains: bool
+    placeholders: Mapping[str, Placeholder]
+    config: FunctionConfig
+
+
+@dataclass(frozen=True)
+class Use:
+    """How many devices jobs use; None for all that are there."""
+
+    num_devices: int | None = None
+    num_hosts: int | None = None
+
+    def ranks(self, job: Job, store: Store) -> list[int]:
+        """The ranks that a job runs on."""
+        scope = job.config.scope
+        if scope is not None:
+            return store.devices.ranks(scope.ranges, f"{scope} in the config of {job.name}")
+        return store.devices.first(self.num_devices, self.num_hosts, f"{job.name} with flow.config.gpu_device_num")
+
+
+def run(job: Job, arrays: Mapping[str, Any], store: Store, use: Use, on_rank_0: bool = False) -> Any:
+    """Run a job. All ranks of the world call it with equal arguments.
+
+    Args:
+        on_rank_0: results of the consistent view are brought to rank 0 only; those of the mirrored view stay on
+            their ranks, and each rank returns its own (None where it has none).
+
+    Returns:
+        what the body returns, as arrays: logical ones in the consistent view, lists by device in the mirrored one.
+    """
+    ranks = use.ranks(job, store)
+    running = Running(
+        job.name, job.view, job.trains, store, store.devices.placement(ranks), default_dtype=job.config.dtype
+    )
+    world = store.world
+    if running.is_mirrored:
+        _check_lengths(job, arrays, ranks)
+    before, world.generator = world.generator, _generator(job, store)
+    try:
+        with Inside(running), torch.set_grad_enabled(job.trains):
+            training.clear_gradients(store)
+            result = _mirrored(running, job, arrays) if running.is_mirrored else _consistent(running, job, arrays)
+    finally:
+        world.generator = before
+    with torch.no_grad():
+        if running.is_mirrored:
+            return result if on_rank_0 else _by_device(result, ranks, store)
+        return map_tensors(result, lambda value: _logical(value, store, on_rank_0), job.name)
+
+
+def _generator(job: Job, store: Store) -> torch.Generator:
+    """Random numbers follow from the job and the step, on all ranks alike."""
+    step = store.num_steps.get(job.name, 0)
+    return torch.Generator().manual_seed(zlib.crc32(f"{store.seed}/{job.name}/{step}".encode()))
+
+
+def _consistent(running: Running, job: Job, arrays: Mapping[str, Any]) -> Any:
+    arguments = {name: _logical_tensor(array, running.placement) for name, array in arrays.items()}
+    result = job.body(**arguments)
+    if job.trains:
+        training.finish(running, job.config)
+    return result
+
+
+def _logical_tensor(array: np.ndarray, placement: Placement) -> GlobalTensor:
+    sbp = Split(0) if array.ndim and placement.num_ranks > 1 else Broadcast()
+    return creation.tensor(array, placement=placement, sbp=sbp)
+
+
+def _mirrored(running: Running, job: Job, arrays: Mapping[str, Any]) -> Any:
+    """This device's part; ranks without one have nothing to do, for the body exchanges nothing."""
+    placement, world = running.placement, running.store.world
+    if world.rank not in placement:
+        return None
+    device = placement.grid.index(world.rank)
+    arguments = {name: torch.tensor(array[device], device=world.device) for name, array in arrays.items()}
+    result = job.body(**arguments)
+    if job.trains:
+        training.finish(running, job.config)
+    return map_tensors(result, to_array, job.name)
+
+
+def _check_lengths(job: Job, arrays: Mapping[str, Any], ranks: list[int]) -> None:
+    for name, array in arrays.items():
+        if len(array) != len(ranks):
+            raise ValueError(
+                f"{job.name}: the argument {name!r} is a list of {len(array)}, but the job runs on {len(ranks)} "
+                f"devices. The mirrored view takes one array per device: cut the batch in {len(ranks)}, or set "
+                f"flow.config.gpu_device_num({len(array)})."
+            )
+
+
+def _by_device(result: Any, ranks: list[int], store: Store) -> Any:
+    """The results of all devices, a list of arrays in the place of every tensor."""
+    everywhere = gather(result, store.world, "the results of the devices")
+    return zip_results([everywhere[rank] for rank in ranks])
+
+
+def zip_results(results: list[Any]) -> Any:
+    """``[(a0, b0), (a1, b1)]`` -> ``([a0, a1], [b0, b1])``, nested as the results are."""
+    first = results[0]
+    if isinstance(first, (tuple, list)):
+        return type(first)(zip_results(list(items)) for items in zip(*results, strict=True))
+    if isinstance(first, dict):
+        return {name: zip_results([result[name] for result in results]) for name in first}
+    return None if first is None else results
+
+
+def map_tensors(result: Any, convert: Callable[[torch.Tensor], Any], job: str) -> Any:
+    """What a body returned, with every tensor converted.
+
+    Raises:
+        JobError: it returned something else.
+    """
+    if isinstance(result, torch.Tensor):
+        return convert(result)
+    if isinstance(result, (tuple, list)):
+        return type(result)(map_tensors(item, convert, job) for item in result)
+    if isinstance(result, dict):
+        return {name: map_tensors(item, convert, job) for name, item in result.items()}
+    if isinstance(result, MicroBatches):
+        raise JobError(f"{job} returns {result!r}. Join them first: flow.pack(x, {len(result)}).")
+    if result is None or isinstance(result, (int, float, np.ndarray)):
+        return result
+    raise JobError(
+        f"{job} returns a {type(result).__name__}. A job returns tensors, or tuples, lists and dicts of tensors."
+    )
+
+
+def _logical(value: torch.Tensor, store: Store, on_rank_0: bool) -> np.ndarray | None:
+    """The whole, as an array, on rank 0 or on every rank."""
+    world = store.world
+    if not isinstance(value, GlobalTensor):
+        return to_array(value)
+    ranks = [0] if on_rank_0 else list(range(world.world_size))
+    layout = Layout(store.devices.placement(ranks), (Broadcast(),))
+    whole = box(value.detach(), layout)  # type: ignore[arg-type]
+    return None if whole.is_ghost else to_array(plain(whole))
+
+
+def to_array(value: torch.Tensor) -> np.ndarray:
+    """A plain tensor as an array that shares nothing with it; numpy has no bfloat16, which becomes float32."""
+    value = value.detach()
+    if value.dtype == torch.bfloat16:
+        value = value.float()
+    array: np.ndarray = value.cpu().numpy().copy()
+    return array

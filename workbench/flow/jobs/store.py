@@ -1,0 +1,141 @@
+"""What a rank keeps between calls of jobs: variables by name, optimizers, and a checkpoint that is still to be read."""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from workbench.core.layout import Layout
+from workbench.errors import CheckpointError, JobError
+from workbench.flow.initializers import Initializer
+from workbench.flow.jobs.hosts import Devices
+from workbench.runtime import creation, random
+from workbench.runtime.saving.reading import Checkpoint, shape_of
+from workbench.runtime.tensor import GlobalTensor
+from workbench.runtime.world import World
+
+PART = "variables"
+"""The name of the variables in a checkpoint."""
+
+
+class Variables(nn.Module):
+    """Variables by name, in the form in which checkpoints take modules; any text is a name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_name: dict[str, GlobalTensor] = {}
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        return dict(self.by_name)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        return iter(self.by_name.items())
+
+
+@dataclass(eq=False)
+class Store:
+    """One rank's.
+
+    Attributes:
+        world: the ranks.
+        devices: their places.
+        variables: by name; each has one layout, whatever the job that made it.
+        optimizers: by job.
+        num_steps: finished training steps, by job.
+        to_load: a checkpoint from which variables that do not exist yet are read when they are made.
+        serial: another one for each store, so that a rank that has lost its variables is noticed.
+        seed: of the initial values.
+    """
+
+    world: World
+    devices: Devices
+    variables: Variables = field(default_factory=Variables)
+    optimizers: dict[str, Any] = field(default_factory=dict)
+    num_steps: dict[str, int] = field(default_factory=dict)
+    to_load: Checkpoint | None = None
+    serial: str = field(default_factory=lambda: uuid.uuid4().hex)
+    seed: int = 0
+
+    def variable(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, initializer: Any, trainable: bool, layout: Layout
+    ) -> GlobalTensor:
+        """The variable of this name, made now if it is new.
+
+        Raises:
+            JobError: it exists with another shape or dtype.
+            CheckpointError: the checkpoint that was loaded has none of this name and shape.
+        """
+        found = self.variables.by_name.get(name)
+        if found is None:
+            found = self._make(name, shape, dtype, initializer, layout)
+            found.requires_grad_(trainable)
+            self.variables.by_name[name] = found
+        elif (tuple(found.shape), found.dtype) != (shape, dtype):
+            raise JobError(
+                f"get_variable({name!r}): shape {shape} and {dtype} are asked for, but the variable has "
+                f"{tuple(found.shape)} and {found.dtype}. One name is one variable in all jobs: take another name, or "
+                "begin anew with check_point.init()."
+            )
+        return found
+
+    def _make(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, initializer: Any, layout: Layout
+    ) -> GlobalTensor:
+        key = int.from_bytes(hashlib.sha256(f"{self.seed}/{name}".encode()).digest()[:8], "little") >> 1
+        placed: Any = {"placement": layout.placement, "sbp": layout.sbp}
+        if self.to_load is not None:
+            variable = creation.zeros(shape, dtype=dtype, **placed)
+            _read(self.to_load, name, variable)
+        elif isinstance(initializer.sampler, float):
+            variable = creation.full(shape, initializer.sampler, dtype=dtype, **placed)
+        else:
+            sampler = initializer.sampler(shape)
+
+            def fill(where: Layout, world: World) -> torch.Tensor:
+                return random.sample_shard(sampler, key, where, shape, dtype, world)
+
+            variable = creation.create(shape, dtype, layout.placement, layout.sbp, fill)
+        return variable
+
+    def forget(self) -> None:
+        """Drop variables, optimizers and steps: the next job makes them anew."""
+        self.variables, self.optimizers, self.num_steps, self.to_load = Variables(), {}, {}, None
+
+
+def _read(checkpoint: Checkpoint, name: str, variable: GlobalTensor) -> None:
+    entry = checkpoint.below(PART).get((name,))
+    if entry is None:
+        known = ", ".join(sorted(str(path[0]) for path in checkpoint.below(PART)))
+        raise CheckpointError(
+            f"get_variable({name!r}): the checkpoint {checkpoint.folder} was loaded, which has no variable of this "
+            f"name. It has {known}. Load the checkpoint of this model, or begin anew with check_point.init()."
+        )
+    if tuple(entry.size) != shape_of(variable):
+        raise CheckpointError(
+            f"get_variable({name!r}): shape {shape_of(variable)} is asked for, but the checkpoint {checkpoint.folder} "
+            f"has {tuple(entry.size)}. Load the checkpoint of this model, or begin anew with check_point.init()."
+        )
+    target = ((PART, name), variable)
+    checkpoint.check([target])
+    checkpoint.read(*target)
+
+
+_stores: WeakKeyDictionary[World, Store] = WeakKeyDictionary()
+
+
+def store_of(world: World) -> Store:
+    """This rank's store in a world, made when it is first asked for; all ranks ask together."""
+    store = _stores.get(world)
+    if store is None:
+        store = _stores[world] = Store(world, Devices.of_world(world))
+    return store
+
+
+DEFAULT = Initializer("constant_initializer(0.0)", 0.0)

@@ -1,0 +1,121 @@
+"""The end of a training job: gradients of its losses, averaged over mirrors, and one step of its update rule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from workbench.errors import JobError
+from workbench.flow.jobs.context import Running
+from workbench.flow.jobs.micro_batches import MicroBatches, add_up
+from workbench.flow.jobs.settings import FunctionConfig
+from workbench.flow.jobs.store import Store
+from workbench.flow.optimizer import Rule
+from workbench.runtime.saving import optimizers
+from workbench.runtime.tensor import GlobalTensor, label
+
+
+def clear_gradients(store: Store) -> None:
+    """A call that raised half-way has left some."""
+    for variable in store.variables.by_name.values():
+        variable.grad = None
+
+
+def finish(job: Running, config: FunctionConfig) -> None:
+    """Backward from the losses that the body has named, and a step.
+
+    Raises:
+        JobError: it named none, or two rules; or no variable is trained.
+    """
+    rule = _rule(job, config)
+    objective = add_up([_mean(loss) for loss, _ in job.losses])
+    if not objective.requires_grad:
+        raise JobError(
+            f"{job.name}: none of the {len(job.used)} variables of the job leads to its loss, and training needs at "
+            "least one. Compute the loss from what layers or get_variable(..., trainable=True) give."
+        )
+    if job.is_mirrored:
+        (objective / job.placement.num_ranks).backward()
+        _hand_over_gradients(job)
+    else:
+        objective.backward()
+    optimizer = _optimizer(job, rule)
+    step = job.store.num_steps.get(job.name, 0)
+    rule.set_rate(optimizer, step)
+    if rule.max_norm is not None:
+        torch.nn.utils.clip_grad_norm_(_trained(job), rule.max_norm)
+    optimizer.step()
+    job.store.num_steps[job.name] = step + 1
+    clear_gradients(job.store)
+
+
+def _rule(job: Running, config: FunctionConfig) -> Rule:
+    if not job.losses:
+        raise JobError(
+            f'{job.name}: a job of type "train" that named 0 losses; at least 1 is needed. Call '
+            "flow.losses.add_loss(loss) or flow.optimizer.SGD(...).minimize(loss) in its body, or declare it "
+            '@flow.global_function(type="predict").'
+        )
+    rules = [rule for _, rule in job.losses if rule is not None]
+    if not rules:
+        return config.train.rule(job.name)
+    if len(rules) > 1:
+        raise JobError(
+            f"{job.name}: {len(rules)} calls of optimizer.minimize, and a job has one update rule. Add the losses up "
+            "and minimize the sum."
+        )
+    return rules[0]
+
+
+def _mean(loss: Any) -> torch.Tensor:
+    """Mean over all elements, and over micro-batches."""
+    if isinstance(loss, MicroBatches):
+        return add_up([part.mean() for part in loss.parts]) / len(loss)
+    mean: torch.Tensor = loss.mean()
+    return mean
+
+
+def _hand_over_gradients(job: Running) -> None:
+    """Each device's gradient is one term of the variable's: they are summed before the step, in buckets."""
+    for name, replica in job.replicas.items():
+        if replica.grad is not None:
+            variable = job.used[name]
+            variable.grad = label(replica.grad, variable._spec.dual)
+
+
+def _trained(job: Running) -> list[GlobalTensor]:
+    return [variable for variable in job.used.values() if variable.requires_grad]
+
+
+def _optimizer(job: Running, rule: Rule) -> torch.optim.Optimizer:
+    """The job's own, over the variables that it has used; made in its first step, or from a loaded checkpoint."""
+    store, trained = job.store, _trained(job)
+    optimizer: torch.optim.Optimizer | None = store.optimizers.get(job.name)
+    if optimizer is None:
+        optimizer = store.optimizers[job.name] = rule.make(trained)
+        _load(optimizer, job.name, store)
+        return optimizer
+    known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    added = [variable for variable in trained if id(variable) not in known]
+    if added:
+        optimizer.add_param_group({"params": added})
+    return optimizer
+
+
+def _load(optimizer: torch.optim.Optimizer, job: str, store: Store) -> None:
+    checkpoint, part = store.to_load, optimizer_part(job)
+    if checkpoint is None or not checkpoint.below(part):
+        return
+    names = {id(variable): name for name, variable in store.variables.by_name.items()}
+    if optimizers.problems(optimizer, names, part, checkpoint):
+        return  # another rule or other variables than were saved: it begins anew
+    filled = dict(optimizers.targets(optimizer, names, part, checkpoint))
+    for path, tensor in filled.items():
+        checkpoint.read(path, tensor)
+    optimizers.assign(optimizer, names, part, checkpoint, filled)
+
+
+def optimizer_part(job: str) -> str:
+    """The name of a job's optimizer in a checkpoint."""
+    return f"optimizer of {job}"

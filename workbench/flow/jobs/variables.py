@@ -1,0 +1,90 @@
+"""``flow.get_variable``: what a job learns, by name; it stays on the devices between calls and is shared by jobs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from workbench.core.sbp import Broadcast, Sbp, Split
+from workbench.errors import JobError, SbpError
+from workbench.flow.initializers import Initializer, zeros_initializer
+from workbench.flow.jobs.context import Running, running
+from workbench.runtime.boxing import box
+from workbench.runtime.tensor import plain
+
+
+def get_variable(
+    name: str,
+    shape: Sequence[int] | None = None,
+    dtype: torch.dtype | None = None,
+    initializer: Initializer | None = None,
+    *,
+    trainable: bool = True,
+    distribute: Sbp | None = None,
+    reuse: bool = True,
+) -> torch.Tensor:
+    """The variable of this name. The first job that asks makes it; others get the same one.
+
+    Args:
+        shape: logical sizes.
+        dtype: default the job's ``default_data_type``.
+        initializer: default zeros. Values follow from the name and the position, not from the layout.
+        trainable: whether training jobs update it.
+        distribute: ``flow.distribute.split(axis)`` cuts it over the devices of the scope; default whole on each.
+        reuse: False to refuse a variable that exists.
+
+    Raises:
+        JobError: outside of a job; no shape; the variable has another shape or dtype.
+        SbpError: an axis that the variable does not have, or a split variable in the mirrored view.
+
+    ``w = flow.get_variable("w", (10, 512), initializer=flow.truncated_normal(0.1))``
+    """
+    job = running(f"get_variable({name!r})")
+    if shape is None:
+        raise JobError(f"get_variable({name!r}): it has no shape. Give the logical sizes, e.g. shape=(10, 512).")
+    if initializer is not None and not isinstance(initializer, Initializer):
+        raise TypeError(
+            f"get_variable({name!r}, initializer={initializer!r}): an initializer is made by a function of flow, e.g. "
+            "flow.truncated_normal(0.1)."
+        )
+    if not reuse and name in job.store.variables.by_name:
+        raise JobError(f"get_variable({name!r}, reuse=False): it exists already. Take another name.")
+    sizes = tuple(int(size) for size in shape)
+    sbp = _checked(distribute, name, sizes, job)
+    variable = job.store.variable(
+        name, sizes, dtype or job.default_dtype, initializer or zeros_initializer(), trainable, job.layout(sbp)
+    )
+    job.used[name] = variable
+    if job.is_mirrored:
+        return _replica(job, name)
+    return box(variable, job.layout(sbp).normalized(sizes))
+
+
+def _checked(distribute: Any, name: str, shape: tuple[int, ...], job: Running) -> Sbp:
+    if distribute is None or isinstance(distribute, Broadcast):
+        return Broadcast()
+    where = f"get_variable({name!r}, distribute={distribute})"
+    if not isinstance(distribute, Split):
+        raise SbpError(f"{where}: write flow.distribute.split(axis), broadcast() or auto().")
+    if job.is_mirrored:
+        raise SbpError(
+            f"{where} in {job.name}, a job in the mirrored view: there every device has all variables whole. Take the "
+            "consistent view, or leave the split out."
+        )
+    if not -len(shape) <= distribute.dim < len(shape):
+        raise SbpError(
+            f"{where}: split(axis={distribute.dim}) of a variable of shape {shape}, which has {len(shape)} dims. The "
+            f"axis is one of {', '.join(map(str, range(len(shape))))}."
+        )
+    return Split(distribute.dim % len(shape))
+
+
+def _replica(job: Running, name: str) -> torch.Tensor:
+    """This device's own leaf over the variable; its gradient becomes one term of the variable's."""
+    replica = job.replicas.get(name)
+    if replica is None:
+        variable = job.used[name]
+        replica = job.replicas[name] = plain(variable).requires_grad_(variable.requires_grad and job.trains)
+    return replica

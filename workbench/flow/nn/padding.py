@@ -1,0 +1,87 @@
+"""Padding of windows as older programs write it: ``"SAME"``, ``"VALID"``, or numbers per dim."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.nn.functional as F
+
+Pads = Sequence[Sequence[int]]
+"""(before, after) for each dim."""
+
+
+@dataclass(frozen=True)
+class Edges:
+    """Rows and columns added around an image: (height, width)."""
+
+    before: tuple[int, int]
+    after: tuple[int, int]
+
+    @property
+    def is_even(self) -> bool:
+        """Whether both sides get as much."""
+        return self.before == self.after
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether nothing is added."""
+        return not any(self.before) and not any(self.after)
+
+
+def pair(value: int | Sequence[int]) -> tuple[int, int]:
+    """One number for both dims, or two."""
+    return (value, value) if isinstance(value, int) else (int(value[0]), int(value[1]))
+
+
+def edges(
+    padding: str | Pads,
+    sizes: Sequence[int],
+    window: Sequence[int],
+    strides: Sequence[int],
+    dilations: Sequence[int],
+) -> Edges:
+    """What ``padding`` adds to an image.
+
+    >>> edges("SAME", (28, 28), (5, 5), (1, 1), (1, 1))
+    Edges(before=(2, 2), after=(2, 2))
+
+    Raises:
+        ValueError: a padding of another name.
+    """
+    if not isinstance(padding, str):
+        before, after = zip(*list(padding)[-2:], strict=True)
+        return Edges(pair(before), pair(after))
+    if padding.upper() == "VALID":
+        return Edges((0, 0), (0, 0))
+    if padding.upper() not in ("SAME", "SAME_UPPER", "SAME_LOWER"):
+        raise ValueError(f"padding={padding!r}: known are 'SAME', 'SAME_LOWER', 'VALID', and ((before, after), ...).")
+    totals = [
+        max((-(-size // stride) - 1) * stride + (width - 1) * dilation + 1 - size, 0)
+        for size, width, stride, dilation in zip(sizes, window, strides, dilations, strict=True)
+    ]
+    smaller, larger = pair([total // 2 for total in totals]), pair([total - total // 2 for total in totals])
+    return Edges(larger, smaller) if padding.upper() == "SAME_LOWER" else Edges(smaller, larger)
+
+
+def pad_window(x: Any, around: Edges, value: float) -> Any:
+    """The image with ``value`` around it."""
+    (top, left), (bottom, right) = around.before, around.after
+    return F.pad(x, (left, right, top, bottom), value=value)
+
+
+def to_channels_first(x: Any, data_format: str) -> Any:
+    """(rows, channels, height, width), whatever the format is.
+
+    Raises:
+        ValueError: another format than ``"NCHW"`` and ``"NHWC"``.
+    """
+    if data_format not in ("NCHW", "NHWC"):
+        raise ValueError(f"data_format={data_format!r}: known are 'NCHW' and 'NHWC'.")
+    return x.permute(0, 3, 1, 2) if data_format == "NHWC" else x
+
+
+def to_channels_last(x: Any, data_format: str) -> Any:
+    """Back to the format."""
+    return x.permute(0, 2, 3, 1) if data_format == "NHWC" else x

@@ -1,0 +1,289 @@
+"""Update rules and learning rates of training jobs: ``flow.optimizer.SGD(rate, momentum=0.9).minimize(loss)``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from workbench.errors import JobError
+
+__all__ = [
+    "SGD", "Adam", "AdamW", "CosineScheduler", "CustomScheduler", "ExponentialScheduler", "InverseTimeScheduler",
+    "NaturalExpScheduler", "PiecewiseConstantScheduler", "PiecewiseScalingScheduler", "PolynomialSchduler",
+    "PolynomialScheduler", "RMSProp", "Rule", "grad_clipping", "warmup",
+]  # fmt: skip
+
+Rate = Callable[[int], float]
+"""Learning rate of a step, counted from 0."""
+
+
+@dataclass(frozen=True)
+class Scheduler:
+    """A learning rate over the steps of a job; calling it gives that of one step, warm-up included."""
+
+    rate: Rate
+    warmup: Callable[[Rate, int], float] | None = None
+
+    def __call__(self, step: int) -> float:
+        return self.warmup(self.rate, step) if self.warmup else self.rate(step)
+
+
+class warmup:  # noqa: N801 - programs write flow.optimizer.warmup.linear(...)
+    """How a rate begins: ``flow.optimizer.warmup.linear(100, 0.1)``, or ``constant(100, 0.1)``."""
+
+    @staticmethod
+    def constant(steps: int, multiplier: float) -> Any:
+        """``multiplier`` times the rate, for ``steps`` steps."""
+        return lambda rate, step: rate(step) * (multiplier if step < steps else 1.0)
+
+    @staticmethod
+    def linear(steps: int, start_multiplier: float) -> Any:
+        """From ``start_multiplier`` times the rate that follows to that rate, in ``steps`` steps."""
+
+        def rising(rate: Rate, step: int) -> float:
+            if step >= steps:
+                return rate(step)
+            return rate(steps) * (start_multiplier + (1.0 - start_multiplier) * step / steps)
+
+        return rising
+
+
+def PiecewiseConstantScheduler(  # noqa: N802 - as programs write it
+    boundaries: Sequence[int], values: Sequence[float], warmup: Any = None
+) -> Scheduler:
+    """``values[0]`` up to and with step ``boundaries[0]``, then ``values[1]``, and so on.
+
+    >>> [PiecewiseConstantScheduler([2], [0.1, 0.01])(step) for step in range(5)]
+    [0.1, 0.1, 0.1, 0.01, 0.01]
+    """
+    if len(values) != len(boundaries) + 1:
+        raise ValueError(
+            f"PiecewiseConstantScheduler: {len(boundaries)} boundaries and {len(values)} values. There is one value "
+            "more than boundaries: PiecewiseConstantScheduler([], [0.1]) is 0.1 throughout."
+        )
+    return Scheduler(lambda step: values[sum(step > boundary for boundary in boundaries)], warmup)
+
+
+def PiecewiseScalingScheduler(  # noqa: N802
+    base_lr: float, boundaries: Sequence[int], scale: float | Sequence[float], warmup: Any = None
+) -> Scheduler:
+    """``base_lr``, scaled at every boundary (by one factor, or by one of several)."""
+    factors = list(scale) if isinstance(scale, Sequence) else [scale] * len(boundaries)
+
+    def rate(step: int) -> float:
+        return base_lr * math.prod(f for boundary, f in zip(boundaries, factors, strict=True) if step > boundary)
+
+    return Scheduler(rate, warmup)
+
+
+def CosineScheduler(base_lr: float, steps: int, alpha: float = 0.0, warmup: Any = None) -> Scheduler:  # noqa: N802
+    """From ``base_lr`` to ``alpha * base_lr`` along half a cosine."""
+
+    def rate(step: int) -> float:
+        wave = 0.5 * (1.0 + math.cos(math.pi * min(step, steps) / steps))
+        return base_lr * ((1.0 - alpha) * wave + alpha)
+
+    return Scheduler(rate, warmup)
+
+
+def ExponentialScheduler(  # noqa: N802
+    base_lr: float, steps: int, decay_rate: float, staircase: bool = False, warmup: Any = None
+) -> Scheduler:
+    """``base_lr * decay_rate ** (step / steps)``; whole powers only with ``staircase``."""
+    return Scheduler(lambda step: base_lr * decay_rate ** _periods(step, steps, staircase), warmup)
+
+
+def NaturalExpScheduler(  # noqa: N802
+    base_lr: float, steps: int, decay_rate: float, staircase: bool = False, warmup: Any = None
+) -> Scheduler:
+    """``base_lr * exp(-decay_rate * step / steps)``."""
+    return Scheduler(lambda step: base_lr * math.exp(-decay_rate * _periods(step, steps, staircase)), warmup)
+
+
+def InverseTimeScheduler(  # noqa: N802
+    base_lr: float, steps: int, decay_rate: float, staircase: bool = False, warmup: Any = None
+) -> Scheduler:
+    """``base_lr / (1 + decay_rate * step / steps)``."""
+    return Scheduler(lambda step: base_lr / (1.0 + decay_rate * _periods(step, steps, staircase)), warmup)
+
+
+def PolynomialScheduler(  # noqa: N802
+    base_lr: float,
+    steps: int,
+    end_learning_rate: float = 0.0001,
+    power: float = 1.0,
+    cycle: bool = False,
+    warmup: Any = None,
+) -> Scheduler:
+    """From ``base_lr`` to ``end_learning_rate`` by a power of what is left; ``cycle`` begins again."""
+
+    def rate(step: int) -> float:
+        length = steps * max(1, math.ceil(step / steps)) if cycle else steps
+        left = 1.0 - min(step, length) / length
+        return (base_lr - end_learning_rate) * left**power + end_learning_rate
+
+    return Scheduler(rate, warmup)
+
+
+PolynomialSchduler = PolynomialScheduler
+"""As older programs spell it."""
+
+
+def CustomScheduler(rate: Rate) -> Scheduler:  # noqa: N802
+    """Any function of the step: ``CustomScheduler(lambda step: 0.1 / (step + 1))``."""
+    return Scheduler(rate)
+
+
+def _periods(step: int, steps: int, staircase: bool) -> float:
+    return step // steps if staircase else step / steps
+
+
+class grad_clipping:  # noqa: N801 - programs write flow.optimizer.grad_clipping.by_global_norm(1.0)
+    """Limits of gradients."""
+
+    @staticmethod
+    def by_global_norm(clip_norm: float) -> float:
+        """Scale all gradients so that their common norm is at most ``clip_norm``."""
+        return float(clip_norm)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How a training job updates its variables.
+
+    Attributes:
+        kind: a name of ``MAKERS``.
+        rate: learning rate of a step.
+        options: hyperparameters of the kind.
+        max_norm: of all gradients together; None for no limit.
+    """
+
+    kind: str
+    rate: Rate
+    options: Mapping[str, Any] = field(default_factory=dict)
+    max_norm: float | None = None
+
+    def minimize(self, model_diff_lbn: Any) -> None:
+        """Train on this loss (its mean over all elements): what the job does when its body has ended.
+
+        Raises:
+            JobError: outside of a job function, or in one of type ``"predict"``.
+        """
+        from workbench.flow.losses import name_loss
+
+        name_loss(model_diff_lbn, self, "optimizer.minimize")
+
+    def make(self, variables: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
+        """A torch optimizer over variables."""
+        return MAKERS[self.kind](variables, self.options)
+
+    def set_rate(self, optimizer: torch.optim.Optimizer, step: int) -> None:
+        """Give the optimizer what holds in this step."""
+        changes: dict[str, Any] = {"lr": self.rate(step)}
+        if self.kind == "adam" and not self.options.get("do_bias_correction", False):
+            changes = _without_bias_correction(changes["lr"], step + 1, self.options)
+        for group in optimizer.param_groups:
+            group.update(changes)
+
+
+def _without_bias_correction(rate: float, step: int, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Rate and epsilon under which torch's Adam makes the step ``rate * m / (sqrt(v) + eps)``."""
+    beta1, beta2 = options.get("beta1", 0.9), options.get("beta2", 0.999)
+    root = math.sqrt(1.0 - beta2**step)
+    return {"lr": rate * (1.0 - beta1**step) / root, "eps": options.get("epsilon", 1e-8) / root}
+
+
+def _adam(kind: Any, variables: Any, options: Mapping[str, Any]) -> torch.optim.Optimizer:
+    betas = (options.get("beta1", 0.9), options.get("beta2", 0.999))
+    made: torch.optim.Optimizer = kind(
+        variables, lr=0.0, betas=betas, eps=options.get("epsilon", 1e-8), weight_decay=options.get("weight_decay", 0.0)
+    )
+    return made
+
+
+MAKERS: dict[str, Callable[[Any, Mapping[str, Any]], torch.optim.Optimizer]] = {
+    "naive": lambda variables, options: torch.optim.SGD(variables, lr=0.0),
+    "momentum": lambda variables, options: torch.optim.SGD(variables, lr=0.0, momentum=options.get("beta", 0.9)),
+    "adam": lambda variables, options: _adam(torch.optim.Adam, variables, options),
+    "adamw": lambda variables, options: _adam(torch.optim.AdamW, variables, options),
+    "rmsprop": lambda variables, options: torch.optim.RMSprop(
+        variables,
+        lr=0.0,
+        alpha=options.get("decay_rate", 0.99),
+        eps=options.get("epsilon", 1e-8),
+        centered=options.get("centered", False),
+    ),
+}
+
+
+def rule_of_conf(conf: Mapping[str, Any], rate: Rate) -> Rule:
+    """The rule that ``config.train.model_update_conf({"momentum_conf": {"beta": 0.9}})`` asks for.
+
+    Raises:
+        JobError: none, several or an unknown one.
+    """
+    kinds = [name for name in conf if name.endswith("_conf")]
+    kind = kinds[0].removesuffix("_conf") if len(kinds) == 1 and len(conf) == 1 else ""
+    if kind not in MAKERS:
+        known = ", ".join(f'"{name}_conf"' for name in MAKERS)
+        raise JobError(
+            f"train.model_update_conf({dict(conf)!r}): it holds {', '.join(map(repr, conf)) or 'nothing'}, and one of "
+            f'{known} is needed. Write e.g. {{"naive_conf": {{}}}}.'
+        )
+    return Rule(kind, rate, dict(conf[kinds[0]]))
+
+
+def _rate_of(lr_scheduler: Rate | float) -> Rate:
+    if isinstance(lr_scheduler, (int, float)):
+        return Scheduler(lambda step: float(lr_scheduler))
+    return lr_scheduler
+
+
+def SGD(  # noqa: N802
+    lr_scheduler: Rate | float, momentum: float = 0.0, grad_clipping: float | None = None
+) -> Rule:
+    """``w -= rate * gradient``; with momentum, ``m = momentum * m + gradient`` in place of the gradient."""
+    kind, options = ("momentum", {"beta": momentum}) if momentum else ("naive", {})
+    return Rule(kind, _rate_of(lr_scheduler), options, grad_clipping)
+
+
+def Adam(  # noqa: N802
+    lr_scheduler: Rate | float,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    epsilon: float = 1e-8,
+    do_bias_correction: bool = False,
+    grad_clipping: float | None = None,
+) -> Rule:
+    """Adam (Kingma and Ba 2015); without bias correction by default, as the older documents have it."""
+    options = {"beta1": beta1, "beta2": beta2, "epsilon": epsilon, "do_bias_correction": do_bias_correction}
+    return Rule("adam", _rate_of(lr_scheduler), options, grad_clipping)
+
+
+def AdamW(  # noqa: N802
+    lr_scheduler: Rate | float,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    epsilon: float = 1e-8,
+    weight_decay: float = 0.0,
+    grad_clipping: float | None = None,
+) -> Rule:
+    """Adam with decoupled weight decay (Loshchilov and Hutter 2019), with bias correction."""
+    options = {"beta1": beta1, "beta2": beta2, "epsilon": epsilon, "weight_decay": weight_decay}
+    return Rule("adamw", _rate_of(lr_scheduler), options, grad_clipping)
+
+
+def RMSProp(  # noqa: N802
+    lr_scheduler: Rate | float,
+    decay_rate: float = 0.99,
+    epsilon: float = 1e-8,
+    centered: bool = False,
+    grad_clipping: float | None = None,
+) -> Rule:
+    """RMSProp; epsilon is added to the root, as torch does it."""
+    options = {"decay_rate": decay_rate, "epsilon": epsilon, "centered": centered}
+    return Rule("rmsprop", _rate_of(lr_scheduler), options, grad_clipping)

@@ -1,0 +1,66 @@
+"""Checkpoints of what jobs have learned."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from workbench.flow import config
+from workbench.flow.jobs.ranks import launched
+
+__all__ = ["CheckPoint"]
+
+
+class CheckPoint:
+    """``init``, ``save`` and ``load`` the variables of all jobs, the state of their optimizers, and their steps.
+
+    A checkpoint is a folder in the project's format: it loads under another number of devices and other layouts.
+
+    ``check_point = flow.train.CheckPoint(); check_point.save("runs/lenet")``
+    """
+
+    def init(self) -> None:
+        """Give all variables their initial values: the next call of a job makes them anew.
+
+        A program's first call does so by itself.
+        """
+        world = launched()
+        if world is not None:
+            from workbench.flow.jobs import checkpoints
+            from workbench.flow.jobs.store import store_of
+
+            checkpoints.init(store_of(world))
+            return
+        from workbench.flow.jobs import driver, remote
+
+        if driver.session_or_none() is not None:
+            driver.on_engines(remote.init_variables, config.chosen())
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the folder ``path``, of which every device writes its part.
+
+        Raises:
+            CheckpointError: no job has run yet, or the folder cannot be written.
+        """
+        self._everywhere("save", path)
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Read the folder ``path``, also before the first call of a job.
+
+        Raises:
+            CheckpointError: there is none, or it is of another model (names and shapes are listed).
+        """
+        self._everywhere("load", path)
+
+    def _everywhere(self, action: str, path: str | os.PathLike[str]) -> None:
+        folder, world = os.path.abspath(path), launched()
+        if world is not None:
+            from workbench.flow.jobs import checkpoints
+            from workbench.flow.jobs.store import store_of
+
+            function: Any = getattr(checkpoints, action)
+            function(store_of(world), folder)
+            return
+        from workbench.flow.jobs import driver, remote
+
+        driver.on_engines(getattr(remote, f"{action}_variables"), config.chosen(), folder)
