@@ -123,9 +123,9 @@ class Exchange:
         rank, release = self._world.rank, None
         borrowed: list[torch.Tensor] = []
         sends = [(m.destination, slice_region(local, m.source_region)) for m in self._from if m.destination != rank]
-        sends = packed(sends)
         if sends or self._wanted:
             transport = self._transport()
+            sends = sends if getattr(transport, "packs", False) else packed(sends)
             borrowed, release = transport.borrow(sends, self._wanted, self._dtype, tag, self._header)
         if self._target.is_ghost:
             return self._ghost()

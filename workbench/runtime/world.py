@@ -16,11 +16,8 @@ from workbench.core.placement import Placement
 from workbench.errors import WorldError
 from workbench.runtime.transport import choice
 from workbench.runtime.transport.base import Traffic, Transport
-from workbench.runtime.transport.distributed import DistributedTransport
-from workbench.runtime.transport.gloo import GlooTransport
 from workbench.runtime.transport.meeting import Meeting, meet
 from workbench.runtime.transport.threads import ThreadHub, ThreadTransport
-from workbench.runtime.transport.watch import Watch
 
 DEFAULT_TIMEOUT_S = 300.0
 
@@ -82,7 +79,7 @@ class World:
 
     @property
     def transport_name(self) -> str:
-        """Short name of the transport: ``"shared"``, ``"mixed"``, ``"gloo"``, ``"nccl"`` or ``"threads"``."""
+        """Short name of the transport: ``shared``, ``ipc``, ``mixed``, ``gloo``, ``nccl`` or ``threads``."""
         return self.transport.name
 
     @property
@@ -165,15 +162,16 @@ def init(
     Args:
         rank, world_size: default to RANK and WORLD_SIZE (or Open MPI's), else to a world of one rank.
         init_method: rendezvous of torch.distributed, e.g. ``"file:///path"``; default ``env://``.
-        backend: ``"gloo"`` or ``"nccl"``; default NCCL with one GPU per rank, else gloo.
+        backend: ``"gloo"`` or ``"nccl"``, also between GPUs of one host; default what suits best.
         device: where shards live; default this rank's GPU if it has one to itself, else the CPU.
         timeout_s: how long a rank waits for the others before it gives up.
         generation: which of the worlds that meet at ``init_method``, one after the other; default the number of
             those that this process was in. A process that takes the place of a dead rank says which (``rebuild``).
 
-    CPU ranks of one host exchange tensors through shared memory, others through torch.distributed, also in a world of
-    several hosts; the environment variable WORKBENCH_TRANSPORT (``shared``, ``mixed``, ``gloo``) decides otherwise, and
-    WORKBENCH_HOST names this rank's host in place of the system.
+    CPU ranks of one host exchange tensors through shared memory, GPU ranks of one host through CUDA IPC, others through
+    torch.distributed, also in a world of several hosts; the environment variable WORKBENCH_TRANSPORT (``shared``,
+    ``ipc``, ``mixed``, ``gloo``, ``nccl``) decides otherwise, and WORKBENCH_HOST names this rank's host in place of
+    the system.
 
     Returns:
         The world; calling again returns the same one.
@@ -192,11 +190,11 @@ def init(
             f"{_process_world.world_size} already. Call workbench.runtime.world.shutdown() first."
         )
     chosen = torch.device(device) if device is not None else _default_device(world_size)
-    backend = backend or ("nccl" if chosen.type == "cuda" and dist.is_nccl_available() else "gloo")
     transport: Transport
-    choice.wanted_by_user()
+    wants = choice.wants(chosen, backend)
     if world_size > 1:
-        meeting = meet(init_method or "env://", rank, world_size, generation, timeout_s)
+        place, known_as = init_method or "env://", choice.name_of(chosen)
+        meeting = meet(place, rank, world_size, generation, timeout_s, known_as, wants)
         transport = _join(meeting, rank, world_size, backend, chosen, timeout_s)
         generation = meeting.generation
         atexit.unregister(shutdown)
@@ -255,54 +253,30 @@ def rebuild(
 
 
 def _join(
-    meeting: Meeting, rank: int, world_size: int, backend: str, device: torch.device, timeout_s: float
+    meeting: Meeting, rank: int, world_size: int, backend: str | None, device: torch.device, timeout_s: float
 ) -> Transport:
     """Connect to the other ranks that have come to the meeting."""
-    dist.init_process_group(
-        backend,
-        store=meeting.sub_store("group"),
-        rank=rank,
-        world_size=world_size,
-        timeout=datetime.timedelta(seconds=timeout_s),
-    )
-    transport: Transport | None = None
+    transport, why_not = choice.choose_for_devices(meeting, rank, device, timeout_s)
+    backend = backend or ("gloo" if transport is not None else choice.backend_for(device, meeting.members))
     try:
-        if backend == "gloo":
-            transport = GlooTransport(rank, world_size, timeout_s, Watch(meeting, rank), device)
-        else:
-            transport = DistributedTransport(rank, world_size, backend, timeout_s, device)
-        transport = _choose_transport(transport, rank, world_size, device, timeout_s)
+        dist.init_process_group(
+            backend,
+            store=meeting.sub_store("group"),
+            rank=rank,
+            world_size=world_size,
+            timeout=datetime.timedelta(seconds=timeout_s),
+        )
+        if transport is None:
+            transport = choice.over_distributed(meeting, rank, world_size, backend, device, timeout_s)
+            choice.tell_why(transport, world_size, why_not)
         _share_random_state(transport, device)
         return transport
     except BaseException:
         if transport is not None:
             transport.close()
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
         raise
-
-
-def _choose_transport(
-    distributed: GlooTransport | DistributedTransport,
-    rank: int,
-    world_size: int,
-    device: torch.device,
-    timeout_s: float,
-) -> Transport:
-    """``distributed``, or shared memory if it is gloo between CPUs of one host and nobody has asked for gloo."""
-    wanted = choice.wanted_by_user()
-    if not isinstance(distributed, GlooTransport) or device.type != "cpu":
-        if wanted == "shared":
-            raise WorldError(
-                f"{choice.VARIABLE}=shared: rank {rank} works on {device} over {distributed.name}. Memory is shared "
-                f'by CPU ranks only: use device="cpu", or unset {choice.VARIABLE}.'
-            )
-        return distributed
-    chosen = choice.choose(
-        distributed, lambda tensor: distributed.all_gather(tensor, "init()"), rank, world_size, timeout_s
-    )
-    if chosen.name == "shared":
-        distributed.retire()
-    return chosen
 
 
 def _rejoined(rank: int, world_size: int, device: torch.device, transport: Transport) -> World | None:

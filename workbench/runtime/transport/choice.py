@@ -1,34 +1,34 @@
-"""Which transport the ranks of a world use: shared memory where all of them can, else torch.distributed.
+"""Which transport the ranks of a world use: memory that all of them can read where it is there, else torch.distributed.
 
 All ranks take part and come to the same answer: every rank says what it could do, and one refusal is enough.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import secrets
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import torch
+import torch.distributed as dist
 
 from workbench.errors import WorldError
 from workbench.runtime.transport.base import Transport
 from workbench.runtime.transport.board import Board
+from workbench.runtime.transport.connecting import Gather, make_board, open_links, tell
+from workbench.runtime.transport.distributed import DistributedTransport
 from workbench.runtime.transport.gloo import GlooTransport
-from workbench.runtime.transport.link import Link
+from workbench.runtime.transport.ipc_connecting import MAKERS
+from workbench.runtime.transport.ipc_connecting import connect as connect_devices
 from workbench.runtime.transport.mapped import Mapping
-from workbench.runtime.transport.meeting import host_name
+from workbench.runtime.transport.meeting import Meeting, Member, host_name
 from workbench.runtime.transport.mixed import MixedTransport
 from workbench.runtime.transport.semaphores import load
 from workbench.runtime.transport.shared import FIRST_CHUNK_BYTES, SharedTransport
+from workbench.runtime.transport.watch import Watch
 
 VARIABLE = "WORKBENCH_TRANSPORT"
-Gather = Callable[[torch.Tensor], list[torch.Tensor]]
-"""Collects equally shaped CPU tensors of all ranks, by rank."""
-_MESSAGE_BYTES = 1024
+NAMES = ("auto", "gloo", "shared", "mixed", "ipc", "nccl")
 _log = logging.getLogger(__name__)
 
 
@@ -95,6 +95,115 @@ def choose(other: Transport, gather: Gather, rank: int, world_size: int, timeout
     return chosen
 
 
+def choose_for_devices(
+    meeting: Meeting, rank: int, device: torch.device, timeout_s: float
+) -> tuple[Transport | None, str]:
+    """``ipc`` where all ranks can use it; else None, and why not. All ranks call it.
+
+    It comes into question for GPUs of one host, unless a rank wants something else.
+
+    Raises:
+        WorldError: a rank asks for ``ipc``, and some rank cannot have it; on all ranks.
+    """
+    members = meeting.members
+    why_not = _why_not_devices(members)
+    if not why_not:
+        found = connect_devices(meeting.gather_by(rank, timeout_s), rank, len(members), timeout_s, device)
+        if found.transport is not None:
+            staged = [f"{a} -> {b} through memory of the host: {why}" for (a, b), why in sorted(found.staged.items())]
+            why = "; ".join([f"one host, {members[0].host.split()[0]}", *staged])
+            found.transport.groups = (Group(tuple(range(len(members))), "ipc", why),)
+            return found.transport, ""
+        why_not = "; ".join(f"rank {peer}: {text}" for peer, text in found.refusals.items())
+    if any(member.wants == "ipc" for member in members):
+        raise WorldError(
+            f"{VARIABLE}=ipc: the {len(members)} ranks cannot use it ({why_not}). It needs GPU ranks of one Linux host "
+            f"that may see one another's processes. Unset {VARIABLE} to use NCCL, shared memory or gloo."
+        )
+    return None, why_not
+
+
+def _why_not_devices(members: tuple[Member, ...]) -> str:
+    """Why ``ipc`` does not come into question; the same on all ranks."""
+    kinds = {member.device.split()[0] for member in members}
+    if len({(member.host, member.namespace) for member in members}) > 1:
+        return "not all ranks are on one host, in one process namespace"
+    if len(kinds) > 1 or kinds.isdisjoint(MAKERS):
+        return f"the ranks work on {', '.join(sorted(kinds))}"
+    others = {member.wants for member in members} - {"auto", "ipc"}
+    return f"a rank wants {min(others)}" if others else ""
+
+
+def wants(device: torch.device, backend: str | None) -> str:
+    """What this rank asks for: by the environment, else by the backend that was named; ``auto`` if by neither.
+
+    Raises:
+        WorldError: the environment names something that does not exist, or not for this device.
+    """
+    wanted = wanted_by_user()
+    if wanted == "nccl" and device.type != "cuda":
+        raise WorldError(
+            f'{VARIABLE}=nccl: it is for GPUs, and this rank works on {device}. Use device="cuda" or unset it.'
+        )
+    return wanted if wanted != "auto" else backend or "auto"
+
+
+def backend_for(device: torch.device, members: tuple[Member, ...]) -> str:
+    """The backend of torch.distributed: NCCL for GPUs, but it refuses two ranks on one."""
+    named = [member.wants for member in members if member.wants in ("gloo", "nccl")]
+    if device.type != "cuda" or not dist.is_nccl_available():
+        return "gloo"
+    return named[0] if named else "gloo" if share_a_device(members) else "nccl"
+
+
+def over_distributed(
+    meeting: Meeting, rank: int, world_size: int, backend: str, device: torch.device, timeout_s: float
+) -> Transport:
+    """The transport over torch.distributed's default group, or memory of the host if all ranks work on CPUs."""
+    if backend != "gloo":
+        _refuse_shared(rank, device, backend)
+        return DistributedTransport(rank, world_size, backend, timeout_s, device)
+    gloo = GlooTransport(rank, world_size, timeout_s, Watch(meeting, rank), device)
+    try:
+        if device.type != "cpu":
+            _refuse_shared(rank, device, backend)
+            return gloo
+        chosen = choose(gloo, lambda tensor: gloo.all_gather(tensor, "init()"), rank, world_size, timeout_s)
+    except BaseException:
+        gloo.close()
+        raise
+    if chosen.name == "shared":
+        gloo.retire()
+    return chosen
+
+
+def _refuse_shared(rank: int, device: torch.device, backend: str) -> None:
+    if wanted_by_user() == "shared":
+        raise WorldError(
+            f"{VARIABLE}=shared: rank {rank} works on {device} over {backend}. Memory is shared "
+            f'by CPU ranks only: use device="cpu", or unset {VARIABLE}.'
+        )
+
+
+def tell_why(transport: Transport, world_size: int, why_not: str) -> None:
+    """Where GPU ranks do not use ``ipc``, the groups of their transport say why."""
+    if not hasattr(transport, "groups") and why_not:
+        transport.groups = (Group(tuple(range(world_size)), transport.name, why_not),)  # type: ignore[attr-defined]
+
+
+def share_a_device(members: tuple[Member, ...]) -> bool:
+    """Whether two ranks work on one GPU, which NCCL refuses."""
+    gpus = [(member.host, member.device) for member in members if not member.device.startswith("cpu")]
+    return len(set(gpus)) < len(gpus)
+
+
+def name_of(device: torch.device) -> str:
+    """What all processes of a host call a device: its type, and a GPU's own number."""
+    if device.type != "cuda":
+        return device.type
+    return f"cuda {torch.cuda.get_device_properties(device).uuid}"
+
+
 def _groups(offers: list[_Offer], hosts: list[str], refusals: dict[int, str], other: str) -> tuple[Group, ...]:
     """By host, which ranks use what; then what is between the hosts."""
     groups = []
@@ -122,14 +231,14 @@ def why_not_shared() -> str:
 
 
 def wanted_by_user() -> str:
-    """The transport that the environment names: ``auto``, ``gloo``, ``shared`` or ``mixed``.
+    """The transport that the environment names: ``auto``, ``gloo``, ``shared``, ``mixed``, ``ipc`` or ``nccl``.
 
     Raises:
         WorldError: it names another one.
     """
     value = os.environ.get(VARIABLE, "auto")
-    if value not in ("auto", "gloo", "shared", "mixed"):
-        raise WorldError(f"{VARIABLE}={value}: there is no such transport. Use gloo, shared, mixed, or unset it.")
+    if value not in NAMES:
+        raise WorldError(f"{VARIABLE}={value}: there is no such transport. Use {', '.join(NAMES[1:])}, or unset it.")
     return value
 
 
@@ -167,48 +276,22 @@ def connect(
 
 def _make(rank: int, world_size: int) -> tuple[tuple[Board, Mapping] | None, str]:
     """This rank's board and first chunk, or why it has none."""
-    semaphores = load()
-    if semaphores is None or not hasattr(os, "pidfd_open"):
-        return None, "this system lacks shared semaphores or process files"
-    what = f"rank {rank} of {world_size} joins the world"
-    board_bytes = Board.size_for(world_size)
-    try:
-        first_chunk = Mapping.create(FIRST_CHUNK_BYTES, what)
-        board = Board(Mapping.create(board_bytes, what), world_size)
-        board.initialise(secrets.randbits(62), semaphores)
-    except (OSError, WorldError) as error:
-        return None, str(error)
-    board.add_chunk(first_chunk)
-    return (board, first_chunk), ""
+    return make_board(rank, world_size, FIRST_CHUNK_BYTES)
 
 
 def _open_all(
     made: tuple[Board, Mapping], offers: dict[int, _Offer], rank: int, world_size: int, timeout_s: float
 ) -> SharedTransport:
+    board, first_chunk = made
+    links = open_links(board, offers, rank, world_size)
     semaphores = load()
     assert semaphores is not None
-    board, first_chunk = made
-    links = {}
-    for peer, offer in offers.items():
-        if peer == rank:
-            continue
-        theirs = Board(Mapping.open(offer.pid, offer.file, Board.size_for(world_size)), world_size)
-        if theirs.token != offer.token:
-            raise WorldError(f"process {offer.pid} is not rank {peer} (ranks in different containers?)")
-        link = Link(rank, peer, offer.pid, board, theirs, semaphores)
-        link.mapping(0)
-        links[peer] = link
     return SharedTransport(rank, board, links, first_chunk, semaphores, timeout_s)
 
 
 def _tell(gather: Gather, offer: _Offer) -> list[_Offer]:
     """Every rank's offer."""
-    room = _MESSAGE_BYTES - 300
-    fields = asdict(offer) | {"refusal": offer.refusal.encode("ascii", "replace").decode()[:room]}
-    text = json.dumps(fields).encode()
-    message = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8)
-    message[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    return [_Offer(**json.loads(bytes(part.tolist()).rstrip(b"\0"))) for part in gather(message)]
+    return [_Offer(**fields) for fields in tell(gather, asdict(offer))]
 
 
 def _host() -> str:

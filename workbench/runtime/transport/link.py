@@ -13,7 +13,7 @@ machine. An entry for which a ring has no room waits in its writer's own memory:
 from __future__ import annotations
 
 from collections import deque
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from workbench.runtime.transport.arena import Arena
 from workbench.runtime.transport.board import LETTER, LETTER_SLOT_BYTES, NUM_SLOTS, Board
@@ -35,6 +35,17 @@ class Letter(NamedTuple):
 def letter_without_receipt(tag: int, chunk: int, offset: int, num_bytes: int, header: bytes) -> bytes:
     """A letter about memory whose readers will be known to have finished in another way."""
     return LETTER.pack(tag, num_bytes, chunk, offset, 0, len(header)) + header
+
+
+class Lent(Protocol):
+    """Memory of this rank's that peers read, and how many still do."""
+
+    chunk: int
+    offset: int
+    num_readers: int
+
+    def leave(self) -> None:
+        """One reader fewer."""
 
 
 class Block:
@@ -89,8 +100,8 @@ class Link:
         self._letters_out, self._letter_sent = own.letters(peer), own.letters_filled(peer)
         self._letter_was_read = theirs.letters_emptied(rank)
         self._num_sent, self._room_for_letters = 0, NUM_SLOTS
-        self._letters_left: deque[tuple[bytes, Block | Loan | None]] = deque()
-        self._unread: dict[int, Block | Loan | None] = {}
+        self._letters_left: deque[tuple[bytes, Lent | None]] = deque()
+        self._unread: dict[int, Lent | None] = {}
 
         self._letters_in, self.letter_came = theirs.letters(rank), theirs.letters_filled(rank)
         self._letter_read = own.letters_emptied(peer)
@@ -106,19 +117,28 @@ class Link:
         self._num_receipts_in = 0
 
     def send(
-        self, tag: int, block: Block | Loan | None, num_bytes: int, header: bytes, offset_in_block: int = 0
+        self,
+        tag: int,
+        block: Lent | None,
+        num_bytes: int,
+        header: bytes,
+        offset_in_block: int = 0,
+        mark: int = 1,
     ) -> None:
-        """Send a letter about ``num_bytes`` of ``block`` (None: no data)."""
+        """Send a letter about ``num_bytes`` of ``block`` (None: no data), of which a receipt is wanted.
+
+        ``mark``: any number but 0, which the reader finds in the letter's ``wants_receipt``.
+        """
         if block is not None:
             block.num_readers += 1
         chunk, offset = (block.chunk, block.offset + offset_in_block) if block is not None else (0, 0)
-        self._send(LETTER.pack(tag, num_bytes, chunk, offset, 1, len(header)) + header, block)
+        self._send(LETTER.pack(tag, num_bytes, chunk, offset, mark, len(header)) + header, block)
 
     def send_without_receipt(self, letter: bytes) -> None:
         """Send what ``letter_without_receipt`` has made."""
         self._send(letter, _NO_RECEIPT)
 
-    def _send(self, letter: bytes, lent: Block | Loan | None) -> None:
+    def _send(self, letter: bytes, lent: Lent | None) -> None:
         self._own_words[self._sent_word] += 1
         if self._room_for_letters and not self._letters_left:
             self._put(letter, lent)
@@ -126,7 +146,7 @@ class Link:
             self._letters_left.append((letter, lent))
             self.push()
 
-    def _put(self, letter: bytes, lent: Block | Loan | None) -> None:
+    def _put(self, letter: bytes, lent: Lent | None) -> None:
         at = self._num_sent % NUM_SLOTS * LETTER_SLOT_BYTES
         self._letters_out[at : at + len(letter)] = letter
         if lent is not _NO_RECEIPT:
@@ -166,7 +186,7 @@ class Link:
         if block is not None:
             block.leave()
 
-    def owes(self, loan: Loan) -> bool:
+    def owes(self, loan: Lent) -> bool:
         """Whether the peer has yet to read something that lies in ``loan``."""
         return any(lent is loan for lent in self._unread.values()) or any(
             lent is loan for _, lent in self._letters_left
@@ -232,6 +252,11 @@ class Link:
         if found is None:
             found = self._chunks[chunk] = Mapping.open(self.pid, *self.theirs.chunk(chunk))
         return found
+
+    @property
+    def has_unread(self) -> bool:
+        """Whether the peer has yet to read something of this rank's."""
+        return bool(self._unread or self._letters_left)
 
     @property
     def has_files_to_open(self) -> bool:

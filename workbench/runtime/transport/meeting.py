@@ -7,12 +7,15 @@ what a broken world has left in the store does not disturb the next.
 from __future__ import annotations
 
 import datetime
+import itertools
 import json
 import os
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
+import torch
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
@@ -27,11 +30,18 @@ _num_joined: dict[str, int] = {}
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One rank of a world: its host, its process there, and whose process numbers these are."""
+    """One rank of a world: its host, its process there, and whose process numbers these are.
+
+    Attributes:
+        device: what it works on, by the name that all processes have for it: ``cpu``, ``cuda GPU-5a...``.
+        wants: the transport that it was told to use; ``auto`` if none.
+    """
 
     host: str
     pid: int
     namespace: int
+    device: str = "cpu"
+    wants: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -42,17 +52,39 @@ class Meeting:
     generation: int
     members: tuple[Member, ...]
 
+    def gather_by(self, rank: int, timeout_s: float) -> Callable[[torch.Tensor], list[torch.Tensor]]:
+        """What collects bytes of all ranks before they have a transport; every rank calls it equally often."""
+        numbers = itertools.count()
+
+        def gather(tensor: torch.Tensor) -> list[torch.Tensor]:
+            name = f"gather/{next(numbers)}"
+            self.store.set(f"{name}/{rank}", bytes(tensor.tolist()).hex())
+            keys = [f"{name}/{peer}" for peer in range(len(self.members))]
+            _wait_for_all(self.store, keys, f"rank {rank} of {len(keys)} in init()", timeout_s)
+            return [torch.tensor([*bytes.fromhex(self.store.get(key).decode())], dtype=torch.uint8) for key in keys]
+
+        return gather
+
     def sub_store(self, name: str) -> Store:
         """The store with keys of their own for one purpose."""
         return PrefixStore(name, self.store)
 
 
-def meet(init_method: str, rank: int, world_size: int, generation: int | None, timeout_s: float) -> Meeting:
+def meet(
+    init_method: str,
+    rank: int,
+    world_size: int,
+    generation: int | None,
+    timeout_s: float,
+    device: str = "cpu",
+    wants: str = "auto",
+) -> Meeting:
     """Return when all ranks have come; the wait can be interrupted.
 
     Args:
         init_method: as ``torch.distributed`` knows it: ``env://``, ``file://``, ``tcp://``.
         generation: which world of this meeting place; default the number of those that this process was in.
+        device, wants: what the others are to know of this rank (see ``Member``).
 
     Raises:
         WorldError: some ranks have not come in time (they are named), or this rank is there already.
@@ -65,7 +97,7 @@ def meet(init_method: str, rank: int, world_size: int, generation: int | None, t
             "generation once: give rebuild() or init() another init_method, or the generation that the others join."
         )
     _num_joined[init_method] = generation + 1
-    store.set(f"member/{rank}", json.dumps(asdict(_myself())))
+    store.set(f"member/{rank}", json.dumps(asdict(_myself(device, wants))))
     keys = [f"member/{peer}" for peer in range(world_size)]
     _wait_for_all(store, keys, f"rank {rank} of {world_size} at {init_method}", timeout_s)
     return Meeting(store, generation, tuple(Member(**json.loads(store.get(key))) for key in keys))
@@ -83,12 +115,12 @@ def host_name() -> str:
         return socket.gethostname()[:60]
 
 
-def _myself() -> Member:
+def _myself(device: str, wants: str) -> Member:
     try:
         namespace = os.stat("/proc/self/ns/pid").st_ino
     except OSError:
         namespace = 0
-    return Member(host_name(), os.getpid(), namespace)
+    return Member(host_name(), os.getpid(), namespace, device, wants)
 
 
 def _store_of(init_method: str, rank: int, world_size: int, timeout_s: float) -> Store:
