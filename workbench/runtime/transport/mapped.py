@@ -17,6 +17,7 @@ import psutil
 import torch
 
 from workbench.errors import WorldError
+from workbench.runtime.transport.pages import have_large_pages, map_aligned
 from workbench.units import format_bytes
 
 _SHARE_OF_AVAILABLE = 0.9
@@ -35,10 +36,10 @@ class Mapping:
 
     def __init__(self, file: int, size: int) -> None:
         self.file, self.size, self.is_released = file, size, False
-        self._map = mmap.mmap(file, size)
-        self.data = memoryview(self._map)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._map, self._start = map_aligned(file, size)
+        self.data = memoryview(self._map)[self._start : self._start + size]
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.data))
+        self._bytes = torch.frombuffer(self.data, dtype=torch.uint8)
         self._typed: dict[torch.dtype, torch.Tensor] = {}
 
     @classmethod
@@ -51,8 +52,11 @@ class Mapping:
         file = os.memfd_create("workbench", os.MFD_CLOEXEC)
         try:
             os.fchmod(file, 0o600)
-            _reserve(file, size, what)
-            return cls(file, size)
+            _check_room(size, what)
+            os.ftruncate(file, size)
+            mapping = cls(file, size)
+            mapping._have_pages()
+            return mapping
         except WorldError:
             os.close(file)
             raise
@@ -71,7 +75,7 @@ class Mapping:
 
     def release(self) -> None:
         """Give the pages back to the system, for all processes that map them; what they hold is lost."""
-        self._map.madvise(mmap.MADV_REMOVE)
+        self._map.madvise(mmap.MADV_REMOVE, self._start, self.size)
         self.is_released = True
 
     def reserve_again(self, what: str) -> None:
@@ -80,8 +84,16 @@ class Mapping:
         Raises:
             WorldError: as in ``create``.
         """
-        _reserve(self.file, self.size, what)
+        _check_room(self.size, what)
+        try:
+            self._have_pages()
+        except OSError as error:
+            raise _too_little(what, self.size, f"the system says: {error.strerror}") from error
         self.is_released = False
+
+    def _have_pages(self) -> None:
+        have_large_pages(self.file, self.address, self.size)
+        os.posix_fallocate(self.file, 0, self.size)
 
     def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A contiguous tensor over the memory from ``offset`` bytes on, a multiple of the element size."""
@@ -103,14 +115,10 @@ class Mapping:
             self.file = -1
 
 
-def _reserve(file: int, size: int, what: str) -> None:
+def _check_room(size: int, what: str) -> None:
     room = int(available_bytes() * _SHARE_OF_AVAILABLE)
     if size > room:
         raise _too_little(what, size, f"{format_bytes(room)} can be had")
-    try:
-        os.posix_fallocate(file, 0, size)
-    except OSError as error:
-        raise _too_little(what, size, f"the system says: {error.strerror}") from error
 
 
 @lru_cache(maxsize=4096)
