@@ -161,6 +161,24 @@ def test_presets_fit_a_shared_weight(name):
     assert preset(name, tied(), 2).check(tied(), 2) == []
 
 
+@pytest.mark.parametrize(
+    ("text", "splits"),
+    [
+        ("*: model", ["row", "row", "row", "column"]),  # all as the head
+        ("*: model; decoder.words: model:column", ["column", "column", "column", "row"]),  # all as the one that says how
+    ],
+)
+def test_all_layers_that_share_one_weight_lie_in_one_way(text, splits):
+    """The four of an encoder and a decoder with tied words."""
+    tables = [
+        Layer(name, "Embedding", {"weight": (10, 4)}, 40, tied_to="words" if name != "words" else None)
+        for name in ("words", "encoder.words", "decoder.words")
+    ]
+    layers = [*tables, Layer("head", "Linear", {"weight": (10, 4)}, 40, tied_to="words")]
+    assert Strategy(text).check(layers, 2) == []
+    assert [layer.split for layer in Strategy(text).resolve(layers, 2).layers] == splits
+
+
 def test_names_of_attention_win_over_shapes():
     names = ["q_lin", "k_lin", "v_lin", "out_lin", "lin1", "lin2", "classifier"]
     layers = [Layer(f"block.{name}", "Linear", {"weight": (8, 8)}, 64) for name in names]

@@ -70,18 +70,22 @@ def split_dim(layer: Layer, split: str | None) -> int | None:
 
 
 def _follow_ties(layers: Sequence[Layer], rows: Sequence[Row], splits: list[str | None]) -> None:
-    """Of two layers with one weight, the open one follows the other: a table goes by rows, as its head by columns."""
+    """Of layers with one weight, the open ones follow: the one whose row says how, else the last, which is the head.
+
+    A table follows a head by columns as a table by rows.
+    """
+    groups: dict[int, list[int]] = {}
     for first, later in tied_pairs(layers):
-        if splits[first] is None or splits[later] is None:
+        groups.setdefault(first, [first]).append(later)
+    for group in groups.values():
+        members = [member for member in group if splits[member] is not None]
+        if not members:
             continue
-        if rows[first].split is None:
-            leader, follower = later, first
-        elif rows[later].split is None:
-            leader, follower = first, later
-        else:
-            continue
+        leader = next((member for member in members if rows[member].split is not None), members[-1])
         dim = split_dim(layers[leader], splits[leader])
-        splits[follower] = next(s for s in ("column", "row") if split_dim(layers[follower], s) == dim)
+        for member in members:
+            if rows[member].split is None:
+                splits[member] = next(s for s in ("column", "row") if split_dim(layers[member], s) == dim)
 
 
 def _is_splittable(layer: Layer) -> bool:
