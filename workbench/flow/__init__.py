@@ -37,20 +37,18 @@ _WHERE = {
         "squeeze", "transpose",
     ],
     # eager programs
-    "workbench.core": ["sbp"],
     "workbench.flow.creation": [
-        "arange", "as_tensor", "empty", "eye", "from_numpy", "full", "linspace", "logspace", "normal", "ones", "rand",
-        "randint", "randn", "randperm", "scalar_tensor", "tensor", "zeros",
+        "arange", "as_tensor", "empty", "eye", "from_numpy", "full", "linspace", "logspace", "manual_seed", "normal",
+        "ones", "rand", "randint", "randn", "randperm", "scalar_tensor", "tensor", "zeros",
     ],
     "workbench.flow.placements": ["placement"],
     "workbench.flow.saving": ["load", "save"],
-    "workbench.runtime.random": ["manual_seed"],
 }  # fmt: skip
 """Module -> the names of ``flow`` that it holds."""
 
 _MODULES = [
     "config", "data", "distribute", "env", "layers", "losses", "math", "mnist_util", "nn", "optim", "optimizer",
-    "scope", "train", "typing",
+    "sbp", "scope", "train", "typing",
 ]  # fmt: skip
 """Names of ``flow`` that are modules of this folder."""
 

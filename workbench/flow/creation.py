@@ -13,6 +13,7 @@ from workbench.flow.joining import join
 from workbench.flow.local import local
 from workbench.flow.spellings import missing_layout
 from workbench.runtime import creation as layouts
+from workbench.runtime import random
 
 GLOBAL = ("arange", "empty", "eye", "full", "ones", "rand", "randint", "randn", "randperm", "tensor", "zeros")
 """Names that make global tensors too."""
@@ -34,7 +35,9 @@ def _creator(name: str) -> Callable[..., torch.Tensor]:
             return make_global(*args, placement=placement, sbp=sbp, **options)
         if options.get("device") is not None:
             options["device"] = torch_device(options["device"])
-        return local(make_local(*args, **options))
+        learns = options.pop("requires_grad", False)
+        made = local(make_local(*args, **options))
+        return made.requires_grad_() if learns else made
 
     also = " With ``placement=`` and ``sbp=`` a global tensor, with the same numbers for every layout." * bool(
         make_global
@@ -45,3 +48,9 @@ def _creator(name: str) -> Callable[..., torch.Tensor]:
 
 arange, empty, eye, full, ones, rand, randint, randn, randperm, tensor, zeros = map(_creator, GLOBAL)
 as_tensor, from_numpy, linspace, logspace, normal, scalar_tensor = map(_creator, LOCAL)
+
+
+def manual_seed(seed: int) -> None:
+    """Seed the numbers of local tensors, modules and global tensors; with the same seed on all ranks."""
+    join()
+    random.manual_seed(seed)

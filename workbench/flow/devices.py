@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from workbench.errors import PlacementError
@@ -25,7 +27,11 @@ def device_type(name: str) -> str:
     return here.device.type
 
 
-def torch_device(device: str | torch.device) -> torch.device:
-    """The device of local tensors: this rank's own, for every name of one."""
-    device_type(torch.device(device).type if device != "gpu" else "gpu")
-    return join().device
+def torch_device(device: Any) -> Any:
+    """The device of local tensors and modules: this rank's own where a GPU is asked for, e.g. as "cuda:1".
+
+    "cpu", and what is no name of a device, such as a dtype, stays as it is.
+    """
+    name = device.type if isinstance(device, torch.device) else device
+    asks_gpu = isinstance(name, str) and name.partition(":")[0] in ("cuda", "gpu")
+    return join().device if asks_gpu else device

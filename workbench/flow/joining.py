@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from workbench.runtime import methods  # noqa: F401 - completes GlobalTensor
 from workbench.runtime.world import World, current, init, joined
 
 

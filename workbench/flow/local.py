@@ -1,4 +1,4 @@
-"""Local tensors of eager programs: torch's, with ``to_global``. Global ones get the older name ``to_consistent``."""
+"""Local tensors of eager programs: torch's, with ``to_global``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from workbench.core.placement import Placement
 from workbench.flow import spellings
 from workbench.flow.joining import join
-from workbench.runtime import entry, methods
+from workbench.runtime import entry
 from workbench.runtime.tensor import GlobalTensor
 
 
@@ -61,12 +61,3 @@ class LocalTensor(torch.Tensor):
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """A plain tensor as a local one of eager programs; what is one already, or global, stays as it is."""
     return tensor.as_subclass(LocalTensor) if type(tensor) is torch.Tensor else tensor
-
-
-def _to_consistent(tensor: GlobalTensor, placement: Placement | None = None, sbp: Any = None) -> GlobalTensor:
-    """The older spelling of ``to_global``."""
-    spellings.warn_old("to_consistent(placement, sbp)", "to_global(placement=placement, sbp=sbp)")
-    return methods.to_global(tensor, placement, sbp)
-
-
-GlobalTensor.to_consistent = _to_consistent  # type: ignore[attr-defined]

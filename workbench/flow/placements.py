@@ -36,7 +36,7 @@ class _PlacementFactory:
         """
         world = join()
         if device_type is not None:
-            spellings.warn_old(f"placement(device_type={device_type!r})", f"placement(type={device_type!r})")
+            spellings.warn_old(f'placement(device_type="{device_type}")', f'placement(type="{device_type}")')
         name = type if type is not None else device_type
         if not isinstance(name, str) or ranks is None:
             raise PlacementError(
@@ -46,7 +46,7 @@ class _PlacementFactory:
         if isinstance(ranks, Mapping):
             machines = ranks
             ranks = _folded(_ranks_of(machines, world.world_size), hierarchy)
-            spellings.warn_old(f"placement({name!r}, {machines!r})", f"placement({name!r}, ranks={ranks})")
+            spellings.warn_old(f'placement("{name}", {machines!r})', f'placement("{name}", ranks={ranks})')
         elif hierarchy is not None:
             ranks = _folded(list(ranks), hierarchy)
         made = Placement.of(devices.device_type(name), ranks)

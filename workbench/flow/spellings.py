@@ -1,11 +1,15 @@
-"""Older spellings: they work, and say how one writes it now."""
+"""Older spellings: they work, and say how one writes it now. Importing this gives global tensors theirs."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
+from workbench.core.placement import Placement
 from workbench.errors import LayoutError
+from workbench.runtime import methods
+from workbench.runtime.tensor import GlobalTensor
 
 
 def warn_old(old: str, new: str, stacklevel: int = 3) -> None:
@@ -20,3 +24,12 @@ def missing_layout(function: str, shape: Sequence[int], missing: Sequence[str]) 
         "A global tensor needs both: placement= names the ranks, sbp= says how it lies on them. Write e.g. "
         'placement=flow.placement("cpu", ranks=[0, 1]), sbp=flow.sbp.split(0).'
     )
+
+
+def _to_consistent(tensor: GlobalTensor, placement: Placement | None = None, sbp: Any = None) -> GlobalTensor:
+    """The older spelling of ``to_global``."""
+    warn_old("to_consistent(placement, sbp)", "to_global(placement=placement, sbp=sbp)")
+    return methods.to_global(tensor, placement, sbp)
+
+
+GlobalTensor.to_consistent = _to_consistent  # type: ignore[attr-defined]

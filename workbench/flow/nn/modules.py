@@ -35,11 +35,14 @@ class Module(nn.Module):
     ((B,), torch.Size([4, 8]))
     """
 
-    def to_global(self: Self, placement: Placement | None = None, sbp: Any = None) -> Self:
+    def to_global(
+        self: Self, placement: Placement | None = None, sbp: Any = None, *, broadcast_from: int | None = None
+    ) -> Self:
         """Parameters and buffers as global tensors, in place. All ranks of the world call it.
 
         The module's own weights are the logical ones: S gives every rank its slice of them (OneFlow takes each rank's
-        weights as a slice of a larger module). Weights that are global already are boxed and stay the same objects.
+        weights as a slice of a larger module). They are equal on the ranks of the placement, or ``broadcast_from``
+        names the rank whose weights count. Weights that are global already are boxed and stay the same objects.
 
         Raises:
             LayoutError: no placement or no sbp for a local weight; ranks of the placement hold different weights. The
@@ -52,7 +55,8 @@ class Module(nn.Module):
                     if value is None:
                         continue
                     if id(value) not in made:
-                        made[id(value)] = value, _globally(value, placement, sbp, f"{path}.{name}".lstrip("."))
+                        full_name = f"{path}.{name}".lstrip(".")
+                        made[id(value)] = value, _globally(value, placement, sbp, full_name, broadcast_from)
                     tensors[name] = made[id(value)][1]
         return self
 
@@ -75,7 +79,9 @@ class Module(nn.Module):
         return move(*map(torch_device, args), **{name: torch_device(value) for name, value in kwargs.items()})
 
 
-def _globally(value: torch.Tensor, placement: Placement | None, sbp: Any, name: str) -> torch.Tensor:
+def _globally(
+    value: torch.Tensor, placement: Placement | None, sbp: Any, name: str, source: int | None
+) -> torch.Tensor:
     """A weight in the layout that is asked for; one that is global already stays the same object."""
     missing = [key for key, given in (("placement", placement), ("sbp", sbp)) if given is None]
     try:
@@ -89,7 +95,7 @@ def _globally(value: torch.Tensor, placement: Placement | None, sbp: Any, name: 
             raise spellings.missing_layout("to_global", value.shape, missing)
         layout = Layout.of(placement, sbp).normalized(tuple(value.shape))
         with torch.no_grad():
-            whole = to_global(value.detach(), placement, (broadcast,) * placement.num_axes)
+            whole = to_global(value.detach(), placement, (broadcast,) * placement.num_axes, broadcast_from=source)
             moved = box(whole, layout)
     except LayoutError as error:
         raise type(error)(f"{name}: {error}") from error

@@ -1,0 +1,216 @@
+"""Tensors and placements of eager programs: the listings of the document on parallelism, and what users get wrong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import workbench as wb
+from tests.flow.running import run, source_of
+from workbench import flow
+from workbench.errors import LayoutError, PlacementError, SbpError
+from workbench.runtime.tensor import GlobalTensor
+from workbench.testing import run_ranks
+
+OLD = pytest.mark.filterwarnings("ignore:.*is the older spelling:DeprecationWarning")
+
+
+def test_matmul_on_one_device(capsys):
+    (names,) = run_ranks(lambda: run(source_of("matmul")), 1)
+    assert capsys.readouterr().out == "torch.Size([4, 8])\n"
+    assert not isinstance(names["out"], GlobalTensor)
+    torch.testing.assert_close(names["out"].to_local(), names["x"] @ names["w"])
+
+
+@pytest.mark.parametrize(("listing", "sbp", "local"), [("data", "S(0)", (2, 8)), ("model", "S(1)", (4, 4))])
+def test_matmul_in_parallel(listing, sbp, local):
+    def program():
+        with wb.explicit_boxing():  # nothing has to move for either of them
+            names = run(source_of(f"matmul_{listing}"))
+        x, w, out = (names[name] for name in ("x", "w", "out"))
+        assert str(out.sbp) == f"({sbp},)" and out.to_local().shape == local
+        return out.full_tensor(), x.full_tensor() @ w.full_tensor()
+
+    for out, expected in run_ranks(program, 2):
+        torch.testing.assert_close(out, expected)
+
+
+def test_matmul_in_two_stages():
+    def program(rank):
+        names = run(source_of("matmul_pipeline"))
+        w0, w1, out = (names[name] for name in ("w0", "w1", "out_stage1"))
+        assert (w0.is_ghost, w1.is_ghost, out.is_ghost) == ((False, True, True) if rank == 0 else (True, False, False))
+        everywhere = [t.to_global(flow.placement.all("cpu"), flow.sbp.broadcast).to_local() for t in (w0, w1, out)]
+        return names["x"].to_local(), *everywhere
+
+    (x, w0, w1, out), _ = run_ranks(program, 2)
+    torch.testing.assert_close(out, x.as_subclass(torch.Tensor) @ w0 @ w1)  # the first rank's data counts
+
+
+def test_numbers_of_global_tensors_do_not_depend_on_the_layout():
+    def program():
+        p, values = flow.placement("cuda", ranks=[0, 1]), []
+        for sbp in (flow.sbp.split(0), flow.sbp.broadcast):
+            flow.manual_seed(3)
+            values.append(flow.randn(5, 3, placement=p, sbp=sbp).full_tensor())
+        return values
+
+    (split, whole), _ = run_ranks(program, 2)
+    assert torch.equal(split, whole)
+
+
+def test_creators_make_local_tensors_that_can_become_global():
+    def program(rank):
+        x = flow.full((2, 3), float(rank))
+        p = flow.placement("cuda", ranks=[0, 1])
+        assert (x + 1).is_local and flow.relu(x).is_local and flow.cat([x, x]).shape == (4, 3)
+        joined = x.to_global(placement=p, sbp=flow.sbp.split(0))
+        summed = x.to_global(p, [flow.sbp.partial_sum()])
+        first = x.to_global(p, flow.sbp.broadcast, broadcast_from=0)
+        return joined.full_tensor(), summed.full_tensor(), first.full_tensor()
+
+    for joined, summed, first in run_ranks(program, 2):
+        assert torch.equal(joined, torch.tensor([[0.0] * 3] * 2 + [[1.0] * 3] * 2))
+        assert torch.equal(summed, torch.ones(2, 3)) and torch.equal(first, torch.zeros(2, 3))
+
+
+def test_local_and_global_tensors_meet():
+    def program():
+        p = flow.placement("cpu", ranks=[0, 1])
+        x = flow.arange(6, dtype=flow.float, placement=p, sbp=flow.sbp.split(0))
+        weight = flow.ones(6, requires_grad=True)
+        (x * weight).sum().backward()
+        return (weight * x).full_tensor().detach(), weight.grad
+
+    for product, grad in run_ranks(program, 2):
+        torch.testing.assert_close(product, torch.arange(6.0))
+        torch.testing.assert_close(torch.Tensor(grad), torch.arange(6.0))
+
+
+def test_what_nobody_defines_is_torchs():
+    assert flow.float32 is torch.float32 and flow.softmax is torch.softmax
+    with pytest.raises(AttributeError, match="no_such_function"):
+        _ = flow.no_such_function
+
+
+@pytest.mark.parametrize("sbp", ["S(0)", "B"])
+def test_an_optimizer_steps_on_global_weights(sbp):
+    def program():
+        p = flow.placement("cpu", ranks=[0, 1])
+        layer = flow.nn.Linear(4, 3)
+        with torch.no_grad():
+            for weight in layer.parameters():
+                weight.copy_(torch.linspace(-1, 1, weight.numel()).view_as(weight))
+        layer.to_global(p, sbp)
+        sgd = flow.optim.SGD(layer.parameters(), lr=0.5)
+        x = flow.arange(8, dtype=flow.float, placement=p, sbp=flow.sbp.broadcast).view(2, 4)
+        layer(x).square().mean().backward()
+        sgd.step()
+        return [weight.full_tensor().detach() for weight in layer.parameters()]
+
+    weight = torch.linspace(-1, 1, 12).view(3, 4).requires_grad_()
+    bias = torch.linspace(-1, 1, 3).requires_grad_()
+    F.linear(torch.arange(8.0).view(2, 4), weight, bias).square().mean().backward()
+    for found in run_ranks(program, 2):
+        for value, expected in zip(found, (weight, bias), strict=True):
+            torch.testing.assert_close(value, (expected - 0.5 * expected.grad).detach())
+
+
+def test_modules_keep_what_they_share_and_their_objects():
+    def program():
+        first, second = flow.placement("cpu", ranks=[0]), flow.placement("cpu", ranks=[1])
+        model = flow.nn.Sequential(flow.nn.Embedding(6, 4), flow.nn.BatchNorm1d(4), flow.nn.Linear(4, 6, bias=False))
+        model[2].weight = model[0].weight
+        model.to_global(first, flow.sbp.broadcast)
+        shared = model[0].weight
+        assert model[2].weight is shared and isinstance(model[1].running_mean, GlobalTensor)
+        model.to_global(second)
+        assert model[2].weight is shared is model[0].weight
+        return shared.placement.grid
+
+    assert run_ranks(program, 2) == [(1,), (1,)]
+
+
+def test_saved_values_load_under_another_layout(tmp_path):
+    def program():
+        p = flow.placement("cpu", ranks=[0, 1])
+        layer = flow.nn.Linear(4, 3)
+        value = flow.randn(3, 4, placement=p, sbp=flow.sbp.split(0))
+        flow.save({"weight": value, "bias": flow.zeros(3)}, tmp_path / "layer")
+        layer.load_state_dict(flow.load(tmp_path / "layer"))
+        layer.to_global(p, flow.sbp.split(0))
+        layer.load_state_dict(flow.load(tmp_path / "layer"))
+        return layer.weight.full_tensor().detach(), value.full_tensor()
+
+    for loaded, value in run_ranks(program, 2):
+        assert torch.equal(loaded, value)
+
+
+def test_old_spellings_warn_with_the_new_one():
+    def program():
+        with pytest.warns(DeprecationWarning, match=r'Write placement\("cuda", ranks=\[0\]\)') as caught:
+            p = flow.placement("cuda", {0: [0]})
+        assert caught[0].filename == __file__
+        with pytest.warns(DeprecationWarning, match=r"Write to_global\(placement=placement, sbp=sbp\)") as caught:
+            x = flow.ones(2).to_consistent(p, [flow.sbp.broadcast])
+        assert caught[0].filename == __file__
+        for thing in (x, flow.nn.Linear(2, 2)):
+            with pytest.warns(DeprecationWarning, match="to_global"):
+                thing.to_consistent(placement=p, sbp=[flow.sbp.broadcast])
+        return p
+
+    assert run_ranks(program, 1) == [wb.core.placement.Placement.of("cpu", [0])]
+
+
+@OLD
+def test_machines_of_the_older_placement(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+
+    def program():
+        placements = [
+            flow.placement("gpu", {0: [0, 1], 1: [1]}),
+            flow.placement("cuda", {0: range(2), 1: [0, 1]}, (2, 2)),
+            flow.placement(device_type="cpu", ranks=[3]),
+        ]
+        with pytest.raises(PlacementError, match=r"device 2 of machine 1 .* machines 0 to 1 with devices 0 to 1 each"):
+            flow.placement("cuda", {1: 2})
+        return [placement.ranks for placement in placements]
+
+    assert run_ranks(program, 4)[0] == [[0, 1, 3], [[0, 1], [2, 3]], [3]]
+
+
+P = 'flow.placement("cuda", ranks=[0, 1])'
+
+
+@pytest.mark.parametrize(
+    ("line", "error", "words"),
+    [
+        ('flow.placement("cuda", ranks=[0, 2])', PlacementError, ["rank 2 does not exist", "2 ranks (0 to 1)"]),
+        ('flow.placement("tpu", ranks=[0])', PlacementError, ["'tpu'", "cpu"]),
+        ('flow.placement("cuda")', PlacementError, ["ranks=None", "0 to 1"]),
+        ('flow.placement("cpu", ranks=[0, 1], hierarchy=(2, 2))', PlacementError, ["4 places for 2 ranks"]),
+        (f"flow.randn(4, 5, placement={P}, sbp=flow.sbp.split(2))", SbpError, ["S(2)", "2"]),
+        (f"flow.ones(4, 5).to_global({P}, flow.sbp.split(-3))", SbpError, ["-3"]),
+        (f"flow.ones(4, placement={P}, sbp=[flow.sbp.broadcast] * 2)", SbpError, ["2 entries", "1 axis"]),
+        (f"flow.ones(4, placement={P}, sbp=flow.sbp.split)", SbpError, ["split(dim)"]),
+        (f"flow.ones(4, placement={P})", LayoutError, ["flow.ones", "sbp is missing"]),
+        ("flow.ones(4).to_global()", LayoutError, ["placement and sbp are missing"]),
+        (f"flow.nn.Linear(4, 3).to_global({P}, flow.sbp.split(1), broadcast_from=0)", SbpError, ["bias", "S(1)"]),
+        ("flow.nn.Linear(4, 3).to_global(sbp=flow.sbp.broadcast)", LayoutError, ["weight", "placement is missing"]),
+        ("flow.nn.Linear(4, 3).config.stage_id = -1", ValueError, ["stage_id = -1", "from 0"]),
+    ],
+)
+def test_mistakes_are_told(line, error, words):
+    with pytest.raises(error) as caught:
+        run_ranks(lambda: run(line, {"flow": flow}), 2)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_values_that_are_not_the_same_are_not_overwritten():
+    def program(rank):
+        flow.full((2,), float(rank)).to_global(flow.placement("cpu", ranks=[0, 1]), flow.sbp.broadcast)
+
+    with pytest.raises(LayoutError, match="broadcast_from=0"):
+        run_ranks(program, 2)

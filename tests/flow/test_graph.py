@@ -1,0 +1,284 @@
+"""``nn.Graph``: the listing of the document on pipelines trains to one device's losses, and what users get wrong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.flow.running import run, source_of
+from workbench import flow
+from workbench.errors import StrategyError
+from workbench.testing import run_ranks
+
+OLD = pytest.mark.filterwarnings("ignore:.*is the older spelling:DeprecationWarning")
+LOOP = "for i in range(20):"
+
+
+def plain_losses(weights, x, y, num_steps, lr=0.001):
+    """Losses of the document's network, written with torch alone, on one device."""
+    model = nn.Sequential(
+        nn.Flatten(), nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10), nn.ReLU()
+    )
+    if weights is not None:
+        for parameter, value in zip(model.parameters(), weights, strict=True):
+            parameter.data = value.clone()
+    sgd, losses = torch.optim.SGD(model.parameters(), lr=lr), []
+    for _ in range(num_steps):
+        loss = F.cross_entropy(model(x), y)
+        sgd.zero_grad()
+        loss.backward()
+        sgd.step()
+        losses.append(loss.item())
+    return losses
+
+
+def whole(tensor):
+    return tensor.detach().to_global(flow.placement.all("cpu"), flow.sbp.broadcast).to_local().clone()
+
+
+def pipeline_losses(num_steps, source):
+    """Losses of the listing on this rank; weights and data from which it has started."""
+    names = run(source.partition(LOOP)[0])
+    graph, x, y = names["graph_pipeline"], names["x"], names["y"]
+    weights, data = [whole(p) for p in graph.module_pipeline.parameters()], (whole(x), whole(y))
+    losses = [graph(x, y).item() for _ in range(num_steps)]
+    return losses, weights, data, graph
+
+
+@OLD
+def test_the_pipeline_of_the_document_trains_as_on_one_device():
+    def program(rank):
+        losses, weights, data, graph = pipeline_losses(20, source_of("graph_pipeline"))
+        assert [str(span.action) for span in graph.spans] == [
+            ["0F0", "0F1", "0B0", "0B1"],
+            ["1F0", "1B0", "1F1", "1B1"],
+        ][rank]
+        assert [len(spans) for spans in graph.timeline().spans] == [4, 4]
+        assert repr(graph) == "PipelineGraph(2 micro-batches, stage 0 on [0], stage 1 on [1])"
+        return losses, weights, data
+
+    (losses, weights, data), (losses_on_1, _, _) = run_ranks(program, 2)
+    assert losses == losses_on_1
+    torch.testing.assert_close(losses, plain_losses(weights, *data, 20), rtol=1e-6, atol=1e-6)
+    with pytest.raises(AssertionError):  # the comparison can fail
+        torch.testing.assert_close(losses, plain_losses(weights, *data, 20, lr=0.0011), rtol=1e-6, atol=1e-6)
+
+
+@OLD
+@pytest.mark.parametrize(("num_parts", "where"), [(3, "P1 = flow.placement"), (16, ""), (20, "")])
+def test_any_number_of_micro_batches_on_one_rank_or_two(num_parts, where):
+    source = source_of("graph_pipeline").replace("accumulation_steps(2)", f"accumulation_steps({num_parts})")
+    if where:  # both stages on rank 0: one after the other
+        source = source.replace('flow.placement("cuda", {0: [1]})', 'flow.placement("cuda", {0: [0]})')
+
+    def program():
+        losses, weights, data, graph = pipeline_losses(3, source)
+        kinds = "".join(span.action.kind for span in graph.spans)
+        return losses, weights, data, kinds
+
+    (losses, weights, data, kinds), _ = run_ranks(program, 2)
+    assert kinds == "FB" * 3 if where else len(kinds) == 2 * 16
+    torch.testing.assert_close(losses, plain_losses(weights, *data, 3), rtol=1e-6, atol=1e-6)
+
+
+class Step(flow.nn.Graph):
+    def __init__(self, model, optimizer=None, num_parts=1, **options):
+        super().__init__()
+        self.model = model
+        self.config.set_gradient_accumulation_steps(num_parts)
+        if optimizer is not None:
+            self.add_optimizer(optimizer, **options)
+
+    def build(self, x, y):
+        out = self.model(x)
+        loss = flow.nn.functional.mse_loss(out, y)
+        loss.backward()
+        return {"loss": loss, "out": out, "rows": x.shape[0]}
+
+
+class Look(flow.nn.Graph):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def build(self, x):
+        return self.model(x)
+
+
+def data():
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(5, 4, generator=generator), torch.randn(5, 2, generator=generator)
+
+
+def linear():
+    layer = flow.nn.Linear(4, 2)
+    with torch.no_grad():
+        layer.weight.copy_(torch.linspace(-1, 1, 8).view(2, 4))
+        layer.bias.zero_()
+    return layer
+
+
+def test_a_local_model_trains_with_a_schedule_of_rates_and_uneven_micro_batches():
+    def program():
+        model = linear()
+        adam = flow.optim.Adam(model.parameters(), lr=0.1)
+        graph = Step(model, adam, 2, lr_sch=flow.optim.lr_scheduler.StepLR(adam, 1, 0.5))
+        return [graph(*data()) for _ in range(3)], Look(model)(data()[0])
+
+    ((found, seen),) = run_ranks(program, 1)
+    model, (x, y) = linear(), data()
+    adam = torch.optim.Adam(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(adam, 1, 0.5)
+    for step in found:
+        loss = F.mse_loss(model(x), y)
+        torch.testing.assert_close(torch.Tensor(step["loss"]), loss.detach())
+        torch.testing.assert_close(torch.Tensor(step["out"]), model(x).detach())
+        assert step["rows"] == [3, 2] and not step["loss"].requires_grad
+        adam.zero_grad()
+        loss.backward()
+        adam.step()
+        schedule.step()
+    torch.testing.assert_close(torch.Tensor(seen), model(x).detach())
+    assert not seen.requires_grad
+
+
+def test_samples_split_over_ranks_stay_split():
+    def program():
+        p = flow.placement("cpu", ranks=[0, 1])
+        model = linear().to_global(p, flow.sbp.broadcast)
+        graph = Step(model, flow.optim.SGD(model.parameters(), lr=0.1), 2)
+        x, y = (torch.cat([part] * 2)[:8] for part in data())
+        x, y = (flow.as_tensor(part).to_global(p, flow.sbp.broadcast).to_global(sbp="S(0)") for part in (x, y))
+        steps = [graph(x, y) for _ in range(2)]
+        return [step["loss"].item() for step in steps], [str(part.sbp) for part in (steps[0]["out"], model.weight)]
+
+    (losses, layouts), _ = run_ranks(program, 2)
+    model, (x, y) = linear(), (torch.cat([part] * 2)[:8] for part in data())
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    for found in losses:
+        loss = F.mse_loss(model(x), y)
+        assert found == pytest.approx(loss.item(), rel=1e-6)
+        sgd.zero_grad()
+        loss.backward()
+        sgd.step()
+    assert layouts == ["(S(0),)", "(B,)"]
+
+
+def test_inputs_are_brought_to_the_placement_of_a_stage():
+    def program():
+        first, second = flow.placement("cpu", ranks=[0]), flow.placement("cpu", ranks=[1])
+        model = flow.nn.Sequential(linear(), flow.nn.Linear(2, 2))
+        for stage, placement in enumerate((first, second)):
+            model[stage].to_global(placement, flow.sbp.broadcast)
+            model[stage].to(flow.nn.graph.GraphModule).set_stage(stage, placement)
+        graph = Step(model, flow.optim.SGD(model.parameters(), lr=0.1), 2)
+        x, y = (flow.as_tensor(part).to_global(first, flow.sbp.broadcast) for part in data())
+        y = y.to_global(placement=second)
+        return graph(x, y)["loss"].item(), [str(span.action) for span in graph.spans]
+
+    (loss, _), (loss_on_1, actions) = run_ranks(program, 2)
+    assert loss == loss_on_1 and actions == ["1F0", "1B0", "1F1", "1B1"]
+
+
+def test_precision_of_a_graph():
+    def program():
+        class Seen(Look):
+            def build(self, x):
+                out = self.model(x)
+                assert out.dtype == flow.bfloat16
+                return out
+
+        graph = Seen(linear())
+        graph.config.enable_amp(True)
+        graph.config.allow_fuse_model_update_ops(True)
+        return graph(data()[0]).dtype
+
+    assert run_ranks(program, 1) == [torch.bfloat16]
+
+
+def test_state_of_a_graph_goes_to_another():
+    def program():
+        graph, other = Look(linear()), Look(flow.nn.Linear(4, 2))
+        other.load_state_dict(graph.state_dict())
+        return torch.equal(graph.model.weight, other.model.weight)
+
+    assert run_ranks(program, 1) == [True]
+
+
+class NoBuild(flow.nn.Graph):
+    pass
+
+
+class NoBackward(Step):
+    def build(self, x, y):
+        return self.model(x).sum()
+
+
+class VectorLoss(Step):
+    def build(self, x, y):
+        self.model(x).backward()
+
+
+class Reads(Step):
+    def build(self, x, y):
+        loss = self.model(x).sum()
+        loss.backward()
+        return loss.item()
+
+
+def sgd_of(model):
+    return flow.optim.SGD(model.parameters(), lr=0.1)
+
+
+def two_stages(first_id, second_id):
+    model = flow.nn.Sequential(linear(), flow.nn.Linear(2, 2))
+    model[0].config.stage_id, model[1].config.stage_id = first_id, second_id
+    return Step(model, sgd_of(model))
+
+
+def backwards_in_1f1b():
+    """Stage 0 comes after stage 1 in the program."""
+    first, second = flow.placement("cpu", ranks=[0]), flow.placement("cpu", ranks=[1])
+    model = flow.nn.Sequential(linear(), flow.nn.Linear(2, 2))
+    for stage, placement in ((1, second), (0, first)):
+        model[1 - stage].to_global(placement, flow.sbp.broadcast, broadcast_from=0)
+        model[1 - stage].config.set_stage(stage, placement)
+    x, y = (flow.as_tensor(part).to_global(second, flow.sbp.broadcast, broadcast_from=0) for part in data())
+    return Step(model, sgd_of(model), 2)(x, y.to_global(placement=first))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (NoBuild, ["NoBuild", "def build"]),
+        (lambda: NoBackward(model := linear(), sgd_of(model))(*data()), ["0 losses", "loss.backward()"]),
+        (lambda: Step(linear())(*data()), ["1 loss", "0 optimizers", "add_optimizer"]),
+        (lambda: VectorLoss(model := linear(), sgd_of(model))(*data()), ["2", "dims", "scalars"]),
+        (lambda: Step(linear(), sgd_of(linear()))(*data()), ["2 of the 2 parameters", "SGD", "(2, 4)", "model"]),
+        (lambda: Step(linear(), "sgd"), ["add_optimizer(str)", "flow.optim.SGD"]),
+        (lambda: Step(linear(), sgd_of(linear()), lr_sch=3), ["lr_sch=int", "SGD"]),
+        (lambda: two_stages(0, 2)(*data()), ["[0, 2]", "leave out 1"]),
+        (lambda: Step(linear(), num_parts=0), ["set_gradient_accumulation_steps(0)", "at least 1"]),
+        (lambda: Step(m := linear(), sgd_of(m), 2)(data()[0], data()[1][:4]), ["4 and 5 rows"]),
+        (backwards_in_1f1b, ["1f1b", "gpipe"]),
+    ],
+)
+def test_mistakes_are_told(wrong, words):
+    with pytest.raises(StrategyError) as caught:
+        run_ranks(wrong, 2)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_unknown_settings_are_told():
+    with pytest.raises(AttributeError, match=r"graph\.config\.enable_zero: .*schedule.*wb\.parallelize"):
+        run_ranks(lambda: Look(linear()).config.enable_zero(True), 1)
+
+
+@OLD
+def test_a_value_of_another_stage_is_not_read_inside_a_step():
+    source = source_of("graph_pipeline").replace("loss.backward()\n", "loss.backward()\n        loss.item()\n")
+    with pytest.raises(StrategyError, match="inside a step of 2 stages and 2 micro-batches"):
+        run_ranks(lambda: run(source), 2)
