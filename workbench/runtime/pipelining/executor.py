@@ -19,8 +19,8 @@ from workbench.pipeline.schedules import Action
 from workbench.pipeline.simulate import Span
 from workbench.runtime.ops.reading import everywhere
 from workbench.runtime.ops.weight_gradients import WeightGradients
-from workbench.runtime.pipelining.ghost_modules import GhostModule, standing_in
 from workbench.runtime.pipelining.running import RunningStep
+from workbench.runtime.pipelining.stand_ins import StandIn, standing_in
 from workbench.runtime.tensor import GlobalTensor
 from workbench.runtime.world import World
 
@@ -46,11 +46,13 @@ class Stage(Protocol):
 class OnlyStage:
     """The stage of a rank that has no other one: what the module holds is what it sees."""
 
-    def __init__(self, world: World, ghosts: Sequence[GhostModule] = ()) -> None:
-        self.world, self._ghosts = world, ghosts
+    def __init__(self, world: World, stand_ins: Sequence[StandIn] = ()) -> None:
+        self.world, self._stand_ins = world, stand_ins
+        for stand_in in stand_ins:
+            stand_in.begin_step()
 
     def entered(self) -> AbstractContextManager[None]:
-        return standing_in(self._ghosts)
+        return standing_in(self._stand_ins)
 
     def leave(self, result: torch.Tensor) -> torch.Tensor:
         return result

@@ -21,7 +21,8 @@ from workbench.core.placement import Placement
 from workbench.core.sbp import broadcast
 from workbench.core.strategy import ResolvedStrategy
 from workbench.errors import CollectiveAborted, StrategyError
-from workbench.runtime.pipelining.ghost_modules import ghost_modules, runs_once, standing_in
+from workbench.runtime.pipelining.local_modules import stand_ins_of
+from workbench.runtime.pipelining.stand_ins import standing_in
 from workbench.runtime.strategies.layouts import StageLayouts
 from workbench.runtime.strategies.state import ROOT, ParallelState, layers_of, parameter_stages
 from workbench.runtime.tensor import GlobalTensor, ghost_storage, label, local_torch, plain, spec_of
@@ -167,8 +168,7 @@ class StageRank:
         self.world.checks_agreement = False  # compares over all ranks
         self._layouts = _as_seen(state.layouts, self.world, numbering)
         self.placements = self._layouts.placements
-        stages = parameter_stages(module, resolved)
-        self._ghosts = ghost_modules(module, stages, stage, self.world) if runs_once(resolved.options) else []
+        self._stand_ins = stand_ins_of(module, state, stage, self.placements[stage], self.world)
         self._views: list[tuple[dict[str, Any], str, GlobalTensor, GlobalTensor]] = []
         self._view_parameters(module, resolved)
         self._view_buffers(module, resolved)
@@ -205,6 +205,8 @@ class StageRank:
 
     def refresh(self) -> bool:
         """Before a step: take over the gradients that parameters have. False if the module holds other tensors now."""
+        for stand_in in self._stand_ins:
+            stand_in.begin_step()
         for holder, name, own, view in self._views:
             if holder.get(name) is not own:
                 return False
@@ -226,7 +228,7 @@ class StageRank:
         for holder, name, _, view in self._views:
             holder[name] = view
         try:
-            with self._own_layouts.seen_from(self._layouts), Simulated(world), standing_in(self._ghosts):
+            with self._own_layouts.seen_from(self._layouts), Simulated(world), standing_in(self._stand_ins):
                 yield
         finally:
             world.micro_batch, world.running, world.generator = 0, None, None

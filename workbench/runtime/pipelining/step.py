@@ -9,18 +9,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_map
 
 from workbench.core.strategy import ResolvedStrategy
 from workbench.errors import StrategyError
 from workbench.pipeline.schedules import Action, Table, make_table
 from workbench.runtime.pipelining.executor import Executor, OnlyStage, Stage
-from workbench.runtime.pipelining.ghost_modules import ghost_modules, runs_once
-from workbench.runtime.pipelining.micro_batches import Count, MicroBatch, call, cut
+from workbench.runtime.pipelining.local_modules import stand_ins_of
+from workbench.runtime.pipelining.micro_batches import Count, MicroBatch, call, cut, join
 from workbench.runtime.pipelining.running import RunningStep
 from workbench.runtime.pipelining.stage_ranks import stage_ranks
 from workbench.runtime.random import draw_key
-from workbench.runtime.strategies.state import ParallelState, parameter_stages, state_of
+from workbench.runtime.strategies.state import ParallelState, state_of
 from workbench.runtime.tensor import GlobalTensor
 from workbench.runtime.world import World, current
 
@@ -123,7 +123,7 @@ def evaluate(module: nn.Module, inputs: Any) -> Any:
             forwards = [action for action in _actions_of(world.rank, table, state.resolved) if action.kind == "F"]
             executor.evaluate(forwards, lambda index: call(module, parts[index].inputs), take)
             state.spans = executor.spans
-            return _join([outputs[index] for index in range(len(parts))], [part.share for part in parts])
+            return join([outputs[index] for index in range(len(parts))], [part.share for part in parts])
     finally:
         for part, mode in modes:
             part.training = mode
@@ -133,11 +133,10 @@ def _prepare(module: nn.Module, state: ParallelState, world: World, num_micro_ba
     resolved = state.resolved
     table = _table(resolved, num_micro_batches)
     own = _stages_of(world.rank, resolved)
-    if state.ghosts is None:
-        state.ghosts = []
-        if resolved.num_stages > 1 and len(own) == 1 and runs_once(resolved.options):
-            state.ghosts = ghost_modules(module, parameter_stages(module, resolved), own[0], world)
-    stages: Mapping[int, Stage] = {own[0]: OnlyStage(world, state.ghosts)}
+    if state.stand_ins is None:
+        placement = state.placements[own[0]]
+        state.stand_ins = stand_ins_of(module, state, own[0], placement, world) if len(own) == 1 else []
+    stages: Mapping[int, Stage] = {own[0]: OnlyStage(world, state.stand_ins)}
     placements = state.placements
     if len(own) > 1:
         several = stages = stage_ranks(module, state, world, own)
@@ -186,19 +185,3 @@ def _check_loss(loss: Any) -> None:
 def _present(known: Any, found: Any) -> Any:
     """Of what two stages of a rank know of an output, the tensors that are no ghosts."""
     return tree_map(lambda a, b: b if getattr(a, "is_ghost", False) else a, known, found)
-
-
-def _join(outputs: list[Any], shares: list[float]) -> Any:
-    leaves = [tree_flatten(output)[0] for output in outputs]
-    structure = tree_flatten(outputs[0])[1]
-    return tree_unflatten([_join_leaf(list(parts), shares) for parts in zip(*leaves, strict=True)], structure)
-
-
-def _join_leaf(parts: list[Any], shares: list[float]) -> Any:
-    if len(parts) == 1:
-        return parts[0]
-    if not isinstance(parts[0], torch.Tensor):
-        return parts[0] if all(type(part) is type(parts[0]) and part == parts[0] for part in parts[1:]) else parts
-    if parts[0].dim() == 0:
-        return torch.stack([part * share for part, share in zip(parts, shares, strict=True)]).sum()
-    return torch.cat(parts)

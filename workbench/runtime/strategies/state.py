@@ -28,9 +28,10 @@ class ParallelState:
         handles: hooks; each has ``remove()``.
         placements: the ranks of every stage.
         after_backward: called after the backward of every micro-batch, on every rank.
-        ghosts: modules of other stages, as this rank's only stage calls them.
+        stand_ins: modules as this rank's only stage calls them: those of other stages, and those of its own.
         stage_ranks: where a rank has several stages, what each of them sees of the module.
         spans: what this rank's actions of the last scheduled step took.
+        when_interrupted: called when a call of the module ends by an interruption, for which torch calls no hooks.
     """
 
     strategy: Strategy
@@ -39,9 +40,10 @@ class ParallelState:
     handles: list[Any] = field(default_factory=list)
     placements: tuple[Placement, ...] = ()
     after_backward: list[Callable[[], None]] = field(default_factory=list)
-    ghosts: Any = None
+    stand_ins: Any = None
     stage_ranks: Any = None
     spans: list[Span] = field(default_factory=list)
+    when_interrupted: list[Callable[[], None]] = field(default_factory=list)
 
 
 def describe(model: nn.Module) -> list[Layer]:
