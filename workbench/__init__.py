@@ -22,7 +22,7 @@ _WHERE = {
     "workbench.runtime.api": [
         "Checkpoints", "GlobalDataLoader", "GlobalTensor", "GradScaler", "arange", "balance", "barrier",
         "boxing_plan", "capture", "check_agreement", "empty", "evaluate", "explicit_boxing", "export_safetensors",
-        "eye", "forward_backward", "full", "init", "load", "load_safetensors", "local_map", "manual_seed",
+        "eye", "find_nonfinite", "forward_backward", "full", "init", "load", "load_safetensors", "local_map", "manual_seed",
         "memory_report", "no_sync", "ones", "parallelize", "placement", "prove", "rand", "randint", "randn",
         "randperm", "rank", "rebuild", "rule", "save", "tensor", "timeline", "to_global", "to_global_many", "trace",
         "world_size", "zeros",
@@ -32,6 +32,7 @@ _WHERE = {
     "workbench.ui.matmul_picture": ["draw_matmul"],
     "workbench.ui.network_picture": ["draw_network"],
     "workbench.ui.stages_picture": ["draw_stages"],
+    "workbench.ui.timeline_picture": ["draw_timeline"],
     "workbench.ui.widgets": ["Panel"],
     "workbench": ["errors", "flow", "testing"],
 }  # fmt: skip

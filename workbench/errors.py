@@ -51,6 +51,10 @@ class CaptureError(WorkbenchError, RuntimeError):
     """A step handed to ``wb.capture`` that cannot be replayed: it decides by values, or keeps what it made."""
 
 
+class NonFiniteError(WorkbenchError, ArithmeticError):
+    """A nan or an infinity under ``wb.find_nonfinite()``: which layer, on which rank."""
+
+
 class ExplicitBoxingError(WorkbenchError):
     """A boxing that the code did not write, under ``wb.explicit_boxing()``."""
 

@@ -20,6 +20,7 @@ from workbench.runtime.entry import to_global
 from workbench.runtime.explicit import explicit_boxing
 from workbench.runtime.exporting import export_safetensors
 from workbench.runtime.fused import to_global_many
+from workbench.runtime.nonfinite import find_nonfinite
 from workbench.runtime.ops.extension import local_map, rule
 from workbench.runtime.overlap import no_sync
 from workbench.runtime.parallel import parallelize
@@ -86,8 +87,8 @@ def boxing_plan(
 __all__ = [
     "Checkpoints", "GlobalDataLoader", "GlobalTensor", "GradScaler", "arange", "balance", "barrier", "boxing_plan",
     "capture", "check_agreement", "empty", "evaluate", "explicit_boxing", "export_safetensors", "eye",
-    "forward_backward", "full", "init", "load", "load_safetensors", "local_map", "manual_seed", "memory_report",
-    "methods", "no_sync", "ones", "parallelize", "placement", "prove", "rand", "randint", "randn", "randperm",
-    "rank", "rebuild", "rule", "save", "tensor", "timeline", "to_global", "to_global_many", "trace", "world_size",
-    "zeros",
+    "find_nonfinite", "forward_backward", "full", "init", "load", "load_safetensors", "local_map", "manual_seed",
+    "memory_report", "methods", "no_sync", "ones", "parallelize", "placement", "prove", "rand", "randint", "randn",
+    "randperm", "rank", "rebuild", "rule", "save", "tensor", "timeline", "to_global", "to_global_many", "trace",
+    "world_size", "zeros",
 ]  # fmt: skip
