@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from workbench.errors import NonFiniteError
 from workbench.runtime.saving.agreeing import gather
-from workbench.runtime.tensor import GlobalTensor, local_torch
+from workbench.runtime.tensor import local_torch
 from workbench.runtime.world import current
 
 
@@ -109,7 +109,7 @@ def _count(value: Any) -> tuple[int, int, int] | None:
     if not isinstance(value, torch.Tensor):
         return None
     with torch.no_grad(), local_torch():
-        local = value.to_local() if isinstance(value, GlobalTensor) else value.detach()
+        local = value.detach()
         if not (local.is_floating_point() or local.is_complex()) or bool(torch.isfinite(local).all()):
             return None
         return int(local.isnan().sum()), int(local.isinf().sum()), local.numel()
