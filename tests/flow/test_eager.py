@@ -208,6 +208,21 @@ def test_mistakes_are_told(line, error, words):
         assert word in str(caught.value)
 
 
+def test_one_process_is_told_how_to_be_several():
+    with pytest.raises(PlacementError, match=r"this world has 1 rank .*%%global.*workbench\.flow\.launch"):
+        run_ranks(lambda: flow.placement("cuda", ranks=[0, 1]), 1)
+
+
+def test_gpus_are_cpus_where_there_are_none():
+    def program():
+        x, layer = flow.ones(2, 3, device="cuda:1"), flow.nn.Linear(3, 2).cuda()
+        assert x.cuda().is_local and x.to("cuda", flow.float64).dtype == flow.float64
+        return layer.to("cuda", flow.float64)(x.to(device="gpu", dtype=flow.float64)).device.type
+
+    expected = "cuda" if torch.cuda.is_available() else "cpu"
+    assert run_ranks(program, 1)[0] in ("cpu", expected)
+
+
 def test_values_that_are_not_the_same_are_not_overwritten():
     def program(rank):
         flow.full((2,), float(rank)).to_global(flow.placement("cpu", ranks=[0, 1]), flow.sbp.broadcast)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -203,6 +206,77 @@ def test_state_of_a_graph_goes_to_another():
         graph, other = Look(linear()), Look(flow.nn.Linear(4, 2))
         other.load_state_dict(graph.state_dict())
         return torch.equal(graph.model.weight, other.model.weight)
+
+    assert run_ranks(program, 1) == [True]
+
+
+def test_gradients_are_clipped_where_the_optimizer_says_so():
+    def program():
+        model = linear()
+        sgd = flow.optim.SGD([{"params": model.parameters(), "clip_grad_max_norm": 0.01}], lr=1.0)
+        Step(model, sgd, 2)(*data())
+        return model.weight.detach(), model.weight.grad
+
+    ((weight, grad),) = run_ranks(program, 1)
+    model, (x, y) = linear(), data()
+    F.mse_loss(model(x), y).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    torch.testing.assert_close(weight, (model.weight - model.weight.grad).detach())
+    assert grad is None
+
+
+def test_a_recomputed_module_gives_the_same_numbers():
+    def program():
+        losses = []
+        for recomputes in (False, True):
+            p = flow.placement("cpu", ranks=[0, 1])
+            model, calls = flow.nn.Sequential(linear(), flow.nn.Tanh()).to_global(p, flow.sbp.broadcast), []
+            model[1].register_forward_hook(lambda *_, calls=calls: calls.append(1))
+            model.config.activation_checkpointing = recomputes
+            assert model.config.activation_checkpointing == recomputes
+            graph = Step(model, sgd_of(model), 2)
+            losses.append([graph(*data())["loss"].item() for _ in range(3)])
+            assert len(calls) == (12 if recomputes else 6)
+        return losses
+
+    (plain, recomputed), _ = run_ranks(program, 2)
+    assert plain == recomputed
+
+
+def test_what_a_failed_step_leaves_behind_is_nothing():
+    def program():
+        model, graph = linear(), None
+        graph = Step(model, sgd_of(model), 2)
+        graph.fails = True
+        build = graph.build
+
+        def failing(x, y):
+            found = build(x, y)
+            if graph.fails and x.shape[0] == 2:  # the second micro-batch
+                raise ValueError("the program's own")
+            return found
+
+        graph.build = failing
+        with pytest.raises(ValueError, match="own"):
+            graph(*data())
+        assert model.weight.grad is None
+        graph.fails = False
+        graph(*data())
+        return model.weight.detach()
+
+    (weight,) = run_ranks(program, 1)
+    model, (x, y) = linear(), data()
+    F.mse_loss(model(x), y).backward()
+    torch.testing.assert_close(weight, (model.weight - 0.1 * model.weight.grad).detach())
+
+
+def test_modules_are_copied_and_pickled_with_their_stage():
+    def program():
+        model = linear().to_global(p := flow.placement("cpu", ranks=[0]), flow.sbp.broadcast)
+        model.config.set_stage(1, p)
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert type(other) is flow.nn.Linear and other.config.stage_id == 1 and other.config._module is other
+        return True
 
     assert run_ranks(program, 1) == [True]
 

@@ -8,6 +8,7 @@ import torch
 
 from workbench.core.placement import Placement
 from workbench.flow import spellings
+from workbench.flow.devices import torch_device
 from workbench.flow.joining import join
 from workbench.runtime import entry
 from workbench.runtime.tensor import GlobalTensor
@@ -47,6 +48,14 @@ class LocalTensor(torch.Tensor):
     def to_local(self) -> LocalTensor:
         """Itself."""
         return self
+
+    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """``torch.Tensor.to``; "cuda" means the CPU where there is no GPU."""
+        return super().to(*map(torch_device, args), **{name: torch_device(value) for name, value in kwargs.items()})
+
+    def cuda(self, device: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """``torch.Tensor.cuda``; the tensor stays on the CPU where there is no GPU."""
+        return self.to("cuda" if device is None else device)
 
     def backward(self, *args: Any, **kwargs: Any) -> None:
         """``torch.Tensor.backward``; inside a step of ``nn.Graph`` it waits until the schedule comes to it."""

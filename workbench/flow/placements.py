@@ -12,6 +12,11 @@ from workbench.errors import PlacementError
 from workbench.flow import devices, spellings
 from workbench.flow.joining import join
 
+_ON_SEVERAL = (
+    "A program runs on several in a notebook's cell under %%global, or with python -m workbench.flow.launch "
+    "--nproc_per_node 2 program.py."
+)
+
 
 class _PlacementFactory:
     """``flow.placement(type="cuda", ranks=[0, 1])``; see ``__call__``."""
@@ -50,7 +55,12 @@ class _PlacementFactory:
         elif hierarchy is not None:
             ranks = _folded(list(ranks), hierarchy)
         made = Placement.of(devices.device_type(name), ranks)
-        made.check_world(world.world_size)
+        try:
+            made.check_world(world.world_size)
+        except PlacementError as error:
+            if world.world_size > 1:
+                raise
+            raise PlacementError(f"{error} {_ON_SEVERAL}") from None
         return made
 
     def all(self, type: str) -> Placement:

@@ -21,7 +21,7 @@ def install(module: nn.Module, state: ParallelState) -> list[Any]:
     """Let every block of ``module`` be recomputed, where the strategy says so."""
     if not state.strategy.options.recompute:
         return []
-    return [_Recomputed(block) for block in blocks_of(module)]
+    return [Recomputed(block) for block in blocks_of(module)]
 
 
 def blocks_of(module: nn.Module) -> list[nn.Module]:
@@ -30,25 +30,26 @@ def blocks_of(module: nn.Module) -> list[nn.Module]:
     >>> blocks_of(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
     [Linear(in_features=2, out_features=2, bias=True)]
     """
-    blocks = list(_blocks(module))
+    blocks = list(repeated_blocks(module))
     return blocks or [layer for _, layer in layers_of(module) if layer is not module]
 
 
-def _blocks(module: nn.Module) -> Iterator[nn.Module]:
+def repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
+    """The members of the outermost lists and sequences of modules that have parts themselves."""
     if isinstance(module, nn.ModuleList | nn.Sequential):
         blocks = [child for child in module if any(True for _ in child.children()) and _has_parameters(child)]
         if blocks:
             yield from blocks
             return
     for child in module.children():
-        yield from _blocks(child)
+        yield from repeated_blocks(child)
 
 
 def _has_parameters(module: nn.Module) -> bool:
     return any(True for _ in module.parameters())
 
 
-class _Recomputed:
+class Recomputed:
     """Runs the calls of a block, with its hooks: they gather or bring parameters, and must do so again.
 
     It stands where ``nn.Module.compile`` puts a compiled call; copies of the module leave it behind.

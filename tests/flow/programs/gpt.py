@@ -43,7 +43,7 @@ class Attention(flow.nn.Module):
     def forward(self, x):
         query, key, value = (self.heads(x, projection) for projection in (self.query, self.key, self.value))
         scores = flow.matmul(query, key.transpose(2, 3)) * (WIDTH // HEADS) ** -0.5
-        later = flow.ones(LENGTH, LENGTH, dtype=flow.bool).triu(1)
+        later = flow.ones(LENGTH, LENGTH, dtype=flow.bool, placement=x.placement, sbp=WHOLE).triu(1)
         chosen = flow.softmax(scores.masked_fill(later, float("-inf")), dim=-1)
         seen = flow.matmul(chosen, value).transpose(1, 2).reshape(x.shape[0], LENGTH, WIDTH)
         return flow.matmul(seen, self.out.t()).to_global(sbp=SAMPLES)

@@ -37,7 +37,7 @@ class Graph:
     share a rank, or no stages are set, micro-batches run one after the other through all layers. The numbers are the
     same, those of the micro-batches in order on one device.
 
-    ``backward()`` inside ``build`` is kept for the schedule: gradients are there after the call, not behind it.
+    ``backward()`` inside ``build`` is kept for the schedule, so no gradients are there behind it.
 
     >>> class Step(flow.nn.Graph):
     ...     def __init__(self, model):
@@ -73,6 +73,8 @@ class Graph:
     def add_optimizer(self, optim: torch.optim.Optimizer, *, lr_sch: Any = None) -> None:
         """Let calls train: after the micro-batches ``optim`` steps once, then ``lr_sch``, a scheduler of its rate.
 
+        A group of parameters with ``clip_grad_max_norm`` (and ``clip_grad_norm_type``) is clipped before that.
+
         Raises:
             StrategyError: ``optim`` is no optimizer, or ``lr_sch`` belongs to another one.
         """
@@ -103,10 +105,14 @@ class Graph:
         self._check_optimizers()
         parts, shares = _cut(inputs, self.config.num_micro_batches)
         weigh = None if self._scaler is None else self._scaler.scale
-        outputs, self.spans = train_program(
-            self._build, parts, shares, placements=placements, schedule=self.config.schedule, weigh=weigh
-        )
-        self._step()
+        self._forget_gradients()
+        try:
+            outputs, self.spans = train_program(
+                self._build, parts, shares, placements=placements, schedule=self.config.schedule, weigh=weigh
+            )
+            self._step()
+        finally:
+            self._forget_gradients()
         return join_outputs(outputs, shares)
 
     def _build(self, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
@@ -126,24 +132,35 @@ class Graph:
 
     def _step(self) -> None:
         for optimizer, schedule in self._optimizers:
+            clipped = [group for group in optimizer.param_groups if "clip_grad_max_norm" in group]
+            if clipped and self._scaler is not None:
+                self._scaler.unscale_(optimizer)
+            for group in clipped:
+                norm_type = group.get("clip_grad_norm_type", 2.0)
+                nn.utils.clip_grad_norm_(group["params"], group["clip_grad_max_norm"], norm_type)
             if self._scaler is None:
                 optimizer.step()
             else:
                 self._scaler.step(optimizer)
-            optimizer.zero_grad()
             if schedule is not None:
                 schedule.step()
         if self._scaler is not None:
             self._scaler.update()
-        for module in self._modules().values():
-            module.zero_grad()
+
+    def _parameters(self) -> list[torch.Tensor]:
+        modules = self._modules().values()
+        own = [value for value in self.__dict__.values() if isinstance(value, torch.Tensor)]
+        return [*own, *(parameter for module in modules for parameter in module.parameters())]
+
+    def _forget_gradients(self) -> None:
+        for parameter in self._parameters():
+            parameter.grad = None
 
     def _modules(self) -> dict[str, nn.Module]:
         return {name: value for name, value in self.__dict__.items() if isinstance(value, nn.Module)}
 
     def _check_optimizers(self) -> None:
-        own = {id(p) for module in self._modules().values() for p in module.parameters()}
-        own |= {id(value) for value in self.__dict__.values() if isinstance(value, torch.Tensor)}
+        own = set(map(id, self._parameters()))
         for optimizer, _ in self._optimizers:
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             foreign = [tuple(p.shape) for p in parameters if id(p) not in own]

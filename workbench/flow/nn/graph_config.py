@@ -34,7 +34,7 @@ class GraphConfig:
         self.schedule = "1f1b"
 
     def set_gradient_accumulation_steps(self, value: int) -> None:
-        """Cut every training batch into ``value`` micro-batches along dim 0; gradients are those of the mean loss."""
+        """Cut every training batch into ``value`` micro-batches along dim 0 (one per sample, if there are fewer)."""
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise StrategyError(
                 f"config.set_gradient_accumulation_steps({value!r}): a batch is cut into at least 1 part. Give a whole "

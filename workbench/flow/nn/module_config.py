@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -9,6 +10,7 @@ from torch.utils._pytree import tree_map
 
 from workbench.core.placement import Placement
 from workbench.errors import StrategyError
+from workbench.runtime.recompute import Recomputed
 from workbench.runtime.tensor import GlobalTensor
 
 
@@ -19,11 +21,15 @@ class ModuleConfig:
         self._module = module
         self._stage_id: int | None = None
         self._entry: Any = None
+        self._recomputed: Any = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleConfig:
         copied = ModuleConfig(memo.get(id(self._module), self._module))
         copied._stage_id = self._stage_id
         return copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_module": self._module, "_stage_id": self._stage_id, "_entry": None, "_recomputed": None}
 
     @property
     def stage_id(self) -> int | None:
@@ -50,14 +56,22 @@ class ModuleConfig:
             self._entry.remove()
             self._entry = None
         if placement is not None:
-            self._entry = self._module.register_forward_pre_hook(_bring_to(placement), with_kwargs=True)
+            self._entry = self._module.register_forward_pre_hook(partial(_bring, placement), with_kwargs=True)
+
+    @property
+    def activation_checkpointing(self) -> bool:
+        """Whether the module's activations are computed again in backward instead of being kept."""
+        return self._recomputed is not None
+
+    @activation_checkpointing.setter
+    def activation_checkpointing(self, value: bool) -> None:
+        if self._recomputed is not None:
+            self._recomputed.remove()
+        self._recomputed = Recomputed(self._module) if value else None
 
 
-def _bring_to(placement: Placement) -> Any:
-    def bring(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return tree_map(lambda leaf: _brought(leaf, placement), (args, kwargs))
-
-    return bring
+def _bring(placement: Placement, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return tree_map(lambda leaf: _brought(leaf, placement), (args, kwargs))
 
 
 def _brought(leaf: Any, placement: Placement) -> Any:

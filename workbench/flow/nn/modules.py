@@ -71,6 +71,11 @@ class Module(nn.Module):
         found: ModuleConfig = self.__dict__.setdefault("_flow_config", ModuleConfig(self))
         return found
 
+    def cuda(self: Self, device: Any = None) -> Self:
+        """``torch.nn.Module.cuda``; the module stays on the CPU where there is no GPU."""
+        moved: Self = self.to("cuda" if device is None else device)
+        return moved
+
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """``torch.nn.Module.to``; "cuda" means the CPU where there is no GPU. ``to(GraphModule)`` gives ``config``."""
         if args and args[0] is ModuleConfig:
