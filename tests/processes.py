@@ -118,10 +118,12 @@ def _run(
     import torch
 
     import workbench as wb
+    from tests.runtime import late_device
     from workbench.runtime.world import shutdown
 
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
     os.environ["WORKBENCH_TEST_MEETING"] = meeting
+    late_device.register_if_asked()
     try:
         if joins:
             wb.init(init_method=meeting)

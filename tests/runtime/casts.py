@@ -8,6 +8,7 @@ only box; what they return is compared with the oracle afterwards, in one place.
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -17,11 +18,12 @@ import numpy as np
 import torch
 
 from tests.oracle import assert_holds, shard
+from workbench.core.boxing import BoxingPlan
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.core.sbp import Partial
 from workbench.runtime.tensor import GlobalTensor, ghost_storage, label, spec_of
-from workbench.runtime.world import current
+from workbench.runtime.world import World, current
 
 ONEFLOW_SOURCES = ([2], [0, 1], [1, 2, 3], [0, 1, 2, 3], [[0, 1, 2, 3]], [[0, 1], [2, 3]])
 ONEFLOW_TARGETS = ([1], [3], [2, 3], [0, 1, 3], [0, 1, 2, 3], [[2], [3]], [[0, 1], [2, 3]])
@@ -141,7 +143,7 @@ def _run(cast: Cast, rank: int) -> Outcome:
     if cast.is_differentiable:
         x.requires_grad_()
     plan = x.boxing_plan(placement=cast.target.placement, sbp=cast.target.sbp)
-    counted = "sent_bytes" if hasattr(world.transport, "sent_bytes") else "read_bytes"
+    counted = "read_bytes" if hasattr(world.transport, "read_bytes") else "sent_bytes"
     before = getattr(world.transport, counted)
     y = x.to_global(placement=cast.target.placement, sbp=cast.target.sbp)
     moved = getattr(world.transport, counted) - before
@@ -153,8 +155,25 @@ def _run(cast: Cast, rank: int) -> Outcome:
         v = place(cast, cast.source, rank, seed=3, scale=24)
         (second,) = torch.autograd.grad(grad, g, v)
         assert grad.layout_on_ranks == x.layout_on_ranks.dual() and second.layout_on_ranks == y.layout_on_ranks
-    planned = (plan.bytes_sent if counted == "sent_bytes" else plan.bytes_received).get(rank, 0)
+    planned = sum(planned_bytes(step, world, counted) for step in getattr(plan, "steps", [plan]))
     return Outcome(held(y), held(grad), held(second), moved, planned)
+
+
+def planned_bytes(plan: BoxingPlan, world: World, counted: str) -> int:
+    """What a rank sends or reads. Sums over hosts go inside them, between first ranks, and back: two ranks on each of
+    two hosts read each other's term, then the other host's sum, which they get from there or from the first rank.
+    """
+    planned = (plan.bytes_sent if counted == "sent_bytes" else plan.bytes_received).get(world.rank, 0)
+    group = next((group for group in plan.groups if world.rank in group), ())
+    if plan.kind != "all-reduce" or world.transport_name != "mixed" or len(group) == 1:
+        return planned
+    hosts = [{0, 1} & {*group}, {2, 3} & {*group}]
+    near = next(host for host in hosts if world.rank in host)
+    if len(near) == len(group) or all(len(host) == 1 for host in hosts):
+        return planned
+    term = math.prod(plan.source.local_shape(plan.shape, world.rank)) * plan.itemsize
+    widened = 2 if plan.reduction == "sum" and plan.itemsize == 2 else 1  # to be rounded once
+    return term * widened * len(near)
 
 
 def place(cast: Cast, layout: Layout, rank: int, seed: int, scale: int = 1, strided: bool = False) -> GlobalTensor:

@@ -21,6 +21,7 @@ import torch
 
 import workbench as wb
 from tests.processes import _context
+from tests.runtime import late_device
 from workbench.errors import CollectiveAborted
 from workbench.runtime import world
 
@@ -111,6 +112,7 @@ def send_round(here: world.World, group: tuple[int, ...], numel: int) -> None:
 def serve(home: Any, rank: int, num_ranks: int, environment: dict[str, str]) -> None:
     """A rank's process: does what it is told, and answers."""
     os.environ.update(environment)
+    late_device.register_if_asked()
     faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
     while True:

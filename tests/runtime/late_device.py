@@ -11,6 +11,7 @@ import random
 import struct
 import threading
 import time
+import weakref
 from collections import deque
 
 import torch
@@ -51,6 +52,7 @@ class LateDevice:
         self.behaviour = behaviour or Behaviour()
         self.own, self.opened, self.pinned = {}, {}, {}
         self.events = Mapping.create(4096, "events")
+        weakref.finalize(self, self.events.close)
         self.num_events = 0
         self.slot = random.SystemRandom().randrange(1, 500)
         self._chance = random.Random(self.slot)

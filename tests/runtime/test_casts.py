@@ -20,6 +20,7 @@ from tests.runtime.casts import (
 )
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
+from workbench.runtime.world import current
 from workbench.testing import run_ranks
 
 GRIDS = {4: GRIDS_OF_4, 6: GRIDS_OF_6, 8: GRIDS_OF_8}
@@ -79,8 +80,28 @@ def casts_on_processes(num_ranks, count):
     return sampled(GRIDS[num_ranks], count, seed=count) + large_casts() * (num_ranks == 4)
 
 
-def run_casts_on_processes(num_ranks, count):
+def run_casts_on_processes(num_ranks, count, transport):
+    assert current().transport_name == transport
     return run_casts(casts_on_processes(num_ranks, count), wb.rank())
+
+
+ENVIRONMENTS = {
+    "shared": {"WORKBENCH_TRANSPORT": "shared"},
+    "gloo": {"WORKBENCH_TRANSPORT": "gloo"},
+    "ipc": {"WORKBENCH_TRANSPORT": "ipc", "WORKBENCH_TEST_LATE_DEVICE": "1"},
+    "mixed": [{"WORKBENCH_HOST": host} for host in ("alpha", "alpha", "beta", "beta")],
+}
+
+
+@pytest.mark.procs
+@pytest.mark.parametrize("transport", ["ipc", "mixed"])
+@pytest.mark.parametrize(
+    ("num_ranks", "count"),
+    [(4, 25), pytest.param(4, 500, marks=[pytest.mark.slow, pytest.mark.timeout(600)])],
+    ids=str,
+)
+def test_casts_on_processes_of_one_gpu_or_two_hosts(num_ranks, count, transport):
+    assert_right_on_processes(num_ranks, count, transport)
 
 
 @pytest.mark.procs
@@ -91,13 +112,17 @@ def run_casts_on_processes(num_ranks, count):
     ids=str,
 )
 def test_casts_on_processes(num_ranks, count, transport):
-    environment = {"WORKBENCH_TRANSPORT": transport}
+    assert_right_on_processes(num_ranks, count, transport)
+
+
+def assert_right_on_processes(num_ranks, count, transport):
     outcomes = run_processes(
         run_casts_on_processes,
         num_ranks,
         num_ranks,
         count,
-        environment=environment,
+        transport,
+        environment=ENVIRONMENTS[transport],
         timeout_s=100 if count < 100 else 500,
     )
     check_casts(casts_on_processes(num_ranks, count), outcomes)

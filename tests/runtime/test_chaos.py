@@ -11,6 +11,7 @@ pytestmark = pytest.mark.procs
 WORLDS = {
     "shared": [{}] * 3,
     "gloo": [{"WORKBENCH_TRANSPORT": "gloo"}] * 3,
+    "ipc": [{"WORKBENCH_TRANSPORT": "ipc", "WORKBENCH_TEST_LATE_DEVICE": "1"}] * 3,
     "mixed": [{"WORKBENCH_HOST": host} for host in ("alpha", "alpha", "beta", "beta")],
 }
 """Environments by rank. A stopped process is seen by ranks of its host alone, so none is alone on its host."""
@@ -79,7 +80,7 @@ def assert_nothing_grew(chaos, pids, first):
     raise AssertionError(grown)
 
 
-QUICK = {"shared": range(2, 12), "gloo": (3, 4, 7, 9, 11), "mixed": (2, 10, 12)}
+QUICK = {"shared": range(2, 12), "gloo": (3, 4, 7, 9, 11), "ipc": (3, 8, 10), "mixed": (2, 10, 12)}
 """Seeds; the number of a fault is the seed modulo their number."""
 
 

@@ -37,7 +37,7 @@ class Catalogue:
     """A rank's catalogue, its own or a peer's."""
 
     def __init__(self, mapping: Mapping) -> None:
-        self._data, self._words = mapping.data, mapping.data.cast("q")
+        self._mapping, self._data, self._words = mapping, mapping.data, mapping.data.cast("q")
 
     @property
     def has_closed(self) -> bool:
@@ -45,8 +45,9 @@ class Catalogue:
         return bool(self._words[_CLOSED])
 
     def close(self) -> None:
-        """Say that this rank has let go of all memory of others."""
+        """Say that this rank has let go of all memory of others; no rank can open the catalogue any more."""
         self._words[_CLOSED] = 1
+        self._mapping.close()
 
     def write_events(self, handles: list[bytes]) -> None:
         """Publish this rank's events; none where this system does not share them."""

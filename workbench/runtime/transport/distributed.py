@@ -42,6 +42,8 @@ class DistributedTransport:
         self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(world_size)): None}
         self._abort_reason: str | None = None
+        self.sent_bytes = 0
+        """Bytes of slices that this rank has sent to others; what sums send is the library's own business."""
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int, header: str) -> None:
         self.start(sends, receives, tag, header)()
@@ -52,6 +54,7 @@ class DistributedTransport:
         operations = [dist.P2POp(dist.isend, tensor.contiguous(), destination) for destination, tensor in sends]
         operations += [dist.P2POp(dist.irecv, out, source) for source, out in receives]
         works = dist.batch_isend_irecv(operations) if operations else []
+        self.sent_bytes += sum(tensor.nbytes for _, tensor in sends)
 
         def finish() -> None:
             for work in works:

@@ -57,8 +57,8 @@ class GlooTransport:
         self.rank, self.world_size, self.timeout_s, self.device = rank, world_size, timeout_s, device
         self.watch = watch
         self.abort_reason: str | None = None
-        self.sent_bytes = 0
-        """Bytes of this rank's data that went to others."""
+        self.sent_bytes = self.read_bytes = 0
+        """Bytes of this rank's data that went to others, and of theirs that came."""
         self.other_reason: Callable[[], str | None] = lambda: None
         """Asked now and then during a wait: why this rank cannot go on, as far as others know."""
         self._receiver, self._sender = Helper("workbench-receive"), Helper("workbench-send")
@@ -91,7 +91,7 @@ class GlooTransport:
         self._raise_if_ended()
         slot = slot_of(tag, header)
         with self._giving_up(), self._telling_loss(header, [peer for peer, _ in [*receives, *sends]]):
-            works = [(source, dist.irecv(out, source, tag=slot)) for source, out in receives if out.numel()]
+            works = [(peer, dist.irecv(out, peer, tag=slot), out.nbytes) for peer, out in receives if out.numel()]
             for destination, tensor in sends:
                 if tensor.numel():
                     self.sent_bytes += tensor.nbytes
@@ -179,17 +179,18 @@ class GlooTransport:
 
         self._last_send = self._sender.submit(see_off)
 
-    def _finish(self, works: list[tuple[int, Any]], slot: int, header: str) -> None:
+    def _finish(self, works: list[tuple[int, Any, int]], slot: int, header: str) -> None:
         if not works:
             return
         self._raise_if_ended()
         waits_for, started = [works[0][0]], time.perf_counter()
 
         def block() -> None:
-            for source, work in works:
+            for source, work, num_bytes in works:
                 waits_for[0] = source
                 work.wait()
                 self.watch.received[source] += 1
+                self.read_bytes += num_bytes
 
         with self._giving_up(), self._telling_loss(header, waits_for):
             place = place_in_user_code()

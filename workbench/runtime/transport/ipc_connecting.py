@@ -23,7 +23,6 @@ from workbench.runtime.transport.cuda import CudaDevice
 from workbench.runtime.transport.device import Device
 from workbench.runtime.transport.ipc import IpcTransport, Peer
 from workbench.runtime.transport.link import Link
-from workbench.runtime.transport.mapped import Mapping
 from workbench.runtime.transport.marks import Marks, MarkWaiter, PeerMarks
 from workbench.runtime.transport.pool import FIRST_CHUNK_BYTES, Opened, Pool, reap
 from workbench.runtime.transport.processes import Processes
@@ -95,7 +94,6 @@ class _Made:
     """What a rank has made before it knows the others."""
 
     board: Board
-    first: Mapping
     catalogue: Catalogue
     pool: Pool
     marks: Marks
@@ -103,9 +101,9 @@ class _Made:
 
     def close(self, peers: MappingOf[int, Catalogue], processes: Processes) -> None:
         """Give everything back, as soon as ``peers`` have closed what they have opened of it."""
+        self.catalogue.close()
         self.pool.bury(peers, processes)
-        for mapping in (self.board.mapping, self.first):
-            mapping.close()
+        self.board.mapping.close()
 
 
 def _make(rank: int, world_size: int, torch_device: torch.device) -> tuple[_Made | None, str]:
@@ -128,7 +126,7 @@ def _make(rank: int, world_size: int, torch_device: torch.device) -> tuple[_Made
         for mapping in (board.mapping, first):
             mapping.close()
         return None, _first_line(error)
-    return _Made(board, first, catalogue, pool, marks, _Place(os.getpid(), board.mapping.file, board.token)), ""
+    return _Made(board, catalogue, pool, marks, _Place(os.getpid(), board.mapping.file, board.token)), ""
 
 
 def _make_marks(device: Device, catalogue: Catalogue) -> Marks:
@@ -206,7 +204,6 @@ class _Attempt:
         """Some rank has refused."""
         for opened in self.opened.values():
             opened.close_all()
-        self.made.catalogue.close()
         peers = {peer: opened.catalogue for peer, opened in self.opened.items()}
         self.made.close(peers, Processes({peer: link.pid for peer, link in self.links.items()}))
 

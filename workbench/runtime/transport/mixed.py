@@ -59,6 +59,11 @@ class MixedTransport:
         """Bytes that this rank has sent to other hosts."""
         return self._between.sent_bytes
 
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of other ranks' data that have come to this one, out of their memory or from other hosts."""
+        return self._between.read_bytes + (self._inside.read_bytes if self._has_inside else 0)
+
     def among(self, ranks: Collection[int]) -> Transport:
         """The transport for an exchange between these ranks alone, this one among them; the same on all of them."""
         return self._inside if self._has_inside and self._near.issuperset(ranks) else self
