@@ -1,5 +1,8 @@
 """The magics in a real IPython shell, on the shared engines."""
 
+import json
+import re
+import socket
 import time
 
 import pytest
@@ -8,7 +11,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
 
 from workbench.errors import CellError, NotStartedError
-from workbench.session import cluster, magic
+from workbench.session import assist, cluster, magic
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(120)]
 
@@ -199,6 +202,10 @@ class TestGlobalTensors:
 class TestNamesOfTheEngines:
     """What the kernel asks the shell for on Tab and Shift-Tab."""
 
+    @pytest.fixture(autouse=True)
+    def _patience(self, monkeypatch):
+        monkeypatch.setattr(assist, "ANSWER_TIMEOUT_S", 20.0)  # a busy machine is not what is tested here
+
     def complete(self, shell, text):
         from IPython.core.completer import provisionalcompleter
 
@@ -283,3 +290,23 @@ def test_dump_shows_where_each_rank_is(run, session):
         call.cancel()
         with pytest.raises(CellError):
             call.result()
+
+
+def test_a_debugger_listens_on_loopback(run):
+    """It speaks the debug adapter protocol: an editor's first request is answered."""
+    captured, error = run("%workbench debug --ranks 1")
+    assert error is None
+    port = int(re.search(r"rank 1  debugger listens on 127\.0\.0\.1:(\d+)", captured.stdout).group(1))
+    request = json.dumps({"seq": 1, "type": "request", "command": "initialize", "arguments": {"adapterID": "test"}})
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+        connection.sendall(f"Content-Length: {len(request)}\r\n\r\n{request}".encode())
+        answer = b""
+        while b"supportsConditionalBreakpoints" not in answer:
+            part = connection.recv(65536)
+            assert part, answer
+            answer += part
+    assert run("%%global --quiet\nx = 1")[1] is None
+
+
+def test_a_debugger_is_asked_for_by_rank(run):
+    assert "name the ranks" in str(run("%workbench debug")[1])

@@ -1,7 +1,8 @@
 """Answers the notebook on the engine's control thread, also while the main thread is stuck in C.
 
 Operations: ``status`` (a `RankStatus` with the main thread's stack), ``abort`` (end waits for other
-ranks), ``stop`` (make `stop_requested` true for one run), ``complete`` and ``inspect`` (names of the engine).
+ranks), ``stop`` (make `stop_requested` true for one run), ``complete`` and ``inspect`` (names of the engine),
+``debug`` (have a debugger listen).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from workbench.errors import WorldError
-from workbench.session import engine, engine_assist, engine_waits, protocol
+from workbench.session import engine, engine_assist, engine_debug, engine_waits, protocol
 from workbench.session.engine_failures import frames_of_stack
 
 
@@ -101,4 +102,5 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "ping": time.time,
     "complete": engine_assist.complete,
     "inspect": engine_assist.inspect,
+    "debug": engine_debug.listen,
 }

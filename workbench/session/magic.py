@@ -9,7 +9,6 @@ import re
 import shlex
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,13 +18,10 @@ from IPython.core.magic import Magics, cell_magic, line_magic, magics_class, no_
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 from IPython.display import display
 
-from workbench.errors import NotStartedError
-from workbench.session import assist, cluster, protocol
+from workbench.session import assist, cluster
+from workbench.session.commands import COMMANDS, describe_times, session
 from workbench.session.output import Block, as_text
-from workbench.session.output_log import tail
 from workbench.session.ranks import parse_ranks
-from workbench.session.run import CellResult
-from workbench.units import format_bytes, format_count, format_seconds
 
 _COMMENT_SPELLING = re.compile(r"^#\s*(%%global\b.*)$")
 
@@ -92,21 +88,21 @@ class SessionMagics(Magics):
         _run(self.shell, line, _DEFAULTS)
 
     @magic_arguments()
-    @argument("action", choices=["start", "status", "stop", "restart", "log", "dump"], help="what to do")
+    @argument("action", choices=list(COMMANDS), help="what to do")
     @argument("--engines", type=int, metavar="N", help="start: number of engines (default: one per GPU, or 2)")
     @argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="start: where tensors live")
     @argument("--profile", help="start: an ipyparallel profile, for engines on other hosts")
-    @argument("--ranks", help="restart, log, dump: these ranks only, e.g. 1 or 0,2-3")
+    @argument("--ranks", help="restart, log, dump, debug: these ranks only, e.g. 1 or 0,2-3")
     @argument("--lines", type=int, default=20, metavar="N", help="log: how many lines of each rank (default: 20)")
     @line_magic("workbench")  # type: ignore[arg-type]
     def line_workbench(self, line: str) -> None:
         """Start, look at, stop or restart the session: ``%workbench start --engines 2``.
 
         ``log`` shows the end of what each rank printed in the last cell, and the file that has all of it; ``dump``
-        shows where each rank is now, also while a cell runs.
+        shows where each rank is now, also while a cell runs; ``debug --ranks 1`` has a debugger listen on loopback.
         """
         options = _parse(self.line_workbench, line)
-        _COMMANDS[options.action](options)
+        COMMANDS[options.action](options)
 
     @line_magic("push")  # type: ignore[arg-type]
     def line_push(self, line: str) -> None:
@@ -122,20 +118,6 @@ class SessionMagics(Magics):
         """Copy variables of the engines here: a list by rank, or the logical tensor of a global one."""
         for name in _names("%pull", line):
             self.shell.user_ns[name] = session().pull(name)
-
-
-def session() -> cluster.Session:
-    """The session that magics act on.
-
-    Raises:
-        NotStartedError: there is none.
-    """
-    found = cluster.current()
-    if found is None:
-        raise NotStartedError(
-            "No engines are running, so there is nothing to run this on. Start them with: %workbench start --engines 2"
-        )
-    return found
 
 
 class Shower:
@@ -211,90 +193,3 @@ def _names(magic: str, line: str) -> list[str]:
         what = f"{wrong[0]!r} is not a name" if wrong else "no variable is named"
         raise UsageError(f"{magic} {line}: {what}. Name variables, separated by spaces: {magic} x y")
     return names
-
-
-def _start(options: Namespace) -> None:
-    running = cluster.current()
-    if running is not None and options.engines in (None, running.num_engines):
-        print(f"workbench: {running.num_engines} engines are running already")
-        return
-    if running is not None:
-        raise UsageError(
-            f"%workbench start --engines {options.engines}: a session with {running.num_engines} engines is running. "
-            f"Use it, or end it with %workbench stop."
-        )
-    cluster.Session(engines=options.engines, profile=options.profile, device=options.device)
-
-
-def _stop(options: Namespace) -> None:
-    session().close()
-    print("workbench: stopped")
-
-
-def _restart(options: Namespace) -> None:
-    here = session()
-    here.restart(parse_ranks(options.ranks, here.num_engines) if options.ranks is not None else None)
-
-
-def _status(options: Namespace) -> None:
-    statuses = session().status()
-    for status in statuses:
-        print(describe(status))
-    for line in dict.fromkeys(line for status in statuses for line in status.transport_groups):
-        print(line)
-
-
-def describe_times(result: CellResult, ranks: Sequence[int]) -> str:
-    """``2.31 s; rank 1 was slowest, rank 0 was done after 1.02 s``."""
-    total = format_seconds(result.elapsed_s)
-    if len(ranks) == 1:
-        return f"{total}"
-    times = dict(zip(ranks, result.rank_elapsed_s, strict=True))
-    first, last = min(times, key=times.__getitem__), max(times, key=times.__getitem__)
-    return f"{total}; rank {last} was slowest, rank {first} was done after {format_seconds(times[first])}"
-
-
-def describe(status: protocol.RankStatus) -> str:
-    """One line about a rank: ``rank 0  pid 4711  cpu  259 MB  idle``."""
-    if not status.alive:
-        return f"rank {status.rank}  does not answer"
-    memory = format_bytes(status.memory_bytes) if status.memory_bytes is not None else "unknown memory"
-    doing = f"busy: {status.doing}" if status.busy else "idle"
-    return f"rank {status.rank}  pid {status.pid}  {status.device}  {memory}  {doing}"
-
-
-def _ranks_of(options: Namespace) -> tuple[int, ...]:
-    num_ranks = session().num_engines
-    return parse_ranks(options.ranks, num_ranks) if options.ranks is not None else tuple(range(num_ranks))
-
-
-def _log(options: Namespace) -> None:
-    log = session().logs.last()
-    if log is None:
-        print("workbench: no cell has printed anything yet")
-        return
-    log.flush()
-    paths = log.paths
-    for rank in _ranks_of(options):
-        if rank not in paths:
-            print(f"rank {rank}  printed nothing")
-            continue
-        lines, num_lines = tail(paths[rank], max(0, options.lines))
-        hidden = num_lines - len(lines)
-        print(f"rank {rank}  {format_count(num_lines)} lines, all of them in {paths[rank]}")
-        print("\n".join([*([f"  ... {format_count(hidden)} lines ..."] if hidden else []), *(f"  {s}" for s in lines)]))
-
-
-def _dump(options: Namespace) -> None:
-    statuses = {status.rank: status for status in session().status()}
-    for rank in _ranks_of(options):
-        status = statuses[rank]
-        print(describe(status))
-        for frame in status.stack:
-            print(f"  {'cell' if frame.in_cell else frame.file}:{frame.line}  in {frame.function}")
-            source = dict(frame.source).get(frame.line)
-            if source:
-                print(f"      {source.strip()}")
-
-
-_COMMANDS = {"start": _start, "status": _status, "stop": _stop, "restart": _restart, "log": _log, "dump": _dump}
