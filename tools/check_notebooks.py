@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
+HOME = ROOT / "notebooks"
 _MAGIC = re.compile(r"^%%global\b")
 
 
@@ -42,7 +43,9 @@ def check(notebooks: list[Path]) -> int:
         copies.mkdir()
         for notebook in notebooks:
             changed = as_comments(json.loads(notebook.read_text(encoding="utf-8")))
-            (copies / notebook.name).write_text(json.dumps(changed), encoding="utf-8")
+            copy = copies / (notebook.relative_to(HOME) if notebook.is_relative_to(HOME) else notebook.name)
+            copy.parent.mkdir(exist_ok=True)
+            copy.write_text(json.dumps(changed), encoding="utf-8")
         commands = (["check"], ["format", "--check", "--diff"])
         return max(_ruff(arguments, Path(folder)) for arguments in commands)
 
@@ -63,7 +66,7 @@ def _ruff(arguments: list[str], folder: Path) -> int:
 
 def main() -> int:
     """Check the repository's notebooks; finding none is a failure, too."""
-    notebooks = sorted((ROOT / "notebooks").glob("*.ipynb"))
+    notebooks = sorted(HOME.rglob("*.ipynb"))
     if not notebooks:
         print("notebooks: none found")
         return 1

@@ -31,6 +31,7 @@ _WHERE = {
     "workbench.session.compare": ["compare"],
     "workbench.ui.matmul_picture": ["draw_matmul"],
     "workbench.ui.network_picture": ["draw_network"],
+    "workbench.ui.plan_picture": ["draw_boxing"],
     "workbench.ui.stages_picture": ["draw_stages"],
     "workbench.ui.timeline_picture": ["draw_timeline"],
     "workbench.ui.widgets": ["Panel"],

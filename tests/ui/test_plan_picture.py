@@ -5,11 +5,12 @@ from xml.etree import ElementTree
 import pytest
 
 from tools.draw_plan import PICTURE, picture
-from workbench.core.boxing import plan_boxing
+from workbench.core.boxing import LinkCost, plan_boxing
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
+from workbench.core.route import route_boxing
 from workbench.theme import DARK, LIGHT
-from workbench.ui.plan_picture import plan_picture
+from workbench.ui.plan_picture import draw_boxing, plan_picture
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -49,6 +50,15 @@ def test_odd_shapes_have_a_picture(shape):
     for source, target in (("S(0)", "B"), ("B", "S(0)"), ("P", "B")):
         root = ElementTree.fromstring(plan_picture(plan([0, 1], source, [1, 2, 0], target, shape)))
         assert root.tag == f"{SVG}svg" and root.findall(f"{SVG}rect")
+
+
+def test_a_boxing_is_drawn_from_its_plan():
+    one = plan([0, 1], "S(0)", [0, 1], "B", (4, 4))
+    picture = draw_boxing(one, theme="dark")
+    assert picture.svg == plan_picture(one, DARK) and str(picture) == str(one)
+    a, b = (Layout.of(Placement.of("cpu", ranks), sbp) for ranks, sbp in (([0, 1, 2, 3], "P"), ([4, 5, 6, 7], "B")))
+    with pytest.raises(ValueError, match="a route of 2 boxings"):
+        draw_boxing(route_boxing(a, b, (1024, 1024), 4, LinkCost(1e-5, 1e9)))
 
 
 def test_what_does_not_fit_is_refused():

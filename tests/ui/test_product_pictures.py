@@ -10,6 +10,8 @@ import workbench as wb
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.errors import LayoutError
+from workbench.pipeline.schedules import Action, make_table
+from workbench.pipeline.simulate import Span, Timeline, simulate
 from workbench.testing import run_ranks
 from workbench.theme import DARK, LIGHT
 from workbench.ui.drawing import lengths
@@ -206,6 +208,25 @@ def test_stages_of_live_tensors():
 
     picture = run_ranks(body, 8)[0]
     assert str(picture).startswith("2 stages x 2 x 2 = 8 ranks") and len(elements(picture, "rect", "held")) == 8
+
+
+def test_a_timeline_has_a_bar_per_action():
+    timeline = simulate(make_table("1f1b", 2, 4), 2, lambda action: 2.0 if action.kind == "B" else 1.0)
+    picture = wb.draw_timeline(timeline)
+    bars = elements(picture, "rect", "action")
+    assert len(bars) == 16 and {"rank 1", "F0", "B3", "F: forward"} <= set(texts(picture))
+    first, backward = bars[0], next(bar for bar in bars if bar["fill"] == LIGHT.backward)
+    assert float(backward["width"]) == pytest.approx(2 * float(first["width"]), abs=0.2)
+    assert str(picture) == f"2 ranks, 16 actions in 15.0 s, ranks wait {timeline.bubble:.0%} of the time"
+
+
+def test_what_an_action_waited_is_striped():
+    span = Span(0, Action(0, "F", 0), 0.0, 2.0, waited_s=1.0)
+    picture = wb.draw_timeline(Timeline(((span,),)), theme="dark")
+    (bar,), (waited,) = elements(picture, "rect", "action"), elements(picture, "rect", "waited")
+    assert float(waited["width"]) == pytest.approx(float(bar["width"]) / 2, abs=0.1)
+    with pytest.raises(ValueError, match="0 ranks"):
+        wb.draw_timeline(Timeline(((),)))
 
 
 def test_lengths_keep_proportions_while_they_are_readable():
