@@ -24,7 +24,7 @@ _WHERE = {
     # job functions
     "workbench.flow.jobs.function": ["global_function"],
     "workbench.flow.jobs.settings": ["function_config"],
-    "workbench.flow.jobs.variables": ["get_variable"],
+    "workbench.flow.jobs.variables": ["get_all_variables", "get_variable"],
     "workbench.flow.jobs.micro_batches": ["acc", "pack", "repeat", "unpack"],
     "workbench.flow.initializers": [
         "constant_initializer", "glorot_normal_initializer", "glorot_uniform_initializer", "kaiming_initializer",

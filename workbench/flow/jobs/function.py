@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -49,7 +50,7 @@ def global_function(
         raise JobError(f'global_function(type={type!r}): types are "train" and "predict".')
 
     def declare(body: Callable[..., Any]) -> JobFunction:
-        return JobFunction(body, type == "train", settings)
+        return JobFunction(body, type == "train", settings, sys._getframe(1).f_locals)
 
     return declare
 
@@ -61,10 +62,13 @@ class JobFunction:
         job: what travels to the ranks.
     """
 
-    def __init__(self, body: Callable[..., Any], trains: bool, config: FunctionConfig) -> None:
+    def __init__(
+        self, body: Callable[..., Any], trains: bool, config: FunctionConfig, names: Mapping[str, Any] | None = None
+    ) -> None:
+        """``names``: what annotations that are texts may use besides the globals of the function."""
         name = body.__name__
         functools.update_wrapper(self, body)
-        signature = inspect.signature(body, eval_str=True)
+        signature = inspect.signature(body, eval_str=True, locals=names)
         placeholders = dict(_placeholders(signature, name, config))
         results = list(_result_types(signature.return_annotation))
         view = _view(name, placeholders, results, config)

@@ -76,6 +76,7 @@ class Store:
         if found is None:
             found = self._make(name, shape, dtype, initializer, layout)
             found.requires_grad_(trainable)
+            found._is_param = True  # operations follow its layout: they slice it, and never gather or move it
             self.variables.by_name[name] = found
         elif (tuple(found.shape), found.dtype) != (shape, dtype):
             raise JobError(

@@ -11,8 +11,10 @@ from workbench.core.sbp import Broadcast, Sbp, Split
 from workbench.errors import JobError, SbpError
 from workbench.flow.initializers import Initializer, zeros_initializer
 from workbench.flow.jobs.context import Running, running
+from workbench.flow.jobs.ranks import launched
+from workbench.flow.jobs.store import store_of
 from workbench.runtime.boxing import box
-from workbench.runtime.tensor import plain
+from workbench.runtime.tensor import GlobalTensor, plain
 
 
 def get_variable(
@@ -60,6 +62,21 @@ def get_variable(
     if job.is_mirrored:
         return _replica(job, name)
     return box(variable, job.layout(sbp).normalized(sizes))
+
+
+def get_all_variables() -> dict[str, GlobalTensor]:
+    """The variables of all jobs by name, as this rank holds them; in a cell under ``%%global``, for example.
+
+    Raises:
+        JobError: in a process that drives engines, where no variables are.
+    """
+    world = launched()
+    if world is None:
+        raise JobError(
+            "get_all_variables(): this process drives engines, and variables lie there. Call it in a job, or on the "
+            "engines: a cell under %%global."
+        )
+    return dict(store_of(world).variables.by_name)
 
 
 def _checked(distribute: Any, name: str, shape: tuple[int, ...], job: Running) -> Sbp:
