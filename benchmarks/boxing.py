@@ -5,8 +5,11 @@
 Each boxing is an explicit ``x.to_global(sbp=...)`` without autograd, its DTensor counterpart ``d.redistribute``; the
 results of both are compared before they are timed. *In the segment* means that the source's shard lies in the
 transport's memory, as the library's own results do; *outside* that it is an ordinary tensor. The plain copy is a warm
-``copy_`` of as many bytes as the rank's new shard has, by one rank; where ranks share cores they have to take turns,
-so the limit is that of the ranks of one core. All candidates take turns in one run, on the same processes.
+``copy_`` of as many bytes as the rank's new shard has. All candidates take turns in one run, on the same processes.
+
+What no boxing can beat is *copies at once*: every rank makes this copy, and all meet before the next one, so that as
+many bytes go through the caches as in a boxing (a rank that repeats its copy alone keeps them to itself). It is counted
+in time of a core, times the ranks that share one, since those have to take turns.
 """
 
 from __future__ import annotations
@@ -65,6 +68,7 @@ LIMIT_SIZE, LIMIT_PAIRS = 16 * 2**20, [("S(0)", "S(1)"), ("S(0)", "B"), ("S(1)",
 LIMITS = {"in segment": Target(1.5), "outside": Target(2.5)}
 PLANNING_US, FIRST_PLANNING_US, ISSUE = Target(5), Target(1000), Target(1 / 3)
 OURS = ("in segment", "outside", "over gloo")
+AT_ONCE = "copies at once"
 _DTENSOR = {"S(0)": Shard(0), "S(1)": Shard(1), "B": Replicate(), "P": Partial()}
 _PLANNED = 300
 
@@ -127,10 +131,14 @@ class Boxings:
             for _ in range(3):
                 torch.testing.assert_close(self.box(name).to_local(), expected)
 
+    def copy(self) -> None:
+        """As many bytes as the new shard has, from and to ordinary memory."""
+        self._to.copy_(self._from)
+
     def candidates(self) -> dict[str, Action]:
         """By name."""
         ours: dict[str, Action] = {name: lambda name=name: self.box(name) for name in OURS}  # type: ignore[misc]
-        return ours | {"DTensor": self.redistribute, "copy": lambda: self._to.copy_(self._from)}
+        return ours | {"DTensor": self.redistribute, "copy": self.copy}
 
 
 def _in_segment(transport: Transport, shard: torch.Tensor) -> torch.Tensor:
@@ -160,7 +168,21 @@ def measure(case: Case, gloo: World, rounds: int, calls: int) -> dict[str, float
         dist.barrier()
         action()
 
-    return medians(interleave(boxings.candidates(), rounds, calls, before=start_together))
+    times = medians(interleave(boxings.candidates(), rounds, calls, before=start_together))
+    return times | {AT_ONCE: measure_copies_at_once(boxings, rounds * calls)}
+
+
+def measure_copies_at_once(boxings: Boxings, calls: int) -> float:
+    """Median seconds of a core for the copy, when all ranks make it and meet before each."""
+    placement = Placement.of("cpu", list(range(wb.world_size())))
+    number = wb.to_global(torch.ones(1), placement=placement, sbp="P")
+    times = []
+    for _ in range(calls + 2):
+        number.to_global(sbp=wb.sbp.broadcast)
+        started = time.thread_time()
+        boxings.copy()
+        times.append(time.thread_time() - started)
+    return median(times[2:])
 
 
 def measure_issue(gloo: World, calls: int) -> tuple[float, float]:
@@ -217,7 +239,7 @@ def report(
 ) -> None:
     """Print and keep the tables of one number of processes."""
     num_processes = dist.get_world_size()
-    with_names = [*OURS, "DTensor", "copy"]
+    with_names = [*OURS, "DTensor", "copy", AT_ONCE]
     rows = []
     for case, time_s in times.items():
         cells = [f"{time_s[name] * 1e6:.0f}" for name in with_names]
@@ -252,8 +274,8 @@ def _ratios(times: dict[Case, dict[str, float]]) -> list[tuple[str, float, Targe
                 found.append((f"DTensor / {where}, {format_bytes(size)}", mean, aim))
     for case, t in times.items():
         if case.size == LIMIT_SIZE and case.pair in LIMIT_PAIRS:
-            copies_s = ranks_per_core * t["copy"]
-            what = f"copy, {format_bytes(case.size)} {case}" + f" ({ranks_per_core:g} ranks per core)"
+            copies_s = ranks_per_core * t[AT_ONCE]
+            what = f"{AT_ONCE}, {format_bytes(case.size)} {case} ({ranks_per_core:g} ranks per core)"
             found += [(f"{where} / {what}", t[where] / copies_s, limit) for where, limit in LIMITS.items()]
     return found
 

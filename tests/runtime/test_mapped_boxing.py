@@ -16,6 +16,7 @@ import workbench as wb
 import workbench.runtime.methods  # completes the class
 from tests.processes import run_processes
 from tests.runtime.shared_ranks import assert_all_returned, run_shared
+from workbench.core.boxing import plan_boxing
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.errors import CollectiveAborted
@@ -23,6 +24,7 @@ from workbench.runtime import exchange
 from workbench.runtime.tensor import label, local_torch, spec_of
 from workbench.runtime.transport import mapped, segment, steady
 from workbench.runtime.transport.link import Loan
+from workbench.runtime.transport.program import program_of
 from workbench.runtime.world import Simulated, World, current
 
 LAYOUTS = ["S(0)", "S(1)", "B", "P", "P(max)"]
@@ -347,3 +349,13 @@ def test_what_a_layout_remembers_is_bounded():
 
     for num_exchanges, num_targets in assert_all_returned(run_in_worlds(program)):
         assert num_exchanges <= exchange._MAX_CACHED and num_targets < 320
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "interleaves"),
+    [("S(1)", "B", True), ("S(0)", "B", False), ("S(0)", "S(1)", False), ("S(1)", "S(0)", False), ("P", "B", False)],
+)
+def test_columns_of_whole_shards_are_joined_row_by_row(source, target, interleaves):
+    placement = Placement.of("cpu", [0, 1, 2])
+    plan = plan_boxing(Layout.of(placement, source), Layout.of(placement, target), (30, 60), 4)
+    assert program_of(plan, 1, torch.float32, "test").interleaves is interleaves

@@ -70,6 +70,7 @@ class Program:
         read_bytes: what this rank reads of others.
         joined_dim, joined_order: the dim along which the places, each of one slice, lie side by side, and in which
             order; None where they do not.
+        interleaves: whether each of these slices is a run at its source and none in the new shard.
     """
 
     dtype: torch.dtype
@@ -85,6 +86,7 @@ class Program:
     read_bytes: int
     joined_dim: int | None
     joined_order: tuple[int, ...]
+    interleaves: bool
 
     @property
     def buffer_bytes(self) -> int:
@@ -130,6 +132,7 @@ def _program(
     is_mutual = set(source.placement) == set(destination.placement) and is_read_by <= reads_from
     ordered = _in_order_of_reading(rank, [(region, tuple(reads)) for region, reads in places.items()])
     joined_dim, joined_order = _joining(ordered, out_shape or ())
+    placed = tuple(Place(_part(region, out_shape or (), size), reads) for region, reads in ordered)
     return Program(
         dtype=dtype,
         reduction=plan.reduction,
@@ -138,12 +141,14 @@ def _program(
         shard_bytes=shard_bytes,
         offers_whole=shard_bytes <= WHOLE_BYTES or sum(regions.values()) >= _WHOLE_SHARE * shard_bytes,
         may_lend=is_mutual,
-        places=tuple(Place(_part(region, out_shape or (), size), reads) for region, reads in ordered),
+        places=placed,
         out_shape=out_shape,
         out_bytes=math.prod(out_shape) * size if out_shape is not None else 0,
         read_bytes=sum(r.part.num_bytes for reads in places.values() for r in reads if r.source != rank),
         joined_dim=joined_dim,
         joined_order=joined_order,
+        interleaves=joined_dim is not None
+        and all(place.reads[0].part.is_run and not place.part.is_run for place in placed),
     )
 
 

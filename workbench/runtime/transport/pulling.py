@@ -28,12 +28,10 @@ def pull(segment: Segment, mailbox: Mailbox, program: Program, local: torch.Tens
     out = None
     if program.out_shape is not None:
         out = segment.empty(program.out_shape, program.dtype)
-        at = out.data_ptr()
-        for place in program.places:
-            if len(place.reads) == 1:
-                _copy(mailbox, program, local, tag, header, place, out, at)
-            else:
-                _combine(mailbox, program, local, tag, header, place, out)
+        if program.interleaves:
+            _join(mailbox, program, local, tag, header, out)
+        else:
+            _fill(mailbox, program, local, tag, header, out)
         mailbox.read_bytes += program.read_bytes
     if loan is not None:
         mailbox.settle(loan, [send[0] for send in program.sends], header)
@@ -71,6 +69,33 @@ def _offer(
         if part is not None:
             part.leave()
     return None
+
+
+def _fill(mailbox: Mailbox, program: Program, local: torch.Tensor, tag: int, header: bytes, out: torch.Tensor) -> None:
+    """Place by place, as the letters come."""
+    at = out.data_ptr()
+    for place in program.places:
+        if len(place.reads) == 1:
+            _copy(mailbox, program, local, tag, header, place, out, at)
+        else:
+            _combine(mailbox, program, local, tag, header, place, out)
+
+
+def _join(mailbox: Mailbox, program: Program, local: torch.Tensor, tag: int, header: bytes, out: torch.Tensor) -> None:
+    """Row by row out of all shards at once: each source is read, and the new shard written, from start to end."""
+    letters: list[tuple[int, Letter]] = []
+    slices: list[torch.Tensor] = []
+    for place in program.places:
+        read = place.reads[0]
+        if read.source == mailbox.rank:
+            slices.append(_slice(local, read.region))
+            continue
+        letter = mailbox.take(read.source, tag, header, read.shard_bytes, read.part.num_bytes)
+        letters.append((read.source, letter))
+        slices.append(mailbox.lent(read, letter, program.dtype))
+    assert program.joined_dim is not None
+    torch.cat([slices[index] for index in program.joined_order], program.joined_dim, out=out)
+    _acknowledge(mailbox, letters)
 
 
 def _copy(
@@ -117,6 +142,10 @@ def _combine(
         terms.append(mailbox.lent(read, letter, program.dtype))
     goal = out if place.part.num_bytes == program.out_bytes else _view(out, place.part)
     combine(terms, goal, program.reduction)
+    _acknowledge(mailbox, letters)
+
+
+def _acknowledge(mailbox: Mailbox, letters: Sequence[tuple[int, Letter]]) -> None:
     for source, letter in letters:
         if letter.wants_receipt:
             mailbox.links[source].acknowledge(letter)
