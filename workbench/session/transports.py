@@ -4,13 +4,16 @@ from __future__ import annotations
 
 
 def transport_here() -> tuple[str, str]:
-    """What CPU engines of this host would use, and why they would not share memory (empty if they would).
+    """What engines of this host would use, and why CPU engines would not share memory (empty if they would).
 
     Raises:
         WorldError: the environment names a transport that does not exist.
     """
+    import torch
+
     from workbench.runtime.transport.choice import why_not_shared
     from workbench.runtime.transport.meeting import host_name
 
     refusal = why_not_shared()
-    return ("gloo" if refusal else f"shared memory inside this host ({host_name()}), gloo between hosts"), refusal
+    near = "gloo" if refusal else f"shared memory inside this host ({host_name()}), gloo between hosts"
+    return near + (", CUDA IPC between its GPUs" if torch.cuda.is_available() else ""), refusal

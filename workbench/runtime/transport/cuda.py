@@ -133,8 +133,10 @@ class CudaDevice:
         self._last, self._last_stream = event, stream
 
     def _memory(self, address: int, num_bytes: int) -> Memory:
-        storage = torch._C._construct_storage_from_data_pointer(address, self.torch_device, num_bytes)
-        data = torch.empty(0, dtype=torch.uint8, device=self.torch_device).set_(storage)
+        """The label is this process's device, also where the memory is another's: kernels here reach it by address."""
+        with torch.inference_mode(False):  # it is written in and out of inference mode
+            storage = torch._C._construct_storage_from_data_pointer(address, self.torch_device, num_bytes)
+            data = torch.empty(0, dtype=torch.uint8, device=self.torch_device).set_(storage)
         return Memory(address, data)
 
     @contextmanager
@@ -168,7 +170,8 @@ class CudaEvent:
 
     def export(self) -> bytes:
         try:
-            return bytes(self.event.ipc_handle())
+            with torch.cuda.device(self._device.torch_device):  # where an event that was not recorded yet is made
+                return bytes(self.event.ipc_handle())
         except RuntimeError as error:
             raise WorldError(f"CUDA events cannot be shared here: {_first_line(error)}") from error
 

@@ -20,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from collections.abc import Mapping as MappingOf
+from contextlib import suppress
 from functools import wraps
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
@@ -197,7 +198,8 @@ class IpcTransport:
         else:
             self._give_up(None)  # the reason may not have met a wait yet
         self._is_closed = True
-        self.device.synchronize()
+        with suppress(RuntimeError):  # a device that is broken has nothing to wait for
+            self.device.synchronize()
         for peer in self._peers.values():
             peer.opened.close_all()
         self._catalogue.close()
