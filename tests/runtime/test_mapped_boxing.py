@@ -353,7 +353,7 @@ def test_what_a_layout_remembers_is_bounded():
 
 @pytest.mark.parametrize(
     ("source", "target", "interleaves"),
-    [("S(1)", "B", True), ("S(0)", "B", False), ("S(0)", "S(1)", False), ("S(1)", "S(0)", False), ("P", "B", False)],
+    [("S(1)", "B", True), ("S(0)", "B", False), ("S(0)", "S(1)", False), ("S(1)", "S(0)", True), ("P", "B", False)],
 )
 def test_columns_of_whole_shards_are_joined_row_by_row(source, target, interleaves):
     placement = Placement.of("cpu", [0, 1, 2])
