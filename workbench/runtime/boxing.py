@@ -56,6 +56,15 @@ def box_to(tensor: GlobalTensor, target: Spec, function: str = "") -> GlobalTens
         return label(exchange_between(source, target, tensor.dtype).run(tensor, tag), target)
 
 
+def box_ghost(ghost: torch.Tensor, target: Spec, tag: int) -> GlobalTensor:
+    """``box_to`` of what this rank holds neither before nor after, under a tag that was drawn already."""
+    source: Spec = ghost._spec  # type: ignore[attr-defined]
+    with local_torch():
+        if ghost.requires_grad and torch.is_grad_enabled():
+            return label(_Box.apply(ghost, source, target, tag), target)
+        return label(ghost_storage(target.shape, ghost.dtype, source.world.device), target)
+
+
 def _trace_forward(tensor: GlobalTensor, source: Spec, target: Spec, function: str) -> Any:
     tracer = source.world.tracer
     site = tracer.site(function)

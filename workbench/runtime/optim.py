@@ -24,7 +24,7 @@ from workbench.errors import LayoutError
 from workbench.runtime.assembling import slice_region
 from workbench.runtime.boxing import box
 from workbench.runtime.overlap import Watcher
-from workbench.runtime.reduction import forget_sums, start_gather, start_reduction
+from workbench.runtime.reduction import forget_sums, start_reduction, start_write_back
 from workbench.runtime.shard import shard_of, state_spec
 from workbench.runtime.tensor import GlobalTensor, ghost_storage, label, local_torch, plain, set_reduced_grad
 
@@ -237,7 +237,7 @@ def _write_back(swap: _Swap) -> None:
             if place.numel() and place.data_ptr() != part.data_ptr():
                 place.copy_(part.as_subclass(torch.Tensor))
             stepped.append(owner)
-        start_gather(stepped)()
+        start_write_back(stepped)()
 
 
 def _adopt_state(optimizer: Optimizer, swap: _Swap) -> None:

@@ -26,6 +26,7 @@ from workbench.runtime import optim, precision, recompute, wrappers, zero
 from workbench.runtime.agreement import check_same_everywhere
 from workbench.runtime.pipelining.combinations import check_combination
 from workbench.runtime.strategies.doors import Doors, hook_root
+from workbench.runtime.strategies.interrupting import Interruptible
 from workbench.runtime.strategies.layouts import StageLayouts
 from workbench.runtime.strategies.materializing import Init, materialize, names_on_meta
 from workbench.runtime.strategies.moving import OptimizerState
@@ -91,12 +92,13 @@ def parallelize(
         foreign = [
             name for name, parameter in own.items() if stages.setdefault(parameter, choice.stage) != choice.stage
         ]
-        state.handles += doors.hook(layer, choice, following, foreign)
+        state.handles += doors.hook(layer, choice, following, foreign, state.when_interrupted)
     convert_buffers(module, layouts)
-    state.handles += hook_root(module, layouts)
+    state.handles += hook_root(module, layouts, state.when_interrupted)
     module.__dict__[STATE] = state
     for install in INSTALLERS:
         state.handles += install(module, state)
+    state.handles.append(Interruptible(module, state.when_interrupted))
     if on_meta:
         materialize(module, on_meta, init, world)
     if optimizer_state is not None:

@@ -35,8 +35,14 @@ def install(module: nn.Module, state: ParallelState) -> list[Any]:
         entered[-1].__enter__()
 
     def leave(*_: Any) -> None:
-        entered.pop().__exit__(None, None, None)
+        if entered:
+            entered.pop().__exit__(None, None, None)
 
+    def leave_all() -> None:
+        while entered:
+            leave()
+
+    state.when_interrupted.append(leave_all)
     return [
         module.register_forward_pre_hook(enter, prepend=True),
         module.register_forward_hook(leave, always_call=True),

@@ -18,9 +18,8 @@ import torch
 
 from workbench.runtime.assembling import slice_region
 from workbench.runtime.shard import Shard, shard_of
+from workbench.runtime.shard_exchange import start_gather, start_scatter
 from workbench.runtime.tensor import GlobalTensor, local_torch, plain, read_grad
-from workbench.runtime.transport.base import Message, Release, Wanted, pack
-from workbench.runtime.transport.reducing import combine
 from workbench.runtime.world import World
 
 BUCKET_BYTES = 25 * 2**20
@@ -217,47 +216,23 @@ def _start_scatter(bucket: list[Term]) -> Finish:
     """Every rank gets the sums of its shards."""
     world, group = bucket[0].owner._spec.world, bucket[0].group
     started = time.perf_counter()
-    num_bytes = sum(term.local.nbytes for term in bucket)
-    header = f"reduction of {len(bucket)} gradients to shards, {num_bytes} bytes"
-    shards = [(term, term.shard) for term in bucket if term.shard is not None]
-
-    def cut_for(rank: int) -> torch.Tensor:
-        return pack([slice_region(term.local, shard.regions[rank]) for term, shard in shards])
-
-    own = cut_for(world.rank)
-    sends = [(rank, flat) for rank in group if rank != world.rank and (flat := cut_for(rank)).numel()]
-    wanted = [(rank, (own.numel(),)) for rank in group if rank != world.rank and own.numel()]
-    receive = start_exchange(world, sends, wanted, own.dtype, _tag(world, group), header)
-    sent = sum(flat.nbytes for _, flat in sends)
+    locals_, shards = [term.local for term in bucket], [term.shard for term in bucket if term.shard is not None]
+    header = f"reduction of {len(bucket)} gradients to shards, {sum(local.nbytes for local in locals_)} bytes"
+    sent, wait = start_scatter(world, shards, locals_, _tag(world, group), header)
     _count(world, "gradients", sent, started)
     if world.tracer is not None:
-        world.tracer.add_reduction(group, [term.local for term in bucket], "P -> S", "reduce-scatter", sent)
+        world.tracer.add_reduction(group, locals_, "P -> S", "reduce-scatter", sent)
 
     def finish() -> Sums:
         started = time.perf_counter()
-        borrowed, release = receive()
-        others = iter(borrowed)
-        total = _sum([own if rank == world.rank else next(others) for rank in group] if wanted else [own])
-        release()
+        sums = wait()
         world.traffic.time_s += time.perf_counter() - started
-        pieces = total.split([shard.num_elements(world.rank) for _, shard in shards])
-        return {
-            term.owner: piece.view(shard.spec.local_shape) for (term, shard), piece in zip(shards, pieces, strict=True)
-        }
+        return {term.owner: total for term, total in zip(bucket, sums, strict=True)}
 
     return finish
 
 
-def _sum(terms: list[torch.Tensor]) -> torch.Tensor:
-    """In the order of the group, at least in 32 bits: the bits that an all-reduce gives."""
-    if len(terms) == 1:
-        return terms[0]
-    out = torch.empty_like(terms[0])
-    combine(terms, out, "sum")
-    return out
-
-
-def start_gather(parameters: Iterable[GlobalTensor]) -> Callable[[], None]:
+def start_write_back(parameters: Iterable[GlobalTensor]) -> Callable[[], None]:
     """Begin to bring every rank's shard of the parameters to the other ranks that hold them; the result ends it.
 
     The shards must lie in their places in the local parameters.
@@ -279,42 +254,16 @@ def start_gather(parameters: Iterable[GlobalTensor]) -> Callable[[], None]:
 def _start_gather(bucket: list[Term]) -> Callable[[], None]:
     world, group = bucket[0].owner._spec.world, bucket[0].group
     started = time.perf_counter()
-    shards = [(term.local, term.shard) for term in bucket if term.shard is not None]
-    header = f"gathering of {len(bucket)} parameters, {sum(term.local.nbytes for term in bucket)} bytes"
-    own = pack([slice_region(local, shard.regions[world.rank]) for local, shard in shards])
-    others = [rank for rank in group if rank != world.rank]
-    sizes = {rank: sum(shard.num_elements(rank) for _, shard in shards) for rank in group}
-    sends = [(rank, own) for rank in others if own.numel()]
-    wanted = [(rank, (sizes[rank],)) for rank in others if sizes[rank]]
-    receive = start_exchange(world, sends, wanted, own.dtype, _tag(world, group), header)
-    _count(world, "parameters", own.nbytes * len(sends), started)
+    locals_, shards = [term.local for term in bucket], [term.shard for term in bucket if term.shard is not None]
+    parts = [
+        slice_region(local, shard.regions[world.rank]).contiguous()
+        for local, shard in zip(locals_, shards, strict=True)
+    ]
+    sent, wait = start_gather(world, shards, parts, _tag(world, group))
+    _count(world, "parameters", sent, started)
     if world.tracer is not None:
-        locals_ = [term.local for term in bucket]
-        world.tracer.add_reduction(group, locals_, "S -> B", "all-gather", own.nbytes * len(sends), "parameters")
-
-    def finish() -> None:
-        borrowed, release = receive()
-        for (rank, _), flat in zip(wanted, borrowed, strict=True):
-            pieces = flat.split([shard.num_elements(rank) for _, shard in shards])
-            for (local, shard), piece in zip(shards, pieces, strict=True):
-                place = slice_region(local, shard.regions[rank])
-                place.copy_(piece.view(place.shape))
-        release()
-
-    return finish
-
-
-def start_exchange(
-    world: World, sends: Sequence[Message], wanted: Sequence[Wanted], dtype: torch.dtype, tag: int, header: str
-) -> Callable[[], tuple[list[torch.Tensor], Release]]:
-    """Send now, receive when the result is called. (NCCL takes both at once; its stream is what waits.)"""
-    transport = world.transport
-    if transport.name == "nccl":
-        done = transport.borrow(sends, wanted, dtype, tag, header)
-        return lambda: done
-    if sends:
-        transport.borrow(sends, [], dtype, tag, header)
-    return lambda: transport.borrow([], wanted, dtype, tag, header) if wanted else ([], lambda: None)
+        world.tracer.add_reduction(group, locals_, "S -> B", "all-gather", sent, "parameters")
+    return lambda: wait(locals_)
 
 
 def _tag(world: World, group: tuple[int, ...]) -> int:

@@ -29,16 +29,15 @@ class Shard:
         spec: layout of the shards.
         group: the ranks that hold this rank's part of the parameter, in the order in which terms are added.
         regions: by rank of the group, where its shard lies in the local parameter.
+        shapes, sizes: by rank of the group, the shape of its shard, and how many elements that is.
     """
 
     of: Spec
     spec: Spec
     group: tuple[int, ...]
     regions: dict[int, Region]
-
-    def num_elements(self, rank: int) -> int:
-        """Elements of one rank's shard."""
-        return math.prod(stop - start for start, stop in self.regions[rank])
+    shapes: dict[int, tuple[int, ...]]
+    sizes: dict[int, int]
 
 
 def shard_of(parameter: GlobalTensor) -> Shard | None:
@@ -125,7 +124,7 @@ def _balanced(spec: Spec, loads: dict[tuple[int, ...], list[int]]) -> Layout | N
 def _shard(spec: Spec, layout: Layout) -> Shard:
     state = spec_of(spec.world, layout, spec.shape)
     if spec.is_ghost:
-        return Shard(spec, state, (), {})
+        return Shard(spec, state, (), {}, {}, {})
     corner = [start for start, _ in spec.layout.region(spec.shape, spec.world.rank)]
     regions = {
         rank: tuple(
@@ -133,4 +132,6 @@ def _shard(spec: Spec, layout: Layout) -> Shard:
         )
         for rank in spec.term_ranks
     }
-    return Shard(spec, state, spec.term_ranks, regions)
+    shapes = {rank: tuple(stop - start for start, stop in region) for rank, region in regions.items()}
+    sizes = {rank: math.prod(shape) for rank, shape in shapes.items()}
+    return Shard(spec, state, spec.term_ranks, regions, shapes, sizes)

@@ -27,11 +27,17 @@ class Doors:
         self.layouts = layouts
 
     def hook(
-        self, layer: nn.Module, choice: ResolvedLayer, following: ResolvedLayer | None, foreign: list[str]
+        self,
+        layer: nn.Module,
+        choice: ResolvedLayer,
+        following: ResolvedLayer | None,
+        foreign: list[str],
+        when_interrupted: list[Callable[[], None]],
     ) -> list[Any]:
         """Boxing at the door of a layer; behind a row-split one, its partial sums go to what the next layer expects.
 
-        ``foreign`` names the layer's parameters that live on another stage.
+        ``foreign`` names the layer's parameters that live on another stage; ``when_interrupted`` gets what ends a call
+        that has not ended by itself.
         """
 
         def box_inputs(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -41,7 +47,9 @@ class Doors:
 
         handles = [layer.register_forward_pre_hook(box_inputs, with_kwargs=True)]
         if foreign:
-            handles += _hook_tied(layer, foreign, lambda ndim: self.layouts.parameter_layout(choice, ndim))
+            handles += _hook_tied(
+                layer, foreign, lambda ndim: self.layouts.parameter_layout(choice, ndim), when_interrupted
+            )
         if choice.split == "row" or (choice.split and choice.kind == TABLE):
             target = following if following and following.stage == choice.stage else None
             handles.append(
@@ -77,7 +85,12 @@ class Doors:
         return box_implicitly(output, layout.with_sbp(target), choice.name)
 
 
-def _hook_tied(layer: nn.Module, names: list[str], layout_here: Callable[[int], Layout]) -> list[Any]:
+def _hook_tied(
+    layer: nn.Module,
+    names: list[str],
+    layout_here: Callable[[int], Layout],
+    when_interrupted: list[Callable[[], None]],
+) -> list[Any]:
     """A parameter that lives on another stage: boxed here around each use, its gradient flows back by the same way."""
     kept: dict[str, Any] = {}
 
@@ -86,13 +99,15 @@ def _hook_tied(layer: nn.Module, names: list[str], layout_here: Callable[[int], 
             kept[name] = module._parameters[name]
             module._parameters[name] = box(kept[name], layout_here(kept[name].dim()))  # type: ignore[assignment]
 
-    def put_back(module: nn.Module, args: Any, output: Any) -> None:
+    def put_back(module: nn.Module = layer, args: Any = None, output: Any = None) -> None:
         module._parameters.update(kept)
+        kept.clear()
 
+    when_interrupted.append(put_back)
     return [layer.register_forward_pre_hook(bring), layer.register_forward_hook(put_back, always_call=True)]
 
 
-def hook_root(module: nn.Module, layouts: StageLayouts) -> list[Any]:
+def hook_root(module: nn.Module, layouts: StageLayouts, when_interrupted: list[Callable[[], None]]) -> list[Any]:
     """Inside the module's call, the rows of its inputs are the samples, and operands on different stages meet on the
     latest of them.
     """
@@ -107,6 +122,7 @@ def hook_root(module: nn.Module, layouts: StageLayouts) -> list[Any]:
     def leave(*_: Any) -> None:
         layouts.world.call = OUTSIDE
 
+    when_interrupted.append(leave)
     return [
         module.register_forward_pre_hook(enter, with_kwargs=True),
         module.register_forward_hook(leave, always_call=True),
