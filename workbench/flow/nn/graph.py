@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,16 +10,18 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from workbench.core.placement import Placement
 from workbench.errors import StrategyError
 from workbench.flow.joining import join
 from workbench.flow.local import local
 from workbench.flow.nn.graph_config import GraphConfig
 from workbench.flow.nn.module_config import ModuleConfig as GraphModule
+from workbench.flow.nn.module_config import is_recomputed
 from workbench.flow.nn.stages import disjoint_placements, stages_of
 from workbench.runtime.optim import install_hooks
 from workbench.runtime.pipelining.micro_batches import cut
 from workbench.runtime.pipelining.micro_batches import join as join_outputs
-from workbench.runtime.pipelining.programs import run_program, train_program
+from workbench.runtime.pipelining.programs import run_program, stand_ins_for, train_program
 from workbench.runtime.pipelining.timeline import timeline_of
 from workbench.runtime.tensor import GlobalTensor
 
@@ -59,10 +62,12 @@ class Graph:
             )
         graph = super().__new__(cls)
         graph.config, graph._optimizers, graph._scaler, graph.spans = GraphConfig(), [], None, []
+        graph._stand_ins = [], (), []
         return graph
 
     _optimizers: list[tuple[torch.optim.Optimizer, Any]]
     _scaler: torch.amp.GradScaler | None
+    _stand_ins: tuple[list[nn.Parameter], tuple[Placement, ...], list[Any]]
     spans: list[Any]
     """When this rank's actions of the last training call ran."""
 
@@ -99,7 +104,7 @@ class Graph:
         """Run a step. All ranks of the world call it with the same batch."""
         join()
         inputs = tree_map(lambda leaf: local(leaf) if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs))
-        placements = disjoint_placements(stages_of(self._modules().values()))
+        stages = stages_of(self._modules().values())
         if not self._optimizers:
             return self._evaluate(inputs)
         self._check_optimizers()
@@ -108,7 +113,13 @@ class Graph:
         self._forget_gradients()
         try:
             outputs, self.spans = train_program(
-                self._build, parts, shares, placements=placements, schedule=self.config.schedule, weigh=weigh
+                self._build,
+                parts,
+                shares,
+                placements=disjoint_placements(stages),
+                schedule=self.config.schedule,
+                stand_ins=self._stand_ins_for(stages),
+                weigh=weigh,
             )
             self._step()
         finally:
@@ -129,6 +140,19 @@ class Graph:
                 "backward out."
             )
         return output
+
+    def _stand_ins_for(self, stages: dict[int, list[torch.Tensor]]) -> list[Any]:
+        """Blocks whose calls are told in short, kept for as long as the weights are the same and lie where they did."""
+        modules, placements = list(self._modules().values()), disjoint_placements(stages)
+        stage_of = {id(weight): stage for stage, weights in stages.items() for weight in weights}
+        parameters = [parameter for module in modules for parameter in module.parameters()]
+        if not placements or any(id(p) not in stage_of for p in parameters) or any(map(is_recomputed, modules)):
+            return []
+        known, where, found = self._stand_ins
+        if where != placements or len(known) != len(parameters) or not all(map(operator.is_, known, parameters)):
+            found = stand_ins_for(modules, stage_of, placements)
+            self._stand_ins = parameters, placements, found
+        return found
 
     def _step(self) -> None:
         for optimizer, schedule in self._optimizers:

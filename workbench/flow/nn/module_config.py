@@ -80,3 +80,9 @@ def _brought(leaf: Any, placement: Placement) -> Any:
         return leaf
     sbp = leaf.sbp if leaf.placement.num_axes == placement.num_axes else ("B",) * placement.num_axes
     return GlobalTensor.to_global(leaf, placement, sbp)  # type: ignore[attr-defined]
+
+
+def is_recomputed(module: nn.Module) -> bool:
+    """Whether ``module`` or a part of it has ``activation_checkpointing``."""
+    found = (part.__dict__.get("_flow_config") for part in module.modules())
+    return any(config is not None and config.activation_checkpointing for config in found)

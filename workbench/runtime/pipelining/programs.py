@@ -6,10 +6,11 @@ from there when the table comes to it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_map
 
 from workbench.core.placement import Placement
@@ -17,7 +18,10 @@ from workbench.errors import StrategyError
 from workbench.pipeline.schedules import Action, Table, make_table
 from workbench.pipeline.simulate import Span
 from workbench.runtime.pipelining.executor import Executor, OnlyStage
+from workbench.runtime.pipelining.ghost_modules import ghost_modules
+from workbench.runtime.pipelining.local_modules import local_modules
 from workbench.runtime.pipelining.running import RunningStep
+from workbench.runtime.pipelining.stand_ins import StandIn
 from workbench.runtime.random import draw_key
 from workbench.runtime.world import World, current
 
@@ -32,6 +36,7 @@ def train_program(
     *,
     placements: Sequence[Placement] = (),
     schedule: str = "1f1b",
+    stand_ins: Sequence[StandIn] = (),
     weigh: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> tuple[list[Any], list[Span]]:
     """Forward and backward of micro-batches. All ranks call it.
@@ -43,6 +48,7 @@ def train_program(
         placements: the ranks of every stage, disjoint, in the order of the program. Fewer than two: micro-batches run
             one after the other.
         schedule: which table the stages run.
+        stand_ins: blocks whose calls are told in short; see ``stand_ins_for``.
         weigh: what becomes of a micro-batch's loss before its backward, such as the scaling of a ``GradScaler``.
 
     Returns:
@@ -53,7 +59,7 @@ def train_program(
     """
     world, outputs = current(), [None] * len(parts)
     table = _table(schedule, len(placements), len(parts))
-    own = next((stage for stage, placement in enumerate(placements) if world.rank in placement), 0)
+    own = max(0, _stage_of(world, placements))
     running = RunningStep(tuple(placements) or (_everywhere(world),), schedule, table, len(parts))
 
     def forward(index: int) -> torch.Tensor:
@@ -67,9 +73,33 @@ def train_program(
         total = sum(losses[1:], losses[0]) * shares[index]
         return total if weigh is None else weigh(total)
 
-    executor = Executor(world, {own: OnlyStage(world)}, running, draw_key(world))
+    executor = Executor(world, {own: OnlyStage(world, stand_ins)}, running, draw_key(world))
     executor.train(table[own], forward, ())
     return outputs, executor.spans
+
+
+def stand_ins_for(
+    modules: Iterable[nn.Module], stage_of: Mapping[int, int], placements: Sequence[Placement]
+) -> list[StandIn]:
+    """What this rank may tell in short of modules whose forward is all that their call does; to be kept between steps.
+
+    Args:
+        modules: those that the program calls.
+        stage_of: the stage of every parameter of theirs, by its id.
+        placements: as for ``train_program``.
+    """
+    world = current()
+    stage, found = _stage_of(world, placements), list[StandIn]()
+    for module in modules:
+        found += ghost_modules(module, stage_of, stage, world)
+        if stage >= 0:
+            found += local_modules(module, stage_of, stage, placements[stage], world, frozenset())
+    return found
+
+
+def _stage_of(world: World, placements: Sequence[Placement]) -> int:
+    """This rank's stage; -1 if it has none."""
+    return next((stage for stage, placement in enumerate(placements) if world.rank in placement), -1)
 
 
 def run_program(program: Program, inputs: Any) -> tuple[Any, int]:
