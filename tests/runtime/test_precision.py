@@ -176,3 +176,80 @@ def test_an_optimizer_of_plain_and_global_parameters():
             scaler.step(optimizer)
 
     run_ranks(program, 2)
+
+
+class Four(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c, self.d = (nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x):
+        for layer in (self.a, self.b, self.c, self.d):
+            x = torch.tanh(layer(x))
+        return x
+
+
+ROWS = "a: data; b: data; c: data@1; d: data@1 |"
+SCHEDULED = {
+    "1f1b": f"{ROWS} 2x1x1 mb=4 1f1b fp16",
+    "interleaved": "a: data; b: data@1; c: data@2; d: data@3 | 2x1x1 mb=4 interleaved fp16",
+    "gpipe": f"{ROWS} 2x1x1 mb=4 gpipe fp16",
+    "zero_bubble": f"{ROWS} 2x1x1 mb=4 zero_bubble fp16",
+    "shards of gradients": f"{ROWS} 2x2x1 mb=4 1f1b fp16 zero=2",
+    "shards": f"{ROWS} 2x2x1 mb=4 1f1b fp16 zero=3",
+}
+WEIGHTS = [torch.tensor([*[1.0] * 7, last])[:, None] for last in (1.0, 1e10, 1.0)]
+
+
+def scaled_steps(model, backward):
+    """Three steps, the second of which overflows in the last micro-batch: were parameters left alone, and the end."""
+    optimizer, scaler = torch.optim.Adam(model.parameters(), lr=0.1), wb.GradScaler("cpu", init_scale=2.0**10)
+    skipped = []
+    for weights in WEIGHTS:
+        before = [everywhere(p).clone() for p in model.parameters()]
+        optimizer.zero_grad()
+        backward(lambda out, w: scaler.scale((out.float() * w).square().mean()), torch.ones(8, 4), weights)
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        now = [everywhere(p) for p in model.parameters()]
+        skipped.append(all(map(torch.equal, now, before)))
+    return skipped, scaler.get_scale(), now
+
+
+def everywhere(parameter):
+    if not isinstance(parameter, wb.GlobalTensor):
+        return parameter.detach()
+    return parameter.detach().to_global(placement=wb.placement.all("cpu"), sbp="B").to_local()
+
+
+def on_one_device(model):
+    def backward(loss_fn, inputs, weights):
+        for x, w in zip(inputs.chunk(4), weights.chunk(4), strict=True):
+            with torch.autocast("cpu", dtype=torch.float16):
+                out = model(x)
+            (loss_fn(out, w) / 4).backward()
+
+    return scaled_steps(model, backward)
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in ("1f1b", "interleaved") else pytest.param(n, marks=pytest.mark.slow) for n in SCHEDULED]
+)
+def test_an_overflow_in_one_micro_batch_on_the_last_stage_skips_the_step_on_all(name):
+    strategy, num_ranks = SCHEDULED[name], 4 if "2x2x1" in SCHEDULED[name] else 2
+    torch.manual_seed(0)
+    models = [Four() for _ in range(num_ranks + 1)]
+    for model in models[1:]:
+        model.load_state_dict(models[0].state_dict())
+    truth = on_one_device(models[-1])
+    assert truth[:2] == ([False, True, False], 2.0**9)
+
+    def program(rank):
+        model = wb.parallelize(models[rank], strategy)
+        return scaled_steps(model, lambda loss_fn, x, w: wb.forward_backward(model, loss_fn, x, w))
+
+    for skipped, scale, weights in run_ranks(program, num_ranks):
+        assert (skipped, scale) == truth[:2]
+        torch.testing.assert_close(weights, list(truth[2]), rtol=1e-5, atol=1e-6)
