@@ -16,6 +16,12 @@ ROOT = Path(__file__).parent.parent
 NOTEBOOK_SIDE = {"IPython.display", "anywidget", "ipyparallel.client.client", "ipywidgets", "pandas", "plotly"}
 """What only the notebook's side may load."""
 
+EAGER = [
+    f"workbench.flow.{name}"
+    for name in ("creation", "env", "functions", "nn.graph", "nn.modules", "optim", "placements", "saving", "sbp")
+]
+"""What programs that run on every rank load of ``flow``."""
+
 _PROGRAM = """
 import importlib, json, sys
 for name in sys.argv[1:]:
@@ -47,8 +53,10 @@ def test_the_algebra_loads_no_torch() -> None:
         assert not loaded_by(*modules_in(room)) & {"torch", "numpy"}, room
 
 
-def test_the_runtime_loads_nothing_of_a_notebook() -> None:
-    assert not loaded_by(*modules_in("runtime")) & (NOTEBOOK_SIDE | {"ipyparallel", "IPython", "workbench.session"})
+def test_the_runtime_and_eager_programs_load_nothing_of_a_notebook() -> None:
+    assert not loaded_by(*modules_in("runtime"), *EAGER) & (
+        NOTEBOOK_SIDE | {"ipyparallel", "IPython", "workbench.session"}
+    )
 
 
 def test_the_engine_loads_nothing_of_the_notebooks_side() -> None:
