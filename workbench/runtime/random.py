@@ -52,10 +52,14 @@ def manual_seed(seed: int) -> None:
         torch.manual_seed(seed)
 
 
-def draw_key(world: World, generator: torch.Generator | None = None) -> int:
-    """A 63-bit key from the generator that all ranks advance alike, or from the one that the caller gave."""
+def draw_key(world: World, generator: torch.Generator | None = None, is_used: bool = True) -> int:
+    """A 63-bit key from the generator that all ranks advance alike, or from the one that the caller gave.
+
+    ``is_used`` is false on a rank that draws because others do, and makes no numbers of the key.
+    """
     if world.recorder is not None:
-        drawn: int = world.recorder.draw(_draw, world, generator)
+        source = generator if world.running is None else generator or world.generator  # a step has one of its own
+        drawn: int = world.recorder.draw(_draw, world, source, is_used=is_used)
         return drawn
     return _draw(world, generator)
 

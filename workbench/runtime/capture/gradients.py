@@ -23,9 +23,14 @@ class Leaves(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with local_torch():
             for value in args:
-                if isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf:
+                if isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf and not _is_fake(value):
                     self.found[id(value)] = value
             return func(*args, **(kwargs or {}))
+
+
+def _is_fake(value: torch.Tensor) -> bool:
+    """Whether a tensor stands for another one while shapes are found under autocast."""
+    return hasattr(value, "fake_mode")
 
 
 def held_grad(leaf: torch.Tensor) -> torch.Tensor | None:

@@ -34,6 +34,7 @@ class Call:
         result: a slot, None (nothing that is used), or tuples of these in the structure of what comes back.
         is_kept: whether it is called for more than its result: it writes to memory, exchanges, or draws.
         makes_view: whether its result is a view of its first argument.
+        changes: a value that it only makes what it is: the call is needed where that is.
         name: for listings.
     """
 
@@ -44,6 +45,7 @@ class Call:
     is_kept: bool
     makes_view: bool = False
     name: str = ""
+    changes: Slot | None = None
 
     def reads(self) -> set[Slot]:
         """The slots among its arguments."""
@@ -110,7 +112,7 @@ class Program:
         needed = set(self.outputs)
         self.calls = []
         for call in reversed(kept):
-            if call.is_kept or call.makes() & needed:
+            if call.is_kept or call.makes() & needed or call.changes in needed:
                 needed |= call.reads()
                 self.calls.append(call)
         self.calls.reverse()

@@ -23,12 +23,14 @@ from workbench.runtime.caller import user_frame
 from workbench.runtime.capture.gradients import held_grad
 from workbench.runtime.capture.optimizer_steps import Step
 from workbench.runtime.capture.program import Call, Program, Slot
-from workbench.runtime.tensor import local_torch, plain
+from workbench.runtime.tensor import GlobalTensor, local_torch, plain
 from workbench.runtime.world import World
 
 _aten = torch.ops.aten
 _SAME = {_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default}
 """Operators that give another tensor object for the same values, which only autograd tells apart."""
+_SETS_UP = {_aten.set_.source_Storage_storage_offset}
+"""Operators that say where their first operand lies: needed where that is (ghosts are made so, and hardly used)."""
 _SMALLEST_KEY = 1 << 24
 """Keys are 63 random bits, so an integer argument that equals one is one."""
 
@@ -80,8 +82,9 @@ class Recorder(TorchDispatchMode):
             self.program.calls.append(
                 Call(
                     getattr(func, "_op", func), given, options, result,
-                    is_kept=schema.is_mutable or draws,
+                    is_kept=(schema.is_mutable and func not in _SETS_UP) or draws,
                     makes_view=first is not None and not first.is_write and not schema.is_mutable,
+                    changes=given[0] if func in _SETS_UP else None,
                     name=str(func).removesuffix(".default"),
                 )
             )  # fmt: skip
@@ -102,12 +105,6 @@ class Recorder(TorchDispatchMode):
         """Call a function that a replay calls too."""
         if self._is_paused:
             return function(*args, **kwargs)
-        if self.world.running is not None or self.world.micro_batch:
-            raise CaptureError(
-                f"capture: {name} in micro-batch {self.world.micro_batch} of a scheduled step. Which rank waits for "
-                "which micro-batch is the schedule's to decide, so it cannot be one local program. Capture steps that "
-                "are not cut into micro-batches, and call wb.forward_backward as it is."
-            )
         given, options = self._known(args), {k: self._known(v) for k, v in kwargs.items()}
         with self.paused():
             made = function(*args, **kwargs)
@@ -133,15 +130,17 @@ class Recorder(TorchDispatchMode):
         self.program.calls.append(Call(operator.call, (slot, *given), options, result, is_kept=True, name=name))
         return handed_out
 
-    def draw(self, function: Callable[..., int], *args: Any) -> int:
+    def draw(self, function: Callable[..., int], *args: Any, is_used: bool = True) -> int:
         """A random key; every replay draws its own. A key that comes again was drawn for a recomputation, from a
-        generator that had been set back: it is the first one's.
+        generator that had been set back: it is the first one's. ``is_used``: this rank makes numbers of it.
         """
         with self.paused():
             key = function(*args)
         if key in self._keys:
             return key
         slot = self._keys[key] = self._next()
+        if not is_used:
+            self._keys_used.add(key)
         self.program.calls.append(Call(function, args, {}, slot, is_kept=True, name="draw_key"))
         return key
 
@@ -204,7 +203,8 @@ class Recorder(TorchDispatchMode):
     def _check_leftovers(self, known: set[Slot]) -> None:
         known |= {self._slots[tensor] for tensor in self._inputs} | self.program.constants.keys()
         gc.collect()  # graphs and their functions may hold one another
-        kept = _referred_to([tensor for tensor, slot in self._slots.items() if slot not in known])
+        made = [tensor for tensor, slot in self._slots.items() if slot not in known and not _is_ghost(tensor)]
+        kept = _referred_to(made)
         if kept:
             with local_torch():
                 shapes = ", ".join(str(tuple(tensor.shape)) for tensor in kept[:4])
@@ -283,6 +283,11 @@ def _referred_to(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         if any(holder is not tensors for holder in holders):
             kept.append(tensor)
     return kept
+
+
+def _is_ghost(tensor: torch.Tensor) -> bool:
+    """Of a ghost there is nothing to renew."""
+    return isinstance(tensor, GlobalTensor) and tensor._spec.is_ghost
 
 
 def _check_operator(func: Any, args: Any) -> None:

@@ -106,6 +106,9 @@ def capture(step: Callable[..., Any], *, max_recordings: int = 8) -> CapturedSte
     optimizers. Parameters, buffers and optimizer state are written in place; random draws (dropout) go on as they
     would; an optimizer reads its settings at every step, so a scheduler may change them in between.
 
+    A step that is cut into micro-batches is replayed in the order of its schedule's table; ``wb.timeline`` shows the
+    last one that ran as written.
+
     Inputs of another shape or layout, other values of arguments that are no tensors, and parameters that have moved are
     recorded anew, up to ``max_recordings`` times in all; after that calls run as written, with a warning. All ranks
     call it alike, with inputs of the same logical shapes.
@@ -118,8 +121,8 @@ def capture(step: Callable[..., Any], *, max_recordings: int = 8) -> CapturedSte
         step: takes tensors (global or plain, also in lists and dicts) and other values, and returns the same.
 
     Raises:
-        CaptureError: the step reads a value (``.item()``, ``if loss > 3``), makes a shape of values, runs a scheduled
-            pipeline, steps an optimizer with a closure or a scheduler, or keeps tensors for its next call.
+        CaptureError: the step reads a value (``.item()``, ``if loss > 3``), makes a shape of values, runs several
+            stages per rank, steps an optimizer with a closure or a scheduler, or keeps tensors for its next call.
 
     >>> x = wb.ones(2, 2, placement=wb.placement("cpu", ranks=[0]), sbp=wb.sbp.broadcast)
     >>> double = wb.capture(lambda x: x * 2)

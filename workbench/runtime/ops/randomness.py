@@ -37,7 +37,7 @@ def sample(
 ) -> GlobalTensor:
     """A random tensor of any shape and layout in the world of ``like``; every rank of the world calls it."""
     spec = spec_of(like._spec.world, layout, shape)
-    key = random.draw_key(spec.world, generator)
+    key = random.draw_key(spec.world, generator, is_used=not spec.is_ghost)
     if spec.is_ghost:
         return label(ghost_storage(spec.shape, dtype, spec.world.device), spec)
     return label(random.sample_shard(sampler, key, spec.layout, spec.shape, dtype, spec.world), spec)

@@ -126,6 +126,13 @@ class Executor:
         if loss.requires_grad:  # a micro-batch that has no weight in the step has no backward
             loss.backward()
 
+    def _seed(self, micro_batch: int) -> None:
+        recorder = self.world.recorder
+        if recorder is None:
+            _set_seed(self.generator, self.seed, micro_batch)
+        else:
+            recorder.call("seed", _set_seed, self.generator, self.seed, micro_batch)
+
     @contextmanager
     def _scheduled(self) -> Iterator[None]:
         world, generator = self.world, self.world.generator
@@ -145,7 +152,7 @@ class Executor:
             world.micro_batch, world.running, world.generator = action.micro_batch, self.running, self.generator
             if action.kind == "F":
                 world.num_edges.pop(action.micro_batch, None)
-                self.generator.manual_seed(_mixed(self.seed, action.micro_batch))
+                self._seed(action.micro_batch)
             yield stage
         self.running.edges = self.running.weight_gradients = None
         self.spans.append(Span(self.world.rank, action, started, time.perf_counter(), traffic.time_s - waited))
@@ -160,5 +167,5 @@ def _chosen(known: torch.Tensor | None, found: torch.Tensor) -> torch.Tensor:
     return found if known is None or getattr(known, "is_ghost", False) else known
 
 
-def _mixed(seed: int, index: int) -> int:
-    return (seed + 0x9E3779B97F4A7C15 * (index + 1)) & 0x7FFFFFFFFFFFFFFF
+def _set_seed(generator: torch.Generator, seed: int, index: int) -> None:
+    generator.manual_seed((seed + 0x9E3779B97F4A7C15 * (index + 1)) & 0x7FFFFFFFFFFFFFFF)
