@@ -88,6 +88,18 @@ def test_local_and_global_tensors_meet():
         torch.testing.assert_close(torch.Tensor(grad), torch.arange(6.0))
 
 
+def test_containers_of_tensors_become_global_and_local():
+    def program(rank):
+        p = flow.placement("cpu", ranks=[0, 1])
+        made = flow.to_global({"a": torch.full((2,), float(rank)), "b": 3}, p, flow.sbp.split(0))
+        assert made["b"] == 3 and made["a"].is_global and not made["a"].is_local
+        back = flow.to_local(made)["a"]
+        return back.to_global(p, flow.sbp.partial_sum).full_tensor(), made["a"].full_tensor()
+
+    for summed, joined in run_ranks(program, 2):
+        assert joined.tolist() == [0, 0, 1, 1] and summed.tolist() == [1, 1]
+
+
 def test_what_nobody_defines_is_torchs():
     assert flow.float32 is torch.float32 and flow.softmax is torch.softmax
     with pytest.raises(AttributeError, match="no_such_function"):

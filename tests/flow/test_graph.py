@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import workbench as wb
 from tests.flow.running import run, source_of
 from workbench import flow
-from workbench.errors import StrategyError
 from workbench.testing import run_ranks
 
 OLD = pytest.mark.filterwarnings("ignore:.*is the older spelling:DeprecationWarning")
@@ -123,6 +123,10 @@ def linear():
     return layer
 
 
+def sgd_of(model):
+    return flow.optim.SGD(model.parameters(), lr=0.1)
+
+
 def test_a_local_model_trains_with_a_schedule_of_rates_and_uneven_micro_batches():
     def program():
         model = linear()
@@ -199,6 +203,41 @@ def test_precision_of_a_graph():
         return graph(data()[0]).dtype
 
     assert run_ranks(program, 1) == [torch.bfloat16]
+
+
+def test_a_scaler_changes_no_numbers_and_skips_overflows():
+    def program():
+        p = flow.placement("cpu", ranks=[0, 1])
+        found = []
+        for scales in (False, True):
+            model = linear().to_global(p, flow.sbp.broadcast)
+            graph = Step(model, sgd_of(model), 2)
+            if scales:
+                graph.set_grad_scaler(scaler := wb.GradScaler(init_scale=256.0))
+            graph(*data())
+            found.append(model.weight.full_tensor().detach().clone())
+        graph(data()[0] * 1e30, data()[1])
+        return *found, model.weight.full_tensor().detach(), scaler.get_scale()
+
+    (plain, scaled, after, scale), _ = run_ranks(program, 2)
+    torch.testing.assert_close(scaled, plain)
+    assert torch.equal(after, scaled) and scale == 128.0
+
+
+def test_a_graph_without_optimizer_runs_its_stages():
+    def program():
+        model = flow.nn.Sequential(linear(), flow.nn.Linear(2, 2))
+        for stage in (0, 1):
+            p = flow.placement("cpu", ranks=[stage])
+            model[stage].to_global(p, flow.sbp.broadcast)
+            model[stage].config.set_stage(stage, p)
+        out = Look(model)(flow.as_tensor(data()[0]).to_global(flow.placement("cpu", ranks=[0]), flow.sbp.broadcast))
+        weights = [whole(p) for p in model.parameters()]
+        return out.placement.grid, whole(out), weights
+
+    (grid, out, weights), _ = run_ranks(program, 2)
+    assert grid == (1,)
+    torch.testing.assert_close(out, F.linear(F.linear(data()[0], *weights[:2]), *weights[2:]))
 
 
 def test_state_of_a_graph_goes_to_another():
@@ -279,80 +318,3 @@ def test_modules_are_copied_and_pickled_with_their_stage():
         return True
 
     assert run_ranks(program, 1) == [True]
-
-
-class NoBuild(flow.nn.Graph):
-    pass
-
-
-class NoBackward(Step):
-    def build(self, x, y):
-        return self.model(x).sum()
-
-
-class VectorLoss(Step):
-    def build(self, x, y):
-        self.model(x).backward()
-
-
-class Reads(Step):
-    def build(self, x, y):
-        loss = self.model(x).sum()
-        loss.backward()
-        return loss.item()
-
-
-def sgd_of(model):
-    return flow.optim.SGD(model.parameters(), lr=0.1)
-
-
-def two_stages(first_id, second_id):
-    model = flow.nn.Sequential(linear(), flow.nn.Linear(2, 2))
-    model[0].config.stage_id, model[1].config.stage_id = first_id, second_id
-    return Step(model, sgd_of(model))
-
-
-def backwards_in_1f1b():
-    """Stage 0 comes after stage 1 in the program."""
-    first, second = flow.placement("cpu", ranks=[0]), flow.placement("cpu", ranks=[1])
-    model = flow.nn.Sequential(linear(), flow.nn.Linear(2, 2))
-    for stage, placement in ((1, second), (0, first)):
-        model[1 - stage].to_global(placement, flow.sbp.broadcast, broadcast_from=0)
-        model[1 - stage].config.set_stage(stage, placement)
-    x, y = (flow.as_tensor(part).to_global(second, flow.sbp.broadcast, broadcast_from=0) for part in data())
-    return Step(model, sgd_of(model), 2)(x, y.to_global(placement=first))
-
-
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [
-        (NoBuild, ["NoBuild", "def build"]),
-        (lambda: NoBackward(model := linear(), sgd_of(model))(*data()), ["0 losses", "loss.backward()"]),
-        (lambda: Step(linear())(*data()), ["1 loss", "0 optimizers", "add_optimizer"]),
-        (lambda: VectorLoss(model := linear(), sgd_of(model))(*data()), ["2", "dims", "scalars"]),
-        (lambda: Step(linear(), sgd_of(linear()))(*data()), ["2 of the 2 parameters", "SGD", "(2, 4)", "model"]),
-        (lambda: Step(linear(), "sgd"), ["add_optimizer(str)", "flow.optim.SGD"]),
-        (lambda: Step(linear(), sgd_of(linear()), lr_sch=3), ["lr_sch=int", "SGD"]),
-        (lambda: two_stages(0, 2)(*data()), ["[0, 2]", "leave out 1"]),
-        (lambda: Step(linear(), num_parts=0), ["set_gradient_accumulation_steps(0)", "at least 1"]),
-        (lambda: Step(m := linear(), sgd_of(m), 2)(data()[0], data()[1][:4]), ["4 and 5 rows"]),
-        (backwards_in_1f1b, ["1f1b", "gpipe"]),
-    ],
-)
-def test_mistakes_are_told(wrong, words):
-    with pytest.raises(StrategyError) as caught:
-        run_ranks(wrong, 2)
-    for word in words:
-        assert word in str(caught.value)
-
-
-def test_unknown_settings_are_told():
-    with pytest.raises(AttributeError, match=r"graph\.config\.enable_zero: .*schedule.*wb\.parallelize"):
-        run_ranks(lambda: Look(linear()).config.enable_zero(True), 1)
-
-
-@OLD
-def test_a_value_of_another_stage_is_not_read_inside_a_step():
-    source = source_of("graph_pipeline").replace("loss.backward()\n", "loss.backward()\n        loss.item()\n")
-    with pytest.raises(StrategyError, match="inside a step of 2 stages and 2 micro-batches"):
-        run_ranks(lambda: run(source), 2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
 from workbench.core.placement import Placement
 from workbench.flow import spellings
@@ -63,10 +64,28 @@ class LocalTensor(torch.Tensor):
         if running is None or not running.postpones([self], is_plain=not args and not kwargs):
             super().backward(*args, **kwargs)
 
-    is_global = is_consistent = False
+    is_global = False
     is_local = True
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """A plain tensor as a local one of eager programs; what is one already, or global, stays as it is."""
     return tensor.as_subclass(LocalTensor) if type(tensor) is torch.Tensor else tensor
+
+
+def to_global(data: Any, placement: Placement | None = None, sbp: Any = None) -> Any:
+    """Every tensor in ``data`` (one, or containers of them) by its ``to_global``; torch's plain ones count as local.
+
+    >>> flow.to_global([torch.ones(2)], flow.placement("cpu", ranks=[0]), flow.sbp.broadcast)[0].sbp
+    (B,)
+    """
+
+    def convert(leaf: Any) -> Any:
+        return local(leaf).to_global(placement, sbp) if isinstance(leaf, torch.Tensor) else leaf  # type: ignore[attr-defined]
+
+    return tree_map(convert, data)
+
+
+def to_local(data: Any) -> Any:
+    """Every tensor in ``data`` as this rank's part of it, a local tensor; empty on ranks outside the placement."""
+    return tree_map(lambda leaf: local(leaf.to_local()) if hasattr(leaf, "to_local") else leaf, data)

@@ -33,3 +33,4 @@ def _to_consistent(tensor: GlobalTensor, placement: Placement | None = None, sbp
 
 
 GlobalTensor.to_consistent = _to_consistent  # type: ignore[attr-defined]
+GlobalTensor.is_global, GlobalTensor.is_local = True, False  # type: ignore[attr-defined]
