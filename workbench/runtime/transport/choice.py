@@ -162,7 +162,7 @@ def over_distributed(
     """The transport over torch.distributed's default group, or memory of the host if all ranks work on CPUs."""
     if backend != "gloo":
         _refuse_shared(rank, device, backend)
-        return DistributedTransport(rank, world_size, backend, timeout_s, device)
+        return DistributedTransport(rank, world_size, backend, timeout_s, device, meeting)
     gloo = GlooTransport(rank, world_size, timeout_s, Watch(meeting, rank), device)
     try:
         if device.type != "cpu":

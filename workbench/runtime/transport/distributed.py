@@ -1,7 +1,8 @@
 """NCCL between GPUs, through torch.distributed. gloo between CPU ranks has a transport of its own (``gloo``).
 
 Slices travel point to point (exact counts, no padding), sums by the library's own all-reduce. NCCL's operations are
-ordered on streams; no wait blocks the main thread in C++.
+ordered on streams; no wait of ours blocks the main thread in C++. A call that hangs is found by ``calls``, which ends
+NCCL's communicators with it, so that a main thread that waits for the device goes on, into the error.
 """
 
 from __future__ import annotations
@@ -9,12 +10,15 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from workbench.core.boxing import LinkCost
 from workbench.errors import CollectiveAborted
+from workbench.runtime.transport import calls
 from workbench.runtime.transport.base import (
     ACCUMULATED_IN_32_BITS,
     Message,
@@ -23,6 +27,9 @@ from workbench.runtime.transport.base import (
     borrow_by_exchange,
     pack,
 )
+from workbench.runtime.transport.calls import CallWatch
+from workbench.runtime.transport.meeting import Meeting
+from workbench.runtime.transport.watch import HAS_LEFT
 
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _NUM_YIELDS = 100
@@ -37,11 +44,14 @@ class DistributedTransport:
 
     cost = LinkCost(20e-6, 100e9)
 
-    def __init__(self, rank: int, world_size: int, backend: str, timeout_s: float, device: torch.device) -> None:
+    def __init__(
+        self, rank: int, world_size: int, backend: str, timeout_s: float, device: torch.device, meeting: Meeting
+    ) -> None:
         self.name, self.device = backend, device
         self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(world_size)): None}
         self._abort_reason: str | None = None
+        self._watch = CallWatch(meeting, rank, timeout_s, self.abort)
         self.sent_bytes = 0
         """Bytes of slices that this rank has sent to others; what sums send is the library's own business."""
 
@@ -55,6 +65,10 @@ class DistributedTransport:
         operations += [dist.P2POp(dist.irecv, out, source) for source, out in receives]
         works = dist.batch_isend_irecv(operations) if operations else []
         self.sent_bytes += sum(tensor.nbytes for _, tensor in sends)
+        if works:
+            channels = [calls.sends(self.rank, peer) for peer, _ in sends]
+            channels += [calls.sends(peer, self.rank) for peer, _ in receives]
+            self._watch.note(header, channels, [peer for peer, _ in [*sends, *receives]], works)
 
         def finish() -> None:
             for work in works:
@@ -80,6 +94,7 @@ class DistributedTransport:
         if reduction == "sum" and dtype in ACCUMULATED_IN_32_BITS:
             total = total.float()
         work = dist.all_reduce(total, _REDUCE_OPS[reduction], group=self._group(tuple(group)), async_op=True)
+        self._watch.note(f"{header}, {reduction} of {total.numel()}", [calls.group(group)], group, [work])
 
         def finish() -> torch.Tensor:
             work.wait()  # orders the current stream after the sum; does not block this thread
@@ -88,8 +103,11 @@ class DistributedTransport:
         return finish
 
     def all_gather(self, tensor: torch.Tensor, header: str) -> list[torch.Tensor]:
+        self._raise_if_aborted(header)
         parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
         work = dist.all_gather(parts, tensor, async_op=True)
+        everybody = range(self.world_size)
+        self._watch.note(f"{header}, all-gather of {tensor.numel()}", [calls.group(everybody)], everybody, [work])
         started, count = time.perf_counter(), 0
         while not work.is_completed():
             count += 1
@@ -99,9 +117,7 @@ class DistributedTransport:
             time.sleep(_SLEEP_S)
             self._raise_if_aborted(header)
             if time.perf_counter() - started > self.timeout_s:
-                raise CollectiveAborted(
-                    f"rank {self.rank} stopped waiting for all ranks in {header}: nothing came for {self.timeout_s:g} s"
-                )
+                self.abort(f"all ranks in {header}: nothing came for {self.timeout_s:g} s")
         work.wait()
         return parts
 
@@ -109,10 +125,17 @@ class DistributedTransport:
         """Sends are ordered on the stream, and their buffers kept by torch."""
 
     def abort(self, reason: str) -> None:
-        self._abort_reason = self._abort_reason or reason
+        """Tells the other ranks, too, and ends NCCL's calls under way: the main thread may wait for the device."""
+        if self._abort_reason is None:
+            self._abort_reason = reason
+            self._watch.end(f"gave up: {reason}")
+            abort_calls()
 
     def close(self) -> None:
-        self._groups.clear()
+        if self._groups:
+            self._groups.clear()
+            self._watch.end(HAS_LEFT if self._abort_reason is None else f"gave up: {self._abort_reason}")
+            self._watch.close()
 
     def _group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         """The process group of ``ranks``; made by its members alone, so pipelines may need it in different orders."""
@@ -124,3 +147,11 @@ class DistributedTransport:
     def _raise_if_aborted(self, header: str) -> None:
         if self._abort_reason is not None:
             raise CollectiveAborted(f"rank {self.rank} stopped in {header}: {self._abort_reason}")
+
+
+def abort_calls() -> None:
+    """End all of NCCL's calls of this process; torch has a call for it that it does not promise to keep."""
+    abort = getattr(distributed_c10d, "_abort_process_group", None)
+    if abort is not None and dist.is_initialized():
+        with suppress(RuntimeError, ValueError, AttributeError):
+            abort()
