@@ -1,6 +1,8 @@
 """The transport over CUDA IPC, on a stand-in for the device whose work is done late and whose memory is strict."""
 
+import os
 import random
+import signal
 import threading
 import time
 
@@ -8,14 +10,17 @@ import pytest
 import torch
 
 import workbench.runtime.methods  # noqa: F401 - completes the class
+from tests.processes import run_processes
 from tests.runtime import late_device
 from tests.runtime.casts import GRIDS_OF_4, check_casts, run_casts, sampled
 from tests.runtime.late_ranks import connect_on_threads, run_late, run_late_worlds
+from tests.runtime.programs import training_equals_one_device
 from tests.runtime.shared_ranks import assert_all_returned
 from tests.runtime.test_shared_memory import FLOATS, OTHERS, reduced, values
 from workbench.errors import CollectiveAborted, WorldError
 from workbench.runtime.transport import ipc, ipc_connecting, marks, pool
 from workbench.runtime.transport.catalogue import ON_DEVICE, ON_HOST
+from workbench.runtime.world import current
 
 
 def behaviours(num_ranks, **different):
@@ -266,3 +271,34 @@ def test_a_device_that_does_not_come_is_a_timeout_that_says_so():
 
 def test_no_world_of_cpu_ranks_uses_it_unasked():
     assert set(ipc_connecting.MAKERS) == {"cuda"} and ON_DEVICE != ON_HOST
+
+
+def train():
+    assert current().transport_name == "ipc"
+    options = ("data", "model", "pipeline", "hybrid")
+    return max(max(training_equals_one_device("mlp", strategy, 4, steps=3)) for strategy in options)
+
+
+@pytest.mark.procs
+@pytest.mark.slow
+def test_training_on_processes_equals_one_device():
+    environment = {"WORKBENCH_TRANSPORT": "ipc", late_device.VARIABLE: "1"}
+    assert max(run_processes(train, 4, environment=environment)) < 1e-5
+
+
+def leave_something(folder):
+    """A large message that nobody reads, then the end of all processes at once."""
+    world = current()
+    world.transport.exchange([(1 - world.rank, torch.ones(8_000_000))], [], 0, "a boxing")
+    (folder / str(world.rank)).touch()
+    while len(list(folder.iterdir())) < 2:
+        time.sleep(1e-3)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.procs
+def test_nothing_is_left_behind_when_all_are_killed(tmp_path):
+    before = set(os.listdir("/dev/shm"))
+    environment = {"WORKBENCH_TRANSPORT": "ipc", late_device.VARIABLE: "1"}
+    assert run_processes(leave_something, 2, tmp_path, environment=environment) == [None, None]
+    assert set(os.listdir("/dev/shm")) <= before
