@@ -391,6 +391,17 @@ def test_init_begins_anew() -> None:
         np.testing.assert_array_equal(first, again)
 
 
+def test_a_job_declared_anew_goes_on_under_its_new_rule() -> None:
+    def run(rank: int) -> Any:
+        train_with(flow.optimizer.SGD(0.3, momentum=0.9))(X, Y)
+        job = train_with(flow.optimizer.SGD(0.3))
+        return [job(X, Y) for _ in range(3)]
+
+    expected = torch_losses(lambda p: torch.optim.SGD(p, 0.3), [0.3] * 4)[1:]
+    for losses in run_ranks(run, 2):
+        np.testing.assert_allclose(losses, expected, rtol=1e-5, atol=1e-6)
+
+
 def test_older_spellings_say_the_new_ones() -> None:
     config = flow.function_config()
     with pytest.warns(DeprecationWarning, match=r"Write function_config\.default_logical_view\(scope\.consistent_view"):

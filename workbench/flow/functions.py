@@ -5,7 +5,8 @@ In a job they run where its scope says; outside, where their operands lie.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +17,23 @@ __all__ = [
     "cast", "concat", "expand_dims", "flatten", "gather", "identity", "matmul", "parallel_cast", "reshape", "slice",
     "squeeze", "transpose",
 ]  # fmt: skip
+
+
+def _or_newer(torchs: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Newer programs call some functions as torch does: with ``dim=``, or a number in the second place."""
+
+    def choose(older: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(older)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            is_newer = kwargs.keys() & {"dim", "dim0", "dim1"} or isinstance(args[1] if args[1:] else None, int)
+            if not is_newer:
+                return older(*args, **kwargs)
+            kwargs.pop("name", None)
+            return torchs(*args, **kwargs)
+
+        return in_scope(run)
+
+    return choose
 
 
 @in_scope
@@ -40,15 +58,13 @@ def flatten(input: Any, start_dim: int = 0, end_dim: int = -1, name: str | None 
     return torch.flatten(input, start_dim, end_dim)
 
 
-@in_scope
-def transpose(a: Any, perm: Any = None, *dims: int, name: str | None = None) -> Any:
-    """Dims in the order ``perm`` (by default reversed); with two numbers, those two dims exchanged, as in torch."""
-    if isinstance(perm, int):
-        return torch.transpose(a, perm, *dims)
+@_or_newer(torch.transpose)
+def transpose(a: Any, perm: Sequence[int] | None = None, name: str | None = None) -> Any:
+    """Dims in the order ``perm``, by default reversed."""
     return a.permute(tuple(reversed(range(a.dim()))) if perm is None else tuple(perm))
 
 
-@in_scope
+@_or_newer(torch.cat)
 def concat(inputs: Sequence[Any], axis: int = 0, name: str | None = None) -> Any:
     """Tensors one after the other along ``axis``."""
     return torch.cat(tuple(inputs), axis)
@@ -60,7 +76,7 @@ def cast(x: Any, dtype: torch.dtype, name: str | None = None) -> Any:
     return x.to(dtype)
 
 
-@in_scope
+@_or_newer(torch.squeeze)
 def squeeze(input: Any, axis: int | Sequence[int] | None = None, name: str | None = None) -> Any:
     """Without dims of size 1."""
     if axis is None:
@@ -68,7 +84,7 @@ def squeeze(input: Any, axis: int | Sequence[int] | None = None, name: str | Non
     return torch.squeeze(input, axis if isinstance(axis, int) else tuple(axis))
 
 
-@in_scope
+@_or_newer(torch.unsqueeze)
 def expand_dims(input: Any, axis: int, name: str | None = None) -> Any:
     """With a dim of size 1 before dim ``axis``."""
     return torch.unsqueeze(input, axis)
@@ -85,14 +101,9 @@ def slice(  # noqa: A001 - as programs write it
     return x
 
 
-@in_scope
-def gather(params: Any, indices: Any, axis: Any = 0, name: str | None = None) -> Any:
-    """Slices of ``params`` along ``axis`` by number: rows of a table, for example.
-
-    With a number in the place of ``indices`` it is ``torch.gather(input, dim, index)``, as newer programs have it.
-    """
-    if isinstance(indices, int):
-        return torch.gather(params, indices, axis)
+@_or_newer(torch.gather)
+def gather(params: Any, indices: Any, axis: int = 0, name: str | None = None) -> Any:
+    """Slices of ``params`` along ``axis`` by number: rows of a table, for example."""
     if axis == 0:
         return torch.nn.functional.embedding(indices.long(), params)
     return torch.index_select(params, axis, indices.long())

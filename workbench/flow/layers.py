@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from workbench.core.sbp import Sbp
 from workbench.flow.initializers import Initializer
 from workbench.flow.jobs.context import in_scope, running
 from workbench.flow.jobs.variables import get_variable
-from workbench.flow.nn import functional
+from workbench.flow.nn import functions
 from workbench.flow.nn.padding import pair
 
 __all__ = ["conv2d", "dense"]
@@ -45,7 +47,7 @@ def dense(
     weight = get_variable(
         f"{name}-weight", shape, inputs.dtype, kernel_initializer, trainable=trainable, distribute=model_distribute
     )
-    output = functional.linear(inputs, weight)
+    output = _linear(inputs, weight)
     if use_bias:
         bias = get_variable(
             f"{name}-bias", (units,), inputs.dtype, bias_initializer, trainable=trainable, distribute=model_distribute
@@ -84,11 +86,16 @@ def conv2d(
     channels = inputs.shape[1 if data_format == "NCHW" else 3]
     shape = (filters, channels // groups, *pair(kernel_size))
     weight = get_variable(f"{name}-weight", shape, inputs.dtype, kernel_initializer, trainable=trainable)
-    output = functional.conv2d(inputs, weight, strides, padding, data_format, dilation_rate, groups)
+    output = functions.conv2d(inputs, weight, strides, padding, data_format, dilation_rate, groups)
     if use_bias:
         bias = get_variable(f"{name}-bias", (filters,), inputs.dtype, bias_initializer, trainable=trainable)
-        output = functional.bias_add(output, bias, data_format)
+        output = functions.bias_add(output, bias, data_format)
     return activation(output) if activation else output
+
+
+@in_scope
+def _linear(x: Any, weight: Any) -> Any:
+    return torch.nn.functional.linear(x, weight)
 
 
 @in_scope

@@ -167,6 +167,11 @@ class Rule:
     options: Mapping[str, Any] = field(default_factory=dict)
     max_norm: float | None = None
 
+    @property
+    def settings(self) -> tuple[str, dict[str, Any]]:
+        """What an optimizer is made by; the rate is set in every step."""
+        return self.kind, dict(self.options)
+
     def minimize(self, model_diff_lbn: Any) -> None:
         """Train on this loss (its mean over all elements): what the job does when its body has ended.
 

@@ -53,6 +53,7 @@ def on_engines(function: Callable[..., Any], use: Use, *args: Any) -> None:
     """Call a function of `remote` that changes the variables of all engines."""
     session = _session(use)
     known = _known.setdefault(session, _Known())
+    known.jobs.clear()  # where a process was replaced, it has none
     known.serials = tuple(_submit(session, function, *args))
 
 
@@ -71,7 +72,7 @@ def _submit(session: Session, function: Callable[..., Any], *args: Any) -> list[
     try:
         return request.result()
     except CellError:
-        _known.pop(session, None)  # engines may have been replaced
+        _known[session].jobs.clear()  # a process may have been replaced; the serials tell that its variables are lost
         raise
     except BaseException:
         request.cancel()

@@ -10,7 +10,7 @@ from typing import Any
 from workbench.errors import JobError
 from workbench.flow.jobs import checkpoints
 from workbench.flow.jobs.run import Job, Use, run
-from workbench.flow.jobs.store import store_of
+from workbench.flow.jobs.store import common_store, known_store, store_of
 from workbench.runtime.world import current
 from workbench.session import engine_failures, protocol
 
@@ -47,27 +47,28 @@ def run_job(name: str, arrays: Mapping[str, Any], use: Use, serials: tuple[str, 
         JobError: this rank's variables are not those of the calls before: its process was replaced.
     """
     world = current()
-    store, job = store_of(world), _jobs.get(name)
-    if job is None or (serials is not None and serials[world.rank] != store.serial):
+    known, job = known_store(world), _jobs.get(name)
+    if job is None or (serials is not None and (known is None or serials[world.rank] != known.serial)):
         raise JobError(
             f"{name}: the process of rank {world.rank} is another one than in the calls before, and its variables are "
             "lost. All ranks have equal variables: begin anew with check_point.init(), or load a checkpoint with "
             "check_point.load(path), and call the job again."
         )
+    store = store_of(world)
     result = run(job, arrays, store, use, on_rank_0=True)
     return Reply(result, tuple(use.ranks(job, store)), store.serial)
 
 
 def init_variables() -> str:
     """Forget all variables; returns the serial of this rank's store."""
-    return checkpoints.init(store_of(current())).serial
+    return checkpoints.init(common_store(current())).serial
 
 
 def save_variables(path: str) -> str:
     """Write a checkpoint; returns the serial of this rank's store."""
-    return checkpoints.save(store_of(current()), path).serial
+    return checkpoints.save(common_store(current()), path).serial
 
 
 def load_variables(path: str) -> str:
     """Read a checkpoint; returns the serial of this rank's store."""
-    return checkpoints.load(store_of(current()), path).serial
+    return checkpoints.load(common_store(current()), path).serial

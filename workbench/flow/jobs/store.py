@@ -17,6 +17,7 @@ from workbench.errors import CheckpointError, JobError
 from workbench.flow.initializers import Initializer
 from workbench.flow.jobs.hosts import Devices
 from workbench.runtime import creation, random
+from workbench.runtime.saving.agreeing import gather
 from workbench.runtime.saving.reading import Checkpoint, shape_of
 from workbench.runtime.tensor import GlobalTensor
 from workbench.runtime.world import World
@@ -47,7 +48,7 @@ class Store:
         world: the ranks.
         devices: their places.
         variables: by name; each has one layout, whatever the job that made it.
-        optimizers: by job.
+        optimizers: by job; ``rules`` says by which settings they were made.
         num_steps: finished training steps, by job.
         to_load: a checkpoint from which variables that do not exist yet are read when they are made.
         serial: another one for each store, so that a rank that has lost its variables is noticed.
@@ -58,13 +59,20 @@ class Store:
     devices: Devices
     variables: Variables = field(default_factory=Variables)
     optimizers: dict[str, Any] = field(default_factory=dict)
+    rules: dict[str, Any] = field(default_factory=dict)
     num_steps: dict[str, int] = field(default_factory=dict)
     to_load: Checkpoint | None = None
     serial: str = field(default_factory=lambda: uuid.uuid4().hex)
     seed: int = 0
 
     def variable(
-        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, initializer: Any, trainable: bool, layout: Layout
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        initializer: Initializer,
+        trainable: bool,
+        layout: Layout,
     ) -> GlobalTensor:
         """The variable of this name, made now if it is new.
 
@@ -87,7 +95,7 @@ class Store:
         return found
 
     def _make(
-        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, initializer: Any, layout: Layout
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, initializer: Initializer, layout: Layout
     ) -> GlobalTensor:
         key = int.from_bytes(hashlib.sha256(f"{self.seed}/{name}".encode()).digest()[:8], "little") >> 1
         placed: Any = {"placement": layout.placement, "sbp": layout.sbp}
@@ -131,6 +139,11 @@ def _read(checkpoint: Checkpoint, name: str, variable: GlobalTensor) -> None:
 _stores: WeakKeyDictionary[World, Store] = WeakKeyDictionary()
 
 
+def known_store(world: World) -> Store | None:
+    """This rank's store in a world, if it has one; asks no other rank."""
+    return _stores.get(world)
+
+
 def store_of(world: World) -> Store:
     """This rank's store in a world, made when it is first asked for; all ranks ask together."""
     store = _stores.get(world)
@@ -139,4 +152,8 @@ def store_of(world: World) -> Store:
     return store
 
 
-DEFAULT = Initializer("constant_initializer(0.0)", 0.0)
+def common_store(world: World) -> Store:
+    """The same where the process of a rank may have been replaced: then all ranks begin with new stores."""
+    if not all(gather(world in _stores, world, "which ranks have variables")):
+        _stores.pop(world, None)
+    return store_of(world)

@@ -95,8 +95,9 @@ def _optimizer(job: Running, rule: Rule) -> torch.optim.Optimizer:
     """The job's own, over the variables that it has used; made in its first step, or from a loaded checkpoint."""
     store, trained = job.store, _trained(job)
     optimizer: torch.optim.Optimizer | None = store.optimizers.get(job.name)
-    if optimizer is None:
+    if optimizer is None or store.rules[job.name] != rule.settings:  # a job declared anew may have another rule
         optimizer = store.optimizers[job.name] = rule.make(trained)
+        store.rules[job.name] = rule.settings
         _load(optimizer, job.name, store)
         return optimizer
     known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}

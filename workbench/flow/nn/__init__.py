@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 _WHERE = {
-    "workbench.flow.nn.functional": [
+    "workbench.flow.nn.functions": [
         "avg_pool2d", "bias_add", "conv2d", "dropout", "leaky_relu", "max_pool2d", "relu", "sigmoid",
         "sigmoid_cross_entropy_with_logits", "softmax", "softmax_cross_entropy_with_logits",
         "sparse_softmax_cross_entropy_with_logits",

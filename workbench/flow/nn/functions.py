@@ -1,6 +1,6 @@
 """Functions of layers. In a job they run where its scope says; outside, where their operands lie.
 
-Names and arguments are those of the older documents. Names that are not here are those of ``torch.nn.functional``.
+Names and arguments are those of the older documents.
 """
 
 from __future__ import annotations
@@ -20,6 +20,12 @@ from workbench.runtime import random
 def relu(x: Any, name: str | None = None) -> Any:
     """``max(x, 0)``."""
     return torch.relu(x)
+
+
+@in_scope
+def sigmoid(x: Any, name: str | None = None) -> Any:
+    """``1 / (1 + exp(-x))``."""
+    return torch.sigmoid(x)
 
 
 @in_scope
@@ -161,14 +167,8 @@ def sigmoid_cross_entropy_with_logits(labels: Any, logits: Any, name: str | None
     return F.binary_cross_entropy_with_logits(logits, labels, reduction="none")
 
 
-def __getattr__(name: str) -> Any:
-    if name.startswith("_"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return in_scope(getattr(F, name))
-
-
 __all__ = [
-    "avg_pool2d", "bias_add", "conv2d", "dropout", "leaky_relu", "max_pool2d", "relu",
+    "avg_pool2d", "bias_add", "conv2d", "dropout", "leaky_relu", "max_pool2d", "relu", "sigmoid",
     "sigmoid_cross_entropy_with_logits", "softmax", "softmax_cross_entropy_with_logits",
     "sparse_softmax_cross_entropy_with_logits",
 ]  # fmt: skip
