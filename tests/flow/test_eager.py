@@ -144,6 +144,28 @@ def test_modules_keep_what_they_share_and_their_objects():
     assert run_ranks(program, 2) == [(1,), (1,)]
 
 
+def test_a_module_has_weights_and_a_config_of_its_own():
+    class Scale(flow.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.config = {"width": 3}
+            self.weight = flow.nn.Parameter(flow.ones(3))
+
+        def forward(self, x):
+            return x * self.weight
+
+    def program():
+        p, module = flow.placement("cpu", ranks=[0, 1]), Scale()
+        assert isinstance(module(flow.ones(2, 3)), flow.Tensor) and module.config == {"width": 3}
+        module.to_global(p, flow.sbp.split(0))
+        assert [weight.sbp for weight in module.parameters()] == [(flow.sbp.split(0),)]
+        module(flow.ones(2, 3, placement=p, sbp=flow.sbp.broadcast)).sum().backward()
+        return module.weight.grad.full_tensor()
+
+    for grad in run_ranks(program, 2):
+        assert torch.equal(grad, torch.full((3,), 2.0))
+
+
 def test_saved_values_load_under_another_layout(tmp_path):
     def program():
         p = flow.placement("cpu", ranks=[0, 1])

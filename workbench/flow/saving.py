@@ -18,6 +18,8 @@ from workbench.runtime.world import barrier
 def save(obj: Any, path: str | Path, global_dst_rank: int = 0) -> None:
     """Write tensors, and containers of them, with their logical values. All ranks of the world call it.
 
+    An optimizer's state is not for this: each rank holds its part of it. ``wb.save`` writes that.
+
     Args:
         obj: e.g. ``module.state_dict()``.
         path: the file; one rank writes it.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -104,10 +105,11 @@ class Graph:
         """Run a step. All ranks of the world call it with the same batch."""
         join()
         inputs = tree_map(lambda leaf: local(leaf) if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs))
-        stages = stages_of(self._modules().values())
         if not self._optimizers:
             return self._evaluate(inputs)
         self._check_optimizers()
+        stages = stages_of(self._modules().values())
+        placements = disjoint_placements(stages)
         parts, shares = _cut(inputs, self.config.num_micro_batches)
         weigh = None if self._scaler is None else self._scaler.scale
         self._forget_gradients()
@@ -116,9 +118,9 @@ class Graph:
                 self._build,
                 parts,
                 shares,
-                placements=disjoint_placements(stages),
+                placements=placements,
                 schedule=self.config.schedule,
-                stand_ins=self._stand_ins_for(stages),
+                stand_ins=self._stand_ins_for(stages, placements) if placements else (),
                 weigh=weigh,
             )
             self._step()
@@ -128,7 +130,7 @@ class Graph:
 
     def _build(self, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
         dtype = self.config.autocast
-        with torch.autocast(join().device.type, dtype=dtype, enabled=dtype is not None):
+        with nullcontext() if dtype is None else torch.autocast(join().device.type, dtype=dtype):
             return self.build(*inputs[0], **inputs[1])
 
     def _evaluate(self, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
@@ -141,12 +143,12 @@ class Graph:
             )
         return output
 
-    def _stand_ins_for(self, stages: dict[int, list[torch.Tensor]]) -> list[Any]:
+    def _stand_ins_for(self, stages: dict[int, list[torch.Tensor]], placements: tuple[Placement, ...]) -> list[Any]:
         """Blocks whose calls are told in short, kept for as long as the weights are the same and lie where they did."""
-        modules, placements = list(self._modules().values()), disjoint_placements(stages)
+        modules = list(self._modules().values())
         stage_of = {id(weight): stage for stage, weights in stages.items() for weight in weights}
         parameters = [parameter for module in modules for parameter in module.parameters()]
-        if not placements or any(id(p) not in stage_of for p in parameters) or any(map(is_recomputed, modules)):
+        if any(id(p) not in stage_of for p in parameters) or any(map(is_recomputed, modules)):
             return []
         known, where, found = self._stand_ins
         if where != placements or len(known) != len(parameters) or not all(map(operator.is_, known, parameters)):

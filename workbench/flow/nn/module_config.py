@@ -82,7 +82,12 @@ def _brought(leaf: Any, placement: Placement) -> Any:
     return GlobalTensor.to_global(leaf, placement, sbp)  # type: ignore[attr-defined]
 
 
+def config_of(module: nn.Module) -> ModuleConfig | None:
+    """What graphs were told about a module; None if nothing."""
+    config = module.__dict__.get("config")
+    return config if isinstance(config, ModuleConfig) else None
+
+
 def is_recomputed(module: nn.Module) -> bool:
     """Whether ``module`` or a part of it has ``activation_checkpointing``."""
-    found = (part.__dict__.get("_flow_config") for part in module.modules())
-    return any(config is not None and config.activation_checkpointing for config in found)
+    return any(config is not None and config.activation_checkpointing for config in map(config_of, module.modules()))

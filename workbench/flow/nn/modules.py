@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -65,11 +66,10 @@ class Module(nn.Module):
         spellings.warn_old("to_consistent(placement, sbp)", "to_global(placement=placement, sbp=sbp)")
         return self.to_global(placement, sbp)
 
-    @property
+    @cached_property  # so that a module may have a ``config`` of its own
     def config(self) -> ModuleConfig:
         """What a graph that holds this module is told about it, e.g. ``config.stage_id = 0``."""
-        found: ModuleConfig = self.__dict__.setdefault("_flow_config", ModuleConfig(self))
-        return found
+        return ModuleConfig(self)
 
     def cuda(self: Self, device: Any = None) -> Self:
         """``torch.nn.Module.cuda``; the module stays on the CPU where there is no GPU."""

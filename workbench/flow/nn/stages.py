@@ -9,6 +9,7 @@ from torch import nn
 
 from workbench.core.placement import Placement
 from workbench.errors import StrategyError
+from workbench.flow.nn.module_config import config_of
 from workbench.runtime.tensor import GlobalTensor
 
 
@@ -38,7 +39,7 @@ def stages_of(modules: Iterable[nn.Module]) -> dict[int, list[torch.Tensor]]:
 
 
 def _walk(module: nn.Module, stage: int | None) -> Iterator[tuple[int | None, list[torch.Tensor]]]:
-    config = module.__dict__.get("_flow_config")
+    config = config_of(module)
     if config is not None and config.stage_id is not None:
         stage = config.stage_id
     yield stage, [*module.parameters(recurse=False), *module.buffers(recurse=False)]
