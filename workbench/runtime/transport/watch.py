@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import NamedTuple
 
+from workbench.runtime.transport.beats import Beats
 from workbench.runtime.transport.meeting import Meeting
 from workbench.runtime.transport.processes import Processes
 from workbench.runtime.transport.waiting import Helper, Job
@@ -75,6 +76,7 @@ class Watch:
             if peer != rank and (member.host, member.namespace) == (own.host, own.namespace)
         }
         self.processes = Processes(near)
+        self._beats = Beats(self._store, self.members, rank)
         self.sent: Counter[int] = Counter()
         self.received: Counter[int] = Counter()
         self.pending: dict[int, list[int]] = {}
@@ -134,7 +136,8 @@ class Watch:
             self._helper.submit(self._write_end).finished.wait(_ANSWER_S)
 
     def close(self) -> None:
-        """End the helper thread and close the files that watch processes."""
+        """End the threads and close the files that watch processes."""
+        self._beats.close()
         self._helper.close()
         self.processes.close()
 
@@ -146,6 +149,10 @@ class Watch:
     def _look_around(self, wait: Wait) -> None:
         if self._store.check([_GAVE_UP]):  # whoever it was: nobody can go on in this world
             self._verdict = (wait, self._store.get(_GAVE_UP).decode())
+            return
+        silence = self._beats.silence_of(wait.source)
+        if silence is not None:
+            self._verdict = (wait, silence)
             return
         own = Note(*wait, self._sent())
         self._write(own)
