@@ -85,6 +85,47 @@ def test_extrema_lie_as_terms_only_where_no_gradient_is_needed():
     run_ranks(program, 2)
 
 
+_KEEPING = {
+    "clone": torch.clone, "detach": torch.detach, "contiguous": torch.Tensor.contiguous, "t": torch.t,
+    "T": lambda x: x.T, "mT": lambda x: x.mT, "permute": lambda x: x.permute(1, 0), "view": lambda x: x.view(2, 3, 5),
+    "reshape": lambda x: x.reshape(15, 2), "flatten": torch.flatten, "unsqueeze": lambda x: x.unsqueeze(1),
+    "squeeze": lambda x: x.unsqueeze(0).squeeze(0), "transpose": lambda x: x.transpose(0, 1),
+    "movedim": lambda x: x.movedim(0, 1), "unflatten": lambda x: x.unflatten(0, (3, 2)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", _KEEPING)
+def test_terms_of_an_extremum_may_be_copied_and_viewed(name):
+    full = random(4, 6, 5)
+
+    def program():
+        found = []
+        for sbp, ranks in ((["S(0)"], [1, 0]), (["S(0)", "B"], [[1], [0]])):
+            x = placed(full, sbp, ranks)
+            for extremum in (torch.amax, torch.amin):
+                terms = extremum(x, 0)
+                current().traffic.reset()
+                kept = _KEEPING[name](terms)
+                assert kept.sbp == terms.sbp and current().traffic.num_exchanges == 0, (kept.sbp, terms.sbp)
+                assert_equal_to_one_device(kept, _KEEPING[name](extremum(full, 0)))
+                found += [str(entry) for entry in kept.sbp]
+        return found
+
+    assert all("P(max)" in found and "P(min)" in found for found in run_ranks(program, 2))
+
+
+def test_a_maximum_of_terms_that_are_changed_is_not_that_of_the_terms():
+    full = random(4, 6)
+
+    def program():
+        terms = placed(full, ["S(0)"]).amax(0)
+        for change in (torch.neg, lambda x: x * -1, lambda x: x + x):
+            assert "P(max)" not in str(change(terms).sbp)
+            assert_equal_to_one_device(change(terms), change(full.amax(0)))
+
+    run_ranks(program, 2)
+
+
 @pytest.mark.parametrize("rows", [1, 2, 3, 5])
 def test_the_first_of_equal_values_wins_also_among_empty_shards(rows):
     generator = torch.Generator().manual_seed(rows)

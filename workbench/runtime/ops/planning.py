@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,13 +11,20 @@ from torch.utils._pytree import tree_flatten
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.core.rules import Equation, Operand, Signature, choose, signatures
-from workbench.core.sbp import Split
+from workbench.core.sbp import Partial, Split, partial_sum
 from workbench.runtime.ops.aliasing import ALIASING, PERHAPS_ALIASING
 from workbench.runtime.ops.ghost import infer_outputs
 from workbench.runtime.ops.registry import PARAMETERS, RULES, Call, Name, Resolution, fold_name
 from workbench.runtime.ops.weight_gradients import split_backward
 from workbench.runtime.tensor import GlobalTensor, Spec, local_torch, spec_of
 from workbench.runtime.world import World
+
+_KEEPING = """
+clone detach alias detach_copy contiguous positive view reshape flatten unflatten ravel squeeze unsqueeze permute
+transpose t get:T get:mT movedim
+"""
+_KEEPS_ELEMENTS = frozenset(_KEEPING.split())
+"""Functions whose result has the elements of their operand as they are: each term of a maximum stays one."""
 
 
 @dataclass(slots=True)
@@ -170,7 +177,17 @@ def candidates_of(call: Call, resolution: Resolution, placement: Placement) -> l
         if len(Equation.parse(found).inputs) < len(call.operands):
             return []  # a call with more tensors than the equation knows of
         found = signatures(found, call.shapes, [len(shape) for shape, _ in call.outputs])
+    if call.name in _KEEPS_ELEMENTS:
+        found = [*found, *_of_extrema(found, call)]
     return [s for s in found if s.letter not in resolution.filled or _fills_every_rank(s, call, placement)]
+
+
+def _of_extrema(found: Iterable[Signature], call: Call) -> list[Signature]:
+    """What a function takes and gives as terms of a sum, for the maxima and minima among its operands."""
+    entries = {entry for operand in call.operands for entry in operand._spec.layout.sbp}
+    others = [entry for entry in entries if isinstance(entry, Partial) and entry != partial_sum]
+    of_sums = [s for s in found if {*s.inputs, *s.outputs} == {partial_sum}] if others else []
+    return [Signature((e,) * len(s.inputs), (e,) * len(s.outputs)) for e in others for s in of_sums]
 
 
 def _fills_every_rank(signature: Signature, call: Call, placement: Placement) -> bool:
