@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from workbench.errors import StrategyError
 from workbench.runtime.ops.reading import everywhere
@@ -45,11 +45,12 @@ def cut(inputs: Any, targets: Any, num_micro_batches: int, count: Count | None =
     num_samples = _num_samples(inputs, targets)
     parts = min(num_micro_batches, num_samples)
 
-    def part_of(value: Any, index: int) -> Any:
+    def parts_of(value: Any) -> Sequence[Any]:
         is_cut = isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape[0] == num_samples
-        return value.tensor_split(parts)[index] if is_cut and parts > 1 else value
+        return value.tensor_split(parts) if is_cut and parts > 1 else [value] * parts
 
-    pairs = [tree_map(lambda value, i=i: part_of(value, i), (inputs, targets)) for i in range(parts)]
+    leaves, structure = tree_flatten((inputs, targets))
+    pairs = [tree_unflatten(list(row), structure) for row in zip(*map(parts_of, leaves), strict=True)]
     if count is None:
         terms = [float(num_samples // parts + (i < num_samples % parts)) for i in range(parts)]
     else:
