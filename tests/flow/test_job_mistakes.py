@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import typing
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -199,6 +200,44 @@ def with_body(body: Callable[[Any], Any]) -> Any:
         return body(x)
 
     return job
+
+
+def test_clipping_in_the_mirrored_view_takes_all_devices() -> None:
+    def body(x: Any) -> Any:
+        rule = flow.optimizer.SGD(0.1, grad_clipping=flow.optimizer.grad_clipping.by_global_norm(1.0))
+        rule.minimize(flow.layers.dense(x, 2, name="a"))
+
+    flow.config.gpu_device_num(2)
+    job = flow.global_function(type="train")(with_body(body))
+    with pytest.raises(JobError, match="job in the mirrored view on 2 of 3 devices"):
+        run_ranks(lambda rank: job([X[:2], X[2:]]), 3)
+
+
+def test_a_body_that_cannot_be_sent() -> None:
+    from workbench.flow.jobs import driver
+
+    lock = threading.Lock()
+    with pytest.raises(
+        JobError, match=r"job: the function cannot be sent to the engines, .*cannot pickle '_thread\.lock'"
+    ):
+        driver._pickled(job_of(lambda x: lock).job)
+
+
+def test_a_cell_of_a_notebook_is_named_as_there() -> None:
+    from IPython.core.interactiveshell import InteractiveShell
+
+    from workbench.flow.jobs import driver
+
+    shell = InteractiveShell.instance()
+    try:
+        shell.user_ns["flow"] = flow
+        shell.run_cell("def helper():\n    return 1", store_history=True)
+        shell.run_cell("@flow.global_function()\ndef job():\n    return helper()", store_history=True)
+        sources = list(driver._sources(shell.user_ns["job"].job.body))
+    finally:
+        InteractiveShell.clear_instance()
+    assert sorted(title for _, (title, _) in sources) == ["cell In[1]", "cell In[2]"]
+    assert any("    return helper()\n" in lines for _, (_, lines) in sources)
 
 
 @pytest.mark.filterwarnings("ignore:.*older spelling:DeprecationWarning")

@@ -329,6 +329,22 @@ def test_micro_batches() -> None:
             assert total == pytest.approx(X.sum(), rel=1e-4)
 
 
+def test_a_loss_may_lie_on_one_device() -> None:
+    @flow.global_function(type="train")
+    def job(x: Images, labels: Labels) -> tp.Numpy:
+        with flow.scope.placement("gpu", "0:0"):
+            hidden = flow.layers.dense(x, 7, flow.math.tanh, kernel_initializer=NORMAL, name="a")
+        with flow.scope.placement("gpu", "0:1"):
+            logits = flow.layers.dense(hidden, 3, kernel_initializer=NORMAL, name="b")
+            loss = flow.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
+            flow.optimizer.SGD(0.5, grad_clipping=0.1).minimize(loss)
+        return loss
+
+    expected = torch_losses(lambda p: torch.optim.SGD(p, 0.5), [0.5] * 3, max_norm=0.1)
+    for losses in run_ranks(lambda rank: [job(X, Y) for _ in range(3)], 3):
+        np.testing.assert_allclose(losses, expected, rtol=1e-5, atol=1e-6)
+
+
 def test_results_may_be_nested_and_a_callback_may_take_them() -> None:
     @flow.global_function()
     def nested(x: Images) -> dict[str, typing.Any]:

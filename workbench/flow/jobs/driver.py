@@ -12,7 +12,7 @@ from types import CodeType, FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from workbench.errors import CellError
+from workbench.errors import CellError, JobError
 from workbench.flow.jobs import remote
 from workbench.flow.jobs.run import Job, Use, zip_results
 from workbench.session import Session, current, protocol
@@ -37,7 +37,7 @@ def call(job: Job, arrays: Mapping[str, Any], use: Use) -> Any:
     """
     session = _session(use)
     known = _known.setdefault(session, _Known())
-    payload = protocol.dump(job)
+    payload = _pickled(job)
     digest = hashlib.sha256(payload).hexdigest()
     if known.jobs.get(job.name) != digest:
         _submit(session, remote.keep_job, job.name, payload, dict(_sources(job.body)))
@@ -60,6 +60,16 @@ def on_engines(function: Callable[..., Any], use: Use, *args: Any) -> None:
 def session_or_none() -> Session | None:
     """The session in which jobs run, if one is open."""
     return current()
+
+
+def _pickled(job: Job) -> bytes:
+    try:
+        return protocol.dump(job)
+    except Exception as error:
+        raise JobError(
+            f"{job.name}: the function cannot be sent to the engines, for something that it uses by name cannot be "
+            f"pickled ({type(error).__name__}: {error}). Make such things inside the body, or leave them out."
+        ) from error
 
 
 def _session(use: Use) -> Session:

@@ -61,6 +61,12 @@ def _rule(job: Running, config: FunctionConfig) -> Rule:
             '@flow.global_function(type="predict").'
         )
     rules = [rule for _, rule in job.losses if rule is not None]
+    num_ranks = job.store.world.world_size
+    if any(rule.max_norm is not None for rule in rules) and job.is_mirrored and job.placement.num_ranks < num_ranks:
+        raise JobError(
+            f"{job.name}: grad_clipping in a job in the mirrored view on {job.placement.num_ranks} of {num_ranks} "
+            "devices. The common norm is asked of all of them: use all, or the consistent view."
+        )
     if not rules:
         return config.train.rule(job.name)
     if len(rules) > 1:
