@@ -43,6 +43,15 @@ def test_a_cell_runs_everywhere_and_shows_its_value(run):
     assert captured.stdout.splitlines() == ["[all] hello", "[0] 0", "[1] 1"]
 
 
+def test_a_warning_about_a_line_of_the_cell_is_told_once(run):
+    captured, error = run("%%global\nimport warnings\nwarnings.warn('old', DeprecationWarning)")
+    assert error is None
+    assert captured.stderr.splitlines() == [
+        "[all] cell line 3: DeprecationWarning: old",
+        "[all]   warnings.warn('old', DeprecationWarning)",
+    ]
+
+
 def test_the_comment_spelling(run):
     captured, error = run("# %%global --ranks 1\nwb.rank()")
     assert error is None

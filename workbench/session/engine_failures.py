@@ -6,7 +6,8 @@ import linecache
 import sys
 import time
 import traceback
-from collections.abc import Iterable
+import warnings
+from collections.abc import Callable, Iterable
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -29,7 +30,22 @@ def install(shell: Any) -> None:
         plain_show(kind, error, text)
 
     shell._showtraceback = showtraceback
+    warnings.formatwarning = _told_alike(warnings.formatwarning)
     shell.events.register("post_run_cell", lambda result: _let_go(shell, result.error_in_exec))
+
+
+def _told_alike(plain_format: Callable[..., str]) -> Callable[..., str]:
+    """Warnings about lines of cells name the cell: its file has another name on every rank, and each would be shown."""
+
+    def format_warning(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+    ) -> str:
+        if not _is_cell(filename):
+            return plain_format(message, category, filename, lineno, line)
+        source = (line or linecache.getline(filename, lineno)).strip()
+        return f"{user_files.get(filename, 'cell')} line {lineno}: {category.__name__}: {message}\n  {source}\n"
+
+    return format_warning
 
 
 def _let_go(shell: Any, error: BaseException | None) -> None:

@@ -96,7 +96,7 @@ def _bar(span: Any, box: Box, scale: float, colours: Palette) -> Iterator[str]:
     label = f"{kind}{span.action.micro_batch}"
     left = box.width - waited
     if left >= text_width(label, 11) + 2:
-        ink = colours.ink if (kind == "F") == (colours.name == "light") else colours.background
+        ink = colours.ink if kind == "F" and colours.name == "light" else colours.background
         yield text(box.x + waited + left / 2, box.y + box.height / 2 + 4, label, size=11, fill=ink)
 
 
