@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -16,7 +15,6 @@ import workbench.session as session_package
 from workbench.errors import CellError, EngineStartError, NotStartedError, SessionError
 from workbench.session import Session
 from workbench.session.folder import ProcessId, SessionFolder, base_folder
-from workbench.session.launch_profile import store_for
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(120)]
 
@@ -166,10 +164,3 @@ def test_engines_of_an_ipyparallel_profile(tmp_path, monkeypatch):
         assert session.run("wb.rank(), wb.world_size()").values == [(0, 1)]
         assert session.num_engines == 1
     wait_until(lambda: set(psutil.Process().children(recursive=True)) == children_before, timeout_s=5)
-
-
-def test_ranks_on_several_hosts_meet_over_tcp(tmp_path):
-    folder = SessionFolder.open(tmp_path)
-    here = socket.gethostname()
-    assert store_for([(here, 1), (here, 2)], folder).startswith("file://")
-    assert store_for([("node1", 1234), (here, 2)], folder) == "tcp://node1:1234"

@@ -17,8 +17,9 @@ from workbench.session.calls import RemoteCall
 from workbench.session.code import check_syntax
 from workbench.session.folder import SessionFolder, reap_leftovers
 from workbench.session.launch import LocalProcesses, find_gpus
-from workbench.session.launch_profile import ProfileProcesses, rendezvous_host, store_for
+from workbench.session.launch_profile import ProfileProcesses
 from workbench.session.listeners import OutputListener, Show
+from workbench.session.meeting_point import find_meeting_point, store_for
 from workbench.session.output_log import OutputLogs
 from workbench.session.progress import StartProgress
 from workbench.session.ranks import check_ranks, say_ranks
@@ -64,7 +65,7 @@ class Session:
         self._processes: LocalProcesses | ProfileProcesses = (
             LocalProcesses(self._folder, self.num_engines, gpus)
             if profile is None
-            else ProfileProcesses(profile, self.num_engines)
+            else ProfileProcesses(profile, self.num_engines, self._folder)
         )
         self._engines: Engines | None = None
         self._start()
@@ -118,7 +119,8 @@ class Session:
         tag = self._tag(targets, wants_values=values, label=label)
         listener = OutputListener(targets, self.num_engines, show, merge, self.logs.begin(tag.run, label))
         started_s = time.monotonic()
-        outcome = self._perform(lambda live: live.execute(targets, code, tag), listener, timeout, label or "a cell")
+        name = label or "a cell"
+        outcome = self._perform(lambda live: live.execute(targets, code, tag), targets, listener, timeout, name)
         listener.finish()
         _raise_unless_ok(outcome, "cell", timeout)
         ordered = [outcome.values.get(rank) for rank in targets]
@@ -141,7 +143,7 @@ class Session:
 
         def perform(call: RemoteCall) -> Outcome:
             with self._turns.turn(place):
-                self._prepare()
+                self._prepare(targets)
                 request = self._live().apply(targets, engine.call, (payload,), tag)
                 return self._follow(request, listener, wait=call.follow, label=tag.label)
 
@@ -242,16 +244,19 @@ class Session:
 
     def _choose_store(self, listener: Listener) -> str:
         """Where the ranks of a new world meet."""
-        if self.profile is None:
+        if isinstance(self._processes, LocalProcesses):
             return self._folder.new_store()
         ranks = range(self.num_engines)
-        outcome = self._follow(self._live().apply(ranks, rendezvous_host, (), self._tag(ranks, label="meet")), listener)
+        towards = (self._processes.controller_address,)
+        request = self._live().apply(ranks, find_meeting_point, towards, self._tag(ranks, label="meet"))
+        outcome = self._follow(request, listener)
         _raise_unless_ok(outcome, "start")
         return store_for([outcome.replies[rank] for rank in ranks], self._folder)
 
     def _perform(
         self,
         send: Callable[[Engines], Request],
+        targets: Sequence[int],
         listener: Listener,
         timeout_s: float | None = None,
         label: str = "",
@@ -261,7 +266,7 @@ class Session:
             busy = ", ".join(sorted(run.label for run in list(self._active) if run.label)) or "another request"
             print(f"workbench: the engines run {busy}; this waits its turn", file=sys.stderr)
         with self._turns.turn(place):
-            self._prepare()
+            self._prepare(targets)
             return self._follow(send(self._live()), listener, timeout_s, label=label)
 
     def _follow(
@@ -287,15 +292,24 @@ class Session:
     def _call(self, targets: Sequence[int], function: Callable[..., Any], arguments: tuple, what: str) -> list[Any]:
         listener = OutputListener(targets, self.num_engines)
         tag = self._tag(targets, label=what)
-        outcome = self._perform(lambda live: live.apply(targets, function, arguments, tag), listener, label=what)
+        outcome = self._perform(
+            lambda live: live.apply(targets, function, arguments, tag), targets, listener, label=what
+        )
         _raise_unless_ok(outcome, what)
         return [outcome.replies[rank] for rank in targets]
 
-    def _prepare(self) -> None:
-        """Replace engines that have died, and join a new world where the old one broke."""
+    def _prepare(self, targets: Sequence[int]) -> None:
+        """Replace engines that have died, and join a new world where the old one broke.
+
+        Where engines cannot be replaced, the others still run what is sent to them alone.
+        """
         missing = sorted(set(range(self.num_engines)) - set(self._live().ids()))
+        if missing and not self._processes.replaces_engines and not set(missing) & set(targets):
+            return
         if missing:
-            print(f"workbench: {say_ranks(missing)} died and is started again without its variables", file=sys.stderr)
+            if self._processes.replaces_engines:
+                what = f"workbench: {say_ranks(missing)} died and is started again without its variables"
+                print(what, file=sys.stderr)
             self._replace(missing)
         elif self._world_is_stale:
             self._join(OutputListener(range(self.num_engines), self.num_engines))

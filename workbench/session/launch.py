@@ -30,7 +30,7 @@ from workbench.session.ranks import say_ranks
 START_TIMEOUT_S = 120
 _POLL_S = 0.05
 _LOG_LINES = 12
-_GUARD = [sys.executable, "-m", "workbench.session.guard"]
+GUARD = [sys.executable, "-m", "workbench.session.guard"]
 _CONTROLLER_OPTIONS = [
     "--IPController.use_threads=True",
     "--IPController.ip=127.0.0.1",
@@ -76,7 +76,7 @@ class GuardedControllerLauncher(LocalControllerLauncher):
     stop_seconds_until_kill = Integer(1)
 
     def find_args(self) -> list[str]:
-        return [*_GUARD, "ipyparallel.controller", *self.cluster_args, *self.controller_args]
+        return [*GUARD, "ipyparallel.controller", *self.cluster_args, *self.controller_args]
 
 
 class RankEngineLauncher(LocalEngineLauncher):
@@ -89,7 +89,7 @@ class RankEngineLauncher(LocalEngineLauncher):
         return self.parent.ranks[int(self.identifier)]
 
     def find_args(self) -> list[str]:
-        return [*_GUARD, "ipyparallel.engine", *self.cluster_args, *self.engine_args, f"--IPEngine.id={self.rank}"]
+        return [*GUARD, "ipyparallel.engine", *self.cluster_args, *self.engine_args, f"--IPEngine.id={self.rank}"]
 
     def start(self) -> Any:
         own = rank_environment(self.rank, self.parent.num_ranks, self.parent.gpus)
@@ -111,6 +111,8 @@ class LocalProcesses:
 
     ``start`` brings them up or raises `EngineStartError`; ``stop`` ends all of them; both leave nothing behind.
     """
+
+    replaces_engines = True
 
     def __init__(self, folder: SessionFolder, num_ranks: int, gpus: Sequence[str] = ()) -> None:
         self.folder = folder

@@ -1,20 +1,23 @@
 """A session whose processes are started by an ipyparallel profile: SSH, MPI, Slurm and others, on any number of hosts.
 
-The profile decides where engines run and with which environment. They end with their controller, whose
-heartbeat they watch, not with the notebook process, which may be on another host.
+The profile decides where engines run and with which environment. They end with their controller, whose heartbeat they
+watch; the controller ends with the notebook.
 """
 
 from __future__ import annotations
 
 import logging
-import socket
+import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 
 import ipyparallel as ipp
+from traitlets.config import Config
 
 from workbench.errors import EngineStartError, SessionError
 from workbench.session.folder import SessionFolder
+from workbench.session.launch import GUARD
 from workbench.session.ranks import say_ranks
 
 START_TIMEOUT_S = 600  # batch systems queue
@@ -24,10 +27,28 @@ _POLL_S = 0.1
 class ProfileProcesses:
     """Controller and engines of a profile; the same interface as `LocalProcesses`."""
 
-    def __init__(self, profile: str, num_ranks: int) -> None:
+    replaces_engines = False
+    """A profile's launchers do not know single engines by their ids."""
+
+    def __init__(self, profile: str, num_ranks: int, folder: SessionFolder) -> None:
         self.profile, self.num_ranks = profile, num_ranks
+        self._folder = folder
         self._client: ipp.Client | None = None
-        self._cluster = ipp.Cluster(profile=profile, n=num_ranks, shutdown_atexit=False, log_level=logging.CRITICAL)
+        self._cluster = ipp.Cluster(
+            profile=profile, n=num_ranks, shutdown_atexit=False, log_level=logging.CRITICAL, config=self._guarded()
+        )
+
+    def _guarded(self) -> Config:
+        """A controller that this host starts watches the notebook, as the engines watch the controller."""
+        environment = {"WORKBENCH_OWNER_PID": str(os.getpid()), "WORKBENCH_SESSION_FOLDER": str(self._folder.path)}
+        command = [*GUARD, "ipyparallel.controller"]
+        return Config(LocalControllerLauncher={"controller_cmd": command, "environment": environment})
+
+    @property
+    def controller_address(self) -> str:
+        """The address at which the engines reach the controller."""
+        assert self._client is not None
+        return str(self._client._config["interface"]).rpartition("/")[2]
 
     def start(self, on_progress: Callable[[int], None]) -> ipp.Client:
         """Start everything and return a client that sees all ranks; engine ids become ranks.
@@ -53,12 +74,18 @@ class ProfileProcesses:
         """Single engines of a profile cannot be replaced, because its launchers do not know their ids."""
         raise SessionError(
             f"Session(profile={self.profile!r}): {say_ranks(ranks)} ended, and engines of a profile are started "
-            f"only all together. Close this session and start a new one."
+            f"only all together. Save what the other ranks hold (%%global --ranks runs there), close this session and "
+            f"start a new one."
         )
 
     def stop(self) -> None:
-        """Stop the profile's engines and controller."""
-        self._cluster.stop_cluster_sync()
+        """Stop the profile's engines and controller, as far as their hosts can still be reached."""
+        for end in (self._cluster.stop_engines_sync, self._cluster.stop_controller_sync):
+            try:
+                end()
+            except Exception as error:  # noqa: BLE001 - launchers run programs on other hosts, which may be gone
+                what = f"workbench: not all processes of profile {self.profile!r} could be told to end"
+                print(f"{what}: {error}", file=sys.stderr)
 
     def kill(self, ranks: Sequence[int]) -> None:
         """End engines at once, through their nannies."""
@@ -78,19 +105,3 @@ class ProfileProcesses:
             f"Session(profile={self.profile!r}): {num_up} of {self.num_ranks} engines are up. "
             f"The last lines they wrote:\n{tail}"
         )
-
-
-def rendezvous_host() -> tuple[str, int]:
-    """This engine's host name and a port that is free on it; runs on rank 0."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return socket.gethostname(), probe.getsockname()[1]
-
-
-def store_for(hosts: Sequence[tuple[str, int]], folder: SessionFolder) -> str:
-    """Where the ranks meet: a file if all of them are on this host, else a TCP store on rank 0's host."""
-    here = socket.gethostname()
-    if all(host == here for host, _ in hosts):
-        return folder.new_store()
-    host, port = hosts[0]
-    return f"tcp://{host}:{port}"

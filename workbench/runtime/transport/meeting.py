@@ -14,8 +14,10 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from urllib.parse import urlsplit
 
 import torch
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
@@ -128,9 +130,34 @@ def _store_of(init_method: str, rank: int, world_size: int, timeout_s: float) ->
     global _last
     if _last is None or _last[0] != init_method:
         timeout = datetime.timedelta(seconds=timeout_s)
-        store, _, _ = next(rendezvous(init_method, rank, world_size, timeout=timeout))
+        if init_method.startswith("tcp://"):
+            store: Store = _tcp_store(init_method, rank, world_size, timeout)
+        else:
+            store, _, _ = next(rendezvous(init_method, rank, world_size, timeout=timeout))
         _last = (init_method, store)
     return _last[1]
+
+
+def _tcp_store(init_method: str, rank: int, world_size: int, timeout: datetime.timedelta) -> Store:
+    """A TCP store that rank 0 serves at the address that is named, and nowhere else: torch's listens everywhere."""
+    place = urlsplit(init_method)
+    if not place.hostname or not place.port:
+        raise WorldError(
+            f"init_method={init_method!r}: a TCP store needs an address of rank 0's host and a free port there, e.g. "
+            f"tcp://10.0.0.1:29500."
+        )
+    if rank > 0:
+        return TCPStore(place.hostname, place.port, world_size, False, timeout, wait_for_workers=False)
+    listening = socket.create_server((place.hostname, place.port))
+    return TCPStore(
+        place.hostname,
+        place.port,
+        world_size,
+        True,
+        timeout,
+        wait_for_workers=False,
+        master_listen_fd=listening.detach(),
+    )
 
 
 def _wait_for_all(store: Store, keys: list[str], who: str, timeout_s: float) -> None:

@@ -1,0 +1,145 @@
+"""Hosts made of network namespaces: each has an address of its own, a host name, and an sshd that lets us in."""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+NETWORK = "10.77.0"
+
+
+def missing():
+    """Why such hosts cannot be made here; empty where they can."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    programs = [name for name in ("ip", "ssh", "ssh-keygen", "scp", "sftp", "unshare") if shutil.which(name) is None]
+    programs += [] if Path("/usr/sbin/sshd").exists() else ["sshd"]
+    if programs:
+        return f"needs {', '.join(programs)} (Debian: iproute2, openssh-server, openssh-client)"
+    tried = _run("ip", "link", "add", "wbtry0", "type", "bridge", check=False)
+    _run("ip", "link", "del", "wbtry0", check=False)
+    return "" if tried.returncode == 0 else f"this kernel makes no bridges: {tried.stderr.strip()}"
+
+
+@dataclass
+class Host:
+    """One of them, by number from 1."""
+
+    number: int
+    folder: Path
+    sshd: subprocess.Popen | None = None
+
+    @property
+    def name(self):
+        return f"wbh{self.number}"
+
+    @property
+    def address(self):
+        return f"{NETWORK}.{10 + self.number}"
+
+    def start(self):
+        """Cable, address, and sshd under a host name of its own."""
+        cable = f"wbv{self.number}"
+        _run("ip", "netns", "add", self.name)
+        _run("ip", "link", "add", cable, "type", "veth", "peer", "name", "eth0", "netns", self.name)
+        _run("ip", "link", "set", cable, "master", "wbbr0", "up")
+        _run("ip", "-n", self.name, "addr", "add", f"{self.address}/24", "dev", "eth0")
+        for link in ("eth0", "lo"):
+            _run("ip", "-n", self.name, "link", "set", link, "up")
+        config = self.folder / f"sshd{self.number}.conf"
+        config.write_text(
+            f"Port 22\nListenAddress {self.address}\nHostKey {self.folder}/host_key\nPidFile none\nStrictModes no\n"
+            f"AuthorizedKeysFile {self.folder}/key.pub\nUsePAM no\nPasswordAuthentication no\n"
+            f"PermitRootLogin prohibit-password\nSubsystem sftp internal-sftp\nMaxStartups 50\n"
+        )
+        serve = f"hostname {self.name}; exec /usr/sbin/sshd -D -E {self.folder}/sshd{self.number}.log -f {config}"
+        self.sshd = subprocess.Popen(["ip", "netns", "exec", self.name, "unshare", "--uts", "sh", "-c", serve])
+
+    def cut_cable(self):
+        _run("ip", "link", "set", f"wbv{self.number}", "down")
+
+    def mend_cable(self):
+        _run("ip", "link", "set", f"wbv{self.number}", "up")
+
+    def processes(self):
+        """All that runs on it."""
+        pids = _run("ip", "netns", "pids", self.name, check=False).stdout.split()
+        return [psutil.Process(int(pid)) for pid in pids if psutil.pid_exists(int(pid))]
+
+    def kill(self):
+        """Everything on it ends at once, as when its power goes."""
+        for process in self.processes():
+            process.kill()
+
+    def remove(self):
+        self.kill()
+        if self.sshd is not None:
+            self.sshd.wait()
+        _run("ip", "netns", "del", self.name, check=False)
+
+
+class Network:
+    """Some hosts on one bridge with this machine, and an ssh configuration that reaches them."""
+
+    def __init__(self, folder: Path, num_hosts: int) -> None:
+        self.folder = folder
+        self.hosts = [Host(number, folder) for number in range(1, num_hosts + 1)]
+
+    def __enter__(self):
+        Path("/run/sshd").mkdir(exist_ok=True)
+        for name in ("key", "host_key"):
+            _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.folder / name))
+        (self.folder / "ssh_config").write_text(
+            f"Host {NETWORK}.*\n  IdentityFile {self.folder}/key\n  StrictHostKeyChecking no\n"
+            f"  UserKnownHostsFile /dev/null\n  LogLevel ERROR\n"
+        )
+        _run("ip", "link", "add", "wbbr0", "type", "bridge")
+        _run("ip", "addr", "add", f"{NETWORK}.1/24", "dev", "wbbr0")
+        _run("ip", "link", "set", "wbbr0", "up")
+        for host in self.hosts:
+            host.start()
+        for host in self.hosts:
+            self._wait_for(host)
+        return self
+
+    def __exit__(self, *exc_info):
+        for host in self.hosts:
+            host.remove()
+        _run("ip", "link", "del", "wbbr0", check=False)
+
+    def ssh(self, host, command):
+        return _run("ssh", "-F", str(self.folder / "ssh_config"), f"root@{host.address}", command, check=False)
+
+    def _wait_for(self, host, timeout_s=20):
+        deadline = time.monotonic() + timeout_s
+        while (answer := self.ssh(host, "hostname")).returncode != 0:
+            assert time.monotonic() < deadline, answer.stderr
+            time.sleep(0.2)
+        assert answer.stdout.strip() == host.name
+
+    def profile(self, documented: str, ipython_dir: Path, engines: dict[int, int]) -> None:
+        """The documented profile, with these hosts, this Python, and our keys."""
+        own = {f"root@{self.hosts[number - 1].address}": count for number, count in engines.items()}
+        options = ["-F", str(self.folder / "ssh_config")]
+        settings = {
+            "SSHEngineSetLauncher.engines": own,
+            "SSHLauncher.remote_python": sys.executable,
+            "SSHLauncher.ssh_args": options,
+            "SSHLauncher.scp_args": options,
+            # The hosts share this machine's files, and scp must not copy a file onto itself.
+            "SSHLauncher.remote_profile_dir": str(self.folder / "remote" / "profile_cluster"),
+        }
+        folder = ipython_dir / "profile_cluster"
+        folder.mkdir(mode=0o700, parents=True)
+        (self.folder / "remote").mkdir(exist_ok=True)
+        lines = [documented, *(f"c.{name} = {value!r}" for name, value in settings.items())]
+        (folder / "ipcluster_config.py").write_text("\n".join(lines))
+
+
+def _run(*command, check=True):
+    return subprocess.run(command, capture_output=True, text=True, check=check)
