@@ -3,6 +3,7 @@
 import warnings
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -123,14 +124,7 @@ def test_every_model_trains_alike(model, strategy, num_ranks, optimizer):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "options"),
-    # Not a gpt with recompute: torch's own check refuses it under a dispatch mode, because position numbers that
-    # forward takes whole are split when they are taken again.
-    [
-        (m, o)
-        for m in MODELS
-        for o in ("zero=1", "zero=2", "zero=3", "recompute", "bf16")
-        if (m, o) != ("gpt", "recompute")
-    ],
+    [(m, o) for m in MODELS for o in ("zero=1", "zero=2", "zero=3", "recompute", "bf16")],
 )
 def test_options_of_a_strategy_train_alike(model, options):
     assert_captured_like_uncaptured(model, f"*: data | 1x2x1 {options}", "adamw", 6)
@@ -187,6 +181,12 @@ def test_a_program_is_printed_as_it_runs():
 
 REFUSED = {
     "item": (lambda loss: loss.item(), "the value of a tensor is read.*test_capture.py, line"),
+    "tolist": (lambda loss: loss.tolist(), r"tolist\(\): the value of a tensor is read.*test_capture.py, line"),
+    "numpy": (
+        lambda loss: loss.detach().to_local().numpy(),
+        r"numpy\(\): the value of a tensor is read.*Return the tensor",
+    ),
+    "asarray": (lambda loss: np.asarray(loss.detach().full_tensor()), r"numpy.asarray\(\): the value of a tensor"),
     "branch": (lambda loss: loss if loss > 3 else -loss, "the value of a tensor is read"),
     "mask": (lambda loss: loss.detach().to_local().reshape(1)[torch.tensor([True])], "depends on values"),
     "binomial": (
@@ -194,6 +194,15 @@ REFUSED = {
         "cannot draw again",
     ),
 }
+
+
+def test_printing_within_the_step_is_no_reading():
+    def program():
+        return called(
+            wb.capture(step_of(*layer(), after=lambda loss: (str(loss.detach()), loss.detach())[1]))
+        ).full_tensor()
+
+    assert run_ranks(program)[0].isfinite()
 
 
 @pytest.mark.parametrize("name", REFUSED)

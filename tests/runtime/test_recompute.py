@@ -1,6 +1,7 @@
 """Recomputation per block by strategy: the numbers of one device, dropout and statistics of batch norm alike."""
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -153,3 +154,25 @@ def test_copies_undoing_and_evaluation():
             torch.testing.assert_close(model(ids).full_tensor(), first)
 
     run_ranks(program, 2)
+
+
+def test_nothing_of_a_step_outlives_it():
+    """What a checkpoint keeps are the inputs of blocks: kept from step to step they would fill the memory."""
+    model, (inputs, targets) = make("mlp"), batch_for("mlp")
+
+    def count():
+        gc.collect()
+        return sum(type(thing) is torch.utils.checkpoint._CheckpointFrame for thing in gc.get_objects())
+
+    def program():
+        parallel, kept = wb.parallelize(model, "*: data | 1x1x1 recompute"), []
+        for _ in range(2):
+            loss = F.cross_entropy(parallel(inputs), targets)
+            kept.append(count())
+            loss.backward()
+            del loss
+            kept.append(count())
+        return kept
+
+    before = count()
+    assert [kept - before for kept in run_ranks(program, 1)[0]] == [4, 0, 4, 0]

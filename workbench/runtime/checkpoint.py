@@ -81,8 +81,10 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             world.call = call_before
 
     result = _original(pinned, *args, **options)
-    if pins[0] is not None:
-        _start_at_the_end(result, pins[0])
+    # The function outlives the call, in what the pin has saved; a pin that it knew would keep it for ever.
+    pin, pins[0] = pins[0], None
+    if pin is not None:
+        _start_at_the_end(result, pin)
     return result
 
 

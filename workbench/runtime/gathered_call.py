@@ -79,6 +79,7 @@ class Call:
         """The call has ended: shards stand in their places again."""
         if self.saving is not None:
             self.saving.__exit__(None, None, None)
+            self.saving = None
         for owner, name, parameter in self.kept:
             owner._parameters[name] = parameter
         self.kept.clear()

@@ -184,8 +184,9 @@ class Unit:
         self.chain.active.remove(call)
         with local_torch():
             learns = any(parameter.requires_grad for parameter in call.parameters)
+        keeps_notes = call.saving is not None
         call.put_back()
-        if call.saving is not None and call.parameters:
+        if keeps_notes and call.parameters:
             call.gather_at_the_end(args, output, learns)
 
     def _cast(self) -> list[tuple[nn.Module, str, Any, int]]:

@@ -23,6 +23,7 @@ from workbench.runtime.caller import user_frame
 from workbench.runtime.capture.gradients import held_grad
 from workbench.runtime.capture.optimizer_steps import Step
 from workbench.runtime.capture.program import Call, Program, Slot
+from workbench.runtime.capture.reading import refuse_reading
 from workbench.runtime.tensor import GlobalTensor, local_torch, plain
 from workbench.runtime.world import World
 
@@ -297,10 +298,9 @@ def _check_operator(func: Any, args: Any) -> None:
     if func is _aten.index.Tensor and not any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1]):
         return  # a selection by numbers has their shape, one by a mask as many rows as it has ones
     frame, _ = user_frame()
-    where = "" if frame is None else f" ({frame.f_code.co_filename}, line {frame.f_lineno})"
-    what = "the value of a tensor is read" if reads else "the shape of a result depends on values"
-    raise CaptureError(
-        f"capture: {str(func).removesuffix('.default')}: {what}{where}. A replay runs the recorded operators and no "
-        "Python, so what the code decides by a value would stay as it was. Return the tensor and read it outside of "
-        "the captured function, or decide with torch.where."
+    name = "item(), bool(), int() or float()" if func is _aten._local_scalar_dense.default else str(func)
+    refuse_reading(
+        name.removesuffix(".default"),
+        frame,
+        "the value of a tensor is read" if reads else "the shape of a result depends on values",
     )

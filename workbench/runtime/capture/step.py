@@ -16,6 +16,7 @@ from workbench.errors import CaptureError
 from workbench.runtime.capture.gradients import Leaves, held_grad, hold_grad, shard_spec
 from workbench.runtime.capture.optimizer_steps import told_to
 from workbench.runtime.capture.program import Program
+from workbench.runtime.capture.reading import RefusesReading
 from workbench.runtime.capture.recording import RecordedTransport, Recorder
 from workbench.runtime.tensor import GlobalTensor, Spec, label, local_torch, plain
 from workbench.runtime.transport.base import Traffic
@@ -121,8 +122,9 @@ def capture(step: Callable[..., Any], *, max_recordings: int = 8) -> CapturedSte
         step: takes tensors (global or plain, also in lists and dicts) and other values, and returns the same.
 
     Raises:
-        CaptureError: the step reads a value (``.item()``, ``if loss > 3``), makes a shape of values, runs several
-            stages per rank, steps an optimizer with a closure or a scheduler, or keeps tensors for its next call.
+        CaptureError: the step reads a value (``.item()``, ``.tolist()``, ``if loss > 3``), makes a shape of values,
+            runs several stages per rank, steps an optimizer with a closure or a scheduler, or keeps tensors for its
+            next call.
 
     >>> x = wb.ones(2, 2, placement=wb.placement("cpu", ranks=[0]), sbp=wb.sbp.broadcast)
     >>> double = wb.capture(lambda x: x * 2)
@@ -232,7 +234,7 @@ def _record(
     before, transport = _Sent.so_far(world.traffic), world.transport
     world.recorder, world.transport = recorder, RecordedTransport(recorder, transport)
     try:
-        with told_to(recorder), recorder:
+        with told_to(recorder), RefusesReading(), recorder:
             result = step(*args, **kwargs)
     finally:
         world.recorder, world.transport = None, transport
