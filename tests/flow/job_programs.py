@@ -10,7 +10,7 @@ from unittest import mock
 import numpy as np
 
 from tests.flow.running import run, source_of
-from workbench.flow import config, scope
+from workbench.flow import config, data, mnist_util, scope
 from workbench.flow.jobs.function import JobFunction
 from workbench.runtime.world import current
 from workbench.testing import run_ranks
@@ -43,8 +43,8 @@ def changed(on_one_device: bool) -> Iterator[dict[int, list[Any]]]:
 
     patches = [
         mock.patch.object(JobFunction, "__call__", call),
-        mock.patch("workbench.flow.mnist_util.load_data", made_up_digits),
-        mock.patch("workbench.flow.data.load_mnist", made_up_digits),
+        mock.patch.object(data, "load_mnist", made_up_digits),
+        mock.patch.object(mnist_util, "load_data", made_up_digits),
     ]
     if on_one_device:
         patches += [

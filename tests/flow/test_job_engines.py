@@ -38,8 +38,8 @@ def program(name: str, folder: Path) -> dict[str, Any]:
     path.write_text(text, encoding="utf-8")
     namespace: dict[str, Any] = {"__name__": "__main__", "__file__": str(path)}
     with (
-        mock.patch("workbench.flow.mnist_util.load_data", made_up_digits),
-        mock.patch("workbench.flow.data.load_mnist", made_up_digits),
+        mock.patch.object(flow.data, "load_mnist", made_up_digits),
+        mock.patch.object(flow.mnist_util, "load_data", made_up_digits),
     ):
         exec(compile(text, str(path), "exec"), namespace)
     return namespace
