@@ -66,3 +66,11 @@ def test_consistent_and_mirrored_lenet_have_the_losses_of_one_device() -> None:
 
 def test_relay_lenet_has_the_losses_of_one_device() -> None:
     assert_equal_losses(losses_of("relay_lenet", 2), losses_of("relay_lenet", 1))
+
+
+def test_the_comparison_sees_another_loss() -> None:
+    losses = [np.ones(3, np.float32)] * 2
+    with pytest.raises(AssertionError):
+        assert_equal_losses(losses, [losses[0], losses[1] * 1.001])
+    with pytest.raises(AssertionError):
+        assert_equal_losses(losses, losses[:1])
