@@ -13,6 +13,7 @@ from workbench.core.placement import Placement
 from workbench.core.route import BoxingRoute, route_boxing
 from workbench.runtime import methods
 from workbench.runtime.agreement import check_agreement
+from workbench.runtime.calibrating import calibrate
 from workbench.runtime.capture.step import capture
 from workbench.runtime.creation import arange, empty, eye, full, ones, rand, randint, randn, randperm, tensor, zeros
 from workbench.runtime.data import GlobalDataLoader
@@ -86,7 +87,7 @@ def boxing_plan(
 
 __all__ = [
     "Checkpoints", "GlobalDataLoader", "GlobalTensor", "GradScaler", "arange", "balance", "barrier", "boxing_plan",
-    "capture", "check_agreement", "empty", "evaluate", "explicit_boxing", "export_safetensors", "eye",
+    "calibrate", "capture", "check_agreement", "empty", "evaluate", "explicit_boxing", "export_safetensors", "eye",
     "find_nonfinite", "forward_backward", "full", "init", "load", "load_safetensors", "local_map", "manual_seed",
     "memory_report", "methods", "no_sync", "ones", "parallelize", "placement", "prove", "rand", "randint", "randn",
     "randperm", "rank", "rebuild", "rule", "save", "tensor", "timeline", "to_global", "to_global_many", "trace",
