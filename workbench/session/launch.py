@@ -25,6 +25,7 @@ from traitlets.config import Config
 
 from workbench.errors import EngineStartError
 from workbench.session.folder import ProcessId, SessionFolder
+from workbench.session.meeting_point import INTERFACE_VARIABLES, interface_of
 from workbench.session.ranks import say_ranks
 
 START_TIMEOUT_S = 120
@@ -48,6 +49,9 @@ def rank_environment(rank: int, num_ranks: int, gpus: Sequence[str] = ()) -> dic
         "WORLD_SIZE": str(num_ranks),
         "OMP_NUM_THREADS": str(max(1, num_cores() // num_ranks)),
     }
+    # gloo and NCCL ask for no password, and would listen wherever the host's name leads
+    loopback = interface_of("127.0.0.1")
+    environment |= {name: os.environ.get(name, loopback) for name in INTERFACE_VARIABLES if loopback}
     if gpus:
         environment["CUDA_VISIBLE_DEVICES"] = gpus[rank % len(gpus)]
     return environment
