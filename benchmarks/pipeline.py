@@ -3,8 +3,9 @@
     python -m benchmarks.pipeline
 
 A GPT of 8 blocks of width 256, batch 8 x 64 in 4 micro-batches, forward, backward and AdamW: torch with
-``Schedule1F1B`` and half of the blocks on each stage; the workbench with every schedule. The same again with a head as
-large as two blocks: torch with half of the blocks on each stage, the workbench with stages cut by ``wb.balance``.
+``Schedule1F1B`` and half of the blocks on each stage; the workbench with every schedule, as written and captured
+(``wb.capture``). The same again with a head as large as two blocks: torch with half of the blocks on each stage, the
+workbench with stages cut by ``wb.balance``; on paper, what any cut can give.
 Models start from the same weights, and must end with the same. Measured steps are compared with what the simulator
 makes of the measured actions.
 """
@@ -28,6 +29,7 @@ from benchmarks.harness import Target, interleave, is_launched, keep, launch, me
 from workbench.core.strategy import Strategy
 from workbench.pipeline.schedules import make_table
 from workbench.pipeline.simulate import Timeline, measured_durations, simulate
+from workbench.runtime.pipelining.balance import Balance
 
 NUM_PROCESSES = 2
 WIDTH, NUM_BLOCKS, BATCH, LENGTH, NUM_MICRO_BATCHES = 256, 8, 8, 64, 4
@@ -38,6 +40,8 @@ THEIRS = "torch, Schedule1F1B, equal blocks"
 _LEARNING_RATE = 1e-4
 _LARGEST_WEIGHT_DIFFERENCE = 2e-3
 _STEPS_OF_TIMELINE = 5
+_REPEATS = 15
+_WARM_UP_STEPS = 3
 
 
 def make_model(num_words: int) -> GPT:
@@ -53,16 +57,21 @@ def batch_of(num_words: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Ours:
-    """The workbench under a strategy; call it for one step."""
+    """The workbench under a strategy, as written or captured; call it for one step."""
 
-    def __init__(self, num_words: int, strategy: Strategy) -> None:
+    def __init__(self, num_words: int, strategy: Strategy, captured: bool = False) -> None:
         self.batch, self.model = batch_of(num_words), wb.parallelize(make_model(num_words), strategy)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=_LEARNING_RATE)
+        self.step: Callable[..., object] = wb.capture(self._step) if captured else self._step
 
     def __call__(self) -> None:
+        self.step(*self.batch)
+
+    def _step(self, words: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         self.optimizer.zero_grad()
-        wb.forward_backward(self.model, next_word_loss, *self.batch)
+        loss = wb.forward_backward(self.model, next_word_loss, words, targets)
         self.optimizer.step()
+        return loss
 
     def timelines(self) -> list[Timeline]:
         """Of some steps."""
@@ -143,17 +152,40 @@ def cut_evenly(num_stages: int, options: str) -> Strategy:
     )
 
 
-def cut_by_cost(num_words: int) -> Strategy:
+def balanced(num_words: int) -> Balance:
     """Stages of equal measured cost."""
     inputs, targets = (part[: BATCH // NUM_MICRO_BATCHES] for part in batch_of(num_words))
-    found = wb.balance(make_model(num_words), next_word_loss, inputs, targets, NUM_PROCESSES)
-    return found.strategy.with_options(num_micro_batches=NUM_MICRO_BATCHES, schedule="1f1b")
+    return wb.balance(make_model(num_words), next_word_loss, inputs, targets, NUM_PROCESSES, num_repeats=_REPEATS)
 
 
-def compare(num_words: int, strategies: dict[str, Strategy], rounds: int, calls: int) -> tuple[dict[str, float], float]:
-    """Seconds per step of torch and of the workbench under every strategy, and the largest difference of weights."""
+def on_paper(found: Balance) -> dict[str, float]:
+    """Seconds of forwards and backwards in 1F1B, by measured costs of parts: of equal blocks, the cut, the best cut."""
+    costs = list(found.costs_s.values())
+
+    def makespan_s(cut: int) -> float:
+        stages = (sum(costs[:cut]), sum(costs[cut:]))
+        table = make_table("1f1b", 2, NUM_MICRO_BATCHES)
+        share = {"F": 1 / 3, "B": 2 / 3}
+        return simulate(table, 2, lambda action: stages[action.stage] * share[action.kind]).makespan_s
+
+    equal = list(found.costs_s).index(f"blocks.{NUM_BLOCKS // 2}")
+    chosen = list(found.stages.values()).count(0)
+    every = {cut: makespan_s(cut) for cut in range(1, len(costs))}
+    return {"equal blocks": every[equal], "cut by cost": every[chosen], "the best of all cuts": min(every.values())}
+
+
+def compare(
+    num_words: int, strategies: dict[str, tuple[Strategy, bool]], rounds: int, calls: int
+) -> tuple[dict[str, float], float]:
+    """Seconds per step of torch and of the workbench under every strategy, and the largest difference of weights.
+
+    A strategy comes with whether its step is captured.
+    """
     steps: dict[str, Callable[[], None]] = {THEIRS: Theirs(num_words)}
-    steps |= {name: Ours(num_words, strategy) for name, strategy in strategies.items()}
+    steps |= {name: Ours(num_words, *strategy) for name, strategy in strategies.items()}
+    for step in steps.values():
+        for _ in range(_WARM_UP_STEPS):
+            step()
     time_s = medians(interleave(steps, rounds, calls, around=together))
     theirs = steps[THEIRS]
     assert isinstance(theirs, Theirs)
@@ -179,42 +211,53 @@ def work(rounds: int, calls: int) -> None:
     wb.init()
     even = {f"workbench, {name}": cut_evenly(2, name) for name in ("1f1b", "gpipe", "zero_bubble")}
     even["workbench, interleaved, 4 stages"] = cut_evenly(4, "interleaved")
-    small, small_difference = compare(SMALL_HEAD, even, rounds, calls)
-    by_cost = {
-        "workbench, 1f1b, equal blocks": cut_evenly(2, "1f1b"),
-        "workbench, 1f1b, cut by cost": cut_by_cost(LARGE_HEAD),
+    both = {name: (strategy, False) for name, strategy in even.items()}
+    both |= {f"workbench, {name}, captured": (cut_evenly(2, name), True) for name in ("1f1b", "zero_bubble")}
+    small, small_difference = compare(SMALL_HEAD, both, rounds, calls)
+    found = balanced(LARGE_HEAD)
+    by_cost = found.strategy.with_options(num_micro_batches=NUM_MICRO_BATCHES, schedule="1f1b")
+    cuts = {
+        "workbench, 1f1b, equal blocks": (cut_evenly(2, "1f1b"), False),
+        "workbench, 1f1b, cut by cost": (by_cost, False),
+        "workbench, 1f1b, cut by cost, captured": (by_cost, True),
     }
-    large, large_difference = compare(LARGE_HEAD, by_cost, rounds, calls)
-    paper = {name: simulated_and_measured(strategy) for name, strategy in even.items()}
+    large, large_difference = compare(LARGE_HEAD, cuts, rounds, calls)
+    measured = {name: simulated_and_measured(strategy) for name, strategy in even.items()}
     if wb.rank() == 0:
-        report(small, large, paper, max(small_difference, large_difference), rounds, calls)
+        difference = max(small_difference, large_difference)
+        how = (
+            f"{NUM_BLOCKS} blocks of width {WIDTH}, batch {BATCH} x {LENGTH} in {NUM_MICRO_BATCHES} micro-batches, "
+            f"AdamW, {NUM_PROCESSES} processes over {wb.init().transport_name} (torch over gloo), one thread each; "
+            f"medians of {rounds} rounds of {calls} steps. Afterwards the weights differ by at most {difference:.0e}."
+        )
+        report(how, small, large, found, measured)
     dist.barrier()
 
 
 def report(
+    how: str,
     small: dict[str, float],
     large: dict[str, float],
-    paper: dict[str, tuple[float, float]],
-    difference: float,
-    rounds: int,
-    calls: int,
+    found: Balance,
+    measured: dict[str, tuple[float, float]],
 ) -> None:
     """Print and keep the tables."""
 
     def rows(time_s: dict[str, float]) -> list[list[str]]:
         return [[name, f"{time * 1e3:.1f}", f"{time_s[THEIRS] / time:.2f}"] for name, time in time_s.items()]
 
-    how = (
-        f"{NUM_BLOCKS} blocks of width {WIDTH}, batch {BATCH} x {LENGTH} in {NUM_MICRO_BATCHES} micro-batches, AdamW, "
-        f"{NUM_PROCESSES} processes over {wb.init().transport_name} (torch over gloo), one thread each; medians of "
-        f"{rounds} rounds of {calls} steps. Afterwards the weights differ by at most {difference:.0e}."
-    )
     header = ["", "step, ms", "times torch"]
-    deviations = {name: max(a / b, b / a) for name, (a, b) in paper.items()}
-    simulated = [[n, f"{a * 1e3:.1f}", f"{b * 1e3:.1f}", f"{deviations[n]:.2f}"] for n, (a, b) in paper.items()]
+    deviations = {name: max(a / b, b / a) for name, (a, b) in measured.items()}
+    simulated = [[n, f"{a * 1e3:.1f}", f"{b * 1e3:.1f}", f"{deviations[n]:.2f}"] for n, (a, b) in measured.items()]
+    paper = on_paper(found)
+    cuts = [[name, f"{time * 1e3:.1f}", f"{paper['equal blocks'] / time:.2f}"] for name, time in paper.items()]
+    costs = " and ".join(f"{cost * 1e3:.1f}" for cost in found.stage_costs_s())
+    per_stage = " and ".join(str(list(found.stages.values()).count(stage)) for stage in range(NUM_PROCESSES))
     ratios = [
         ("1F1B against torch's", small[THEIRS] / small["workbench, 1f1b"], PARITY),
+        ("1F1B, captured, against torch's", small[THEIRS] / small["workbench, 1f1b, captured"], PARITY),
         ("stages cut by cost", large[THEIRS] / large["workbench, 1f1b, cut by cost"], CUT_BY_COST),
+        ("stages cut by cost, captured", large[THEIRS] / large["workbench, 1f1b, cut by cost, captured"], CUT_BY_COST),
         ("1F1B, simulated against measured", deviations["workbench, 1f1b"], SIMULATED),
     ]
     body = "\n\n".join(
@@ -222,6 +265,9 @@ def report(
             how,
             f"A head of {SMALL_HEAD} words:\n\n{table(header, rows(small))}",
             f"A head of {LARGE_HEAD} words, as large as two blocks:\n\n{table(header, rows(large))}",
+            f"The cut puts {per_stage} parts on the stages, which take {costs} ms per micro-batch. On paper, by the "
+            "measured costs of parts, without optimizer and overhead:\n\n"
+            + table(["", "forwards and backwards, ms", "times equal blocks"], cuts),
             "Forwards and backwards of a step, by the simulator from the measured work of actions, and measured:\n\n"
             + table(["", "simulated, ms", "measured, ms", "deviation"], simulated),
             verdicts(ratios),

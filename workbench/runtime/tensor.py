@@ -322,8 +322,8 @@ def mark_ghost_leaves(node: Any) -> None:
     """Leaves before ``node`` whose owner accumulates a gradient now: ``leaf.grad is None`` must agree with it."""
     for before, _ in node.next_functions:
         leaf = getattr(before, "variable", None)
-        if isinstance(leaf, GlobalTensor) and leaf._spec.is_ghost and _will_accumulate(before):  # noqa: SIM102
-            if leaf._ghost_grad is False:
+        if isinstance(leaf, GlobalTensor) and leaf._ghost_grad is False and leaf._spec.is_ghost:  # noqa: SIM102
+            if _will_accumulate(before):
                 leaf._ghost_grad = True
 
 

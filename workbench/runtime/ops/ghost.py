@@ -133,15 +133,25 @@ class _Ghost(torch.autograd.Function):
     ) -> Any:
         ctx.set_materialize_grads(False)
         ctx.num_inputs, ctx.second_order = len(inputs), second_order
+        ctx.leaves = [tensor for tensor in inputs if isinstance(tensor, GlobalTensor) and tensor.is_leaf]
         outputs = tuple(ghost_storage(shape, dtype, device) for shape, dtype, _ in infos)
         ctx.mark_non_differentiable(*(out for out, info in zip(outputs, infos, strict=True) if not info[2]))
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        mark_ghost_leaves(ctx)
+        if any(leaf._ghost_grad is False for leaf in ctx.leaves):  # the walk over all inputs is seldom needed
+            mark_ghost_leaves(ctx)
         found = ctx.second_order(grads) if torch.is_grad_enabled() else (None,) * ctx.num_inputs
         return None, None, None, *found
+
+
+_apply_in_c = super(torch.autograd.Function, _Ghost).apply
+
+
+def _apply_ghost(*args: Any) -> Any:
+    """``_Ghost.apply`` without a look at each of the parameters of a block, in vain where no transform is active."""
+    return (_Ghost.apply if torch._C._are_functorch_transforms_active() else _apply_in_c)(*args)
 
 
 class _GhostInPlace(torch.autograd.Function):
@@ -239,7 +249,7 @@ def ghost_outputs(
             if linked and links:
                 of_these = _only(recipe, chosen)
                 again = _second_order(linked, [id(t) for t in linked], of_these, device)
-                made = _Ghost.apply([infos[i] for i in chosen], device, again, *linked)
+                made = _apply_ghost([infos[i] for i in chosen], device, again, *linked)
             else:
                 made = [ghost_storage(infos[i][0], infos[i][1], device) for i in chosen]
             results.update(zip(chosen, made, strict=True))

@@ -55,8 +55,9 @@ def balance(
     """Cut a model into stages such that the slowest is as fast as can be, by measuring it. All ranks call it.
 
     Runs forward and backward of one micro-batch here, in plain torch, and takes the least time of every part over some
-    repetitions; ranks then take the mean of what they have measured. The loss counts with the last layer, the head.
-    Cuts fall between blocks and layers, never inside a block, and the best ones are found (dynamic programming).
+    repetitions and over the ranks: what else runs on a machine makes times longer only. The loss counts with the last
+    layer, the head. Cuts fall between blocks and layers, never inside a block, and the best ones are found (dynamic
+    programming).
 
     Args:
         module: the whole model, before ``wb.parallelize``; parameters, gradients and buffers stay as they are.
@@ -80,13 +81,11 @@ def balance(
             f"balance: {num_stages} stages, but the model has {len(parts)} parts between which it can be cut (blocks "
             f"and single layers). Each stage needs one: use at most {len(parts)} stages."
         )
-    samples = _without_lasting(
-        module, lambda: [_measure(module, loss_fn, inputs, targets) for _ in range(num_repeats + 1)]
-    )
+    samples = _without_lasting(module, lambda: _samples(module, loss_fn, inputs, targets, num_repeats + 1))
     own = [
         sum(min(sample[name] for sample in samples[1:]) for name in names if _part_of(name) == part) for part in parts
     ]
-    costs = _mean_over_ranks(own, current())
+    costs = _least_over_ranks(own, current())
     cuts = balanced_cuts(costs, num_stages)
     rows = [Row(part, "data", None, stage) for part, stage in zip(parts, cuts, strict=True)]
     strategy = Strategy.from_rows(rows, Options(degrees=(num_stages, 1, 1)))
@@ -106,6 +105,21 @@ def _part_of(name: str) -> str:
     words = name.split(".")
     at = next((position for position, word in enumerate(words) if word.isdecimal()), len(words))
     return ".".join(words[: at + 1])
+
+
+def _samples(
+    module: nn.Module, loss_fn: LossFunction, inputs: Any, targets: Any, num_samples: int
+) -> list[dict[str, float]]:
+    """Costs of layers, measured several times, between pauses that keep the ranks of a host out of step.
+
+    In step they all go through the largest layer at once, and share the memory's bandwidth as stages never do.
+    """
+    found: list[dict[str, float]] = []
+    for number in range(num_samples):
+        quarters = number * (current().rank + 1) % 4
+        time.sleep(quarters / 4 * sum(found[-1].values()) if found else 0.0)
+        found.append(_measure(module, loss_fn, inputs, targets))
+    return found
 
 
 def _measure(module: nn.Module, loss_fn: LossFunction, inputs: Any, targets: Any) -> dict[str, float]:
@@ -169,7 +183,7 @@ def _without_lasting(module: nn.Module, run: Callable[[], Any]) -> Any:
                 buffer.copy_(before)
 
 
-def _mean_over_ranks(values: Sequence[float], world: World) -> list[float]:
+def _least_over_ranks(values: Sequence[float], world: World) -> list[float]:
     """The same numbers on all ranks."""
     measured = torch.tensor(values, dtype=torch.float64, device=world.device)
-    return torch.stack(world.transport.all_gather(measured, "balance()")).mean(0).tolist()
+    return torch.stack(world.transport.all_gather(measured, "balance()")).amin(0).tolist()

@@ -32,6 +32,8 @@ VALUES = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device
 _MAX_RECORDS = 64
 _MAX_KEYS = 256
 _AS_WRITTEN = object()
+_OF_TORCH = frozenset(nn.Module().__dict__) - {"training"}
+"""Attributes that every module has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +200,7 @@ class StandIn:
         """Whatever somebody may change between steps: modes, numbers, hooks, which parameters learn."""
         found: list[Any] = []
         for part in self._parts:
-            found += [(k, type(v), v) for k, v in part.__dict__.items() if isinstance(v, VALUES)]
+            found += [(k, type(v), v) for k, v in part.__dict__.items() if k not in _OF_TORCH and isinstance(v, VALUES)]
             hooks = (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks)
             found += map(tuple, hooks)
             found += [p is not None and (id(p), p.requires_grad) for p in part._parameters.values()]
