@@ -10,6 +10,7 @@ import gc
 import itertools
 import os
 import random
+import re
 import signal
 import threading
 import time
@@ -133,13 +134,14 @@ def rebuild(home: Any, rank: int, num_ranks: int, init_method: str) -> str:
 
 
 def facts(home: Any, rank: int, num_ranks: int) -> dict[str, int]:
-    """What this process has open."""
+    """What this process has open, and how many threads do what another one does: helpers begin when they are needed."""
     gc.collect()
+    names = [re.sub(r"\d+", "", thread.name) for thread in threading.enumerate()]
     with open("/proc/self/maps") as file:
         num_maps = sum("memfd" in line for line in file)
     return {
         "files": len(os.listdir("/proc/self/fd")),
-        "threads": threading.active_count(),
+        "doubled threads": len(names) - len(set(names)),
         "shared maps": num_maps,
     }
 

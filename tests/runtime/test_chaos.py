@@ -1,11 +1,12 @@
 """Whatever happens to one rank, every other one ends with the right result or the right error, soon, and goes on."""
 
 import os
+import threading
 import time
 
 import pytest
 
-from tests.runtime.chaos import HARMLESS, Chaos, Round
+from tests.runtime.chaos import HARMLESS, Chaos, Round, facts
 
 pytestmark = pytest.mark.procs
 WORLDS = {
@@ -94,3 +95,16 @@ def test_a_fault_ends_in_the_right_error_and_the_next_exchange_works(tmp_path, t
 @pytest.mark.parametrize("transport", WORLDS)
 def test_two_hundred_faults(tmp_path, transport):
     play(tmp_path, transport, range(200))
+
+
+def test_what_a_process_has_left_open_is_noticed():
+    before, over = facts(None, 0, 1), threading.Event()
+    left = [threading.Thread(target=over.wait, name="workbench-left") for _ in range(3)]
+    for thread in left:
+        thread.start()
+    with open(os.devnull):
+        after = facts(None, 0, 1)
+    over.set()
+    for thread in left:
+        thread.join()
+    assert after["doubled threads"] - before["doubled threads"] == 2 and after["files"] > before["files"]
