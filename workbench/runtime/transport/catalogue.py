@@ -12,7 +12,7 @@ from workbench.runtime.transport.device import HANDLE_BYTES
 from workbench.runtime.transport.mapped import Mapping
 
 MAX_CHUNKS = 32
-NUM_EVENTS = 16
+NUM_EVENTS = 32
 """Events of a rank, which take turns; CUDA has about a thousand that processes can share."""
 ON_DEVICE, ON_HOST = 1, 2
 """Kinds of chunks: memory of the device, or memory of the host for ranks that cannot reach the device's."""

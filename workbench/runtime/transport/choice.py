@@ -113,6 +113,7 @@ def choose_for_devices(
             staged = [f"{a} -> {b} through memory of the host: {why}" for (a, b), why in sorted(found.staged.items())]
             why = "; ".join([f"one host, {members[0].host.split()[0]}", *staged])
             found.transport.groups = (Group(tuple(range(len(members))), "ipc", why),)
+            _log.info("%s", found.transport.groups[0])
             return found.transport, ""
         why_not = "; ".join(f"rank {peer}: {text}" for peer, text in found.refusals.items())
     if any(member.wants == "ipc" for member in members):

@@ -69,6 +69,14 @@ class _Due(NamedTuple):
     blocks: list[Block]
 
 
+class _Term(NamedTuple):
+    """This rank's term of a sum: where it lies, the blocks that hold it, and the mark after which it is there."""
+
+    data: torch.Tensor
+    blocks: list[Block]
+    mark: int
+
+
 def _ends_the_transport(
     method: Callable[Concatenate[IpcTransport, P], R],
 ) -> Callable[Concatenate[IpcTransport, P], R]:
@@ -167,8 +175,8 @@ class IpcTransport:
         bounds = balanced_bounds(numel, len(group))
         slices = whole if is_one_step else dict(zip(group, bounds, strict=True))
         others = [rank for rank in group if rank != self.rank]
-        own, blocks = self._offer(tensors, dtype, numel, {rank: slices[rank] for rank in others}, number, text)
-        return lambda: self._reduce(own, blocks, group, slices, reduction, number, text, is_one_step)
+        own = self._offer(tensors, dtype, numel, {rank: slices[rank] for rank in others}, number, text)
+        return lambda: self._reduce(own, group, slices, reduction, number, text, is_one_step)
 
     def all_gather(self, tensor: torch.Tensor, header: str) -> list[torch.Tensor]:
         parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
@@ -278,14 +286,14 @@ class IpcTransport:
         slices: MappingOf[int, tuple[int, int]],
         tag: int,
         header: bytes,
-    ) -> tuple[torch.Tensor, list[Block]]:
-        """Copy this rank's term into the pool, let every rank read its slice; the term, and the blocks that hold it."""
+    ) -> _Term:
+        """Copy this rank's term into the pool, and let every rank read its slice."""
         self._tidy()
         ways = sorted({ON_DEVICE} | {self._peers[rank].way for rank in slices})
         if numel == 0:
             for rank in slices:
                 self._tell(rank, tag, None, 0, header, 0, 1)
-            return torch.empty(0, dtype=dtype, device=self.device.torch_device), []
+            return _Term(torch.empty(0, dtype=dtype, device=self.device.torch_device), [], 0)
         blocks = {way: self._pool.allocate(numel * dtype.itemsize, way, header) for way in ways}
         terms = {way: self._pool.view(block, (numel,), dtype) for way, block in blocks.items()}
         copies = []
@@ -298,13 +306,12 @@ class IpcTransport:
         for rank, (start, stop) in slices.items():
             size = (stop - start) * dtype.itemsize
             self._tell(rank, tag, blocks[self._peers[rank].way], size, header, start * dtype.itemsize, mark)
-        return terms[ON_DEVICE], list(blocks.values())
+        return _Term(terms[ON_DEVICE], list(blocks.values()), mark)
 
     @_ends_the_transport
     def _reduce(
         self,
-        own: torch.Tensor,
-        blocks: list[Block],
+        term: _Term,
         group: Sequence[int],
         slices: MappingOf[int, tuple[int, int]],
         reduction: str,
@@ -312,8 +319,10 @@ class IpcTransport:
         header: bytes,
         is_one_step: bool,
     ) -> torch.Tensor:
+        own, blocks, mark = term
         others = [rank for rank in group if rank != self.rank]
         start, stop = slices[self.rank]
+        self._waiter.wait_for_own(self._marks, mark, header)  # this may be another stream than that of the start
         mine = own[start:stop]
         letters = self._take([(rank, mine.nbytes) for rank in others], tag, header)
         terms = {rank: self._view(rank, letter, mine.shape, own.dtype) for rank, letter in letters}
