@@ -177,6 +177,10 @@ def test_wrong_declarations() -> None:
         flow.global_function(type="fit")
     with pytest.raises(JobError, match="used without brackets"):
         flow.global_function(untyped)
+    half = flow.function_config()
+    half.default_data_type(flow.bfloat16)
+    with pytest.raises(TypeError, match=r"dtype=torch\.bfloat16 is none that numpy has"):
+        flow.global_function(function_config=half)(scale_each.__wrapped__)
     with pytest.raises(TypeError, match="a shape is a tuple of whole numbers"):
         tp.Numpy.Placeholder(4)
 
@@ -289,3 +293,10 @@ def test_checkpoint_of_another_model(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError) as caught:
             run_ranks(lambda rank, load=load: load(), 2)
         assert words in str(caught.value)
+
+    def more_than_was_saved() -> Any:
+        check_point.load(folder, strict=False)
+        return dense_job(8)(X), dense_job(6, "b")(X)
+
+    loaded, new = run_ranks(lambda rank: more_than_was_saved(), 2)[0]
+    assert loaded.any() and new.any()

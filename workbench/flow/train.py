@@ -44,23 +44,26 @@ class CheckPoint:
         """
         self._everywhere("save", path)
 
-    def load(self, path: str | os.PathLike[str]) -> None:
+    def load(self, path: str | os.PathLike[str], strict: bool = True) -> None:
         """Read the folder ``path``, also before the first call of a job.
+
+        Args:
+            strict: refuse variables of jobs that the checkpoint does not have; else they get their initial values.
 
         Raises:
             CheckpointError: there is none, or it is of another model (names and shapes are listed).
         """
-        self._everywhere("load", path)
+        self._everywhere("load", path, strict)
 
-    def _everywhere(self, action: str, path: str | os.PathLike[str]) -> None:
+    def _everywhere(self, action: str, path: str | os.PathLike[str], *options: Any) -> None:
         folder, world = os.path.abspath(path), launched()
         if world is not None:
             from workbench.flow.jobs import checkpoints
             from workbench.flow.jobs.store import store_of
 
             function: Any = getattr(checkpoints, action)
-            function(store_of(world), folder)
+            function(store_of(world), folder, *options)
             return
         from workbench.flow.jobs import driver, remote
 
-        driver.on_engines(getattr(remote, f"{action}_variables"), config.chosen(), folder)
+        driver.on_engines(getattr(remote, f"{action}_variables"), config.chosen(), folder, *options)

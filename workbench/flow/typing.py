@@ -35,7 +35,9 @@ class Placeholder:
 
     def with_default(self, dtype: torch.dtype) -> Placeholder:
         """The same, of a dtype where it had none."""
-        return self if self.dtype is not None else Placeholder(self.shape, dtype, self.is_list)
+        if self.dtype is not None:
+            return self
+        return _placeholder(self.shape, dtype, self.is_list, "ListNumpy" if self.is_list else "Numpy")
 
     def check(self, value: Any, where: str) -> Any:
         """``value`` as an array, or as a list of arrays.

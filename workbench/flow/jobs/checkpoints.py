@@ -38,8 +38,10 @@ def save(store: Store, path: str) -> Store:
     return store
 
 
-def load(store: Store, path: str) -> Store:
+def load(store: Store, path: str, strict: bool = True) -> Store:
     """Read variables that are there, and let others be read when a job makes them. All ranks call it.
+
+    ``strict``: refuse variables that the checkpoint does not have; else they keep, or get, what they would have had.
 
     Raises:
         CheckpointError: no checkpoint, or one of another model.
@@ -47,15 +49,15 @@ def load(store: Store, path: str) -> Store:
     world, what = store.world, f"CheckPoint.load({path!r})"
     folder = together(lambda: reading.find(Path(path)), world, what)
     checkpoint = together(lambda: reading.Checkpoint(folder), world, what)
-    together(lambda: _check(store, checkpoint), world, what)
+    together(lambda: _check(store, checkpoint, strict), world, what)
     if store.variables.by_name:
         load_parts(path, strict=False, random_state=False, **{PART: store.variables})
-    store.optimizers, store.to_load = {}, checkpoint
+    store.optimizers, store.to_load, store.is_strict = {}, checkpoint, strict
     store.num_steps = dict(checkpoint.value(_STEPS) or {})
     return store
 
 
-def _check(store: Store, checkpoint: reading.Checkpoint) -> None:
+def _check(store: Store, checkpoint: reading.Checkpoint, strict: bool) -> None:
     saved = {str(path[0]): tuple(entry.size) for path, entry in checkpoint.below(PART).items()}
     if not saved:
         raise CheckpointError(
@@ -63,7 +65,7 @@ def _check(store: Store, checkpoint: reading.Checkpoint) -> None:
             "variables of job functions. Load a folder that CheckPoint.save has written."
         )
     ours = {name: tuple(variable.shape) for name, variable in store.variables.by_name.items()}
-    problems = [f"{name} is not in the checkpoint" for name in ours if name not in saved]
+    problems = [f"{name} is not in the checkpoint" for name in ours if strict and name not in saved]
     problems += [
         f"{name} has shape {saved[name]} in the checkpoint, {shape} here"
         for name, shape in ours.items()

@@ -69,6 +69,6 @@ def save_variables(path: str) -> str:
     return checkpoints.save(common_store(current()), path).serial
 
 
-def load_variables(path: str) -> str:
+def load_variables(path: str, strict: bool = True) -> str:
     """Read a checkpoint; returns the serial of this rank's store."""
-    return checkpoints.load(common_store(current()), path).serial
+    return checkpoints.load(common_store(current()), path, strict).serial

@@ -51,6 +51,7 @@ class Store:
         optimizers: by job; ``rules`` says by which settings they were made.
         num_steps: finished training steps, by job.
         to_load: a checkpoint from which variables that do not exist yet are read when they are made.
+        is_strict: whether it must have all of them.
         serial: another one for each store, so that a rank that has lost its variables is noticed.
         seed: of the initial values.
     """
@@ -62,6 +63,7 @@ class Store:
     rules: dict[str, Any] = field(default_factory=dict)
     num_steps: dict[str, int] = field(default_factory=dict)
     to_load: Checkpoint | None = None
+    is_strict: bool = True
     serial: str = field(default_factory=lambda: uuid.uuid4().hex)
     seed: int = 0
 
@@ -99,7 +101,7 @@ class Store:
     ) -> GlobalTensor:
         key = int.from_bytes(hashlib.sha256(f"{self.seed}/{name}".encode()).digest()[:8], "little") >> 1
         placed: Any = {"placement": layout.placement, "sbp": layout.sbp}
-        if self.to_load is not None:
+        if self.to_load is not None and (self.is_strict or (name,) in self.to_load.below(PART)):
             variable = creation.zeros(shape, dtype=dtype, **placed)
             _read(self.to_load, name, variable)
         elif isinstance(initializer.sampler, float):
@@ -124,7 +126,8 @@ def _read(checkpoint: Checkpoint, name: str, variable: GlobalTensor) -> None:
         known = ", ".join(sorted(str(path[0]) for path in checkpoint.below(PART)))
         raise CheckpointError(
             f"get_variable({name!r}): the checkpoint {checkpoint.folder} was loaded, which has no variable of this "
-            f"name. It has {known}. Load the checkpoint of this model, or begin anew with check_point.init()."
+            f"name. It has {known}. Load the checkpoint of this model, call "
+            "check_point.load(path, strict=False), which gives new variables their initial values, or begin anew with check_point.init()."
         )
     if tuple(entry.size) != shape_of(variable):
         raise CheckpointError(
