@@ -126,8 +126,8 @@ def _read(checkpoint: Checkpoint, name: str, variable: GlobalTensor) -> None:
         known = ", ".join(sorted(str(path[0]) for path in checkpoint.below(PART)))
         raise CheckpointError(
             f"get_variable({name!r}): the checkpoint {checkpoint.folder} was loaded, which has no variable of this "
-            f"name. It has {known}. Load the checkpoint of this model, call check_point.load(path, strict=False), which "
-            "gives new variables their initial values, or begin anew with check_point.init()."
+            f"name. It has {known}. Load the checkpoint of this model, call check_point.load(path, strict=False), "
+            "which gives new variables their initial values, or begin anew with check_point.init()."
         )
     if tuple(entry.size) != shape_of(variable):
         raise CheckpointError(
