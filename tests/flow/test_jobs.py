@@ -1,29 +1,21 @@
-"""What job functions mean: layouts, scopes, variables, update rules, random numbers and checkpoints."""
+"""What job functions mean: layouts, scopes, views, variables, random numbers and results."""
 
 from __future__ import annotations
 
 import typing
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 
 import workbench.flow.typing as tp
+from tests.flow.small_job import COLUMNS, NORMAL, ROWS, Images, Labels, X, Y, torch_losses, train_with
 from workbench import flow
 from workbench.flow.jobs import hosts
 from workbench.runtime.world import current
 from workbench.testing import run_ranks
-
-ROWS, COLUMNS = 6, 5
-X = np.random.default_rng(0).standard_normal((ROWS, COLUMNS)).astype(np.float32)
-Y = np.arange(ROWS, dtype=np.int32) % 3
-Images = tp.Numpy.Placeholder((ROWS, COLUMNS))
-Labels = tp.Numpy.Placeholder((ROWS,), dtype=flow.int32)
-NORMAL = flow.truncated_normal(0.5)
 
 
 @pytest.fixture(autouse=True)
@@ -36,20 +28,6 @@ def mirrored_config() -> Any:
     config = flow.function_config()
     config.default_logical_view(flow.scope.mirrored_view())
     return config
-
-
-def train_with(rule: Any, distribute: Any = None) -> Any:
-    @flow.global_function(type="train")
-    def job(x: Images, labels: Labels) -> tp.Numpy:
-        hidden = flow.layers.dense(
-            x, 7, flow.math.tanh, kernel_initializer=NORMAL, name="a", model_distribute=distribute
-        )
-        logits = flow.layers.dense(hidden, 3, kernel_initializer=NORMAL, name="b")
-        loss = flow.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
-        rule.minimize(loss)
-        return loss
-
-    return job
 
 
 def layouts_of(job: Any, *arrays: Any) -> list[Any]:
@@ -155,107 +133,6 @@ def test_initial_values_are_the_same_for_every_layout_and_number_of_devices() ->
     assert abs(one_device["glorot"]).max() == pytest.approx((6 / 110) ** 0.5, rel=0.01)
     assert one_device["kaiming"].std() == pytest.approx((2 / 50) ** 0.5, rel=0.05)
     assert (one_device["constant"] == 3.0).all()
-
-
-def torch_losses(make: Any, rates: list[float], max_norm: float | None = None) -> list[np.ndarray]:
-    """The job of ``train_with`` in plain torch; ``make`` gives the optimizer."""
-    shapes = {"a-weight": (7, COLUMNS), "a-bias": (7,), "b-weight": (3, 7), "b-bias": (3,)}
-
-    @flow.global_function()
-    def initial() -> tp.Numpy:
-        return {n: flow.get_variable(n, s, initializer=NORMAL if len(s) == 2 else None) for n, s in shapes.items()}
-
-    values = run_ranks(lambda rank: initial(), 1)[0]
-    parameters = [torch.from_numpy(values[name]).requires_grad_() for name in shapes]
-    optimizer, losses = make(parameters), []
-    for rate in rates:
-        a, a0, b, b0 = parameters
-        logits = F.linear(F.linear(torch.from_numpy(X), a, a0).tanh(), b, b0)
-        loss = F.cross_entropy(logits, torch.from_numpy(Y).long(), reduction="none")
-        optimizer.zero_grad()
-        loss.mean().backward()
-        if max_norm is not None:
-            torch.nn.utils.clip_grad_norm_(parameters, max_norm)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        optimizer.step()
-        losses.append(loss.detach().numpy())
-    return losses
-
-
-class PlainAdam(torch.optim.Optimizer):
-    """Adam without bias correction, as the older documents have it."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 0.0})
-
-    @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
-        for parameter in self.param_groups[0]["params"]:
-            state = self.state.setdefault(parameter, {})
-            state["m"] = 0.9 * state.get("m", 0.0) + 0.1 * parameter.grad
-            state["v"] = 0.999 * state.get("v", 0.0) + 0.001 * parameter.grad**2
-            parameter -= self.param_groups[0]["lr"] * state["m"] / (state["v"].sqrt() + 1e-8)
-
-
-@pytest.mark.parametrize(
-    ("rule", "make", "rates", "max_norm"),
-    [
-        (flow.optimizer.SGD(0.5), lambda p: torch.optim.SGD(p, 0.5), [0.5] * 5, None),
-        (flow.optimizer.SGD(0.3, momentum=0.9), lambda p: torch.optim.SGD(p, 0.3, momentum=0.9), [0.3] * 5, None),
-        (flow.optimizer.Adam(0.01), PlainAdam, [0.01] * 5, None),
-        (
-            flow.optimizer.Adam(0.01, do_bias_correction=True),
-            lambda p: torch.optim.Adam(p, 0.01),
-            [0.01] * 5,
-            None,
-        ),
-        (
-            flow.optimizer.AdamW(0.01, weight_decay=0.1),
-            lambda p: torch.optim.AdamW(p, 0.01, weight_decay=0.1),
-            [0.01] * 5,
-            None,
-        ),
-        (
-            flow.optimizer.RMSProp(flow.optimizer.PiecewiseConstantScheduler([1], [0.01, 0.001])),
-            torch.optim.RMSprop,
-            [0.01, 0.01, 0.001, 0.001, 0.001],
-            None,
-        ),
-        (
-            flow.optimizer.SGD(0.5, grad_clipping=flow.optimizer.grad_clipping.by_global_norm(0.1)),
-            lambda p: torch.optim.SGD(p, 0.5),
-            [0.5] * 5,
-            0.1,
-        ),
-    ],
-    ids=["naive", "momentum", "adam", "adam corrected", "adamw", "rmsprop", "clipped"],
-)
-def test_update_rules_have_the_losses_of_plain_torch(rule: Any, make: Any, rates: Any, max_norm: float | None) -> None:
-    expected = torch_losses(make, rates, max_norm)
-    for distribute in (None, flow.distribute.split(axis=0)):
-        job = train_with(rule, distribute)
-        for losses in run_ranks(lambda rank, job=job: [job(X, Y) for _ in rates], 2):
-            for ours, theirs in zip(losses, expected, strict=True):
-                np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
-    assert not np.allclose(expected[0], expected[-1], rtol=1e-3)
-
-
-def test_learning_rates_over_the_steps() -> None:
-    rates = flow.optimizer
-    for scheduler, step, expected in [
-        (rates.PiecewiseScalingScheduler(1.0, [2, 4], 0.1), 5, 0.01),
-        (rates.CosineScheduler(1.0, 10, alpha=0.2), 5, 0.6),
-        (rates.ExponentialScheduler(1.0, 2, 0.5), 3, 0.5**1.5),
-        (rates.ExponentialScheduler(1.0, 2, 0.5, staircase=True), 3, 0.5),
-        (rates.NaturalExpScheduler(1.0, 2, 1.0), 2, np.exp(-1.0)),
-        (rates.InverseTimeScheduler(1.0, 2, 1.0), 2, 0.5),
-        (rates.PolynomialSchduler(1.0, 10, 0.0, power=2.0), 5, 0.25),
-        (rates.CustomScheduler(lambda step: 1.0 / (step + 1)), 3, 0.25),
-        (rates.PiecewiseConstantScheduler([], [0.4], warmup=rates.warmup.linear(10, 0.5)), 5, 0.3),
-        (rates.PiecewiseConstantScheduler([], [0.4], warmup=rates.warmup.constant(10, 0.5)), 5, 0.2),
-    ]:
-        assert scheduler(step) == pytest.approx(expected)
 
 
 def test_the_mirrored_view_gives_every_device_its_arrays_and_averages_gradients() -> None:
@@ -370,74 +247,4 @@ def test_a_job_on_fewer_devices_than_there_are() -> None:
     expected = torch_losses(lambda p: torch.optim.SGD(p, 0.5), [0.5] * 3)
     flow.config.gpu_device_num(2)
     for losses in run_ranks(lambda rank: [train_with(flow.optimizer.SGD(0.5))(X, Y) for _ in range(3)], 3):
-        np.testing.assert_allclose(losses, expected, rtol=1e-5, atol=1e-6)
-
-
-def test_a_checkpoint_goes_on_with_another_number_of_devices(tmp_path: Path) -> None:
-    check_point, folder = flow.train.CheckPoint(), tmp_path / "saved"
-    rule = flow.optimizer.Adam(flow.optimizer.PiecewiseConstantScheduler([3], [0.1, 0.01]))
-
-    def begin(rank: int) -> Any:
-        job = train_with(rule, flow.distribute.split(0))
-        losses = [job(X, Y) for _ in range(3)]
-        check_point.save(folder)
-        return [*losses, *(job(X, Y) for _ in range(3))]
-
-    def go_on(rank: int, distribute: Any, before: int) -> Any:
-        job = train_with(rule, distribute)
-        for _ in range(before):
-            job(X, Y)
-        check_point.load(folder)
-        return [job(X, Y) for _ in range(3)]
-
-    expected = run_ranks(begin, 2)[0]
-    for num_ranks, distribute, before in [(1, None, 0), (3, None, 1), (3, flow.distribute.split(0), 0)]:
-        for losses in run_ranks(lambda rank, d=distribute, b=before: go_on(rank, d, b), num_ranks):
-            np.testing.assert_allclose(losses, expected[3:], rtol=1e-5, atol=1e-6)
-
-
-def test_init_begins_anew() -> None:
-    def run(rank: int) -> Any:
-        job = train_with(flow.optimizer.SGD(0.5, momentum=0.9))
-        first = [job(X, Y) for _ in range(3)]
-        flow.train.CheckPoint().init()
-        return first, [job(X, Y) for _ in range(3)]
-
-    for first, again in run_ranks(run, 2):
-        np.testing.assert_array_equal(first, again)
-
-
-def test_a_job_declared_anew_goes_on_under_its_new_rule() -> None:
-    def run(rank: int) -> Any:
-        train_with(flow.optimizer.SGD(0.3, momentum=0.9))(X, Y)
-        job = train_with(flow.optimizer.SGD(0.3))
-        return [job(X, Y) for _ in range(3)]
-
-    expected = torch_losses(lambda p: torch.optim.SGD(p, 0.3), [0.3] * 4)[1:]
-    for losses in run_ranks(run, 2):
-        np.testing.assert_allclose(losses, expected, rtol=1e-5, atol=1e-6)
-
-
-def test_older_spellings_say_the_new_ones() -> None:
-    config = flow.function_config()
-    with pytest.warns(DeprecationWarning, match=r"Write function_config\.default_logical_view\(scope\.consistent_view"):
-        config.default_distribute_strategy(flow.scope.consistent_view())
-    with pytest.warns(
-        DeprecationWarning, match=r"Write flow\.optimizer\.SGD\(.*\[0\.5\]\)\)\.minimize\(loss\) in the job"
-    ):
-        config.train.primary_lr(0.5)
-    config.train.model_update_conf({"momentum_conf": {"beta": 0.9}})
-    with pytest.warns(DeprecationWarning, match=r'Write global_function\(type="train", function_config=config\)'):
-
-        @flow.global_function(config)
-        def job(x: Images, labels: Labels) -> tp.Numpy:
-            hidden = flow.layers.dense(x, 7, flow.math.tanh, kernel_initializer=NORMAL, name="a")
-            loss = flow.nn.sparse_softmax_cross_entropy_with_logits(
-                labels, flow.layers.dense(hidden, 3, kernel_initializer=NORMAL, name="b")
-            )
-            flow.losses.add_loss(loss)
-            return loss
-
-    expected = torch_losses(lambda p: torch.optim.SGD(p, 0.5, momentum=0.9), [0.5] * 3)
-    for losses in run_ranks(lambda rank: [job(X, Y) for _ in range(3)], 2):
         np.testing.assert_allclose(losses, expected, rtol=1e-5, atol=1e-6)
