@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import textwrap
+from collections import Counter
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 import workbench as wb
 from tests.processes import run_processes
 from workbench.errors import CheckpointError
+from workbench.runtime.saving import reading
 from workbench.testing import assert_equal_to_one_device, run_ranks
 
 FEATURES, CLASSES, BATCH = 6, 5, 7
@@ -334,3 +336,37 @@ def test_terms_of_a_sum_are_refused(tmp_path):
             wb.save(tmp_path / "ckpt", x=x)
 
     run_ranks(program, 2)
+
+
+@pytest.mark.parametrize("room", [1 << 28, 0])
+def test_bytes_are_read_once(tmp_path, monkeypatch, room):
+    """What has no room between its checksum and its place is read twice; the state of an optimizer never is."""
+    read = Counter()
+
+    def counted(method):
+        def run(checkpoint, place):
+            for index, other in checkpoint._places.items():
+                if index.offset is not None and (other.relative_path, other.offset) == (
+                    place.relative_path,
+                    place.offset,
+                ):
+                    read[index.fqn.partition(".")[0]] += 1
+                    break
+            return method(checkpoint, place)
+
+        return run
+
+    def program():
+        run = Run("data")
+        run.train(0, 3)
+        wb.save(tmp_path / "once", **run.parts)
+        for name in ("_bytes", "_checksum"):
+            monkeypatch.setattr(reading.Checkpoint, name, counted(getattr(reading.Checkpoint, name)))
+        monkeypatch.setattr(reading, "KEPT_BYTES", room)
+        other = Run("data", seed=1)
+        wb.load(tmp_path / "once", **other.parts)
+        return other.train(3, 6)
+
+    assert on(1, program) == pytest.approx(on(1, lambda: Run("data").train(0, 6))[3:])
+    in_model, in_state = 10, 3 * 7
+    assert read == {"model": in_model if room else 2 * in_model, "optimizer": in_state, "random": read["random"]}

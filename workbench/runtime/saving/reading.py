@@ -7,9 +7,9 @@ import json
 import os
 import pickle
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,6 +21,17 @@ from workbench.runtime.saving.writing import INCOMPLETE, MANIFEST, REPLACED
 from workbench.runtime.tensor import GlobalTensor, plain
 
 _BLOCK_BYTES = 1 << 22
+KEPT_BYTES = 1 << 28
+"""So much is kept between comparing its checksum and taking it over; what is more is read twice."""
+
+
+class Piece(NamedTuple):
+    """A slice that is right, and what it goes into; its bytes, if they were kept."""
+
+    into: torch.Tensor
+    item: Any
+    place: Any
+    data: bytes | None
 
 
 def find(path: Path) -> Path:
@@ -83,6 +94,7 @@ class Checkpoint:
             tuple(paths[name]): entry for name, entry in self._metadata.items() if name in paths
         }
         self.kinds: dict[str, str] = manifest.get("parts", {str(path[0]): "unknown" for path in self.entries})
+        self._by_prefix: dict[StatePath, list[StatePath]] | None = None
         self._checksums: dict[str, int] = manifest.get("checksums", {})
         self._check_sizes(manifest.get("sizes", {}))
 
@@ -100,7 +112,12 @@ class Checkpoint:
 
     def below(self, *path: str | int) -> dict[StatePath, Any]:
         """The entries whose path begins so, by the rest of their paths."""
-        return {rest[len(path) :]: entry for rest, entry in self.entries.items() if rest[: len(path)] == path}
+        if self._by_prefix is None:  # once, not by a look at all entries for every parameter
+            self._by_prefix = {}
+            for whole in self.entries:
+                for length in range(len(whole) + 1):
+                    self._by_prefix.setdefault(whole[:length], []).append(whole)
+        return {whole[len(path) :]: self.entries[whole] for whole in self._by_prefix.get(path, ())}
 
     def is_tensor(self, path: StatePath) -> bool:
         """Whether the entry is a tensor; others are pickled Python values."""
@@ -124,16 +141,13 @@ class Checkpoint:
 
     def read(self, path: StatePath, into: torch.Tensor) -> None:
         """Fill a tensor (of a global one, this rank's shard) from the slices that meet it."""
-        target = plain(into)
-        with torch.no_grad():
-            for item, place in self._reads(path, into):
-                saved = torch.load(io.BytesIO(self._bytes(place)), map_location="cpu", weights_only=True)
-                for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-                    saved = saved.narrow(dim, start, length)
-                part = target
-                for dim, (start, length) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
-                    part = part.narrow(dim, start, length)
-                part.copy_(saved)
+        for item, place in self._reads(path, into):
+            _put(into, item, self._bytes(place))
+
+    def fill(self, pieces: Iterable[Piece]) -> None:
+        """Put what ``check`` has left into the tensors that somebody has."""
+        for piece in pieces:
+            _put(piece.into, piece.item, self._bytes(piece.place) if piece.data is None else piece.data)
 
     def _reads(self, path: StatePath, into: torch.Tensor) -> Iterator[tuple[Any, Any]]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
@@ -150,30 +164,52 @@ class Checkpoint:
         with open(self.folder / place.relative_path, "rb") as file:
             return os.pread(file.fileno(), place.length, place.offset)
 
-    def check(self, wanted: Iterable[tuple[StatePath, torch.Tensor]]) -> None:
+    def check(self, wanted: Iterable[tuple[StatePath, torch.Tensor]], fresh: Container[StatePath] = ()) -> list[Piece]:
         """Compare the checksums of all Python values and of the slices that ``wanted`` tensors are read from.
+
+        Bytes are read once: those of ``fresh`` tensors, which nobody uses yet, go into them at once, and others are
+        kept up to ``KEPT_BYTES`` until it is known that all are right.
+
+        Returns:
+            what is left to ``fill`` in.
 
         Raises:
             CheckpointError: listing every entry whose bytes are not those that were written.
         """
-        places: dict[str, tuple[str, Any]] = {}
+        left: list[Piece] = []
+        damaged: dict[str, str] = {}
+        num_checked, room = 0, KEPT_BYTES
         for path, tensor in wanted:
-            for _, place in self._reads(path, tensor):
-                places[f"{place.relative_path}:{place.offset}"] = (name_of(path), place)
+            for item, place in self._reads(path, tensor):
+                is_kept = path in fresh or place.length <= room
+                data = self._bytes(place) if is_kept else None
+                num_checked += 1
+                if not self._is_right(place, data):
+                    damaged[_key(place)] = _told(name_of(path), place)
+                elif path in fresh:
+                    assert data is not None
+                    _put(tensor, item, data)
+                else:
+                    room -= place.length if is_kept else 0
+                    left.append(Piece(tensor, item, place, data))
         for index, place in self._places.items():
             if index.offset is None:
-                places[f"{place.relative_path}:{place.offset}"] = (index.fqn, place)
-        damaged = [
-            f"{name} ({place.relative_path}, bytes {place.offset} to {place.offset + place.length})"
-            for key, (name, place) in sorted(places.items())
-            if key in self._checksums and self._checksum(place) != self._checksums[key]
-        ]
+                num_checked += 1
+                if not self._is_right(place, self._bytes(place)):
+                    damaged[_key(place)] = _told(index.fqn, place)
         if damaged:
             raise CheckpointError(
-                f"load({str(self.folder)!r}): {len(damaged)} of {len(places)} pieces do not have the checksum they "
-                f"were written with: {'; '.join(damaged[:5])}. The files are damaged, and nothing was loaded: load "
-                "another checkpoint."
+                f"load({str(self.folder)!r}): {len(damaged)} of {num_checked} pieces do not have the checksum they "
+                f"were written with: {'; '.join([damaged[key] for key in sorted(damaged)][:5])}. The files are "
+                "damaged, and nothing was loaded: load another checkpoint."
             )
+        return left
+
+    def _is_right(self, place: Any, data: bytes | None) -> bool:
+        expected = self._checksums.get(_key(place))
+        if expected is None:
+            return True
+        return expected == (self._checksum(place) if data is None else zlib.crc32(data))
 
     def _checksum(self, place: Any) -> int:
         checksum, end = 0, place.offset + place.length
@@ -181,6 +217,25 @@ class Checkpoint:
             for start in range(place.offset, end, _BLOCK_BYTES):
                 checksum = zlib.crc32(os.pread(file.fileno(), min(_BLOCK_BYTES, end - start), start), checksum)
         return checksum
+
+
+def _key(place: Any) -> str:
+    return f"{place.relative_path}:{place.offset}"
+
+
+def _told(name: str, place: Any) -> str:
+    return f"{name} ({place.relative_path}, bytes {place.offset} to {place.offset + place.length})"
+
+
+def _put(into: torch.Tensor, item: Any, data: bytes) -> None:
+    """The part of a saved slice that meets a tensor, into its place there."""
+    saved, part = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True), plain(into)
+    for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+        saved = saved.narrow(dim, start, length)
+    for dim, (start, length) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
+        part = part.narrow(dim, start, length)
+    with torch.no_grad():
+        part.copy_(saved)
 
 
 def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -205,11 +205,10 @@ def load(
     folder: Path = gather(together(lambda: reading.find(path) if world.rank == 0 else None, world, what), world, what)[
         0
     ]
-    restoring, wanted = together(lambda: _compare(folder, parts, world, strict), world, what)
+    restoring, pieces = together(lambda: _compare(folder, parts, world, strict), world, what)
 
     def fill() -> dict[str, Any]:
-        for target, tensor in wanted:
-            restoring.checkpoint.read(target, tensor)
+        restoring.checkpoint.fill(pieces)
         if parts and random_state:
             restoring.assign_random_state()
         return restoring.assign()
@@ -229,5 +228,4 @@ def _compare(folder: Path, parts: dict[str, Any], world: World, strict: bool) ->
             "Load it into what it was saved from; strict=False leaves out what is missing or unexpected in a module."
         )
     wanted = list(restoring.targets())
-    restoring.checkpoint.check(wanted)
-    return restoring, wanted
+    return restoring, restoring.checkpoint.check(wanted, restoring.filled)
