@@ -30,6 +30,16 @@ from workbench.runtime.world import World
 _aten = torch.ops.aten
 _SAME = {_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default}
 """Operators that give another tensor object for the same values, which only autograd tells apart."""
+_IN_C: dict[Any, Callable[..., Any]] = {
+    _aten.add_.Tensor: torch.Tensor.add_,
+    _aten.add.Tensor: torch.add,
+    _aten.addmm.default: torch.addmm,
+    _aten.mm.default: torch.mm,
+    _aten.t.default: torch.t,
+    _aten.transpose.int: torch.transpose,
+    _aten.view.default: torch.Tensor.view,
+}
+"""Functions of torch that run one operator and parse their arguments in half the time: those that steps are full of."""
 _SETS_UP = {_aten.set_.source_Storage_storage_offset}
 """Operators that say where their first operand lies: needed where that is (ghosts are made so, and hardly used)."""
 _SMALLEST_KEY = 1 << 24
@@ -82,7 +92,7 @@ class Recorder(TorchDispatchMode):
             first = schema.returns[0].alias_info if schema.returns else None
             self.program.calls.append(
                 Call(
-                    getattr(func, "_op", func), given, options, result,
+                    _IN_C.get(func) or getattr(func, "_op", func), given, options, result,
                     is_kept=(schema.is_mutable and func not in _SETS_UP) or draws,
                     makes_view=first is not None and not first.is_write and not schema.is_mutable,
                     changes=given[0] if func in _SETS_UP else None,
