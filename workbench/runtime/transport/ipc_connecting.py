@@ -21,9 +21,10 @@ from workbench.runtime.transport.catalogue import CATALOGUE_BYTES, NUM_EVENTS, O
 from workbench.runtime.transport.connecting import Gather, make_board, open_links, tell
 from workbench.runtime.transport.cuda import CudaDevice
 from workbench.runtime.transport.device import Device
-from workbench.runtime.transport.ipc import IpcTransport, Peer
+from workbench.runtime.transport.ipc import IpcTransport
 from workbench.runtime.transport.link import Link
 from workbench.runtime.transport.marks import Marks, MarkWaiter, PeerMarks
+from workbench.runtime.transport.parcels import Parcels, Peer
 from workbench.runtime.transport.pool import FIRST_CHUNK_BYTES, Opened, Pool, reap
 from workbench.runtime.transport.processes import Processes
 from workbench.runtime.transport.semaphores import load
@@ -198,7 +199,8 @@ class _Attempt:
             peer: Peer(link, self.opened[peer], self.marks[peer], ON_HOST if (self.rank, peer) in staged else ON_DEVICE)
             for peer, link in self.links.items()
         }
-        return IpcTransport(self.rank, made.board, made.catalogue, made.pool, made.marks, peers, waiter)
+        parcels = Parcels(self.rank, made.pool, made.marks, peers, waiter)
+        return IpcTransport(self.rank, made.board, made.catalogue, parcels, waiter)
 
     def close(self) -> None:
         """Some rank has refused."""
