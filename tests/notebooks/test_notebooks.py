@@ -130,3 +130,47 @@ class TestTrainGpt:
 
     def test_it_is_small_to_store(self, trained: Any) -> None:
         assert len(nbformat.writes(trained)) < 200_000
+
+
+@pytest.fixture(scope="module")
+def broken() -> Any:
+    """The third notebook after it has run; cells that are to fail are marked in it."""
+    notebook = read(FOLDER / "03-when-things-go-wrong.ipynb")
+    NotebookClient(notebook, timeout=120, store_widget_state=False).execute()
+    return notebook
+
+
+@pytest.mark.engines
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+class TestWhenThingsGoWrong:
+    def test_what_was_to_fail_has_failed_and_nothing_else(self, broken: Any) -> None:
+        failed = [
+            any(output.output_type == "error" for output in cell.outputs)
+            for cell in broken.cells
+            if cell.cell_type == "code"
+        ]
+        marked = ["tags" in cell.metadata for cell in broken.cells if cell.cell_type == "code"]
+        assert failed == marked
+
+    @pytest.mark.parametrize(
+        ("cell", "words"),
+        [
+            ("rows[7] = 0", ["IndexError on rank 1", "rank 0 was running at cell line 5"]),
+            ("targets.to_global(", ["ranks diverged"]),
+            ("dist.barrier()", ["Timeout: the cell may take 2.00 s"]),
+            ("os.kill(os.getpid(), 9)", ["rank 1 died while running this cell (killed by SIGKILL)"]),
+            ("wb.find_nonfinite(net)", ["on rank 1: the result of 0: 4 inf among 8 values"]),
+        ],
+    )
+    def test_each_failure_names_its_cause(self, broken: Any, cell: str, words: list[str]) -> None:
+        (error,) = [output for output in outputs(broken, cell) if output.output_type == "error"]
+        text = re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(error.traceback))
+        assert all(word in text for word in words), text
+
+    def test_training_goes_on_from_the_checkpoint(self, broken: Any) -> None:
+        assert "going on from the checkpoint" in text_of(broken, "wb.load(folder")
+        assert "0 is back" in text_of(broken, "is back")
+
+    def test_the_whole_output_is_on_disk(self, broken: Any) -> None:
+        assert "5.00 k lines, all of them in" in text_of(broken, "%workbench log")

@@ -70,6 +70,20 @@ def test_a_rank_that_died_by_itself():
     assert "rank 2 died while running this cell (killed by SIGKILL)" in text
 
 
+def test_who_gave_up_waiting_for_a_rank_that_died_is_a_consequence():
+    """The wait may end by itself before the session ends it."""
+    waited = failure("CollectiveAborted", "rank 2 has ended", line=7, was_stopped=True)
+    text = str(cell_error(outcome({0: waited, 1: waited}, dead={2: "killed by SIGKILL"})))
+    assert text.startswith("rank 2 died while running this cell")
+    assert "CollectiveAborted" not in text
+    assert "ranks 0-1 were running at cell line 7 and stopped because of it; their variables are kept." in text
+
+
+def test_where_all_gave_up_waiting_that_is_the_cause():
+    diverged = failure("CollectiveAborted", "ranks diverged", was_stopped=True)
+    assert "CollectiveAborted on ranks 0-1: ranks diverged" in str(cell_error(outcome({0: diverged, 1: diverged})))
+
+
 def test_timeout_names_ranks_and_places():
     what = outcome(
         {rank: failure("KeyboardInterrupt", "", was_stopped=True) for rank in (0, 1)},

@@ -62,17 +62,14 @@ def render(outcome: Outcome, what: str, timeout_s: float | None = None, colour: 
     lines: list[str] = []
     if outcome.stop_reason == "timeout":
         lines.append(paint(_timeout_line(outcome, what, timeout_s), _RED, _BOLD))
+    for rank in _died(outcome):
+        died = f"rank {rank} died while running this {what} ({outcome.dead[rank]}): its variables are lost. "
+        lines.append(paint(died, _RED, _BOLD) + restart_hint([rank]))
     groups = group(outcome)
     for ranks, failure in groups[:_MAX_SHOWN]:
         lines += _render_failure(ranks, failure, outcome, paint)
     for ranks, failure in groups[_MAX_SHOWN:]:
         lines.append(f"{headline(ranks, failure)}")
-    for rank, how in sorted(outcome.dead.items()):
-        if rank not in outcome.killed:
-            lines.append(
-                paint(f"rank {rank} died while running this {what} ({how}): its variables are lost. ", _RED, _BOLD)
-                + restart_hint([rank])
-            )
     return lines + consequences(outcome)
 
 
@@ -159,19 +156,30 @@ def _render_frame(frame: protocol.Frame, paint: Paint) -> list[str]:
 
 
 def _only_stopped(outcome: Outcome) -> list[int]:
-    """Ranks that ended because the notebook stopped them."""
-    return [
-        rank
-        for rank in outcome.stopped
-        if rank in outcome.killed or (rank in outcome.failures and outcome.failures[rank].was_stopped)
-    ]
+    """Ranks that ended because the notebook stopped them, or because their wait for a rank that failed was ended."""
+    waited = {rank for rank, failure in outcome.failures.items() if failure.was_stopped}
+    others_failed = len(waited) < len(outcome.failures) or bool(_died(outcome))
+    ended = set(outcome.killed) | (waited if others_failed else waited & set(outcome.stopped))
+    return sorted(ended)
+
+
+def _died(outcome: Outcome) -> list[int]:
+    """Ranks that ended by themselves."""
+    return sorted(set(outcome.dead) - set(outcome.killed))
 
 
 def _by_place(outcome: Outcome, ranks: Iterable[int]) -> dict[str, list[int]]:
     places: dict[str, list[int]] = {}
     for rank in ranks:
-        places.setdefault(outcome.places.get(rank, ""), []).append(rank)
+        places.setdefault(_place_of(outcome, rank), []).append(rank)
     return places
+
+
+def _place_of(outcome: Outcome, rank: int) -> str:
+    """Where a rank was when it was stopped, or where it gave up waiting by itself."""
+    failure = outcome.failures.get(rank)
+    line = failure.cell_line if failure is not None else None
+    return outcome.places.get(rank, "") or (f"at cell line {line}" if line is not None else "")
 
 
 def _subject(ranks: Sequence[int]) -> str:
