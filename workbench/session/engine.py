@@ -16,8 +16,6 @@ from workbench.session import protocol
 
 _sequence = itertools.count()
 _stopped_runs: set[int] = set()
-user_files: dict[str, str] = {}
-"""Files that the notebook's user wrote, and how they are called: their lines are shown in errors, as those of cells."""
 
 
 def publish(obj: object) -> None:
