@@ -255,64 +255,6 @@ def test_what_outlives_the_step_is_refused():
         run_ranks(program)
 
 
-def train_in_stages(options, capture, num_steps=5):
-    """Losses, weights and gradients of a network with dropout on both stages, from micro-batches of unlike sizes."""
-    drop = partial(nn.Dropout, 0.3)
-    blocks = [nn.Sequential(nn.Linear(4, 6), nn.Tanh(), drop(), nn.Linear(6, 4)) for _ in range(4)]
-    module = wb.parallelize(filled(nn.Sequential(*blocks)), f"[0-1]: data@0; [2-3]: data@1 | {options}")
-    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
-
-    def step(x, y):
-        optimizer.zero_grad()
-        loss = wb.forward_backward(module, F.mse_loss, x, y)
-        torch.nn.utils.clip_grad_norm_(module.parameters(), 0.5)
-        optimizer.step()
-        return loss
-
-    run, generator = wb.capture(step) if capture else step, torch.Generator().manual_seed(0)
-    found = [run(*torch.randn(2, 5, 4, generator=generator)) for _ in range(num_steps)]
-    if capture:
-        assert (run.num_recordings, run.num_replays) == (1, num_steps - 2)
-        listing = str(run.programs[0])
-        assert listing.count("aten.set_") <= listing.count("transport.")  # of ghosts, only what an exchange is given
-    found += [value for p in module.parameters() for value in (p.detach(), p.grad)]
-    everywhere = wb.placement.all("cpu")
-    return [value.to_global(placement=everywhere, sbp="B").full_tensor() for value in found]
-
-
-def assert_captured_in_stages(options, num_ranks=2, run=run_ranks):
-    plain, captured = (run(partial(train_in_stages, options, capture), num_ranks) for capture in (False, True))
-    assert_same(plain, captured)
-    return captured
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble", pytest.param("gpipe", marks=pytest.mark.slow)])
-def test_a_scheduled_step_is_captured(schedule):
-    assert_captured_in_stages(f"2x1x1 mb=3 {schedule}")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", ["2x2x1 mb=2 1f1b", "2x2x1 mb=2 1f1b zero=2", "2x1x1 mb=2 1f1b bf16"])
-def test_options_of_a_scheduled_step_are_captured(options):
-    assert_captured_in_stages(options, num_ranks=4 if "2x2" in options else 2)
-
-
-@pytest.mark.slow
-@pytest.mark.procs
-def test_real_processes_capture_a_scheduled_step():
-    assert_captured_in_stages("2x1x1 mb=3 1f1b", run=run_processes)
-
-
-def test_several_stages_on_a_rank_are_refused():
-    def program():
-        module = filled(nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))))
-        module = wb.parallelize(module, "0: data@0; 1: data@1; 2: data@2; 3: data@3 | 2x1x1 mb=2 interleaved")
-        called(wb.capture(lambda x: wb.forward_backward(module, F.mse_loss, x, x)))
-
-    with pytest.raises(CaptureError, match="4 stages on 2 ranks"):
-        run_ranks(program)
-
-
 def test_stages_without_micro_batches_are_captured():
     x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
 

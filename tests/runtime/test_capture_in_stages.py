@@ -1,0 +1,81 @@
+"""A captured step under a pipeline schedule leaves what the uncaptured one leaves, bit for bit, on every rank."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import workbench as wb
+from tests.processes import run_processes
+from workbench.errors import CaptureError
+from workbench.testing import run_ranks
+
+
+def filled(module):
+    """A module with the same weights on all ranks, which as threads share torch's generator."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.linspace(-1, 1, parameter.numel()).reshape(parameter.shape))
+    return module
+
+
+def train_in_stages(options, capture, num_steps=5):
+    """Losses, weights and gradients of a network with dropout on both stages, from micro-batches of unlike sizes."""
+    drop = partial(nn.Dropout, 0.3)
+    blocks = [nn.Sequential(nn.Linear(4, 6), nn.Tanh(), drop(), nn.Linear(6, 4)) for _ in range(4)]
+    module = wb.parallelize(filled(nn.Sequential(*blocks)), f"[0-1]: data@0; [2-3]: data@1 | {options}")
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+
+    def step(x, y):
+        optimizer.zero_grad()
+        loss = wb.forward_backward(module, F.mse_loss, x, y)
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+        optimizer.step()
+        return loss
+
+    run, generator = wb.capture(step) if capture else step, torch.Generator().manual_seed(0)
+    found = [run(*torch.randn(2, 5, 4, generator=generator)) for _ in range(num_steps)]
+    if capture:
+        assert (run.num_recordings, run.num_replays) == (1, num_steps - 2)
+        listing = str(run.programs[0])
+        assert listing.count("aten.set_") <= listing.count("transport.")  # of ghosts, only what an exchange is given
+    found += [value for p in module.parameters() for value in (p.detach(), p.grad)]
+    everywhere = wb.placement.all("cpu")
+    return [value.to_global(placement=everywhere, sbp="B").full_tensor() for value in found]
+
+
+def assert_captured_in_stages(options, num_ranks=2, run=run_ranks):
+    plain, captured = (run(partial(train_in_stages, options, capture), num_ranks) for capture in (False, True))
+    for one, other in zip(plain, captured, strict=True):
+        assert len(one) == len(other) > 0 and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble", pytest.param("gpipe", marks=pytest.mark.slow)])
+def test_a_scheduled_step_is_captured(schedule):
+    assert_captured_in_stages(f"2x1x1 mb=3 {schedule}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", ["2x2x1 mb=2 1f1b", "2x2x1 mb=2 1f1b zero=2", "2x1x1 mb=2 1f1b bf16"])
+def test_options_of_a_scheduled_step_are_captured(options):
+    assert_captured_in_stages(options, num_ranks=4 if "2x2" in options else 2)
+
+
+@pytest.mark.slow
+@pytest.mark.procs
+def test_real_processes_capture_a_scheduled_step():
+    assert_captured_in_stages("2x1x1 mb=3 1f1b", run=run_processes)
+
+
+def test_several_stages_on_a_rank_are_refused():
+    def program():
+        module = filled(nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))))
+        module = wb.parallelize(module, "0: data@0; 1: data@1; 2: data@2; 3: data@3 | 2x1x1 mb=2 interleaved")
+        step = wb.capture(lambda x: wb.forward_backward(module, F.mse_loss, x, x))
+        for _ in range(2):
+            step(torch.ones(4, 4))
+
+    with pytest.raises(CaptureError, match="4 stages on 2 ranks"):
+        run_ranks(program)
