@@ -91,6 +91,7 @@ bench: $(STAMP)
 	@$(PY) -m benchmarks.boxing
 	@$(PY) -m benchmarks.pipeline
 	@$(PY) -m benchmarks.optimizer
+	@$(PY) -m benchmarks.saving
 	@$(PY) -m benchmarks.cell
 	@$(PY) -m benchmarks.choose_parallelism
 
