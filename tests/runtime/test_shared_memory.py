@@ -77,7 +77,7 @@ def test_the_order_of_a_sum_matters():
 
 def test_a_reduction_begins_without_waiting_and_packs_tensors_of_any_shape():
     first_has_started = threading.Event()
-    numel = sums.PIECE_BYTES // 4
+    numel = sums.PIECE_BYTES // 8
 
     def program(transport, rank):
         if rank == 1:

@@ -19,7 +19,7 @@ from workbench.runtime.transport.program import ONE_STEP_BYTES
 from workbench.runtime.transport.reducing import combine, cut
 from workbench.runtime.transport.segment import LENT_FROM_BYTES, Segment
 
-PIECE_BYTES = 2 * 2**20
+PIECE_BYTES = 4 * 2**20
 """Long sums go by pieces: they need little memory for terms, and always the same, whose pages are warm."""
 _PIECES_UNDER_WAY = 2
 _LENT_PIECES_UNDER_WAY = 8
