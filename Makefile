@@ -92,7 +92,7 @@ bench: $(STAMP)
 	@$(PY) -m benchmarks.pipeline
 	@$(PY) -m benchmarks.optimizer
 	@$(PY) -m benchmarks.saving
-	@$(PY) -m benchmarks.cell
+	@$(PY) -m benchmarks.session
 	@$(PY) -m benchmarks.choose_parallelism
 
 clean:

@@ -1,0 +1,134 @@
+"""What a session costs: the round trip of an empty cell, its start, and a flood of output.
+
+An empty ``%%global`` cell stands beside ipyparallel's ``view.execute`` and ``%%px`` on the same engines, the start of a
+session beside ipyparallel's own cluster whose engines then import torch.
+
+    python -m benchmarks.session
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import os
+import sys
+import time
+from statistics import median
+
+import ipyparallel as ipp
+import psutil
+from IPython.core.interactiveshell import InteractiveShell
+
+import workbench as wb
+from benchmarks.harness import Target, interleave, keep, medians, table, verdicts
+
+CELL = "pass"
+ROUND_TRIP = Target(1.3)
+START_S = Target(1.5)
+GROWTH_MB = Target(50)
+NUM_LINES = 100_000
+Verdict = tuple[str, float, Target]
+
+
+def make_shell() -> InteractiveShell:
+    """A shell with the workbench's magics, as a notebook has them."""
+    shell = InteractiveShell.instance()
+    if "workbench" not in shell.extension_manager.loaded:
+        shell.run_line_magic("load_ext", "workbench")
+    return shell
+
+
+def measure_round_trips(num_engines: int, rounds: int, calls: int) -> dict[str, float]:
+    """Median seconds of an empty cell by each way, on the engines of one session."""
+    shell = make_shell()
+    with wb.Session(engines=num_engines) as session:
+        # There is no public way to these engines but the session's; its client is a plain ipyparallel client.
+        view = session._live().client[:]
+        view.block = True
+        view.activate()  # registers %%px
+        return medians(
+            interleave(
+                {
+                    "view.execute(silent=False)": lambda: view.execute(CELL, silent=False).get(),
+                    "%%px": lambda: shell.run_cell_magic("px", "", CELL),
+                    "%%global": lambda: shell.run_cell_magic("global", "", CELL),
+                },
+                rounds,
+                calls,
+            )
+        )
+
+
+def start_ours(num_engines: int) -> float:
+    """Seconds until a session is ready."""
+    started = time.perf_counter()
+    with wb.Session(engines=num_engines):
+        return time.perf_counter() - started
+
+
+def start_bare(num_engines: int) -> float:
+    """Seconds until ipyparallel's own engines are there and have imported torch."""
+    started = time.perf_counter()
+    with ipp.Cluster(n=num_engines, log_level=50) as client:
+        client.wait_for_engines(num_engines)
+        client[:].execute("import torch").get()
+        return time.perf_counter() - started
+
+
+def measure_flood(num_engines: int, num_lines: int) -> tuple[float, float, int]:
+    """Seconds, growth of this process in MB, and lines found on disk, when every rank prints so many lines."""
+    shell = make_shell()
+    with wb.Session(engines=num_engines) as session, open(os.devnull, "w") as nowhere:
+        with contextlib.redirect_stdout(nowhere):
+            shell.run_cell_magic("global", "", "for i in range(1000): print(i)")
+        gc.collect()
+        before, started = psutil.Process().memory_info().rss, time.perf_counter()
+        with contextlib.redirect_stdout(nowhere):
+            shell.run_cell_magic("global", "", f"for i in range({num_lines}): print('token', i, wb.rank())")
+        took = time.perf_counter() - started
+        gc.collect()
+        growth = (psutil.Process().memory_info().rss - before) / 1e6
+        log = session.logs.last()
+        assert log is not None
+        lines = 0
+        for path in log.paths.values():
+            with path.open() as file:
+                lines += sum(1 for _ in file)
+        return took, growth, lines
+
+
+def main() -> int:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--calls", type=int, default=2, help="cells per round")
+    parser.add_argument("--starts", type=int, default=3, help="starts of each")
+    parser.add_argument("--lines", type=int, default=NUM_LINES, help="lines that every rank prints")
+    args = parser.parse_args()
+    parts, found = [], list[Verdict]()
+    for num_engines in (2, 8):
+        time_s = measure_round_trips(num_engines, args.rounds, args.calls)
+        rows = [[name, f"{value * 1e3:.2f}"] for name, value in time_s.items()]
+        parts.append(f"An empty cell on {num_engines} engines, medians of {args.rounds} rounds of {args.calls} cells:")
+        parts.append(table(["", "round trip, ms"], rows))
+        ratio = time_s["%%global"] / time_s["view.execute(silent=False)"]
+        found.append((f"%%global / view.execute, {num_engines} engines", ratio, ROUND_TRIP))
+    starts = [(start_ours(2), start_bare(2)) for _ in range(args.starts)]
+    ours, bare = (median(each) for each in zip(*starts, strict=True))
+    parts.append(f"Start of 2 engines, medians of {args.starts}:")
+    rows = [["ipyparallel's cluster, then import torch", f"{bare:.2f}"], ["Session", f"{ours:.2f}"]]
+    parts.append(table(["", "s"], rows))
+    found.append(("start of a session beyond ipyparallel's and torch, s", ours - bare, START_S))
+    took, growth, lines = measure_flood(4, args.lines)
+    parts.append(
+        f"4 ranks print {args.lines} lines each: {took:.1f} s, the notebook's process grows by {growth:.1f} MB, "
+        f"{lines} of {4 * args.lines} lines are on disk."
+    )
+    found.append(("growth of the notebook's process in a flood, MB", growth, GROWTH_MB))
+    keep("session", "Sessions", "\n\n".join([*parts, verdicts(found)]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
