@@ -1,0 +1,28 @@
+"""The benchmark of boxings on one GPU runs without one, over the stand-in for the device; no time is judged here."""
+
+import os
+
+import pytest
+
+from benchmarks import one_gpu
+from tests.processes import run_processes
+from tests.runtime import late_device
+from workbench.runtime.world import current
+
+
+def measured():
+    gloo = one_gpu.gloo_world(os.environ["WORKBENCH_TEST_MEETING"])
+    times = {(2**16, *pair): one_gpu.measure(2**16, *pair, gloo, rounds=1) for pair in one_gpu.PAIRS[:2]}
+    times[one_gpu.JUDGED] = {"ours": 1.0, "gloo": 12.0, "copy": 0.5}
+    return current().transport_name, times
+
+
+@pytest.mark.procs
+def test_every_candidate_is_timed_and_the_ratio_judged():
+    environment = {"WORKBENCH_TRANSPORT": "ipc", late_device.VARIABLE: "1"}
+    (name, times), _ = run_processes(measured, 2, environment=environment)
+    assert name == "ipc" and all(set(found) == {"ours", "gloo", "copy"} for found in times.values())
+    text = one_gpu.describe(times, name, "2 processes")
+    assert "| 0 MiB S(0) -> S(1) " in text and "| 12.00 | at least 10 | met |" in text
+    times[one_gpu.JUDGED]["ours"] = 2.0
+    assert " 6.00 | at least 10 | NOT met |" in one_gpu.describe(times, name, "2 processes")
