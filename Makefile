@@ -88,6 +88,7 @@ bench: $(STAMP)
 	@$(PY) -m benchmarks.memory
 	@$(PY) -m benchmarks.capture
 	@$(PY) -m benchmarks.kernels
+	@$(PY) -m benchmarks.one_gpu
 	@$(PY) -m benchmarks.boxing
 	@$(PY) -m benchmarks.pipeline
 	@$(PY) -m benchmarks.optimizer
