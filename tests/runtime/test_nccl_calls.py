@@ -139,6 +139,16 @@ def test_the_death_of_a_process_is_seen(monkeypatch):
     watch.close()
 
 
+def test_an_error_of_nccl_is_told(watches):
+    class Broken(Call):
+        def is_completed(self):
+            raise RuntimeError("NCCL error: remote process exited\nand a stack")
+
+    watches[0].note("a sum", [calls.group([0, 1])], [0, 1], [Broken()])
+    text = watches[0].look()
+    assert text == "rank 0 stopped waiting in a sum: NCCL says NCCL error: remote process exited"
+
+
 class Nccl:
     """Pairs calls by their order alone, and never ends those that differ in size."""
 
@@ -260,7 +270,7 @@ def test_a_rank_that_does_not_come_is_told_with_what_it_did_last(monkeypatch):
         transport.all_gather(torch.zeros(1), "a start")
         if rank == 0:
             transport.all_gather(torch.zeros(1), "barrier")
-        time.sleep(1.0)
+        time.sleep(0.6)
 
-    results, _ = run_played(program, 2, monkeypatch, timeout_s=0.4)
-    assert isinstance(results[0], CollectiveAborted) and "barrier" in str(results[0]) and "0.4 s" in str(results[0])
+    results, _ = run_played(program, 2, monkeypatch, timeout_s=0.2)
+    assert isinstance(results[0], CollectiveAborted) and "barrier" in str(results[0]) and "0.2 s" in str(results[0])

@@ -98,8 +98,12 @@ class CallWatch:
     def look(self) -> str | None:
         """Why the oldest call cannot end, as far as can be known; None if there is none, or if it may yet."""
         with self._lock:
-            while self._pending and all(work.is_completed() for work in self._pending[0].works):
-                self._pending.popleft()
+            try:
+                while self._pending and all(work.is_completed() for work in self._pending[0].works):
+                    self._pending.popleft()
+            except RuntimeError as error:
+                header = self._pending[0].header
+                return f"rank {self.rank} stopped waiting in {header}: NCCL says {str(error).splitlines()[0]}"
             oldest = self._pending[0] if self._pending else None
         if oldest is None or time.monotonic() - oldest.started_s < SUSPECT_S:
             return None
