@@ -9,7 +9,7 @@ import torch
 
 from workbench.runtime.transport.base import ACCUMULATED_IN_32_BITS
 
-_CACHED_NUMEL = 32768
+_CACHED_NUMEL = 65536
 """Reductions of more than two terms go by runs of this many elements, which stay in the core's cache."""
 _COMBINE: dict[str, Callable[..., torch.Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
@@ -55,8 +55,8 @@ def _widens(term: torch.Tensor, reduction: str) -> bool:
 def _combine(
     terms: Sequence[torch.Tensor], out: torch.Tensor, function: Callable[..., torch.Tensor], widens: bool
 ) -> None:
-    total = terms[0].float() if widens else out.copy_(terms[0])
-    for term in terms[1:]:
+    total = function(terms[0].float(), terms[1]) if widens else function(terms[0], terms[1], out=out)
+    for term in terms[2:]:
         function(total, term, out=total)
     if widens:
         out.copy_(total)
