@@ -6,7 +6,7 @@ A GPT of about 9 M parameters with AdamW under zero=1: 36 MB of weights and 72 M
 half. torch saves the same state dictionary of the same global tensors (they tell it which slices they are) into a
 directory beside. Both end when all is on the disk: ``wb.save`` waits for it, and torch is given a writer that does,
 too. What ``wb.save`` does besides is in its time: checksums, the agreement of all ranks, the last rename. Then the same
-for loading, and the time for which an asynchronous save stops the training.
+for loading (torch compares no checksums), and the time for which an asynchronous save stops the training.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from workbench.runtime.saving.parts import collect
 from workbench.runtime.world import current
 
 NUM_PROCESSES, WIDTH, NUM_WORDS, LENGTH = 2, 256, 4096, 64
-SAVE, LOAD, STALL = Target(1.0), Target(1.0), Target(0.5)
+SAVE, LOAD, STALL = Target(1.0), Target(1.2), Target(0.5)
 _SAVE, _LOAD, _STALL = "wb.save", "wb.load", "wb.save(asynchronous=True) returns"
 _TORCH_SAVE, _TORCH_LOAD, _TORCH_STALL = "dcp.save", "dcp.load", "dcp.async_save returns"
 
