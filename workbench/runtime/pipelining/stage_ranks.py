@@ -25,7 +25,7 @@ from workbench.runtime.pipelining.local_modules import stand_ins_of
 from workbench.runtime.pipelining.stand_ins import standing_in
 from workbench.runtime.strategies.layouts import StageLayouts
 from workbench.runtime.strategies.state import ROOT, ParallelState, layers_of, parameter_stages
-from workbench.runtime.tensor import GlobalTensor, ghost_storage, label, local_torch, plain, spec_of
+from workbench.runtime.tensor import GlobalTensor, ghost_storage, label, local_torch, plain, read_grad, spec_of
 from workbench.runtime.transport.base import Message, Release, Transport, Wanted
 from workbench.runtime.world import Simulated, World
 
@@ -263,16 +263,17 @@ class StageRank:
 
     def hand_over_gradients(self) -> None:
         """Parameters get the gradients that their views have."""
-        for _, _, own, view in self._views:
-            if not own._is_param:
-                continue
-            if view._spec.is_ghost:
-                if own._spec.is_ghost and view._ghost_grad is not False and own._ghost_grad is False:
-                    own._ghost_grad = True
-                continue
-            with local_torch():
-                if view.grad is not None and (own.grad is None or own.grad.data_ptr() != view.grad.data_ptr()):
-                    own.grad = plain(view.grad)
+        with local_torch():
+            for _, _, own, view in self._views:
+                if not own._is_param:
+                    continue
+                if view._spec.is_ghost:
+                    if own._spec.is_ghost and view._ghost_grad is not False and own._ghost_grad is False:
+                        own._ghost_grad = True
+                    continue
+                known, found = read_grad(own), read_grad(view)
+                if found is not None and (known is None or known.data_ptr() != found.data_ptr()):
+                    own.grad = plain(found)
 
 
 def _as_seen(layouts: StageLayouts, world: World, numbering: Numbering) -> StageLayouts:
