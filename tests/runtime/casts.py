@@ -165,7 +165,7 @@ def planned_bytes(plan: BoxingPlan, world: World, counted: str) -> int:
     """
     planned = (plan.bytes_sent if counted == "sent_bytes" else plan.bytes_received).get(world.rank, 0)
     group = next((group for group in plan.groups if world.rank in group), ())
-    if plan.kind != "all-reduce" or world.transport_name != "mixed" or len(group) == 1:
+    if plan.kind != "all-reduce" or world.transport_name != "mixed" or len(group) <= 1:
         return planned
     hosts = [{0, 1} & {*group}, {2, 3} & {*group}]
     near = next(host for host in hosts if world.rank in host)
