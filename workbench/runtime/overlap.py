@@ -6,6 +6,9 @@ only if the gradient it was made of has not changed since. Under ZeRO 2 and 3 ev
 
 Buckets have one order on all ranks, and each starts when its gradients and those of all buckets before it are there:
 which of two gradients comes first may differ from rank to rank.
+
+A backward may be broken off, on each rank at another point. When the world has been rebuilt after that, every rank
+forgets what it had under way and what it had learnt, so that all go on alike.
 """
 
 from __future__ import annotations
@@ -42,7 +45,14 @@ class Watcher:
     def __init__(self, parameters: Sequence[GlobalTensor], scatters: bool = False) -> None:
         self.scatters = scatters
         self.paused = False
-        self._order = [p for p in reversed(parameters) if _is_summed(p)]
+        self._parameters = [p for p in reversed(parameters) if _is_summed(p)]
+        self._start_over()
+        self._handles = [self._watch(parameter) for parameter in self._order]
+
+    def _start_over(self) -> None:
+        """Nothing is under way and nothing agreed: as at first, and after the world was rebuilt."""
+        self._num_rebuilds = self._world_rebuilds()
+        self._order = list(self._parameters)
         self._has_agreed = False
         self._first_order: list[GlobalTensor] = []
         self._num_backwards, self._expected = 0, 0
@@ -50,7 +60,9 @@ class Watcher:
         self._is_active, self._is_recording = False, False
         self._under_way: deque[tuple[list[Term], Finish]] = deque()
         self._cut()
-        self._handles = [self._watch(parameter) for parameter in self._order]
+
+    def _world_rebuilds(self) -> int:
+        return self._parameters[0]._spec.world.num_rebuilds if self._parameters else 0
 
     @staticmethod
     def of(parameter: GlobalTensor) -> Watcher | None:
@@ -62,11 +74,12 @@ class Watcher:
         self.drain()
         for handle in self._handles:
             handle.remove()
-        for parameter in self._order:
+        for parameter in self._parameters:
             parameter.__dict__.pop("_watcher", None)
 
     def before_step(self) -> None:
         """An optimizer is about to step: it has taken so many backwards."""
+        self._notice_a_rebuild()
         self._expected, self._num_backwards = self._num_backwards, 0
         if not self._has_agreed and self._first_order:
             self._agree()
@@ -98,7 +111,12 @@ class Watcher:
             while self._next < len(self._buckets) and self._missing[self._next] == 0:
                 self._start_next()
 
+    def _notice_a_rebuild(self) -> None:
+        if self._num_rebuilds != self._world_rebuilds():
+            self._start_over()
+
     def _begin(self, task: int) -> None:
+        self._notice_a_rebuild()
         self.drain()  # sums of an earlier backward that no step has used
         self._task = task
         self._num_backwards += 1
@@ -137,6 +155,7 @@ class Watcher:
 
     def drain(self) -> None:
         """End the sums that are under way; those that nobody has taken are dropped."""
+        self._notice_a_rebuild()
         while self._under_way:
             self._finish_one()
 

@@ -41,10 +41,11 @@ class Term(NamedTuple):
 
 
 class _Stamped(NamedTuple):
-    """A sum (or how to get it) and the gradient it was made of."""
+    """A sum (or how to get it), the gradient it was made of, and how often the world had been rebuilt."""
 
     address: int
     version: int
+    num_rebuilds: int
     finish: Finish
 
 
@@ -70,7 +71,7 @@ def start_reduction(parameters: Iterable[GlobalTensor]) -> Finish:
                     result[parameter] = plain(scattered)
                 continue
             stamped: _Stamped | None = parameter.__dict__.get("_sum")
-            if stamped is not None and _is_current(stamped, grad):
+            if stamped is not None and _is_current(stamped, parameter, grad):
                 known[parameter] = stamped.finish
             elif len(parameter._spec.term_ranks) == 1:
                 result[parameter] = plain(grad)
@@ -87,14 +88,19 @@ def start_reduction(parameters: Iterable[GlobalTensor]) -> Finish:
     return finish
 
 
-def _is_current(stamped: _Stamped, grad: torch.Tensor) -> bool:
-    return (stamped.address, stamped.version) == (grad.data_ptr(), grad._version)
+def _stamp(parameter: GlobalTensor, grad: torch.Tensor, finish: Finish) -> _Stamped:
+    """After the world was rebuilt a sum counts no more: other ranks may not have made it."""
+    return _Stamped(grad.data_ptr(), grad._version, parameter._spec.world.num_rebuilds, finish)
+
+
+def _is_current(stamped: _Stamped, parameter: GlobalTensor, grad: torch.Tensor) -> bool:
+    return stamped == _stamp(parameter, grad, stamped.finish)
 
 
 def keep(terms: Iterable[Term], finish: Finish) -> None:
     """Remember the sums of gradients as they are now, until they change or are used up by a step."""
     for owner, local, _, _ in terms:
-        owner.__dict__["_sum"] = _Stamped(local.data_ptr(), local._version, finish)
+        owner.__dict__["_sum"] = _stamp(owner, local, finish)
 
 
 def change_gradients(
@@ -119,7 +125,7 @@ def change_gradients(
                 sums += [] if scattered is None else [plain(scattered)]
                 continue
             stamped: _Stamped | None = parameter.__dict__.get("_sum")
-            if stamped is not None and _is_current(stamped, grad):
+            if stamped is not None and _is_current(stamped, parameter, grad):
                 sums.append(stamped.finish()[parameter])
                 stamps.append((parameter, grad, stamped.finish))
                 terms.append(plain(grad))
@@ -130,7 +136,7 @@ def change_gradients(
         change(terms)
         (of_sums or change)(sums)
         for parameter, grad, finish in stamps:
-            parameter.__dict__["_sum"] = _Stamped(grad.data_ptr(), grad._version, finish)
+            parameter.__dict__["_sum"] = _stamp(parameter, grad, finish)
 
 
 def forget_sums(parameters: Iterable[GlobalTensor]) -> None:

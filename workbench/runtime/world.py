@@ -47,6 +47,7 @@ class World:
         transport: how tensors get to other ranks.
         traffic: what this rank has sent.
         generation: how many worlds have met at the same place before this one; counted by ``rebuild``.
+        num_rebuilds: how often this world went on after it broke; what was under way before then is void.
         generator: source of the keys of random tensors; equal on all ranks as long as they run the same program.
         implicit_boxing_allowed: False under ``wb.explicit_boxing()``.
         checks_agreement: whether plain tensors that meet global ones are compared over the ranks.
@@ -62,6 +63,7 @@ class World:
         self.rank, self.world_size, self.device, self.transport = rank, world_size, device, transport
         self.traffic = Traffic()
         self.generation = 0
+        self.num_rebuilds = 0
         self.generator: torch.Generator | None = None
         self.specs: dict[Any, Any] = {}
         self.plans: dict[Any, Any] = {}
@@ -289,6 +291,7 @@ def _rejoined(rank: int, world_size: int, device: torch.device, transport: Trans
     left.transport = transport
     left.num_edges.clear()
     left.num_sums.clear()
+    left.num_rebuilds += 1
     left.micro_batch, left.call, left.running = 0, OUTSIDE, None
     return left
 

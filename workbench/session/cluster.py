@@ -278,7 +278,7 @@ class Session:
         label: str = "",
     ) -> Outcome:
         live = self._live()
-        run = Run(live, request, listener, self._processes.kill, self._processes.how_ended, timeout_s, label)
+        run = Run(live, request, listener, self._processes, timeout_s, label)
         self._active.add(run)
         try:
             outcome = wait(run)
@@ -330,7 +330,7 @@ class Session:
         ranks = range(self.num_engines)
         request = self._engines.apply(ranks, engine.leave, (), self._tag(ranks, label="close"))
         listener = OutputListener(ranks, self.num_engines)
-        Run(self._engines, request, listener, lambda _: None, lambda _: "", _LEAVE_TIMEOUT_S).wait()
+        Run(self._engines, request, listener, _LeftAlone(), _LEAVE_TIMEOUT_S).wait()
 
     def _tag(self, targets: Sequence[int], wants_values: bool = False, label: str = "") -> protocol.CellTag:
         return protocol.CellTag(next(_run_numbers), len(targets) == self.num_engines, wants_values, label)
@@ -343,6 +343,19 @@ class Session:
         if self._closed or self._engines is None:
             raise NotStartedError("this session is closed. Start a new one: session = wb.Session(engines=2)")
         return self._engines
+
+
+class _LeftAlone:
+    """Processes of a session that is being closed: they are ended anyway, right after."""
+
+    def kill(self, ranks: Sequence[int]) -> None:
+        pass
+
+    def how_ended(self, rank: int) -> str:
+        return ""
+
+    def is_stopped(self, rank: int) -> bool:
+        return False
 
 
 def current() -> Session | None:

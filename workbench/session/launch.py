@@ -196,6 +196,13 @@ class LocalProcesses:
             except psutil.NoSuchProcess:
                 continue
 
+    def is_stopped(self, rank: int) -> bool:
+        """Whether the engine's process is held, by SIGSTOP for example."""
+        try:
+            return _process_of(self.engines[rank]).status() == psutil.STATUS_STOPPED
+        except psutil.NoSuchProcess:
+            return False
+
     def dead(self, ranks: Sequence[int]) -> list[int]:
         """Those of the ranks whose process has ended."""
         return [rank for rank in ranks if not _is_running(self.engines[rank])]

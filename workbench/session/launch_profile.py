@@ -94,6 +94,10 @@ class ProfileProcesses:
             if alive:
                 self._client.send_signal("SIGKILL", targets=alive, block=False)
 
+    def is_stopped(self, rank: int) -> bool:
+        """The notebook does not see the processes of a profile."""
+        return False
+
     def how_ended(self, rank: int) -> str:
         """The notebook does not see how processes of a profile end."""
         return "its process has ended"

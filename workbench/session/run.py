@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -79,25 +79,34 @@ class Listener(Protocol):
     def wakeup(self) -> float | None: ...
 
 
-class Run:
-    """Follows a request until every rank has replied or is gone.
+class Processes(Protocol):
+    """What a run needs of the engines' processes, by rank."""
 
-    ``kill`` ends engines at once and ``how_ended`` says how a dead one ended.
-    """
+    def kill(self, ranks: Sequence[int]) -> None:
+        """End engines at once."""
+
+    def how_ended(self, rank: int) -> str:
+        """How a dead engine ended, for people."""
+
+    def is_stopped(self, rank: int) -> bool:
+        """Whether the process is held (SIGSTOP), so that no signal but SIGKILL reaches it."""
+
+
+class Run:
+    """Follows a request until every rank has replied or is gone."""
 
     def __init__(
         self,
         engines: Engines,
         request: Request,
         listener: Listener,
-        kill: Callable[[Sequence[int]], None],
-        how_ended: Callable[[int], str],
+        processes: Processes,
         timeout_s: float | None = None,
         label: str = "",
     ) -> None:
         self.label = label
         self._engines, self._request, self._listener = engines, request, listener
-        self._kill, self._how_ended = kill, how_ended
+        self._processes = processes
         self._started_s = time.monotonic()
         self._deadline_s = None if timeout_s is None else self._started_s + timeout_s
         self._pending = set(request.ranks)
@@ -189,7 +198,7 @@ class Run:
             self._first_failure_s = event.time_s
         if failed and _is_death(event.content):
             self._silent.add(event.rank)
-            self.outcome.dead[event.rank] = self._how_ended(event.rank)
+            self.outcome.dead[event.rank] = self._processes.how_ended(event.rank)
 
     def _decide(self, now: float) -> None:
         if not self._pending:
@@ -224,12 +233,16 @@ class Run:
     def _take(self, step: str) -> None:
         ranks = sorted(self._pending)
         if step == "interrupt":
+            self._kill([rank for rank in ranks if self._processes.is_stopped(rank)])
             self._engines.signal(ranks, "SIGINT")
         elif step == "abort":
             self._engines.control(ranks, "abort", reason=f"stopped by the notebook ({self.outcome.stop_reason})")
         else:
-            self.outcome.killed = tuple(ranks)
             self._kill(ranks)
+
+    def _kill(self, ranks: Sequence[int]) -> None:
+        self.outcome.killed = tuple(sorted({*self.outcome.killed, *ranks}))
+        self._processes.kill(ranks)
 
 
 class _Deaf:

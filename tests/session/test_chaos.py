@@ -1,0 +1,174 @@
+"""Random faults in one session, with training between: control is back, the loop goes on, nothing leaks."""
+
+import os
+import random
+import signal
+import threading
+import time
+
+import psutil
+import pytest
+
+from workbench.errors import CellError
+from workbench.session import Session
+from workbench.session.tracebacks import Interrupted
+
+pytestmark = pytest.mark.engines
+
+NUM_ENGINES = 2
+BACK_WITHIN_S = 2.0
+"""After the fault, not counting what a busy machine adds to a cell that does nothing (measured beside it)."""
+
+SETUP = """
+import os, tempfile, time
+from pathlib import Path
+p = wb.placement.all("cpu")
+wb.manual_seed(0)
+model = wb.parallelize(torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1)), "*: data")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+inputs = wb.randn(32, 8, placement=p, sbp=wb.sbp.split(0))
+targets = inputs.sum(dim=1, keepdim=True)
+step = 0
+
+def train():
+    global step
+    optimizer.zero_grad()
+    loss = torch.nn.functional.mse_loss(model(inputs), targets)
+    loss.backward()
+    optimizer.step()
+    step += 1
+    return loss.item()
+"""
+FOREVER = "while True: train()"
+DIVERGED = "(inputs if wb.rank() else targets).to_global(sbp=wb.sbp.broadcast)"
+
+
+def raises(session, rank):
+    began = time.monotonic()
+    with pytest.raises(CellError, match=rf"ValueError on rank {rank}: planned"):
+        session.run(f"if wb.rank() == {rank}: raise ValueError('planned')\n{FOREVER}")
+    return began
+
+
+def diverges(session, rank):
+    began = time.monotonic()
+    with pytest.raises(CellError, match=r"diverged|other ranks"):
+        session.run(DIVERGED)
+    return began
+
+
+def times_out(session, rank):
+    began = time.monotonic()
+    with pytest.raises(CellError, match="Timeout: the cell may take"):
+        session.run(FOREVER, timeout=0.5)
+    return began + 0.5
+
+
+def signals(name, words):
+    """A fault that comes from outside, half a second after the cell has begun."""
+
+    def fault(session, rank):
+        pid, began = session.status()[rank].pid, []
+
+        def strike():
+            began.append(time.monotonic())
+            os.kill(pid, getattr(signal, name))
+
+        timer = threading.Timer(0.5, strike)
+        timer.start()
+        with pytest.raises(CellError, match=words):
+            session.run(FOREVER)
+        timer.join()
+        return began[0]
+
+    return fault
+
+
+def interrupts(session, rank):
+    began = []
+
+    def strike():
+        began.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    timer = threading.Timer(0.5, strike)
+    timer.start()
+    with pytest.raises(Interrupted):
+        session.run(FOREVER)
+    timer.join()
+    return began[0]
+
+
+FAULTS = {
+    "raise": raises,
+    "diverge": diverges,
+    "timeout": times_out,
+    "interrupt": interrupts,
+    "kill": signals("SIGKILL", "died while running"),
+    "stop": signals("SIGSTOP", "is stopped|had to be killed"),
+}
+COSTLY = ("kill", "stop")
+
+
+def empty_cell_s(session):
+    began = time.monotonic()
+    session.run("pass")
+    return time.monotonic() - began
+
+
+def measures(session):
+    """What must not grow: processes, files, memory of this process."""
+    here = psutil.Process()
+    return {
+        "processes": len(here.children(recursive=True)),
+        "files": here.num_fds(),
+        "threads": here.num_threads(),
+        "memory_mb": here.memory_info().rss / 1e6,
+        "engine_files": sum(psutil.Process(status.pid).num_fds() for status in session.status()),
+    }
+
+
+def endure(faults, seed, folder):
+    """Each fault in turn, on a random rank, with a training loop that goes on from its newest checkpoint."""
+    chance = random.Random(seed)
+    late = []
+    with Session(engines=NUM_ENGINES, device="cpu") as session:
+        session.run(SETUP)
+        save = f"wb.save(Path({str(folder)!r}) / 'newest', model=model, optimizer=optimizer, step=step)"
+        load = f"step = wb.load(Path({str(folder)!r}) / 'newest', model=model, optimizer=optimizer)['step']"
+        session.run(f"for _ in range(5): train()\n{save}")
+        steps, before = 5, None
+        for number, name in enumerate(faults):
+            busy_s = empty_cell_s(session)
+            began = FAULTS[name](session, chance.randrange(NUM_ENGINES))
+            took = time.monotonic() - began
+            if took > BACK_WITHIN_S + busy_s:
+                late.append((number, name, round(took, 2)))
+            if name in COSTLY:
+                session.run(f"{SETUP}\n{load}")
+                assert session.run("step").values == [steps] * NUM_ENGINES
+            else:
+                session.run(load)
+            losses = session.run(f"losses = [train() for _ in range(3)]\n{save}\nlosses").values
+            assert losses[0] == losses[1] and losses[0][-1] < losses[0][0] + 1e-6, (number, name, losses)
+            steps += 3
+            if number == min(3, len(faults) - 1):
+                before = measures(session)
+        after = measures(session)
+    assert not late, late
+    assert after["processes"] == before["processes"]
+    assert after["files"] <= before["files"] + 8 and after["threads"] <= before["threads"] + 4, (before, after)
+    assert after["engine_files"] <= before["engine_files"] + 16, (before, after)
+    assert after["memory_mb"] <= before["memory_mb"] + 50, (before, after)
+
+
+@pytest.mark.timeout(240)
+def test_eight_faults(tmp_path):
+    endure(["raise", "interrupt", "diverge", "kill", "timeout", "raise", "stop", "interrupt"], 1, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_hundred_faults(tmp_path):
+    chance = random.Random(2)
+    endure([chance.choice(list(FAULTS)) for _ in range(100)], 3, tmp_path)
