@@ -274,9 +274,10 @@ def _ratios(times: dict[Case, dict[str, float]]) -> list[tuple[str, float, Targe
                 found.append((f"DTensor / {where}, {format_bytes(size)}", mean, aim))
     for case, t in times.items():
         if case.size == LIMIT_SIZE and case.pair in LIMIT_PAIRS:
-            copies_s = ranks_per_core * t[AT_ONCE]
-            what = f"{AT_ONCE}, {format_bytes(case.size)} {case} ({ranks_per_core:g} ranks per core)"
-            found += [(f"{where} / {what}", t[where] / copies_s, limit) for where, limit in LIMITS.items()]
+            for limit_of in (AT_ONCE, "copy"):
+                what = f"{limit_of}, {format_bytes(case.size)} {case} ({ranks_per_core:g} ranks per core)"
+                limit_s = ranks_per_core * t[limit_of]
+                found += [(f"{where} / {what}", t[where] / limit_s, limit) for where, limit in LIMITS.items()]
     return found
 
 
