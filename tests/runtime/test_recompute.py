@@ -11,6 +11,7 @@ from torch import nn
 import workbench as wb
 from tests.runtime.models import batch_for, make
 from tests.runtime.programs import training_equals_one_device
+from workbench.errors import StrategyError
 from workbench.runtime.memory import ActivationMeter
 from workbench.runtime.recompute import blocks_of
 from workbench.testing import run_ranks
@@ -176,3 +177,28 @@ def test_nothing_of_a_step_outlives_it():
 
     before = count()
     assert [kept - before for kept in run_ranks(program, 1)[0]] == [4, 0, 4, 0]
+
+
+class Caching(nn.Module):
+    """A decoder that hands a cache to its blocks, which compute keys and values once."""
+
+    class Cache:
+        def __init__(self):
+            self.is_updated = {}
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x):
+        cache = self.Cache()
+        for block in self.blocks:
+            block(x, cache)
+
+
+def test_a_cache_that_a_block_fills_is_refused():
+    def program():
+        wb.parallelize(Caching(), "*: data | recompute")(torch.ones(2, 8))
+
+    with pytest.raises(StrategyError, match=r"Block was given 1 cache .*\(Cache\).*use_cache=False"):
+        run_ranks(program, 1)

@@ -7,13 +7,14 @@ Deep Nets with Sublinear Memory Cost, 2016.)
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from workbench.errors import StrategyError
 from workbench.runtime.strategies.state import ParallelState, layers_of
 
 
@@ -67,6 +68,7 @@ class Recomputed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.block._call_impl(*args, **kwargs)
+        self._refuse_caches([*args, *kwargs.values()])
         has_run: list[bool] = []
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -77,6 +79,16 @@ class Recomputed:
                 return self.block._call_impl(*args, **kwargs)
 
         return checkpoint(run, *args, use_reentrant=False, **kwargs)
+
+    def _refuse_caches(self, values: Sequence[Any]) -> None:
+        """A cache that remembers that it was filled makes the second run another one than the first."""
+        cache = next((value for value in values if isinstance(getattr(value, "is_updated", None), dict)), None)
+        if cache is not None:
+            raise StrategyError(
+                f"recompute: {type(self.block).__name__} was given 1 cache of keys and values "
+                f"({type(cache).__name__}). Its first run fills it, and the second one, in backward, finds it full and "
+                "computes less. Training needs no cache: call the model with use_cache=False."
+            )
 
 
 class _CopiedBuffers:
