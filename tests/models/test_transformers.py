@@ -15,7 +15,7 @@ from workbench.testing import run_ranks
 
 one_device = functools.cache(on_one_device)
 
-STRATEGIES = [("*: data", 3), ("*: model", 2), ("*: model | 1x2x2", 4)]
+STRATEGIES = [("*: data", 3), ("*: model", 2), ("*: model | 1x2x2", 4), ("*: data | 1x2x1 zero=3", 2)]
 BY_NAME = {
     "gpt2": "*: model; transformer.wte: model:row; transformer.wpe: model:row",
     "llama": "*: model; model.embed_tokens: model:row; lm_head: model:column",
@@ -174,7 +174,12 @@ def test_dropout_in_every_way(name, attention):
 
 
 @pytest.mark.parametrize(
-    ("name", "way", "num_ranks"), [pytest.param("gpt2", "*: model", 2, marks=pytest.mark.slow), ("t5", "*: data", 2)]
+    ("name", "way", "num_ranks"),
+    [
+        pytest.param("gpt2", "*: model", 2, marks=pytest.mark.slow),
+        pytest.param("llama", "*: data | 1x2x1 zero=3", 2, marks=pytest.mark.slow),
+        ("t5", "*: data", 2),
+    ],
 )
 def test_gradient_checkpointing(name, way, num_ranks):
     assert_equals_one_device(Setup(name, recomputes=True), way, num_ranks)
