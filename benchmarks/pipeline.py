@@ -33,8 +33,12 @@ from workbench.runtime.pipelining.balance import Balance
 
 NUM_PROCESSES = 2
 WIDTH, NUM_BLOCKS, BATCH, LENGTH, NUM_MICRO_BATCHES = 256, 8, 8, 64, 4
-SMALL_HEAD, LARGE_HEAD = 512, 2 * 12 * WIDTH
-"""Words: a head of ``LARGE_HEAD`` of them multiplies as much as two blocks."""
+SMALL_HEAD, LARGE_HEAD = 512, 2 * (12 * WIDTH + 2 * LENGTH)
+"""Words: a head of ``LARGE_HEAD`` of them multiplies as much as two blocks, per word ``WIDTH`` times so many numbers.
+
+A block has 12 * WIDTH of them in its weights and 2 * LENGTH in its attention. It adds, norms and activates besides, so
+the head takes somewhat less time than two blocks.
+"""
 PARITY, CUT_BY_COST, SIMULATED = Target(1.0, at_least=True), Target(1.1, at_least=True), Target(1.08)
 THEIRS = "torch, Schedule1F1B, equal blocks"
 _LEARNING_RATE = 1e-4
