@@ -6,6 +6,7 @@ memory that was freed holds rubbish; copies into device memory happen some time 
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import struct
@@ -29,6 +30,7 @@ LONGEST_DELAY_S = 1e-3
 IDLE_S = 0.02
 VARIABLE = "WORKBENCH_TEST_LATE_DEVICE"
 mistakes: list[str] = []
+_numbers = itertools.count()
 
 
 class Behaviour:
@@ -54,9 +56,15 @@ class LateDevice:
         self.events = Mapping.create(4096, "events")
         weakref.finalize(self, self.events.close)
         self.num_events = 0
-        self.slot = random.SystemRandom().randrange(1, 500)
-        self._chance = random.Random(self.slot)
+        self.identity = os.getpid() << 16 | next(_numbers)
+        self._first_slot = random.SystemRandom().randrange(1, 500)
+        self._chance = random.Random(self._first_slot)
         self._jobs, self._changed, self._is_busy, self._thread = deque(), threading.Condition(), False, None
+
+    def _slot_in(self, words, wanted):
+        """Where in the head of a block a word stands; each device looks from a place of its own on."""
+        slots = (1 + (self._first_slot + step) % 499 for step in range(499))
+        return next((slot for slot in slots if words[slot] == wanted), None)
 
     def allocate(self, num_bytes, what):
         if self.behaviour.room is not None and num_bytes > self.behaviour.room:
@@ -75,7 +83,7 @@ class LateDevice:
         self.synchronize()
         mapping = self.own.pop(memory.address)
         words = mapping.data.cast("q")
-        users = [words[slot] for slot in range(1, 500) if words[slot] and lives(words[slot])]
+        users = [words[slot] for slot in range(1, 500) if words[slot] and lives(words[slot] >> 16)]
         if users:
             mistakes.append(f"memory of {memory.data.numel()} bytes was freed while processes {users} had it open")
         words[0] = 1
@@ -91,16 +99,17 @@ class LateDevice:
         words = mapping.data.cast("q")
         if words[0]:
             mistakes.append("memory was opened that has been freed")
-        if words[self.slot]:
+        if self._slot_in(words, self.identity) is not None:
             mistakes.append("memory was opened twice")
-        words[self.slot] = os.getpid()
+        words[self._slot_in(words, 0)] = self.identity
         data = mapping.tensor(offset, (size,), torch.uint8)
         address = mapping.address + offset
         self.opened[address] = mapping
         return Memory(address, data ^ 1 if self.behaviour.garbles else data)
 
     def close(self, memory):
-        self.opened.pop(memory.address).data.cast("q")[self.slot] = 0
+        words = self.opened.pop(memory.address).data.cast("q")
+        words[self._slot_in(words, self.identity)] = 0
 
     def make_event(self):
         self.num_events += 1

@@ -41,8 +41,8 @@ def connect_on_threads(fn, num_ranks=2, behaviours=None, timeout_s=20.0):
     finally:
         ipc_connecting.MAKERS.clear()
         ipc_connecting.MAKERS.update(before)
-    assert late_device.mistakes == []
-    assert pool.reap() == 0
+    assert late_device.mistakes == [], late_device.mistakes
+    assert pool.reap() == 0, "memory of a broken world is kept"
     return results
 
 
