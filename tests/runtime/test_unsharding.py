@@ -22,6 +22,7 @@ from tests.runtime.blocks import (
     on_two,
     value,
 )
+from workbench.runtime.strategies.state import state_of
 from workbench.runtime.world import current
 from workbench.testing import run_ranks
 
@@ -94,6 +95,26 @@ def test_trains_like_one_device(name):
         return train(wb.parallelize(models[rank], f"{row} | {options} zero=3"), **settings)
 
     for grads, weights in run_ranks(program, num_ranks):
+        assert_alike(grads, truth[0])
+        assert_alike(weights, truth[1])
+
+
+def test_ranks_that_were_interrupted_at_different_points_go_on_alike():
+    """One rank has learnt the order of blocks in the world that broke; the other has not."""
+    models = [made(Chain) for _ in range(3)]
+
+    def program(rank, options):
+        model = wb.parallelize(models.pop(), f"*: data | {options}")
+        model(IDS)
+        ends = [getattr(end, "__self__", None) for end in state_of(model).when_interrupted]
+        for chain in [end for end in ends if hasattr(end, "send_ahead")]:
+            assert len(chain._order) > 2
+            chain._order = chain._order if rank == 0 else []
+        current().num_rebuilds += 1
+        return train(model, steps=4)
+
+    [truth] = run_ranks(lambda rank: program(rank, "1x1x1"), 1)
+    for grads, weights in run_ranks(lambda rank: program(rank, "1x2x1 zero=3"), 2):
         assert_alike(grads, truth[0])
         assert_alike(weights, truth[1])
 

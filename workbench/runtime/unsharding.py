@@ -23,7 +23,7 @@ from workbench.runtime.gathered_call import Call, Member, autocast_dtype, casts_
 from workbench.runtime.gathering import Flight, gather
 from workbench.runtime.shard import Shard
 from workbench.runtime.tensor import GlobalTensor, label, local_torch, plain
-from workbench.runtime.world import World
+from workbench.runtime.world import World, current
 
 
 class Chain:
@@ -42,6 +42,7 @@ class Chain:
         self._now: list[Unit] = []
         self._coming: tuple[Unit, list[GlobalTensor], list[int], Flight] | None = None
         self._handles: list[Any] = []
+        self._num_rebuilds = current().num_rebuilds
 
     def install(self, module: nn.Module) -> Chain:
         """Hook the model itself; comes after its units, so as to run before them."""
@@ -65,7 +66,14 @@ class Chain:
     def _begin(self, module: nn.Module, args: Any) -> None:
         if self._depth == 0:
             self.interrupted()  # what a recomputation in backward has left
+            self._forget_what_others_may_not_know()
         self._depth += 1
+
+    def _forget_what_others_may_not_know(self) -> None:
+        """After the world was rebuilt: a call that was broken off has taught some ranks the order and others not."""
+        num_rebuilds = current().num_rebuilds
+        if num_rebuilds != self._num_rebuilds:
+            self._order, self._num_rebuilds = [], num_rebuilds
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         self._depth = max(0, self._depth - 1)
