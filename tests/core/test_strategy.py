@@ -165,7 +165,7 @@ def test_presets_fit_a_shared_weight(name):
     ("text", "splits"),
     [
         ("*: model", ["row", "row", "row", "column"]),  # all as the head
-        ("*: model; decoder.words: model:column", ["column", "column", "column", "row"]),  # all as the one that says how
+        ("*: model; decoder.words: model:column", ["column", "column", "column", "row"]),  # as the one that says how
     ],
 )
 def test_all_layers_that_share_one_weight_lie_in_one_way(text, splits):

@@ -104,6 +104,7 @@ class TestFirstNotebook:
 
 
 @pytest.mark.engines
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 class TestTrainGpt:
     def test_it_goes_on_from_the_newest_checkpoint_with_the_same_losses(self, trained: Any) -> None:

@@ -104,6 +104,7 @@ def test_stored_without_outputs_and_with_a_kernel(path: Path) -> None:
 
 
 @pytest.mark.engines
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_all_run_in_one_kernel() -> None:
     notebook = execute(joined(NOTEBOOKS))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import json
+import signal
 import sys
 import time
 
@@ -54,4 +55,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in jobs that a shell has put in the background
     main()

@@ -85,7 +85,11 @@ QUICK = {"shared": range(2, 12), "gloo": (3, 4, 7, 9, 11), "ipc": (3, 8, 10), "m
 """Seeds; the number of a fault is the seed modulo their number."""
 
 
-@pytest.mark.parametrize("transport", WORLDS)
+SELDOM = {"ipc", "mixed"}
+"""Half a minute of the quick tests; the long runs have them as well."""
+
+
+@pytest.mark.parametrize("transport", [pytest.param(t, marks=[pytest.mark.slow] * (t in SELDOM)) for t in WORLDS])
 def test_a_fault_ends_in_the_right_error_and_the_next_exchange_works(tmp_path, transport):
     play(tmp_path, transport, QUICK[transport])
 

@@ -171,6 +171,12 @@ def endure(faults, seed, folder):
 
 
 @pytest.mark.timeout(240)
+def test_faults_after_which_all_engines_live(tmp_path):
+    endure(["raise", "interrupt", "diverge", "timeout"], 1, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
 def test_eight_faults(tmp_path):
     endure(["raise", "interrupt", "diverge", "kill", "timeout", "raise", "stop", "interrupt"], 1, tmp_path)
 

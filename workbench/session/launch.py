@@ -176,17 +176,28 @@ class LocalProcesses:
         self._record()
 
     def stop(self) -> None:
-        """End all processes, at the latest by SIGKILL after about a second; safe to call twice."""
+        """End all processes; safe to call twice.
+
+        By SIGKILL: engines have left their world by now, and would wait a second each before they follow a SIGTERM.
+        """
         self._record()
         try:
+            controller = set(self._controller_pids())
+            self._kill_known(lambda process: process.pid not in controller)
             self._cluster.stop_engines_sync()
-            self._wait_for_end(2.0, spare=self._controller_pids())
+            self._wait_for_end(2.0, spare=controller)
+            self._kill_known()
             self._cluster.stop_controller_sync()
         finally:
             self._wait_for_end(1.0)
             for process in self._known:
                 process.kill()
             self._known.clear()
+
+    def _kill_known(self, chosen: Callable[[ProcessId], bool] = lambda process: True) -> None:
+        for process in self._known:
+            if chosen(process):
+                process.kill()
 
     def kill(self, ranks: Sequence[int]) -> None:
         """End engines at once."""
