@@ -47,7 +47,7 @@ def check(round_, told, chaos):
     return not harmless
 
 
-def play(tmp_path, transport, seeds):
+def assert_every_round_ends_right(tmp_path, transport, seeds):
     left_before = set(os.listdir("/dev/shm"))
     num_ranks = len(WORLDS[transport])
     with Chaos(tmp_path, num_ranks, WORLDS[transport]) as chaos:
@@ -91,14 +91,14 @@ SELDOM = {"ipc", "mixed"}
 
 @pytest.mark.parametrize("transport", [pytest.param(t, marks=[pytest.mark.slow] * (t in SELDOM)) for t in WORLDS])
 def test_a_fault_ends_in_the_right_error_and_the_next_exchange_works(tmp_path, transport):
-    play(tmp_path, transport, QUICK[transport])
+    assert_every_round_ends_right(tmp_path, transport, QUICK[transport])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("transport", WORLDS)
 def test_two_hundred_faults(tmp_path, transport):
-    play(tmp_path, transport, range(200))
+    assert_every_round_ends_right(tmp_path, transport, range(200))
 
 
 def test_what_a_process_has_left_open_is_noticed():

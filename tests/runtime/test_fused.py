@@ -37,7 +37,7 @@ def messages_of(action):
         del transport.start
 
 
-def compare(source, target, ranks, target_ranks):
+def assert_fused_equals_single(source, target, ranks, target_ranks):
     placement = wb.placement("cpu", ranks=target_ranks)
     alone = [make(shape, source, ranks, True) for shape in SHAPES]
     fused = [make(shape, source, ranks, True) for shape in SHAPES]
@@ -62,8 +62,8 @@ def compare(source, target, ranks, target_ranks):
 
 @pytest.mark.parametrize(("source", "target"), CHANGES)
 def test_fused_boxings_equal_single_ones_with_one_message_per_pair(source, target):
-    run_ranks(lambda: compare(source, target, [0, 1, 2], [0, 1, 2]), 3)
-    run_ranks(lambda: compare(source, target, [0, 1], [2, 1]), 3)
+    run_ranks(lambda: assert_fused_equals_single(source, target, [0, 1, 2], [0, 1, 2]), 3)
+    run_ranks(lambda: assert_fused_equals_single(source, target, [0, 1], [2, 1]), 3)
 
 
 def test_results_wait_until_they_are_asked_for():
@@ -112,8 +112,8 @@ def test_what_cannot_be_is_refused():
 
 
 def on_processes():
-    compare("P", "B", [0, 1], [0, 1])
-    compare("S(0)", "S(1)", [0, 1], [1, 0])
+    assert_fused_equals_single("P", "B", [0, 1], [0, 1])
+    assert_fused_equals_single("S(0)", "S(1)", [0, 1], [1, 0])
     return current().transport_name
 
 

@@ -48,7 +48,7 @@ def assert_losses_of_one_run(folder):
     return written
 
 
-def rounds(folder, seeds):
+def assert_goes_on_after_kills(folder, seeds):
     """Kill, look, go on; every start is at the newest complete checkpoint. Returns how many kills met a save."""
     newest, left_over = [0], 0
     for seed in seeds:
@@ -61,13 +61,13 @@ def rounds(folder, seeds):
 
 
 def test_five_kills(tmp_path):
-    rounds(tmp_path / "run", range(5))
+    assert_goes_on_after_kills(tmp_path / "run", range(5))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_fifty_kills(tmp_path):
-    left_over = rounds(tmp_path / "run", range(100, 150))
+    left_over = assert_goes_on_after_kills(tmp_path / "run", range(100, 150))
     assert left_over >= 5, "too few kills met a save to say anything"
 
 

@@ -136,7 +136,7 @@ def measures(session):
     }
 
 
-def endure(faults, seed, folder):
+def assert_endures(faults, seed, folder):
     """Each fault in turn, on a random rank, with a training loop that goes on from its newest checkpoint."""
     chance = random.Random(seed)
     late = []
@@ -172,17 +172,17 @@ def endure(faults, seed, folder):
 
 @pytest.mark.timeout(240)
 def test_faults_after_which_all_engines_live(tmp_path):
-    endure(["raise", "interrupt", "diverge", "timeout"], 1, tmp_path)
+    assert_endures(["raise", "interrupt", "diverge", "timeout"], 1, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_eight_faults(tmp_path):
-    endure(["raise", "interrupt", "diverge", "kill", "timeout", "raise", "stop", "interrupt"], 1, tmp_path)
+    assert_endures(["raise", "interrupt", "diverge", "kill", "timeout", "raise", "stop", "interrupt"], 1, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_hundred_faults(tmp_path):
     chance = random.Random(2)
-    endure([chance.choice(list(FAULTS)) for _ in range(100)], 3, tmp_path)
+    assert_endures([chance.choice(list(FAULTS)) for _ in range(100)], 3, tmp_path)
