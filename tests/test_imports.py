@@ -21,13 +21,15 @@ ALLOWED = {
     "core": set(),
     "kernels": set(),
     "pipeline": set(),
+    "cost": {"pipeline", "core"},
+    "plan": {"cost", "pipeline", "core"},
     "runtime": {"kernels", "pipeline", "core"},
-    "session": {"runtime", "core"},
-    "ui": {"session", "core"},
+    "session": {"runtime", "plan", "cost", "core"},
+    "ui": {"session", "plan", "cost", "pipeline", "core"},
     "flow": {"session", "runtime", "core"},
     "testing": {"runtime", "core"},
-    "cli": {"ui", "session", "core"},
-    "": {"cli", "core", "flow", "runtime", "session", "testing", "ui"},
+    "cli": {"ui", "session", "plan", "cost", "core"},
+    "": {"cli", "core", "cost", "flow", "plan", "runtime", "session", "testing", "ui"},
 }
 """Room -> rooms it may import. The room "" is the package itself: its lazy names, and ``python -m workbench``."""
 

@@ -1,0 +1,99 @@
+"""What a model's layers cost, as plain rows: made by tracing it on metadata or from a formula, read by planner and
+simulator.
+
+All figures are of the forward of ONE sample on one device, nothing divided; what a strategy does to them is arithmetic
+in ``workbench.cost``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from workbench.core.strategy import Layer
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One function's forward.
+
+    Attributes:
+        name: what it does: "linear", "softmax", "layer_norm".
+        flops: multiplications and additions, 2 m n k for a matrix product. 0 for what only moves memory.
+        moved_bytes: read and written.
+        inner: size of the dim that a matrix product sums over; 0 for others. Small ones run below the machine's rate.
+        saved_bytes: what autograd keeps of it for backward, besides parameters.
+        is_parted: whether the model axis divides it where its layer's output is split (scores of heads, an
+            activation function behind a column layer). False for what every rank of the axis does in full.
+    """
+
+    name: str
+    flops: float
+    moved_bytes: float
+    inner: int = 0
+    saved_bytes: float = 0.0
+    is_parted: bool = True
+
+    @property
+    def is_matmul(self) -> bool:
+        """Whether it is bound by the rate of matrix products rather than by memory."""
+        return self.inner > 0
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCost:
+    """A layer with parameters, and the functions between it and the next one, which are counted with it.
+
+    Attributes:
+        layer: name, class, shapes of its parameters.
+        own: the layer's own function.
+        after: functions on its output until the next layer begins (attention, an activation function, a residual sum);
+            behind the last layer, the loss.
+        output_shape: of one sample, without the batch dim; None where it is not one tensor.
+        itemsize: bytes of an element of the output.
+    """
+
+    layer: Layer
+    own: tuple[Work, ...] = ()
+    after: tuple[Work, ...] = ()
+    output_shape: tuple[int, ...] | None = None
+    itemsize: int = 4
+
+    @property
+    def flops(self) -> float:
+        """Of the forward of one sample."""
+        return sum(work.flops for work in (*self.own, *self.after))
+
+    @property
+    def saved_bytes(self) -> float:
+        """Kept for backward, of one sample."""
+        return sum(work.saved_bytes for work in (*self.own, *self.after))
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCosts:
+    """All layers in the order of the forward.
+
+    Attributes:
+        rows: one per layer with parameters.
+        sample_shape: of one sample of the input.
+        dtype: "fp32", "bf16" or "fp16": what the rows were counted in.
+        blocks: runs of equal blocks, (first row, rows per block, how many), so that a search may tie them.
+    """
+
+    rows: tuple[LayerCost, ...]
+    sample_shape: tuple[int, ...] = ()
+    dtype: str = "fp32"
+    blocks: tuple[tuple[int, int, int], ...] = field(default=())
+
+    @property
+    def layers(self) -> list[Layer]:
+        """What strategies are resolved against."""
+        return [row.layer for row in self.rows]
+
+    @property
+    def num_parameters(self) -> int:
+        """Tied ones once."""
+        return sum(row.layer.num_parameters for row in self.rows if row.layer.tied_to is None)
+
+
+__all__ = ["LayerCost", "ModelCosts", "Work"]

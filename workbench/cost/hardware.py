@@ -1,0 +1,56 @@
+"""A machine in numbers, each with its source: a datasheet, or the calibration run that measured it.
+
+SI units: bytes, seconds, floating point operations per second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """How ranks reach each other.
+
+    Attributes:
+        span: neighbouring ranks that one such link joins, 8 inside a host of 8 GPUs. Groups inside one span use it.
+        latency_s: until the first byte of an exchange is there.
+        bandwidth_bytes_per_s: that every rank receives while all of them exchange.
+    """
+
+    span: int
+    latency_s: float
+    bandwidth_bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One kind of machine, from the point of view of one rank.
+
+    Attributes:
+        name: "a100-80gb-selene".
+        memory_bytes: of one rank.
+        memory_bandwidth_bytes_per_s: of a large copy, read and written bytes together.
+        matmul_flops_per_s: by dtype ("fp32", "bf16", "fp16", "fp8"): the rate of large matrix products.
+        matmul_half_size: inner size at which a product reaches half that rate: ``k / (k + half size)``.
+        op_s: until a function has been started.
+        links: ascending by span; the last one joins everything.
+        sources: where each number comes from, by field name.
+    """
+
+    name: str
+    memory_bytes: float
+    memory_bandwidth_bytes_per_s: float
+    matmul_flops_per_s: Mapping[str, float]
+    matmul_half_size: float
+    op_s: float
+    links: tuple[Link, ...]
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+    def link(self, num_neighbours: int) -> Link:
+        """The link that joins so many neighbouring ranks."""
+        return next((link for link in self.links if num_neighbours <= link.span), self.links[-1])
+
+
+__all__ = ["Hardware", "Link"]

@@ -1,0 +1,1 @@
+"""Which strategy: the search over strategies, and why it chose what it chose. No torch, no devices."""
