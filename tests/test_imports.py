@@ -22,14 +22,14 @@ ALLOWED = {
     "kernels": set(),
     "pipeline": set(),
     "cost": {"pipeline", "core"},
-    "plan": {"cost", "pipeline", "core"},
+    "planner": {"cost", "pipeline", "core"},
     "runtime": {"kernels", "pipeline", "core"},
-    "session": {"runtime", "plan", "cost", "core"},
-    "ui": {"session", "plan", "cost", "pipeline", "core"},
+    "session": {"runtime", "planner", "cost", "core"},
+    "ui": {"session", "planner", "cost", "pipeline", "core"},
     "flow": {"session", "runtime", "core"},
     "testing": {"runtime", "core"},
-    "cli": {"ui", "session", "plan", "cost", "core"},
-    "": {"cli", "core", "cost", "flow", "plan", "runtime", "session", "testing", "ui"},
+    "cli": {"ui", "session", "planner", "cost", "core"},
+    "": {"cli", "core", "cost", "flow", "planner", "runtime", "session", "testing", "ui"},
 }
 """Room -> rooms it may import. The room "" is the package itself: its lazy names, and ``python -m workbench``."""
 
