@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from workbench.core.covering import cover
 from workbench.core.strategy import Layer, Options, Row, Strategy
 from workbench.errors import StrategyError
 
@@ -21,16 +22,19 @@ def preset(name: str, layers: Sequence[Layer], num_ranks: int) -> Strategy:
     """
     if name == "data" or name == "model":
         return Strategy(f"*: {name}")
+    names = [layer.name for layer in layers]
     if name == "hybrid":
         half = (len(layers) + 1) // 2
         choices = {layer.name: "data" if i < half else "model" for i, layer in enumerate(layers)}
         rows = [Row(layer.name, choices[layer.tied_to or layer.name]) for layer in layers]
-        return Strategy.from_rows(rows, Options(degrees=(1, 1, num_ranks)))
+        return Strategy.from_rows(cover(names, rows), Options(degrees=(1, 1, num_ranks)))
     if name != "pipeline":
         raise StrategyError(f"preset {name!r} is none of {', '.join(PRESETS)}.")
     cuts = stage_cuts(layers, num_ranks)
     rows = [Row(layer.name, "data", None, stage) for layer, stage in zip(layers, cuts, strict=True)]
-    return Strategy.from_rows(rows, Options((num_ranks, 1, 1), num_micro_batches=2 * num_ranks, schedule="1f1b"))
+    return Strategy.from_rows(
+        cover(names, rows), Options((num_ranks, 1, 1), num_micro_batches=2 * num_ranks, schedule="1f1b")
+    )
 
 
 def stage_cuts(layers: Sequence[Layer], num_stages: int) -> list[int]:

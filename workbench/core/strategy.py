@@ -184,6 +184,10 @@ class Strategy:
         """The row that decides for a layer: the last one that matches."""
         return next((row for row in reversed(self.rows) if row.matches(name)), None)
 
+    def rows_of(self, layers: Sequence[Layer]) -> list[Row]:
+        """The row that decides for each layer; one that says ``data`` where none matches."""
+        return list(_deciding_rows(self.rows, tuple(layer.name for layer in layers)))
+
     def check(self, layers: Sequence[Layer], num_ranks: int) -> list[Mistake]:
         """Everything that is wrong with this strategy for these layers on so many ranks; empty where all is well."""
         mistakes = _check_rows(self, layers) + _check_stages(self, layers)
@@ -200,7 +204,7 @@ class Strategy:
             lines = [f"  {mistake}" + "".join(f" Fix: {fix}." for fix in mistake.fixes[:1]) for mistake in mistakes]
             raise StrategyError(f"strategy {str(self)!r} does not fit:\n" + "\n".join(lines))
         stages = _stages(self, layers)
-        choices = [self.row_of(layer.name) or Row(layer.name) for layer in layers]
+        choices = self.rows_of(layers)
         splits = splits_of(layers, choices, stages)
         resolved = tuple(
             ResolvedLayer(layer.name, row.parallel, split, stage, layer.kind)
@@ -241,12 +245,26 @@ def _parse_rows(text: str, mistakes: list[str]) -> tuple[Row, ...]:
     return tuple(rows)
 
 
+@lru_cache(maxsize=64)
+def _deciding_rows(rows: tuple[Row, ...], names: tuple[str, ...]) -> tuple[Row, ...]:
+    """Patterns that are paths are looked up, so that a row for each of a thousand layers is not a million matches."""
+    plain = {row.pattern: place for place, row in enumerate(rows) if not set("*[") & set(row.pattern)}
+    others = [(place, row) for place, row in enumerate(rows) if set("*[") & set(row.pattern)]
+    found = []
+    for name in names:
+        parts = name.split(".")
+        paths = (".".join(parts[: end + 1]) for end in range(len(parts)))
+        place = max((plain[path] for path in paths if path in plain), default=-1)
+        later = (at for at, row in reversed(others) if at > place and row.matches(name))
+        place = next(later, place)
+        found.append(rows[place] if place >= 0 else Row(name))
+    return tuple(found)
+
+
 def _stages(strategy: Strategy, layers: Sequence[Layer]) -> list[int]:
     stages: list[int] = []
-    for layer in layers:
-        row = strategy.row_of(layer.name)
-        stage = row.stage if row is not None else None
-        stages.append(stage if stage is not None else stages[-1] if stages else 0)
+    for row in strategy.rows_of(layers):
+        stages.append(row.stage if row.stage is not None else stages[-1] if stages else 0)
     return stages
 
 
@@ -262,16 +280,17 @@ def _degrees(strategy: Strategy, layers: Sequence[Layer], num_ranks: int) -> tup
             (n for n in range(num_stages // 2, 0, -1) if num_stages % n == num_ranks % n == 0), num_stages
         )
     width = max(1, num_ranks // num_stages)
-    uses_model = any((row := strategy.row_of(layer.name)) and row.parallel == "model" for layer in layers)
+    uses_model = any(row.parallel == "model" for row in strategy.rows_of(layers))
     return (num_stages, 1, width) if uses_model else (num_stages, width, 1)
 
 
 def _check_rows(strategy: Strategy, layers: Sequence[Layer]) -> list[Mistake]:
     names = [layer.name for layer in layers]
-    paths = sorted({".".join(name.split(".")[: n + 1]) for name in names for n in range(name.count(".") + 1)})
+    known = {".".join(name.split(".")[: n + 1]) for name in names for n in range(name.count(".") + 1)}
+    paths = sorted(known)
     mistakes = []
     for row in strategy.rows:
-        if row.pattern == "*" or any(row.matches(name) for name in names):
+        if row.pattern == "*" or row.pattern in known or any(row.matches(name) for name in names):
             continue
         near = difflib.get_close_matches(row.pattern, paths, n=3, cutoff=0.3) or paths[:3]
         fixes = tuple(f"write {str(replace(row, pattern=name))!r}" for name in near)
@@ -327,7 +346,7 @@ def _check_degrees(strategy: Strategy, layers: Sequence[Layer], num_ranks: int) 
 
 def _check_ties(strategy: Strategy, layers: Sequence[Layer]) -> list[Mistake]:
     """Layers that share a weight and would cut it in two ways."""
-    rows = [strategy.row_of(layer.name) or Row(layer.name) for layer in layers]
+    rows = strategy.rows_of(layers)
     splits = splits_of(layers, rows, _stages(strategy, layers))
     mistakes = []
     for first, later in tied_pairs(layers):

@@ -1,0 +1,72 @@
+"""Rows that cover: whatever the layers do, the written rows say the same, and are few where blocks are alike."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from workbench.core.covering import cover
+from workbench.core.strategy import Layer, Row, Strategy
+
+GPT = [
+    "tok_emb",
+    *(f"blocks.{n}.{part}" for n in range(8) for part in ("ln_1", "attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")),
+    "lm_head",
+]
+
+
+def row(choice: str, stage: int | None = None) -> Row:
+    parallel, _, split = choice.partition(":")
+    return Row("", parallel, split or None, stage)
+
+
+def assert_says(names: list[str], rows: list[Row]) -> None:
+    """The covering rows decide for every layer what its row does."""
+    strategy = Strategy.from_rows(cover(names, rows))
+    for name, wanted in zip(names, rows, strict=True):
+        found = strategy.row_of(name)
+        assert found is not None
+        assert (found.parallel, found.split, found.stage) == (wanted.parallel, wanted.split, wanted.stage), name
+    assert Strategy(str(strategy)) == strategy
+
+
+def test_all_alike_is_one_row():
+    assert [str(r) for r in cover(GPT, [row("data")] * len(GPT))] == ["*: data"]
+
+
+def test_blocks_that_do_the_same_are_a_range():
+    stages = [0, *[n // 4 for n in range(8) for _ in range(5)], 1]
+    rows = [row("data", stage) for stage in stages]
+    written = [str(r) for r in cover(GPT, rows)]
+    assert written == ["tok_emb: data@0", "blocks.[0-3]: data@0", "blocks.[4-7]: data@1", "lm_head: data@1"]
+
+
+def test_exceptions_stand_behind_what_is_usual():
+    rows = [row("model" if "ln_1" not in name else "data") for name in GPT]
+    written = [str(r) for r in cover(GPT, rows)]
+    assert written == ["tok_emb: model", "blocks.[0-7]: model", "blocks.[0-7].ln_1: data", "lm_head: model"]
+    assert_says(GPT, rows)
+
+
+def test_a_flat_model_is_written_layer_by_layer():
+    assert [str(r) for r in cover(["fc1", "fc2"], [row("data"), row("model")])] == ["fc1: data", "fc2: model"]
+
+
+def test_a_layer_that_has_layers_below_it():
+    names = ["attn", "attn.out_proj", "fc"]
+    assert_says(names, [row("model"), row("data"), row("model")])
+    assert_says(names, [row("model"), row("model"), row("data")])
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_whatever_the_layers_do(seed: int):
+    rng = random.Random(seed)
+    choices = [row("data"), row("model"), row("model:row", 1), row("data", 0)][: rng.randint(2, 4)]
+    names = [*GPT, "attn", "attn.out_proj", "deep.0.1.fc", "deep.0.2.fc", "deep.2.1.fc", "deep.1.fc"]
+    assert_says(names, [rng.choice(choices) for _ in names])
+
+
+def test_layers_of_the_digits_keep_their_names():
+    layers = [Layer(f"fc{n}", "Linear") for n in range(3)]
+    assert len(cover([layer.name for layer in layers], [row("data"), row("data"), row("model")])) == 3

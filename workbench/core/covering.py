@@ -1,0 +1,84 @@
+"""Few rows for many layers: what each of them does, written with patterns over modules and runs of equal blocks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+
+from workbench.core.strategy import Row
+
+
+@dataclass
+class _Module:
+    """A module and what is below it; ``own`` is the row of its own parameters."""
+
+    own: Row | None = None
+    parts: dict[str, _Module] = field(default_factory=dict)
+
+    def rows(self) -> list[Row]:
+        """Of all layers in it, its own first."""
+        below = [row for part in self.parts.values() for row in part.rows()]
+        return below if self.own is None else [self.own, *below]
+
+
+def cover(names: Sequence[str], rows: Sequence[Row]) -> tuple[Row, ...]:
+    """Rows that say for every layer what its own row in ``rows`` says; patterns of ``rows`` are not read.
+
+    A module whose layers all do the same is one row, neighbouring blocks that do the same are one range, and a block
+    of which most layers do the same is written with its exceptions.
+
+    >>> names = ["emb", *[f"blocks.{n}.{part}" for n in range(4) for part in ("norm", "fc")], "head"]
+    >>> rows = [Row("", "model" if "fc" in name else "data") for name in names]
+    >>> print(*cover(names, rows), sep="; ")
+    emb: data; blocks.[0-3].norm: data; blocks.[0-3].fc: model; head: data
+    """
+    root = _Module()
+    for name, row in zip(names, rows, strict=True):
+        module = root
+        for part in name.split("."):
+            module = module.parts.setdefault(part, _Module())
+        module.own = replace(row, pattern="")
+    if len(set(root.rows())) == 1:
+        return (replace(root.rows()[0], pattern="*"),)
+    return tuple(_parts(root))
+
+
+def _written(module: _Module) -> list[Row]:
+    """Rows of a module; patterns begin below it, the one of the module itself is empty."""
+    rows = module.rows()
+    if len(set(rows)) == 1:
+        return rows[:1]
+    if module.own is not None:
+        return [module.own, *_parts(module, usual=module.own)]
+    each = _parts(module)
+    usual = Counter(rows).most_common(1)[0][0]
+    exceptions = [usual, *_parts(module, usual)]
+    return exceptions if len(exceptions) < len(each) else each
+
+
+def _parts(module: _Module, usual: Row | None = None) -> list[Row]:
+    """Rows of what is below a module, but for what is as ``usual``; equal neighbours with numbers are one range."""
+    written = [(name, tuple(_written(part))) for name, part in module.parts.items()]
+    found: list[Row] = []
+    for (_, rows), group in groupby(written, key=lambda item: (item[0].isdecimal(), item[1])):
+        names = [name for name, _ in group]
+        if rows == (usual,):
+            continue
+        for name in _as_range(names, module) or names:
+            found += [replace(row, pattern=f"{name}.{row.pattern}" if row.pattern else name) for row in rows]
+    return found
+
+
+def _as_range(names: Sequence[str], module: _Module) -> list[str]:
+    """Neighbours with numbers as one pattern, if that covers no other part of the module; else nothing."""
+    if len(names) < 2 or not names[0].isdecimal():
+        return []
+    numbers = {int(name) for name in module.parts if name.isdecimal()}
+    first, last = int(names[0]), int(names[-1])
+    inside = {number for number in numbers if first <= number <= last}
+    return [f"[{first}-{last}]"] if inside == {int(name) for name in names} else []
+
+
+__all__ = ["cover"]
