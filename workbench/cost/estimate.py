@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 
+from workbench.core.model_costs import ModelCosts
+from workbench.core.strategy import ResolvedStrategy
+from workbench.cost.collectives import exchange_s
+from workbench.cost.entries import input_entry, left_entry
+from workbench.cost.hardware import Hardware
+from workbench.cost.memory import live_micro_batches, memory_of
+from workbench.cost.reduction import optimizer_s, reduced_bytes, reduction_s
+from workbench.cost.schedule import makespan_s, timeline_of
+from workbench.cost.setting import Setting, settings_of
+from workbench.cost.software import WORKBENCH, Software
+from workbench.cost.stages import StagePrice, prices_of, stage_price
 from workbench.pipeline.simulate import Timeline
 
 
@@ -42,4 +54,121 @@ class Estimate:
         return max((sum(kinds.values()) for kinds in self.memory), default=0.0)
 
 
-__all__ = ["Estimate"]
+def estimate(
+    model: ModelCosts,
+    strategy: ResolvedStrategy,
+    hardware: Hardware,
+    batch_size: int,
+    *,
+    optimizer: str = "adamw",
+    software: Software = WORKBENCH,
+    with_timeline: bool = False,
+) -> Estimate:
+    """Predict one training step.
+
+    Args:
+        model: costs of its layers, from a trace or a formula.
+        strategy: what every layer does, resolved for the model's layers.
+        hardware: the machine.
+        batch_size: samples per step, all data-parallel ranks and micro-batches together.
+        optimizer: "adamw", "adam", "momentum" or "sgd".
+        software: what the training program does; the engines of this package by default.
+        with_timeline: also give the schedule action by action, some 10 us for each.
+
+    Raises:
+        StrategyError: the batch does not divide, or the hardware has no rate for the precision.
+    """
+    settings = settings_of(model, strategy, hardware, batch_size, optimizer, software)
+    prices = prices_of(model.rows, strategy.layers, settings)
+    stages = [stage_price(model, s, strategy.layers, prices, settings[s]) for s in range(strategy.num_stages)]
+    return combine(model, strategy, stages, settings, batch_size, with_timeline)
+
+
+def combine(
+    model: ModelCosts,
+    strategy: ResolvedStrategy,
+    stages: Sequence[StagePrice],
+    settings: Sequence[Setting],
+    batch_size: int,
+    with_timeline: bool = False,
+) -> Estimate:
+    """A step from the prices of its stages: schedule, sums of gradients, optimizer, and what is alive at the peak."""
+    m, num_ranks, hardware = strategy.num_micro_batches, strategy.degrees[0], settings[0].hardware
+    hop_s, hop_bytes = _hops(model, strategy, settings)
+    times = [s.forward_s for s in stages], [s.input_s for s in stages], [s.weight_s for s in stages]
+    makespan = makespan_s(strategy.schedule, num_ranks, m, *times, hop_s)
+    slices = [range(first, len(stages), num_ranks) for first in range(num_ranks)]
+    compute = [m * sum(stages[s].compute_s for s in mine) for mine in slices]
+    boxing = [m * sum(stages[s].boxing_s for s in mine) for mine in slices]
+    busy = [a + b for a, b in zip(compute, boxing, strict=True)]
+    slowest = busy.index(max(busy))
+    if hardware.alone_speedup > 1:  # who waits leaves its share of the machine to the others
+        makespan = max(makespan / hardware.alone_speedup, sum(busy) / num_ranks)
+    share = min(1.0, makespan / busy[slowest]) if busy[slowest] else 1.0
+    compute_s, boxing_s = compute[slowest] * share, boxing[slowest] * share
+    bubble = makespan - compute_s - boxing_s
+    gradient = max(reduction_s([stages[s] for s in mine], settings[mine[0]]) for mine in slices)
+    gradient += _tied_s(model, strategy, settings)
+    update = max(optimizer_s(sum(stages[s].weights for s in mine), settings[mine[0]]) for mine in slices)
+    update += hardware.step_s
+    step = makespan + gradient + update
+    alive = live_micro_batches(strategy)
+    boxed = sum(m * s.boxed_bytes * t.data * t.model for s, t in zip(stages, settings, strict=True))
+    boxed += sum(reduced_bytes(s, t) * t.data * t.model for s, t in zip(stages, settings, strict=True)) + hop_bytes
+    return Estimate(
+        step,
+        compute_s,
+        boxing_s,
+        gradient,
+        bubble,
+        update,
+        memory_of(stages, alive, num_ranks),
+        boxed,
+        batch_size / step if step else 0.0,
+        timeline_of(strategy, *times, hop_s) if with_timeline else None,
+    )
+
+
+def _hops(model: ModelCosts, strategy: ResolvedStrategy, settings: Sequence[Setting]) -> tuple[float, float]:
+    """(seconds of the slowest hand-over between two stages, bytes of all of them in a step, both ways)."""
+    slowest = total = 0.0
+    layers = strategy.layers
+    for index in range(1, len(layers)):
+        stage, before = layers[index].stage, layers[index - 1].stage
+        if stage == before:
+            continue
+        setting, row = settings[before], model.rows[index - 1]
+        whole = prod(row.output_shape or ()) * row.itemsize * setting.scale * setting.samples
+        dims = len(row.output_shape or ()) + 1
+        left = left_entry(layers[index - 1], None, dims, setting.sequence)
+        taken = input_entry(layers[index], dims, setting.sequence)
+        parts = 1 if taken == "B" else settings[stage].model
+        stride = setting.data * setting.model
+        if setting.software.scatters_between_stages and left != "S1":
+            seconds = exchange_s(setting.hardware, whole / setting.model, 2, stride)
+            seconds += exchange_s(setting.hardware, whole * (1 - 1 / setting.model), setting.model)
+        else:
+            seconds = exchange_s(setting.hardware, whole / parts, 2, stride, "send")
+        slowest = max(slowest, seconds)
+        # backward, what came in as B goes back as terms of a sum
+        total += 2 * whole / parts * settings[stage].data * settings[stage].model * strategy.num_micro_batches
+    return slowest, total
+
+
+def _tied_s(model: ModelCosts, strategy: ResolvedStrategy, settings: Sequence[Setting]) -> float:
+    """Gradients of weights that two stages share are summed between them, behind everything else."""
+    stage_of = {layer.name: layer.stage for layer in strategy.layers}
+    seconds = 0.0
+    for row in model.rows:
+        first = stage_of.get(row.layer.tied_to or "")
+        stage = stage_of[row.layer.name]
+        if first is None or first == stage:
+            continue
+        setting = settings[stage]
+        weight = max((prod(shape) for shape in row.layer.shapes.values()), default=0) / setting.model
+        size = weight * setting.software.gradient_bytes(setting.precision)
+        seconds += exchange_s(setting.hardware, size, 2, setting.data * setting.model)
+    return seconds
+
+
+__all__ = ["Estimate", "combine", "estimate"]

@@ -36,6 +36,11 @@ class Hardware:
         matmul_half_size: inner size at which a product reaches half that rate: ``k / (k + half size)``.
         op_s: until a function has been started.
         links: ascending by span; the last one joins everything.
+        function_bytes_per_s: of functions that are not as fast as a copy, by ``Work.name``: what they move in a second.
+        exchanges: latency and bandwidth by kind of boxing among all ranks, where kinds were measured apart.
+        alone_speedup: how much faster a rank computes while all others wait. Rates are those of all ranks at work: four
+            engines on two cores have half a core each, and where two of them wait the others have a whole one.
+        step_s: what a step takes besides its functions.
         sources: where each number comes from, by field name.
     """
 
@@ -46,6 +51,10 @@ class Hardware:
     matmul_half_size: float
     op_s: float
     links: tuple[Link, ...]
+    function_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
+    exchanges: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    alone_speedup: float = 1.0
+    step_s: float = 0.0
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def link(self, num_neighbours: int) -> Link:

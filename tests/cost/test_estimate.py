@@ -1,0 +1,102 @@
+"""Estimates of small models, against sums that are done here by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from workbench.core.model_costs import LayerCost, ModelCosts, Work
+from workbench.core.strategy import Layer, Strategy
+from workbench.cost.estimate import Estimate, estimate
+from workbench.cost.hardware import Hardware, Link
+from workbench.errors import StrategyError
+
+WIDTH = 64
+MACHINE = Hardware(
+    "paper", memory_bytes=1e9, memory_bandwidth_bytes_per_s=1e9, matmul_flops_per_s={"fp32": 1e6}, matmul_half_size=0.0,
+    op_s=0.0, links=(Link(4, 0.0, 1e4), Link(1000, 0.0, 1e3)),
+)  # fmt: skip
+"""So slow at products and exchanges that memory does not count."""
+
+
+def mlp(num_layers: int) -> ModelCosts:
+    rows = []
+    for index in range(num_layers):
+        layer = Layer(f"fc{index}", "Linear", {"weight": (WIDTH, WIDTH)}, WIDTH * WIDTH)
+        own = Work("linear", 2 * WIDTH * WIDTH, 8 * WIDTH, inner=WIDTH, saved_bytes=4 * WIDTH)
+        rows.append(LayerCost(layer, (own,), (), (WIDTH,), 4))
+    return ModelCosts(tuple(rows), (WIDTH,))
+
+
+def predict(text: str, num_ranks: int, num_layers: int = 4, batch_size: int = 32, **options: bool) -> Estimate:
+    model = mlp(num_layers)
+    return estimate(model, Strategy(text).resolve(model.layers, num_ranks), MACHINE, batch_size, **options)
+
+
+def product_s(samples: float) -> float:
+    return 2 * WIDTH * WIDTH * samples / 1e6
+
+
+def test_one_rank_computes_three_products_for_each_layer() -> None:
+    found = predict("data", 1)
+    assert found.compute_s == pytest.approx(4 * 3 * product_s(32))
+    assert found.boxing_s == found.gradient_s == found.bubble_s == found.boxed_bytes == 0
+    assert found.memory[0]["parameters"] == 4 * 4 * WIDTH * WIDTH
+    assert found.memory[0]["optimizer"] == 8 * 4 * WIDTH * WIDTH
+    assert found.memory[0]["activations"] == 4 * 4 * WIDTH * 32
+
+
+def test_parts_add_up() -> None:
+    for text, ranks in (("data", 4), ("model", 4), ("fc[0-1]: model@0; fc[2-3]: data@1 | 2x1x2 mb=4 1f1b", 4)):
+        found = predict(text, ranks)
+        parts = found.compute_s + found.boxing_s + found.gradient_s + found.bubble_s + found.optimizer_s
+        assert found.step_s == pytest.approx(parts)
+        assert found.samples_per_s == pytest.approx(32 / found.step_s)
+
+
+def test_data_parallel_ranks_sum_gradients() -> None:
+    found = predict("data", 4)
+    received = 2 * 3 / 4 * 4 * 4 * WIDTH * WIDTH
+    assert found.boxed_bytes == pytest.approx(4 * received)
+    assert found.compute_s == pytest.approx(4 * 3 * product_s(8))
+
+
+def test_column_and_row_pairs_exchange_once_forward_and_once_back() -> None:
+    found = predict("model", 2, num_layers=2)
+    whole = 4 * WIDTH * 32
+    # the sums of the last row-split layer go to S(0), as what leaves the model does; backward gathers them
+    assert found.boxed_bytes == pytest.approx(2 * (whole / 2 + whole / 2))
+    assert found.compute_s == pytest.approx(2 * 3 * product_s(32) / 2)
+    assert found.memory[0]["parameters"] == 2 * 4 * WIDTH * WIDTH / 2
+
+
+def test_stages_wait_for_each_other() -> None:
+    found = predict("fc[0-1]: data@0; fc[2-3]: data@1 | 2x1x1 mb=4 1f1b", 2, with_timeline=True)
+    work = 3 * 2 * product_s(8)
+    assert found.compute_s == pytest.approx(4 * work, rel=1e-3)  # and gradients are added up
+    assert found.bubble_s > work
+    assert found.timeline is not None
+    assert found.timeline.makespan_s == pytest.approx(found.compute_s + found.boxing_s + found.bubble_s)
+    assert found.memory[0]["activations"] == 2 * found.memory[1]["activations"]
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_zero_divides_one_kind_after_the_other(zero: int) -> None:
+    kinds = predict(f"data | zero={zero}", 4).memory[0]
+    whole = 4 * 4 * WIDTH * WIDTH
+    expected = [whole / (4 if zero >= 3 else 1), whole / (4 if zero >= 2 else 1), 2 * whole / (4 if zero >= 1 else 1)]
+    assert [kinds[kind] for kind in ("parameters", "gradients", "optimizer")] == expected
+
+
+def test_recomputed_layers_keep_their_input_and_run_again() -> None:
+    plain, again = predict("data", 1), predict("data | recompute", 1)
+    assert again.compute_s == pytest.approx(plain.compute_s * 4 / 3)
+
+
+def test_a_batch_of_fewer_samples_than_parts_is_an_error() -> None:
+    with pytest.raises(StrategyError, match=r"batch_size=2: stage 0 has 4 replicas and 1 micro-batches, 4 parts"):
+        predict("data", 4, batch_size=2)
+
+
+def test_a_precision_without_a_rate_is_an_error() -> None:
+    with pytest.raises(StrategyError, match="precision bf16: hardware 'paper' has matmul_flops_per_s of fp32 only"):
+        predict("data | bf16", 1)

@@ -1,0 +1,68 @@
+"""The recurrences of schedules say what running their tables action by action says."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+
+from workbench.cost.schedule import makespan_s
+from workbench.pipeline.schedules import Action, make_table
+from workbench.pipeline.simulate import simulate
+
+
+def simulated(
+    schedule: str, ranks: int, m: int, f: list[float], i: list[float], w: list[float], transfer: float
+) -> float:
+    def duration(action: Action) -> float:
+        s = action.stage
+        return {"F": f[s], "I": i[s], "W": w[s], "B": i[s] + w[s]}[action.kind]
+
+    return simulate(make_table(schedule, len(f), m, ranks), len(f), duration, transfer).makespan_s
+
+
+CASES = [
+    (schedule, ranks, laps, m, seed)
+    for schedule in ("gpipe", "1f1b", "zero_bubble", "interleaved")
+    for ranks in (1, 2, 3, 5)
+    for laps in ((1, 2, 3) if schedule == "interleaved" else (1,))
+    for m in (1, 2, 3, 7, 10, 40)
+    for seed in (0, 1)
+]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble", "interleaved"])
+def test_makespan_is_that_of_the_simulated_table(schedule: str) -> None:
+    for _, ranks, laps, m, seed in (case for case in CASES if case[0] == schedule):
+        draw = random.Random(f"{ranks} {laps} {m} {seed}")
+        f, i, w = ([draw.uniform(0.2, 2) if seed else 1.0 for _ in range(ranks * laps)] for _ in range(3))
+        transfer = draw.uniform(0, 0.5) if seed else 0.0
+        expected = simulated(schedule, ranks, m, f, i, w, transfer)
+        assert makespan_s(schedule, ranks, m, f, i, w, transfer) == pytest.approx(expected, rel=1e-9), (ranks, laps, m)
+
+
+@pytest.mark.parametrize(("schedule", "ranks", "laps", "m"), [("1f1b", 8, 1, 64), ("interleaved", 4, 3, 64)])
+def test_skipped_rounds_lose_nothing(schedule: str, ranks: int, laps: int, m: int) -> None:
+    draw = random.Random(0)
+    f, b = ([draw.uniform(1, 1.5) for _ in range(ranks * laps)] for _ in range(2))
+    none = [0.0] * len(f)
+    expected = simulated(schedule, ranks, m, f, b, none, 0.05)
+    assert makespan_s(schedule, ranks, m, f, b, none, 0.05) == pytest.approx(expected, rel=1e-9)
+
+
+def test_bubble_of_equal_stages_is_the_formula() -> None:
+    """(p - 1) / m of the work under 1F1B, divided by the laps where they interleave. (arXiv 2104.04473.)"""
+    for laps in (1, 2, 4):
+        ranks, m = 8, 32
+        f, b = [1.0 / laps] * ranks * laps, [2.0 / laps] * ranks * laps
+        took = makespan_s("interleaved" if laps > 1 else "1f1b", ranks, m, f, b, [0.0] * len(f))
+        assert took == pytest.approx(3 * m + 3 * (ranks - 1) / laps)
+
+
+def test_64_stages_and_512_micro_batches_take_milliseconds() -> None:
+    draw = random.Random(1)
+    f, b = ([draw.uniform(1, 1.2) for _ in range(64)] for _ in range(2))
+    started = time.process_time()
+    makespan_s("1f1b", 64, 512, f, b, [0.0] * 64, 0.01)
+    assert time.process_time() - started < 0.5  # some 15 ms; simulate() takes a hundred times that

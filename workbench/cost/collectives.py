@@ -1,0 +1,70 @@
+"""What exchanges take: bytes that the busiest rank receives, over what its group has of the links.
+
+Between layers, the entry of an activation's layout on the model axis changes; backward goes the dual way. With A bytes
+of the whole activation (of one data-parallel rank) on t ranks, every rank receives
+
+    P -> B   2 A (t - 1) / t     all-reduce
+    P -> S   A (t - 1) / t       reduce-scatter
+    S -> B   A (t - 1) / t       all-gather
+    S -> S'  A (t - 1) / t^2     all-to-all
+    B -> S, B -> P, S -> P  0    each rank keeps its part
+"""
+
+from __future__ import annotations
+
+from workbench.cost.hardware import Hardware
+
+DUAL = {"B": "P", "P": "B"}
+"""Entries of gradients; S stays S."""
+
+
+def received_parts(source: str, target: str, num_ranks: int) -> float:
+    """What a rank receives when an entry changes, in parts of the whole activation. S entries carry their dim: "S0".
+
+    >>> received_parts("P", "B", 4), received_parts("S1", "S2", 2), received_parts("B", "S1", 2)
+    (1.5, 0.25, 0.0)
+    """
+    if source == target or source == "B" or target == "P" or num_ranks == 1:
+        return 0.0
+    others = (num_ranks - 1) / num_ranks
+    if target == "B":
+        return 2 * others if source == "P" else others
+    return others if source == "P" else others / num_ranks
+
+
+def kind_of(source: str, target: str) -> str:
+    """Name of the exchange that changes an entry, as boxing plans have it."""
+    if target == "B":
+        return "all-reduce" if source == "P" else "all-gather"
+    return "reduce-scatter" if source == "P" else "all-to-all"
+
+
+def change_s(hardware: Hardware, source: str, target: str, num_bytes: float, num_ranks: int) -> float:
+    """Seconds of the change of an entry on neighbouring ranks, of which each receives ``num_bytes``."""
+    return exchange_s(hardware, num_bytes, num_ranks, 1, kind_of(source, target))
+
+
+def group_link(hardware: Hardware, size: int, stride: int = 1) -> tuple[float, float]:
+    """(latency, bytes per second that each rank receives) in a group of ``size`` ranks, ``stride`` ranks apart.
+
+    Where a group has several ranks inside a span, a ring enters and leaves the span once: it has what all of them
+    have of the wider link, up to what the narrower one carries.
+    """
+    link = hardware.link((size - 1) * stride + 1)
+    bandwidth = link.bandwidth_bytes_per_s
+    for inner in hardware.links:
+        num_inside = min(size, inner.span // stride)
+        if inner.span < link.span and num_inside > 1:
+            bandwidth = max(bandwidth, min(inner.bandwidth_bytes_per_s, num_inside * link.bandwidth_bytes_per_s))
+    return link.latency_s, bandwidth
+
+
+def exchange_s(hardware: Hardware, num_bytes: float, size: int, stride: int = 1, kind: str = "") -> float:
+    """Seconds until every rank of the group has received ``num_bytes``; of a measured kind, at its own rate."""
+    if num_bytes <= 0 or size == 1:
+        return 0.0
+    latency, bandwidth = hardware.exchanges.get(kind) or group_link(hardware, size, stride)
+    return latency + num_bytes / bandwidth
+
+
+__all__ = ["DUAL", "change_s", "exchange_s", "group_link", "kind_of", "received_parts"]

@@ -1,0 +1,91 @@
+"""What functions take: a roofline of two roofs, matrix products and memory, and the start of a function.
+
+product   max(flops / (rate k / (k + k0)), moved bytes / memory bandwidth) + start
+others    moved bytes / memory bandwidth + start
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from workbench.core.model_costs import Work
+from workbench.cost.hardware import Hardware
+from workbench.errors import StrategyError
+
+BACKWARD_MOVES = 1.5
+"""Bytes that the backward of an elementwise function moves, per byte of its forward: reads two tensors, writes one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """A machine at one precision.
+
+    Attributes:
+        hardware: the machine.
+        flops_per_s: of large products.
+        scale: bytes of an element at this precision, per byte as the works were counted.
+    """
+
+    hardware: Hardware
+    flops_per_s: float
+    scale: float = 1.0
+
+    @classmethod
+    def of(cls, hardware: Hardware, precision: str, scale: float) -> Rates:
+        """Rates of a precision.
+
+        Raises:
+            StrategyError: the hardware has no rate for it.
+        """
+        rate = hardware.matmul_flops_per_s.get(precision)
+        if rate is None:
+            known = ", ".join(hardware.matmul_flops_per_s)
+            raise StrategyError(
+                f"precision {precision}: hardware {hardware.name!r} has matmul_flops_per_s of {known} only. Add the "
+                f"rate, or use one of these."
+            )
+        return cls(hardware, rate, scale)
+
+    def product_s(self, flops: float, inner: float, moved_bytes: float) -> float:
+        """A matrix product that sums over ``inner``."""
+        rate = self.flops_per_s * inner / (inner + self.hardware.matmul_half_size)
+        return max(flops / rate, self.memory_s(moved_bytes)) + self.hardware.op_s
+
+    def memory_s(self, moved_bytes: float, name: str = "") -> float:
+        """Reading and writing so many bytes, as counted; a function that was measured has a rate of its own."""
+        hardware = self.hardware
+        rate = hardware.function_bytes_per_s.get(name, hardware.memory_bandwidth_bytes_per_s)
+        return moved_bytes * self.scale / rate
+
+
+def forward_s(work: Work, samples: float, rates: Rates, parts: float = 1, inner_parts: float = 1) -> float:
+    """Forward of one function on ``samples`` samples, a part of ``parts``; the summed dim is in ``inner_parts``."""
+    share = samples / parts
+    if work.is_matmul:
+        return rates.product_s(work.flops * share, work.inner / inner_parts, work.moved_bytes * share)
+    return rates.memory_s(work.moved_bytes * share, work.name) + rates.hardware.op_s
+
+
+def backward_s(
+    work: Work,
+    samples: float,
+    rates: Rates,
+    parts: float = 1,
+    inner_parts: float = 1,
+    outputs: float = 0,
+    rows: float = 0,
+) -> tuple[float, float]:
+    """Backward of it: (what the layers before wait for, the rest).
+
+    A product has two products in backward: for its input, which sums over the ``outputs``, and for its weight, which
+    sums over the ``rows`` of all samples. Both sum over the inner dim where these are not known (0).
+    """
+    share = samples / parts
+    if not work.is_matmul:
+        return rates.memory_s(BACKWARD_MOVES * work.moved_bytes * share, work.name) + rates.hardware.op_s, 0.0
+    flops, moved = work.flops * share, work.moved_bytes * share
+    inner = work.inner / inner_parts
+    return rates.product_s(flops, outputs or inner, moved), rates.product_s(flops, rows or inner, moved)
+
+
+__all__ = ["BACKWARD_MOVES", "Rates", "backward_s", "forward_s"]

@@ -1,0 +1,224 @@
+"""What one layer costs on one rank of its stage: a pure function of the layer, its choice and its neighbours'.
+
+Estimates are sums of these prices, and a search adds up the same ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from workbench.core.model_costs import LayerCost, Work
+from workbench.core.strategy import ResolvedLayer
+from workbench.cost.collectives import DUAL, change_s, received_parts
+from workbench.cost.compute import backward_s, forward_s
+from workbench.cost.entries import input_entry, left_entry, raw_entry
+from workbench.cost.setting import Setting
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPrice:
+    """Of one rank, at one layer; seconds and bytes of ONE micro-batch unless a step is named.
+
+    Attributes:
+        forward_s, input_s, weight_s: compute; the two halves of backward.
+        boxing_forward_s, boxing_backward_s: exchanges of the model axis, at the layer's doors.
+        boxed_bytes: that a rank receives in them, forward and backward.
+        parameters, gradients, optimizer: bytes that it holds, ZeRO counted.
+        weights: how many it works with, before ZeRO.
+        kept_bytes: activations for backward, without recomputation.
+        input_bytes: of its input alone: what a recomputed block keeps of its first layer.
+        scores_s, scores_bytes: forward, and what is kept, of the functions from the first product behind the layer to
+            the last one: the scores of attention, which selective recomputation computes again.
+    """
+
+    forward_s: float = 0.0
+    input_s: float = 0.0
+    weight_s: float = 0.0
+    boxing_forward_s: float = 0.0
+    boxing_backward_s: float = 0.0
+    boxed_bytes: float = 0.0
+    parameters: float = 0.0
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    weights: float = 0.0
+    kept_bytes: float = 0.0
+    input_bytes: float = 0.0
+    scores_s: float = 0.0
+    scores_bytes: float = 0.0
+
+    @property
+    def backward_s(self) -> float:
+        """Compute of both halves."""
+        return self.input_s + self.weight_s
+
+
+def layer_price(
+    row: LayerCost,
+    choice: ResolvedLayer,
+    before: tuple[LayerCost, ResolvedLayer] | None,
+    following: ResolvedLayer | None,
+    setting: Setting,
+) -> LayerPrice:
+    """The price of a layer with the functions behind it and the boxings at its doors.
+
+    Args:
+        row: what it costs undivided.
+        choice: what it does.
+        before: the layer whose output it takes, on the same stage; None for the first of a stage.
+        following: the next layer on the same stage.
+        setting: everything else.
+    """
+    forward = first = second = kept = scores = scores_kept = 0.0
+    scored = scores_of(row)
+    for work, parts, inner_parts, saved_parts in _divided(row, choice, following, setting):
+        seconds = forward_s(work, setting.samples, setting.rates, parts, inner_parts)
+        saved = work.saved_bytes * setting.samples * setting.scale / saved_parts
+        forward, kept = forward + seconds, kept + saved
+        if any(work is one for one in scored):
+            scores += seconds
+            scores_kept += 0.0 if work.is_matmul else saved  # its inputs stay: queries, keys and values
+        outputs, rows = _backward_dims(work, row, choice, setting) if work.is_matmul and work in row.own else (0, 0)
+        half = backward_s(work, setting.samples, setting.rates, parts, inner_parts, outputs, rows)
+        first, second = first + half[0], second + (half[1] if work in row.own else 0.0)
+        first += 0.0 if work in row.own else half[1]
+    changes = _changes(row, choice, before, following, setting)
+    boxing = [_exchanges(changes, setting), _exchanges(_dual(changes), setting)]
+    weights = _weights(row, choice, setting)
+    state = _state_bytes(weights if row.layer.tied_to is None else 0.0, setting)
+    return LayerPrice(
+        forward, first, second + _accumulation_s(weights, setting), boxing[0][0], boxing[1][0],
+        boxing[0][1] + boxing[1][1], *state, weights, kept, _input_bytes(row, choice, before, setting),
+        scores, scores_kept,
+    )  # fmt: skip
+
+
+def scores_of(row: LayerCost) -> tuple[Work, ...]:
+    """The functions behind a layer from the first matrix product to the last one."""
+    products = [index for index, work in enumerate(row.after) if work.is_matmul]
+    return row.after[products[0] : products[-1] + 1] if len(products) > 1 else ()
+
+
+def _divided(
+    row: LayerCost, choice: ResolvedLayer, following: ResolvedLayer | None, setting: Setting
+) -> list[tuple[Work, float, float, float]]:
+    """(function, parts of its work, parts of its inner dim, parts of what it saves)."""
+    t, dims = setting.model, _num_dims(row)
+    parts_of = {"B": 1.0, "P": 1.0, "S0": setting.batch_parts, "S1": float(t), "S-1": float(t)}
+    takes = parts_of[input_entry(choice, dims, setting.sequence)]
+    if choice.split == "column" and setting.sequence and dims > 2 and not setting.software.keeps_gathered:
+        takes = float(t)
+    own = float(t) if choice.split else takes
+    inner = float(t) if choice.split == "row" else 1.0
+    left = left_entry(choice, following, dims, setting.sequence)
+    divided = [(work, own, inner if work.is_matmul else 1.0, takes) for work in row.own]
+    for work in row.after:
+        parts = parts_of[left] if work.is_parted or left != "S-1" else 1.0
+        divided.append((work, parts, 1.0, parts))
+    return divided
+
+
+def _backward_dims(work: Work, row: LayerCost, choice: ResolvedLayer, setting: Setting) -> tuple[float, float]:
+    """(outputs, rows): what the two products of a layer's backward sum over."""
+    weight = max(row.layer.shapes.values(), key=prod, default=())
+    outputs = prod(weight) / work.inner if weight else 0.0
+    rows = setting.samples * prod(row.output_shape[:-1]) if row.output_shape else 0.0
+    return outputs / (setting.model if choice.split == "column" else 1), rows
+
+
+def _changes(
+    row: LayerCost,
+    choice: ResolvedLayer,
+    before: tuple[LayerCost, ResolvedLayer] | None,
+    following: ResolvedLayer | None,
+    setting: Setting,
+) -> list[tuple[str, str, float]]:
+    """(entry, entry, bytes of the whole activation) of the boxings at the layer's doors, in order."""
+    if setting.model == 1:
+        return []
+    dims = _num_dims(row)
+    changes = []
+    if before is not None and not are_siblings(before, (row, choice)):
+        source = left_entry(before[1], choice, _num_dims(before[0]), setting.sequence)
+        changes.append((source, input_entry(choice, dims, setting.sequence), _output_bytes(before[0], setting)))
+    left = _left_on_stage(choice, following, dims, setting)
+    changes.append((raw_entry(choice, dims, setting.sequence), left, _output_bytes(row, setting)))
+    return [change for change in changes if change[0] != change[1]]
+
+
+def are_siblings(one: tuple[LayerCost, ResolvedLayer], two: tuple[LayerCost, ResolvedLayer]) -> bool:
+    """Whether two column-split layers take the same input (queries, keys, values; gate and up), not one the other's."""
+    (row, choice), (other, other_choice) = one, two
+    parents = [layer.name.rpartition(".")[0] for layer in (row.layer, other.layer)]
+    inputs = [work.inner for layer in (row, other) for work in layer.own if work.is_matmul]
+    both = choice.split == other_choice.split == "column" and parents[0] == parents[1]
+    return both and len(inputs) == 2 and inputs[0] == inputs[1]
+
+
+def _left_on_stage(choice: ResolvedLayer, following: ResolvedLayer | None, dims: int, setting: Setting) -> str:
+    left = left_entry(choice, following, dims, setting.sequence)
+    between = following is None and left == "S0" and choice.parallel != "data"
+    return "B" if between and setting.software.scatters_between_stages else left
+
+
+def _dual(changes: list[tuple[str, str, float]]) -> list[tuple[str, str, float]]:
+    """What backward boxes: from the dual of where forward went to the dual of where it came from."""
+    return [(DUAL.get(target, target), DUAL.get(source, source), size) for source, target, size in reversed(changes)]
+
+
+def _exchanges(changes: list[tuple[str, str, float]], setting: Setting) -> tuple[float, float]:
+    """(seconds, bytes that a rank receives)."""
+    seconds = received = 0.0
+    for source, target, size in changes:
+        num_bytes = received_parts(source, target, setting.model) * size
+        received += num_bytes
+        seconds += change_s(setting.hardware, source, target, num_bytes, setting.model)
+    return seconds, received
+
+
+def _num_dims(row: LayerCost) -> int:
+    return len(row.output_shape) + 1 if row.output_shape is not None else 0
+
+
+def _output_bytes(row: LayerCost, setting: Setting) -> float:
+    """Of the whole activation of one data-parallel rank."""
+    return prod(row.output_shape) * row.itemsize * setting.samples * setting.scale if row.output_shape else 0.0
+
+
+def _input_bytes(
+    row: LayerCost, choice: ResolvedLayer, before: tuple[LayerCost, ResolvedLayer] | None, setting: Setting
+) -> float:
+    size = _output_bytes(before[0] if before else row, setting)
+    entry = input_entry(choice, _num_dims(row), setting.sequence)
+    return size / (1.0 if entry == "B" else setting.batch_parts if entry == "S0" else setting.model)
+
+
+def _weights(row: LayerCost, choice: ResolvedLayer, setting: Setting) -> float:
+    """Parameters of a rank; a row-split layer has its biases whole."""
+    if choice.split is None or setting.model == 1:
+        return row.layer.num_parameters
+    whole = sum(prod(shape) for shape in row.layer.shapes.values() if len(shape) == 1 and choice.split == "row")
+    return whole + (row.layer.num_parameters - whole) / setting.model
+
+
+def _state_bytes(weights: float, setting: Setting) -> tuple[float, float, float]:
+    software, precision = setting.software, setting.precision
+    shards = [setting.data if setting.zero >= stage else 1 for stage in (3, 2, 1)]
+    sizes = (
+        software.parameter_bytes(precision),
+        software.gradient_bytes(precision),
+        software.optimizer_bytes(precision, setting.optimizer),
+    )
+    parameters, gradients, optimizer = (weights * size / n for size, n in zip(sizes, shards, strict=True))
+    return parameters, gradients, optimizer
+
+
+def _accumulation_s(weights: float, setting: Setting) -> float:
+    """Adding a micro-batch's gradients to those of the ones before: read, read, write."""
+    if setting.software.fuses_accumulation or setting.num_micro_batches == 1:
+        return 0.0
+    moved = 3 * setting.software.gradient_bytes(setting.precision) * weights
+    return moved / setting.hardware.memory_bandwidth_bytes_per_s
+
+
+__all__ = ["LayerPrice", "layer_price"]

@@ -1,0 +1,52 @@
+"""Memory of a stage's fullest rank at the step's peak, by kind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from workbench.core.strategy import ResolvedStrategy
+from workbench.cost.stages import StagePrice
+
+
+def live_micro_batches(strategy: ResolvedStrategy) -> list[float]:
+    """For every stage, of how many micro-batches its activations are alive at once at most.
+
+    Stages that share a rank are not full at the same time: what the rank holds at most is spread over them evenly.
+    """
+    m, ranks, stages = strategy.num_micro_batches, strategy.degrees[0], strategy.num_stages
+    if strategy.schedule == "gpipe":
+        return [float(m)] * stages
+    if strategy.schedule == "zero_bubble":
+        return [float(min(m, stages))] * stages
+    if stages == ranks:
+        return [float(min(m, ranks - stage)) for stage in range(stages)]
+    laps = stages // ranks
+    chunks = [(laps - 1) * ranks + 2 * (ranks - stage % ranks - 1) + 1 for stage in range(stages)]
+    return [min(float(m), number / laps) for number in chunks]
+
+
+def memory_of(stages: Sequence[StagePrice], alive: Sequence[float], num_ranks: int) -> tuple[Mapping[str, float], ...]:
+    """Bytes by kind for every stage; a rank with several stages has the sum of theirs."""
+    rows = []
+    for stage, live in zip(stages, alive, strict=True):
+        rows.append(
+            {
+                "parameters": stage.parameters,
+                "gradients": stage.gradients,
+                "optimizer": stage.optimizer,
+                "activations": live * stage.kept_bytes + stage.transient_bytes,
+                "buffers": stage.gathered_bytes,
+            }
+        )
+    if len(stages) == num_ranks:
+        return tuple(rows)
+    together = []
+    for slice_ in range(num_ranks):
+        mine = range(slice_, len(stages), num_ranks)
+        kinds = {kind: sum(rows[s][kind] for s in mine) for kind in rows[0]}
+        spare = sum(stages[s].transient_bytes for s in mine) - max(stages[s].transient_bytes for s in mine)
+        together.append({**kinds, "activations": kinds["activations"] - spare})
+    return tuple(together)
+
+
+__all__ = ["live_micro_batches", "memory_of"]

@@ -1,0 +1,60 @@
+"""Sums of gradients over data-parallel ranks, and the update.
+
+With W weights on each of d ranks, each rank receives (d - 1) / d times
+
+    ZeRO 0   2 g W                  one all-reduce
+    ZeRO 1   g W + p W              gradients to shards, parameters gathered after the update
+    ZeRO 2   m g W + p W            the same, gradients after each of m micro-batches
+    ZeRO 3   m g W + 2 m p W        parameters gathered for each forward and backward
+
+where g and p are bytes of a gradient and of a parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from workbench.cost.collectives import exchange_s
+from workbench.cost.setting import Setting
+from workbench.cost.stages import StagePrice
+
+_NUM_BUCKETS = 8
+"""Sums start bucket by bucket; the last one has nothing to hide behind."""
+_MASTER_PASSES = 6 + 8 + 12 + 6
+"""Of 16-bit gradients and 32-bit weights: gradients to 32 bits, looked through for infinities, measured and clipped,
+weights back to 16 bits."""
+
+
+def reduced_bytes(stage: StagePrice, setting: Setting) -> float:
+    """What a rank receives in a step."""
+    d, software, m = setting.data, setting.software, setting.num_micro_batches
+    g, p = software.gradient_bytes(setting.precision), software.parameter_bytes(setting.precision)
+    per_weight = {0: 2 * g, 1: g + p, 2: m * g + p, 3: m * (g + 2 * p)}[setting.zero]
+    return (d - 1) / d * per_weight * stage.weights
+
+
+def reduction_s(stages: Sequence[StagePrice], setting: Setting) -> float:
+    """Seconds of a step in which a rank waits for sums of gradients, of all stages that it holds."""
+    received = sum(reduced_bytes(stage, setting) for stage in stages)
+    seconds = exchange_s(setting.hardware, received, setting.data, setting.model, "gradients")
+    software = setting.software
+    hides = software.hides_gradients_of_pipelines if setting.stages > 1 else software.hides_gradients
+    if not hides:
+        return seconds
+    backward = sum(stage.input_s + stage.weight_s for stage in stages)
+    if setting.zero >= 2:
+        backward *= setting.num_micro_batches
+    last = 1 / _NUM_BUCKETS
+    return max(seconds * last, seconds - backward * (1 - last))
+
+
+def optimizer_s(weights: float, setting: Setting) -> float:
+    """The update: passes over memory, of the rank's shard under ZeRO."""
+    per_weight = {"adamw": 28, "adam": 28, "momentum": 20, "sgd": 12}[setting.optimizer]
+    if setting.software.has_master_weights and setting.precision != "fp32":
+        per_weight += _MASTER_PASSES
+    mine = weights / (setting.data if setting.zero else 1)
+    return mine * per_weight / setting.hardware.memory_bandwidth_bytes_per_s
+
+
+__all__ = ["optimizer_s", "reduced_bytes", "reduction_s"]

@@ -1,0 +1,152 @@
+"""How long a schedule takes: what ``simulate`` says of its table, without making the table.
+
+Every stage takes the same time for every micro-batch, so the tables are recurrences over rounds, one forward and one
+backward per rank, and a round is a few operations on arrays of all ranks. Once a round adds the same to all ranks, so
+do all rounds behind it, and they are skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from workbench.core.strategy import ResolvedStrategy
+from workbench.pipeline.schedules import Action, make_table
+from workbench.pipeline.simulate import Timeline, simulate
+
+_NEVER = -1.0e300
+
+
+def makespan_s(
+    schedule: str,
+    num_ranks: int,
+    num_micro_batches: int,
+    forward_s: Sequence[float],
+    input_s: Sequence[float],
+    weight_s: Sequence[float],
+    transfer_s: float = 0.0,
+) -> float:
+    """Seconds from the first action's start to the last one's end.
+
+    Args:
+        schedule: its name.
+        num_ranks: slices of the pipeline axis.
+        num_micro_batches: per step.
+        forward_s, input_s, weight_s: by stage: a forward, and the halves of a backward.
+        transfer_s: from the end of an action until another rank has what it made.
+
+    >>> makespan_s("1f1b", 2, 4, [1.0, 1.0], [1.0, 1.0], [1.0, 1.0])
+    15.0
+    """
+    f, i, w = (np.asarray(seconds, float) for seconds in (forward_s, input_s, weight_s))
+    if len(f) == 1 or num_ranks == 1:
+        return float(num_micro_batches * (f + i + w).sum())
+    if schedule == "gpipe":
+        return _all_forwards_first(f, i + w, num_micro_batches, transfer_s)
+    if schedule == "zero_bubble":
+        return _by_turns(f, i, w, num_micro_batches, transfer_s)
+    if len(f) > num_ranks:
+        return _in_laps(f.reshape(-1, num_ranks), (i + w).reshape(-1, num_ranks), num_micro_batches, transfer_s)
+    return _by_turns(f, i + w, np.zeros_like(w), num_micro_batches, transfer_s)
+
+
+def timeline_of(
+    strategy: ResolvedStrategy,
+    forward_s: Sequence[float],
+    input_s: Sequence[float],
+    weight_s: Sequence[float],
+    transfer_s: float = 0.0,
+) -> Timeline:
+    """Action by action, to be drawn; takes about 10 us for each."""
+    num_stages = strategy.num_stages
+    table = make_table(strategy.schedule, num_stages, strategy.num_micro_batches, strategy.degrees[0])
+    seconds = {"F": forward_s, "I": input_s, "W": weight_s}
+
+    def duration(action: Action) -> float:
+        if action.kind == "B":
+            return input_s[action.stage] + weight_s[action.stage]
+        return seconds[action.kind][action.stage]
+
+    return simulate(table, num_stages, duration, transfer_s)
+
+
+def _all_forwards_first(f: np.ndarray, b: np.ndarray, m: int, transfer_s: float) -> float:
+    """GPipe: a flow shop with equal jobs, there and back: every stage once, and the slowest one for the other jobs."""
+    hops = 2 * (len(f) - 1) * transfer_s
+    return float(f.sum() + b.sum() + (m - 1) * (f.max() + b.max()) + hops)
+
+
+def _by_turns(f: np.ndarray, i: np.ndarray, w: np.ndarray, m: int, transfer_s: float) -> float:
+    """1F1B and zero bubble. In round r, stage s of p does forward r + p - s - 1, backward r, weights of r - s.
+
+    A forward waits for the one that the stage before did a round ago; backwards go from the last stage to the first
+    within the round, which is a running maximum.
+    """
+    p = len(f)
+    stage = np.arange(p)
+    lead = p - 1 - stage
+    chain = np.cumsum(i[::-1]) + transfer_s * stage
+    head = chain - i[::-1]
+    free, sent = np.zeros(p), np.zeros(p)
+    r = 1 - p
+    while r < m:
+        doing = (r + lead >= 0) & (r + lead < m)
+        arrived = np.concatenate(([_NEVER], sent[:-1] + transfer_s))
+        sent, before = np.where(doing, np.maximum(free, arrived) + f, sent), (sent, free)
+        free = np.where(doing, sent, free)
+        if r >= 0:
+            free = (chain + np.maximum.accumulate(free[::-1] - head))[::-1] + np.where(r >= stage, w, 0.0)
+        skipped = m - p - r  # rounds in which every stage does all of its three
+        if r >= p and skipped > 0 and (step := _same_step((sent, free), before)) is not None:
+            sent, free, r = sent + skipped * step, free + skipped * step, r + skipped
+        r += 1
+    return float((free + w * np.minimum(stage, m)).max())
+
+
+def _in_laps(f: np.ndarray, b: np.ndarray, m: int, transfer_s: float) -> float:
+    """Interleaved 1F1B; rows of ``f`` and ``b`` are laps, columns ranks.
+
+    Forwards have the same order on all ranks, and so have backwards: let slots number them. Rank r of p does backward
+    slot i behind forward slot i + its lead. At tick t = i - r, everything that it waits for was done at tick t - 1 by
+    the rank before or behind it.
+    """
+    laps, p = f.shape
+    rank, round_ = np.arange(p), laps * p
+    num_slots = -(-m // p) * round_
+    lead = (laps - 1) * p + 2 * (p - 1 - rank)
+    free, sent, returned = np.zeros(p), np.zeros(p), np.zeros(p)
+    saved: tuple[np.ndarray, ...] = ()
+    t = -int(lead[0])
+    while t < num_slots:
+        slot = t + rank + lead
+        lap = slot // p % laps
+        real = (slot >= 0) & (slot < num_slots) & (slot // round_ * p + slot % p < m)
+        arrived = np.roll(sent, 1) + transfer_s
+        arrived[0] = arrived[0] if lap[0] else _NEVER
+        new_sent = np.where(real, np.maximum(free, arrived) + f[lap, rank], sent)
+        free = np.where(real, new_sent, free)
+        slot = t + rank
+        lap = laps - 1 - slot // p % laps
+        real = (slot >= 0) & (slot < num_slots) & (slot // round_ * p + slot % p < m)
+        arrived = np.roll(returned, -1) + transfer_s
+        arrived[-1] = arrived[-1] if lap[-1] < laps - 1 else _NEVER
+        returned = np.where(real, np.maximum(free, arrived) + b[lap, rank], returned)
+        free, sent = np.where(real, returned, free), new_sent
+        t += 1
+        if t > 0 and t % round_ == 0:
+            skipped = (m // p * round_ - t - int(lead[0]) - p) // round_
+            if saved and skipped > 0 and (step := _same_step((sent, returned, free), saved)) is not None:
+                sent, returned, free = (state + skipped * step for state in (sent, returned, free))
+                t += skipped * round_
+            saved = (sent, returned, free)
+    return float(free.max())
+
+
+def _same_step(now: tuple[np.ndarray, ...], before: tuple[np.ndarray, ...]) -> float | None:
+    """By how much everything has grown, if by the same."""
+    steps = np.concatenate([a - b for a, b in zip(now, before, strict=True)])
+    return float(steps[0]) if float(np.ptp(steps)) <= 1e-9 * abs(float(steps[0])) else None
+
+
+__all__ = ["makespan_s", "timeline_of"]

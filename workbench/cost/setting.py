@@ -1,0 +1,87 @@
+"""What holds for all layers of a stage: its ranks, micro-batches, options, machine and software."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+from workbench.core.model_costs import ModelCosts
+from workbench.core.strategy import ResolvedStrategy
+from workbench.cost.compute import Rates
+from workbench.cost.hardware import Hardware
+from workbench.cost.software import ITEMSIZES, WORKBENCH, Software
+from workbench.errors import StrategyError
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Of one stage; a pure value, so that layers can be priced one by one.
+
+    Attributes:
+        data, model: degrees of the stage's grid.
+        stages: pipeline stages of the whole strategy.
+        samples: of one micro-batch on one data-parallel rank.
+        num_micro_batches: per step.
+        precision, zero, recompute, sequence: options of the strategy.
+        rates: the machine at this precision.
+        itemsize: bytes of an activation's element at this precision; rows are scaled to it.
+        scale: that, over the bytes with which the model was counted.
+    """
+
+    hardware: Hardware
+    rates: Rates
+    software: Software
+    optimizer: str
+    data: int
+    model: int
+    stages: int
+    samples: float
+    num_micro_batches: int
+    precision: str
+    zero: int
+    recompute: bool
+    sequence: bool
+    scale: float
+
+    @property
+    def batch_parts(self) -> float:
+        """In how many parts the model axis can divide the batch dim: fewer than its ranks if samples are few."""
+        return self.samples / ceil(self.samples / self.model) if self.samples >= 1 else 1.0
+
+
+def settings_of(
+    model: ModelCosts,
+    strategy: ResolvedStrategy,
+    hardware: Hardware,
+    batch_size: int,
+    optimizer: str = "adamw",
+    software: Software = WORKBENCH,
+) -> tuple[Setting, ...]:
+    """One for each stage.
+
+    Raises:
+        StrategyError: the batch does not divide into micro-batches and replicas, or the hardware lacks the precision.
+    """
+    options = strategy.options
+    scale = ITEMSIZES[options.precision] / ITEMSIZES[model.dtype]
+    rates = Rates.of(hardware, options.precision, scale)
+    settings = []
+    for stage in range(strategy.num_stages):
+        data, width = strategy.stage_width(stage)
+        parts = data * strategy.num_micro_batches
+        if batch_size < parts:
+            raise StrategyError(
+                f"batch_size={batch_size}: stage {stage} has {data} replicas and {strategy.num_micro_batches} "
+                f"micro-batches, {parts} parts; each takes at least one sample. Use batch_size={parts} or a multiple."
+            )
+        settings.append(
+            Setting(
+                hardware, rates, software, optimizer, data, width, strategy.num_stages,
+                batch_size / parts, strategy.num_micro_batches, options.precision, options.zero,
+                options.recompute, options.sequence, scale,
+            )
+        )  # fmt: skip
+    return tuple(settings)
+
+
+__all__ = ["Setting", "settings_of"]

@@ -1,0 +1,83 @@
+"""What the training program does and does not do, where programs differ: flags, never factors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from workbench.errors import StrategyError
+
+ITEMSIZES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
+"""Bytes of an element, by precision."""
+
+
+@dataclass(frozen=True, slots=True)
+class Software:
+    """A generation of a training program.
+
+    Attributes:
+        name: what is said about it in tables.
+        has_master_weights: weights and activations are kept in 16 bits, the optimizer has weights of 32 bits of its
+            own. Else weights, gradients and optimizer stay in 32 bits and forward casts (autocast).
+        hides_gradients: gradients are summed while backward still runs; else after it.
+        hides_gradients_of_pipelines: also where there is more than one stage.
+        hides_tensor_parallel: backward's exchanges of the model axis run beside the products for the weights.
+        fuses_accumulation: a product adds to the gradient of earlier micro-batches by itself; else a pass over memory
+            (read the new one in 16 bits, read and write the sum: 6 bytes per weight in 16 bits).
+        scatters_between_stages: a stage sends each slice of an activation once; else every rank gets all of it from
+            its like.
+        keeps_gathered: behind a gather of the sequence the gathered activation is saved; else its slice, which is
+            gathered once more in backward.
+        recompute: what ``recompute`` of a strategy computes again: "full" blocks, or the "selective" scores of
+            attention.
+    """
+
+    name: str = "workbench"
+    has_master_weights: bool = False
+    hides_gradients: bool = True
+    hides_gradients_of_pipelines: bool = False
+    hides_tensor_parallel: bool = False
+    fuses_accumulation: bool = False
+    scatters_between_stages: bool = False
+    keeps_gathered: bool = True
+    recompute: str = "full"
+
+    def __post_init__(self) -> None:
+        if self.recompute not in ("full", "selective"):
+            raise StrategyError(f"recompute of software is 'full' or 'selective', not {self.recompute!r}.")
+
+    def parameter_bytes(self, precision: str) -> int:
+        """Of one weight."""
+        return 2 if self.has_master_weights and precision != "fp32" else 4
+
+    def gradient_bytes(self, precision: str) -> int:
+        """Of one weight's gradient. Sums in bf16 are kept in 32 bits: it has too few digits for them."""
+        return 2 if self.has_master_weights and precision == "fp16" else 4
+
+    def optimizer_bytes(self, precision: str, optimizer: str) -> int:
+        """Of what the optimizer keeps of one weight."""
+        state = {"adamw": 8, "adam": 8, "momentum": 4, "sgd": 0}.get(optimizer)
+        if state is None:
+            raise StrategyError(f"optimizer {optimizer!r} is not known; known are adamw, adam, momentum, sgd.")
+        return state + (4 if self.has_master_weights and precision != "fp32" else 0)
+
+
+WORKBENCH = Software()
+"""What the engines of this package do."""
+
+
+def megatron(year: int, recompute: str = "full") -> Software:
+    """What Megatron-LM did in a year: 2021 as in arXiv 2104.04473, 2022 as in 2205.05198, from 2023 on with overlap."""
+    return Software(
+        name=f"megatron-{year}",
+        has_master_weights=True,
+        hides_gradients=True,
+        hides_gradients_of_pipelines=year >= 2023,
+        hides_tensor_parallel=year >= 2023,
+        fuses_accumulation=year >= 2022,
+        scatters_between_stages=True,
+        keeps_gathered=False,
+        recompute=recompute,
+    )
+
+
+__all__ = ["ITEMSIZES", "WORKBENCH", "Software", "megatron"]

@@ -1,0 +1,150 @@
+"""What a stage costs: its layers' prices added up, with what is recomputed and how much is alive at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from workbench.core.model_costs import LayerCost, ModelCosts
+from workbench.core.strategy import ResolvedLayer
+from workbench.cost.layers import LayerPrice, are_siblings, layer_price
+from workbench.cost.setting import Setting
+
+Priced = tuple[LayerCost, ResolvedLayer, LayerPrice]
+
+
+@dataclass(frozen=True, slots=True)
+class StagePrice:
+    """Of one rank of a stage; seconds and bytes of one micro-batch unless a step is named.
+
+    Attributes:
+        forward_s, input_s, weight_s: a forward and the halves of a backward, exchanges and recomputation included.
+        compute_s, boxing_s: the parts of these three together.
+        boxed_bytes: that a rank receives of other ranks of its stage.
+        weights: how many it works with.
+        parameters, gradients, optimizer: bytes that it holds.
+        kept_bytes: activations, per micro-batch that is alive.
+        transient_bytes: activations of the block that is being computed again.
+        gathered_bytes: parameters of the largest block, gathered under ZeRO 3.
+    """
+
+    forward_s: float
+    input_s: float
+    weight_s: float
+    compute_s: float
+    boxing_s: float
+    boxed_bytes: float
+    weights: float
+    parameters: float
+    gradients: float
+    optimizer: float
+    kept_bytes: float
+    transient_bytes: float
+    gathered_bytes: float
+
+
+def prices_of(
+    rows: Sequence[LayerCost], choices: Sequence[ResolvedLayer], settings: Sequence[Setting]
+) -> list[LayerPrice]:
+    """Prices of all layers; equal layers with equal neighbours are priced once."""
+    known: dict[tuple[object, ...], LayerPrice] = {}
+    prices = []
+    for index, (row, choice) in enumerate(zip(rows, choices, strict=True)):
+        before = _neighbour(rows, choices, index, -1)
+        following = _neighbour(rows, choices, index, 1)
+        setting = settings[choice.stage]
+        key: tuple[object, ...] = (_key(row, choice), setting.data, setting.model)
+        if before is not None:
+            key += (before[0].output_shape, _of_choice(before[1]), are_siblings(before, (row, choice)))
+        key += (None if following is None else _of_choice(following[1]),)
+        price = known.get(key)
+        if price is None:
+            price = known[key] = layer_price(row, choice, before, following[1] if following else None, setting)
+        prices.append(price)
+    return prices
+
+
+def _neighbour(
+    rows: Sequence[LayerCost], choices: Sequence[ResolvedLayer], index: int, step: int
+) -> tuple[LayerCost, ResolvedLayer] | None:
+    other = index + step
+    on_stage = 0 <= other < len(rows) and choices[other].stage == choices[index].stage
+    return (rows[other], choices[other]) if on_stage else None
+
+
+def _key(row: LayerCost, choice: ResolvedLayer) -> tuple[object, ...]:
+    """What a price depends on, besides its neighbours."""
+    shapes = tuple(row.layer.shapes.items())
+    return row.own, row.after, row.output_shape, row.itemsize, shapes, row.layer.tied_to, _of_choice(choice)
+
+
+def _of_choice(choice: ResolvedLayer) -> tuple[object, ...]:
+    return choice.kind, choice.parallel, choice.split
+
+
+def stage_price(model: ModelCosts, stage: int, choices: Sequence[ResolvedLayer], prices: Sequence[LayerPrice],
+                setting: Setting) -> StagePrice:  # fmt: skip
+    """Add up the layers of a stage."""
+    mine = [index for index, choice in enumerate(choices) if choice.stage == stage]
+    blocks = block_of_rows(model)
+    forward = sum(prices[i].forward_s for i in mine)
+    boxing = sum(prices[i].boxing_forward_s for i in mine)
+    again, again_boxing, kept, transient = _recomputed(mine, blocks, model, prices, setting)
+    boxing_back = sum(prices[i].boxing_backward_s for i in mine)
+    input_s, weight_s = sum(prices[i].input_s for i in mine), sum(prices[i].weight_s for i in mine)
+    if setting.software.hides_tensor_parallel:  # behind the products for the weights, which nobody waits for
+        boxing_back -= min(boxing_back, weight_s)
+    gathered: dict[int, float] = {}
+    for i in mine:
+        gathered[blocks[i]] = gathered.get(blocks[i], 0.0) + prices[i].weights
+    itemsize = setting.software.parameter_bytes(setting.precision)
+    return StagePrice(
+        forward + boxing,
+        input_s + boxing_back + again + again_boxing,
+        weight_s,
+        forward + input_s + weight_s + again,
+        boxing + boxing_back + again_boxing,
+        sum(prices[i].boxed_bytes for i in mine),
+        sum(prices[i].weights for i in mine if model.rows[i].layer.tied_to is None),
+        sum(prices[i].parameters for i in mine),
+        sum(prices[i].gradients for i in mine),
+        sum(prices[i].optimizer for i in mine),
+        kept,
+        transient,
+        max(gathered.values(), default=0.0) * itemsize if setting.zero >= 3 and setting.data > 1 else 0.0,
+    )
+
+
+def block_of_rows(model: ModelCosts) -> list[int]:
+    """For every row the number of its block; rows outside of blocks have numbers of their own below zero."""
+    numbers = [-1 - index for index in range(len(model.rows))]
+    count = 0
+    for first, length, repeats in model.blocks:
+        for _ in range(repeats):
+            numbers[first : first + length] = [count] * length
+            first, count = first + length, count + 1
+    return numbers
+
+
+def _recomputed(
+    mine: Sequence[int], blocks: Sequence[int], model: ModelCosts, prices: Sequence[LayerPrice], setting: Setting
+) -> tuple[float, float, float, float]:
+    """(seconds computed again, seconds exchanged again, bytes kept, bytes of the block that is computed again)."""
+    kept = sum(prices[i].kept_bytes for i in mine)
+    if not setting.recompute:
+        return 0.0, 0.0, kept, 0.0
+    if setting.software.recompute == "selective":
+        return sum(prices[i].scores_s for i in mine), 0.0, kept - sum(prices[i].scores_bytes for i in mine), max(
+            (prices[i].scores_bytes for i in mine), default=0.0)  # fmt: skip
+    inside = [i for i in mine if blocks[i] >= 0 or not model.blocks]
+    totals: dict[int, float] = {}
+    for i in inside:
+        if blocks[i] not in totals:
+            kept += prices[i].input_bytes
+        totals[blocks[i]] = totals.get(blocks[i], 0.0) + prices[i].kept_bytes
+        kept -= prices[i].kept_bytes
+    again = sum(prices[i].forward_s for i in inside)
+    return again, sum(prices[i].boxing_forward_s for i in inside), kept, max(totals.values(), default=0.0)
+
+
+__all__ = ["StagePrice", "block_of_rows", "prices_of", "stage_price"]
