@@ -7,6 +7,8 @@ in ``workbench.cost``.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from workbench.core.strategy import Layer
@@ -96,4 +98,35 @@ class ModelCosts:
         return sum(row.layer.num_parameters for row in self.rows if row.layer.tied_to is None)
 
 
-__all__ = ["LayerCost", "ModelCosts", "Work"]
+def find_blocks(rows: Sequence[LayerCost]) -> tuple[tuple[int, int, int], ...]:
+    """Runs of equal blocks: (first row, rows per block, how many). Rows are equal whose names differ in numbers only,
+    with the same class and shapes; their costs may differ (the first of a run saves what the others share).
+
+    >>> rows = [LayerCost(Layer(f"block.{i}.{n}", "Linear")) for i in range(3) for n in ("up", "down")]
+    >>> find_blocks(rows)
+    ((0, 2, 3),)
+    """
+    keys = [(re.sub(r"\d+", "#", row.layer.name), row.layer.kind, row.output_shape, row.layer.shapes) for row in rows]
+    blocks, start = [], 0
+    while start < len(keys):
+        covered, period = max(((_covered(keys, start, p), -p) for p in _periods(keys, start)), default=(0, 0))
+        if covered:
+            blocks.append((start, -period, covered // -period))
+        start += max(covered, 1)
+    return tuple(blocks)
+
+
+def _periods(keys: Sequence[object], start: int) -> list[int]:
+    """After how many rows the first one comes again."""
+    return [p for p in range(1, (len(keys) - start) // 2 + 1) if keys[start + p] == keys[start]]
+
+
+def _covered(keys: Sequence[object], start: int, period: int) -> int:
+    """Rows of the run of equal blocks that begins here; 0 for a single one."""
+    end = start + period
+    while end + period <= len(keys) and keys[end : end + period] == keys[start : start + period]:
+        end += period
+    return end - start if end > start + period else 0
+
+
+__all__ = ["LayerCost", "ModelCosts", "Work", "find_blocks"]

@@ -1,0 +1,30 @@
+"""Layer costs of models that nobody here wrote, against what they do and save on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+
+from tests.models import zoo
+from workbench.runtime.layer_costs import layer_costs
+from workbench.runtime.memory import ActivationMeter
+from workbench.runtime.strategies.state import describe
+
+CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "vit", "t5"])
+def test_operations_and_saved_bytes_are_those_of_a_real_run(name: str, attention: str) -> None:
+    model, batch = zoo.make(name, attention), zoo.batch_for(name)
+    costs = layer_costs(model, batch)
+    meter = ActivationMeter(model)
+    formulas = {CPU_ATTENTION: lambda q, k, v, *args, out_shape=None, **options: sdpa_flop_count(q, k, v)}
+    with meter.measure(), FlopCounterMode(display=False, custom_mapping=formulas) as counter:
+        output = model(**batch)
+    assert round(sum(row.flops for row in costs.rows) * zoo.BATCH) == counter.get_total_flops()
+    assert round(sum(row.saved_bytes for row in costs.rows) * zoo.BATCH) == meter.size_bytes
+    assert {row.layer.name for row in costs.rows} == {layer.name for layer in describe(model)}
+    assert name == "t5" or costs.blocks[0][2] == 2  # the first block of T5 has a layer more
+    del output

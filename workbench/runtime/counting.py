@@ -1,0 +1,230 @@
+"""Watches one forward: every function below autograd, the layer it belongs to, and what autograd keeps of it.
+
+A function is a layer's own if it reads a parameter of the layer, or runs inside the layer's forward before another
+layer begins; else it follows the layer that began last. What autograd saves belongs to the function whose node it is:
+nodes are numbered, and a node exists before its function runs and before anything is saved for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+
+from workbench.core.model_costs import LayerCost, Work
+from workbench.core.strategy import Layer
+from workbench.runtime.strategies.state import ROOT
+
+NAMES = {
+    "mm": "linear", "addmm": "linear", "bmm": "matmul", "baddbmm": "matmul", "native_layer_norm": "layer_norm",
+    "_fused_rms_norm": "rms_norm", "native_group_norm": "group_norm", "native_batch_norm": "batch_norm",
+    "_native_batch_norm_legit": "batch_norm", "_softmax": "softmax", "_safe_softmax": "softmax",
+    "_log_softmax": "cross_entropy", "nll_loss_forward": "cross_entropy", "nll_loss2d_forward": "cross_entropy",
+    "native_dropout": "dropout",
+    "bernoulli": "dropout", "max_pool2d_with_indices": "max_pool2d", "_to_copy": "to",
+}  # fmt: skip
+"""aten's names as people write them; others only lose their underscores."""
+ATTENTION = "scaled_dot_product_attention"
+CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+@dataclass
+class _Entry:
+    """One function of the batch; ``layer`` is None before the first one begins."""
+
+    layer: str | None
+    is_own: bool
+    name: str = "saved"
+    flops: float = 0.0
+    moved_bytes: float = 0.0
+    inner: int = 0
+    saved_bytes: float = 0.0
+
+    def work(self, num_samples: int) -> Work:
+        """Of one sample."""
+        return Work(
+            self.name,
+            self.flops / num_samples,
+            self.moved_bytes / num_samples,
+            self.inner,
+            self.saved_bytes / num_samples,
+        )
+
+
+class Counter(TorchDispatchMode):
+    """Counts what runs under ``watch``.
+
+    Args:
+        owners: layers by the address of their parameters' storages.
+        num_samples: of the batch that runs.
+    """
+
+    def __init__(self, owners: Mapping[int, list[str]], num_samples: int) -> None:
+        super().__init__()
+        self._owners, self._num_samples = owners, num_samples
+        self._entries: list[_Entry] = []
+        self._by_node: dict[int, _Entry] = {}
+        self._early: dict[int, float] = {}  # saved for a node whose function has not run yet
+        self._saved: dict[int, torch.UntypedStorage] = {}
+        self._active: list[str] = []
+        self._last: str | None = None
+        self._outputs: dict[str, torch.Tensor | None] = {}
+        self._order: list[str] = []
+
+    @contextmanager
+    def watch(self, layers: Mapping[str, nn.Module]) -> Iterator[None]:
+        """Context around the forward of a model with these layers."""
+        handles = []
+        for path, layer in layers.items():
+            name = path or ROOT
+            handles += [
+                layer.register_forward_pre_hook(lambda *_, name=name: self._enter(name)),
+                layer.register_forward_hook(lambda _, __, output, name=name: self._leave(name, output)),
+            ]
+        try:
+            with self, torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        if self._entries:  # nodes without a function of their own
+            self._entries[-1].saved_bytes += sum(self._early.values())
+
+    def where(self) -> str:
+        """The layer at which the run stands."""
+        return self._last or "the model"
+
+    def order(self, names: Sequence[str]) -> list[str]:
+        """The layers as they ran; one that did not run stands behind the one that is listed before it."""
+        order = list(self._order)
+        for place, name in enumerate(names):
+            if name not in order:
+                order.insert(order.index(names[place - 1]) + 1 if place else 0, name)
+        return order
+
+    def row(self, layer: Layer) -> LayerCost:
+        """What was counted for a layer. What ran before all layers belongs to the first one."""
+        first = self._order[0] if self._order else None
+        mine = [e for e in self._entries if (e.layer or first) == layer.name]
+        mine = [e for e in mine if e.flops or e.moved_bytes or e.saved_bytes]
+        own, after = ([e.work(self._num_samples) for e in mine if e.is_own is which] for which in (True, False))
+        output = self._outputs.get(layer.name)
+        itemsize = 4 if output is None else output.element_size()
+        return LayerCost(layer, tuple(own), tuple(after), self._shape(output), itemsize)
+
+    def _shape(self, output: torch.Tensor | None) -> tuple[int, ...] | None:
+        """Of one sample; a batch whose samples are flattened into the first dim is cut again."""
+        if output is None or output.ndim == 0 or output.shape[0] % self._num_samples:
+            return None
+        rest = tuple(output.shape[1:])
+        return rest if output.shape[0] == self._num_samples else (output.shape[0] // self._num_samples, *rest)
+
+    def _enter(self, name: str) -> None:
+        self._active.append(name)
+        self._last = name
+
+    def _leave(self, name: str, output: Any) -> None:
+        self._active.pop()
+        tensors = [leaf for leaf in torch.utils._pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        self._outputs[name] = tensors[0] if len(tensors) == 1 else None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.namespace != "aten":  # questions, such as where a tensor lies
+            return out
+        inputs, outputs = _distinct((args, kwargs)), _distinct(out)
+        entry = self._place(inputs)
+        entry.name = _name(func, inputs)
+        entry.flops, entry.inner = _matmul(func, args, kwargs or {}, out)
+        entry.moved_bytes = self._moved(func, inputs, outputs)
+        if entry.is_own and entry.layer is not None and entry.layer not in self._outputs and outputs:
+            self._last_output(entry.layer, outputs)
+        return out
+
+    def _last_output(self, name: str, outputs: Mapping[int, torch.Tensor]) -> None:
+        """A layer whose parameters others read gives what was made of them."""
+        if name not in self._active:
+            self._outputs[name] = next(iter(outputs.values()))
+
+    def _place(self, inputs: Mapping[int, torch.Tensor]) -> _Entry:
+        """The entry of a function that reads these storages."""
+        readers = [name for storage in inputs for name in self._owners.get(storage, ())]
+        if readers:
+            near = [*self._active[-1:], self._last]
+            self._last = next((name for name in near if name in readers), readers[0])
+        is_own = bool(readers) or bool(self._active and self._active[-1] == self._last)
+        if is_own and self._last is not None and self._last not in self._order:
+            self._order.append(self._last)
+        entry = _Entry(self._last, is_own or self._last is None)
+        self._entries.append(entry)
+        node = torch._C._autograd._get_sequence_nr() - 1
+        if self._by_node.setdefault(node, entry) is entry:
+            entry.saved_bytes += self._early.pop(node, 0.0)
+        return entry
+
+    def _moved(self, func: Any, inputs: Mapping[int, torch.Tensor], outputs: Mapping[int, torch.Tensor]) -> float:
+        """Bytes read and written, parameters left out; a view moves none, an empty tensor neither."""
+        is_written = func._schema.is_mutable
+        if "empty" in func.__name__ or (not is_written and set(outputs) <= set(inputs)):
+            return 0.0
+        read = sum(_bytes(tensor) for storage, tensor in inputs.items() if storage not in self._owners)
+        written = sum(map(_bytes, outputs.values()))
+        return float(read + written * (2 if _name(func, inputs) == "embedding" else 1))
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What ``ActivationMeter`` counts: distinct storages, parameters left out, expanded tensors too."""
+        storage = tensor.untyped_storage()
+        address, size = storage._cdata, storage.nbytes()
+        is_new = address not in self._owners and address not in self._saved
+        if is_new and tensor.numel() * tensor.element_size() <= size:
+            self._saved[address] = storage
+            node = torch._C._autograd._get_sequence_nr() - 1
+            if node in self._by_node:
+                self._by_node[node].saved_bytes += size
+            else:
+                self._early[node] = self._early.get(node, 0.0) + size
+        return tensor
+
+
+def _distinct(values: Any) -> dict[int, torch.Tensor]:
+    """Tensors by the address of their storage."""
+    leaves = torch.utils._pytree.tree_leaves(values)
+    return {leaf.untyped_storage()._cdata: leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+def _name(func: Any, inputs: Mapping[int, torch.Tensor]) -> str:
+    base = func._schema.name.rpartition("::")[2]
+    if "scaled_dot_product" in base:
+        return ATTENTION
+    if base == "convolution":
+        return f"conv{max(tensor.ndim for tensor in inputs.values()) - 2}d"
+    return NAMES.get(base) or NAMES.get(base.strip("_")) or base.strip("_")
+
+
+def _matmul(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[float, int]:
+    """Floating point operations of a matrix product, and the size that it sums over; zeros for other functions."""
+    packet = func._overloadpacket
+    if packet is CPU_ATTENTION:
+        return float(sdpa_flop_count(*(args[i].shape for i in range(3)))), args[0].shape[-1]
+    if packet not in flop_registry:
+        return 0.0, 0
+    flops = float(flop_registry[packet](*args, **kwargs, out_val=out))
+    base = func._schema.name.rpartition("::")[2]
+    if base in ("addmm", "baddbmm"):
+        return flops, args[1].shape[-1]
+    if base == "convolution":
+        return flops, args[1].numel() // args[1].shape[0]
+    return flops, args[0].shape[-1]
+
+
+__all__ = ["Counter"]
