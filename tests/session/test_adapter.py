@@ -26,7 +26,7 @@ def tag():
 
 
 def test_each_rank_replies_and_becomes_idle(session):
-    request = session._engines.execute((0, 1), "pass", tag())
+    request = session._live().execute((0, 1), "pass", tag())
     events = [request.events.get(timeout=10) for _ in range(4)]
     assert sorted((event.kind, event.rank) for event in events) == [
         ("idle", 0),
@@ -38,7 +38,7 @@ def test_each_rank_replies_and_becomes_idle(session):
 
 def test_streams_arrive_whole_and_the_client_keeps_none(session):
     count = 2000
-    request = session._engines.execute((0, 1), f"for i in range({count}): print(i)", tag())
+    request = session._live().execute((0, 1), f"for i in range({count}): print(i)", tag())
     text = {0: "", 1: ""}
     idle: set[int] = set()
     while idle != {0, 1}:
@@ -52,7 +52,7 @@ def test_streams_arrive_whole_and_the_client_keeps_none(session):
 
 
 def test_messages_that_came_before_we_listened_are_not_lost(session):
-    live = session._engines
+    live = session._live()
     attached = []
     real = live.client._io_loop.add_callback
 
@@ -75,28 +75,28 @@ def test_messages_that_came_before_we_listened_are_not_lost(session):
 
 
 def test_calls_return_and_raise(session):
-    request = session._engines.apply((1,), os.getpid, (), tag())
+    request = session._live().apply((1,), os.getpid, (), tag())
     assert collect(request, "reply", 1)[0].content == session.status()[1].pid
-    request = session._engines.apply((1,), engine.pull, ("no_such_name",), tag())
+    request = session._live().apply((1,), engine.pull, ("no_such_name",), tag())
     assert collect(request, "reply", 1)[0].content.ename == "NameError"
 
 
 def test_the_control_channel_answers_while_the_main_thread_is_busy(session):
-    request = session._engines.execute((0,), "import time; time.sleep(1.5)", tag())
+    request = session._live().execute((0,), "import time; time.sleep(1.5)", tag())
     time.sleep(0.3)
     started = time.monotonic()
-    status = session._engines.control((0,), "status")[0].answer(1.0)
+    status = session._live().control((0,), "status")[0].answer(1.0)
     assert time.monotonic() - started < 0.5
     assert status.busy
     collect(request, "reply", 1)
 
 
 def test_an_unknown_operation_gets_no_answer(session):
-    assert session._engines.control((0,), "no such operation")[0].answer(1.0) is None
+    assert session._live().control((0,), "no such operation")[0].answer(1.0) is None
 
 
 def test_nothing_is_remembered_of_finished_requests(session):
-    client = session._engines.client
+    client = session._live().client
     for _ in range(20):
         session.run("print('x' * 1000); 'y' * 1000")
     deadline = time.monotonic() + 3
@@ -107,4 +107,4 @@ def test_nothing_is_remembered_of_finished_requests(session):
     assert not client._output_futures
     assert not client.results
     assert len(client.metadata) <= 1  # ipyparallel keeps one stray entry, "submitted"
-    assert all(view.history == [] for view in session._engines._views.values())
+    assert all(view.history == [] for view in session._live()._views.values())

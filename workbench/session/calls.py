@@ -23,10 +23,10 @@ class RemoteCall:
         name: str,
         listener: OutputListener,
         perform: Callable[[RemoteCall], Outcome],
-        request_stop: Callable[[], None],
+        control: Callable[..., object],
     ) -> None:
         self.name = name
-        self._listener, self._perform, self._request_stop = listener, perform, request_stop
+        self._listener, self._perform, self._control = listener, perform, control
         self._run: Run | None = None
         self._cancelled = False
         self._lock = threading.Lock()
@@ -77,7 +77,18 @@ class RemoteCall:
 
     def request_stop(self) -> None:
         """Ask the function to end early: `workbench.session.engine.stop_requested` becomes true on its ranks."""
-        self._request_stop()
+        self._control("stop")
+
+    def order(self, kind: str, text: str = "") -> None:
+        """Give an order that a training run follows between two steps, on all ranks together: ``"stop"``, ``"pause"``,
+        ``"go on"``, or ``"strategy"`` with the new one's text.
+        """
+        self._control("order", kind=kind, text=text)
+
+    def describe(self, what: str) -> None:
+        """Say in other words what the call is doing; a cell that has to wait for it says these."""
+        if self._run is not None:
+            self._run.label = what
 
     def cancel(self) -> None:
         """Interrupt the ranks (SIGINT, and what the session does to ranks that do not react)."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from IPython.core.error import UsageError
 
 from workbench.errors import NotStartedError
-from workbench.session import cluster, protocol
+from workbench.session import cluster, kept, protocol
 from workbench.session.output_log import tail
 from workbench.session.ranks import parse_ranks
 from workbench.session.run import CellResult
@@ -42,7 +42,45 @@ def start(options: Namespace) -> None:
             f"%workbench start --engines {options.engines}: a session with {running.num_engines} engines is running. "
             f"Use it, or end it with %workbench stop."
         )
-    cluster.Session(engines=options.engines, profile=options.profile, device=options.device)
+    found = [] if options.new else kept.free_sessions()
+    if found:
+        raise UsageError(
+            "%workbench start: engines of an earlier notebook are still there, with their variables:\n"
+            + "".join(f"    {session}\n" for session in found)
+            + "Go on with them: %workbench attach. End them: %workbench clean. "
+            "Leave them alone and start others: %workbench start --new"
+        )
+    cluster.Session(engines=options.engines, profile=options.profile, device=options.device, keep=options.keep)
+
+
+def attach(options: Namespace) -> None:
+    """Go on with the engines that an earlier notebook has left."""
+    if cluster.current() is not None:
+        raise UsageError(
+            "%workbench attach: a session runs here already. End it (%workbench stop), or leave it (detach)."
+        )
+    session = cluster.Session.attach(options.name)
+    found = session.status()
+    busy = [each for each in found if each.busy]
+    print(
+        f"workbench: attached to {session.num_engines} engines on {session.device}, with the variables that they hold"
+    )
+    for each in busy:
+        print(describe(each))
+    if busy:
+        print("What an earlier notebook has started still runs; the next cell waits for it, and an interrupt ends it.")
+
+
+def detach(options: Namespace) -> None:
+    """Leave the engines to another notebook."""
+    here = session()
+    here.detach()
+    print(f"workbench: left {here.num_engines} engines; a notebook of yours goes on with them by %workbench attach")
+
+
+def clean(options: Namespace) -> None:
+    """End engines that earlier notebooks have left."""
+    print(f"workbench: ended {kept.clean()} sessions of earlier notebooks")
 
 
 def stop(options: Namespace) -> None:
@@ -138,4 +176,6 @@ def debug(options: Namespace) -> None:
     print("Then breakpoint() in a %%global cell stops there. Anybody who may connect to this port may run code.")
 
 
-COMMANDS = {command.__name__: command for command in (start, status, stop, restart, log, dump, debug)}
+COMMANDS = {
+    command.__name__: command for command in (start, status, stop, restart, attach, detach, clean, log, dump, debug)
+}

@@ -1,46 +1,27 @@
-"""What runs on an engine: joining the world, publishing to the notebook, and calls sent by `Session.submit`.
+"""What the notebook calls on an engine: joining and leaving the world, functions of `Session.submit`, push and pull.
 
-A training loop on an engine needs two of these: `publish` what it wants shown, and poll `stop_requested`.
-Nothing here loads plotly, pandas, ipywidgets or ipyparallel's client.
+`publish` and `stop_requested` are found here, too: a training loop needs no more. Importing this loads neither torch
+nor plotly, pandas, ipywidgets or ipyparallel's client.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
 import sys
 from typing import Any
 
-from workbench.errors import SessionError
-from workbench.session import protocol
+from workbench.session import (
+    engine_assist,
+    engine_control,
+    engine_failures,
+    engine_values,
+    engine_waits,
+    memory_kills,
+    protocol,
+)
+from workbench.session.engine_shell import current_tag, publish, shell, stop_requested
 
-_sequence = itertools.count()
-_stopped_runs: set[int] = set()
-
-
-def publish(obj: object) -> None:
-    """Send a small picklable object to the notebook, where `RemoteCall.messages` returns it.
-
-    Objects of one rank arrive in order and none is lost. May be called from any thread of the engine
-    while a cell or call runs.
-
-        publish({"step": 3, "loss": 0.25})
-
-    Raises:
-        SessionError: this process is not an engine of a session.
-    """
-    send(protocol.Published(next(_sequence), protocol.dump(obj)))
-
-
-def stop_requested() -> bool:
-    """Whether the notebook asked the running call to stop early (`RemoteCall.request_stop`); cheap to poll."""
-    tag = current_tag() if _stopped_runs else None
-    return tag is not None and tag.run in _stopped_runs
-
-
-def request_stop(run: int) -> None:
-    """Make `stop_requested` true for one run; called on the engine's control thread."""
-    _stopped_runs.add(run)
+__all__ = ["call", "join", "leave", "publish", "pull", "push", "stop_requested"]
 
 
 def join(rank: int, world_size: int, init_method: str, device: str | None, search_path: list[str]) -> dict[str, Any]:
@@ -55,6 +36,7 @@ def join(rank: int, world_size: int, init_method: str, device: str | None, searc
     os.environ.setdefault("LOCAL_RANK", str(rank))
     sys.path.extend(path for path in search_path if path not in sys.path)
     _install()
+    memory_kills.offer_this_process()
 
     from workbench.runtime import world
 
@@ -88,49 +70,19 @@ def push(payload: bytes) -> None:
 
 def pull(name: str) -> bytes:
     """A variable of the engine's namespace, pickled; the logical tensor for a global tensor (collective)."""
-    from workbench.session.engine_values import is_global, portable
-
     namespace = shell().user_ns
     if name not in namespace:
         raise NameError(f"pull: the engines have no variable {name!r}")
     tag = current_tag()
     collective = tag is not None and tag.all_ranks
-    if collective and is_global(namespace[name]):
+    if collective and engine_values.is_global(namespace[name]):
         return protocol.dump(protocol.Logical(namespace[name].full_tensor().detach().cpu()))
-    return protocol.dump(portable(namespace[name], collective))
-
-
-def send(wire: object) -> None:
-    """Publish one of the protocol's values under the request that is running."""
-    shell().data_pub.publish_data({f"{protocol.WIRE_KEY}{next(_sequence)}": wire})
-
-
-def current_tag() -> protocol.CellTag | None:
-    """The tag of the request that the main thread runs; None for requests that are not ours."""
-    parent = shell().kernel.get_parent("shell")
-    return protocol.CellTag.parse(parent.get("metadata", {}).get("label"))
-
-
-def shell() -> Any:
-    """The engine's IPython shell.
-
-    Raises:
-        SessionError: this process is not an engine.
-    """
-    ipython = sys.modules.get("IPython")
-    found = ipython.get_ipython() if ipython is not None else None
-    if found is None or not hasattr(found, "data_pub"):
-        raise SessionError(
-            "workbench.session.engine: this process is not an engine of a session. "
-            "It works inside %%global cells and functions given to session.submit."
-        )
-    return found
+    return protocol.dump(engine_values.portable(namespace[name], collective))
 
 
 def _install() -> None:
     """Hook into the engine's shell once; joining again changes nothing."""
-    from workbench.session import engine_assist, engine_control, engine_failures, engine_values, engine_waits
-
+    engine_failures.entry_points.add(call.__code__)
     here = shell()
     if getattr(here, "workbench_installed", False):
         return

@@ -1,8 +1,8 @@
 """Answers the notebook on the engine's control thread, also while the main thread is stuck in C.
 
 Operations: ``status`` (a `RankStatus` with the main thread's stack), ``abort`` (end waits for other
-ranks), ``stop`` (make `stop_requested` true for one run), ``complete`` and ``inspect`` (names of the engine),
-``debug`` (have a debugger listen).
+ranks), ``stop`` (make `stop_requested` true for one run), ``order`` (tell a training run to pause, go on, change its
+strategy or stop), ``complete``, ``inspect`` and ``names`` (of the engine), ``debug`` (have a debugger listen).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from workbench.errors import WorldError
-from workbench.session import engine, engine_assist, engine_debug, engine_waits, protocol
+from workbench.session import engine_assist, engine_debug, engine_orders, engine_shell, engine_waits, protocol
 from workbench.session.engine_failures import frames_of_stack
 
 
@@ -98,9 +98,11 @@ def _world() -> Any:
 _OPERATIONS: dict[str, Callable[..., Any]] = {
     "status": status,
     "abort": abort,
-    "stop": engine.request_stop,
+    "stop": engine_shell.request_stop,
+    "order": engine_orders.give,
     "ping": time.time,
     "complete": engine_assist.complete,
     "inspect": engine_assist.inspect,
+    "names": engine_assist.names,
     "debug": engine_debug.listen,
 }

@@ -8,30 +8,33 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable
-from types import FrameType, TracebackType
+from types import CodeType, FrameType, TracebackType
 from typing import Any
 
 from workbench.errors import CollectiveAborted
-from workbench.session import engine, protocol
+from workbench.session import protocol
+from workbench.session.engine_shell import current_tag, send, shell
 
 _LINES_AROUND = 2
 _MAX_FRAMES = 20
 user_files: dict[str, str] = {}
 """Files that the notebook's user wrote, and how they are called: their lines are shown in errors, as those of cells."""
+entry_points: set[CodeType] = set()
+"""Functions of ours below which the user's code begins."""
 
 
-def install(shell: Any) -> None:
+def install(here: Any) -> None:
     """Send a `Failure` whenever the shell shows a traceback."""
-    plain_show = shell._showtraceback
+    plain_show = here._showtraceback
 
     def showtraceback(kind: type[BaseException], error: BaseException, text: list[str]) -> None:
-        if engine.current_tag() is not None and isinstance(error, BaseException):
-            engine.send(failure_of(error))
+        if current_tag() is not None and isinstance(error, BaseException):
+            send(failure_of(error))
         plain_show(kind, error, text)
 
-    shell._showtraceback = showtraceback
+    here._showtraceback = showtraceback
     warnings.formatwarning = _told_alike(warnings.formatwarning)
-    shell.events.register("post_run_cell", lambda result: _let_go(shell, result.error_in_exec))
+    here.events.register("post_run_cell", lambda result: _let_go(here, result.error_in_exec))
 
 
 def _told_alike(plain_format: Callable[..., str]) -> Callable[..., str]:
@@ -48,10 +51,10 @@ def _told_alike(plain_format: Callable[..., str]) -> Callable[..., str]:
     return format_warning
 
 
-def _let_go(shell: Any, error: BaseException | None) -> None:
+def _let_go(here: Any, error: BaseException | None) -> None:
     """Free the variables of functions that failed: IPython keeps the last traceback, and with it all their tensors."""
-    shell.history_manager.exceptions.clear()
-    shell.InteractiveTB.tb = None
+    here.history_manager.exceptions.clear()
+    here.InteractiveTB.tb = None
     for name in ("last_type", "last_value", "last_traceback", "last_exc"):
         if hasattr(sys, name):
             setattr(sys, name, None)
@@ -87,7 +90,7 @@ def frames_of_stack(frame: FrameType | None) -> tuple[protocol.Frame, ...]:
 def _user_frames(stack: list[tuple[FrameType, int]]) -> tuple[protocol.Frame, ...]:
     """What lies inside the outermost cell, or inside a call sent by ``submit``."""
     # Equal, not identical: ipyparallel rebuilds functions from their code.
-    is_call = [frame.f_code == engine.call.__code__ for frame, _ in stack]
+    is_call = [frame.f_code in entry_points for frame, _ in stack]
     in_cell = [_is_cell(frame.f_code.co_filename) for frame, _ in stack]
     if True in in_cell:
         start = in_cell.index(True)
@@ -111,7 +114,7 @@ def _frame(frame: FrameType, line: int, in_cell: bool) -> protocol.Frame:
 
 
 def _is_cell(filename: str) -> bool:
-    return filename in user_files or engine.shell().compile.format_code_name(filename) is not None
+    return filename in user_files or shell().compile.format_code_name(filename) is not None
 
 
 def _chain(error: BaseException) -> Iterable[str]:

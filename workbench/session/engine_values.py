@@ -6,7 +6,8 @@ import math
 import sys
 from typing import Any
 
-from workbench.session import engine, protocol
+from workbench.session import protocol
+from workbench.session.engine_shell import current_tag, send
 from workbench.units import format_bytes
 
 
@@ -16,12 +17,12 @@ def install(shell: Any) -> None:
     plain_format = hook.compute_format_data
 
     def compute_format_data(result: object) -> tuple[dict[str, Any], dict[str, Any]]:
-        tag = engine.current_tag()
+        tag = current_tag()
         if tag is None:
             return plain_format(result)
         value = portable(result, collective=tag.all_ranks)
         if tag.wants_values:
-            engine.send(protocol.Value(protocol.dump_or_placeholder(value)))
+            send(protocol.Value(protocol.dump_or_placeholder(value)))
         if is_global(result):
             return picture(result, value), {}
         return plain_format(result)

@@ -1,12 +1,14 @@
 """The private folder of one session: keys, logs, rendezvous files, and the list of its processes.
 
 Processes are known by id and start time, never by name, so that a number used again by somebody else
-is left alone. A folder whose owner is gone is a leftover: its processes are ended and it is removed.
+is left alone. A folder whose owner is gone is a leftover: its processes are ended and it is removed, unless its engines
+are kept for another notebook and still there.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -30,6 +32,15 @@ class ProcessId:
     pid: int
     started_s: float
 
+    def __str__(self) -> str:
+        return f"{self.pid} {self.started_s}"
+
+    @classmethod
+    def parse(cls, text: str) -> ProcessId:
+        """The reverse of `str`."""
+        pid, started_s = text.split()
+        return cls(int(pid), float(started_s))
+
     @classmethod
     def of(cls, pid: int) -> ProcessId:
         return cls(pid, psutil.Process(pid).create_time())
@@ -49,6 +60,26 @@ class ProcessId:
         if process is not None:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Engines that outlive their notebook: what another one must know to go on with them."""
+
+    controller: ProcessId
+    engines: dict[int, ProcessId]
+    gpus: tuple[str, ...]
+    since_s: float
+
+    def is_alive(self) -> bool:
+        """Whether they can still be used: engines end with their controller."""
+        return self.controller.find() is not None
+
+    @classmethod
+    def parse(cls, state: dict) -> Kept:
+        """What `dataclasses.asdict` and JSON have made of one."""
+        engines = {int(rank): ProcessId(**process) for rank, process in state["engines"].items()}
+        return cls(ProcessId(**state["controller"]), engines, tuple(state["gpus"]), state["since_s"])
 
 
 def base_folder() -> Path:
@@ -92,25 +123,45 @@ class SessionFolder:
         os.unlink(name)
         return f"file://{name}"
 
-    def record(self, processes: Collection[ProcessId]) -> None:
-        """Write down whose session this is and which processes belong to it."""
-        state = {"owner": asdict(ProcessId.of(os.getpid())), "processes": [asdict(process) for process in processes]}
-        text = self.path / f"{_STATE}.new"
-        text.write_text(json.dumps(state))
-        text.replace(self.path / _STATE)
+    def record(self, processes: Collection[ProcessId], kept: Kept | None = None) -> None:
+        """Write down whose session this is, which processes belong to it, and what another notebook could use."""
+        self._write(
+            owner=asdict(ProcessId.of(os.getpid())),
+            processes=[asdict(process) for process in processes],
+            kept=asdict(kept) if kept is not None else None,
+        )
 
-    def owner(self) -> ProcessId | None:
-        """The notebook process that made this folder; None where nothing readable says so."""
-        try:
-            return ProcessId(**self._state()["owner"])
-        except (OSError, ValueError, KeyError, TypeError):
+    def release(self) -> None:
+        """Leave the session to another notebook."""
+        self._write(owner=None)
+
+    def claim(self) -> ProcessId | None:
+        """Become the owner of a session that has none; the owner where somebody else has it."""
+        with (self.path / "claim").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            owner = self.owner()
+            if owner is not None and owner.find() is not None:
+                return owner
+            self._write(owner=asdict(ProcessId.of(os.getpid())))
             return None
 
+    def owner(self) -> ProcessId | None:
+        """The notebook process that has this session; None where nothing readable says so."""
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            return ProcessId(**self._state()["owner"])
+        return None
+
     def processes(self) -> list[ProcessId]:
-        try:
+        """All processes of the session, as far as they are written down."""
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             return [ProcessId(**process) for process in self._state()["processes"]]
-        except (OSError, ValueError, KeyError, TypeError):
-            return []
+        return []
+
+    def kept(self) -> Kept | None:
+        """What another notebook needs to go on with the engines; None where they end with their own."""
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            return Kept.parse(self._state()["kept"])
+        return None
 
     def reap(self, spare: Collection[int] = ()) -> None:
         """End the session's processes, except those in ``spare``, and remove the folder."""
@@ -125,13 +176,34 @@ class SessionFolder:
     def _state(self) -> dict:
         return json.loads((self.path / _STATE).read_text())
 
+    def _write(self, **changes: object) -> None:
+        try:
+            state = self._state()
+        except FileNotFoundError:
+            state = {}
+        text = self.path / f"{_STATE}.new"
+        text.write_text(json.dumps(state | changes))
+        text.replace(self.path / _STATE)
+
+
+def all_folders() -> list[SessionFolder]:
+    """The sessions of this user, the newest last."""
+    return [SessionFolder.open(path) for path in sorted(base_folder().glob("session-*"), key=_changed_s)]
+
+
+def _changed_s(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:  # removed meanwhile
+        return 0.0
+
 
 def leftovers() -> Iterator[SessionFolder]:
-    """Folders whose owner has ended."""
-    for path in base_folder().glob("session-*"):
-        folder = SessionFolder.open(path)
-        owner = folder.owner()
-        if owner is not None and owner.find() is None:
+    """Folders whose owner has ended, and whose engines nobody can use any more."""
+    for folder in all_folders():
+        owner, kept = folder.owner(), folder.kept()
+        was_left = owner.find() is None if owner is not None else kept is not None
+        if was_left and not (kept is not None and kept.is_alive()):
             yield folder
 
 

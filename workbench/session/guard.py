@@ -4,6 +4,8 @@
 works while the main thread is stuck in C. The engine ends itself. The controller, whose interpreter
 is never held for long, also ends every process of the session by id and start time and removes the
 session's folder, so that nothing is left even where an engine's own watch could not run.
+
+Engines that are kept for another notebook watch their controller in place of their parent, and it watches nobody.
 """
 
 from __future__ import annotations
@@ -17,17 +19,23 @@ import time
 from collections.abc import Callable
 
 PERIOD_S = 0.5
+OWNER = "WORKBENCH_OWNER_PID"
+"""The environment variable with the notebook's process id, for processes that end with it."""
+KEEPER = "WORKBENCH_KEEPER"
+"""The one with the controller's process id and start time, for engines that outlive the notebook."""
 
 
-def watch_parent(parent_pid: int, on_orphaned: Callable[[], None], period_s: float = PERIOD_S) -> threading.Thread:
-    """Call ``on_orphaned`` within about ``period_s`` of the end of the process that started this one."""
+def watch(
+    is_there: Callable[[], bool], on_orphaned: Callable[[], None], period_s: float = PERIOD_S
+) -> threading.Thread:
+    """Call ``on_orphaned`` within about ``period_s`` of the end of what this process depends on."""
 
-    def watch() -> None:
-        while os.getppid() == parent_pid:
+    def wait() -> None:
+        while is_there():
             time.sleep(period_s)
         on_orphaned()
 
-    thread = threading.Thread(target=watch, name="workbench-parent-watch", daemon=True)
+    thread = threading.Thread(target=wait, name="workbench-parent-watch", daemon=True)
     thread.start()
     return thread
 
@@ -59,11 +67,28 @@ def end_children() -> None:
             continue
 
 
+def has_parent(pid: int) -> Callable[[], bool]:
+    """Whether this process is still a child of the one that started it."""
+    return lambda: os.getppid() == pid
+
+
+def is_running(process: str) -> Callable[[], bool]:
+    """Whether the process still runs that ``KEEPER`` names by its id and start time."""
+    from workbench.session.folder import ProcessId
+
+    known = ProcessId.parse(process)
+    return lambda: known.find() is not None
+
+
 def main(argv: list[str]) -> None:
     """Run a module as ``python -m`` does, with its arguments, under the watch that fits it."""
     module, *arguments = argv
     is_controller = module.endswith("controller")
-    watch_parent(int(os.environ["WORKBENCH_OWNER_PID"]), end_whole_session if is_controller else end_this_process)
+    if OWNER in os.environ:
+        on_orphaned = end_whole_session if is_controller else end_this_process
+        watch(has_parent(int(os.environ[OWNER])), on_orphaned)
+    elif KEEPER in os.environ:
+        watch(is_running(os.environ[KEEPER]), end_this_process)
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

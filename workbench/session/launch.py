@@ -24,7 +24,8 @@ from traitlets import Integer, List
 from traitlets.config import Config
 
 from workbench.errors import EngineStartError
-from workbench.session.folder import ProcessId, SessionFolder
+from workbench.session import guard, memory_kills
+from workbench.session.folder import Kept, ProcessId, SessionFolder
 from workbench.session.meeting_point import INTERFACE_VARIABLES, interface_of
 from workbench.session.ranks import say_ranks
 
@@ -118,11 +119,16 @@ class LocalProcesses:
 
     replaces_engines = True
 
-    def __init__(self, folder: SessionFolder, num_ranks: int, gpus: Sequence[str] = ()) -> None:
+    def __init__(self, folder: SessionFolder, num_ranks: int, gpus: Sequence[str] = (), keep: bool = False) -> None:
         self.folder = folder
         self.num_ranks = num_ranks
         self.gpus = list(gpus)
-        self.engines: dict[int, RankEngineLauncher] = {}
+        self.keep = keep
+        self.engines: dict[int, psutil.Process] = {}
+        self._controller: ProcessId | None = None
+        self._since_s = time.time()
+        self._memory_kills = memory_kills.count()
+        self._launchers: dict[int, RankEngineLauncher] = {}
         self._known: set[ProcessId] = set()
         self._cluster = ipp.Cluster(
             profile_dir=str(folder.path / "profile"),
@@ -148,6 +154,8 @@ class LocalProcesses:
         """
         self._write_security_settings()
         self._cluster.start_controller_sync(environment=self._environment())
+        assert self._cluster.controller is not None
+        self._controller = ProcessId.of(self._cluster.controller.pid)
         self._record()
         try:
             client = self._cluster.connect_client_sync()
@@ -157,6 +165,15 @@ class LocalProcesses:
             ) from error
         self.start_engines(client, range(self.num_ranks), on_progress)
         return client
+
+    def attach(self, facts: Kept) -> ipp.Client:
+        """A client for engines that an earlier notebook has started and left (``keep``)."""
+        self._controller, self._since_s = facts.controller, facts.since_s
+        found = {rank: process.find() for rank, process in facts.engines.items()}
+        self.engines = {rank: process for rank, process in found.items() if process is not None}
+        self._known = set(self.folder.processes())
+        self._record()
+        return ipp.Client(str(self.folder.path / "profile" / "security" / "ipcontroller-client.json"))
 
     def start_engines(self, client: ipp.Client, ranks: Sequence[int], on_progress: Callable[[int], None]) -> None:
         """Start engines for these ranks and wait until the client sees them; raises as `start` does."""
@@ -170,7 +187,8 @@ class LocalProcesses:
             environment=self._environment(),
         )
         launchers = list(self._cluster.engines[engine_set_id].launchers.values())
-        self.engines.update({launcher.rank: launcher for launcher in launchers})
+        self._launchers.update({launcher.rank: launcher for launcher in launchers})
+        self.engines.update({launcher.rank: launcher.process for launcher in launchers})
         self._record()
         self._wait_for(client, ranks, on_progress)
         self._record()
@@ -203,23 +221,33 @@ class LocalProcesses:
         """End engines at once."""
         for rank in ranks:
             try:
-                _process_of(self.engines[rank]).kill()
-            except psutil.NoSuchProcess:
+                self.engines[rank].kill()
+            except (KeyError, psutil.NoSuchProcess):
                 continue
 
     def is_stopped(self, rank: int) -> bool:
         """Whether the engine's process is held, by SIGSTOP for example."""
         try:
-            return _process_of(self.engines[rank]).status() == psutil.STATUS_STOPPED
-        except psutil.NoSuchProcess:
+            return bool(self.engines[rank].status() == psutil.STATUS_STOPPED)
+        except (KeyError, psutil.NoSuchProcess):
             return False
 
     def dead(self, ranks: Sequence[int]) -> list[int]:
         """Those of the ranks whose process has ended."""
         return [rank for rank in ranks if not _is_running(self.engines[rank])]
 
+    def note_memory_kills(self) -> None:
+        """From now on a SIGKILL is put down to want of memory only if the kernel says that there was one since."""
+        self._memory_kills = memory_kills.count()
+
     def _environment(self) -> dict[str, str]:
-        return {"WORKBENCH_OWNER_PID": str(os.getpid()), "WORKBENCH_SESSION_FOLDER": str(self.folder.path)}
+        """Whom a process watches: the notebook, or if the session is kept its controller, which watches nobody."""
+        environment = {"WORKBENCH_SESSION_FOLDER": str(self.folder.path)}
+        if not self.keep:
+            environment[guard.OWNER] = str(os.getpid())
+        elif self._controller is not None:
+            environment[guard.KEEPER] = str(self._controller)
+        return environment
 
     def _write_security_settings(self) -> None:
         """Encrypt and sign messages; without a key of our own ipyparallel stops signing where it encrypts."""
@@ -235,9 +263,11 @@ class LocalProcesses:
     def how_ended(self, rank: int) -> str:
         """``killed by SIGKILL`` or ``exit code 3``, as far as is known."""
         try:
-            code = _process_of(self.engines[rank]).wait(timeout=0.5)
-        except psutil.Error:
+            code = self.engines[rank].wait(timeout=0.5)
+        except (KeyError, psutil.Error):
             code = None
+        if code in (None, -signal.SIGKILL) and memory_kills.count() > self._memory_kills:
+            return "out of memory: the kernel ended it, or another process at that time, because memory had run out"
         if code is None:
             return "its process has ended"
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
@@ -262,7 +292,7 @@ class LocalProcesses:
         )
 
     def _log_of(self, rank: int) -> str:
-        return _indented_tail(self.engines[rank].get_output())
+        return _indented_tail(self._launchers[rank].get_output())
 
     def _controller_log(self) -> str:
         controller = self._cluster.controller
@@ -270,23 +300,29 @@ class LocalProcesses:
 
     def _record(self) -> None:
         """Write down every process of the session, so that somebody else can end it after us."""
-        launchers = [*self.engines.values(), *([self._cluster.controller] if self._cluster.controller else [])]
-        for launcher in launchers:
+        controller = self._controller.find() if self._controller is not None else None
+        for root in [*self.engines.values(), *([controller] if controller is not None else [])]:
             try:
-                root = psutil.Process(launcher.pid)
                 for process in [root, *root.children(recursive=True)]:
                     self._known.add(ProcessId(process.pid, process.create_time()))
             except psutil.NoSuchProcess:
                 continue
         self._known = {process for process in self._known if process.find() is not None}
         if self.folder.path.exists():
-            self.folder.record(self._known)
+            self.folder.record(self._known, self._kept())
+
+    def _kept(self) -> Kept | None:
+        """What another notebook needs to know, once all engines have been started."""
+        if not self.keep or self._controller is None or len(self.engines) < self.num_ranks:
+            return None
+        engines = {rank: ProcessId(process.pid, process.create_time()) for rank, process in self.engines.items()}
+        return Kept(self._controller, engines, tuple(self.gpus), self._since_s)
 
     def _controller_pids(self) -> set[int]:
-        controller = self._cluster.controller
-        if controller is None or not psutil.pid_exists(controller.pid):
+        controller = self._controller.find() if self._controller is not None else None
+        if controller is None:
             return set()
-        return {controller.pid, *(child.pid for child in psutil.Process(controller.pid).children(recursive=True))}
+        return {controller.pid, *(child.pid for child in controller.children(recursive=True))}
 
     def _wait_for_end(self, timeout_s: float, spare: set[int] = frozenset()) -> None:  # type: ignore[assignment]
         """Give processes that are ending (engines' nannies tell the controller first) time to do so."""
@@ -297,13 +333,9 @@ class LocalProcesses:
             time.sleep(_POLL_S / 2)
 
 
-def _process_of(launcher: LocalEngineLauncher) -> psutil.Process:
-    return launcher.process
-
-
-def _is_running(launcher: LocalEngineLauncher) -> bool:
+def _is_running(process: psutil.Process) -> bool:
     try:
-        return _process_of(launcher).status() != psutil.STATUS_ZOMBIE
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
 

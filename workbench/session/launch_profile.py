@@ -16,6 +16,7 @@ import ipyparallel as ipp
 from traitlets.config import Config
 
 from workbench.errors import EngineStartError, SessionError
+from workbench.session import guard
 from workbench.session.folder import SessionFolder
 from workbench.session.launch import GUARD
 from workbench.session.ranks import say_ranks
@@ -40,7 +41,7 @@ class ProfileProcesses:
 
     def _guarded(self) -> Config:
         """A controller that this host starts watches the notebook, as the engines watch the controller."""
-        environment = {"WORKBENCH_OWNER_PID": str(os.getpid()), "WORKBENCH_SESSION_FOLDER": str(self._folder.path)}
+        environment = {guard.OWNER: str(os.getpid()), "WORKBENCH_SESSION_FOLDER": str(self._folder.path)}
         command = [*GUARD, "ipyparallel.controller"]
         return Config(LocalControllerLauncher={"controller_cmd": command, "environment": environment})
 
@@ -101,6 +102,9 @@ class ProfileProcesses:
     def how_ended(self, rank: int) -> str:
         """The notebook does not see how processes of a profile end."""
         return "its process has ended"
+
+    def note_memory_kills(self) -> None:
+        """The notebook does not see the memory of other hosts."""
 
     def _start_failure(self, num_up: int) -> str:
         log = "\n".join(engines.get_output() for engines in self._cluster.engines.values())

@@ -13,10 +13,15 @@ from workbench.session.output_log import RunLog
 
 #: Receives every piece of merged output: the stream's name ("stdout" or "stderr") and the block.
 Show = Callable[[str, Block], None]
+#: Receives every object that a rank has published: the rank and the object.
+Hear = Callable[[int, object], None]
 
 
 class OutputListener:
-    """Merges the output of a run; ``show`` gets each block as soon as it is complete, ``log`` all text as it came."""
+    """Merges the output of a run; ``show`` gets each block as soon as it is complete, ``log`` all text as it came.
+
+    ``hear`` gets published objects when they come; without it they wait for ``take_published``.
+    """
 
     def __init__(
         self,
@@ -25,7 +30,9 @@ class OutputListener:
         show: Show | None = None,
         merge: bool = True,
         log: RunLog | None = None,
+        hear: Hear | None = None,
     ) -> None:
+        self._hear = hear
         self._ranks, self._num_ranks, self._show, self._log = tuple(ranks), num_ranks, show, log
         self._output = OutputMerger(ranks, merge)
         self._lines: list[str] = []
@@ -40,6 +47,8 @@ class OutputListener:
                 self._log.write(event.rank, text)
         elif event.kind in ("display", "result"):
             self._output.feed_bundle(event.rank, event.kind, event.content, event.time_s)
+        elif isinstance(event.content, protocol.Published) and self._hear is not None:
+            self._hear(event.rank, protocol.load(event.content.payload))
         elif isinstance(event.content, protocol.Published):
             with self._lock:
                 self._published.append((event.rank, event.content.payload))

@@ -91,12 +91,18 @@ class SessionMagics(Magics):
     @argument("action", choices=list(COMMANDS), help="what to do")
     @argument("--engines", type=int, metavar="N", help="start: number of engines (default: one per GPU, or 2)")
     @argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="start: where tensors live")
+    @argument("--keep", action="store_true", help="start: engines outlive this notebook, for another one to attach to")
+    @argument("--new", action="store_true", help="start: beside engines that an earlier notebook has left")
+    @argument("--name", help="attach: which engines, where there are several")
     @argument("--profile", help="start: an ipyparallel profile, for engines on other hosts")
     @argument("--ranks", help="restart, log, dump, debug: these ranks only, e.g. 1 or 0,2-3")
     @argument("--lines", type=int, default=20, metavar="N", help="log: how many lines of each rank (default: 20)")
     @line_magic("workbench")  # type: ignore[arg-type]
     def line_workbench(self, line: str) -> None:
         """Start, look at, stop or restart the session: ``%workbench start --engines 2``.
+
+        Engines started with ``--keep`` outlive the notebook: ``detach`` leaves them, ``attach`` in another notebook
+        goes on with them and their variables, ``clean`` ends those that nobody uses.
 
         ``log`` shows the end of what each rank printed in the last cell, and the file that has all of it; ``dump``
         shows where each rank is now, also while a cell runs; ``debug --ranks 1`` has a debugger listen on loopback.

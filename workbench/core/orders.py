@@ -1,0 +1,23 @@
+"""What the notebook asks of a run that goes on. Orders take effect together on all ranks, between two steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+KINDS = ("stop", "pause", "go on", "strategy")
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """``kind`` is one of ``KINDS``; ``text`` is the new strategy of a ``"strategy"``.
+
+    Raises:
+        ValueError: no such kind.
+    """
+
+    kind: str
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"Order({self.kind!r}): no such order. Orders are {', '.join(KINDS)}.")

@@ -1,0 +1,68 @@
+"""An engine's shell: the request that it runs now, and what it tells the notebook meanwhile.
+
+A training loop on an engine needs two of these: `publish` what it wants shown, and poll `stop_requested`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from typing import Any
+
+from workbench.errors import SessionError
+from workbench.session import protocol
+
+_sequence = itertools.count()
+_stopped_runs: set[int] = set()
+
+
+def publish(obj: object) -> None:
+    """Send a small picklable object to the notebook, where `RemoteCall.messages` returns it.
+
+    Objects of one rank arrive in order and none is lost. May be called from any thread of the engine
+    while a cell or call runs.
+
+        publish({"step": 3, "loss": 0.25})
+
+    Raises:
+        SessionError: this process is not an engine of a session.
+    """
+    send(protocol.Published(next(_sequence), protocol.dump(obj)))
+
+
+def stop_requested() -> bool:
+    """Whether the notebook asked the running call to stop early (`RemoteCall.request_stop`); cheap to poll."""
+    tag = current_tag() if _stopped_runs else None
+    return tag is not None and tag.run in _stopped_runs
+
+
+def request_stop(run: int) -> None:
+    """Make `stop_requested` true for one run; called on the engine's control thread."""
+    _stopped_runs.add(run)
+
+
+def send(wire: object) -> None:
+    """Publish one of the protocol's values under the request that is running."""
+    shell().data_pub.publish_data({f"{protocol.WIRE_KEY}{next(_sequence)}": wire})
+
+
+def current_tag() -> protocol.CellTag | None:
+    """The tag of the request that the main thread runs; None for requests that are not ours."""
+    parent = shell().kernel.get_parent("shell")
+    return protocol.CellTag.parse(parent.get("metadata", {}).get("label"))
+
+
+def shell() -> Any:
+    """The engine's IPython shell.
+
+    Raises:
+        SessionError: this process is not an engine.
+    """
+    ipython = sys.modules.get("IPython")
+    found = ipython.get_ipython() if ipython is not None else None
+    if found is None or not hasattr(found, "data_pub"):
+        raise SessionError(
+            "workbench.session.engine: this process is not an engine of a session. "
+            "It works inside %%global cells and functions given to session.submit."
+        )
+    return found
