@@ -21,7 +21,7 @@ _WHERE = {
     "workbench.core.strategy": ["Strategy"],
     "workbench.runtime.api": [
         "Checkpoints", "GlobalDataLoader", "GlobalTensor", "GradScaler", "arange", "balance", "barrier",
-        "boxing_plan", "calibrate", "capture", "check_agreement", "empty", "evaluate", "explicit_boxing",
+        "boxing_plan", "calibrate", "capture", "check_agreement", "dry_run", "empty", "evaluate", "explicit_boxing",
         "export_safetensors", "eye", "find_nonfinite", "forward_backward", "full", "init", "load",
         "load_safetensors", "local_map", "manual_seed", "memory_report", "no_sync", "ones", "parallelize",
         "placement", "prove", "rand", "randint", "randn", "randperm", "rank", "rebuild",

@@ -17,6 +17,7 @@ from workbench.runtime.calibrating import calibrate
 from workbench.runtime.capture.step import capture
 from workbench.runtime.creation import arange, empty, eye, full, ones, rand, randint, randn, randperm, tensor, zeros
 from workbench.runtime.data import GlobalDataLoader
+from workbench.runtime.dry_run import dry_run
 from workbench.runtime.entry import to_global
 from workbench.runtime.explicit import explicit_boxing
 from workbench.runtime.exporting import export_safetensors
@@ -87,9 +88,9 @@ def boxing_plan(
 
 __all__ = [
     "Checkpoints", "GlobalDataLoader", "GlobalTensor", "GradScaler", "arange", "balance", "barrier", "boxing_plan",
-    "calibrate", "capture", "check_agreement", "empty", "evaluate", "explicit_boxing", "export_safetensors", "eye",
-    "find_nonfinite", "forward_backward", "full", "init", "load", "load_safetensors", "local_map", "manual_seed",
-    "memory_report", "methods", "no_sync", "ones", "parallelize", "placement", "prove", "rand", "randint", "randn",
-    "randperm", "rank", "rebuild", "rule", "save", "tensor", "timeline", "to_global", "to_global_many", "trace",
-    "world_size", "zeros",
+    "calibrate", "capture", "check_agreement", "dry_run", "empty", "evaluate", "explicit_boxing",
+    "export_safetensors", "eye", "find_nonfinite", "forward_backward", "full", "init", "load", "load_safetensors",
+    "local_map", "manual_seed", "memory_report", "methods", "no_sync", "ones", "parallelize", "placement", "prove",
+    "rand", "randint", "randn", "randperm", "rank", "rebuild", "rule", "save", "tensor", "timeline", "to_global",
+    "to_global_many", "trace", "world_size", "zeros",
 ]  # fmt: skip

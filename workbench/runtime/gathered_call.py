@@ -191,7 +191,7 @@ def versions_of(parameters: Iterable[GlobalTensor]) -> list[int]:
 
 def autocast_dtype(world: World) -> torch.dtype | None:
     """What autocast casts to now; None where it is off."""
-    kind = world.device.type
+    kind = world.autocast_type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 

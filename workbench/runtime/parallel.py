@@ -99,7 +99,7 @@ def parallelize(
     for install in INSTALLERS:
         state.handles += install(module, state)
     state.handles.append(Interruptible(module, state.when_interrupted))
-    if on_meta:
+    if on_meta and world.device.type != "meta":
         materialize(module, on_meta, init, world)
     if optimizer_state is not None:
         optimizer_state.follow(converted)

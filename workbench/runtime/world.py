@@ -80,6 +80,11 @@ class World:
         self.splits_backward = False
 
     @property
+    def autocast_type(self) -> str:
+        """The device type whose autocast holds here; on metadata, the CPU's, which never is on in a dry run."""
+        return "cpu" if self.device.type == "meta" else self.device.type
+
+    @property
     def transport_name(self) -> str:
         """Short name of the transport: ``shared``, ``ipc``, ``mixed``, ``gloo``, ``nccl`` or ``threads``."""
         return self.transport.name

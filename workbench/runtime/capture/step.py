@@ -217,7 +217,7 @@ def _kind_of(leaf: Any) -> Any:
 
 
 def _autocast_state(world: World) -> Any:
-    kind = world.device.type
+    kind = world.autocast_type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 

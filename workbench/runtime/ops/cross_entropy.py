@@ -94,7 +94,7 @@ def _mean_of_split_batch(input: Any, target: torch.Tensor, ignore_index: int, la
     if type(input) is not GlobalTensor or target.is_floating_point():
         return None
     spec = input._spec
-    if torch.is_autocast_enabled(spec.world.device.type):
+    if torch.is_autocast_enabled(spec.world.autocast_type):
         return None  # the loss has another dtype than the scores
     key = ("mean over a split batch", spec, target.shape)
     try:
@@ -156,7 +156,7 @@ def _loss(
     by_index = len(target._spec.shape) < len(shape)
     class_dim = 0 if len(shape) == 1 else 1
     if splits(scores, [class_dim]):
-        if torch.is_autocast_enabled(scores._spec.world.device.type):
+        if torch.is_autocast_enabled(scores._spec.world.autocast_type):
             scores = scores.float()  # as autocast does with losses
         is_likelihood = function is torch.nn.functional.nll_loss
         by: Callable[..., GlobalTensor]

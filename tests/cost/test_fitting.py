@@ -1,0 +1,37 @@
+"""Constants come back from times that were made with them, also from noisy ones."""
+
+import random
+
+import pytest
+
+from workbench.cost.fitting import fit_line, fit_link, fit_matmul
+
+
+@pytest.mark.parametrize(("rate", "half"), [(1e9, 0.0), (5e10, 64.0), (3e14, 200.0)])
+def test_matmul_constants_come_back(rate, half):
+    points = [(1e6 * k, k, 1e6 * k * (1 + half / k) / rate) for k in (32, 64, 128, 512, 1024)]
+    found = fit_matmul(points)
+    assert found[0] == pytest.approx(rate, rel=1e-6)
+    assert found[1] == pytest.approx(half, rel=1e-6, abs=1e-3)
+
+
+@pytest.mark.parametrize(("latency_s", "bandwidth"), [(1e-6, 1e11), (5e-5, 2e9), (1e-3, 1e8)])
+def test_link_constants_come_back_from_noisy_times(latency_s, bandwidth):
+    rng = random.Random(0)
+    sizes = [2.0**power for power in range(10, 25)]
+    points = [(n, (latency_s + n / bandwidth) * rng.uniform(0.97, 1.03)) for n in sizes]
+    found = fit_link(points)
+    assert found[0] == pytest.approx(latency_s, rel=0.1)
+    assert found[1] == pytest.approx(bandwidth, rel=0.1)
+
+
+def test_nothing_is_negative():
+    """Times that fall with size, or a line that would start below zero."""
+    assert fit_line([(1, 3), (2, 2), (3, 1)])[1] == 0.0
+    offset, slope = fit_line([(1, 0.5), (2, 2), (4, 5)])
+    assert offset == 0.0 and slope > 0
+
+
+def test_one_size_gives_a_bandwidth():
+    latency_s, bandwidth = fit_link([(1e6, 1e-3), (1e6, 1e-3)])
+    assert latency_s >= 0 and 1e6 / bandwidth + latency_s == pytest.approx(1e-3)

@@ -1,0 +1,74 @@
+"""Constants of a machine from times that were measured: straight lines through points, judged by relative error."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+_SMALLEST = 1e-15
+
+
+def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Offset and slope, neither negative, of ``y = offset + slope * x``, least squares of the relative errors.
+
+    Relative, because times of small and of large exchanges lie orders of magnitude apart and count alike.
+
+    Args:
+        points: (x, y), y above 0.
+
+    >>> offset, slope = fit_line([(1, 3), (10, 12), (100, 102)])
+    >>> round(offset, 6), round(slope, 6)
+    (2.0, 1.0)
+    """
+    weights = [1 / (y * y) for _, y in points]
+    s, sx, sy = (sum(w * v for w, v in zip(weights, column, strict=True)) for column in _columns(points))
+    sxx = sum(w * x * x for w, (x, _) in zip(weights, points, strict=True))
+    sxy = sum(w * x * y for w, (x, y) in zip(weights, points, strict=True))
+    determinant = s * sxx - sx * sx
+    if determinant > _SMALLEST * s * sxx:
+        offset, slope = (sxx * sy - sx * sxy) / determinant, (s * sxy - sx * sy) / determinant
+        if offset >= 0 and slope >= 0:
+            return offset, slope
+    through_zero, level = (0.0, sxy / sxx if sxx else 0.0), (sy / s, 0.0)
+    return min(through_zero, level, key=lambda line: _error(points, *line))
+
+
+def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float], list[float]]:
+    return [1.0] * len(points), [x for x, _ in points], [y for _, y in points]
+
+
+def _error(points: Sequence[tuple[float, float]], offset: float, slope: float) -> float:
+    return sum(((offset + slope * x - y) / y) ** 2 for x, y in points)
+
+
+def fit_matmul(products: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
+    """Rate of large products, and the inner size at which half of it is reached: ``rate * k / (k + half size)``.
+
+    Args:
+        products: (flops, inner size k, seconds) of products measured; several inner sizes.
+
+    Returns:
+        flops per second, and the half size.
+
+    >>> rate, half = fit_matmul([(1e6 * k, k, 1e6 * k * (1 + 50 / k) / 1e9) for k in (16, 64, 256, 1024)])
+    >>> round(rate / 1e9, 3), round(half, 3)
+    (1.0, 50.0)
+    """
+    per_flop, per_flop_and_size = fit_line([(1 / inner, time_s / flops) for flops, inner, time_s in products])
+    if not per_flop:  # no rate in sight: the largest that was seen
+        best = max(flops / time_s for flops, _, time_s in products)
+        return best, 0.0
+    return 1 / per_flop, per_flop_and_size / per_flop
+
+
+def fit_link(exchanges: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Latency and bandwidth from (bytes that a rank receives, seconds) of exchanges measured.
+
+    >>> latency_s, bandwidth = fit_link([(n, 1e-5 + n / 1e9) for n in (1e3, 1e5, 1e7)])
+    >>> round(latency_s * 1e6, 3), round(bandwidth / 1e9, 3)
+    (10.0, 1.0)
+    """
+    latency_s, per_byte = fit_line(exchanges)
+    return latency_s, 1 / max(per_byte, _SMALLEST)
+
+
+__all__ = ["fit_line", "fit_link", "fit_matmul"]
