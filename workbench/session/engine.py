@@ -58,9 +58,11 @@ def leave() -> None:
 
 def call(payload: bytes) -> bytes:
     """Run a pickled (function, arguments, keyword arguments) and return its pickled result."""
+    from workbench.session.engine_modes import restored_after_interrupt
+
     function, arguments, keywords = protocol.load_strictly(payload)
-    result = function(*arguments, **keywords)
-    return protocol.dump(result)
+    with restored_after_interrupt():
+        return protocol.dump(function(*arguments, **keywords))
 
 
 def push(payload: bytes) -> None:
@@ -82,10 +84,13 @@ def pull(name: str) -> bytes:
 
 def _install() -> None:
     """Hook into the engine's shell once; joining again changes nothing."""
+    from workbench.session import engine_modes  # loads torch
+
     engine_failures.entry_points.add(call.__code__)
     here = shell()
     if getattr(here, "workbench_installed", False):
         return
+    engine_modes.install(here)  # before what lets go of errors
     engine_values.install(here)
     engine_failures.install(here)
     engine_control.install(here)
