@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from workbench.core.placement import Placement
 from workbench.errors import WorldError
+from workbench.runtime import launchers
 from workbench.runtime.transport import choice
 from workbench.runtime.transport.base import Traffic, Transport
 from workbench.runtime.transport.meeting import Meeting, meet
@@ -140,9 +141,9 @@ def current() -> World:
     world: World | None = getattr(_thread_world, "world", None) or _process_world
     if world is not None:
         return world
-    if "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if launchers.told("world_size", 1) > 1:
         raise WorldError(
-            f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} has not joined the world yet. Call "
+            f"rank {launchers.told('rank', 0)} of {launchers.told('world_size', 1)} has not joined the world yet. Call "
             f"wb.init() first."
         )
     return init(0, 1)
@@ -168,7 +169,7 @@ def init(
 
     Args:
         rank, world_size: default to RANK and WORLD_SIZE (or Open MPI's), else to a world of one rank.
-        init_method: rendezvous of torch.distributed, e.g. ``"file:///path"``; default ``env://``.
+        init_method: rendezvous of torch.distributed, e.g. ``"file:///path"``; default what the launcher says (``env://``).
         backend: ``"gloo"`` or ``"nccl"``, also between GPUs of one host; default what suits best.
         device: where shards live; default this rank's GPU if it has one to itself, else the CPU.
         timeout_s: how long a rank waits for the others before it gives up.
@@ -187,8 +188,8 @@ def init(
         WorldError: the process already belongs to another world, or some ranks did not come in time.
     """
     global _process_world, _joined_by
-    rank = _from_environment(rank, "RANK", "OMPI_COMM_WORLD_RANK", default=0)
-    world_size = _from_environment(world_size, "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", default=1)
+    rank = launchers.told("rank", 0) if rank is None else rank
+    world_size = launchers.told("world_size", 1) if world_size is None else world_size
     if _process_world is not None:
         if (_process_world.rank, _process_world.world_size) == (rank, world_size):
             return _process_world
@@ -200,7 +201,7 @@ def init(
     transport: Transport
     wants = choice.wants(chosen, backend)
     if world_size > 1:
-        place, known_as = init_method or "env://", choice.name_of(chosen)
+        place, known_as = init_method or launchers.meeting_place(), choice.name_of(chosen)
         meeting = meet(place, rank, world_size, generation, timeout_s, known_as, wants)
         transport = _join(meeting, rank, world_size, backend, chosen, timeout_s)
         generation = meeting.generation
@@ -351,17 +352,11 @@ def barrier() -> None:
     world.transport.all_gather(torch.zeros(1, device=world.device), "barrier()")
 
 
-def _from_environment(value: int | None, *names: str, default: int) -> int:
-    if value is not None:
-        return value
-    return next((int(os.environ[name]) for name in names if name in os.environ), default)
-
-
 def _default_device(world_size: int) -> torch.device:
     """This rank's own GPU where every rank of the host has one; else the CPU."""
-    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    local_world = launchers.told("local_world_size", world_size)
     if not torch.cuda.is_available() or torch.cuda.device_count() < local_world:
         return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    device = torch.device("cuda", launchers.told("local_rank", 0) % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
