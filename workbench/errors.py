@@ -5,6 +5,8 @@
     │   ├── SbpError                     split / broadcast / partial-sum entries
     │   └── PlacementError               device type and rank grid
     ├── StrategyError (ValueError)       a strategy that does not fit its model or its ranks
+    ├── HardwareError (ValueError)       a machine file with a missing or absurd number
+    ├── TableError (ValueError)          a table of runs with a missing or contradictory value
     ├── CaptureError (RuntimeError)      a step that cannot be replayed as a local program
     ├── ExplicitBoxingError              an implicit boxing under ``wb.explicit_boxing()``
     ├── WorldError (RuntimeError)        this process is not (or no longer) part of a world
@@ -45,6 +47,14 @@ class PlacementError(LayoutError):
 
 class StrategyError(WorkbenchError, ValueError):
     """A strategy that does not parse, or does not fit its model or the number of ranks."""
+
+
+class HardwareError(WorkbenchError, ValueError):
+    """A machine that is not known, or whose numbers are missing or cannot be."""
+
+
+class TableError(WorkbenchError, ValueError):
+    """A table of training runs with a missing or contradictory value; names row and column."""
 
 
 class CaptureError(WorkbenchError, RuntimeError):

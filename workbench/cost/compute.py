@@ -22,12 +22,14 @@ class Rates:
 
     Attributes:
         hardware: the machine.
-        flops_per_s: of large products.
+        flops_per_s: of large products with weights.
+        attention_flops_per_s: of products of activations, which stay in 16 bits where weights have 8.
         scale: bytes of an element at this precision, per byte as the works were counted.
     """
 
     hardware: Hardware
     flops_per_s: float
+    attention_flops_per_s: float
     scale: float = 1.0
 
     @classmethod
@@ -44,11 +46,15 @@ class Rates:
                 f"precision {precision}: hardware {hardware.name!r} has matmul_flops_per_s of {known} only. Add the "
                 f"rate, or use one of these."
             )
-        return cls(hardware, rate, scale)
+        between = hardware.matmul_flops_per_s.get("bf16", rate) if precision == "fp8" else rate
+        return cls(hardware, rate, between, scale)
 
-    def product_s(self, flops: float, inner: float, moved_bytes: float) -> float:
-        """A matrix product that sums over ``inner``."""
-        rate = self.flops_per_s * inner / (inner + self.hardware.matmul_half_size)
+    def product_s(self, flops: float, inner: float, moved_bytes: float, name: str = "linear") -> float:
+        """A matrix product that sums over ``inner``; one that was measured by its name has a rate of its own."""
+        rate = self.hardware.function_flops_per_s.get(name, 0.0)
+        if not rate:
+            large = self.flops_per_s if name == "linear" else self.attention_flops_per_s
+            rate = large * inner / (inner + self.hardware.matmul_half_size)
         return max(flops / rate, self.memory_s(moved_bytes)) + self.hardware.op_s
 
     def memory_s(self, moved_bytes: float, name: str = "") -> float:
@@ -62,7 +68,7 @@ def forward_s(work: Work, samples: float, rates: Rates, parts: float = 1, inner_
     """Forward of one function on ``samples`` samples, a part of ``parts``; the summed dim is in ``inner_parts``."""
     share = samples / parts
     if work.is_matmul:
-        return rates.product_s(work.flops * share, work.inner / inner_parts, work.moved_bytes * share)
+        return rates.product_s(work.flops * share, work.inner / inner_parts, work.moved_bytes * share, work.name)
     return rates.memory_s(work.moved_bytes * share, work.name) + rates.hardware.op_s
 
 
@@ -85,7 +91,10 @@ def backward_s(
         return rates.memory_s(BACKWARD_MOVES * work.moved_bytes * share, work.name) + rates.hardware.op_s, 0.0
     flops, moved = work.flops * share, work.moved_bytes * share
     inner = work.inner / inner_parts
-    return rates.product_s(flops, outputs or inner, moved), rates.product_s(flops, rows or inner, moved)
+    return (
+        rates.product_s(flops, outputs or inner, moved, work.name),
+        rates.product_s(flops, rows or inner, moved, work.name),
+    )
 
 
 __all__ = ["BACKWARD_MOVES", "Rates", "backward_s", "forward_s"]

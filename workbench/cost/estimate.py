@@ -95,7 +95,9 @@ def combine(
     """A step from the prices of its stages: schedule, sums of gradients, optimizer, and what is alive at the peak."""
     m, num_ranks, hardware = strategy.num_micro_batches, strategy.degrees[0], settings[0].hardware
     hop_s, hop_bytes = _hops(model, strategy, settings)
-    times = [s.forward_s for s in stages], [s.input_s for s in stages], [s.weight_s for s in stages]
+    wait_s = 0.0 if settings[0].software.hides_sends else hop_s
+    hop_s -= wait_s
+    times = [s.forward_s + wait_s for s in stages], [s.input_s + wait_s for s in stages], [s.weight_s for s in stages]
     makespan = makespan_s(strategy.schedule, num_ranks, m, *times, hop_s)
     slices = [range(first, len(stages), num_ranks) for first in range(num_ranks)]
     compute = [m * sum(stages[s].compute_s for s in mine) for mine in slices]

@@ -37,6 +37,7 @@ class Hardware:
         op_s: until a function has been started.
         links: ascending by span; the last one joins everything.
         function_bytes_per_s: of functions that are not as fast as a copy, by ``Work.name``: what they move in a second.
+        function_flops_per_s: the same of products by name ("conv2d", "scaled_dot_product_attention"), of any size.
         exchanges: latency and bandwidth by kind of boxing among all ranks, where kinds were measured apart.
         alone_speedup: how much faster a rank computes while all others wait. Rates are those of all ranks at work: four
             engines on two cores have half a core each, and where two of them wait the others have a whole one.
@@ -52,6 +53,7 @@ class Hardware:
     op_s: float
     links: tuple[Link, ...]
     function_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
+    function_flops_per_s: Mapping[str, float] = field(default_factory=dict)
     exchanges: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     alone_speedup: float = 1.0
     step_s: float = 0.0

@@ -23,6 +23,7 @@ class LayerPrice:
     Attributes:
         forward_s, input_s, weight_s: compute; the two halves of backward.
         boxing_forward_s, boxing_backward_s: exchanges of the model axis, at the layer's doors.
+        boxing_sums_s: of the latter, those that add up terms of gradients.
         boxed_bytes: that a rank receives in them, forward and backward.
         parameters, gradients, optimizer: bytes that it holds, ZeRO counted.
         weights: how many it works with, before ZeRO.
@@ -37,6 +38,7 @@ class LayerPrice:
     weight_s: float = 0.0
     boxing_forward_s: float = 0.0
     boxing_backward_s: float = 0.0
+    boxing_sums_s: float = 0.0
     boxed_bytes: float = 0.0
     parameters: float = 0.0
     gradients: float = 0.0
@@ -83,11 +85,13 @@ def layer_price(
         first, second = first + half[0], second + (half[1] if work in row.own else 0.0)
         first += 0.0 if work in row.own else half[1]
     changes = _changes(row, choice, before, following, setting)
-    boxing = [_exchanges(changes, setting), _exchanges(_dual(changes), setting)]
+    back = _dual(changes)
+    boxing = [_exchanges(changes, setting), _exchanges(back, setting)]
+    sums_s, _ = _exchanges([change for change in back if change[0] == "P"], setting)
     weights = _weights(row, choice, setting)
     state = _state_bytes(weights if row.layer.tied_to is None else 0.0, setting)
     return LayerPrice(
-        forward, first, second + _accumulation_s(weights, setting), boxing[0][0], boxing[1][0],
+        forward, first, second + _accumulation_s(weights, setting), boxing[0][0], boxing[1][0], sums_s,
         boxing[0][1] + boxing[1][1], *state, weights, kept, _input_bytes(row, choice, before, setting),
         scores, scores_kept,
     )  # fmt: skip

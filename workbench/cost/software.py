@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from workbench.errors import StrategyError
 
-ITEMSIZES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
-"""Bytes of an element, by precision."""
+ITEMSIZES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 2}
+"""Bytes of an activation's element, by precision. fp8 is for products alone: between them activations have 16 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +20,13 @@ class Software:
             own. Else weights, gradients and optimizer stay in 32 bits and forward casts (autocast).
         hides_gradients: gradients are summed while backward still runs; else after it.
         hides_gradients_of_pipelines: also where there is more than one stage.
-        hides_tensor_parallel: backward's exchanges of the model axis run beside the products for the weights.
+        hides_tensor_parallel: which of backward's exchanges of the model axis run beside the products for the weights:
+            "none", the "sums" of gradients, or "all".
         fuses_accumulation: a product adds to the gradient of earlier micro-batches by itself; else a pass over memory
             (read the new one in 16 bits, read and write the sum: 6 bytes per weight in 16 bits).
         scatters_between_stages: a stage sends each slice of an activation once; else every rank gets all of it from
             its like.
+        hides_sends: a stage computes while what it hands over is under way; else it waits for it, in each direction.
         keeps_gathered: behind a gather of the sequence the gathered activation is saved; else its slice, which is
             gathered once more in backward.
         recompute: what ``recompute`` of a strategy computes again: "full" blocks, or the "selective" scores of
@@ -35,9 +37,10 @@ class Software:
     has_master_weights: bool = False
     hides_gradients: bool = True
     hides_gradients_of_pipelines: bool = False
-    hides_tensor_parallel: bool = False
+    hides_tensor_parallel: str = "none"
     fuses_accumulation: bool = False
     scatters_between_stages: bool = False
+    hides_sends: bool = True
     keeps_gathered: bool = True
     recompute: str = "full"
 
@@ -72,9 +75,10 @@ def megatron(year: int, recompute: str = "full") -> Software:
         has_master_weights=True,
         hides_gradients=True,
         hides_gradients_of_pipelines=year >= 2023,
-        hides_tensor_parallel=year >= 2023,
+        hides_tensor_parallel="none" if year < 2022 else "sums" if year < 2023 else "all",
         fuses_accumulation=year >= 2022,
         scatters_between_stages=True,
+        hides_sends=year >= 2023,
         keeps_gathered=False,
         recompute=recompute,
     )

@@ -92,8 +92,12 @@ def stage_price(model: ModelCosts, stage: int, choices: Sequence[ResolvedLayer],
     again, again_boxing, kept, transient = _recomputed(mine, blocks, model, prices, setting)
     boxing_back = sum(prices[i].boxing_backward_s for i in mine)
     input_s, weight_s = sum(prices[i].input_s for i in mine), sum(prices[i].weight_s for i in mine)
-    if setting.software.hides_tensor_parallel:  # behind the products for the weights, which nobody waits for
-        boxing_back -= min(boxing_back, weight_s)
+    hidden = {
+        "none": 0.0,
+        "sums": sum(prices[i].boxing_sums_s for i in mine),
+        "all": boxing_back,
+    }[setting.software.hides_tensor_parallel]
+    boxing_back -= min(hidden, weight_s)  # behind the products for the weights, which nobody waits for
     gathered: dict[int, float] = {}
     for i in mine:
         gathered[blocks[i]] = gathered.get(blocks[i], 0.0) + prices[i].weights

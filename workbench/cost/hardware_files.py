@@ -1,0 +1,144 @@
+"""Machines as JSON files: the fields of ``Hardware``, and a source for every number.
+
+Files that come with the package are known by name (``known_machines()``); others by their path. See
+``machines/h200.json`` for how one looks.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from workbench.cost.hardware import Hardware, Link
+from workbench.errors import HardwareError
+
+_OPTIONAL = (
+    "function_bytes_per_s",
+    "function_flops_per_s",
+    "function_flops_per_s",
+    "exchanges",
+    "alone_speedup",
+    "step_s",
+    "sources",
+)
+_RANGES = {
+    "memory_bytes": (1e6, 1e14),
+    "memory_bandwidth_bytes_per_s": (1e6, 1e15),
+    "matmul_half_size": (0, 1e5),
+    "op_s": (0, 1),
+    "alone_speedup": (1, 1e5),
+    "step_s": (0, 60),
+    "matmul_flops_per_s": (1e6, 1e18),
+    "function_bytes_per_s": (1e5, 1e15),
+    "function_flops_per_s": (1e5, 1e18),
+    "function_flops_per_s": (1e6, 1e18),
+    "span": (1, 1e7),
+    "latency_s": (0, 1),
+    "bandwidth_bytes_per_s": (1e4, 1e14),
+}
+"""Smallest and largest number that is not a slip of units (GB for bytes, TFLOP/s for FLOP/s)."""
+
+
+def known_machines() -> list[str]:
+    """Names of the machines that come with the package."""
+    folder = resources.files("workbench.cost") / "machines"
+    return sorted(entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json"))
+
+
+def load_hardware(name_or_path: str | Path) -> Hardware:
+    """A machine by its name or from a file.
+
+    Raises:
+        HardwareError: no such machine or file; a number is missing, is none, or cannot be one in SI units.
+
+    >>> load_hardware("h200").memory_bytes > 1e11
+    True
+    """
+    text = str(name_or_path)
+    if text in known_machines():
+        return _parse(text, (resources.files("workbench.cost") / "machines" / f"{text}.json").read_text("utf-8"))
+    path = Path(text)
+    if not path.is_file():
+        near = difflib.get_close_matches(text, known_machines(), n=1)
+        known = ", ".join(known_machines())
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise HardwareError(f"hardware {text!r}: neither a file nor one of {known}.{hint}")
+    return _parse(path.name, path.read_text("utf-8"))
+
+
+def save_hardware(hardware: Hardware, path: str | Path) -> None:
+    """Write a file that ``load_hardware`` reads."""
+    Path(path).write_text(json.dumps(asdict(hardware), indent=2) + "\n", "utf-8")
+
+
+def _parse(name: str, text: str) -> Hardware:
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise HardwareError(f"hardware {name}: line {error.lineno} is not JSON: {error.msg}.") from None
+    if not isinstance(data, dict):
+        raise HardwareError(f"hardware {name}: expected an object with the fields of Hardware.")
+    problems = _problems(data)
+    if problems:
+        raise HardwareError(f"hardware {name}: " + "; ".join(problems) + ".")
+    links = tuple(Link(int(link["span"]), link["latency_s"], link["bandwidth_bytes_per_s"]) for link in data["links"])
+    exchanges = {kind: tuple(pair) for kind, pair in data.get("exchanges", {}).items()}
+    return Hardware(**{**data, "links": links, "exchanges": exchanges})
+
+
+def _problems(data: Mapping[str, Any]) -> list[str]:
+    """Everything that is wrong, so that one reading mends it."""
+    names = [field.name for field in fields(Hardware)]
+    problems = [f"{name} is missing" for name in names if name not in data and name not in _OPTIONAL]
+    problems += [f"{name} is no field; fields are {', '.join(names)}" for name in data if name not in names]
+    for name in ("memory_bytes", "memory_bandwidth_bytes_per_s", "matmul_half_size", "op_s", "alone_speedup", "step_s"):
+        if name in data:
+            problems += _out_of_range(name, name, data[name])
+    for name in ("matmul_flops_per_s", "function_bytes_per_s", "function_flops_per_s"):
+        rates = data.get(name, {})
+        problems += [] if isinstance(rates, dict) else [f"{name} is not an object"]
+        for key, rate in rates.items() if isinstance(rates, dict) else ():
+            problems += _out_of_range(f"{name}[{key}]", name, rate)
+    if "matmul_flops_per_s" in data and not data["matmul_flops_per_s"]:
+        problems.append("matmul_flops_per_s has no rate of any precision")
+    for kind, pair in data.get("exchanges", {}).items():
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            problems.append(f"exchanges[{kind}] is not [latency_s, bandwidth_bytes_per_s]")
+            continue
+        problems += _out_of_range(f"exchanges[{kind}][0]", "latency_s", pair[0])
+        problems += _out_of_range(f"exchanges[{kind}][1]", "bandwidth_bytes_per_s", pair[1])
+    return problems + _problems_of_links(data.get("links", []), "links" in data)
+
+
+def _problems_of_links(links: Any, is_given: bool) -> list[str]:
+    if not isinstance(links, list | tuple) or (is_given and not links):
+        return ["links is not a list of at least one link"]
+    problems = []
+    for number, link in enumerate(links):
+        for name in ("span", "latency_s", "bandwidth_bytes_per_s"):
+            where = f"links[{number}].{name}"
+            if not isinstance(link, dict) or name not in link:
+                problems.append(f"{where} is missing")
+            else:
+                problems += _out_of_range(where, name, link[name])
+    spans: list[Any] = [link.get("span") for link in links if isinstance(link, dict)]
+    if not problems and spans != sorted(set(spans)):
+        problems.append(f"links have spans {spans}, which do not ascend")
+    return problems
+
+
+def _out_of_range(where: str, name: str, value: Any) -> list[str]:
+    low, high = _RANGES[name]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return [f"{where} is {value!r}, not a number"]
+    if low <= value <= high:
+        return []
+    return [f"{where} is {value:g}, but lies between {low:g} and {high:g} in SI units (bytes, seconds, FLOP/s)"]
+
+
+__all__ = ["known_machines", "load_hardware", "save_hardware"]
