@@ -20,7 +20,6 @@ from workbench.errors import HardwareError
 _OPTIONAL = (
     "function_bytes_per_s",
     "function_flops_per_s",
-    "function_flops_per_s",
     "exchanges",
     "alone_speedup",
     "step_s",
@@ -35,7 +34,6 @@ _RANGES = {
     "step_s": (0, 60),
     "matmul_flops_per_s": (1e6, 1e18),
     "function_bytes_per_s": (1e5, 1e15),
-    "function_flops_per_s": (1e5, 1e18),
     "function_flops_per_s": (1e6, 1e18),
     "span": (1, 1e7),
     "latency_s": (0, 1),

@@ -1,0 +1,72 @@
+"""Formulas of transformers against published ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from workbench.cost.hardware_files import load_hardware
+from workbench.cost.setting import settings_of
+from workbench.cost.software import megatron
+from workbench.cost.stages import prices_of, stage_price
+from workbench.cost.transformer import Transformer, transformer_costs, transformer_strategy
+from workbench.errors import StrategyError
+
+GPT_22B = Transformer(hidden=6144, heads=64, layers=2, vocab=51200, seq=2048)
+GPT_175B = Transformer(hidden=12288, heads=96, layers=2, vocab=51200, seq=2048)
+
+
+def kept_bytes(model: Transformer, t: int, b: int, sequence: bool, recompute: str) -> float:
+    """Activations that a rank keeps of a micro-batch of ``b`` samples."""
+    costs = transformer_costs(model)
+    strategy = transformer_strategy(model, tensor=t, sequence=sequence, precision="fp16", recompute=recompute != "none")
+    software = megatron(2022, recompute if recompute == "selective" else "full")
+    (setting,) = settings_of(costs, strategy, load_hardware("a100-80g-selene"), b, software=software)
+    prices = prices_of(costs.rows, strategy.layers, (setting,))
+    return stage_price(costs, 0, strategy.layers, prices, setting).kept_bytes
+
+
+@pytest.mark.parametrize("model", [GPT_22B, GPT_175B])
+@pytest.mark.parametrize(("t", "b"), [(1, 1), (8, 1), (8, 4)])
+def test_activations_of_a_layer_are_those_of_the_paper(model: Transformer, t: int, b: int) -> None:
+    """Korthikanti et al., arXiv 2205.05198, table 2."""
+    s, h, a = model.seq, model.hidden, model.heads
+    expected = {
+        (False, "none"): s * b * h * (10 + 24 / t + 5 * a * s / (h * t)),
+        (True, "none"): s * b * h / t * (34 + 5 * a * s / h),
+        (False, "selective"): s * b * h * (10 + 24 / t),
+        (True, "selective"): 34 * s * b * h / t,
+        (False, "full"): 2 * s * b * h,
+    }
+    for (sequence, recompute), size in expected.items():
+        two, one = (kept_bytes(replace(model, layers=n), t, b, sequence, recompute) for n in (2, 1))
+        found = two - one
+        assert found == pytest.approx(size, rel=0.005), (sequence, recompute)
+
+
+def test_parameters_and_operations_are_those_of_the_paper() -> None:
+    """Narayanan et al., arXiv 2104.04473, section 5: P and F of the 145B model, per sample and without recomputation."""
+    h, layers, s, v = 12288, 80, 2048, 51200
+    costs = transformer_costs(Transformer(h, 96, layers, v, s))
+    assert costs.num_parameters == pytest.approx(
+        12 * layers * h * h * (1 + 13 / (12 * h) + (v + s) / (12 * layers * h)), rel=1e-3
+    )
+    forward = 24 * s * layers * h * h * (1 + s / (6 * h) + v / (12 * layers * h))
+    assert sum(row.flops for row in costs.rows) == pytest.approx(forward, rel=1e-6)
+
+
+def test_grouped_heads_and_gates_have_the_parameters_of_llama() -> None:
+    llama = Transformer(8192, 64, 80, 128256, 8192, kv_heads=8, ffn=28672, is_gated=True, has_flash=True)
+    assert transformer_costs(llama).num_parameters == pytest.approx(70.55e9, rel=2e-3)
+
+
+def test_uneven_layers_leave_the_ends_shorter() -> None:
+    model = Transformer(64, 4, 10, 100, 16)
+    stages = [choice.stage for choice in transformer_strategy(model, pipeline=4).layers if "qkv" in choice.name]
+    assert [stages.count(stage) for stage in range(4)] == [2, 3, 3, 2]
+
+
+def test_stages_that_interleave_must_divide() -> None:
+    with pytest.raises(StrategyError, match="10 layers in stages of 2 on 4 ranks"):
+        transformer_strategy(Transformer(64, 4, 10, 100, 16), pipeline=4, layers_per_stage=2)
