@@ -118,6 +118,10 @@ class Counter(TorchDispatchMode):
         itemsize = 4 if output is None else output.element_size()
         return LayerCost(layer, tuple(own), tuple(after), self._shape(output), itemsize)
 
+    def works(self) -> list[Work]:
+        """All functions that were counted, in order, of one sample."""
+        return [entry.work(self._num_samples) for entry in self._entries if entry.flops or entry.moved_bytes]
+
     def _shape(self, output: torch.Tensor | None) -> tuple[int, ...] | None:
         """Of one sample; a batch whose samples are flattened into the first dim is cut again."""
         if output is None or output.ndim == 0 or output.shape[0] % self._num_samples:

@@ -1,0 +1,266 @@
+"""Predictions against runs on this machine: calibrate, predict, then train, and say how far apart the two are.
+
+    python -m benchmarks.planner_truth
+    python -m benchmarks.planner_truth --engines 2 --rounds 1 --models perceptron      # a short look
+
+Two models under twelve strategies each, on 2 and on 4 engines. The engines are calibrated first (`wb.calibrate`); no
+run of the comparison goes into the calibration. Predicted and measured stand side by side: the time of a step, and the
+peak of the fullest rank's process above where it stood before the model was made. Strategies take turns, round by
+round, and the median over all rounds' steps counts. The machine must be quiet: what is calibrated on a busy one is
+wrong for all that follows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from statistics import median
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from benchmarks.gpt import GPT, next_word_loss
+from benchmarks.harness import Target, keep, table, verdicts
+from workbench.core.model_costs import ModelCosts
+from workbench.core.strategy import Strategy
+from workbench.cost.estimate import Estimate, estimate
+from workbench.cost.hardware import Hardware
+from workbench.runtime.layer_costs import layer_costs
+from workbench.runtime.train import WARM_UP_STEPS, Job, run_strategy, warm_up
+from workbench.session import Session
+from workbench.session.calibrating import calibrate
+from workbench.units import format_bytes
+
+TIME_TARGET, MEMORY_TARGET, PLACE_TARGET = Target(0.15), Target(0.10), Target(2)
+"""Median relative errors at most, and the place of the best measured strategy among the predictions."""
+_DIFFERENT = 0.05
+"""Strategies whose times differ by less are not put into an order."""
+LENGTH, NUM_WORDS = 64, 2048
+
+PERCEPTRON = {
+    2: (
+        "*: data", "*: data | 1x2x1 mb=2", "*: data | 1x2x1 zero=1", "*: data | 1x2x1 zero=2", "*: data | 1x2x1 zero=3",
+        "*: model", "*: model | 1x1x2 mb=2", "*: data; 2: model; 4: model | 1x1x2", "*: model:column | 1x1x2",
+        "*: data; [4-8]: data@1 | 2x1x1 mb=4 gpipe", "*: data; [4-8]: data@1 | 2x1x1 mb=4 1f1b",
+        "*: data; [4-8]: data@1 | 2x1x1 mb=8 1f1b",
+    ),
+    4: (
+        "*: data", "*: data | 1x4x1 mb=2", "*: data | 1x4x1 zero=1", "*: data | 1x4x1 zero=2", "*: model",
+        "*: model | 1x2x2", "*: model | 1x2x2 zero=1", "*: data; 2: model; 4: model | 1x1x4",
+        "*: data; [4-8]: data@1 | 2x2x1 mb=4 1f1b", "*: model; [4-8]: model@1 | 2x1x2 mb=4 1f1b",
+        "0: data@0; 2: data@1; 4: data@2; [6-8]: data@3 | 4x1x1 mb=4 1f1b",
+        "0: data@0; 2: data@1; 4: data@2; [6-8]: data@3 | 4x1x1 mb=8 1f1b",
+    ),
+}  # fmt: skip
+HALVES = "*: {0}; blocks.[2-3]: {0}@1"
+QUARTERS = "*: data; blocks.1: data@1; blocks.2: data@2; blocks.3: data@3"
+TEXTS = {
+    2: (
+        "*: data", "*: data | 1x2x1 mb=2", "*: data | 1x2x1 zero=1", "*: data | 1x2x1 zero=2", "*: data | 1x2x1 zero=3",
+        "*: data | 1x2x1 recompute", "*: model", "*: model | 1x1x2 mb=2", "blocks.*.fc*: model | 1x1x2",
+        f"{HALVES.format('data')} | 2x1x1 mb=4 gpipe", f"{HALVES.format('data')} | 2x1x1 mb=4 1f1b",
+        f"{HALVES.format('data')} | 2x1x1 mb=8 1f1b",
+    ),
+    4: (
+        "*: data", "*: data | 1x4x1 mb=2", "*: data | 1x4x1 zero=1", "*: data | 1x4x1 recompute", "*: model",
+        "*: model | 1x2x2", "*: model | 1x2x2 zero=1", "blocks.*.fc*: model | 1x2x2",
+        f"{HALVES.format('data')} | 2x2x1 mb=4 1f1b", f"{HALVES.format('model')} | 2x1x2 mb=4 1f1b",
+        f"{QUARTERS} | 4x1x1 mb=4 1f1b", f"{QUARTERS} | 4x1x1 mb=8 1f1b",
+    ),
+}  # fmt: skip
+
+
+def make_perceptron() -> nn.Sequential:
+    """Pixels to classes, over four wide layers."""
+    layers: list[nn.Module] = []
+    for width in (784, 1536, 1536, 1536):
+        layers += [nn.Linear(width, 1536), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(1536, 10))
+
+
+def make_gpt() -> GPT:
+    """Four blocks, 256 wide."""
+    return GPT(256, 4, NUM_WORDS, LENGTH)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model that is trained, and how.
+
+    Attributes:
+        strategies: texts by number of engines.
+    """
+
+    name: str
+    make: Callable[[], nn.Module]
+    loss: Callable[[Any, Any], torch.Tensor]
+    batch_size: int
+    num_steps: int
+    strategies: Mapping[int, tuple[str, ...]]
+
+    def data(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Two batches of random samples."""
+        generator = torch.Generator().manual_seed(0)
+        if self.name == "perceptron":
+            pixels = torch.randn(2 * self.batch_size, 784, generator=generator)
+            return pixels, torch.randint(10, (2 * self.batch_size,), generator=generator)
+        words = torch.randint(NUM_WORDS, (2 * self.batch_size, LENGTH + 1), generator=generator)
+        return words[:, :-1].contiguous(), words[:, 1:].contiguous()
+
+    def job(self) -> Job:
+        """What the engines train."""
+        return Job(self.make, self.data(), self.loss, None, self.batch_size, self.num_steps)
+
+    def costs(self) -> ModelCosts:
+        """Counted on fake tensors."""
+        inputs, targets = (part[: self.batch_size] for part in self.data())
+        return layer_costs(self.make, inputs, self.loss, targets)
+
+
+SUBJECTS = (
+    Subject("perceptron", make_perceptron, F.cross_entropy, 256, 16, PERCEPTRON),
+    Subject("gpt", make_gpt, next_word_loss, 16, 12, TEXTS),
+)
+
+
+@dataclass
+class Row:
+    """One strategy: predicted, and measured so far."""
+
+    strategy: str
+    predicted: Estimate
+    times_s: list[float]
+    peak_bytes: float = 0.0
+    sent_bytes: int = 0
+    kinds: dict[str, int] | None = None
+
+    @property
+    def measured_s(self) -> float:
+        """Median over all steps."""
+        return median(self.times_s)
+
+    @property
+    def time_error(self) -> float:
+        """Predicted over measured, less one."""
+        return self.predicted.step_s / self.measured_s - 1
+
+    @property
+    def memory_error(self) -> float:
+        """Predicted over measured, less one."""
+        return self.predicted.peak_bytes / self.peak_bytes - 1
+
+
+def run_on_engine(job: Job, strategy: str) -> tuple[list[float], dict[str, int], int]:
+    """Times of the steps that count, memory, and bytes sent, of this rank."""
+    warm_up(job)
+    result = run_strategy(job, strategy)
+    return result.step_times_s[WARM_UP_STEPS + 1 :], result.memory_bytes, result.boxed_bytes
+
+
+def measure(session: Session, subject: Subject, rows: Sequence[Row]) -> None:
+    """One round: every strategy trained once."""
+    job = subject.job()
+    for row in rows:
+        reports = session.submit(run_on_engine, job, row.strategy).result()
+        row.times_s += [max(times) for times in zip(*(times for times, _, _ in reports), strict=True)]
+        peaks = [memory["peak"] for _, memory, _ in reports]
+        if max(peaks) > row.peak_bytes:
+            row.peak_bytes = max(peaks)
+            row.kinds = reports[peaks.index(max(peaks))][1]
+        row.sent_bytes = sum(sent for _, _, sent in reports)
+        print(f"  {row.strategy}: {row.measured_s * 1e3:.0f} ms", file=sys.stderr, flush=True)
+
+
+def predict(subject: Subject, num_engines: int, hardware: Hardware) -> list[Row]:
+    """All strategies of a model, before any has run."""
+    costs = subject.costs()
+    rows = []
+    for text in subject.strategies[num_engines]:
+        resolved = Strategy(text).resolve(costs.layers, num_engines)
+        rows.append(Row(text, estimate(costs, resolved, hardware, subject.batch_size, optimizer="momentum"), []))
+    return rows
+
+
+def place_of_best(rows: Sequence[Row]) -> int:
+    """Of the best measured strategy among the predictions, from 1."""
+    best = min(rows, key=lambda row: row.measured_s)
+    return 1 + sum(row.predicted.step_s < best.predicted.step_s for row in rows)
+
+
+def ordered_share(rows: Sequence[Row]) -> float:
+    """Of the pairs that really differ, those predicted in the right order."""
+    pairs = [(a, b) for a, b in combinations(rows, 2) if abs(a.measured_s / b.measured_s - 1) > _DIFFERENT]
+    right = [(a.measured_s < b.measured_s) == (a.predicted.step_s < b.predicted.step_s) for a, b in pairs]
+    return sum(right) / len(right) if right else 1.0
+
+
+def described(subject: Subject, num_engines: int, rows: Sequence[Row]) -> str:
+    """A table of the strategies, and what follows from it."""
+    lines = [
+        [row.strategy.replace("|", "/"), f"{row.predicted.step_s * 1e3:.1f}", f"{row.measured_s * 1e3:.1f}",
+         f"{row.time_error:+.0%}", format_bytes(row.predicted.peak_bytes), format_bytes(row.peak_bytes),
+         f"{row.memory_error:+.0%}", format_bytes(row.predicted.boxed_bytes), format_bytes(row.sent_bytes)]
+        for row in sorted(rows, key=lambda row: row.measured_s)
+    ]  # fmt: skip
+    header = ["strategy", "predicted ms", "measured ms", "", "predicted peak", "measured peak", "", "predicted sent",
+              "really sent"]  # fmt: skip
+    times, memory = [abs(row.time_error) for row in rows], [abs(row.memory_error) for row in rows]
+    summary = verdicts(
+        [
+            ("median error of the step", median(times), TIME_TARGET),
+            ("median error of the peak", median(memory), MEMORY_TARGET),
+            ("place of the best strategy among the predictions", place_of_best(rows), PLACE_TARGET),
+        ]
+    )
+    worst = f"Worst error of a step {max(times):.0%}, of a peak {max(memory):.0%}; "
+    worst += f"{ordered_share(rows):.0%} of the pairs that differ by more than {_DIFFERENT:.0%} in the right order."
+    return f"## {subject.name}, {num_engines} engines\n\n{table(header, lines)}\n\n{summary}\n\n{worst}\n"
+
+
+def show_hardware(hardware: Hardware) -> str:
+    """The constants that were measured, on a few lines."""
+    link = hardware.links[-1]
+    rates = ", ".join(f"{name} {rate / 1e9:.0f}" for name, rate in hardware.matmul_flops_per_s.items())
+    return (
+        f"{hardware.name}: products {rates} GFLOP/s (half at {hardware.matmul_half_size:.0f}), memory "
+        f"{hardware.memory_bandwidth_bytes_per_s / 1e9:.1f} GB/s, a function {hardware.op_s * 1e6:.0f} us, a step "
+        f"{hardware.step_s * 1e6:.0f} us, boxing {link.latency_s * 1e6:.0f} us + "
+        f"{link.bandwidth_bytes_per_s / 1e9:.2f} GB/s, alone {hardware.alone_speedup:.2f} times as fast."
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Calibrate, predict, train, and keep the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engines", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--models", nargs="+", default=[subject.name for subject in SUBJECTS])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--strategies", type=int, default=12, help="of each model, the first so many")
+    options = parser.parse_args(arguments)
+    sections = []
+    for num_engines in options.engines:
+        with Session(engines=num_engines, device="cpu") as session:
+            started = time.perf_counter()
+            hardware = calibrate(session)
+            assert isinstance(hardware, Hardware)
+            took = time.perf_counter() - started
+            sections.append(f"{show_hardware(hardware)} Calibrated in {took:.0f} s.\n")
+            for subject in (subject for subject in SUBJECTS if subject.name in options.models):
+                chosen = {n: texts[: options.strategies] for n, texts in subject.strategies.items()}
+                subject = replace(subject, strategies=chosen)
+                rows = predict(subject, num_engines, hardware)
+                for _ in range(options.rounds):
+                    measure(session, subject, rows)
+                sections.append(described(subject, num_engines, rows))
+    keep("planner-truth", "Predicted and measured on this machine", "\n".join(sections))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

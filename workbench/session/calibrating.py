@@ -1,0 +1,149 @@
+"""``wb.calibrate``: what the machine at hand really does, as constants that planner and simulator go by."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from datetime import datetime
+from pathlib import Path
+from statistics import mean
+from typing import TYPE_CHECKING
+
+from workbench.core.boxing import LinkCost
+from workbench.cost.compute import BACKWARD_MOVES
+from workbench.cost.fitting import fit_link, fit_matmul
+from workbench.cost.hardware import Hardware, Link
+from workbench.cost.hardware_files import save_hardware
+from workbench.runtime import calibrating
+from workbench.runtime.measuring import ExchangeTime, FunctionTime, RankTimes, default_spans, measure
+
+if TYPE_CHECKING:
+    from workbench.session.cluster import Session
+
+STARTS_PER_LAYER = 5
+"""Functions that start in a step for a linear layer and its activation: two forward, three backward."""
+
+
+def calibrate(
+    session: Session | None = None, path: str | os.PathLike[str] | None = None, *, name: str | None = None
+) -> Hardware | LinkCost:
+    """Measure this machine: from a notebook with a session all of it, inside a rank what its exchanges cost.
+
+    With a session, all engines measure at once, since they share cores, memory and links: rates of matrix products by
+    size and dtype, of copies and of the functions that models are made of, the time that starting a function takes,
+    latency and bandwidth of every kind of boxing within groups of 2, 4, ... ranks. It takes about 10 s; nothing else
+    should run on the machine. Without one, all ranks call it, and boxing decides by what comes back from now on (see
+    ``runtime.calibrating``).
+
+    Args:
+        session: engines to measure on.
+        path: a hardware file to write.
+        name: of the machine in the file.
+
+    Returns:
+        The machine with the source of every number; without a session, the link's cost.
+
+    Raises:
+        CellError: a rank failed.
+
+    ``hardware = wb.calibrate(session, "here.json")``, and then ``wb.plan(model, hardware=hardware)``.
+    """
+    if session is None:
+        return calibrating.calibrate()
+    times: list[RankTimes] = session.submit(measure, spans_of(session)).result()
+    hardware = hardware_from(times, name)
+    if path is not None:
+        save_hardware(hardware, Path(path))
+    return hardware
+
+
+def spans_of(session: Session) -> list[int]:
+    """Sizes of groups whose boxings are timed; the ranks of a host are one of them."""
+    return default_spans(session.num_engines)
+
+
+def hardware_from(times: Sequence[RankTimes], name: str | None = None) -> Hardware:
+    """Constants from what the ranks have measured. Exchanges are as slow as the slowest rank; rates are means."""
+    first = times[0]
+    rates, half_sizes = {}, {}
+    for dtype in sorted({product.dtype for product in first.products}):
+        points = [(p.flops, float(p.inner), p.time_s) for rank in times for p in rank.products if p.dtype == dtype]
+        rates[dtype], half_sizes[dtype] = fit_matmul(points)
+    together, alone = (mean(values) for values in zip(*((t.together_s, t.alone_s) for t in times), strict=True))
+    ranks_per_host = [sum(other.host == rank.host for other in times) for rank in times]
+    shares = first.device.endswith("CPU")
+    exchanges = [exchange for rank in times for exchange in rank.exchanges]
+    return Hardware(
+        name or f"{first.device}, {len(times)} engines",
+        min(rank.memory_bytes / (count if shares else 1) for rank, count in zip(times, ranks_per_host, strict=True)),
+        mean(rank.copy_bytes_per_s for rank in times),
+        rates,
+        half_sizes["fp32"],
+        mean(rank.layer_s for rank in times) / STARTS_PER_LAYER,
+        _links(exchanges, first),
+        _function_rates(times, _moved_bytes),
+        _function_rates(times, _flops),
+        _exchanges(exchanges),
+        max(1.0, together / alone),
+        mean(rank.step_s for rank in times),
+        _sources(times),
+    )
+
+
+def _links(exchanges: Sequence[ExchangeTime], first: RankTimes) -> tuple[Link, ...]:
+    """One per span, over all kinds."""
+    spans = sorted({exchange.span for exchange in exchanges})
+    if not spans:  # a rank by itself
+        return (Link(1, 0.0, first.copy_bytes_per_s),)
+    return tuple(Link(span, *_fit(e for e in exchanges if e.span == span)) for span in spans)
+
+
+def _exchanges(exchanges: Sequence[ExchangeTime]) -> dict[str, tuple[float, float]]:
+    """By kind, among all ranks."""
+    widest = max((exchange.span for exchange in exchanges), default=0)
+    among_all = [exchange for exchange in exchanges if exchange.span == widest]
+    kinds = dict.fromkeys(exchange.kind for exchange in among_all)
+    return {kind: _fit(exchange for exchange in among_all if exchange.kind == kind) for kind in kinds}
+
+
+def _fit(exchanges: Iterable[ExchangeTime]) -> tuple[float, float]:
+    slowest: dict[tuple[str, float], float] = defaultdict(float)
+    for exchange in exchanges:
+        key = exchange.kind, exchange.size_bytes
+        slowest[key] = max(slowest[key], exchange.time_s)
+    return fit_link([(size_bytes, time_s) for (_, size_bytes), time_s in slowest.items()])
+
+
+def _function_rates(times: Sequence[RankTimes], amount_of: Callable[[FunctionTime], float]) -> dict[str, float]:
+    """What every function does in a second, by name; those that have an amount."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for rank in times:
+        for function in rank.functions:
+            if amount_of(function):
+                found[function.name].append(amount_of(function) / (function.forward_s + function.backward_s))
+    return {name: mean(rates) for name, rates in found.items()}
+
+
+def _flops(function: FunctionTime) -> float:
+    """Of forward and backward: a product has two products in its backward."""
+    return 3 * function.flops
+
+
+def _moved_bytes(function: FunctionTime) -> float:
+    """Of forward and backward of what is no product."""
+    return 0.0 if function.flops else (1 + BACKWARD_MOVES) * function.moved_bytes
+
+
+def _sources(times: Sequence[RankTimes]) -> dict[str, str]:
+    first = times[0]
+    day = datetime.now().astimezone().date().isoformat()
+    run = f"calibrated {day}, torch {first.versions['torch']}, {len(times)} engines at once"
+    link = f"{run}, transport {first.transport}"
+    measured = ("memory_bandwidth_bytes_per_s", "matmul_flops_per_s", "matmul_half_size", "op_s", "step_s",
+                "function_bytes_per_s", "function_flops_per_s", "alone_speedup")  # fmt: skip
+    shared = "the host's memory, divided by its engines" if first.device.endswith("CPU") else "the GPU's memory"
+    return {"memory_bytes": f"{day}, {shared}", **dict.fromkeys(measured, run), "links": link, "exchanges": link}
+
+
+__all__ = ["calibrate", "hardware_from"]
