@@ -97,7 +97,7 @@ class Mapping:
 
     def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A contiguous tensor over the memory from ``offset`` bytes on, a multiple of the element size."""
-        return self.strided(offset, shape, _contiguous_strides(shape), dtype)
+        return self.strided(offset, shape, contiguous_strides(shape), dtype)
 
     def strided(
         self, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
@@ -122,7 +122,8 @@ def _check_room(size: int, what: str) -> None:
 
 
 @lru_cache(maxsize=4096)
-def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """In elements, of a tensor whose elements lie one behind the other."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)

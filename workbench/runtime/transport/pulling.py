@@ -14,8 +14,10 @@ import torch
 from workbench.runtime.transport.board import encode_header
 from workbench.runtime.transport.link import Block, Letter, Loan
 from workbench.runtime.transport.mailbox import Mailbox
+from workbench.runtime.transport.mapped import contiguous_strides
 from workbench.runtime.transport.program import Part, Place, Program
 from workbench.runtime.transport.reducing import combine
+from workbench.runtime.transport.runs import copy_runs, runs_of
 from workbench.runtime.transport.segment import LENT_FROM_BYTES, Segment, is_plain
 
 _copy_bytes = ctypes.memmove
@@ -108,19 +110,20 @@ def _copy(
     out: torch.Tensor,
     at: int,
 ) -> None:
-    read, goal = place.reads[0], place.part
+    read, goal, size = place.reads[0], place.part, program.dtype.itemsize
     if read.source == mailbox.rank:
-        if goal.is_run and read.part.is_run and is_plain(local):
-            _copy_bytes(at + goal.start, local.data_ptr() + read.part.start, goal.num_bytes)
+        runs = runs_of(goal.shape, read.part.strides, goal.strides, size) if is_plain(local) else None
+        if runs is not None:
+            copy_runs(runs, local.data_ptr() + read.part.start, at + goal.start)
         else:
             _view(out, goal).copy_(_slice(local, read.region))
         return
     letter = mailbox.take(read.source, tag, header, read.shard_bytes, read.part.num_bytes)
-    is_whole = letter.num_bytes == read.shard_bytes
-    link = mailbox.links[read.source]
-    if goal.is_run and (read.part.is_run or not is_whole):
-        start = link.mapping(letter.chunk).address + letter.offset + (read.part.start if is_whole else 0)
-        _copy_bytes(at + goal.start, start, goal.num_bytes)
+    is_whole, link = letter.num_bytes == read.shard_bytes, mailbox.links[read.source]
+    strides, start = (read.part.strides, read.part.start) if is_whole else (contiguous_strides(goal.shape), 0)
+    runs = runs_of(goal.shape, strides, goal.strides, size)
+    if runs is not None:
+        copy_runs(runs, link.mapping(letter.chunk).address + letter.offset + start, at + goal.start)
     else:
         _view(out, goal).copy_(mailbox.lent(read, letter, program.dtype))
     if letter.wants_receipt:

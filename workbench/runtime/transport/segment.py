@@ -18,6 +18,7 @@ from workbench.runtime.transport.arena import Arena
 from workbench.runtime.transport.board import MAX_CHUNKS, Board, decode_header
 from workbench.runtime.transport.link import Block, Link
 from workbench.runtime.transport.mapped import Mapping, available_bytes
+from workbench.runtime.transport.runs import copy_runs, packing_runs
 
 LENT_FROM_BYTES = 64 * 2**10 + 1
 """Smaller tensors are copied to be read: that is faster than to wait until the readers have finished."""
@@ -74,7 +75,11 @@ class Segment:
         if tensor.numel() == 0:
             return None
         block = self.allocate(tensor.nbytes, header)
-        self.view(block, tensor.shape, tensor.dtype).copy_(tensor.detach())
+        runs = packing_runs(tensor)
+        if runs is not None:
+            copy_runs(runs, tensor.data_ptr(), self.chunks[block.chunk].address + block.offset)
+        else:
+            self.view(block, tensor.shape, tensor.dtype).copy_(tensor.detach())
         return block
 
     def view(self, block: Block, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
