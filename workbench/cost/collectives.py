@@ -44,26 +44,28 @@ def change_s(hardware: Hardware, source: str, target: str, num_bytes: float, num
     return exchange_s(hardware, num_bytes, num_ranks, 1, kind_of(source, target))
 
 
-def group_link(hardware: Hardware, size: int, stride: int = 1) -> tuple[float, float]:
+def group_link(hardware: Hardware, size: int, stride: int = 1, all_adapters: bool = True) -> tuple[float, float]:
     """(latency, bytes per second that each rank receives) in a group of ``size`` ranks, ``stride`` ranks apart.
 
     Where a group has several ranks inside a span, a ring enters and leaves the span once: it has what all of them
-    have of the wider link, up to what the narrower one carries.
+    have of the wider link, up to what the narrower one carries; or, without ``all_adapters``, what one has.
     """
     link = hardware.link((size - 1) * stride + 1)
     bandwidth = link.bandwidth_bytes_per_s
-    for inner in hardware.links:
+    for inner in hardware.links if all_adapters else ():
         num_inside = min(size, inner.span // stride)
         if inner.span < link.span and num_inside > 1:
             bandwidth = max(bandwidth, min(inner.bandwidth_bytes_per_s, num_inside * link.bandwidth_bytes_per_s))
     return link.latency_s, bandwidth
 
 
-def exchange_s(hardware: Hardware, num_bytes: float, size: int, stride: int = 1, kind: str = "") -> float:
+def exchange_s(
+    hardware: Hardware, num_bytes: float, size: int, stride: int = 1, kind: str = "", all_adapters: bool = True
+) -> float:
     """Seconds until every rank of the group has received ``num_bytes``; of a measured kind, at its own rate."""
     if num_bytes <= 0 or size == 1:
         return 0.0
-    latency, bandwidth = hardware.exchanges.get(kind) or group_link(hardware, size, stride)
+    latency, bandwidth = hardware.exchanges.get(kind) or group_link(hardware, size, stride, all_adapters)
     return latency + num_bytes / bandwidth
 
 

@@ -14,6 +14,9 @@ from workbench.errors import StrategyError
 
 BACKWARD_MOVES = 1.5
 """Bytes that the backward of an elementwise function moves, per byte of its forward: reads two tensors, writes one."""
+FLASH = "scaled_dot_product_attention"
+_FLASH_BACKWARD = 1.5
+"""Its backward has five products where forward has two: the first half of it, with the scores again, counts 1.5."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +27,18 @@ class Rates:
         hardware: the machine.
         flops_per_s: of large products with weights.
         attention_flops_per_s: of products of activations, which stay in 16 bits where weights have 8.
+        usual_flops_per_s: at which the hardware's ``matmul_half_size`` holds, in 16 bits where there is such a rate.
+            What a product takes besides its operations is the same at every precision, so the size grows with the rate.
+        casts: whether operands of products are written again in 8 bits, as they are and transposed.
         scale: bytes of an element at this precision, per byte as the works were counted.
     """
 
     hardware: Hardware
     flops_per_s: float
     attention_flops_per_s: float
+    usual_flops_per_s: float
     scale: float = 1.0
+    casts: bool = False
 
     @classmethod
     def of(cls, hardware: Hardware, precision: str, scale: float) -> Rates:
@@ -46,16 +54,18 @@ class Rates:
                 f"precision {precision}: hardware {hardware.name!r} has matmul_flops_per_s of {known} only. Add the "
                 f"rate, or use one of these."
             )
-        between = hardware.matmul_flops_per_s.get("bf16", rate) if precision == "fp8" else rate
-        return cls(hardware, rate, between, scale)
+        rates = hardware.matmul_flops_per_s
+        usual = rates.get("bf16", rates.get("fp16", rate))
+        return cls(hardware, rate, usual if precision == "fp8" else rate, usual, scale, precision == "fp8")
 
     def product_s(self, flops: float, inner: float, moved_bytes: float, name: str = "linear") -> float:
         """A matrix product that sums over ``inner``; one that was measured by its name has a rate of its own."""
         rate = self.hardware.function_flops_per_s.get(name, 0.0)
         if not rate:
             large = self.flops_per_s if name == "linear" else self.attention_flops_per_s
-            rate = large * inner / (inner + self.hardware.matmul_half_size)
-        return max(flops / rate, self.memory_s(moved_bytes)) + self.hardware.op_s
+            rate = large * inner / (inner + self.hardware.matmul_half_size * large / self.usual_flops_per_s)
+        cast_s = self.memory_s(moved_bytes) if self.casts and name == "linear" else 0.0
+        return max(flops / rate, self.memory_s(moved_bytes)) + cast_s + self.hardware.op_s
 
     def memory_s(self, moved_bytes: float, name: str = "") -> float:
         """Reading and writing so many bytes, as counted; a function that was measured has a rate of its own."""
@@ -91,9 +101,10 @@ def backward_s(
         return rates.memory_s(BACKWARD_MOVES * work.moved_bytes * share, work.name) + rates.hardware.op_s, 0.0
     flops, moved = work.flops * share, work.moved_bytes * share
     inner = work.inner / inner_parts
+    first = flops * (_FLASH_BACKWARD if work.name == FLASH else 1.0)
     return (
-        rates.product_s(flops, outputs or inner, moved, work.name),
-        rates.product_s(flops, rows or inner, moved, work.name),
+        rates.product_s(first, outputs or inner, moved, work.name),
+        rates.product_s(flops, rows or inner, moved if work.name != "linear" else 0.0, work.name),
     )
 
 

@@ -5,7 +5,8 @@ With W weights on each of d ranks, each rank receives (d - 1) / d times
     ZeRO 0   2 g W                  one all-reduce
     ZeRO 1   g W + p W              gradients to shards, parameters gathered after the update
     ZeRO 2   m g W + p W            the same, gradients after each of m micro-batches
-    ZeRO 3   m g W + 2 m p W        parameters gathered for each forward and backward
+    ZeRO 3   m g W + 2 m p W        parameters gathered for each forward and backward (3 m p W by software that lets
+                                    them go between recomputation and backward)
 
 where g and p are bytes of a gradient and of a parameter.
 """
@@ -29,15 +30,18 @@ def reduced_bytes(stage: StagePrice, setting: Setting) -> float:
     """What a rank receives in a step."""
     d, software, m = setting.data, setting.software, setting.num_micro_batches
     g, p = software.gradient_bytes(setting.precision), software.parameter_bytes(setting.precision)
-    per_weight = {0: 2 * g, 1: g + p, 2: m * g + p, 3: m * (g + 2 * p)}[setting.zero]
+    gathers = 3 if software.gathers_again and setting.recompute else 2
+    per_weight = {0: 2 * g, 1: g + p, 2: m * g + p, 3: m * (g + gathers * p)}[setting.zero]
     return (d - 1) / d * per_weight * stage.weights
 
 
 def reduction_s(stages: Sequence[StagePrice], setting: Setting) -> float:
     """Seconds of a step in which a rank waits for sums of gradients, of all stages that it holds."""
     received = sum(reduced_bytes(stage, setting) for stage in stages)
-    seconds = exchange_s(setting.hardware, received, setting.data, setting.model, "gradients")
     software = setting.software
+    seconds = exchange_s(
+        setting.hardware, received, setting.data, setting.model, "gradients", software.uses_all_adapters
+    )
     hides = software.hides_gradients_of_pipelines if setting.stages > 1 else software.hides_gradients
     if not hides:
         return seconds
@@ -45,7 +49,9 @@ def reduction_s(stages: Sequence[StagePrice], setting: Setting) -> float:
     if setting.zero >= 2:
         backward *= setting.num_micro_batches
     last = 1 / _NUM_BUCKETS
-    return max(seconds * last, seconds - backward * (1 - last))
+    return max(
+        seconds * last / (setting.num_micro_batches if setting.zero >= 2 else 1), seconds - backward * (1 - last)
+    )
 
 
 def optimizer_s(weights: float, setting: Setting) -> float:

@@ -27,6 +27,8 @@ class Software:
         scatters_between_stages: a stage sends each slice of an activation once; else every rank gets all of it from
             its like.
         hides_sends: a stage computes while what it hands over is under way; else it waits for it, in each direction.
+        uses_all_adapters: a ring through several ranks of a host has the adapters of all of them; else of one.
+        gathers_again: under ZeRO 3 parameters are gathered for recomputation, let go, and gathered for backward.
         keeps_gathered: behind a gather of the sequence the gathered activation is saved; else its slice, which is
             gathered once more in backward.
         recompute: what ``recompute`` of a strategy computes again: "full" blocks, or the "selective" scores of
@@ -41,6 +43,8 @@ class Software:
     fuses_accumulation: bool = False
     scatters_between_stages: bool = False
     hides_sends: bool = True
+    uses_all_adapters: bool = True
+    gathers_again: bool = False
     keeps_gathered: bool = True
     recompute: str = "full"
 
@@ -79,6 +83,8 @@ def megatron(year: int, recompute: str = "full") -> Software:
         fuses_accumulation=year >= 2022,
         scatters_between_stages=True,
         hides_sends=year >= 2023,
+        uses_all_adapters=year >= 2023,
+        gathers_again=year < 2023,
         keeps_gathered=False,
         recompute=recompute,
     )
