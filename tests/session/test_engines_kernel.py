@@ -7,7 +7,12 @@ import psutil
 import pytest
 from jupyter_client.manager import start_new_kernel
 
+from tests.session.traces import Traces
+
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(120)]
+
+
+START_ONE = "%load_ext workbench\n%workbench start --engines 1 --device cpu"
 
 
 class Notebook:
@@ -15,6 +20,10 @@ class Notebook:
 
     def __init__(self):
         self.manager, self.client = start_new_kernel(kernel_name="python3")
+
+    @property
+    def pid(self):
+        return self.manager.provisioner.pid
 
     def run(self, code, interrupt_after_s=None):
         """(stdout pieces with their times, MIME types displayed, error name or None, seconds)."""
@@ -52,7 +61,7 @@ def notebook():
     notebook.manager.context.destroy(linger=0)
 
 
-def test_a_notebook_from_start_to_sudden_death(notebook):
+def test_a_notebook_from_start_over_a_restart_to_sudden_death(notebook):
     assert notebook.run("%load_ext workbench.session.magic")[2] is None
     pieces, _, error, _ = notebook.run("%workbench start --engines 2 --device cpu")
     assert error is None
@@ -70,9 +79,25 @@ def test_a_notebook_from_start_to_sudden_death(notebook):
     assert elapsed < 2.5
     assert notebook.run("%%global\n1 / 0")[2][0] == "CellError"
 
-    kernel = psutil.Process(notebook.manager.provisioner.pid)
-    family = kernel.children(recursive=True)
-    assert len(family) >= 5  # controller, two engines and their nannies
-    kernel.kill()
-    _, alive = psutil.wait_procs(family, timeout=5)
-    assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
+    traces = Traces.of(notebook.pid)
+    assert len(traces.processes) >= 5 and len(traces.ports) > 10 and traces.folders
+    notebook.manager.restart_kernel(now=False)
+    notebook.client.wait_for_ready(timeout=30)
+    traces.assert_gone()
+
+    assert notebook.run(START_ONE)[2] is None  # at once
+    assert notebook.run("%%global\nwb.world_size()")[0][0][1] == "[all] 1\n"
+    traces = Traces.of(notebook.pid)
+    psutil.Process(notebook.pid).kill()
+    traces.assert_gone()
+
+
+@pytest.mark.slow
+def test_a_notebook_is_closed(notebook):
+    assert notebook.run(START_ONE)[2] is None
+    traces = Traces.of(notebook.pid)
+    assert len(traces.processes) >= 3 and traces.ports and traces.folders
+    began = time.monotonic()
+    notebook.manager.shutdown_kernel(now=False)
+    assert time.monotonic() - began < 5
+    traces.assert_gone()

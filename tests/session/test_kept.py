@@ -83,6 +83,7 @@ def test_a_second_notebook_goes_on_where_the_first_was_killed(tmp_path):
     assert kept.kept_sessions() == []
 
 
+@pytest.mark.slow
 def test_a_cell_that_outlives_its_notebook_is_seen_and_can_be_interrupted(tmp_path, capsys):
     first = first_notebook(
         tmp_path,
@@ -110,6 +111,7 @@ def test_a_cell_that_outlives_its_notebook_is_seen_and_can_be_interrupted(tmp_pa
         session.close()
 
 
+@pytest.mark.slow
 def test_detach_replace_and_clean(tmp_path, capsys):
     with Session(engines=1, device="cpu", keep=True) as session:
         session.run("kept = 3")
@@ -133,6 +135,7 @@ def test_detach_replace_and_clean(tmp_path, capsys):
     assert not psutil.pid_exists(replaced) or psutil.Process(replaced).status() == psutil.STATUS_ZOMBIE
 
 
+@pytest.mark.slow
 def test_engines_end_with_their_controller(tmp_path):
     with Session(engines=1, device="cpu", keep=True) as session:
         made = session._folder

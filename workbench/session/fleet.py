@@ -150,7 +150,8 @@ class Fleet:
 
     def close(self) -> None:
         """End the engines and everything that was started with them."""
-        self._leave_world_quietly()
+        if not isinstance(self._processes, LocalProcesses):
+            self._leave_world_quietly()
         self.leave()
         self._processes.stop()
 
@@ -192,7 +193,7 @@ class Fleet:
         return f"{what}; lost: {', '.join(names[:_MAX_NAMES])}{more}"
 
     def _leave_world_quietly(self) -> None:
-        """Let idle engines leave their world in order; engines that are busy or broken are just ended."""
+        """Let idle engines of other hosts leave their world in order; those that are busy or broken are just ended."""
         if self._engines is None or self.active or len(self._engines.ids()) < self.num_engines:
             return
         request = self._engines.apply(self.ranks, engine.leave, (), self.tag(self.ranks, label="close"))

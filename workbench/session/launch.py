@@ -194,28 +194,20 @@ class LocalProcesses:
         self._record()
 
     def stop(self) -> None:
-        """End all processes; safe to call twice.
+        """End all processes and remove the folder; safe to call twice.
 
-        By SIGKILL: engines have left their world by now, and would wait a second each before they follow a SIGTERM.
+        By SIGKILL, without asking first: a notebook that is closed has two seconds before it is killed itself.
         """
         self._record()
-        try:
-            controller = set(self._controller_pids())
-            self._kill_known(lambda process: process.pid not in controller)
-            self._cluster.stop_engines_sync()
-            self._wait_for_end(2.0, spare=controller)
-            self._kill_known()
-            self._cluster.stop_controller_sync()
-        finally:
-            self._wait_for_end(1.0)
-            for process in self._known:
-                process.kill()
-            self._known.clear()
-
-    def _kill_known(self, chosen: Callable[[ProcessId], bool] = lambda process: True) -> None:
         for process in self._known:
-            if chosen(process):
-                process.kill()
+            process.kill()
+        self.folder.remove()
+        self._cluster.stop_engines_sync()
+        self._cluster.stop_controller_sync()
+        deadline_s = time.monotonic() + 1.0
+        while any(process.find() for process in self._known) and time.monotonic() < deadline_s:
+            time.sleep(_POLL_S / 2)
+        self._known.clear()
 
     def kill(self, ranks: Sequence[int]) -> None:
         """End engines at once."""
@@ -317,20 +309,6 @@ class LocalProcesses:
             return None
         engines = {rank: ProcessId(process.pid, process.create_time()) for rank, process in self.engines.items()}
         return Kept(self._controller, engines, tuple(self.gpus), self._since_s)
-
-    def _controller_pids(self) -> set[int]:
-        controller = self._controller.find() if self._controller is not None else None
-        if controller is None:
-            return set()
-        return {controller.pid, *(child.pid for child in controller.children(recursive=True))}
-
-    def _wait_for_end(self, timeout_s: float, spare: set[int] = frozenset()) -> None:  # type: ignore[assignment]
-        """Give processes that are ending (engines' nannies tell the controller first) time to do so."""
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            if not any(process.find() for process in self._known if process.pid not in spare):
-                return
-            time.sleep(_POLL_S / 2)
 
 
 def _is_running(process: psutil.Process) -> bool:
