@@ -38,6 +38,7 @@ SHAPES = [
     ("data", "1x2x1 mb=2 zero=3", 2),
     ("model", "1x2x2 mb=2 zero=3", 4),
     ("model", "2x2x2 mb=2 1f1b zero=2", 8),
+    ("model", "2x2x1 mb=3 interleaved zero=3", 4),
     ("model", "1x2+1x1 mb=3 1f1b", 3),
     ("model", "2x1+1x3+2x2 mb=2 gpipe", 9),
     ("model", "1x1x3 mb=2 sequence", 3),

@@ -28,11 +28,16 @@ class Member(NamedTuple):
     name: str
     shard: Shard
 
-    def parameter(self) -> GlobalTensor | None:
-        """What stands there, as long as it is a shard: a unit around this one may have gathered it."""
+    def standing(self) -> tuple[GlobalTensor, Shard] | None:
+        """What stands there, and which shard it is; None where a unit around this one has gathered it.
+
+        One of several stages of a rank sees the shard in terms of its own world.
+        """
         found: Any = self.owner._parameters.get(self.name)
-        is_shard = isinstance(found, GlobalTensor) and found._is_param and found._spec is self.shard.spec
-        return found if is_shard else None
+        if not isinstance(found, GlobalTensor) or not found._is_param:
+            return None
+        shard: Shard = found.__dict__.get("_shard", self.shard)
+        return (found, shard) if found._spec is shard.spec else None
 
 
 @dataclass(eq=False)

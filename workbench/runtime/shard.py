@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from workbench.core.layout import Layout, Region, Shape, balanced_bounds
@@ -38,6 +38,15 @@ class Shard:
     regions: dict[int, Region]
     shapes: dict[int, tuple[int, ...]]
     sizes: dict[int, int]
+
+    def seen_from(self, of: Spec, spec: Spec, number: Callable[[int], int]) -> Shard:
+        """The same shard in a world that gives its ranks other numbers, and so other layouts."""
+        if not self.group or spec.is_ghost:
+            return Shard(of, spec, (), {}, {}, {})
+        by_rank = [
+            {number(rank): known[rank] for rank in self.group} for known in (self.regions, self.shapes, self.sizes)
+        ]
+        return Shard(of, spec, tuple(map(number, self.group)), *by_rank)  # type: ignore[arg-type]
 
 
 def shard_of(parameter: GlobalTensor) -> Shard | None:

@@ -42,7 +42,7 @@ class Chain:
         self._now: list[Unit] = []
         self._coming: tuple[Unit, list[GlobalTensor], list[int], Flight] | None = None
         self._handles: list[Any] = []
-        self._num_rebuilds = current().num_rebuilds
+        self._learnt: weakref.WeakKeyDictionary[World, tuple[int, list[Unit]]] = weakref.WeakKeyDictionary()
 
     def install(self, module: nn.Module) -> Chain:
         """Hook the model itself; comes after its units, so as to run before them."""
@@ -66,21 +66,26 @@ class Chain:
     def _begin(self, module: nn.Module, args: Any) -> None:
         if self._depth == 0:
             self.interrupted()  # what a recomputation in backward has left
-            self._forget_what_others_may_not_know()
+            self._order = self._known_order(current())
         self._depth += 1
 
-    def _forget_what_others_may_not_know(self) -> None:
-        """After the world was rebuilt: a call that was broken off has taught some ranks the order and others not."""
-        num_rebuilds = current().num_rebuilds
-        if num_rebuilds != self._num_rebuilds:
-            self._order, self._num_rebuilds = [], num_rebuilds
+    def _known_order(self, world: World) -> list[Unit]:
+        """What all ranks know of the order, if they know it at all.
+
+        Each of several stages on a rank learns for itself, as its first call may be this rank's tenth. And a call that
+        was broken off before the world was rebuilt has taught some ranks the order and others not.
+        """
+        num_rebuilds, order = self._learnt.get(world, (0, []))
+        return order if num_rebuilds == world.num_rebuilds else []
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         self._depth = max(0, self._depth - 1)
         if self._depth == 0:
             with contextlib.suppress(CollectiveAborted):  # the call has told so already
                 self._drop()
-            self._order, self._now, self.last = self._now, [], lambda: None
+            world = current()
+            self._learnt[world] = world.num_rebuilds, self._now
+            self._now, self.last = [], lambda: None
 
     def arrive(self, unit: Unit, parameters: list[GlobalTensor], shards: list[Shard], tag: int) -> Flight | None:
         """The flight of what a unit needs now; one that is under way for something else was a wrong guess, and ends."""
@@ -151,31 +156,32 @@ class Unit:
 
     def needs(self) -> tuple[list[GlobalTensor], list[Shard]]:
         """The parameters to gather that this rank holds, each once, and their shards."""
-        found = {id(p): (p, m.shard) for m in self.members if (p := m.parameter()) is not None and m.shard.group}
-        return [parameter for parameter, _ in found.values()], [shard for _, shard in found.values()]
+        standing = [found for member in self.members if (found := member.standing()) is not None]
+        held = {id(parameter): (parameter, shard) for parameter, shard in standing if shard.group}
+        return [parameter for parameter, _ in held.values()], [shard for _, shard in held.values()]
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        present = [(member, p) for member in self.members if (p := member.parameter()) is not None]
+        present = [(member, *found) for member in self.members if (found := member.standing()) is not None]
         call = self._gather(present) if present else None
         self._calls.append((call, self._cast() if self._to_cast else []))
 
-    def _gather(self, present: list[tuple[Member, GlobalTensor]]) -> Call:
+    def _gather(self, present: list[tuple[Member, GlobalTensor, Shard]]) -> Call:
         chain, world = self.chain, present[0][1]._spec.world
         tag, tag_again = world.next_tag(), world.next_tag()
         call = Call(world, tag_again, *self.needs())
         flight = chain.arrive(self, call.parameters, call.shards, tag)
-        once = {id(p): (p, member.shard) for member, p in present}
+        once = {id(p): (p, shard) for _, p, shard in present}
         reference = weakref.ref(call)
         chosen, shards = [p for p, _ in once.values()], [shard for _, shard in once.values()]
         found = gather(chosen, shards, flight, tag, lambda: _let_go(reference))
         wholes = dict(zip(once, found, strict=True))
-        for member, parameter in present:
+        for member, parameter, _ in present:
             call.kept.append((member.owner, member.name, parameter))
             member.owner._parameters[member.name] = wholes[id(parameter)]  # type: ignore[assignment]
         chain.active.append(call)
         if torch.is_grad_enabled() and not _is_recomputed():
             call.before, chain.last = chain.last, reference
-            call.keep_notes(present, [wholes[id(p)] for p in call.parameters])
+            call.keep_notes([(member, p) for member, p, _ in present], [wholes[id(p)] for p in call.parameters])
         chain.send_ahead(world)
         return call
 

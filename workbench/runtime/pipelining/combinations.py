@@ -11,16 +11,11 @@ def check_combination(strategy: Strategy) -> None:
 
     Raises:
         StrategyError: zero_bubble with recompute: the two halves of a backward would recompute a block twice, at times
-            of their own; interleaved with zero=3: its gathering does not know of several stages on a rank.
+            of their own.
     """
     options = strategy.options
     if options.schedule == "zero_bubble" and options.recompute:
         raise StrategyError(
             f"strategy {str(strategy)!r}: zero_bubble and recompute. A backward in 2 halves would recompute each block "
             f"2 times. Use 1f1b with recompute, or leave recompute out."
-        )
-    if options.schedule == "interleaved" and options.zero == 3:
-        raise StrategyError(
-            f"strategy {str(strategy)!r}: interleaved and zero=3. Parameters that are gathered around a layer belong "
-            f"to 1 stage per rank. Use zero=1 or 2, or the schedule 1f1b."
         )

@@ -11,6 +11,7 @@ import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,9 +24,10 @@ from workbench.core.strategy import ResolvedStrategy
 from workbench.errors import CollectiveAborted, StrategyError
 from workbench.runtime.pipelining.local_modules import stand_ins_of
 from workbench.runtime.pipelining.stand_ins import standing_in
+from workbench.runtime.shard import Shard
 from workbench.runtime.strategies.layouts import StageLayouts
 from workbench.runtime.strategies.state import ROOT, ParallelState, layers_of, parameter_stages
-from workbench.runtime.tensor import GlobalTensor, ghost_storage, label, local_torch, plain, read_grad, spec_of
+from workbench.runtime.tensor import GlobalTensor, Spec, ghost_storage, label, local_torch, plain, read_grad, spec_of
 from workbench.runtime.transport.base import Message, Release, Transport, Wanted
 from workbench.runtime.world import Simulated, World
 
@@ -179,11 +181,20 @@ class StageRank:
             for name, parameter in layer.named_parameters(recurse=False):
                 own: Any = parameter
                 if id(own) not in views:
-                    there = own._spec.layout
-                    placement = self._numbering.placement(stages[id(own)], there.placement)
-                    views[id(own)] = self._view(own, Layout(placement, there.sbp))
-                    views[id(own)]._is_param = True
+                    views[id(own)] = self._view_parameter(own, stages[id(own)])
                 self._views.append((layer._parameters, name, own, views[id(own)]))
+
+    def _view_parameter(self, own: GlobalTensor, stage: int) -> GlobalTensor:
+        view = self._view(own, self._seen_layout(own._spec, stage))
+        view._is_param = True
+        shard: Shard | None = own.__dict__.get("_shard")
+        if shard is not None and shard.spec is own._spec:  # zero=3: its values are a shard, which units gather
+            of = spec_of(self.world, self._seen_layout(shard.of, stage), shard.of.shape)
+            view.__dict__["_shard"] = shard.seen_from(of, view._spec, partial(self._numbering.of, stage))
+        return view
+
+    def _seen_layout(self, spec: Spec, stage: int) -> Layout:
+        return Layout(self._numbering.placement(stage, spec.layout.placement), spec.layout.sbp)
 
     def _view_buffers(self, module: nn.Module, resolved: ResolvedStrategy) -> None:
         choices = {choice.name: choice for choice in resolved.layers}
@@ -225,6 +236,7 @@ class StageRank:
         """While this lasts, the module holds the stage's views, and this thread is the stage rank."""
         world, rank_world = self.world, self.rank_world
         world.tracer, world.implicit_boxing_allowed = rank_world.tracer, rank_world.implicit_boxing_allowed
+        world.num_rebuilds = rank_world.num_rebuilds
         for holder, name, _, view in self._views:
             holder[name] = view
         try:

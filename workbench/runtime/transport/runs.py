@@ -34,8 +34,8 @@ class Runs(NamedTuple):
     kind: np.dtype[Any]
     source_strides: Shape
     goal_strides: Shape
-    source_memory: type[ctypes.Array[ctypes.c_char]]
-    goal_memory: type[ctypes.Array[ctypes.c_char]]
+    source_memory: Any
+    goal_memory: Any
 
 
 @lru_cache(maxsize=4096)
