@@ -14,6 +14,9 @@ import re
 import signal
 import threading
 import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,17 +136,32 @@ def rebuild(home: Any, rank: int, num_ranks: int, init_method: str) -> str:
     return world.rebuild(rank, num_ranks, init_method=init_method, device="cpu").transport_name
 
 
-def facts(home: Any, rank: int, num_ranks: int) -> dict[str, int]:
-    """What this process has open, and how many threads do what another one does: helpers begin when they are needed."""
+def facts(home: Any, rank: int, num_ranks: int) -> dict[str, Counter[str]]:
+    """What this process has open, by kind: helpers begin when they are needed, so only threads beyond one of a name."""
     gc.collect()
-    names = [re.sub(r"\d+", "", thread.name) for thread in threading.enumerate()]
+    threads = Counter(nameless(thread.name) for thread in threading.enumerate())
     with open("/proc/self/maps") as file:
         num_maps = sum("memfd" in line for line in file)
     return {
-        "files": len(os.listdir("/proc/self/fd")),
-        "doubled threads": len(names) - len(set(names)),
-        "shared maps": num_maps,
+        "files": Counter(nameless(target) for target in open_files()),
+        "doubled threads": threads - Counter(set(threads)),
+        "shared maps": Counter({"memfd": num_maps}),
     }
+
+
+def open_files() -> Iterator[str]:
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # the listing's own
+            yield os.readlink(f"/proc/self/fd/{number}")
+
+
+def nameless(text: str) -> str:
+    return re.sub(r"\d+", "", text)
+
+
+def grown(before: dict[str, Counter[str]], after: dict[str, Counter[str]]) -> dict[str, Counter[str]]:
+    """What there is more of, where a total has grown: a file of one kind may have taken the place of another."""
+    return {key: after[key] - before[key] for key in before if after[key].total() > before[key].total()}
 
 
 def run(home: Any, rank: int, num_ranks: int, round_: Round) -> tuple[str, str, float]:
