@@ -42,21 +42,33 @@ demo: $(STAMP)
 lab: $(STAMP)
 	@$(PY) -m workbench lab $(ARGS)
 
-# Simulated ranks first, on all cores; then what starts processes and browsers, one at a time. Exit code 5 of pytest means
-# that ARGS has chosen no test of that half.
-SIMULATED := OMP_NUM_THREADS=1 $(PY) -m pytest -q -rs -n auto --dist worksteal
-REAL := $(PY) -m pytest -q -rs
+# Every engine, kernel and worker is a process of its own, which would compile the whole package anew.
+unexport PYTHONDONTWRITEBYTECODE
+
+# Three parts: simulated ranks, on all cores; what starts processes, engines and browsers, two files at a time, because half
+# of it waits; and one by one what promises a time or looks at the whole machine. Exit code 5 of pytest means that ARGS has
+# chosen no test of that part.
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q -rs
+SIMULATED := $(PYTEST) -n auto --dist worksteal
+REAL := $(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder --files-that-say="mark\.(engines|procs|browser)"
+ALONE := $(PYTEST) --files-that-say="mark\.timed"
+
+# $(call run_tests,condition): all three parts of the tests for which it holds.
+define run_tests
+	@$(SIMULATED) -m "$(1) and not timed and not (engines or procs or browser)" $(ARGS) || [ $$? -eq 5 ]
+	@$(REAL) -m "$(1) and not timed and (engines or procs or browser)" $(ARGS) || [ $$? -eq 5 ]
+	@$(ALONE) -m "$(1) and timed" $(ARGS) || [ $$? -eq 5 ]
+endef
 
 test: $(STAMP)
-	@$(SIMULATED) -m "not slow and not (engines or procs or browser or gpu)" $(ARGS) || [ $$? -eq 5 ]
-	@$(REAL) -m "not slow and (engines or procs or browser)" $(ARGS) || [ $$? -eq 5 ]
+	$(call run_tests,not gpu and not slow)
 
+test-full: export WORKBENCH_REQUIRE_BROWSER := 1
 test-full: $(STAMP)
-	@$(SIMULATED) -m "not (engines or procs or browser or gpu)" $(ARGS) || [ $$? -eq 5 ]
-	@WORKBENCH_REQUIRE_BROWSER=1 $(REAL) -m "engines or procs or browser" $(ARGS) || [ $$? -eq 5 ]
+	$(call run_tests,not gpu)
 
 test-gpu: $(STAMP)
-	@$(REAL) -m gpu $(ARGS)
+	@$(PY) -m pytest -q -rs -m gpu $(ARGS)
 
 sanitize: $(STAMP)
 	@$(PY) -m tools.sanitize_kernels

@@ -6,13 +6,28 @@ Those that spread a module, for which all ranks meet, run in a world of one.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 if shutil.which("nvidia-smi") is None:
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when a kernel's module is imported
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--files-that-say=PATTERN``, for a part of the tests; see the Makefile."""
+    parser.addoption("--files-that-say", metavar="PATTERN", help="leave out Python files that PATTERN is not found in")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Files without the marker that is asked for need not be imported, which is half of a collection's time."""
+    pattern = config.getoption("files_that_say")
+    if not pattern or collection_path.suffix != ".py":
+        return None
+    return None if re.search(pattern, collection_path.read_text(encoding="utf-8")) else True
 
 
 @pytest.fixture(autouse=True)

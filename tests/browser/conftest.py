@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -13,6 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -136,9 +138,12 @@ def refuse_news(folder: Path) -> None:
 
 
 def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    """One below those that the system and ZeroMQ choose from, so that nobody takes it before the server does."""
+    while True:
+        port = 20_000 + secrets.randbelow(10_000)
+        with socket.socket() as listener, suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
 
 
 def wait_for_server(url: str, server: subprocess.Popen[bytes], log: Path, timeout_s: float = 60) -> None:

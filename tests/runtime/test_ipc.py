@@ -298,6 +298,7 @@ def leave_something(folder):
 
 
 @pytest.mark.procs
+@pytest.mark.timed
 def test_nothing_is_left_behind_when_all_are_killed(tmp_path):
     before = set(os.listdir("/dev/shm"))
     environment = {"WORKBENCH_TRANSPORT": "ipc", late_device.VARIABLE: "1"}

@@ -292,6 +292,7 @@ def three_ranks():
 
 
 @pytest.mark.procs
+@pytest.mark.timed
 def test_interrupted_stopped_and_killed_processes(three_ranks, tmp_path):
     """One story, because processes take seconds to start: after each fault the ranks join a new world."""
     before, ranks = set(os.listdir("/dev/shm")), three_ranks

@@ -81,6 +81,7 @@ def test_calls_return_and_raise(session):
     assert collect(request, "reply", 1)[0].content.ename == "NameError"
 
 
+@pytest.mark.timed
 def test_the_control_channel_answers_while_the_main_thread_is_busy(session):
     request = session._live().execute((0,), "import time; time.sleep(1.5)", tag())
     time.sleep(0.3)

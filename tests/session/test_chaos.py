@@ -13,7 +13,7 @@ from workbench.errors import CellError
 from workbench.session import Session
 from workbench.session.tracebacks import Interrupted
 
-pytestmark = pytest.mark.engines
+pytestmark = [pytest.mark.engines, pytest.mark.timed]
 
 NUM_ENGINES = 2
 BACK_WITHIN_S = 2.0

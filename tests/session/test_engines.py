@@ -162,6 +162,7 @@ class TestCalls:
         assert all(steps > 0 for steps in call.result(timeout=5))
         assert session.submit(publish_numbers, 1).result(timeout=10) == [0, 10]  # the next call is not stopped
 
+    @pytest.mark.timed
     def test_one_rank_fails_and_the_others_are_stopped(self, session):
         started = time.monotonic()
         call = session.submit(fail_on_rank_1)
@@ -186,6 +187,7 @@ class TestCalls:
         assert call.done()
 
 
+@pytest.mark.timed
 class TestFailures:
     def test_equal_failures_once_with_the_line(self, session):
         with pytest.raises(CellError) as caught:

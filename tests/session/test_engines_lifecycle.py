@@ -14,13 +14,15 @@ import pytest
 import workbench.session as session_package
 from workbench.errors import CellError, EngineStartError, NotStartedError, SessionError
 from workbench.session import Session
-from workbench.session.folder import ProcessId, SessionFolder, base_folder
+from workbench.session.folder import ProcessId, SessionFolder, all_folders
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(120)]
 
 
 def folders():
-    return set(base_folder().glob("session-*"))
+    """Those of this process: other tests may have sessions at the same time."""
+    here = ProcessId.of(os.getpid())
+    return {folder.path for folder in all_folders() if folder.owner() == here}
 
 
 def wait_until(condition, timeout_s):
@@ -48,7 +50,7 @@ def test_engines_that_fail_to_start_are_reported_with_their_log(tmp_path, monkey
     assert "1 of 2 engines (rank 1) ended before they were ready" in str(caught.value)
     assert "libdriver.so: version mismatch" in str(caught.value)
     assert folders() == folders_before
-    assert set(psutil.Process().children(recursive=True)) == children_before
+    assert set(psutil.Process().children(recursive=True)) <= children_before
 
 
 @pytest.mark.parametrize(
@@ -163,4 +165,4 @@ def test_engines_of_an_ipyparallel_profile(tmp_path, monkeypatch):
     with Session(engines=1, profile="ours", device="cpu") as session:
         assert session.run("wb.rank(), wb.world_size()").values == [(0, 1)]
         assert session.num_engines == 1
-    wait_until(lambda: set(psutil.Process().children(recursive=True)) == children_before, timeout_s=5)
+    wait_until(lambda: set(psutil.Process().children(recursive=True)) <= children_before, timeout_s=5)

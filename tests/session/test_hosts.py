@@ -61,6 +61,7 @@ def session(network, tmp_path, monkeypatch):
 
 on_hosts = [
     pytest.mark.engines,
+    pytest.mark.timed,
     pytest.mark.slow,
     pytest.mark.timeout(600),
     pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "can be made"),
