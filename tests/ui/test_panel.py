@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,67 +10,13 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
 from traitlets.config import Config
 
-from tests.ui.conftest import make_record
-from workbench.core.metrics import RunRecord, StepMetrics
-from workbench.core.strategy import Layer, Strategy
-from workbench.errors import StrategyError
+from tests.ui.models import GPT_HYBRID, gpt
+from tests.ui.reports import FakeTrainer
+from workbench.errors import HardwareError, SessionError, StrategyError
 from workbench.theme import DARK
+from workbench.ui.strategy_part import StrategyPart
 from workbench.ui.trainer import sample_shape_of
 from workbench.ui.widgets import Panel
-
-LAYERS = [
-    Layer("fc1", "Linear", {"weight": (256, 64), "bias": (256,)}, 16640),
-    Layer("fc2", "Linear", {"weight": (10, 256), "bias": (10,)}, 2570),
-]
-
-
-class FakeRun:
-    """A run that goes on until the test ends it or somebody stops it."""
-
-    one_device_losses = (2.0, 1.5, 1.0)
-
-    def __init__(self, name: str, strategy: Strategy, num_steps: int) -> None:
-        self.name, self.strategy, self.num_steps = name, strategy, num_steps
-        self.ended = threading.Event()
-        self.stopped = False
-        self.error: Exception | None = None
-        self.waiting = [
-            StepMetrics(
-                rank, step, num_steps, 0.01, 128, loss=2.0 - step, memory_bytes={"parameters": 1000, "peak": 2000}
-            )
-            for step in range(2)
-            for rank in range(2)
-        ]
-
-    def poll(self) -> list[StepMetrics]:
-        taken, self.waiting = self.waiting, []
-        return taken
-
-    def done(self) -> bool:
-        return self.ended.is_set()
-
-    def stop(self) -> None:
-        self.stopped = True
-        self.ended.set()
-
-    def result(self) -> RunRecord:
-        if self.error is not None:
-            raise self.error
-        return make_record(self.name, strategy=str(self.strategy))
-
-
-class FakeTrainer:
-    """Two layers on two ranks."""
-
-    def __init__(self) -> None:
-        self.layers, self.num_ranks, self.sample_shape = LAYERS, 2, (64,)
-        self.baseline: RunRecord | None = None
-        self.runs: list[FakeRun] = []
-
-    def start(self, strategy: Strategy, name: str, num_steps: int) -> FakeRun:
-        self.baseline = make_record("one device", num_ranks=1)
-        self.runs.append(FakeRun(name, strategy, num_steps))
-        return self.runs[-1]
 
 
 def make_mlp() -> None:
@@ -85,7 +30,7 @@ def trainer() -> FakeTrainer:
 
 @pytest.fixture
 def panel(trainer: FakeTrainer) -> Panel:
-    return Panel(None, make_mlp, None, None, steps=3, trainer=trainer)
+    return Panel(None, make_mlp, None, None, steps=3, trainer=trainer, keep=False)
 
 
 def finish(panel: Panel, trainer: FakeTrainer, error: Exception | None = None) -> None:
@@ -95,149 +40,143 @@ def finish(panel: Panel, trainer: FakeTrainer, error: Exception | None = None) -
     assert panel.wait(10)
 
 
-def grid_row(panel: Panel, name: str) -> dict[str, Any]:
-    return next(row for row in panel.grid.view["rows"] if row["name"] == name)
+def upper(panel: Panel) -> StrategyPart:
+    return panel._upper
+
+
+def grid_row(panel: Panel, pattern: str) -> dict[str, Any]:
+    return next(row for row in upper(panel).grid.view["rows"] if row["pattern"] == pattern)
 
 
 def say(panel: Panel, **event: object) -> None:
     """What the grid's script would send."""
-    panel.grid._handle_custom_msg(event, [])
+    upper(panel).grid._handle_custom_msg(event, [])
 
 
 def test_the_grid_shows_the_strategy(panel: Panel):
-    assert [row["name"] for row in panel.grid.view["rows"]] == ["fc1", "fc2"]
-    assert panel.controls.text.value == "*: data"
-    assert not panel.controls.run.disabled
+    assert [row["pattern"] for row in upper(panel).grid.view["rows"]] == ["fc1", "fc2"]
+    controls = upper(panel).controls
+    assert controls.text.value == "*: data"
+    assert not controls.run.disabled
     assert "wb-panel" in panel._dom_classes
 
 
 def test_a_click_in_the_grid_changes_everything_at_once(panel: Panel):
-    say(panel, event="parallel", layers=["fc2"], value="model")
-    assert panel.controls.text.value == "*: data; fc2: model"
+    say(panel, event="parallel", rows=["fc2"], value="model")
+    controls = upper(panel).controls
+    assert controls.text.value == "*: data; fc2: model"
     assert grid_row(panel, "fc2")["parallel"] == "model" and grid_row(panel, "fc2")["sbp"] == "S(0)"
-    assert [panel.controls.degrees[name].value for name in ("pipeline", "data", "model")] == [1, 1, 2]
-    assert panel.controls.presets["data"].description == "data, edited"
+    assert [controls.degrees[name].value for name in ("pipeline", "data", "model")] == [1, 1, 2]
+    assert controls.presets["data"].description == "data, edited"
     assert str(panel.strategy) == "*: data; fc2: model"
 
 
 @pytest.mark.parametrize(
     ("event", "text"),
     [
-        ({"event": "stage", "layers": ["fc2"], "value": 1}, "*: data; fc2: data@1"),
-        ({"event": "split", "layers": ["fc2"]}, "*: data; fc2: model:column"),
-        ({"event": "parallel", "layers": ["fc1", "fc2"], "value": "model"}, "*: data; fc1: model; fc2: model"),
+        ({"event": "stage", "rows": ["fc2"], "value": 1}, "*: data; fc2: data@1"),
+        ({"event": "choice", "rows": ["fc2"], "value": "model:column"}, "*: data; fc2: model:column"),
+        ({"event": "parallel", "rows": ["fc1", "fc2"], "value": "model"}, "*: model"),
     ],
 )
 def test_events_of_the_grid(panel: Panel, event: dict[str, Any], text: str):
+    controls = upper(panel).controls
     say(panel, **event)
-    assert panel.controls.text.value == text
+    assert controls.text.value == text
     say(panel, event="undo")
-    assert panel.controls.text.value == "*: data"
+    assert controls.text.value == "*: data"
     say(panel, event="redo")
-    assert panel.controls.text.value == text
+    assert controls.text.value == text
 
 
 def test_unknown_events_are_ignored(panel: Panel):
     say(panel, event="format the disk")
-    assert panel.controls.text.value == "*: data"
+    assert upper(panel).controls.text.value == "*: data"
 
 
 def test_presets_undo_and_redo_are_buttons(panel: Panel):
-    assert panel.controls.undo.disabled and panel.controls.redo.disabled
-    panel.controls.presets["model"].click()
-    assert panel.controls.text.value == "*: model" and "wb-on" in panel.controls.presets["model"]._dom_classes
-    panel.controls.undo.click()
-    assert panel.controls.text.value == "*: data" and not panel.controls.redo.disabled
+    controls = upper(panel).controls
+    assert controls.undo.disabled and controls.redo.disabled
+    controls.presets["model"].click()
+    assert controls.text.value == "*: model" and "wb-on" in controls.presets["model"]._dom_classes
+    controls.undo.click()
+    assert controls.text.value == "*: data" and not controls.redo.disabled
 
 
 def test_degrees_micro_batches_and_schedule(panel: Panel):
-    panel.controls.presets["pipeline"].click()
-    panel.controls.micro_batches.value = 8
-    panel.controls.schedule.value = "gpipe"
-    assert panel.controls.text.value.endswith("| 2x1x1 mb=8 gpipe")
-    panel.controls.degrees["data"].value = 2
-    assert "= 4, but 2 ranks" in panel.controls.sum.value and panel.controls.run.disabled
+    controls = upper(panel).controls
+    controls.presets["pipeline"].click()
+    controls.micro_batches.value = 8
+    controls.schedule.value = "gpipe"
+    assert controls.text.value.endswith("| 2x1x1 mb=8 gpipe")
+    controls.degrees["data"].value = 2
+    assert "= 4, but 2 ranks" in controls.sum.value and controls.run.disabled
 
 
-def test_text_is_taken_when_it_parses(panel: Panel):
-    panel.controls.text.value = "fc1: data; fc2: model"
+def test_options_of_the_whole_model(panel: Panel):
+    controls = upper(panel).controls
+    controls.zero.value = 2
+    controls.recompute.value = True
+    controls.sequence.value = True
+    controls.precision.value = "bf16"
+    assert controls.text.value == "*: data | zero=2 recompute sequence bf16"
+    controls.undo.click()
+    assert controls.precision.value == "fp32" and controls.zero.value == 2
+
+
+def test_text_is_taken_when_it_parses_and_underlined_where_it_does_not(panel: Panel):
+    controls = upper(panel).controls
+    controls.text.value = "fc1: data; fc2: model"
     assert grid_row(panel, "fc2")["parallel"] == "model"
-    panel.controls.text.value = "fc1: dta <b>"
-    assert panel.controls.text.value == "fc1: dta <b>", "what the user typed is not taken away"
-    assert "&lt;b&gt;" in panel.controls.mistakes.value and panel.controls.run.disabled
-    assert "1 problem" in panel.controls.problems.value
+    controls.text.value = "fc1: dta <b>; fc2: model"
+    assert controls.text.value == "fc1: dta <b>; fc2: model", "what the user typed is not taken away"
+    assert "&lt;b&gt;" in controls.mistakes.value and controls.run.disabled
+    assert '<span class="wrong">fc1: dta &lt;b&gt;</span>' in controls.pieces.value
+    assert '<span class="">fc2: model</span>' in controls.pieces.value
+    assert "1 problem<" in controls.problems.value
 
 
 def test_a_mistake_disables_run_and_offers_its_fix(panel: Panel, trainer: FakeTrainer):
-    panel.controls.presets["pipeline"].click()
-    say(panel, event="stage", layers=["fc1"], value=1)
-    say(panel, event="stage", layers=["fc2"], value=0)
+    controls = upper(panel).controls
+    controls.presets["pipeline"].click()
+    say(panel, event="stage", rows=["fc1"], value=1)
+    say(panel, event="stage", rows=["fc2"], value=0)
     row = grid_row(panel, "fc2")
     assert row["bad"] == "stage" and row["mistakes"]
-    assert panel.controls.run.disabled and "fix" in panel.controls.run.tooltip
+    assert controls.run.disabled and "fix" in controls.run.tooltip
+    assert '<span class="wrong">fc2: data@0</span>' in controls.pieces.value
     say(panel, event="run")
     assert not trainer.runs, "nothing runs with a mistake"
     with pytest.raises(StrategyError, match="fc2"):
         panel.run()
-    say(panel, event="fix", layer="fc2", value=row["mistakes"][0]["fixes"][0]["value"])
+    say(panel, event="fix", row="fc2", value=row["mistakes"][0]["fixes"][0]["value"])
     assert not grid_row(panel, "fc2")["mistakes"]
 
 
-def test_a_run_returns_at_once_and_is_followed(panel: Panel, trainer: FakeTrainer):
-    panel.controls.run.click()
-    assert panel.running and panel.controls.run.disabled and not panel.live.stop.disabled
-    assert trainer.runs[0].num_steps == 3 and str(trainer.runs[0].strategy) == "*: data"
-    assert not panel.wait(0.3), "it goes on"
-    assert len(panel.live.figure.data[0].x) == 2, "points are drawn while it runs"
-    assert "step 2 of 3" in panel.live.state.value and panel.live.progress.value == 2
-    finish(panel, trainer)
-    assert not panel.running and not panel.controls.run.disabled and panel.live.stop.disabled
-    assert "finished" in panel.live.state.value
-    assert list(panel.live.figure.data[0].y) == pytest.approx([10000, 5000, 4000]), "now every step"
-    assert list(panel.live.figure.data[1].y) == [2.0, 1.5, 1.0], "one device behind"
+def test_mistakes_of_no_row_have_their_fixes_above_the_grid(panel: Panel):
+    controls = upper(panel).controls
+    controls.degrees["data"].value = 3
+    assert 'data-fix="use 1x2x1"' in controls.mistakes.value
+    say(panel, event="fix", row=None, value="use 1x2x1")
+    assert controls.mistakes.value == "" and not controls.run.disabled
 
 
-def test_finished_runs_are_compared(panel: Panel, trainer: FakeTrainer):
+def test_a_run_is_followed_and_compared(panel: Panel, trainer: FakeTrainer):
     for _ in range(2):
-        panel.run()
+        upper(panel).controls.run.click()
+        assert panel.running and upper(panel).controls.run.disabled
+        say(panel, event="run")
         finish(panel, trainer)
-    assert [run.name for run in panel.runs] == ["data", "data (2)"]
+    assert [run.name for run in panel.runs] == ["data", "data (2)"] and len(trainer.runs) == 2
     assert panel.baseline is not None and panel.baseline.name == "one device"
-    assert "data (2)" in panel.comparison.value and "\u2713 2e-7" in panel.comparison.value
+    assert not panel.running and not upper(panel).controls.run.disabled
     assert repr(panel) == "<Panel '*: data': 2 finished runs>"
-
-
-def test_one_run_at_a_time(panel: Panel, trainer: FakeTrainer):
-    panel.run()
-    with pytest.raises(RuntimeError, match="a run holds the engines"):
-        panel.run()
-    say(panel, event="run")
-    assert len(trainer.runs) == 1
-    finish(panel, trainer)
-
-
-def test_stop(panel: Panel, trainer: FakeTrainer):
-    panel.stop()
-    panel.run(steps=500)
-    panel.live.stop.click()
-    assert panel.wait(10) and trainer.runs[0].stopped
-    assert "stopped" in panel.live.state.value and "after 3 steps" in panel.live.state.value
-
-
-def test_a_failed_run_says_why_and_the_next_one_works(panel: Panel, trainer: FakeTrainer):
-    panel.run()
-    finish(panel, trainer, RuntimeError("rank 1: <out of memory>"))
-    assert "failed" in panel.live.state.value and "&lt;out of memory&gt;" in panel.live.failure.value
-    assert not panel.runs and not panel.controls.run.disabled
-    panel.run()
-    finish(panel, trainer)
-    assert len(panel.runs) == 1 and not panel.live.failure.value
 
 
 def test_the_strategy_can_be_edited_while_a_run_goes_on(panel: Panel, trainer: FakeTrainer):
     panel.run()
-    say(panel, event="parallel", layers=["fc2"], value="model")
-    assert panel.controls.text.value == "*: data; fc2: model" and panel.controls.run.disabled
+    say(panel, event="parallel", rows=["fc2"], value="model")
+    assert upper(panel).controls.text.value == "*: data; fc2: model" and upper(panel).controls.run.disabled
     finish(panel, trainer)
     assert panel.runs[0].strategy == "*: data"
 
@@ -246,18 +185,9 @@ def test_figures_follow_the_page_s_theme(panel: Panel, trainer: FakeTrainer):
     say(panel, event="theme", value="dark")
     panel.run()
     finish(panel, trainer)
-    assert panel.live.figure.layout.font.color == DARK.ink
+    assert panel._runs_part.live.figure.layout.font.color == DARK.ink
     say(panel, event="theme", value="light")
-    assert panel.live.figure.layout.font.color != DARK.ink
-
-
-def test_there_is_one_figure_widget_however_many_runs(panel: Panel, trainer: FakeTrainer):
-    panel.run()
-    finish(panel, trainer)
-    first = panel.live.figure
-    panel.run()
-    finish(panel, trainer)
-    assert panel.live.figure is first
+    assert panel._runs_part.live.figure.layout.font.color != DARK.ink
 
 
 @pytest.fixture
@@ -288,3 +218,74 @@ def test_sample_shape_of_every_kind_of_data(shape: tuple[int, ...]):
     assert sample_shape_of((inputs.numpy(), targets.numpy())) == shape
     assert sample_shape_of(torch.utils.data.TensorDataset(inputs, targets)) == shape
     assert sample_shape_of([(inputs[0], 1)]) == shape
+
+
+# ---- no cluster at all -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def paper_panel() -> Panel:
+    return Panel(
+        None,
+        make_mlp,
+        (32, 64),
+        strategy=GPT_HYBRID,
+        batch_size=32,
+        hardware="v100-dgx1",
+        num_ranks=4,
+        costs=gpt(),
+    )
+
+
+def test_a_panel_on_paper_predicts_and_does_not_run(paper_panel: Panel):
+    html = upper(paper_panel).predictions.value
+    assert "Predicted step time" in html and "before the last change" not in html
+    assert upper(paper_panel).controls.run.disabled
+    with pytest.raises(SessionError, match="no engines"):
+        paper_panel.run()
+    estimate = paper_panel.estimate()
+    assert estimate is not None and estimate.step_s > 0 and len(estimate.memory) == 2
+
+
+def test_a_toggle_changes_the_prediction_and_shows_the_one_before(paper_panel: Panel):
+    first = paper_panel.estimate()
+    say(paper_panel, event="parallel", rows=["blocks.[0-3]"], value="data")
+    second = paper_panel.estimate()
+    assert first is not None and second is not None and first.step_s != second.step_s
+    assert "before the last change" in upper(paper_panel).predictions.value
+
+
+def test_with_a_mistake_predictions_stay_as_they_were(paper_panel: Panel):
+    before = paper_panel.estimate()
+    say(paper_panel, event="stage", rows=["lm_head"], value=0)
+    assert 'class="wb-predictions old"' in upper(paper_panel).predictions.value
+    assert paper_panel.estimate() == before
+
+
+def test_rows_unfold_and_layers_are_found(paper_panel: Panel):
+    say(paper_panel, event="fold", rows=["blocks.[0-3]"])
+    assert grid_row(paper_panel, "blocks.[0-3].attn.qkv")["depth"] == 1
+    say(paper_panel, event="find", value="lm_*")
+    assert [row["pattern"] for row in upper(paper_panel).grid.view["rows"]] == ["lm_head"]
+
+
+def test_the_tensors_of_the_selected_row_are_drawn(paper_panel: Panel):
+    say(paper_panel, event="tensor")
+    say(paper_panel, event="select", rows=["lm_head"])
+    html = upper(paper_panel).tensor.value
+    assert "lm_head.weight" in html and "rank 3" in html and "what enters lm_head" in html
+    say(paper_panel, event="tensor")
+    assert upper(paper_panel).tensor.value == ""
+
+
+def test_without_a_machine_the_panel_says_how_to_get_one(panel: Panel):
+    assert "wb.calibrate(session)" in upper(panel).predictions.value
+    assert upper(panel).controls.planned.disabled
+    assert "machine" in upper(panel).controls.planned.tooltip
+
+
+def test_bad_arguments_are_named():
+    with pytest.raises(ValueError, match="num_ranks"):
+        Panel(None, make_mlp, (32, 64), costs=gpt(1))
+    with pytest.raises(HardwareError, match="no-such-machine"):
+        Panel(None, make_mlp, (32, 64), costs=gpt(1), num_ranks=2, hardware="no-such-machine")

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
-from workbench.core.strategy import Layer, Strategy
+from tests.ui.models import GPT_HYBRID, gpt
+from tests.ui.models import MLP as LAYERS
+from workbench.core.strategy import Strategy
 from workbench.errors import StrategyError
 from workbench.ui.placing import Choice, Degrees
 from workbench.ui.state import PanelState
-
-
-def linear(name: str, out_features: int, in_features: int) -> Layer:
-    shapes = {"weight": (out_features, in_features), "bias": (out_features,)}
-    return Layer(name, "Linear", shapes, out_features * in_features + out_features)
-
-
-LAYERS = [linear("fc1", 256, 64), linear("fc2", 256, 256), linear("fc3", 128, 256), linear("head", 10, 128)]
 
 
 def make(strategy: Strategy | str | None = None, num_ranks: int = 2) -> PanelState:
@@ -133,13 +129,12 @@ def test_text_may_name_a_preset():
     assert state.base == "hybrid" and not state.is_edited
 
 
-def test_splits_cycle_through_open_column_row():
-    state = make()
-    seen = []
-    for _ in range(3):
-        state.cycle_split(["fc3"])
-        seen.append(str(state.strategy.row_of("fc3")))
-    assert seen == ["fc3: model:column", "fc3: model:row", "fc3: model"]
+@pytest.mark.parametrize("choice", ["model:column", "model:row", "model", "data"])
+def test_every_choice_can_be_set(choice: str):
+    state = make("hybrid")
+    state.set_choice(["fc3"], choice)
+    row = state.strategy.row_of("fc3")
+    assert row is not None and str(row) == f"fc3: {choice}"
 
 
 def test_undo_and_redo():
@@ -187,3 +182,129 @@ def test_a_strategy_that_does_not_fit_is_shown_with_its_mistakes():
     state = make("nowhere: model")
     assert state.num_problems == 1
     assert state.drawn == [Choice("data")] * 4
+
+
+# ---- rows that stand for several layers ---------------------------------------------------------------------
+
+
+def deep(strategy: str = GPT_HYBRID) -> PanelState:
+    return PanelState(gpt().layers, 4, strategy)
+
+
+def patterns(state: PanelState) -> list[str]:
+    return [row.node.pattern for row in state.rows]
+
+
+def test_a_group_s_toggle_sets_all_its_layers_in_one_row():
+    state = deep("data")
+    state.set_parallel(["blocks.[0-7]"], "model")
+    assert state.text == "*: data; blocks.[0-7]: model"
+    assert {choice.parallel for choice in state.choices[2:50]} == {"model"} and state.can_run
+
+
+def test_a_layer_set_apart_makes_its_group_mixed():
+    state = deep("data")
+    state.set_parallel(["blocks.[0-7].mlp.fc1"], "model")
+    assert state.text == "*: data; blocks.[0-7].mlp.fc1: model"
+    assert sum(choice.parallel == "model" for choice in state.choices) == 8
+
+
+def test_setting_the_group_again_leaves_nothing_of_its_parts_behind():
+    state = deep("data")
+    for part in ("mlp.fc1", "mlp.fc2", "attn.qkv"):
+        state.set_parallel([f"blocks.[0-7].{part}"], "model")
+    state.set_parallel(["blocks.[0-7]"], "data")
+    assert state.text == "*: data" and state.label == "data"
+
+
+def test_one_block_set_apart_cuts_the_run():
+    state = deep("data")
+    state.look_for("blocks.3.mlp*")
+    assert patterns(state) == ["blocks.3.mlp.fc1", "blocks.3.mlp.fc2"]
+    state.set_parallel(patterns(state), "model")
+    state.look_for("")
+    assert patterns(state) == [
+        "tok_emb",
+        "pos_emb",
+        "blocks.[0-7]",
+        "blocks.[0-2]",
+        "blocks.3",
+        "blocks.[4-7]",
+        "ln_f",
+        "lm_head",
+    ]
+    state.set_parallel(["blocks.[0-7]"], "data")
+    assert patterns(state) == ["tok_emb", "pos_emb", "blocks.[0-7]", "ln_f", "lm_head"] and state.text == "*: data"
+
+
+def test_setting_a_group_keeps_the_stages_of_its_parts():
+    state = deep()
+    state.set_parallel(["blocks.[0-3]", "blocks.[4-7]"], "data")
+    stages = [choice.stage for choice in state.choices]
+    assert stages == [0] * 26 + [1] * 26
+    assert "blocks.[4-7]: data@1" in state.text
+
+
+def test_folding_is_remembered_when_the_run_is_cut_otherwise():
+    state = deep("data")
+    state.fold("blocks.[0-7]")
+    assert "blocks.[0-7].ln_1" in patterns(state)
+    state.set_stage(["blocks.[0-7]"], 0)
+    state.set_parallel(["lm_head"], "model")
+    assert "blocks.[0-7].ln_1" in patterns(state)
+    state.fold("blocks.[0-7]")
+    assert "blocks.[0-7].ln_1" not in patterns(state)
+
+
+def test_finding_is_by_part_of_a_name_or_by_glob():
+    state = deep("data")
+    state.look_for("QKV".lower())
+    assert len(patterns(state)) == 8
+    state.look_for("*_emb")
+    assert patterns(state) == ["tok_emb", "pos_emb"]
+    state.look_for("nothing like this")
+    assert patterns(state) == []
+
+
+def test_a_fix_at_a_group_is_for_all_its_layers():
+    state = deep()
+    state.set_stage(["blocks.[4-7]"], 1)
+    state.set_stage(["ln_f", "lm_head"], 0)
+    assert state.num_problems == 1
+    assert state.apply_fix("use stage 1", "ln_f") and state.apply_fix("use stage 1", "lm_head") and state.can_run
+
+
+def test_presets_that_cannot_be_made_say_why():
+    state = PanelState(LAYERS, 8)
+    assert "8 ranks" in state.presets["pipeline"] and state.presets["data"] == ""
+
+
+def test_the_planner_s_choice_is_a_start_like_a_preset():
+    state = make()
+    state.set_planned(Strategy("*: model"))
+    assert state.label == "planner's choice"
+    state.set_parallel(["head"], "data")
+    assert state.label == "planner's choice, edited"
+    state.undo()
+    state.undo()
+    assert state.label == "data"
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_random_edits_do_what_they_say_and_nothing_else(seed: int):
+    rng = random.Random(seed)
+    state = deep(rng.choice(["data", "hybrid", "model", GPT_HYBRID]))
+    for _ in range(12):
+        nodes = [row.node for row in state.rows]
+        node = rng.choice(nodes)
+        choice = rng.choice(["data", "model", "model:row"])
+        before = [(row.parallel, row.split, row.stage) for row in state.strategy.rows_of(state.layers)]
+        state.set_choice([node.pattern], choice)
+        after = [(row.parallel, row.split, row.stage) for row in state.strategy.rows_of(state.layers)]
+        parallel, _, split = choice.partition(":")
+        for index, (old, new) in enumerate(zip(before, after, strict=True)):
+            wanted = (parallel, split or None, old[2]) if index in node.layers else old
+            assert new == wanted, (state.layers[index].name, state.text)
+        assert Strategy(state.text) == state.strategy
+        if node.children and rng.random() < 0.5 and node.pattern in patterns(state):
+            state.fold(node.pattern)

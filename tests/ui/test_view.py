@@ -3,119 +3,148 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
-from workbench.core.strategy import Layer
-from workbench.ui.placing import Degrees, sbp_text, stage_placement, walk
+from tests.ui.models import GPT_HYBRID, MLP, gpt
+from workbench.core.boxing import plan_boxing
+from workbench.core.layout import Layout
+from workbench.core.placement import Placement
+from workbench.core.strategy import Strategy
+from workbench.cost.crossings import Stages, crossings, known_shapes
 from workbench.ui.state import PanelState
-from workbench.ui.view import GridState, grid_view, parameters_held
-
-LAYERS = [
-    Layer("fc1", "Linear", {"weight": (256, 64), "bias": (256,)}, 16640),
-    Layer("fc2", "Linear", {"weight": (256, 256), "bias": (256,)}, 65792),
-    Layer("fc3", "Linear", {"weight": (128, 256), "bias": (128,)}, 32896),
-    Layer("head", "Linear", {"weight": (10, 128), "bias": (10,)}, 1290),
-]
+from workbench.ui.view import Facts, grid_view, parameters_held
 
 
-def view_of(strategy: str, num_ranks: int = 2, batch_size: int = 128, sample_shape: tuple[int, ...] = (64,)) -> dict:
-    state = PanelState(LAYERS, num_ranks, strategy)
-    return grid_view(
-        GridState(
-            layers=LAYERS,
-            choices=state.choices,
-            drawn=state.drawn,
-            degrees=state.degrees,
-            batch_size=batch_size,
-            num_micro_batches=state.options.num_micro_batches,
-            sample_shape=sample_shape,
-            mistakes=state.mistakes,
-        )
-    )
+def mlp_facts(batch_size: int = 128, sample_shape: tuple[int, ...] = (64,)) -> Facts:
+    return Facts(batch_size, known_shapes(MLP, sample_shape), sample_shape, "cross_entropy")
 
 
-def row(view: dict, name: str) -> dict:
-    return next(row for row in view["rows"] if row["name"] == name)
+def view_of(strategy: str, num_ranks: int = 2, sample_shape: tuple[int, ...] = (64,)) -> dict[str, Any]:
+    return grid_view(PanelState(MLP, num_ranks, strategy), mlp_facts(sample_shape=sample_shape))
+
+
+def gpt_state(strategy: str = GPT_HYBRID, num_ranks: int = 4, num_blocks: int = 8) -> tuple[PanelState, Facts]:
+    costs = gpt(num_blocks)
+    facts = Facts(32, [row.output_shape for row in costs.rows], (64,), "cross_entropy")
+    return PanelState(costs.layers, num_ranks, strategy), facts
+
+
+def row(view: dict[str, Any], pattern: str) -> dict[str, Any]:
+    return next(row for row in view["rows"] if row["pattern"] == pattern)
+
+
+def slices(entry: dict[str, Any]) -> list[Any]:
+    return entry["pictures"][0]["slices"]
 
 
 def test_view_travels_as_json():
-    assert json.loads(json.dumps(view_of("hybrid"))) == view_of("hybrid")
+    view = grid_view(*gpt_state())
+    assert json.loads(json.dumps(view)) == json.loads(json.dumps(view, default=list))
 
 
 def test_data_parallel_ranks_hold_the_whole_weight():
     fc1 = row(view_of("data"), "fc1")
     assert fc1["weight"] == "256 \u00d7 64" and fc1["params"] == "16.6 k" and fc1["sbp"] == "B"
-    for held in fc1["slices"]:
-        assert held["text"] == "all of 256 \u00d7 64"
+    for held in slices(fc1):
+        assert held["text"] == "all of 256 \u00d7 64, 65.5 kB"
         assert [(part["x"], part["y"], part["w"], part["h"]) for part in held["parts"]] == [(0, 0, 1, 1)]
 
 
 def test_column_is_a_band_of_rows_and_row_a_band_of_columns():
     view = view_of("hybrid")
     column, by_row = row(view, "fc3"), row(view, "head")
-    assert column["sbp"] == "S(0)" and by_row["sbp"] == "S(1)"
-    assert [held["text"] for held in column["slices"]] == ["rows 0-63 of 128", "rows 64-127 of 128"]
-    assert [held["text"] for held in by_row["slices"]] == ["columns 0-63 of 128", "columns 64-127 of 128"]
-    assert column["slices"][1]["parts"][0] == {"x": 0.0, "y": 0.5, "w": 1.0, "h": 0.5, "shade": 1}
-    assert by_row["slices"][1]["parts"][0] == {"x": 0.5, "y": 0.0, "w": 0.5, "h": 1.0, "shade": 1}
+    assert (column["sbp"], column["choice_text"]) == ("S(0)", "model:column")
+    assert (by_row["sbp"], by_row["choice_text"]) == ("S(1)", "model:row")
+    assert [held["text"] for held in slices(column)] == ["rows 0-63 of 128, 65.5 kB", "rows 64-127 of 128, 65.5 kB"]
+    assert [held["text"] for held in slices(by_row)] == [
+        "columns 0-63 of 128, 2.56 kB",
+        "columns 64-127 of 128, 2.56 kB",
+    ]
+    assert slices(column)[1]["parts"][0] == {"x": 0.0, "y": 0.5, "w": 1.0, "h": 0.5, "shade": 1}
+    assert slices(by_row)[1]["parts"][0] == {"x": 0.5, "y": 0.0, "w": 0.5, "h": 1.0, "shade": 1}
 
 
 def test_a_stage_holds_its_layers_alone():
     view = view_of("pipeline")
     assert [stage["label"] for stage in view["stages"]] == ["stage 0", "stage 1"]
     for entry in view["rows"]:
-        held = [part is not None for part in entry["slices"]]
-        assert held == [entry["stage"] == 0, entry["stage"] == 1]
+        held = [part is not None for part in slices(entry)]
+        assert held == entry["on"] == [entry["stage"] == 0, entry["stage"] == 1]
 
 
-def test_boxings_between_layers_have_kind_and_bytes():
-    flows = {entry["name"]: entry["flow"] for entry in view_of("hybrid")["rows"]}
+def test_boxings_between_layers_have_kind_and_bytes_forward_and_back():
+    flows = {entry["pattern"]: entry["flow"] for entry in view_of("hybrid")["rows"]}
     assert flows["fc1"]["boxing"] is None and flows["fc2"]["boxing"] is None
     boxing = flows["fc3"]["boxing"]
     assert (boxing["change"], boxing["kind"]) == ("S(0) \u2192 B", "all-gather")
-    assert boxing["bytes"] == "131 kB", "(p-1) |T| = 128 x 256 x 4 bytes"
+    assert boxing["bytes"] == "131 + 131 kB", "(p-1) |T| = 128 x 256 x 4 bytes, and a reduce-scatter of as much back"
     assert flows["head"]["boxing"] is None, "column to row needs nothing"
-    assert flows["fc1"]["note"].startswith("grad P \u2192 B 133 kB"), "2 (p-1) |W| = 2 x 16640 x 4 bytes"
+    assert [flows[name]["layout"] for name in ("fc2", "fc3", "head")] == ["S(0)", "S(1)", "P"]
+    assert flows["fc1"]["note"] == "grad sum 133 kB per step", "2 (p-1) |W| = 2 x 16640 x 4 bytes"
     assert flows["fc3"]["note"] == ""
 
 
 def test_stages_send_and_micro_batches_make_it_less():
     boxing = next(entry["flow"]["boxing"] for entry in view_of("pipeline")["rows"] if entry["flow"]["boxing"])
-    assert boxing["change"] == "0 \u2192 1" and boxing["kind"] == "send"
-    assert boxing["bytes"] == "32.8 kB", "128 / 4 samples x 256 features x 4 bytes"
+    assert boxing["change"] == "B@0 \u2192 B@1" and boxing["kind"] == "send"
+    assert boxing["bytes"] == "32.8 + 32.8 kB", "128 / 4 samples x 256 features x 4 bytes"
 
 
 def test_partial_sums_are_summed_where_they_arise():
-    steps = walk(LAYERS, PanelState(LAYERS, 2, "*: model:row").drawn, Degrees(1, 1, 2), 128, (64,))
-    assert [[plan.kind for plan in step.boxings] for step in steps[1:]] == [["all-reduce", "slice"]] * 3
+    resolved = Strategy("*: model:row").resolve(MLP, 2)
+    steps = crossings(MLP, resolved, known_shapes(MLP, (64,)), 128, sample_shape=(64,))
+    assert [[plan.kind for plan in step.plans] for step in steps[1:]] == [["all-reduce", "slice"]] * 3
+
+
+def test_the_gradient_goes_the_other_way_with_dual_layouts():
+    resolved = Strategy("fc1: data; fc2: model").resolve(MLP, 2)
+    step = crossings(MLP, resolved, known_shapes(MLP, (64,)), 128, sample_shape=(64,))[1]
+    [back] = step.back
+    assert (str(step.plans[0].kind), back.kind) == ("all-gather", "reduce-scatter")
+    assert back.source.has_partial and not back.destination.has_partial
+
+
+def test_totals_add_up():
+    state = PanelState(MLP, 2, "hybrid")
+    total, parts = grid_view(state, mlp_facts())["total"]
+    bias_of_the_row = 10
+    activations, gradients = 2 * 128 * 256 * 4, 2 * 4 * (16640 + 65792 + bias_of_the_row)
+    assert total == f"{(activations + gradients) / 1000:.0f} kB"
+    assert parts == "262 kB activations + 660 kB gradients"
 
 
 def test_bytes_are_not_guessed_where_shapes_are_unknown():
     view = view_of("hybrid", sample_shape=(3, 8, 8))
     assert row(view, "fc3")["flow"]["boxing"]["bytes"] == ""
+    assert view["total"][1] == "shapes of activations are not known"
 
 
 def test_parameters_held_add_up():
-    whole = 4 * sum(layer.num_parameters for layer in LAYERS)
-    held = {name: PanelState(LAYERS, 2, name) for name in ("data", "pipeline", "model")}
-    sizes = {name: parameters_held(LAYERS, state.drawn, state.degrees) for name, state in held.items()}
-    assert sizes["data"] == [whole, whole]
-    assert sum(sizes["pipeline"]) == whole
+    whole = 4 * sum(layer.num_parameters for layer in MLP)
+    held = {name: parameters_held(MLP, PanelState(MLP, 2, name).resolved) for name in ("data", "pipeline", "model")}
+    assert held["data"] == [whole, whole]
+    assert sum(held["pipeline"]) == whole
     bias_of_row_split_layers = 4 * (256 + 10)
-    assert sum(sizes["model"]) == whole + bias_of_row_split_layers
+    assert sum(held["model"]) == whole + bias_of_row_split_layers
 
 
 def test_a_mistake_is_at_its_row_with_its_fix_and_the_last_picture():
-    state = PanelState(LAYERS, 2, "pipeline")
+    state = PanelState(MLP, 2, "pipeline")
     state.set_stage(["head"], 0)
-    view = grid_view(
-        GridState(LAYERS, state.choices, state.drawn, state.degrees, 128, mistakes=state.mistakes, sample_shape=(64,))
-    )
+    view = grid_view(state, mlp_facts())
     head = row(view, "head")
-    assert head["bad"] == "stage" and head["kept"] and head["stage"] == 0 and head["drawn_stage"] == 1
+    assert head["bad"] == "stage" and head["kept"] and head["stage"] == 0 and head["on"] == [False, True]
     assert head["mistakes"][0]["fixes"] == [{"label": "use stage 1", "value": "use stage 1"}]
     assert not row(view, "fc1")["mistakes"]
+
+
+def test_the_loss_is_the_last_row():
+    end = view_of("hybrid")["end"]
+    assert (end["label"], end["text"]) == ("cross_entropy", "follows head")
+    assert end["flow"]["boxing"]["kind"] == "reduce-scatter", "the head gives a sum"
+    assert view_of("data")["end"]["flow"]["boxing"] is None
 
 
 @pytest.mark.parametrize(("num_ranks", "num_columns"), [(1, 1), (2, 2), (8, 8), (9, 1), (64, 1)])
@@ -127,28 +156,87 @@ def test_columns_fit_whatever_the_number_of_ranks(num_ranks: int, num_columns: i
     assert centres == sorted(centres) and centres[-1] < view["ranks_width"]
 
 
+def test_long_pipelines_scroll_instead_of_overlapping():
+    state, facts = gpt_state("pipeline", num_ranks=32, num_blocks=32)
+    view = grid_view(state, facts)
+    assert (
+        view["ranks_width"] == 32 * 28 and [len(column["label"]) for column in view["columns"]] == [1] * 10 + [2] * 22
+    )
+
+
 def test_many_ranks_show_all_slices_in_one_picture():
-    held = row(view_of("model", 16), "fc2")["slices"][0]
-    assert len(held["parts"]) == 16 and held["text"] == "16 slices on 16 ranks"
+    held = slices(row(view_of("model", 16), "fc2"))[0]
+    assert len(held["parts"]) == 16 and held["text"] == "16 slices of 16.4 kB on 16 ranks"
     assert sum(part["w"] * part["h"] for part in held["parts"]) == pytest.approx(1)
 
 
-@pytest.mark.parametrize(
-    ("degrees", "stage", "grid", "text"),
-    [
-        (Degrees(1, 2, 1), 0, (0, 1), "B"),
-        (Degrees(2, 2, 2), 1, (4, 5, 6, 7), "B"),
-        (Degrees(1, 1, 1), 0, (0,), "B"),
-    ],
-)
-def test_stages_are_consecutive_ranks(degrees: Degrees, stage: int, grid: tuple[int, ...], text: str):
-    placement = stage_placement(degrees, stage)
-    assert placement.grid == grid and placement.shape == (degrees.data, degrees.model)
-    from workbench.core.layout import Layout
+def test_slices_too_thin_to_see_are_one_fill():
+    held = slices(row(view_of("model", 64), "fc2"))[0]
+    assert len(held["parts"]) == 1 and held["text"].startswith("64 slices")
 
-    assert sbp_text(Layout.of(placement, ("B", "B"))) == text
+
+def test_copies_are_counted():
+    state, facts = gpt_state("*: model | 1x2x8", num_ranks=16)
+    held = slices(row(grid_view(state, facts), "lm_head"))[0]
+    assert held["note"] == "\u00d72" and "8 slices" in held["text"]
 
 
 def test_rows_with_note_and_badge_have_room_for_both():
-    heights = [entry["height"] for entry in view_of("hybrid")["rows"]]
-    assert heights == [32, 40, 32, 32]
+    assert [entry["height"] for entry in view_of("hybrid")["rows"]] == [32, 42, 32, 32]
+
+
+# ---- groups ----------------------------------------------------------------------------------------------------------
+
+
+def test_equal_blocks_are_one_row_and_its_parts_when_it_is_unfolded():
+    state, facts = gpt_state()
+    labels = [entry["label"] for entry in grid_view(state, facts)["rows"]]
+    assert labels == ["tok_emb", "pos_emb", "blocks.0-3 \u00d74", "blocks.4-7 \u00d74", "ln_f", "lm_head"]
+    state.fold("blocks.[4-7]")
+    view = grid_view(state, facts)
+    inside = [(entry["label"], entry["choice_text"]) for entry in view["rows"] if entry["depth"]]
+    assert inside[1:3] == [("attn.qkv", "model:column"), ("attn.proj", "model:row")]
+    assert row(view, "blocks.[4-7]")["open"] is True and row(view, "blocks.[0-3]")["open"] is False
+
+
+def test_a_folded_row_sums_up_what_is_inside():
+    state, facts = gpt_state()
+    blocks = row(grid_view(state, facts), "blocks.[0-3]")
+    assert (blocks["weight"], blocks["sbp"], blocks["params"]) == ("24 weights", "mixed", "3.16 M")
+    assert len(blocks["pictures"]) == 4 and blocks["flow"]["note"].startswith("7 \u00d7 all-reduce inside")
+    assert blocks["flow"]["boxing"]["kind"] == "all-gather"
+
+
+def test_an_unfolded_row_leaves_badges_to_its_parts():
+    state, facts = gpt_state()
+    state.fold("blocks.[4-7]")
+    view = grid_view(state, facts)
+    assert row(view, "blocks.[4-7]")["flow"]["boxing"]["kind"].startswith("send")
+    assert row(view, "blocks.[4-7].ln_1")["flow"]["boxing"] is None, "it stands at the row above"
+    assert row(view, "blocks.[4-7].ln_2")["flow"]["boxing"]["kind"] == "all-reduce"
+    assert row(view, "blocks.[4-7].mlp.fc2")["flow"]["note"].startswith("all-reduce between blocks")
+
+
+def test_the_same_mistake_of_many_layers_is_said_once():
+    state, facts = gpt_state()
+    state.set_stage(["blocks.[4-7]"], 0)
+    state.set_stage(["blocks.[0-3]"], 1)
+    blocks = next(entry for entry in grid_view(state, facts)["rows"] if entry["mistakes"])
+    assert len(blocks["mistakes"]) == 1 and "(24 times)" in blocks["mistakes"][0]["message"]
+    assert state.num_problems < 4
+
+
+def test_a_thousand_layers_are_a_few_rows():
+    state, facts = gpt_state("data", num_ranks=8, num_blocks=170)
+    assert len(state.layers) > 1000
+    view = grid_view(state, facts)
+    assert len(view["rows"]) == 5 and view["find"]["shown"]
+
+
+def test_the_chain_of_bytes_is_that_of_boxing_plans():
+    resolved = Strategy("fc1: data; fc2: model").resolve(MLP, 2)
+    placement = Placement.of("cpu", resolved.stage_grid(0))
+    plan = plan_boxing(Layout.of(placement, ("B", "S(0)")), Layout.of(placement, ("B", "B")), (128, 256), itemsize=4)
+    step = crossings(MLP, resolved, known_shapes(MLP, (64,)), 128, sample_shape=(64,))[1]
+    assert step.bytes_forward == plan.wire_bytes
+    assert Stages(resolved).placements[0].shape == (1, 2)

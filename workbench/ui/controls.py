@@ -8,11 +8,29 @@ from typing import Any
 
 import ipywidgets as widgets
 
+from workbench.core.options import PRECISIONS, SCHEDULES
 from workbench.core.presets import PRESETS
+from workbench.core.strategy import Mistake
+from workbench.ui.assets import element
+from workbench.ui.editing import clauses
 from workbench.ui.placing import Degrees
-from workbench.ui.state import PanelState
+from workbench.ui.state import FIXES, PLANNED, PanelState
 
-SCHEDULES = ("1f1b", "gpipe")
+_TIMES = "\u00d7"
+_PRESET_TIPS = {
+    "data": "every rank has the whole model and a part of the batch",
+    "model": "every weight is split over the ranks",
+    "pipeline": "the model is cut into stages, one per rank",
+    "hybrid": "the first half of the layers data, the second half model parallel",
+}
+_OPTION_TIPS = {
+    "micro-batches": "parts that a batch is cut into; the stages of a pipeline work on different ones",
+    "schedule": "in which order a stage works on its micro-batches",
+    "ZeRO": "what is cut over data-parallel ranks: 1 optimizer state, 2 gradients too, 3 parameters too",
+    "recompute": "blocks run forward again in backward: less memory for activations, more computing",
+    "sequence": "between model-parallel layers, the model axis splits the sequence instead of copying it",
+    "precision": "fp32, or autocast to 16 bits",
+}
 
 
 def button(description: str, on_click: Callable[[], None], *css: str, **traits: Any) -> widgets.Button:
@@ -40,20 +58,38 @@ def bar(*children: widgets.Widget, css: tuple[str, ...] = ("wb-bar",)) -> widget
     return made
 
 
-def label(text: str) -> widgets.HTML:
+def label(text: str, *css: str) -> widgets.HTML:
     """A quiet label in front of a field."""
-    return html(f'<span class="wb-quiet">{escape(text)}</span>')
+    return html(f'<span class="wb-quiet">{escape(text)}</span>', *css)
+
+
+def field(text: str, control: widgets.Widget) -> widgets.HBox:
+    """A control with its label; they stay together when the bar wraps."""
+    control.tooltip = _OPTION_TIPS.get(text, "")
+    return bar(label(text), control, css=("wb-field",))
 
 
 class Controls:
-    """All bars above the grid. ``edit`` is called with a function of the state for everything the user does here."""
+    """All bars above the grid.
+
+    Args:
+        edit: is called with a function of the state for everything that the user does here.
+        run: starts a run.
+        plan: puts the planner's choice into the panel.
+        facts: model, parameters, batch.
+    """
 
     def __init__(
-        self, edit: Callable[[Callable[[PanelState], None]], None], run: Callable[[], None], facts: str
+        self,
+        edit: Callable[[Callable[[PanelState], None]], None],
+        run: Callable[[], None],
+        plan: Callable[[], None],
+        facts: str,
     ) -> None:
         self._edit = edit
         self._refreshing = False
         self.presets = {name: self._preset_button(name) for name in PRESETS}
+        self.planned = button(PLANNED, plan)
         self.undo = self._icon("undo", "Undo (Ctrl+Z in the grid)", PanelState.undo)
         self.redo = self._icon("repeat", "Redo (Ctrl+Shift+Z in the grid)", PanelState.redo)
         self.problems = html()
@@ -61,56 +97,64 @@ class Controls:
         self.degrees = {name: self._number(1, 4096) for name in ("pipeline", "data", "model")}
         self.sum = html()
         self.micro_batches = self._number(1, 4096)
-        self.schedule = widgets.Dropdown(options=SCHEDULES, layout={"width": "78px"})
+        self.schedule = widgets.Dropdown(options=SCHEDULES, layout={"width": "92px"})
+        self.zero = widgets.Dropdown(options=(0, 1, 2, 3), layout={"width": "46px"})
+        self.recompute = widgets.Checkbox(description="recompute", indent=False)
+        self.sequence = widgets.Checkbox(description="sequence", indent=False)
+        self.precision = widgets.Dropdown(options=PRECISIONS, layout={"width": "62px"})
         self.text = widgets.Text(continuous_update=False, layout={"width": "auto"})
+        self.pieces = html("", "wb-pieces")
+        self.copy = button("Copy", lambda: None, "wb-copy", tooltip="copy the text; wb.Strategy(text) reads it")
         self.mistakes = html("", "wb-mistake-list")
         self._observe()
         self.bars = self._lay_out(facts)
 
     def _preset_button(self, name: str) -> widgets.Button:
-        return button(
-            name, lambda: self._edit(lambda state: state.set_preset(name)), tooltip=f"start from the preset {name}"
-        )
+        return button(name, lambda: self._edit(lambda state: state.set_preset(name)))
 
     def _icon(self, icon: str, tooltip: str, action: Callable[[PanelState], None]) -> widgets.Button:
         return button("", lambda: self._edit(action), "wb-icon", icon=icon, tooltip=tooltip)
 
     @staticmethod
     def _number(smallest: int, largest: int) -> widgets.BoundedIntText:
-        return widgets.BoundedIntText(value=1, min=smallest, max=largest, layout={"width": "52px"})
+        return widgets.BoundedIntText(value=1, min=smallest, max=largest, layout={"width": "46px"})
 
     def _observe(self) -> None:
         self.text.add_class("wb-text")
-        for field in self.degrees.values():
-            field.observe(self._on_degrees, "value")
-        self.micro_batches.observe(lambda change: self._on_option(num_micro_batches=change["new"]), "value")
-        self.schedule.observe(lambda change: self._on_option(schedule=change["new"]), "value")
+        for number in self.degrees.values():
+            number.observe(self._on_degrees, "value")
+        options = {
+            "num_micro_batches": self.micro_batches,
+            "schedule": self.schedule,
+            "zero": self.zero,
+            "recompute": self.recompute,
+            "sequence": self.sequence,
+            "precision": self.precision,
+        }
+        for name, control in options.items():
+            control.observe(lambda change, name=name: self._on_option(**{name: change["new"]}), "value")
         self.text.observe(lambda change: self._on_user(lambda state: state.set_text(change["new"])), "value")
 
     def _lay_out(self, facts: str) -> list[widgets.Widget]:
-        times = "\u00d7"
         pipeline, data, model = self.degrees.values()
         title = html('<span class="wb-title">Strategy</span>')
-        presets = bar(*self.presets.values(), css=("wb-group",))
+        presets = bar(*self.presets.values(), self.planned, css=("wb-group",))
         history = bar(self.undo, self.redo, css=("wb-group",))
+        degrees = bar(
+            *(label("pipeline"), pipeline, label(_TIMES), label("data"), data),
+            *(label(_TIMES), label("model"), model, self.sum),
+            css=("wb-field",),
+        )
+        options = (
+            *(field("micro-batches", self.micro_batches), field("schedule", self.schedule)),
+            html("", "wb-rule"),
+            *(field("ZeRO", self.zero), self.recompute, self.sequence, field("precision", self.precision)),
+        )
+        text = bar(self.text, self.pieces, css=("wb-text-field",))
         return [
-            bar(title, presets, history, html("", "wb-space"), self.problems, self.run),
-            bar(
-                *(
-                    label("pipeline"),
-                    pipeline,
-                    label(times),
-                    label("data"),
-                    data,
-                    label(times),
-                    label("model"),
-                    model,
-                    self.sum,
-                ),
-                *(label("micro-batches"), self.micro_batches, label("schedule"), self.schedule),
-                *(html("", "wb-space"), label(facts)),
-            ),
-            bar(label("as text"), self.text),
+            bar(title, presets, history, html("", "wb-space"), label(facts, "wb-facts"), self.problems, self.run),
+            bar(degrees, html("", "wb-rule"), *options, css=("wb-bar", "wb-wrap")),
+            bar(label("as text"), text, self.copy),
             self.mistakes,
         ]
 
@@ -120,56 +164,82 @@ class Controls:
             self._edit(action)
 
     def _on_degrees(self, _change: Any) -> None:
-        numbers = [field.value for field in self.degrees.values()]
+        numbers = [number.value for number in self.degrees.values()]
         self._on_user(lambda state: state.set_degrees(Degrees(*numbers)))
 
     def _on_option(self, **changes: Any) -> None:
         self._on_user(lambda state: state.set_options(**changes))
 
-    def refresh(self, state: PanelState, busy: bool) -> None:
-        """Show ``state``; while a run holds the engines nothing can be started."""
+    def refresh(self, state: PanelState, busy: bool, no_plan: str = "", no_run: str = "") -> None:
+        """Show ``state``.
+
+        Args:
+            busy: a run holds the engines, and nothing can be started.
+            no_plan: why there is no planner's choice; empty where there is one.
+            no_run: why nothing can be run at all; empty where it can.
+        """
         self._refreshing = True
         try:
-            self._show_presets(state)
-            self._show_fields(state)
-            self._show_problems(state, busy)
+            self._show_presets(state, no_plan)
+            self._show_degrees(state)
+            self._show_options(state)
+            self._show_text(state)
+            self._show_problems(state, "a run holds the engines" if busy else no_run)
         finally:
             self._refreshing = False
 
-    def _show_presets(self, state: PanelState) -> None:
-        for name, preset in self.presets.items():
+    def _show_presets(self, state: PanelState, no_plan: str) -> None:
+        for name, preset in [*self.presets.items(), (PLANNED, self.planned)]:
             on = name == state.base
             preset.description = state.label if on else name
             (preset.add_class if on else preset.remove_class)("wb-on")
+            reason = no_plan if name == PLANNED else state.presets[name]
+            tip = "the fastest strategy that fits into memory" if name == PLANNED else _PRESET_TIPS[name]
+            preset.disabled, preset.tooltip = bool(reason), reason or tip
         self.undo.disabled, self.redo.disabled = not state.can_undo, not state.can_redo
 
-    def _show_fields(self, state: PanelState) -> None:
-        degrees = state.written_degrees
-        for name, field in self.degrees.items():
-            field.value = getattr(degrees, name)
-        fits = degrees.num_ranks == state.num_ranks
-        text = f"= {degrees.num_ranks} ranks \u2713" if fits else f"= {degrees.num_ranks}, but {state.num_ranks} ranks"
+    def _show_degrees(self, state: PanelState) -> None:
+        degrees, widths = state.written_degrees, state.options.widths
+        for name, number in self.degrees.items():
+            number.value = getattr(degrees, name)
+        ranks = sum(data * model for data, model in widths) if widths else degrees.num_ranks
+        fits = ranks == state.num_ranks
+        text = f"= {ranks} ranks \u2713" if fits else f"= {ranks}, but {state.num_ranks} ranks"
         self.sum.value = f'<span class="{"wb-sum" if fits else "wb-wrong-sum"}">{text}</span>'
-        self.micro_batches.value = state.options.num_micro_batches
-        schedule = state.options.schedule or SCHEDULES[0]
-        self.schedule.value = schedule if schedule in SCHEDULES else None
-        self.schedule.disabled = degrees.pipeline == 1
-        self.text.value = state.text
-        (self.text.add_class if state.text_problem else self.text.remove_class)("wb-wrong")
 
-    def _show_problems(self, state: PanelState, busy: bool) -> None:
+    def _show_options(self, state: PanelState) -> None:
+        options = state.options
+        self.micro_batches.value = options.num_micro_batches
+        self.schedule.value = options.schedule or "1f1b"
+        self.schedule.disabled = state.written_degrees.pipeline == 1
+        self.zero.value, self.precision.value = options.zero, options.precision
+        self.recompute.value, self.sequence.value = options.recompute, options.sequence
+
+    def _show_text(self, state: PanelState) -> None:
+        self.text.value = state.text
+        wrong = [mistake.layer for mistake in state.mistakes if mistake.layer is not None]
+        pieces = clauses(state.text, wrong, state.layers)
+        self.pieces.value = "".join(f'<span class="{role}">{escape(text)}</span>' for text, role in pieces)
+        (self.text.add_class if state.num_problems else self.text.remove_class)("wb-wrong")
+
+    def _show_problems(self, state: PanelState, reason: str) -> None:
         count = state.num_problems
-        plural = "s" if count > 1 else ""
-        self.problems.value = f'<span class="wb-chip error">{count} problem{plural}</span>' if count else ""
-        unplaced = [str(mistake) for mistake in state.mistakes if mistake.layer is None]
-        lines = [*([state.text_problem] if state.text_problem else []), *unplaced]
-        self.mistakes.value = f'<div class="wb-mistakes">{escape(chr(10).join(lines))}</div>' if lines else ""
-        self.run.disabled = busy or not state.can_run
-        reason = (
-            f"fix {count} problem{plural} first"
-            if count
-            else "a run holds the engines"
-            if busy
-            else "train with this strategy"
+        problems = f"{count} problem{'s' if count > 1 else ''}"
+        chip = (
+            f'<button class="wb-chip error wb-problem" title="go to the next one (E in the grid)">{problems}</button>'
         )
-        self.run.tooltip = reason
+        self.problems.value = chip if count else ""
+        lines = [element("div", text=state.text_problem)] if state.text_problem else []
+        lines += [_mistake_line(mistake) for mistake in state.mistakes if mistake.layer is None]
+        self.mistakes.value = element("div", *lines, css="wb-mistakes") if lines else ""
+        self.run.disabled = bool(reason) or not state.can_run
+        self.run.tooltip = f"fix {problems} first" if count else reason or "train with this strategy (Alt+Enter)"
+
+
+def _mistake_line(mistake: Mistake) -> str:
+    """A mistake that stands at no row, with its fixes; those that only the user can do are words."""
+    fixes = []
+    for fix in mistake.fixes[:2]:
+        can = fix.startswith(FIXES)
+        fixes.append(element("button", text=fix, css="fix", data_fix=fix) if can else element("span", text=fix))
+    return element("div", element("span", text=mistake.message), *fixes)

@@ -11,19 +11,20 @@ import traitlets
 from workbench.theme import style_sheet
 from workbench.ui.assets import asset
 
-EVENTS = ("parallel", "split", "stage", "fix", "undo", "redo", "run", "theme")
+EVENTS = ("parallel", "choice", "stage", "fold", "select", "find", "tensor", "fix", "undo", "redo", "run", "theme")
+SCRIPTS = ("draw_cells.js", "draw_grid.js", "panel_page.js", "grid.js")
 PANEL_CLASS = "wb-panel"
 
 
 class LayerGrid(anywidget.AnyWidget):
     """Draws ``view`` (see ``workbench.ui.view.grid_view``) and hands the user's events to one handler.
 
-    The handler gets plain dictionaries, ``{"event": "parallel", "layers": ["fc1"], "value": "model"}``. One widget
+    The handler gets plain dictionaries, ``{"event": "parallel", "rows": ["fc1"], "value": "model"}``. One widget
     for all rows, because a widget per control would send hundreds of messages for a deep model.
     """
 
-    _esm = asset("draw_grid.js") + asset("grid.js")  # one module: widgets cannot import their neighbours
-    _css = style_sheet(f".{PANEL_CLASS}") + asset("panel.css")
+    _esm = "".join(map(asset, SCRIPTS))  # one module: widgets cannot import their neighbours
+    _css = style_sheet(f".{PANEL_CLASS}") + asset("panel.css") + asset("grid.css") + asset("predictions.css")
 
     view = traitlets.Dict().tag(sync=True)
 

@@ -6,29 +6,37 @@ Every edit goes in as a method call and leaves the state consistent; views are c
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from workbench.core.presets import PRESETS, preset
 from workbench.core.strategy import Layer, Mistake, Options, ResolvedStrategy, Row, Strategy
 from workbench.errors import StrategyError
+from workbench.ui import editing
+from workbench.ui.grouping import Node, find, fold, tree, visible, walk
+from workbench.ui.grouping import Row as GridRow
 from workbench.ui.placing import Choice, Degrees
 
 CUSTOM = "custom"
-_SPLIT_CYCLE = {None: "column", "column": "row", "row": None}
+FIXES = ("use ", "write '")
+"""How fixes begin that ``apply_fix`` can do."""
+PLANNED = "planner's choice"
 
 
 @dataclass(frozen=True, slots=True)
 class _Moment:
-    """What undo brings back."""
+    """What undo brings back. ``origin`` is what the strategy was before it was edited, None where that has no name."""
 
     strategy: Strategy
     base: str
+    origin: Strategy | None
     own_degrees: bool
 
 
 class PanelState:
     """A strategy for ``layers`` on ``num_ranks`` ranks while it is being edited.
+
+    Edits name rows: layers, or the patterns of rows that stand for several (``nodes``).
 
     Args:
         strategy: a preset's name, a strategy's text, a ``Strategy``, or None for the preset ``data``.
@@ -48,11 +56,16 @@ class PanelState:
         self.num_ranks = num_ranks
         self.text_problem = ""
         self.draft = ""
+        self.unfolded: set[str] = set()
+        self.wanted_name = ""
+        self.presets = {name: _try_preset(name, self.layers, num_ranks) for name in PRESETS}
         self._now = self._opening(strategy if strategy is not None else "data")
         self._before: list[_Moment] = []
         self._after: list[_Moment] = []
         self.mistakes: list[Mistake] = []
-        self._valid: ResolvedStrategy | None = None
+        self.resolved = Strategy("*: data").resolve(self.layers, num_ranks)
+        self.choices: list[Choice] = []
+        self.nodes: list[Node] = []
         self._check()
 
     # ---- what is shown ------------------------------------------------------------------------------------------
@@ -79,37 +92,31 @@ class PanelState:
 
     @property
     def is_edited(self) -> bool:
-        """Does the strategy do anything else than the preset that it started from?"""
-        if self.base == CUSTOM:
+        """Does the strategy do anything else than what it started from?"""
+        origin = self._now.origin
+        if origin is None or origin == self.strategy:
             return False
-        original = preset(self.base, self.layers, self.num_ranks)
-        if original == self.strategy:
-            return False
-        return self.mistakes != [] or self._valid != _resolved(original, self.layers, self.num_ranks)
+        return self.mistakes != [] or self.resolved != _resolved(origin, self.layers, self.num_ranks)
 
     @property
-    def choices(self) -> list[Choice]:
-        """What is chosen for every layer; splits that were left open are as last resolved."""
-        valid = self._valid.layers if self._valid and not self.mistakes else None
-        written = _written_choices(self.strategy, self.layers)
-        return [replace(choice, split=valid[i].split) for i, choice in enumerate(written)] if valid else written
+    def rows(self) -> list[GridRow]:
+        """The rows of the grid: what is unfolded, or the layers that are looked for."""
+        return find(self.layers, self.wanted_name) if self.wanted_name else visible(self.nodes, self.unfolded)
 
     @property
     def drawn(self) -> list[Choice]:
         """The last valid choices: what pictures show while there are mistakes."""
-        if self._valid is None:
-            return [Choice("data") for _ in self.layers]
-        return [Choice(layer.parallel, layer.split, layer.stage) for layer in self._valid.layers]
+        return [Choice(layer.parallel, layer.split, layer.stage) for layer in self.resolved.layers]
 
     @property
     def degrees(self) -> Degrees:
         """Degrees of the last valid strategy."""
-        return Degrees(*self._valid.degrees) if self._valid else Degrees(1, self.num_ranks, 1)
+        return Degrees(*self.resolved.degrees)
 
     @property
     def written_degrees(self) -> Degrees:
         """Degrees as the user set them, where they are set; they need not fit."""
-        return Degrees(*self.strategy.options.degrees) if self.strategy.options.degrees else self.degrees
+        return Degrees(*self.options.degrees) if self.options.degrees else self.degrees
 
     @property
     def options(self) -> Options:
@@ -118,8 +125,8 @@ class PanelState:
 
     @property
     def num_problems(self) -> int:
-        """How many things keep the strategy from running."""
-        return len(self.mistakes) + bool(self.text_problem)
+        """How many things keep the strategy from running; the same thing at several layers is one."""
+        return len({mistake.message for mistake in self.mistakes}) + bool(self.text_problem)
 
     @property
     def can_run(self) -> bool:
@@ -128,41 +135,49 @@ class PanelState:
 
     @property
     def can_undo(self) -> bool:
+        """Is there an edit to take back?"""
         return bool(self._before)
 
     @property
     def can_redo(self) -> bool:
+        """Is there an edit that was taken back?"""
         return bool(self._after)
 
     # ---- edits --------------------------------------------------------------------------------------------------
 
     def set_parallel(self, names: Iterable[str], parallel: str) -> None:
-        """Make layers ``"data"`` or ``"model"`` parallel; how model-parallel weights are split is left open."""
+        """Make rows ``"data"`` or ``"model"`` parallel; how model-parallel weights are split is left open."""
         self._edit_rows(names, lambda row: replace(row, parallel=parallel, split=None))
 
-    def cycle_split(self, names: Iterable[str]) -> None:
-        """Next way to split a model-parallel weight: open, column, row, open."""
-        self._edit_rows(names, lambda row: replace(row, parallel="model", split=_SPLIT_CYCLE[row.split]))
+    def set_choice(self, names: Iterable[str], choice: str) -> None:
+        """One of ``data``, ``model``, ``model:column`` and ``model:row``."""
+        parallel, _, split = choice.partition(":")
+        self._edit_rows(names, lambda row: replace(row, parallel=parallel, split=split or None))
 
     def set_stage(self, names: Iterable[str], stage: int) -> None:
-        """Put layers on a pipeline stage; layers after them follow unless their own row says otherwise."""
+        """Put rows on a pipeline stage; layers after them follow unless their own row says otherwise."""
         self._edit_rows(names, lambda row: replace(row, stage=stage))
 
     def set_degrees(self, degrees: Degrees) -> None:
         """Fix pipeline x data x model; until then they follow from the rows."""
         options = replace(self.options, degrees=(degrees.pipeline, degrees.data, degrees.model), widths=None)
-        self._become(_Moment(Strategy.from_rows(self.strategy.rows, options), self.base, own_degrees=True))
+        strategy = Strategy.from_rows(self.strategy.rows, options)
+        self._become(replace(self._now, strategy=strategy, own_degrees=True))
 
     def set_options(self, **changes: object) -> None:
-        """Change ``num_micro_batches`` or ``schedule``."""
+        """Change any of ``core.options.Options``: micro-batches, schedule, ZeRO, recompute, sequence, precision."""
         self._become(replace(self._now, strategy=self.strategy.with_options(**changes)))
 
     def set_preset(self, name: str) -> None:
         """Start again from a preset. One that cannot be made for this model is a problem of the text, not a crash."""
         try:
-            self._become(_Moment(preset(name, self.layers, self.num_ranks), name, own_degrees=False))
+            self._become(self._opening(name))
         except StrategyError as error:
             self.draft, self.text_problem = self.text, str(error)
+
+    def set_planned(self, strategy: Strategy) -> None:
+        """Start again from what a planner has chosen."""
+        self._become(_Moment(strategy, PLANNED, strategy, own_degrees=False))
 
     def set_text(self, text: str) -> None:
         """Take a strategy from its text, or a preset's name. Text that does not parse changes nothing but the draft."""
@@ -173,17 +188,27 @@ class PanelState:
         except StrategyError as error:
             self.draft, self.text_problem = text, str(error)
 
-    def apply_fix(self, fix: str, layer: str | None = None) -> bool:
+    def apply_fix(self, fix: str, row: str | None = None) -> bool:
         """Do what a mistake's fix says; False where only the user can."""
-        if (match := re.fullmatch(r"use stage (\d+)", fix)) and layer is not None:
-            self.set_stage([layer], int(match[1]))
+        if (match := re.fullmatch(r"use stage (\d+)", fix)) and row is not None:
+            self.set_stage([row], int(match[1]))
         elif match := re.fullmatch(r"use (\d+)x(\d+)x(\d+)", fix):
             self.set_degrees(Degrees(*map(int, match.groups())))
         elif match := re.fullmatch(r"write '(.+)'", fix):
-            self._rewrite_unmatched(match[1])
+            self._write(Strategy(match[1]).rows[0])
         else:
             return False
         return True
+
+    def fold(self, pattern: str) -> None:
+        """Show the rows below a row, or hide them."""
+        node = next((node for node in walk(self.nodes) if node.pattern == pattern), None)
+        if node is not None and node.children:
+            self.unfolded = fold(node, self.unfolded)
+
+    def look_for(self, name: str) -> None:
+        """Show only layers whose names contain ``name``, or match it as a glob; all rows where it is empty."""
+        self.wanted_name = name.strip()
 
     def undo(self) -> None:
         """Take back the last edit."""
@@ -198,27 +223,33 @@ class PanelState:
     def _opening(self, strategy: Strategy | str) -> _Moment:
         if isinstance(strategy, str) and strategy.strip() in PRESETS:
             name = strategy.strip()
-            return _Moment(preset(name, self.layers, self.num_ranks), name, own_degrees=False)
+            made = preset(name, self.layers, self.num_ranks)
+            return _Moment(made, name, made, own_degrees=False)
         value = Strategy(strategy) if isinstance(strategy, str) else strategy
-        return _Moment(value, CUSTOM, own_degrees=value.options.degrees is not None)
+        return _Moment(value, CUSTOM, None, own_degrees=value.options.degrees is not None)
 
-    def _edit_rows(self, names: Iterable[str], change: object) -> None:
-        rows = list(self.strategy.rows)
-        for name in names:
-            current = Strategy.from_rows(rows).row_of(name) or Row(name)
-            wanted = replace(change(current), pattern=name)  # type: ignore[operator]
-            rows = _with_row(rows, wanted)
+    def _edit_rows(self, names: Iterable[str], change: Callable[[Row], Row]) -> None:
+        targets = {name: self._layers_of(name) for name in names}
+        rows = editing.edited(self.strategy, self.layers, targets, change)
         options = self.options if self._now.own_degrees else replace(self.options, degrees=None)
         self._become(replace(self._now, strategy=Strategy.from_rows(rows, options)))
 
-    def _rewrite_unmatched(self, clause: str) -> None:
-        """Put ``clause`` in the place of the first row that matches no layer."""
+    def _layers_of(self, name: str) -> tuple[int, ...]:
+        """Indices of the layers that a row of the grid stands for; its pattern names it."""
+        exact = tuple(index for index, layer in enumerate(self.layers) if layer.name == name)
+        if exact:
+            return exact
+        node = next((node for node in walk(self.nodes) if node.pattern == name), None)
+        if node is not None:
+            return node.layers
+        return tuple(index for index, layer in enumerate(self.layers) if Row(name).matches(layer.name))
+
+    def _write(self, row: Row) -> None:
+        """Put a row in the place of the first that matches no layer, or behind all others."""
         rows = list(self.strategy.rows)
-        names = [layer.name for layer in self.layers]
-        wrong = next((i for i, row in enumerate(rows) if not any(row.matches(name) for name in names)), None)
-        if wrong is not None:
-            rows[wrong] = Strategy(clause).rows[0]
-            self._become(replace(self._now, strategy=Strategy.from_rows(rows, self.options)))
+        wrong = editing.first_unmatched(rows, self.layers)
+        rows = [*rows, row] if wrong is None else [*rows[:wrong], row, *rows[wrong + 1 :]]
+        self._become(replace(self._now, strategy=Strategy.from_rows(rows, self.options)))
 
     def _become(self, moment: _Moment) -> None:
         """Go to a new moment. The one before can be undone to; what was undone is forgotten."""
@@ -239,30 +270,29 @@ class PanelState:
     def _check(self) -> None:
         self.mistakes = self.strategy.check(self.layers, self.num_ranks)
         if not self.mistakes:
-            self._valid = self.strategy.resolve(self.layers, self.num_ranks)
+            self.resolved = self.strategy.resolve(self.layers, self.num_ranks)
+        self.choices = _written_choices(self.strategy, self.layers, self.drawn) if self.mistakes else self.drawn
+        self.nodes = tree(self.layers, self.choices)
 
 
-def _with_row(rows: Sequence[Row], wanted: Row) -> list[Row]:
-    """``rows`` with one layer's own row replaced, or left out where the other rows say the same."""
-    others = [row for row in rows if row.pattern != wanted.pattern]
-    said = Strategy.from_rows(others).row_of(wanted.pattern)
-    if said is not None and replace(said, pattern=wanted.pattern) == wanted:
-        return others
-    place = next((i for i, row in enumerate(rows) if row.pattern == wanted.pattern), None)
-    if place is not None and Strategy.from_rows(rows).row_of(wanted.pattern) == rows[place]:
-        return [*rows[:place], wanted, *rows[place + 1 :]]
-    return [*others, wanted]
-
-
-def _written_choices(strategy: Strategy, layers: Sequence[Layer]) -> list[Choice]:
-    """Choices as the rows say, valid or not; a layer without a stage is on its predecessor's."""
+def _written_choices(strategy: Strategy, layers: Sequence[Layer], drawn: Sequence[Choice]) -> list[Choice]:
+    """Choices as the rows say, valid or not; a layer without a stage is on its predecessor's, open splits as drawn."""
     choices: list[Choice] = []
-    for layer in layers:
-        row = strategy.row_of(layer.name) or Row(layer.name)
+    for row, last in zip(strategy.rows_of(layers), drawn, strict=True):
         stage = row.stage if row.stage is not None else choices[-1].stage if choices else 0
-        choices.append(Choice(row.parallel, row.split, stage))
+        split = row.split or (last.split if row.parallel == last.parallel else None)
+        choices.append(Choice(row.parallel, split, stage))
     return choices
 
 
 def _resolved(strategy: Strategy, layers: Sequence[Layer], num_ranks: int) -> ResolvedStrategy | None:
     return None if strategy.check(layers, num_ranks) else strategy.resolve(layers, num_ranks)
+
+
+def _try_preset(name: str, layers: Sequence[Layer], num_ranks: int) -> str:
+    """Why a preset cannot be made for this model; empty where it can."""
+    try:
+        preset(name, layers, num_ranks)
+    except StrategyError as error:
+        return str(error)
+    return ""

@@ -8,22 +8,28 @@ from typing import Any
 import plotly.graph_objects as go
 
 from workbench.core.metrics import RunRecord
-from workbench.ui.assets import element
+from workbench.theme import style_sheet
+from workbench.ui.assets import asset, element
+from workbench.ui.static_grid import static_grid_html
 from workbench.ui.tables import comparison_table_html, comparison_table_text
-
-_COLUMNS = (("layer", "name"), ("weight", "weight"), ("params", "params"), ("sbp", "sbp"))
 
 
 def static_html(
-    text: str, view: dict[str, Any], runs: Sequence[RunRecord], baseline: RunRecord | None, latest: str | None = None
+    text: str,
+    view: dict[str, Any],
+    runs: Sequence[RunRecord],
+    baseline: RunRecord | None,
+    latest: str | None = None,
+    predictions: str = "",
 ) -> str:
-    """Strategy, layers and finished runs as one HTML fragment without controls.
+    """Strategy, layers, predictions and finished runs as one HTML fragment without controls.
 
     The class ``wb-static`` lets the live panel hide it where both are on one page.
     """
     strategy = element("p", element("b", text="Strategy "), element("code", text=text))
     table = comparison_table_html(runs, baseline, latest) if runs else ""
-    return element("div", strategy, _layers(view), table, css="wb-static")
+    style = element("style", style_sheet(".wb-static"), asset("predictions.css")) if predictions else ""
+    return element("div", style, strategy, static_grid_html(view), predictions, table, css="wb-static")
 
 
 def static_text(text: str, runs: Sequence[RunRecord], baseline: RunRecord | None) -> str:
@@ -39,12 +45,3 @@ def static_figure(figure: go.Figure) -> dict[str, Any]:
         "text/html": plain.to_html(full_html=False, include_plotlyjs="cdn", config={"displaylogo": False}),
         "text/plain": "Figure: throughput, loss, memory per rank and time split of the last run",
     }
-
-
-def _layers(view: dict[str, Any]) -> str:
-    head = element("tr", *(element("th", text=title) for title, _ in _COLUMNS), element("th", text="choice"))
-    rows = []
-    for row in view["rows"]:
-        choice = f"{row['parallel']}, stage {row['stage']}"
-        rows.append(element("tr", *(element("td", text=row[key]) for _, key in _COLUMNS), element("td", text=choice)))
-    return element("table", element("thead", head), element("tbody", *rows))

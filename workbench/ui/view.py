@@ -2,256 +2,288 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from math import log2, prod
+from dataclasses import dataclass
+from math import prod
 from typing import Any
 
-from workbench.core.layout import Layout
-from workbench.core.strategy import Layer, Mistake
-from workbench.ui.placing import (
-    Choice,
-    Degrees,
-    Step,
-    change_text,
-    main_weight,
-    parameter_layout,
-    sbp_text,
-    stage_placement,
-    walk,
-)
+from workbench.core.strategy import Layer, Mistake, ResolvedStrategy
+from workbench.cost.crossings import Stages
+from workbench.ui import columns, flow
+from workbench.ui.columns import Column
+from workbench.ui.flow import Flow
+from workbench.ui.grouping import Node, Row
+from workbench.ui.numbers import TIMES
+from workbench.ui.placing import Choice
+from workbench.ui.slices import held, picture_size, shape_text
+from workbench.ui.state import FIXES, PanelState
 from workbench.units import format_bytes, format_count
 
-_RANKS_WIDTH = 334
-_ROW_HEIGHT, _TALL_ROW_HEIGHT = 32, 40
-_MAX_COLUMNS_PER_RANK = 8
-_COLUMN_WIDTH = 83
+_ROW, _CHILD, _FOLDED, _TALL = 32, 28, 42, 42
+_MAX_PICTURES = 4
+_FIND_FROM = 40
+_STAGES_AS_BUTTONS = 4
 
 
 @dataclass(frozen=True)
-class GridState:
-    """All that the grid needs: ``choices`` are what the user set, ``drawn`` the last valid ones, one per layer."""
+class Facts:
+    """What the grid knows besides the strategy.
 
-    layers: Sequence[Layer]
-    choices: Sequence[Choice]
-    drawn: Sequence[Choice]
-    degrees: Degrees
+    Attributes:
+        batch_size: samples of a step, all ranks together.
+        shapes: of every layer's output, of one sample; None where it is not known.
+        sample_shape: of one sample of the input.
+        loss: name of the loss function, shown as the last row.
+    """
+
     batch_size: int
-    num_micro_batches: int = 1
-    sample_shape: tuple[int, ...] = ()
-    mistakes: Sequence[Mistake] = field(default=())
+    shapes: Sequence[tuple[int, ...] | None]
+    sample_shape: tuple[int, ...] | None = None
+    loss: str = ""
 
 
-def grid_view(state: GridState) -> dict[str, Any]:
-    """The whole view: stages and their columns, one entry per layer, totals."""
-    columns = _columns(state.degrees)
-    micro_batch = max(state.batch_size // state.num_micro_batches, 1)
-    steps = walk(state.layers, state.drawn, state.degrees, micro_batch, state.sample_shape)
-    rows = [_row(index, state, columns, steps[index]) for index in range(len(state.layers))]
-    _make_room(rows)
+def grid_view(state: PanelState, facts: Facts) -> dict[str, Any]:
+    """The whole view: stages and their columns, one entry per shown row, totals."""
+    stages = Stages(state.resolved)
+    drawing = _Drawing(state, facts, stages, columns.columns_of(stages), flow_of(state, facts))
+    rows = drawing.rows()
+    total, parts = flow.total_text(drawing.flow)
     return {
-        "ranks_width": round(max(columns[-1]["centre"] + columns[0]["centre"], 2 * _COLUMN_WIDTH)),
-        "stages": _stages(state.degrees, columns),
-        "columns": columns,
-        "stage_options": _stage_options(state.degrees),
-        "flow_title": "Input and the boxing that brings it",
-        "flow_detail": "bytes per micro-batch, forward" if state.num_micro_batches > 1 else "bytes per step, forward",
+        "ranks_width": columns.total_width(drawing.columns),
+        "stages": columns.stage_heads(stages, drawing.columns),
+        "columns": columns.view(drawing.columns),
+        "stage_options": _stage_options(state),
+        "flow_title": "Activation and boxing",
+        "flow_detail": f"bytes per {'micro-batch' if drawing.flow.num_micro_batches > 1 else 'step'}, forward + back",
         "rows": rows,
-        "note": "coloured: the part of the weight that the rank holds \u00b7 \u2013 not on this rank",
-        "total": _total(state),
+        "end": _end(state, facts, drawing.flow),
+        "find": {"text": state.wanted_name, "shown": len(state.layers) >= _FIND_FROM, "found": len(rows)},
+        "note": drawing.note,
+        "total": [total, parts],
     }
 
 
-def _stage_options(degrees: Degrees) -> list[int]:
-    """Stages that can be chosen: four by one click, all of them from a list where the pipeline is longer."""
-    return list(range(degrees.num_ranks if degrees.pipeline > 4 else min(degrees.num_ranks, 4)))
+def flow_of(state: PanelState, facts: Facts) -> Flow:
+    """The boxings of the last valid strategy."""
+    return flow.flow_of(state.layers, state.resolved, facts.shapes, facts.batch_size, facts.sample_shape)
 
 
-def _columns(degrees: Degrees) -> list[dict[str, Any]]:
-    """One column per rank, or one per stage where ranks are too many to tell apart."""
-    if degrees.num_ranks <= _MAX_COLUMNS_PER_RANK:
-        per_stage = degrees.data * degrees.model
-        columns: list[dict[str, Any]] = [
-            {"stage": rank // per_stage, "shade": rank % per_stage, "label": f"rank {rank}", "ranks": [rank]}
-            for rank in range(degrees.num_ranks)
-        ]
-    else:
-        grids = [list(stage_placement(degrees, stage).grid) for stage in range(degrees.pipeline)]
-        columns = [
-            {"stage": stage, "shade": 0, "label": f"{grid[0]}-{grid[-1]}", "ranks": grid}
-            for stage, grid in enumerate(grids)
-        ]
-    width = min(_COLUMN_WIDTH, _RANKS_WIDTH / len(columns))
-    for index, column in enumerate(columns):
-        column["centre"] = round((index + 0.5) * width, 1)
-        if width < _COLUMN_WIDTH and len(column["ranks"]) == 1:
-            column["label"] = str(column["ranks"][0])
-    return columns
+def _stage_options(state: PanelState) -> list[int]:
+    """Stages that can be chosen: those in use and one more, up to four; from a list where the pipeline is longer."""
+    written = max((choice.stage for choice in state.choices), default=0) + 1
+    used = max(state.degrees.pipeline, state.written_degrees.pipeline, written)
+    return list(
+        range(state.num_ranks if used > _STAGES_AS_BUTTONS else min(state.num_ranks, used + 1, _STAGES_AS_BUTTONS))
+    )
 
 
-def _stages(degrees: Degrees, columns: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    stages = []
-    width = columns[0]["centre"] * 2
-    for number in range(degrees.pipeline):
-        places = [index for index, column in enumerate(columns) if column["stage"] == number]
-        stage_width = width * len(places)
-        axis = "" if stage_width < 150 else "model axis \u2192" if degrees.model > 1 else "data axis \u2192"
-        stages.append(
-            {
-                "number": number,
-                "left": round(places[0] * width, 1),
-                "width": round(stage_width, 1),
-                "label": f"stage {number}" if stage_width >= 60 else str(number),
-                "axis": axis,
-            }
-        )
-    return stages
+def _end(state: PanelState, facts: Facts, way: Flow) -> dict[str, Any] | None:
+    """The loss, below the last layer; it has no choice of its own."""
+    if not facts.loss or not state.layers or state.wanted_name:
+        return None
+    met = flow.end_view(way, state.resolved, facts.loss == "cross_entropy")
+    return {"label": facts.loss, "text": f"follows {state.layers[-1].name}", "flow": met}
 
 
-def _row(index: int, state: GridState, columns: list[dict[str, Any]], step: Step) -> dict[str, Any]:
-    layer, choice, drawn = state.layers[index], state.choices[index], state.drawn[index]
-    mistakes = [mistake for mistake in state.mistakes if mistake.layer == layer.name]
-    shape = main_weight(layer)
-    layout = parameter_layout(layer, drawn, shape, stage_placement(state.degrees, drawn.stage))
-    slices = [_slice(shape, layout, column) for column in columns]
-    others = [f"{name} {_shape_text(size)}" for name, size in layer.shapes.items()]
-    return {
-        "id": f"wb-row-{index}",
-        "name": layer.name,
-        "kind": layer.kind,
-        "weight": _shape_text(shape),
-        "params": format_count(layer.num_parameters),
-        "parallel": choice.parallel,
-        "stage": choice.stage,
-        "drawn_stage": drawn.stage,
-        "bad": _bad_control(mistakes),
-        "sbp": sbp_text(layout),
-        "sbp_title": "; ".join(others),
-        "picture": _picture_size(shape),
-        "slices": slices,
-        "slices_text": "; ".join(
-            f"{column['label']}: {part['text'] if part else 'nothing'}"
-            for column, part in zip(columns, slices, strict=True)
-        ),
-        "kept": bool(mistakes) and choice != drawn,
-        "mistakes": [_mistake(mistake) for mistake in mistakes],
-        "flow": _flow(layer, drawn, step, state),
-    }
+@dataclass
+class _Drawing:
+    """One view while it is being made."""
+
+    state: PanelState
+    facts: Facts
+    stages: Stages
+    columns: list[Column]
+    flow: Flow
+
+    def __post_init__(self) -> None:
+        self.drawn = self.state.drawn
+        self.problems = _problems_by_layer(self.state.mistakes)
+
+    @property
+    def note(self) -> str:
+        """How to read the pictures."""
+        if any(len(column.ranks) > 1 for column in self.columns):
+            return f"one picture per stage: its slices, and how many copies ({TIMES}) \u00b7 \u2013 not on this stage"
+        return "coloured slice: the part of the weight that the rank holds \u00b7 \u2013 not on this rank"
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One entry per row that is shown."""
+        shown = self.state.rows
+        found = []
+        for index, row in enumerate(shown):
+            before = shown[index - 1] if index else None
+            is_first_below = before is not None and before.depth < row.depth
+            found.append(self._row(index, row, is_first_below))
+        self._note_between_blocks(shown, found)
+        _make_room(found)
+        return found
+
+    def _row(self, index: int, row: Row, is_first_below: bool) -> dict[str, Any]:
+        node, state = row.node, self.state
+        mistakes = self._mistakes(row)
+        choices = [state.choices[i] for i in node.layers]
+        parallel, stage = _common(c.parallel for c in choices), _common(c.stage for c in choices)
+        layouts = [self._main_layout(i) for i in node.first]
+        kept = bool(mistakes) and any(state.choices[i] != self.drawn[i] for i in node.layers)
+        split = _common(c.split for c in choices)
+        return {
+            "id": f"wb-row-{index}",
+            "pattern": node.pattern,
+            "label": node.label,
+            "depth": row.depth,
+            "open": row.unfolded,
+            "kind": _kind(node, state.layers),
+            "weight": self._weight_text(node),
+            "params": format_count(sum(state.layers[i].num_parameters for i in node.layers)),
+            "parallel": parallel,
+            "split": split if isinstance(split, str) else None,
+            "choice_text": _choice_text(choices),
+            "stage": stage,
+            "stages_text": _range_text([c.stage for c in choices]),
+            "on": self._on({self.drawn[i].stage for i in node.layers}),
+            "bad": _bad_control(mistakes),
+            "sbp": _common(flow.sbp_text(layout) for layout in layouts) or "mixed",
+            "sbp_tip": f"weight {flow.full_text(layouts[0])}" if len(set(layouts)) == 1 else "",
+            "pictures": [] if row.unfolded else self._pictures(node),
+            "kept": kept,
+            "mistakes": [_mistake(mistake, count) for mistake, count in mistakes],
+            "flow": flow.flow_view(node, self.flow, is_open=row.unfolded, is_first_below=is_first_below),
+            "height": _height(row),
+        }
+
+    def _on(self, stages: set[int]) -> list[bool]:
+        """For every column: do its ranks hold any of the row's layers?"""
+        ranks = {rank for stage in stages for rank in self.stages.placements[stage]}
+        return [not ranks.isdisjoint(column.ranks) for column in self.columns]
+
+    def _main_layout(self, index: int) -> Any:
+        layer = self.state.layers[index]
+        return self.stages.parameter(layer, self.state.resolved.layers[index], main_weight(layer))
+
+    def _weight_text(self, node: Node) -> str:
+        layers = [self.state.layers[i] for i in (node.layers if node.children else node.first[:1])]
+        if len(layers) == 1:
+            return shape_text(main_weight(layers[0]))
+        return f"{len(layers)} weights"
+
+    def _pictures(self, node: Node) -> list[dict[str, Any]]:
+        """Weights of a row: its own, or the largest of a folded block."""
+        if node.children and any(child.children for child in node.children):
+            return []
+        indices = [i for i in node.first if main_weight(self.state.layers[i])]
+        if len(indices) > 1:
+            largest = sorted(indices, key=lambda i: -prod(main_weight(self.state.layers[i])))[:_MAX_PICTURES]
+            indices = [i for i in indices if i in largest]
+        return [self._picture(i, small=len(indices) > 1) for i in indices]
+
+    def _picture(self, index: int, small: bool) -> dict[str, Any]:
+        layer, shape = self.state.layers[index], main_weight(self.state.layers[index])
+        layout = self._main_layout(index)
+        slices = [held(shape, layout, column.ranks, column.shade) for column in self.columns]
+        return {"size": picture_size(shape, small), "slices": slices, "label": layer.name.rpartition(".")[2]}
+
+    def _mistakes(self, row: Row) -> list[tuple[Mistake, int]]:
+        """What is wrong with the row's layers, and at how many of them; at a row that is unfolded its rows say it."""
+        if row.unfolded:
+            return []
+        counts: Counter[str] = Counter()
+        first: dict[str, Mistake] = {}
+        for index in row.node.layers:
+            for mistake in self.problems.get(self.state.layers[index].name, ()):
+                counts[mistake.message] += 1
+                first.setdefault(mistake.message, mistake)
+        return [(mistake, counts[message]) for message, mistake in first.items()]
+
+    def _note_between_blocks(self, shown: Sequence[Row], found: list[dict[str, Any]]) -> None:
+        """The last row of an unfolded block says what lies between it and the next one."""
+        parents: list[Row] = []
+        for index, row in enumerate(shown):
+            parents = [*parents[: row.depth], row]
+            is_last = index + 1 == len(shown) or shown[index + 1].depth < row.depth
+            if row.depth and is_last and not row.node.children:
+                text = flow.between_blocks(parents[row.depth - 1].node, self.flow)
+                found[index]["flow"]["note"] = text or found[index]["flow"]["note"]
+
+
+def main_weight(layer: Layer) -> tuple[int, ...]:
+    """Shape of the parameter with the most elements: what a row's picture shows. Empty for a layer without any."""
+    return max(layer.shapes.values(), key=prod, default=())
+
+
+def _common(values: Any) -> Any:
+    """What all values are, None where they differ."""
+    found = set(values)
+    return found.pop() if len(found) == 1 else None
+
+
+def _kind(node: Node, layers: Sequence[Layer]) -> str:
+    return "" if node.children else layers[node.layers[0]].kind
+
+
+def _choice_text(choices: Sequence[Choice]) -> str:
+    """What layers do in words: ``"model:column"``, or ``"mixed"``."""
+    texts = {choice.parallel + (f":{choice.split}" if choice.split else "") for choice in choices}
+    return texts.pop() if len(texts) == 1 else "mixed"
+
+
+def _range_text(stages: Sequence[int]) -> str:
+    return str(stages[0]) if len(set(stages)) == 1 else f"{min(stages)}-{max(stages)}"
+
+
+def _height(row: Row) -> int:
+    if row.node.children and not row.unfolded:
+        return _FOLDED
+    return _CHILD if row.depth and not row.node.children else _ROW
 
 
 def _make_room(rows: list[dict[str, Any]]) -> None:
     """Rows with a note are taller where a boxing badge straddles one of their edges."""
     for row, following in zip(rows, [*rows[1:], None], strict=True):
-        badge = row["flow"]["boxing"] or (following and following["flow"]["boxing"])
-        row["height"] = _TALL_ROW_HEIGHT if badge and row["flow"]["note"] else _ROW_HEIGHT
+        if (row["flow"]["boxing"] or (following and following["flow"]["boxing"])) and row["flow"]["note"]:
+            row["height"] = max(row["height"], _TALL)
 
 
-def _slice(shape: tuple[int, ...], layout: Layout, column: dict[str, Any]) -> dict[str, Any] | None:
-    """What the column's ranks hold of a weight, as parts of its picture (fractions of width and height)."""
-    held = [rank for rank in column["ranks"] if rank in layout.placement.grid]
-    if not held:
-        return None
-    regions = {layout.region(shape, rank): position for position, rank in reversed(list(enumerate(held)))}
-    first = next(iter(reversed(regions)))
-    alone = len(held) == 1
-    parts = [_part(shape, region, column["shade"] if alone else position) for region, position in regions.items()]
-    text = _region_text(shape, first) if alone else f"{len(regions)} slices on {len(held)} ranks"
-    return {"parts": parts, "text": text}
+def _problems_by_layer(mistakes: Sequence[Mistake]) -> dict[str, list[Mistake]]:
+    found: dict[str, list[Mistake]] = {}
+    for mistake in mistakes:
+        if mistake.layer is not None:
+            found.setdefault(mistake.layer, []).append(mistake)
+    return found
 
 
-def _part(shape: tuple[int, ...], region: tuple[tuple[int, int], ...], shade: int) -> dict[str, Any]:
-    """The region as a rectangle: the first dim goes down, the second (of two or more) to the right."""
-    top, bottom = (edge / shape[0] for edge in region[0])
-    left, right = (edge / shape[1] for edge in region[1]) if len(shape) > 1 else (0.0, 1.0)
-    return {"x": left, "y": top, "w": right - left, "h": bottom - top, "shade": shade}
-
-
-def _region_text(shape: tuple[int, ...], region: tuple[tuple[int, int], ...]) -> str:
-    """``"rows 0-127 of 256"``; the whole weight is ``"all of 256 x 64"``."""
-    names = ("rows", "columns", *(f"dim {dim}" for dim in range(2, len(shape))))
-    parts = [
-        f"{name} {start}-{stop - 1} of {size}"
-        for name, (start, stop), size in zip(names, region, shape, strict=False)
-        if (start, stop) != (0, size)
-    ]
-    return ", ".join(parts) or f"all of {_shape_text(shape)}"
-
-
-def _picture_size(shape: tuple[int, ...]) -> list[int]:
-    """Width and height in pixels that grow with the logarithm of the weight's sizes."""
-    down, across = shape[0], shape[1] if len(shape) > 1 else 1
-    if len(shape) == 1:
-        return [24, 5]
-    return [_pixels(across, largest=42), _pixels(down, largest=24)]
-
-
-def _pixels(size: int, largest: int) -> int:
-    return int(min(max(4 * log2(max(size, 1)) - 10, 6), largest))
-
-
-def _shape_text(shape: tuple[int, ...]) -> str:
-    return " \u00d7 ".join(map(str, shape))
-
-
-def _bad_control(mistakes: Sequence[Mistake]) -> str | None:
+def _bad_control(mistakes: Sequence[tuple[Mistake, int]]) -> str | None:
     """Which of the row's controls the first mistake is about."""
     if not mistakes:
         return None
-    return "stage" if "stage" in mistakes[0].message else "parallel"
+    return "stage" if mistakes[0][0].message.startswith("stage") else "parallel"
 
 
-def _mistake(mistake: Mistake) -> dict[str, Any]:
-    return {"message": mistake.message, "fixes": [fix_button(fix) for fix in mistake.fixes]}
+def _mistake(mistake: Mistake, count: int) -> dict[str, Any]:
+    times = f" ({count} times)" if count > 1 else ""
+    return {"message": mistake.message + times, "fixes": [fix_button(fix) for fix in mistake.fixes[:2]]}
 
 
 def fix_button(fix: str) -> dict[str, Any]:
     """A fix as the script draws it; ``value`` is what comes back when it is clicked, None where only the user can."""
-    return {"label": fix, "value": fix if fix.startswith(("use ", "write ")) else None}
+    return {"label": fix, "value": fix if fix.startswith(FIXES) else None}
 
 
-def _flow(layer: Layer, choice: Choice, step: Step, state: GridState) -> dict[str, Any]:
-    return {
-        "layout": sbp_text(step.layout),
-        "note": _gradient_note(layer, choice, state.degrees),
-        "boxing": _badge(step) if step.boxings else None,
-    }
-
-
-def _badge(step: Step) -> dict[str, Any]:
-    """The boxings before a layer as one badge; its tip is the whole plan."""
-    return {
-        "change": change_text(step.boxings[-1]),
-        "kind": " + ".join(plan.kind for plan in step.boxings),
-        "bytes": format_bytes(step.wire_bytes) if step.bytes_known else "",
-        "free": step.wire_bytes == 0,
-        "title": "\n".join(plan.describe() for plan in step.boxings) if step.bytes_known else "",
-    }
-
-
-def _gradient_note(layer: Layer, choice: Choice, degrees: Degrees) -> str:
-    """What the gradients of a layer cost once per step where copies of its weight see different samples."""
-    copies = degrees.data * (degrees.model if choice.parallel == "data" else 1)
-    if copies == 1:
-        return ""
-    size = 2 * (copies - 1) * 4 * layer.num_parameters
-    return f"grad P \u2192 B {format_bytes(size)} per step"
-
-
-def _total(state: GridState) -> str:
-    """Bytes of parameters that each rank (or the largest of many) holds."""
-    held = parameters_held(state.layers, state.drawn, state.degrees)
-    if len(held) <= 4:
-        return "parameters held: " + ", ".join(f"rank {rank} {format_bytes(size)}" for rank, size in enumerate(held))
-    return f"parameters held: at most {format_bytes(max(held))} per rank"
-
-
-def parameters_held(layers: Sequence[Layer], choices: Sequence[Choice], degrees: Degrees) -> list[int]:
-    """Bytes of fp32 parameters by rank."""
-    held = [0] * degrees.num_ranks
-    for layer, choice in zip(layers, choices, strict=True):
-        placement = stage_placement(degrees, choice.stage)
+def parameters_held(layers: Sequence[Layer], resolved: ResolvedStrategy) -> list[int]:
+    """Bytes of fp32 parameters by rank, before ZeRO."""
+    stages = Stages(resolved)
+    ranks = sorted({rank for placement in stages.placements for rank in placement})
+    size_of = dict.fromkeys(ranks, 0)
+    for layer, choice in zip(layers, resolved.layers, strict=True):
         for shape in layer.shapes.values():
-            layout = parameter_layout(layer, choice, shape, placement)
-            for rank in placement.grid:
-                held[rank] += 4 * prod(layout.local_shape(shape, rank))
-    return held
+            layout = stages.parameter(layer, choice, shape)
+            for rank in layout.placement:
+                size_of[rank] += 4 * prod(layout.local_shape(shape, rank))
+    return [size_of[rank] for rank in ranks]
+
+
+def held_text(sizes: Sequence[int]) -> str:
+    """Bytes of parameters on each rank, or on the fullest of many."""
+    if len(sizes) <= 4:
+        return ", ".join(f"rank {rank} {format_bytes(size)}" for rank, size in enumerate(sizes))
+    return f"at most {format_bytes(max(sizes))} per rank"

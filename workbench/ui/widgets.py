@@ -1,4 +1,4 @@
-"""``wb.Panel``: choose, see, run, compare. It ties the state, the grid, the bars and the live view together."""
+"""``wb.Panel``: choose, see, run, compare. It ties the strategy's half to that of the runs, and keeps a static copy."""
 
 from __future__ import annotations
 
@@ -9,19 +9,24 @@ from typing import Any
 import ipywidgets as widgets
 from IPython.display import display
 
-from workbench import theme
-from workbench.core.metrics import RunRecord, StepMetrics
+from workbench.core.metrics import RunRecord
+from workbench.core.model_costs import ModelCosts
 from workbench.core.strategy import Strategy
-from workbench.ui.controls import Controls, html
-from workbench.ui.grid import PANEL_CLASS, LayerGrid
-from workbench.ui.live import LiveView
-from workbench.ui.pump import Pump
+from workbench.cost.estimate import Estimate
+from workbench.cost.hardware import Hardware
+from workbench.errors import SessionError
+from workbench.session.saved_runs import SavedRuns
+from workbench.ui import paper
+from workbench.ui.grid import PANEL_CLASS
+from workbench.ui.predicting import Predictor
+from workbench.ui.running import Hooks, RunsPart
 from workbench.ui.state import PanelState
 from workbench.ui.static_view import static_figure, static_html, static_text
-from workbench.ui.tables import comparison_table_html
-from workbench.ui.trainer import PanelRun, SessionTrainer, Trainer
-from workbench.ui.view import GridState, grid_view
+from workbench.ui.strategy_part import StrategyPart, facts_of
+from workbench.ui.trainer import SessionTrainer, Trainer
 from workbench.units import format_count
+
+_STATIC_DELAY_S = 0.5
 
 
 class Panel(widgets.VBox):
@@ -31,7 +36,7 @@ class Panel(widgets.VBox):
     same weights and takes the same batches, and is compared with one device.
 
     Args:
-        session: the engines to train on.
+        session: the engines to train on; None for a panel that only predicts, for ``hardware`` and ``num_ranks``.
         model_fn: makes the model, ``() -> nn.Module``.
         dataset: a (inputs, targets) pair of tensors or arrays, or a torch Dataset of such pairs.
         loss_fn: ``(output, target) -> scalar``, a mean over the samples.
@@ -41,9 +46,16 @@ class Panel(widgets.VBox):
         optimizer_fn: ``parameters -> optimizer``; default SGD with lr 0.1 and momentum 0.9.
         seed: of weights and data order.
         trainer: what describes the model and starts runs; default: the session's engines.
+        hardware: the machine to predict for: ``wb.calibrate(session)``, a file, or a name ("h200"). None: nothing is
+            predicted.
+        num_ranks: where there is no session.
+        costs: of the model's layers; default: counted from the model on metadata.
+        keep: keep the runs on disk, see ``wb.SavedRuns``; a ``SavedRuns`` says where.
 
     Raises:
         StrategyError: ``strategy`` does not parse. One that does not fit the model is shown with its mistakes.
+        HardwareError: no such machine or file.
+        ValueError: neither a session nor ``num_ranks``.
 
     >>> panel = wb.Panel(session, make_mlp, digits(), cross_entropy, strategy="hybrid")      # doctest: +SKIP
     >>> panel.run(); panel.wait(); panel.runs[-1].equal                                      # doctest: +SKIP
@@ -55,45 +67,72 @@ class Panel(widgets.VBox):
         session: Any,
         model_fn: Callable[[], Any],
         dataset: Any,
-        loss_fn: Callable[[Any, Any], Any],
+        loss_fn: Callable[[Any, Any], Any] | None = None,
         *,
         strategy: Strategy | str | None = None,
         batch_size: int = 128,
         steps: int = 200,
         optimizer_fn: Callable[[Any], Any] | None = None,
         seed: int = 0,
+        hardware: Hardware | str | None = None,
+        num_ranks: int | None = None,
+        costs: ModelCosts | None = None,
         trainer: Trainer | None = None,
+        keep: bool | SavedRuns = True,
     ) -> None:
         job = (model_fn, dataset, loss_fn)
-        self._trainer = trainer or SessionTrainer(
-            session, *job, batch_size=batch_size, steps=steps, optimizer_fn=optimizer_fn, seed=seed
-        )
-        self._batch_size, self._steps = batch_size, steps
-        self._lock = threading.RLock()
-        self._pump: Pump | None = None
-        self._run: PanelRun | None = None
+        is_paper = session is None and trainer is None
+        predictor = Predictor(hardware, batch_size, paper.optimizer_name(optimizer_fn))
+        if is_paper:
+            if num_ranks is None:
+                raise ValueError("Panel(None, ...): without a session, num_ranks= says for how many ranks to plan.")
+            costs = costs or paper.costs_of(*job)
+            trainer = paper.PaperTrainer(costs, num_ranks, dataset)
+        if trainer is None:
+            saved = SavedRuns() if keep is True else keep or None
+            options = {"batch_size": batch_size, "steps": steps, "optimizer_fn": optimizer_fn, "seed": seed}
+            trainer = SessionTrainer(session, *job, **options, keep=saved)  # type: ignore[arg-type]
+        predictor.costs, predictor.problem = costs, predictor.problem if session else "costs of the layers: not known"
         self._handles: tuple[Any, Any] | None = None
-        self.state = PanelState(self._trainer.layers, self._trainer.num_ranks, strategy)
-        self.runs: list[RunRecord] = []
-        self.baseline: RunRecord | None = None
-        self.controls = Controls(self._edit, self.run, self._facts(model_fn))
-        self.grid = LayerGrid(self._on_event)
-        self.live = LiveView(self._trainer.num_ranks, batch_size, self.stop)
-        self.comparison = html()
-        super().__init__([*self.controls.bars, self.grid, self.live.box, self.comparison])
+        self._timer: threading.Timer | None = None
+        self._no_run = paper.NO_ENGINES if is_paper else ""
+        self._runs_part = RunsPart(trainer, steps, Hooks(self.wanted, self.estimate, self.changed, self.load))
+        self._upper = StrategyPart(
+            trainer.layers,
+            trainer.num_ranks,
+            strategy,
+            facts_of(trainer.layers, batch_size, trainer.sample_shape, loss_fn),
+            predictor,
+            title=_title(model_fn, trainer, batch_size),
+            on_run=self.run,
+            on_theme=self._runs_part.use,
+            on_change=self._keep_static,
+            planner=paper.planner(predictor, trainer.num_ranks, batch_size),
+            no_run=self._no_run,
+        )
+        self._upper.busy = lambda: self.running
+        super().__init__([*self._upper.children, self._runs_part.box])
         self.add_class(PANEL_CLASS)
-        self._refresh()
+        if session is not None and costs is None:
+            threading.Thread(target=self._count, args=job, name="workbench-count-layers", daemon=True).start()
 
-    def _facts(self, model_fn: Callable[[], Any]) -> str:
-        num_parameters = sum(layer.num_parameters for layer in self._trainer.layers)
-        name = getattr(model_fn, "__name__", type(model_fn).__name__)
-        return f"{name}, {format_count(num_parameters)} parameters, batch {self._batch_size}"
+    def _count(self, *job: Any) -> None:
+        """Learn what the layers cost, beside the notebook."""
+        try:
+            self._upper.learn(paper.costs_of(*job))
+        except Exception as error:  # noqa: BLE001 - any model may fail in any way; the panel says why and works without
+            self._upper.learn(None, f"no prediction: {error}")
 
     def __repr__(self) -> str:
         state = "running" if self.running else f"{len(self.runs)} finished runs"
         return f"<Panel {self.state.text!r}: {state}>"
 
     # ---- what users call ----------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> PanelState:
+        """The strategy while it is edited: mistakes, undo, what rows are shown."""
+        return self._upper.state
 
     @property
     def strategy(self) -> Strategy:
@@ -103,7 +142,17 @@ class Panel(widgets.VBox):
     @property
     def running(self) -> bool:
         """Does a run hold the engines?"""
-        return self._pump is not None
+        return self._runs_part.busy
+
+    @property
+    def runs(self) -> list[RunRecord]:
+        """The finished runs."""
+        return self._runs_part.runs
+
+    @property
+    def baseline(self) -> RunRecord | None:
+        """The run on one device, once there is one."""
+        return self._runs_part.baseline
 
     def run(self, steps: int | None = None) -> None:
         """Train with the panel's strategy; returns at once. ``wait`` waits, ``stop`` stops, ``runs`` has the results.
@@ -111,106 +160,55 @@ class Panel(widgets.VBox):
         Raises:
             RuntimeError: a run is going on already.
             StrategyError: the strategy has mistakes; all of them are listed.
+            SessionError: the panel has no engines.
         """
-        with self._lock:
-            if self._pump is not None:
-                raise RuntimeError(
-                    "panel.run(): a run holds the engines. Wait for it with panel.wait(), or panel.stop()."
-                )
-            self.state.strategy.resolve(self.state.layers, self.state.num_ranks)
-            num_steps = steps or self._steps
-            name = self._name_of_run()
-            self.live.begin(name, str(self.state.strategy), num_steps)
-            self._run = self._trainer.start(self.state.strategy, name, num_steps)
-            self._pump = Pump(self._run, self._on_metrics, self._on_end)
-            self._refresh()
-            self._pump.start()
+        if self._no_run:
+            raise SessionError(f"panel.run(): {self._no_run}")
+        self._runs_part.run(steps)
 
     def stop(self) -> None:
         """Ask the run to end after its current step; its weights and figures stay."""
-        pump = self._pump
-        if pump is not None:
-            pump.run.stop()
+        self._runs_part.stop()
+
+    def pause(self) -> None:
+        """Ask the run to wait after its current step."""
+        self._runs_part.pause()
+
+    def go_on(self) -> None:
+        """Let a paused run go on."""
+        self._runs_part.go_on()
+
+    def apply(self) -> None:
+        """Have the run go on under the panel's strategy from its next step, with the same weights and optimizer state.
+
+        Raises:
+            RuntimeError: no run is going on.
+            StrategyError: the strategy has mistakes; all of them are listed.
+        """
+        self._runs_part.apply()
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until no run holds the engines; False when ``timeout_s`` passed before."""
-        pump = self._pump
-        return pump is None or pump.join(timeout_s)
+        return self._runs_part.wait(timeout_s)
 
-    # ---- a run goes on (the pump's thread) ----------------------------------------------------------------------
+    # ---- what the runs below ask of the panel -------------------------------------------------------------------
 
-    def _on_metrics(self, metrics: list[StepMetrics]) -> None:
-        with self._lock:
-            if self._run is not None and self._run.one_device_losses is not None:
-                self.live.show_one_device(self._run.one_device_losses)
-            self.live.add(metrics)
+    def wanted(self) -> tuple[Strategy, str]:
+        """The strategy as it stands and its name; raises ``StrategyError`` with all its mistakes."""
+        return self._upper.wanted()
 
-    def _on_end(self, record: RunRecord | None, error: BaseException | None) -> None:
-        with self._lock:
-            self._pump = None
-            self.baseline = self._trainer.baseline or self.baseline
-            if error is not None or record is None:
-                self.live.fail(error or RuntimeError("the run ended without a result"))
-            else:
-                self.runs.append(record)
-                self.live.finish(record)
-            self._refresh()
+    def estimate(self) -> Estimate | None:
+        """What is predicted for the strategy; None where nothing can be."""
+        return self._upper.estimate()
 
-    def _name_of_run(self) -> str:
-        """The strategy's label, with a number where an earlier run has the same."""
-        taken = {run.name for run in self.runs}
-        label = self.state.label
-        names = (label if number == 1 else f"{label} ({number})" for number in range(1, len(taken) + 2))
-        return next(name for name in names if name not in taken)
-
-    # ---- the user does something --------------------------------------------------------------------------------
-
-    def _edit(self, action: Callable[[PanelState], None]) -> None:
-        with self._lock:
-            action(self.state)
-            self._refresh()
-
-    def _on_event(self, event: dict[str, Any]) -> None:
-        """What the grid reports: an edit, a wish to run, or the page's theme."""
-        kind, value, layers = event["event"], event.get("value"), event.get("layers", [])
-        actions: dict[str, Callable[[PanelState], Any]] = {
-            "parallel": lambda state: state.set_parallel(layers, str(value)),
-            "split": lambda state: state.cycle_split(layers),
-            "stage": lambda state: state.set_stage(layers, int(value or 0)),
-            "fix": lambda state: state.apply_fix(str(value), event.get("layer")),
-            "undo": PanelState.undo,
-            "redo": PanelState.redo,
-        }
-        if kind == "theme":
-            self.live.use(theme.palette(str(value)))
-        elif kind != "run":
-            self._edit(actions[kind])
-        elif self.state.can_run and not self.running:
-            self.run()
-
-    def _refresh(self) -> None:
+    def changed(self) -> None:
         """Show the state in every part of the panel."""
-        self.controls.refresh(self.state, self.running)
-        self.grid.view = self._view()
-        if self.runs:
-            title = '<div class="wb-section">Comparison</div>'
-            self.comparison.value = title + comparison_table_html(self.runs, self.baseline, self.runs[-1].name)
+        self._upper.refresh()
         self._keep_static()
 
-    def _view(self) -> dict[str, Any]:
-        state = self.state
-        return grid_view(
-            GridState(
-                layers=state.layers,
-                choices=state.choices,
-                drawn=state.drawn,
-                degrees=state.degrees,
-                batch_size=self._batch_size,
-                num_micro_batches=state.options.num_micro_batches,
-                sample_shape=self._trainer.sample_shape,
-                mistakes=state.mistakes,
-            )
-        )
+    def load(self, text: str) -> None:
+        """Load a strategy's text; undo brings the old one back."""
+        self._upper.open(text)
 
     # ---- display ------------------------------------------------------------------------------------------------
 
@@ -223,16 +221,36 @@ class Panel(widgets.VBox):
 
     def _static_bundle(self) -> dict[str, str]:
         latest = self.runs[-1].name if self.runs else None
-        return {
-            "text/html": static_html(self.state.text, self._view(), self.runs, self.baseline, latest),
-            "text/plain": static_text(self.state.text, self.runs, self.baseline),
-        }
+        html = static_html(
+            self.state.text,
+            self._upper.view(),
+            self.runs,
+            self.baseline,
+            latest,
+            self._upper.predictions_html("static"),
+        )
+        return {"text/html": html, "text/plain": static_text(self.state.text, self.runs, self.baseline)}
 
     def _keep_static(self) -> None:
-        """Bring the static copy up to date, between runs only: it is what a saved notebook shows."""
+        """Bring the static copy up to date soon, between runs only: it is what a saved notebook shows."""
+        if self._handles is None or self._timer is not None or self.running:
+            return
+        self._timer = threading.Timer(_STATIC_DELAY_S, self._write_static)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _write_static(self) -> None:
+        self._timer = None
         if self._handles is None or self.running:
             return
         page, figure = self._handles
         page.update(self._static_bundle(), raw=True)
-        if self.runs and self.live.figure is not None:
-            figure.update(static_figure(self.live.figure), raw=True)
+        if self.runs and self._runs_part.live.figure is not None:
+            figure.update(static_figure(self._runs_part.live.figure), raw=True)
+
+
+def _title(model_fn: Callable[[], Any], trainer: Trainer, batch_size: int) -> str:
+    """The model in words: ``"make_mlp, 117 k parameters, batch 128"``."""
+    num_parameters = sum(layer.num_parameters for layer in trainer.layers if layer.tied_to is None)
+    name = getattr(model_fn, "__name__", type(model_fn).__name__)
+    return f"{name}, {format_count(num_parameters)} parameters, batch {batch_size}"

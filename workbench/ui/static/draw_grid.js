@@ -1,195 +1,64 @@
-// Draws the layer grid from the `view` that Python sends. No state, no events; grid.js, which follows in the same module,
-// has those.
+// The whole grid: header, rows (only those near the visible part, where there are many), error lines, totals.
 
-const SVG = "http://www.w3.org/2000/svg";
-
-function make(tag, attributes = {}, ...children) {
-  const node = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) {
-    if (value === undefined || value === null || value === false) continue;
-    node.setAttribute(name, value === true ? "" : value);
-  }
-  node.append(...children.filter((child) => child !== null && child !== undefined));
-  return node;
-}
-
-function shape(tag, attributes) {
-  const node = document.createElementNS(SVG, tag);
-  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
-  return node;
-}
-
-function stageColour(stage, shade = 0) {
-  return `var(--wb-stage-${stage % 4}${shade % 2 ? "-second" : ""})`;
-}
-
-// ---- cells -----------------------------------------------------------------------------------------------------
-
-function segment(label, options, css) {
-  const group = make("span", { class: `wb-seg ${css}`, role: "radiogroup", "aria-label": label });
-  for (const option of options) {
-    const on = option.on ? " on" : "";
-    const bad = option.on && option.bad ? " bad" : "";
-    const attributes = {
-      class: `wb-opt${on}${bad}`,
-      role: "radio",
-      "aria-checked": String(Boolean(option.on)),
-      tabindex: "-1",
-      title: option.title,
-      "data-event": option.event,
-      "data-value": option.value,
-      style: option.stage === undefined || !option.on ? undefined : `--stage: ${stageColour(option.stage)}; --tint: var(--wb-stage-${option.stage % 4}-tint)`,
-    };
-    group.append(make("button", attributes, String(option.label)));
-  }
-  return group;
-}
-
-function choiceCell(row) {
-  const options = ["data", "model"].map((value) => ({
-    label: value,
-    value,
-    event: "parallel",
-    on: row.parallel === value,
-    bad: row.bad === "parallel",
-    title: value === "data" ? "whole weight on every rank, batch split (D)" : "weight split over the model axis (M); Enter: auto, column, row",
-  }));
-  return make("div", { role: "gridcell" }, segment(`${row.name}: data or model`, options, "choice"));
-}
-
-function stageCell(row, stages) {
-  if (stages.length > 4) return make("div", { role: "gridcell" }, stageList(row, stages));
-  const options = stages.map((stage) => ({
-    label: stage,
-    value: stage,
-    stage,
-    event: "stage",
-    on: row.stage === stage,
-    bad: row.bad === "stage",
-    title: `pipeline stage ${stage}`,
-  }));
-  return make("div", { role: "gridcell" }, segment(`${row.name}: pipeline stage`, options, "stage"));
-}
-
-function stageList(row, stages) {
-  const options = stages.map((stage) => make("option", { value: stage, selected: row.stage === stage }, String(stage)));
-  const css = row.bad === "stage" ? "stage-list bad" : "stage-list";
-  const style = `border-bottom-color: ${stageColour(row.stage)}`;
-  return make("select", { class: css, style, "data-event": "stage", tabindex: "-1", "aria-label": `${row.name}: pipeline stage` }, ...options);
-}
-
-function ranksCell(row, view) {
-  const height = row.height;
-  const svg = shape("svg", { width: view.ranks_width, height, role: "img", "aria-label": row.slices_text });
-  for (const stage of view.stages) {
-    if (row.drawn_stage === stage.number) {
-      const tint = `var(--wb-stage-${stage.number % 4}-tint)`;
-      svg.append(shape("rect", { x: stage.left, y: 0, width: stage.width, height, style: `fill: ${tint}`, opacity: 0.55 }));
-    }
-    if (stage.left > 0) svg.append(shape("line", { x1: stage.left, x2: stage.left, y1: 0, y2: height, class: "rule" }));
-  }
-  row.slices.forEach((slice, index) => drawSlice(svg, slice, view.columns[index], row));
-  return make("div", { role: "gridcell", class: "ranks" }, svg);
-}
-
-function drawSlice(svg, slice, column, row) {
-  const middle = row.height / 2;
-  const centre = column.centre;
-  if (!slice) {
-    svg.append(shape("line", { x1: centre - 3, x2: centre + 3, y1: middle, y2: middle, class: "absent" }));
-    return;
-  }
-  const [width, height] = row.picture;
-  const left = centre - width / 2;
-  const top = middle - height / 2;
-  svg.append(shape("rect", { x: left, y: top, width, height, class: "whole" }));
-  for (const part of slice.parts) {
-    svg.append(
-      shape("rect", {
-        x: left + part.x * width,
-        y: top + part.y * height,
-        width: Math.max(part.w * width, 1),
-        height: Math.max(part.h * height, 1),
-        style: `fill: ${stageColour(column.stage, part.shade)}`,
-      }),
-    );
-  }
-  const outline = shape("rect", { x: left - 0.5, y: top - 0.5, width: width + 1, height: height + 1, class: row.kept ? "outline kept" : "outline" });
-  const tip = shape("title", {});
-  tip.textContent = `${column.label}: ${slice.text}`;
-  outline.append(tip);
-  svg.append(outline);
-}
-
-function flowCell(row) {
-  const cell = make("div", { role: "gridcell", class: "flow" }, make("span", { class: "thread" }), make("span", { class: "dot" }));
-  const flow = row.flow;
-  if (!flow) return cell;
-  cell.append(make("span", { class: "act" }, flow.layout));
-  if (flow.note) cell.append(make("span", { class: "note" }, flow.note));
-  if (flow.boxing) {
-    const { change, kind, bytes, free, title } = flow.boxing;
-    const badge = make("span", { class: free ? "badge free" : "badge", title }, make("code", {}, change), make("span", { class: "kind" }, kind), make("b", {}, bytes));
-    cell.append(badge);
-  }
-  return cell;
-}
-
-function errorLine(row, mistake, index) {
-  const line = make("div", { class: "wb-error-line", role: "row", id: `${row.id}-error-${index}` });
-  const cell = make("div", { role: "gridcell" }, make("span", {}, mistake.message));
-  for (const fix of mistake.fixes) {
-    const action = fix.value === null ? "span" : "button";
-    cell.append(make(action, { class: "fix", tabindex: "-1", "data-event": "fix", "data-value": fix.value, "data-layer": row.name }, fix.label));
-  }
-  if (row.kept) cell.append(make("span", { class: "quiet" }, "pictures keep the last valid choice (dashed)"));
-  line.append(cell);
-  return line;
-}
-
-// ---- the whole grid --------------------------------------------------------------------------------------------
+const ERROR_LINE = 24;
+const DRAW_ALL = 80; // rows; above, only what is visible is in the page
+const MARGIN = 20;
 
 function header(view) {
   const svg = shape("svg", { width: view.ranks_width, height: 43, "aria-hidden": "true" });
   for (const stage of view.stages) {
-    const left = stage.left + 5;
-    svg.append(shape("rect", { x: left, y: 5, width: stage.width - 10, height: 16, style: `fill: var(--wb-stage-${stage.number % 4}-tint)` }));
+    const left = stage.left + (stage.width > 40 ? 5 : 1);
+    const width = stage.width - (stage.width > 40 ? 10 : 2);
+    svg.append(shape("rect", { x: left, y: 5, width, height: 16, style: `fill: var(--wb-stage-${stage.number % 4}-tint)` }));
     svg.append(shape("rect", { x: left, y: 5, width: 3, height: 16, style: `fill: ${stageColour(stage.number)}` }));
-    svg.append(text(left + 9, 17, stage.label));
+    svg.append(text(left + (stage.width > 40 ? 9 : 6), 17, stage.label));
     if (stage.axis) svg.append(text(stage.left + stage.width - 10, 17, stage.axis, "quiet end"));
     if (stage.left > 0) svg.append(shape("line", { x1: stage.left, x2: stage.left, y1: 4, y2: 43, class: "rule" }));
   }
-  for (const column of view.columns) {
-    const start = column.centre - (column.label.length > 2 ? 29 : 12);
-    svg.append(shape("rect", { x: start, y: 27, width: 10, height: 10, style: `fill: ${stageColour(column.stage, column.shade)}` }));
-    svg.append(text(start + 15, 37, column.label));
-  }
+  for (const column of view.columns) svg.append(...columnHead(column, view));
   const titles = [
-    ["layer", "name"],
-    ["weight", "num"],
-    ["params", "num"],
-    ["choice", ""],
-    ["sbp", ""],
-    ["stage", ""],
-  ].map(([title, css]) => make("div", { role: "columnheader", class: css }, title));
+    ["weight", "num weight"],
+    ["params", "num params"],
+    ["choice", "choice-head"],
+    ["sbp", "sbp"],
+    ["stage", "stage-cell"],
+  ].map(([title, css]) => make("div", { role: "columnheader", class: css }, title === "stage" && view.stage_options.length < 2 ? "" : title));
   const ranks = make("div", { role: "columnheader", class: "ranks", "aria-label": "who holds which part" }, svg);
   const flow = make("div", { role: "columnheader", class: "flow-head" }, make("span", {}, view.flow_title), make("span", { class: "quiet" }, view.flow_detail));
-  return make("div", { class: "wb-row head", role: "row" }, ...titles, ranks, flow);
+  return make("div", { class: "wb-row head", role: "row" }, nameHead(view), ...titles, ranks, flow);
 }
 
-function text(x, y, content, css = "") {
-  const node = shape("text", { x, y, class: css });
-  node.textContent = content;
-  return node;
+function nameHead(view) {
+  const cell = make("div", { role: "columnheader", class: "name" });
+  if (!view.find.shown) cell.append("layer");
+  else cell.append(make("input", { class: "wb-find", type: "search", placeholder: "find layer", "aria-label": "find layers by name or glob", value: view.find.text }));
+  return cell;
 }
 
-function layerRow(row, view) {
-  const css = row.mistakes.length ? "wb-row bad" : "wb-row";
-  const described = row.mistakes.map((_, index) => `${row.id}-error-${index}`).join(" ");
+function columnHead(column, view) {
+  const width = view.columns.length > 1 ? view.columns[1].centre - view.columns[0].centre : 83;
+  const attributes = { "data-ranks": column.ranks.join(" ") };
+  if (width < 40) {
+    const label = text(column.centre, 37, column.label, "middle");
+    return [label];
+  }
+  if (column.label.includes("-")) return [text(column.centre, 37, column.label, "middle")];
+  const labelWidth = column.label.length * 6.6;
+  const start = column.centre - (labelWidth + 15) / 2;
+  const swatch = shape("rect", { x: start, y: 27, width: 10, height: 10, style: `fill: ${stageColour(column.stage, column.shade)}`, ...attributes });
+  return [swatch, text(start + 15, 37, column.label)];
+}
+
+function layerRow(row, index, view) {
+  const css = ["wb-row", row.mistakes.length ? "bad" : "", row.depth ? `depth-${Math.min(row.depth, 3)}` : "", row.open === null ? "" : "group"];
+  const described = row.mistakes.map((_, number) => `${row.id}-error-${number}`).join(" ");
   const attributes = {
-    class: css,
+    class: css.filter(Boolean).join(" "),
     role: "row",
-    "data-layer": row.name,
+    "data-row": row.pattern,
+    "aria-rowindex": index + 2,
+    "aria-level": row.depth + 1,
+    "aria-expanded": row.open === null ? undefined : String(row.open),
     style: `height: ${row.height}px`,
     "aria-invalid": row.mistakes.length ? "true" : undefined,
     "aria-describedby": described || undefined,
@@ -197,24 +66,85 @@ function layerRow(row, view) {
   return make(
     "div",
     attributes,
-    make("div", { role: "rowheader", class: "name", title: `${row.name}: ${row.kind}` }, make("span", {}, row.name), make("span", { class: "quiet" }, row.kind)),
-    make("div", { role: "gridcell", class: "num" }, row.weight),
-    make("div", { role: "gridcell", class: "num" }, row.params),
+    nameCell(row),
+    make("div", { role: "gridcell", class: "num weight" }, row.weight),
+    make("div", { role: "gridcell", class: "num params" }, row.params),
     choiceCell(row),
-    make("div", { role: "gridcell", class: "mono", title: row.sbp_title }, row.sbp),
+    make("div", { role: "gridcell", class: row.sbp === "mixed" ? "sbp quiet" : "sbp mono", "data-tip": row.sbp_tip || undefined }, row.sbp),
     stageCell(row, view.stage_options),
     ranksCell(row, view),
     flowCell(row),
   );
 }
 
-function drawGrid(root, view) {
-  const rows = [header(view)];
-  for (const row of view.rows) {
-    rows.push(layerRow(row, view));
-    row.mistakes.forEach((mistake, index) => rows.push(errorLine(row, mistake, index)));
+function errorLine(row, mistake, index) {
+  const line = make("div", { class: "wb-error-line", role: "row", id: `${row.id}-error-${index}` });
+  const cell = make("div", { role: "gridcell" }, make("span", {}, mistake.message));
+  for (const fix of mistake.fixes) {
+    const action = fix.value === null ? "span" : "button";
+    cell.append(make(action, { class: "fix", tabindex: "-1", "data-fix": fix.value, "data-of": row.pattern }, fix.label));
   }
-  const total = make("div", { class: "wb-total" }, make("span", { class: "quiet" }, view.note), make("span", {}, view.total));
-  root.style.setProperty("--ranks-width", `${view.ranks_width}px`);
-  root.replaceChildren(make("div", { class: "wb-rows" }, ...rows), total);
+  if (row.kept) cell.append(make("span", { class: "quiet" }, "pictures keep the last valid choice (dashed)"));
+  line.append(cell, make("div", { class: "flow" }, make("span", { class: "thread" })));
+  return line;
+}
+
+function endRow(end) {
+  const cells = ["num weight", "num params"].map((css) => make("div", { role: "gridcell", class: css }));
+  return make(
+    "div",
+    { class: "wb-row end", role: "row" },
+    make("div", { role: "rowheader", class: "name" }, make("span", { class: "label quiet" }, end.label)),
+    ...cells,
+    make("div", { role: "gridcell", class: "follows quiet" }, end.text),
+    make("div", { role: "gridcell", class: "ranks" }),
+    endFlow(end),
+  );
+}
+
+function endFlow(end) {
+  const { layout, boxing } = end.flow;
+  const cell = make("div", { role: "gridcell", class: "flow" }, make("span", { class: "thread last" }), make("span", { class: "dot" }), make("span", { class: "act" }, layout));
+  if (boxing) cell.append(badge(boxing, `boxing before ${end.label}: ${boxing.change} ${boxing.kind} ${boxing.bytes}`));
+  return cell;
+}
+
+// Pixels from the top at which every row begins, and the height of all of them.
+function offsets(rows) {
+  const tops = [0];
+  for (const row of rows) tops.push(tops.at(-1) + row.height + ERROR_LINE * row.mistakes.length);
+  return tops;
+}
+
+function windowOf(rows, tops, scroll, height) {
+  if (rows.length <= DRAW_ALL) return [0, rows.length];
+  let first = tops.findIndex((top) => top >= scroll) - 1;
+  if (first < -1) first = rows.length - 1;
+  let last = tops.findIndex((top) => top > scroll + height);
+  if (last < 0) last = rows.length;
+  return [Math.max(0, first - MARGIN), Math.min(rows.length, last + MARGIN)];
+}
+
+function drawRows(view, [first, last], tops) {
+  const nodes = [make("div", { class: "wb-spacer", style: `height: ${tops[first]}px` })];
+  for (let index = first; index < last; index += 1) {
+    const row = view.rows[index];
+    nodes.push(layerRow(row, index, view));
+    row.mistakes.forEach((mistake, number) => nodes.push(errorLine(row, mistake, number)));
+  }
+  nodes.push(make("div", { class: "wb-spacer", style: `height: ${tops[view.rows.length] - tops[last]}px` }));
+  if (last === view.rows.length && view.end) nodes.push(endRow(view.end));
+  if (!view.rows.length) nodes.push(make("div", { class: "wb-nothing quiet" }, `no layer matches ${view.find.text}`));
+  return nodes;
+}
+
+function totalLine(view) {
+  const [total, parts] = view.total;
+  const sum = make("span", { class: "sum" }, "boxed per step ", make("b", {}, total), make("span", { class: "quiet" }, ` = ${parts}`));
+  return make("div", { class: "wb-total" }, make("span", { class: "quiet" }, view.note), sum);
+}
+
+function stageWidth(view) {
+  const count = view.stage_options.length;
+  return count < 2 ? 8 : count > 4 ? 66 : 14 + 22 * count;
 }

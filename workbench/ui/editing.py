@@ -1,0 +1,125 @@
+"""Edits of a strategy's rows: what some layers do is changed, what the others do is not, and the text stays short."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from workbench.core.covering import cover
+from workbench.core.options import parse_options
+from workbench.core.strategy import Layer, Row, Strategy
+from workbench.errors import StrategyError
+
+
+def edited(
+    strategy: Strategy, layers: Sequence[Layer], targets: Mapping[str, Sequence[int]], change: Callable[[Row], Row]
+) -> tuple[Row, ...]:
+    """The rows of a strategy after some layers were changed.
+
+    Args:
+        targets: pattern -> indices of the layers that are changed under it.
+        change: what becomes of the row that decides for a layer.
+
+    >>> layers = [Layer("fc1", "Linear"), Layer("fc2", "Linear")]
+    >>> rows = edited(Strategy("*: data"), layers, {"fc2": [1]}, lambda row: replace(row, parallel="model"))
+    >>> [str(row) for row in rows]
+    ['*: data', 'fc2: model']
+    """
+    wanted = [replace(row, pattern="") for row in strategy.rows_of(layers)]
+    for indices in targets.values():
+        for index in indices:
+            wanted[index] = replace(change(wanted[index]), pattern="")
+    rows = list(strategy.rows)
+    for pattern, indices in targets.items():
+        found = {wanted[index] for index in indices}
+        if len(found) == 1:
+            rows = _with_row(rows, replace(found.pop(), pattern=pattern), layers)
+    rows = _repaired(rows, layers, wanted)
+    short = cover([layer.name for layer in layers], wanted)
+    unmatched = [row for row in rows if not _decides(row, layers)]
+    return (*short, *unmatched) if len(short) + len(unmatched) < len(rows) else tuple(rows)
+
+
+def _with_row(rows: list[Row], wanted: Row, layers: Sequence[Layer]) -> list[Row]:
+    """The rows with one row written: in the place of one with its pattern if that decides for all that it matches,
+    else behind all others. Rows that it makes idle go.
+    """
+    said = Strategy.from_rows(rows).rows_of(layers)
+    place = next((i for i, row in enumerate(rows) if row.pattern == wanted.pattern), None)
+    matched = [i for i, layer in enumerate(layers) if wanted.matches(layer.name)]
+    if place is not None and matched and all(said[i] == rows[place] for i in matched):
+        rows = [*rows[:place], wanted, *rows[place + 1 :]]
+    else:
+        rows = [*(row for row in rows if row.pattern != wanted.pattern), wanted]
+    decisive = set(Strategy.from_rows(rows).rows_of(layers))
+    rows = [row for row in rows if row in decisive or not _decides(row, layers)]
+    return _without_needless(rows, wanted, matched, layers)
+
+
+def _without_needless(rows: list[Row], wanted: Row, matched: Sequence[int], layers: Sequence[Layer]) -> list[Row]:
+    """The rows without ``wanted`` where other rows say the same for all layers that it matches."""
+    others = [row for row in rows if row != wanted]
+    said = Strategy.from_rows(others).rows_of(layers)
+    return others if all(said[i] in others and _same(said[i], wanted) for i in matched) else rows
+
+
+def _repaired(rows: list[Row], layers: Sequence[Layer], wanted: Sequence[Row]) -> list[Row]:
+    """The rows, and one more for each layer for which they would say something else than what is wanted."""
+    said = Strategy.from_rows(rows).rows_of(layers)
+    wrong = [i for i, row in enumerate(said) if not _same(row, wanted[i])]
+    if not wrong:
+        return rows
+    rows = [row for row in rows if row.pattern not in {layers[i].name for i in wrong}]
+    return [*rows, *(replace(wanted[i], pattern=layers[i].name) for i in wrong)]
+
+
+def _same(one: Row, other: Row) -> bool:
+    return replace(one, pattern="") == replace(other, pattern="")
+
+
+def _decides(row: Row, layers: Sequence[Layer]) -> bool:
+    """Does the row match any layer?"""
+    return any(row.matches(layer.name) for layer in layers)
+
+
+def first_unmatched(rows: Sequence[Row], layers: Sequence[Layer]) -> int | None:
+    """Place of the first row that matches no layer."""
+    return next((place for place, row in enumerate(rows) if not _decides(row, layers)), None)
+
+
+def clauses(text: str, wrong_layers: Sequence[str], layers: Sequence[Layer]) -> list[tuple[str, str]]:
+    """A strategy's text in pieces, each with its role: ``""``, ``"wrong"`` or ``"quiet"`` (options).
+
+    A clause is wrong if it does not parse, matches no layer, or decides for one of ``wrong_layers``.
+
+    >>> clauses("fc1: data; fc2: dta | mb=2", [], [Layer("fc1", "Linear"), Layer("fc2", "Linear")])
+    [('fc1: data', ''), ('; ', 'quiet'), ('fc2: dta', 'wrong'), (' | ', 'quiet'), ('mb=2', 'quiet')]
+    """
+    rows_text, bar, options_text = text.partition("|")
+    parts = [part.strip() for part in rows_text.split(";") if part.strip()]
+    rows = [_row_or_none(part) for part in parts]
+    decisive = Strategy.from_rows([row for row in rows if row is not None])
+    blamed = {decisive.row_of(name) for name in wrong_layers}
+    pieces: list[tuple[str, str]] = []
+    for part, row in zip(parts, rows, strict=True):
+        is_wrong = row is None or row in blamed or not (row.pattern == "*" or _decides(row, layers))
+        pieces += [(part, "wrong" if is_wrong else ""), ("; ", "quiet")]
+    pieces = pieces[:-1]
+    if bar:
+        pieces.append((" | ", "quiet"))
+        words = [(word, "wrong" if _is_wrong_option(word) else "quiet") for word in options_text.split()]
+        pieces += [piece for word in words for piece in (word, (" ", "quiet"))][:-1]
+    return pieces
+
+
+def _row_or_none(clause: str) -> Row | None:
+    try:
+        return Strategy(clause).rows[0]
+    except (StrategyError, IndexError):
+        return None
+
+
+def _is_wrong_option(word: str) -> bool:
+    mistakes: list[str] = []
+    parse_options(word, mistakes)
+    return bool(mistakes)

@@ -1,0 +1,199 @@
+"""Rows of the grid: layers, and blocks that are alike folded into one row. Names and choices in, a tree of rows out.
+
+A row knows its layers and a pattern that covers them, so that an edit of a row is an edit of a strategy.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from workbench.core.presets import block_of
+from workbench.core.strategy import Layer
+from workbench.ui.numbers import TIMES
+
+_SINGLES_WORTH_FOLDING = 4
+_SEGMENTS_WORTH_A_HEAD = 3
+
+
+@dataclass(frozen=True)
+class Node:
+    """One row: a layer, or blocks that are alike (``copies`` of them) with the layers of one block below it.
+
+    Attributes:
+        pattern: covers exactly ``layers``, unless a layer has layers below it; also the row's identity.
+        label: what the row is called under its head.
+        layers: indices of all layers that the row stands for.
+        copies: how many equal blocks it stands for.
+        blocks: their paths; what is unfolded is remembered by them, so that it outlives another cut into rows.
+    """
+
+    pattern: str
+    label: str
+    layers: tuple[int, ...]
+    copies: int = 1
+    blocks: tuple[str, ...] = ()
+    children: tuple[Node, ...] = ()
+
+    @property
+    def first(self) -> tuple[int, ...]:
+        """Layers of the first of the equal blocks; the others are like them."""
+        return self.layers[: len(self.layers) // self.copies]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A node as it is shown: how deep, and whether what is below it is shown too (None: there is nothing)."""
+
+    node: Node
+    depth: int = 0
+    unfolded: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """A numbered module and its layers."""
+
+    path: str
+    layers: tuple[int, ...]
+
+    @property
+    def parent(self) -> str:
+        return self.path.rpartition(".")[0]
+
+    @property
+    def number(self) -> str:
+        return self.path.rpartition(".")[2]
+
+
+def tree(layers: Sequence[Layer], choices: Sequence[Any]) -> list[Node]:
+    """The rows of a model: runs of equal blocks are cut where what their layers do changes.
+
+    Args:
+        layers: in the order of the forward.
+        choices: what each does; only compared with one another.
+    """
+    nodes: list[Node] = []
+    blocks = [_Block(path, tuple(indices)) for path, indices in _by_block(layers)]
+    for _, group in groupby(blocks, key=lambda block: _likeness(block, layers)):
+        alike = list(group)
+        if len(alike[0].layers) == 1 and len(alike) < _SINGLES_WORTH_FOLDING:
+            nodes += [_leaf(layers, index) for block in alike for index in block.layers]
+        else:
+            nodes += _runs(alike, layers, choices)
+    return nodes
+
+
+def _by_block(layers: Sequence[Layer]) -> Iterator[tuple[str, list[int]]]:
+    for path, group in groupby(range(len(layers)), key=lambda index: block_of(layers[index].name)):
+        yield path, list(group)
+
+
+def _likeness(block: _Block, layers: Sequence[Layer]) -> tuple[Any, ...]:
+    """Equal for blocks of one parent that have the same layers; a layer that is no block is like no other."""
+    if not block.number.isdecimal():
+        return (block.path,)
+    shapes = tuple(
+        (layers[i].name.removeprefix(block.path), layers[i].kind, tuple(layers[i].shapes.items())) for i in block.layers
+    )
+    return (block.parent, shapes)
+
+
+def _runs(blocks: Sequence[_Block], layers: Sequence[Layer], choices: Sequence[Any]) -> list[Node]:
+    """Equal blocks as one row for each stretch that does the same, under a head where there are many stretches."""
+    stretches = [list(group) for _, group in groupby(blocks, key=lambda block: [choices[i] for i in block.layers])]
+    nodes = [_segment(stretch, layers) for stretch in stretches]
+    if len(nodes) < _SEGMENTS_WORTH_A_HEAD:
+        return nodes
+    pattern, label = _range(blocks)
+    head = Node(
+        pattern,
+        label,
+        tuple(i for block in blocks for i in block.layers),
+        len(blocks),
+        (f"{blocks[0].parent}.*",),
+        tuple(nodes),
+    )
+    return [head]
+
+
+def _segment(blocks: Sequence[_Block], layers: Sequence[Layer]) -> Node:
+    pattern, label = _range(blocks)
+    first = blocks[0]
+    children: list[Node] = []
+    if len(first.layers) > 1:
+        for place, index in enumerate(first.layers):
+            name = layers[index].name.removeprefix(f"{first.path}.")
+            children.append(
+                Node(f"{pattern}.{name}", name, tuple(block.layers[place] for block in blocks), len(blocks))
+            )
+    indices = tuple(i for block in blocks for i in block.layers)
+    return Node(pattern, label, indices, len(blocks), tuple(block.path for block in blocks), tuple(children))
+
+
+def _range(blocks: Sequence[_Block]) -> tuple[str, str]:
+    """Pattern and label of neighbouring blocks: ``("blocks.[0-3]", "blocks.0-3 x4")``."""
+    first, last = blocks[0], blocks[-1]
+    if len(blocks) == 1:
+        return first.path, first.path
+    prefix = f"{first.parent}." if first.parent else ""
+    numbers = f"{first.number}-{last.number}"
+    return f"{prefix}[{numbers}]", f"{prefix}{numbers} {TIMES}{len(blocks)}"
+
+
+def _leaf(layers: Sequence[Layer], index: int) -> Node:
+    return Node(layers[index].name, layers[index].name, (index,))
+
+
+def visible(nodes: Sequence[Node], unfolded: Collection[str], depth: int = 0) -> list[Row]:
+    """The rows that are shown, from the top: what is below a row only where one of its blocks is in ``unfolded``.
+
+    Heads of cut runs (``"blocks.*"``) are the other way round: they are folded where they are in it.
+    """
+    rows: list[Row] = []
+    for node in nodes:
+        is_open = is_unfolded(node, unfolded) if node.children else None
+        rows.append(Row(node, depth, is_open))
+        if is_open:
+            rows += visible(node.children, unfolded, depth + 1)
+    return rows
+
+
+def is_unfolded(node: Node, unfolded: Collection[str]) -> bool:
+    """Are the rows below a row shown?"""
+    if _is_head(node):
+        return node.blocks[0] not in unfolded
+    return any(block in unfolded for block in node.blocks)
+
+
+def fold(node: Node, unfolded: Collection[str]) -> set[str]:
+    """What is unfolded after a click on the row's triangle."""
+    marks = set(node.blocks)
+    is_marked = is_unfolded(node, unfolded) is not _is_head(node)
+    return set(unfolded) - marks if is_marked else set(unfolded) | marks
+
+
+def _is_head(node: Node) -> bool:
+    return len(node.blocks) == 1 and node.blocks[0].endswith(".*")
+
+
+def find(layers: Sequence[Layer], text: str) -> list[Row]:
+    """Single layers whose names contain ``text`` or match it as a glob, so that one of many equal blocks can be set.
+
+    >>> [row.node.label for row in find([Layer("blocks.3.fc", "Linear"), Layer("head", "Linear")], "blocks.*")]
+    ['blocks.3.fc']
+    """
+    wanted = text.strip()
+    has_wildcards = any(letter in wanted for letter in "*?[")
+    pattern = wanted if has_wildcards else f"*{wanted}*"
+    return [Row(_leaf(layers, index)) for index, layer in enumerate(layers) if fnmatch.fnmatchcase(layer.name, pattern)]
+
+
+def walk(nodes: Sequence[Node]) -> Iterator[Node]:
+    """All rows, shown or not."""
+    for node in nodes:
+        yield node
+        yield from walk(node.children)

@@ -1,0 +1,210 @@
+"""The upper half of the panel: a strategy that is toggled, who holds what, what is boxed, and what that would take."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from workbench.core.model_costs import ModelCosts
+from workbench.core.strategy import Layer, Strategy
+from workbench.cost.crossings import known_shapes
+from workbench.cost.estimate import Estimate
+from workbench.errors import WorkbenchError
+from workbench.theme import Palette, palette
+from workbench.ui.controls import Controls, html
+from workbench.ui.grid import LayerGrid
+from workbench.ui.predicting import Predictor
+from workbench.ui.predictions import no_predictions_html, predictions_html
+from workbench.ui.state import PanelState
+from workbench.ui.tensor_view import no_tensor_html, tensors_html
+from workbench.ui.view import Facts, flow_of, grid_view
+
+Planner = Callable[[ModelCosts], Strategy]
+
+
+class StrategyPart:
+    """Ties the state to the bars, the grid and the predictions. ``children`` are the widgets, from the top.
+
+    Args:
+        layers: of the model.
+        num_ranks: that the strategy is for.
+        strategy: where to start.
+        facts: batch, shapes, loss.
+        predictor: what predicts.
+        title: model, parameters, batch, in words.
+        on_run: somebody wants to train.
+        on_theme: the page has another theme.
+        planner: gives the planner's choice for the model's costs; None where there is no planner.
+        no_run: why nothing can be run at all; empty where it can.
+    """
+
+    def __init__(
+        self,
+        layers: list[Layer],
+        num_ranks: int,
+        strategy: Strategy | str | None,
+        facts: Facts,
+        predictor: Predictor,
+        *,
+        title: str,
+        on_run: Callable[[], None],
+        on_theme: Callable[[Palette], None] = lambda colours: None,
+        on_change: Callable[[], None] = lambda: None,
+        planner: Planner | None = None,
+        no_run: str = "",
+    ) -> None:
+        self._lock = threading.RLock()
+        self._facts, self._predictor, self._planner = facts, predictor, planner
+        self._on_run, self._on_theme, self._on_change, self._no_run = on_run, on_theme, on_change, no_run
+        self._selected = ""
+        self._shows_tensor = False
+        self._plan_problem = ""
+        self.busy: Callable[[], bool] = lambda: False
+        self.state = PanelState(layers, num_ranks, strategy)
+        self.controls = Controls(self.edit, on_run, self.plan, title)
+        self.grid = LayerGrid(self._on_event)
+        self.tensor = html("", "wb-tensor-host")
+        self.predictions = html("", "wb-predictions-host")
+        self.children = [*self.controls.bars, self.grid, self.tensor, self.predictions]
+        self.refresh()
+
+    # ---- what the panel asks ------------------------------------------------------------------------------------
+
+    def wanted(self) -> tuple[Strategy, str]:
+        """The strategy and its name.
+
+        Raises:
+            StrategyError: it has mistakes; all of them are listed.
+        """
+        with self._lock:
+            self.state.strategy.resolve(self.state.layers, self.state.num_ranks)
+            return self.state.strategy, self.state.label
+
+    def estimate(self) -> Estimate | None:
+        """What is predicted for the strategy; None where nothing can be."""
+        with self._lock:
+            return self._predictor.estimate(self.state.resolved)
+
+    def open(self, text: str) -> None:
+        """Load a strategy's text; undo brings back what was there."""
+        self.edit(lambda state: state.set_text(text))
+
+    def learn(self, costs: ModelCosts | None, problem: str = "") -> None:
+        """What the model's layers cost has become known, or why it cannot be."""
+        with self._lock:
+            self._predictor.costs, self._predictor.problem = costs, problem
+            self.refresh()
+
+    def plan(self) -> None:
+        """Put the planner's choice into the panel."""
+        costs = self._predictor.costs
+        if self._planner is None or costs is None:
+            return
+        try:
+            strategy = self._planner(costs)
+        except WorkbenchError as error:
+            self._plan_problem = str(error)
+            self.refresh()
+            return
+        self.edit(lambda state: state.set_planned(strategy))
+
+    def view(self) -> dict[str, Any]:
+        """What the grid shows, for the static copy, too."""
+        return grid_view(self.state, self._facts_now())
+
+    def predictions_html(self, ident: str = "live") -> str:
+        """The pictures below the grid."""
+        found = self._predictor.predict(self.state.resolved, is_old=not self.state.can_run)
+        return no_predictions_html(found) if isinstance(found, str) else predictions_html(found, ident)
+
+    # ---- the user does something --------------------------------------------------------------------------------
+
+    def edit(self, action: Callable[[PanelState], Any]) -> None:
+        """Change the state and show it."""
+        with self._lock:
+            action(self.state)
+            self.refresh()
+        self._on_change()
+
+    def _on_event(self, event: dict[str, Any]) -> None:
+        """What the grid reports: an edit, a row, a wish to run, or the page's theme."""
+        kind, value, rows = event["event"], event.get("value"), event.get("rows", [])
+        actions: dict[str, Callable[[PanelState], Any]] = {
+            "parallel": lambda state: state.set_parallel(rows, str(value)),
+            "choice": lambda state: state.set_choice(rows, str(value)),
+            "stage": lambda state: state.set_stage(rows, int(value or 0)),
+            "fix": lambda state: state.apply_fix(str(value), event.get("row")),
+            "undo": PanelState.undo,
+            "redo": PanelState.redo,
+        }
+        if kind in actions:
+            self.edit(actions[kind])
+        elif kind == "theme":
+            self._on_theme(palette(str(value)))
+        elif kind == "run":
+            if self.state.can_run and not self.busy() and not self._no_run:
+                self._on_run()
+        else:
+            self._look(kind, value, rows)
+
+    def _look(self, kind: str, value: Any, rows: list[str]) -> None:
+        """Events that change what is looked at, and nothing else."""
+        with self._lock:
+            if kind == "fold":
+                self.state.fold(rows[0])
+            elif kind == "find":
+                self.state.look_for(str(value))
+            elif kind == "tensor":
+                self._shows_tensor = not self._shows_tensor
+            elif kind == "select":
+                self._selected = rows[0]
+                self._show_tensor()
+                return
+            self.grid.view = self.view() | {"tensor": self._shows_tensor}
+            self._show_tensor()
+
+    # ---- showing ------------------------------------------------------------------------------------------------
+
+    def refresh(self) -> None:
+        """Show the state in every part."""
+        with self._lock:
+            self.controls.refresh(self.state, self.busy(), self._no_plan(), self._no_run)
+            self.grid.view = self.view() | {"tensor": self._shows_tensor}
+            self.predictions.value = self.predictions_html()
+            self._show_tensor()
+
+    def _no_plan(self) -> str:
+        if self._planner is None:
+            return "no planner here"
+        return self._plan_problem or self._predictor.missing
+
+    def _facts_now(self) -> Facts:
+        """The facts with the shapes that are known by now."""
+        shapes = self._predictor.shapes
+        if not shapes:
+            return self._facts
+        found = [shapes.get(layer.name) for layer in self.state.layers]
+        return Facts(self._facts.batch_size, found, self._facts.sample_shape, self._facts.loss)
+
+    def _show_tensor(self) -> None:
+        self.tensor.value = self._tensor_html() if self._shows_tensor else ""
+
+    def _tensor_html(self) -> str:
+        rows = self.state.rows
+        row = next((row for row in rows if row.node.pattern == self._selected), rows[0] if rows else None)
+        if row is None:
+            return ""
+        if row.node.children:
+            return no_tensor_html([child.label for child in row.node.children])
+        index = row.node.layers[0]
+        crossing = flow_of(self.state, self._facts_now()).crossings[index]
+        return tensors_html(self.state.layers[index], index, self.state.resolved, crossing)
+
+
+def facts_of(
+    layers: list[Layer], batch_size: int, sample_shape: tuple[int, ...], loss_fn: Callable[..., Any] | None
+) -> Facts:
+    """What is known of a model before its costs are: shapes behind linear layers on flat samples."""
+    loss = getattr(loss_fn, "__name__", type(loss_fn).__name__) if loss_fn is not None else ""
+    return Facts(batch_size, known_shapes(layers, sample_shape), sample_shape, loss)

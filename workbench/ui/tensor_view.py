@@ -1,0 +1,45 @@
+"""The tensors of one row as pictures: its weights, and the activation that enters it; who holds which part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+from workbench.core.strategy import Layer, ResolvedStrategy
+from workbench.cost.crossings import Crossing, Stages
+from workbench.session.tensor_picture import tensor_html
+from workbench.ui.assets import element
+
+_MAX_PARAMETERS = 2
+_DTYPES = {2: "bfloat16", 4: "float32"}
+
+
+def tensors_html(layer: Layer, index: int, resolved: ResolvedStrategy, crossing: Crossing | None) -> str:
+    """Pictures of a layer's largest parameters and of its input.
+
+    Args:
+        index: of the layer among those of ``resolved``.
+        crossing: how its input lies; None where that is not known.
+    """
+    stages = Stages(resolved)
+    choice = resolved.layers[index]
+    largest = sorted(layer.shapes.items(), key=lambda item: -prod(item[1]))[:_MAX_PARAMETERS]
+    parts = []
+    for name, shape in largest:
+        picture = tensor_html("float32", 4, shape, stages.parameter(layer, choice, shape))
+        parts.append(_titled(f"{layer.name}.{name}", picture))
+    if crossing is not None and crossing.shape is not None:
+        dtype = _DTYPES[crossing.itemsize]
+        picture = tensor_html(dtype, crossing.itemsize, crossing.shape, crossing.enters)
+        parts.append(_titled(f"what enters {layer.name}, one micro-batch", picture))
+    return element("div", *parts, css="wb-tensors")
+
+
+def _titled(title: str, picture: str) -> str:
+    return element("div", element("div", text=title, css="wb-title"), picture)
+
+
+def no_tensor_html(labels: Sequence[str]) -> str:
+    """What is said where a row stands for several layers: choose one of them."""
+    names = ", ".join(labels[:8])
+    return element("div", element("span", text=f"unfold the row and choose a layer: {names}", css="wb-quiet"))

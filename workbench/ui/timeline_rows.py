@@ -1,0 +1,68 @@
+"""A timeline as rows of bars in pixels: neighbours too thin to be told apart are one bar."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from workbench.core.strategy import ResolvedStrategy
+from workbench.pipeline.simulate import Span, Timeline
+from workbench.units import format_ranks, format_seconds
+
+_ROOM_FOR_A_NUMBER = 14.0
+_THINNEST = 1.0
+_MAX_BARS = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class ActionBar:
+    """One action, or several of a kind that lie within a pixel: place in pixels, number of its micro-batch, tip."""
+
+    kind: str
+    left: float
+    width: float
+    text: str
+    tip: str
+
+
+@dataclass(frozen=True, slots=True)
+class TimelineRow:
+    """What one slice of the pipeline axis does."""
+
+    label: str
+    ranks: tuple[int, ...]
+    bars: tuple[ActionBar, ...]
+
+
+def timeline_rows(timeline: Timeline, resolved: ResolvedStrategy, width: float) -> list[TimelineRow]:
+    """A row for every slice of the pipeline axis, ``width`` pixels for the whole step."""
+    starts = [span.start_s for spans in timeline.spans for span in spans]
+    start = min(starts, default=0.0)
+    scale = width / timeline.makespan_s if timeline.makespan_s else 0.0
+    thinnest = 0.0 if len(starts) <= _MAX_BARS else _THINNEST
+    rows = []
+    for number, spans in enumerate(timeline.spans):
+        ranks = tuple(resolved.stage_ranks(number))
+        label = f"rank {ranks[0]}" if len(ranks) == 1 else f"stage {number}"
+        rows.append(TimelineRow(label, ranks, tuple(_bars(spans, start, scale, thinnest, label, ranks))))
+    return rows
+
+
+def _bars(
+    spans: Sequence[Span], start: float, scale: float, thinnest: float, label: str, ranks: Sequence[int]
+) -> list[ActionBar]:
+    found: list[ActionBar] = []
+    for span in spans:
+        left, width = (span.start_s - start) * scale, (span.stop_s - span.start_s) * scale
+        last = found[-1] if found else None
+        if last is not None and last.width < thinnest and left - (last.left + last.width) < thinnest:
+            kind = last.kind if last.kind == span.action.kind else "B"
+            found[-1] = ActionBar(kind, last.left, left + width - last.left, "", f"{label}: several actions")
+            continue
+        text = str(span.action.micro_batch) if width >= _ROOM_FOR_A_NUMBER else ""
+        tip = (
+            f"{label} (ranks {format_ranks(list(ranks))}): {span.action}, {format_seconds(span.stop_s - span.start_s)}"
+            f"\nfrom {format_seconds(span.start_s - start)} to {format_seconds(span.stop_s - start)}"
+        )
+        found.append(ActionBar(span.action.kind, left, width, text, tip))
+    return found
