@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from workbench.errors import StrategyError
 from workbench.runtime.strategies.state import ParallelState, layers_of
+from workbench.runtime.tensor import GlobalTensor, Spec, label
 
 
 def install(module: nn.Module, state: ParallelState) -> list[Any]:
@@ -69,12 +71,14 @@ class Recomputed:
         if not torch.is_grad_enabled():
             return self.block._call_impl(*args, **kwargs)
         self._refuse_caches([*args, *kwargs.values()])
+        specs = [leaf._spec if isinstance(leaf, GlobalTensor) else None for leaf in tree_leaves((args, kwargs))]
         has_run: list[bool] = []
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if not has_run:
                 has_run.append(True)
                 return self.block._call_impl(*args, **kwargs)
+            args, kwargs = _labelled((args, kwargs), specs)
             with _CopiedBuffers(self.block):
                 return self.block._call_impl(*args, **kwargs)
 
@@ -89,6 +93,16 @@ class Recomputed:
                 f"({type(cache).__name__}). Its first run fills it, and the second one, in backward, finds it full and "
                 "computes less. Training needs no cache: call the model with use_cache=False."
             )
+
+
+def _labelled(values: Any, specs: Sequence[Spec | None]) -> Any:
+    """Arguments as they were: where hooks look at what autograd saves, torch gives plain aliases of them back."""
+    leaves, structure = tree_flatten(values)
+    pairs = zip(leaves, specs, strict=True)
+    return tree_unflatten(
+        [label(leaf, spec) if spec is not None and type(leaf) is torch.Tensor else leaf for leaf, spec in pairs],
+        structure,
+    )
 
 
 class _CopiedBuffers:
