@@ -46,7 +46,7 @@ def test_activations_of_a_layer_are_those_of_the_paper(model: Transformer, t: in
 
 
 def test_parameters_and_operations_are_those_of_the_paper() -> None:
-    """Narayanan et al., arXiv 2104.04473, section 5: P and F of the 145B model, per sample and without recomputation."""
+    """Narayanan et al., arXiv 2104.04473, section 5: of the 145B model, one sample, nothing computed again."""
     h, layers, s, v = 12288, 80, 2048, 51200
     costs = transformer_costs(Transformer(h, 96, layers, v, s))
     assert costs.num_parameters == pytest.approx(

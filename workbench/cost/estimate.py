@@ -16,7 +16,7 @@ from workbench.cost.reduction import optimizer_s, reduced_bytes, reduction_s
 from workbench.cost.schedule import makespan_s, timeline_of
 from workbench.cost.setting import Setting, settings_of
 from workbench.cost.software import WORKBENCH, Software
-from workbench.cost.stages import StagePrice, prices_of, stage_price
+from workbench.cost.stages import StagePrice, prices_of, stage_prices
 from workbench.pipeline.simulate import Timeline
 
 
@@ -80,7 +80,7 @@ def estimate(
     """
     settings = settings_of(model, strategy, hardware, batch_size, optimizer, software)
     prices = prices_of(model.rows, strategy.layers, settings)
-    stages = [stage_price(model, s, strategy.layers, prices, settings[s]) for s in range(strategy.num_stages)]
+    stages = stage_prices(model, strategy.layers, prices, settings)
     return combine(model, strategy, stages, settings, batch_size, with_timeline)
 
 

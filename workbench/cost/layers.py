@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from math import prod
 
 from workbench.core.model_costs import LayerCost, Work
+from workbench.core.pairing import COLUMN_NAMES
 from workbench.core.strategy import ResolvedLayer
 from workbench.cost.collectives import DUAL, change_s, received_parts
 from workbench.cost.compute import backward_s, forward_s
@@ -86,6 +87,8 @@ def layer_price(
         first += 0.0 if work in row.own else half[1]
     changes = _changes(row, choice, before, following, setting)
     back = _dual(changes)
+    if setting.sequence and not setting.software.keeps_gathered:
+        back += [change for change in changes if change[:2] == ("S1", "B")]  # its slice was saved, the weights need all
     boxing = [_exchanges(changes, setting), _exchanges(back, setting)]
     sums_s, _ = _exchanges([change for change in back if change[0] == "P"], setting)
     weights = _weights(row, choice, setting)
@@ -153,10 +156,10 @@ def _changes(
 def are_siblings(one: tuple[LayerCost, ResolvedLayer], two: tuple[LayerCost, ResolvedLayer]) -> bool:
     """Whether two column-split layers take the same input (queries, keys, values; gate and up), not one the other's."""
     (row, choice), (other, other_choice) = one, two
-    parents = [layer.name.rpartition(".")[0] for layer in (row.layer, other.layer)]
+    names = [layer.name.rpartition(".") for layer in (row.layer, other.layer)]
     inputs = [work.inner for layer in (row, other) for work in layer.own if work.is_matmul]
-    both = choice.split == other_choice.split == "column" and parents[0] == parents[1]
-    return both and len(inputs) == 2 and inputs[0] == inputs[1]
+    both = choice.split == other_choice.split == "column" and names[0][0] == names[1][0]
+    return both and all(name[2] in COLUMN_NAMES for name in names) and len(inputs) == 2 and inputs[0] == inputs[1]
 
 
 def _left_on_stage(choice: ResolvedLayer, following: ResolvedLayer | None, dims: int, setting: Setting) -> str:

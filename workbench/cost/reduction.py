@@ -21,6 +21,9 @@ from workbench.cost.stages import StagePrice
 
 _NUM_BUCKETS = 8
 """Sums start bucket by bucket; the last one has nothing to hide behind."""
+_PASSES = 4
+"""Bytes of memory per byte received: written, read to be passed on, copied in and out. Also where an exchange runs
+beside compute, compute waits for these."""
 _MASTER_PASSES = 6 + 8 + 12 + 6
 """Of 16-bit gradients and 32-bit weights: gradients to 32 bits, looked through for infinities, measured and clipped,
 weights back to 16 bits."""
@@ -49,9 +52,9 @@ def reduction_s(stages: Sequence[StagePrice], setting: Setting) -> float:
     if setting.zero >= 2:
         backward *= setting.num_micro_batches
     last = 1 / _NUM_BUCKETS
-    return max(
-        seconds * last / (setting.num_micro_batches if setting.zero >= 2 else 1), seconds - backward * (1 - last)
-    )
+    share = last / (setting.num_micro_batches if setting.zero >= 2 else 1)
+    taken = received * _PASSES / setting.hardware.memory_bandwidth_bytes_per_s
+    return min(seconds, max(seconds * share, seconds - backward * (1 - last), taken))
 
 
 def optimizer_s(weights: float, setting: Setting) -> float:

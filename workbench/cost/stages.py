@@ -82,11 +82,27 @@ def _of_choice(choice: ResolvedLayer) -> tuple[object, ...]:
     return choice.kind, choice.parallel, choice.split
 
 
+def stage_prices(
+    model: ModelCosts, choices: Sequence[ResolvedLayer], prices: Sequence[LayerPrice], settings: Sequence[Setting]
+) -> list[StagePrice]:
+    """Of all stages."""
+    rows_of: list[list[int]] = [[] for _ in settings]
+    for index, choice in enumerate(choices):
+        rows_of[choice.stage].append(index)
+    blocks = block_of_rows(model)
+    return [_added_up(model, mine, blocks, prices, setting) for mine, setting in zip(rows_of, settings, strict=True)]
+
+
 def stage_price(model: ModelCosts, stage: int, choices: Sequence[ResolvedLayer], prices: Sequence[LayerPrice],
                 setting: Setting) -> StagePrice:  # fmt: skip
     """Add up the layers of a stage."""
     mine = [index for index, choice in enumerate(choices) if choice.stage == stage]
-    blocks = block_of_rows(model)
+    return _added_up(model, mine, block_of_rows(model), prices, setting)
+
+
+def _added_up(
+    model: ModelCosts, mine: Sequence[int], blocks: Sequence[int], prices: Sequence[LayerPrice], setting: Setting
+) -> StagePrice:
     forward = sum(prices[i].forward_s for i in mine)
     boxing = sum(prices[i].boxing_forward_s for i in mine)
     again, again_boxing, kept, transient = _recomputed(mine, blocks, model, prices, setting)
@@ -151,4 +167,4 @@ def _recomputed(
     return again, sum(prices[i].boxing_forward_s for i in inside), kept, max(totals.values(), default=0.0)
 
 
-__all__ = ["StagePrice", "block_of_rows", "prices_of", "stage_price"]
+__all__ = ["StagePrice", "block_of_rows", "prices_of", "stage_price", "stage_prices"]
