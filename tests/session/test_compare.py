@@ -1,6 +1,8 @@
 """``wb.compare`` on real engines: figures, truth, failures."""
 
 import json
+import threading
+import time
 
 import pytest
 import torch
@@ -8,8 +10,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import workbench as wb
+from workbench.core.metrics import RunEvent, StepBlock, StepSpans
 from workbench.errors import StrategyError
 from workbench.session.compare import CompareResult, Comparison
+from workbench.session.saved_runs import SavedRuns
 
 pytestmark = pytest.mark.engines
 
@@ -78,14 +82,75 @@ def test_a_strategy_that_fails_keeps_the_others(session):
     assert "split classes are not for me" in by_name["*: model"].error and not found.all_equal
 
 
-def test_a_run_is_followed_and_stopped_while_the_notebook_goes_on(session):
-    arguments = {"batch_size": 16, "steps": 100_000}
-    with Comparison(session, make_model, data(), F.cross_entropy, **{**arguments, "steps": 300}) as comparison:
+class Followed:
+    """A run and everything that it has reported so far."""
+
+    def __init__(self, run) -> None:
+        self.run, self.seen = run, []
+
+    def until(self, condition, timeout_s: float = 30.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, f"waited in vain; {len(self.seen)} messages"
+            assert not self.run.done() or condition == self.run.done, self.run.call.exception()
+            self.seen += self.run.poll()
+            time.sleep(0.01)
+
+    @property
+    def steps(self) -> int:
+        return max((message.stop_step for message in self.seen if isinstance(message, StepBlock)), default=0)
+
+    def happened(self, kind: str) -> bool:
+        return any(isinstance(message, RunEvent) and message.kind == kind for message in self.seen)
+
+
+def test_a_run_is_followed_to_its_end_and_kept_on_disk(session, tmp_path):
+    saved = SavedRuns(tmp_path)
+    arguments = {"batch_size": 16, "steps": 60, "keep": saved}
+    with Comparison(session, make_model, data(), F.cross_entropy, **arguments) as comparison:
+        followed = Followed(comparison.start("data", predicted={"step_s": 0.5}))
+        followed.until(followed.run.done)
+        record = followed.run.result()
+        baseline = comparison.baseline()
+    assert record.equal and record.bubble == 0.0 and record.predicted == {"step_s": 0.5}
+    assert [run for run in saved if run.run_id == record.run_id] == [record]
+    assert {run.name for run in saved} == {"data", baseline.name}
+    assert record.settings["seed"] == 0 and record.settings["torch"] == torch.__version__ and record.settings["machine"]
+    blocks = [message for message in saved.messages(record.run_id) if isinstance(message, StepBlock)]
+    assert [loss for block in blocks for loss in block.losses] == list(record.losses)
+    ranks = {message.rank for message in saved.messages(record.run_id) if isinstance(message, StepSpans)}
+    assert ranks == {0, 1}
+
+
+def test_pause_change_the_strategy_go_on_and_stop(session):
+    with Comparison(session, make_model, data(), F.cross_entropy, batch_size=16, steps=600) as comparison:
         run = comparison.start("data")
-        seen = []
-        while not run.done():
-            seen += run.poll()
-        seen += run.poll()
-        assert {record.rank for record in seen} == {0, 1} and max(record.step for record in seen) == 299
-        assert run.result().equal
-        assert all(record.loss is not None and record.boxed_bytes > 0 for record in seen)
+        followed = Followed(run)
+        followed.until(lambda: followed.steps >= 5)
+        run.pause()
+        followed.until(lambda: followed.happened("paused"))
+        held = followed.steps
+        with pytest.raises(StrategyError):
+            run.change("nope: model")
+        run.change("0: data; 2: data@1; 4: data@1 | 2x1x1 mb=2")
+        followed.until(lambda: followed.happened("strategy"))
+        assert followed.steps == held, "it waits while it is changed"
+        run.go_on()
+        followed.until(lambda: followed.steps > held + 5)
+        run.stop()
+        record = run.result(30)
+    ((step, text),) = record.changes
+    assert step == held and text.startswith("0: data; 2: data@1") and len(record.losses) < 600
+    assert record.equal, "losses as on one device, before and after"
+
+
+def test_a_cell_that_has_to_wait_says_for_what(session, capsys):
+    with Comparison(session, make_model, data(), F.cross_entropy, batch_size=16, steps=600) as comparison:
+        run = comparison.start("data", "hybrid, edited")
+        followed = Followed(run)
+        followed.until(lambda: followed.steps >= 1)
+        threading.Timer(0.5, run.stop).start()
+        session.run("pass")
+        told = capsys.readouterr().err
+        assert "training run 'hybrid, edited', step " in told and "of 600; this waits its turn" in told
+        run.result(30)

@@ -6,16 +6,14 @@ import numpy as np
 import plotly.graph_objects as go
 import pytest
 
-from workbench.core.metrics import RunRecord, StepMetrics
+from workbench.core.metrics import RunRecord
 from workbench.theme import DARK, LIGHT
 from workbench.ui.figures import (
-    boxing_shares,
     comparison_figure,
     loss_difference_figure,
     loss_figure,
     memory_figure,
     throughput_figure,
-    time_split_figure,
 )
 from workbench.ui.scatter import scatter_figure
 
@@ -87,19 +85,6 @@ def test_memory_of_several_runs_is_labelled_by_run_and_rank(runs: list[RunRecord
     ]
 
 
-def test_time_split_sums_to_the_whole_step():
-    steps = [StepMetrics(rank, step, 2, time_s=0.1, samples=1, boxing_s=0.025) for rank in (0, 1) for step in (1, 2)]
-    figure = time_split_figure(steps)
-    assert list(trace_of(figure, "compute").x) == pytest.approx([75, 75])
-    assert list(trace_of(figure, "boxing and waiting").x) == pytest.approx([25, 25])
-    assert list(figure.layout.xaxis.range) == [0, 100]
-
-
-def test_boxing_never_takes_more_than_the_step():
-    assert boxing_shares([StepMetrics(0, 1, 1, time_s=0.1, samples=1, boxing_s=0.2)]) == {0: 1.0}
-    assert boxing_shares([StepMetrics(3, 1, 1, time_s=0.0, samples=1)]) == {3: 0.0}
-
-
 def test_comparison_is_sorted_with_one_device_last(runs: list[RunRecord], baseline: RunRecord):
     bars = comparison_figure([runs[1], runs[0]], baseline).data[0]
     assert list(bars.y) == ["data", "model", "1 device"]
@@ -133,4 +118,3 @@ def test_figures_of_nothing_are_empty_not_errors(baseline: RunRecord):
     ):
         assert isinstance(figure, go.Figure)
     assert isinstance(loss_difference_figure([], baseline), go.Figure)
-    assert isinstance(time_split_figure([]), go.Figure)

@@ -1,153 +1,272 @@
-"""What a run reports on its way into the figure: history, figure and pump, without a browser or engines."""
+"""The live figure and the view around it, without a browser or engines."""
 
 from __future__ import annotations
 
 import threading
 import time
+from itertools import pairwise
 
 import numpy as np
 import plotly.graph_objects as go
 import pytest
 
 from tests.ui.conftest import make_record
-from workbench.core.metrics import RunRecord, StepMetrics
+from tests.ui.reports import FakeRun, block, spans
+from workbench.core.metrics import RunEvent
 from workbench.theme import DARK, LIGHT
-from workbench.ui import live_figure
-from workbench.ui.history import History
-from workbench.ui.live_figure import legend_html
+from workbench.ui import live_figure, live_layout
+from workbench.ui.history import Change, History
+from workbench.ui.live import LiveView
 from workbench.ui.pump import Pump
+from workbench.ui.timeline_bars import timeline_bars
+
+MEMORY = ({"parameters": 2_000_000, "peak": 4_000_000},) * 2
 
 
-def report(rank: int, step: int, time_s: float = 0.1, loss: float | None = None, **memory: int) -> StepMetrics:
-    return StepMetrics(rank, step, 10, time_s, samples=100, loss=loss, memory_bytes=memory, boxing_s=0.02)
-
-
-def trace(figure: go.Figure, name: str) -> object:
+def trace(figure: go.Figure, name: str) -> go.Scatter:
     return next(trace for trace in figure.data if trace.name == name)
 
 
-def test_a_step_takes_as_long_as_its_slowest_rank():
-    history = History(num_steps=10, num_ranks=2, batch_size=100)
-    history.add([report(0, 0, time_s=0.1, loss=2.0), report(1, 0, time_s=0.2)])
-    snapshot = history.snapshot()
-    assert list(snapshot.rate_steps) == [1] and snapshot.samples_per_s[0] == pytest.approx(500)
-    assert snapshot.latest_loss == 2.0 and snapshot.last_step == 1 and snapshot.num_steps == 10
+def titles(figure: go.Figure) -> list[str]:
+    return [annotation.text for annotation in figure.layout.annotations[:5]]
 
 
-def test_steps_that_were_not_reported_are_left_out():
-    history = History(num_steps=10, num_ranks=1, batch_size=100)
-    history.add([report(0, 0, loss=2.0), report(0, 7, loss=1.0)])
-    snapshot = history.snapshot()
-    assert list(snapshot.rate_steps) == [1, 8] and list(snapshot.losses) == [2.0, 1.0]
-
-
-def test_memory_and_shares_are_the_latest_by_rank():
-    history = History(num_steps=10, num_ranks=2, batch_size=100)
-    history.add([report(0, 0, parameters=1), report(0, 1, parameters=2, peak=9), report(1, 1, parameters=5, buffers=1)])
-    snapshot = history.snapshot()
-    assert snapshot.peak_bytes == (9, 6), "without a measured peak, what is alive"
-    assert snapshot.memory_by_kind[0]["parameters"] == 2
-    assert snapshot.boxing_shares == pytest.approx((0.2, 0.2))
-
-
-def test_before_the_first_step_there_is_nothing():
-    snapshot = History(num_steps=10, num_ranks=2, batch_size=100).snapshot()
-    assert snapshot.latest_rate is None and snapshot.latest_loss is None and snapshot.last_step == 0
-
-
-def test_long_runs_are_decimated():
-    history = History(num_steps=50_000, num_ranks=1, batch_size=100)
-    history.add(StepMetrics(0, step, 50_000, 0.1, 100, loss=1.0) for step in range(50_000))
-    snapshot = history.snapshot()
-    assert len(snapshot.rate_steps) <= 1000 and len(snapshot.losses) <= 1000
-    assert snapshot.rate_steps[-1] >= 49_900
+# ---- the figure -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("make", [go.Figure, go.FigureWidget], ids=["figure", "widget"])
-def test_a_snapshot_is_put_into_the_figure(make: type):
+def test_what_was_reported_is_put_into_the_figure(make: type):
     figure = make(live_figure.live_figure(2, 10))
-    history = History(num_steps=10, num_ranks=2, batch_size=100)
-    history.add([report(rank, 0, loss=2.0, parameters=2_000_000, peak=4_000_000) for rank in (0, 1)])
-    live_figure.update(figure, history.snapshot())
-    assert list(trace(figure, "throughput").y) == pytest.approx([1000])
-    assert list(trace(figure, "this run").y) == [2.0]
+    history = History(10, 2)
+    history.add([block(0, (2.0,), memory=MEMORY)])
+    live_figure.show_curves(figure, history, {})
+    live_figure.show_memory(figure, history)
+    live_figure.show_split(figure, history.split, history.boxed_bytes)
+    assert list(trace(figure, "throughput, newest").y) == pytest.approx([500])
+    assert list(trace(figure, "this run, newest").y) == [2.0]
     assert list(trace(figure, "parameters").x) == [2.0, 2.0]
     assert list(trace(figure, "peak of the process").text) == ["4.00 MB", "4.00 MB"]
-    assert list(trace(figure, "boxing and waiting").x) == pytest.approx([20, 20])
-    assert figure.layout.xaxis3.title.text == "MB"
-    assert "1\u202f000 samples/s now" in figure.layout.annotations[0].text
-    assert all(isinstance(trace.x, np.ndarray) for trace in figure.data), "lists cost two hundred times as much"
+    assert list(trace(figure, "boxing").x) == pytest.approx([40, 20])
+    assert trace(figure, "boxing").text[0] == "40 %"
+    assert figure.layout.xaxis3.ticksuffix == " MB"
+    assert "500 samples/s now" in titles(figure)[0] and "1.00 kB boxed per step" in titles(figure)[3]
 
 
-def test_a_new_run_starts_from_an_empty_figure():
+def test_old_points_are_not_sent_again():
+    figure, history, versions = live_figure.live_figure(1, 1000), History(1000, 1), {}
+    history.add([block(0, (1.0,) * 150, time_s=(0.1,), boxing_s=(0.0,))])
+    live_figure.show_curves(figure, history, versions)
+    settled = trace(figure, "throughput").x
+    assert len(settled) == 150
+    history.add([block(150, (1.0,) * 5, time_s=(0.1,), boxing_s=(0.0,))])
+    trace(figure, "throughput").x = np.zeros(3)
+    live_figure.show_curves(figure, history, versions)
+    assert len(trace(figure, "throughput").x) == 3, "untouched"
+    assert list(trace(figure, "throughput, newest").x) == [150, 151, 152, 153, 154, 155]
+
+
+def test_a_timeline_has_a_row_per_rank_measured_above_simulated():
     figure = live_figure.live_figure(2, 10)
-    live_figure.show_record(figure, make_record("data"))
-    live_figure.set_one_device(figure, [2.0, 1.0])
-    assert len(trace(figure, "throughput").x) == 3 and len(trace(figure, "1 device").x) == 2
-    live_figure.begin(figure, 50)
-    assert [len(trace(figure, name).x) for name in ("throughput", "this run", "1 device")] == [0, 0, 0]
-    assert list(trace(figure, "compute").x) == [0, 0]
-    assert list(figure.layout.xaxis.range) == list(figure.layout.xaxis2.range) == [0, 50]
+    live_figure.show_timeline(figure, timeline_bars([spans(0), spans(1)]))
+    forward = trace(figure, "forward")
+    assert list(forward.base) == [0.0, 1.0] and list(forward.x) == [0.75, 0.75] and list(forward.text) == ["F0", "F0"]
+    assert list(trace(figure, "forward, simulated").base) == [0.0, 0.75]
+    assert (np.array(trace(figure, "forward, simulated").y) > np.array(forward.y)).all()
+    assert list(trace(figure, "idle").x) == [6.5, 6.5]
+    assert figure.layout.xaxis5.ticksuffix == " s" and "Timeline, step 1" in titles(figure)[4]
 
 
-def test_every_pane_has_units():
-    layout = live_figure.live_figure(2, 10).layout
-    titles = [layout[name].title.text for name in ("xaxis", "yaxis", "xaxis2", "yaxis2", "xaxis3", "xaxis4")]
-    assert titles == ["step", "samples/s", "step", "loss", "B", "% of the step"]
-
-
-def test_the_theme_changes_colours_and_nothing_else():
+def test_short_bars_have_no_label():
     figure = live_figure.live_figure(2, 10)
-    live_figure.show_record(figure, make_record("data"))
-    live_figure.restyle(figure, DARK)
-    assert trace(figure, "throughput").line.color == DARK.ink
-    assert trace(figure, "parameters").marker.color == DARK.memory["parameters"]
-    assert DARK.muted in figure.layout.annotations[0].text and LIGHT.muted not in figure.layout.annotations[0].text
-    assert len(trace(figure, "throughput").x) == 3
-    live_figure.restyle(figure, LIGHT)
-    assert figure.layout.font.color == LIGHT.ink
+    long = timeline_bars([spans(0), spans(1)])
+    long.measured["forward"].length_s[0] = 0.01
+    live_figure.show_timeline(figure, long)
+    assert list(trace(figure, "forward").text) == ["", "F0"]
 
 
-def test_the_legend_names_every_colour():
-    text = legend_html()
-    for word in ("this run", "1 device", "param.", "activ.", "boxing and waiting", "compute"):
-        assert word in text
+def test_a_change_of_strategy_is_a_line_in_both_curves_with_names():
+    figure = live_figure.live_figure(2, 10)
+    live_figure.show_changes(figure, [Change(3, "data", "hybrid")])
+    live_figure.show_changes(figure, [Change(3, "data", "hybrid"), Change(7, "hybrid", "model")])
+    assert [(shape.x0, shape.xref) for shape in figure.layout.shapes] == [(3, "x"), (3, "x2"), (7, "x"), (7, "x2")]
+    assert [note.text for note in figure.layout.annotations[-2:]] == ["hybrid", "model"]
 
 
-class FakeRun:
-    """A run that reports one step per poll."""
+def test_a_prediction_is_dashed_from_where_it_was_made():
+    figure = live_figure.live_figure(2, 10)
+    live_figure.show_expected(figure, 10, 500.0, [3e6, 4e6])
+    live_figure.show_expected(figure, 10, 400.0, [], from_step=6)
+    assert list(trace(figure, "predicted").x) == [0, 6, 6, 10] and list(trace(figure, "predicted").y) == [
+        500,
+        500,
+        400,
+        400,
+    ]
+    assert list(trace(figure, "predicted peak").x) == [3.0, 4.0]
 
-    def __init__(self, num_steps: int, fails: bool = False) -> None:
+
+def test_every_axis_has_a_unit_and_all_parts_have_places_of_their_own():
+    layout = live_figure.live_figure(4, 10).layout
+    assert layout.xaxis.tickprefix == layout.xaxis2.tickprefix == "step "
+    assert layout.xaxis4.ticksuffix == " %"
+    lefts = [layout[f"xaxis{n}"].domain for n in ("", 2, 3, 4)]
+    assert all(a[1] < b[0] for a, b in pairwise(lefts))
+    assert layout.yaxis5.domain[1] < layout.yaxis.domain[0]
+    assert layout.height == live_layout.height(4)
+
+
+@pytest.mark.parametrize(("num_ranks", "rows"), [(2, 2), (16, 16), (64, 16)])
+def test_many_ranks_share_sixteen_rows(num_ranks: int, rows: int):
+    shown = live_layout.shown_ranks(num_ranks)
+    assert len(shown) == rows == len(set(shown)) and max(shown) < num_ranks
+    figure = live_figure.live_figure(num_ranks, 10)
+    history = History(10, num_ranks)
+    history.add([block(time_s=(0.1,) * num_ranks, boxing_s=(0.01,) * num_ranks, memory=(MEMORY[0],) * num_ranks)])
+    live_figure.show_memory(figure, history)
+    assert len(trace(figure, "parameters").x) == rows
+
+
+# ---- the view -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def view() -> LiveView:
+    made = LiveView(2)
+    made._clock = lambda: made_time[0]  # type: ignore[attr-defined]
+    made_time = [100.0]
+    made.tick = lambda seconds: made_time.__setitem__(0, made_time[0] + seconds)  # type: ignore[attr-defined]
+    made.begin("data", "*: data", 10)
+    return made
+
+
+def test_a_view_shows_state_progress_and_log(view: LiveView):
+    view.tick(1)
+    view.add([block(0, (2.0, 1.5), memory=MEMORY), spans(0), spans(1)])
+    assert "step 2 of 10" in view.state.value and view.progress.value == 2
+    assert "20 %" in view.elapsed.value and "1.00 s so far, 4.00 s left" in view.elapsed.value
+    assert "data: *: data" in view.log_lines.value and "step 2" in view.log_lines.value
+    assert len(trace(view.figure, "forward").x) == 2
+
+
+def test_updates_come_at_most_ten_times_a_second_and_slow_parts_less_often(view: LiveView):
+    counts = dict.fromkeys(("show_curves", "show_memory", "show_timeline"), 0)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in counts:
+            real = getattr(live_figure, name)
+
+            def counted(*args: object, _real: object = real, _name: str = name) -> None:
+                counts[_name] += 1
+                _real(*args)  # type: ignore[operator]
+
+            patch.setattr(live_figure, name, counted)
+        for step in range(100):  # two seconds, fifty times a second
+            view.tick(0.02)
+            view.add([block(step, memory=MEMORY, num_steps=100), spans(0, step), spans(1, step)])
+    assert counts["show_curves"] <= 20 and 2 <= counts["show_memory"] <= 5 and counts["show_timeline"] <= 3
+
+
+def test_nothing_is_drawn_while_nobody_looks_and_all_of_it_once_somebody_does(view: LiveView):
+    view.link._receive(None, {"event": "visible", "value": False}, None)
+    view.tick(1)
+    view.add([block(0, (2.0, 1.5), memory=MEMORY)])
+    assert len(trace(view.figure, "throughput, newest").x) == 0
+    view.link._receive(None, {"event": "visible", "value": True}, None)
+    assert len(trace(view.figure, "throughput, newest").x) == 2
+
+
+def test_a_change_draws_a_line_and_names_the_strategy(view: LiveView):
+    view.add([block(0, (2.0,)), RunEvent("strategy", 1, "*: model", 0.2, 0)], {"*: model": "model"}.__getitem__)
+    assert view.figure.layout.shapes[0].x0 == 2 and view.figure.layout.annotations[-1].text == "model"
+    assert "data \u2192 model" in view.log.lines[-1].text
+
+
+def test_a_pause_stops_the_clock(view: LiveView):
+    view.tick(1)
+    view.add([block(0, (2.0,)), RunEvent("paused", 1)])
+    assert "paused" in view.state.value
+    view.tick(50)
+    view.add([RunEvent("running", 1)])
+    view.tick(1)
+    view.add([block(1, (2.0,))])
+    assert "2.00 s so far" in view.elapsed.value and "running" in view.state.value
+
+
+def test_the_end_shows_the_record(view: LiveView):
+    view.add([block(0, (2.0,))])
+    view.finish(make_record("data"))
+    assert "stopped" in view.state.value and len(trace(view.figure, "throughput").x) == 3
+    assert "5\u202f000 samples/s, median" in titles(view.figure)[0]
+
+
+def test_a_failure_is_shown_once(view: LiveView):
+    view.fail(RuntimeError("rank 1 <died>"))
+    assert "rank 1 &lt;died&gt;" in view.failure.value and "failed" in view.state.value
+
+
+def test_a_new_run_starts_from_an_empty_figure(view: LiveView):
+    view.add([block(0, (2.0,)), RunEvent("strategy", 1, "*: model")])
+    view.show_one_device([1.0, 2.0])
+    figure = view.figure
+    view.begin("model", "*: model", 50)
+    assert view.figure is figure, "one figure, 5 MB, for all runs"
+    for name in ("throughput, newest", "this run, newest", "1 device"):
+        assert len(trace(figure, name).x) == 0
+    assert list(figure.layout.xaxis.range) == [0, 50] and len(figure.layout.shapes) == 0
+
+
+def test_the_theme_changes_colours_and_nothing_else(view: LiveView):
+    view.tick(1)
+    view.add([block(0, (2.0,), memory=MEMORY), spans(0), spans(1), RunEvent("strategy", 1, "*: model")])
+    view.link._receive(None, {"event": "theme", "value": "dark"}, None)
+    assert trace(view.figure, "throughput").line.color == DARK.ink
+    assert trace(view.figure, "parameters").marker.color == DARK.memory["parameters"]
+    assert not any(LIGHT.muted in title for title in titles(view.figure))
+    assert len(trace(view.figure, "throughput, newest").x) == 1 and len(view.figure.layout.shapes) == 2
+    assert len(trace(view.figure, "forward").x) == 2
+
+
+def test_an_unknown_number_of_steps_needs_no_progress_bar():
+    view = LiveView(2)
+    view.begin("own loop", "", 0)
+    view.add([block(0, (2.0,), num_steps=0)])
+    assert view.progress.layout.visibility == "hidden" and "step 1<" in view.state.value
+
+
+def test_ranks_can_be_chosen_in_the_log(view: LiveView):
+    view.log.say("only me", "1", warns=True)
+    view.log_ranks.value = "0"
+    assert "only me" not in view.log_lines.value
+    view.log_ranks.value = "1"
+    assert "only me" in view.log_lines.value
+
+
+# ---- the pump -------------------------------------------------------------------------------------------------------
+
+
+class Polled(FakeRun):
+    """Reports one block per poll."""
+
+    def __init__(self, num_steps: int) -> None:
+        super().__init__()
         self.left = num_steps
-        self.fails = fails
-        self.stopped = False
 
-    def poll(self) -> list[StepMetrics]:
+    def poll(self) -> list[object]:
         if self.left == 0:
             return []
         self.left -= 1
-        return [report(0, self.left)]
-
-    def done(self) -> bool:
-        return self.left == 0
-
-    def stop(self) -> None:
-        self.left = 0
-
-    def result(self) -> RunRecord:
-        if self.fails:
-            raise RuntimeError("rank 1 failed")
-        return make_record("data")
+        if not self.left:
+            self.ended.set()
+        return [block(self.left)]
 
 
-def follow(run: FakeRun, on_metrics=lambda metrics: None) -> tuple[object, object, list[str]]:
+def follow(run: FakeRun, on_metrics=lambda messages: None) -> tuple[object, object, list[str]]:
     """Record, error and thread names of a run followed to its end."""
     ended: list[tuple[object, object]] = []
     threads: list[str] = []
 
-    def note(metrics: list[StepMetrics]) -> None:
+    def note(messages: list[object]) -> None:
         threads.append(threading.current_thread().name)
-        on_metrics(metrics)
+        on_metrics(messages)
 
     pump = Pump(run, note, lambda record, error: ended.append((record, error)))
     pump.start()
@@ -157,34 +276,36 @@ def follow(run: FakeRun, on_metrics=lambda metrics: None) -> tuple[object, objec
 
 
 def test_the_pump_hands_on_everything_from_its_own_thread():
-    record, error, threads = follow(FakeRun(3))
-    assert record == make_record("data") and error is None
+    record, error, threads = follow(Polled(3))
+    assert record == make_record("data", strategy="*: data") and error is None
     assert threads == ["workbench-pump"] * 3
 
 
 def test_an_error_of_the_run_is_handed_on():
-    record, error, _ = follow(FakeRun(1, fails=True))
+    run = Polled(1)
+    run.error = RuntimeError("rank 1 failed")
+    record, error, _ = follow(run)
     assert record is None and str(error) == "rank 1 failed"
 
 
 def test_a_broken_view_ends_the_pump_with_its_error():
-    def broken(metrics: list[StepMetrics]) -> None:
+    def broken(messages: list[object]) -> None:
         raise ZeroDivisionError("view")
 
-    record, error, _ = follow(FakeRun(3), broken)
+    record, error, _ = follow(Polled(3), broken)
     assert record is None and isinstance(error, ZeroDivisionError)
 
 
 def test_the_pump_asks_at_most_ten_times_a_second():
     started = time.monotonic()
-    pump = Pump(FakeRun(4), lambda metrics: None, lambda record, error: None, interval_s=0.001)
+    pump = Pump(Polled(4), lambda messages: None, lambda record, error: None, interval_s=0.001)
     pump.start()
     assert pump.join(10)
-    assert time.monotonic() - started >= 0.3
+    assert time.monotonic() - started >= 0.25
 
 
 def test_join_says_when_time_ran_out():
-    pump = Pump(FakeRun(20), lambda metrics: None, lambda record, error: None)
+    pump = Pump(Polled(20), lambda messages: None, lambda record, error: None)
     pump.start()
     assert not pump.join(0.05)
     pump.run.stop()

@@ -1,10 +1,11 @@
-"""What a training run reports: one record per step and rank while it runs, one record per run when it has ended.
+"""What a training run reports: blocks of steps and events while it runs, one record when it has ended.
 
-Engines publish these, figures and tables read them; neither needs torch for it.
+Engines publish these, figures and tables read them, files keep them; nobody needs torch for it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -12,43 +13,139 @@ MEMORY_KINDS = ("parameters", "gradients", "optimizer", "activations", "buffers"
 """Kinds of live storage that are counted on every rank, in the order in which they are drawn."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepMetrics:
-    """One training step as one rank saw it.
+class _Plain:
+    """Data classes that are written to JSON and read back."""
 
-    ``loss`` is the logical loss, the same on every rank, or None where it was not fetched in this step.
-    ``memory_bytes`` maps the kinds of ``MEMORY_KINDS`` and ``"peak"`` (the process's peak resident size above its
-    warm baseline) to bytes on this rank. ``boxed_bytes`` counts what this rank sent to other ranks in the step.
-    """
-
-    rank: int
-    step: int
-    num_steps: int
-    time_s: float
-    samples: int
-    loss: float | None = None
-    memory_bytes: dict[str, int] = field(default_factory=dict)
-    boxed_bytes: int = 0
-    boxing_s: float = 0.0
+    __slots__ = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The record as plain data, for JSON."""
-        return asdict(self)
+        return asdict(self)  # type: ignore[call-overload,no-any-return]
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> StepMetrics:
-        """The record that ``to_dict`` wrote; unknown keys are ignored so that old files load."""
-        return cls(**{f.name: data[f.name] for f in fields(cls) if f.name in data})
+    def from_dict(cls, data: dict[str, Any]) -> Any:
+        """The record that ``to_dict`` wrote; unknown keys are ignored, so that files of other versions load."""
+        return cls(**{f.name: _frozen(data[f.name]) for f in fields(cls) if f.name in data})  # type: ignore[arg-type]
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
 @dataclass(frozen=True, slots=True)
-class RunRecord:
+class StepBlock(_Plain):
+    """Consecutive steps as all ranks saw them. It is what is sent about ten times a second, however fast the steps are.
+
+    Attributes:
+        first_step: number of the first one, from 0.
+        samples: of each step, over all ranks.
+        losses: of each step, the logical one; None where there is none.
+        time_s, boxing_s, boxed_bytes: by rank, then by step: seconds of the step, seconds of it inside exchanges
+            (moving, and waiting for others), bytes that the rank sent.
+        memory_bytes: by rank, at the end of the block: kinds of ``MEMORY_KINDS``, and ``"peak"``, the process's largest
+            resident size above its warm baseline. Empty where it was not measured.
+        num_steps: how many are planned; 0 where nobody knows.
+    """
+
+    first_step: int
+    samples: tuple[int, ...]
+    losses: tuple[float | None, ...]
+    time_s: tuple[tuple[float, ...], ...]
+    boxing_s: tuple[tuple[float, ...], ...]
+    boxed_bytes: tuple[tuple[int, ...], ...]
+    memory_bytes: tuple[dict[str, int], ...] = ()
+    num_steps: int = 0
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks took part."""
+        return len(self.time_s)
+
+    @property
+    def stop_step(self) -> int:
+        """The number of the step that follows."""
+        return self.first_step + len(self.samples)
+
+    @property
+    def step_times_s(self) -> tuple[float, ...]:
+        """Seconds of each step: a step takes as long as its slowest rank."""
+        return tuple(max(times) for times in zip(*self.time_s, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class ActionSpan(_Plain):
+    """What one rank did in a step from ``start_s`` to ``stop_s``: a forward, a backward, the optimizer's step.
+
+    ``kind`` is a schedule's letter (F, B, I, W) or ``"O"``. Of the time, ``boxing_s`` was spent in ``num_exchanges``
+    exchanges that sent ``sent_bytes``.
+    """
+
+    kind: str
+    stage: int
+    micro_batch: int
+    start_s: float
+    stop_s: float
+    boxing_s: float = 0.0
+    num_exchanges: int = 0
+    sent_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepSpans(_Plain):
+    """One rank's actions of one step. All ranks' seconds are on one clock."""
+
+    rank: int
+    step: int
+    spans: tuple[ActionSpan, ...]
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> StepSpans:
+        """The record that ``to_dict`` wrote."""
+        return cls(data["rank"], data["step"], tuple(ActionSpan.from_dict(span) for span in data["spans"]))
+
+
+def bubble(ranks: Sequence[StepSpans]) -> float | None:
+    """The part of the ranks' time, 0 to 1, in which they wait for other stages; None before a step was noted.
+
+    With one stage there are none to wait for: what it waits for are boxings.
+    """
+    spans = [span for rank in ranks for span in rank.spans]
+    if not spans:
+        return None
+    if len({span.stage for span in spans}) == 1:
+        return 0.0
+    total = len(ranks) * (max(span.stop_s for span in spans) - min(span.start_s for span in spans))
+    busy = sum(span.stop_s - span.start_s - span.boxing_s for span in spans)
+    return max(0.0, 1 - busy / total) if total else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RunEvent(_Plain):
+    """Something that happened to a run before ``step``: it was paused, went on, got another strategy, was refused one.
+
+    ``text`` is the new strategy, or why it was refused; ``time_s`` and ``boxed_bytes`` what the change took.
+    """
+
+    kind: str
+    step: int
+    text: str = ""
+    time_s: float = 0.0
+    boxed_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord(_Plain):
     """One finished run of one strategy, over all ranks.
 
     ``samples_per_s`` is the batch size over the median step time, warm-up steps left out; ``speedup`` is over one
     engine. Tuples ``peak_memory_bytes`` and ``memory_by_kind`` have one entry per rank. ``loss_difference`` and
     ``weight_difference`` are the largest absolute differences to one device; ``equal`` says whether the run passed.
     A run that failed has its reason in ``error`` and empty figures.
+
+    ``bubble`` is the part of the ranks' time without work, 0 to 1, in the last step whose actions were noted.
+    ``changes`` has (step, strategy) for every change on the way. ``predicted`` holds what was expected before: step_s,
+    samples_per_s, peak_bytes, boxed_bytes, bubble. ``settings`` says what was trained with what: model, seed,
+    optimizer, versions, machine. ``started`` is local time (ISO 8601), ``run_id`` names the run's file.
     """
 
     name: str
@@ -66,15 +163,15 @@ class RunRecord:
     weight_difference: float | None = None
     equal: bool | None = None
     error: str | None = None
+    bubble: float | None = None
+    changes: tuple[tuple[int, str], ...] = ()
+    layer_times_s: dict[str, float] = field(default_factory=dict)
+    predicted: dict[str, float] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    started: str = ""
+    run_id: str = ""
 
-    def to_dict(self) -> dict[str, Any]:
-        """The record as plain data, for JSON."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> RunRecord:
-        """The record that ``to_dict`` wrote; unknown keys are ignored so that old files load."""
-        known: dict[str, Any] = {f.name: data[f.name] for f in fields(cls) if f.name in data}
-        for key, value in known.items():
-            known[key] = tuple(value) if isinstance(value, list) else value
-        return cls(**known)
+    @property
+    def step_s(self) -> float | None:
+        """Seconds of a step, None without a measurement."""
+        return self.batch_size / self.samples_per_s if self.samples_per_s else None

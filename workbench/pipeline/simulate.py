@@ -18,7 +18,8 @@ Duration = Callable[[Action], float]
 class Span:
     """An action on a rank of the pipeline axis, from ``start_s`` to ``stop_s``, of which it waited ``waited_s``.
 
-    On paper an action starts when what it needs is there, and never waits; a measured one starts and waits inside.
+    On paper an action starts when what it needs is there, and never waits; a measured one starts and waits inside, in
+    ``num_exchanges`` exchanges that send ``sent_bytes``.
     """
 
     rank: int
@@ -26,6 +27,8 @@ class Span:
     start_s: float
     stop_s: float
     waited_s: float = 0.0
+    num_exchanges: int = 0
+    sent_bytes: int = 0
 
     @property
     def busy_s(self) -> float:

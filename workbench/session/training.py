@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from workbench.runtime.train import Job, RankResult, largest_difference, run_one_device, run_strategy, warm_up
-from workbench.session import engine
+from workbench.session import engine_orders, engine_shell
 
 _truth: dict[tuple[Any, int], RankResult] = {}
 _jobs: dict[str, Job] = {}
@@ -26,6 +26,7 @@ class RankReport:
     memory_bytes: dict[str, int]
     boxed_bytes: int
     weight_difference: float | None = None
+    changes: tuple[tuple[int, str], ...] = ()
 
 
 def keep_job(key: str, job: Job) -> None:
@@ -53,7 +54,7 @@ def train_strategy(key: str, strategy: str, num_micro_batches: int = 1) -> RankR
     """
     torch.manual_seed(0)
     result = run_strategy(
-        _jobs[key], strategy, on_step=engine.publish, should_stop=engine.stop_requested, keeps_weights=True
+        _jobs[key], strategy, listen=engine_shell.publish, orders=engine_orders.orders, keeps_weights=True
     )
     truth = _truth.get((key, num_micro_batches))
     difference = None
@@ -64,5 +65,10 @@ def train_strategy(key: str, strategy: str, num_micro_batches: int = 1) -> RankR
 
 def _report(result: RankResult, difference: float | None = None) -> RankReport:
     return RankReport(
-        tuple(result.losses), tuple(result.step_times_s), result.memory_bytes, result.boxed_bytes, difference
+        tuple(result.losses),
+        tuple(result.step_times_s),
+        result.memory_bytes,
+        result.boxed_bytes,
+        difference,
+        tuple(result.changes),
     )

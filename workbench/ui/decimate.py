@@ -10,9 +10,10 @@ MAX_POINTS = 1000
 
 
 def decimate(x: np.ndarray, y: np.ndarray, max_points: int = MAX_POINTS) -> tuple[np.ndarray, np.ndarray]:
-    """At most ``max_points`` of the points (x, y), in order: the smallest and the largest y of every bin.
+    """At most ``max_points`` of the points (x, y), in order of x: the smallest and the largest y of every stretch of x.
 
-    Curves that are short enough come back as they are. Points without a value (nan) are left out.
+    Stretches are equally wide, so a curve that is thinned out again and again stays equally dense. Curves that are
+    short enough come back as they are. Points without a value (nan) are left out.
 
     >>> x, y = decimate(np.arange(5000), np.arange(5000) % 7)
     >>> len(x), int(y.min()), int(y.max())
@@ -28,15 +29,27 @@ def decimate(x: np.ndarray, y: np.ndarray, max_points: int = MAX_POINTS) -> tupl
         x, y = x[known], y[known]
     if len(x) <= max_points:
         return x, y
-    kept = _extremes(y, num_bins=max_points // 2)
+    edges = np.searchsorted(x, np.linspace(x[0], x[-1], max_points // 2 + 1)[1:-1], side="left")
+    kept = _extremes(y, [0, *edges.tolist(), len(x)])
     return x[kept], y[kept]
 
 
-def _extremes(y: np.ndarray, num_bins: int) -> np.ndarray:
-    """Indices of the smallest and the largest entry of each of ``num_bins`` nearly equal bins, ascending."""
-    edges = np.linspace(0, len(y), num_bins + 1).astype(int)
-    kept = []
+def thin(x: np.ndarray, y: np.ndarray, width: float) -> tuple[np.ndarray, np.ndarray]:
+    """The smallest and the largest y of every stretch of x that is ``width`` wide and begins at a multiple of it.
+
+    >>> [part.tolist() for part in thin(np.arange(6.0), np.array([1.0, 3, 2, 5, 4, 6]), 3)]
+    [[0.0, 1.0, 4.0, 5.0], [1.0, 3.0, 4.0, 6.0]]
+    """
+    starts = np.flatnonzero(np.diff(np.floor(x / width))) + 1
+    kept = _extremes(y, [0, *starts.tolist(), len(x)])
+    return x[kept], y[kept]
+
+
+def _extremes(y: np.ndarray, edges: list[int]) -> np.ndarray:
+    """Indices of the smallest and the largest y between neighbouring edges, ascending."""
+    kept: list[int] = []
     for start, end in pairwise(edges):
-        part = y[start:end]
-        kept += sorted({start + int(part.argmin()), start + int(part.argmax())})
-    return np.array(kept)
+        if end > start:
+            part = y[start:end]
+            kept += sorted({start + int(part.argmin()), start + int(part.argmax())})
+    return np.array(kept, dtype=int)

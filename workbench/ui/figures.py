@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from workbench.core.metrics import RunRecord, StepMetrics
+from workbench.core.metrics import RunRecord
 from workbench.theme import LIGHT, Palette
 from workbench.ui.decimate import decimate
 from workbench.ui.numbers import grouped, short_difference, speedup_text
@@ -24,7 +24,6 @@ from workbench.ui.traces import (
     one_device_trace,
     peak_trace,
     rows_layout,
-    split_traces,
     stepwise_traces,
 )
 
@@ -127,27 +126,6 @@ def memory_figure(runs: Sequence[RunRecord], colours: Palette = LIGHT) -> go.Fig
     figure.update_xaxes(**axis(colours, unit, rangemode="tozero"))
     figure.update_yaxes(**axis(colours, "", autorange="reversed", showgrid=False))
     return figure
-
-
-def time_split_figure(last_steps: Sequence[StepMetrics], colours: Palette = LIGHT) -> go.Figure:
-    """Share of the step time in compute and in boxing, by rank, over the steps handed in."""
-    shares = boxing_shares(last_steps)
-    labels = [f"rank {rank}" for rank in shares]
-    figure = go.Figure(split_traces(labels, np.array(list(shares.values())), colours))
-    figure.update_layout(**rows_layout(colours, "Time split", "share of the step", len(labels), barmode="stack"))
-    figure.update_xaxes(**axis(colours, "% of the step", range=[0, 100]))
-    figure.update_yaxes(**axis(colours, "", autorange="reversed", showgrid=False))
-    return figure
-
-
-def boxing_shares(steps: Sequence[StepMetrics]) -> dict[int, float]:
-    """Boxing time over step time by rank, 0 to 1, summed over the steps handed in."""
-    total: dict[int, list[float]] = {}
-    for metrics in steps:
-        sums = total.setdefault(metrics.rank, [0.0, 0.0])
-        sums[0] += metrics.boxing_s
-        sums[1] += metrics.time_s
-    return {rank: min(boxing / time, 1.0) if time > 0 else 0.0 for rank, (boxing, time) in sorted(total.items())}
 
 
 def comparison_figure(

@@ -1,89 +1,143 @@
-"""What a run has reported so far, kept small: per-step arrays, and for each rank its latest memory and time split."""
+"""What a run has reported so far, kept small: two curves, and for each rank its latest memory and time split."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 import numpy as np
 
-from workbench.core.metrics import StepMetrics
-from workbench.ui.decimate import MAX_POINTS, decimate
-from workbench.ui.figures import boxing_shares, live_bytes
+from workbench.core.metrics import RunEvent, StepBlock, StepSpans
+from workbench.ui.curve import Curve
+from workbench.ui.figures import live_bytes
 
-_STEPS_IN_SPLIT = 20
+STEPS_IN_SPLIT = 20
+Message = StepBlock | StepSpans | RunEvent
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
-    """A run at one moment, ready to be drawn: curves have at most 1000 points; memory and shares are by rank.
+class Split:
+    """Shares of one rank's time, from 0 to 1: computing, moving numbers, waiting for other ranks."""
 
-    Steps are counted from 1 here, as people do; records count them from 0.
-    """
+    compute: float
+    boxing: float
+    waiting: float
 
-    num_steps: int
-    last_step: int
-    rate_steps: np.ndarray
-    samples_per_s: np.ndarray
-    loss_steps: np.ndarray
-    losses: np.ndarray
-    memory_by_kind: tuple[dict[str, int], ...]
-    peak_bytes: tuple[int, ...]
-    boxing_shares: tuple[float, ...]
 
-    @property
-    def latest_rate(self) -> float | None:
-        """Samples per second in the last step, None before the first."""
-        return float(self.samples_per_s[-1]) if len(self.samples_per_s) else None
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Another strategy from ``step`` on, counted from 1 like the curves."""
 
-    @property
-    def latest_loss(self) -> float | None:
-        """The last loss that was fetched, None before the first."""
-        return float(self.losses[-1]) if len(self.losses) else None
+    step: int
+    before: str
+    after: str
 
 
 class History:
-    """Collects ``StepMetrics`` of all ranks. Not every step is reported; one takes as long as its slowest rank."""
+    """Collects what a run reports, of any length, in bounded memory. Steps are counted from 1 here, as people do.
 
-    def __init__(self, num_steps: int, num_ranks: int, batch_size: int) -> None:
-        self._batch_size = batch_size
-        self._times_s = np.full(num_steps, np.nan)
-        self._losses = np.full(num_steps, np.nan)
-        self._memory: list[dict[str, int]] = [{} for _ in range(num_ranks)]
-        self._recent = [deque[StepMetrics](maxlen=_STEPS_IN_SPLIT) for _ in range(num_ranks)]
-        self._last_step = 0
+    Attributes:
+        num_steps: how many are planned; 0 where nobody knows.
+        last_step: how many there have been.
+        rate: samples/s by step; a step takes as long as its slowest rank.
+        loss: of the steps that have one.
+        memory_by_kind: by rank, the latest.
+        changes: of the strategy, in order.
+        timeline: all ranks' spans of the latest step of which all are known, by rank; empty before.
+    """
 
-    def add(self, metrics: Iterable[StepMetrics]) -> None:
-        """Take in new records, in any order of ranks."""
-        for record in metrics:
-            self._add_one(record)
+    def __init__(self, num_steps: int, num_ranks: int, label: str = "") -> None:
+        self.num_steps, self.num_ranks = num_steps, num_ranks
+        self.last_step = 0
+        self.rate, self.loss = Curve(), Curve()
+        self.latest_loss: float | None = None
+        self.memory_by_kind: list[dict[str, int]] = [{} for _ in range(num_ranks)]
+        self.changes: list[Change] = []
+        self.timeline: tuple[StepSpans, ...] = ()
+        self._label = label
+        self._recent: deque[tuple[Sequence[float], Sequence[float], int, int]] = deque(maxlen=STEPS_IN_SPLIT)
+        self._spans: dict[int, dict[int, StepSpans]] = {}
 
-    def _add_one(self, record: StepMetrics) -> None:
-        self._times_s[record.step] = np.fmax(self._times_s[record.step], record.time_s)
-        if record.loss is not None:
-            self._losses[record.step] = record.loss
-        if record.memory_bytes:
-            self._memory[record.rank] = record.memory_bytes
-        self._recent[record.rank].append(record)
-        self._last_step = max(self._last_step, record.step + 1)
+    def add(self, messages: Iterable[Message]) -> None:
+        """Take in what was reported, in any order of ranks."""
+        for message in messages:
+            if isinstance(message, StepBlock):
+                self._add_block(message)
+            elif isinstance(message, StepSpans):
+                self._add_spans(message)
+            elif message.kind == "strategy":
+                self._recent.clear()
 
-    def snapshot(self, max_points: int = MAX_POINTS) -> Snapshot:
-        """The state now, decimated to ``max_points`` per curve."""
-        steps = np.arange(1, self._last_step + 1)
-        times_s = self._times_s[: self._last_step]
-        rates = self._batch_size / np.where(times_s > 0, times_s, np.nan)
-        rate_steps, samples_per_s = decimate(steps, rates, max_points)
-        loss_steps, losses = decimate(steps, self._losses[: self._last_step], max_points)
-        shares = boxing_shares([record for recent in self._recent for record in recent])
-        return Snapshot(
-            num_steps=len(self._times_s),
-            last_step=self._last_step,
-            rate_steps=rate_steps,
-            samples_per_s=samples_per_s,
-            loss_steps=loss_steps,
-            losses=losses,
-            memory_by_kind=tuple(dict(memory) for memory in self._memory),
-            peak_bytes=tuple(memory.get("peak", live_bytes(memory)) for memory in self._memory),
-            boxing_shares=tuple(shares.get(rank, 0.0) for rank in range(len(self._memory))),
+    def change(self, step: int, label: str) -> None:
+        """Another strategy, called ``label``, is in force from ``step`` on."""
+        self.changes.append(Change(step + 1, self._label, label))
+        self._label = label
+
+    def _add_block(self, block: StepBlock) -> None:
+        times = np.array(block.step_times_s)
+        steps = np.arange(block.first_step + 1, block.stop_step + 1)
+        self.rate.add(steps, np.array(block.samples) / np.where(times > 0, times, np.nan))
+        self.loss.add(steps, [np.nan if loss is None else loss for loss in block.losses])
+        known = [loss for loss in block.losses if loss is not None]
+        self.latest_loss = known[-1] if known else self.latest_loss
+        for rank, memory in enumerate(block.memory_bytes):
+            self.memory_by_kind[rank] = memory
+        by_step = zip(
+            zip(*block.time_s, strict=True),
+            zip(*block.boxing_s, strict=True),
+            zip(*block.boxed_bytes, strict=True),
+            block.samples,
+            strict=True,
         )
+        self._recent.extend((time, boxing, sum(sent), samples) for time, boxing, sent, samples in by_step)
+        self.last_step = max(self.last_step, block.stop_step)
+        self.num_steps = max(self.num_steps, block.num_steps)
+
+    def _add_spans(self, spans: StepSpans) -> None:
+        ranks = self._spans.setdefault(spans.step, {})
+        ranks[spans.rank] = spans
+        if len(ranks) == self.num_ranks:
+            self.timeline = tuple(ranks[rank] for rank in sorted(ranks))
+            self._spans = {step: found for step, found in self._spans.items() if step > spans.step}
+
+    @property
+    def latest_rate(self) -> float | None:
+        """Samples per second, the median of the last steps; None before the first."""
+        rates = [samples / max(times) for times, _, _, samples in self._recent if max(times) > 0]
+        return median(rates) if rates else None
+
+    @property
+    def boxed_bytes(self) -> int:
+        """Bytes that all ranks together send in a step, the median of the last ones."""
+        return int(median([sent for _, _, sent, _ in self._recent])) if self._recent else 0
+
+    @property
+    def peak_bytes(self) -> list[int]:
+        """By rank: the process's peak where it was measured, else what is alive."""
+        return [memory.get("peak", live_bytes(memory)) for memory in self.memory_by_kind]
+
+    @property
+    def split(self) -> list[Split]:
+        """By rank, over the last steps. See ``time_split``."""
+        return time_split([time for time, *_ in self._recent], [boxing for _, boxing, *_ in self._recent])
+
+
+def time_split(time_s: Sequence[Sequence[float]], boxing_s: Sequence[Sequence[float]]) -> list[Split]:
+    """How the ranks spent some steps; both arguments are by step, then by rank.
+
+    The rank that is in exchanges for the shortest time came last and waited for nobody: its time is what moving takes.
+    What others spend there beyond it, they spend waiting.
+
+    >>> time_split([(1.0, 1.0)], [(0.5, 0.25)])
+    [Split(compute=0.5, boxing=0.25, waiting=0.25), Split(compute=0.75, boxing=0.25, waiting=0.0)]
+    """
+    if not len(time_s):
+        return []
+    total = np.maximum(np.array(time_s, dtype=float).sum(axis=0), 1e-12)
+    inside = np.array(boxing_s, dtype=float)
+    moving = np.minimum(inside.min(axis=1).sum() / total, 1.0)
+    share = np.clip(inside.sum(axis=0) / total, 0.0, 1.0)
+    moving = np.minimum(moving, share)
+    return [Split(float(1 - s), float(m), float(s - m)) for s, m in zip(share, moving, strict=True)]

@@ -1,138 +1,283 @@
-"""The part of the panel that follows a run: state, progress, and the one live figure."""
+"""The part of a page that follows a run: state, progress, the one live figure, the log."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from html import escape
+from typing import Any
 
 import ipywidgets as widgets
 import plotly.graph_objects as go
 
-from workbench.core.metrics import RunRecord, StepMetrics
+from workbench.core.metrics import RunEvent, RunRecord, StepBlock
 from workbench.theme import LIGHT, Palette
 from workbench.ui import live_figure
-from workbench.ui.controls import bar, button, html
-from workbench.ui.history import History
+from workbench.ui.controls import bar, html
+from workbench.ui.history import History, Message
+from workbench.ui.page_link import PageLink
+from workbench.ui.run_log import RunLog
+from workbench.ui.timeline_bars import timeline_bars
 from workbench.units import format_seconds
 
-_DRAW_INTERVAL_S = 0.1
+INTERVALS_S = {"curves": 0.1, "progress": 0.25, "shares": 0.5, "log": 0.2, "timeline": 1.0}
+"""Seconds between two updates of a part of the view, at least."""
+VIEW_CLASS = "wb-live-view"
 
 
 class LiveView:
     """Shows one run at a time. ``box`` is empty until the first run, because the figure's script weighs 5 MB.
 
-    Called from the pump's thread while a run goes on and from the notebook's thread otherwise.
+    Called from the pump's thread while a run goes on and from the notebook's thread otherwise. Nothing is sent while
+    nobody can see the view; all of it is, once, when it is seen again.
+
+    Args:
+        num_ranks: of the world.
+        buttons: what stands before the state, from left to right.
     """
 
-    def __init__(self, num_ranks: int, batch_size: int, on_stop: Callable[[], None]) -> None:
-        self._num_ranks, self._batch_size = num_ranks, batch_size
+    def __init__(self, num_ranks: int, buttons: Sequence[widgets.Widget] = ()) -> None:
+        self._num_ranks, self._buttons = num_ranks, tuple(buttons)
         self._colours = LIGHT
-        self._history: History | None = None
-        self._started_s = self._drawn_s = 0.0
-        self._has_one_device = False
+        self.history: History | None = None
+        self.log = RunLog(num_ranks)
+        self._clock = time.monotonic
+        self._started_s = self._paused_s = 0.0
+        self._paused_at: float | None = None
+        self._drawn_s = dict.fromkeys(INTERVALS_S, 0.0)
+        self._versions: dict[str, int] = {}
+        self._log_shown: object = None
+        self._step_shown = -1
+        self._seen = True
+        self._label = ""
+        self._expected: Any = None
+        self._one_device: tuple[float, ...] = ()
+        self._ended = ""
         self.figure: go.FigureWidget | None = None
-        self.title = html()
-        self.state = html()
-        self.stop = button("Stop", on_stop, icon="stop", tooltip="end the run after its current step", disabled=True)
+        self.link = PageLink(self.use, self._on_visible)
+        self.title, self.state, self.elapsed, self.failure = html(), html(), html(), html()
         self.progress = widgets.IntProgress(value=0, min=0, max=1)
         self.progress.add_class("wb-progress")
-        self.elapsed = html()
-        self.failure = html()
+        self.log_ranks = widgets.Dropdown(options=[("all ranks", ""), *_choices(num_ranks)], layout={"width": "110px"})
+        self.log_ranks.observe(lambda change: self._show_log(), "value")
+        self.log_count, self.log_lines = html(), html("", "wb-log")
         self.box = widgets.VBox()
+        self.box.add_class(VIEW_CLASS)
         # Importing plotly's widget takes two seconds, which should not pass between a click on Run and its effect.
         threading.Thread(target=lambda: go.FigureWidget, name="workbench-import-plotly", daemon=True).start()
 
-    def begin(self, title: str, text: str, num_steps: int) -> None:
-        """Clear everything for a run of ``num_steps``."""
-        self._history = History(num_steps, self._num_ranks, self._batch_size)
-        self._started_s = time.monotonic()
+    # ---- a run begins and ends ------------------------------------------------------------------------------------
+
+    def begin(self, title: str, text: str, num_steps: int, hint: str = "waiting for the first step") -> None:
+        """Clear everything for a run of ``num_steps``, 0 where nobody knows; ``title`` is its name."""
+        self.history = History(num_steps, self._num_ranks, title)
+        self.log = RunLog(self._num_ranks)
+        self.log.say(f"{title}: {text}" if text else title)
+        self._started_s, self._paused_s, self._paused_at = self._clock(), 0.0, None
+        self._label, self._versions, self._one_device, self._ended = title, {}, (), ""
+        self._expected = None
         self.title.value = (
             f'<span class="wb-title">{escape(title)}</span> <span class="wb-run-text">{escape(text)}</span>'
         )
-        self.progress.max, self.progress.value = num_steps, 0
-        self.failure.value = ""
-        self.stop.disabled = False
-        self._show_state("running", "running", "one device first, then the first step")
-        self._has_one_device = False
-        self._begin_figure(num_steps)
+        self.progress.max, self.progress.value = max(num_steps, 1), 0
+        self.progress.layout.visibility = "visible" if num_steps else "hidden"
+        self.failure.value = self.elapsed.value = ""
+        self._log_shown, self._step_shown = None, -1
+        self.show_state("running", "running", hint)
+        self._begin_figure()
+        self._show_log()
 
-    def _begin_figure(self, num_steps: int) -> None:
+    def _begin_figure(self) -> None:
+        assert self.history is not None
+        fresh = live_figure.live_figure(self._num_ranks, self.history.num_steps, self._colours)
         if self.figure is not None:
-            live_figure.begin(self.figure, num_steps, self._colours)
+            with self.figure.batch_update():
+                live_figure.replace_all(self.figure, fresh)
             return
-        self.figure = go.FigureWidget(live_figure.live_figure(self._num_ranks, num_steps, self._colours))
+        self.figure = go.FigureWidget(fresh)
         self.figure._config = self.figure._config | {"displaylogo": False, "displayModeBar": "hover"}
-        controls = bar(self.stop, self.state, self.progress, self.elapsed, css=("wb-bar",))
+        log_bar = bar(html('<b class="wb-title">Log</b>'), self.log_ranks, self.log_count, css=("wb-bar", "wb-log-bar"))
         self.box.children = (
+            self.link,
             bar(self.title, css=("wb-bar", "wb-run-title")),
-            controls,
+            bar(*self._buttons, self.state, self.progress, self.elapsed, css=("wb-bar",)),
             self.failure,
             self.figure,
-            html(live_figure.legend_html()),
+            log_bar,
+            self.log_lines,
         )
-
-    def show_one_device(self, losses: Sequence[float]) -> None:
-        """Put the losses of one device behind the run's, once they are known."""
-        if self.figure is not None and not self._has_one_device:
-            live_figure.set_one_device(self.figure, losses)
-            self._has_one_device = True
-
-    def add(self, metrics: list[StepMetrics]) -> None:
-        """Take in records; drawn at most ten times a second."""
-        assert self._history is not None
-        self._history.add(metrics)
-        if time.monotonic() - self._drawn_s >= _DRAW_INTERVAL_S:
-            self.draw()
-
-    def draw(self) -> None:
-        """Draw everything that has arrived."""
-        if self._history is None or self.figure is None:
-            return
-        self._drawn_s = time.monotonic()
-        snapshot = self._history.snapshot()
-        if not snapshot.last_step:
-            return
-        live_figure.update(self.figure, snapshot, self._colours)
-        self.progress.value = snapshot.last_step
-        self._show_state("running", "running", f"step {snapshot.last_step} of {snapshot.num_steps}")
-        self._show_elapsed(snapshot.last_step, snapshot.num_steps)
-
-    def _show_elapsed(self, step: int, num_steps: int) -> None:
-        so_far = time.monotonic() - self._started_s
-        left = so_far * (num_steps - step) / step
-        text = (
-            f"{format_seconds(so_far)} so far, {format_seconds(left)} left"
-            if step < num_steps
-            else format_seconds(so_far)
-        )
-        self.elapsed.value = f'<span class="wb-quiet">{text}</span>'
 
     def finish(self, record: RunRecord) -> None:
-        """Show the whole run: every step, not only the reported ones."""
-        self.draw()
-        self.stop.disabled = True
+        """The run has ended: show all of it, also to those who look later."""
         num_steps = len(record.losses)
+        stopped = self.history is not None and 0 < num_steps < self.history.num_steps
+        self._ended = "stopped" if stopped else "finished"
+        self.log.say(f"{self._ended} after {num_steps} steps")
+        self._seen = True
+        self.draw(everything=True)
         if self.figure is not None and num_steps:
-            live_figure.show_record(self.figure, record, self._colours)
-        stopped = self._history is not None and num_steps < self.progress.max
-        self.progress.value = num_steps
-        self._show_state("done", "stopped" if stopped else "finished", f"after {num_steps} steps")
+            with self.figure.batch_update():
+                live_figure.show_record(self.figure, record, self._colours)
+        self.progress.value = min(num_steps, self.progress.max)
+        self.show_state("done", self._ended, f"after {num_steps} steps")
 
     def fail(self, error: BaseException) -> None:
         """Show what ended the run, once."""
-        self.draw()
-        self.stop.disabled = True
-        self._show_state("failed", "failed", type(error).__name__)
+        self._ended = "failed"
+        self._seen = True
+        self.draw(everything=True)
+        self.show_state("failed", "failed", type(error).__name__)
         self.failure.value = f'<div class="wb-failure">{escape(str(error).strip() or repr(error))}</div>'
+
+    # ---- a run goes on --------------------------------------------------------------------------------------------
+
+    def expect(self, estimate: Any, peak_bytes: Sequence[float] = ()) -> None:
+        """Draw what was predicted from the current step on, until another prediction comes.
+
+        Args:
+            estimate: a ``cost.Estimate``, or None.
+            peak_bytes: where memory should peak, by rank.
+        """
+        self._expected = estimate
+        if self.figure is None or estimate is None or self.history is None:
+            return
+        with self.figure.batch_update():
+            live_figure.show_expected(
+                self.figure, self.history.num_steps, estimate.samples_per_s, peak_bytes, self.history.last_step
+            )
+
+    def show_one_device(self, losses: Sequence[float]) -> None:
+        """Put the losses of one device behind the run's, once they are known."""
+        if self.figure is not None and not self._one_device:
+            self._one_device = tuple(losses)
+            with self.figure.batch_update():
+                live_figure.show_one_device(self.figure, losses)
+
+    def add(self, messages: Sequence[Message], label: Callable[[str], str] = str) -> None:
+        """Take in what was reported and draw what is due; ``label`` gives the name of a strategy's text."""
+        assert self.history is not None
+        self.history.add(messages)
+        for message in messages:
+            if isinstance(message, StepBlock):
+                self.log.add_block(message, self._clock())
+            elif isinstance(message, RunEvent):
+                self._add_event(message, label)
+        self.draw()
+
+    def _add_event(self, event: RunEvent, label: Callable[[str], str]) -> None:
+        assert self.history is not None
+        after = label(event.text) if event.kind == "strategy" else ""
+        self.log.add_event(event, self._label, after)
+        if event.kind == "strategy":
+            self._label = after
+            self.history.change(event.step, after)
+            if self.figure is not None:
+                with self.figure.batch_update():
+                    live_figure.show_changes(self.figure, self.history.changes, self._colours)
+        elif event.kind == "paused":
+            self._paused_at = self._clock()
+            self.show_state("paused", "paused", f"after step {event.step}")
+        elif event.kind == "running" and self._paused_at is not None:
+            self._paused_s += self._clock() - self._paused_at
+            self._paused_at = None
+            self.show_state("running", "running", f"step {event.step}")
+
+    def draw(self, everything: bool = False) -> None:
+        """Draw what has arrived and is due; ``everything``, whether due or not."""
+        if self.history is None or self.figure is None or not self._seen:
+            return
+        due = {name for name in INTERVALS_S if everything or self._is_due(name)}
+        if self.history.last_step:
+            with self.figure.batch_update() if due & {"curves", "shares", "timeline"} else nullcontext():
+                self._draw_figure(due)
+            if "progress" in due:
+                self._show_progress()
+        if "log" in due:
+            self._show_log()
+
+    def _draw_figure(self, due: set[str]) -> None:
+        assert self.history is not None
+        assert self.figure is not None
+        figure, history = self.figure, self.history
+        if "curves" in due:
+            live_figure.show_curves(figure, history, self._versions, self._colours)
+        if "shares" in due:
+            live_figure.show_memory(figure, history, self._colours)
+            live_figure.show_split(figure, history.split, history.boxed_bytes, self._colours)
+        if "timeline" in due and history.timeline and history.timeline[0].step != self._step_shown:
+            self._step_shown = history.timeline[0].step
+            expected = getattr(self._expected, "timeline", None)
+            live_figure.show_timeline(figure, timeline_bars(history.timeline, expected), self._colours)
+
+    def _is_due(self, name: str) -> bool:
+        now = self._clock()
+        if now - self._drawn_s[name] < INTERVALS_S[name] * 0.95:
+            return False
+        self._drawn_s[name] = now
+        return True
+
+    def _show_progress(self) -> None:
+        assert self.history is not None
+        step, num_steps = self.history.last_step, self.history.num_steps
+        self.progress.value = min(step, self.progress.max)
+        if self._paused_at is None and not self._ended:
+            self.show_state("running", "running", f"step {step}" + (f" of {num_steps}" if num_steps else ""))
+        so_far = self._clock() - self._started_s - self._paused_s
+        text = f"{format_seconds(so_far)} so far"
+        if num_steps:
+            left = f", {format_seconds(so_far * (num_steps - step) / step)} left" if step < num_steps else ""
+            text = f"<b>{100 * step // num_steps} %</b> {text}{left}"
+        self.elapsed.value = f'<span class="wb-quiet">{text}</span>'
+
+    def _show_log(self) -> None:
+        chosen = self.log_ranks.value
+        lines = [line for line in self.log.lines if not chosen or line.ranks == "all" or chosen == line.ranks]
+        if (self.log.count, chosen) == self._log_shown:
+            return
+        self._log_shown = (self.log.count, chosen)
+        self.log_count.value = f'<span class="wb-quiet">{len(lines)} of {self.log.count} lines</span>'
+        self.log_lines.value = f'<div class="wb-log-lines">{self.log.html(lines)}</div>'
+
+    def show_state(self, css: str, word: str, detail: str) -> None:
+        """The dot, a word and how far the run is."""
+        value = f'<span class="wb-state {css}"><i></i>{word} <b>{escape(detail)}</b></span>'
+        if self.state.value != value:
+            self.state.value = value
+
+    # ---- the page -------------------------------------------------------------------------------------------------
+
+    def _on_visible(self, seen: bool) -> None:
+        self._seen = seen
+        if seen:
+            self.draw(everything=True)
 
     def use(self, colours: Palette) -> None:
         """Draw in another theme from now on."""
-        if colours is not self._colours:
-            self._colours = colours
-            if self.figure is not None:
-                live_figure.restyle(self.figure, colours)
+        if colours is self._colours:
+            return
+        self._colours = colours
+        if self.figure is None or self.history is None:
+            return
+        fresh = live_figure.live_figure(self._num_ranks, self.history.num_steps, self._colours)
+        # In two batches: within one, plotly drops a value that equals the one from before the batch.
+        with self.figure.batch_update():
+            live_figure.replace_all(self.figure, fresh)
+        with self.figure.batch_update():
+            self._redraw()
 
-    def _show_state(self, css: str, word: str, detail: str) -> None:
-        self.state.value = f'<span class="wb-state {css}"><i></i>{word} <b>{escape(detail)}</b></span>'
+    def _redraw(self) -> None:
+        assert self.history is not None
+        assert self.figure is not None
+        self._versions, self._step_shown = {}, -1
+        if self.history.last_step:
+            self._draw_figure({"curves", "shares", "timeline"})
+        if self.history.changes:
+            live_figure.show_changes(self.figure, self.history.changes, self._colours)
+        if self._one_device:
+            live_figure.show_one_device(self.figure, self._one_device)
+
+
+def _choices(num_ranks: int) -> list[tuple[str, str]]:
+    return [(f"rank {rank}", str(rank)) for rank in range(num_ranks)]

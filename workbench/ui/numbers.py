@@ -6,6 +6,7 @@ import math
 
 DASH = "\u2013"
 TIMES = "\u00d7"
+MINUS = "\u2212"
 
 
 def short_difference(difference: float | None) -> str:
@@ -27,6 +28,28 @@ def short_difference(difference: float | None) -> str:
 def grouped(number: float) -> str:
     """A whole number with narrow spaces between thousands: ``grouped(28123.4)`` -> ``'28\u202f123'``."""
     return f"{number:,.0f}".replace(",", "\u202f")
+
+
+def three_digits(number: float) -> str:
+    """At least three significant digits, never an exponent: 17.62 -> ``'17.6'``, 28123 -> ``'28\u202f123'``."""
+    magnitude = abs(number)
+    if magnitude >= 99.95 or number == 0:
+        return grouped(number)
+    return f"{number:.1f}" if magnitude >= 9.995 else f"{number:.2f}" if magnitude >= 0.9995 else f"{number:.3f}"
+
+
+def signed_percent(share: float | None) -> str:
+    """A relative difference: 0.031 -> ``'+3 %'``, with a true minus; unknown is a dash."""
+    if share is None:
+        return DASH
+    percent = round(100 * share)
+    sign = MINUS if percent < 0 else "+" if percent > 0 else ""
+    return f"{sign}{abs(percent)} %"
+
+
+def percent(share: float | None) -> str:
+    """A share: 0.25 -> ``'25 %'``; unknown is a dash."""
+    return DASH if share is None else f"{100 * share:.0f} %"
 
 
 def speedup_text(speedup: float | None) -> str:

@@ -6,20 +6,31 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
-from workbench.core.metrics import RunRecord, StepMetrics
+from workbench.core.metrics import RunRecord
+from workbench.core.strategy import Strategy
+from workbench.session.comparison import Message
 
 
 class Run(Protocol):
-    """A training run that goes on by itself (``workbench.session.compare.TrainingRun``)."""
+    """A training run that goes on by itself (``workbench.session.comparison.TrainingRun``)."""
 
-    def poll(self) -> list[StepMetrics]:
-        """Records since the last call."""
+    def poll(self) -> list[Message]:
+        """What was reported since the last call."""
 
     def done(self) -> bool:
         """Has the run ended, well or not?"""
 
     def stop(self) -> None:
         """Ask the run to end after its current step."""
+
+    def pause(self) -> None:
+        """Ask the run to wait after its current step."""
+
+    def go_on(self) -> None:
+        """Ask a paused run to go on."""
+
+    def change(self, strategy: Strategy) -> None:
+        """Ask the run to go on under another strategy, with the same weights."""
 
     def result(self) -> RunRecord:
         """The finished run; raises what ended it."""
@@ -28,7 +39,7 @@ class Run(Protocol):
 class Pump:
     """Polls ``run`` every ``interval_s`` seconds (at most 10 times a second) until it is done.
 
-    ``on_metrics`` gets every batch of new records; ``on_end`` is called once, with the record or the error.
+    ``on_metrics`` gets what is new; ``on_end`` is called once, with the record or the error.
     Both are called from the pump's thread. An error inside ``on_metrics`` ends the pump and is handed to ``on_end``,
     so that a broken view never looks like a run that goes on.
     """
@@ -36,7 +47,7 @@ class Pump:
     def __init__(
         self,
         run: Run,
-        on_metrics: Callable[[list[StepMetrics]], None],
+        on_metrics: Callable[[list[Message]], None],
         on_end: Callable[[RunRecord | None, BaseException | None], None],
         interval_s: float = 0.1,
     ) -> None:
@@ -56,7 +67,7 @@ class Pump:
         return self._ended.wait(timeout_s)
 
     def tick(self) -> bool:
-        """One round: fetch, hand on. True when the run is done and all its records were handed on."""
+        """One round: fetch, hand on. True when the run is done and all its reports were handed on."""
         done = self.run.done()
         if metrics := self.run.poll():
             self._on_metrics(metrics)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import platform
 from collections.abc import Callable, Sequence
 from datetime import datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,6 +12,7 @@ import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
 from workbench.core.metrics import RunRecord
+from workbench.session.machine import machine_text, versions_text
 from workbench.theme import DARK, LIGHT, Palette, style_sheet
 from workbench.ui.assets import asset, element
 from workbench.ui.figures import (
@@ -87,19 +86,6 @@ def verdict(runs: Sequence[RunRecord]) -> tuple[str, str]:
     return "equal", f"All {len(runs)} strategies equal one device ({sentence})"
 
 
-def machine_text() -> str:
-    """This machine in one line: processor, cores, operating system."""
-    return f"{_processor()}, {os.cpu_count()} cores, {platform.system()} {platform.release()}"
-
-
-def versions_text() -> str:
-    """Versions of what the numbers depend on."""
-    return (
-        ", ".join(f"{name} {_version(name)}" for name in ("workbench", "torch"))
-        + f", Python {platform.python_version()}"
-    )
-
-
 def _figures(result: Comparison) -> dict[str, Callable[[Palette], go.Figure]]:
     runs, baseline = result.runs, result.baseline
     return {
@@ -144,19 +130,3 @@ def _model_text(settings: dict[str, Any]) -> str:
     if "model" not in settings:
         return ""
     return f"{settings['model']}, {format_count(settings.get('num_parameters', 0))} parameters"
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "unknown"

@@ -22,13 +22,6 @@ MEMORY_LABELS = {
     "activations": "activations",
     "buffers": "boxing buffers",
 }
-SHORT_MEMORY_LABELS = {
-    "parameters": "param.",
-    "gradients": "grad.",
-    "optimizer": "optim.",
-    "activations": "activ.",
-    "buffers": "boxing",
-}
 _BYTES_PER_UNIT = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "PB": 1e15}
 _NUM_MARKERS = 6
 ROW_HEIGHT = 26
@@ -182,21 +175,3 @@ def peak_trace(labels: Any, peaks: np.ndarray, divisor: float, unit: str, colour
         cliponaxis=False,
         **more,
     )
-
-
-def split_traces(labels: Any, boxing_share: np.ndarray, colours: Palette, width: float = BAR_WIDTH) -> list[go.Bar]:
-    """Shares of the step time in percent: compute, and boxing with the waiting that it contains."""
-    boxing = np.asarray(boxing_share, dtype=float) * 100
-    parts = (("compute", 100 - boxing, colours.compute), ("boxing and waiting", boxing, colours.boxing))
-    return [
-        go.Bar(
-            x=values,
-            y=labels,
-            name=name,
-            orientation="h",
-            width=width,
-            marker={"color": colour, "line": {"color": colours.background, "width": 0.5}},
-            hovertemplate=f"%{{y}}, {name}: %{{x:.0f}} %<extra></extra>",
-        )
-        for name, values, colour in parts
-    ]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from workbench.core.metrics import RunRecord, StepMetrics
+from workbench.core.metrics import RunRecord
 from workbench.core.strategy import Layer, Strategy
-from workbench.session.compare import Comparison, TrainingRun
+from workbench.session.comparison import Comparison, Message, TrainingRun
+from workbench.session.saved_runs import SavedRuns
 from workbench.ui.pump import Run
 
 
@@ -28,8 +29,10 @@ class Trainer(Protocol):
     sample_shape: tuple[int, ...]
     baseline: RunRecord | None
 
-    def start(self, strategy: Strategy, name: str, num_steps: int) -> PanelRun:
-        """Begin to train; returns at once."""
+    def start(
+        self, strategy: Strategy, name: str, num_steps: int, predicted: Mapping[str, float] | None = None
+    ) -> PanelRun:
+        """Begin to train; returns at once. ``predicted`` is kept with the run."""
 
 
 class SessionTrainer:
@@ -46,9 +49,15 @@ class SessionTrainer:
         steps: int,
         optimizer_fn: Callable[[Any], Any] | None = None,
         seed: int = 0,
+        keep: SavedRuns | None = None,
     ) -> None:
         self._job = (session, model_fn, dataset, loss_fn)
-        self._options: dict[str, Any] = {"batch_size": batch_size, "optimizer_fn": optimizer_fn, "seed": seed}
+        self._options: dict[str, Any] = {
+            "batch_size": batch_size,
+            "optimizer_fn": optimizer_fn,
+            "seed": seed,
+            "keep": keep,
+        }
         self._comparison = self._compare(steps)
         self.layers = self._comparison.layers
         self.num_ranks: int = session.num_engines
@@ -58,28 +67,33 @@ class SessionTrainer:
     def _compare(self, steps: int) -> Comparison:
         return Comparison(*self._job, steps=steps, **self._options)
 
-    def start(self, strategy: Strategy, name: str, num_steps: int) -> PanelRun:
+    def start(
+        self, strategy: Strategy, name: str, num_steps: int, predicted: Mapping[str, float] | None = None
+    ) -> PanelRun:
         """Begin to train; the one-device run comes first where it is not known; nobody waits for either."""
-        return _BackgroundRun(lambda: self._begin(strategy, name, num_steps))
+        return _BackgroundRun(lambda: self._begin(strategy, name, num_steps, predicted))
 
-    def _begin(self, strategy: Strategy, name: str, num_steps: int) -> tuple[TrainingRun, Sequence[float]]:
+    def _begin(
+        self, strategy: Strategy, name: str, num_steps: int, predicted: Mapping[str, float] | None
+    ) -> tuple[TrainingRun, Sequence[float]]:
         if num_steps != self._comparison.job.num_steps:
             self._comparison.close()
             self._comparison, self.baseline = self._compare(num_steps), None
         if self.baseline is None:
             self.baseline = self._comparison.baseline()
         losses = self._comparison.truth(strategy.options.num_micro_batches).losses
-        return self._comparison.start(strategy, name), losses
+        return self._comparison.start(strategy, name, predicted), losses
 
 
 class _BackgroundRun:
-    """A run that is being started by a thread: it has no news until then, and keeps a wish to stop."""
+    """A run that is being started by a thread: it has no news until then, and keeps what it is asked for."""
 
     def __init__(self, begin: Callable[[], tuple[TrainingRun, Sequence[float]]]) -> None:
         self._begin = begin
         self._run: TrainingRun | None = None
         self._error: BaseException | None = None
-        self._stop_wanted = threading.Event()
+        self._asked: list[Callable[[TrainingRun], None]] = []
+        self._lock = threading.Lock()
         self.one_device_losses: Sequence[float] | None = None
         threading.Thread(target=self._start, name="workbench-start-run", daemon=True).start()
 
@@ -89,20 +103,35 @@ class _BackgroundRun:
         except BaseException as error:  # noqa: BLE001 - raised again by result(), in the thread that asks
             self._error = error
             return
-        if self._stop_wanted.is_set():
-            run.stop()
-        self._run = run
+        with self._lock:
+            for order in self._asked:
+                order(run)
+            self._run = run
 
-    def poll(self) -> list[StepMetrics]:
+    def _ask(self, order: Callable[[TrainingRun], None]) -> None:
+        with self._lock:
+            if self._run is None:
+                self._asked.append(order)
+            else:
+                order(self._run)
+
+    def poll(self) -> list[Message]:
         return self._run.poll() if self._run is not None else []
 
     def done(self) -> bool:
         return self._error is not None or (self._run is not None and self._run.done())
 
     def stop(self) -> None:
-        self._stop_wanted.set()
-        if self._run is not None:
-            self._run.stop()
+        self._ask(TrainingRun.stop)
+
+    def pause(self) -> None:
+        self._ask(TrainingRun.pause)
+
+    def go_on(self) -> None:
+        self._ask(TrainingRun.go_on)
+
+    def change(self, strategy: Strategy) -> None:
+        self._ask(lambda run: run.change(strategy))
 
     def result(self) -> RunRecord:
         if self._error is not None:

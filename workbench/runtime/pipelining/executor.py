@@ -147,6 +147,7 @@ class Executor:
         """The context of one action; what it took is noted."""
         stage, traffic = self.stages[action.stage], self.world.traffic
         started, waited = time.perf_counter(), traffic.time_s
+        exchanges, sent = traffic.num_exchanges, traffic.sent_bytes
         with stage.entered():
             world = stage.world
             world.micro_batch, world.running, world.generator = action.micro_batch, self.running, self.generator
@@ -155,7 +156,8 @@ class Executor:
                 self._seed(action.micro_batch)
             yield stage
         self.running.edges = self.running.weight_gradients = None
-        self.spans.append(Span(self.world.rank, action, started, time.perf_counter(), traffic.time_s - waited))
+        moved = (traffic.time_s - waited, traffic.num_exchanges - exchanges, traffic.sent_bytes - sent)
+        self.spans.append(Span(self.world.rank, action, started, time.perf_counter(), *moved))
 
 
 def _key(action: Action) -> tuple[int, int]:

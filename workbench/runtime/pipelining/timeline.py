@@ -40,7 +40,7 @@ def timeline_of(spans: Sequence[Span]) -> Timeline:
     rows = [[s.action.stage, KINDS.index(s.action.kind), s.action.micro_batch, *_times(s)] for s in spans]
     own = torch.tensor(rows, dtype=torch.float64).reshape(-1, _FIELDS)
     counts = [int(n) for n in world.transport.all_gather(torch.tensor([len(own)], device=world.device), "timeline()")]
-    offset = _offset(world)
+    offset = clock_offset(world)
     padded = torch.zeros(max(counts), _FIELDS, dtype=torch.float64)
     padded[: len(own)] = own
     gathered = [part.cpu() for part in world.transport.all_gather(padded.to(world.device), "timeline()")]
@@ -57,8 +57,11 @@ def _times(span: Span) -> tuple[float, float, float]:
     return span.start_s, span.stop_s, span.waited_s
 
 
-def _offset(world: World) -> float:
-    """What this rank's clock shows at a moment that is the same on all ranks; zero where they read one clock."""
+def clock_offset(world: World) -> float:
+    """What this rank's clock shows at a moment that is the same on all ranks; zero where they read one clock.
+
+    All ranks call it.
+    """
     if world.transport_name in _ONE_CLOCK:
         return 0.0
     world.transport.all_gather(torch.zeros(1, device=world.device), "timeline()")

@@ -1,0 +1,67 @@
+"""The log: changes, progress now and then, and who kept the others waiting."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+import pytest
+
+from tests.ui.reports import block
+from workbench.core.metrics import RunEvent
+from workbench.ui.run_log import MAX_LINES, RunLog
+
+
+@pytest.fixture
+def log() -> RunLog:
+    return RunLog(4, now=lambda: datetime(2026, 11, 22, 14, 2, 41, tzinfo=UTC))
+
+
+def texts(log: RunLog) -> list[str]:
+    return [line.text for line in log.lines]
+
+
+def test_a_change_says_what_moved(log: RunLog):
+    log.add_event(RunEvent("strategy", 300, "*: model", 0.3, 0), "data", "hybrid")
+    log.add_event(RunEvent("strategy", 400, "*: model", 0.3, 2_000_000), "hybrid", "data")
+    assert "step 300 \u00b7 strategy data \u2192 hybrid" in texts(log)[0] and "every slice was local" in texts(log)[0]
+    assert "2.00 MB moved, 300 ms" in texts(log)[1]
+    assert log.lines[0].time == "14:02:41" and log.lines[0].ranks == "all"
+
+
+def test_pauses_and_refusals_are_told(log: RunLog):
+    for kind in ("paused", "running", "refused"):
+        log.add_event(RunEvent(kind, 5, "no layer matches"))
+    assert texts(log) == [
+        "step 5 \u00b7 paused",
+        "step 5 \u00b7 goes on",
+        "step 5 \u00b7 strategy kept: no layer matches",
+    ]
+    assert log.lines[2].warns
+
+
+def test_progress_is_told_every_ten_seconds(log: RunLog):
+    for second in range(25):
+        log.add_block(block(second * 10, (1.5,) * 10), float(second))
+    assert texts(log) == [f"step {step} \u00b7 loss 1.5 \u00b7 500 samples/s" for step in (10, 110, 210)]
+
+
+def test_a_rank_that_keeps_the_others_waiting_is_named(log: RunLog):
+    log.add_block(block(0, (1.0,) * 10, time_s=(0.1,) * 4, boxing_s=(0.01,) * 4), 0.0)
+    log.add_block(block(10, (1.0,), time_s=(1.2,) * 4, boxing_s=(0.01, 0.01, 1.1, 1.1)), 0.5)
+    slow = log.lines[-1]
+    assert slow.warns and slow.ranks == "2-3" and "step 11 \u00b7 waited 1.09 s for rank 0" in slow.text
+
+
+def test_a_step_that_is_slow_for_all_is_nobodys_fault(log: RunLog):
+    log.add_block(block(0, (1.0,) * 10, time_s=(0.1,) * 4, boxing_s=(0.01,) * 4), 0.0)
+    log.add_block(block(10, (1.0,), time_s=(1.2,) * 4, boxing_s=(0.01,) * 4), 0.5)
+    assert not any(line.warns for line in log.lines)
+
+
+def test_only_the_last_lines_are_kept_and_all_are_counted(log: RunLog):
+    for number in range(MAX_LINES + 50):
+        log.say(f"line {number} <b>")
+    assert len(log.lines) == MAX_LINES and log.count == MAX_LINES + 50
+    assert "line 249 &lt;b&gt;" in log.html()
+    short = log.head_and_tail(4)
+    assert [line.text for line in short][2] == "\u2026 246 lines \u2026" and len(short) == 5

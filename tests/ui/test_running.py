@@ -1,0 +1,163 @@
+"""The part of the panel that runs: steer a run, keep the finished ones."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from tests.ui.reports import FakeTrainer
+from workbench.core.strategy import Strategy
+from workbench.errors import StrategyError
+from workbench.ui.running import Hooks, RunsPart, predictions
+
+
+class Upper:
+    """The upper half of a panel."""
+
+    def __init__(self) -> None:
+        self.strategy, self.label, self.error = Strategy("*: data"), "data", None
+        self.changes = 0
+
+    def wanted(self):
+        if self.error is not None:
+            raise self.error
+        return self.strategy, self.label
+
+    def changed(self) -> None:
+        self.changes += 1
+
+
+@pytest.fixture
+def trainer() -> FakeTrainer:
+    return FakeTrainer()
+
+
+@pytest.fixture
+def upper() -> Upper:
+    return Upper()
+
+
+@pytest.fixture
+def part(trainer: FakeTrainer, upper: Upper) -> RunsPart:
+    return RunsPart(trainer, 3, Hooks(upper.wanted, changed=upper.changed))
+
+
+def finish(part: RunsPart, trainer: FakeTrainer, error: Exception | None = None) -> None:
+    trainer.runs[-1].error = error
+    trainer.runs[-1].ended.set()
+    assert part.wait(10)
+
+
+def wait_for(condition, timeout_s: float = 5.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+def test_a_run_is_followed_to_its_end(part: RunsPart, trainer: FakeTrainer, upper: Upper):
+    assert part.stop_button.disabled and not part.busy
+    part.run()
+    assert part.busy and not part.stop_button.disabled and upper.changes == 1
+    finish(part, trainer)
+    assert [run.name for run in part.runs] == ["data"] and part.baseline.name == "one device"
+    assert part.stop_button.disabled and upper.changes == 2
+    assert "Comparison" in part.comparison.value
+
+
+def test_two_runs_at_once_are_refused(part: RunsPart, trainer: FakeTrainer):
+    part.run()
+    with pytest.raises(RuntimeError, match="a run holds the engines"):
+        part.run()
+    finish(part, trainer)
+
+
+def test_equal_names_are_numbered(part: RunsPart, trainer: FakeTrainer):
+    for _ in range(2):
+        part.run()
+        finish(part, trainer)
+    assert [run.name for run in part.runs] == ["data", "data (2)"]
+
+
+def test_pause_and_go_on(part: RunsPart, trainer: FakeTrainer):
+    part.run()
+    part.pause_button.click()
+    assert trainer.runs[0].orders == ["pause"] and part.pause_button.description == "Go on"
+    wait_for(lambda: "paused" in part.live.state.value)
+    part.pause()
+    part.pause_button.click()
+    assert trainer.runs[0].orders == ["pause", "go on"] and part.pause_button.description == "Pause"
+    wait_for(lambda: "running" in part.live.state.value)
+    finish(part, trainer)
+
+
+def test_another_strategy_and_on_with_the_same_weights(part: RunsPart, trainer: FakeTrainer, upper: Upper):
+    part.run()
+    part.change_button.click()
+    assert part.changing and part.apply_button.layout.display == "" and part.change_button.layout.display == "none"
+    upper.strategy, upper.label = Strategy("*: model"), "model"
+    part.apply_button.click()
+    assert trainer.runs[0].orders == ["pause", "strategy *: model", "go on"]
+    assert not part.changing and part.apply_button.layout.display == "none"
+    wait_for(lambda: len(part.live.figure.layout.shapes) == 2)
+    (change,) = part.live.history.changes
+    assert (change.before, change.after) == ("data", "model")
+    finish(part, trainer)
+
+
+def test_a_strategy_with_mistakes_leaves_the_run_waiting(part: RunsPart, trainer: FakeTrainer, upper: Upper):
+    part.run()
+    part.change()
+    upper.error = StrategyError("stages cannot go back")
+    with pytest.raises(StrategyError, match="stages cannot go back"):
+        part.apply()
+    assert part.changing and trainer.runs[0].orders == ["pause"]
+    part.keep_button.click()
+    assert trainer.runs[0].orders == ["pause", "go on"] and not part.changing
+    finish(part, trainer)
+
+
+def test_without_a_run_there_is_nothing_to_change(part: RunsPart):
+    part.pause()
+    part.change()
+    part.stop()
+    with pytest.raises(RuntimeError, match="no run is going on"):
+        part.apply()
+
+
+def test_a_failed_run_says_why(part: RunsPart, trainer: FakeTrainer):
+    part.run()
+    finish(part, trainer, RuntimeError("rank 1 died"))
+    assert "rank 1 died" in part.live.failure.value and part.runs == []
+
+
+def test_noted_steps_can_be_saved_for_trace_viewers(part: RunsPart, trainer: FakeTrainer):
+    part.run()
+    finish(part, trainer)
+    sent: list[tuple[str, str, str]] = []
+    part.live.link.download = lambda *file: sent.append(file)
+    part.trace_button.click()
+    ((name, content, kind),) = sent
+    assert name == "data-trace.json" and '"B0"' in content and kind == "application/json"
+
+
+def test_what_was_predicted_goes_with_the_run(trainer: FakeTrainer, upper: Upper):
+    estimate = SimpleNamespace(
+        step_s=0.5,
+        samples_per_s=200.0,
+        memory=({"parameters": 3e6}, {"parameters": 1e6}),
+        peak_bytes=3e6,
+        boxed_bytes=1e6,
+        bubble_s=0.1,
+        timeline=None,
+    )
+    upper.strategy = Strategy("fc1: data; fc2: data@1 | 2x1x1")
+    part = RunsPart(trainer, 3, Hooks(upper.wanted, estimate=lambda: estimate))
+    part.run()
+    assert trainer.predicted[0]["step_s"] == 0.5 and trainer.predicted[0]["bubble"] == pytest.approx(0.2)
+    drawn = {trace.name: trace for trace in part.live.figure.data}
+    assert list(drawn["predicted"].y) == [200, 200] and list(drawn["predicted peak"].x) == [3.0, 1.0]
+    finish(part, trainer)
+    assert predictions(None) == {}

@@ -1,0 +1,102 @@
+"""What is trained, apart from the strategy: model, data, loss and optimizer, and what a rank brings home from it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+WARM_UP_STEPS = 3
+"""Steps that plan and cache; left out of throughput."""
+CHECKED_STEPS = 20
+"""Steps after which weights are compared with one device's; later, rounding alone drives any two runs apart."""
+_seeding = threading.Lock()  # torch's default generator is one for all simulated ranks
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained, apart from the strategy.
+
+    Attributes:
+        model_fn: makes the model; called after ``torch.manual_seed(seed)``.
+        dataset: a (inputs, targets) pair of tensors or arrays, or any torch Dataset of pairs.
+        loss_fn: (output, target) -> scalar, a mean over the samples.
+        optimizer_fn: parameters -> torch optimizer; default SGD with lr 0.1 and momentum 0.9.
+    """
+
+    model_fn: Callable[[], nn.Module]
+    dataset: Any
+    loss_fn: Callable[[Any, Any], torch.Tensor]
+    optimizer_fn: Callable[[Any], torch.optim.Optimizer] | None
+    batch_size: int
+    num_steps: int
+    seed: int = 0
+
+    def model(self) -> nn.Module:
+        """A fresh model with the job's weights."""
+        with _seeding:
+            torch.manual_seed(self.seed)
+            return self.model_fn()
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """The optimizer over a model's parameters."""
+        if self.optimizer_fn is not None:
+            return self.optimizer_fn(model.parameters())
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def batches(self) -> Iterator[Batch]:
+        """The batches of the run, epoch after epoch, each in its own order that follows from the seed alone."""
+        num_samples = num_samples_of(self.dataset)
+        generator = torch.Generator().manual_seed(self.seed)
+        step = 0
+        while step < self.num_steps:
+            order = torch.randperm(num_samples, generator=generator)
+            for indices in order.split(self.batch_size)[: self.num_steps - step]:
+                yield take(self.dataset, indices)
+                step += 1
+
+
+@dataclass
+class RankResult:
+    """What one rank brings home from a run.
+
+    ``weights`` is the model's logical state after ``CHECKED_STEPS`` steps (or the last), where it was asked for.
+    ``changes`` has (step, strategy) for every change of strategy on the way.
+    """
+
+    losses: list[float]
+    step_times_s: list[float]
+    memory_bytes: dict[str, int]
+    boxed_bytes: int
+    weights: dict[str, torch.Tensor] | None = None
+    changes: list[tuple[int, str]] = field(default_factory=list)
+
+
+def num_samples_of(dataset: Any) -> int:
+    """Samples in a dataset or in a pair of arrays."""
+    return len(dataset[0]) if isinstance(dataset, tuple) else len(dataset)
+
+
+def take(dataset: Any, indices: torch.Tensor) -> Batch:
+    """The samples at ``indices`` as a pair of tensors."""
+    if isinstance(dataset, tuple):
+        inputs, targets = (torch.as_tensor(part) for part in dataset)
+        return inputs[indices], targets[indices]
+    if isinstance(dataset, torch.utils.data.TensorDataset):
+        inputs, targets = dataset.tensors
+        return inputs[indices], targets[indices]
+    inputs, targets = torch.utils.data.default_collate([dataset[int(index)] for index in indices])
+    return inputs, targets
+
+
+def checked_step(job: Job) -> int:
+    """The step after which weights are compared."""
+    return min(CHECKED_STEPS, job.num_steps) - 1
+
+
+__all__ = ["CHECKED_STEPS", "WARM_UP_STEPS", "Batch", "Job", "RankResult", "checked_step", "num_samples_of", "take"]

@@ -1,0 +1,41 @@
+"""What a run depends on besides its strategy: the machine and the versions, in words."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+PACKAGES = ("workbench", "torch")
+
+
+def machine_text() -> str:
+    """This machine in one line: processor, cores, operating system."""
+    return f"{_processor()}, {os.cpu_count()} cores, {platform.system()} {platform.release()}"
+
+
+def versions() -> dict[str, str]:
+    """Versions of what the numbers depend on, by name."""
+    return {name: _version(name) for name in PACKAGES} | {"Python": platform.python_version()}
+
+
+def versions_text() -> str:
+    """The versions in one line: ``workbench 0.1.0, torch 2.13.0, Python 3.12.1``."""
+    return ", ".join(f"{name} {number}" for name, number in versions().items())
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "unknown"

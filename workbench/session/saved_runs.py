@@ -1,0 +1,188 @@
+"""Runs on disk: one file of JSON lines per run, written while it goes on, read again on another day.
+
+The first line says what is trained under which strategy, with which seed, versions and machine. Then come the steps,
+spans and events as they were reported, every one of them, and at the end the record. Lines are only ever appended, each
+in one write, so a notebook that dies leaves all but its last tenth of a second, and nobody ever reads half a file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from workbench.core.metrics import RunEvent, RunRecord, StepBlock, StepSpans
+from workbench.errors import SessionError
+
+FOLDER_VARIABLE = "WORKBENCH_RUNS"
+_FORMAT = 1
+_KINDS: dict[str, type] = {"steps": StepBlock, "spans": StepSpans, "event": RunEvent}
+_KIND_OF = {kind: name for name, kind in _KINDS.items()}
+_PENDING = "was not finished: its notebook ended before it did"
+
+
+def default_folder() -> Path:
+    """``$WORKBENCH_RUNS``, else ``workbench/runs`` among the user's data."""
+    chosen = os.environ.get(FOLDER_VARIABLE)
+    if chosen:
+        return Path(chosen).expanduser()
+    data = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
+    return Path(data).expanduser() / "workbench" / "runs"
+
+
+class SavedRuns:
+    """The runs in a folder, oldest first.
+
+    Args:
+        folder: where they are; default ``$WORKBENCH_RUNS``, else ``~/.local/share/workbench/runs``.
+
+    Raises (its methods):
+        SessionError: no run has that id.
+
+    >>> runs = wb.SavedRuns()                                    # doctest: +SKIP
+    >>> [run.name for run in runs if run.equal]                  # doctest: +SKIP
+    ['data', 'hybrid']
+    """
+
+    def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
+        self.folder = Path(folder) if folder is not None else default_folder()
+
+    def __repr__(self) -> str:
+        return f"SavedRuns({str(self.folder)!r}): {len(self.ids())} runs"
+
+    def __len__(self) -> int:
+        return len(self.ids())
+
+    def __iter__(self) -> Iterator[RunRecord]:
+        return (self[run_id] for run_id in self.ids())
+
+    def __getitem__(self, run_id: str) -> RunRecord:
+        """The record of a run. One that was not finished says so in ``error`` and has the steps that it took."""
+        lines = list(self._lines(run_id))
+        head = next((line["record"] for line in lines if line["line"] == "run"), None)
+        if head is None:
+            raise SessionError(f"SavedRuns[{run_id!r}]: {self._path(run_id)} holds no run: its first line is broken.")
+        last = next((line["record"] for line in reversed(lines) if line["line"] == "record"), None)
+        record: RunRecord = RunRecord.from_dict(last or head)
+        if last is None:
+            blocks = [StepBlock.from_dict(line) for line in lines if line["line"] == "steps"]
+            times = tuple(time for block in blocks for time in block.step_times_s)
+            losses = tuple(loss for block in blocks for loss in block.losses if loss is not None)
+            record = replace(record, losses=losses, step_times_s=times, error=_PENDING)
+        name = next((line["name"] for line in reversed(lines) if line["line"] == "name"), record.name)
+        return replace(record, name=name, run_id=run_id)
+
+    def ids(self) -> list[str]:
+        """The runs' ids, oldest first; they begin with date and time."""
+        return sorted(path.stem for path in self.folder.glob("*.jsonl"))
+
+    def messages(self, run_id: str) -> list[StepBlock | StepSpans | RunEvent]:
+        """Everything that a run has reported, in order."""
+        return [_KINDS[line["line"]].from_dict(line) for line in self._lines(run_id) if line["line"] in _KINDS]  # type: ignore[attr-defined]
+
+    def begin(self, record: RunRecord) -> RunFile:
+        """Make the file of a run that begins now."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        started = datetime.now().astimezone()
+        stem = f"{started:%Y%m%d-%H%M%S}-{_slug(record.name)}"
+        for number in range(1, 1000):
+            run_id = stem if number == 1 else f"{stem}-{number}"
+            try:
+                handle = os.open(self._path(run_id), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
+            except FileExistsError:
+                continue
+            file = RunFile(run_id, handle)
+            head = replace(record, run_id=run_id, started=record.started or started.isoformat(timespec="seconds"))
+            file.write({"line": "run", "format": _FORMAT, "record": head.to_dict()})
+            return file
+        raise SessionError(f"SavedRuns: 1000 runs called {record.name!r} began in one second in {self.folder}.")
+
+    def rename(self, run_id: str, name: str) -> None:
+        """Give a run another name, in its file too."""
+        with self._append(run_id) as file:
+            file.write({"line": "name", "name": name})
+
+    def remove(self, run_id: str) -> None:
+        """Delete a run's file."""
+        self._checked(run_id).unlink()
+
+    def _append(self, run_id: str) -> RunFile:
+        return RunFile(run_id, os.open(self._checked(run_id), os.O_WRONLY | os.O_APPEND))
+
+    def _path(self, run_id: str) -> Path:
+        return self.folder / f"{run_id}.jsonl"
+
+    def _checked(self, run_id: str) -> Path:
+        path = self._path(run_id)
+        if not path.is_file():
+            raise SessionError(
+                f"SavedRuns[{run_id!r}]: no such run among the {len(self)} in {self.folder}. ids() lists them."
+            )
+        return path
+
+    def _lines(self, run_id: str) -> Iterator[dict[str, Any]]:
+        with self._checked(run_id).open(encoding="utf-8") as file:
+            for line in file:
+                if not line.endswith("\n"):
+                    return  # its writer died within this line
+                try:
+                    yield json.loads(line)
+                except ValueError:
+                    return
+
+
+class RunFile:
+    """A run's file while it is written."""
+
+    def __init__(self, run_id: str, handle: int) -> None:
+        self.run_id, self._handle = run_id, handle
+
+    def __enter__(self) -> RunFile:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def add(self, messages: Iterable[object]) -> None:
+        """Append what a run has reported; what is no report of a run is left out."""
+        for message in messages:
+            kind = _KIND_OF.get(type(message))
+            if kind is not None:
+                self.write({"line": kind, **_rounded(message.to_dict())})  # type: ignore[attr-defined]
+
+    def finish(self, record: RunRecord) -> RunRecord:
+        """Append the record and close the file; the record with its id."""
+        complete = replace(record, run_id=self.run_id)
+        self.write({"line": "record", "record": complete.to_dict()})
+        self.close()
+        return complete
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Append one line, whole or not at all."""
+        os.write(self._handle, (json.dumps(line, separators=(",", ":")) + "\n").encode())
+
+    def close(self) -> None:
+        """No more lines; safe to call twice."""
+        if self._handle >= 0:
+            os.close(self._handle)
+            self._handle = -1
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40] or "run"
+
+
+def _rounded(value: Any) -> Any:
+    """Seconds to a tenth of a microsecond: files are half as long. Losses stay exact."""
+    for key in ("time_s", "boxing_s"):
+        if isinstance(value.get(key), tuple):
+            value[key] = [[round(time, 7) for time in row] for row in value[key]]
+    return value
+
+
+__all__ = ["FOLDER_VARIABLE", "RunFile", "SavedRuns", "default_folder"]

@@ -1,0 +1,43 @@
+"""The thin wire between Python and the page: theme and visibility come in, files to download go out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import anywidget
+
+from workbench import theme
+from workbench.theme import Palette
+from workbench.ui.assets import asset
+
+
+class PageLink(anywidget.AnyWidget):
+    """An empty element that tells which theme the page has and whether its view is seen, and hands over files.
+
+    Args:
+        on_theme: gets the palette whenever the page's theme changes.
+        on_visible: gets whether anybody can see the view, whenever that changes.
+    """
+
+    _esm = asset("page_link.js")
+
+    def __init__(
+        self,
+        on_theme: Callable[[Palette], None] = lambda colours: None,
+        on_visible: Callable[[bool], None] = lambda seen: None,
+        **traits: Any,
+    ) -> None:
+        super().__init__(**traits)
+        self._on_theme, self._on_visible = on_theme, on_visible
+        self.on_msg(self._receive)
+
+    def download(self, name: str, content: str, mime_type: str = "text/plain") -> None:
+        """Have the browser save a file of that name."""
+        self.send({"event": "download", "name": name, "type": mime_type}, buffers=[content.encode()])
+
+    def _receive(self, _widget: Any, content: dict[str, Any], _buffers: Any) -> None:
+        if content.get("event") == "theme":
+            self._on_theme(theme.palette(str(content["value"])))
+        elif content.get("event") == "visible":
+            self._on_visible(bool(content["value"]))

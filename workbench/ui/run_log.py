@@ -1,0 +1,108 @@
+"""What a run did, line by line: changes, steps now and then, who kept the others waiting, what ranks printed."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from statistics import median
+
+from workbench.core.metrics import RunEvent, StepBlock
+from workbench.ui.assets import element
+from workbench.ui.numbers import three_digits
+from workbench.units import format_bytes, format_ranks, format_seconds
+
+MAX_LINES = 200
+_STEPS_EVERY_S = 10.0
+_SLOW, _LEAST_SLOW_S = 4.0, 0.05
+_SLOW_EVERY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line: local time, the ranks that it is about ("all", "2-3"), its text, and whether it is a warning."""
+
+    time: str
+    ranks: str
+    text: str
+    warns: bool = False
+
+
+class RunLog:
+    """The last ``MAX_LINES`` lines of a run; ``count`` says how many there have been."""
+
+    def __init__(self, num_ranks: int, now: Callable[[], datetime] = datetime.now) -> None:
+        self.num_ranks = num_ranks
+        self.count = 0
+        self.lines: deque[Line] = deque(maxlen=MAX_LINES)
+        self._now = now
+        self._recent: deque[float] = deque(maxlen=50)
+        self._told = self._warned = -1e9
+
+    def say(self, text: str, ranks: str = "all", warns: bool = False) -> None:
+        """Append a line."""
+        self.count += 1
+        self.lines.append(Line(f"{self._now():%H:%M:%S}", ranks, text, warns))
+
+    def add_event(self, event: RunEvent, before: str = "", after: str = "") -> None:
+        """A change, a pause. ``before`` and ``after`` name the strategies."""
+        step = f"step {event.step}"
+        if event.kind == "strategy":
+            moved = format_bytes(event.boxed_bytes) if event.boxed_bytes else "0 B moved (every slice was local)"
+            moved += " moved" if event.boxed_bytes else ""
+            self.say(
+                f"{step} \u00b7 strategy {before} \u2192 {after}; weights and optimizer state kept, {moved}, "
+                f"{format_seconds(event.time_s)}"
+            )
+        elif event.kind == "refused":
+            self.say(f"{step} \u00b7 strategy kept: {event.text}", warns=True)
+        else:
+            self.say(f"{step} \u00b7 {'paused' if event.kind == 'paused' else 'goes on'}")
+
+    def add_block(self, block: StepBlock, now_s: float) -> None:
+        """Tell now and then how far the run is, and at once when a rank keeps the others waiting."""
+        for index, time_s in enumerate(block.step_times_s):
+            self._watch(block, index, time_s, now_s)
+            self._recent.append(time_s)
+        if now_s - self._told >= _STEPS_EVERY_S and self._recent:
+            self._told = now_s
+            losses = [loss for loss in block.losses if loss is not None]
+            loss = f" \u00b7 loss {losses[-1]:.4g}" if losses else ""
+            rate = block.samples[-1] / max(median(self._recent), 1e-9)
+            self.say(f"step {block.stop_step}{loss} \u00b7 {three_digits(rate)} samples/s")
+
+    def _watch(self, block: StepBlock, index: int, time_s: float, now_s: float) -> None:
+        if len(self._recent) < 10 or now_s - self._warned < _SLOW_EVERY_S or block.num_ranks < 2:
+            return
+        if time_s < _SLOW * median(self._recent) or time_s < _LEAST_SLOW_S:
+            return
+        boxing = [rank[index] for rank in block.boxing_s]
+        slow = min(range(len(boxing)), key=boxing.__getitem__)
+        waited = max(boxing) - boxing[slow]
+        if waited < 0.5 * time_s:
+            return
+        self._warned = now_s
+        others = [rank for rank, seconds in enumerate(boxing) if seconds - boxing[slow] >= 0.5 * waited]
+        own = format_seconds(time_s - boxing[slow])
+        text = f"step {block.first_step + index + 1} \u00b7 waited {format_seconds(waited)} for rank {slow}, busy {own}"
+        self.say(text, format_ranks(others), warns=True)
+
+    def html(self, lines: Sequence[Line] | None = None) -> str:
+        """The lines as HTML, oldest first."""
+        return "".join(map(_row, self.lines if lines is None else lines))
+
+    def head_and_tail(self, num_lines: int = 8) -> list[Line]:
+        """The first and the last lines that are still here, for a picture that does not scroll."""
+        kept = list(self.lines)
+        if len(kept) <= num_lines:
+            return kept
+        hidden = Line("", "", f"\u2026 {self.count - num_lines} lines \u2026")
+        half = num_lines // 2
+        return [*kept[:half], hidden, *kept[-half:]]
+
+
+def _row(line: Line) -> str:
+    chip = element("span", element("b", text=line.ranks, css="wb-chip"), css="r") if line.ranks else element("span")
+    css = "l warn" if line.warns else "l"
+    return element("div", element("span", text=line.time, css="t"), chip, element("span", text=line.text), css=css)

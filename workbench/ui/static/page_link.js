@@ -1,0 +1,62 @@
+// What Python cannot know by itself: the page's theme, and whether anybody sees the live view. And what it cannot do:
+// hand the reader a file. Reports {event: "theme", value} and {event: "visible", value}; takes {event: "download", name, type}.
+
+function watchTheme(report) {
+  const theme = () => {
+    const { jpThemeLight, vscodeThemeKind } = document.body.dataset;
+    return jpThemeLight === "false" || (vscodeThemeKind ?? "").includes("dark") ? "dark" : "light";
+  };
+  let known = null;
+  const check = () => {
+    if (theme() !== known) report("theme", (known = theme()));
+  };
+  const observer = new MutationObserver(check);
+  observer.observe(document.body, { attributes: true, attributeFilter: ["data-jp-theme-light", "data-vscode-theme-kind"] });
+  check();
+  return () => observer.disconnect();
+}
+
+function watchVisibility(el, report) {
+  let inView = true;
+  let known = true;
+  const check = () => {
+    const seen = inView && document.visibilityState === "visible";
+    if (seen !== known) report("visible", (known = seen));
+  };
+  const observer = new IntersectionObserver((entries) => {
+    inView = entries[entries.length - 1].isIntersecting;
+    check();
+  });
+  // The element itself is empty; what counts is the view that it is part of.
+  requestAnimationFrame(() => observer.observe(el.closest(".wb-live-view") ?? el));
+  document.addEventListener("visibilitychange", check);
+  return () => {
+    observer.disconnect();
+    document.removeEventListener("visibilitychange", check);
+  };
+}
+
+function download({ name, type }, data) {
+  const url = URL.createObjectURL(new Blob([data], { type }));
+  const link = document.createElement("a");
+  Object.assign(link, { href: url, download: name });
+  document.body.append(link);
+  link.click();
+  link.remove();
+  setTimeout(() => URL.revokeObjectURL(url), 10000);
+}
+
+function render({ model, el }) {
+  const report = (event, value) => model.send({ event, value });
+  const receive = (message, buffers) => {
+    if (message.event === "download") download(message, buffers[0]);
+  };
+  model.on("msg:custom", receive);
+  const ends = [watchTheme(report), watchVisibility(el, report)];
+  return () => {
+    model.off("msg:custom", receive);
+    for (const end of ends) end();
+  };
+}
+
+export default { render };

@@ -1,0 +1,172 @@
+"""The bars of a step's timeline: measured ones, the idle ground behind them, and thin simulated ones below.
+
+Pure functions from spans to arrays; a row per rank, seconds from the step's start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from workbench.core.metrics import ActionSpan, StepSpans, bubble
+from workbench.pipeline.schedules import Action
+from workbench.pipeline.simulate import Span, Timeline, measured_durations, simulate
+from workbench.ui.numbers import percent, signed_percent
+from workbench.units import format_bytes, format_seconds
+
+KINDS = ("forward", "backward", "optimizer", "boxing")
+_KIND_OF = {"F": "forward", "B": "backward", "I": "backward", "W": "backward", "O": "optimizer"}
+_NAMES = {
+    "F": "forward",
+    "B": "backward",
+    "I": "backward to the inputs",
+    "W": "gradients of weights",
+    "O": "optimizer's step",
+}
+
+
+@dataclass
+class Bars:
+    """Bars of one colour: row, start and length in seconds, a label, and what the tip says."""
+
+    rows: list[int] = field(default_factory=list)
+    start_s: list[float] = field(default_factory=list)
+    length_s: list[float] = field(default_factory=list)
+    labels: list[str] = field(default_factory=list)
+    tips: list[str] = field(default_factory=list)
+
+    def add(self, row: int, start_s: float, length_s: float, label: str = "", tip: str = "") -> None:
+        """One more bar."""
+        self.rows.append(row)
+        self.start_s.append(start_s)
+        self.length_s.append(length_s)
+        self.labels.append(label)
+        self.tips.append(tip)
+
+
+@dataclass(frozen=True)
+class TimelineBars:
+    """A step as bars by kind. ``simulated_s`` is None where nothing was simulated."""
+
+    step: int
+    measured: Mapping[str, Bars]
+    simulated: Mapping[str, Bars]
+    measured_s: float
+    simulated_s: float | None
+    bubble: float | None
+    simulated_bubble: float | None
+
+    @property
+    def summary(self) -> str:
+        """``measured 1.86 s, simulated 1.84 s (-1 %), bubble 25 % measured, 26 % simulated``."""
+        parts = [f"measured {format_seconds(self.measured_s)}"]
+        if self.simulated_s:
+            difference = signed_percent(self.simulated_s / self.measured_s - 1)
+            parts[0] += f", simulated {format_seconds(self.simulated_s)} ({difference})"
+        if self.bubble:
+            expected = f", {percent(self.simulated_bubble)} simulated" if self.simulated_bubble else ""
+            parts.append(f"bubble {percent(self.bubble)} measured{expected}")
+        return " \u00b7 ".join(parts)
+
+
+def timeline_bars(
+    ranks: Sequence[StepSpans], expected: Timeline | None = None, stage_of: Sequence[int] | None = None
+) -> TimelineBars:
+    """The bars of a step.
+
+    Args:
+        ranks: every rank's spans of the step.
+        expected: a timeline on paper, a row per stage. Without one the measured work of every action is put together
+            anew, as if nobody ever waited for anything but its inputs.
+        stage_of: the stage of every rank; by default the one that its spans name.
+    """
+    start_s = min(span.start_s for rank in ranks for span in rank.spans)
+    stop_s = max(span.stop_s for rank in ranks for span in rank.spans)
+    simulated = expected or simulated_from(ranks)
+    by_action = _durations(simulated)
+    measured = {kind: Bars() for kind in KINDS}
+    for row, rank in enumerate(ranks):
+        for span in rank.spans:
+            _add_measured(measured, row, span, start_s, by_action)
+    thin = {kind: Bars() for kind in KINDS}
+    for row, rank in enumerate(ranks):
+        stage = stage_of[row] if stage_of is not None else rank.spans[0].stage
+        _add_simulated(thin, row, stage, simulated)
+    return TimelineBars(
+        step=ranks[0].step,
+        measured=measured,
+        simulated=thin,
+        measured_s=stop_s - start_s,
+        simulated_s=simulated.makespan_s if simulated else None,
+        bubble=bubble(ranks),
+        simulated_bubble=simulated.bubble if simulated else None,
+    )
+
+
+def simulated_from(ranks: Sequence[StepSpans]) -> Timeline | None:
+    """The step on paper: each action takes what its stage's actions of that kind took, and starts when it can.
+
+    None for tables that no schedule gives: ranks of one stage whose actions differ, or none at all.
+    """
+    tables: dict[int, list[Action]] = {}
+
+    for rank in ranks:
+        actions = [span for span in rank.spans if span.kind != "O"]
+        if not actions:
+            return None
+        first = actions[0].stage
+        table = [Action(span.stage, span.kind, span.micro_batch) for span in actions]
+        if tables.setdefault(first, table) != table:
+            return None
+
+    if set(tables) != set(range(len(tables))):
+        return None
+    num_stages = 1 + max(action.stage for table in tables.values() for action in table)
+    duration = measured_durations([_as_timeline(ranks)])
+    return simulate([tables[stage] for stage in sorted(tables)], num_stages, duration)
+
+
+def _as_timeline(ranks: Sequence[StepSpans]) -> Timeline:
+    return Timeline(
+        tuple(
+            tuple(
+                Span(rank.rank, Action(s.stage, s.kind, s.micro_batch), s.start_s, s.stop_s, s.boxing_s)
+                for s in rank.spans
+                if s.kind != "O"
+            )
+            for rank in ranks
+        )
+    )
+
+
+def _durations(timeline: Timeline | None) -> dict[Action, float]:
+    rows = timeline.spans if timeline is not None else ()
+    return {span.action: span.stop_s - span.start_s for spans in rows for span in spans}
+
+
+def _add_measured(
+    bars: Mapping[str, Bars], row: int, span: ActionSpan, start_s: float, expected: Mapping[Action, float]
+) -> None:
+    length, boxing = span.stop_s - span.start_s, min(span.boxing_s, span.stop_s - span.start_s)
+    label = f"{span.kind}{span.micro_batch}" if span.kind != "O" else ""
+    what = f"{_NAMES.get(span.kind, span.kind)}" + (f", micro-batch {span.micro_batch}" if span.kind != "O" else "")
+    lines = [f"<b>rank {row} \u00b7 {label or 'step'}</b> {what}", f"{format_seconds(length)} measured"]
+    on_paper = expected.get(Action(span.stage, span.kind, span.micro_batch)) if span.kind != "O" else None
+    lines[1] += f", {format_seconds(on_paper)} simulated" if on_paper is not None else ""
+    if span.num_exchanges:
+        moved = f"{span.num_exchanges} exchange{'s' * (span.num_exchanges > 1)}, {format_bytes(span.sent_bytes)} sent"
+        lines.append(f"boxing {format_seconds(boxing)} of it: {moved}")
+    tip = "<br>".join(lines)
+    bars[_KIND_OF.get(span.kind, "backward")].add(row, span.start_s - start_s, length - boxing, label, tip)
+    if boxing > 0:
+        bars["boxing"].add(row, span.stop_s - boxing - start_s, boxing, "", tip)
+
+
+def _add_simulated(bars: Mapping[str, Bars], row: int, stage: int, simulated: Timeline | None) -> None:
+    rows = simulated.spans if simulated is not None else ()
+    own = next((spans for spans in rows if spans and spans[0].action.stage == stage), ())
+    for span in own:
+        name = f"{span.action.kind}{span.action.micro_batch}"
+        tip = f"{name} simulated: {format_seconds(span.stop_s - span.start_s)}"
+        kind = _KIND_OF.get(span.action.kind, "backward")
+        bars[kind].add(row, span.start_s, span.stop_s - span.start_s, "", tip)
