@@ -12,7 +12,7 @@ from workbench.core.boxing import plan_boxing
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.core.strategy import Strategy
-from workbench.cost.crossings import Stages, crossings, known_shapes
+from workbench.cost.crossings import Stages, crossings, known_shapes, wire_bytes
 from workbench.ui.state import PanelState
 from workbench.ui.view import Facts, grid_view, parameters_held
 
@@ -240,3 +240,14 @@ def test_the_chain_of_bytes_is_that_of_boxing_plans():
     step = crossings(MLP, resolved, known_shapes(MLP, (64,)), 128, sample_shape=(64,))[1]
     assert step.bytes_forward == plan.wire_bytes
     assert Stages(resolved).placements[0].shape == (1, 2)
+
+
+@pytest.mark.parametrize("strategy", [GPT_HYBRID, "*: model | 1x2x2", "hybrid", "*: model:row | sequence", "pipeline"])
+def test_what_arrives_is_what_was_sent(strategy: str):
+    layers = gpt(8).layers
+    resolved = PanelState(layers, 4, strategy).resolved
+    steps = crossings(layers, resolved, [row.output_shape for row in gpt(8).rows], 8)
+    plans = {plan for step in steps for plan in (*step.plans, *step.back)}
+    assert plans
+    for plan in plans:
+        assert wire_bytes(plan) == plan.wire_bytes, plan.title

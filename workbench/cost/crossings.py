@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from workbench.core.boxing import BoxingPlan, plan_boxing
 from workbench.core.layout import Layout
@@ -54,12 +54,18 @@ class Crossing:
     @property
     def bytes_forward(self) -> int:
         """On the wire, all ranks together, of one micro-batch."""
-        return sum(plan.wire_bytes for plan in self.plans) if self.shape else 0
+        return sum(map(wire_bytes, self.plans)) if self.shape else 0
 
     @property
     def bytes_back(self) -> int:
         """The same of the gradient."""
-        return sum(plan.wire_bytes for plan in self.back) if self.shape else 0
+        return sum(map(wire_bytes, self.back)) if self.shape else 0
+
+
+@lru_cache(maxsize=4096)
+def wire_bytes(plan: BoxingPlan) -> int:
+    """All that ranks receive from one another: what they send, counted without a list of moves."""
+    return sum(plan.bytes_received.values())
 
 
 class Stages:
@@ -198,4 +204,4 @@ def _dual(layout: Layout) -> Layout:
     return layout.with_sbp(tuple(dual(entry) if size > 1 else entry for entry, size in entries))
 
 
-__all__ = ["Crossing", "Stages", "crossings", "known_shapes"]
+__all__ = ["Crossing", "Stages", "crossings", "known_shapes", "wire_bytes"]

@@ -17,7 +17,7 @@ from workbench.core.boxing import BoxingPlan, plan_boxing
 from workbench.core.layout import Layout
 from workbench.core.sbp import broadcast
 from workbench.core.strategy import Layer, ResolvedLayer, ResolvedStrategy
-from workbench.cost.crossings import Crossing, Stages, crossings
+from workbench.cost.crossings import Crossing, Stages, crossings, wire_bytes
 from workbench.ui.grouping import Node
 from workbench.ui.numbers import TIMES
 from workbench.units import format_bytes, format_ranks
@@ -159,8 +159,8 @@ def _plan_text(plans: tuple[BoxingPlan, ...]) -> str:
     lines = []
     for plan in plans:
         what = f"{change_text(plan.source, plan.destination)}: {plan.kind} of {tuple(plan.shape)}"
-        most = format_bytes(max(plan.bytes_sent.values(), default=0))
-        lines.append(f"{what}, {format_bytes(plan.wire_bytes)} on the wire, at most {most} sent by a rank")
+        most = format_bytes(max(plan.bytes_received.values(), default=0))
+        lines.append(f"{what}, {format_bytes(wire_bytes(plan))} on the wire, at most {most} for a rank")
     return "\n".join(lines)
 
 
