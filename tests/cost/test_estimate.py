@@ -100,3 +100,11 @@ def test_a_batch_of_fewer_samples_than_parts_is_an_error() -> None:
 def test_a_precision_without_a_rate_is_an_error() -> None:
     with pytest.raises(StrategyError, match="precision bf16: hardware 'paper' has matmul_flops_per_s of fp32 only"):
         predict("data | bf16", 1)
+
+
+def test_layers_that_the_model_axis_shares_sum_their_gradients_over_it_too() -> None:
+    """On 2 x 2 ranks a data-parallel layer sees other samples on each of the four."""
+    whole = 4 * WIDTH * WIDTH
+    found = predict("*: data | 1x2x2", 4, num_layers=1)
+    assert found.boxed_bytes == pytest.approx(4 * 2 * 3 / 4 * whole)
+    assert predict("*: data | 1x2x2 zero=1", 4, num_layers=1).memory[0]["optimizer"] == 2 * whole / 4

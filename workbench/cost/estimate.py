@@ -116,7 +116,7 @@ def combine(
     step = makespan + gradient + update
     alive = live_micro_batches(strategy)
     boxed = sum(m * s.boxed_bytes * t.data * t.model for s, t in zip(stages, settings, strict=True))
-    boxed += sum(reduced_bytes(s, t) * t.data * t.model for s, t in zip(stages, settings, strict=True)) + hop_bytes
+    boxed += sum(sum(reduced_bytes(s, t)) * t.data * t.model for s, t in zip(stages, settings, strict=True)) + hop_bytes
     return Estimate(
         step,
         compute_s,

@@ -28,6 +28,7 @@ class LayerPrice:
         boxed_bytes: that a rank receives in them, forward and backward.
         parameters, gradients, optimizer: bytes that it holds, ZeRO counted.
         weights: how many it works with, before ZeRO.
+        shared: of these, how many every rank of the model axis has whole, and sums their gradients on that axis, too.
         kept_bytes: activations for backward, without recomputation.
         input_bytes: of its input alone: what a recomputed block keeps of its first layer.
         scores_s, scores_bytes: forward, and what is kept, of the functions from the first product behind the layer to
@@ -49,6 +50,7 @@ class LayerPrice:
     input_bytes: float = 0.0
     scores_s: float = 0.0
     scores_bytes: float = 0.0
+    shared: float = 0.0
 
     @property
     def backward_s(self) -> float:
@@ -91,12 +93,12 @@ def layer_price(
         back += [change for change in changes if change[:2] == ("S1", "B")]  # its slice was saved, the weights need all
     boxing = [_exchanges(changes, setting), _exchanges(back, setting)]
     sums_s, _ = _exchanges([change for change in back if change[0] == "P"], setting)
-    weights = _weights(row, choice, setting)
-    state = _state_bytes(weights if row.layer.tied_to is None else 0.0, setting)
+    weights, shared = _weights(row, choice, setting)
+    state = _state_bytes(weights, shared, setting) if row.layer.tied_to is None else (0.0, 0.0, 0.0)
     return LayerPrice(
         forward, first, second + _accumulation_s(weights, setting), boxing[0][0], boxing[1][0], sums_s,
         boxing[0][1] + boxing[1][1], *state, weights, kept, _input_bytes(row, choice, before, setting),
-        scores, scores_kept,
+        scores, scores_kept, shared,
     )  # fmt: skip
 
 
@@ -200,23 +202,30 @@ def _input_bytes(
     return size / (1.0 if entry == "B" else setting.batch_parts if entry == "S0" else setting.model)
 
 
-def _weights(row: LayerCost, choice: ResolvedLayer, setting: Setting) -> float:
-    """Parameters of a rank; a row-split layer has its biases whole."""
-    if choice.split is None or setting.model == 1:
-        return row.layer.num_parameters
-    whole = sum(prod(shape) for shape in row.layer.shapes.values() if len(shape) == 1 and choice.split == "row")
-    return whole + (row.layer.num_parameters - whole) / setting.model
+def _weights(row: LayerCost, choice: ResolvedLayer, setting: Setting) -> tuple[float, float]:
+    """(parameters of a rank, those of them that are whole); a row-split layer has its biases whole."""
+    number = float(row.layer.num_parameters)
+    if setting.model == 1:
+        return number, 0.0
+    whole = number
+    if choice.split is not None:
+        biases = (prod(shape) for shape in row.layer.shapes.values() if len(shape) == 1)
+        whole = float(sum(biases)) if choice.split == "row" else 0.0
+    is_summed = setting.software.sums_shared or choice.parallel == "data"
+    return whole + (number - whole) / setting.model, whole if is_summed else 0.0
 
 
-def _state_bytes(weights: float, setting: Setting) -> tuple[float, float, float]:
+def _state_bytes(weights: float, shared: float, setting: Setting) -> tuple[float, float, float]:
+    """Parameters, gradients and the optimizer's state; ZeRO shards over the ranks that share a weight."""
     software, precision = setting.software, setting.precision
-    shards = [setting.data if setting.zero >= stage else 1 for stage in (3, 2, 1)]
     sizes = (
         software.parameter_bytes(precision),
         software.gradient_bytes(precision),
         software.optimizer_bytes(precision, setting.optimizer),
     )
-    parameters, gradients, optimizer = (weights * size / n for size, n in zip(sizes, shards, strict=True))
+    sharded = (weights - shared) / setting.data + shared / (setting.data * setting.model)
+    held = [sharded if setting.zero >= stage else weights for stage in (3, 2, 1)]
+    parameters, gradients, optimizer = (number * size for number, size in zip(held, sizes, strict=True))
     return parameters, gradients, optimizer
 
 

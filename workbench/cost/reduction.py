@@ -8,7 +8,8 @@ With W weights on each of d ranks, each rank receives (d - 1) / d times
     ZeRO 3   m g W + 2 m p W        parameters gathered for each forward and backward (3 m p W by software that lets
                                     them go between recomputation and backward)
 
-where g and p are bytes of a gradient and of a parameter.
+where g and p are bytes of a gradient and of a parameter. Weights that all t ranks of the model axis share are summed
+over d t ranks.
 """
 
 from __future__ import annotations
@@ -29,22 +30,22 @@ _MASTER_PASSES = 6 + 8 + 12 + 6
 weights back to 16 bits."""
 
 
-def reduced_bytes(stage: StagePrice, setting: Setting) -> float:
-    """What a rank receives in a step."""
-    d, software, m = setting.data, setting.software, setting.num_micro_batches
+def reduced_bytes(stage: StagePrice, setting: Setting) -> tuple[float, float]:
+    """What a rank receives in a step: (from the ranks of its data axis, and besides from those of its model axis)."""
+    d, t, software, m = setting.data, setting.model, setting.software, setting.num_micro_batches
     g, p = software.gradient_bytes(setting.precision), software.parameter_bytes(setting.precision)
     gathers = 3 if software.gathers_again and setting.recompute else 2
     per_weight = {0: 2 * g, 1: g + p, 2: m * g + p, 3: m * (g + gathers * p)}[setting.zero]
-    return (d - 1) / d * per_weight * stage.weights
+    return per_weight * stage.weights * (1 - 1 / d), per_weight * stage.shared * (1 / d - 1 / (d * t))
 
 
 def reduction_s(stages: Sequence[StagePrice], setting: Setting) -> float:
     """Seconds of a step in which a rank waits for sums of gradients, of all stages that it holds."""
-    received = sum(reduced_bytes(stage, setting) for stage in stages)
-    software = setting.software
+    across, inside = (sum(parts) for parts in zip(*(reduced_bytes(stage, setting) for stage in stages), strict=True))
+    software, received = setting.software, across + inside
     seconds = exchange_s(
-        setting.hardware, received, setting.data, setting.model, "gradients", software.uses_all_adapters
-    )
+        setting.hardware, across, setting.data, setting.model, "gradients", software.uses_all_adapters
+    ) + exchange_s(setting.hardware, inside, setting.model, 1, "gradients")
     hides = software.hides_gradients_of_pipelines if setting.stages > 1 else software.hides_gradients
     if not hides:
         return seconds

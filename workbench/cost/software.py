@@ -26,6 +26,8 @@ class Software:
             (read the new one in 16 bits, read and write the sum: 6 bytes per weight in 16 bits).
         scatters_between_stages: a stage sends each slice of an activation once; else every rank gets all of it from
             its like.
+        sums_shared: gradients of weights that all ranks of the model axis have (norms) are terms there; else every rank
+            of the axis computes them whole.
         hides_sends: a stage computes while what it hands over is under way; else it waits for it, in each direction.
         uses_all_adapters: a ring through several ranks of a host has the adapters of all of them; else of one.
         gathers_again: under ZeRO 3 parameters are gathered for recomputation, let go, and gathered for backward.
@@ -42,6 +44,7 @@ class Software:
     hides_tensor_parallel: str = "none"
     fuses_accumulation: bool = False
     scatters_between_stages: bool = False
+    sums_shared: bool = True
     hides_sends: bool = True
     uses_all_adapters: bool = True
     gathers_again: bool = False
@@ -82,6 +85,7 @@ def megatron(year: int, recompute: str = "full") -> Software:
         hides_tensor_parallel="none" if year < 2022 else "sums" if year < 2023 else "all",
         fuses_accumulation=year >= 2022,
         scatters_between_stages=True,
+        sums_shared=False,
         hides_sends=year >= 2023,
         uses_all_adapters=year >= 2023,
         gathers_again=year < 2023,

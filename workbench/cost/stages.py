@@ -22,6 +22,7 @@ class StagePrice:
         compute_s, boxing_s: the parts of these three together.
         boxed_bytes: that a rank receives of other ranks of its stage.
         weights: how many it works with.
+        shared: of these, those whose gradients are summed over the model axis, too.
         parameters, gradients, optimizer: bytes that it holds.
         kept_bytes: activations, per micro-batch that is alive.
         transient_bytes: activations of the block that is being computed again.
@@ -41,6 +42,7 @@ class StagePrice:
     kept_bytes: float
     transient_bytes: float
     gathered_bytes: float
+    shared: float = 0.0
 
 
 def prices_of(
@@ -132,6 +134,7 @@ def _added_up(
         kept,
         transient,
         max(gathered.values(), default=0.0) * itemsize if setting.zero >= 3 and setting.data > 1 else 0.0,
+        sum(prices[i].shared for i in mine if model.rows[i].layer.tied_to is None),
     )
 
 
