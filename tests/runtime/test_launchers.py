@@ -56,6 +56,7 @@ def test_ranks_of_several_hosts_have_to_be_told(monkeypatch, tmp_path):
 
 
 @pytest.mark.procs
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun (Debian's package openmpi-bin)")
 def test_a_script_under_mpirun(tmp_path):
     """The same under torchrun is the readme's script, which has its own test."""

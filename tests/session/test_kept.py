@@ -84,6 +84,7 @@ def test_a_second_notebook_goes_on_where_the_first_was_killed(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timed
 def test_a_cell_that_outlives_its_notebook_is_seen_and_can_be_interrupted(tmp_path, capsys):
     first = first_notebook(
         tmp_path,
