@@ -1,0 +1,98 @@
+"""Planner and cost model against published runs, and the search's times.
+
+    python -m benchmarks.planner
+    python -m benchmarks.planner --rows            # every published run, beside the summary
+
+Predictions go through the one door for tables, ``workbench.cost.table``. Sets of runs:
+
+    calibration   the rows that machine files were fitted on
+    megatron      other rows of arXiv 2104.04473 (A100-80GB, 64 to 3072 GPUs)
+    zero3         its rows of ZeRO 3 without model parallelism
+    follow-up     arXiv 2205.05198, full and selective recomputation
+    h100          DGX H100 in 8 bits, NeMo 24.09; one of its rows was fitted on
+    mpt-a100      FSDP of another trainer (llm-foundry) on 8 to 64 GPUs; nothing of it was fitted
+    mpt-h100      the same on 8 to 512 GPUs
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from benchmarks.harness import Target, keep, table, verdicts
+from benchmarks.published_runs import Judged, effects, in_order, judge, median_and_worst
+
+BOUNDS = {"megatron": (0.04, 0.08), "follow-up": (0.05, 0.10), "h100": (0.08, 0.15)}
+"""Median and worst error that a set may have."""
+ORDER = Target(0.9, at_least=True)
+JUDGED_ORDER = ("megatron", "zero3", "follow-up")
+
+
+def summary(judged: dict[str, list[Judged]]) -> str:
+    """A row per set: how many runs, median and worst error, pairs in the right order."""
+    rows = []
+    for name, runs in judged.items():
+        middle, worst = median_and_worst(runs)
+        bounds = BOUNDS.get(name)
+        verdict = "" if bounds is None else "met" if middle <= bounds[0] and worst <= bounds[1] else "NOT met"
+        limit = "" if bounds is None else f"{bounds[0]:.0%} / {bounds[1]:.0%}"
+        right, pairs = in_order(runs)
+        order = f"{right} of {pairs}" if pairs else ""
+        rows.append([name, str(len(runs)), f"{middle:.1%}", f"{worst:.1%}", limit, verdict, order])
+    return table(["set", "runs", "median", "worst", "bound", "", "pairs in order"], rows)
+
+
+def effect_rows(judged: dict[str, list[Judged]]) -> str:
+    """What selective instead of full recomputation is worth, in throughput."""
+    found = effects(judged["follow-up"], "full", "selective")
+    rows = [
+        [name, f"{measured:.1%}", f"{predicted:.1%}", f"{100 * (predicted - measured):+.1f}"]
+        for name, (measured, predicted) in found.items()
+    ]
+    return table(["full to selective", "measured", "predicted", "points"], rows)
+
+
+def run_rows(judged: dict[str, list[Judged]]) -> str:
+    """Every run."""
+    rows = [
+        [
+            name, run.name, run.row["gpus"], f"{run.measured_s:.2f}", f"{run.estimate.step_s:.2f}",
+            f"{run.error:+.1%}", f"{run.estimate.peak_bytes / 2**30:.1f}", run.row["source"],
+        ]
+        for name, runs in judged.items() for run in runs
+    ]  # fmt: skip
+    return table(["set", "run", "GPUs", "measured s", "predicted s", "error", "GiB", "source"], rows)
+
+
+def published(with_rows: bool) -> str:
+    """Predictions against published runs."""
+    judged = judge()
+    pairs = [in_order([run for name in JUDGED_ORDER for run in judged[name]])]
+    right, count = pairs[0]
+    parts = [
+        summary(judged),
+        verdicts(
+            [(f"order of strategies: {right} of {count} pairs that differ by more than 5%", right / count, ORDER)]
+        ),
+        effect_rows(judged),
+    ]
+    return "\n\n".join([*parts, run_rows(judged)] if with_rows else parts)
+
+
+SECTIONS = {"Published runs": published}
+"""What is reported, in order: functions of whether rows are wanted."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print and keep all sections."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", action="store_true", help="every published run, beside the summary")
+    args = parser.parse_args(arguments)
+    body = "\n\n".join(f"## {title}\n\n{section(args.rows)}" for title, section in SECTIONS.items())
+    keep("planner", "Planner and cost model", body)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
