@@ -92,9 +92,13 @@ def test_recomputed_layers_keep_their_input_and_run_again() -> None:
     assert again.compute_s == pytest.approx(plain.compute_s * 4 / 3)
 
 
-def test_a_batch_of_fewer_samples_than_parts_is_an_error() -> None:
-    with pytest.raises(StrategyError, match=r"batch_size=2: stage 0 has 4 replicas and 1 micro-batches, 4 parts"):
-        predict("data", 4, batch_size=2)
+def test_a_batch_of_fewer_samples_than_micro_batches_is_an_error() -> None:
+    with pytest.raises(StrategyError, match=r"batch_size=2: 4 micro-batches; each takes at least one sample"):
+        predict("data | mb=4", 4, batch_size=2)
+
+
+def test_uneven_shares_take_as_long_as_the_largest() -> None:
+    assert predict("data", 4, batch_size=10).compute_s == predict("data", 4, batch_size=12).compute_s
 
 
 def test_a_precision_without_a_rate_is_an_error() -> None:

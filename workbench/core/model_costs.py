@@ -52,6 +52,8 @@ class LayerCost:
             behind the last layer, the loss.
         output_shape: of one sample, without the batch dim; None where it is not one tensor.
         itemsize: bytes of an element of the output.
+        left_shape: of one sample, what the functions behind it leave to the next layer; None where that is of the
+            output's shape.
     """
 
     layer: Layer
@@ -59,6 +61,7 @@ class LayerCost:
     after: tuple[Work, ...] = ()
     output_shape: tuple[int, ...] | None = None
     itemsize: int = 4
+    left_shape: tuple[int, ...] | None = None
 
     @property
     def flops(self) -> float:

@@ -11,6 +11,7 @@ from workbench.core.strategy import ResolvedStrategy
 from workbench.cost.collectives import exchange_s
 from workbench.cost.entries import input_entry, left_entry
 from workbench.cost.hardware import Hardware
+from workbench.cost.layers import left_bytes
 from workbench.cost.memory import live_micro_batches, memory_of
 from workbench.cost.reduction import optimizer_s, reduced_bytes, reduction_s
 from workbench.cost.schedule import makespan_s, timeline_of
@@ -76,7 +77,7 @@ def estimate(
         with_timeline: also give the schedule action by action, some 10 us for each.
 
     Raises:
-        StrategyError: the batch does not divide, or the hardware has no rate for the precision.
+        StrategyError: fewer samples than micro-batches, or the hardware has no rate for the precision.
     """
     settings = settings_of(model, strategy, hardware, batch_size, optimizer, software)
     prices = prices_of(model.rows, strategy.layers, settings)
@@ -115,8 +116,9 @@ def combine(
     update += hardware.step_s
     step = makespan + gradient + update
     alive = live_micro_batches(strategy)
-    boxed = sum(m * s.boxed_bytes * t.data * t.model for s, t in zip(stages, settings, strict=True))
-    boxed += sum(sum(reduced_bytes(s, t)) * t.data * t.model for s, t in zip(stages, settings, strict=True)) + hop_bytes
+    boxed = sum(m * s.boxed_bytes * t.data * t.model for s, t in zip(stages, settings, strict=True)) + hop_bytes
+    boxed *= batch_size / (m * settings[0].data * settings[0].samples)  # shares of a rank may be uneven
+    boxed += sum(sum(reduced_bytes(s, t)) * t.data * t.model for s, t in zip(stages, settings, strict=True))
     return Estimate(
         step,
         compute_s,
@@ -140,7 +142,7 @@ def _hops(model: ModelCosts, strategy: ResolvedStrategy, settings: Sequence[Sett
         if stage == before:
             continue
         setting, row = settings[before], model.rows[index - 1]
-        whole = prod(row.output_shape or ()) * row.itemsize * setting.scale * setting.samples
+        whole = left_bytes(row, setting)
         dims = len(row.output_shape or ()) + 1
         left = left_entry(layers[index - 1], None, dims, setting.sequence)
         taken = input_entry(layers[index], dims, setting.sequence)
@@ -153,7 +155,8 @@ def _hops(model: ModelCosts, strategy: ResolvedStrategy, settings: Sequence[Sett
             seconds = exchange_s(setting.hardware, whole / parts, 2, stride, "send")
         slowest = max(slowest, seconds)
         # backward, what came in as B goes back as terms of a sum
-        total += 2 * whole / parts * settings[stage].data * settings[stage].model * strategy.num_micro_batches
+        ways = 3 if setting.recompute and setting.software.sends_again else 2
+        total += ways * whole / parts * settings[stage].data * settings[stage].model * strategy.num_micro_batches
     return slowest, total
 
 

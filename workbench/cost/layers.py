@@ -149,7 +149,7 @@ def _changes(
     changes = []
     if before is not None and not are_siblings(before, (row, choice)):
         source = left_entry(before[1], choice, _num_dims(before[0]), setting.sequence)
-        changes.append((source, input_entry(choice, dims, setting.sequence), _output_bytes(before[0], setting)))
+        changes.append((source, input_entry(choice, dims, setting.sequence), left_bytes(before[0], setting)))
     left = _left_on_stage(choice, following, dims, setting)
     changes.append((raw_entry(choice, dims, setting.sequence), left, _output_bytes(row, setting)))
     return [change for change in changes if change[0] != change[1]]
@@ -194,10 +194,16 @@ def _output_bytes(row: LayerCost, setting: Setting) -> float:
     return prod(row.output_shape) * row.itemsize * setting.samples * setting.scale if row.output_shape else 0.0
 
 
+def left_bytes(row: LayerCost, setting: Setting) -> float:
+    """Of what the next layer takes of it."""
+    shape = row.left_shape if row.left_shape is not None else row.output_shape
+    return prod(shape) * row.itemsize * setting.samples * setting.scale if shape else 0.0
+
+
 def _input_bytes(
     row: LayerCost, choice: ResolvedLayer, before: tuple[LayerCost, ResolvedLayer] | None, setting: Setting
 ) -> float:
-    size = _output_bytes(before[0] if before else row, setting)
+    size = left_bytes(before[0], setting) if before else _output_bytes(row, setting)
     entry = input_entry(choice, _num_dims(row), setting.sequence)
     return size / (1.0 if entry == "B" else setting.batch_parts if entry == "S0" else setting.model)
 
@@ -237,4 +243,4 @@ def _accumulation_s(weights: float, setting: Setting) -> float:
     return moved / setting.hardware.memory_bandwidth_bytes_per_s
 
 
-__all__ = ["LayerPrice", "layer_price"]
+__all__ = ["LayerPrice", "layer_price", "left_bytes"]

@@ -20,7 +20,7 @@ class Setting:
     Attributes:
         data, model: degrees of the stage's grid.
         stages: pipeline stages of the whole strategy.
-        samples: of one micro-batch on one data-parallel rank.
+        samples: of one micro-batch on one data-parallel rank, the one with most of them.
         num_micro_batches: per step.
         precision, zero, recompute, sequence: options of the strategy.
         rates: the machine at this precision.
@@ -60,7 +60,7 @@ def settings_of(
     """One for each stage.
 
     Raises:
-        StrategyError: the batch does not divide into micro-batches and replicas, or the hardware lacks the precision.
+        StrategyError: there are fewer samples than micro-batches, or the hardware lacks the precision.
     """
     options = strategy.options
     scale = ITEMSIZES[options.precision] / ITEMSIZES[model.dtype]
@@ -69,15 +69,15 @@ def settings_of(
     for stage in range(strategy.num_stages):
         data, width = strategy.stage_width(stage)
         parts = data * strategy.num_micro_batches
-        if batch_size < parts:
+        if batch_size < strategy.num_micro_batches:
             raise StrategyError(
-                f"batch_size={batch_size}: stage {stage} has {data} replicas and {strategy.num_micro_batches} "
-                f"micro-batches, {parts} parts; each takes at least one sample. Use batch_size={parts} or a multiple."
+                f"batch_size={batch_size}: {strategy.num_micro_batches} micro-batches; each takes at least one sample. "
+                f"Use batch_size={parts}, one for each of {data} replicas, or a multiple."
             )
         settings.append(
             Setting(
                 hardware, rates, software, optimizer, data, width, strategy.num_stages,
-                batch_size / parts, strategy.num_micro_batches, options.precision, options.zero,
+                ceil(batch_size / parts), strategy.num_micro_batches, options.precision, options.zero,
                 options.recompute, options.sequence, scale,
             )
         )  # fmt: skip

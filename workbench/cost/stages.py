@@ -57,7 +57,11 @@ def prices_of(
         setting = settings[choice.stage]
         key: tuple[object, ...] = (_key(row, choice), setting.data, setting.model)
         if before is not None:
-            key += (before[0].output_shape, _of_choice(before[1]), are_siblings(before, (row, choice)))
+            key += (
+                before[0].left_shape or before[0].output_shape,
+                _of_choice(before[1]),
+                are_siblings(before, (row, choice)),
+            )
         key += (None if following is None else _of_choice(following[1]),)
         price = known.get(key)
         if price is None:
@@ -77,7 +81,16 @@ def _neighbour(
 def _key(row: LayerCost, choice: ResolvedLayer) -> tuple[object, ...]:
     """What a price depends on, besides its neighbours."""
     shapes = tuple(row.layer.shapes.items())
-    return row.own, row.after, row.output_shape, row.itemsize, shapes, row.layer.tied_to, _of_choice(choice)
+    return (
+        row.own,
+        row.after,
+        row.output_shape,
+        row.left_shape,
+        row.itemsize,
+        shapes,
+        row.layer.tied_to,
+        _of_choice(choice),
+    )
 
 
 def _of_choice(choice: ResolvedLayer) -> tuple[object, ...]:
