@@ -1,7 +1,8 @@
 """What a session costs: the round trip of an empty cell, its start, and a flood of output.
 
 An empty ``%%global`` cell stands beside ipyparallel's ``view.execute`` and ``%%px`` on the same engines, the start of a
-session beside ipyparallel's own cluster whose engines then import torch.
+session beside ipyparallel's own cluster whose engines then import torch. Where nbdistributed is installed, its empty
+cell is measured too, in namespaces of its own.
 
     python -m benchmarks.session
 """
@@ -12,6 +13,7 @@ import argparse
 import contextlib
 import gc
 import os
+import subprocess
 import sys
 import time
 from statistics import median
@@ -21,6 +23,7 @@ import psutil
 from IPython.core.interactiveshell import InteractiveShell
 
 import workbench as wb
+from benchmarks import nbdistributed_cells
 from benchmarks.harness import Target, interleave, keep, medians, table, verdicts
 
 CELL = "pass"
@@ -34,7 +37,8 @@ Verdict = tuple[str, float, Target]
 def make_shell() -> InteractiveShell:
     """A shell with the workbench's magics, as a notebook has them."""
     shell = InteractiveShell.instance()
-    shell.run_line_magic("load_ext", "workbench")
+    if "workbench" not in shell.extension_manager.loaded:
+        shell.run_line_magic("load_ext", "workbench")
     return shell
 
 
@@ -57,6 +61,21 @@ def measure_round_trips(num_engines: int, rounds: int, calls: int) -> dict[str, 
                 calls,
             )
         )
+
+
+def describe_nbdistributed(num_workers: int, num_cells: int) -> str:
+    """A sentence on the round trip of its empty cell, or on why there is none."""
+    why_not = nbdistributed_cells.why_not()
+    if why_not:
+        return f"nbdistributed was not measured: {why_not}."
+    try:
+        time_s = nbdistributed_cells.measure(num_workers, num_cells)
+    except subprocess.SubprocessError as error:
+        return f"nbdistributed was not measured: {error}."
+    return (
+        f"nbdistributed's %%distributed on {num_workers} workers, in namespaces of its own: {time_s * 1e3:.0f} ms, "
+        f"median of {num_cells} cells (it looks for results every 100 ms)."
+    )
 
 
 def start_ours(num_engines: int) -> float:
@@ -113,6 +132,7 @@ def main() -> int:
         parts.append(table(["", "round trip, ms"], rows))
         ratio = time_s["%%global"] / time_s["view.execute(silent=False)"]
         found.append((f"%%global / view.execute, {num_engines} engines", ratio, ROUND_TRIP))
+    parts.append(describe_nbdistributed(2, args.rounds))
     starts = [(start_ours(2), start_bare(2)) for _ in range(args.starts)]
     ours, bare = (median(each) for each in zip(*starts, strict=True))
     parts.append(f"Start of 2 engines, medians of {args.starts}:")
