@@ -29,6 +29,7 @@ _WHERE = {
     ],
     "workbench.session": ["Session"],
     "workbench.session.calibrating": ["calibrate"],
+    "workbench.planner.sweep": ["simulate"],
     "workbench.session.compare": ["compare"],
     "workbench.ui.matmul_picture": ["draw_matmul"],
     "workbench.ui.network_picture": ["draw_network"],
