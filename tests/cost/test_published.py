@@ -5,6 +5,11 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.published_runs import Judged, effects, in_order, judge, median_and_worst
+from workbench.cost.hardware_files import load_hardware
+from workbench.cost.setting import settings_of
+from workbench.cost.software import megatron
+from workbench.cost.stages import prices_of, stage_price
+from workbench.cost.transformer import Transformer, transformer_costs, transformer_strategy
 
 
 @pytest.fixture(scope="module")
@@ -42,3 +47,31 @@ def test_memory_of_a_measured_run_is_within_10_percent(judged: dict[str, list[Ju
     assert measured
     for run in measured:
         assert run.estimate.peak_bytes / 2**30 == pytest.approx(float(run.row["measured_gib"]), rel=0.1), run.name
+
+
+@pytest.mark.parametrize(
+    ("sequence", "recompute", "forward_ms", "backward_ms"),
+    [
+        (False, "none", 7.7, 11.9),
+        (True, "none", 7.2, 11.8),
+        (False, "full", 7.7, 19.5),
+        (False, "selective", 7.7, 13.2),
+        (True, "selective", 7.2, 13.1),
+    ],
+)
+def test_one_layer_takes_what_it_took(sequence: bool, recompute: str, forward_ms: float, backward_ms: float) -> None:
+    """Korthikanti et al., arXiv 2205.05198, table 4: a layer of the 22B model on 8 GPUs."""
+    times = []
+    for layers in (2, 1):
+        model = Transformer(hidden=6144, heads=64, layers=layers, vocab=51200, seq=2048)
+        costs = transformer_costs(model)
+        strategy = transformer_strategy(
+            model, tensor=8, precision="fp16", sequence=sequence, recompute=recompute != "none"
+        )
+        software = megatron(2022, "selective" if recompute == "selective" else "full")
+        settings = settings_of(costs, strategy, load_hardware("a100-80g-selene"), 4, software=software)
+        stage = stage_price(costs, 0, strategy.layers, prices_of(costs.rows, strategy.layers, settings), settings[0])
+        times.append((stage.forward_s, stage.input_s + stage.weight_s))
+    forward, backward = (1e3 * (two - one) for two, one in zip(*times, strict=True))
+    assert forward == pytest.approx(forward_ms, rel=0.05)
+    assert backward == pytest.approx(backward_ms, rel=0.05)
