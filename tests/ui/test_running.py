@@ -64,7 +64,7 @@ def test_a_run_is_followed_to_its_end(part: RunsPart, trainer: FakeTrainer, uppe
     finish(part, trainer)
     assert [run.name for run in part.runs] == ["data"] and part.baseline.name == "one device"
     assert part.stop_button.disabled and upper.changes == 2
-    assert "Comparison" in part.comparison.value
+    assert ">data<" in part.table.page.page and part.table.selected == "data"
 
 
 def test_two_runs_at_once_are_refused(part: RunsPart, trainer: FakeTrainer):

@@ -44,9 +44,10 @@ def rows_of(html: str) -> list[str]:
 def test_rows_are_sorted_with_failures_and_one_device_last(runs: list[RunRecord], baseline: RunRecord):
     rows = rows_of(comparison_table_html(runs[::-1], baseline))
     assert [row.split("|")[0] for row in rows] == ["strategy", "data", "model", "pipeline", "1 device"]
-    assert rows[1] == "data|*: data|5\u202f000|1.25\u00d7|8.00 MB|1.23 MB|\u2713 2e-7|"
+    dashes = "|".join("\u2013" * 2)
+    assert rows[1] == f"data|*: data|5\u202f000|1.25\u00d7|8.00 MB|1.23 MB|{dashes}|20.0 ms|\u2013|\u2713 2e-7|"
     assert "not run: stage 9 of 2 stages" in rows[3]
-    assert rows[4].endswith("|baseline|")
+    assert rows[4].endswith("|truth|")
 
 
 def test_names_from_users_are_escaped(runs: list[RunRecord]):

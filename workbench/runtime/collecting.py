@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from workbench.core.metrics import MEMORY_KINDS, StepBlock
+from workbench.core.metrics import MEMORY_KINDS, ActionSpan, StepBlock
+from workbench.pipeline.simulate import Span
 from workbench.runtime.ops.reading import everywhere
 from workbench.runtime.tensor import GlobalTensor
 from workbench.runtime.world import World
@@ -78,9 +79,9 @@ class Collector:
         )
         self._first_step += len(self._steps)
         self._steps, self._losses = [], []
-        if times and times[0]:
-            typical = median(block.step_times_s)
-            self.interval = min(max(1, round(INTERVAL_S / max(typical, 1e-9))), _MOST_STEPS)
+        typical = median(block.step_times_s) if times and times[0] else 0.0
+        if typical > 0:
+            self.interval = min(max(1, round(INTERVAL_S / typical)), _MOST_STEPS)
         return block, [row[0] for row in rows]
 
     def _exchange(self, memory: dict[str, int], number: float) -> list[list[float]]:
@@ -90,6 +91,23 @@ class Collector:
         mine = torch.tensor(own, dtype=torch.float64, device=self.world.device)
         gathered = self.world.transport.all_gather(mine, "collecting steps")
         return [row.tolist() for row in gathered]
+
+
+def action_spans(spans: Sequence[Span], clock_offset_s: float) -> tuple[ActionSpan, ...]:
+    """The actions of a scheduled step as they are reported, on the clock that all ranks share."""
+    return tuple(
+        ActionSpan(
+            span.action.kind,
+            span.action.stage,
+            span.action.micro_batch,
+            span.start_s - clock_offset_s,
+            span.stop_s - clock_offset_s,
+            span.waited_s,
+            span.num_exchanges,
+            span.sent_bytes,
+        )
+        for span in spans
+    )
 
 
 def _memory(row: Sequence[float]) -> dict[str, int]:
@@ -111,4 +129,4 @@ def _fetched(losses: Sequence[Any]) -> tuple[float | None, ...]:
 Listener = Callable[[object], None]
 """Gets what is to be reported: blocks, spans, events."""
 
-__all__ = ["INTERVAL_S", "Collector", "Listener", "Measured"]
+__all__ = ["INTERVAL_S", "Collector", "Listener", "Measured", "action_spans"]

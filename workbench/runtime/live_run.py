@@ -14,7 +14,7 @@ from workbench.core.orders import Order
 from workbench.core.strategy import Strategy
 from workbench.errors import StrategyError
 from workbench.runtime import methods  # noqa: F401 - completes GlobalTensor
-from workbench.runtime.collecting import Collector, Listener, Measured
+from workbench.runtime.collecting import Collector, Listener, Measured, action_spans
 from workbench.runtime.job import WARM_UP_STEPS, Batch, Job, RankResult, checked_step
 from workbench.runtime.memory import ActivationMeter, PeakMeter, model_memory
 from workbench.runtime.ops.reading import everywhere
@@ -99,19 +99,7 @@ class LiveRun:
     def _noted(self, before: tuple[float, float, int, int], stopped: float) -> tuple[ActionSpan, ...]:
         """This rank's actions of the step that has just ended."""
         offset, traffic = self._clock_offset, self.world.traffic
-        found = [
-            ActionSpan(
-                span.action.kind,
-                span.action.stage,
-                span.action.micro_batch,
-                span.start_s - offset,
-                span.stop_s - offset,
-                span.waited_s,
-                span.num_exchanges,
-                span.sent_bytes,
-            )
-            for span in state_of(self.model).spans
-        ]
+        found = action_spans(state_of(self.model).spans, offset)
         started, boxing_s, exchanges, sent = before
         moved = (traffic.time_s - boxing_s, traffic.num_exchanges - exchanges, traffic.sent_bytes - sent)
         stage = found[-1].stage if found else 0

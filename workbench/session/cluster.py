@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from workbench.core.metrics import RunEvent
 from workbench.errors import SessionError
 from workbench.session import engine, kept, protocol
 from workbench.session.adapter import Engines, Request
@@ -149,6 +150,7 @@ class Session:
         name = label or "a cell"
         outcome = self._perform(lambda live: live.execute(targets, code, tag), targets, listener, timeout, name)
         listener.finish()
+        self._tell_subscribers(-1, RunEvent("ended", 0))
         raise_unless_ok(outcome, "cell", timeout)
         ordered = [outcome.values.get(rank) for rank in targets]
         times = [outcome.replied_s[rank] for rank in targets]

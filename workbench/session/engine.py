@@ -38,8 +38,9 @@ def join(rank: int, world_size: int, init_method: str, device: str | None, searc
     _install()
     memory_kills.offer_this_process()
 
-    from workbench.runtime import world
+    from workbench.runtime import own_loops, world
 
+    own_loops.listen(publish, lambda: getattr(current_tag(), "run", 0))
     here = world.rebuild(rank, world_size, init_method=init_method, device=device, reason="the notebook said so")
     return {
         "pid": os.getpid(),

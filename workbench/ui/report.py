@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
@@ -71,6 +72,24 @@ def report_html(result: Comparison, title: str = "Comparison of strategies") -> 
     head = meta + element("title", text=title) + style
     scripts = f"<script>{get_plotlyjs()}</script>{_figures_as_json(figures)}<script>{asset('report.js')}</script>"
     return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>{body}\n{scripts}</body></html>\n'
+
+
+@dataclass
+class _Runs:
+    """Runs from anywhere, for a report."""
+
+    runs: list[RunRecord]
+    baseline: RunRecord
+    settings: dict[str, Any]
+
+
+def runs_report_html(
+    runs: Sequence[RunRecord], truth: RunRecord | None, title: str = "Comparison of strategies"
+) -> str:
+    """The page for runs that need not be of one comparison; without a run on one device the first stands for it."""
+    settings = next((run.settings for run in runs if run.settings), {})
+    baseline = truth or (runs[0] if runs else RunRecord("none", "", 0, 0))
+    return report_html(_Runs(list(runs), baseline, settings), title)
 
 
 def verdict(runs: Sequence[RunRecord]) -> tuple[str, str]:

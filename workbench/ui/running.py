@@ -14,10 +14,12 @@ from workbench.core.metrics import RunRecord, StepSpans
 from workbench.core.strategy import Strategy
 from workbench.theme import Palette
 from workbench.ui.chrome_trace import chrome_trace
-from workbench.ui.controls import button, html
+from workbench.ui.controls import button
 from workbench.ui.history import Message
 from workbench.ui.live import LiveView
 from workbench.ui.pump import Pump
+from workbench.ui.run_rows import key_of
+from workbench.ui.run_table import RunTable
 from workbench.ui.trainer import PanelRun, Trainer
 
 
@@ -68,8 +70,8 @@ class RunsPart:
         )
         buttons[0].add_class("wb-group")
         self.live = LiveView(trainer.num_ranks, buttons)
-        self.comparison = html()
-        self.box = widgets.VBox([self.live.box, self.comparison])
+        self.table = RunTable(hooks.opened, self._run_again)
+        self.box = widgets.VBox([self.live.box, self.table.box])
         self._show_buttons()
 
     # ---- what users call ------------------------------------------------------------------------------------------
@@ -198,11 +200,13 @@ class RunsPart:
 
     def show_runs(self) -> None:
         """Bring the comparison up to date."""
-        from workbench.ui.tables import comparison_table_html
+        self.table.selected = key_of(self.runs[-1]) if self.runs else ""
+        self.table.add(self.runs, self.baseline)
 
-        if self.runs:
-            title = '<div class="wb-section">Comparison</div>'
-            self.comparison.value = title + comparison_table_html(self.runs, self.baseline, self.runs[-1].name)
+    def _run_again(self, text: str) -> None:
+        self._hooks.opened(text)
+        if not self.busy:
+            self.run()
 
     def _peaks(self, estimate: Any, strategy: Strategy) -> list[float]:
         """By rank: the predicted peak of its stage's fullest rank."""

@@ -1,4 +1,4 @@
-"""The comparison table of finished runs: as HTML for pages and notebooks, as text of 80 columns for terminals."""
+"""The comparison table of runs: as HTML for pages and notebooks, as text of 80 columns for terminals."""
 
 from __future__ import annotations
 
@@ -7,20 +7,14 @@ from collections.abc import Sequence
 from workbench.core.metrics import RunRecord
 from workbench.theme import style_sheet
 from workbench.ui.assets import asset, element
-from workbench.ui.numbers import DASH, grouped, short_difference, speedup_text
-from workbench.ui.scatter import pareto_front
+from workbench.ui.numbers import DASH, percent, short_difference
+from workbench.ui.run_rows import COLUMNS, CROSS, TICK, Column, Row, key_of, prediction_errors, run_rows, sorted_rows
+from workbench.ui.scatter_picture import scatter_picture
 from workbench.units import format_bytes
 
-_TICK, _CROSS = "\u2713", "\u2717"
-_BAR_WIDTH = 110
-_HEADERS = (
-    ("strategy", "", "name"),
-    ("samples/s", "median, more is better", "rate"),
-    ("speed-up", "over 1 engine", "number"),
-    ("peak memory", "largest rank", "number"),
-    ("boxed", "per step, all ranks", "number"),
-    ("equal to 1 device", "largest loss difference", "number"),
-)
+WIDTHS = (178, 152, 66, 72, 68, 54, 56, 60, 54, 86)
+"""Pixels of the columns, 846 in all."""
+_BAR_WIDTH = 92
 
 
 def by_throughput(runs: Sequence[RunRecord]) -> list[RunRecord]:
@@ -31,19 +25,32 @@ def by_throughput(runs: Sequence[RunRecord]) -> list[RunRecord]:
 def comparison_table_html(
     runs: Sequence[RunRecord], baseline: RunRecord | None = None, selected: str | None = None
 ) -> str:
-    """The table as one HTML fragment that brings its own style and reads in both themes.
+    """The table as one HTML fragment that brings its own style and reads in both themes, fastest run first.
 
     The ``baseline`` (one device) is the last row; a run that failed keeps its row and says why.
     """
-    rows = by_throughput(runs)
-    fastest = max([run.samples_per_s for run in [*rows, *([baseline] if baseline else [])]], default=0.0) or 1.0
-    front = _names_on_front(rows)
-    body = [_row(run, fastest, run.name in front, run.name == selected) for run in rows]
-    if baseline is not None:
-        body.append(_row(baseline, fastest, False, False, is_baseline=True))
-    head = element("thead", element("tr", *(_header(*header) for header in _HEADERS)))
-    table = element("table", head, element("tbody", *body), css="wb-table")
-    return element("div", table_style(), table, _footnote(), css="wb-comparison")
+    truth = key_of(baseline) if baseline is not None else ""
+    rows = run_rows([*runs, *([baseline] if baseline is not None else [])], truth=truth)
+    others = sorted_rows([row for row in rows if not row.is_truth])
+    chosen = next((row.key for row in rows if selected in (row.key, row.name)), "")
+    listed = [*others, *(row for row in rows if row.is_truth)]
+    return element(
+        "div", table_style(), rows_table_html(listed, selected=chosen), footnote_html(rows), css="wb-comparison"
+    )
+
+
+def comparison_html(rows: Sequence[Row], selected: str = "", limit_bytes: float | None = None) -> str:
+    """Table and scatter side by side, with their style: what a page without a kernel shows."""
+    picture = element(
+        "div",
+        element("div", text="Memory against throughput", css="wb-scatter-title"),
+        scatter_picture(rows, selected, limit_bytes),
+        scatter_legend_html(),
+        css="wb-scatter-box",
+    )
+    table = element("div", rows_table_html(sorted_rows(rows), selected=selected), css="wb-table-box")
+    both = element("div", table, picture, css="wb-comparison-grid")
+    return element("div", table_style(), both, footnote_html(rows), css="wb-comparison")
 
 
 def table_style() -> str:
@@ -51,11 +58,23 @@ def table_style() -> str:
     return f"<style>{style_sheet('.wb-comparison')}{asset('table.css')}</style>"
 
 
+def rows_table_html(
+    rows: Sequence[Row], sort: str = "samples_per_s", ascending: bool = False, selected: str = ""
+) -> str:
+    """The table alone, rows in their order; headers carry ``data-sort``, rows ``data-key``."""
+    rates = [row.values[key] or 0.0 for row in rows for key in ("samples_per_s", "predicted_samples_per_s")]
+    fastest = max(rates, default=0.0) or 1.0
+    columns = element("colgroup", *(element("col", style=f"width:{width}px") for width in WIDTHS))
+    head = element("thead", element("tr", *(_header(column, sort, ascending) for column in COLUMNS)))
+    body = element("tbody", *(_row(row, fastest, row.key == selected) for row in rows))
+    return element("table", columns.replace("></col>", "/>"), head, body, css="wb-table", role="grid")
+
+
 def equal_text(run: RunRecord) -> str:
     """Whether the run equals one device, with its largest loss difference: ``'\u2713 2e-7'``."""
     if run.equal is None:
         return DASH
-    mark = _TICK if run.equal else _CROSS
+    mark = TICK if run.equal else CROSS
     return f"{mark} {short_difference(run.loss_difference)}"
 
 
@@ -75,66 +94,90 @@ def comparison_table_text(runs: Sequence[RunRecord], baseline: RunRecord | None 
     return "\n".join(lines)
 
 
-def _names_on_front(rows: Sequence[RunRecord]) -> set[str]:
-    measured = [run for run in rows if run.error is None and run.peak_memory_bytes]
-    front = pareto_front([max(run.peak_memory_bytes) for run in measured], [run.samples_per_s for run in measured])
-    return {measured[index].name for index in front}
-
-
-def _header(title: str, detail: str, css: str) -> str:
-    return element("th", element("span", text=title), element("small", text=detail), css=css, scope="col")
-
-
-def _row(run: RunRecord, fastest: float, on_front: bool, selected: bool, is_baseline: bool = False) -> str:
-    css = " ".join(name for name, on in (("baseline", is_baseline), ("selected", selected)) if on)
-    name = _name_cell(run, on_front, is_baseline)
-    if run.error is not None:
-        reason = element("td", text=f"not run: {_one_line(run.error, 110)}", css="failed", colspan="5", title=run.error)
-        return element("tr", name, reason, css=css)
-    cells = [
-        _rate_cell(run, fastest, is_baseline),
-        element("td", text=speedup_text(run.speedup), css="number"),
-        element("td", text=_peak(run), css="number"),
-        element("td", text=format_bytes(run.boxed_bytes_per_step), css="number"),
-        _equal_cell(run, is_baseline),
-    ]
-    return element("tr", name, *cells, css=css)
-
-
-def _name_cell(run: RunRecord, on_front: bool, is_baseline: bool) -> str:
-    dot = element("i", css="front", title="no other run is faster with less memory") if on_front else ""
-    chip = element("span", text="baseline", css="chip") if is_baseline else ""
-    detail = "no parallelism" if is_baseline else run.strategy
+def _header(column: Column, sort: str, ascending: bool) -> str:
+    on = column.key == sort
+    arrow = (" \u25b2" if ascending else " \u25bc") if on else ""
+    css = " ".join(
+        name
+        for name, wanted in (("name", column.key == "name"), ("rate", column.key == "samples_per_s"), ("sorted", on))
+        if wanted
+    )
+    order = {"aria-sort": "ascending" if ascending else "descending"} if on else {}
+    button = element("button", text=f"{column.title}{arrow}", type="button", title=f"sort by {column.title}")
     return element(
-        "td", dot, element("b", text=run.name), chip, element("small", text=detail, title=detail), css="name"
+        "th", button, element("small", text=column.detail), css=css, scope="col", data_sort=column.key, **order
     )
 
 
-def _rate_cell(run: RunRecord, fastest: float, is_baseline: bool) -> str:
-    width = max(round(_BAR_WIDTH * run.samples_per_s / fastest), 1)
-    bar = element("i", css="bar plain" if is_baseline else "bar", style=f"width:{width}px")
-    return element("td", element("span", text=grouped(run.samples_per_s), css="value"), bar, css="rate")
+def _row(row: Row, fastest: float, selected: bool) -> str:
+    states = (("baseline", row.is_baseline or row.is_truth), ("selected", selected), ("not-run", bool(row.failure)))
+    css = " ".join(name for name, on in states if on)
+    cells = [element("td", text=row.texts[column.key], css="number") for column in COLUMNS[2:-1]]
+    return element(
+        "tr",
+        _name_cell(row),
+        _rate_cell(row, fastest),
+        *cells,
+        _equal_cell(row),
+        css=css,
+        data_key=row.key,
+        tabindex="0",
+        aria_selected="true" if selected else "false",
+    )
 
 
-def _equal_cell(run: RunRecord, is_baseline: bool) -> str:
-    if is_baseline:
-        return element("td", text="baseline", css="number muted")
-    css = {True: "equal", False: "unequal", None: "muted"}[run.equal]
-    return element("td", text=equal_text(run), css=f"number {css}")
+def _name_cell(row: Row) -> str:
+    dot = element("i", css="front", title="no other run is faster with less memory") if row.on_front else ""
+    chip = element("span", text="baseline", css="chip") if row.is_baseline else ""
+    detail, css = (f"not run: {row.failure}", "failed") if row.failure else (row.detail, "")
+    tip = f"{detail}{f', {row.started}' if row.started else ''}"
+    return element(
+        "td", dot, element("b", text=row.name), chip, element("small", text=detail, title=tip, css=css), css="name"
+    )
+
+
+def _rate_cell(row: Row, fastest: float) -> str:
+    rate, predicted = row.values["samples_per_s"], row.values["predicted_samples_per_s"]
+    parts = [element("span", text=row.texts["samples_per_s"], css="value")]
+    if rate:
+        width = max(round(_BAR_WIDTH * rate / fastest), 1)
+        parts.append(
+            element("i", css="bar plain" if row.is_truth or row.is_baseline else "bar", style=f"width:{width}px")
+        )
+    if predicted:
+        at = round(_BAR_WIDTH * predicted / fastest)
+        parts.append(element("em", style=f"left:{58 + at}px", title=f"predicted: {predicted:.4g} samples/s"))
+    return element("td", *parts, css="rate")
+
+
+def _equal_cell(row: Row) -> str:
+    css = {True: "equal", False: "unequal", None: "muted"}[row.equal]
+    return element("td", text=row.texts["loss_difference"], css=f"number {css}")
 
 
 def _peak(run: RunRecord) -> str:
     return format_bytes(max(run.peak_memory_bytes)) if run.peak_memory_bytes else DASH
 
 
-def _footnote() -> str:
+def footnote_html(rows: Sequence[Row]) -> str:
+    """What dot, tick and cross mean, and how good predictions were."""
+    errors = prediction_errors(rows)
+    told = f"predictions: median error {percent(errors[0])}, largest {percent(errors[1])}" if errors else ""
     return element(
         "p",
         element("i", css="front"),
-        element("span", text="no other run is faster with less memory"),
-        element("span", text=f"{_TICK} losses as on one device, {_CROSS} not", css="right"),
+        element("span", text="on the Pareto line: no other run is faster with less memory"),
+        element("span", text=f"{TICK} losses as on one device, {CROSS} not (first 20 steps)"),
+        element("span", text=told, css="right"),
         css="note",
     )
+
+
+def scatter_legend_html() -> str:
+    """What the scatter's marks mean."""
+    keys = (("full", "Pareto"), ("hollow", "others"), ("square", "baseline"))
+    spans = [element("span", element("i", css=css), element("span", text=name)) for css, name in keys]
+    return element("div", *spans, css="wb-scatter-legend")
 
 
 def _one_line(text: str, width: int) -> str:

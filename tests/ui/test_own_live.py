@@ -1,0 +1,45 @@
+"""The live view of loops of one's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.ui.reports import block
+from workbench.core.metrics import RunEvent
+from workbench.errors import SessionError
+from workbench.ui.own_live import LiveView
+
+
+class FakeSession:
+    num_engines = 2
+
+    def __init__(self) -> None:
+        self.listeners: list[Callable[[int, object], None]] = []
+
+    def subscribe(self, hear: Callable[[int, object], None]) -> Callable[[], None]:
+        self.listeners.append(hear)
+        return lambda: self.listeners.remove(hear)
+
+
+def test_loops_are_shown_one_after_the_other():
+    session = FakeSession()
+    view = LiveView(session)
+    (hear,) = session.listeners
+    hear(-1, RunEvent("ended", 0))
+    hear(0, {"something": "else"})
+    assert view.live.figure is None, "nothing to show yet"
+    hear(0, block(0, (2.0, 1.5), num_steps=0))
+    hear(0, block(2, (1.25,), num_steps=0))
+    hear(-1, RunEvent("ended", 0))
+    assert "own loop 1" in view.live.title.value and "ended <b>after 3 steps" in view.live.state.value
+    hear(0, block(0, (2.0,), num_steps=0))
+    assert "own loop 2" in view.live.title.value and view.live.history.last_step == 1
+    view.close()
+    assert session.listeners == []
+
+
+def test_without_a_session_it_says_so():
+    with pytest.raises(SessionError, match=r"0 sessions are open, 1 is needed.*%workbench start"):
+        LiveView()

@@ -1,0 +1,144 @@
+"""Memory against throughput as an SVG picture of 308 px: light enough for every page, drawn without a script."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from workbench.ui.assets import element
+from workbench.ui.drawing import text_width
+from workbench.ui.run_rows import Row
+from workbench.ui.traces import byte_scale
+
+WIDTH, HEIGHT = 308, 400
+_LEFT, _RIGHT, _TOP, _BOTTOM = 40.0, 298.0, 34.0, 352.0
+_LETTER = 12
+
+
+def scatter_picture(rows: Sequence[Row], selected: str = "", limit_bytes: float | None = None) -> str:
+    """The rows that have both numbers. Pareto points are filled and joined by steps, the others hollow, the truth and a
+    chosen baseline squares; labels never cover each other, and those for which there is no room are left out.
+
+    Colours are style-sheet variables, so it reads in both themes. Every point carries its key as ``data-key``.
+    """
+    drawn = [row for row in rows if row.values["peak_bytes"] and row.values["samples_per_s"]]
+    if not drawn:
+        return element("p", text="no finished runs yet", css="wb-quiet")
+    memory = [float(row.values["peak_bytes"] or 0) for row in drawn]
+    rate = [float(row.values["samples_per_s"] or 0) for row in drawn]
+    divisor, unit = byte_scale(max(memory))
+    x_axis = _Axis(0.0, max([*memory, limit_bytes or 0.0]) / divisor * 1.08, _LEFT, _RIGHT)
+    y_axis = _Axis(0.0, max(rate) * 1.08, _BOTTOM, _TOP)
+    points = [(x_axis.at(m / divisor), y_axis.at(r)) for m, r in zip(memory, rate, strict=True)]
+    parts = [_axes(x_axis, y_axis, unit), _front(drawn, points)]
+    if limit_bytes:
+        x = x_axis.at(limit_bytes / divisor)
+        parts.append(_line(x, _TOP - 8, x, _BOTTOM, "wb-limit"))
+        parts.append(_text(x - 4, _BOTTOM - 60, f"limit {limit_bytes / divisor:.3g}", "e error"))
+    order = sorted(range(len(drawn)), key=lambda i: not (drawn[i].on_front or drawn[i].key == selected))
+    labels = _labels([(drawn[i], points[i]) for i in order], points)
+    parts += [_point(row, point, row.key == selected) for row, point in zip(drawn, points, strict=True)]
+    svg = "".join([*parts, *labels])
+    told = f"Memory against throughput of {len(drawn)} runs"
+    return (
+        f'<svg class="wb-scatter" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" role="img" '
+        f'aria-label="{escape(told)}">{svg}</svg>'
+    )
+
+
+class _Axis:
+    """Numbers from ``low`` to ``high`` along pixels from ``start`` to ``end``."""
+
+    def __init__(self, low: float, high: float, start: float, end: float) -> None:
+        self.low, self.high, self.start, self.end = low, high or 1.0, start, end
+
+    def at(self, value: float) -> float:
+        return self.start + (self.end - self.start) * (value - self.low) / (self.high - self.low)
+
+    def ticks(self) -> list[float]:
+        """About five round numbers."""
+        rough = (self.high - self.low) / 5
+        power = 10.0 ** len(str(int(rough))) / 10 if rough >= 1 else 10.0 ** -_leading_zeros(rough)
+        step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough)
+        return [step * index for index in range(int(self.high / step) + 1)]
+
+
+def _leading_zeros(number: float) -> int:
+    zeros = 0
+    while number and number < 1:
+        number *= 10
+        zeros += 1
+    return zeros
+
+
+def _axes(x_axis: _Axis, y_axis: _Axis, unit: str) -> str:
+    parts = [_text(0, 16, "samples/s (more is better)", "m")]
+    for value in y_axis.ticks():
+        y = y_axis.at(value)
+        parts += [_line(_LEFT, y, _RIGHT, y, "rule"), _text(_LEFT - 6, y + 4, _short(value), "m e")]
+    for value in x_axis.ticks():
+        parts.append(_text(x_axis.at(value), _BOTTOM + 16, _short(value), "m c"))
+    parts.append(_line(_LEFT, _BOTTOM, _RIGHT, _BOTTOM, "axis"))
+    parts.append(_text(_RIGHT, _BOTTOM + 34, f"peak memory per rank, {unit} (less is better)", "m e"))
+    return "".join(parts)
+
+
+def _short(value: float) -> str:
+    return f"{value / 1000:g}k" if value >= 10_000 else f"{value:g}"
+
+
+def _front(rows: Sequence[Row], points: Sequence[tuple[float, float]]) -> str:
+    front = sorted(point for row, point in zip(rows, points, strict=True) if row.on_front)
+    if not front:
+        return ""
+    path = f"M{front[0][0]:.1f} {_BOTTOM:.1f}V{front[0][1]:.1f}"
+    for x, y in front[1:]:
+        path += f"H{x:.1f}V{y:.1f}"
+    return f'<path class="wb-front-line" d="{path}H{_RIGHT:.1f}"/>'
+
+
+def _point(row: Row, point: tuple[float, float], selected: bool) -> str:
+    x, y = point
+    told = f"{row.name}: {row.texts['samples_per_s']} samples/s, {row.texts['peak_bytes']}"
+    tip = f"<title>{escape(told)}</title>"
+    ring = f'<circle class="wb-ring" cx="{x:.1f}" cy="{y:.1f}" r="9"/>' if selected else ""
+    if row.is_truth or row.is_baseline:
+        mark = f'<rect class="square" x="{x - 5:.1f}" y="{y - 5:.1f}" width="10" height="10">{tip}</rect>'
+    else:
+        css = "full" if row.on_front else "hollow"
+        mark = f'<circle class="{css}" cx="{x:.1f}" cy="{y:.1f}" r="5">{tip}</circle>'
+    return f'<g data-key="{escape(row.key, quote=True)}">{ring}{mark}</g>'
+
+
+def _labels(rows: Sequence[tuple[Row, tuple[float, float]]], points: Sequence[tuple[float, float]]) -> list[str]:
+    """Labels on the first free side of their points, the important ones first."""
+    taken = [(x - 6, y - 6, x + 6, y + 6) for x, y in points]
+    found = []
+    for row, (x, y) in rows:
+        width = text_width(row.name, _LETTER) + 2
+        sides = (
+            (x - width / 2, y - 9, "c", x),
+            (x - width / 2, y + 19, "c", x),
+            (x + 9, y + 4, "", x + 9),
+            (x - 9 - width, y + 4, "e", x - 9),
+        )
+        for left, base, css, anchor in sides:
+            box = (left, base - 10, left + width, base + 3)
+            if box[0] < 2 or box[2] > WIDTH - 2 or any(_overlap(box, other) for other in taken):
+                continue
+            taken.append(box)
+            found.append(_text(anchor, base, row.name, f"{css} b" if row.on_front else css))
+            break
+    return found
+
+
+def _overlap(a: tuple[float, float, float, float], b: tuple[float, float, float, float]) -> bool:
+    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
+
+
+def _text(x: float, y: float, content: str, css: str) -> str:
+    return f'<text class="{css.strip()}" x="{x:.1f}" y="{y:.1f}">{escape(content)}</text>'
+
+
+def _line(x1: float, y1: float, x2: float, y2: float, css: str) -> str:
+    return f'<path class="{css}" d="M{x1:.1f} {y1:.1f}L{x2:.1f} {y2:.1f}"/>'

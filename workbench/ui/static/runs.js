@@ -1,0 +1,81 @@
+// The comparison: Python draws table and scatter, this puts them in place and reports what the user does there:
+//   {event: "sort", value: column}, {event: "select", value: key}, {event: "rename", value: key, name}
+// It also hands over files: {event: "download", name, type} with their content.
+
+function download({ name, type }, data) {
+  const url = URL.createObjectURL(new Blob([data], { type }));
+  const link = document.createElement("a");
+  Object.assign(link, { href: url, download: name });
+  document.body.append(link);
+  link.click();
+  link.remove();
+  setTimeout(() => URL.revokeObjectURL(url), 10000);
+}
+
+function rename(cell, send, draw) {
+  const name = cell.querySelector("b");
+  const input = document.createElement("input");
+  Object.assign(input, { className: "wb-rename", value: name.textContent });
+  const done = (keep) => {
+    if (!input.isConnected) return;
+    input.replaceWith(name);
+    if (keep && input.value.trim()) send("rename", { value: cell.parentElement.dataset.key, name: input.value.trim() });
+    draw(); // what came while the name was being written
+  };
+  input.addEventListener("keydown", (event) => {
+    event.stopPropagation();
+    if (event.key === "Enter" || event.key === "Escape") done(event.key === "Enter");
+  });
+  input.addEventListener("blur", () => done(true));
+  name.replaceWith(input);
+  input.select();
+}
+
+function render({ model, el }) {
+  const send = (event, more) => model.send({ event, ...more });
+  const root = document.createElement("div");
+  root.className = "wb-comparison";
+  el.append(root);
+  const draw = () => {
+    if (root.querySelector("input.wb-rename")) return;
+    const focused = root.contains(document.activeElement) ? document.activeElement.closest("[data-key]")?.dataset.key : null;
+    const scroll = root.querySelector(".wb-table-box")?.scrollTop ?? 0;
+    root.innerHTML = model.get("page");
+    const box = root.querySelector(".wb-table-box");
+    if (box) box.scrollTop = scroll;
+    if (focused) root.querySelector(`tr[data-key="${CSS.escape(focused)}"]`)?.focus({ preventScroll: true });
+  };
+  root.addEventListener("click", (event) => {
+    const header = event.target.closest("th[data-sort]");
+    if (header) return send("sort", { value: header.dataset.sort });
+    const marked = event.target.closest("[data-key]");
+    if (marked && event.target.tagName !== "INPUT") send("select", { value: marked.dataset.key });
+  });
+  root.addEventListener("dblclick", (event) => {
+    const cell = event.target.closest("td.name");
+    if (cell) rename(cell, send, draw);
+  });
+  root.addEventListener("keydown", (event) => {
+    const row = event.target.closest("tr[data-key]");
+    if (!row || event.target.tagName === "INPUT") return;
+    event.stopPropagation(); // keys of the table never reach the notebook
+    const next = { ArrowDown: row.nextElementSibling, ArrowUp: row.previousElementSibling }[event.key];
+    if (next) next.focus();
+    else if (event.key === "Enter") send("select", { value: row.dataset.key });
+    else if (event.key === "F2") rename(row.querySelector("td.name"), send, draw);
+    else return;
+    event.preventDefault();
+  });
+  const receive = (message, buffers) => {
+    if (message.event === "download") download(message, buffers[0]);
+  };
+  model.on("change:page", draw);
+  model.on("msg:custom", receive);
+  draw();
+  return () => {
+    model.off("change:page", draw);
+    model.off("msg:custom", receive);
+  };
+}
+
+export default { render };
