@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import workbench as wb
+from tests.models.training import whole
+from tests.models.zoo import make
 from tests.processes import run_processes
 from workbench.errors import CaptureError
 from workbench.testing import run_ranks
@@ -58,9 +60,44 @@ def test_a_scheduled_step_is_captured(schedule):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", ["2x2x1 mb=2 1f1b", "2x2x1 mb=2 1f1b zero=2", "2x1x1 mb=2 1f1b bf16"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        "2x2x1 mb=2 1f1b",
+        "2x2x1 mb=2 1f1b zero=2",
+        "2x2x1 mb=2 1f1b zero=3",
+        "2x1x1 mb=2 1f1b bf16",
+        "2x1x1 mb=2 1f1b recompute",
+    ],
+)
 def test_options_of_a_scheduled_step_are_captured(options):
     assert_captured_in_stages(options, num_ranks=4 if "2x2" in options else 2)
+
+
+def words_on_two_stages(models, capture):
+    """Losses of steps of a model of transformers that gives its blocks a cache, which recomputation leaves out."""
+
+    def program(rank):
+        model = wb.parallelize(models[rank], "*: data; transformer.h.1: data@1 | 2x1x1 mb=2 1f1b recompute")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(words):
+            optimizer.zero_grad()
+            loss = wb.forward_backward(model, lambda out, targets: out.logits.logsumexp(-1).mean(), words, words)
+            optimizer.step()
+            return loss
+
+        run = wb.capture(step) if capture else step
+        words = torch.arange(24).view(4, 6)
+        return [float(whole(run(words))) for _ in range(4)]
+
+    return run_ranks(program, 2)
+
+
+@pytest.mark.slow
+def test_a_scheduled_step_of_transformers_that_recomputes_is_captured():
+    plain, captured = (words_on_two_stages([make("gpt2", "sdpa") for _ in range(2)], how) for how in (False, True))
+    assert plain == captured
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import workbench as wb
+from tests.models import zoo
 from tests.runtime.models import batch_for, make
 from tests.runtime.programs import training_equals_one_device
 from workbench.errors import StrategyError
@@ -178,6 +179,41 @@ def test_nothing_of_a_step_outlives_it():
 
     before = count()
     assert [kept - before for kept in run_ranks(program, 1)[0]] == [4, 0, 4, 0]
+
+
+def grads_of(model, strategy, **batch):
+    """Gradients of a step of a model of transformers, and how many checkpoints outlive two steps."""
+
+    def program():
+        parallel = wb.parallelize(copy.deepcopy(model), strategy)
+        for _ in range(2):
+            parallel.zero_grad()
+            parallel(**batch).loss.backward()
+        gc.collect()
+        frames = sum(type(thing) is torch.utils.checkpoint._CheckpointFrame for thing in gc.get_objects())
+        return [p.grad.full_tensor() for p in parallel.parameters()], frames
+
+    return run_ranks(program, 1)[0]
+
+
+@pytest.mark.parametrize("name", ["gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "t5"))])
+def test_empty_caches_of_transformers_are_left_out(name):
+    model, batch = zoo.make(name, "sdpa"), zoo.batch_for(name)
+    (grads, before), (found, after) = (
+        grads_of(model, "*: data", **batch),
+        grads_of(model, "*: data | recompute", **batch),
+    )
+    assert all(torch.equal(a, b) for a, b in zip(grads, found, strict=True))
+    assert after == before
+
+
+def test_a_cache_that_holds_words_is_refused():
+    model = zoo.make("gpt2", "sdpa")
+    words = torch.ones(1, 4, dtype=torch.long)
+    with torch.no_grad():
+        filled = model(words, use_cache=True).past_key_values
+    with pytest.raises(StrategyError, match=r"GPT2Block was given 1 cache .*\(DynamicCache\).*use_cache=False"):
+        run_ranks(lambda: wb.parallelize(model, "*: data | recompute")(words, past_key_values=filled), 1)
 
 
 class Caching(nn.Module):

@@ -103,7 +103,10 @@ def _labelled(specs: list[tuple[Spec, bool] | None], args: Any, kwargs: Any) -> 
 
 
 def _start_at_the_end(result: Any, pin: Any) -> None:
-    """Ask for the pin before the first node of a result runs; once per backward."""
+    """Ask for the pin before the first node of a result runs; once per backward.
+
+    Not before nodes older than the pin: an argument that is handed on would then hold, by its node, what holds it.
+    """
     asked: set[int] = set()
 
     def ask(grads: Any) -> None:
@@ -117,7 +120,7 @@ def _start_at_the_end(result: Any, pin: Any) -> None:
             continue
         with local_torch():
             node = leaf.grad_fn
-        if node is not None:
+        if node is not None and node._sequence_nr() > pin._sequence_nr():
             node.register_prehook(ask)
 
 

@@ -7,6 +7,7 @@ Deep Nets with Sublinear Memory Cost, 2016.)
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -70,7 +71,7 @@ class Recomputed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.block._call_impl(*args, **kwargs)
-        self._refuse_caches([*args, *kwargs.values()])
+        args, kwargs = self._without_caches(args, kwargs)
         specs = [leaf._spec if isinstance(leaf, GlobalTensor) else None for leaf in tree_leaves((args, kwargs))]
         has_run: list[bool] = []
 
@@ -84,15 +85,32 @@ class Recomputed:
 
         return checkpoint(run, *args, use_reentrant=False, **kwargs)
 
-    def _refuse_caches(self, values: Sequence[Any]) -> None:
-        """A cache that remembers that it was filled makes the second run another one than the first."""
-        cache = next((value for value in values if isinstance(getattr(value, "is_updated", None), dict)), None)
-        if cache is not None:
-            raise StrategyError(
-                f"recompute: {type(self.block).__name__} was given 1 cache of keys and values "
-                f"({type(cache).__name__}). Its first run fills it, and the second one, in backward, finds it full and "
-                "computes less. Training needs no cache: call the model with use_cache=False."
-            )
+    def _without_caches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments, without an empty cache of ``transformers``, which does so itself when it recomputes.
+
+        A block fills its cache, so a second run would find what the first has put there and attend to every word
+        twice; and the cache, which the function that runs again holds, would keep the graph of every step alive.
+        """
+        values = [*args, *kwargs.values()]
+        of_transformers = getattr(sys.modules.get("transformers.cache_utils"), "Cache", ())
+        empty = [v for v in values if isinstance(v, of_transformers) and v.get_seq_length() == 0]
+        for value in values:
+            if _is_cache(value, of_transformers) and value not in empty:
+                raise StrategyError(
+                    f"recompute: {type(self.block).__name__} was given 1 cache of keys and values "
+                    f"({type(value).__name__}) that it cannot leave out. The first run of a block fills it, and the "
+                    "second one, in backward, finds other words there. Call the model with use_cache=False."
+                )
+        if not empty:
+            return args, kwargs
+        named = {name: None if isinstance(value, of_transformers) else value for name, value in kwargs.items()}
+        if "use_cache" in named:
+            named["use_cache"] = False
+        return tuple(None if isinstance(value, of_transformers) else value for value in args), named
+
+
+def _is_cache(value: Any, of_transformers: Any) -> bool:
+    return isinstance(value, of_transformers) or isinstance(getattr(value, "is_updated", None), dict)
 
 
 def _labelled(values: Any, specs: Sequence[Spec | None]) -> Any:
