@@ -56,16 +56,21 @@ _STYLE = f"""
 
 @dataclass(frozen=True)
 class Subject:
-    """What is drawn: a tensor's sizes, its layout, and which of its dims run downwards and across."""
+    """What is drawn: a tensor's sizes, its layout, and which of its dims run downwards and across.
+
+    ``hue`` is that of all ranks; without one, ranks differ in hue by their row and in shade by their column.
+    """
 
     shape: tuple[int, ...]
     layout: Layout
     dims: tuple[int | None, int | None]
+    itemsize: int = 4
+    hue: int | None = None
 
     @classmethod
-    def of(cls, shape: tuple[int, ...], layout: Layout) -> Subject:
+    def of(cls, shape: tuple[int, ...], layout: Layout, itemsize: int = 4, hue: int | None = None) -> Subject:
         layout = layout.normalized(shape)
-        return cls(shape, layout, pictured_dims(shape, layout))
+        return cls(shape, layout, pictured_dims(shape, layout), itemsize, hue)
 
     def size(self, dim: int | None) -> int:
         return self.shape[dim] if dim is not None else 1
@@ -84,7 +89,13 @@ class Subject:
 
 
 def tensor_html(
-    dtype: str, itemsize: int, shape: tuple[int, ...], layout: Layout, values: Any = None, absent: str = ""
+    dtype: str,
+    itemsize: int,
+    shape: tuple[int, ...],
+    layout: Layout,
+    values: Any = None,
+    absent: str = "",
+    hue: int | None = None,
 ) -> str:
     """The picture as HTML.
 
@@ -94,13 +105,14 @@ def tensor_html(
         shape: logical sizes.
         values: the logical tensor, on the CPU; None where it was not collected.
         absent: why there are no values.
+        hue: of all ranks, where a page gives each stage one; None: by the place in the grid of ranks.
 
     >>> from workbench.core.placement import Placement
     >>> layout = Layout.of(Placement.of("cpu", [0, 1]), "S(0)")
     >>> "rank 1" in tensor_html("float32", 4, (8, 16), layout)
     True
     """
-    subject = Subject.of(shape, layout)
+    subject = Subject.of(shape, layout, itemsize, hue)
     numbers = _numbers(values, subject) if values is not None else f'<div class="muted">{escape(absent)}</div>'
     return (
         f'<div class="{_CLASS}"><style>{style_sheet(f".{_CLASS}")}{_STYLE}</style>'
@@ -275,10 +287,15 @@ def _card(subject: Subject, place: tuple[int, ...], row: int | None, column: int
     coordinates = _coordinates(subject.layout, place, row, column)
     rank = subject.layout.placement.rank_at(coordinates)
     hue, shade = coordinates[-2:] if len(coordinates) > 1 else (coordinates[0], 0)
-    words, colour = "<br>".join(map(escape, _words(subject, rank))), _colour_of(hue, shade)
+    if subject.hue is not None:
+        hue, shade = subject.hue, list(subject.layout.placement).index(rank)
+    held = list(_words(subject, rank))
+    words, colour = "<br>".join(map(escape, held)), _colour_of(hue, shade)
     sizes = list(subject.layout.local_shape(subject.shape, rank))
+    size = format_bytes(math.prod(sizes) * subject.itemsize)
+    tip = escape(f"rank {rank}: {', '.join(held)}, {size}", quote=True)
     return (
-        f"<div class='card'><div class='top'><b style='color: {colour}'><span>rank {rank}</span></b>"
+        f"<div class='card' title='{tip}'><div class='top'><b style='color: {colour}'><span>rank {rank}</span></b>"
         f"<span class='muted'>{sizes}</span></div>"
         f"<div class='row'>{_slice_picture(subject, rank, colour)}<div class='muted'>{words}</div></div></div>"
     )

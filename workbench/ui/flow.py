@@ -26,7 +26,7 @@ ARROW = "\u2192"
 Shape = tuple[int, ...]
 _MAX_DESCRIBED_RANKS = 16
 _USUAL_DIMS = 2
-_LONGEST_RANKS = 3
+_LONGEST_RANKS = 1
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from workbench.cost.hardware_files import known_machines, load_hardware
 from workbench.errors import StrategyError
 from workbench.ui.predictions import Prediction
 
-
 _MAX_ACTIONS = 6000
 """Of a timeline; more would take longer than a toggle may, and could not be told apart."""
 

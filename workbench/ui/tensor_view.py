@@ -26,11 +26,11 @@ def tensors_html(layer: Layer, index: int, resolved: ResolvedStrategy, crossing:
     largest = sorted(layer.shapes.items(), key=lambda item: -prod(item[1]))[:_MAX_PARAMETERS]
     parts = []
     for name, shape in largest:
-        picture = tensor_html("float32", 4, shape, stages.parameter(layer, choice, shape))
+        picture = tensor_html("float32", 4, shape, stages.parameter(layer, choice, shape), hue=choice.stage)
         parts.append(_titled(f"{layer.name}.{name}", picture))
     if crossing is not None and crossing.shape is not None:
         dtype = _DTYPES[crossing.itemsize]
-        picture = tensor_html(dtype, crossing.itemsize, crossing.shape, crossing.enters)
+        picture = tensor_html(dtype, crossing.itemsize, crossing.shape, crossing.enters, hue=choice.stage)
         parts.append(_titled(f"what enters {layer.name}, one micro-batch", picture))
     return element("div", *parts, css="wb-tensors")
 

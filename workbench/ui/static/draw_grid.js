@@ -141,7 +141,9 @@ function drawRows(view, [first, last], tops) {
 function totalLine(view) {
   const [total, parts] = view.total;
   const sum = make("span", { class: "sum" }, "boxed per step ", make("b", {}, total), make("span", { class: "quiet" }, ` = ${parts}`));
-  return make("div", { class: "wb-total" }, make("span", { class: "quiet" }, view.note), sum);
+  const tip = "pictures of the selected layer's tensors: who holds which part";
+  const tensor = make("button", { class: `wb-link wb-tensor-link${view.tensor ? " open" : ""}`, "aria-expanded": String(Boolean(view.tensor)), "data-tip": tip }, "tensors of the selected row");
+  return make("div", { class: "wb-total" }, make("span", { class: "quiet" }, view.note), tensor, sum);
 }
 
 function stageWidth(view) {

@@ -1,7 +1,7 @@
 // The layer grid: one row per layer or group of equal blocks, who holds which part of the weights, and the boxings.
 // Python owns the state. It sends `view`, which draw_grid.js draws; this file reports what the user asks for as messages:
 //   {event: "parallel" | "choice" | "stage", rows: [...], value}, {event: "fold" | "select", rows: [...]},
-//   {event: "fix", row, value}, {event: "find", value}, {event: "undo" | "redo" | "run"},
+//   {event: "fix", row, value}, {event: "find", value}, {event: "tensor"}, {event: "undo" | "redo" | "run"},
 //   {event: "theme", value: "light" | "dark"}
 // Rows are named by their patterns.
 
@@ -144,6 +144,7 @@ class Grid {
   onClick(event) {
     const fix = event.target.closest("button[data-fix]");
     if (fix) return this.send("fix", { row: fix.dataset.of, value: fix.dataset.fix });
+    if (event.target.closest(".wb-tensor-link")) return this.send("tensor");
     const row = event.target.closest(".wb-row[data-row]");
     if (!row) return undefined;
     const target = event.target.closest("[data-event], [data-fold], [data-menu]");

@@ -37,7 +37,8 @@ function serveTips(panel) {
     clearTimeout(waiting);
     const target = event.target.closest?.("[data-tip]");
     hideTip(panel);
-    if (target && wanted(target) && Date.now() > quietUntil) waiting = setTimeout(() => showTip(panel, target), TIP_DELAY);
+    const delay = Math.max(TIP_DELAY, quietUntil - Date.now());
+    if (target && wanted(target)) waiting = setTimeout(() => showTip(panel, target), delay);
     highlight(panel, event.target.closest?.("[data-ranks]"));
   };
   const over = (event) => later(event, () => true);
@@ -92,11 +93,13 @@ function openMenu(root, anchor, items, current, choose, close) {
   menu.style.left = `${place.left - frame.left}px`;
   menu.style.top = `${below + menu.offsetHeight > frame.height && place.top - frame.top > menu.offsetHeight ? place.top - frame.top - menu.offsetHeight - 3 : below}px`;
   const buttons = [...menu.children];
-  const finish = (value) => {
-    if (!menu.isConnected) return;
+  let open = true; // removing what has the focus fires focusout once more
+  const finish = (value, keepFocus = true) => {
+    if (!open) return;
+    open = false;
     menu.remove();
     if (value !== undefined) choose(value);
-    close();
+    if (keepFocus) close();
   };
   menu.addEventListener("click", (event) => {
     event.stopPropagation();
@@ -112,7 +115,7 @@ function openMenu(root, anchor, items, current, choose, close) {
     event.preventDefault();
   });
   menu.addEventListener("focusout", (event) => {
-    if (!menu.contains(event.relatedTarget)) menu.remove();
+    if (!menu.contains(event.relatedTarget)) finish(undefined, false);
   });
   (buttons.find((button) => button.dataset.value === current) ?? buttons[0]).focus();
 }

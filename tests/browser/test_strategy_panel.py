@@ -1,0 +1,245 @@
+"""The upper half of the panel in a real JupyterLab: rows, keys, mistakes, themes and widths. No engines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.browser.conftest import ROOT, LabServer
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(180)]
+NOTEBOOK = "strategy-panel.ipynb"
+START = "*_emb: data; blocks.[0-3]: model; blocks.[4-7]: model@1; ln_f: data@1; lm_head: model@1 | 2x1x2 mb=4 1f1b"
+SETUP = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+import workbench as wb
+from tests.ui.models import gpt
+def gpt_8_blocks(): "Only its name is shown."
+def gpt_24_blocks(): "Only its name is shown."
+"""
+SMALL = f"""
+panel = wb.Panel(None, gpt_8_blocks, (32, 64), strategy={START!r}, batch_size=32, hardware="v100-dgx1", num_ranks=4,
+                 costs=gpt(8))
+panel
+"""
+DEEP = """
+strategy = ("tok_emb: model; pos_emb: data; " + "; ".join(f"blocks.[{6 * n}-{6 * n + 5}]: model@{n}" for n in range(4))
+            + "; ln_f: data; lm_head: model | 4x2x8 mb=8 1f1b")
+wb.Panel(None, gpt_24_blocks, (256, 256), strategy=strategy, batch_size=256, hardware="v100-dgx2", num_ranks=64,
+         costs=gpt(24, 768, 50304, 256))
+"""
+
+
+def write_notebook(folder: Path) -> None:
+    cells = [
+        {
+            "cell_type": "code",
+            "id": f"cell-{n}",
+            "metadata": {},
+            "source": source,
+            "outputs": [],
+            "execution_count": None,
+        }
+        for n, source in enumerate([SETUP, SMALL, DEEP, ""])
+    ]
+    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    notebook = {"cells": cells, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
+    (folder / NOTEBOOK).write_text(json.dumps(notebook), encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def opened(open_notebook: Any, lab: LabServer) -> Any:
+    """A page with two panels: 8 blocks on 4 ranks, 24 blocks on 64."""
+    write_notebook(lab.folder)
+    lab_page = open_notebook(NOTEBOOK)
+    lab_page.run_cells(2)
+    lab_page.wait_for_output(".wb-row[data-row='lm_head']")
+    lab_page.wait_for_output(".wb-row[data-row='blocks.[0-23]']")
+    return lab_page
+
+
+@pytest.fixture
+def lab_page(opened: Any) -> Any:
+    """The small panel at its start."""
+    opened.page.keyboard.press("Escape")
+    field = panel(opened).locator(".wb-text input")
+    field.fill(START)
+    field.press("Enter")
+    wait_for_text(opened, START)
+    return opened
+
+
+def panel(lab_page: Any, number: int = 0) -> Any:
+    return lab_page.page.locator(".wb-panel").nth(number)
+
+
+def row(lab_page: Any, pattern: str, number: int = 0) -> Any:
+    return panel(lab_page, number).locator(f".wb-row[data-row='{pattern}']")
+
+
+def wait_for_text(lab_page: Any, text: str) -> None:
+    script = "text => document.querySelector('.wb-panel .wb-text input')?.value === text"
+    lab_page.page.wait_for_function(script, arg=text, timeout=10_000)
+
+
+def focused(lab_page: Any) -> list[str]:
+    """The row that has the focus, and what its control says."""
+    script = "() => [document.activeElement.closest('.wb-row')?.dataset.row, document.activeElement.textContent]"
+    return list(lab_page.page.evaluate(script))
+
+
+def press(lab_page: Any, *keys: str) -> None:
+    for key in keys:
+        lab_page.page.keyboard.press(key)
+
+
+def unfold(lab_page: Any, pattern: str, inside: str) -> None:
+    if not row(lab_page, inside).count():
+        row(lab_page, pattern).locator(".wb-fold").click()
+    row(lab_page, inside).wait_for(timeout=10_000)
+
+
+def test_everything_can_be_done_with_keys(lab_page: Any) -> None:
+    row(lab_page, "tok_emb").locator(".label").click()
+    press(lab_page, "ArrowDown", "ArrowDown")
+    assert focused(lab_page) == ["blocks.[0-3]", "model"]
+    press(lab_page, "d")
+    wait_for_text(lab_page, START.replace("blocks.[0-3]: model", "blocks.[0-3]: data"))
+    press(lab_page, "Control+z")
+    wait_for_text(lab_page, START)
+    if row(lab_page, "blocks.[0-3]").get_attribute("aria-expanded") == "false":
+        press(lab_page, "Enter")
+    row(lab_page, "blocks.[0-3].attn.qkv").wait_for(timeout=10_000)
+    press(lab_page, "ArrowDown", "ArrowDown", "Enter")
+    lab_page.page.wait_for_selector(".wb-menu[role='menu']")
+    press(lab_page, "ArrowDown", "Enter")
+    wait_for_text(lab_page, START.replace(" |", "; blocks.[0-3].attn.qkv: model:row |"))
+    assert focused(lab_page)[0] == "blocks.[0-3].attn.qkv", "the focus comes back to where it was"
+    press(lab_page, "ArrowUp", "ArrowUp", "-")
+    row(lab_page, "blocks.[0-3].attn.qkv").wait_for(state="detached", timeout=10_000)
+    assert focused(lab_page)[0] == "blocks.[0-3]"
+
+
+def test_a_mistake_stands_at_its_row_and_the_chip_leads_to_it(lab_page: Any) -> None:
+    unfold(lab_page, "blocks.[4-7]", "blocks.[4-7].attn.qkv")
+    row(lab_page, "ln_f").locator(".stage .wb-opt").first.click()
+    line = panel(lab_page).locator(".wb-error-line")
+    line.wait_for(timeout=10_000)
+    assert "stages cannot go back" in line.inner_text()
+    assert row(lab_page, "ln_f").get_attribute("aria-invalid") == "true"
+    described = row(lab_page, "ln_f").get_attribute("aria-describedby")
+    assert panel(lab_page).locator(f"#{described}").count() == 1
+    assert panel(lab_page).locator(".wb-pieces .wrong").inner_text() == "ln_f: data@0"
+    assert panel(lab_page).locator(".wb-predictions.old").count() == 1
+    lab_page.page.mouse.move(5, 5)
+    lab_page.screenshot("panel-mistake.png", panel(lab_page))
+    row(lab_page, "tok_emb").locator(".label").click()
+    panel(lab_page).locator(".wb-problem").click()
+    assert focused(lab_page) == ["ln_f", "0"]
+    line.locator("button.fix").click()
+    line.wait_for(state="detached", timeout=10_000)
+    wait_for_text(lab_page, START)
+
+
+def test_a_toggle_shows_what_it_changes(lab_page: Any) -> None:
+    unfold(lab_page, "blocks.[4-7]", "blocks.[4-7].attn.qkv")
+    before = panel(lab_page).locator(".wb-predictions .time").inner_text()
+    row(lab_page, "tok_emb").locator(".choice .wb-opt", has_text="model").click()
+    lab_page.page.wait_for_function(
+        "before => document.querySelector('.wb-predictions .time').innerText !== before", arg=before, timeout=10_000
+    )
+    assert "before the last change" in panel(lab_page).locator(".wb-predictions .time").inner_text()
+    lab_page.page.mouse.move(5, 5)
+    lab_page.screenshot("panel-toggle.png", panel(lab_page))
+
+
+def test_tips_come_on_hover_and_go_with_escape(lab_page: Any) -> None:
+    row(lab_page, "lm_head").locator(".area").last.hover()
+    tip = panel(lab_page).locator(".wb-tip:not([hidden])")
+    tip.wait_for(timeout=5_000)
+    assert "rank 3" in tip.inner_text() and "rows 2048-4095 of 4096" in tip.inner_text()
+    lit = panel(lab_page).locator(".hot[data-ranks='3']")
+    assert lit.count() >= 2, "column and memory bar light up together"
+
+
+def test_the_tensors_of_a_row_can_be_seen(lab_page: Any) -> None:
+    panel(lab_page).locator(".wb-tensor-link").click()
+    row(lab_page, "lm_head").locator(".label").click()
+    panel(lab_page).locator(".wb-tensors", has_text="lm_head.weight").wait_for(timeout=10_000)
+    lab_page.screenshot("panel-tensors.png", panel(lab_page))
+    panel(lab_page).locator(".wb-tensor-link").click()
+    panel(lab_page).locator(".wb-tensors").wait_for(state="detached", timeout=10_000)
+
+
+def test_sixty_four_ranks_and_finding_a_layer(lab_page: Any) -> None:
+    deep = panel(lab_page, 1)
+    lab_page.screenshot("panel-64.png", deep)
+    assert deep.locator(".wb-row[data-row]").count() < 15, "144 layers in blocks are a few rows"
+    deep.locator(".wb-find").fill("blocks.1?.mlp*")
+    deep.locator(".wb-row[data-row='blocks.19.mlp.fc2']").wait_for(timeout=10_000)
+    assert deep.locator(".wb-row[data-row]").count() == 20
+    deep.locator(".wb-find").fill("")
+    deep.locator(".wb-row[data-row='tok_emb']").wait_for(timeout=10_000)
+
+
+@pytest.mark.parametrize("width", [1680, 1280, 1000])
+def test_nothing_overlaps_or_is_cut_at_any_width(lab_page: Any, width: int) -> None:
+    page = lab_page.page
+    page.set_viewport_size({"width": width, "height": 1400})
+    page.wait_for_timeout(300)
+    found = page.evaluate(OVERLAPS)
+    page.set_viewport_size({"width": 1680, "height": 1400})
+    assert found == []
+
+
+def test_the_dark_theme_reaches_everything(lab_page: Any) -> None:
+    unfold(lab_page, "blocks.[4-7]", "blocks.[4-7].attn.qkv")
+    lab_page.dark(True)
+    lab_page.screenshot("panel-dark.png", panel(lab_page))
+    script = "() => getComputedStyle(document.querySelector('.wb-panel')).getPropertyValue('--wb-boxing').trim()"
+    dark = lab_page.page.evaluate(script)
+    lab_page.dark(False)
+    assert (dark, lab_page.page.evaluate(script)) == ("#a45cff", "#6a1b9a")
+
+
+OVERLAPS = """() => {
+    const problems = [];
+    for (const panel of document.querySelectorAll('.wb-panel')) {
+        const frame = panel.getBoundingClientRect();
+        const boxes = [];
+        const parts = '.wb-row .num, .wb-row .label, .badge b, .wb-seg, .act, .wb-bar button, .wb-field';
+        for (const element of panel.querySelectorAll(parts)) {
+            const box = element.getBoundingClientRect();
+            if (!box.width || !box.height || getComputedStyle(element).visibility === 'hidden') continue;
+            const scroller = element.closest('.wb-rows');
+            const canScroll = scroller && scroller.scrollWidth > scroller.clientWidth;
+            if (box.right > frame.right + 1 && !canScroll) problems.push(`${element.textContent} ends at ${box.right}`);
+            boxes.push([element, box]);
+        }
+        const rows = new Map();
+        for (const [element, box] of boxes) {
+            const row = element.closest('.wb-row, .wb-bar');
+            if (element.matches('b')) continue; // on the boundary of two rows
+            rows.set(row, [...(rows.get(row) ?? []), [element, box]]);
+        }
+        for (const items of rows.values()) {
+            items.forEach(([one, a], i) => items.slice(i + 1).forEach(([two, b]) => {
+                if (one.contains(two) || two.contains(one)) return;
+                const over = Math.min(a.right, b.right) - Math.max(a.left, b.left);
+                const under = Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top);
+                if (over > 1 && under > 1) problems.push(`${one.textContent} over ${two.textContent}`);
+            }));
+        }
+        for (const title of panel.querySelectorAll('svg text')) {
+            const box = title.getBoundingClientRect();
+            const scroller = element.closest('.wb-rows');
+            const canScroll = scroller && scroller.scrollWidth > scroller.clientWidth;
+            if (box.right > frame.right + 1 && !canScroll) problems.push(`text ${title.textContent} is cut`);
+        }
+    }
+    return problems;
+}"""
