@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -48,30 +48,54 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 class ActivationMeter:
-    """Counts the bytes that autograd saves for backward, in one measured step."""
+    """Counts the bytes that autograd holds for backward, in one measured step: at the moment when they are most.
+
+    Under a schedule that is only some of the micro-batches: what a backward has used is given back.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         with local_torch():
             self._own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        self._sizes: dict[int, int] = {}
+        self._holders: dict[int, int] = {}  # by address of a storage
+        self._held_bytes = 0
+        self.size_bytes = 0
 
     @contextmanager
     def measure(self) -> Iterator[None]:
         """Context around the forwards of the step."""
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
             yield
 
     def _pack(self, tensor: Any) -> Any:
         with local_torch():
             storage = tensor.untyped_storage()
-            if storage.data_ptr() not in self._own and tensor.numel() * tensor.element_size() <= storage.nbytes():
-                self._sizes[storage.data_ptr()] = storage.nbytes()
-        return tensor
+            address, size = storage.data_ptr(), storage.nbytes()
+            if address in self._own or tensor.numel() * tensor.element_size() > size:
+                return tensor
+        self._count(address, size, 1)
+        return _Held(tensor, lambda: self._count(address, size, -1))
 
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of the distinct storages saved so far."""
-        return sum(self._sizes.values())
+    def _count(self, address: int, size: int, change: int) -> None:
+        before = self._holders.get(address, 0)
+        self._holders[address] = before + change
+        self._held_bytes += size * ((before + change > 0) - (before > 0))
+        self.size_bytes = max(self.size_bytes, self._held_bytes)
+
+
+class _Held:
+    """A tensor that autograd has saved; tells when it lets go of it."""
+
+    __slots__ = ("_let_go", "tensor")
+
+    def __init__(self, tensor: torch.Tensor, let_go: Callable[[], None]) -> None:
+        self.tensor, self._let_go = tensor, let_go
+
+    def __del__(self) -> None:
+        self._let_go()
+
+
+def _unpack(saved: Any) -> Any:
+    return saved.tensor if isinstance(saved, _Held) else saved
 
 
 class PeakMeter:
