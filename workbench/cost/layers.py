@@ -94,7 +94,7 @@ def layer_price(
     boxing = [_exchanges(changes, setting), _exchanges(back, setting)]
     sums_s, _ = _exchanges([change for change in back if change[0] == "P"], setting)
     weights, shared = _weights(row, choice, setting)
-    state = _state_bytes(weights, shared, setting) if row.layer.tied_to is None else (0.0, 0.0, 0.0)
+    state = state_bytes(weights, shared, setting) if row.layer.tied_to is None else (0.0, 0.0, 0.0)
     return LayerPrice(
         forward, first, second + _accumulation_s(weights, setting), boxing[0][0], boxing[1][0], sums_s,
         boxing[0][1] + boxing[1][1], *state, weights, kept, _input_bytes(row, choice, before, setting),
@@ -221,7 +221,7 @@ def _weights(row: LayerCost, choice: ResolvedLayer, setting: Setting) -> tuple[f
     return whole + (number - whole) / setting.model, whole if is_summed else 0.0
 
 
-def _state_bytes(weights: float, shared: float, setting: Setting) -> tuple[float, float, float]:
+def state_bytes(weights: float, shared: float, setting: Setting) -> tuple[float, float, float]:
     """Parameters, gradients and the optimizer's state; ZeRO shards over the ranks that share a weight."""
     software, precision = setting.software, setting.precision
     sizes = (
@@ -243,4 +243,4 @@ def _accumulation_s(weights: float, setting: Setting) -> float:
     return moved / setting.hardware.memory_bandwidth_bytes_per_s
 
 
-__all__ = ["LayerPrice", "layer_price", "left_bytes"]
+__all__ = ["LayerPrice", "layer_price", "left_bytes", "state_bytes"]

@@ -1,0 +1,123 @@
+"""Where to cut a long chain of layers into stages, so that the slowest stage is fastest and every stage fits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+
+PRECISION = 1e-4
+"""Of the slowest stage's seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """What is not cut: a block, or a layer outside of blocks.
+
+    Attributes:
+        seconds: forward and backward of a micro-batch.
+        kept_bytes: activations of each micro-batch that is alive.
+        weights: of a rank.
+        shared: of these, those that all ranks of the model axis have.
+        transient_bytes: what is there for a moment while it is computed again.
+        num_rows: layers in it.
+        stage: on which it has to be; None for any.
+    """
+
+    seconds: float
+    kept_bytes: float
+    weights: float
+    shared: float
+    transient_bytes: float
+    num_rows: int
+    stage: int | None = None
+
+
+def balanced_stages(
+    units: Sequence[Unit],
+    alive: Sequence[float],
+    bytes_of_weights: tuple[float, float],
+    memory_bytes: float,
+    ranks: int,
+) -> list[tuple[int, ...]]:
+    """Stages of the rows, at most two ways: the slowest stage is as fast as it can be; early or late ones are fuller.
+
+    Args:
+        units: what the chain consists of.
+        alive: micro-batches whose activations a stage holds at once.
+        bytes_of_weights: that each weight takes, and each shared one besides.
+        memory_bytes: of one rank.
+        ranks: slices of the pipeline axis; a rank with several stages holds them all, its memory is shared evenly.
+
+    Returns:
+        Nothing where no way fits.
+    """
+    limit = memory_bytes * ranks / len(alive)
+    own, shared = bytes_of_weights
+    held = [own * unit.weights + shared * unit.shared for unit in units]
+    low = max(max(unit.seconds for unit in units), sum(unit.seconds for unit in units) / len(alive))
+    high = inf
+    counts = _fill(units, alive, held, limit, inf)
+    while counts is not None:
+        best, high = counts, _slowest(units, counts)
+        if high - low <= PRECISION * high:
+            break
+        middle = (low + high) / 2
+        while (counts := _fill(units, alive, held, limit, middle)) is None and high - middle > PRECISION * high:
+            low, middle = middle, (middle + high) / 2
+    if high == inf:
+        return []
+    late = _fill(units[::-1], alive[::-1], held[::-1], limit, high, is_reversed=True)
+    ways = [best] if late is None else [best, late[::-1]]
+    return list(dict.fromkeys(_rows(units, way) for way in ways))
+
+
+def _slowest(units: Sequence[Unit], counts: Sequence[int]) -> float:
+    seconds, at = [], 0
+    for count in counts:
+        seconds.append(sum(unit.seconds for unit in units[at : at + count]))
+        at += count
+    return max(seconds)
+
+
+def _fill(
+    units: Sequence[Unit],
+    alive: Sequence[float],
+    held: Sequence[float],
+    limit: float,
+    most_s: float,
+    is_reversed: bool = False,
+) -> list[int] | None:
+    """Units of each stage: one after the other is filled, and leaves at least one unit to each later one.
+
+    None where they do not fit.
+    """
+    num_stages, counts, at = len(alive), [], 0
+    most_s *= 1 + 1e-12
+    for place, live in enumerate(alive):
+        stage = num_stages - 1 - place if is_reversed else place
+        seconds = kept = fixed = transient = 0.0
+        start, most = at, len(units) - (num_stages - 1 - place)
+        while at < most and units[at].stage in (None, stage):
+            unit = units[at]
+            seconds, kept, fixed = seconds + unit.seconds, kept + unit.kept_bytes, fixed + held[at]
+            transient = max(transient, unit.transient_bytes)
+            if seconds > most_s or live * kept + fixed + transient > limit:
+                break
+            at += 1
+        if at == start:
+            return None
+        counts.append(at - start)
+    return counts if at == len(units) else None
+
+
+def _rows(units: Sequence[Unit], counts: Sequence[int]) -> tuple[int, ...]:
+    stages: list[int] = []
+    rest = iter(units)
+    for stage, count in enumerate(counts):
+        for _ in range(count):
+            stages += [stage] * next(rest).num_rows
+    return tuple(stages)
+
+
+__all__ = ["Unit", "balanced_stages"]

@@ -1,0 +1,275 @@
+"""The search of large problems: choices by dynamic programming, cuts by balance, candidates in the order of a bound.
+
+For every candidate (degrees, micro-batches, options) the best choices of all layers follow from prices that add up;
+with them a bound from below of its step. Candidates are then cut into stages and priced in the order of their bounds,
+until no bound is below the best step found. Where a strategy does not fit into memory, bytes get a price in seconds,
+which is raised until it does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import ceil, inf, log2
+from typing import NamedTuple
+
+from workbench.core.strategy import ResolvedLayer, ResolvedStrategy
+from workbench.cost.memory import live_micro_batches
+from workbench.planner.chains import best_chain
+from workbench.planner.cuts import Unit, balanced_stages
+from workbench.planner.ledger import Ledger
+from workbench.planner.prices import Prices, bytes_of_weights, least_step_s, least_update_s, seconds_of_weights
+from workbench.planner.problem import Choice, Problem
+from workbench.planner.settings import Candidate, Group, groups, members
+
+ONLY = float("inf")
+"""The price of bytes where nothing else costs anything."""
+
+
+class Way(NamedTuple):
+    """What choices are made by, besides seconds: the price of a memory full of bytes, in steps, and updates of weights.
+
+    Updates are left out (None), or take as long as if sums of gradients were "hidden" behind backward, or not ("full").
+    """
+
+    byte_price: float = 0.0
+    updates: str | None = None
+
+
+FAST, LEAN = Way(), Way(ONLY)
+WAYS = (FAST, Way(0.0, "hidden"), Way(0.0, "full"), *(Way(p, "full") for p in (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)), LEAN)
+FEW_WAYS = (FAST, Way(1.0), LEAN)
+MANY_GROUPS = 500
+"""Where there are more groups of candidates, fewer prices are tried, and model axes only of the widths of hosts."""
+MOST_OF_MEMORY = 200
+"""Candidates that are priced for the objective "memory", the leanest first."""
+
+
+def search_long(problem: Problem, ledger: Ledger) -> None:
+    """Put the best strategies into the ledger."""
+    _LongSearch(problem, ledger).run()
+
+
+class _LongSearch:
+    """Remembers the chains of a problem; candidates that differ in schedule or ZeRO only have the same ones."""
+
+    def __init__(self, problem: Problem, ledger: Ledger) -> None:
+        self.problem, self.ledger = problem, ledger
+        self._chains: dict[tuple[object, ...], tuple[Choice, ...] | None] = {}
+        self._bare: dict[tuple[object, ...], list[Unit]] = {}
+        self._tables: dict[int, list[list[Choice]]] = {}
+        self._alive: dict[tuple[object, ...], list[float]] = {}
+        self._parameters = sum(row.layer.num_parameters for row in problem.rows if row.layer.tied_to is None)
+        self._units = _ranges(problem)
+        self._groups = list(groups(problem))
+        self._ways: Sequence[Way] = WAYS
+        if len(self._groups) > MANY_GROUPS:
+            self._groups = list(groups(problem, max(problem.hardware.links[0].span, 2)))
+            self._ways = FEW_WAYS
+
+    def run(self) -> None:
+        """Fill the ledger."""
+        if self.problem.objective == "memory":
+            self._run_lean()
+            return
+        firsts = {}
+        for group in self._groups:
+            bounds = [self._bound(one, has_update=False) for one in self._kinds(group)]
+            if bounds and min(bounds) < inf:
+                firsts[group] = min(bounds) * self.ledger.num_counted(group.degrees)
+        for group in sorted(firsts, key=firsts.__getitem__):
+            if self.ledger.cannot_improve(group.degrees, firsts[group] / self.ledger.num_counted(group.degrees)):
+                self.ledger.num_pruned += 1
+                continue
+            bounded = [(self._bound(one), place, one) for place, one in enumerate(self._members(group))]
+            for bound, _, candidate in sorted(bounded):
+                if bound == inf or self.ledger.cannot_improve(candidate.degrees, bound):
+                    self.ledger.num_pruned += 1
+                else:
+                    self._place(candidate)
+
+    def _run_lean(self) -> None:
+        """By the bytes of an average stage."""
+        ranked: list[tuple[float, int, Candidate]] = []
+        for group in self._groups:
+            for candidate in self._members(group):
+                ranked.append((self._average_bytes(candidate), len(ranked), candidate))
+        for _, _, candidate in sorted(ranked)[:MOST_OF_MEMORY]:
+            self._place(candidate)
+
+    def _members(self, group: Group) -> Iterator[Candidate]:
+        """GPipe takes as long as 1F1B and holds more: only where it is wished for. Stages are made of whole blocks."""
+        takes_gpipe = self.problem.wishes.schedule is not None
+        for candidate in members(self.problem, group):
+            is_left_out = candidate.options.schedule == "gpipe" and not takes_gpipe
+            if not is_left_out and (
+                candidate.num_stages == group.degrees[0] or candidate.num_stages <= len(self._units)
+            ):
+                yield candidate
+
+    def _kinds(self, group: Group) -> Iterator[Candidate]:
+        """The members that differ in seconds of a micro-batch or their schedule, with little recomputation and ZeRO."""
+        seen = set()
+        for candidate in self._members(group):
+            options = candidate.options
+            kind = (options.sequence, options.schedule, candidate.num_stages)
+            if kind not in seen:
+                seen.add(kind)
+                yield candidate
+
+    def _bound(self, candidate: Candidate, has_update: bool = True) -> float:
+        """Seconds below which the candidate hardly gets; infinite where it cannot fit."""
+        prices, (pipeline, _, model) = self.ledger.prices(candidate), candidate.degrees
+        own, shared = bytes_of_weights(prices, candidate)
+        if has_update and (own + min(shared, 0.0)) * self._parameters / model / pipeline > self.problem.memory_bytes:
+            return inf
+        choices = self._chain(candidate, FAST)
+        if choices is None:
+            return inf
+        units = self._bare_units(candidate, choices)
+        seconds = sum(unit.seconds for unit in units)
+        weights = self._parameters / model if has_update else 0.0
+        bound = least_step_s(prices, candidate, seconds, weights)
+        fill = {"interleaved": pipeline / candidate.num_stages, "zero_bubble": 1 / 6}
+        part = fill.get(candidate.options.schedule or "", 0.0)
+        return bound + part * (pipeline - 1) / pipeline * seconds / prices.setting.hardware.alone_speedup
+
+    def _average_bytes(self, candidate: Candidate) -> float:
+        choices = self._chain(candidate, LEAN)
+        if choices is None:
+            return inf
+        own, shared = bytes_of_weights(self.ledger.prices(candidate), candidate)
+        units, live = self._bare_units(candidate, choices), self._live(candidate)
+        held = sum(own * unit.weights + shared * unit.shared for unit in units) / candidate.degrees[0]
+        return held + max(live) * sum(unit.kept_bytes for unit in units) / candidate.num_stages
+
+    def _chain(self, candidate: Candidate, way: Way) -> tuple[Choice, ...] | None:
+        """The best choices, where bytes and updates cost what the way says."""
+        prices, recompute, m = self.ledger.prices(candidate), candidate.options.recompute, candidate.degrees[2]
+        weight, shared, kept = self._rates(candidate, way)
+        counts_s = 0.0 if way.byte_price == ONLY else 1.0
+        key = (id(prices), recompute, counts_s, weight, shared, kept)
+        if key not in self._chains:
+            has_rates = bool(weight or shared or kept)
+
+            def cost(index: int, before: Choice | None, choice: Choice, following: Choice | None) -> float:
+                price = prices.row(index, before, choice, following)
+                total = counts_s * prices.seconds(index, price, recompute)
+                if has_rates:
+                    is_again = recompute and prices.is_recomputed(index)
+                    total += kept * (price.input_bytes if is_again else price.kept_bytes)
+                    if self.problem.rows[index].layer.tied_to is None:
+                        total += weight * price.weights + shared * price.shared
+                return total
+
+            self._chains[key] = best_chain(self.problem, self._options(m), cost)
+        return self._chains[key]
+
+    def _rates(self, candidate: Candidate, way: Way) -> tuple[float, float, float]:
+        """(of a weight, of a shared one besides, of a kept byte), in seconds of a micro-batch; bytes alone if ONLY."""
+        prices, m = self.ledger.prices(candidate), candidate.options.num_micro_batches
+        weight = shared = kept = 0.0
+        if way.updates is not None:
+            each = seconds_of_weights(prices, candidate, is_hidden=way.updates == "hidden")
+            weight, shared = each[0] / m, each[1] / m
+        if way.byte_price:
+            held = [float(ceil(size)) for size in bytes_of_weights(prices, candidate)]  # alike ones share a chain
+            rate = 1.0
+            if way.byte_price != ONLY:
+                fast = self._chain(candidate, FAST)
+                seconds = sum(unit.seconds for unit in self._bare_units(candidate, fast)) if fast else 0.0
+                rate = way.byte_price * seconds / self.problem.memory_bytes
+            weight, shared = weight + rate * held[0], shared + rate * held[1]
+            kept = rate * 2.0 ** ceil(log2(max(self._live(candidate))))
+        return weight, shared, kept
+
+    def _options(self, model: int) -> list[list[Choice]]:
+        if model not in self._tables:
+            self._tables[model] = [self.problem.choices(index, model) for index in range(len(self.problem.rows))]
+        return self._tables[model]
+
+    def _bare_units(self, candidate: Candidate, choices: tuple[Choice, ...], by_row: bool = False) -> list[Unit]:
+        """What may become stages, with weights in place of bytes that are held."""
+        prices, recompute = self.ledger.prices(candidate), candidate.options.recompute
+        key = (id(prices), recompute, choices, by_row)
+        if key not in self._bare:
+            ranges = [range(index, index + 1) for index in range(len(choices))] if by_row else self._units
+            self._bare[key] = [self._unit(prices, choices, rows, recompute) for rows in ranges]
+        return self._bare[key]
+
+    def _unit(self, prices: Prices, choices: Sequence[Choice], rows: range, recompute: bool) -> Unit:
+        seconds = kept = weights = shared = again = 0.0
+        last = len(choices) - 1
+        for index in rows:
+            before = choices[index - 1] if index else None
+            price = prices.row(index, before, choices[index], choices[index + 1] if index < last else None)
+            seconds += prices.seconds(index, price, recompute)
+            is_again = recompute and prices.is_recomputed(index)
+            kept += 0.0 if is_again else price.kept_bytes
+            again += price.kept_bytes if is_again else 0.0
+            if is_again and index == rows[0]:
+                kept += price.input_bytes
+            if self.problem.rows[index].layer.tied_to is None:
+                weights, shared = weights + price.weights, shared + price.shared
+        pins = {pin.stage for index in rows if (pin := self.problem.pins[index]) is not None} - {None}
+        return Unit(seconds, kept, weights, shared, again, len(rows), pins.pop() if pins else None)
+
+    def _live(self, candidate: Candidate) -> list[float]:
+        options = candidate.options
+        key = (options.schedule, options.num_micro_batches, candidate.degrees[0], candidate.num_stages)
+        if key not in self._alive:
+            layers = tuple(ResolvedLayer("", "data", None, stage) for stage in range(candidate.num_stages))
+            self._alive[key] = live_micro_batches(ResolvedStrategy(layers, candidate.degrees, options))
+        return self._alive[key]
+
+    def _place(self, candidate: Candidate) -> None:
+        """Cut into stages and price, for every way of choosing; of a large problem until one fits."""
+        tried: set[tuple[Choice, ...]] = set()
+        for way in (LEAN,) if self.problem.objective == "memory" else self._ways:
+            choices = self._chain(candidate, way)
+            if choices is None or choices in tried:
+                continue
+            tried.add(choices)
+            fits = False
+            for stages in self._stages(candidate, choices):
+                found = self.ledger.add(candidate, choices, stages)
+                fits = fits or found.estimate.peak_bytes <= self.problem.memory_bytes
+            if fits and self._ways is FEW_WAYS:
+                return
+
+    def _stages(self, candidate: Candidate, choices: tuple[Choice, ...]) -> list[tuple[int, ...]]:
+        """Ways to cut that may still be better than the best strategy."""
+        held = bytes_of_weights(self.ledger.prices(candidate), candidate)
+        units = self._bare_units(candidate, choices, by_row=len(self._units) < candidate.num_stages)
+        limit = inf if self.problem.objective == "memory" else self.problem.memory_bytes
+        ways = balanced_stages(units, self._live(candidate), held, limit, candidate.degrees[0])
+        return [stages for stages in ways if not self._is_hopeless(candidate, units, stages)]
+
+    def _is_hopeless(self, candidate: Candidate, units: Sequence[Unit], stages: Sequence[int]) -> bool:
+        """Whether the slowest stage alone takes longer than the best strategy."""
+        seconds, row = [0.0] * candidate.num_stages, 0
+        for unit in units:
+            seconds[stages[row]] += unit.seconds
+            row += unit.num_rows
+        m, (ranks, _, model) = candidate.options.num_micro_batches, candidate.degrees
+        waits = (
+            0.0 if candidate.options.schedule == "zero_bubble" else 1.0
+        )  # for those before, at the start and the end
+        slowest = max(waits * sum(seconds[:rank]) + m * sum(seconds[rank::ranks]) for rank in range(ranks))
+        prices = self.ledger.prices(candidate)
+        bound = slowest / prices.setting.hardware.alone_speedup
+        bound += least_update_s(prices, candidate, self._parameters / model / ranks)
+        return self.ledger.cannot_improve(candidate.degrees, bound)
+
+
+def _ranges(problem: Problem) -> list[range]:
+    """Rows that belong together: blocks, and single layers outside of them."""
+    ranges, index = [], 0
+    starts = {first + block * period: period for first, period, count in problem.costs.blocks for block in range(count)}
+    while index < len(problem.rows):
+        period = starts.get(index, 1)
+        ranges.append(range(index, index + period))
+        index += period
+    return ranges
+
+
+__all__ = ["search_long"]

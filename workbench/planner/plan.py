@@ -1,0 +1,201 @@
+"""What a search found, and the questions that can be asked of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from workbench.core.strategy import ResolvedStrategy, Strategy
+from workbench.cost.estimate import Estimate, estimate
+from workbench.planner.comparing import Difference, Verdict, compare, judge
+from workbench.planner.explain import Explanation, explain
+from workbench.planner.ledger import Found, Ledger
+from workbench.planner.problem import Problem
+from workbench.planner.writing import write
+from workbench.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+PARTS = ("compute_s", "boxing_s", "gradient_s", "bubble_s", "optimizer_s")
+"""Of a step, in the order in which they are told."""
+MOST_PRINTED = 160
+"""Characters of a strategy's rows on one line of a printed plan."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The best strategy that a search found.
+
+    Attributes:
+        problem: the question.
+        found: the answer, as the cost model sees it.
+        others: the best strategies with other degrees, best first.
+        is_exact: whether every strategy was looked at, or excluded by a bound.
+        search_s: how long the search took.
+        num_priced: strategies of which a whole estimate was made.
+    """
+
+    problem: Problem
+    found: Found
+    others: tuple[Found, ...] = field(default=(), repr=False)
+    is_exact: bool = False
+    search_s: float = 0.0
+    num_priced: int = 0
+
+    @classmethod
+    def of(cls, problem: Problem, ledger: Ledger, is_exact: bool, search_s: float) -> Plan:
+        """From what a search has put together."""
+        assert ledger.best is not None
+        others = sorted(ledger.by_degrees.values(), key=lambda found: found.value)
+        return cls(
+            problem,
+            ledger.best,
+            tuple(found for found in others if found is not ledger.best),
+            is_exact,
+            search_s,
+            ledger.num_priced,
+        )
+
+    @property
+    def resolved(self) -> ResolvedStrategy:
+        """What every layer does."""
+        return self.found.strategy
+
+    @cached_property
+    def strategy(self) -> Strategy:
+        """The strategy, as it is written; ``wb.parallelize`` takes it."""
+        return write(self.problem, self.found.strategy)
+
+    @cached_property
+    def estimate(self) -> Estimate:
+        """What a step takes and holds, with its timeline."""
+        problem = self.problem
+        return estimate(
+            problem.costs,
+            self.resolved,
+            problem.hardware,
+            problem.batch_size,
+            optimizer=problem.optimizer,
+            software=problem.software,
+            with_timeline=True,
+        )
+
+    @property
+    def table(self) -> pd.DataFrame:
+        """The best strategy for every triple of degrees, best first; seconds, bytes, and whether it is the plan."""
+        import pandas
+
+        return pandas.DataFrame([_row(found, found is self.found) for found in (self.found, *self.others)])
+
+    @property
+    def layers(self) -> pd.DataFrame:
+        """What each layer does, one row per layer."""
+        import pandas
+
+        layers = zip(self.problem.rows, self.resolved.layers, strict=True)
+        return pandas.DataFrame(
+            [
+                {
+                    "layer": layer.name,
+                    "kind": layer.kind,
+                    "parallel": layer.parallel,
+                    "split": layer.split,
+                    "stage": layer.stage,
+                    "parameters": row.layer.num_parameters,
+                }
+                for row, layer in layers
+            ]
+        )
+
+    def explain(self, layer: str) -> Explanation:
+        """What else a layer could do, and what that would cost.
+
+        Args:
+            layer: its name, or a pattern for several ("blocks.*.fc1").
+
+        Raises:
+            StrategyError: no such layer.
+        """
+        return explain(self.problem, self.found, layer)
+
+    def why_not(self, strategy: Strategy | str) -> Verdict:
+        """Why the plan is not this strategy: which limit it breaks, or how much slower it is, and where."""
+        return judge(self.problem, self.found, strategy)
+
+    def diff(self, other: Plan | Strategy | str) -> Difference:
+        """In what another plan or strategy differs: options, layers, seconds and bytes."""
+        return compare(self.problem, self.strategy, other.strategy if isinstance(other, Plan) else other)
+
+    def again(self, **wishes: Any) -> Plan:
+        """Search again with further wishes: ``plan.again(zero=1, layers="head: data")``."""
+        from workbench.planner.search import solve
+
+        return solve(replace(self.problem, wishes=replace(self.problem.wishes, **wishes)))
+
+    def __str__(self) -> str:
+        problem, found = self.problem, self.found.estimate
+        rows = "; ".join(map(str, self.strategy.rows))
+        rows = rows if len(rows) <= MOST_PRINTED else f"{rows[:MOST_PRINTED]} ... ({len(self.strategy.rows)} rows)"
+        how = "every strategy was looked at" if self.is_exact else f"{self.num_priced} strategies were priced"
+        title = f"plan for {len(problem.rows)} layers on {problem.num_ranks} ranks of {problem.hardware.name}"
+        lines = [
+            f"{title}, batch {problem.batch_size}, best {problem.objective}",
+            f"  {self.strategy.options}",
+            f"  {rows}",
+            f"  step {format_seconds(found.step_s)}, {found.samples_per_s:.4g} samples/s: {_parts(found)}",
+            f"  {_memory(found, problem.memory_bytes)}",
+            *self._next_best(),
+            f"  searched in {format_seconds(self.search_s)}: {how}",
+        ]
+        return "\n".join(lines)
+
+    def _next_best(self) -> Sequence[str]:
+        lines = []
+        for found in self.others[:3]:
+            more = found.value[0] / self.found.value[0] - 1
+            lines.append(f"  next: {found.strategy.options}, {format_seconds(found.estimate.step_s)} ({more:+.1%})")
+        return lines
+
+    def _repr_html_(self) -> str:
+        from html import escape
+
+        return f"<pre>{escape(str(self))}</pre>"
+
+
+def _row(found: Found, is_best: bool) -> dict[str, Any]:
+    pipeline, data, model = found.strategy.degrees
+    options, price = found.strategy.options, found.estimate
+    return {
+        "pipeline": pipeline,
+        "data": data,
+        "model": model,
+        "micro_batches": options.num_micro_batches,
+        "schedule": options.schedule or "",
+        "stages": found.strategy.num_stages,
+        "zero": options.zero,
+        "recompute": options.recompute,
+        "sequence": options.sequence,
+        "step_s": price.step_s,
+        "samples_per_s": price.samples_per_s,
+        **{part: getattr(price, part) for part in PARTS},
+        "peak_bytes": price.peak_bytes,
+        "best": is_best,
+    }
+
+
+def _parts(found: Estimate) -> str:
+    parts = [(part.removesuffix("_s"), getattr(found, part)) for part in PARTS]
+    return ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in parts if seconds > 0)
+
+
+def _memory(found: Estimate, limit: float) -> str:
+    stage = max(range(len(found.memory)), key=lambda s: sum(found.memory[s].values()))
+    kinds = sorted(found.memory[stage].items(), key=lambda item: -item[1])
+    told = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in kinds if size > 0)
+    return f"memory {format_bytes(found.peak_bytes)} of {format_bytes(limit)}, at most, on stage {stage}: {told}"
+
+
+__all__ = ["Plan"]

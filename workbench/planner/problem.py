@@ -1,0 +1,172 @@
+"""The question: which model, machine and batch, what counts, and what has been decided already."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+
+from workbench.core.model_costs import LayerCost, ModelCosts
+from workbench.core.options import Options
+from workbench.core.pairing import SPLITTABLE_KINDS, TABLE, split_dim, tied_pairs
+from workbench.core.strategy import ResolvedLayer, ResolvedStrategy, Row, Strategy
+from workbench.cost.estimate import Estimate, estimate
+from workbench.cost.hardware import Hardware
+from workbench.cost.software import WORKBENCH, Software
+from workbench.errors import StrategyError
+
+OBJECTIVES = ("throughput", "memory", "cost")
+"""Seconds of a step; bytes of the fullest rank; rank-seconds of a step, on as many ranks or fewer."""
+
+Choice = tuple[str, str | None]
+"""What a layer does: ("data", None), ("model", None) where nothing of it can be split, ("model", "column" or "row")."""
+DATA: Choice = ("data", None)
+SPLITS: tuple[Choice, ...] = (DATA, ("model", "column"), ("model", "row"))
+WHOLE: tuple[Choice, ...] = (DATA, ("model", None))
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What has been decided already; None leaves it open, a collection gives several values to choose from.
+
+    Attributes:
+        pipeline, data, model: degrees.
+        micro_batches: per step.
+        schedule: of strategies with more than one stage.
+        zero, recompute, sequence: as in strategies.
+        layers: rows of a strategy: what some layers do, and on which stage ("head: data@1; blocks.*.fc1: model").
+    """
+
+    pipeline: int | Collection[int] | None = None
+    data: int | Collection[int] | None = None
+    model: int | Collection[int] | None = None
+    micro_batches: int | Collection[int] | None = None
+    schedule: str | Collection[str] | None = None
+    zero: int | Collection[int] | None = None
+    recompute: bool | None = None
+    sequence: bool | None = None
+    layers: str | None = None
+
+    def allows(self, name: str, value: object) -> bool:
+        """Whether a value of the attribute ``name`` is among those wished for."""
+        wanted = getattr(self, name)
+        if wanted is None:
+            return True
+        return value in wanted if isinstance(wanted, Collection) and not isinstance(wanted, str) else value == wanted
+
+    def given(self) -> dict[str, object]:
+        """What is not left open."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__ if getattr(self, name) is not None}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A search's question; all of it is a value.
+
+    Attributes:
+        costs: the model.
+        hardware: of one rank.
+        num_ranks: how many there are; all are used, except for the objective "cost".
+        batch_size: samples per step.
+        objective: one of ``OBJECTIVES``.
+        memory_bytes: that a rank may hold.
+        precision: of the strategies.
+        optimizer, software: as in ``estimate``.
+        wishes: what is decided.
+    """
+
+    costs: ModelCosts
+    hardware: Hardware
+    num_ranks: int
+    batch_size: int
+    objective: str = "throughput"
+    memory_bytes: float = 0.0
+    precision: str = "fp32"
+    optimizer: str = "adamw"
+    software: Software = WORKBENCH
+    wishes: Wishes = field(default_factory=Wishes)
+
+    def __post_init__(self) -> None:
+        if self.objective not in OBJECTIVES:
+            raise StrategyError(f"objective {self.objective!r} is none of {', '.join(OBJECTIVES)}.")
+        if self.num_ranks < 1 or self.batch_size < 1 or not self.costs.rows:
+            raise StrategyError(
+                f"plan: {self.num_ranks} ranks, batch_size={self.batch_size}, {len(self.costs.rows)} layers; each is "
+                f"at least 1."
+            )
+
+    @property
+    def rows(self) -> tuple[LayerCost, ...]:
+        """The layers."""
+        return self.costs.rows
+
+    @cached_property
+    def pins(self) -> list[Row | None]:
+        """For every layer the row of the wishes that decides for it.
+
+        Raises:
+            StrategyError: a row that matches no layer.
+        """
+        if self.wishes.layers is None:
+            return [None] * len(self.rows)
+        strategy = Strategy(self.wishes.layers)
+        mistakes = [
+            mistake for mistake in strategy.check(self.costs.layers, 1) if "no layer matches" in mistake.message
+        ]
+        if mistakes:
+            raise StrategyError(f"layers={self.wishes.layers!r}: " + "; ".join(map(str, mistakes)))
+        return [strategy.row_of(row.layer.name) for row in self.rows]
+
+    @cached_property
+    def ties(self) -> list[tuple[int, int]]:
+        """Rows that share a weight."""
+        return tied_pairs(self.costs.layers)
+
+    def choices(self, index: int, model: int) -> list[Choice]:
+        """What a layer may do on a model axis of ``model`` ranks."""
+        pin = self.pins[index]
+        layer = self.rows[index].layer
+        can_split = layer.kind in (*SPLITTABLE_KINDS, TABLE) and len(layer.shapes.get("weight", ())) > 1
+        options = [DATA] if model == 1 and pin is None else list(SPLITS if can_split else WHOLE)
+        if pin is None:
+            return options
+        return [(p, s) for p, s in options if p == pin.parallel and (pin.split in (None, s) or not can_split)]
+
+    def fits_ties(self, choices: Sequence[Choice]) -> bool:
+        """Whether layers that share a weight cut it alike."""
+        layers = self.costs.layers
+        return all(split_dim(layers[a], choices[a][1]) == split_dim(layers[b], choices[b][1]) for a, b in self.ties)
+
+    def fits_stages(self, stages: Sequence[int]) -> bool:
+        """Whether layers are where they were wished to be."""
+        return all(pin is None or pin.stage in (None, stage) for pin, stage in zip(self.pins, stages, strict=True))
+
+    def resolve(self, choices: Sequence[Choice], stages: Sequence[int], options: Options) -> ResolvedStrategy:
+        """The strategy as the cost model reads it."""
+        layers = tuple(
+            ResolvedLayer(row.layer.name, parallel, split, stage, row.layer.kind)
+            for row, (parallel, split), stage in zip(self.rows, choices, stages, strict=True)
+        )
+        assert options.degrees is not None
+        return ResolvedStrategy(layers, options.degrees, options)
+
+    def ranks_of(self, strategy: Strategy) -> int:
+        """How many ranks a strategy is for: all, where fewer cost as much."""
+        degrees = strategy.options.degrees
+        return prod(degrees) if degrees and self.objective == "cost" else self.num_ranks
+
+    def estimate(self, strategy: ResolvedStrategy) -> Estimate:
+        """What a step of it takes and holds."""
+        return estimate(
+            self.costs, strategy, self.hardware, self.batch_size, optimizer=self.optimizer, software=self.software
+        )
+
+    def value(self, strategy: ResolvedStrategy, found: Estimate) -> tuple[float, float]:
+        """What is made small; the second figure decides among equals."""
+        if self.objective == "memory":
+            return found.peak_bytes, found.step_s
+        return (prod(strategy.degrees) if self.objective == "cost" else 1) * found.step_s, found.peak_bytes
+
+
+__all__ = ["DATA", "OBJECTIVES", "Choice", "Problem", "Wishes"]

@@ -1,0 +1,84 @@
+"""What to say of a model that fits nowhere: by how much, and what would make it fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NoReturn
+
+from workbench.errors import StrategyError
+from workbench.planner.ledger import Found, Ledger
+from workbench.planner.problem import Problem, Wishes
+from workbench.planner.writing import write
+from workbench.units import format_bytes
+
+Run = Callable[[Problem], tuple[Ledger, bool]]
+MOST_RANKS = 64
+"""Times the ranks of the problem: more are not tried."""
+
+
+def refuse_unfit(problem: Problem, ledger: Ledger, run: Run) -> NoReturn:
+    """Raise with the leanest strategy, what it lacks, and the ways out that were tried and work.
+
+    Raises:
+        StrategyError: always.
+    """
+    leanest = _leanest(problem, run) or ledger.leanest
+    if leanest is None:
+        raise StrategyError(
+            f"plan: layers={problem.wishes.layers!r} cannot be: no strategy puts these layers there. Leave out a stage "
+            f"(@), or let layers that share a weight do the same."
+        )
+    peak, limit = leanest.estimate.peak_bytes, problem.memory_bytes
+    stage = max(range(len(leanest.estimate.memory)), key=lambda s: sum(leanest.estimate.memory[s].values()))
+    kinds = sorted(leanest.estimate.memory[stage].items(), key=lambda item: -item[1])
+    parts = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in kinds if size > 0)
+    raise StrategyError(
+        f"plan on {problem.num_ranks} ranks with batch_size={problem.batch_size}: no strategy fits into "
+        f"{format_bytes(limit)} per rank. The leanest one, {str(write(problem, leanest.strategy))!r}, holds "
+        f"{format_bytes(peak)} (stage {stage}: {parts}), {format_bytes(peak - limit)} or {peak / limit - 1:.0%} too "
+        f"much. {_ways_out(problem, run)}"
+    )
+
+
+def _leanest(problem: Problem, run: Run) -> Found | None:
+    try:
+        ledger, _ = run(replace(problem, objective="memory", memory_bytes=float("inf")))
+    except StrategyError:
+        return None
+    return ledger.best
+
+
+def _ways_out(problem: Problem, run: Run) -> str:
+    ways = []
+    if (ranks := _ranks_that_fit(problem, run)) is not None:
+        ways.append(f"{ranks} ranks")
+    halves = problem.precision == "fp32" and "bf16" in problem.hardware.matmul_flops_per_s
+    if halves and _fits(replace(problem, precision="bf16"), run):
+        ways.append("precision='bf16'")
+    if problem.wishes != Wishes() and _fits(replace(problem, wishes=Wishes()), run):
+        ways.append("no wishes")
+    for optimizer in ("momentum", "sgd"):
+        if problem.optimizer in ("adamw", "adam") and _fits(replace(problem, optimizer=optimizer), run):
+            ways.append(f"optimizer={optimizer!r}")
+            break
+    if not ways:
+        return f"Nothing that was tried makes it fit: up to {MOST_RANKS} times the ranks, 16 bits, another optimizer."
+    return f"It fits with {', or with '.join(ways)}."
+
+
+def _ranks_that_fit(problem: Problem, run: Run) -> int | None:
+    ranks = problem.num_ranks
+    while ranks < MOST_RANKS * problem.num_ranks:
+        ranks *= 2
+        if _fits(replace(problem, num_ranks=ranks), run):
+            return ranks
+    return None
+
+
+def _fits(problem: Problem, run: Run) -> bool:
+    leanest = _leanest(problem, run)
+    return leanest is not None and leanest.estimate.peak_bytes <= problem.memory_bytes
+
+
+__all__ = ["refuse_unfit"]
