@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +12,14 @@ from workbench.session import Session
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "engines: needs real ipyparallel engines (seconds, not milliseconds)")
+
+
+@pytest.fixture(autouse=True)
+def _interruptible() -> Iterator[None]:
+    """Shells start background jobs with SIGINT ignored, and Python then leaves it so."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="session")

@@ -44,14 +44,6 @@ FOREVER = "while True: train()"
 DIVERGED = "(inputs if wb.rank() else targets).to_global(sbp=wb.sbp.broadcast)"
 
 
-@pytest.fixture(autouse=True)
-def _interruptible():
-    """Shells start background jobs with SIGINT ignored, and Python then leaves it so."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 def raises(session, rank):
     began = time.monotonic()
     with pytest.raises(CellError, match=rf"ValueError on rank {rank}: planned"):

@@ -15,7 +15,7 @@ import pytest
 from IPython.core.error import UsageError
 
 from workbench.errors import SessionError
-from workbench.session import Session, commands, folder, kept
+from workbench.session import Session, cluster, commands, folder, kept
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(120)]
 
@@ -50,6 +50,7 @@ def _own_folder(tmp_path, monkeypatch):
     """Sessions of these tests are not seen by others, and the other way round."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setattr(cluster, "_open", [])
     yield
     for each in folder.all_folders():
         each.reap()

@@ -10,6 +10,7 @@ Engines that are kept for another notebook watch their controller in place of th
 
 from __future__ import annotations
 
+import json
 import os
 import runpy
 import signal
@@ -23,6 +24,9 @@ OWNER = "WORKBENCH_OWNER_PID"
 """The environment variable with the notebook's process id, for processes that end with it."""
 KEEPER = "WORKBENCH_KEEPER"
 """The one with the controller's process id and start time, for engines that outlive the notebook."""
+CONNECTION = "WORKBENCH_CONNECTION_FILE"
+"""The one with the file in which the controller says where it listens, for engines that start along with it."""
+_POLL_S = 0.02
 
 
 def watch(
@@ -80,6 +84,22 @@ def is_running(process: str) -> Callable[[], bool]:
     return lambda: known.find() is not None
 
 
+def prepare_engine(connection_file: str) -> None:
+    """Load torch, which takes longest, while the controller starts; then tell the engine where it listens.
+
+    There is no time limit: this process ends with its owner, and the owner notices a controller that ends.
+    """
+    import workbench.runtime.world  # noqa: F401
+
+    while True:
+        try:
+            with open(connection_file, encoding="utf-8") as file:
+                os.environ["IPP_CONNECTION_INFO"] = json.dumps(json.load(file))
+            return
+        except (FileNotFoundError, json.JSONDecodeError):  # not there, or not written to its end
+            time.sleep(_POLL_S)
+
+
 def main(argv: list[str]) -> None:
     """Run a module as ``python -m`` does, with its arguments, under the watch that fits it."""
     module, *arguments = argv
@@ -89,6 +109,8 @@ def main(argv: list[str]) -> None:
         watch(has_parent(int(os.environ[OWNER])), on_orphaned)
     elif KEEPER in os.environ:
         watch(is_running(os.environ[KEEPER]), end_this_process)
+    if CONNECTION in os.environ and not is_controller:
+        prepare_engine(os.environ[CONNECTION])
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

@@ -138,6 +138,7 @@ class LocalProcesses:
             load_profile=False,
             shutdown_atexit=False,
             delay=0,
+            send_engines_connection_env=False,  # it waits for the controller; engines can load torch meanwhile
             log_level=logging.CRITICAL,
             controller_args=_CONTROLLER_OPTIONS,
             engines=RankEngineSetLauncher,
@@ -156,14 +157,14 @@ class LocalProcesses:
         self._cluster.start_controller_sync(environment=self._environment())
         assert self._cluster.controller is not None
         self._controller = ProcessId.of(self._cluster.controller.pid)
-        self._record()
+        self._launch(range(self.num_ranks))
         try:
             client = self._cluster.connect_client_sync()
         except Exception as error:
             raise EngineStartError(
                 f"Session: the controller did not start ({error}). The last lines it wrote:\n{self._controller_log()}"
             ) from error
-        self.start_engines(client, range(self.num_ranks), on_progress)
+        self._wait_for(client, range(self.num_ranks), on_progress)
         return client
 
     def attach(self, facts: Kept) -> ipp.Client:
@@ -177,6 +178,11 @@ class LocalProcesses:
 
     def start_engines(self, client: ipp.Client, ranks: Sequence[int], on_progress: Callable[[int], None]) -> None:
         """Start engines for these ranks and wait until the client sees them; raises as `start` does."""
+        self._launch(ranks)
+        self._wait_for(client, ranks, on_progress)
+
+    def _launch(self, ranks: Sequence[int]) -> None:
+        """Start the processes of engines; they find the controller when it has said where it listens."""
         engine_set_id = self._cluster.start_engines_sync(
             len(ranks),
             ranks=list(ranks),
@@ -189,8 +195,6 @@ class LocalProcesses:
         launchers = list(self._cluster.engines[engine_set_id].launchers.values())
         self._launchers.update({launcher.rank: launcher for launcher in launchers})
         self.engines.update({launcher.rank: launcher.process for launcher in launchers})
-        self._record()
-        self._wait_for(client, ranks, on_progress)
         self._record()
 
     def stop(self) -> None:
@@ -234,7 +238,8 @@ class LocalProcesses:
 
     def _environment(self) -> dict[str, str]:
         """Whom a process watches: the notebook, or if the session is kept its controller, which watches nobody."""
-        environment = {"WORKBENCH_SESSION_FOLDER": str(self.folder.path)}
+        connection = self.folder.path / "profile" / "security" / "ipcontroller-engine.json"
+        environment = {"WORKBENCH_SESSION_FOLDER": str(self.folder.path), guard.CONNECTION: str(connection)}
         if not self.keep:
             environment[guard.OWNER] = str(os.getpid())
         elif self._controller is not None:
@@ -275,6 +280,7 @@ class LocalProcesses:
                 raise EngineStartError(self._start_failure(missing, f"did not answer within {START_TIMEOUT_S} s"))
             on_progress(len(client.ids))
             time.sleep(_POLL_S)
+        self._record()
 
     def _start_failure(self, ranks: Sequence[int], what: str) -> str:
         logs = "\n".join(f"rank {rank}:\n{self._log_of(rank)}" for rank in ranks[:2])
