@@ -47,9 +47,9 @@ from workbench.core.placement import Placement
 from workbench.runtime.exchange import exchange_between
 from workbench.runtime.tensor import label, spec_of
 from workbench.runtime.transport.base import Transport
-from workbench.runtime.transport.gloo import GlooTransport
 from workbench.runtime.transport.meeting import meet
-from workbench.runtime.transport.watch import Watch
+from workbench.runtime.transport.network.gloo import GlooTransport
+from workbench.runtime.transport.network.watch import Watch
 from workbench.runtime.world import World, current
 from workbench.units import format_bytes
 

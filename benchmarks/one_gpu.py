@@ -22,9 +22,9 @@ from benchmarks.harness import Action, Target, interleave, is_launched, keep, la
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.runtime.tensor import label, spec_of
-from workbench.runtime.transport.gloo import GlooTransport
 from workbench.runtime.transport.meeting import meet
-from workbench.runtime.transport.watch import Watch
+from workbench.runtime.transport.network.gloo import GlooTransport
+from workbench.runtime.transport.network.watch import Watch
 from workbench.runtime.world import World, current
 
 NUM_PROCESSES = 4

@@ -19,9 +19,9 @@ import torch
 
 from workbench.errors import WorldError
 from workbench.kernels import blocks
-from workbench.runtime.transport import ipc_connecting
-from workbench.runtime.transport.device import Memory
-from workbench.runtime.transport.mapped import Mapping
+from workbench.runtime.transport.ipc import connecting as ipc_connecting
+from workbench.runtime.transport.ipc.device import Memory
+from workbench.runtime.transport.letters.mapped import Mapping
 
 HEAD_BYTES = 4096
 """Before the memory: a block of which others get a handle of the whole, as in CUDA."""

@@ -6,7 +6,8 @@ import torch
 
 from tests.runtime import late_device
 from tests.runtime.shared_ranks import Meeting, run_on_threads
-from workbench.runtime.transport import ipc_connecting, pool
+from workbench.runtime.transport.ipc import connecting as ipc_connecting
+from workbench.runtime.transport.ipc import pool
 from workbench.runtime.world import Simulated, World
 
 CPU = torch.device("cpu")

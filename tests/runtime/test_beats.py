@@ -11,9 +11,9 @@ from torch.distributed import HashStore
 
 from tests.processes import Ranks
 from workbench.errors import CollectiveAborted
-from workbench.runtime.transport import beats
-from workbench.runtime.transport.beats import Beats
 from workbench.runtime.transport.meeting import Member
+from workbench.runtime.transport.network import beats
+from workbench.runtime.transport.network.beats import Beats
 from workbench.runtime.world import current
 
 HOSTS = ("alpha boot", "alpha boot", "beta boot")

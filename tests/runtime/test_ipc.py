@@ -18,8 +18,10 @@ from tests.runtime.programs import training_equals_one_device
 from tests.runtime.shared_ranks import assert_all_returned
 from tests.runtime.test_shared_memory import FLOATS, OTHERS, reduced, values
 from workbench.errors import CollectiveAborted, WorldError
-from workbench.runtime.transport import ipc, ipc_connecting, marks, pool
-from workbench.runtime.transport.catalogue import ON_DEVICE, ON_HOST
+from workbench.runtime.transport.ipc import connecting as ipc_connecting
+from workbench.runtime.transport.ipc import marks, pool
+from workbench.runtime.transport.ipc import transport as ipc
+from workbench.runtime.transport.ipc.catalogue import ON_DEVICE, ON_HOST
 from workbench.runtime.world import current
 
 

@@ -9,8 +9,10 @@ import torch
 from tests.runtime import late_device
 from tests.runtime.shared_ranks import assert_all_returned, run_on_threads
 from workbench.errors import WorldError
-from workbench.runtime.transport import choice, cuda, ipc_connecting
-from workbench.runtime.transport.device import Memory
+from workbench.runtime.transport import choice
+from workbench.runtime.transport.ipc import connecting as ipc_connecting
+from workbench.runtime.transport.ipc import cuda
+from workbench.runtime.transport.ipc.device import Memory
 from workbench.runtime.transport.meeting import Meeting, Member
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)

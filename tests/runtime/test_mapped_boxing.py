@@ -22,9 +22,10 @@ from workbench.core.placement import Placement
 from workbench.errors import CollectiveAborted
 from workbench.runtime import exchange
 from workbench.runtime.tensor import label, local_torch, spec_of
-from workbench.runtime.transport import mapped, segment, steady
-from workbench.runtime.transport.link import Loan
-from workbench.runtime.transport.program import program_of
+from workbench.runtime.transport.letters import mapped
+from workbench.runtime.transport.letters.link import Loan
+from workbench.runtime.transport.letters.program import program_of
+from workbench.runtime.transport.shared import segment, steady
 from workbench.runtime.world import Simulated, World, current
 
 LAYOUTS = ["S(0)", "S(1)", "B", "P", "P(max)"]

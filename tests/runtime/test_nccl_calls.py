@@ -13,11 +13,11 @@ from torch.distributed import HashStore
 
 from tests.runtime.shared_ranks import assert_all_returned, run_on_threads
 from workbench.errors import CollectiveAborted
-from workbench.runtime.transport import calls, distributed
-from workbench.runtime.transport.calls import CallWatch
-from workbench.runtime.transport.distributed import DistributedTransport
 from workbench.runtime.transport.meeting import Meeting, Member
-from workbench.runtime.transport.watch import HAS_LEFT
+from workbench.runtime.transport.network import calls, distributed
+from workbench.runtime.transport.network.calls import CallWatch
+from workbench.runtime.transport.network.distributed import DistributedTransport
+from workbench.runtime.transport.network.watch import HAS_LEFT
 
 
 class Call:

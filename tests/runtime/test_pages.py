@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from workbench.errors import WorldError
-from workbench.runtime.transport import pages
-from workbench.runtime.transport.mapped import Mapping
+from workbench.runtime.transport.letters import pages
+from workbench.runtime.transport.letters.mapped import Mapping
 
 SIZE = 3 * pages.LARGE_PAGE_BYTES + 40960
 

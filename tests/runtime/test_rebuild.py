@@ -11,7 +11,7 @@ from tests.processes import Ranks
 from workbench.errors import CollectiveAborted, WorldError
 from workbench.runtime import world
 from workbench.runtime.transport import meeting, processes
-from workbench.runtime.transport.watch import LETTERS, RECEIPTS, Note, find_ring, receipts_key
+from workbench.runtime.transport.network.watch import LETTERS, RECEIPTS, Note, find_ring, receipts_key
 
 
 def ring(**notes):

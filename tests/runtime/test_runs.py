@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from workbench.runtime.transport.runs import SHORTEST_RUN_BYTES, copy_runs, packing_runs, runs_of
+from workbench.runtime.transport.letters.runs import SHORTEST_RUN_BYTES, copy_runs, packing_runs, runs_of
 
 WHOLE = (6, 5, 40)
 

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from tests.runtime.shared_ranks import assert_all_returned, run_shared
-from workbench.runtime.transport import board, shared, sums
-from workbench.runtime.transport.arena import Arena
+from workbench.runtime.transport.letters import board
+from workbench.runtime.transport.letters.arena import Arena
+from workbench.runtime.transport.shared import sums
+from workbench.runtime.transport.shared import transport as shared
 
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 OTHERS = [torch.int64, torch.int32, torch.int16, torch.uint8, torch.bool, torch.complex64]

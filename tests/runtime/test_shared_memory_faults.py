@@ -15,7 +15,9 @@ import torch
 
 from tests.runtime.shared_ranks import Meeting, assert_all_returned, run_on_threads, run_shared
 from workbench.errors import CollectiveAborted, WorldError
-from workbench.runtime.transport import choice, mapped, shared
+from workbench.runtime.transport import choice
+from workbench.runtime.transport.letters import mapped
+from workbench.runtime.transport.shared import transport as shared
 from workbench.runtime.transport.threads import ThreadHub, ThreadTransport
 
 ROOT = Path(__file__).parents[2]

@@ -18,7 +18,7 @@ from workbench.core.route import route_boxing
 from workbench.errors import LayoutError
 from workbench.runtime.assembling import assemble, packed, region_shape, slice_region
 from workbench.runtime.tensor import Spec, ghost_storage, spec_of
-from workbench.runtime.transport.program import ONE_STEP_BYTES, Program, program_of
+from workbench.runtime.transport.letters.program import ONE_STEP_BYTES, Program, program_of
 from workbench.runtime.world import World
 
 _MAX_CACHED = 256

@@ -14,18 +14,18 @@ import torch.distributed as dist
 
 from workbench.errors import WorldError
 from workbench.runtime.transport.base import Transport
-from workbench.runtime.transport.board import Board
-from workbench.runtime.transport.connecting import Gather, make_board, open_links, tell
-from workbench.runtime.transport.distributed import DistributedTransport
-from workbench.runtime.transport.gloo import GlooTransport
-from workbench.runtime.transport.ipc_connecting import MAKERS
-from workbench.runtime.transport.ipc_connecting import connect as connect_devices
-from workbench.runtime.transport.mapped import Mapping
+from workbench.runtime.transport.ipc.connecting import MAKERS
+from workbench.runtime.transport.ipc.connecting import connect as connect_devices
+from workbench.runtime.transport.letters.board import Board
+from workbench.runtime.transport.letters.connecting import Gather, make_board, open_links, tell
+from workbench.runtime.transport.letters.mapped import Mapping
+from workbench.runtime.transport.letters.semaphores import load
 from workbench.runtime.transport.meeting import Meeting, Member, host_name
 from workbench.runtime.transport.mixed import MixedTransport
-from workbench.runtime.transport.semaphores import load
-from workbench.runtime.transport.shared import FIRST_CHUNK_BYTES, SharedTransport
-from workbench.runtime.transport.watch import Watch
+from workbench.runtime.transport.network.distributed import DistributedTransport
+from workbench.runtime.transport.network.gloo import GlooTransport
+from workbench.runtime.transport.network.watch import Watch
+from workbench.runtime.transport.shared.transport import FIRST_CHUNK_BYTES, SharedTransport
 
 VARIABLE = "WORKBENCH_TRANSPORT"
 NAMES = ("auto", "gloo", "shared", "mixed", "ipc", "nccl")

@@ -21,10 +21,10 @@ from workbench.runtime.transport.base import (
     borrow_by_exchange,
     pack,
 )
-from workbench.runtime.transport.gloo import GlooTransport
+from workbench.runtime.transport.network.gloo import GlooTransport
+from workbench.runtime.transport.network.watch import Wait
 from workbench.runtime.transport.reducing import tag_in_group
-from workbench.runtime.transport.shared import SharedTransport
-from workbench.runtime.transport.watch import Wait
+from workbench.runtime.transport.shared.transport import SharedTransport
 
 _GATHER_TAG = -1
 

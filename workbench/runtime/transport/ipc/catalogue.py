@@ -8,8 +8,8 @@ from __future__ import annotations
 import struct
 from typing import NamedTuple
 
-from workbench.runtime.transport.device import HANDLE_BYTES
-from workbench.runtime.transport.mapped import Mapping
+from workbench.runtime.transport.ipc.device import HANDLE_BYTES
+from workbench.runtime.transport.letters.mapped import Mapping
 
 MAX_CHUNKS = 32
 NUM_EVENTS = 32

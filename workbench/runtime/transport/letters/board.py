@@ -13,8 +13,8 @@ import struct
 from functools import lru_cache
 from typing import NamedTuple
 
-from workbench.runtime.transport.mapped import Mapping
-from workbench.runtime.transport.semaphores import SEMAPHORE_BYTES, Semaphores
+from workbench.runtime.transport.letters.mapped import Mapping
+from workbench.runtime.transport.letters.semaphores import SEMAPHORE_BYTES, Semaphores
 
 NUM_SLOTS = 128
 """Entries of a ring."""

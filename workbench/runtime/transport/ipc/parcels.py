@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 
 from workbench.runtime.transport.base import Message
-from workbench.runtime.transport.link import Block, Letter, Link
-from workbench.runtime.transport.mailbox import Mailbox
-from workbench.runtime.transport.marks import Marks, MarkWaiter, PeerMarks
-from workbench.runtime.transport.pool import RETIRE_TAG, Opened, Pool, leave_all
+from workbench.runtime.transport.ipc.marks import Marks, MarkWaiter, PeerMarks
+from workbench.runtime.transport.ipc.pool import RETIRE_TAG, Opened, Pool, leave_all
+from workbench.runtime.transport.letters.link import Block, Letter, Link
+from workbench.runtime.transport.letters.mailbox import Mailbox
 
 
 class Peer(NamedTuple):

@@ -10,53 +10,30 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 
 from workbench.core.boxing import LinkCost
-from workbench.errors import CollectiveAborted
 from workbench.runtime.transport.base import Message, Release, Wanted
-from workbench.runtime.transport.board import FAILED, LEFT, Board, encode_header
-from workbench.runtime.transport.link import Block, Letter, Link
-from workbench.runtime.transport.mailbox import Mailbox
-from workbench.runtime.transport.mapped import Mapping
-from workbench.runtime.transport.program import ONE_STEP_BYTES, Program
-from workbench.runtime.transport.pulling import pull
+from workbench.runtime.transport.letters.board import FAILED, LEFT, Board, encode_header
+from workbench.runtime.transport.letters.ending import ends_the_transport
+from workbench.runtime.transport.letters.link import Block, Letter, Link
+from workbench.runtime.transport.letters.mailbox import Mailbox
+from workbench.runtime.transport.letters.mapped import Mapping
+from workbench.runtime.transport.letters.program import ONE_STEP_BYTES, Program
+from workbench.runtime.transport.letters.semaphores import Semaphores
+from workbench.runtime.transport.letters.waits import SLICE_S, Waiter
+from workbench.runtime.transport.network.watch import receipts_key
 from workbench.runtime.transport.reducing import tag_in_group
-from workbench.runtime.transport.segment import Segment
-from workbench.runtime.transport.semaphores import Semaphores
-from workbench.runtime.transport.steady import STEADY_BYTES, SteadyPrograms
-from workbench.runtime.transport.sums import Sum
-from workbench.runtime.transport.waits import SLICE_S, Waiter
-from workbench.runtime.transport.watch import receipts_key
+from workbench.runtime.transport.shared.pulling import pull
+from workbench.runtime.transport.shared.segment import Segment
+from workbench.runtime.transport.shared.steady import STEADY_BYTES, SteadyPrograms
+from workbench.runtime.transport.shared.sums import Sum
 
 FIRST_CHUNK_BYTES = 8 * 2**20 + STEADY_BYTES
 """Memory for data that every rank starts with; more is added in growing steps when messages need it."""
 _LAST_LETTERS_S = 1.0
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def _ends_the_transport(
-    method: Callable[Concatenate[SharedTransport, P], R],
-) -> Callable[Concatenate[SharedTransport, P], R]:
-    """An exchange that was broken off leaves letters behind: neither this rank nor its peers may go on with them."""
-
-    @wraps(method)
-    def run(self: SharedTransport, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        if self._waiter.abort_reason is not None:
-            self._give_up(None)
-            raise CollectiveAborted(f"rank {self.rank}: this world has ended: {self._waiter.abort_reason}")
-        try:
-            return method(self, *args, **kwargs)
-        except BaseException as error:
-            self._give_up(error)
-            raise
-
-    return run
 
 
 class SharedTransport:
@@ -100,13 +77,13 @@ class SharedTransport:
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int, header: str) -> None:
         self.start(sends, receives, tag, header)()
 
-    @_ends_the_transport
+    @ends_the_transport
     def start(self, sends: Sequence[Message], receives: Sequence[Message], tag: int, header: str) -> Callable[[], None]:
         text = encode_header(header)
         self._send(sends, tag << 1, text)
         return lambda: self._receive(receives, tag, text)
 
-    @_ends_the_transport
+    @ends_the_transport
     def _receive(self, receives: Sequence[Message], tag: int, text: bytes) -> None:
         for source, out in receives:
             letter = self._mailbox.take(source, tag << 1, text, out.nbytes)
@@ -114,7 +91,7 @@ class SharedTransport:
                 out.copy_(self._mailbox.view(source, letter, out.shape, out.dtype))
             self._acknowledge(source, letter)
 
-    @_ends_the_transport
+    @ends_the_transport
     def borrow(
         self, sends: Sequence[Message], wanted: Sequence[Wanted], dtype: torch.dtype, tag: int, header: str
     ) -> tuple[list[torch.Tensor], Release]:
@@ -133,7 +110,7 @@ class SharedTransport:
 
         return pieces, release
 
-    @_ends_the_transport
+    @ends_the_transport
     def pull(self, program: Program, local: torch.Tensor, tag: int) -> torch.Tensor | None:
         steady = self._steady.of(program)
         if steady is not None:
@@ -148,7 +125,7 @@ class SharedTransport:
     ) -> torch.Tensor:
         return self.start_all_reduce([tensor], group, reduction, tag, header)().view(tensor.shape)
 
-    @_ends_the_transport
+    @ends_the_transport
     def start_all_reduce(
         self, tensors: Sequence[torch.Tensor], group: Sequence[int], reduction: str, tag: int, header: str
     ) -> Callable[[], torch.Tensor]:
@@ -156,7 +133,7 @@ class SharedTransport:
         sum_ = Sum(self._segment, self._mailbox, tensors, group, reduction, number, encode_header(header))
         return lambda: self._finish(sum_)
 
-    @_ends_the_transport
+    @ends_the_transport
     def _finish(self, sum_: Sum) -> torch.Tensor:
         return sum_.finish()
 
@@ -167,7 +144,7 @@ class SharedTransport:
         self.exchange(sends, [(peer, parts[peer]) for peer in self._links], -1, header)
         return parts
 
-    @_ends_the_transport
+    @ends_the_transport
     def flush(self) -> None:
         """What was sent lies in blocks of its own; only letters for which a ring had no room are left to send."""
         started = time.perf_counter()

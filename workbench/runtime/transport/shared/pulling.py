@@ -11,14 +11,14 @@ from collections.abc import Sequence
 
 import torch
 
-from workbench.runtime.transport.board import encode_header
-from workbench.runtime.transport.link import Block, Letter, Loan
-from workbench.runtime.transport.mailbox import Mailbox
-from workbench.runtime.transport.mapped import contiguous_strides
-from workbench.runtime.transport.program import Part, Place, Program
+from workbench.runtime.transport.letters.board import encode_header
+from workbench.runtime.transport.letters.link import Block, Letter, Loan
+from workbench.runtime.transport.letters.mailbox import Mailbox
+from workbench.runtime.transport.letters.mapped import contiguous_strides
+from workbench.runtime.transport.letters.program import Part, Place, Program
+from workbench.runtime.transport.letters.runs import copy_runs, runs_of
 from workbench.runtime.transport.reducing import combine
-from workbench.runtime.transport.runs import copy_runs, runs_of
-from workbench.runtime.transport.segment import LENT_FROM_BYTES, Segment, is_plain
+from workbench.runtime.transport.shared.segment import LENT_FROM_BYTES, Segment, is_plain
 
 _copy_bytes = ctypes.memmove
 

@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple, Protocol
 
-from workbench.runtime.transport.arena import Arena
-from workbench.runtime.transport.board import LETTER, LETTER_SLOT_BYTES, NUM_SLOTS, Board
-from workbench.runtime.transport.mapped import Mapping
-from workbench.runtime.transport.semaphores import Semaphores
+from workbench.runtime.transport.letters.arena import Arena
+from workbench.runtime.transport.letters.board import LETTER, LETTER_SLOT_BYTES, NUM_SLOTS, Board
+from workbench.runtime.transport.letters.mapped import Mapping
+from workbench.runtime.transport.letters.semaphores import Semaphores
 
 
 class Letter(NamedTuple):

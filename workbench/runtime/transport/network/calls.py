@@ -20,8 +20,8 @@ from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
 from workbench.runtime.transport.meeting import Meeting
+from workbench.runtime.transport.network.watch import HAS_LEFT
 from workbench.runtime.transport.processes import Processes
-from workbench.runtime.transport.watch import HAS_LEFT
 
 LOOK_S = 0.2
 SUSPECT_S = 0.5

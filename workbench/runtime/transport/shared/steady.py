@@ -12,14 +12,14 @@ import ctypes
 
 import torch
 
-from workbench.runtime.transport.arena import Arena
-from workbench.runtime.transport.board import encode_header
-from workbench.runtime.transport.link import Letter, letter_without_receipt
-from workbench.runtime.transport.mailbox import Mailbox
-from workbench.runtime.transport.mapped import Mapping
-from workbench.runtime.transport.program import Program, Read
+from workbench.runtime.transport.letters.arena import Arena
+from workbench.runtime.transport.letters.board import encode_header
+from workbench.runtime.transport.letters.link import Letter, letter_without_receipt
+from workbench.runtime.transport.letters.mailbox import Mailbox
+from workbench.runtime.transport.letters.mapped import Mapping
+from workbench.runtime.transport.letters.program import Program, Read
 from workbench.runtime.transport.reducing import combine, combined
-from workbench.runtime.transport.segment import LENT_FROM_BYTES, Segment, is_plain
+from workbench.runtime.transport.shared.segment import LENT_FROM_BYTES, Segment, is_plain
 
 STEADY_BYTES = 2 * 2**20
 """How much of a rank's first chunk, at its end, is for these buffers."""

@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 import torch
 
 from workbench.errors import WorldError
-from workbench.runtime.transport.arena import Arena
-from workbench.runtime.transport.board import decode_header
-from workbench.runtime.transport.catalogue import MAX_CHUNKS, ON_DEVICE, ON_HOST, Catalogue, Chunk
-from workbench.runtime.transport.device import Device, Memory
-from workbench.runtime.transport.link import Block, Link
-from workbench.runtime.transport.mapped import Mapping
+from workbench.runtime.transport.ipc.catalogue import MAX_CHUNKS, ON_DEVICE, ON_HOST, Catalogue, Chunk
+from workbench.runtime.transport.ipc.device import Device, Memory
+from workbench.runtime.transport.letters.arena import Arena
+from workbench.runtime.transport.letters.board import decode_header
+from workbench.runtime.transport.letters.link import Block, Link
+from workbench.runtime.transport.letters.mapped import Mapping
 from workbench.runtime.transport.processes import Processes
 
 FIRST_CHUNK_BYTES = 16 * 2**20

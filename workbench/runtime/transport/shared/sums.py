@@ -13,11 +13,11 @@ import torch
 
 from workbench.core.layout import balanced_bounds
 from workbench.runtime.transport.base import pack
-from workbench.runtime.transport.link import Block, Letter, Loan
-from workbench.runtime.transport.mailbox import Mailbox
-from workbench.runtime.transport.program import ONE_STEP_BYTES
+from workbench.runtime.transport.letters.link import Block, Letter, Loan
+from workbench.runtime.transport.letters.mailbox import Mailbox
+from workbench.runtime.transport.letters.program import ONE_STEP_BYTES
 from workbench.runtime.transport.reducing import combine, cut
-from workbench.runtime.transport.segment import LENT_FROM_BYTES, Segment
+from workbench.runtime.transport.shared.segment import LENT_FROM_BYTES, Segment
 
 PIECE_BYTES = 4 * 2**20
 """Long sums go by pieces: they need little memory for terms, and always the same, whose pages are warm."""

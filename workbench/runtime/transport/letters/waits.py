@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping
 
 from workbench.errors import CollectiveAborted
 from workbench.runtime.caller import user_frame
-from workbench.runtime.transport.board import FAILED, LEFT, Board, Wait, decode_header
-from workbench.runtime.transport.link import Letter, Link
+from workbench.runtime.transport.letters.board import FAILED, LEFT, Board, Wait, decode_header
+from workbench.runtime.transport.letters.link import Letter, Link
+from workbench.runtime.transport.letters.semaphores import Semaphores
+from workbench.runtime.transport.network.watch import LETTERS, RECEIPTS
 from workbench.runtime.transport.processes import Processes
-from workbench.runtime.transport.semaphores import Semaphores
-from workbench.runtime.transport.watch import LETTERS, RECEIPTS
 
 SLICE_S = 0.02
 """How long a sleeping rank goes without looking for an abort, a dead peer or a deadlock."""

@@ -26,9 +26,9 @@ from workbench.core.layout import balanced_bounds
 from workbench.errors import CollectiveAborted
 from workbench.runtime.caller import user_frame
 from workbench.runtime.transport.base import Message, Release, Wanted, borrow_by_exchange, pack
+from workbench.runtime.transport.network.waiting import Helper, Job
+from workbench.runtime.transport.network.watch import HAS_LEFT, Wait, Watch
 from workbench.runtime.transport.reducing import combine, tag_in_group
-from workbench.runtime.transport.waiting import Helper, Job
-from workbench.runtime.transport.watch import HAS_LEFT, Wait, Watch
 
 ONE_STEP_BYTES = 16 * 2**10
 """Up to this size every rank of three or more adds up everything itself, which saves a meeting."""

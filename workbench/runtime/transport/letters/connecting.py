@@ -12,10 +12,10 @@ from typing import Any, Protocol
 import torch
 
 from workbench.errors import WorldError
-from workbench.runtime.transport.board import Board
-from workbench.runtime.transport.link import Link
-from workbench.runtime.transport.mapped import Mapping
-from workbench.runtime.transport.semaphores import load
+from workbench.runtime.transport.letters.board import Board
+from workbench.runtime.transport.letters.link import Link
+from workbench.runtime.transport.letters.mapped import Mapping
+from workbench.runtime.transport.letters.semaphores import load
 
 Gather = Callable[[torch.Tensor], list[torch.Tensor]]
 """Collects equally shaped CPU tensors of all ranks, by rank."""

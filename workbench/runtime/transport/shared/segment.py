@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from workbench.errors import WorldError
-from workbench.runtime.transport.arena import Arena
-from workbench.runtime.transport.board import MAX_CHUNKS, Board, decode_header
-from workbench.runtime.transport.link import Block, Link
-from workbench.runtime.transport.mapped import Mapping, available_bytes
-from workbench.runtime.transport.runs import copy_runs, packing_runs
+from workbench.runtime.transport.letters.arena import Arena
+from workbench.runtime.transport.letters.board import MAX_CHUNKS, Board, decode_header
+from workbench.runtime.transport.letters.link import Block, Link
+from workbench.runtime.transport.letters.mapped import Mapping, available_bytes
+from workbench.runtime.transport.letters.runs import copy_runs, packing_runs
 
 LENT_FROM_BYTES = 64 * 2**10 + 1
 """Smaller tensors are copied to be read: that is faster than to wait until the readers have finished."""

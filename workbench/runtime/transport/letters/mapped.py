@@ -17,7 +17,7 @@ import psutil
 import torch
 
 from workbench.errors import WorldError
-from workbench.runtime.transport.pages import have_large_pages, map_aligned
+from workbench.runtime.transport.letters.pages import have_large_pages, map_aligned
 from workbench.units import format_bytes
 
 _SHARE_OF_AVAILABLE = 0.9

@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable, Sequence
 
 from workbench.errors import CollectiveAborted
-from workbench.runtime.transport.board import decode_header
-from workbench.runtime.transport.device import Event
-from workbench.runtime.transport.link import Link
+from workbench.runtime.transport.ipc.device import Event
+from workbench.runtime.transport.letters.board import decode_header
+from workbench.runtime.transport.letters.link import Link
+from workbench.runtime.transport.letters.waits import Waiter
 from workbench.runtime.transport.processes import Processes
-from workbench.runtime.transport.waits import Waiter
 
 _YIELD_S = 200e-6
 _NAP_S = 50e-6

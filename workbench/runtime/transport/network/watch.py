@@ -14,10 +14,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import NamedTuple
 
-from workbench.runtime.transport.beats import Beats
 from workbench.runtime.transport.meeting import Meeting
+from workbench.runtime.transport.network.beats import Beats
+from workbench.runtime.transport.network.waiting import Helper, Job
 from workbench.runtime.transport.processes import Processes
-from workbench.runtime.transport.waiting import Helper, Job
 
 LETTERS, RECEIPTS = -1, -2
 """Slots of what goes through shared memory; its notes count letters and receipts apart."""

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from workbench.core.layout import Shape
-from workbench.runtime.transport.mapped import contiguous_strides
+from workbench.runtime.transport.letters.mapped import contiguous_strides
 
 SHORTEST_RUN_BYTES = 256
 _move = ctypes.memmove

@@ -16,18 +16,18 @@ from typing import Any, NamedTuple
 import torch
 
 from workbench.errors import WorldError
-from workbench.runtime.transport.board import Board
-from workbench.runtime.transport.catalogue import CATALOGUE_BYTES, NUM_EVENTS, ON_DEVICE, ON_HOST, Catalogue
-from workbench.runtime.transport.connecting import Gather, make_board, open_links, tell
-from workbench.runtime.transport.cuda import CudaDevice
-from workbench.runtime.transport.device import Device
-from workbench.runtime.transport.ipc import IpcTransport
-from workbench.runtime.transport.link import Link
-from workbench.runtime.transport.marks import Marks, MarkWaiter, PeerMarks
-from workbench.runtime.transport.parcels import Parcels, Peer
-from workbench.runtime.transport.pool import FIRST_CHUNK_BYTES, Opened, Pool, reap
+from workbench.runtime.transport.ipc.catalogue import CATALOGUE_BYTES, NUM_EVENTS, ON_DEVICE, ON_HOST, Catalogue
+from workbench.runtime.transport.ipc.cuda import CudaDevice
+from workbench.runtime.transport.ipc.device import Device
+from workbench.runtime.transport.ipc.marks import Marks, MarkWaiter, PeerMarks
+from workbench.runtime.transport.ipc.parcels import Parcels, Peer
+from workbench.runtime.transport.ipc.pool import FIRST_CHUNK_BYTES, Opened, Pool, reap
+from workbench.runtime.transport.ipc.transport import IpcTransport
+from workbench.runtime.transport.letters.board import Board
+from workbench.runtime.transport.letters.connecting import Gather, make_board, open_links, tell
+from workbench.runtime.transport.letters.link import Link
+from workbench.runtime.transport.letters.semaphores import load
 from workbench.runtime.transport.processes import Processes
-from workbench.runtime.transport.semaphores import load
 
 MAKERS: dict[str, Callable[[torch.device], Device]] = {"cuda": CudaDevice}
 """What makes a ``Device`` of a torch device, by its type."""

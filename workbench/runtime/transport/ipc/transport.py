@@ -20,20 +20,19 @@ import time
 from collections.abc import Callable, Sequence
 from collections.abc import Mapping as MappingOf
 from contextlib import suppress
-from functools import wraps
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
 from workbench.core.boxing import LinkCost
 from workbench.core.layout import balanced_bounds
-from workbench.errors import CollectiveAborted
 from workbench.runtime.transport.base import Message, Release, Wanted
-from workbench.runtime.transport.board import FAILED, LEFT, Board, encode_header
-from workbench.runtime.transport.catalogue import ON_DEVICE, Catalogue
-from workbench.runtime.transport.link import Block, Letter
-from workbench.runtime.transport.marks import MarkWaiter
-from workbench.runtime.transport.parcels import Parcels, plain
+from workbench.runtime.transport.ipc.catalogue import ON_DEVICE, Catalogue
+from workbench.runtime.transport.ipc.marks import MarkWaiter
+from workbench.runtime.transport.ipc.parcels import Parcels, plain
+from workbench.runtime.transport.letters.board import FAILED, LEFT, Board, encode_header
+from workbench.runtime.transport.letters.ending import ends_the_transport
+from workbench.runtime.transport.letters.link import Block, Letter
 from workbench.runtime.transport.reducing import tag_in_group
 
 ONE_STEP_BYTES = 256 * 2**10
@@ -42,9 +41,6 @@ _LAST_LETTERS_S = 10.0
 """How long a rank that leaves waits for slower ones to read what it has sent; less if they have gone."""
 _NAP_S = 1e-3
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
 
 class _Term(NamedTuple):
     """This rank's term of a sum: where it lies, the blocks that hold it, and the mark after which it is there."""
@@ -52,25 +48,6 @@ class _Term(NamedTuple):
     data: torch.Tensor
     blocks: list[Block]
     mark: int
-
-
-def _ends_the_transport(
-    method: Callable[Concatenate[IpcTransport, P], R],
-) -> Callable[Concatenate[IpcTransport, P], R]:
-    """An exchange that was broken off leaves letters behind: neither this rank nor its peers may go on with them."""
-
-    @wraps(method)
-    def run(self: IpcTransport, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        if self._waiter.abort_reason is not None:
-            self._give_up(None)
-            raise CollectiveAborted(f"rank {self.rank}: this world has ended: {self._waiter.abort_reason}")
-        try:
-            return method(self, *args, **kwargs)
-        except BaseException as error:
-            self._give_up(error)
-            raise
-
-    return run
 
 
 class IpcTransport:
@@ -103,13 +80,13 @@ class IpcTransport:
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int, header: str) -> None:
         self.start(sends, receives, tag, header)()
 
-    @_ends_the_transport
+    @ends_the_transport
     def start(self, sends: Sequence[Message], receives: Sequence[Message], tag: int, header: str) -> Callable[[], None]:
         text = encode_header(header)
         self._parcels.send(sends, tag << 1, text)
         return lambda: self._receive(receives, tag << 1, text)
 
-    @_ends_the_transport
+    @ends_the_transport
     def borrow(
         self, sends: Sequence[Message], wanted: Sequence[Wanted], dtype: torch.dtype, tag: int, header: str
     ) -> tuple[list[torch.Tensor], Release]:
@@ -124,7 +101,7 @@ class IpcTransport:
         ]
         return pieces, lambda: self._release(letters)
 
-    @_ends_the_transport
+    @ends_the_transport
     def _release(self, letters: list[tuple[int, Letter]]) -> None:
         self._parcels.give_back(letters)
 
@@ -133,7 +110,7 @@ class IpcTransport:
     ) -> torch.Tensor:
         return self.start_all_reduce([tensor], group, reduction, tag, header)().view(tensor.shape)
 
-    @_ends_the_transport
+    @ends_the_transport
     def start_all_reduce(
         self, tensors: Sequence[torch.Tensor], group: Sequence[int], reduction: str, tag: int, header: str
     ) -> Callable[[], torch.Tensor]:
@@ -156,7 +133,7 @@ class IpcTransport:
         self.exchange(sends, [(peer, parts[peer]) for peer in self._parcels.links], -1, header)
         return parts
 
-    @_ends_the_transport
+    @ends_the_transport
     def flush(self) -> None:
         """What was sent is a copy; only letters for which a ring had no room are left to send."""
         started = time.perf_counter()
@@ -186,7 +163,7 @@ class IpcTransport:
         self._parcels.pool.bury(theirs, self._waiter.processes)
         self._board.mapping.close()
 
-    @_ends_the_transport
+    @ends_the_transport
     def _receive(self, receives: Sequence[Message], tag: int, header: bytes) -> None:
         letters = self._parcels.take([(source, out.nbytes) for source, out in receives], tag, header)
         copies = [
@@ -231,7 +208,7 @@ class IpcTransport:
             )
         return _Term(terms[ON_DEVICE], list(blocks.values()), mark)
 
-    @_ends_the_transport
+    @ends_the_transport
     def _reduce(
         self,
         term: _Term,

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from workbench.errors import CollectiveAborted
-from workbench.runtime.transport.board import decode_header
-from workbench.runtime.transport.link import Letter, Link, Loan
-from workbench.runtime.transport.program import Read
-from workbench.runtime.transport.waits import Waiter
+from workbench.runtime.transport.letters.board import decode_header
+from workbench.runtime.transport.letters.link import Letter, Link, Loan
+from workbench.runtime.transport.letters.program import Read
+from workbench.runtime.transport.letters.waits import Waiter
 
 
 class Mailbox:

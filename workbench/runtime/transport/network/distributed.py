@@ -18,7 +18,6 @@ from torch.distributed import distributed_c10d
 
 from workbench.core.boxing import LinkCost
 from workbench.errors import CollectiveAborted
-from workbench.runtime.transport import calls
 from workbench.runtime.transport.base import (
     ACCUMULATED_IN_32_BITS,
     Message,
@@ -27,9 +26,10 @@ from workbench.runtime.transport.base import (
     borrow_by_exchange,
     pack,
 )
-from workbench.runtime.transport.calls import CallWatch
 from workbench.runtime.transport.meeting import Meeting
-from workbench.runtime.transport.watch import HAS_LEFT
+from workbench.runtime.transport.network import calls
+from workbench.runtime.transport.network.calls import CallWatch
+from workbench.runtime.transport.network.watch import HAS_LEFT
 
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _NUM_YIELDS = 100

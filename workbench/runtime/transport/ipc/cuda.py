@@ -20,7 +20,7 @@ import torch
 
 from workbench.errors import WorldError
 from workbench.kernels import blocks
-from workbench.runtime.transport.device import HANDLE_BYTES, Event, Memory
+from workbench.runtime.transport.ipc.device import HANDLE_BYTES, Event, Memory
 from workbench.units import format_bytes
 
 _LAZY_ENABLE_PEER_ACCESS = 1
