@@ -62,11 +62,20 @@ def group_link(hardware: Hardware, size: int, stride: int = 1, all_adapters: boo
 def exchange_s(
     hardware: Hardware, num_bytes: float, size: int, stride: int = 1, kind: str = "", all_adapters: bool = True
 ) -> float:
-    """Seconds until every rank of the group has received ``num_bytes``; of a measured kind, at its own rate."""
+    """Seconds until every rank of the group has received ``num_bytes``.
+
+    A ring goes through all its ranks, twice if it adds up and spreads. Kinds that were measured among all ranks have
+    rates of their own there.
+    """
     if num_bytes <= 0 or size == 1:
         return 0.0
-    latency, bandwidth = hardware.exchanges.get(kind) or group_link(hardware, size, stride, all_adapters)
-    return latency + num_bytes / bandwidth
+    link = hardware.link((size - 1) * stride + 1)
+    if kind in hardware.exchanges and link is hardware.links[-1]:
+        latency, bandwidth = hardware.exchanges[kind]
+        return latency + num_bytes / bandwidth
+    latency, bandwidth = group_link(hardware, size, stride, all_adapters)
+    num_hops = (size - 1) * (2 if kind in ("all-reduce", "gradients") else 1)
+    return latency + num_hops * link.hop_s + num_bytes / bandwidth
 
 
 __all__ = ["DUAL", "change_s", "exchange_s", "group_link", "kind_of", "received_parts"]

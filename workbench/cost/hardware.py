@@ -17,11 +17,13 @@ class Link:
         span: neighbouring ranks that one such link joins, 8 inside a host of 8 GPUs. Groups inside one span use it.
         latency_s: until the first byte of an exchange is there.
         bandwidth_bytes_per_s: that every rank receives while all of them exchange.
+        hop_s: by how much longer that takes for each further rank of a ring.
     """
 
     span: int
     latency_s: float
     bandwidth_bytes_per_s: float
+    hop_s: float = 0.0
 
 
 @dataclass(frozen=True)

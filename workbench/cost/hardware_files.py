@@ -25,6 +25,7 @@ _OPTIONAL = (
     "step_s",
     "sources",
 )
+_LINK = ("span", "latency_s", "bandwidth_bytes_per_s", "hop_s")
 _RANGES = {
     "memory_bytes": (1e6, 1e14),
     "memory_bandwidth_bytes_per_s": (1e6, 1e15),
@@ -37,6 +38,7 @@ _RANGES = {
     "function_flops_per_s": (1e6, 1e18),
     "span": (1, 1e7),
     "latency_s": (0, 1),
+    "hop_s": (0, 1),
     "bandwidth_bytes_per_s": (1e4, 1e14),
 }
 """Smallest and largest number that is not a slip of units (GB for bytes, TFLOP/s for FLOP/s)."""
@@ -84,7 +86,7 @@ def _parse(name: str, text: str) -> Hardware:
     problems = _problems(data)
     if problems:
         raise HardwareError(f"hardware {name}: " + "; ".join(problems) + ".")
-    links = tuple(Link(int(link["span"]), link["latency_s"], link["bandwidth_bytes_per_s"]) for link in data["links"])
+    links = tuple(Link(**{**link, "span": int(link["span"])}) for link in data["links"])
     exchanges = {kind: tuple(pair) for kind, pair in data.get("exchanges", {}).items()}
     return Hardware(**{**data, "links": links, "exchanges": exchanges})
 
@@ -118,12 +120,13 @@ def _problems_of_links(links: Any, is_given: bool) -> list[str]:
         return ["links is not a list of at least one link"]
     problems = []
     for number, link in enumerate(links):
-        for name in ("span", "latency_s", "bandwidth_bytes_per_s"):
+        for name in _LINK[:3]:
             where = f"links[{number}].{name}"
             if not isinstance(link, dict) or name not in link:
                 problems.append(f"{where} is missing")
-            else:
-                problems += _out_of_range(where, name, link[name])
+        for name, value in link.items() if isinstance(link, dict) else ():
+            where = f"links[{number}].{name}"
+            problems += _out_of_range(where, name, value) if name in _LINK else [f"{where} is no field of a link"]
     spans: list[Any] = [link.get("span") for link in links if isinstance(link, dict)]
     if not problems and spans != sorted(set(spans)):
         problems.append(f"links have spans {spans}, which do not ascend")
