@@ -15,8 +15,10 @@ import plotly.graph_objects as go
 from workbench.core.metrics import RunEvent, RunRecord, StepBlock
 from workbench.theme import LIGHT, Palette
 from workbench.ui import live_figure
+from workbench.ui.assets import element
 from workbench.ui.controls import bar, html
 from workbench.ui.history import History, Message
+from workbench.ui.live_picture import live_picture
 from workbench.ui.page_link import PageLink
 from workbench.ui.run_log import RunLog
 from workbench.ui.timeline_bars import timeline_bars
@@ -238,13 +240,20 @@ class LiveView:
             return
         self._log_shown = (self.log.count, chosen)
         self.log_count.value = f'<span class="wb-quiet">{len(lines)} of {self.log.count} lines</span>'
-        self.log_lines.value = f'<div class="wb-log-lines">{self.log.html(lines)}</div>'
+        self.log_lines.value = f'<div class="wb-log-lines"><div>{self.log.html(lines)}</div></div>'
 
     def show_state(self, css: str, word: str, detail: str) -> None:
         """The dot, a word and how far the run is."""
         value = f'<span class="wb-state {css}"><i></i>{word} <b>{escape(detail)}</b></span>'
         if self.state.value != value:
             self.state.value = value
+
+    def static_html(self) -> str:
+        """The view as it is, without scripts: title, picture, the log's first and last lines. Empty before a run."""
+        if self.history is None or not self.history.last_step:
+            return ""
+        log = element("pre", text="\n".join(f"{x.time}  {x.ranks:<5} {x.text}" for x in self.log.head_and_tail()))
+        return element("div", self.title.value, live_picture(self.history, self._one_device), log, css="wb-static-run")
 
     # ---- the page -------------------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ class PageLink(anywidget.AnyWidget):
     """
 
     _esm = asset("page_link.js")
+    _css = asset("runs.css")
 
     def __init__(
         self,

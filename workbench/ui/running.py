@@ -175,6 +175,10 @@ class RunsPart:
         """The noted steps of the run in Chrome's trace format."""
         return chrome_trace(self._spans)
 
+    def static_html(self) -> str:
+        """The last run and the comparison for readers without a kernel."""
+        return self.live.static_html() + self.table.static_html()
+
     # ---- a run goes on (the pump's thread) ------------------------------------------------------------------------
 
     def _on_messages(self, messages: list[Message]) -> None:

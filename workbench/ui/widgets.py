@@ -21,7 +21,7 @@ from workbench.ui.grid import PANEL_CLASS
 from workbench.ui.predicting import Predictor
 from workbench.ui.running import Hooks, RunsPart
 from workbench.ui.state import PanelState
-from workbench.ui.static_view import static_figure, static_html, static_text
+from workbench.ui.static_view import static_html, static_text
 from workbench.ui.strategy_part import StrategyPart, facts_of
 from workbench.ui.trainer import SessionTrainer, Trainer
 from workbench.units import format_count
@@ -93,7 +93,7 @@ class Panel(widgets.VBox):
             options = {"batch_size": batch_size, "steps": steps, "optimizer_fn": optimizer_fn, "seed": seed}
             trainer = SessionTrainer(session, *job, **options, keep=saved)  # type: ignore[arg-type]
         predictor.costs, predictor.problem = costs, predictor.problem if session else "costs of the layers: not known"
-        self._handles: tuple[Any, Any] | None = None
+        self._handle: Any = None
         self._timer: threading.Timer | None = None
         self._no_run = paper.NO_ENGINES if is_paper else ""
         self._runs_part = RunsPart(trainer, steps, Hooks(self.wanted, self.estimate, self.changed, self.load))
@@ -216,24 +216,16 @@ class Panel(widgets.VBox):
         """The widget, and after it what remains of it without a kernel (hidden by the panel's style where it lives)."""
         display(self._repr_mimebundle_(), raw=True)
         page = display(self._static_bundle(), raw=True, display_id=True)
-        figure = display({"text/html": "", "text/plain": ""}, raw=True, display_id=True)
-        self._handles = (page, figure) if page is not None and figure is not None else None
+        self._handle = page
 
     def _static_bundle(self) -> dict[str, str]:
-        latest = self.runs[-1].name if self.runs else None
-        html = static_html(
-            self.state.text,
-            self._upper.view(),
-            self.runs,
-            self.baseline,
-            latest,
-            self._upper.predictions_html("static"),
-        )
+        runs = self._runs_part.static_html()
+        html = static_html(self.state.text, self._upper.view(), self._upper.predictions_html("static"), runs)
         return {"text/html": html, "text/plain": static_text(self.state.text, self.runs, self.baseline)}
 
     def _keep_static(self) -> None:
         """Bring the static copy up to date soon, between runs only: it is what a saved notebook shows."""
-        if self._handles is None or self._timer is not None or self.running:
+        if self._handle is None or self._timer is not None or self.running:
             return
         self._timer = threading.Timer(_STATIC_DELAY_S, self._write_static)
         self._timer.daemon = True
@@ -241,12 +233,9 @@ class Panel(widgets.VBox):
 
     def _write_static(self) -> None:
         self._timer = None
-        if self._handles is None or self.running:
+        if self._handle is None or self.running:
             return
-        page, figure = self._handles
-        page.update(self._static_bundle(), raw=True)
-        if self.runs and self._runs_part.live.figure is not None:
-            figure.update(static_figure(self._runs_part.live.figure), raw=True)
+        self._handle.update(self._static_bundle(), raw=True)
 
 
 def _title(model_fn: Callable[[], Any], trainer: Trainer, batch_size: int) -> str:

@@ -1,0 +1,211 @@
+"""What it costs to watch: the live view of 8 ranks at 100 steps/s in a real page, and training with and without it.
+
+``python -m benchmarks.live [--minutes 0.5] [--no-browser]``: three numbers against their targets, kept in ``results``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import Target, keep, table
+
+RANKS, STEPS_PER_S = 8, 100
+CPU, HEAP_MB, SLOWDOWN = Target(0.15), Target(50), Target(1.02)
+_WARM_UP_S = 10.0
+ROUNDS, STEPS = 8, 150
+
+CELLS = (
+    f"%load_ext workbench\n%workbench start --engines {RANKS}",
+    "import workbench as wb\nwb.LiveView()",
+)
+LOOP = """%%global
+import math, time
+started = time.perf_counter()
+for step in range({steps}):
+    wb.log(loss=math.exp(-step / 3000) + 0.01 * math.sin(step), samples=64)
+    time.sleep(max(0.0, started + (step + 1) / {rate} - time.perf_counter()))"""
+
+
+def train(watched: bool, rounds: int, steps: int) -> list[list[float]]:
+    """On an engine: seconds of a training step by round, watched and unwatched in turn, medians."""
+    import torch
+    import torch.nn.functional as F
+    from torch import nn
+
+    from workbench.runtime.train import Job, run_strategy
+    from workbench.session import engine_orders, engine_shell
+
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10))
+
+    generator = torch.Generator().manual_seed(0)
+    data = (torch.randn(1024, 256, generator=generator), torch.randint(0, 10, (1024,), generator=generator))
+    job = Job(make, data, F.cross_entropy, None, batch_size=128, num_steps=steps)
+    found: list[list[float]] = [[], []]
+    for turn in range(2 * rounds + 2):
+        is_watched = turn % 4 in (0, 3)  # in both orders alike
+        hooks: dict[str, Any] = {"listen": engine_shell.publish, "orders": engine_orders.orders} if is_watched else {}
+        times = run_strategy(job, "*: data", **hooks).step_times_s[10:]
+        if turn >= 2:
+            found[is_watched].append(statistics.fmean(times))
+    return found
+
+
+def slowdown(rounds: int = ROUNDS, steps: int = STEPS) -> tuple[float, float, list[float]]:
+    """Milliseconds of a step that nobody watches, the ratio of watched to unwatched, and it by pair of rounds."""
+    from workbench.session.cluster import Session
+
+    with Session(engines=2) as session:
+        call = session.submit(train, True, rounds, steps)
+        while not call.done():  # as the panel's pump does
+            call.messages()
+            time.sleep(0.1)
+        unwatched, watched = call.result()[0]
+    pairs = [a / b for a, b in zip(watched, unwatched, strict=False)]
+    return statistics.median(unwatched) * 1e3, statistics.median(pairs), pairs
+
+
+def watch_a_page(minutes: float) -> dict[str, float]:
+    """The live view in a real JupyterLab: the kernel's share of a core, megabytes that the page's heap grows."""
+    import nbformat
+    from playwright.sync_api import sync_playwright
+
+    from tests.browser.conftest import CHROMIUM_OPTIONS
+
+    steps = int((minutes * 60 + _WARM_UP_S) * STEPS_PER_S)
+    cells = [*CELLS, LOOP.format(steps=steps, rate=STEPS_PER_S), "print('the loop is over')"]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in cells])
+    notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    with (
+        _lab(lambda folder: nbformat.write(notebook, folder / "live.ipynb")) as (url, server),
+        sync_playwright() as playwright,
+    ):
+        browser = playwright.chromium.launch(executable_path=_chromium(), args=CHROMIUM_OPTIONS)
+        page = browser.new_page(viewport={"width": 1680, "height": 1400})
+        page.goto(url)
+        page.wait_for_function(_IDLE, timeout=90_000)
+        page.evaluate("() => { window.jupyterapp.commands.execute('notebook:run-all-cells'); return 1 }")
+        page.wait_for_function(_HAS_POINTS, timeout=180_000)
+        return _measure(page, server, minutes)
+
+
+def _measure(page: Any, server: subprocess.Popen[bytes], minutes: float) -> dict[str, float]:
+    kernel = _kernel_of(server)
+    session = page.context.new_cdp_session(page)
+
+    def heap_mb() -> float:
+        session.send("HeapProfiler.collectGarbage")
+        return float(session.send("Runtime.getHeapUsage")["usedSize"]) / 1e6
+
+    page.wait_for_timeout(_WARM_UP_S * 1000)
+    heap, cpu, started = heap_mb(), _cpu_s(kernel), time.monotonic()
+    page.wait_for_timeout((minutes * 60 - 1) * 1000)
+    elapsed = time.monotonic() - started
+    share = (_cpu_s(kernel) - cpu) / elapsed
+    text = page.locator(".wb-live-view .wb-state").first.inner_text()
+    reached = int("".join(c for c in text if c.isdigit()) or 0)
+    return {"cpu": share, "heap_mb": heap_mb() - heap, "elapsed_s": elapsed, "steps": reached}
+
+
+_IDLE = "() => window.jupyterapp?.shell?.currentWidget?.sessionContext?.session?.kernel?.status === 'idle'"
+_HAS_POINTS = """() => [...document.querySelectorAll('.wb-live-view .js-plotly-plot')]
+    .some(plot => plot.data?.some(trace => trace.name === 'this run, newest' && trace.x?.length > 5))"""
+
+
+@contextmanager
+def _lab(prepare: Callable[[Path], object]) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    from tests.browser.conftest import (
+        TOKEN,
+        free_port,
+        lab_command,
+        lab_environment,
+        refuse_news,
+        stop,
+        wait_for_server,
+    )
+
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
+        folder, port = Path(name), free_port()
+        prepare(folder)
+        refuse_news(folder)
+        with (folder / "server.log").open("wb") as log:
+            server = subprocess.Popen(
+                lab_command(port, folder),
+                cwd=folder,
+                env=lab_environment(folder) | {"WORKBENCH_RUNS": str(folder / "runs")},
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+            try:
+                address = f"http://127.0.0.1:{port}"
+                wait_for_server(f"{address}/api/status?token={TOKEN}", server, folder / "server.log")
+                yield f"{address}/lab/tree/live.ipynb?token={TOKEN}&reset", server
+            finally:
+                stop(server)
+
+
+def _kernel_of(server: subprocess.Popen[bytes]) -> Any:
+    import psutil
+
+    children = psutil.Process(server.pid).children()
+    return next(child for child in children if any("ipykernel" in word for word in child.cmdline()))
+
+
+def _cpu_s(process: Any) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+def _chromium() -> str:
+    import os
+    import shutil
+
+    found = os.environ.get("WORKBENCH_CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
+    if found is None:
+        raise SystemExit("benchmarks.live: no chromium found; --no-browser measures the rest")
+    return found
+
+
+def main() -> None:
+    """Measure and keep the result."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--minutes", type=float, default=0.5, help="how long the page is watched (default: %(default)s)"
+    )
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="pairs of training runs (default: %(default)s)")
+    parser.add_argument("--no-browser", action="store_true", help="only what watching costs the training")
+    options = parser.parse_args()
+    step_ms, ratio, pairs = slowdown(options.rounds)
+    rows = [["training slowed by collecting and publishing", f"{ratio:.3f}", str(SLOWDOWN), _met(SLOWDOWN, ratio)]]
+    told = ", ".join(f"{pair:.3f}" for pair in pairs)
+    notes = [
+        f"Slowdown: 2 engines, steps of {step_ms:.1f} ms, {len(pairs)} pairs of runs in turns, no browser: {told}."
+    ]
+    if not options.no_browser:
+        page = watch_a_page(options.minutes)
+        rows.append(["kernel, share of a core", f"{page['cpu']:.3f}", str(CPU), _met(CPU, page["cpu"])])
+        rows.append(["page heap, MB grown", f"{page['heap_mb']:.1f}", str(HEAP_MB), _met(HEAP_MB, page["heap_mb"])])
+        notes.append(
+            f"Page: {RANKS} engines report {STEPS_PER_S} steps/s with wb.log for {page['elapsed_s']:.0f} s, up to step "
+            f"{page['steps']:.0f}. Heap after a forced collection, at the end against {_WARM_UP_S:.0f} s in."
+        )
+    keep("live", "Watching a run", "\n\n".join([table(["", "measured", "target", ""], rows), *notes]))
+    print(json.dumps({row[0]: row[1] for row in rows}))
+
+
+def _met(target: Target, value: float) -> str:
+    return "met" if target.is_met(value) else "NOT met"
+
+
+if __name__ == "__main__":
+    main()

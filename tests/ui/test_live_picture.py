@@ -1,0 +1,48 @@
+"""The live view without a kernel: one SVG that says what the figure said."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ElementTree
+
+from tests.ui.conftest import make_record
+from tests.ui.reports import block, spans
+from workbench.core.metrics import RunEvent
+from workbench.ui.history import History
+from workbench.ui.live import LiveView
+from workbench.ui.live_layout import PANES_HEIGHT, height
+from workbench.ui.live_picture import live_picture
+
+MEMORY = ({"parameters": 2_000_000, "peak": 4_000_000},) * 2
+
+
+def texts(svg: str) -> list[str]:
+    return ["".join(text.itertext()) for text in ElementTree.fromstring(svg).iter("text")]
+
+
+def test_all_parts_are_drawn_with_their_numbers():
+    history = History(10, 2, "data")
+    history.add([block(0, (2.0, 1.5), memory=MEMORY), spans(0), spans(1)])
+    history.change(1, "<hybrid>")
+    svg = live_picture(history, (2.0, 1.5, 1.0))
+    found = texts(svg)
+    assert any(text.startswith("Throughput") and "500 samples/s" in text for text in found)
+    assert {"4.00 MB", "rank 0", "simulated", "F0", "data", "<hybrid>", "step 10"} <= set(found)
+    assert any("measured 6.50 s" in text for text in found)
+    assert f'height="{height(2)}"' in svg
+
+
+def test_before_a_timeline_is_known_the_panes_stand_alone():
+    history = History(10, 1)
+    history.add([block(0, (2.0,), time_s=(0.1,), boxing_s=(0.0,))])
+    svg = live_picture(history)
+    assert f'height="{PANES_HEIGHT}"' in svg and "Timeline" not in svg
+
+
+def test_a_view_keeps_its_log_and_title_in_the_copy():
+    view = LiveView(2)
+    assert view.static_html() == ""
+    view.begin("data", "*: <data>", 10)
+    view.add([block(0, (2.0,), memory=MEMORY), RunEvent("paused", 1)])
+    view.finish(make_record("data"))
+    copy = view.static_html()
+    assert "*: &lt;data&gt;" in copy and "<svg" in copy and "step 1 \u00b7 paused" in copy and "<script" not in copy
