@@ -57,7 +57,7 @@ def test_interleaving_and_recomputation_act_as_they_should() -> None:
         ({"kv_heads": "5"}, "column 'kv_heads': 16 heads are not a multiple of 5 heads"),
         ({"layers_per_virtual_stage": "3"}, "column 'layers_per_virtual_stage': 8 layers are not a multiple of 4 x 3"),
         ({"machine": "a100"}, "column 'machine': hardware 'a100': neither a file nor one of"),
-        ({"dtype": "fp8"}, "column 'machine': precision fp8: hardware 'a100-80g-selene' has"),
+        ({"dtype": "fp8"}, "column 'dtype': precision fp8: hardware 'a100-80g-selene' has"),
         ({"gpus": "8", "batch": "33"}, "column 'gpus'.*column 'batch'"),
     ],
 )  # fmt: skip

@@ -99,7 +99,8 @@ def predict_row(row: Mapping[str, str], number: int = 1, machines: dict[str, Har
         machines[texts["machine"]] = hardware
         return _predict({c: n for c, n in numbers.items() if n is not None}, texts, hardware)
     except WorkbenchError as error:
-        column = "machine" if "hardware" in str(error) else "layers"
+        text = str(error)
+        column = "dtype" if text.startswith("precision") else "machine" if "hardware" in text else "layers"
         raise TableError(f"{where}: column {column!r}: {error}") from None
 
 
