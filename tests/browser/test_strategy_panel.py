@@ -234,11 +234,9 @@ OVERLAPS = """() => {
                 if (over > 1 && under > 1) problems.push(`${one.textContent} over ${two.textContent}`);
             }));
         }
-        for (const title of panel.querySelectorAll('svg text')) {
+        for (const title of panel.querySelectorAll('.wb-predictions svg text')) {
             const box = title.getBoundingClientRect();
-            const scroller = element.closest('.wb-rows');
-            const canScroll = scroller && scroller.scrollWidth > scroller.clientWidth;
-            if (box.right > frame.right + 1 && !canScroll) problems.push(`text ${title.textContent} is cut`);
+            if (box.right > frame.right + 1) problems.push(`text ${title.textContent} is cut`);
         }
     }
     return problems;

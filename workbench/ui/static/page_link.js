@@ -1,5 +1,6 @@
 // What Python cannot know by itself: the page's theme, and whether anybody sees the live view. And what it cannot do:
-// hand the reader a file. Reports {event: "theme", value} and {event: "visible", value}; takes {event: "download", name, type}.
+// hand the reader a file. Reports {event: "theme", value}, {event: "visible", value} and {event: "pong", value};
+// takes {event: "ping", number} and {event: "download", name, type}.
 
 function watchTheme(report) {
   const theme = () => {
@@ -50,6 +51,8 @@ function render({ model, el }) {
   const report = (event, value) => model.send({ event, value });
   const receive = (message, buffers) => {
     if (message.event === "download") download(message, buffers[0]);
+    // Messages are handled in order: when this one is, the page has drawn what was sent before it.
+    if (message.event === "ping") setTimeout(() => report("pong", message.number), 0);
   };
   model.on("msg:custom", receive);
   const ends = [watchTheme(report), watchVisibility(el, report)];
