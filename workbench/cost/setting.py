@@ -65,8 +65,9 @@ def settings_of(
     options = strategy.options
     scale = ITEMSIZES[options.precision] / ITEMSIZES[model.dtype]
     rates = Rates.of(hardware, options.precision, scale)
+    num_stages = strategy.num_stages
     settings = []
-    for stage in range(strategy.num_stages):
+    for stage in range(num_stages):
         data, width = strategy.stage_width(stage)
         parts = data * strategy.num_micro_batches
         if batch_size < strategy.num_micro_batches:
@@ -76,7 +77,7 @@ def settings_of(
             )
         settings.append(
             Setting(
-                hardware, rates, software, optimizer, data, width, strategy.num_stages,
+                hardware, rates, software, optimizer, data, width, num_stages,
                 ceil(batch_size / parts), strategy.num_micro_batches, options.precision, options.zero,
                 options.recompute, options.sequence, scale,
             )
