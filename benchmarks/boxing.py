@@ -9,7 +9,8 @@ transport's memory, as the library's own results do; *outside* that it is an ord
 
 What no boxing can beat is *copies at once*: every rank makes this copy, and all meet before the next one, so that as
 many bytes go through the caches as in a boxing (a rank that repeats its copy alone keeps them to itself). It is counted
-in time of a core, times the ranks that share one, since those have to take turns.
+in time of a core, times the ranks that share one, since those have to take turns. *Slices at once* are those of the
+boxing itself, in their strides, out of tensors of the rank's own: what is above them, the exchange takes.
 """
 
 from __future__ import annotations
@@ -41,12 +42,14 @@ from benchmarks.harness import (
     table,
     verdicts,
 )
-from workbench.core.boxing import plan_boxing
+from workbench.core.boxing import BoxingPlan, plan_boxing
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
+from workbench.runtime.assembling import slice_region
 from workbench.runtime.exchange import exchange_between
 from workbench.runtime.tensor import label, spec_of
 from workbench.runtime.transport.base import Transport
+from workbench.runtime.transport.letters.runs import Runs, copy_runs, runs_of
 from workbench.runtime.transport.meeting import meet
 from workbench.runtime.transport.network.gloo import GlooTransport
 from workbench.runtime.transport.network.watch import Watch
@@ -68,7 +71,7 @@ LIMIT_SIZE, LIMIT_PAIRS = 16 * 2**20, [("S(0)", "S(1)"), ("S(0)", "B"), ("S(1)",
 LIMITS = {"in segment": Target(1.5), "outside": Target(2.5)}
 PLANNING_US, FIRST_PLANNING_US, ISSUE = Target(5), Target(1000), Target(1 / 3)
 OURS = ("in segment", "outside", "over gloo")
-AT_ONCE = "copies at once"
+AT_ONCE, SLICES = "copies at once", "slices at once"
 _DTENSOR = {"S(0)": Shard(0), "S(1)": Shard(1), "B": Replicate(), "P": Partial()}
 _PLANNED = 300
 
@@ -85,6 +88,11 @@ class Case:
     def pair(self) -> tuple[str, str]:
         """Source and target."""
         return self.source, self.target
+
+    @property
+    def has_limit(self) -> bool:
+        """Whether it is compared with copies."""
+        return self.size == LIMIT_SIZE and self.pair in LIMIT_PAIRS
 
     def __str__(self) -> str:
         return f"{self.source} -> {self.target}"
@@ -115,6 +123,8 @@ class Boxings:
         self._theirs = DTensor.from_local(shard.clone(), mesh, [_DTENSOR[case.source]])
         rows = self.box("outside").to_local()
         self._from, self._to = torch.randn(rows.shape), torch.randn(rows.shape)
+        plan = plan_boxing(layout, Layout.of(placement, case.target), (side, side), 4)
+        self._slices = _slices(world, plan) if case.has_limit else []
 
     def box(self, name: str) -> Any:
         """Ours."""
@@ -135,6 +145,11 @@ class Boxings:
         """As many bytes as the new shard has, from and to ordinary memory."""
         self._to.copy_(self._from)
 
+    def copy_slices(self) -> None:
+        """What this rank copies in the boxing, out of tensors of its own."""
+        for runs, source, goal in self._slices:
+            copy_runs(runs, source.data_ptr(), goal.data_ptr())
+
     def candidates(self) -> dict[str, Action]:
         """By name."""
         ours: dict[str, Action] = {name: lambda name=name: self.box(name) for name in OURS}  # type: ignore[misc]
@@ -144,6 +159,22 @@ class Boxings:
 def _in_segment(transport: Transport, shard: torch.Tensor) -> torch.Tensor:
     empty: Callable[..., torch.Tensor] = getattr(transport, "empty", torch.empty)
     return empty(shard.shape, dtype=shard.dtype).copy_(shard)
+
+
+def _slices(world: World, plan: BoxingPlan) -> list[tuple[Runs, torch.Tensor, torch.Tensor]]:
+    """Runs, where they come from and where they go to."""
+    found: list[tuple[Runs, torch.Tensor, torch.Tensor]] = []
+    shards = {
+        rank: _in_segment(world.transport, torch.ones(plan.source.local_shape(plan.shape, rank)))
+        for rank in plan.source.placement
+    }
+    out = _in_segment(world.transport, torch.ones(plan.destination.local_shape(plan.shape, world.rank)))
+    for move in plan.moves_to(world.rank):
+        source, goal = slice_region(shards[move.source], move.source_region), slice_region(out, move.destination_region)
+        runs = runs_of(tuple(goal.shape), source.stride(), goal.stride(), goal.element_size())
+        assert runs is not None, "rows of large tensors are long"
+        found.append((runs, source, goal))
+    return found
 
 
 def _entry(text: str) -> Any:
@@ -169,18 +200,21 @@ def measure(case: Case, gloo: World, rounds: int, calls: int) -> dict[str, float
         action()
 
     times = medians(interleave(boxings.candidates(), rounds, calls, before=start_together))
-    return times | {AT_ONCE: measure_copies_at_once(boxings, rounds * calls)}
+    found = {AT_ONCE: measure_at_once(boxings.copy, rounds * calls)}
+    if case.has_limit:
+        found[SLICES] = measure_at_once(boxings.copy_slices, rounds * calls)
+    return times | found
 
 
-def measure_copies_at_once(boxings: Boxings, calls: int) -> float:
-    """Median seconds of a core for the copy, when all ranks make it and meet before each."""
+def measure_at_once(copy: Action, calls: int) -> float:
+    """Median seconds of a core for a copy, when all ranks make it and meet before each."""
     placement = Placement.of("cpu", list(range(wb.world_size())))
     number = wb.to_global(torch.ones(1), placement=placement, sbp="P")
     times = []
     for _ in range(calls + 2):
         number.to_global(sbp=wb.sbp.broadcast)
         started = time.thread_time()
-        boxings.copy()
+        copy()
         times.append(time.thread_time() - started)
     return median(times[2:])
 
@@ -239,10 +273,10 @@ def report(
 ) -> None:
     """Print and keep the tables of one number of processes."""
     num_processes = dist.get_world_size()
-    with_names = [*OURS, "DTensor", "copy", AT_ONCE]
+    with_names = [*OURS, "DTensor", "copy", AT_ONCE, SLICES]
     rows = []
     for case, time_s in times.items():
-        cells = [f"{time_s[name] * 1e6:.0f}" for name in with_names]
+        cells = [f"{time_s[name] * 1e6:.0f}" if name in time_s else "" for name in with_names]
         speed = f"{time_s['DTensor'] / time_s['in segment']:.1f}", f"{time_s['in segment'] / time_s['copy']:.2f}"
         rows.append([f"{format_bytes(case.size)} {case}", *cells, *speed])
     header = ["", *(f"{name}, us" for name in with_names), "DTensor / in segment", "in segment / copy"]
@@ -273,8 +307,8 @@ def _ratios(times: dict[Case, dict[str, float]]) -> list[tuple[str, float, Targe
                 aim = target if where == "in segment" else Target(1, at_least=True)
                 found.append((f"DTensor / {where}, {format_bytes(size)}", mean, aim))
     for case, t in times.items():
-        if case.size == LIMIT_SIZE and case.pair in LIMIT_PAIRS:
-            for limit_of in (AT_ONCE, "copy"):
+        if case.has_limit:
+            for limit_of in (AT_ONCE, SLICES, "copy"):
                 what = f"{limit_of}, {format_bytes(case.size)} {case} ({ranks_per_core:g} ranks per core)"
                 limit_s = ranks_per_core * t[limit_of]
                 found += [(f"{where} / {what}", t[where] / limit_s, limit) for where, limit in LIMITS.items()]
