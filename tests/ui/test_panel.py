@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,9 +14,12 @@ from traitlets.config import Config
 
 from tests.ui.models import GPT_HYBRID, gpt
 from tests.ui.reports import FakeTrainer
+from workbench.cost.hardware import Hardware
+from workbench.cost.hardware_files import load_hardware
 from workbench.errors import HardwareError, SessionError, StrategyError
 from workbench.theme import DARK
-from workbench.ui.strategy_part import StrategyPart
+from workbench.ui.predicting import Predictor
+from workbench.ui.strategy_part import StrategyPart, facts_of
 from workbench.ui.trainer import sample_shape_of
 from workbench.ui.widgets import Panel
 
@@ -281,6 +286,32 @@ def test_without_a_machine_the_panel_says_how_to_get_one(panel: Panel):
     assert "wb.calibrate(session)" in upper(panel).predictions.value
     assert upper(panel).controls.planned.disabled
     assert "machine" in upper(panel).controls.planned.tooltip
+
+
+def test_a_panel_with_engines_offers_to_measure_the_machine(trainer: FakeTrainer):
+    predictor = Predictor(None, 32)
+    predictor.costs = gpt(1)
+    measured = threading.Event()
+
+    def calibrate() -> Hardware:
+        assert measured.wait(10)
+        return load_hardware("v100-dgx1")
+
+    facts = facts_of(gpt(1).layers, 32, (64,), None)
+    part = StrategyPart(gpt(1).layers, 2, None, facts, predictor, title="gpt", on_run=lambda: None, calibrate=calibrate)
+    assert part.measure.layout.display == "" and not part.measure.disabled
+    part.measure.click()
+    assert part.measure.disabled and "Measuring" in part.measure.description
+    measured.set()
+    wait_for(lambda: part.measure.layout.display == "none")
+    assert "Predicted step time" in part.predictions.value
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
 
 
 def test_bad_arguments_are_named():

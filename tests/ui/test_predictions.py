@@ -138,7 +138,7 @@ def test_the_predictor_says_what_is_missing():
     assert isinstance(other, Prediction) and other.before == found.estimate
 
 
-def test_a_batch_that_does_not_divide_is_said_instead():
-    predictor = Predictor("v100-dgx1", 30)
+def test_what_cannot_be_predicted_is_said_instead():
+    predictor = Predictor("v100-dgx1", 32)
     predictor.costs = gpt()
-    assert "30" in str(predictor.predict(resolved(), is_old=False))
+    assert "bf16" in str(predictor.predict(resolved("data | bf16"), is_old=False))

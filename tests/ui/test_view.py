@@ -13,8 +13,10 @@ from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.core.strategy import Strategy
 from workbench.cost.crossings import Stages, crossings, known_shapes, wire_bytes
+from workbench.cost.estimate import estimate
+from workbench.cost.hardware_files import load_hardware
 from workbench.ui.state import PanelState
-from workbench.ui.view import Facts, grid_view, parameters_held
+from workbench.ui.view import Facts, flow_of, grid_view, parameters_held
 
 
 def mlp_facts(batch_size: int = 128, sample_shape: tuple[int, ...] = (64,)) -> Facts:
@@ -251,3 +253,21 @@ def test_what_arrives_is_what_was_sent(strategy: str):
     assert plans
     for plan in plans:
         assert wire_bytes(plan) == plan.wire_bytes, plan.title
+
+
+@pytest.mark.parametrize(
+    ("strategy", "num_ranks"),
+    [
+        ("data", 4),
+        ("model", 4),
+        (GPT_HYBRID, 4),
+        ("blocks: model; *_emb: data; ln_f: data; lm_head: data | 1x2x2", 4),
+        ("*: data; blocks.[4-7]: data@1; ln_f: data@1; lm_head: data@1 | 2x2x1 mb=2", 4),
+        ("*: model | sequence", 2),
+    ],
+)
+def test_the_panel_and_the_cost_model_count_the_same_bytes(strategy: str, num_ranks: int):
+    state, facts = gpt_state(strategy, num_ranks)
+    way = flow_of(state, facts)
+    shown = way.num_micro_batches * way.bytes_per_micro_batch + sum(way.gradient_bytes)
+    assert shown == pytest.approx(estimate(gpt(), state.resolved, load_hardware("v100-dgx1"), 32).boxed_bytes, rel=1e-9)

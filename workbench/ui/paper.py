@@ -8,6 +8,7 @@ from typing import Any
 from workbench.core.metrics import RunRecord
 from workbench.core.model_costs import ModelCosts
 from workbench.core.strategy import Strategy
+from workbench.cost.hardware import Hardware
 from workbench.errors import SessionError
 from workbench.ui.predicting import Predictor
 from workbench.ui.trainer import sample_shape_of
@@ -40,6 +41,15 @@ def planner(predictor: Predictor, num_ranks: int, batch_size: int) -> Callable[[
         return planners_choice(costs, predictor.hardware, num_ranks, batch_size)
 
     return choose
+
+
+def measured(session: Any) -> Hardware:
+    """The machine that a session's engines are on, calibrated."""
+    from workbench.session.calibrating import calibrate
+
+    found = calibrate(session)
+    assert isinstance(found, Hardware)
+    return found
 
 
 def _is_shape(dataset: Any) -> bool:

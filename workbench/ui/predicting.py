@@ -31,6 +31,11 @@ class Predictor:
     def __init__(self, hardware: Hardware | str | None, batch_size: int, optimizer: str = "momentum") -> None:
         self.hardware = load_hardware(hardware) if isinstance(hardware, str) else hardware
         self._batch_size, self._optimizer = batch_size, optimizer
+        machines = ", ".join(known_machines())
+        self.no_machine = (
+            "No machine to predict for: hardware=wb.calibrate(session) measures this one, hardware= also takes a file, "
+            f"or one of {machines}."
+        )
         self.costs: ModelCosts | None = None
         self.problem = "counting what the layers cost\u2026"
         self._last: tuple[ResolvedStrategy, Estimate] | None = None
@@ -45,11 +50,7 @@ class Predictor:
     def missing(self) -> str:
         """Why nothing can be predicted; empty where something can."""
         if self.hardware is None:
-            machines = ", ".join(known_machines())
-            return (
-                f"No machine to predict for. wb.Panel(..., hardware=wb.calibrate(session)) measures this one; "
-                f"hardware= also takes a file, or one of {machines}."
-            )
+            return self.no_machine
         return "" if self.costs is not None else self.problem
 
     def estimate(self, resolved: ResolvedStrategy) -> Estimate | None:

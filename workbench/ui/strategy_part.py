@@ -10,9 +10,10 @@ from workbench.core.model_costs import ModelCosts
 from workbench.core.strategy import Layer, Strategy
 from workbench.cost.crossings import known_shapes
 from workbench.cost.estimate import Estimate
+from workbench.cost.hardware import Hardware
 from workbench.errors import WorkbenchError
 from workbench.theme import Palette, palette
-from workbench.ui.controls import Controls, html
+from workbench.ui.controls import Controls, button, html
 from workbench.ui.grid import LayerGrid
 from workbench.ui.predicting import Predictor
 from workbench.ui.predictions import no_predictions_html, predictions_html
@@ -37,6 +38,7 @@ class StrategyPart:
         on_theme: the page has another theme.
         planner: gives the planner's choice for the model's costs; None where there is no planner.
         no_run: why nothing can be run at all; empty where it can.
+        calibrate: measures the machine of the engines, for a panel that knows none; None where there are no engines.
     """
 
     def __init__(
@@ -53,10 +55,12 @@ class StrategyPart:
         on_change: Callable[[], None] = lambda: None,
         planner: Planner | None = None,
         no_run: str = "",
+        calibrate: Callable[[], Hardware] | None = None,
     ) -> None:
         self._lock = threading.RLock()
         self._facts, self._predictor, self._planner = facts, predictor, planner
         self._on_run, self._on_theme, self._on_change, self._no_run = on_run, on_theme, on_change, no_run
+        self._calibrate, self._is_measuring = calibrate, False
         self._selected = ""
         self._shows_tensor = False
         self._plan_problem = ""
@@ -66,7 +70,8 @@ class StrategyPart:
         self.grid = LayerGrid(self._on_event)
         self.tensor = html("", "wb-tensor-host")
         self.predictions = html("", "wb-predictions-host")
-        self.children = [*self.controls.bars, self.grid, self.tensor, self.predictions]
+        self.measure = button("Measure this machine", self.calibrate, "wb-measure")
+        self.children = [*self.controls.bars, self.grid, self.tensor, self.predictions, self.measure]
         self.refresh()
 
     # ---- what the panel asks ------------------------------------------------------------------------------------
@@ -108,6 +113,21 @@ class StrategyPart:
             self.refresh()
             return
         self.edit(lambda state: state.set_planned(strategy))
+
+    def calibrate(self) -> None:
+        """Measure the machine beside the notebook, and predict for it from then on."""
+        if self._calibrate is not None and not self._is_measuring and not self.busy():
+            self._is_measuring = True
+            self.refresh()
+            threading.Thread(target=self._measure, args=(self._calibrate,), name="workbench-calibrate").start()
+
+    def _measure(self, calibrate: Callable[[], Hardware]) -> None:
+        try:
+            self._predictor.hardware = calibrate()
+        except WorkbenchError as error:
+            self._predictor.no_machine = f"the machine could not be measured: {error}"
+        self._is_measuring = False
+        self.refresh()
 
     def view(self) -> dict[str, Any]:
         """What the grid shows, for the static copy, too."""
@@ -172,7 +192,16 @@ class StrategyPart:
             self.controls.refresh(self.state, self.busy(), self._no_plan(), self._no_run)
             self.grid.view = self.view() | {"tensor": self._shows_tensor}
             self.predictions.value = self.predictions_html()
+            self._show_measure()
             self._show_tensor()
+
+    def _show_measure(self) -> None:
+        """The button is there as long as it has something to do."""
+        useful = self._calibrate is not None and self._predictor.hardware is None
+        self.measure.layout.display = "" if useful else "none"
+        self.measure.disabled = self._is_measuring or self.busy()
+        self.measure.description = "Measuring\u2026" if self._is_measuring else "Measure this machine"
+        self.measure.tooltip = "about 10 s on all engines; the panel then predicts every toggle"
 
     def _no_plan(self) -> str:
         if self._planner is None:

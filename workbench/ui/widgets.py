@@ -109,6 +109,7 @@ class Panel(widgets.VBox):
             on_change=self._keep_static,
             planner=paper.planner(predictor, trainer.num_ranks, batch_size),
             no_run=self._no_run,
+            calibrate=None if session is None else lambda: paper.measured(session),
         )
         self._upper.busy = lambda: self.running
         super().__init__([*self._upper.children, self._runs_part.box])
