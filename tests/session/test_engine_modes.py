@@ -84,6 +84,33 @@ def test_the_next_cell_computes_gradients_again(session):
     assert session.run("torch.is_grad_enabled()").values == [True, True]
 
 
+@pytest.mark.engines
+def test_a_step_that_was_interrupted_gives_the_optimizer_its_parameters_back(session):
+    session.run("""
+class Interrupted(torch.optim.SGD):
+    is_due, elementwise = False, True
+    def step(self, closure=None):
+        if self.is_due and wb.rank() == 1:
+            raise KeyboardInterrupt
+        super().step()
+model = wb.parallelize(torch.nn.Linear(4, 3), "*: data")
+optimizer = Interrupted(model.parameters(), lr=0.1)
+inputs = wb.ones(4, 4, placement=wb.placement.all("cpu"), sbp=wb.sbp.split(0))
+def backward():
+    optimizer.zero_grad()
+    model(inputs).sum().backward()
+    return model.weight.grad.full_tensor().sum().item()
+first = backward()
+optimizer.step()
+optimizer.is_due = True
+""")
+    with pytest.raises(CellError):
+        session.run("optimizer.step()\nwb.barrier()")
+    own = "[a is b for a, b in zip(optimizer.param_groups[0]['params'], model.parameters(), strict=True)]"
+    assert session.run(own).values == [[True, True]] * 2
+    assert session.run("backward() == first").values == [True, True]  # zero_grad has reached the parameters
+
+
 def _interrupted():
     torch._C._set_grad_enabled(False)
     raise KeyboardInterrupt

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import operator
+import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from workbench.core.layout import Layout
 from workbench.errors import LayoutError
+from workbench.runtime import world
 from workbench.runtime.assembling import slice_region
 from workbench.runtime.boxing import box
 from workbench.runtime.overlap import Watcher
@@ -29,6 +31,8 @@ from workbench.runtime.shard import shard_of, state_spec
 from workbench.runtime.tensor import GlobalTensor, ghost_storage, label, local_torch, plain, set_reduced_grad
 
 _installed = False
+_stepping: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+"""Optimizers that have local parts in the place of their parameters."""
 _ELEMENTWISE = {
     inspect.unwrap(kind.step)
     for kind in (
@@ -44,6 +48,7 @@ def install_hooks() -> None:
     if not _installed:
         register_optimizer_step_pre_hook(_before_step)
         register_optimizer_step_post_hook(_after_step)
+        world.at_rebuild(settle)
         _installed = True
 
 
@@ -103,6 +108,15 @@ class _Swap:
                 for known, group in zip(self.groups, groups, strict=True)
             )
         )
+
+
+def settle() -> None:
+    """Give optimizers their own parameters back whose step was broken off: else ``zero_grad`` would miss those.
+
+    Nothing is sent. Where ZeRO keeps shards, the other ranks' copies are those of the last whole step.
+    """
+    for optimizer in list(_stepping):
+        _put_back(optimizer, sends=False)
 
 
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
@@ -191,6 +205,7 @@ def _exchange_places(optimizer: Optimizer, swap: _Swap, pairs: list[tuple[Any, t
     for parameter in swap.plain:
         if parameter in owned:
             state[parameter] = owned[parameter]
+    _stepping.add(optimizer)
     swap.held, swap.state = [group["params"] for group in optimizer.param_groups], owned
     for group, members in zip(optimizer.param_groups, swap.members, strict=True):
         group["params"] = [pairs[member][1] if type(member) is int else member for member in members]
@@ -201,8 +216,9 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
     _put_back(optimizer)
 
 
-def _put_back(optimizer: Optimizer) -> None:
+def _put_back(optimizer: Optimizer, sends: bool = True) -> None:
     swap: _Swap | None = optimizer.__dict__.get("_workbench_swap")
+    _stepping.discard(optimizer)
     if swap is None or swap.held is None:
         return
     state, owned = optimizer.state, swap.state
@@ -215,14 +231,14 @@ def _put_back(optimizer: Optimizer) -> None:
     for group, params in zip(optimizer.param_groups, swap.held, strict=True):
         group["params"] = params
     swap.held = None
-    _write_back(swap)
+    _write_back(swap, sends)
     for _, part in swap.pairs:
         part.grad = None
     swap.pairs, swap.states = [], []
 
 
-def _write_back(swap: _Swap) -> None:
-    """Shards that were stepped on go to their places, and to the other ranks that hold the parameter."""
+def _write_back(swap: _Swap, sends: bool) -> None:
+    """Shards that were stepped on go to their places, and if ``sends`` to the other ranks that hold the parameter."""
     if swap.is_summed:
         forget_sums(swap.present)
     if not swap.is_sharded:
@@ -237,7 +253,8 @@ def _write_back(swap: _Swap) -> None:
             if place.numel() and place.data_ptr() != part.data_ptr():
                 place.copy_(part.as_subclass(torch.Tensor))
             stepped.append(owner)
-        start_write_back(stepped)()
+        if sends:
+            start_write_back(stepped)()
 
 
 def _adopt_state(optimizer: Optimizer, swap: _Swap) -> None:

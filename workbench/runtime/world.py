@@ -130,6 +130,7 @@ _process_world: World | None = None
 _left_world: World | None = None
 _joined_by: dict[str, Any] = {}
 _thread_world = threading.local()
+_at_rebuild: list[Callable[[], None]] = []
 
 
 def current() -> World:
@@ -299,7 +300,14 @@ def _rejoined(rank: int, world_size: int, device: torch.device, transport: Trans
     left.num_sums.clear()
     left.num_rebuilds += 1
     left.micro_batch, left.call, left.running = 0, OUTSIDE, None
+    for forget in _at_rebuild:
+        forget()
     return left
+
+
+def at_rebuild(forget: Callable[[], None]) -> None:
+    """Have a function called on every rank that joins a new world with the tensors of an old one; it moves nothing."""
+    _at_rebuild.append(forget)
 
 
 def _share_random_state(transport: Transport, device: torch.device) -> None:
