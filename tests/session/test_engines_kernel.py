@@ -44,7 +44,7 @@ class Notebook:
                 continue
             if kind == "stream":
                 pieces.append((elapsed, content["text"]))
-            elif kind in ("display_data", "execute_result"):
+            elif kind in ("display_data", "execute_result", "update_display_data"):
                 shown.append(set(content["data"]))
             elif kind == "error":
                 error = (content["ename"], "\n".join(content["traceback"]))
@@ -73,6 +73,11 @@ def test_a_notebook_from_start_over_a_restart_to_sudden_death(notebook):
 
     _, shown, _, _ = notebook.run("%%global\nimport pandas\npandas.DataFrame({'a': [1]})")
     assert shown == [{"text/plain", "text/html"}]
+
+    bar = "from tqdm.auto import tqdm\nfor i in tqdm(range(12), 'bar'): time.sleep(0.1)"
+    pieces, shown, _, elapsed = notebook.run(f"%%global\n{bar}")
+    assert len(shown) >= 4  # it moves while the cell runs
+    assert "".join(text for _, text in pieces).count("bar: 100%") == 2
 
     _, _, error, elapsed = notebook.run("%%global\ntime.sleep(30)", interrupt_after_s=0.5)
     assert error[0] == "Interrupted"

@@ -107,6 +107,15 @@ def test_stderr_goes_to_stderr(run):
     assert captured.stderr == "[all] careful\n"
 
 
+def test_widgets_of_an_engine_are_shown_as_text(run):
+    captured, error = run("%%global\nfrom tqdm.auto import trange\nfor i in trange(2, desc='bar'): pass")
+    assert error is None and captured.outputs == []
+    assert captured.stderr.count("bar: 100%") == 2
+    captured, _ = run("%%global\nimport ipywidgets\nipywidgets.IntSlider(3)")
+    assert captured.outputs == []
+    assert sorted(captured.stdout.splitlines()) == ["[0] IntSlider(value=3)", "[1] IntSlider(value=3)"]
+
+
 def test_group_by_engine(run):
     captured, _ = run("%%global -e\nprint('a')\nprint('b')")
     assert captured.stdout.splitlines() == ["[0] a", "[0] b", "[1] a", "[1] b"]

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from workbench.session.output import MERGE_WAIT_S, Block, Folder, LineSplitter, Merger, as_text, tag_of
+from workbench.session.output import MERGE_WAIT_S, Block, Folder, Merger, as_text, tag_of
 
 LATE = MERGE_WAIT_S * 2
 
@@ -92,21 +92,15 @@ def test_not_merging_keeps_ranks_apart():
     assert [block.ranks for block in merger.take(0.0)] == [(0,), (1,)]
 
 
-def test_splitter_lines_carriage_returns_and_rest():
-    splitter = LineSplitter()
-    assert splitter.feed("one\ntw") == ["one"]
-    assert splitter.feed("o\nthree") == ["two"]
-    assert splitter.rest() == ["three"]
-    assert splitter.rest() == []
-    assert splitter.feed(" 10%\r 50%\r100%\nnext\r\n") == ["100%", "next"]
-
-
-def test_progress_bar_keeps_one_line_in_memory():
-    splitter = LineSplitter()
-    for percent in range(10_000):
-        splitter.feed(f"\r{percent} of 10000")
-    assert len(splitter._partial) < 100
-    assert splitter.rest() == ["9999 of 10000"]
+def test_the_value_of_a_cell_waits_longer_for_the_other_ranks():
+    merger = Merger([0, 1])
+    value = {"data": {"text/plain": "3"}}
+    merger.feed_bundle(0, "result", value, 0.0)
+    assert merger.take(LATE) == [] and merger.wakeup() > LATE
+    merger.feed_bundle(1, "result", value, LATE)
+    assert [block.ranks for block in merger.take(LATE)] == [(0, 1)]
+    merger.feed_bundle(0, "result", value, 0.0)
+    assert [block.ranks for block in merger.take(merger.wakeup())] == [(0,)]
 
 
 def lines(count: int, start: int = 0) -> list[Block]:

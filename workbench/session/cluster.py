@@ -19,7 +19,7 @@ from workbench.session.fleet import Fleet, raise_unless_ok
 from workbench.session.folder import SessionFolder, reap_leftovers
 from workbench.session.launch import LocalProcesses, find_gpus
 from workbench.session.launch_profile import ProfileProcesses
-from workbench.session.listeners import Hear, OutputListener, Show
+from workbench.session.listeners import Hear, OutputListener, Show, ShowUnfinished
 from workbench.session.output_log import OutputLogs
 from workbench.session.ranks import check_ranks
 from workbench.session.run import CellResult, Listener, Outcome
@@ -132,6 +132,7 @@ class Session:
         merge: bool = True,
         values: bool = True,
         label: str = "",
+        show_unfinished: ShowUnfinished | None = None,
     ) -> CellResult:
         """`run` with what a front end needs besides.
 
@@ -140,12 +141,14 @@ class Session:
             merge: give alike output of several ranks once.
             values: bring back the last expression's value.
             label: a name for this cell, shown while others wait for it.
+            show_unfinished: called with all unfinished lines (progress bars) as one text, whenever they have changed.
         """
         targets = self._check(ranks)
         check_syntax(code)
         tag = self._fleet.tag(targets, wants_values=values, label=label)
         log = self.logs.begin(tag.run, label)
-        listener = OutputListener(targets, self.num_engines, show, merge, log, self._tell_subscribers)
+        hear = self._tell_subscribers
+        listener = OutputListener(targets, self.num_engines, show, merge, log, hear, show_unfinished)
         started_s = time.monotonic()
         name = label or "a cell"
         outcome = self._perform(lambda live: live.execute(targets, code, tag), targets, listener, timeout, name)

@@ -12,6 +12,7 @@ from typing import Any
 
 from workbench.session import (
     engine_assist,
+    engine_bars,
     engine_control,
     engine_failures,
     engine_values,
@@ -97,6 +98,7 @@ def _install() -> None:
     engine_control.install(here)
     engine_assist.install(here)
     engine_waits.install()
+    engine_bars.install()
     _offer_names(here.user_ns)
     here.workbench_installed = True
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
 
 from workbench.session import protocol
 from workbench.session.adapter import Event
-from workbench.session.output import Block, OutputMerger, as_text
+from workbench.session.output import Block, OutputMerger, as_text, tagged
+from workbench.session.output_lines import Unfinished
 from workbench.session.output_log import RunLog
 
 #: Receives every piece of merged output: the stream's name ("stdout" or "stderr") and the block.
 Show = Callable[[str, Block], None]
+#: Receives all unfinished lines as one text, again whenever they have changed; an empty one when there are none.
+ShowUnfinished = Callable[[str], None]
 #: Receives every object that a rank has published: the rank and the object.
 Hear = Callable[[int, object], None]
 
@@ -20,7 +24,8 @@ Hear = Callable[[int, object], None]
 class OutputListener:
     """Merges the output of a run; ``show`` gets each block as soon as it is complete, ``log`` all text as it came.
 
-    ``hear`` gets published objects when they come; without it they wait for ``take_published``.
+    ``hear`` gets published objects when they come; without it they wait for ``take_published``. ``show_unfinished``
+    gets what stands on unfinished lines, such as progress bars, whenever it has changed.
     """
 
     def __init__(
@@ -31,7 +36,9 @@ class OutputListener:
         merge: bool = True,
         log: RunLog | None = None,
         hear: Hear | None = None,
+        show_unfinished: ShowUnfinished | None = None,
     ) -> None:
+        self._show_unfinished, self._unfinished = show_unfinished, Unfinished()
         self._hear = hear
         self._ranks, self._num_ranks, self._show, self._log = tuple(ranks), num_ranks, show, log
         self._output = OutputMerger(ranks, merge)
@@ -55,9 +62,14 @@ class OutputListener:
 
     def on_idle(self, now: float) -> None:
         self._give_out(now, final=False)
+        if self._show_unfinished is not None:
+            lines = self._unfinished.take(self._output.unfinished(), now)
+            if lines is not None:
+                self._show_unfinished("\n".join(tagged(ranks, text, self._num_ranks) for ranks, text in lines))
 
     def wakeup(self) -> float | None:
-        return self._output.wakeup()
+        times = (self._output.wakeup(), self._unfinished.wakeup())
+        return min((time for time in times if time is not None), default=None)
 
     def finish(self) -> None:
         """The run is over: give out what still waits."""
@@ -65,6 +77,8 @@ class OutputListener:
         for rank in self._ranks:
             self._output.finish(rank, now)
         self._give_out(now, final=True)
+        if self._show_unfinished is not None and self._unfinished.take([], math.inf) is not None:
+            self._show_unfinished("")
         if self._log is not None:
             self._log.close()
 

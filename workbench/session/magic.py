@@ -23,12 +23,16 @@ from workbench.session.commands import COMMANDS, describe_times, session
 from workbench.session.output import Block, as_text
 from workbench.session.ranks import parse_ranks
 
+_WIDGET = "application/vnd.jupyter.widget-view+json"
+"""ipyparallel relays widgets of engines to a notebook; a terminal gets their text."""
 _COMMENT_SPELLING = re.compile(r"^#\s*(%%global\b.*)$")
 
 
 def load_ipython_extension(ipython: Any) -> None:
     """Register the magics and the ``# %%global`` spelling."""
     ipython.register_magics(SessionMagics(ipython))
+    if not hasattr(ipython, "kernel"):
+        ipython.kernel = None  # a shell in a terminal, whom ipyparallel asks for it when an engine shows a widget
     if read_comment_spelling not in ipython.input_transformers_cleanup:
         ipython.input_transformers_cleanup.append(read_comment_spelling)
     assist.install(ipython)
@@ -129,20 +133,30 @@ class SessionMagics(Magics):
 class Shower:
     """Shows merged output in the notebook or terminal."""
 
-    def __init__(self, num_ranks: int) -> None:
+    def __init__(self, num_ranks: int, in_notebook: bool) -> None:
         self._num_ranks = num_ranks
+        self._hidden = () if in_notebook else (_WIDGET,)
+        self._bars: Any = None
         self.held: list[tuple[str, Block]] = []
 
     def show(self, stream: str, block: Block) -> None:
         if block.kind == "note":
             block = replace(block, content=f"{block.content}; %workbench log has them")
         bundle = block.content if isinstance(block.content, dict) else {}
-        data = bundle.get("data", {})
+        data = {kind: content for kind, content in bundle.get("data", {}).items() if kind not in self._hidden}
         if set(data) - {"text/plain"}:
             print(as_text(Block("line", block.ranks, ""), self._num_ranks))
             display(data, metadata=bundle.get("metadata", {}), raw=True)
         else:
             print(as_text(block, self._num_ranks), file=sys.stderr if stream == "stderr" else sys.stdout)
+
+    def show_unfinished(self, text: str) -> None:
+        """One place in the cell's output that changes, for progress bars."""
+        bundle = {"text/plain": text} if text else {"text/plain": "", "text/html": ""}
+        if self._bars is None:
+            self._bars = display(bundle, raw=True, display_id=True)
+        else:
+            self._bars.update(bundle, raw=True)
 
     def hold(self, stream: str, block: Block) -> None:
         self.held.append((stream, block))
@@ -163,7 +177,8 @@ def _run(shell: Any, code: str, options: Namespace) -> None:
     here = session()
     ranks = parse_ranks(options.ranks, here.num_engines) if options.ranks is not None else None
     by_rank = options.groupby == "engine"
-    shower = Shower(here.num_engines)
+    in_notebook = getattr(shell, "kernel", None) is not None
+    shower = Shower(here.num_engines, in_notebook)
     show = None if options.quiet else shower.hold if options.no_stream or by_rank else shower.show
     try:
         result = here.run_cell(
@@ -174,6 +189,7 @@ def _run(shell: Any, code: str, options: Namespace) -> None:
             merge=not by_rank,
             values=options.save_name is not None,
             label=options.label,
+            show_unfinished=shower.show_unfinished if show == shower.show and in_notebook else None,
         )
     finally:
         shower.show_held(by_rank)

@@ -9,11 +9,14 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+from workbench.session.output_lines import LineSplitter
 from workbench.session.ranks import rank_label
 from workbench.units import format_bytes, format_count
 
 #: How long a line waits for the other ranks to print the same.
 MERGE_WAIT_S = 0.25
+#: The same for a rank's last value, which nothing more comes after.
+RESULT_WAIT_S = 1.0
 #: Lines this close in time are shown in the order of ranks, others in the order of time.
 SAME_TIME_S = 0.5
 #: How far ahead in a rank's lines an equal one is looked for.
@@ -35,28 +38,6 @@ class Block:
     content: Any
 
 
-class LineSplitter:
-    """Cuts one rank's stream into lines; a carriage return starts the line again, as on a terminal."""
-
-    def __init__(self) -> None:
-        self._partial = ""
-
-    def feed(self, text: str) -> list[str]:
-        *lines, self._partial = (self._partial + text).replace("\r\n", "\n").split("\n")
-        if "\r" in self._partial[:-1]:
-            self._partial = _after_return(self._partial)
-        return [_after_return(line) for line in lines]
-
-    def rest(self) -> list[str]:
-        """The last line when it has no newline."""
-        line, self._partial = _after_return(self._partial), ""
-        return [line] if line else []
-
-
-def _after_return(line: str) -> str:
-    return line.rstrip("\r").rpartition("\r")[2]
-
-
 @dataclass(frozen=True, slots=True)
 class _Item:
     kind: str
@@ -64,12 +45,18 @@ class _Item:
     content: Any
     time_s: float
 
+    @property
+    def waits_until_s(self) -> float:
+        """Until when the other ranks may still come with the same."""
+        return self.time_s + (RESULT_WAIT_S if self.kind == "result" else MERGE_WAIT_S)
+
 
 class Merger:
     """Joins the lines and displays of several ranks into one order that respects each rank's own.
 
     A line that several ranks print is given out once with all of them, if they print it within
-    `MERGE_WAIT_S` of each other; nothing is ever dropped. ``merge=False`` keeps every rank's lines apart.
+    `MERGE_WAIT_S` of each other (`RESULT_WAIT_S` for the value of the cell); nothing is ever
+    dropped. ``merge=False`` keeps every rank's lines apart.
     """
 
     def __init__(self, ranks: Sequence[int], merge: bool = True) -> None:
@@ -86,6 +73,10 @@ class Merger:
         key = json.dumps(bundle.get("data", {}), sort_keys=True, default=str)
         self._queues[rank].append(_Item(kind, key, bundle, now))
 
+    def unfinished(self) -> list[tuple[int, str]]:
+        """Rank and text of lines that are not finished."""
+        return [(rank, text) for rank, splitter in self._splitters.items() if (text := splitter.unfinished)]
+
     def finish(self, rank: int, now: float) -> None:
         """No more text comes from this rank."""
         for line in self._splitters[rank].rest():
@@ -97,7 +88,7 @@ class Merger:
         while any(self._queues.values()):
             item, owners = self._next()
             missing = len(owners) < len(self.ranks)
-            if missing and self._merge and not final and now - item.time_s < MERGE_WAIT_S:
+            if missing and self._merge and not final and now < item.waits_until_s:
                 break
             for rank in owners:
                 self._queues[rank].popleft()
@@ -106,8 +97,7 @@ class Merger:
 
     def wakeup(self) -> float | None:
         """When a waiting line will have waited long enough; None if nothing waits."""
-        heads = [items[0].time_s for items in self._queues.values() if items]
-        return min(heads) + MERGE_WAIT_S if heads else None
+        return min((items[0].waits_until_s for items in self._queues.values() if items), default=None)
 
     def _next(self) -> tuple[_Item, tuple[int, ...]]:
         """The item to show next: one that no rank has yet to reach behind other lines, if there is one."""
@@ -219,6 +209,10 @@ class OutputMerger:
             shown += [(name, block) for block in blocks]
         return shown
 
+    def unfinished(self) -> list[tuple[int, str]]:
+        """Rank and text of lines that are not finished, of both streams."""
+        return [each for merger in self._mergers.values() for each in merger.unfinished()]
+
     def wakeup(self) -> float | None:
         """When `take` should be called again although nothing new has come."""
         times = [time for merger in self._mergers.values() if (time := merger.wakeup()) is not None]
@@ -232,10 +226,15 @@ def tag_of(ranks: Sequence[int], num_ranks: int) -> str:
 
 def as_text(block: Block, num_ranks: int) -> str:
     """One block as plain text, every line with its tag."""
-    tag = tag_of(block.ranks, num_ranks)
     if block.kind == "note":
-        return f"{tag} ... {block.content} ..."
+        return tagged(block.ranks, f"... {block.content} ...", num_ranks)
     text = block.content if block.kind == "line" else block.content["data"].get("text/plain", "(no text form)")
+    return tagged(block.ranks, text, num_ranks)
+
+
+def tagged(ranks: Sequence[int], text: str, num_ranks: int) -> str:
+    """``[1] first line`` and the others below it."""
+    tag = tag_of(ranks, num_ranks)
     if not text:
         return tag
     first, *others = text.split("\n")

@@ -17,7 +17,8 @@ class StartProgress:
     def __init__(self, num_engines: int) -> None:
         self._num_engines = num_engines
         self._started_s = self._written_s = time.monotonic()
-        in_notebook = hasattr(getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)(), "kernel")
+        shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+        in_notebook = getattr(shell, "kernel", None) is not None
         self._stream = sys.stdout if in_notebook else sys.stderr
         self._overwrites = in_notebook or self._stream.isatty()
         self._width = 0  # of what stands in the line now, which a shorter text must cover

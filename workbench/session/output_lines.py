@@ -1,0 +1,90 @@
+"""One rank's stream cut into lines, and what stands on the line that is not finished: a progress bar, for example."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+#: How long a line has been unfinished before it is shown as it stands.
+UNFINISHED_S = 0.3
+#: How often what is unfinished is shown again.
+PERIOD_S = 0.2
+_INNER_BAR = re.compile(r"\n(\r[^\n]*)\x1b\[A")
+_FINISHED_BAR = re.compile(r"[^\n]*\r[^\n]*\n(\r[^\n]*)?\Z")
+
+
+class LineSplitter:
+    """Cuts one rank's stream into lines; a carriage return starts the line again, as on a terminal.
+
+    A bar inside another one is drawn a line below, and the cursor goes up again: the inner one takes the place of the
+    outer one here. So the end of a bar's line counts as soon as something else follows it.
+    """
+
+    def __init__(self) -> None:
+        self._partial = ""
+
+    def feed(self, text: str) -> list[str]:
+        """The lines that are finished now."""
+        text = _INNER_BAR.sub(r"\1", (self._partial + text).replace("\r\n", "\n"))
+        held = _FINISHED_BAR.search(text) if "\r" in text else None
+        start = held.start() if held is not None else text.rfind("\n") + 1
+        *lines, nothing = text[:start].split("\n")
+        assert not nothing
+        self._partial = "\n".join(map(_forget_overwritten, text[start:].split("\n")))
+        return [_after_return(line) for line in lines]
+
+    @property
+    def unfinished(self) -> str:
+        """The text that stands there now."""
+        return "\n".join(line for line in map(_after_return, self._partial.split("\n")) if line)
+
+    def rest(self) -> list[str]:
+        """What is unfinished, now that nothing more comes."""
+        lines = self.unfinished.split("\n") if self.unfinished else []
+        self._partial = ""
+        return lines
+
+
+class Unfinished:
+    """Unfinished lines of all ranks as one text that changes, at most every `PERIOD_S`."""
+
+    def __init__(self) -> None:
+        self._since_s: dict[int, float] = {}
+        self._shown = ""
+        self._shown_s = -PERIOD_S
+        self._taken_s = 0.0
+        self._is_late = False
+
+    def take(self, lines: Iterable[tuple[int, str]], now: float) -> list[tuple[tuple[int, ...], str]] | None:
+        """(ranks, text) of what to show in place of what was shown last; None if that may stay.
+
+        ``lines``: rank and text of the lines that are unfinished now.
+        """
+        lines, self._taken_s = list(lines), now
+        self._since_s = {rank: self._since_s.get(rank, now) for rank, _ in lines}
+        owners: dict[str, list[int]] = {}
+        for rank, text in lines:
+            if now - self._since_s[rank] >= UNFINISHED_S:
+                owners.setdefault(text, []).append(rank)
+        key = repr(owners)
+        self._is_late = key != self._shown and now - self._shown_s < PERIOD_S
+        if key == self._shown or self._is_late or not (owners or self._shown):
+            return None
+        self._shown, self._shown_s = (key if owners else ""), now
+        return [(tuple(ranks), text) for text, ranks in owners.items()]
+
+    def wakeup(self) -> float | None:
+        """When to look again although nothing new has come."""
+        times = [since + UNFINISHED_S for since in self._since_s.values()]
+        young = [time for time in times if time > self._taken_s]
+        return min([*young, *([self._shown_s + PERIOD_S] if self._is_late else [])], default=None)
+
+
+def _after_return(line: str) -> str:
+    return line.rstrip("\r").rpartition("\r")[2]
+
+
+def _forget_overwritten(line: str) -> str:
+    """The same line on a terminal, without what a carriage return has overwritten."""
+    kept = _after_return(line)
+    return f"\r{kept}" + ("\r" if line.endswith("\r") else "") if "\r" in line else line
