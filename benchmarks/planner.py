@@ -11,7 +11,8 @@ Predictions go through the one door for tables, ``workbench.cost.table``. Sets o
     follow-up     arXiv 2205.05198, full and selective recomputation
     h100          DGX H100 in 8 bits, NeMo 24.09; one of its rows was fitted on
     v100          Megatron-LM of 2020 on a DGX-2H; one row of it was fitted on
-    mpt-a100      FSDP of another trainer (llm-foundry) on 8 to 64 GPUs; nothing of it was fitted
+    mpt-a100      FSDP of another trainer (llm-foundry) on 8 to 64 GPUs; one constant of all machines, what
+                  hidden exchanges take of memory, was chosen by these and the next
     mpt-h100      the same on 8 to 512 GPUs
 """
 
