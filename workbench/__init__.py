@@ -32,6 +32,7 @@ _WHERE = {
     "workbench.session.calibrating": ["calibrate"],
     "workbench.planner.sweep": ["simulate"],
     "workbench.session.compare": ["compare"],
+    "workbench.session.planning": ["layer_costs", "plan"],
     "workbench.session.saved_runs": ["SavedRuns"],
     "workbench.ui.own_live": ["LiveView"],
     "workbench.ui.matmul_picture": ["draw_matmul"],

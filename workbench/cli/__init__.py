@@ -2,6 +2,7 @@
 
     workbench demo        four strategies on handwritten digits, checked against one device
     workbench compare     the same for a model of your own, from a Python file
+    workbench plan        the best strategy for a model on a machine that need not be there
     workbench simulate    training steps of transformers in a table, predicted without devices
     workbench doctor      what works on this machine, and what to do about what does not
     workbench lab         JupyterLab on the first notebook
@@ -16,10 +17,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from workbench.cli import compare, demo, doctor, lab, simulate
+from workbench.cli import compare, demo, doctor, lab, plan, simulate
 from workbench.errors import WorkbenchError
 
-_COMMANDS = {"demo": demo, "compare": compare, "simulate": simulate, "doctor": doctor, "lab": lab}
+_COMMANDS = {"demo": demo, "compare": compare, "plan": plan, "simulate": simulate, "doctor": doctor, "lab": lab}
 USER_ERROR = 2
 INTERRUPTED = 130
 

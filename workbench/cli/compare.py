@@ -30,7 +30,7 @@ def load_job(path: Path) -> Job:
     Raises:
         CommandError: there is no such file, or it does not define ``model_fn``, ``dataset`` and ``loss_fn``.
     """
-    module = _run_file(path)
+    module = run_file(path)
     missing = [name for name in ("model_fn", "dataset", "loss_fn") if not hasattr(module, name)]
     if missing:
         raise CommandError(
@@ -43,7 +43,12 @@ def load_job(path: Path) -> Job:
     return Job(module.model_fn, dataset, module.loss_fn, getattr(module, "optimizer_fn", None))
 
 
-def _run_file(path: Path) -> ModuleType:
+def run_file(path: Path) -> ModuleType:
+    """What a Python file defines; its functions travel to engines by value.
+
+    Raises:
+        CommandError: there is no such file.
+    """
     spec = importlib.util.spec_from_file_location(_MODULE_NAME, path)
     if spec is None or spec.loader is None or not path.is_file():
         raise CommandError(f"compare {path}: not a Python file. Give the path of one, e.g. mine.py")

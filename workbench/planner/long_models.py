@@ -90,11 +90,26 @@ class _LongSearch:
     def _run_lean(self) -> None:
         """By the bytes of an average stage."""
         ranked: list[tuple[float, int, Candidate]] = []
-        for group in self._groups:
+        for group in self._lean_groups():
             for candidate in self._members(group):
-                ranked.append((self._average_bytes(candidate), len(ranked), candidate))
+                if self._ways is not FEW_WAYS or self._is_lean(candidate):
+                    ranked.append((self._average_bytes(candidate), len(ranked), candidate))
         for _, _, candidate in sorted(ranked)[:MOST_OF_MEMORY]:
             self._place(candidate)
+
+    def _lean_groups(self) -> list[Group]:
+        """Of a large problem, those with the smallest micro-batches."""
+        if self._ways is not FEW_WAYS:
+            return self._groups
+        return list({group.degrees: group for group in self._groups}.values())
+
+    def _is_lean(self, candidate: Candidate) -> bool:
+        """Other schedules hold more, and so does less ZeRO."""
+        schedules, zeros = self.problem.wishes.schedule, self.problem.wishes.zero
+        is_late = candidate.options.zero >= 2 or candidate.degrees[1] == 1
+        return (schedules is not None or candidate.options.schedule in (None, "1f1b")) and (
+            zeros is not None or is_late
+        )
 
     def _members(self, group: Group) -> Iterator[Candidate]:
         """GPipe takes as long as 1F1B and holds more: only where it is wished for. Stages are made of whole blocks."""

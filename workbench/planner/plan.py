@@ -188,7 +188,7 @@ def _row(found: Found, is_best: bool) -> dict[str, Any]:
 
 def _parts(found: Estimate) -> str:
     parts = [(part.removesuffix("_s"), getattr(found, part)) for part in PARTS]
-    return ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in parts if seconds > 0)
+    return ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in parts if seconds > 1e-9 * found.step_s)
 
 
 def _memory(found: Estimate, limit: float) -> str:

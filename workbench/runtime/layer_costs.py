@@ -69,6 +69,11 @@ def layer_costs(
             f"layer_costs({type(module).__name__}): {error.func} reads values of tensors in {counter.where()}. Costs "
             "are counted without values: compute it from shapes, or outside of forward."
         ) from error
+    except Exception as error:  # whatever the model's own code raises
+        raise StrategyError(
+            f"layer_costs({type(module).__name__}): {counter.where()} fails on this batch with {type(error).__name__}: "
+            f"{error}. Give inputs (and targets, where loss_fn takes some) with which the model runs."
+        ) from error
     del output, result
     order = counter.order([layer.name for layer in layers])
     rows = [counter.row(layer) for layer in sorted(layers, key=lambda layer: order.index(layer.name))]

@@ -1,19 +1,33 @@
-"""The planner's doors for notebooks, panel and command line: from torch models to costs."""
+"""``wb.plan``: the best strategy for a model on a machine, and what its layers cost. No cluster is needed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workbench.core.model_costs import ModelCosts
+from workbench.core.strategy import Strategy
+from workbench.cost.hardware import Hardware
+from workbench.cost.hardware_files import load_hardware
+from workbench.cost.software import WORKBENCH, Software
+from workbench.cost.transformer import Transformer, transformer_costs
+from workbench.errors import StrategyError
+from workbench.planner.plan import Plan
+from workbench.planner.problem import Wishes
+from workbench.planner.search import search
+from workbench.planner.sizes import size
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
+    Model = nn.Module | Callable[[], nn.Module]
+
 
 def layer_costs(
-    model: nn.Module | Callable[[], nn.Module],
-    inputs: Tensor | Sequence[Any] | Mapping[str, Any],
+    model: Model,
+    inputs: Inputs,
     loss_fn: Callable[..., Tensor] | None = None,
     targets: Any = None,
     *,
@@ -25,4 +39,84 @@ def layer_costs(
     return count(model, inputs, loss_fn, targets, dtype=dtype)
 
 
-__all__ = ["layer_costs"]
+def plan(
+    model: Model | ModelCosts | Transformer | str,
+    hardware: Hardware | str | Path,
+    num_ranks: int,
+    batch_size: int,
+    *,
+    inputs: Inputs | None = None,
+    loss_fn: Callable[..., Tensor] | None = None,
+    targets: Any = None,
+    objective: str = "throughput",
+    memory_bytes: float | None = None,
+    precision: str | None = None,
+    optimizer: str = "adamw",
+    software: Software = WORKBENCH,
+    **wishes: Any,
+) -> Plan:
+    """The strategy that is predicted to be best for a model on a machine that need not be there.
+
+    Args:
+        model: a module or a function that makes it (traced with ``inputs``, nothing is allocated), costs that are known
+            already, a ``Transformer``, or the name of one ("gpt3-175b", "llama2-7b", ...).
+        hardware: a machine, its name ("a100-80g-selene"), or the path of a hardware file.
+        num_ranks: how many there are.
+        batch_size: samples per step, all ranks together.
+        inputs, loss_fn, targets: a batch of any size, and the loss that is taken of it; for modules only.
+        objective: "throughput", "memory" (the smallest peak) or "cost" (the fewest rank-seconds, on as many ranks
+            or fewer).
+        memory_bytes: that a rank may hold. None: all that the hardware has.
+        precision: "fp32", "bf16" or "fp16". None: as the model is.
+        optimizer: "adamw", "adam", "momentum" or "sgd".
+        software: what the training program does; the engines of this package by default.
+        wishes: what is decided already: ``pipeline=``, ``data=``, ``model=``, ``micro_batches=``, ``schedule=``,
+            ``zero=`` (a value or several), ``recompute=``, ``sequence=`` (True or False), ``layers="head: data@1"``.
+
+    Raises:
+        StrategyError: wishes that contradict each other, a model that fits nowhere, a module without ``inputs``.
+
+    >>> print(plan("gpt2", "a100-80g-selene", 8, 64, precision="bf16", model=1, pipeline=1).strategy)
+    *: data | 1x8x1 zero=1 bf16
+    """
+    unknown = sorted(set(wishes) - set(Wishes.__dataclass_fields__))
+    if unknown:
+        known = ", ".join(Wishes.__dataclass_fields__)
+        raise StrategyError(f"plan({unknown[0]}=): no such wish; there are {known}.")
+    return search(
+        _costs(model, inputs, loss_fn, targets),
+        hardware if isinstance(hardware, Hardware) else load_hardware(hardware),
+        num_ranks,
+        batch_size,
+        objective=objective,
+        memory_bytes=memory_bytes,
+        precision=precision,
+        optimizer=optimizer,
+        software=software,
+        wishes=Wishes(**wishes),
+    )
+
+
+def planners_choice(costs: ModelCosts, hardware: Hardware, num_ranks: int, batch_size: int) -> Strategy:
+    """The strategy with the shortest step: what the panel's preset of that name sets.
+
+    Raises:
+        StrategyError: the model fits nowhere.
+    """
+    return search(costs, hardware, num_ranks, batch_size).strategy
+
+
+def _costs(model: Any, inputs: Inputs | None, loss_fn: Callable[..., Tensor] | None, targets: Any) -> ModelCosts:
+    if isinstance(model, ModelCosts):
+        return model
+    if isinstance(model, str | Transformer):
+        return transformer_costs(size(model) if isinstance(model, str) else model)
+    if inputs is None:
+        raise StrategyError(
+            "plan(model): a module is traced with a batch, but inputs is None. Give one, e.g. inputs=(2, 784) for the "
+            "shape of 2 samples, or inputs={'input_ids': ids}."
+        )
+    return layer_costs(model, inputs, loss_fn, targets)
+
+
+__all__ = ["layer_costs", "plan", "planners_choice"]

@@ -1,0 +1,90 @@
+"""``workbench plan``: a file or a name in, a plan out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from workbench.cli import main
+from workbench.cli.plan import parse_wish
+from workbench.errors import CommandError
+
+FILE = """
+import torch
+from torch import nn
+
+def model_fn():
+    return nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 10))
+
+def loss_fn(output, target):
+    return nn.functional.cross_entropy(output, target)
+
+dataset = (torch.zeros(8, 64), torch.zeros(8, dtype=torch.int64))
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.py"
+    path.write_text(FILE)
+    return path
+
+
+def test_a_file_is_planned(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = [
+        "--ranks",
+        "2",
+        "--batch",
+        "8",
+        "--wish",
+        "zero=0",
+        "--why-not",
+        "*: data | 3x1x1",
+        "--explain",
+        "2",
+        "--table",
+    ]
+    assert main(["plan", str(file), *options]) == 0
+    output = capsys.readouterr().out
+    for words in ("plan for 2 layers on 2 ranks of a100", "every strategy was looked at", "cannot run", "step_s", "* "):
+        assert words in output
+
+
+def test_the_loss_is_part_of_the_model(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file.write_text(
+        FILE.replace("dataset = (torch.zeros(8, 64), torch.zeros(8, dtype=torch.int64))", "inputs = (2, 64)")
+    )
+    assert main(["plan", str(file), "--ranks", "2", "--batch", "8"]) == 2
+    assert "fails" in capsys.readouterr().err
+
+
+def test_mistakes_are_told(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty.py").write_text("")
+    for arguments, words in [
+        (["plan"], "which model?"),
+        (["plan", "gpt5"], "none of the known transformers"),
+        (["plan", str(tmp_path / "missing.py")], "not a Python file"),
+        (["plan", str(tmp_path / "empty.py")], "needs model_fn"),
+        (["plan", "gpt2", "--hardware", "abacus"], "abacus"),
+        (["plan", "gpt2", "--wish", "zero=1", "--wish", "data=3"], "cannot be"),
+        (["plan", str(file), "--ranks", "2", "--batch", "2", "--memory", "0.0001"], "too much"),
+    ]:
+        assert main(arguments) == 2, arguments
+        assert words in capsys.readouterr().err
+
+
+def test_wishes_are_read() -> None:
+    assert parse_wish("zero=1,2") == ("zero", (1, 2))
+    assert parse_wish("pipeline=4") == ("pipeline", 4)
+    assert parse_wish("schedule=1f1b") == ("schedule", "1f1b")
+    assert parse_wish("recompute=no") == ("recompute", False)
+    assert parse_wish("layers=head: data@1; a.*: model") == ("layers", "head: data@1; a.*: model")
+    for text in ("zero", "zero=", "zero=many", "recompute=2"):
+        with pytest.raises(CommandError, match="plan --wish"):
+            parse_wish(text)
+
+
+def test_models_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--models"]) == 0
+    assert "gpt3-175b" in capsys.readouterr().out

@@ -1,0 +1,114 @@
+"""A finished plan: how it prints, and the questions that it answers."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from tests.planner.test_search import decoder, hardware
+from workbench.core.strategy import Strategy
+from workbench.errors import StrategyError
+from workbench.planner.plan import Plan
+from workbench.planner.search import search
+
+
+@cache
+def plan() -> Plan:
+    return search(decoder(), hardware(), 4, 8, memory_bytes=2e6)
+
+
+def test_it_prints_strategy_seconds_memory_and_the_next_best() -> None:
+    text = str(plan())
+    for words in ("8 layers on 4 ranks of made up", "batch 8", str(plan().strategy.options), "step", "MB", "next:"):
+        assert words in text
+    assert "searched in" in text
+    assert plan()._repr_html_().startswith("<pre>plan for")
+
+
+def test_the_strategy_can_be_read_back() -> None:
+    again = Strategy(str(plan().strategy)).resolve(plan().problem.costs.layers, 4)
+    assert again.layers == plan().resolved.layers
+
+
+def test_the_table_has_the_best_of_every_degrees() -> None:
+    table = plan().table
+    assert list(table["best"]) == [True] + [False] * (len(table) - 1)
+    assert table["step_s"].is_monotonic_increasing
+    assert not table.duplicated(["pipeline", "data", "model"]).any()
+    assert (table["peak_bytes"] <= 2e6).all()
+    assert set(plan().layers["layer"]) == {layer.name for layer in plan().problem.costs.layers}
+
+
+def test_explain_lists_every_choice_with_its_seconds() -> None:
+    found = search(decoder(), hardware(), 4, 8, wishes=None).again(model=4)
+    explanation = found.explain("b.1.up")
+    first = explanation.alternatives[0]
+    assert first.is_chosen
+    assert first.estimate is not None
+    assert first.estimate.step_s == pytest.approx(found.estimate.step_s)
+    assert {one.choice for one in explanation.alternatives} == {"data", "model:column", "model:row"}
+    assert {len(one.layers) for one in explanation.alternatives} == {1, 2}
+    others = [one.estimate.step_s for one in explanation.alternatives[1:] if one.estimate]
+    assert others == sorted(others)
+    assert str(explanation).startswith("b.1.up\n * ")
+    assert len(explanation.table) == len(explanation.alternatives)
+
+
+def test_explain_says_why_a_choice_is_not_there() -> None:
+    found = plan().again(model=1)
+    assert "model axis has 1 rank" in str(found.explain("head"))
+    with pytest.raises(StrategyError, match="no layer matches"):
+        found.explain("nothing")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "reason", "words"),
+    [
+        ("*: data | 3x1x1", "cannot run", "3 x 1 x 1 = 3, but there are 4 ranks"),
+        ("nothing: data", "cannot run", "no layer matches"),
+        ("*: data | 1x1x4", "memory", "too much. Most of it is"),
+        ("*: model | 1x1x4 mb=8", "slower", "slower by"),
+    ],
+)
+def test_why_not(strategy: str, reason: str, words: str) -> None:
+    verdict = plan().why_not(strategy)
+    assert verdict.reason == reason
+    assert words in str(verdict)
+
+
+def test_why_not_itself() -> None:
+    assert plan().why_not(plan().strategy).reason == "equal"
+
+
+def test_why_not_says_where_it_is_slower() -> None:
+    verdict = plan().why_not("*: model | 1x1x4 mb=8")
+    assert verdict.difference is not None
+    assert verdict.estimate is not None
+    more = verdict.estimate.step_s - plan().found.estimate.step_s
+    assert sum(verdict.difference.seconds.values()) == pytest.approx(more)
+    assert max(verdict.difference.seconds, key=verdict.difference.seconds.__getitem__) == "boxing_s"
+    assert "boxing +" in str(verdict)
+
+
+def test_diff_names_options_layers_and_parts() -> None:
+    other = plan().again(model=4)
+    difference = plan().diff(other)
+    assert ("degrees", "x".join(map(str, plan().resolved.degrees)), "1x1x4") in difference.options
+    assert difference.layers
+    assert difference.peak_bytes == pytest.approx(other.estimate.peak_bytes - plan().estimate.peak_bytes)
+    assert "step:" in str(difference)
+    same = plan().diff(plan())
+    assert not same.options
+    assert not same.layers
+
+
+def test_again_keeps_the_question() -> None:
+    again = plan().again(zero=0)
+    assert again.resolved.options.zero == 0
+    assert again.problem.memory_bytes == 2e6
+
+
+def test_the_estimate_has_a_timeline() -> None:
+    assert plan().estimate.timeline is not None
+    assert plan().estimate.step_s == pytest.approx(plan().found.estimate.step_s)

@@ -1,0 +1,51 @@
+"""``wb.plan`` from models, costs and names; nothing here starts an engine."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+import workbench as wb
+from workbench.core.strategy import Strategy
+from workbench.cost.hardware_files import load_hardware
+from workbench.errors import StrategyError
+from workbench.session.planning import planners_choice
+
+
+def perceptron() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 10))
+
+
+def test_a_model_is_traced_and_planned() -> None:
+    plan = wb.plan(perceptron, "a100-80g-selene", 2, 8, inputs=(2, 64))
+    assert plan.is_exact
+    assert plan.problem.costs.rows[0].own[0].flops == 2 * 64 * 256
+    assert plan.strategy.resolve(plan.problem.costs.layers, 2)
+
+
+def test_costs_may_be_given() -> None:
+    costs = wb.layer_costs(perceptron, (2, 64))
+    assert (
+        wb.plan(costs, "a100-80g-selene", 2, 8).strategy
+        == wb.plan(perceptron(), "a100-80g-selene", 2, 8, inputs=(1, 64)).strategy
+    )
+
+
+def test_named_transformers_are_planned() -> None:
+    plan = wb.plan("gpt2", "a100-80g-selene", 2, 4, precision="bf16", micro_batches=1, recompute=False)
+    assert plan.resolved.options.precision == "bf16"
+    assert plan.estimate.step_s > 0
+
+
+def test_the_panels_preset_is_a_strategy() -> None:
+    costs = wb.layer_costs(perceptron, (2, 64))
+    assert isinstance(planners_choice(costs, load_hardware("a100-80g-selene"), 2, 8), Strategy)
+
+
+def test_what_is_missing_or_unknown_is_said() -> None:
+    with pytest.raises(StrategyError, match="inputs is None"):
+        wb.plan(perceptron, "a100-80g-selene", 2, 8)
+    with pytest.raises(StrategyError, match=r"plan\(zeros=\): no such wish"):
+        wb.plan("gpt2", "a100-80g-selene", 2, 8, zeros=1)
+    with pytest.raises(StrategyError, match="'gpt-2' is none of"):
+        wb.plan("gpt-2", "a100-80g-selene", 2, 8)

@@ -1,0 +1,123 @@
+"""The best strategy for a model on a machine that need not be there.
+
+The model is the name of a transformer (workbench plan --models), or a file that defines
+    model_fn()              makes the torch module; it is traced on metadata, no weight is allocated
+    dataset                 as for workbench compare; or
+    inputs                  a batch: a tensor, a tuple, a dict of keyword arguments, or the shape of a tensor
+    loss_fn(out, target)    as for workbench compare; optional with inputs
+
+    workbench plan gpt3-175b --hardware a100-80g-selene --ranks 3072 --batch 1536 --precision bf16
+    workbench plan mine.py --hardware h200 --ranks 8 --batch 256 --wish zero=1 --why-not "*: data"
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from workbench.errors import CommandError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of ``workbench plan``."""
+    parser.add_argument("model", nargs="?", help="the name of a transformer, or a Python file")
+    parser.add_argument("--hardware", default="a100-80g-selene", metavar="NAME", help="a known machine, or a file")
+    parser.add_argument("--ranks", type=int, default=8, help="how many there are; default 8")
+    parser.add_argument("--batch", type=int, default=64, help="samples per step, all ranks together; default 64")
+    parser.add_argument("--objective", default="throughput", help="throughput, memory or cost")
+    parser.add_argument("--memory", type=float, metavar="GB", help="that a rank may hold; default: all of it")
+    parser.add_argument("--precision", help="fp32, bf16 or fp16; default: as the model is")
+    parser.add_argument("--optimizer", default="adamw", help="adamw, adam, momentum or sgd")
+    parser.add_argument("--wish", action="append", default=[], metavar="NAME=VALUE",
+                        help="what is decided: pipeline=, data=, model=, micro_batches=, schedule=, zero=, recompute=, "
+                             "sequence=, layers=; commas give several values")  # fmt: skip
+    parser.add_argument("--explain", metavar="LAYER", help="what else a layer could do, and what it would cost")
+    parser.add_argument("--why-not", metavar="STRATEGY", help="why it is not this one")
+    parser.add_argument("--table", action="store_true", help="the best strategy for every triple of degrees")
+    parser.add_argument("--models", action="store_true", help="list the transformers that are known by name, and stop")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plan and print; 0, or an error that says what cannot be."""
+    if args.models:
+        return _list_models()
+    if args.model is None:
+        raise CommandError("plan: which model? Give a file or a name; workbench plan --models lists the names.")
+    from workbench.session.planning import plan
+
+    wishes = dict(parse_wish(text) for text in args.wish)
+    found = plan(
+        _model(args.model),
+        args.hardware,
+        args.ranks,
+        args.batch,
+        objective=args.objective,
+        memory_bytes=None if args.memory is None else args.memory * 1e9,
+        precision=args.precision,
+        optimizer=args.optimizer,
+        **wishes,
+    )
+    print(found)
+    if args.table:
+        print(f"\n{found.table.to_string(index=False)}")
+    if args.explain:
+        print(f"\n{found.explain(args.explain)}")
+    if args.why_not:
+        print(f"\nwhy not {args.why_not}?\n{found.why_not(args.why_not)}")
+    return 0
+
+
+def parse_wish(text: str) -> tuple[str, Any]:
+    """``zero=1,2`` -> ("zero", (1, 2)).
+
+    Raises:
+        CommandError: not of that form.
+    """
+    name, sign, value = text.partition("=")
+    if not sign or not value.strip():
+        raise CommandError(f"plan --wish {text!r}: not of the form name=value, e.g. zero=1 or layers='head: data'.")
+    if name == "layers":
+        return name, value
+    if name in ("recompute", "sequence"):
+        if value not in ("0", "1", "no", "yes", "true", "false"):
+            raise CommandError(f"plan --wish {text!r}: {name} is yes or no.")
+        return name, value in ("1", "yes", "true")
+    words = [word.strip() for word in value.split(",")]
+    values = tuple(int(word) if word.isdecimal() else word for word in words)
+    if name != "schedule" and not all(isinstance(one, int) for one in values):
+        raise CommandError(f"plan --wish {text!r}: {name} is a number, or several: {name}=1,2.")
+    return name, values if len(values) > 1 else values[0]
+
+
+def _model(name: str) -> Any:
+    """Costs of a file's model, or the name of a transformer."""
+    path = Path(name)
+    if path.suffix != ".py":
+        return name
+    from workbench.cli.compare import run_file
+    from workbench.session.planning import layer_costs
+
+    module = run_file(path)
+    if not hasattr(module, "model_fn") or not (hasattr(module, "inputs") or hasattr(module, "dataset")):
+        raise CommandError(f"plan {path}: the file needs model_fn, and dataset or inputs; see workbench plan --help.")
+    loss_fn = getattr(module, "loss_fn", None)
+    if hasattr(module, "inputs"):
+        return layer_costs(module.model_fn, module.inputs, loss_fn, getattr(module, "targets", None))
+    from workbench.ui.paper import costs_of
+
+    dataset = module.dataset
+    if callable(dataset) and not hasattr(dataset, "__getitem__"):
+        dataset = dataset()
+    return costs_of(module.model_fn, dataset, loss_fn)
+
+
+def _list_models() -> int:
+    from workbench.cost.transformer import transformer_costs
+    from workbench.planner.sizes import SIZES
+    from workbench.units import format_count
+
+    for name, one in SIZES.items():
+        number = format_count(transformer_costs(one).num_parameters)
+        print(f"{name:12} {number:>7} parameters, {one.layers} blocks of {one.hidden}, {one.seq} positions")
+    return 0

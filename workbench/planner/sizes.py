@@ -1,0 +1,38 @@
+"""Transformers of published sizes, by name."""
+
+from __future__ import annotations
+
+import difflib
+
+from workbench.cost.transformer import Transformer
+from workbench.errors import StrategyError
+
+SIZES = {
+    "gpt2": Transformer(768, 12, 12, 50304, 1024),
+    "gpt3-6.7b": Transformer(4096, 32, 32, 51200, 2048),
+    "gpt3-13b": Transformer(5120, 40, 40, 51200, 2048),
+    "gpt3-175b": Transformer(12288, 96, 96, 51200, 2048),
+    "llama2-7b": Transformer(4096, 32, 32, 32000, 4096, 32, 11008, is_gated=True, has_flash=True),
+    "llama2-13b": Transformer(5120, 40, 40, 32000, 4096, 40, 13824, is_gated=True, has_flash=True),
+    "llama2-70b": Transformer(8192, 64, 80, 32000, 4096, 8, 28672, is_gated=True, has_flash=True),
+    "llama3-8b": Transformer(4096, 32, 32, 128256, 8192, 8, 14336, is_gated=True, has_flash=True),
+    "llama3-70b": Transformer(8192, 64, 80, 128256, 8192, 8, 28672, is_gated=True, has_flash=True),
+}
+"""Words are padded to a multiple of 64 or 128, as programs do that split the table. Sources: arXiv 2005.14165 (GPT-3),
+2307.09288 (Llama 2), 2407.21783 (Llama 3), and the configuration of GPT-2."""
+
+
+def size(name: str) -> Transformer:
+    """A transformer by its name.
+
+    Raises:
+        StrategyError: no such name.
+    """
+    if name not in SIZES:
+        near = difflib.get_close_matches(name, SIZES, n=1, cutoff=0.3)
+        hint = f" Do you mean {near[0]!r}?" if near else ""
+        raise StrategyError(f"{name!r} is none of the known transformers: {', '.join(SIZES)}.{hint}")
+    return SIZES[name]
+
+
+__all__ = ["SIZES", "size"]
