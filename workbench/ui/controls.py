@@ -16,6 +16,7 @@ from workbench.ui.editing import clauses
 from workbench.ui.placing import Degrees
 from workbench.ui.state import FIXES, PLANNED, PanelState
 
+PLANNING = "planning\u2026"
 _TIMES = "\u00d7"
 _PRESET_TIPS = {
     "data": "every rank has the whole model and a part of the batch",
@@ -195,6 +196,8 @@ class Controls:
             on = name == state.base
             preset.description = state.label if on else name
             (preset.add_class if on else preset.remove_class)("wb-on")
+            if name == PLANNED and no_plan == PLANNING:
+                preset.description = PLANNING
             reason = no_plan if name == PLANNED else state.presets[name]
             tip = "the fastest strategy that fits into memory" if name == PLANNED else _PRESET_TIPS[name]
             preset.disabled, preset.tooltip = bool(reason), reason or tip

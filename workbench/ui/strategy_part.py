@@ -13,7 +13,7 @@ from workbench.cost.estimate import Estimate
 from workbench.cost.hardware import Hardware
 from workbench.errors import WorkbenchError
 from workbench.theme import Palette, palette
-from workbench.ui.controls import Controls, button, html
+from workbench.ui.controls import PLANNING, Controls, button, html
 from workbench.ui.grid import LayerGrid
 from workbench.ui.predicting import Predictor
 from workbench.ui.predictions import no_predictions_html, predictions_html
@@ -60,7 +60,7 @@ class StrategyPart:
         self._lock = threading.RLock()
         self._facts, self._predictor, self._planner = facts, predictor, planner
         self._on_run, self._on_theme, self._on_change, self._no_run = on_run, on_theme, on_change, no_run
-        self._calibrate, self._is_measuring = calibrate, False
+        self._calibrate, self._is_measuring, self._is_planning = calibrate, False, False
         self._selected = ""
         self._shows_tensor = False
         self._plan_problem = ""
@@ -102,16 +102,22 @@ class StrategyPart:
             self.refresh()
 
     def plan(self) -> None:
-        """Put the planner's choice into the panel."""
+        """Put the planner's choice into the panel; it is searched for beside the notebook, seconds for many ranks."""
         costs = self._predictor.costs
-        if self._planner is None or costs is None:
+        if self._planner is None or costs is None or self._is_planning:
             return
+        self._is_planning, self._plan_problem = True, ""
+        self.refresh()
+        threading.Thread(target=self._search, args=(self._planner, costs), name="workbench-plan", daemon=True).start()
+
+    def _search(self, planner: Planner, costs: ModelCosts) -> None:
         try:
-            strategy = self._planner(costs)
+            strategy = planner(costs)
         except WorkbenchError as error:
-            self._plan_problem = str(error)
+            self._is_planning, self._plan_problem = False, str(error)
             self.refresh()
             return
+        self._is_planning = False
         self.edit(lambda state: state.set_planned(strategy))
 
     def calibrate(self) -> None:
@@ -206,6 +212,8 @@ class StrategyPart:
     def _no_plan(self) -> str:
         if self._planner is None:
             return "no planner here"
+        if self._is_planning:
+            return PLANNING
         return self._plan_problem or self._predictor.missing
 
     def _facts_now(self) -> Facts:
