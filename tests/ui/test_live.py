@@ -68,7 +68,7 @@ def test_old_points_are_not_sent_again():
 def test_a_timeline_has_a_row_per_rank_measured_above_simulated():
     figure = live_figure.live_figure(2, 10)
     live_figure.show_timeline(figure, timeline_bars([spans(0), spans(1)]))
-    forward = trace(figure, "forward")
+    forward = trace(figure, "forward, measured")
     assert list(forward.base) == [0.0, 1.0] and list(forward.x) == [0.75, 0.75] and list(forward.text) == ["F0", "F0"]
     assert list(trace(figure, "forward, simulated").base) == [0.0, 0.75]
     assert (np.array(trace(figure, "forward, simulated").y) > np.array(forward.y)).all()
@@ -76,20 +76,27 @@ def test_a_timeline_has_a_row_per_rank_measured_above_simulated():
     assert figure.layout.xaxis5.ticksuffix == " s" and "Timeline, step 1" in titles(figure)[4]
 
 
+def test_every_trace_has_a_name_of_its_own():
+    names = [trace.name for trace in live_figure.live_figure(2, 10).data]
+    assert len(set(names)) == len(names), "traces are found by their names"
+
+
 def test_short_bars_have_no_label():
     figure = live_figure.live_figure(2, 10)
     long = timeline_bars([spans(0), spans(1)])
     long.measured["forward"].length_s[0] = 0.01
     live_figure.show_timeline(figure, long)
-    assert list(trace(figure, "forward").text) == ["", "F0"]
+    assert list(trace(figure, "forward, measured").text) == ["", "F0"]
 
 
 def test_a_change_of_strategy_is_a_line_in_both_curves_with_names():
     figure = live_figure.live_figure(2, 10)
     live_figure.show_changes(figure, [Change(3, "data", "hybrid")])
-    live_figure.show_changes(figure, [Change(3, "data", "hybrid"), Change(7, "hybrid", "model")])
-    assert [(shape.x0, shape.xref) for shape in figure.layout.shapes] == [(3, "x"), (3, "x2"), (7, "x"), (7, "x2")]
-    assert [note.text for note in figure.layout.annotations[-2:]] == ["hybrid", "model"]
+    live_figure.show_changes(figure, [Change(3, "data", "hybrid"), Change(8, "hybrid", "model")])
+    assert [(shape.x0, shape.xref) for shape in figure.layout.shapes] == [(3, "x"), (3, "x2"), (8, "x"), (8, "x2")]
+    assert [note.text for note in figure.layout.annotations[-1:]] == ["hybrid \u2192 model"]
+    live_figure.show_changes(figure, [Change(5, "data", "hybrid")])
+    assert [note.text for note in figure.layout.annotations[-2:]] == ["data", "hybrid"]
 
 
 def test_a_prediction_is_dashed_from_where_it_was_made():
@@ -145,7 +152,7 @@ def test_a_view_shows_state_progress_and_log(view: LiveView):
     assert "step 2 of 10" in view.state.value and view.progress.value == 2
     assert "20 %" in view.elapsed.value and "1.00 s so far, 4.00 s left" in view.elapsed.value
     assert "data: *: data" in view.log_lines.value and "step 2" in view.log_lines.value
-    assert len(trace(view.figure, "forward").x) == 2
+    assert len(trace(view.figure, "forward, measured").x) == 2
 
 
 def test_updates_come_at_most_ten_times_a_second_and_slow_parts_less_often(view: LiveView):
@@ -174,9 +181,27 @@ def test_nothing_is_drawn_while_nobody_looks_and_all_of_it_once_somebody_does(vi
     assert len(trace(view.figure, "throughput, newest").x) == 2
 
 
+def test_a_page_that_cannot_keep_up_is_not_flooded(view: LiveView):
+    sent: list[dict[str, object]] = []
+    view.link.send = lambda message, buffers=None: sent.append(message)
+    view.link._receive(None, {"event": "visible", "value": True}, None)
+    view.tick(1)
+    view.add([block(0)])
+    assert [message["event"] for message in sent] == ["ping"]
+    view.tick(1)
+    view.add([block(1)])
+    assert len(trace(view.figure, "throughput, newest").x) == 1, "it has not answered yet"
+    view.link._receive(None, {"event": "pong", "value": 1}, None)
+    view.add([block(2)])
+    assert len(trace(view.figure, "throughput, newest").x) == 3
+    view.tick(6)
+    view.add([block(3)])
+    assert len(trace(view.figure, "throughput, newest").x) == 4, "after five seconds nobody waits for it"
+
+
 def test_a_change_draws_a_line_and_names_the_strategy(view: LiveView):
     view.add([block(0, (2.0,)), RunEvent("strategy", 1, "*: model", 0.2, 0)], {"*: model": "model"}.__getitem__)
-    assert view.figure.layout.shapes[0].x0 == 2 and view.figure.layout.annotations[-1].text == "model"
+    assert view.figure.layout.shapes[0].x0 == 2 and view.figure.layout.annotations[-1].text == "data \u2192 model"
     assert "data \u2192 model" in view.log.lines[-1].text
 
 
@@ -222,7 +247,7 @@ def test_the_theme_changes_colours_and_nothing_else(view: LiveView):
     assert trace(view.figure, "parameters").marker.color == DARK.memory["parameters"]
     assert not any(LIGHT.muted in title for title in titles(view.figure))
     assert len(trace(view.figure, "throughput, newest").x) == 1 and len(view.figure.layout.shapes) == 2
-    assert len(trace(view.figure, "forward").x) == 2
+    assert len(trace(view.figure, "forward, measured").x) == 2
 
 
 def test_an_unknown_number_of_steps_needs_no_progress_bar():

@@ -38,10 +38,11 @@ class LiveView:
     Args:
         num_ranks: of the world.
         buttons: what stands before the state, from left to right.
+        patience_s: how long to wait for a page that has not drawn the last update yet, before the next is sent.
     """
 
-    def __init__(self, num_ranks: int, buttons: Sequence[widgets.Widget] = ()) -> None:
-        self._num_ranks, self._buttons = num_ranks, tuple(buttons)
+    def __init__(self, num_ranks: int, buttons: Sequence[widgets.Widget] = (), patience_s: float = 5.0) -> None:
+        self._num_ranks, self._buttons, self._patience_s = num_ranks, tuple(buttons), patience_s
         self._colours = LIGHT
         self.history: History | None = None
         self.log = RunLog(num_ranks)
@@ -190,12 +191,16 @@ class LiveView:
         """Draw what has arrived and is due; ``everything``, whether due or not."""
         if self.history is None or self.figure is None or not self._seen:
             return
+        if not everything and self.link.is_behind(self._clock(), self._patience_s):
+            return
         due = {name for name in INTERVALS_S if everything or self._is_due(name)}
         if self.history.last_step:
             with self.figure.batch_update() if due & {"curves", "shares", "timeline"} else nullcontext():
                 self._draw_figure(due)
             if "progress" in due:
                 self._show_progress()
+            if due:
+                self.link.ask(self._clock())
         if "log" in due:
             self._show_log()
 
@@ -270,22 +275,19 @@ class LiveView:
         if self.figure is None or self.history is None:
             return
         fresh = live_figure.live_figure(self._num_ranks, self.history.num_steps, self._colours)
-        # In two batches: within one, plotly drops a value that equals the one from before the batch.
+        # In batches of their own: within one, plotly drops a value that equals the one from before the batch, and takes
+        # no part of a list that is set as a whole.
         with self.figure.batch_update():
             live_figure.replace_all(self.figure, fresh)
-        with self.figure.batch_update():
-            self._redraw()
-
-    def _redraw(self) -> None:
-        assert self.history is not None
-        assert self.figure is not None
         self._versions, self._step_shown = {}, -1
-        if self.history.last_step:
-            self._draw_figure({"curves", "shares", "timeline"})
+        with self.figure.batch_update():
+            if self.history.last_step:
+                self._draw_figure({"curves", "shares", "timeline"})
+            if self._one_device:
+                live_figure.show_one_device(self.figure, self._one_device)
         if self.history.changes:
-            live_figure.show_changes(self.figure, self.history.changes, self._colours)
-        if self._one_device:
-            live_figure.show_one_device(self.figure, self._one_device)
+            with self.figure.batch_update():
+                live_figure.show_changes(self.figure, self.history.changes, self._colours)
 
 
 def _choices(num_ranks: int) -> list[tuple[str, str]]:

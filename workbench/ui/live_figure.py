@@ -83,8 +83,7 @@ def show_split(figure: go.Figure, split: Sequence[Split], boxed_bytes: int, colo
         trace.base, trace.x = starts, lengths
         trace.text = [percent(length / 100) if length >= 15 else "" for length in lengths]
         starts = starts + lengths
-    detail = f"last 20 steps \u00b7 {format_bytes(boxed_bytes)} boxed per step"
-    _entitle(figure, 3, detail, colours)
+    _entitle(figure, 3, f"{format_bytes(boxed_bytes)} boxed per step", colours)
 
 
 def show_timeline(figure: go.Figure, bars: TimelineBars, colours: Palette = LIGHT) -> None:
@@ -95,7 +94,7 @@ def show_timeline(figure: go.Figure, bars: TimelineBars, colours: Palette = LIGH
     rows = _trace(figure, "idle").y
     _trace(figure, "idle").x = np.full(len(rows), bars.measured_s / divisor)
     for kind in KINDS:
-        _set_bars(_trace(figure, kind), bars.measured[kind], measured_y, divisor, px_per_s)
+        _set_bars(_trace(figure, f"{kind}, measured"), bars.measured[kind], measured_y, divisor, px_per_s)
         _set_bars(_trace(figure, f"{kind}, simulated"), bars.simulated[kind], simulated_y, divisor, px_per_s)
     figure.layout.xaxis5.ticksuffix = f" {unit}"
     figure.layout.xaxis5.range = [0, longest / divisor]
@@ -118,16 +117,26 @@ def show_changes(figure: go.Figure, changes: Sequence[Change], colours: Palette 
     ]
     notes = [note for note in figure.layout.annotations if note.name != _CHANGES]
     for change in changes[-1:]:
-        notes += [
-            _beside(change.step, change.before, "right", colours),
-            _beside(change.step, change.after, "left", colours),
-        ]
+        notes += _names_of(change, figure.layout.xaxis.range[1], colours)
     figure.layout.annotations = notes
 
 
 def _across(step: float, line: Mapping[str, Any], axes: tuple[str, str]) -> dict[str, Any]:
     place = {"x0": step, "x1": step, "y0": 0, "y1": 1, "xref": axes[0], "yref": axes[1]}
     return {"type": "line", "name": _CHANGES, "line": line, **place}
+
+
+def _names_of(change: Change, num_steps: float, colours: Palette) -> list[dict[str, Any]]:
+    """The names of both strategies on both sides of the line, or both on one side where the other has no room."""
+    both, share = f"{change.before} \u2192 {change.after}", change.step / max(num_steps, 1)
+    if share < 0.3:
+        return [_beside(change.step, both, "left", colours)]
+    if share > 0.7:
+        return [_beside(change.step, both, "right", colours)]
+    return [
+        _beside(change.step, change.before, "right", colours),
+        _beside(change.step, change.after, "left", colours),
+    ]
 
 
 def _beside(step: float, name: str, anchor: str, colours: Palette) -> dict[str, Any]:

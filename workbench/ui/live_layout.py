@@ -43,6 +43,7 @@ def layout(num_ranks: int, num_steps: int, colours: Palette) -> dict[str, Any]:
     num_rows = len(shown_ranks(num_ranks))
     full = height(num_rows)
     made = base_layout(colours, "", width=WIDTH, height=full, barmode="overlay", margin=dict.fromkeys("lrtb", 0))
+    made["modebar"] = {"orientation": "v", "bgcolor": "rgba(0,0,0,0)", "color": colours.muted}
     made |= {"showlegend": False, "dragmode": "zoom", "bargap": 0, "annotations": annotations(full, colours)}
     steps = [0, num_steps] if num_steps else [0, 1]
     by_step = axis(colours, "", showgrid=False, automargin=False, range=steps, nticks=5)
@@ -143,7 +144,7 @@ def _legends(colours: Palette) -> tuple[str, ...]:
         "".join(_key("\u25a0", colour, name) for name, colour in memory),
         _key("\u25a0", colours.compute, "compute")
         + _key("\u25a0", colours.boxing, "boxing")
-        + _key("\u25a8", colours.idle, "waiting"),
+        + _key("\u25a8", colours.idle, "waiting (last 20 steps)"),
     )
 
 
@@ -159,4 +160,4 @@ def _timeline_legend(colours: Palette) -> str:
 
 
 def _key(sign: str, colour: str, name: str) -> str:
-    return f'<span style="color:{colour}">{sign}</span> {name}  '
+    return f'<span style="color:{colour}">{sign}</span>{name} '

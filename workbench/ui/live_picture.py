@@ -11,6 +11,7 @@ from html import escape
 import numpy as np
 
 from workbench.core.metrics import MEMORY_KINDS
+from workbench.theme import UI_FONT
 from workbench.ui.decimate import decimate
 from workbench.ui.history import History
 from workbench.ui.live_layout import (
@@ -68,10 +69,9 @@ def live_picture(history: History, one_device: Sequence[float] = ()) -> str:
         '<rect width="2" height="5" style="fill:var(--wb-idle)"/></pattern></defs>'
     )
     told = "Last state of the run: " + "; ".join(filter(None, details))
-    return (
-        f'<svg class="wb-live-picture" viewBox="0 0 {WIDTH} {full}" width="{WIDTH}" height="{full}" role="img" '
-        f'aria-label="{escape(told, quote=True)}" style="max-width:100%;height:auto">{hatch}{"".join(parts)}</svg>'
-    )
+    size = f'viewBox="0 0 {WIDTH} {full}" width="{WIDTH}" height="{full}" style="max-width:100%;height:auto"'
+    named = f'role="img" aria-label="{escape(told, quote=True)}" font-family="{escape(UI_FONT)}"'
+    return f'<svg class="wb-live-picture" {size} {named}>{hatch}{"".join(parts)}</svg>'
 
 
 def _curve(
@@ -141,7 +141,7 @@ def _memory(history: History, ranks: Sequence[int]) -> list[str]:
         ]
     return [
         *parts,
-        _text(TITLES_LEFT[2], PANES_HEIGHT - 16, "param., grad., optim., activ., boxing, left to right", "start"),
+        _text(TITLES_LEFT[2], PANES_HEIGHT - 16, "param., grad., optim., activ., boxing", "start"),
     ]
 
 
@@ -157,7 +157,8 @@ def _split(history: History, ranks: Sequence[int]) -> list[str]:
             width = (right - left) * share
             parts.append(_rect(x, y, width, size, fill))
             x += width
-        parts.append(_text(left + 6, y + size / 2 + 4, percent(shares.compute), "start", "--wb-ink"))
+        place = f'x="{left + 6}" y="{y + size / 2 + 4:.1f}" font-size="12"'
+        parts.append(f'<text {place} style="fill:#10181f">{percent(shares.compute)}</text>')
     return [*parts, _text(TITLES_LEFT[3], PANES_HEIGHT - 16, "compute, boxing, waiting (hatched)", "start")]
 
 

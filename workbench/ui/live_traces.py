@@ -137,7 +137,7 @@ def timeline_traces(num_ranks: int, colours: Palette) -> list[go.Bar]:
     nothing: dict[str, Any] = {"x": np.zeros(0), "y": np.zeros(0), "base": np.zeros(0), **place}
     measured = [
         go.Bar(
-            name=kind,
+            name=f"{kind}, measured",
             width=live_layout.MEASURED / live_layout.ROW,
             marker={"color": fill, "line": {"color": colours.background, "width": 0.5}},
             textposition="inside",

@@ -36,7 +36,8 @@ class LiveView(widgets.VBox):
         session = session or current()
         if session is None:
             raise SessionError("LiveView(): 0 sessions are open, 1 is needed. Start one: %workbench start --engines 2")
-        self.live = live.LiveView(session.num_engines)
+        # A cell that runs keeps the notebook from hearing the page, so there is no use in waiting for it.
+        self.live = live.LiveView(session.num_engines, patience_s=0.5)
         self._number = 0
         self._is_going = False
         style = html(f"<style>{style_sheet(f'.{PANEL_CLASS}')}{asset('panel.css')}</style>")

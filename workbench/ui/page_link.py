@@ -31,13 +31,30 @@ class PageLink(anywidget.AnyWidget):
     ) -> None:
         super().__init__(**traits)
         self._on_theme, self._on_visible = on_theme, on_visible
+        self._asked = self._answered = 0
+        self._asked_s = 0.0
+        self._has_page = False
         self.on_msg(self._receive)
 
     def download(self, name: str, content: str, mime_type: str = "text/plain") -> None:
         """Have the browser save a file of that name."""
         self.send({"event": "download", "name": name, "type": mime_type}, buffers=[content.encode()])
 
+    def ask(self, now_s: float) -> None:
+        """Ask the page to say when it has drawn what was sent so far."""
+        if self._has_page:
+            self._asked += 1
+            self._asked_s = now_s
+            self.send({"event": "ping", "number": self._asked})
+
+    def is_behind(self, now_s: float, patience_s: float) -> bool:
+        """Is the page still drawing what it was sent? After ``patience_s`` without an answer nobody waits for it."""
+        return self._answered < self._asked and now_s - self._asked_s < patience_s
+
     def _receive(self, _widget: Any, content: dict[str, Any], _buffers: Any) -> None:
+        self._has_page = True
+        if content.get("event") == "pong":
+            self._answered = max(self._answered, int(content["value"]))
         if content.get("event") == "theme":
             self._on_theme(theme.palette(str(content["value"])))
         elif content.get("event") == "visible":

@@ -29,14 +29,14 @@ class Column:
 
 COLUMNS = (
     Column("name", "strategy", "", ascending=True),
-    Column("samples_per_s", "samples/s", "bar with tick: predicted"),
-    Column("speedup", "speed-up", "over baseline"),
-    Column("peak_bytes", "peak memory", "per rank", ascending=True),
+    Column("samples_per_s", "samples/s", "tick: predicted"),
+    Column("speedup", "speed-up"),
+    Column("peak_bytes", "peak", "per rank", ascending=True),
     Column("boxed_bytes", "boxed", "per step", ascending=True),
     Column("bubble", "bubble", "", ascending=True),
-    Column("predicted_s", "pred.", "step time", ascending=True),
-    Column("step_s", "meas.", "step time", ascending=True),
-    Column("error", "error", "of pred.", ascending=True),
+    Column("predicted_s", "step", "pred.", ascending=True),
+    Column("step_s", "step", "meas.", ascending=True),
+    Column("error", "error", "pred.", ascending=True),
     Column("loss_difference", "equal to", "1 device", ascending=True),
 )
 

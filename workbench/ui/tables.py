@@ -151,7 +151,7 @@ def _rate_cell(row: Row, fastest: float) -> str:
 
 
 def _equal_cell(row: Row) -> str:
-    css = {True: "equal", False: "unequal", None: "muted"}[row.equal]
+    css = "muted" if row.is_truth else {True: "equal", False: "unequal", None: "muted"}[row.equal]
     return element("td", text=row.texts["loss_difference"], css=f"number {css}")
 
 
