@@ -141,6 +141,21 @@ def test_many_ranks_are_known_from_few():
     assert run.num_run == 4 and len(run.sent_bytes) == 64 and len(set(run.sent_bytes)) == 1
 
 
+def test_alike_stages_are_known_from_one(monkeypatch):
+    """Eight stages: the first, the last and their neighbours, and one of those in the middle."""
+
+    def chain():
+        return nn.Sequential(*(nn.Linear(8, 8) for _ in range(8)), nn.Linear(8, 6))
+
+    rows = "; ".join(f"{i}: {'data' if i < 4 else 'model'}@{i}" for i in range(8))
+    batch = torch.empty(8, 8), torch.empty(8, dtype=torch.int64)
+    few = dry_run(chain, f"*: data; {rows} | 8x1x2 mb=2", 16, *batch, F.cross_entropy)
+    monkeypatch.setattr("workbench.runtime.dry_run._MAX_STAGES_ONE_BY_ONE", 8)
+    every = dry_run(chain, f"*: data; {rows} | 8x1x2 mb=2", 16, *batch, F.cross_entropy)
+    assert (every.num_run, few.num_run) == (16, 12)
+    assert few.sent_bytes == every.sent_bytes and few.by_kind == every.by_kind
+
+
 def test_micro_batches_are_known_from_two():
     few, many = (counted("perceptron", f"*: model | 1x1x2 mb={n}", 2) for n in (2, 4))
     real = really_sent("perceptron", "*: model | 1x1x2 mb=4", 2)

@@ -210,7 +210,10 @@ def _is_allowed(operand: Operand, current: Sbp, wanted: Sbp) -> bool:
 
 
 def _boxing_cost(operand: Operand, placement: Placement, sbp: NdSbp, cost: LinkCost) -> float:
-    target = Layout(placement, sbp)
-    if target == operand.layout:
+    source, target = operand.layout, Layout(placement, sbp)
+    if target == source:
         return 0.0
-    return route_boxing(operand.layout, target, operand.shape, operand.itemsize, cost).time_s(cost)
+    if source.placement == placement:  # which ranks these are changes nothing: alike stages are priced once
+        ranks = Placement(placement.device_type, tuple(range(placement.num_ranks)), placement.shape)
+        source, target = Layout(ranks, source.sbp), Layout(ranks, sbp)
+    return route_boxing(source, target, operand.shape, operand.itemsize, cost).time_s(cost)

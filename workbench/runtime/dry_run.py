@@ -5,7 +5,8 @@ real boxing plans, on tensors without data, through a transport that moves nothi
 that the ranks would send, not a formula's.
 
 Thousands of ranks are not run one by one. Within a stage all ranks do the same on slices of one size, unless sizes do
-not divide evenly: the corners of the stage's grid tell. And every micro-batch is like the other: two tell of all.
+not divide evenly: the corners of the stage's grid tell. Stages of many that have the same layers between the same
+neighbours do the same. And every micro-batch is like the other: two tell of all.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from workbench.core.boxing import LinkCost
-from workbench.core.strategy import ResolvedStrategy, Strategy
+from workbench.core.strategy import Layer, ResolvedLayer, ResolvedStrategy, Strategy
 from workbench.errors import StrategyError
 from workbench.runtime.parallel import describe, parallelize
 from workbench.runtime.pipelining.step import forward_backward
@@ -108,8 +109,18 @@ def dry_run(
     count = _counting_micro_batches(program, strategy, batch)
     counts: dict[int, dict[str, int]] = {}
     stands_for: dict[int, int] = {}
-    for grid in {repr(grid): grid for grid in map(resolved.stage_grid, range(resolved.num_stages))}.values():
-        _run_stage(grid, count, counts, stands_for)
+    like: dict[Any, Grid] = {}
+    for stage in range(resolved.degrees[0]):
+        grid = resolved.stage_grid(stage)
+        first = like.setdefault(_kind_of(stage, resolved, layers), grid)
+        if first is grid:
+            _run_stage(grid, count, counts, stands_for)
+        else:
+            stands_for |= {
+                rank: stands_for[other]
+                for mine, others in zip(grid, first, strict=True)
+                for rank, other in zip(mine, others, strict=True)
+            }
     by_kind: dict[str, int] = {}
     for like in stands_for.values():
         for kind, size in counts[like].items():
@@ -120,11 +131,29 @@ def dry_run(
 
 Count = Callable[[int], dict[str, int]]
 """rank -> bytes sent by kind."""
+Grid = list[list[int]]
+_MAX_STAGES_ONE_BY_ONE = 4
 
 
-def _run_stage(
-    grid: Sequence[Sequence[int]], count: Count, counts: dict[int, dict[str, int]], stands_for: dict[int, int]
-) -> None:
+def _kind_of(stage: int, resolved: ResolvedStrategy, layers: Sequence[Layer]) -> Any:
+    """What the traffic of a stage follows from: its layers, and what stands on either side. Few stages are all run."""
+    if resolved.num_stages <= _MAX_STAGES_ONE_BY_ONE or resolved.num_stages > resolved.degrees[0]:
+        return stage
+
+    def told(of_stage: int) -> list[Any]:
+        pairs = zip(layers, resolved.layers, strict=True)
+        return [_told(layer, choice) for layer, choice in pairs if choice.stage == of_stage]
+
+    before, behind = told(stage - 1)[-1:], told(stage + 1)[:1]
+    widths = [resolved.stage_width(max(0, stage + step)) for step in (-1, 0, 1)]
+    return repr((told(stage), before, behind, widths))
+
+
+def _told(layer: Layer, choice: ResolvedLayer) -> Any:
+    return layer.kind, tuple(layer.shapes.items()), choice.parallel, choice.split, layer.tied_to
+
+
+def _run_stage(grid: Grid, count: Count, counts: dict[int, dict[str, int]], stands_for: dict[int, int]) -> None:
     """Count for the ranks of a stage: for its corners, and for all where these are not alike."""
     ranks = [rank for row in grid for rank in row]
     chosen = list(dict.fromkeys((grid[0][0], grid[0][-1], grid[-1][0], grid[-1][-1])))
