@@ -1,11 +1,11 @@
-"""A training step under the strategy ``data`` against torch's DistributedDataParallel, on the same two processes.
+"""A training step under the strategy ``data`` against torch's DistributedDataParallel, on the same 2 and 4 processes.
 
     python -m benchmarks.data_parallel
 
 The digits network, a convolutional one on the same images (without batch norm: that of DistributedDataParallel sees
 one process's samples), and a GPT of 8 blocks of width 256 on 8 x 64 words. Both train from the same weights on the
 same batches, with one thread per process; at the end their weights must agree. Each DistributedDataParallel process
-is given its half of the batch, the workbench cuts the whole one itself.
+is given its part of the batch, the workbench cuts the whole one itself.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from benchmarks.gpt import GPT, next_word_loss
 from benchmarks.harness import Target, interleave, is_launched, keep, launch, medians, table, together, verdicts
 from workbench.cli.demo import digits, make_mlp
 
-NUM_PROCESSES = 2
+NUM_PROCESSES = (2, 4)
 BATCH_SIZE = 128
 NUM_WORDS, NUM_TEXTS, LENGTH = 256, 8, 64
 _LARGEST_WEIGHT_DIFFERENCE = 1e-4
@@ -103,8 +103,8 @@ def make_trainings(task: Task) -> dict[str, Training]:
     """The two ways to train; the world must have been joined."""
 
     def mine(size: int) -> slice:
-        half = size // NUM_PROCESSES
-        return slice(wb.rank() * half, (wb.rank() + 1) * half)
+        share = size // wb.world_size()
+        return slice(wb.rank() * share, (wb.rank() + 1) * share)
 
     return {
         _THEIRS: Training(task, DistributedDataParallel, mine),
@@ -143,14 +143,14 @@ def work(rounds: int, calls: int) -> None:
     found = [compare(task, rounds, calls) for task in TASKS]
     if wb.rank() == 0:
         how = (
-            f"SGD with momentum on {NUM_PROCESSES} processes, one thread each; batches of {BATCH_SIZE} images or "
+            f"SGD with momentum on {wb.world_size()} processes, one thread each; batches of {BATCH_SIZE} images or "
             f"{NUM_TEXTS} x {LENGTH} words; medians of up to {rounds} rounds of {calls} steps; afterwards the weights "
             f"agree within {_LARGEST_WEIGHT_DIFFERENCE:.0e}."
         )
         rows = [row for rows, _ in found for row in rows]
         ratios = [(task.name, ratio, task.target) for task, (_, ratio) in zip(TASKS, found, strict=True)]
         body = f"{how}\n\n{table(['', 'step, ms', 'samples/s'], rows)}\n\n{verdicts(ratios)}"
-        keep("data-parallel", "Data parallel against torch", body)
+        keep(f"data-parallel-{wb.world_size()}", "Data parallel against torch", body)
     torch.distributed.barrier()
 
 
@@ -161,7 +161,7 @@ def main() -> int:
     parser.add_argument("--calls", type=int, default=5, help="steps per round")
     args = parser.parse_args()
     if not is_launched():
-        return launch("benchmarks.data_parallel", NUM_PROCESSES, sys.argv[1:])
+        return max(launch("benchmarks.data_parallel", number, sys.argv[1:]) for number in NUM_PROCESSES)
     work(args.rounds, args.calls)
     return 0
 

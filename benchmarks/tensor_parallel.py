@@ -1,4 +1,4 @@
-"""A training step of a small transformer with split weights, against torch's DTensor, on the same two processes.
+"""A training step of a small transformer with split weights, against torch's DTensor, on the same 2 and 4 processes.
 
     python -m benchmarks.tensor_parallel
 
@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import workbench as wb
 from benchmarks.harness import Target, interleave, is_launched, keep, launch, medians, table, together, verdicts
 
-NUM_PROCESSES = 2
+NUM_PROCESSES = (2, 4)
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Training:
 
 def with_dtensor(size: Size) -> nn.Module:
     """The model under torch's tensor parallelism."""
-    mesh = init_device_mesh("cpu", (NUM_PROCESSES,))
+    mesh = init_device_mesh("cpu", (wb.world_size(),))
     plan = {f"{i}.{name}": ColwiseParallel() for i in range(size.num_blocks) for name in _COLUMNS}
     rows = {f"{i}.{name}": RowwiseParallel() for i in range(size.num_blocks) for name in _ROWS}
     return parallelize_module(size.model(), mesh, {**plan, **rows})
@@ -137,14 +137,14 @@ def work(rounds: int, calls: int) -> None:
     found = [compare(size, rounds, calls) for size in SIZES]
     if wb.rank() == 0:
         how = (
-            f"AdamW, {NUM_PROCESSES} processes over {wb.init().transport_name}, one thread each; medians of up to "
-            f"{rounds} rounds of {calls} steps. One process computes the whole on each of the {NUM_PROCESSES}. "
+            f"AdamW, {wb.world_size()} processes over {wb.init().transport_name}, one thread each; medians of up to "
+            f"{rounds} rounds of {calls} steps. One process computes the whole on each of the {wb.world_size()}. "
             f"Afterwards the weights of the two agree within {_LARGEST_WEIGHT_DIFFERENCE:.0e}."
         )
         rows = [row for rows, _ in found for row in rows]
         ratios = [(f"{size}: DTensor / workbench", r, size.target) for size, (_, r) in zip(SIZES, found, strict=True)]
         body = f"{how}\n\n{table(['', 'step, ms', 'steps/s'], rows)}\n\n{verdicts(ratios)}"
-        keep("tensor-parallel", "Tensor parallel against torch", body)
+        keep(f"tensor-parallel-{wb.world_size()}", "Tensor parallel against torch", body)
     dist.barrier()
 
 
@@ -155,7 +155,7 @@ def main() -> int:
     parser.add_argument("--calls", type=int, default=2, help="steps per round")
     args = parser.parse_args()
     if not is_launched():
-        return launch("benchmarks.tensor_parallel", NUM_PROCESSES, sys.argv[1:])
+        return max(launch("benchmarks.tensor_parallel", number, sys.argv[1:]) for number in NUM_PROCESSES)
     work(args.rounds, args.calls)
     return 0
 
