@@ -101,6 +101,12 @@ def test_more_gpus_are_faster_but_not_in_proportion():
     assert rates == sorted(rates) and rates[2] < 3 * rates[0]
 
 
+def test_models_have_names_and_the_planner_chooses():
+    sweep = simulate("gpt2", "best", "h200", gpus=2, batch_size=8)
+    named = simulate("gpt2", lambda gpus: f"*: data | 1x{gpus}x1", "h200", gpus=2, batch_size=8)
+    assert sweep.estimate.step_s <= named.estimate.step_s
+
+
 def test_small_transformers_too():
     small = Transformer(hidden=256, heads=4, layers=4, vocab=1000, seq=64)
     assert simulate(small, "data", "h200", gpus=2, batch_size=8).estimate.step_s > 0

@@ -17,12 +17,13 @@ from workbench.cost.hardware_files import load_hardware
 from workbench.cost.software import WORKBENCH, Software
 from workbench.cost.transformer import Transformer, transformer_costs
 from workbench.errors import StrategyError
+from workbench.planner.sizes import size
 from workbench.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     import pandas as pd
 
-Model = ModelCosts | Transformer
+Model = ModelCosts | Transformer | str
 StrategyLike = Strategy | ResolvedStrategy | str
 HardwareLike = Hardware | str | PathLike[str]
 BEST = "best"
@@ -128,7 +129,8 @@ def simulate(
     """Predict a training step, without devices; of every argument, a list of values makes a sweep.
 
     Args:
-        model: costs of its layers (``wb.layer_costs``), a ``Transformer``, or a function of ``sizes`` that gives one.
+        model: costs of its layers (``wb.layer_costs``), a ``Transformer`` or the name of one, or a function of
+            ``sizes`` that gives one.
         strategy: a text, a ``wb.Strategy``, ``"best"`` for what the planner finds, or a function of ``gpus``,
             ``batch_size`` and ``sizes``, those that it names.
         hardware: a machine, its name or its file.
@@ -231,8 +233,8 @@ def _called(value: Any, values: Mapping[str, Any]) -> Any:
 
 
 def _costs(model: Any) -> ModelCosts:
-    if isinstance(model, Transformer):
-        return transformer_costs(model)
+    if isinstance(model, Transformer | str):
+        return transformer_costs(size(model) if isinstance(model, str) else model)
     if not isinstance(model, ModelCosts):
         raise StrategyError(
             f"simulate(model={type(model).__name__}): costs of layers are needed. Count them first: "
