@@ -35,6 +35,7 @@ _WHERE = {
     "workbench.session.planning": ["layer_costs", "plan"],
     "workbench.session.saved_runs": ["SavedRuns"],
     "workbench.ui.own_live": ["LiveView"],
+    "workbench.ui.showing": ["show_runs"],
     "workbench.ui.matmul_picture": ["draw_matmul"],
     "workbench.ui.network_picture": ["draw_network"],
     "workbench.ui.plan_picture": ["draw_boxing"],

@@ -11,20 +11,23 @@ from typing import Any
 import nbformat
 import pytest
 
-pytestmark = [pytest.mark.browser, pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.browser, pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(900)]
 NOTEBOOK = "runs.ipynb"
 SECONDS = 1000
 _SOURCE = """%load_ext workbench
 %workbench start --engines 2
 ---
+import time
 import workbench as wb
 from workbench.cli.demo import digits, make_mlp
 from workbench.session import current
 from torch.nn.functional import cross_entropy
+
+def slow_loss(output, target):
+    time.sleep(0.01)
+    return cross_entropy(output, target)
 ---
-panel = wb.Panel(
-    current(), make_mlp, digits(), cross_entropy, strategy="data", batch_size=128, steps=3000
-)
+panel = wb.Panel(current(), make_mlp, digits(), slow_loss, strategy="data", batch_size=128, steps=1000)
 panel
 ---
 wb.LiveView()
@@ -44,8 +47,9 @@ def opened(open_notebook: Any, lab: Any) -> Any:
     notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
     nbformat.write(notebook, lab.folder / NOTEBOOK)
     lab_page = open_notebook(NOTEBOOK)
+    lab_page.page.set_default_timeout(120 * SECONDS)
     lab_page.run_cells(2)
-    lab_page.wait_for_output(".wb-panel button.wb-primary")
+    lab_page.wait_for_output(".wb-panel button.wb-primary", timeout_s=180)
     return lab_page
 
 
@@ -63,7 +67,7 @@ def points(page: Any, name: str) -> int:
 
 
 def wait_for_points(page: Any, name: str, more_than: int = 0) -> None:
-    for _ in range(600):
+    for _ in range(1800):
         if points(page, name) > more_than:
             return
         page.wait_for_timeout(100)
@@ -71,7 +75,7 @@ def wait_for_points(page: Any, name: str, more_than: int = 0) -> None:
 
 
 def state(page: Any, word: str) -> None:
-    page.wait_for_selector(f".wb-live-view .wb-state.{word}", timeout=90 * SECONDS)
+    page.wait_for_selector(f".wb-live-view .wb-state.{word}", timeout=150 * SECONDS)
 
 
 def lines_at_changes(page: Any) -> int:
@@ -112,7 +116,7 @@ def test_run_change_the_strategy_go_on_stop_and_reload(opened: Any, lab: Any) ->
     button(page, "Go on").click()
     state(page, "running")
     button(page, "Stop").click()
-    page.wait_for_selector(".wb-panel .wb-comparison tr[data-key]", timeout=90 * SECONDS)
+    page.wait_for_selector(".wb-panel .wb-comparison tr[data-key]", timeout=150 * SECONDS)
     state(page, "done")
     assert page.locator(".wb-panel .wb-comparison tbody tr").count() == 2
 
@@ -162,7 +166,7 @@ def test_a_reloaded_page_shows_the_state_while_the_kernel_lives(opened: Any, lab
     page.evaluate("() => { window.jupyterapp.commands.execute('docmanager:save'); return 1 }")
     page.wait_for_timeout(1500)
     page.goto(lab.notebook_url(NOTEBOOK).replace("&reset", ""))
-    page.wait_for_selector(".wb-panel .wb-comparison tr[data-key]", timeout=90 * SECONDS)
+    page.wait_for_selector(".wb-panel .wb-comparison tr[data-key]", timeout=150 * SECONDS)
     assert page.locator(".wb-panel .wb-comparison tbody tr").count() >= 3
     saved = json.loads((lab.folder / NOTEBOOK).read_text(encoding="utf-8"))
     assert "widgets" not in saved["metadata"], "the state of widgets is not stored"

@@ -8,6 +8,7 @@ import json
 import re
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,6 +18,7 @@ from workbench.session.saved_runs import SavedRuns
 from workbench.ui.run_rows import filter_rows, prediction_errors, rows_csv, run_rows, sorted_rows
 from workbench.ui.run_table import RunTable
 from workbench.ui.scatter_picture import HEIGHT, WIDTH, scatter_picture
+from workbench.ui.showing import show_runs
 
 
 def names(rows) -> list[str]:
@@ -218,6 +220,15 @@ def test_open_and_run_again_hand_over_the_strategy(runs: list[RunRecord], tmp_pa
     table.open_button.click()
     table.again_button.click()
     assert opened == ["*: model", "*: model"]
+
+
+def test_any_runs_can_be_shown(runs: list[RunRecord], baseline: RunRecord, tmp_path):
+    compared = SimpleNamespace(runs=runs, baseline=baseline)
+    assert len(shown(show_runs(compared).table)) == 4
+    saved = SavedRuns(tmp_path)
+    saved.begin(runs[0]).finish(runs[0])
+    view = show_runs(saved, limit_bytes=10e6)
+    assert len(shown(view.table)) == 1 and "limit 10" in view.table.static_html()
 
 
 def test_nothing_is_shown_before_the_first_run(tmp_path):

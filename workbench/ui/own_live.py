@@ -6,13 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import ipywidgets as widgets
+from IPython.display import display
 
 from workbench.core.metrics import RunEvent, StepBlock, StepSpans
 from workbench.errors import SessionError
 from workbench.session.cluster import current
 from workbench.theme import style_sheet
 from workbench.ui import live
-from workbench.ui.assets import asset
+from workbench.ui.assets import asset, element
 from workbench.ui.controls import html
 from workbench.ui.grid import PANEL_CLASS
 
@@ -40,6 +41,7 @@ class LiveView(widgets.VBox):
         self.live = live.LiveView(session.num_engines, patience_s=0.5)
         self._number = 0
         self._is_going = False
+        self._copy: Any = None
         style = html(f"<style>{style_sheet(f'.{PANEL_CLASS}')}{asset('panel.css')}</style>")
         self._hint = html('<div class="wb-section wb-quiet">waits for wb.log(loss=..., samples=...) in a cell</div>')
         super().__init__([style, self._hint, self.live.box])
@@ -68,6 +70,19 @@ class LiveView(widgets.VBox):
         self.live.draw(everything=True)
         steps = self.live.history.last_step if self.live.history is not None else 0
         self.live.show_state("done", "ended", f"after {steps} steps")
+        if self._copy is not None:
+            self._copy.update(self._static_bundle(), raw=True)
+
+    def _ipython_display_(self) -> None:
+        """The widget, and after it what remains of it without a kernel (hidden by the style where it lives)."""
+        display(self._repr_mimebundle_(), raw=True)
+        self._copy = display(self._static_bundle(), raw=True, display_id=True)
+
+    def _static_bundle(self) -> dict[str, str]:
+        style = element("style", style_sheet(".wb-static"))
+        steps = self.live.history.last_step if self.live.history is not None else 0
+        page = element("div", style, self.live.static_html(), css="wb-static")
+        return {"text/html": page, "text/plain": f"Live view of loop {self._number}, {steps} steps"}
 
     def close(self) -> None:
         """Stop listening."""
