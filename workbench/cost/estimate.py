@@ -155,8 +155,7 @@ def _hops(model: ModelCosts, strategy: ResolvedStrategy, settings: Sequence[Sett
             seconds = exchange_s(setting.hardware, whole / parts, 2, stride, "send")
         slowest = max(slowest, seconds)
         # backward, what came in as B goes back as terms of a sum
-        ways = 3 if setting.recompute and setting.software.sends_again else 2
-        total += ways * whole / parts * settings[stage].data * settings[stage].model * strategy.num_micro_batches
+        total += 2 * whole / parts * settings[stage].data * settings[stage].model * strategy.num_micro_batches
     return slowest, total
 
 

@@ -26,6 +26,7 @@ class LayerPrice:
         boxing_forward_s, boxing_backward_s: exchanges of the model axis, at the layer's doors.
         boxing_sums_s: of the latter, those that add up terms of gradients.
         boxed_bytes: that a rank receives in them, forward and backward.
+        boxed_forward_bytes: of these, those of forward, which full recomputation repeats.
         parameters, gradients, optimizer: bytes that it holds, ZeRO counted.
         weights: how many it works with, before ZeRO.
         shared: of these, how many every rank of the model axis has whole, and sums their gradients on that axis, too.
@@ -51,6 +52,7 @@ class LayerPrice:
     scores_s: float = 0.0
     scores_bytes: float = 0.0
     shared: float = 0.0
+    boxed_forward_bytes: float = 0.0
 
     @property
     def backward_s(self) -> float:
@@ -98,7 +100,7 @@ def layer_price(
     return LayerPrice(
         forward, first, second + _accumulation_s(weights, setting), boxing[0][0], boxing[1][0], sums_s,
         boxing[0][1] + boxing[1][1], *state, weights, kept, _input_bytes(row, choice, before, setting),
-        scores, scores_kept, shared,
+        scores, scores_kept, shared, boxing[0][1],
     )  # fmt: skip
 
 

@@ -31,7 +31,6 @@ class Software:
         hides_sends: a stage computes while what it hands over is under way; else it waits for it, in each direction.
         uses_all_adapters: a ring through several ranks of a host has the adapters of all of them; else of one.
         gathers_again: under ZeRO 3 parameters are gathered for recomputation, let go, and gathered for backward.
-        sends_again: recomputation of a stage's first block fetches its input from the stage before once more.
         keeps_gathered: behind a gather of the sequence the gathered activation is saved; else its slice, which is
             gathered once more in backward.
         recompute: what ``recompute`` of a strategy computes again: "full" blocks, or the "selective" scores of
@@ -49,7 +48,6 @@ class Software:
     hides_sends: bool = True
     uses_all_adapters: bool = True
     gathers_again: bool = False
-    sends_again: bool = True
     keeps_gathered: bool = True
     recompute: str = "full"
 
@@ -91,7 +89,6 @@ def megatron(year: int, recompute: str = "full") -> Software:
         hides_sends=year >= 2023,
         uses_all_adapters=year >= 2023,
         gathers_again=year < 2023,
-        sends_again=False,
         keeps_gathered=False,
         recompute=recompute,
     )

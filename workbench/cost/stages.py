@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from workbench.core.model_costs import LayerCost, ModelCosts
 from workbench.core.strategy import ResolvedLayer
@@ -120,7 +121,7 @@ def _added_up(
 ) -> StagePrice:
     forward = sum(prices[i].forward_s for i in mine)
     boxing = sum(prices[i].boxing_forward_s for i in mine)
-    again, again_boxing, kept, transient = _recomputed(mine, blocks, model, prices, setting)
+    again = _recomputed(mine, blocks, model, prices, setting)
     boxing_back = sum(prices[i].boxing_backward_s for i in mine)
     input_s, weight_s = sum(prices[i].input_s for i in mine), sum(prices[i].weight_s for i in mine)
     hidden = {
@@ -135,17 +136,17 @@ def _added_up(
     itemsize = setting.software.parameter_bytes(setting.precision)
     return StagePrice(
         forward + boxing,
-        input_s + boxing_back + again + again_boxing,
+        input_s + boxing_back + again.compute_s + again.boxing_s,
         weight_s,
-        forward + input_s + weight_s + again,
-        boxing + boxing_back + again_boxing,
-        sum(prices[i].boxed_bytes for i in mine),
+        forward + input_s + weight_s + again.compute_s,
+        boxing + boxing_back + again.boxing_s,
+        sum(prices[i].boxed_bytes for i in mine) + again.boxed_bytes,
         sum(prices[i].weights for i in mine if model.rows[i].layer.tied_to is None),
         sum(prices[i].parameters for i in mine),
         sum(prices[i].gradients for i in mine),
         sum(prices[i].optimizer for i in mine),
-        kept,
-        transient,
+        again.kept_bytes,
+        again.block_bytes,
         max(gathered.values(), default=0.0) * itemsize if setting.zero >= 3 and setting.data > 1 else 0.0,
         sum(prices[i].shared for i in mine if model.rows[i].layer.tied_to is None),
     )
@@ -162,16 +163,26 @@ def block_of_rows(model: ModelCosts) -> list[int]:
     return numbers
 
 
+class Again(NamedTuple):
+    """What recomputation does for a micro-batch: seconds computed and exchanged again, bytes received again, bytes
+    kept, and bytes of the block that is being computed again."""
+
+    compute_s: float
+    boxing_s: float
+    boxed_bytes: float
+    kept_bytes: float
+    block_bytes: float
+
+
 def _recomputed(
     mine: Sequence[int], blocks: Sequence[int], model: ModelCosts, prices: Sequence[LayerPrice], setting: Setting
-) -> tuple[float, float, float, float]:
-    """(seconds computed again, seconds exchanged again, bytes kept, bytes of the block that is computed again)."""
+) -> Again:
     kept = sum(prices[i].kept_bytes for i in mine)
     if not setting.recompute:
-        return 0.0, 0.0, kept, 0.0
+        return Again(0.0, 0.0, 0.0, kept, 0.0)
     if setting.software.recompute == "selective":
-        return sum(prices[i].scores_s for i in mine), 0.0, kept - sum(prices[i].scores_bytes for i in mine), max(
-            (prices[i].scores_bytes for i in mine), default=0.0)  # fmt: skip
+        scores = [prices[i].scores_bytes for i in mine]
+        return Again(sum(prices[i].scores_s for i in mine), 0.0, 0.0, kept - sum(scores), max(scores, default=0.0))
     inside = [i for i in mine if blocks[i] >= 0 or not model.blocks]
     totals: dict[int, float] = {}
     for i in inside:
@@ -179,8 +190,13 @@ def _recomputed(
             kept += prices[i].input_bytes
         totals[blocks[i]] = totals.get(blocks[i], 0.0) + prices[i].kept_bytes
         kept -= prices[i].kept_bytes
-    again = sum(prices[i].forward_s for i in inside)
-    return again, sum(prices[i].boxing_forward_s for i in inside), kept, max(totals.values(), default=0.0)
+    return Again(
+        sum(prices[i].forward_s for i in inside),
+        sum(prices[i].boxing_forward_s for i in inside),
+        sum(prices[i].boxed_forward_bytes for i in inside),
+        kept,
+        max(totals.values(), default=0.0),
+    )
 
 
 __all__ = ["StagePrice", "block_of_rows", "prices_of", "stage_price", "stage_prices"]
