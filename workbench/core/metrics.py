@@ -20,7 +20,7 @@ class _Plain:
 
     def to_dict(self) -> dict[str, Any]:
         """The record as plain data, for JSON."""
-        return asdict(self)  # type: ignore[call-overload,no-any-return]
+        return asdict(self)  # type: ignore[call-overload]
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Any:

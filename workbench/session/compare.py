@@ -126,7 +126,13 @@ def compare(
     """
     named = _named(strategies)
     saved = SavedRuns() if keep is True else keep or None
-    options = {"optimizer_fn": optimizer_fn, "batch_size": batch_size, "steps": steps, "seed": seed, "keep": saved}
+    options: dict[str, Any] = {
+        "optimizer_fn": optimizer_fn,
+        "batch_size": batch_size,
+        "steps": steps,
+        "seed": seed,
+        "keep": saved,
+    }
     with (
         _session(session) as used,
         Comparison(used, model_fn, dataset, loss_fn, **options) as comparison,

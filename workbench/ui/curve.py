@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from workbench.ui.decimate import MAX_POINTS, thin
@@ -29,9 +31,9 @@ class Curve:
         self._tail_x: list[float] = []
         self._tail_y: list[float] = []
 
-    def add(self, x: object, y: object) -> None:
-        """Append points; those without a value (None, nan) are left out."""
-        new_x, new_y = np.asarray(list(x), dtype=float), np.asarray(list(y), dtype=float)  # type: ignore[call-overload]
+    def add(self, x: Iterable[float], y: Iterable[float]) -> None:
+        """Append points; those without a value (nan) are left out."""
+        new_x, new_y = np.array([*x], dtype=np.float64), np.array([*y], dtype=np.float64)
         known = ~np.isnan(new_y)
         self._tail_x += new_x[known].tolist()
         self._tail_y += new_y[known].tolist()

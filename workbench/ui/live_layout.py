@@ -44,7 +44,7 @@ def layout(num_ranks: int, num_steps: int, colours: Palette) -> dict[str, Any]:
     full = height(num_rows)
     made = base_layout(colours, "", width=WIDTH, height=full, barmode="overlay", margin=dict.fromkeys("lrtb", 0))
     made["modebar"] = {"orientation": "v", "bgcolor": "rgba(0,0,0,0)", "color": colours.muted}
-    made |= {"showlegend": False, "dragmode": "zoom", "bargap": 0, "annotations": annotations(full, colours)}
+    made |= {"showlegend": False, "dragmode": "zoom", "bargap": 0, "annotations": notes(full, colours)}
     steps = [0, num_steps] if num_steps else [0, 1]
     by_step = axis(colours, "", showgrid=False, automargin=False, range=steps, nticks=5)
     by_step |= {"tickprefix": "step ", "showtickprefix": "last", "autorange": not num_steps}
@@ -96,7 +96,7 @@ def simulated_y(row: int) -> float:
     return row + (2 + MEASURED + 4 + SIMULATED / 2) / ROW
 
 
-def annotations(full: int, colours: Palette) -> list[dict[str, Any]]:
+def notes(full: int, colours: Palette) -> list[dict[str, Any]]:
     """Titles of the panes and of the timeline, then legends under the panes and beside the timeline's title."""
     titles = [
         _note(left, 10, title(name, "", colours), full, colours, 13)

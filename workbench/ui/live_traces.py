@@ -82,7 +82,7 @@ def split_traces(num_ranks: int, colours: Palette) -> list[go.Bar]:
     """Shares of every rank's time."""
     labels = _labels(num_ranks)
     zeros = np.zeros(len(labels))
-    styles = {
+    styles: dict[str, tuple[dict[str, Any], str]] = {
         "compute": ({"color": colours.compute}, "#10181f"),
         "boxing": ({"color": colours.boxing}, "#ffffff"),
         "waiting": ({"color": "rgba(0,0,0,0)", "pattern": _hatch(colours)}, colours.ink),
