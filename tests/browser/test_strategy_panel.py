@@ -18,19 +18,20 @@ import sys
 sys.path.insert(0, {str(ROOT)!r})
 import workbench as wb
 from tests.ui.models import gpt
+from torch.nn.functional import cross_entropy
 def gpt_8_blocks(): "Only its name is shown."
 def gpt_24_blocks(): "Only its name is shown."
 """
 SMALL = f"""
-panel = wb.Panel(None, gpt_8_blocks, (32, 64), strategy={START!r}, batch_size=32, hardware="v100-dgx1", num_ranks=4,
-                 costs=gpt(8))
+panel = wb.Panel(None, gpt_8_blocks, (32, 64), cross_entropy, strategy={START!r}, batch_size=32,
+                 hardware="v100-dgx1", num_ranks=4, costs=gpt(8))
 panel
 """
 DEEP = """
 strategy = ("tok_emb: model; pos_emb: data; " + "; ".join(f"blocks.[{6 * n}-{6 * n + 5}]: model@{n}" for n in range(4))
             + "; ln_f: data; lm_head: model | 4x2x8 mb=8 1f1b")
-wb.Panel(None, gpt_24_blocks, (256, 256), strategy=strategy, batch_size=256, hardware="v100-dgx2", num_ranks=64,
-         costs=gpt(24, 768, 50304, 256))
+wb.Panel(None, gpt_24_blocks, (256, 256), cross_entropy, strategy=strategy, batch_size=256, hardware="v100-dgx2",
+         num_ranks=64, costs=gpt(24, 768, 50304, 256))
 """
 
 
