@@ -111,5 +111,3 @@ def test_toggle_run_and_compare(lab_page: Any) -> None:
     assert sum("\u2713" in row for row in rows) == 2, rows
 
     assert page.locator(".wb-static").is_hidden(), "the copy for readers without a kernel is not shown twice"
-    panel = page.locator(".wb-panel")
-    lab_page.screenshot("panel.png", panel)
