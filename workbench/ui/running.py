@@ -12,6 +12,7 @@ import ipywidgets as widgets
 
 from workbench.core.metrics import RunRecord, StepSpans
 from workbench.core.strategy import Strategy
+from workbench.session.saved_runs import SavedRuns
 from workbench.theme import Palette
 from workbench.ui.chrome_trace import chrome_trace
 from workbench.ui.controls import button
@@ -41,9 +42,11 @@ class Hooks:
 
 
 class RunsPart:
-    """Follows one run at a time and keeps the finished ones. ``box`` is what is shown."""
+    """Follows one run at a time and keeps the finished ones. ``box`` is what is shown; ``saved`` has those of other
+    days.
+    """
 
-    def __init__(self, trainer: Trainer, steps: int, hooks: Hooks) -> None:
+    def __init__(self, trainer: Trainer, steps: int, hooks: Hooks, saved: SavedRuns | None = None) -> None:
         self._trainer, self._steps, self._hooks = trainer, steps, hooks
         self._lock = threading.RLock()
         self._pump: Pump | None = None
@@ -70,7 +73,7 @@ class RunsPart:
         )
         buttons[0].add_class("wb-group")
         self.live = LiveView(trainer.num_ranks, buttons)
-        self.table = RunTable(hooks.opened, self._run_again)
+        self.table = RunTable(hooks.opened, self._run_again, saved)
         self.box = widgets.VBox([self.live.box, self.table.box])
         self._show_buttons()
 

@@ -88,15 +88,15 @@ class Panel(widgets.VBox):
                 raise ValueError("Panel(None, ...): without a session, num_ranks= says for how many ranks to plan.")
             costs = costs or paper.costs_of(*job)
             trainer = paper.PaperTrainer(costs, num_ranks, dataset)
+        saved = SavedRuns() if keep is True else keep or None
         if trainer is None:
-            saved = SavedRuns() if keep is True else keep or None
             options = {"batch_size": batch_size, "steps": steps, "optimizer_fn": optimizer_fn, "seed": seed}
             trainer = SessionTrainer(session, *job, **options, keep=saved)  # type: ignore[arg-type]
         predictor.costs, predictor.problem = costs, predictor.problem if session else "costs of the layers: not known"
         self._handle: Any = None
         self._timer: threading.Timer | None = None
         self._no_run = paper.NO_ENGINES if is_paper else ""
-        self._runs_part = RunsPart(trainer, steps, Hooks(self.wanted, self.estimate, self.changed, self.load))
+        self._runs_part = RunsPart(trainer, steps, Hooks(self.wanted, self.estimate, self.changed, self.load), saved)
         self._upper = StrategyPart(
             trainer.layers,
             trainer.num_ranks,
