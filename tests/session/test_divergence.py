@@ -1,9 +1,12 @@
 """Ranks that run different programs: the cell fails with both calls, and the next cell works in a new world."""
 
+import time
+
 import pytest
 
 from workbench.errors import CellError
 from workbench.session import protocol
+from workbench.session.divergence import FAR_S, NEAR_S, Divergence
 from workbench.session.run import Outcome
 
 
@@ -27,3 +30,63 @@ def test_a_cell_whose_ranks_diverge_names_both_calls_and_the_next_one_works(sess
     text = str(caught.value)
     assert "diverged" in text and "boxing" in text and "barrier()" in text
     assert session.run("x.sum().item()").values == [4.0, 4.0]
+
+
+def at(divergence, now, **waits):
+    statuses = {int(rank[1:]): protocol.RankStatus(int(rank[1:]), True, waits=wait) for rank, wait in waits.items()}
+    return divergence.is_certain(statuses, now)
+
+
+class TestDivergence:
+    def test_is_certain_when_all_that_run_are_in_one_wait_for_a_while(self):
+        divergence = Divergence()
+        assert not at(divergence, 0.0, r1="near 7", r2="near 3")
+        assert not at(divergence, NEAR_S / 2, r1="near 7", r2="near 3")
+        assert at(divergence, NEAR_S, r1="near 7", r2="near 3")
+
+    def test_another_wait_begins_anew(self):
+        divergence = Divergence()
+        assert not at(divergence, 0.0, r1="near 7")
+        assert not at(divergence, NEAR_S, r1="near 8")
+        assert at(divergence, 2 * NEAR_S, r1="near 8")
+
+    def test_who_computes_may_still_send(self):
+        divergence = Divergence()
+        assert not any(at(divergence, now, r1="near 7", r2="") for now in (0.0, NEAR_S, 100.0))
+        assert not any(Divergence().is_certain({1: None}, now) for now in (0.0, 100.0))
+
+    def test_what_comes_over_a_network_has_more_time_and_two_may_exchange_with_one_another(self):
+        divergence = Divergence()
+        assert not at(divergence, 0.0, r1="far 7") and not at(divergence, NEAR_S, r1="far 7")
+        assert at(divergence, FAR_S, r1="far 7")
+        assert not any(at(divergence, now, r1="far 7", r2="far 7") for now in (20.0, 100.0))
+
+
+@pytest.mark.engines
+@pytest.mark.timed
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("code", "ranks", "words"),
+    [
+        (
+            "for _ in range(1 + wb.rank()): x.to_global(sbp='B')",
+            None,
+            "rank 1 waits for other ranks, but rank 0 has fin",
+        ),
+        ("x.to_global(sbp='B')", [0], "rank 0 waits for other ranks, but they do not run it"),
+    ],
+)
+def test_a_rank_that_waits_for_one_that_is_done_is_stopped(session, code, ranks, words):
+    session.run('x = wb.ones(4, placement=wb.placement("cpu", ranks=[0, 1]), sbp="S(0)"); kept = 5')
+    began = time.monotonic()
+    with pytest.raises(CellError) as caught:
+        session.run(code, ranks=ranks)
+    assert time.monotonic() - began < 3
+    assert f"The ranks have diverged in this cell: {words}" in str(caught.value)
+    assert "at cell line 1, in to_global" in str(caught.value) and "its variables are kept" in str(caught.value)
+    assert session.run("x.sum().item(), kept").values == [(4.0, 5)] * 2
+
+
+@pytest.mark.engines
+def test_a_rank_that_takes_longer_alone_is_left_alone(session):
+    assert session.run("import time\nif wb.rank(): time.sleep(2.5)\nwb.rank()").values == [0, 1]

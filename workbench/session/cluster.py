@@ -151,8 +151,11 @@ class Session:
         listener = OutputListener(targets, self.num_engines, show, merge, log, hear, show_unfinished)
         started_s = time.monotonic()
         name = label or "a cell"
-        outcome = self._perform(lambda live: live.execute(targets, code, tag), targets, listener, timeout, name)
-        listener.finish()
+        try:
+            outcome = self._perform(lambda live: live.execute(targets, code, tag), targets, listener, timeout, name)
+            listener.finish()
+        finally:
+            log.close()
         self._tell_subscribers(-1, RunEvent("ended", 0))
         raise_unless_ok(outcome, "cell", timeout)
         ordered = [outcome.values.get(rank) for rank in targets]
@@ -177,7 +180,7 @@ class Session:
             with self._turns.turn(place):
                 self._fleet.prepare(targets)
                 request = self._live().apply(targets, engine.call, (payload,), tag)
-                return self._fleet.follow(request, listener, wait=call.follow, label=tag.label)
+                return self._fleet.follow(request, listener, wait=call.follow, label=tag.label, is_users=True)
 
         def control(operation: str, **arguments: str) -> None:
             self._live().control(targets, operation, run=tag.run, **arguments)
@@ -284,7 +287,7 @@ class Session:
             print(f"workbench: the engines run {busy}; this waits its turn", file=sys.stderr)
         with self._turns.turn(place):
             self._fleet.prepare(targets)
-            return self._fleet.follow(send(self._live()), listener, timeout_s, label=label)
+            return self._fleet.follow(send(self._live()), listener, timeout_s, label=label, is_users=True)
 
     def _call(self, targets: Sequence[int], function: Callable[..., Any], arguments: tuple, what: str) -> list[Any]:
         listener = OutputListener(targets, self.num_engines)

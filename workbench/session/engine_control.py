@@ -11,12 +11,17 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 from workbench.errors import WorldError
 from workbench.session import engine_assist, engine_debug, engine_orders, engine_shell, engine_waits, protocol
 from workbench.session.engine_failures import frames_of_stack
+
+_NEAR_WAITS = os.path.join("runtime", "transport", "letters", "waits.py")
+_FAR_WAITS = (os.path.join("network", "waiting.py"), os.path.join("session", "engine_waits.py"))
 
 
 def install(shell: Any) -> None:
@@ -55,6 +60,7 @@ def status() -> protocol.RankStatus:
         busy=bool(stack),
         doing=describe_place(stack),
         stack=stack,
+        waits=_wait_of(sys._current_frames().get(_main_thread_id()), world),
     )
 
 
@@ -64,6 +70,16 @@ def abort(reason: str) -> None:
     world = _world()
     if world is not None:
         world.abort(reason)
+
+
+def _wait_of(frame: FrameType | None, world: Any) -> str:
+    """The name of the wait that a thread is in; another wait has another name."""
+    files = [found.f_code.co_filename for found, _ in traceback.walk_stack(frame)] if frame is not None else []
+    number = f"{world.traffic.num_exchanges if world is not None else 0}.{engine_waits.num_waits()}"
+    if any(file.endswith(_NEAR_WAITS) for file in files):
+        is_near = world is not None and world.transport_name in ("shared", "ipc")
+        return f"{protocol.NEAR if is_near else 'far'} {number}"
+    return f"far {number}" if any(file.endswith(_FAR_WAITS) for file in files) else ""
 
 
 def describe_place(stack: tuple[protocol.Frame, ...]) -> str:

@@ -17,6 +17,7 @@ from workbench.errors import CollectiveAborted
 #: Checks whether the work is done before a thread is asked: short waits stay nearly as fast as they were.
 _NUM_CHECKS = 100
 _abort_reasons: list[str] = []
+_num_waits = 0
 
 
 def install() -> None:
@@ -36,12 +37,19 @@ def install() -> None:
             if work.is_completed():
                 return plain_wait(work, *timeout)
             os.sched_yield()
+        global _num_waits
+        _num_waits += 1
         answers: list[bool] = []
         _abort_reasons.clear()
         helper.run(lambda: answers.append(plain_wait(work, *timeout)), _raise_if_aborted)
         return answers[0]
 
     Work.wait = wait  # type: ignore[method-assign,assignment]
+
+
+def num_waits() -> int:
+    """How many waits have been long enough to be given to the helper."""
+    return _num_waits
 
 
 def abort(reason: str) -> None:

@@ -95,10 +95,14 @@ class Fleet:
         timeout_s: float | None = None,
         wait: Callable[[Run], Outcome] = Run.wait,
         label: str = "",
+        is_users: bool = False,
     ) -> Outcome:
-        """See a request to its end, and note whether the world is still whole after it."""
+        """See a request to its end, and note whether the world is still whole after it.
+
+        ``is_users``: it runs code of the user, whose ranks may wait for others that are done.
+        """
         live = self.live
-        run = Run(live, request, listener, self._processes, timeout_s, label)
+        run = Run(live, request, listener, self._processes, timeout_s, label, self.num_engines if is_users else 0)
         self.active.add(run)
         try:
             outcome = wait(run)

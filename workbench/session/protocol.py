@@ -16,6 +16,8 @@ from typing import Any
 #: Type of the control message and of its reply. The nanny of an engine relays types it does not know.
 CONTROL_REQUEST = "workbench_request"
 CONTROL_REPLY = "workbench_reply"
+#: Begins the name of a wait in which all that is sent is there at once: between ranks that share memory.
+NEAR = "near"
 #: Prefix of the keys under which engines publish wire values.
 WIRE_KEY = "workbench:"
 #: Values of a cell's last expression above this size are not sent along with the cell's reply.
@@ -122,6 +124,7 @@ class RankStatus:
     busy: bool = False
     doing: str = ""  #: where the main thread is, e.g. ``at cell line 3``; empty when idle
     stack: tuple[Frame, ...] = ()  #: of the main thread, outermost first, from the cell inwards
+    waits: str = ""  #: which wait for other ranks the main thread is in: ``"near 17"``, ``"far 3"``; empty if in none
 
 
 class TooLarge(ValueError):

@@ -17,6 +17,7 @@ from ipyparallel.error import EngineError
 
 from workbench.session import protocol
 from workbench.session.adapter import ControlCall, Engines, Event, Request
+from workbench.session.divergence import FIRST_LOOK_S, Divergence
 from workbench.session.ladder import Ladder
 
 #: After a rank failed, how long the others may take to fail by themselves, alike or otherwise.
@@ -52,7 +53,7 @@ class Outcome:
     dead: dict[int, str] = field(default_factory=dict)  #: rank -> how it ended
     places: dict[int, str] = field(default_factory=dict)  #: rank -> where it was when it was stopped
     stopped: tuple[int, ...] = ()  #: ranks that had to be stopped
-    stop_reason: str = ""  #: "failure", "interrupt", "timeout" or ""
+    stop_reason: str = ""  #: "failure", "interrupt", "timeout", "divergence" or ""
     killed: tuple[int, ...] = ()
     elapsed_s: float = 0.0
     replied_s: dict[int, float] = field(default_factory=dict)  #: rank -> seconds after which it replied
@@ -103,8 +104,11 @@ class Run:
         processes: Processes,
         timeout_s: float | None = None,
         label: str = "",
+        num_ranks: int = 0,
     ) -> None:
         self.label = label
+        self._num_ranks = num_ranks  # of the session, if ranks that wait for ranks that are done are to be stopped
+        self._divergence, self._looks, self._next_look_s = Divergence(), dict[int, ControlCall](), 0.0
         self._engines, self._request, self._listener = engines, request, listener
         self._processes = processes
         self._started_s = time.monotonic()
@@ -171,6 +175,8 @@ class Run:
         times = [self._deadline_s, self._listener.wakeup(), self._ladder.wakeup() if self._ladder else None]
         if self._first_failure_s is not None and self._ladder is None:
             times.append(self._first_failure_s + FAILURE_GRACE_S)
+        if 0 < len(self._pending) < self._num_ranks and self._ladder is None:
+            times.append(self._next_look_s)
         now = time.monotonic()
         return min([max(0.001, moment - now) for moment in times if moment is not None], default=_POLL_S)
 
@@ -218,7 +224,20 @@ class Run:
             return "failure"
         if self._deadline_s is not None and now >= self._deadline_s:
             return "timeout"
-        return ""
+        return "divergence" if self._have_diverged(now) else ""
+
+    def _have_diverged(self, now: float) -> bool:
+        """Look now and then at what the ranks do that still run, when some do not."""
+        if len(self._pending) >= self._num_ranks:
+            return False
+        if now < self._next_look_s:
+            return False
+        found = {rank: call.answer(timeout_s=0.0) for rank, call in self._looks.items() if rank in self._pending}
+        is_certain = bool(found) and set(found) == self._pending and self._divergence.is_certain(found, now)
+        is_first = not self._next_look_s
+        self._looks = {} if is_first else self._engines.control(sorted(self._pending), "status")
+        self._next_look_s = now + (FIRST_LOOK_S if is_first else self._divergence.period_s)
+        return is_certain
 
     def _begin_stopping(self, reason: str, now: float) -> None:
         self.outcome.stop_reason = reason

@@ -62,6 +62,8 @@ def render(outcome: Outcome, what: str, timeout_s: float | None = None, colour: 
     lines: list[str] = []
     if outcome.stop_reason == "timeout":
         lines.append(paint(_timeout_line(outcome, what, timeout_s), _RED, _BOLD))
+    if outcome.stop_reason == "divergence":
+        lines.append(paint(_divergence_line(outcome, what), _RED, _BOLD))
     for rank in _died(outcome):
         died = f"rank {rank} died while running this {what} ({outcome.dead[rank]}): its variables are lost. "
         lines.append(paint(died, _RED, _BOLD) + restart_hint([rank]))
@@ -191,6 +193,17 @@ def _timeout_line(outcome: Outcome, what: str, timeout_s: float | None) -> str:
     return (
         f"Timeout: the {what} may take {allowed}, but {say_ranks(outcome.stopped)} of "
         f"{rank_label(outcome.ranks)} still ran after that."
+    )
+
+
+def _divergence_line(outcome: Outcome, what: str) -> str:
+    """Who waits for whom, why in vain, and what to do."""
+    done = sorted(set(outcome.replies) - set(outcome.stopped))
+    waiting = f"{say_ranks(outcome.stopped)} wait{'s' if len(outcome.stopped) == 1 else ''} for other ranks"
+    them = f"{say_ranks(done)} {'has' if len(done) == 1 else 'have'} finished it" if done else "they do not run it"
+    return (
+        f"The ranks have diverged in this {what}: {waiting}, but {them}. What moves data between ranks is run by all "
+        f"of them alike: look for a test of the rank, or a loop of another length, around it."
     )
 
 
