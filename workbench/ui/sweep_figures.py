@@ -17,7 +17,7 @@ from workbench.errors import StrategyError
 from workbench.pipeline.simulate import Timeline
 from workbench.planner.sweep import Point, Sweep
 from workbench.theme import LIGHT, Palette
-from workbench.ui.traces import axis, base_layout, byte_scale, run_colour, run_symbol
+from workbench.ui.traces import axis, base_layout, byte_scale, legend, run_colour, run_symbol
 
 NAMES = {"gpus": "GPUs", "batch_size": "samples per step", "seq": "positions", "sequence": "positions",
          "hidden": "hidden size", "layers": "layers", "hardware": "machine"}  # fmt: skip
@@ -85,9 +85,9 @@ def parts_figure(sweep: Sweep, x: str | None = None, colours: Palette = LIGHT) -
     """Where the seconds of a step go, as stacked bars: one for every point, in order."""
     x = _axis_of(sweep, x)
     points = [point for point in sweep.points if point.estimate is not None]
-    labels = [
-        ", ".join(str(point.values[name]) for name in (x, *(n for n in sweep.swept if n != x))) for point in points
-    ]
+    others = [name for name in sweep.swept if name != x]
+    values = [str(point.values[x]) for point in points]
+    labels = [[_label(point.values, others) for point in points], values] if others else values
     fills = {"compute": colours.compute, "boxing": colours.boxing, "gradient": colours.boxing_tint,
              "bubble": colours.idle, "optimizer": colours.optimizer_step}  # fmt: skip
     figure = go.Figure()
@@ -104,7 +104,8 @@ def parts_figure(sweep: Sweep, x: str | None = None, colours: Palette = LIGHT) -
         )
     title = base_layout(colours, "Where a step's time goes", "the slowest GPU", barmode="stack", bargap=0.35)
     figure.update_layout(**title)
-    figure.update_xaxes(**axis(colours, NAMES.get(x, x), showgrid=False, type="category"))
+    kind = "multicategory" if others else "category"
+    figure.update_xaxes(**axis(colours, NAMES.get(x, x), showgrid=False, type=kind, dividercolor=colours.line))
     figure.update_yaxes(**axis(colours, "s", rangemode="tozero"))
     return figure
 
@@ -119,10 +120,9 @@ def pipeline_figure(timeline: Timeline, colours: Palette = LIGHT) -> go.Figure:
         raise StrategyError("pipeline_figure: a timeline of 0 actions. Simulate with with_timeline=True.")
     start = min(spans[0].start_s for spans in rows)
     times = start + (np.arange(_NUM_COLUMNS) + 0.5) / _NUM_COLUMNS * timeline.makespan_s
-    doing = np.array([_doing(spans, times) for spans in rows])
-    fills = [colours.idle, colours.forward, colours.backward]
+    doing = np.array([_doing(spans, times) for spans in rows], dtype=np.uint8)
+    fills = [colours.sunk, colours.forward, colours.backward]
     steps = [[edge, fills[index]] for index in range(3) for edge in (index / 3, (index + 1) / 3)]
-    words = np.array(["waits", "forward", "backward"])
     figure = go.Figure(
         go.Heatmap(
             z=doing,
@@ -132,8 +132,7 @@ def pipeline_figure(timeline: Timeline, colours: Palette = LIGHT) -> go.Figure:
             zmax=2.5,
             colorscale=steps,
             showscale=False,
-            customdata=words[doing],
-            hovertemplate="stage %{y}, %{x:.3g} s: %{customdata}<extra></extra>",
+            hovertemplate="stage %{y}, %{x:.3g} s<extra></extra>",
         )
     )
     for word, fill in zip(("forward", "backward", "waits"), (fills[1], fills[2], fills[0]), strict=True):
@@ -141,7 +140,8 @@ def pipeline_figure(timeline: Timeline, colours: Palette = LIGHT) -> go.Figure:
         figure.add_trace(go.Scatter(x=[None], y=[None], mode="markers", name=word, marker=marker))
     detail = f"{len(rows)} ranks wait {timeline.bubble:.0%} of the time"
     height = min(560, max(220, 120 + 24 * len(rows)))
-    figure.update_layout(**base_layout(colours, "Pipeline", detail, height=height))
+    place = legend(colours, y=-56 / (height - 92))
+    figure.update_layout(**base_layout(colours, "Pipeline", detail, height=height, legend=place))
     figure.update_xaxes(**axis(colours, "s", showgrid=False))
     figure.update_yaxes(**axis(colours, "stage", showgrid=False, autorange="reversed"))
     return figure
@@ -202,7 +202,11 @@ def _curve(
 
 
 def _limits(sweep: Sweep) -> dict[str, float]:
-    return {point.machine.name: point.machine.memory_bytes for point in sweep.points}
+    """Memory by machine; machines that have the same share a line."""
+    names: dict[float, dict[str, None]] = {}
+    for point in sweep.points:
+        names.setdefault(point.machine.memory_bytes, {})[point.machine.name] = None
+    return {", ".join(known): size for size, known in names.items()}
 
 
 def _add_limit(figure: go.Figure, value: float, text: str, colours: Palette) -> None:

@@ -1,0 +1,47 @@
+"""The notebook that plans GPT-3 runs from top to bottom, and says what is true."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from tests.notebooks.test_notebooks import outputs, read, text_of
+
+FOLDER = Path(__file__).parents[2] / "notebooks"
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def executed() -> Any:
+    notebook = read(FOLDER / "04-plan-gpt3.ipynb")
+    NotebookClient(notebook, timeout=200, resources={"metadata": {"path": str(FOLDER)}}).execute()
+    return notebook
+
+
+def test_the_example_is_64_x_6_x_8(executed: Any) -> None:
+    assert "64x6x8" in text_of(executed, '"gradient_s", "bubble_s", "optimizer_s"]].round(3)')
+
+
+@pytest.mark.parametrize("cell", ["pipeline_figure(step", '"throughput")', '"bubble")', '"memory")', "parts_figure("])
+def test_every_picture_is_there(executed: Any, cell: str) -> None:
+    (figure,) = outputs(executed, cell)
+    assert figure.data["application/vnd.plotly.v1+json"]["data"]
+
+
+def test_the_plan_is_faster_than_the_example(executed: Any) -> None:
+    assert "best throughput" in text_of(executed, "plan = wb.plan(")
+    assert "layers.0.qkv" in text_of(executed, 'plan.explain("layers.0.qkv")')
+    assert text_of(executed, "plan.diff(fewer)")
+
+
+def test_the_dry_run_counts_48_ranks(executed: Any) -> None:
+    assert "48 ranks send" in text_of(executed, "wb.dry_run(Perceptron")
+
+
+def test_it_is_small_to_store(executed: Any) -> None:
+    assert len(nbformat.writes(executed)) < 2_500_000
