@@ -310,6 +310,12 @@ def test_dump_shows_where_each_rank_is(run, session):
             call.result()
 
 
+def test_a_breakpoint_without_a_debugger_says_so(run):
+    captured, error = run("%%global\nbreakpoint()\n'after'")
+    assert error is None and captured.stdout == "[all] 'after'\n"
+    assert "no debugger listens" in captured.stderr and "%workbench debug" in captured.stderr
+
+
 def test_a_debugger_listens_on_loopback(run):
     """It speaks the debug adapter protocol: an editor's first request is answered."""
     captured, error = run("%workbench debug --ranks 1")

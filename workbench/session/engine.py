@@ -14,6 +14,7 @@ from workbench.session import (
     engine_assist,
     engine_bars,
     engine_control,
+    engine_debug,
     engine_failures,
     engine_values,
     engine_waits,
@@ -99,6 +100,7 @@ def _install() -> None:
     engine_assist.install(here)
     engine_waits.install()
     engine_bars.install()
+    engine_debug.install()
     _offer_names(here.user_ns)
     here.workbench_installed = True
 

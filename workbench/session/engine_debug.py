@@ -2,7 +2,25 @@
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
 _port: int | None = None
+_debuggers_own = sys.breakpointhook
+
+
+def install() -> None:
+    """Have ``breakpoint()`` say how to get a debugger; without one it does nothing, not even that."""
+    global _debuggers_own
+    if sys.breakpointhook is not _tell:
+        _debuggers_own, sys.breakpointhook = sys.breakpointhook, _tell
+
+
+def _tell(*args: Any, **kwargs: Any) -> None:
+    print(
+        "breakpoint() was passed: no debugger listens on this rank. Start one with %workbench debug --ranks <rank>",
+        file=sys.stderr,
+    )
 
 
 def listen() -> int:
@@ -14,5 +32,6 @@ def listen() -> int:
     if _port is None:
         import debugpy
 
+        sys.breakpointhook = _debuggers_own
         _port = int(debugpy.listen(("127.0.0.1", 0))[1])
     return _port

@@ -278,7 +278,7 @@ class LocalProcesses:
             if time.monotonic() > deadline:
                 missing = sorted(set(ranks) - set(client.ids))
                 raise EngineStartError(self._start_failure(missing, f"did not answer within {START_TIMEOUT_S} s"))
-            on_progress(len(client.ids))
+            on_progress(len(set(ranks) & set(client.ids)))
             time.sleep(_POLL_S)
         self._record()
 
