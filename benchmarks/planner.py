@@ -23,6 +23,7 @@ import sys
 from collections.abc import Sequence
 
 from benchmarks.harness import Target, keep, table, verdicts
+from benchmarks.planner_search import searched
 from benchmarks.published_runs import Judged, effects, in_order, judge, median_and_worst
 
 BOUNDS = {"megatron": (0.04, 0.08), "follow-up": (0.05, 0.10), "h100": (0.08, 0.15)}
@@ -82,7 +83,7 @@ def published(with_rows: bool) -> str:
     return "\n\n".join([*parts, run_rows(judged)] if with_rows else parts)
 
 
-SECTIONS = {"Published runs": published}
+SECTIONS = {"Search": searched, "Published runs": published}
 """What is reported, in order: functions of whether rows are wanted."""
 
 

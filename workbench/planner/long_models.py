@@ -36,8 +36,9 @@ class Way(NamedTuple):
 
 
 FAST, LEAN = Way(), Way(ONLY)
-WAYS = (FAST, Way(0.0, "hidden"), Way(0.0, "full"), *(Way(p, "full") for p in (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)), LEAN)
-FEW_WAYS = (FAST, Way(1.0), LEAN)
+WAYS = (FAST, LEAN, Way(0.0, "hidden"), Way(0.0, "full"), *(Way(p, "full") for p in (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)))
+FEW_WAYS = (FAST, LEAN, Way(1.0))
+"""In the order in which they are tried: what does not fit at its leanest does not fit at all."""
 MANY_GROUPS = 500
 """Where there are more groups of candidates, fewer prices are tried, and model axes only of the widths of hosts."""
 MOST_OF_MEMORY = 200
@@ -135,7 +136,8 @@ class _LongSearch:
         """Seconds below which the candidate hardly gets; infinite where it cannot fit."""
         prices, (pipeline, _, model) = self.ledger.prices(candidate), candidate.degrees
         own, shared = bytes_of_weights(prices, candidate)
-        if has_update and (own + min(shared, 0.0)) * self._parameters / model / pipeline > self.problem.memory_bytes:
+        least = min(own / model, own + shared) * self._parameters / pipeline
+        if has_update and least > self.problem.memory_bytes:
             return inf
         choices = self._chain(candidate, FAST)
         if choices is None:
@@ -238,26 +240,31 @@ class _LongSearch:
 
     def _place(self, candidate: Candidate) -> None:
         """Cut into stages and price, for every way of choosing; of a large problem until one fits."""
-        tried: set[tuple[Choice, ...]] = set()
+        tried: dict[tuple[Choice, ...], bool] = {}
         for way in (LEAN,) if self.problem.objective == "memory" else self._ways:
             choices = self._chain(candidate, way)
-            if choices is None or choices in tried:
+            if choices is None:
                 continue
-            tried.add(choices)
-            fits = False
-            for stages in self._stages(candidate, choices):
-                found = self.ledger.add(candidate, choices, stages)
-                fits = fits or found.estimate.peak_bytes <= self.problem.memory_bytes
-            if fits and self._ways is FEW_WAYS:
+            if choices not in tried:
+                tried[choices] = self._try(candidate, choices)
+            is_enough = tried[choices] and self._ways is FEW_WAYS
+            if is_enough or (way == LEAN and not tried[choices]):
                 return
 
-    def _stages(self, candidate: Candidate, choices: tuple[Choice, ...]) -> list[tuple[int, ...]]:
-        """Ways to cut that may still be better than the best strategy."""
+    def _try(self, candidate: Candidate, choices: tuple[Choice, ...]) -> bool:
+        """Price the ways to cut that may be better than the best strategy; whether any way fits."""
         held = bytes_of_weights(self.ledger.prices(candidate), candidate)
         units = self._bare_units(candidate, choices, by_row=len(self._units) < candidate.num_stages)
         limit = inf if self.problem.objective == "memory" else self.problem.memory_bytes
-        ways = balanced_stages(units, self._live(candidate), held, limit, candidate.degrees[0])
-        return [stages for stages in ways if not self._is_hopeless(candidate, units, stages)]
+        fits = False
+        for stages in balanced_stages(units, self._live(candidate), held, limit, candidate.degrees[0]):
+            if self._is_hopeless(candidate, units, stages):
+                fits = True
+                self.ledger.num_pruned += 1
+            else:
+                found = self.ledger.add(candidate, choices, stages)
+                fits = fits or found.estimate.peak_bytes <= self.problem.memory_bytes
+        return fits
 
     def _is_hopeless(self, candidate: Candidate, units: Sequence[Unit], stages: Sequence[int]) -> bool:
         """Whether the slowest stage alone takes longer than the best strategy."""

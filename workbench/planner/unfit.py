@@ -58,10 +58,8 @@ def _ways_out(problem: Problem, run: Run) -> str:
         ways.append("precision='bf16'")
     if problem.wishes != Wishes() and _fits(replace(problem, wishes=Wishes()), run):
         ways.append("no wishes")
-    for optimizer in ("momentum", "sgd"):
-        if problem.optimizer in ("adamw", "adam") and _fits(replace(problem, optimizer=optimizer), run):
-            ways.append(f"optimizer={optimizer!r}")
-            break
+    if problem.optimizer != "sgd" and _fits(replace(problem, optimizer="sgd"), run):
+        ways.append("optimizer='sgd'")
     if not ways:
         return f"Nothing that was tried makes it fit: up to {MOST_RANKS} times the ranks, 16 bits, another optimizer."
     return f"It fits with {', or with '.join(ways)}."
@@ -77,6 +75,11 @@ def _ranks_that_fit(problem: Problem, run: Run) -> int | None:
 
 
 def _fits(problem: Problem, run: Run) -> bool:
+    software, precision = problem.software, problem.precision
+    per_weight = software.parameter_bytes(precision) + software.gradient_bytes(precision)
+    per_weight += software.optimizer_bytes(precision, problem.optimizer)
+    if problem.costs.num_parameters * per_weight / problem.num_ranks > problem.memory_bytes:
+        return False  # not even if every rank holds its share of the weights and nothing else
     leanest = _leanest(problem, run)
     return leanest is not None and leanest.estimate.peak_bytes <= problem.memory_bytes
 

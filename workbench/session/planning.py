@@ -41,6 +41,7 @@ def layer_costs(
 
 def plan(
     model: Model | ModelCosts | Transformer | str,
+    /,
     hardware: Hardware | str | Path,
     num_ranks: int,
     batch_size: int,
@@ -76,8 +77,8 @@ def plan(
     Raises:
         StrategyError: wishes that contradict each other, a model that fits nowhere, a module without ``inputs``.
 
-    >>> print(plan("gpt2", "a100-80g-selene", 8, 64, precision="bf16", model=1, pipeline=1).strategy)
-    *: data | 1x8x1 zero=1 bf16
+    >>> plan("gpt2", "a100-80g-selene", 8, 64, precision="bf16", model=1, pipeline=1).resolved.degrees
+    (1, 8, 1)
     """
     unknown = sorted(set(wishes) - set(Wishes.__dataclass_fields__))
     if unknown:

@@ -1,0 +1,82 @@
+"""The search: how long it takes, and whether it finds what looking at everything finds."""
+
+from __future__ import annotations
+
+import resource
+import statistics
+import time
+from math import inf
+
+from benchmarks.harness import Target, table, verdicts
+from tests.planner.brute_force import best_value
+from tests.planner.problems import random_problem
+from workbench.cost.hardware_files import load_hardware
+from workbench.cost.transformer import transformer_costs
+from workbench.planner.exhaustive import all_if_few, search_all
+from workbench.planner.ledger import Ledger
+from workbench.planner.long_models import search_long
+from workbench.planner.search import run, search
+from workbench.planner.sizes import size
+
+CASES = (
+    ("gpt2", 8, 64), ("llama2-7b", 8, 64), ("llama2-70b", 64, 256), ("gpt3-175b", 512, 1536), ("gpt3-175b", 3072, 1536),
+)  # fmt: skip
+NUM_PROBLEMS = 220
+NUM_SHORT = 60
+LONGEST_S, MOST_BYTES = Target(10), Target(2e9)
+
+
+def searched(with_rows: bool) -> str:
+    """Both tables."""
+    times, seconds, peak_bytes = _times()
+    equal, fitting, short = _equality()
+    judged = [
+        ("seconds of GPT-3 175B on 3072 ranks (processor time)", seconds, LONGEST_S),
+        ("bytes of the process at its peak", peak_bytes, MOST_BYTES),
+        (
+            f"small problems equal to brute force, of {NUM_PROBLEMS} ({fitting} of them fit)",
+            equal,
+            Target(NUM_PROBLEMS, True),
+        ),
+    ]
+    within = sum(ratio <= 1 + 1e-9 for ratio in short)
+    told = (
+        f"The short cuts of large problems, on {len(short)} small ones: {within} equal to the best, median "
+        f"{statistics.median(short):.3f}, worst {max(short):.3f} times it."
+    )
+    return "\n\n".join([times, verdicts(judged), told])
+
+
+def _times() -> tuple[str, float, float]:
+    hardware, rows, seconds = load_hardware("a100-80g-selene"), [], 0.0
+    for name, ranks, batch in CASES:
+        costs = transformer_costs(size(name))
+        wall, processor = time.perf_counter(), time.process_time()
+        plan = search(costs, hardware, ranks, batch, precision="bf16")
+        wall, seconds = time.perf_counter() - wall, time.process_time() - processor
+        step = f"{plan.found.estimate.step_s:.2f}"
+        rows.append([name, str(ranks), str(batch), f"{wall:.1f}", f"{seconds:.1f}", str(plan.num_priced), step,
+                     str(plan.strategy.options)])  # fmt: skip
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    heads = ["model", "ranks", "batch", "seconds", "of a core", "priced", "step s", "found"]
+    return table(heads, rows), seconds, float(peak)
+
+
+def _equality() -> tuple[int, int, list[float]]:
+    """(problems equal to brute force, problems with a strategy that fits, short cuts over best)."""
+    equal = fitting = 0
+    ratios = []
+    for seed in range(NUM_PROBLEMS):
+        problem = random_problem(seed)
+        best, truth = run(problem)[0].best_value, best_value(problem)
+        equal += best == truth or abs(best - truth) <= 1e-9 * truth
+        fitting += truth < inf
+        if seed < NUM_SHORT and truth < inf:
+            exact, short = Ledger(problem), Ledger(problem)
+            search_all(problem, all_if_few(problem) or [], exact)
+            search_long(problem, short)
+            ratios.append(short.best_value / exact.best_value)
+    return equal, fitting, ratios
+
+
+__all__ = ["searched"]
