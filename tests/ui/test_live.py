@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from itertools import pairwise
@@ -179,6 +180,13 @@ def test_nothing_is_drawn_while_nobody_looks_and_all_of_it_once_somebody_does(vi
     assert len(trace(view.figure, "throughput, newest").x) == 0
     view.link._receive(None, {"event": "visible", "value": True}, None)
     assert len(trace(view.figure, "throughput, newest").x) == 2
+
+
+def test_what_is_sent_is_plain_json(view: LiveView):
+    view.tick(1)
+    view.add([block(0, (2.0,), memory=MEMORY), spans(0), spans(1)])
+    json.dumps(view.figure._layout, allow_nan=False)  # within a batch plotly still tells the values from before
+    assert list(view.figure.layout.xaxis3.range) == [0, 6]
 
 
 def test_a_page_that_cannot_keep_up_is_not_flooded(view: LiveView):

@@ -63,11 +63,10 @@ def show_memory(figure: go.Figure, history: History, colours: Palette = LIGHT) -
         lengths = np.array([history.memory_by_kind[rank].get(kind, 0) for rank in ranks], dtype=float) / divisor
         trace.base, trace.x = starts, lengths
         starts = starts + lengths
-    ticks = _trace(figure, "peak of the process")
-    ticks.x = np.array(peaks, dtype=float) / divisor
-    ticks.text = [format_bytes(peak) for peak in peaks]
+    ticks, places = _trace(figure, "peak of the process"), np.array(peaks, dtype=float) / divisor
+    ticks.x, ticks.text = places, [format_bytes(peak) for peak in peaks]
     figure.layout.xaxis3.ticksuffix = f" {unit}"
-    figure.layout.xaxis3.range = [0, 1.5 * max(*ticks.x, *starts)]
+    figure.layout.xaxis3.range = [0, 1.5 * float(max(places.max(), starts.max()))]
     _entitle(figure, 2, f"tick: peak, {format_bytes(max(history.peak_bytes))}", colours)
 
 
