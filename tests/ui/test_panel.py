@@ -355,3 +355,20 @@ def test_bad_arguments_are_named():
         Panel(None, make_mlp, (32, 64), costs=gpt(1))
     with pytest.raises(HardwareError, match="no-such-machine"):
         Panel(None, make_mlp, (32, 64), costs=gpt(1), num_ranks=2, hardware="no-such-machine")
+
+
+def test_a_real_model_is_counted_on_metadata():
+    import torch
+    from torch import nn
+    from torch.nn.functional import cross_entropy
+
+    def make_model() -> nn.Module:
+        return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
+
+    data = torch.zeros(100, 64), torch.zeros(100, dtype=torch.long)
+    panel = Panel(None, make_model, data, cross_entropy, hardware="h200", num_ranks=2, strategy="model")
+    rows = upper(panel).grid.view["rows"]
+    assert [(row["label"], row["flow"]["layout"]) for row in rows] == [("0", "S(1)"), ("2", "P")]
+    assert upper(panel).grid.view["end"]["label"] == "cross_entropy"
+    estimate = panel.estimate()
+    assert estimate is not None and estimate.boxed_bytes > 0
