@@ -106,6 +106,7 @@ bench: $(STAMP)
 	@$(PY) -m benchmarks.optimizer
 	@$(PY) -m benchmarks.saving
 	@$(PY) -m benchmarks.session
+	@$(PY) -m benchmarks.live
 	@$(PY) -m benchmarks.choose_parallelism
 
 clean:
