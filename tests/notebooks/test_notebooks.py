@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import nbconvert
 import nbformat
 import pytest
 from nbclient import NotebookClient
@@ -85,11 +86,18 @@ class TestFirstNotebook:
         assert "float32[4, 8]" in text and "S(1)" in text
 
     def test_the_panel_leaves_a_copy_without_widgets(self, executed: Any) -> None:
-        widget, page, figure = outputs(executed, "wb.Panel(")
+        widget, page = outputs(executed, "wb.Panel(")
         assert "application/vnd.jupyter.widget-view+json" in widget.data
         assert "wb-static" in page.data["text/html"] and "hybrid" in page.data["text/plain"]
-        curve = next(t for t in figure.data["application/vnd.plotly.v1+json"]["data"] if t["name"] == "this run")
-        assert curve["x"], "the curves of the finished run are in the static figure"
+        assert "wb-live-picture" in page.data["text/html"] and "<polyline" in page.data["text/html"]
+        assert "wb-scatter" in page.data["text/html"] and "<script" not in page.data["text/html"]
+
+    def test_an_exported_page_shows_the_last_state(self, executed: Any) -> None:
+        page, _ = nbconvert.HTMLExporter().from_notebook_node(executed)
+        assert "wb-live-picture" in page and "memory against throughput" in page.lower() and "Timeline, step" in page
+
+    def test_the_loop_of_ones_own_was_followed(self, executed: Any) -> None:
+        assert not outputs(executed, "assert view.live.history.last_step > 0")
 
     def test_the_run_of_the_panel_equals_one_device(self, executed: Any) -> None:
         assert text_of(executed, "panel.wait()") == "True"
