@@ -48,7 +48,8 @@ def group_link(hardware: Hardware, size: int, stride: int = 1, all_adapters: boo
     """(latency, bytes per second that each rank receives) in a group of ``size`` ranks, ``stride`` ranks apart.
 
     Where a group has several ranks inside a span, a ring enters and leaves the span once: it has what all of them
-    have of the wider link, up to what the narrower one carries; or, without ``all_adapters``, what one has.
+    have of the wider link (without ``all_adapters``, what one of them has), up to what the narrower one carries. Few
+    ranks never have more than so many neighbours do: any two GPUs of a DGX-1 share one link at most.
     """
     link = hardware.link((size - 1) * stride + 1)
     bandwidth = link.bandwidth_bytes_per_s
@@ -56,6 +57,9 @@ def group_link(hardware: Hardware, size: int, stride: int = 1, all_adapters: boo
         num_inside = min(size, inner.span // stride)
         if inner.span < link.span and num_inside > 1:
             bandwidth = max(bandwidth, min(inner.bandwidth_bytes_per_s, num_inside * link.bandwidth_bytes_per_s))
+    neighbours = hardware.link(size)
+    if neighbours.span < link.span:
+        bandwidth = min(bandwidth, neighbours.bandwidth_bytes_per_s)
     return link.latency_s, bandwidth
 
 
