@@ -102,8 +102,9 @@ def parts_figure(sweep: Sweep, x: str | None = None, colours: Palette = LIGHT) -
                 hovertemplate=f"%{{x}}, {name}: %{{y:.3g}} s<extra></extra>",
             )
         )
-    title = base_layout(colours, "Where a step's time goes", "the slowest GPU", barmode="stack", bargap=0.35)
-    figure.update_layout(**title)
+    place = legend(colours, y=-0.34 if others else -0.22)
+    title = base_layout(colours, "Where a step's time goes", "the slowest GPU", legend=place)
+    figure.update_layout(**title, barmode="stack", bargap=0.35)
     kind = "multicategory" if others else "category"
     figure.update_xaxes(**axis(colours, NAMES.get(x, x), showgrid=False, type=kind, dividercolor=colours.line))
     figure.update_yaxes(**axis(colours, "s", rangemode="tozero"))
