@@ -44,10 +44,11 @@ def run_to_the_end(lab_page: Any, num_runs: int) -> None:
     """Press Run, see points arrive while it runs, wait until the table has the new row."""
     page = lab_page.page
     run_button(page).click()
+    page.locator(".wb-live-view").scroll_into_view_if_needed()  # what nobody sees is not drawn
     page.wait_for_selector(".wb-state.running", timeout=60 * SECONDS)
     page.wait_for_function(
         """() => document.querySelector('.wb-panel .js-plotly-plot')?.data
-            ?.find(trace => trace.name === 'throughput')?.x?.length > 2""",
+            ?.some(trace => trace.name?.startsWith('throughput') && trace.x?.length > 2)""",
         timeout=60 * SECONDS,
     )
     page.wait_for_function(

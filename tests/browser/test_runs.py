@@ -75,6 +75,8 @@ def wait_for_points(page: Any, name: str, more_than: int = 0) -> None:
 
 
 def state(page: Any, word: str) -> None:
+    """Wait for a state of the run, with the view in sight: what nobody sees is not drawn."""
+    page.locator(".wb-live-view").first.scroll_into_view_if_needed()
     page.wait_for_selector(f".wb-live-view .wb-state.{word}", timeout=150 * SECONDS)
 
 
