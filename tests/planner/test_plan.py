@@ -10,6 +10,7 @@ from tests.planner.test_search import decoder, hardware
 from workbench.core.strategy import Strategy
 from workbench.errors import StrategyError
 from workbench.planner.plan import Plan
+from workbench.planner.problem import Wishes
 from workbench.planner.search import search
 
 
@@ -41,7 +42,7 @@ def test_the_table_has_the_best_of_every_degrees() -> None:
 
 
 def test_explain_lists_every_choice_with_its_seconds() -> None:
-    found = search(decoder(), hardware(), 4, 8, wishes=None).again(model=4)
+    found = search(decoder(), hardware(), 4, 4, wishes=Wishes(model=4))
     explanation = found.explain("b.1.up")
     first = explanation.alternatives[0]
     assert first.is_chosen
