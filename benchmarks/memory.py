@@ -20,11 +20,11 @@ from torch import nn
 
 import workbench as wb
 from benchmarks.harness import Target, is_launched, launch, publish, table
-from benchmarks.tensor_parallel import NUM_PROCESSES, SIZES, Training
+from benchmarks.tensor_parallel import SIZES, Training
 from workbench.runtime.memory import model_memory
 from workbench.runtime.world import current
 
-NUM_BLOCKS = 2
+NUM_PROCESSES, NUM_BLOCKS = 2, 2
 WARM_STEPS = 500
 TARGET = Target(1.02)
 _MB = 1e6
