@@ -109,10 +109,10 @@ def dry_run(
     count = _counting_micro_batches(program, strategy, batch)
     counts: dict[int, dict[str, int]] = {}
     stands_for: dict[int, int] = {}
-    like: dict[Any, Grid] = {}
+    grid_of: dict[Any, Grid] = {}
     for stage in range(resolved.degrees[0]):
         grid = resolved.stage_grid(stage)
-        first = like.setdefault(_kind_of(stage, resolved, layers), grid)
+        first = grid_of.setdefault(_kind_of(stage, resolved, layers), grid)
         if first is grid:
             _run_stage(grid, count, counts, stands_for)
         else:
