@@ -37,7 +37,7 @@ Verdict = tuple[str, float, Target]
 def make_shell() -> InteractiveShell:
     """A shell with the workbench's magics, as a notebook has them."""
     shell = InteractiveShell.instance()
-    if "workbench" not in shell.extension_manager.loaded:
+    if shell.find_line_magic("workbench") is None:
         shell.run_line_magic("load_ext", "workbench")
     return shell
 
