@@ -48,16 +48,18 @@ unexport PYTHONDONTWRITEBYTECODE
 # Three parts: simulated ranks, on all cores; what starts processes, engines and browsers, two files at a time, because half
 # of it waits; and one by one what promises a time or looks at the whole machine. Exit code 5 of pytest means that ARGS has
 # chosen no test of that part.
-PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q -rs
+PYTEST := env OMP_NUM_THREADS=1 $(PY) -m pytest -q -rs
 SIMULATED := $(PYTEST) -n auto --dist worksteal
 REAL := $(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder --files-that-say="mark\.(engines|procs|browser)"
 ALONE := $(PYTEST) --files-that-say="mark\.timed"
 
-# $(call run_tests,condition): all three parts of the tests for which it holds.
+# $(call run_tests,condition): all three parts of the tests for which it holds, whatever the first one says.
 define run_tests
-	@$(SIMULATED) -m "$(1) and not timed and not (engines or procs or browser)" $(ARGS) || [ $$? -eq 5 ]
-	@$(REAL) -m "$(1) and not timed and (engines or procs or browser)" $(ARGS) || [ $$? -eq 5 ]
-	@$(ALONE) -m "$(1) and timed" $(ARGS) || [ $$? -eq 5 ]
+	@status=0; part() { "$$@" || [ $$? -eq 5 ] || status=1; }; \
+	part $(SIMULATED) -m "$(1) and not timed and not (engines or procs or browser)" $(ARGS); \
+	part $(REAL) -m "$(1) and not timed and (engines or procs or browser)" $(ARGS); \
+	part $(ALONE) -m "$(1) and timed" $(ARGS); \
+	exit $$status
 endef
 
 test: $(STAMP)

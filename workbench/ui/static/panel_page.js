@@ -52,12 +52,15 @@ function serveTips(panel) {
     quietUntil = Date.now() + QUIET;
     leave();
   };
+  const redrawn = new MutationObserver(() => light(panel)); // what was drawn anew while the mouse rests
+  redrawn.observe(panel, { childList: true, subtree: true });
   panel.addEventListener("click", click);
   panel.addEventListener("mouseover", over);
   panel.addEventListener("mouseleave", leave);
   panel.addEventListener("focusin", focus);
   panel.addEventListener("focusout", leave);
   return () => {
+    redrawn.disconnect();
     panel.removeEventListener("click", click);
     panel.removeEventListener("mouseover", over);
     panel.removeEventListener("mouseleave", leave);
@@ -72,8 +75,15 @@ function highlight(panel, target) {
   if (panel.dataset.hot === wanted) return;
   if (wanted === undefined) delete panel.dataset.hot;
   else panel.dataset.hot = wanted;
+  for (const element of panel.querySelectorAll(".hot")) element.classList.remove("hot");
+  light(panel);
+}
+
+function light(panel) {
+  const wanted = panel.dataset.hot;
+  if (wanted === undefined) return;
   for (const element of panel.querySelectorAll("[data-ranks]")) {
-    element.classList.toggle("hot", wanted !== undefined && element.dataset.ranks.split(" ").includes(wanted));
+    if (element.dataset.ranks.split(" ").includes(wanted)) element.classList.add("hot");
   }
 }
 
