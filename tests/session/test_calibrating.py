@@ -84,6 +84,7 @@ def test_ranks_measure_together(monkeypatch, num_ranks):
     monkeypatch.setattr(measuring, "COPY_BYTES", 2**16)
     monkeypatch.setattr(measuring, "ROWS", {"cpu": 64})
     monkeypatch.setattr(measuring, "_NUM_TIMES", 2)
+    monkeypatch.setattr(measuring, "_WINDOW_S", 0.0)
     times = run_ranks(measuring.measure, num_ranks)
     assert {exchange.kind for exchange in times[0].exchanges} == (
         {*measuring.KINDS, "gradients"} if num_ranks > 1 else set()

@@ -40,6 +40,8 @@ COPY_BYTES = 2**26
 ROWS = {"cpu": 512, "cuda": 16384}
 """Of the activations on which functions are timed, each 512 wide."""
 _NUM_TIMES = 7
+_WINDOW_S = 0.06
+"""How long work that needs no other rank is repeated: several time slices, so that those who share a core notice."""
 _WIDTH, _DEPTHS, _NUM_SAMPLES = 8, (4, 20), 8
 
 
@@ -155,6 +157,26 @@ def time_of(world: World, action: Callable[[], Any], num_times: int = _NUM_TIMES
     return _median_time(world, action, num_times)
 
 
+def steady_time_of(world: World, action: Callable[[], Any]) -> float:
+    """Mean seconds of an action that all ranks begin together and repeat for as long as one another.
+
+    A median would be that of a rank with a core to itself: most runs are shorter than a time slice.
+    """
+    action()
+    barrier()
+    return _mean_time(world, action)
+
+
+def _mean_time(world: World, action: Callable[[], Any]) -> float:
+    _wait_for_device(world)
+    number, started = 0, time.perf_counter()
+    while (passed := time.perf_counter() - started) < _WINDOW_S or number < _NUM_TIMES:
+        action()
+        _wait_for_device(world)
+        number += 1
+    return passed / number
+
+
 def _median_time(world: World, action: Callable[[], Any], num_times: int) -> float:
     times = []
     for _ in range(num_times):
@@ -181,7 +203,7 @@ def _time_product(world: World, dtype: str, rows: int, inner: int, columns: int)
     rows, columns = scale * rows, scale * columns
     a = torch.ones(rows, inner, dtype=DTYPES[dtype], device=world.device)
     b = torch.ones(inner, columns, dtype=DTYPES[dtype], device=world.device)
-    return ProductTime(dtype, rows, inner, columns, time_of(world, lambda: a @ b))
+    return ProductTime(dtype, rows, inner, columns, steady_time_of(world, lambda: a @ b))
 
 
 def _time_alone(world: World) -> float:
@@ -193,7 +215,7 @@ def _time_alone(world: World) -> float:
     for rank in range(world.world_size):
         barrier()
         if rank == world.rank:
-            mine = _median_time(world, lambda: a @ b, _NUM_TIMES)
+            mine = _mean_time(world, lambda: a @ b)
         barrier()
     return mine
 
@@ -201,7 +223,7 @@ def _time_alone(world: World) -> float:
 def _time_copy(world: World) -> float:
     source = torch.ones(COPY_BYTES // 4, device=world.device)
     target = torch.empty_like(source)
-    return 2 * COPY_BYTES / time_of(world, lambda: target.copy_(source))
+    return 2 * COPY_BYTES / steady_time_of(world, lambda: target.copy_(source))
 
 
 def _functions(device: torch.device) -> Iterator[tuple[str, Callable[..., torch.Tensor], tuple[torch.Tensor, ...]]]:
@@ -242,8 +264,8 @@ def _time_function(
         result = function(*operands)
     works = [work for work in counter.works() if work.name == name]
     grad = torch.ones_like(result)
-    forward_s = time_of(world, lambda: function(*operands))
-    both_s = time_of(world, lambda: torch.autograd.grad(function(*operands), operands, grad))
+    forward_s = steady_time_of(world, lambda: function(*operands))
+    both_s = steady_time_of(world, lambda: torch.autograd.grad(function(*operands), operands, grad))
     flops, moved = sum(work.flops for work in works), sum(work.moved_bytes for work in works)
     return FunctionTime(name, flops, moved, forward_s, max(both_s - forward_s, 0.0))
 
@@ -307,7 +329,7 @@ def _time_overhead(world: World) -> tuple[float, float]:
     with Simulated(alone):
         for step in steps:
             step()
-        rounds = [[_median_time(world, step, 1) for step in steps] for _ in range(3 * _NUM_TIMES)]
+        rounds = [[_mean_time(world, step) for step in steps] for _ in range(3)]
     times = [median(column) for column in zip(*rounds, strict=True)]
     layer_s = max(times[1] - times[0], 0.0) / (_DEPTHS[1] - _DEPTHS[0])
     return layer_s, max(times[0] - _DEPTHS[0] * layer_s, 0.0)
