@@ -285,9 +285,7 @@ refs = []
 
     def test_a_rank_that_waits_inside_ddp_is_killed_and_told(self, session):
         session.run(
-            "import time, torch\n"
-            "kept = 23\n"
-            "ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))"
+            "import time, torch\nkept = 23\nddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))"
         )
         started = time.monotonic()
         with pytest.raises(CellError) as caught:
