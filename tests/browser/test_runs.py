@@ -173,3 +173,4 @@ def test_own_loops_are_followed(opened: Any) -> None:
         "() => [...document.querySelectorAll('.wb-state')].some(state => state.innerText.includes('ended'))",
         timeout=60 * SECONDS,
     )
+    assert page.locator(".wb-live-view", has_text="own loop 1").count() >= 1

@@ -182,6 +182,7 @@ def test_the_tensors_of_a_row_can_be_seen(lab_page: Any) -> None:
     panel(lab_page).locator(".wb-tensor-link").click()
     row(lab_page, "lm_head").locator(".label").click()
     panel(lab_page).locator(".wb-tensors", has_text="lm_head.weight").wait_for(timeout=10_000)
+    assert "4096" in panel(lab_page).locator(".wb-tensors").inner_text()
     lab_page.screenshot("panel-tensors.png", panel(lab_page))
     panel(lab_page).locator(".wb-tensor-link").click()
     panel(lab_page).locator(".wb-tensors").wait_for(state="detached", timeout=10_000)

@@ -20,7 +20,7 @@ class PageLink(anywidget.AnyWidget):
         on_visible: gets whether anybody can see the view, whenever that changes.
     """
 
-    _esm = asset("page_link.js")
+    _esm = asset("download.js") + asset("page_link.js")
     _css = asset("runs.css")
 
     def __init__(

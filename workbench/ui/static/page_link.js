@@ -37,16 +37,6 @@ function watchVisibility(el, report) {
   };
 }
 
-function download({ name, type }, data) {
-  const url = URL.createObjectURL(new Blob([data], { type }));
-  const link = document.createElement("a");
-  Object.assign(link, { href: url, download: name });
-  document.body.append(link);
-  link.click();
-  link.remove();
-  setTimeout(() => URL.revokeObjectURL(url), 10000);
-}
-
 function render({ model, el }) {
   const report = (event, value) => model.send({ event, value });
   const receive = (message, buffers) => {

@@ -2,16 +2,6 @@
 //   {event: "sort", value: column}, {event: "select", value: key}, {event: "rename", value: key, name}
 // It also hands over files: {event: "download", name, type} with their content.
 
-function download({ name, type }, data) {
-  const url = URL.createObjectURL(new Blob([data], { type }));
-  const link = document.createElement("a");
-  Object.assign(link, { href: url, download: name });
-  document.body.append(link);
-  link.click();
-  link.remove();
-  setTimeout(() => URL.revokeObjectURL(url), 10000);
-}
-
 function rename(cell, send, draw) {
   const name = cell.querySelector("b");
   const input = document.createElement("input");
