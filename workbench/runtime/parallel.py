@@ -62,7 +62,7 @@ def parallelize(
 
     Raises:
         StrategyError: the strategy does not fit the module or the number of ranks; the optimizer has other parameters;
-        tensors on meta that nothing gives values.
+            nothing gives values to tensors on meta.
         LayoutError: the ranks hold different weights.
         CheckpointError: the files do not fit.
 

@@ -106,8 +106,8 @@ def compare(
         model_fn: makes the model; called on every engine after seeding.
         dataset: an (inputs, targets) pair of tensors or arrays, or a torch Dataset of pairs.
         loss_fn: (output, target) -> scalar, a mean over the samples.
-        strategies: preset names (data, model, pipeline, hybrid), texts or ``wb.Strategy``; or a dict name -> one of
-        these.
+        strategies: preset names (data, model, pipeline, hybrid), texts or ``wb.Strategy``; or a dict from names to
+            such.
         optimizer_fn: parameters -> torch optimizer; default SGD with lr 0.1 and momentum 0.9.
         batch_size: samples per step, over all engines.
         steps: training steps per strategy.
