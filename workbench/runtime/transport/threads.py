@@ -90,6 +90,11 @@ class ThreadHub:
             self.changed.notify_all()
 
     def _raise_if_hopeless(self, rank: int) -> None:
+        if len(self.ended) == self.num_ranks:
+            self.abort(
+                "its simulated ranks have ended, so nobody answers; read global tensors inside run_ranks, "
+                "with full_tensor() on all ranks or to_local(), and return that"
+            )
         if self.abort_reason is None and len(self.waiting) + len(self.ended) == self.num_ranks:
             stuck = [f"rank {r} waits for rank {w.source} in {w.header}" for r, w in sorted(self.waiting.items())]
             if not any(self.mailboxes.get((w.source, r, w.tag)) for r, w in self.waiting.items()):
