@@ -32,16 +32,13 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 import workbench as wb
 from benchmarks.harness import (
     Action,
-    Target,
     geometric_mean,
     interleave,
     is_launched,
-    keep,
     launch,
     medians,
-    table,
-    verdicts,
 )
+from benchmarks.reporting import Comparison, Target, publish, side_by_side, table
 from workbench.core.boxing import BoxingPlan, plan_boxing
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
@@ -54,7 +51,7 @@ from workbench.runtime.transport.meeting import meet
 from workbench.runtime.transport.network.gloo import GlooTransport
 from workbench.runtime.transport.network.watch import Watch
 from workbench.runtime.world import World, current
-from workbench.units import format_bytes
+from workbench.units import format_bytes, format_seconds
 
 NUM_PROCESSES = (2, 4)
 SIZES = {4 * 2**10: 40, 64 * 2**10: 40, 2**20: 10, 4 * 2**20: 5, 16 * 2**20: 2}
@@ -69,7 +66,7 @@ SPEED = {
 }
 LIMIT_SIZE, LIMIT_PAIRS = 16 * 2**20, [("S(0)", "S(1)"), ("S(0)", "B"), ("S(1)", "B")]
 LIMITS = {"in segment": Target(1.5), "outside": Target(2.5)}
-PLANNING_US, FIRST_PLANNING_US, ISSUE = Target(5), Target(1000), Target(1 / 3)
+CACHED, PLANNING, ISSUE = Target(5, unit="us"), Target(1000, unit="us"), Target(1 / 3)
 OURS = ("in segment", "outside", "over gloo")
 AT_ONCE, SLICES = "copies at once", "slices at once"
 _DTENSOR = {"S(0)": Shard(0), "S(1)": Shard(1), "B": Replicate(), "P": Partial()}
@@ -280,38 +277,44 @@ def report(
         speed = f"{time_s['DTensor'] / time_s['in segment']:.1f}", f"{time_s['in segment'] / time_s['copy']:.2f}"
         rows.append([f"{format_bytes(case.size)} {case}", *cells, *speed])
     header = ["", *(f"{name}, us" for name in with_names), "DTensor / in segment", "in segment / copy"]
-    ratios = list(_ratios(times))
-    ratios += [("cached planning, us", planning["cached"] * 1e6, PLANNING_US)]
-    ratios += [
-        (f"planning, {name}, us", planning[name] * 1e6, FIRST_PLANNING_US) for name in planning if name != "cached"
+    judged = [*_speeds(times), *_limits(times)]
+    judged += [
+        Comparison(f"planning, {name}", time_s * 1e6, CACHED if name == "cached" else PLANNING)
+        for name, time_s in planning.items()
     ]
-    ratios += [
-        (f"CPU to issue, {issue[0] * 1e6:.0f} us / DTensor's {issue[1] * 1e6:.0f} us", issue[0] / issue[1], ISSUE)
-    ]
+    judged.append(side_by_side("CPU to issue", issue[0], "DTensor", issue[1], ISSUE))
     body = (
         f"Square float32 tensors on {num_processes} processes of one host, one thread each; medians over {rounds} "
-        f"rounds, in which the candidates take turns.\n\n{table(header, rows)}\n\n{verdicts(ratios)}\n\nSpeeds are "
+        f"rounds, in which the candidates take turns.\n\n{table(header, rows)}\n\nSpeeds are "
         f"geometric means over all pairs but {APART[0]} -> {APART[1]}, which moves nothing."
     )
-    keep(f"boxing-{num_processes}", f"Boxings on {num_processes} processes of one host", body)
+    publish(f"boxing-{num_processes}", f"Boxings on {num_processes} processes of one host", body, judged)
 
 
-def _ratios(times: dict[Case, dict[str, float]]) -> list[tuple[str, float, Target]]:
+def _speeds(times: dict[Case, dict[str, float]]) -> list[Comparison]:
     found = []
-    ranks_per_core = max(1.0, dist.get_world_size() / len(os.sched_getaffinity(0)))
     for size, target in SPEED.items():
         for where in ("in segment", "outside"):
             cases = [t for case, t in times.items() if case.size == size and case.pair != APART]
             if cases:
-                mean = geometric_mean([t["DTensor"] / t[where] for t in cases])
+                ours, theirs = (geometric_mean([t[name] for t in cases]) for name in (where, "DTensor"))
                 aim = target if where == "in segment" else Target(1, at_least=True)
-                found.append((f"DTensor / {where}, {format_bytes(size)}", mean, aim))
+                found.append(side_by_side(f"{format_bytes(size)} {where}", ours, "DTensor", theirs, aim))
+    return found
+
+
+def _limits(times: dict[Case, dict[str, float]]) -> list[Comparison]:
+    found = []
+    ranks_per_core = max(1.0, dist.get_world_size() / len(os.sched_getaffinity(0)))
     for case, t in times.items():
         if case.has_limit:
             for limit_of in (AT_ONCE, SLICES, "copy"):
                 what = f"{limit_of}, {format_bytes(case.size)} {case} ({ranks_per_core:g} ranks per core)"
                 limit_s = ranks_per_core * t[limit_of]
-                found += [(f"{where} / {what}", t[where] / limit_s, limit) for where, limit in LIMITS.items()]
+                found += [
+                    Comparison(f"{where} / {what}", t[where] / limit_s, limit, format_seconds(t[where]))
+                    for where, limit in LIMITS.items()
+                ]
     return found
 
 

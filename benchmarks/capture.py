@@ -20,16 +20,13 @@ from torch import nn
 
 import workbench as wb
 from benchmarks.harness import (
-    Target,
-    geometric_mean,
     interleave,
     is_launched,
     launch,
     medians,
-    publish,
-    table,
     together,
 )
+from benchmarks.reporting import Target, publish, side_by_side, table
 from workbench.runtime.world import World, current
 
 MODELS = {"12 x 64": (12, 64, 8, 32), "8 x 256": (8, 256, 8, 64)}
@@ -126,7 +123,7 @@ def work(rounds: int, calls: int) -> None:
     """What each of the processes runs; the first one prints."""
     wb.init()
     world = current()
-    rows, ratios = [], []
+    rows, judged = [], []
     for name in MODELS:
         ways = candidates(world, name)
         around = together if world.world_size > 1 else nullcontext
@@ -139,8 +136,8 @@ def work(rounds: int, calls: int) -> None:
         if not difference <= _LARGEST_WEIGHT_DIFFERENCE:
             raise AssertionError(f"the three did not train alike: weights differ by {difference:.1e}")
         time_s = medians(times)
-        ratios.append(time_s["captured"] / time_s["local torch"])
-        rows.append([name, *(f"{time * 1e3:.2f}" for time in time_s.values()), f"{ratios[-1]:.3f}"])
+        judged.append(side_by_side(name, time_s["captured"], "local torch", time_s["local torch"], TARGET))
+        rows.append([name, *(f"{time * 1e3:.2f}" for time in time_s.values()), f"{judged[-1].value:.3f}"])
     if world.rank == 0:
         how = (
             f"{world.world_size} processes, one thread each; medians of {rounds} rounds of {calls} steps, ms; the "
@@ -148,7 +145,7 @@ def work(rounds: int, calls: int) -> None:
         )
         body = f"{how}\n\n{table(['blocks x width', 'local torch', 'as written', 'captured', 'ratio'], rows)}"
         name = f"capture-{world.world_size}"
-        publish(name, "A captured step against local torch", body, geometric_mean(ratios), TARGET)
+        publish(name, f"A captured step against local torch, {world.world_size} processes", body, judged)
     if world.world_size > 1:
         dist.barrier()
 

@@ -14,16 +14,20 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
 
 import workbench as wb
-from benchmarks.harness import Action, interleave, is_launched, keep, launch, medians, table, together
+from benchmarks.harness import Action, interleave, is_launched, launch, medians, together
+from benchmarks.reporting import Comparison, Target, publish, table
 from workbench.runtime.world import current
 from workbench.units import format_bytes
 
+TITLE = "Data or model parallelism, by layer shape"
 NUM_PROCESSES = 2
+BYTE_RULE = Target(0.8, at_least=True)
 CLEAR = 1.1
 """A side wins if it is so much faster; else it is a draw."""
 
@@ -138,6 +142,15 @@ HEADER = [
 ]  # fmt: skip
 
 
+def byte_rule(rows: Sequence[Sequence[str]]) -> Comparison:
+    """Of the shapes whose bytes and times both differ clearly, how many are faster where fewer bytes move."""
+    pairs = [(cells[3], cells[7]) for cells in rows if "even" not in (cells[3], cells[7])]
+    right = sum(fewer == faster for fewer, faster in pairs)
+    return Comparison(
+        f"what moves fewer bytes is faster: {right} of {len(pairs)} shapes", right / len(pairs), BYTE_RULE
+    )
+
+
 def measure(shape: Shape, rounds: int, calls: int) -> list[str]:
     """The line of one shape."""
     layer = Layer(shape)
@@ -155,7 +168,7 @@ def work(rounds: int, calls: int) -> None:
             f"each; medians of {rounds} rounds of {calls} calls in which the two take turns. Bytes are those of all "
             "ranks, planned and counted. An even pair differs by less than a tenth."
         )
-        keep("choose-parallelism", "Data or model parallelism, by layer shape", f"{how}\n\n{table(HEADER, rows)}")
+        publish("choose-parallelism", TITLE, f"{how}\n\n{table(HEADER, rows)}", [byte_rule(rows)])
     dist.barrier()
 
 

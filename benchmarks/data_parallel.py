@@ -22,7 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import workbench as wb
 from benchmarks.gpt import GPT, next_word_loss
-from benchmarks.harness import Target, interleave, is_launched, keep, launch, medians, table, together, verdicts
+from benchmarks.harness import interleave, is_launched, launch, medians, together
+from benchmarks.reporting import Comparison, Target, publish, side_by_side, table
 from workbench.cli.demo import digits, make_mlp
 
 NUM_PROCESSES = (2, 4)
@@ -127,8 +128,8 @@ def full(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.full_tensor().detach()
 
 
-def compare(task: Task, rounds: int, calls: int) -> tuple[list[list[str]], float]:
-    """Rows of the table, and how many times faster than DistributedDataParallel the step is."""
+def compare(task: Task, rounds: int, calls: int) -> tuple[list[list[str]], Comparison]:
+    """Rows of the table, and the step beside DistributedDataParallel's."""
     trainings = make_trainings(task)
     rounds = max(1, round(rounds * task.share_of_rounds))
     for _ in range(_CHECKED_STEPS):
@@ -140,7 +141,7 @@ def compare(task: Task, rounds: int, calls: int) -> tuple[list[list[str]], float
     time_s = medians(interleave(trainings, rounds, calls, around=together))
     num_samples = len(next(task.batches())[0])
     rows = [[f"{task.name}: {n}", f"{time * 1e3:.2f}", f"{num_samples / time:.0f}"] for n, time in time_s.items()]
-    return rows, time_s[_THEIRS] / time_s[_OURS]
+    return rows, side_by_side(task.name, time_s[_OURS], "DDP", time_s[_THEIRS], task.target)
 
 
 def work(rounds: int, calls: int) -> None:
@@ -154,9 +155,9 @@ def work(rounds: int, calls: int) -> None:
             f"steps the weights agree within {_LARGEST_WEIGHT_DIFFERENCE:.0e}."
         )
         rows = [row for rows, _ in found for row in rows]
-        ratios = [(task.name, ratio, task.target) for task, (_, ratio) in zip(TASKS, found, strict=True)]
-        body = f"{how}\n\n{table(['', 'step, ms', 'samples/s'], rows)}\n\n{verdicts(ratios)}"
-        keep(f"data-parallel-{wb.world_size()}", "Data parallel against torch", body)
+        body = f"{how}\n\n{table(['', 'step, ms', 'samples/s'], rows)}"
+        title = f"Data parallel against torch, {wb.world_size()} processes"
+        publish(f"data-parallel-{wb.world_size()}", title, body, [judged for _, judged in found])
     torch.distributed.barrier()
 
 

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import subprocess
 import tempfile
@@ -16,10 +15,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import Target, keep, table
+from benchmarks.reporting import Comparison, Target, publish
 
 RANKS, STEPS_PER_S = 8, 100
-CPU, HEAP_MB, SLOWDOWN = Target(0.15), Target(50), Target(1.02)
+CPU, HEAP, SLOWDOWN = Target(15, unit="% of a core"), Target(50, unit="MB"), Target(2, unit="%")
 _WARM_UP_S = 10.0
 ROUNDS, STEPS = 8, 150
 
@@ -186,25 +185,20 @@ def main() -> None:
     parser.add_argument("--no-browser", action="store_true", help="only what watching costs the training")
     options = parser.parse_args()
     step_ms, ratio, pairs = slowdown(options.rounds)
-    rows = [["training slowed by collecting and publishing", f"{ratio:.3f}", str(SLOWDOWN), _met(SLOWDOWN, ratio)]]
+    judged = [Comparison("training slowed by collecting and publishing", 100 * (ratio - 1), SLOWDOWN)]
     told = ", ".join(f"{pair:.3f}" for pair in pairs)
     notes = [
         f"Slowdown: 2 engines, steps of {step_ms:.1f} ms, {len(pairs)} pairs of runs in turns, no browser: {told}."
     ]
     if not options.no_browser:
         page = watch_a_page(options.minutes)
-        rows.append(["kernel, share of a core", f"{page['cpu']:.3f}", str(CPU), _met(CPU, page["cpu"])])
-        rows.append(["page heap, MB grown", f"{page['heap_mb']:.1f}", str(HEAP_MB), _met(HEAP_MB, page["heap_mb"])])
+        judged.append(Comparison("kernel", 100 * page["cpu"], CPU))
+        judged.append(Comparison("growth of the page's heap", page["heap_mb"], HEAP))
         notes.append(
             f"Page: {RANKS} engines report {STEPS_PER_S} steps/s with wb.log for {page['elapsed_s']:.0f} s, up to step "
             f"{page['steps']:.0f}. Heap after a forced collection, at the end against {_WARM_UP_S:.0f} s in."
         )
-    keep("live", "Watching a run", "\n\n".join([table(["", "measured", "target", ""], rows), *notes]))
-    print(json.dumps({row[0]: row[1] for row in rows}))
-
-
-def _met(target: Target, value: float) -> str:
-    return "met" if target.is_met(value) else "NOT met"
+    publish("live", "Watching a run", "\n\n".join(notes), judged)
 
 
 if __name__ == "__main__":

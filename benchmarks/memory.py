@@ -19,10 +19,12 @@ import torch.distributed as dist
 from torch import nn
 
 import workbench as wb
-from benchmarks.harness import Target, is_launched, launch, publish, table
+from benchmarks.harness import is_launched, launch
+from benchmarks.reporting import Comparison, Target, publish, table
 from benchmarks.tensor_parallel import SIZES, Training
 from workbench.runtime.memory import model_memory
 from workbench.runtime.world import current
+from workbench.units import format_bytes
 
 NUM_PROCESSES, NUM_BLOCKS = 2, 2
 WARM_STEPS = 500
@@ -69,10 +71,11 @@ def work(steps: int) -> None:
             f"{NUM_BLOCKS} blocks, AdamW, {NUM_PROCESSES} processes, rank 0.\n\n{held_and_expected}\n\nOver {steps} "
             f"steps after the first {WARM_STEPS} the resident size changed by {growth / _MB:+.2f} MB; "
             f"plans went from {caches[0]} to {len(current().plans)}, layouts with shapes from {caches[1]} to "
-            f"{len(current().specs)}.\n\nThe ratio below is what is held over the size of the shards."
+            f"{len(current().specs)}."
         )
-        ratio = sum(held[kind] for kind in expected) / sum(expected.values())
-        publish("memory", "Memory of a rank under split weights", body, ratio, TARGET)
+        bytes_held = sum(held[kind] for kind in expected)
+        judged = Comparison("held / shards", bytes_held / sum(expected.values()), TARGET, format_bytes(bytes_held))
+        publish("memory", "Memory of a rank under split weights", body, [judged])
     dist.barrier()
 
 

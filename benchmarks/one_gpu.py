@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 
 import workbench as wb
-from benchmarks.harness import Action, Target, interleave, is_launched, keep, launch, medians, table, together, verdicts
+from benchmarks.harness import Action, interleave, is_launched, launch, medians, together
+from benchmarks.reporting import Comparison, Target, publish, side_by_side, table
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.runtime.tensor import label, spec_of
@@ -77,17 +78,22 @@ def measure(size: int, source: str, target: str, gloo: World, rounds: int) -> di
 
 
 def describe(times: dict[tuple[int, str, str], dict[str, float]], name: str, where: str) -> str:
-    """The table, and the ratio that is judged if it was measured."""
+    """The table."""
     rows = [
         [f"{size >> 20} MiB {source} -> {target}", *(f"{found[who] * 1e6:.0f}" for who in ("ours", "gloo", "copy")),
          f"{found['gloo'] / found['ours']:.1f}"]
         for (size, source, target), found in times.items()
     ]  # fmt: skip
-    body = f"{where}, us.\n\n{table(['', name, 'gloo', 'copy', 'gloo / ours'], rows)}"
-    if JUDGED in times:
-        ratio = times[JUDGED]["gloo"] / times[JUDGED]["ours"]
-        body += f"\n\n{verdicts([('256 MiB S(0) -> S(1), times faster than gloo', ratio, TARGET)])}"
-    return body
+    return f"{where}, us.\n\n{table(['', name, 'gloo', 'copy', 'gloo / ours'], rows)}"
+
+
+def judged(times: dict[tuple[int, str, str], dict[str, float]]) -> list[Comparison]:
+    """The one boxing that has a target, if it was measured."""
+    if JUDGED not in times:
+        return []
+    size, source, target = JUDGED
+    found = times[JUDGED]
+    return [side_by_side(f"{size >> 20} MiB {source} -> {target}", found["ours"], "gloo", found["gloo"], TARGET)]
 
 
 def work(device: str, sizes: list[int], rounds: int) -> None:
@@ -100,7 +106,7 @@ def work(device: str, sizes: list[int], rounds: int) -> None:
     where = f"{world.world_size} processes on {torch.cuda.get_device_name() if is_on_gpu else 'the CPU'}"
     body = describe(times, world.transport_name, where)
     if world.rank == 0 and is_on_gpu:
-        keep("one-gpu", "Boxings between processes on one GPU", body)
+        publish("one-gpu", "Boxings between processes on one GPU", body, judged(times))
     elif world.rank == 0:
         print(body)
     dist.barrier()

@@ -20,7 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import workbench as wb
-from benchmarks.harness import Target, geometric_mean, interleave, is_launched, launch, medians, publish, table
+from benchmarks.harness import geometric_mean, interleave, is_launched, launch, medians
+from benchmarks.reporting import Target, publish, side_by_side, table
 
 SIZE = 8
 TARGET = Target(0.5)
@@ -102,7 +103,10 @@ def report(time_s: dict[str, dict[str, float]], num_processes: int, how: str) ->
         f"The ratio below is the geometric mean; the worst is that of {worst}, {ratios[worst]:.2f}."
     )
     title = f"Overhead per operation on {num_processes} rank{'s' * (num_processes > 1)}: global tensor against DTensor"
-    publish(f"overhead-{num_processes}", title, body, geometric_mean(list(ratios.values())), TARGET)
+    ours, theirs = (geometric_mean([t[kind] - t["plain"] for t in time_s.values()]) for kind in ("global", "DTensor"))
+    publish(
+        f"overhead-{num_processes}", title, body, [side_by_side("of an operation", ours, "DTensor", theirs, TARGET)]
+    )
 
 
 def main() -> int:

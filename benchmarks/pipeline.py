@@ -25,7 +25,8 @@ from torch.distributed.pipelining.schedules import Schedule1F1B
 
 import workbench as wb
 from benchmarks.gpt import GPT, next_word_loss
-from benchmarks.harness import Target, interleave, is_launched, keep, launch, medians, table, together, verdicts
+from benchmarks.harness import interleave, is_launched, launch, medians, together
+from benchmarks.reporting import Comparison, Target, publish, side_by_side, table
 from workbench.core.strategy import Strategy
 from workbench.pipeline.schedules import make_table
 from workbench.pipeline.simulate import Timeline, measured_durations, simulate
@@ -257,12 +258,17 @@ def report(
     cuts = [[name, f"{time * 1e3:.1f}", f"{paper['equal blocks'] / time:.2f}"] for name, time in paper.items()]
     costs = " and ".join(f"{cost * 1e3:.1f}" for cost in found.stage_costs_s())
     per_stage = " and ".join(str(list(found.stages.values()).count(stage)) for stage in range(NUM_PROCESSES))
-    ratios = [
-        ("1F1B against torch's", small[THEIRS] / small["workbench, 1f1b"], PARITY),
-        ("1F1B, captured, against torch's", small[THEIRS] / small["workbench, 1f1b, captured"], PARITY),
-        ("stages cut by cost", large[THEIRS] / large["workbench, 1f1b, cut by cost"], CUT_BY_COST),
-        ("stages cut by cost, captured", large[THEIRS] / large["workbench, 1f1b, cut by cost, captured"], CUT_BY_COST),
-        ("1F1B, simulated against measured", deviations["workbench, 1f1b"], SIMULATED),
+    judged = [
+        *(
+            side_by_side(name.removeprefix("workbench, "), time_s[name], "torch", time_s[THEIRS], target)
+            for name, time_s, target in [
+                ("workbench, 1f1b", small, PARITY),
+                ("workbench, 1f1b, captured", small, PARITY),
+                ("workbench, 1f1b, cut by cost", large, CUT_BY_COST),
+                ("workbench, 1f1b, cut by cost, captured", large, CUT_BY_COST),
+            ]
+        ),
+        Comparison("1f1b, simulated / measured or measured / simulated", deviations["workbench, 1f1b"], SIMULATED),
     ]
     body = "\n\n".join(
         [
@@ -274,10 +280,9 @@ def report(
             + table(["", "forwards and backwards, ms", "times equal blocks"], cuts),
             "Forwards and backwards of a step, by the simulator from the measured work of actions, and measured:\n\n"
             + table(["", "simulated, ms", "measured, ms", "deviation"], simulated),
-            verdicts(ratios),
         ]
     )
-    keep("pipeline", "Pipelines against torch", body)
+    publish("pipeline", "Pipelines against torch", body, judged)
 
 
 def main() -> int:

@@ -7,7 +7,7 @@ import statistics
 import time
 from math import inf
 
-from benchmarks.harness import Target, table, verdicts
+from benchmarks.reporting import Comparison, Target, table
 from tests.planner.brute_force import best_value
 from tests.planner.problems import random_problem
 from workbench.cost.hardware_files import load_hardware
@@ -23,20 +23,22 @@ CASES = (
 )  # fmt: skip
 NUM_PROBLEMS = 220
 NUM_SHORT = 60
-LONGEST_S, MOST_BYTES = Target(10), Target(2e9)
+LONGEST, MOST_MEMORY = Target(10, unit="s"), Target(2000, unit="MB")
+Section = tuple[str, list[Comparison]]
+"""A text with tables, and what is judged in it."""
 
 
-def searched(with_rows: bool) -> str:
-    """Both tables."""
+def searched(with_rows: bool) -> Section:
+    """Times of searches, and how good the found strategies are."""
     times, seconds, peak_bytes = _times()
     equal, fitting, short = _equality()
     judged = [
-        ("seconds of GPT-3 175B on 3072 ranks (processor time)", seconds, LONGEST_S),
-        ("bytes of the process at its peak", peak_bytes, MOST_BYTES),
-        (
-            f"small problems equal to brute force, of {NUM_PROBLEMS} ({fitting} of them fit)",
-            equal,
-            Target(NUM_PROBLEMS, True),
+        Comparison("search for GPT-3 175B on 3072 ranks, processor time", seconds, LONGEST),
+        Comparison("search, peak of the process", peak_bytes / 1e6, MOST_MEMORY),
+        Comparison(
+            f"as good as brute force: {equal} of {NUM_PROBLEMS} small problems, {fitting} of which fit",
+            equal / NUM_PROBLEMS,
+            Target(1.0, at_least=True),
         ),
     ]
     within = sum(ratio <= 1 + 1e-9 for ratio in short)
@@ -44,7 +46,7 @@ def searched(with_rows: bool) -> str:
         f"The short cuts of large problems, on {len(short)} small ones: {within} equal to the best, median "
         f"{statistics.median(short):.3f}, worst {max(short):.3f} times it."
     )
-    return "\n\n".join([times, verdicts(judged), told])
+    return f"{times}\n\n{told}", judged
 
 
 def _times() -> tuple[str, float, float]:

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks.gpt import GPT, next_word_loss
-from benchmarks.harness import Target, keep, table, verdicts
+from benchmarks.reporting import Comparison, Target, publish, table
 from workbench.core.model_costs import ModelCosts
 from workbench.core.strategy import Strategy
 from workbench.cost.estimate import Estimate, estimate
@@ -39,7 +39,7 @@ from workbench.session import Session
 from workbench.session.calibrating import calibrate
 from workbench.units import format_bytes
 
-TIME_TARGET, MEMORY_TARGET, PLACE_TARGET = Target(0.15), Target(0.10), Target(2)
+TIME_TARGET, MEMORY_TARGET, PLACE_TARGET = Target(15, unit="%"), Target(10, unit="%"), Target(2)
 """Median relative errors at most, and the place of the best measured strategy among the predictions."""
 _DIFFERENT = 0.05
 """Strategies whose times differ by less are not put into an order."""
@@ -201,7 +201,7 @@ def ordered_share(rows: Sequence[Row]) -> float:
     return sum(right) / len(right) if right else 1.0
 
 
-def described(subject: Subject, num_engines: int, rows: Sequence[Row]) -> str:
+def described(subject: Subject, num_engines: int, rows: Sequence[Row]) -> tuple[str, list[Comparison]]:
     """A table of the strategies, and what follows from it."""
     lines = [
         [row.strategy.replace("|", "/"), f"{row.predicted.step_s * 1e3:.1f}", f"{row.measured_s * 1e3:.1f}",
@@ -213,16 +213,15 @@ def described(subject: Subject, num_engines: int, rows: Sequence[Row]) -> str:
     header = ["strategy", "predicted ms", "measured ms", "", "predicted tensors", "measured", "", "process",
               "predicted sent", "really sent"]  # fmt: skip
     times, memory = [abs(row.time_error) for row in rows], [abs(row.memory_error) for row in rows]
-    summary = verdicts(
-        [
-            ("median error of the step", median(times), TIME_TARGET),
-            ("median error of the memory", median(memory), MEMORY_TARGET),
-            ("place of the best strategy among the predictions", place_of_best(rows), PLACE_TARGET),
-        ]
-    )
+    name = f"{subject.name}, {num_engines} engines"
+    judged = [
+        Comparison(f"{name}: median error of the step", 100 * median(times), TIME_TARGET),
+        Comparison(f"{name}: median error of the memory", 100 * median(memory), MEMORY_TARGET),
+        Comparison(f"{name}: place of the best strategy among the predictions", place_of_best(rows), PLACE_TARGET),
+    ]
     worst = f"Worst error of a step {max(times):.0%}, of the memory {max(memory):.0%}; "
     worst += f"{ordered_share(rows):.0%} of the pairs that differ by more than {_DIFFERENT:.0%} in the right order."
-    return f"## {subject.name}, {num_engines} engines\n\n{table(header, lines)}\n\n{summary}\n\n{worst}\n"
+    return f"## {name}\n\n{table(header, lines)}\n\n{worst}\n", judged
 
 
 def show_hardware(hardware: Hardware) -> str:
@@ -245,7 +244,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--strategies", type=int, default=12, help="of each model, the first so many")
     options = parser.parse_args(arguments)
-    sections = []
+    sections, judged = [], list[Comparison]()
     for num_engines in options.engines:
         with Session(engines=num_engines, device="cpu") as session:
             started = time.perf_counter()
@@ -259,8 +258,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 rows = predict(subject, num_engines, hardware)
                 for _ in range(options.rounds):
                     measure(session, subject, rows)
-                sections.append(described(subject, num_engines, rows))
-    keep("planner-truth", "Predicted and measured on this machine", "\n".join(sections))
+                section, comparisons = described(subject, num_engines, rows)
+                sections.append(section)
+                judged += comparisons
+    publish("planner-truth", "Predicted and measured on this machine", "\n".join(sections), judged)
     return 0
 
 

@@ -27,13 +27,15 @@ from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
 import workbench as wb
 from benchmarks.gpt import GPT, next_word_loss
-from benchmarks.harness import Target, interleave, is_launched, keep, launch, medians, table, together, verdicts
+from benchmarks.harness import interleave, is_launched, launch, medians, together
+from benchmarks.reporting import Comparison, Target, publish, side_by_side, table
 from workbench.runtime.saving.flat import name_of
 from workbench.runtime.saving.parts import collect
 from workbench.runtime.world import current
+from workbench.units import format_seconds
 
 NUM_PROCESSES, WIDTH, NUM_WORDS, LENGTH = 2, 256, 4096, 64
-SAVE, LOAD, STALL = Target(1.0), Target(1.2), Target(0.5)
+SAVE, LOAD, RETURN, STALL = Target(1.0), Target(1.2), Target(1.0), Target(0.5)
 _SAVE, _LOAD, _STALL = "wb.save", "wb.load", "wb.save(asynchronous=True) returns"
 _TORCH_SAVE, _TORCH_LOAD, _TORCH_STALL = "dcp.save", "dcp.load", "dcp.async_save returns"
 
@@ -119,16 +121,21 @@ def work(rounds: int, num_blocks: int) -> None:
     if wb.rank() == 0:
         shutil.rmtree(folder, ignore_errors=True)
         rows = [[name, f"{time * 1e3:.0f}", f"{num_bytes / time / 1e6:.0f}"] for name, time in time_s.items()]
-        ratios = [
-            (f"{ours} / {theirs}", time_s[ours] / time_s[theirs], target)
-            for ours, theirs, target in [(_SAVE, _TORCH_SAVE, SAVE), (_LOAD, _TORCH_LOAD, LOAD)]
+        judged = [
+            side_by_side(ours, time_s[ours], theirs, time_s[theirs], target)
+            for ours, theirs, target in [
+                (_SAVE, _TORCH_SAVE, SAVE),
+                (_LOAD, _TORCH_LOAD, LOAD),
+                (_STALL, _TORCH_STALL, RETURN),
+            ]
         ]
-        ratios.append((f"{_STALL} / {_SAVE}", time_s[_STALL] / time_s[_SAVE], STALL))
+        stall = time_s[_STALL]
+        judged.append(Comparison(f"{_STALL} / {_SAVE}", stall / time_s[_SAVE], STALL, format_seconds(stall)))
         body = (
             f"{num_bytes / 1e6:.0f} MB of weights and AdamW's state on {NUM_PROCESSES} processes, on the disk "
-            f"at the end; medians of {rounds} rounds.\n\n{table(['', 'ms', 'MB/s'], rows)}\n\n{verdicts(ratios)}"
+            f"at the end; medians of {rounds} rounds.\n\n{table(['', 'ms', 'MB/s'], rows)}"
         )
-        keep("saving", "Checkpoints against torch.distributed.checkpoint", body)
+        publish("saving", "Checkpoints against torch.distributed.checkpoint", body, judged)
     torch.distributed.barrier()
 
 

@@ -24,14 +24,14 @@ from IPython.core.interactiveshell import InteractiveShell
 
 import workbench as wb
 from benchmarks import nbdistributed_cells
-from benchmarks.harness import Target, interleave, keep, medians, table, verdicts
+from benchmarks.harness import interleave, medians
+from benchmarks.reporting import Comparison, Target, publish, side_by_side, table
 
 CELL = "pass"
-ROUND_TRIP = Target(1.3)
-START_S = Target(1.5)
-GROWTH_MB = Target(50)
+ROUND_TRIP, FASTER = Target(1.3), Target(1.0, at_least=True)
+START = Target(1.5, unit="s")
+GROWTH = Target(50, unit="MB")
 NUM_LINES = 100_000
-Verdict = tuple[str, float, Target]
 
 
 def make_shell() -> InteractiveShell:
@@ -63,19 +63,20 @@ def measure_round_trips(num_engines: int, rounds: int, calls: int) -> dict[str, 
         )
 
 
-def describe_nbdistributed(num_workers: int, num_cells: int) -> str:
-    """A sentence on the round trip of its empty cell, or on why there is none."""
+def beside_nbdistributed(ours_s: float, num_workers: int, num_cells: int) -> tuple[str, list[Comparison]]:
+    """A sentence on the round trip of its empty cell beside ours, or on why there is none."""
     why_not = nbdistributed_cells.why_not()
     if why_not:
-        return f"nbdistributed was not measured: {why_not}."
+        return f"nbdistributed was not measured: {why_not}.", []
     try:
         time_s = nbdistributed_cells.measure(num_workers, num_cells)
     except subprocess.SubprocessError as error:
-        return f"nbdistributed was not measured: {error}."
-    return (
+        return f"nbdistributed was not measured: {error}.", []
+    told = (
         f"nbdistributed's %%distributed on {num_workers} workers, in namespaces of its own: {time_s * 1e3:.0f} ms, "
         f"median of {num_cells} cells (it looks for results every 100 ms)."
     )
+    return told, [side_by_side(f"empty cell, {num_workers} engines", ours_s, "nbdistributed", time_s, FASTER)]
 
 
 def start_ours(num_engines: int) -> float:
@@ -124,28 +125,32 @@ def main() -> int:
     parser.add_argument("--starts", type=int, default=3, help="starts of each")
     parser.add_argument("--lines", type=int, default=NUM_LINES, help="lines that every rank prints")
     args = parser.parse_args()
-    parts, found = [], list[Verdict]()
+    parts, judged, cell_s = [], list[Comparison](), dict[int, float]()
     for num_engines in (2, 8):
         time_s = measure_round_trips(num_engines, args.rounds, args.calls)
         rows = [[name, f"{value * 1e3:.2f}"] for name, value in time_s.items()]
         parts.append(f"An empty cell on {num_engines} engines, medians of {args.rounds} rounds of {args.calls} cells:")
         parts.append(table(["", "round trip, ms"], rows))
-        ratio = time_s["%%global"] / time_s["view.execute(silent=False)"]
-        found.append((f"%%global / view.execute, {num_engines} engines", ratio, ROUND_TRIP))
-    parts.append(describe_nbdistributed(2, args.rounds))
+        theirs, cell_s[num_engines] = "view.execute(silent=False)", time_s["%%global"]
+        judged.append(
+            side_by_side(f"empty cell, {num_engines} engines", time_s["%%global"], theirs, time_s[theirs], ROUND_TRIP)
+        )
+    told, beside = beside_nbdistributed(cell_s[2], 2, args.rounds)
+    parts.append(told)
+    judged += beside
     starts = [(start_ours(2), start_bare(2)) for _ in range(args.starts)]
     ours, bare = (median(each) for each in zip(*starts, strict=True))
     parts.append(f"Start of 2 engines, medians of {args.starts}:")
     rows = [["ipyparallel's cluster, then import torch", f"{bare:.2f}"], ["Session", f"{ours:.2f}"]]
     parts.append(table(["", "s"], rows))
-    found.append(("start of a session beyond ipyparallel's and torch, s", ours - bare, START_S))
+    judged.append(Comparison("start, beyond ipyparallel's cluster and torch", ours - bare, START))
     took, growth, lines = measure_flood(4, args.lines)
     parts.append(
         f"4 ranks print {args.lines} lines each: {took:.1f} s, the notebook's process grows by {growth:.1f} MB, "
         f"{lines} of {4 * args.lines} lines are on disk."
     )
-    found.append(("growth of the notebook's process in a flood, MB", growth, GROWTH_MB))
-    keep("session", "Sessions", "\n\n".join([*parts, verdicts(found)]))
+    judged.append(Comparison("growth of the notebook's process in a flood", growth, GROWTH))
+    publish("session", "Sessions", "\n\n".join(parts), judged)
     return 0
 
 

@@ -23,7 +23,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import workbench as wb
-from benchmarks.harness import Target, interleave, is_launched, keep, launch, medians, table, together, verdicts
+from benchmarks.harness import interleave, is_launched, launch, medians, together
+from benchmarks.reporting import Comparison, Target, publish, side_by_side, table
 
 NUM_PROCESSES = (2, 4)
 
@@ -115,8 +116,8 @@ def _whole(parameter: torch.Tensor) -> torch.Tensor:
     return (parameter.full_tensor() if is_spread else parameter).detach()  # type: ignore[attr-defined]
 
 
-def compare(size: Size, rounds: int, calls: int) -> tuple[list[list[str]], float]:
-    """Rows of the table, and how many times faster than DTensor the step is."""
+def compare(size: Size, rounds: int, calls: int) -> tuple[list[list[str]], Comparison]:
+    """Rows of the table, and the step beside DTensor's."""
     trainings = {
         "one process": Training(size.model(), size),
         _THEIRS: Training(with_dtensor(size), size),
@@ -128,7 +129,7 @@ def compare(size: Size, rounds: int, calls: int) -> tuple[list[list[str]], float
     if not difference <= _LARGEST_WEIGHT_DIFFERENCE:
         raise AssertionError(f"the two did not train alike: weights differ by {difference:.1e}")
     rows = [[f"{size}: {name}", f"{time * 1e3:.1f}", f"{1 / time:.1f}"] for name, time in time_s.items()]
-    return rows, time_s[_THEIRS] / time_s[_OURS]
+    return rows, side_by_side(str(size), time_s[_OURS], "DTensor", time_s[_THEIRS], size.target)
 
 
 def work(rounds: int, calls: int) -> None:
@@ -142,9 +143,9 @@ def work(rounds: int, calls: int) -> None:
             f"Afterwards the weights of the two agree within {_LARGEST_WEIGHT_DIFFERENCE:.0e}."
         )
         rows = [row for rows, _ in found for row in rows]
-        ratios = [(f"{size}: DTensor / workbench", r, size.target) for size, (_, r) in zip(SIZES, found, strict=True)]
-        body = f"{how}\n\n{table(['', 'step, ms', 'steps/s'], rows)}\n\n{verdicts(ratios)}"
-        keep(f"tensor-parallel-{wb.world_size()}", "Tensor parallel against torch", body)
+        body = f"{how}\n\n{table(['', 'step, ms', 'steps/s'], rows)}"
+        title = f"Tensor parallel against torch, {wb.world_size()} processes"
+        publish(f"tensor-parallel-{wb.world_size()}", title, body, [judged for _, judged in found])
     dist.barrier()
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from benchmarks import boxing, harness
+from benchmarks.reporting import Comparison
 from tests.processes import run_processes
 from workbench.runtime.world import current
 
@@ -24,29 +25,26 @@ def measure_a_little() -> list[tuple[str, float]]:
     assert transport.name == "shared"
     with torch._C.DisableTorchFunctionSubclass():
         assert transport._segment.locate(in_segment, in_segment.nbytes) is not None  # type: ignore[attr-defined]
-    kept: list[tuple[str, str, str]] = []
-    original, boxing.keep = boxing.keep, lambda *text: kept.append(text)
+    published: list[tuple[str, str, str, list[Comparison]]] = []
+    original, boxing.publish = boxing.publish, lambda *result: published.append(result)
     boxing.report(times, planning, issue, 1)
-    boxing.keep = original
-    assert "S(0) -> S(1)" in kept[0][2] and "DTensor / in segment, 4.10 kB" in kept[0][2]
-    return boxing._ratios(times)  # type: ignore[return-value]
+    boxing.publish = original
+    ((_, _, body, comparisons),) = published
+    assert "S(0) -> S(1)" in body
+    return [(row.what, row.value) for row in comparisons]
 
 
 @pytest.mark.procs
 def test_the_benchmark_of_boxings_compares_equal_results() -> None:
-    for ratios in run_processes(measure_a_little, 2):
-        names = [what for what, _, _ in ratios]
-        assert names[:2] == ["DTensor / in segment, 4.10 kB", "DTensor / outside, 4.10 kB"]
+    for judged in run_processes(measure_a_little, 2):
+        names = [what for what, _ in judged]
+        assert names[:2] == ["4.10 kB in segment", "4.10 kB outside"]
         limits = [
             f"{where} / {limit}" for limit in ("copies at once", "slices at once", "copy") for where in boxing.LIMITS
         ]
-        assert [name.partition(",")[0] for name in names[2:]] == limits
-        assert all(ratio > 0 for _, ratio, _ in ratios)
-
-
-def test_verdicts_name_each_ratio_and_its_target() -> None:
-    text = harness.verdicts([("speed", 21.0, harness.Target(20, at_least=True)), ("cost", 1.7, harness.Target(1.5))])
-    assert "at least 20 |     met" in text and "at most 1.5 | NOT met" in text
+        assert [name.partition(",")[0] for name in names[2:8]] == limits
+        assert [name.partition(",")[0] for name in names[8:]] == ["planning"] * 3 + ["CPU to issue"]
+        assert all(value > 0 for _, value in judged)
 
 
 def test_what_comes_before_a_turn_is_not_timed() -> None:

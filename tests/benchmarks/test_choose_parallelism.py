@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.choose_parallelism import HEADER, Layer, Shape, row, winner
+from benchmarks.choose_parallelism import HEADER, Layer, Shape, byte_rule, row, winner
 from workbench.testing import run_ranks
 
 
@@ -30,3 +30,9 @@ def test_a_line_of_the_table() -> None:
     line = row(Shape(100, 784, 512, "hidden"), {"data": 3_211_264, "model": 627_200}, {"data": 2e-3, "model": 2.1e-3})
     assert line == ["100 x 784 x 512 hidden", "3.21 MB", "627 kB", "model", "2.00", "2.10", "1.05", "even"]
     assert len(line) == len(HEADER) and winner({"data": 1.0, "model": 2.0}) == "data"
+
+
+def test_only_shapes_that_differ_clearly_judge_the_rule_of_bytes() -> None:
+    pairs = [("data", "data"), ("model", "data"), ("even", "data"), ("model", "even")]
+    judged = byte_rule([["", "", "", fewer, "", "", "", faster] for fewer, faster in pairs])
+    assert judged.value == 0.5 and "1 of 2" in judged.what

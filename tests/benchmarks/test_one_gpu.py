@@ -22,7 +22,9 @@ def test_every_candidate_is_timed_and_the_ratio_judged():
     environment = {"WORKBENCH_TRANSPORT": "ipc", late_device.VARIABLE: "1"}
     (name, times), _ = run_processes(measured, 2, environment=environment)
     assert name == "ipc" and all(set(found) == {"ours", "gloo", "copy"} for found in times.values())
-    text = one_gpu.describe(times, name, "2 processes")
-    assert "| 0 MiB S(0) -> S(1) " in text and "| 12.00 | at least 10 | met |" in text
+    assert "| 0 MiB S(0) -> S(1) " in one_gpu.describe(times, name, "2 processes")
+    (judged,) = one_gpu.judged(times)
+    assert judged.value == 12 and judged.theirs == "gloo 12.0 s" and judged.is_met
     times[one_gpu.JUDGED]["ours"] = 2.0
-    assert " 6.00 | at least 10 | NOT met |" in one_gpu.describe(times, name, "2 processes")
+    assert not one_gpu.judged(times)[0].is_met
+    assert one_gpu.judged({}) == []
