@@ -74,6 +74,15 @@ def test_mistakes_name_both_numbers(text, message):
         Strategy(text).resolve(LAYERS, 2)
 
 
+@pytest.mark.parametrize(
+    ("text", "num_ranks", "fix"),
+    [("*: data | 2x1x1 mb=4", 2, "1x2x1"), ("*: model | 2x1x2", 4, "1x2x2"), ("*: model | 2x1x3", 6, "1x2x3")],
+)
+def test_proposed_degrees_multiply_to_the_ranks(text, num_ranks, fix):
+    (mistake,) = Strategy(text).check(LAYERS, num_ranks)
+    assert mistake.fixes == (f"use {fix}",)
+
+
 def test_a_row_split_follows_a_column_split_that_feeds_it():
     resolved = Strategy("*: model").resolve(LAYERS, 2)
     assert [layer.split for layer in resolved.layers] == ["column", "row", "column", "row"]

@@ -335,13 +335,19 @@ def _check_degrees(strategy: Strategy, layers: Sequence[Layer], num_ranks: int) 
             f"{pipeline} x {data} x {model} = {product}, but there are {num_ranks} ranks: pipeline x data x "
             f"model must be the ranks"
         )
-        mistakes.append(Mistake(None, message, (f"use {num_stages}x{max(1, num_ranks // num_stages)}x1",)))
+        mistakes.append(Mistake(None, message, (_fitting_degrees(num_stages, 1, num_ranks),)))
     goes_round = strategy.options.schedule == "interleaved" and num_stages % pipeline == 0
     if (strategy.options.degrees or widths) and pipeline != num_stages and not goes_round:
         message = f"pipeline degree {pipeline}, but the rows use {num_stages} stage{'s' * (num_stages > 1)}"
         message += "; interleaved takes a multiple" * (strategy.options.schedule == "interleaved")
-        mistakes.append(Mistake(None, message, (f"use {num_stages}x{data}x{model}",)))
+        mistakes.append(Mistake(None, message, (_fitting_degrees(num_stages, model, num_ranks),)))
     return mistakes
+
+
+def _fitting_degrees(num_stages: int, model: int, num_ranks: int) -> str:
+    """A fix whose degrees multiply to the ranks, with the model degree that was asked for if it divides them."""
+    kept = model if num_ranks % (num_stages * model) == 0 else 1
+    return f"use {num_stages}x{max(1, num_ranks // (num_stages * kept))}x{kept}"
 
 
 def _check_ties(strategy: Strategy, layers: Sequence[Layer]) -> list[Mistake]:
