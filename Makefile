@@ -7,7 +7,7 @@
 #   make test-gpu    what needs a CUDA device: the kernels, compiled
 #   make sanitize    the same under NVIDIA's compute-sanitizer: memcheck and racecheck
 #   make check       format, lint, types, import directions, notebooks
-#   make bench       the benchmarks; results go to benchmarks/results
+#   make bench       all benchmarks and one table of them, in benchmarks/results
 #   make clean       remove .venv, caches and out
 #
 # Variables: PYTHON=python3.12 chooses the interpreter, TORCH="torch==2.12.0" the version,
@@ -96,20 +96,7 @@ format: $(STAMP)
 	@$(PY) -m ruff format .
 
 bench: $(STAMP)
-	@$(PY) -m benchmarks.overhead
-	@$(PY) -m benchmarks.data_parallel
-	@$(PY) -m benchmarks.tensor_parallel
-	@$(PY) -m benchmarks.memory
-	@$(PY) -m benchmarks.capture
-	@$(PY) -m benchmarks.kernels
-	@$(PY) -m benchmarks.one_gpu
-	@$(PY) -m benchmarks.boxing
-	@$(PY) -m benchmarks.pipeline
-	@$(PY) -m benchmarks.optimizer
-	@$(PY) -m benchmarks.saving
-	@$(PY) -m benchmarks.session
-	@$(PY) -m benchmarks.live
-	@$(PY) -m benchmarks.choose_parallelism
+	@$(PY) -m benchmarks $(ARGS)
 
 clean:
 	rm -rf $(VENV) out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,99 @@
+"""All result files of one machine as one table: the newest of each, the rows where we lose included."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.reporting import HEADER, table
+
+TITLE = "All comparisons"
+MET, NOT_MET = "met", "NOT met"
+_FILE = re.compile(r"(\d{4}-\d{2}-\d{2})-(.+)\.md")
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a result file says.
+
+    Attributes:
+        machine: processor, cores, memory and versions.
+        rows: cells in the order of ``HEADER``.
+    """
+
+    name: str
+    date: str
+    title: str
+    machine: str
+    rows: tuple[tuple[str, ...], ...]
+
+    @property
+    def hardware(self) -> str:
+        """The machine without its versions."""
+        return self.machine.partition(";")[0]
+
+
+def read_result(path: Path) -> Result | None:
+    """A result file; None for what is not one, such as the table of all."""
+    named = _FILE.fullmatch(path.name)
+    lines = path.read_text(encoding="utf-8").splitlines()
+    rows = [cells for cells in map(_cells, lines) if len(cells) == len(HEADER)]
+    heads = [number for number, cells in enumerate(rows) if cells == HEADER]
+    title = lines[0].removeprefix("# ")
+    if named is None or title == TITLE or not heads:
+        return None
+    return Result(named[2], named[1], title, lines[2].partition(", ")[2], tuple(rows[heads[-1] + 2 :]))
+
+
+def _cells(line: str) -> tuple[str, ...]:
+    return tuple(cell.strip() for cell in line.split("|")[1:-1])
+
+
+def newest(folder: Path, hardware: str) -> list[Result]:
+    """Of every benchmark, the newest result on this machine, by name."""
+    found: dict[str, Result] = {}
+    for path in sorted(folder.glob("*.md")):
+        result = read_result(path)
+        if result is not None and result.hardware == hardware:
+            found[result.name] = result
+    return [found[name] for name in sorted(found)]
+
+
+def one_table(results: Sequence[Result]) -> str:
+    """Every row of every result."""
+    return _titled([(result.title, *cells) for result in results for cells in result.rows])
+
+
+def quoted(text: str) -> str:
+    """Of the table in a text, the rows that stand beside other software, and all that miss their target."""
+    rows, title = [], ""
+    for cells in map(_cells, text.splitlines()):
+        if len(cells) == 1 + len(HEADER):
+            title = cells[0] or title
+            rows.append((title, *cells[1:]))
+    return _titled([row for row in rows[2:] if row[3] or row[-1] == NOT_MET])
+
+
+def _titled(rows: Sequence[tuple[str, ...]]) -> str:
+    """The table; a title stands on the first of its rows."""
+    before = ["", *(row[0] for row in rows)]
+    pairs = zip(rows, before, strict=False)
+    return table(("", *HEADER), [(title * (title != last), *cells) for (title, *cells), last in pairs])
+
+
+def score(results: Sequence[Result]) -> str:
+    """How many targets are met, where and when."""
+    verdicts = [cells[-1] for result in results for cells in result.rows]
+    dates = sorted({result.date for result in results})
+    when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    machine = max(results, key=lambda result: result.date).machine
+    return f"{verdicts.count(MET)} of {len(verdicts)} targets met. {when}, {machine}."
+
+
+def file_name(result: Result) -> str:
+    """Of the table of all on this machine: ``2026-11-22-intel-xeon-2-cores.md``."""
+    processor, cores = result.hardware.split(", ")[:2]
+    words = re.sub(r"\(\w+\)|processor|cpu|@.*", " ", processor.lower())
+    return "-".join([result.date, *re.findall(r"[a-z0-9]+", f"{words} {cores}")]) + ".md"

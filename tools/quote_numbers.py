@@ -1,0 +1,58 @@
+"""Put measured numbers into the README, between the comments that mark their places.
+
+python -m tools.quote_numbers            the benchmarks' newest table (benchmarks/results)
+python -m tools.quote_numbers --demo     that, and the demo's table: runs the demo on this machine, which must be quiet
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from benchmarks import one_table
+from benchmarks.reporting import RESULTS, machine, today
+
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+
+
+def between(name: str) -> re.Pattern[str]:
+    """What stands in the place ``name``."""
+    return re.compile(rf"(?<=<!-- {name} -->\n).*?(?=<!-- end of {name} -->)", flags=re.DOTALL)
+
+
+def benchmarks_part() -> str:
+    """Where the newest table of all is, its score, and its rows beside other software and below their targets."""
+    texts = {path: path.read_text(encoding="utf-8") for path in sorted(RESULTS.glob("*.md"))}
+    path, text = [(path, text) for path, text in texts.items() if text.startswith(f"# {one_table.TITLE}\n")][-1]
+    told = f"[All rows]({path.relative_to(ROOT)}); here those beside other software, and those that miss their target:"
+    return f"{text.splitlines()[2]} {told}\n\n{one_table.quoted(text)}\n"
+
+
+def demo_part() -> str:
+    """The table that the demo prints, in a code block, with date and machine."""
+    command = [sys.executable, "-m", "workbench", "demo"]
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    rows = printed.partition("peak: ")[0].rstrip().splitlines()
+    return "\n".join([*(f"    {row}" for row in rows), "", f"Measured on {today()}: {machine()}.", ""])
+
+
+def main() -> int:
+    """Rewrite the README's parts."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--demo", action="store_true", help="run the demo, too")
+    args = parser.parse_args()
+    text = README.read_text(encoding="utf-8")
+    parts = {"benchmarks": benchmarks_part} | ({"demo table": demo_part} if args.demo else {})
+    for name, part in parts.items():
+        new = part()
+        text = between(name).sub(lambda _, new=new: new, text)  # type: ignore[misc]
+    README.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
