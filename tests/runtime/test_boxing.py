@@ -148,7 +148,7 @@ def test_a_rank_that_leaves_is_a_deadlock_at_once():
 
 def test_a_global_tensor_read_after_its_simulated_ranks_is_an_error_that_says_so():
     x = run_ranks(lambda: wb.ones(4, 4, placement=wb.placement("cpu", ranks=[0, 1]), sbp="S(0)"), 2)[0]
-    with pytest.raises(CollectiveAborted, match="simulated ranks have ended.*inside run_ranks"):
+    with pytest.raises(CollectiveAborted, match=r"simulated ranks have ended.*inside run_ranks"):
         str(x)
 
 
