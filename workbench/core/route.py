@@ -23,7 +23,6 @@ from workbench.core.pricing import Prices, Sums
 from workbench.core.sbp import Sbp, Split, broadcast
 from workbench.units import format_bytes, format_seconds
 
-MAX_STEPS = 3
 WORTHWHILE = 0.9
 """A route must take at most so much of the direct exchange's predicted time: predictions are not better than that."""
 _NUM_LONGEST_DIMS = 2

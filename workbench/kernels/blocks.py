@@ -17,8 +17,6 @@ import torch
 
 from workbench.kernels.launch import accumulator, can_launch, identity
 
-REDUCTIONS = ("none", "sum", "max", "min")
-
 
 @torch.library.custom_op("workbench::move_blocks", mutates_args={"targets"})
 def move_blocks(
