@@ -15,7 +15,7 @@ from statistics import median
 
 from benchmarks.reporting import Comparison, Target, publish, table
 from workbench.core.model_costs import LayerCost, ModelCosts, Work
-from workbench.core.strategy import Layer
+from workbench.core.rows import Layer
 from workbench.ui.widgets import Panel
 from workbench.units import format_seconds
 

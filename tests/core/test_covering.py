@@ -7,7 +7,8 @@ import random
 import pytest
 
 from workbench.core.covering import cover
-from workbench.core.strategy import Layer, Row, Strategy
+from workbench.core.rows import Layer, Row
+from workbench.core.strategy import Strategy
 
 GPT = [
     "tok_emb",

@@ -3,7 +3,7 @@
 import pytest
 
 from workbench.core.presets import stage_cuts
-from workbench.core.strategy import Layer
+from workbench.core.rows import Layer
 from workbench.errors import StrategyError
 
 NAMES = ["embed", "layers.0.q", "layers.0.up", "layers.0.norm", "layers.1.q", "layers.1.up", "layers.1.norm", "head"]

@@ -5,7 +5,8 @@ import pickle
 import pytest
 
 from workbench.core.presets import PRESETS, balanced_cuts, preset
-from workbench.core.strategy import Layer, Strategy
+from workbench.core.rows import Layer
+from workbench.core.strategy import Strategy
 from workbench.errors import StrategyError
 
 SIZES = {"fc1": (256, 64), "fc2": (256, 256), "fc3": (128, 256), "head": (10, 128)}

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from workbench.core.model_costs import LayerCost, ModelCosts, Work
-from workbench.core.strategy import Layer, Strategy
+from workbench.core.rows import Layer
+from workbench.core.strategy import Strategy
 from workbench.cost.estimate import Estimate, estimate
 from workbench.cost.hardware_files import load_hardware
 

@@ -7,7 +7,8 @@ import torch
 
 from tests.training.runs import KINDS, Setup, assert_runs_agree, on_one_device, on_ranks, plainly
 from workbench.core.presets import stage_cuts
-from workbench.core.strategy import Options, Row, Strategy
+from workbench.core.rows import Row
+from workbench.core.strategy import Options, Strategy
 from workbench.runtime.parallel import describe
 
 SCHEDULES = {"gpipe": 2, "1f1b": 2, "zero_bubble": 2, "interleaved": 4}

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 
-from workbench.core.strategy import Layer, ResolvedStrategy, Strategy
+from workbench.core.rows import Layer
+from workbench.core.strategy import ResolvedStrategy, Strategy
 from workbench.cost.estimate import Estimate, estimate
 from workbench.errors import StrategyError
 from workbench.planner.problem import Problem

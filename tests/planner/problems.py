@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from workbench.core.model_costs import LayerCost, ModelCosts, Work
-from workbench.core.strategy import Layer
+from workbench.core.rows import Layer
 from workbench.cost.hardware import Hardware, Link
 from workbench.planner.problem import OBJECTIVES, Problem, Wishes
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from workbench.core.model_costs import LayerCost, ModelCosts, Work
-from workbench.core.strategy import Layer, Strategy
+from workbench.core.rows import Layer
+from workbench.core.strategy import Strategy
 from workbench.cost.estimate import estimate
 from workbench.cost.gpt3 import GPT3, gpt3_strategy
 from workbench.cost.hardware_files import load_hardware

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from workbench.core.model_costs import LayerCost, ModelCosts, find_blocks
-from workbench.core.strategy import Layer
+from workbench.core.rows import Layer
 from workbench.errors import StrategyError
 from workbench.runtime.layer_costs import layer_costs
 from workbench.runtime.memory import ActivationMeter

@@ -21,7 +21,8 @@ from tests.models.training import whole
 from tests.models.zoo import WORDS
 from tests.models.zoo import make as make_transformer
 from workbench.core.presets import stage_cuts
-from workbench.core.strategy import Options, Row, Strategy
+from workbench.core.rows import Row
+from workbench.core.strategy import Options, Strategy
 from workbench.runtime.parallel import describe
 from workbench.runtime.world import current
 from workbench.testing import run_ranks

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from workbench.core.model_costs import LayerCost, ModelCosts, Work
-from workbench.core.strategy import Layer
+from workbench.core.rows import Layer
 
 
 def linear(name: str, out_features: int, in_features: int) -> Layer:

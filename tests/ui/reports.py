@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from tests.ui.conftest import make_record
 from workbench.core.metrics import ActionSpan, RunEvent, RunRecord, StepBlock, StepSpans
-from workbench.core.strategy import Layer, Strategy
+from workbench.core.rows import Layer
+from workbench.core.strategy import Strategy
 
 LAYERS = [
     Layer("fc1", "Linear", {"weight": (32, 64), "bias": (32,)}, 2080),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.ui.models import gpt, linear
-from workbench.core.strategy import Layer, Row
+from workbench.core.rows import Layer, Row
 from workbench.ui.grouping import find, fold, tree, visible, walk
 
 

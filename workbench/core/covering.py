@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
-from workbench.core.strategy import Row
+from workbench.core.rows import Row
 
 
 @dataclass

@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from workbench.core.strategy import Layer
+from workbench.core.rows import Layer
 
 
 @dataclass(frozen=True, slots=True)

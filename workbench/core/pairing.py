@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from workbench.core.strategy import Layer, Row
+    from workbench.core.rows import Layer, Row
 
 SPLITTABLE_KINDS = ("Linear", "NonDynamicallyQuantizableLinear", "Conv1d", "Conv2d", "Conv3d", "Conv1D")
 TRANSPOSED_KINDS = ("Conv1D",)
@@ -59,7 +59,7 @@ def tied_pairs(layers: Sequence[Layer]) -> list[tuple[int, int]]:
 def split_dim(layer: Layer, split: str | None) -> int | None:
     """The dim of the layer's weight that a split cuts; None for none.
 
-    >>> from workbench.core.strategy import Layer
+    >>> from workbench.core.rows import Layer
     >>> split_dim(Layer("head", "Linear"), "column"), split_dim(Layer("words", "Embedding"), "row")
     (0, 0)
     """

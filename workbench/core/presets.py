@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from workbench.core.covering import cover
-from workbench.core.strategy import Layer, Options, Row, Strategy
+from workbench.core.rows import Layer, Row
+from workbench.core.strategy import Options, Strategy
 from workbench.errors import StrategyError
 
 PRESETS = ("data", "model", "pipeline", "hybrid")

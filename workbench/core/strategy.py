@@ -16,45 +16,14 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 from workbench.core.options import PRECISIONS, SCHEDULES, Options, format_widths, parse_options
 from workbench.core.pairing import split_dim, splits_of, tied_pairs
+from workbench.core.rows import Layer, Row
 from workbench.errors import StrategyError
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """A module that owns parameters: its path, class name, the parameters' shapes by short name, and their number.
-
-    ``tied_to`` is the first layer that has the same tensor as its weight, if there is one.
-    """
-
-    name: str
-    kind: str
-    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    num_parameters: int = 0
-    tied_to: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One row: which layers, data or model parallel, how a model-parallel weight is split, and on which stage."""
-
-    pattern: str
-    parallel: str = "data"
-    split: str | None = None
-    stage: int | None = None
-
-    def __str__(self) -> str:
-        choice = self.parallel + (f":{self.split}" if self.split else "")
-        return f"{self.pattern}: {choice}" + ("" if self.stage is None else f"@{self.stage}")
-
-    def matches(self, name: str) -> bool:
-        """Whether the pattern covers the layer ``name`` or a module above it."""
-        return _pattern(self.pattern).fullmatch(name) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,19 +180,6 @@ class Strategy:
             for layer, row, split, stage in zip(layers, choices, splits, stages, strict=True)
         )
         return ResolvedStrategy(resolved, _degrees(self, layers, num_ranks), self.options)
-
-
-@lru_cache(maxsize=1024)
-def _pattern(text: str) -> re.Pattern[str]:
-    parts = re.split(r"(\*|\[\d+-\d+\])", text)
-    regex = ""
-    for part in parts:
-        bounds = re.fullmatch(r"\[(\d+)-(\d+)\]", part)
-        if bounds:
-            regex += "(?:" + "|".join(map(str, range(int(bounds[1]), int(bounds[2]) + 1))) + ")"
-        else:
-            regex += "[^.]*" if part == "*" else re.escape(part)
-    return re.compile(regex + r"(?:\..*)?")
 
 
 _CHOICE = re.compile(r"(data|model)(?::(column|row))?(?:@(\d+))?")

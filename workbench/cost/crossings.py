@@ -16,8 +16,9 @@ from workbench.core.boxing import BoxingPlan, plan_boxing
 from workbench.core.layout import Layout
 from workbench.core.pairing import TABLE, TRANSPOSED_KINDS
 from workbench.core.placement import Placement
+from workbench.core.rows import Layer
 from workbench.core.sbp import Sbp, Split, broadcast, dual, partial_sum
-from workbench.core.strategy import Layer, ResolvedLayer, ResolvedStrategy
+from workbench.core.strategy import ResolvedLayer, ResolvedStrategy
 
 Shape = tuple[int, ...]
 _CONVOLUTIONS = ("Conv1d", "Conv2d", "Conv3d", "BatchNorm1d", "BatchNorm2d", "BatchNorm3d")

@@ -27,7 +27,8 @@ from math import prod
 
 from workbench.core.model_costs import LayerCost, ModelCosts, Work
 from workbench.core.options import Options
-from workbench.core.strategy import Layer, ResolvedLayer, ResolvedStrategy
+from workbench.core.rows import Layer
+from workbench.core.strategy import ResolvedLayer, ResolvedStrategy
 from workbench.errors import StrategyError
 
 _ITEM = 2

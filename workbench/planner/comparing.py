@@ -6,7 +6,8 @@ from dataclasses import dataclass, fields
 
 from workbench.core.covering import cover
 from workbench.core.options import Options
-from workbench.core.strategy import ResolvedStrategy, Row, Strategy
+from workbench.core.rows import Row
+from workbench.core.strategy import ResolvedStrategy, Strategy
 from workbench.cost.estimate import Estimate
 from workbench.errors import StrategyError
 from workbench.planner.ledger import Found

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from workbench.core.strategy import Row
+from workbench.core.rows import Row
 from workbench.cost.estimate import Estimate
 from workbench.errors import StrategyError
 from workbench.planner.ledger import Found

@@ -10,7 +10,8 @@ from math import prod
 from workbench.core.model_costs import LayerCost, ModelCosts
 from workbench.core.options import Options
 from workbench.core.pairing import SPLITTABLE_KINDS, TABLE, split_dim, tied_pairs
-from workbench.core.strategy import ResolvedLayer, ResolvedStrategy, Row, Strategy
+from workbench.core.rows import Row
+from workbench.core.strategy import ResolvedLayer, ResolvedStrategy, Strategy
 from workbench.cost.estimate import Estimate, estimate
 from workbench.cost.hardware import Hardware
 from workbench.cost.software import WORKBENCH, Software

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from workbench.core.covering import cover
 from workbench.core.pairing import splits_of
-from workbench.core.strategy import ResolvedStrategy, Row, Strategy
+from workbench.core.rows import Row
+from workbench.core.strategy import ResolvedStrategy, Strategy
 from workbench.planner.problem import Problem
 
 

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from workbench.core.model_costs import LayerCost, Work
-from workbench.core.strategy import Layer
+from workbench.core.rows import Layer
 from workbench.runtime.strategies.state import ROOT
 
 NAMES = {

@@ -21,7 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from workbench.core.boxing import LinkCost
-from workbench.core.strategy import Layer, ResolvedLayer, ResolvedStrategy, Strategy
+from workbench.core.rows import Layer
+from workbench.core.strategy import ResolvedLayer, ResolvedStrategy, Strategy
 from workbench.errors import StrategyError
 from workbench.runtime.parallel import describe, parallelize
 from workbench.runtime.pipelining.step import forward_backward

@@ -17,7 +17,8 @@ from typing import Any
 
 from workbench.core.metrics import RunEvent, RunRecord, StepBlock, StepSpans, bubble
 from workbench.core.presets import PRESETS, preset
-from workbench.core.strategy import Layer, Strategy
+from workbench.core.rows import Layer
+from workbench.core.strategy import Strategy
 from workbench.runtime.parallel import describe
 from workbench.runtime.train import CHECKED_STEPS, WARM_UP_STEPS, Job, num_samples_of
 from workbench.session import training

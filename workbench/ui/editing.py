@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from workbench.core.covering import cover
 from workbench.core.options import parse_options
-from workbench.core.strategy import Layer, Row, Strategy
+from workbench.core.rows import Layer, Row
+from workbench.core.strategy import Strategy
 from workbench.errors import StrategyError
 
 

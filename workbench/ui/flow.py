@@ -15,8 +15,9 @@ from typing import Any
 
 from workbench.core.boxing import BoxingPlan, plan_boxing
 from workbench.core.layout import Layout
+from workbench.core.rows import Layer
 from workbench.core.sbp import broadcast
-from workbench.core.strategy import Layer, ResolvedLayer, ResolvedStrategy
+from workbench.core.strategy import ResolvedLayer, ResolvedStrategy
 from workbench.cost.crossings import Crossing, Stages, crossings, wire_bytes
 from workbench.ui.grouping import Node
 from workbench.ui.numbers import TIMES

@@ -12,7 +12,7 @@ from itertools import groupby
 from typing import Any
 
 from workbench.core.presets import block_of
-from workbench.core.strategy import Layer
+from workbench.core.rows import Layer
 from workbench.ui.numbers import TIMES
 
 _SINGLES_WORTH_FOLDING = 4

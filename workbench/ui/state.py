@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from workbench.core.presets import PRESETS, preset
-from workbench.core.strategy import Layer, Mistake, Options, ResolvedStrategy, Row, Strategy
+from workbench.core.rows import Layer, Row
+from workbench.core.strategy import Mistake, Options, ResolvedStrategy, Strategy
 from workbench.errors import StrategyError
 from workbench.ui import editing
 from workbench.ui.grouping import Node, find, fold, tree, visible, walk

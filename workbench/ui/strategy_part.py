@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from workbench.core.model_costs import ModelCosts
-from workbench.core.strategy import Layer, Strategy
+from workbench.core.rows import Layer
+from workbench.core.strategy import Strategy
 from workbench.cost.crossings import known_shapes
 from workbench.cost.estimate import Estimate
 from workbench.cost.hardware import Hardware

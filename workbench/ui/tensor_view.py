@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-from workbench.core.strategy import Layer, ResolvedStrategy
+from workbench.core.rows import Layer
+from workbench.core.strategy import ResolvedStrategy
 from workbench.cost.crossings import Crossing, Stages
 from workbench.session.tensor_picture import tensor_html
 from workbench.ui.assets import element

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from workbench.core.metrics import RunRecord
-from workbench.core.strategy import Layer, Strategy
+from workbench.core.rows import Layer
+from workbench.core.strategy import Strategy
 from workbench.session.comparison import Comparison, Message, TrainingRun
 from workbench.session.saved_runs import SavedRuns
 from workbench.ui.pump import Run

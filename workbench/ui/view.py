@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from workbench.core.strategy import Layer, Mistake, ResolvedStrategy
+from workbench.core.rows import Layer
+from workbench.core.strategy import Mistake, ResolvedStrategy
 from workbench.cost.crossings import Stages
 from workbench.ui import columns, flow
 from workbench.ui.columns import Column

@@ -12,7 +12,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from workbench.core.presets import balanced_cuts
-from workbench.core.strategy import Options, Row, Strategy
+from workbench.core.rows import Row
+from workbench.core.strategy import Options, Strategy
 from workbench.errors import StrategyError
 from workbench.runtime.pipelining.micro_batches import call
 from workbench.runtime.strategies.state import STATE, describe, layers_of

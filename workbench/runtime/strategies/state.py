@@ -9,7 +9,8 @@ from typing import Any
 from torch import nn
 
 from workbench.core.placement import Placement
-from workbench.core.strategy import Layer, ResolvedStrategy, Strategy
+from workbench.core.rows import Layer
+from workbench.core.strategy import ResolvedStrategy, Strategy
 from workbench.errors import StrategyError
 from workbench.pipeline.simulate import Span
 from workbench.runtime.strategies.layouts import StageLayouts
