@@ -21,22 +21,20 @@ class WeightGradients:
     """What one micro-batch's backward has left over: results, their gradients, and the parameters behind them."""
 
     def __init__(self) -> None:
-        self._results: list[torch.Tensor] = []
-        self._grads: list[torch.Tensor] = []
-        self._parameters: dict[int, torch.Tensor] = {}
+        self._left: list[tuple[list[Any], list[torch.Tensor], list[torch.Tensor]]] = []
 
-    def add(self, result: torch.Tensor, grad: torch.Tensor, parameters: list[torch.Tensor]) -> None:
-        """Take note of a result whose parameters have not got their gradients yet."""
-        self._results.append(result)
-        self._grads.append(grad)
-        self._parameters.update((id(parameter), parameter) for parameter in parameters)
+    def add(self, results: list[Any], grads: list[torch.Tensor | None], parameters: list[torch.Tensor]) -> None:
+        """Take note of results (tensors, or edges of a graph) whose parameters have not got their gradients yet."""
+        pairs = [(result, grad) for result, grad in zip(results, grads, strict=True) if grad is not None]
+        if pairs:
+            self._left.append(([result for result, _ in pairs], [grad for _, grad in pairs], parameters))
 
     def accumulate(self) -> None:
         """Add what was left over to the parameters' gradients."""
-        if self._results:
-            with local_torch():
-                torch.autograd.backward(self._results, self._grads, inputs=list(self._parameters.values()))
-        self._results, self._grads, self._parameters = [], [], {}
+        left, self._left = self._left, []
+        with local_torch():
+            for results, grads, parameters in left:
+                torch.autograd.backward(results, grads, inputs=parameters)
 
 
 class _Split(torch.autograd.Function):
@@ -50,7 +48,7 @@ class _Split(torch.autograd.Function):
         with torch.enable_grad():
             own = [value.detach().requires_grad_() for value in inputs]
             result = call(own)
-        ctx.inner = (result, own, kept, parameters)
+        ctx.inner, ctx.ends = (result, own, kept, parameters), [*own, anchor]
         return result.detach()
 
     @staticmethod
@@ -60,8 +58,13 @@ class _Split(torch.autograd.Function):
         if grad is None:
             return None, None, None, None, *(None for _ in own)
         found = torch.autograd.grad(result, own, grad, retain_graph=True, allow_unused=True) if own else ()
-        kept.add(result, grad, parameters)
+        kept.add([result], [grad], parameters)
         return None, None, None, None, *found
+
+
+def graph_inside(node: Any) -> tuple[torch.Tensor, list[torch.Tensor]] | None:
+    """The result of the graph that a node of the surrounding graph stands for, and its leaves but for parameters."""
+    return (node.inner[0], node.ends) if isinstance(node, _Split._backward_cls) else None  # type: ignore[attr-defined]
 
 
 def split_backward(local: Callable[..., Any], world: World) -> Callable[..., Any]:

@@ -22,7 +22,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.errors import WorkbenchError
+from workbench.runtime.ops.weight_gradients import graph_inside
 from workbench.runtime.pipelining.ghost_modules import ghost_modules
+from workbench.runtime.pipelining.halves import split_block
 from workbench.runtime.pipelining.stand_ins import VALUES, InputBoxing, Noted, StandIn, Watch, blocks, runs_once
 from workbench.runtime.strategies.state import ParallelState, parameter_stages
 from workbench.runtime.tensor import GlobalTensor, Spec, label, local_torch, spec_of
@@ -64,13 +66,6 @@ class LocalModule(StandIn):
         """What stays on this rank, unless the code itself asks for it: it would not find a layout."""
         return bool(function) and tensor._spec.layout.placement == target.layout.placement == self.placement
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward; in a backward of two halves functions are split one by one, so it runs as written."""
-        running = self.world.running
-        if running is not None and running.weight_gradients is not None:
-            return self.forward(*args, **kwargs)
-        return super().__call__(*args, **kwargs)
-
     def replay(self, record: Record, inputs: list[GlobalTensor], args: Any, kwargs: Any) -> Any:
         """The block in plain torch; as written where that fails, for code that asks a tensor for its layout."""
         forms = self.box_inputs(record.boxings, record.num_tags, inputs)
@@ -88,8 +83,11 @@ class LocalModule(StandIn):
             return result
 
     def _run(self, record: Record, args: Any, kwargs: Any) -> Any:
+        running = self.world.running
+        kept = None if running is None or not torch.is_grad_enabled() else running.weight_gradients
         with local_torch(), self._without_hooks():
-            result = self.forward(*args, **kwargs)
+            forward = self.forward if kept is None else split_block(self.forward, kept, self.world.device)
+            result = forward(*args, **kwargs)
             if type(result) is torch.Tensor:
                 return self._labelled(result, record.layouts[0])
             leaves, structure = tree_flatten(result)
@@ -174,7 +172,12 @@ class LocalModule(StandIn):
                     if not source.layout.placement == target.layout.placement == self.placement:
                         return False
                 elif isinstance(node, BackwardCFunction):
-                    return False
+                    split = graph_inside(node)
+                    if split is None:
+                        return False
+                    result, leaves = split
+                    parameters |= {id(leaf) for leaf in leaves}
+                    waiting.append((result.grad_fn, result.output_nr))
                 waiting += node.next_functions
         return True
 
