@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from workbench import cli
-from workbench.cli import lab
+from workbench.cli import lab, results
 from workbench.errors import CommandError, StrategyError
 
 COMMANDS = ("demo", "compare", "doctor", "lab")
@@ -79,6 +80,25 @@ def test_lab_replaces_this_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     with pytest.raises(SystemExit):
         cli.main(["lab", "--notebook", str(notebook), "--", "--port=9999"])
     assert started[0][-2:] == ["--port=9999", str(notebook)]
+
+
+@pytest.mark.parametrize(("command", "module", "extra"), [("demo", "sklearn", "demo"), ("lab", "jupyterlab", "lab")])
+def test_what_is_not_installed_is_told_with_the_command_that_installs_it(
+    command: str, module: str, extra: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == module else find_spec(name))
+    assert cli.main([command]) == cli.USER_ERROR
+    assert f"{module} not installed here" in (said := capsys.readouterr().err)
+    assert f"pip install 'workbench[{extra}]'" in said
+
+
+def test_a_report_needs_plotly_before_anything_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "plotly" else find_spec(name))
+    args = cli.make_parser().parse_args(["compare", "mine.py", "--out", str(tmp_path / "report.html")])
+    with pytest.raises(CommandError, match=r"compare: plotly not installed"):
+        results.compare_and_present(results.Job(None, None, None), ["data"], args)
 
 
 def raising(error: BaseException):

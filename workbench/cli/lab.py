@@ -6,12 +6,12 @@ What follows the options is passed on to JupyterLab: workbench lab -- --no-brows
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import sys
 from pathlib import Path
 from typing import NoReturn
 
+from workbench.cli.results import require
 from workbench.errors import CommandError
 
 FIRST_NOTEBOOK = "01-compare-strategies.ipynb"
@@ -52,8 +52,7 @@ def run(args: argparse.Namespace) -> NoReturn:
         CommandError: there is no such notebook, or no JupyterLab.
     """
     notebook = find_notebook(args.notebook)
-    if importlib.util.find_spec("jupyterlab") is None:
-        raise CommandError("lab: JupyterLab is not installed here. Install it: pip install 'workbench[lab]'")
+    require("lab", "lab", "jupyterlab")
     command = lab_command(notebook, args.jupyter)
     print(f"opening {notebook}; press Ctrl-C twice to end", flush=True)
     os.execv(command[0], command)

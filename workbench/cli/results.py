@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from workbench.errors import CommandError
 
 if TYPE_CHECKING:
     from workbench.core.metrics import RunRecord
@@ -24,6 +27,20 @@ class Job:
     dataset: Any
     loss_fn: Any
     optimizer_fn: Any = None
+
+
+def require(command: str, extra: str, *modules: str) -> None:
+    """Say how to install what an extra of the workbench brings.
+
+    Raises:
+        CommandError: one of the modules is not installed.
+    """
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    if missing:
+        raise CommandError(
+            f"{command}: {' and '.join(missing)} not installed here. "
+            f"Install what it needs: pip install 'workbench[{extra}]'"
+        )
 
 
 def positive(text: str) -> int:
@@ -54,6 +71,8 @@ def compare_and_present(job: Job, strategies: Sequence[str], args: argparse.Name
     from workbench.session.cluster import Session
     from workbench.session.compare import compare
 
+    if args.out is not None:
+        require(args.command, "lab", "plotly")
     with Session(engines=args.engines) as session:
         result = compare(
             job.model_fn,
