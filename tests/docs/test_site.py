@@ -1,0 +1,127 @@
+"""The site can be built, names everything that is public, and fetches nothing."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import workbench as wb
+from tests.docs.pages import PAGES, ROOT, name_of
+from tools.draw_concepts import FOLDER, PICTURES, files
+
+REFERENCE = sorted((ROOT / "docs" / "api").glob("*.md"))
+TROUBLES = ROOT / "docs" / "troubleshooting.md"
+EXTERNAL = {"ipyparallel.readthedocs.io", "keepachangelog.com", "semver.org"}
+"""Hosts that pages link to. Nobody visits them but a reader who clicks."""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("mkdocs", reason="the extra [docs] is not installed")
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_links_anchors_and_pictures_lead_somewhere(site: Path) -> None:
+    """mkdocs has looked at those of Markdown; this looks at what was made of them, the reference's too."""
+    anchors = {page: set(re.findall(r'\bid="([^"]+)"', page.read_text("utf-8"))) for page in site.rglob("*.html")}
+    wrong = []
+    for page in anchors:
+        if page.name == "404.html":  # its links start at the root of a server
+            continue
+        for target in re.findall(r'(?:href|src)="([^"]+)"', page.read_text("utf-8")):
+            if re.match(r"\w+:", target):
+                continue
+            path, _, anchor = target.partition("#")
+            found = (page.parent / path.partition("?")[0]).resolve() if path else page
+            found = found / "index.html" if found.is_dir() else found
+            in_page = anchor and found in anchors and not anchor.startswith("__")  # the theme's own switches begin so
+            if not found.exists() or (in_page and anchor not in anchors[found]):
+                wrong.append(f"{page.relative_to(site)}: {target}")
+    assert not wrong
+
+
+def test_nothing_is_fetched_from_elsewhere(site: Path) -> None:
+    loading = re.compile(r'<(?:script|img|iframe|link)\b[^>]*(?:src|href)="((?:https?:)?//[^"]+)"')
+    fetched = {address for page in site.rglob("*.html") for address in loading.findall(page.read_text("utf-8"))}
+    assert not fetched
+    assert not [
+        path for path in site.rglob("*.css") if re.search(r"url\(['\"]?https?:|@import", path.read_text("utf-8"))
+    ]
+
+
+def test_hosts_that_pages_link_to_are_listed(site: Path) -> None:
+    hosts = {
+        host
+        for page in site.rglob("*.html")
+        for host in re.findall(r'href="https?://([^/"]+)', page.read_text("utf-8"))
+    }
+    assert hosts <= EXTERNAL
+
+
+def test_the_reference_has_every_public_name() -> None:
+    text = "\n".join(page.read_text("utf-8") for page in REFERENCE)
+    named = re.findall(r"^::: wb\.(\w+)$", text, re.MULTILINE)
+    assert sorted(named) == sorted(wb.__all__), "one entry `::: wb.NAME` in docs/api for every name"
+
+
+def test_pictures_of_concepts_are_those_that_are_drawn() -> None:
+    expected = dict(files())
+    assert sorted(expected) == sorted(FOLDER.glob("*.svg"))
+    assert {path: path.read_text("utf-8") for path in expected} == expected, "run python -m tools.draw_concepts"
+
+
+def test_every_picture_is_shown() -> None:
+    text = "\n".join(page.read_text("utf-8") for page in PAGES)
+    assert not [name for name in PICTURES if f"images/concepts/{name}.svg" not in text]
+
+
+def messages() -> list[str]:
+    """Every text in the code, with ``{}`` for what is filled in."""
+    return [
+        _written(node)
+        for path in sorted((ROOT / "workbench").rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.JoinedStr | ast.Constant)
+    ]
+
+
+def _written(node: ast.JoinedStr | ast.Constant) -> str:
+    parts: Iterator[ast.AST] = iter(node.values if isinstance(node, ast.JoinedStr) else [node])
+    return "".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in parts)
+
+
+def quoted(text: str) -> list[str]:
+    """What the first column of a page's tables quotes."""
+    rows = re.findall(r"^\| (`[^|]+) \|", text, re.MULTILINE)
+    return [found for row in rows if not row.startswith("`%%") for found in re.findall(r"`([^`]+)`", row)[:1]]
+
+
+def test_messages_of_the_troubleshooting_page_are_those_of_the_code() -> None:
+    said = messages()
+    found = quoted(TROUBLES.read_text("utf-8"))
+    assert len(found) > 30
+    assert not [words for words in found if not any(words in message for message in said)]
+
+
+def test_a_message_that_nobody_says_is_found() -> None:
+    assert quoted("| `no such words at all` | x |") == ["no such words at all"]
+    assert not any("no such words at all" in message for message in messages())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_of_the_sources_lead_somewhere(page: Path) -> None:
+    """As one reads them in the repository."""
+    for name in re.findall(r"\]\((?!\w+:)([^)#\s]+)", page.read_text("utf-8")):
+        assert (page.parent / name).exists(), name

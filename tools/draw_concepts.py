@@ -1,0 +1,205 @@
+"""``python -m tools.draw_concepts``: draw the pictures of docs/concepts again, for light and for dark pages.
+
+What they show is computed: layouts, plans, tables of schedules and simulated timelines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import workbench as wb
+from workbench.core.boxing import plan_boxing
+from workbench.core.layout import Layout
+from workbench.core.placement import Placement
+from workbench.pipeline.schedules import make_table
+from workbench.pipeline.simulate import simulate
+from workbench.testing import run_ranks
+from workbench.theme import PALETTES, Palette
+from workbench.ui.drawing import Box, arrow, document, line, rect, text
+from workbench.ui.matmul_picture import draw_held
+from workbench.ui.plan_picture import plan_picture
+from workbench.ui.products import Held
+
+FOLDER = Path(__file__).parents[1] / "docs" / "images" / "concepts"
+TWO = Placement.of("cpu", [0, 1])
+FOUR = Placement.of("cpu", [0, 1, 2, 3])
+Drawing = Callable[[Palette], str]
+
+
+def layouts(colours: Palette) -> str:
+    """The same 6 x 8 tensor on two ranks in four layouts."""
+    names = {"S(0)": "rows are split", "S(1)": "columns are split", "B": "everybody has all", "P": "terms of a sum"}
+
+    def parts() -> Iterator[str]:
+        for rank in TWO.grid:
+            yield text(16, 108 + 106 * rank, f"rank {rank}", anchor="start", bold=True)
+        for column, (sbp, words) in enumerate(names.items()):
+            left = 84 + 150 * column
+            yield text(left + 56, 30, sbp, bold=True, code=True)
+            yield text(left + 56, 48, words, fill=colours.muted)
+            held = Held("x", (6, 8), Layout.of(TWO, sbp))
+            for rank in TWO.grid:
+                outline = Box(left, 62 + 106 * rank, 112, 84)
+                yield from draw_held(held, rank, outline, colours.stages[0].shades[rank], colours)
+
+    return document((684, 268), "One tensor of 6 x 8 in four layouts on two ranks", colours, parts())
+
+
+def grid(colours: Palette) -> str:
+    """(S(0), S(1)) and (S(0), B) on 2 x 2 ranks: one entry per axis."""
+    ranks = Placement.of("cpu", [[0, 1], [2, 3]])
+
+    def parts() -> Iterator[str]:
+        for number, sbp in enumerate(("S(0), S(1)", "S(0), B", "B, S(1)", "S(0), P")):
+            left = 24 + 182 * number
+            yield text(left + 74, 30, f"({sbp})", bold=True, code=True)
+            held = Held("x", (6, 8), Layout.of(ranks, sbp))
+            for rank in ranks.grid:
+                down, across = ranks.coordinates(rank)
+                outline = Box(left + 78 * across, 62 + 82 * down, 70, 52)
+                yield text(outline.x + 35, outline.y - 5, f"rank {rank}", size=11, fill=colours.muted)
+                yield from draw_held(held, rank, outline, colours.stages[down].shades[across], colours)
+
+    return document((752, 220), "One tensor on a grid of 2 x 2 ranks in four layouts", colours, parts())
+
+
+def product(x_sbp: str, w_sbp: str) -> Drawing:
+    """A product of two tensors on two ranks."""
+
+    def drawing(colours: Palette) -> str:
+        def draw() -> str:
+            x = wb.ones(4, 6, placement=TWO, sbp=x_sbp)
+            w = wb.ones(6, 8, placement=TWO, sbp=w_sbp)
+            return str(wb.draw_matmul(x, w, x @ w, theme=colours.name).svg)
+
+        return str(run_ranks(draw)[0])
+
+    return drawing
+
+
+def network(colours: Palette) -> str:
+    """Two layers, the first data parallel, the second model parallel, with the boxings of gradients."""
+
+    def draw() -> str:
+        x = wb.ones(4, 5, placement=TWO, sbp="S(0)")
+        w0 = wb.ones(5, 8, placement=TWO, sbp="B").requires_grad_()
+        w1 = wb.ones(8, 6, placement=TWO, sbp="S(1)").requires_grad_()
+        hidden = x @ w0
+        gathered = hidden.to_global(sbp="B")
+        return str(wb.draw_network((x, w0, hidden), (gathered, w1, gathered @ w1), theme=colours.name).svg)
+
+    return str(run_ranks(draw)[0])
+
+
+def boxing(source: Layout, destination: Layout) -> Drawing:
+    """The plan of a tensor of 7 x 10, which no number of ranks here divides."""
+    return lambda colours: plan_picture(plan_boxing(source, destination, (7, 10), itemsize=4), colours)
+
+
+def schedule(name: str, num_stages: int, num_ranks: int) -> Drawing:
+    """Eight micro-batches; a forward takes one unit in all stages of a rank together, a backward two."""
+
+    def drawing(colours: Palette) -> str:
+        part = num_ranks / num_stages
+        costs = {"F": part, "B": 2 * part, "I": part, "W": part}
+        table = make_table(name, num_stages, 8, num_ranks)
+        return wb.draw_timeline(simulate(table, num_stages, lambda action: costs[action.kind]), theme=colours.name).svg
+
+    return drawing
+
+
+def hybrid(colours: Palette) -> str:
+    """GPT-3 on 3072 GPUs: 64 stages of 6 hosts (data) x 8 GPUs (model)."""
+    grids = [[[s * 48 + host * 8 + gpu for gpu in range(8)] for host in range(6)] for s in range(64)]
+    stages = ((Layout.of(Placement.of("cuda", grid), "B, S(1)"), (12288, 49152)) for grid in grids)
+    return wb.draw_stages(*stages, names=("host", "GPU"), theme=colours.name).svg
+
+
+def zero(colours: Palette) -> str:
+    """Bytes per parameter that one of four data-parallel ranks holds, in 32 bits with AdamW."""
+    kinds = {"parameters": (4, 3), "gradients": (4, 2), "optimizer": (8, 1)}
+    scale, height = 34.0, 24.0
+
+    def parts() -> Iterator[str]:
+        for row in range(4):
+            left, top = 92.0, 20 + 40 * row
+            yield text(16, top + 16, f"zero={row}", anchor="start", bold=True, code=True)
+            total = 0.0
+            for kind, (size, split_from) in kinds.items():
+                held = size / 4 if row >= split_from else size
+                yield rect(Box(left, top, held * scale, height), colours.memory[kind], colours.background)
+                left, total = left + held * scale, total + held
+            yield text(left + 8, top + 16, f"{total:g} bytes", anchor="start")
+        left = 92.0
+        for kind in kinds:
+            yield rect(Box(left, 186, 12, 12), colours.memory[kind], colours.line)
+            yield text(left + 18, 196, kind, anchor="start", fill=colours.muted)
+            left += 110
+
+    return document((740, 214), "What a rank of four holds per parameter under ZeRO", colours, parts())
+
+
+def session(colours: Palette) -> str:
+    """A notebook, its controller, its engines, and what goes between them."""
+
+    def parts() -> Iterator[str]:
+        def box(place: Box, title: str, words: str, tint: str) -> Iterator[str]:
+            yield rect(place, tint, colours.strong_line, {"rx": "6"})
+            x, y = place.middle
+            yield text(x, y - 3, title, bold=True)
+            yield text(x, y + 14, words, fill=colours.muted, size=11)
+
+        yield from box(Box(20, 76, 150, 64), "notebook", "Session, Panel, magics", colours.sunk)
+        yield from box(Box(262, 76, 130, 64), "controller", "passes requests on", colours.sunk)
+        yield from arrow((170, 108), (260, 108), colours.ink)
+        yield text(216, 98, "cells", size=11, fill=colours.muted)
+        yield text(216, 126, "output, values", size=11, fill=colours.muted)
+        for rank in range(3):
+            top = 14 + 72 * rank
+            yield line((392, 108), (476, top + 26), colours.ink)
+            yield from box(
+                Box(476, top, 150, 52), f"engine {rank}", f"rank {rank} of the world", colours.stages[0].tint
+            )
+        yield line((646, 30), (646, 194), colours.boxing)
+        for rank in range(3):
+            yield from arrow((646, 40 + 72 * rank), (630, 40 + 72 * rank), colours.boxing)
+        yield text(660, 104, "boxing: shared memory,", anchor="start", fill=colours.boxing)
+        yield text(660, 122, "CUDA IPC, gloo, NCCL", anchor="start", fill=colours.boxing)
+
+    return document((816, 226), "A session: notebook, controller, engines", colours, parts())
+
+
+PICTURES: dict[str, Drawing] = {
+    "layouts": layouts,
+    "grid": grid,
+    "product-data": product("S(0)", "B"),
+    "product-model": product("B", "S(1)"),
+    "product-sum": product("S(1)", "S(0)"),
+    "network": network,
+    "all-gather": boxing(Layout.of(TWO, "S(0)"), Layout.of(TWO, "B")),
+    "reduce-scatter": boxing(Layout.of(TWO, "P"), Layout.of(TWO, "S(0)")),
+    "between": boxing(Layout.of(TWO, "S(0)"), Layout.of(Placement.of("cpu", [2, 3, 4]), "S(0)")),
+    "gpipe": schedule("gpipe", 4, 4),
+    "1f1b": schedule("1f1b", 4, 4),
+    "interleaved": schedule("interleaved", 8, 4),
+    "zero-bubble": schedule("zero_bubble", 4, 4),
+    "hybrid": hybrid,
+    "zero": zero,
+    "session": session,
+}
+"""Name of the file -> what draws it."""
+
+
+def files() -> Iterator[tuple[Path, str]]:
+    """Every file and what belongs into it."""
+    for name, draw in PICTURES.items():
+        for colours in PALETTES.values():
+            yield FOLDER / f"{name}{'-dark' * (colours.name == 'dark')}.svg", draw(colours)
+
+
+if __name__ == "__main__":
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    for path, svg in files():
+        path.write_text(svg, encoding="utf-8")
+    print(f"wrote {2 * len(PICTURES)} pictures to {FOLDER}")
