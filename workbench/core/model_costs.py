@@ -54,6 +54,8 @@ class LayerCost:
         itemsize: bytes of an element of the output.
         left_shape: of one sample, what the functions behind it leave to the next layer; None where that is of the
             output's shape.
+        alike_shape: of an output that is alike for all samples, such as positions; it has no ``output_shape`` then.
+        pieces: sizes of the slices into which its features are cut: queries, keys and values of one weight.
     """
 
     layer: Layer
@@ -62,6 +64,8 @@ class LayerCost:
     output_shape: tuple[int, ...] | None = None
     itemsize: int = 4
     left_shape: tuple[int, ...] | None = None
+    alike_shape: tuple[int, ...] | None = None
+    pieces: tuple[int, ...] = ()
 
     @property
     def flops(self) -> float:

@@ -8,16 +8,16 @@ layer is split by rows if it takes what the split layer before it gives. Layers 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from workbench.core.rows import Layer, Row
+from workbench.core.rows import Layer, Row
 
 SPLITTABLE_KINDS = ("Linear", "NonDynamicallyQuantizableLinear", "Conv1d", "Conv2d", "Conv3d", "Conv1D")
 TRANSPOSED_KINDS = ("Conv1D",)
 """Layers whose weight is (inputs, outputs): the linear layer of GPT-2 in transformers."""
 TABLE = "Embedding"
 """A layer that looks up rows; its columns are the width, its rows the words."""
+IMAGE_KINDS = ("Conv1d", "Conv2d", "Conv3d", "BatchNorm1d", "BatchNorm2d", "BatchNorm3d")
+"""Layers whose features are channels: the dim behind the samples."""
 COLUMN_NAMES = (
     "q", "k", "v", "query", "key", "value", "q_proj", "k_proj", "v_proj", "q_lin", "k_lin", "v_lin",
     "qkv", "c_attn", "query_key_value", "gate_proj", "up_proj", "wi_0", "wi_1",
@@ -54,6 +54,11 @@ def tied_pairs(layers: Sequence[Layer]) -> list[tuple[int, int]]:
     """(first, later) indices of layers that share their weight."""
     index = {layer.name: position for position, layer in enumerate(layers)}
     return [(index[layer.tied_to], i) for i, layer in enumerate(layers) if layer.tied_to in index]
+
+
+def feature_dim(kind: str, num_dims: int) -> int:
+    """The dim of an activation that holds the features of a layer of this class: channels of images, else the last."""
+    return 1 if kind in IMAGE_KINDS else num_dims - 1
 
 
 def split_dim(layer: Layer, split: str | None) -> int | None:

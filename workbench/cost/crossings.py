@@ -14,14 +14,13 @@ from functools import cached_property, lru_cache
 
 from workbench.core.boxing import BoxingPlan, plan_boxing
 from workbench.core.layout import Layout
-from workbench.core.pairing import TABLE, TRANSPOSED_KINDS
+from workbench.core.pairing import TABLE, TRANSPOSED_KINDS, feature_dim
 from workbench.core.placement import Placement
 from workbench.core.rows import Layer
 from workbench.core.sbp import Sbp, Split, broadcast, dual, partial_sum
 from workbench.core.strategy import ResolvedLayer, ResolvedStrategy
 
 Shape = tuple[int, ...]
-_CONVOLUTIONS = ("Conv1d", "Conv2d", "Conv3d", "BatchNorm1d", "BatchNorm2d", "BatchNorm3d")
 _USUAL_DIMS = 2
 _LINEAR = ("Linear", "NonDynamicallyQuantizableLinear", *TRANSPOSED_KINDS)
 
@@ -100,14 +99,14 @@ class Stages:
             return self.layout(choice.stage, Split(0), Split(1))
         takes_slices = choice.split == "row" and choice.kind != TABLE
         return self.layout(
-            choice.stage, Split(0), Split(_features(choice.kind, num_dims)) if takes_slices else broadcast
+            choice.stage, Split(0), Split(feature_dim(choice.kind, num_dims)) if takes_slices else broadcast
         )
 
     def leaves(self, choice: ResolvedLayer, num_dims: int) -> Layout:
         """How a layer's function leaves its output."""
         if choice.split is None:
             return self.enters(choice, num_dims)
-        model: Sbp = Split(_features(choice.kind, num_dims)) if choice.split == "column" else partial_sum
+        model: Sbp = Split(feature_dim(choice.kind, num_dims)) if choice.split == "column" else partial_sum
         return self.layout(choice.stage, Split(0), model)
 
     def behind_door(
@@ -186,11 +185,6 @@ def _input_sizes(layer: Layer, arriving: Shape | None) -> Shape | None:
     if not arriving or layer.kind not in _LINEAR or "weight" not in layer.shapes:
         return arriving
     return (*arriving[:-1], layer.shapes["weight"][0 if layer.kind in TRANSPOSED_KINDS else 1])
-
-
-def _features(kind: str, num_dims: int) -> int:
-    """The dim that holds features: the second of images, else the last."""
-    return 1 if kind in _CONVOLUTIONS else num_dims - 1
 
 
 def _plans(route: Sequence[Layout], shape: Shape, itemsize: int) -> tuple[BoxingPlan, ...]:

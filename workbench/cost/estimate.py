@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 from workbench.core.model_costs import ModelCosts
 from workbench.core.strategy import ResolvedStrategy
+from workbench.cost.boxings import left_bytes
 from workbench.cost.collectives import exchange_s
 from workbench.cost.entries import input_entry, left_entry
 from workbench.cost.hardware import Hardware
-from workbench.cost.layers import left_bytes
 from workbench.cost.memory import live_micro_batches, memory_of
-from workbench.cost.reduction import optimizer_s, reduced_bytes, reduction_s
+from workbench.cost.reduction import optimizer_s, reduced_bytes, reduction_s, statistics_of
 from workbench.cost.schedule import makespan_s, timeline_of
 from workbench.cost.setting import Setting, settings_of
 from workbench.cost.software import WORKBENCH, Software
@@ -36,6 +36,7 @@ class Estimate:
         boxed_bytes: that all ranks together send in a step.
         samples_per_s: batch over step.
         timeline: the schedule on paper, a rank per stage.
+        boxing_shares: by stage, what part of a forward and of a whole backward is exchanges.
     """
 
     step_s: float
@@ -48,6 +49,7 @@ class Estimate:
     boxed_bytes: float
     samples_per_s: float
     timeline: Timeline | None = field(default=None, compare=False, repr=False)
+    boxing_shares: tuple[tuple[float, float], ...] = field(default=(), compare=False, repr=False)
 
     @property
     def peak_bytes(self) -> float:
@@ -95,6 +97,7 @@ def combine(
 ) -> Estimate:
     """A step from the prices of its stages: schedule, sums of gradients, optimizer, and what is alive at the peak."""
     m, num_ranks, hardware = strategy.num_micro_batches, strategy.degrees[0], settings[0].hardware
+    stages = _with_statistics(stages, statistics_of(model, strategy, settings))
     hop_s, hop_bytes = _hops(model, strategy, settings)
     wait_s = 0.0 if settings[0].software.hides_sends else hop_s
     hop_s -= wait_s
@@ -130,6 +133,33 @@ def combine(
         boxed,
         batch_size / step if step else 0.0,
         timeline_of(strategy, *times, hop_s) if with_timeline else None,
+        tuple(_boxing_shares(stage, wait_s) for stage in stages),
+    )
+
+
+def _with_statistics(stages: Sequence[StagePrice], found: Sequence[tuple[float, float]]) -> Sequence[StagePrice]:
+    """Stages with what their batch norms exchange, half of it forward and half backward."""
+    if not any(received for _, received in found):
+        return stages
+    return [
+        replace(
+            stage,
+            forward_s=stage.forward_s + seconds / 2,
+            input_s=stage.input_s + seconds / 2,
+            boxing_s=stage.boxing_s + seconds,
+            boxing_forward_s=stage.boxing_forward_s + seconds / 2,
+            boxed_bytes=stage.boxed_bytes + received,
+        )
+        for stage, (seconds, received) in zip(stages, found, strict=True)
+    ]
+
+
+def _boxing_shares(stage: StagePrice, wait_s: float) -> tuple[float, float]:
+    forward, backward = stage.forward_s + wait_s, stage.input_s + stage.weight_s + wait_s
+    boxing_back = stage.boxing_s - stage.boxing_forward_s
+    return (
+        (stage.boxing_forward_s + wait_s) / forward if forward else 0.0,
+        (boxing_back + wait_s) / backward if backward else 0.0,
     )
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from workbench.core.boxing import LinkCost
+
 
 @dataclass(frozen=True, slots=True)
 class Link:
@@ -44,6 +46,8 @@ class Hardware:
         alone_speedup: how much faster a rank computes while all others wait. Rates are those of all ranks at work: four
             engines on two cores have half a core each, and where two of them wait the others have a whole one.
         step_s: what a step takes besides its functions.
+        one_shot_bytes: sums of up to so many bytes are made by every rank from all terms: one start, but p - 1 times
+            the bytes. 0 where a ring makes them all.
         sources: where each number comes from, by field name.
     """
 
@@ -60,6 +64,13 @@ class Hardware:
     alone_speedup: float = 1.0
     step_s: float = 0.0
     sources: Mapping[str, str] = field(default_factory=dict)
+    one_shot_bytes: float = 0
+
+    @property
+    def link_cost(self) -> LinkCost:
+        """The narrowest link, as boxings are routed by: for ``dry_run(cost=...)``."""
+        last = self.links[-1]
+        return LinkCost(last.latency_s, last.bandwidth_bytes_per_s, int(self.one_shot_bytes))
 
     def link(self, num_neighbours: int) -> Link:
         """The link that joins so many neighbouring ranks."""

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from math import prod
 
 from workbench.core.model_costs import LayerCost, Work
-from workbench.core.pairing import COLUMN_NAMES
 from workbench.core.strategy import ResolvedLayer
-from workbench.cost.collectives import DUAL, change_s, received_parts
+from workbench.cost.boxings import boxings, left_bytes, num_dims, output_bytes, seconds_and_bytes
 from workbench.cost.compute import backward_s, forward_s
-from workbench.cost.entries import input_entry, left_entry, raw_entry
+from workbench.cost.entries import input_entry, left_entry
 from workbench.cost.setting import Setting
 
 
@@ -89,12 +88,9 @@ def layer_price(
         half = backward_s(work, setting.samples, setting.rates, parts, inner_parts, outputs, rows)
         first, second = first + half[0], second + (half[1] if work in row.own else 0.0)
         first += 0.0 if work in row.own else half[1]
-    changes = _changes(row, choice, before, following, setting)
-    back = _dual(changes)
-    if setting.sequence and not setting.software.keeps_gathered:
-        back += [change for change in changes if change[:2] == ("S1", "B")]  # its slice was saved, the weights need all
-    boxing = [_exchanges(changes, setting), _exchanges(back, setting)]
-    sums_s, _ = _exchanges([change for change in back if change[0] == "P"], setting)
+    doors = boxings(row, choice, before, following, setting)
+    boxing = [seconds_and_bytes(exchanges, setting) for exchanges in (doors.forward, doors.backward)]
+    sums_s, _ = seconds_and_bytes(doors.sums, setting)
     weights, shared = _weights(row, choice, setting)
     state = state_bytes(weights, shared, setting) if row.layer.tied_to is None else (0.0, 0.0, 0.0)
     return LayerPrice(
@@ -114,7 +110,7 @@ def _divided(
     row: LayerCost, choice: ResolvedLayer, following: ResolvedLayer | None, setting: Setting
 ) -> list[tuple[Work, float, float, float]]:
     """(function, parts of its work, parts of its inner dim, parts of what it saves)."""
-    t, dims = setting.model, _num_dims(row)
+    t, dims = setting.model, num_dims(row)
     parts_of = {"B": 1.0, "P": 1.0, "S0": setting.batch_parts, "S1": float(t), "S-1": float(t)}
     takes = parts_of[input_entry(choice, dims, setting.sequence)]
     if choice.split == "column" and setting.sequence and dims > 2 and not setting.software.keeps_gathered:
@@ -137,76 +133,11 @@ def _backward_dims(work: Work, row: LayerCost, choice: ResolvedLayer, setting: S
     return outputs / (setting.model if choice.split == "column" else 1), rows
 
 
-def _changes(
-    row: LayerCost,
-    choice: ResolvedLayer,
-    before: tuple[LayerCost, ResolvedLayer] | None,
-    following: ResolvedLayer | None,
-    setting: Setting,
-) -> list[tuple[str, str, float]]:
-    """(entry, entry, bytes of the whole activation) of the boxings at the layer's doors, in order."""
-    if setting.model == 1:
-        return []
-    dims = _num_dims(row)
-    changes = []
-    if before is not None and not are_siblings(before, (row, choice)):
-        source = left_entry(before[1], choice, _num_dims(before[0]), setting.sequence)
-        changes.append((source, input_entry(choice, dims, setting.sequence), left_bytes(before[0], setting)))
-    left = _left_on_stage(choice, following, dims, setting)
-    changes.append((raw_entry(choice, dims, setting.sequence), left, _output_bytes(row, setting)))
-    return [change for change in changes if change[0] != change[1]]
-
-
-def are_siblings(one: tuple[LayerCost, ResolvedLayer], two: tuple[LayerCost, ResolvedLayer]) -> bool:
-    """Whether two column-split layers take the same input (queries, keys, values; gate and up), not one the other's."""
-    (row, choice), (other, other_choice) = one, two
-    names = [layer.name.rpartition(".") for layer in (row.layer, other.layer)]
-    inputs = [work.inner for layer in (row, other) for work in layer.own if work.is_matmul]
-    both = choice.split == other_choice.split == "column" and names[0][0] == names[1][0]
-    return both and all(name[2] in COLUMN_NAMES for name in names) and len(inputs) == 2 and inputs[0] == inputs[1]
-
-
-def _left_on_stage(choice: ResolvedLayer, following: ResolvedLayer | None, dims: int, setting: Setting) -> str:
-    left = left_entry(choice, following, dims, setting.sequence)
-    between = following is None and left == "S0" and choice.parallel != "data"
-    return "B" if between and setting.software.scatters_between_stages else left
-
-
-def _dual(changes: list[tuple[str, str, float]]) -> list[tuple[str, str, float]]:
-    """What backward boxes: from the dual of where forward went to the dual of where it came from."""
-    return [(DUAL.get(target, target), DUAL.get(source, source), size) for source, target, size in reversed(changes)]
-
-
-def _exchanges(changes: list[tuple[str, str, float]], setting: Setting) -> tuple[float, float]:
-    """(seconds, bytes that a rank receives)."""
-    seconds = received = 0.0
-    for source, target, size in changes:
-        num_bytes = received_parts(source, target, setting.model) * size
-        received += num_bytes
-        seconds += change_s(setting.hardware, source, target, num_bytes, setting.model)
-    return seconds, received
-
-
-def _num_dims(row: LayerCost) -> int:
-    return len(row.output_shape) + 1 if row.output_shape is not None else 0
-
-
-def _output_bytes(row: LayerCost, setting: Setting) -> float:
-    """Of the whole activation of one data-parallel rank."""
-    return prod(row.output_shape) * row.itemsize * setting.samples * setting.scale if row.output_shape else 0.0
-
-
-def left_bytes(row: LayerCost, setting: Setting) -> float:
-    """Of what the next layer takes of it."""
-    shape = row.left_shape if row.left_shape is not None else row.output_shape
-    return prod(shape) * row.itemsize * setting.samples * setting.scale if shape else 0.0
-
-
 def _input_bytes(
     row: LayerCost, choice: ResolvedLayer, before: tuple[LayerCost, ResolvedLayer] | None, setting: Setting
 ) -> float:
-    size = left_bytes(before[0], setting) if before else _output_bytes(row, setting)
-    entry = input_entry(choice, _num_dims(row), setting.sequence)
+    size = left_bytes(before[0], setting) if before else output_bytes(row, setting)
+    entry = input_entry(choice, num_dims(row), setting.sequence)
     return size / (1.0 if entry == "B" else setting.batch_parts if entry == "S0" else setting.model)
 
 
@@ -245,4 +176,4 @@ def _accumulation_s(weights: float, setting: Setting) -> float:
     return moved / setting.hardware.memory_bandwidth_bytes_per_s
 
 
-__all__ = ["LayerPrice", "layer_price", "left_bytes", "state_bytes"]
+__all__ = ["LayerPrice", "layer_price", "state_bytes"]

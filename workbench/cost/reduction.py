@@ -6,7 +6,7 @@ With W weights on each of d ranks, each rank receives (d - 1) / d times
     ZeRO 1   g W + p W              gradients to shards, parameters gathered after the update
     ZeRO 2   m g W + p W            the same, gradients after each of m micro-batches
     ZeRO 3   m g W + 2 m p W        parameters gathered for each forward and backward (3 m p W by software that lets
-                                    them go between recomputation and backward)
+                                    them go between recomputation and backward); tables for forward alone
 
 where g and p are bytes of a gradient and of a parameter. Weights that all t ranks of the model axis share are summed
 over d t ranks.
@@ -16,6 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from workbench.core.model_costs import ModelCosts
+from workbench.core.strategy import ResolvedStrategy
 from workbench.cost.collectives import exchange_s
 from workbench.cost.setting import Setting
 from workbench.cost.stages import StagePrice
@@ -25,6 +27,8 @@ _NUM_BUCKETS = 8
 _PASSES = 8
 """Bytes of memory per byte received: copied and cast on its way in and out, written, read to be passed on. Compute
 waits for these also where an exchange runs beside it. Chosen among 4, 6 and 8 by published runs of FSDP."""
+_STATISTICS = 3 * 4
+"""Bytes of a channel's mean, variance and number of samples."""
 _MASTER_PASSES = 6 + 8 + 12 + 6
 """Of 16-bit gradients and 32-bit weights: gradients to 32 bits, looked through for infinities, measured and clipped,
 weights back to 16 bits."""
@@ -36,7 +40,8 @@ def reduced_bytes(stage: StagePrice, setting: Setting) -> tuple[float, float]:
     g, p = software.gradient_bytes(setting.precision), software.parameter_bytes(setting.precision)
     gathers = 3 if software.gathers_again and setting.recompute else 2
     per_weight = {0: 2 * g, 1: g + p, 2: m * g + p, 3: m * (g + gathers * p)}[setting.zero]
-    return per_weight * stage.weights * (1 - 1 / d), per_weight * stage.shared * (1 / d - 1 / (d * t))
+    across = per_weight * stage.weights - (m * p * stage.tables if setting.zero == 3 else 0.0)
+    return across * (1 - 1 / d), per_weight * stage.shared * (1 / d - 1 / (d * t))
 
 
 def reduction_s(stages: Sequence[StagePrice], setting: Setting) -> float:
@@ -58,6 +63,28 @@ def reduction_s(stages: Sequence[StagePrice], setting: Setting) -> float:
     return min(seconds, max(seconds * share, seconds - backward * (1 - last), taken))
 
 
+def statistics_of(
+    model: ModelCosts, strategy: ResolvedStrategy, settings: Sequence[Setting]
+) -> list[tuple[float, float]]:
+    """For every stage, what batch norms exchange of one micro-batch where samples are split: (seconds, bytes received).
+
+    Forward, every rank gets sums, squares and counts of all channels from each other one; backward, their gradients.
+    """
+    found = [(0.0, 0.0)] * len(settings)
+    for row, choice in zip(model.rows, strategy.layers, strict=True):
+        if "BatchNorm" not in choice.kind or row.output_shape is None:
+            continue
+        setting = settings[choice.stage]
+        is_split = choice.parallel == "data"
+        size, stride = (setting.data * setting.model, 1) if is_split else (setting.data, setting.model)
+        one_way = _STATISTICS * row.output_shape[0] * (size - 1)
+        times = 3 if setting.recompute else 2
+        seconds = exchange_s(setting.hardware, one_way, size, stride, "all-gather")
+        before = found[choice.stage]
+        found[choice.stage] = before[0] + times * seconds, before[1] + times * one_way
+    return found
+
+
 def optimizer_s(weights: float, setting: Setting) -> float:
     """The update: passes over memory, of the rank's shard under ZeRO."""
     per_weight = {"adamw": 28, "adam": 28, "momentum": 20, "sgd": 12}[setting.optimizer]
@@ -67,4 +94,4 @@ def optimizer_s(weights: float, setting: Setting) -> float:
     return mine * per_weight / setting.hardware.memory_bandwidth_bytes_per_s
 
 
-__all__ = ["optimizer_s", "reduced_bytes", "reduction_s"]
+__all__ = ["optimizer_s", "reduced_bytes", "reduction_s", "statistics_of"]

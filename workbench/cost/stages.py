@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from workbench.core.model_costs import LayerCost, ModelCosts
+from workbench.core.pairing import TABLE
 from workbench.core.strategy import ResolvedLayer
-from workbench.cost.layers import LayerPrice, are_siblings, layer_price
+from workbench.cost.boxings import are_siblings
+from workbench.cost.layers import LayerPrice, layer_price
 from workbench.cost.setting import Setting
 
 Priced = tuple[LayerCost, ResolvedLayer, LayerPrice]
@@ -24,6 +26,8 @@ class StagePrice:
         boxed_bytes: that a rank receives of other ranks of its stage.
         weights: how many it works with.
         shared: of these, those whose gradients are summed over the model axis, too.
+        tables: of ``weights``, those of embeddings, which backward does not need.
+        boxing_forward_s: of ``boxing_s``, that of a forward.
         parameters, gradients, optimizer: bytes that it holds.
         kept_bytes: activations, per micro-batch that is alive.
         transient_bytes: activations of the block that is being computed again.
@@ -44,6 +48,8 @@ class StagePrice:
     transient_bytes: float
     gathered_bytes: float
     shared: float = 0.0
+    tables: float = 0.0
+    boxing_forward_s: float = 0.0
 
 
 def prices_of(
@@ -87,6 +93,8 @@ def _key(row: LayerCost, choice: ResolvedLayer) -> tuple[object, ...]:
         row.after,
         row.output_shape,
         row.left_shape,
+        row.alike_shape,
+        row.pieces,
         row.itemsize,
         shapes,
         row.layer.tied_to,
@@ -149,6 +157,8 @@ def _added_up(
         again.block_bytes,
         max(gathered.values(), default=0.0) * itemsize if setting.zero >= 3 and setting.data > 1 else 0.0,
         sum(prices[i].shared for i in mine if model.rows[i].layer.tied_to is None),
+        sum(prices[i].weights for i in mine if model.rows[i].layer.kind == TABLE),
+        boxing,
     )
 
 

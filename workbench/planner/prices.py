@@ -35,7 +35,8 @@ class RowClasses:
         for index, row in enumerate(problem.rows):
             layer = row.layer
             shapes = tuple(layer.shapes.items())
-            key = (row.own, row.after, row.output_shape, row.itemsize, shapes, layer.kind, layer.tied_to is None)
+            sizes = (row.output_shape, row.left_shape, row.alike_shape, row.pieces, row.itemsize)
+            key = (row.own, row.after, sizes, shapes, layer.kind, layer.tied_to is None)
             self.of_row.append(known.setdefault(key, len(known)))
             before = (self.of_row[index - 1], parents[index - 1] == parents[index]) if index else None
             self.with_before.append(known.setdefault((self.of_row[index], before), len(known)))

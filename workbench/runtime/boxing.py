@@ -12,6 +12,7 @@ import torch
 
 from workbench.core.boxing import BoxingPlan, describe_sbp_change
 from workbench.core.layout import Layout
+from workbench.core.placement import Placement
 from workbench.core.route import BoxingRoute, route_boxing
 from workbench.core.sbp import Partial
 from workbench.errors import LayoutError
@@ -26,7 +27,6 @@ from workbench.runtime.tensor import (
     mark_ghost_leaves,
     spec_of,
 )
-from workbench.runtime.world import World
 
 
 def box(tensor: GlobalTensor, layout: Layout, function: str = "") -> GlobalTensor:
@@ -96,22 +96,36 @@ def box_implicitly(tensor: GlobalTensor, layout: Layout, function: str) -> Globa
         return tensor
     if not source.world.implicit_boxing_allowed:
         check_explicit(function, [Need("an operand", tensor, layout)])
+    state = _state_of(tensor)
+    if state is None:
+        return box(tensor, layout, function)
+    forms: dict[Any, GlobalTensor] = tensor.__dict__.setdefault("_forms", {})
+    form = forms.get((layout, state))
+    if form is None:
+        forms.clear()
+        form = forms[layout, state] = box(tensor, layout, function)
+    return form
+
+
+def form_on(tensor: GlobalTensor, placement: Placement) -> GlobalTensor | None:
+    """What an implicit boxing has brought to a placement already, in whatever layout; None if nothing."""
+    if not tensor._spec.world.implicit_boxing_allowed:
+        return None
+    forms: dict[Any, GlobalTensor] = tensor.__dict__.get("_forms", {})
+    here = [key for key in forms if key[0].placement == placement]
+    return forms[here[0]] if here and here[0][1] == _state_of(tensor) else None
+
+
+def _state_of(tensor: GlobalTensor) -> tuple[Any, ...] | None:
+    """What a remembered form of a tensor holds for; None for tensors whose forms are not remembered."""
     with local_torch():
         # A leaf's form would keep the leaf alive through autograd, and the leaf its form.
         # A tensor of inference mode has no version that tells whether it was written since.
-        remembers = not (tensor._is_param or (tensor.is_leaf and tensor.requires_grad) or tensor.is_inference())
-        version = tensor._version if remembers else 0
+        if tensor._is_param or (tensor.is_leaf and tensor.requires_grad) or tensor.is_inference():
+            return None
         # A step that is being recorded must box what an earlier one has boxed already.
-        recorder = source.world.recorder
-        key = (layout, version, torch.is_grad_enabled(), tensor.requires_grad, tensor.dtype, recorder)
-    if not remembers:
-        return box(tensor, layout, function)
-    forms: dict[Any, GlobalTensor] = tensor.__dict__.setdefault("_forms", {})
-    form = forms.get(key)
-    if form is None:
-        forms.clear()
-        form = forms[key] = box(tensor, layout, function)
-    return form
+        recorder = tensor._spec.world.recorder
+        return tensor._version, torch.is_grad_enabled(), tensor.requires_grad, tensor.dtype, recorder
 
 
 def _plan(source: Spec, target: Spec, local: torch.Tensor) -> BoxingPlan | BoxingRoute:
@@ -147,8 +161,3 @@ class _Box(torch.autograd.Function):
         # that is differentiated again must be linked to this boxing.
         is_lost = outgoing.is_ghost and not torch.is_grad_enabled()
         return (None if is_lost else result), None, None, None, None
-
-
-def run_plan(plan: BoxingPlan, local: torch.Tensor, world: World, target: Spec, tag: int) -> torch.Tensor:
-    """This rank's part of ``plan``: its new shard, or a ghost outside the destination."""
-    return exchange_between(spec_of(world, plan.source, plan.shape), target, local.dtype).run(local, tag)

@@ -75,16 +75,20 @@ class Counter(TorchDispatchMode):
         self._active: list[str] = []
         self._last: str | None = None
         self._outputs: dict[str, torch.Tensor | None] = {}
+        self._inputs: dict[str, torch.Tensor] = {}
+        self._pieces: dict[str, tuple[int, ...]] = {}
+        self._of_samples: dict[int, torch.UntypedStorage] = {}  # what follows from the batch, by address
         self._order: list[str] = []
 
     @contextmanager
-    def watch(self, layers: Mapping[str, nn.Module]) -> Iterator[None]:
-        """Context around the forward of a model with these layers."""
+    def watch(self, layers: Mapping[str, nn.Module], batch: Any = None) -> Iterator[None]:
+        """Context around the forward of a model with these layers on this batch (None: not told)."""
+        self._note_samples(batch)
         handles = []
         for path, layer in layers.items():
             name = path or ROOT
             handles += [
-                layer.register_forward_pre_hook(lambda *_, name=name: self._enter(name)),
+                layer.register_forward_pre_hook(lambda _, args, name=name: self._enter(name, args)),
                 layer.register_forward_hook(lambda _, __, output, name=name: self._leave(name, output)),
             ]
         try:
@@ -116,7 +120,12 @@ class Counter(TorchDispatchMode):
         own, after = ([e.work(self._num_samples) for e in mine if e.is_own is which] for which in (True, False))
         output = self._outputs.get(layer.name)
         itemsize = 4 if output is None else output.element_size()
-        return LayerCost(layer, tuple(own), tuple(after), self._shape(output), itemsize)
+        is_alike = output is not None and bool(self._of_samples) and not self._is_of_samples(output)
+        shape = None if is_alike else self._shape(output)
+        return LayerCost(
+            layer, tuple(own), tuple(after), shape, itemsize, self._left(layer.name, shape),
+            tuple(output.shape) if output is not None and is_alike else None, self._pieces.get(layer.name, ()),
+        )  # fmt: skip
 
     def works(self) -> list[Work]:
         """All functions that were counted, in order, of one sample."""
@@ -129,9 +138,28 @@ class Counter(TorchDispatchMode):
         rest = tuple(output.shape[1:])
         return rest if output.shape[0] == self._num_samples else (output.shape[0] // self._num_samples, *rest)
 
-    def _enter(self, name: str) -> None:
+    def _left(self, name: str, shape: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        """What the next layer takes, where that has another shape than this one's output."""
+        place = self._order.index(name) + 1 if name in self._order else len(self._order)
+        taken = self._inputs.get(self._order[place]) if place < len(self._order) else None
+        left = self._shape(taken) if taken is not None and taken.is_floating_point() else None
+        return left if left != shape else None
+
+    def _note_samples(self, values: Any) -> None:
+        for leaf in torch.utils._pytree.tree_leaves(values):
+            if isinstance(leaf, torch.Tensor):
+                storage = leaf.untyped_storage()
+                self._of_samples[storage._cdata] = storage
+
+    def _is_of_samples(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._of_samples
+
+    def _enter(self, name: str, args: Any) -> None:
         self._active.append(name)
         self._last = name
+        first = next((leaf for leaf in torch.utils._pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)), None)
+        if first is not None:
+            self._inputs.setdefault(name, first)
 
     def _leave(self, name: str, output: Any) -> None:
         self._active.pop()
@@ -143,6 +171,9 @@ class Counter(TorchDispatchMode):
         if func.namespace != "aten":  # questions, such as where a tensor lies
             return out
         inputs, outputs = _distinct((args, kwargs)), _distinct(out)
+        if any(address in self._of_samples for address in inputs):
+            self._note_samples(out)
+        self._note_pieces(args[0] if args else None, out)
         entry = self._place(inputs)
         entry.name = _name(func, inputs)
         entry.flops, entry.inner = _matmul(func, args, kwargs or {}, out)
@@ -150,6 +181,16 @@ class Counter(TorchDispatchMode):
         if entry.is_own and entry.layer is not None and entry.layer not in self._outputs and outputs:
             self._last_output(entry.layer, outputs)
         return out
+
+    def _note_pieces(self, source: Any, pieces: Any) -> None:
+        """Where a layer's output is cut along its features: queries, keys and values of one weight."""
+        output = self._outputs.get(self._last or "")
+        is_cut = isinstance(source, torch.Tensor) and isinstance(pieces, list | tuple) and len(pieces) > 1
+        if output is None or not is_cut or source.shape != output.shape:
+            return
+        is_its = source.untyped_storage()._cdata == output.untyped_storage()._cdata
+        if is_its and all(isinstance(p, torch.Tensor) and p.shape[:-1] == output.shape[:-1] for p in pieces):
+            self._pieces.setdefault(self._last or "", tuple(piece.shape[-1] for piece in pieces))
 
     def _last_output(self, name: str, outputs: Mapping[int, torch.Tensor]) -> None:
         """A layer whose parameters others read gives what was made of them."""

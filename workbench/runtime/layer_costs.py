@@ -60,7 +60,7 @@ def layer_costs(
     num_samples = _num_samples(batch)
     counter = Counter(_owners(module, state), num_samples)
     try:
-        with mode, torch.enable_grad(), counter.watch(dict(layers_of(module))):
+        with mode, torch.enable_grad(), counter.watch(dict(layers_of(module)), batch):
             positional, named = _call_of(batch)
             output = functional_call(module, state, positional, named)
             result = loss_fn(output, fakes(targets)) if loss_fn is not None else output

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.core.sbp import Split, broadcast
-from workbench.runtime.boxing import box_implicitly
+from workbench.runtime.boxing import box_implicitly, form_on
 from workbench.runtime.entry import enter_as_broadcast
 from workbench.runtime.ops.aliasing import remember_copies, remember_ghost_base
 from workbench.runtime.ops.fallback import FallbackWarning, cached_infos, run_fallback
@@ -192,6 +192,8 @@ def _to_placement(tensor: GlobalTensor, placement: Placement) -> GlobalTensor:
     layout = tensor._spec.layout
     if layout.placement == placement:
         return tensor
+    if (there := form_on(tensor, placement)) is not None:
+        return there  # a residual: its stage has it since a layer's door
     splits_batch = Split(0) in layout.sbp or (layout.has_partial and tensor._spec.shape)
     entries = [Split(0) if splits_batch else layout.broadcast().sbp[0]] * placement.num_axes
     target = Layout.of(placement, entries)

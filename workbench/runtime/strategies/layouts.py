@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from workbench.core.layout import Layout
-from workbench.core.pairing import TABLE, TRANSPOSED_KINDS
+from workbench.core.pairing import TABLE, TRANSPOSED_KINDS, feature_dim
 from workbench.core.placement import Placement
 from workbench.core.sbp import Sbp, broadcast, split
 from workbench.core.strategy import ResolvedLayer, ResolvedStrategy
@@ -79,7 +79,7 @@ class StageLayouts:
         if self.resolved.options.sequence and "Norm" in choice.kind and ndim > 2:
             return self.layout(choice, split(0), split(1))
         takes_slices = choice.split == "row" and choice.kind != TABLE
-        return self.layout(choice, split(0), split(ndim - 1) if takes_slices else broadcast)
+        return self.layout(choice, split(0), split(feature_dim(choice.kind, ndim)) if takes_slices else broadcast)
 
     def parameter_layout(self, choice: ResolvedLayer, ndim: int) -> Layout:
         """Where a parameter's slices lie; see the table at the top of ``runtime/parallel.py``."""

@@ -1,0 +1,183 @@
+"""The exchanges of a layer on the model axis: at its doors, inside what its output is cut into, and inside the loss.
+
+The rules for who needs what are the runtime's (``cost.entries``); tests hold the bytes to those of dry runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from math import prod
+from typing import NamedTuple
+
+from workbench.core.layout import balanced_bounds
+from workbench.core.model_costs import LayerCost
+from workbench.core.pairing import COLUMN_NAMES
+from workbench.core.route import WORTHWHILE
+from workbench.core.strategy import ResolvedLayer
+from workbench.cost.collectives import DUAL, exchange_s, kind_of, received_parts
+from workbench.cost.entries import TABLE, input_entry, left_entry, raw_entry
+from workbench.cost.setting import Setting
+
+Neighbour = tuple[LayerCost, ResolvedLayer]
+SUMS_OF_LOSS = ((1, 3), (3,))
+"""Numbers of 32 bits per row of logits that ranks with slices of the words sum, forward and backward: the largest
+logit; then the sum of exponentials, the target's logit, and the share of smoothed targets."""
+
+
+class Exchange(NamedTuple):
+    """Of one micro-batch: its kind, and the bytes that each rank of the model axis receives."""
+
+    kind: str
+    received_bytes: float
+
+
+class Boxings(NamedTuple):
+    """All exchanges of a layer; of ``backward``, those are ``sums`` that add up terms of gradients."""
+
+    forward: tuple[Exchange, ...] = ()
+    backward: tuple[Exchange, ...] = ()
+
+    @property
+    def sums(self) -> list[Exchange]:
+        return [exchange for exchange in self.backward if exchange.kind in ("all-reduce", "reduce-scatter")]
+
+
+def boxings(
+    row: LayerCost, choice: ResolvedLayer, before: Neighbour | None, following: ResolvedLayer | None, setting: Setting
+) -> Boxings:
+    """The exchanges of a layer; arguments are those of ``layers.layer_price``."""
+    if setting.model == 1:
+        return Boxings()
+    changes = _changes(row, choice, before, following, setting)
+    back = [(DUAL.get(target, target), DUAL.get(source, source), size) for source, target, size in reversed(changes)]
+    if setting.sequence and not setting.software.keeps_gathered:
+        back += [change for change in changes if change[:2] == ("S1", "B")]  # its slice was saved, the weights need all
+    forward, backward = ([_exchange(change, setting) for change in some] for some in (changes, back))
+    if left_entry(choice, following, num_dims(row), setting.sequence) == "S-1" and choice.split == "column":
+        forward, backward = [*forward, *_moved_rows(row, setting)], [*backward, *_moved_rows(row, setting)]
+        sums = _sums_of_loss(row, setting)
+        forward, backward = [*forward, *sums[0]], [*backward, *sums[1]]
+    return Boxings(tuple(forward), tuple(backward))
+
+
+def seconds_and_bytes(exchanges: Sequence[Exchange], setting: Setting) -> tuple[float, float]:
+    """(seconds, bytes that a rank receives) of exchanges one after the other."""
+    seconds = sum(exchange_s(setting.hardware, e.received_bytes, setting.model, 1, e.kind) for e in exchanges)
+    return seconds, sum(e.received_bytes for e in exchanges)
+
+
+def _changes(
+    row: LayerCost, choice: ResolvedLayer, before: Neighbour | None, following: ResolvedLayer | None, setting: Setting
+) -> list[tuple[str, str, float]]:
+    """(entry, entry, bytes of the whole activation) at the layer's doors, in order."""
+    dims = num_dims(row)
+    changes = []
+    if before is not None and choice.kind != TABLE and not are_siblings(before, (row, choice)):
+        source = left_entry(before[1], choice, num_dims(before[0]), setting.sequence)
+        changes.append((source, input_entry(choice, dims, setting.sequence), left_bytes(before[0], setting)))
+    left = _left_on_stage(choice, following, dims, setting)
+    changes.append((raw_entry(choice, dims, setting.sequence), left, output_bytes(row, setting)))
+    return [change for change in changes if change[0] != change[1]]
+
+
+def _exchange(change: tuple[str, str, float], setting: Setting) -> Exchange:
+    source, target, size = change
+    parts = received_parts(source, target, setting.model)
+    if (source, target) == ("P", "B") and _is_one_shot(size, setting):
+        parts = setting.model - 1
+    return Exchange(kind_of(source, target), parts * size)
+
+
+def _is_one_shot(size: float, setting: Setting) -> bool:
+    """Whether every rank adds up all terms by itself: more bytes, but one start. As boxings are routed at run time."""
+    t, hardware = setting.model, setting.hardware
+    if size > hardware.one_shot_bytes:
+        return False
+    link = hardware.link(t)
+    others, bandwidth = (t - 1) * size, link.bandwidth_bytes_per_s
+    two_steps = 2 * link.latency_s + 2 * others / t / bandwidth
+    return t == 2 or two_steps >= WORTHWHILE * (link.latency_s + others / bandwidth)
+
+
+def are_siblings(one: Neighbour, two: Neighbour) -> bool:
+    """Whether two column-split layers take the same input (queries, keys, values; gate and up), not one the other's."""
+    (row, choice), (other, other_choice) = one, two
+    names = [layer.name.rpartition(".") for layer in (row.layer, other.layer)]
+    inputs = [work.inner for layer in (row, other) for work in layer.own if work.is_matmul]
+    both = choice.split == other_choice.split == "column" and names[0][0] == names[1][0]
+    return both and all(name[2] in COLUMN_NAMES for name in names) and len(inputs) == 2 and inputs[0] == inputs[1]
+
+
+def _left_on_stage(choice: ResolvedLayer, following: ResolvedLayer | None, dims: int, setting: Setting) -> str:
+    left = left_entry(choice, following, dims, setting.sequence)
+    between = following is None and left == "S0" and choice.parallel != "data"
+    return "B" if between and setting.software.scatters_between_stages else left
+
+
+def _moved_rows(row: LayerCost, setting: Setting) -> list[Exchange]:
+    """What moves so that every rank has its slice of each piece of the output."""
+    if not row.pieces or row.output_shape is None:
+        return []
+    features = sum(row.pieces)
+    moved = moved_features(row.pieces, setting.model) / features / setting.model
+    return [Exchange("rows", moved * output_bytes(row, setting))]
+
+
+@lru_cache(maxsize=1024)
+def moved_features(pieces: tuple[int, ...], num_ranks: int) -> int:
+    """Features that all ranks together lack of their slices of the pieces, if each has its slice of the whole.
+
+    >>> moved_features((4, 4, 4), 2)        # ranks have 0-5 and 6-11; rank 0 lacks 8 and 9, rank 1 lacks 2 and 3
+    4
+    """
+    held, start, moved = balanced_bounds(sum(pieces), num_ranks), 0, 0
+    for size in pieces:
+        for (low, high), (first, last) in zip(held, balanced_bounds(size, num_ranks), strict=True):
+            moved += last - first - max(0, min(high, start + last) - max(low, start + first))
+        start += size
+    return moved
+
+
+def _sums_of_loss(row: LayerCost, setting: Setting) -> tuple[list[Exchange], list[Exchange]]:
+    """Of a cross entropy whose words are split."""
+    if row.output_shape is None or not any(work.name == "cross_entropy" for work in row.after):
+        return [], []
+    num_rows = prod(row.output_shape[:-1]) * setting.samples
+    forward, backward = (
+        [_exchange(("P", "B", 4 * numbers * num_rows), setting) for numbers in some] for some in SUMS_OF_LOSS
+    )
+    return forward, backward
+
+
+def num_dims(row: LayerCost) -> int:
+    """Of the layer's output, batch first."""
+    if row.alike_shape is not None:
+        return len(row.alike_shape)
+    return len(row.output_shape) + 1 if row.output_shape is not None else 0
+
+
+def output_bytes(row: LayerCost, setting: Setting) -> float:
+    """Of the whole output of one data-parallel rank."""
+    if row.alike_shape is not None:
+        return prod(row.alike_shape) * row.itemsize * setting.scale
+    return prod(row.output_shape) * row.itemsize * setting.samples * setting.scale if row.output_shape else 0.0
+
+
+def left_bytes(row: LayerCost, setting: Setting) -> float:
+    """Of what the next layer takes of it."""
+    shape = row.left_shape if row.left_shape is not None else row.output_shape
+    return prod(shape) * row.itemsize * setting.samples * setting.scale if shape else 0.0
+
+
+__all__ = [
+    "Boxings",
+    "Exchange",
+    "are_siblings",
+    "boxings",
+    "left_bytes",
+    "moved_features",
+    "num_dims",
+    "output_bytes",
+    "seconds_and_bytes",
+]
