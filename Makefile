@@ -6,7 +6,8 @@
 #   make test-full   the slow ones too, and without Chromium it fails
 #   make test-gpu    what needs a CUDA device: the kernels, compiled
 #   make sanitize    the same under NVIDIA's compute-sanitizer: memcheck and racecheck
-#   make check       format, lint, types, import directions, notebooks
+#   make check       format, lint, types, import directions, notebooks, documentation
+#   make docs        the documentation as a site, in out/site
 #   make bench       all benchmarks and one table of them, in benchmarks/results
 #   make clean       remove .venv, caches and out
 #
@@ -24,8 +25,8 @@ ARGS ?=
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help install demo lab test test-full test-gpu sanitize check format bench clean
-.PHONY: check-format check-lint check-types check-imports check-notebooks
+.PHONY: help install demo lab test test-full test-gpu sanitize check docs format bench clean
+.PHONY: check-format check-lint check-types check-imports check-notebooks check-docs
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -75,9 +76,12 @@ test-gpu: $(STAMP)
 sanitize: $(STAMP)
 	@$(PY) -m tools.sanitize_kernels
 
+# The variable keeps a notice about another product out of the output.
+MKDOCS := env NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
+
 # All of them run, whatever the first one says.
 check: $(STAMP)
-	@$(MAKE) --no-print-directory --keep-going check-format check-lint check-types check-imports check-notebooks
+	@$(MAKE) --no-print-directory --keep-going check-format check-lint check-types check-imports check-notebooks check-docs
 
 check-format: $(STAMP)
 	@$(PY) -m ruff format --check .
@@ -90,6 +94,11 @@ check-imports: $(STAMP)
 	@$(PY) -m pytest -q tests/test_imports.py
 check-notebooks: $(STAMP)
 	@$(PY) -m tools.check_notebooks
+check-docs: $(STAMP)
+	@$(MKDOCS) --quiet
+
+docs: $(STAMP)
+	@$(MKDOCS)
 
 format: $(STAMP)
 	@$(PY) -m ruff check --fix-only .
