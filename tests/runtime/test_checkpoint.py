@@ -1,9 +1,11 @@
 """Recomputation: numbers of one device, and the same point of the backward on every rank."""
 
 import functools
+from contextlib import nullcontext
 
 import pytest
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import workbench as wb
@@ -151,3 +153,25 @@ def test_plain_tensors_in_a_world_are_recomputed_too():
     x = DATA["a"].clone().requires_grad_()
     x.sin().exp().sum().backward()
     assert torch.equal(run_ranks(gradient, 2)[1], x.grad)
+
+
+@pytest.mark.parametrize("is_looked_at", [False, True])
+def test_the_second_run_is_given_what_the_first_one_was(is_looked_at):
+    """Also while something looks at what autograd saves (the meter of a run): torch may hand aliases on then."""
+
+    def program():
+        seen = []
+
+        def noted(x, rate, *, scale, bias, mask):
+            seen.append([(type(t), tuple(t.shape)) for t in (x, scale, bias)])
+            return torch.tanh(x * scale) * rate + bias
+
+        x, scale = (wb.ones(4, 3, placement=wb.placement.all("cpu"), sbp="S(0)").requires_grad_() for _ in range(2))
+        with saved_tensors_hooks(lambda t: t.view_as(t), lambda t: t) if is_looked_at else nullcontext():
+            y = held_before(noted, x * 1.0, 2.0, scale=scale * 2.0, bias=torch.ones(3), mask=None)
+        y.sum().backward()
+        return seen, scale.grad.full_tensor()
+
+    for seen, grad in run_ranks(program, 2):
+        assert len(seen) == 2 and seen[0] == seen[1] == [*[(wb.GlobalTensor, (4, 3))] * 2, (torch.Tensor, (3,))]
+        torch.testing.assert_close(grad, 4 * (1 - torch.tanh(torch.full((4, 3), 2.0)) ** 2))

@@ -14,8 +14,7 @@ from tests.runtime.models import batch_for, make
 from tests.runtime.programs import training_equals_one_device
 from workbench.errors import StrategyError
 from workbench.runtime.memory import ActivationMeter
-from workbench.runtime.recompute import _labelled, blocks_of
-from workbench.runtime.tensor import plain
+from workbench.runtime.recompute import blocks_of
 from workbench.testing import run_ranks
 
 STRATEGIES = [
@@ -239,15 +238,3 @@ def test_a_cache_that_a_block_fills_is_refused():
 
     with pytest.raises(StrategyError, match=r"Block was given 1 cache .*\(Cache\).*use_cache=False"):
         run_ranks(program, 1)
-
-
-def test_arguments_that_come_back_without_a_label_are_labelled():
-    """While something looks at what is saved (the meter of a run), torch may hand aliases to the second forward."""
-
-    def program():
-        x = wb.ones(4, 3, placement=wb.placement.all("cpu"), sbp="S(0)")
-        args, kwargs = _labelled(((plain(x), 2), {"mask": None, "y": plain(x)}), [x._spec, None, None, None])
-        return args[0].shape, args[1], kwargs["mask"], type(kwargs["y"])
-
-    for found in run_ranks(program, 2):
-        assert found == ((4, 3), 2, None, torch.Tensor)

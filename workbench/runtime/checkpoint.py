@@ -21,6 +21,8 @@ _original: Callable[..., Any] = torch_checkpoint.checkpoint.__wrapped__  # type:
 
 
 _CHECK = "default, of shards"
+_OPTIONS = frozenset({"use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop"})
+"""Keywords of ``checkpoint`` itself; all others are the function's."""
 
 
 def _metadata_of_shard(tensor: torch.Tensor) -> Any:
@@ -58,10 +60,11 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         options["determinism_check"] = _CHECK
     pins: list[Any] = []
     call = world.call
+    given = {name: value for name, value in kwargs.items() if name not in _OPTIONS}
     with local_torch():
         specs = [
             (leaf._spec, leaf.is_leaf) if isinstance(leaf, GlobalTensor) else None
-            for leaf in tree_leaves((args, kwargs))
+            for leaf in tree_leaves((args, given))
         ]
     random_state = _generator_state(world) if kwargs.get("preserve_rng_state", True) else None
 
@@ -94,7 +97,7 @@ def _labelled(specs: list[tuple[Spec, bool] | None], args: Any, kwargs: Any) -> 
     A leaf that requires a gradient may not be written in place, and does not remember its boxed forms.
     """
     leaves, structure = tree_flatten((args, kwargs))
-    for position, (leaf, known) in enumerate(zip(leaves, specs, strict=False)):
+    for position, (leaf, known) in enumerate(zip(leaves, specs, strict=True)):
         if known is not None and type(leaf) is torch.Tensor:
             spec, was_leaf = known
             found = leaf.detach().requires_grad_(leaf.requires_grad)

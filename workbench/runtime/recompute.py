@@ -8,17 +8,15 @@ Deep Nets with Sublinear Memory Cost, 2016.)
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from workbench.errors import StrategyError
 from workbench.runtime.strategies.state import ParallelState, layers_of
-from workbench.runtime.tensor import GlobalTensor, Spec, label
 
 
 def install(module: nn.Module, state: ParallelState) -> list[Any]:
@@ -72,14 +70,12 @@ class Recomputed:
         if not torch.is_grad_enabled():
             return self.block._call_impl(*args, **kwargs)
         args, kwargs = self._without_caches(args, kwargs)
-        specs = [leaf._spec if isinstance(leaf, GlobalTensor) else None for leaf in tree_leaves((args, kwargs))]
         has_run: list[bool] = []
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if not has_run:
                 has_run.append(True)
                 return self.block._call_impl(*args, **kwargs)
-            args, kwargs = _labelled((args, kwargs), specs)
             with _CopiedBuffers(self.block):
                 return self.block._call_impl(*args, **kwargs)
 
@@ -111,16 +107,6 @@ class Recomputed:
 
 def _is_cache(value: Any, of_transformers: Any) -> bool:
     return isinstance(value, of_transformers) or isinstance(getattr(value, "is_updated", None), dict)
-
-
-def _labelled(values: Any, specs: Sequence[Spec | None]) -> Any:
-    """Arguments as they were: where hooks look at what autograd saves, torch gives plain aliases of them back."""
-    leaves, structure = tree_flatten(values)
-    pairs = zip(leaves, specs, strict=True)
-    return tree_unflatten(
-        [label(leaf, spec) if spec is not None and type(leaf) is torch.Tensor else leaf for leaf, spec in pairs],
-        structure,
-    )
 
 
 class _CopiedBuffers:
