@@ -80,7 +80,7 @@ def _titled(rows: Sequence[tuple[str, ...]]) -> str:
     """The table; a title stands on the first of its rows."""
     before = ["", *(row[0] for row in rows)]
     pairs = zip(rows, before, strict=False)
-    return table(("", *HEADER), [(title * (title != last), *cells) for (title, *cells), last in pairs])
+    return table(("", *HEADER), [(title * (title != last), *cells) for (title, *cells), last in pairs], num_left=2)
 
 
 def score(results: Sequence[Result]) -> str:

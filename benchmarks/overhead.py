@@ -26,7 +26,6 @@ from benchmarks.reporting import Target, publish, side_by_side, table
 SIZE = 8
 TARGET = Target(0.5)
 Operation = Callable[["Operands"], object]
-Make = Callable[[torch.Tensor], torch.Tensor]
 OPERATIONS: dict[str, Operation] = {
     "add": lambda on: on.x + on.y,
     "relu": lambda on: F.relu(on.x),
@@ -102,11 +101,9 @@ def report(time_s: dict[str, dict[str, float]], num_processes: int, how: str) ->
         f"{how}.\n\n{table(header, rows)}\n\n"
         f"The ratio below is the geometric mean; the worst is that of {worst}, {ratios[worst]:.2f}."
     )
-    title = f"Overhead per operation on {num_processes} rank{'s' * (num_processes > 1)}: global tensor against DTensor"
+    title = f"Overhead of an operation, {num_processes} rank{'s' * (num_processes > 1)}"
     ours, theirs = (geometric_mean([t[kind] - t["plain"] for t in time_s.values()]) for kind in ("global", "DTensor"))
-    publish(
-        f"overhead-{num_processes}", title, body, [side_by_side("of an operation", ours, "DTensor", theirs, TARGET)]
-    )
+    publish(f"overhead-{num_processes}", title, body, [side_by_side("geometric mean", ours, "DTensor", theirs, TARGET)])
 
 
 def main() -> int:

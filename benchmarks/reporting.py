@@ -71,19 +71,21 @@ def side_by_side(what: str, ours_s: float, name: str, theirs_s: float, target: T
     return Comparison(what, ratio, target, format_seconds(ours_s), f"{name} {format_seconds(theirs_s)}")
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table with aligned columns, the first to the left, numbers to the right."""
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], num_left: int = 1) -> str:
+    """A Markdown table with aligned columns: the first ones, of words, to the left, numbers to the right."""
     columns = list(zip(header, *rows, strict=True))
     widths = [max(len(cell) for cell in column) for column in columns]
 
     def line(cells: Sequence[str]) -> str:
-        first, *rest = zip(cells, widths, strict=True)
-        return "| " + " | ".join([first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in rest)]) + " |"
+        pairs = enumerate(zip(cells, widths, strict=True))
+        return (
+            "| "
+            + " | ".join(cell.ljust(width) if i < num_left else cell.rjust(width) for i, (cell, width) in pairs)
+            + " |"
+        )
 
-    rule = (
-        "|" + "|".join("-" * (width + 2) if i == 0 else "-" * (width + 1) + ":" for i, width in enumerate(widths)) + "|"
-    )
-    return "\n".join([line(header), rule, *(line(row) for row in rows)])
+    rules = ["-" * (width + 2) if i < num_left else "-" * (width + 1) + ":" for i, width in enumerate(widths)]
+    return "\n".join([line(header), f"|{'|'.join(rules)}|", *(line(row) for row in rows)])
 
 
 def publish(name: str, title: str, body: str, comparisons: Sequence[Comparison]) -> bool:
