@@ -21,6 +21,11 @@
 
 Messages have four parts, in this order: what was asked, both numbers, the rule, the fix.
 Subclasses of ``ValueError`` and ``RuntimeError`` keep ``except ValueError`` in users' code working.
+
+>>> wb.sbp.split("rows")
+Traceback (most recent call last):
+...
+workbench.errors.SbpError: split(dim='rows'): dim is a str, not an int. Write e.g. split(0).
 """
 
 from __future__ import annotations

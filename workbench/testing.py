@@ -1,4 +1,11 @@
-"""Simulated ranks for tests: a whole SPMD program in one process, in milliseconds."""
+"""Simulated ranks for tests: a whole SPMD program in one process, in milliseconds.
+
+>>> def program(rank):
+...     x = wb.ones(7, 3, placement=wb.placement("cpu", ranks=[0, 1]), sbp="S(0)")
+...     return tuple(x.to_local().shape)
+>>> run_ranks(program, num_ranks=2)
+[(4, 3), (3, 3)]
+"""
 
 from __future__ import annotations
 
@@ -71,6 +78,9 @@ def _raise_first_cause(failures: list[tuple[int, BaseException]]) -> None:
 
 
 def assert_equal_to_one_device(actual: Any, expected: torch.Tensor, rtol: float = 1e-5, atol: float = 1e-6) -> None:
-    """Assert that a global tensor's logical value is ``expected``; all ranks of its placement call it."""
+    """Assert that a global tensor's logical value is ``expected``; all ranks of its placement call it.
+
+    ``run_ranks(lambda: assert_equal_to_one_device(program(), expected))`` is the shape of most tests here.
+    """
     value = actual.full_tensor().detach()
     torch.testing.assert_close(value, expected.detach(), rtol=rtol, atol=atol)

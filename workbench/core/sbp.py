@@ -22,7 +22,11 @@ from workbench.errors import SbpError
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Consecutive slices of tensor dim ``dim``; a negative ``dim`` counts from the end, as in torch."""
+    """Consecutive slices of tensor dim ``dim``; a negative ``dim`` counts from the end, as in torch.
+
+    >>> Split(0)
+    S(0)
+    """
 
     dim: int
 
@@ -32,7 +36,11 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Broadcast:
-    """The whole tensor on every rank. Callable, so that ``sbp.broadcast()`` reads like ``sbp.split(0)``."""
+    """The whole tensor on every rank. Callable, so that ``sbp.broadcast()`` reads like ``sbp.split(0)``.
+
+    >>> broadcast
+    B
+    """
 
     def __call__(self) -> Broadcast:
         return self
@@ -43,7 +51,11 @@ class Broadcast:
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """One term per rank of a ``reduction``: ``"sum"``, ``"max"`` or ``"min"``. Callable like ``broadcast``."""
+    """One term per rank of a ``reduction``: ``"sum"``, ``"max"`` or ``"min"``. Callable like ``broadcast``.
+
+    >>> partial_sum, partial_max
+    (P, P(max))
+    """
 
     reduction: str = "sum"
 
@@ -67,14 +79,25 @@ _PATTERN = re.compile(r"S\((-?\d+)\)|B|P(?:\((sum|max|min)\))?")
 
 
 def split(dim: int) -> Split:
-    """Split along tensor dim ``dim``: ``split(0)`` is ``S(0)``."""
+    """Split along tensor dim ``dim``: ``split(0)`` is ``S(0)``. Raises ``SbpError`` for what is no int.
+
+    >>> split(1)
+    S(1)
+    """
     if isinstance(dim, bool) or not isinstance(dim, int):
         raise SbpError(f"split(dim={dim!r}): dim is a {type(dim).__name__}, not an int. Write e.g. split(0).")
     return Split(dim)
 
 
 def parse(text: str) -> NdSbp:
-    """Entries of a text such as ``"S(0), B"``; what ``str`` prints of an nd-sbp parses to the same value."""
+    """Entries of a text such as ``"S(0), B"``; what ``str`` prints of an nd-sbp parses to the same value.
+
+    Raises:
+        SbpError: anything in it that is no entry.
+
+    >>> parse("S(0), P(max)")
+    (S(0), P(max))
+    """
     leftover = _PATTERN.sub("", text).strip("(), ")
     entries = tuple(_entry(match) for match in _PATTERN.finditer(text))
     if leftover or not entries:
@@ -115,6 +138,12 @@ def dual(entry: Sbp) -> Sbp:
 
     Local autograd computes the gradient of the sum over ranks of the local results; hence every copy of a broadcast
     tensor gets one term of its gradient, and every term of a partial sum gets the whole.
+
+    >>> dual(split(0)), dual(broadcast), dual(partial_sum)
+    (S(0), P, B)
+
+    Raises:
+        SbpError: ``P(max)`` and ``P(min)`` are not linear and have no gradient.
     """
     if isinstance(entry, Split):
         return entry

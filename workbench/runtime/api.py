@@ -42,28 +42,33 @@ from workbench.runtime.world import barrier, current, init, rank, rebuild, world
 
 
 class _PlacementFactory:
-    """``wb.placement("cpu", ranks=[0, 1])``; nested ranks make a hierarchy, their order is meaningful."""
+    """``wb.placement("cpu", ranks=[0, 1])``; nested ranks make a grid, their order is meaningful."""
 
     def __call__(self, type: str, ranks: Any) -> Placement:
-        """A placement on ranks that exist in the current world.
-
-        Args:
-            type: ``"cpu"`` or ``"cuda"``.
-            ranks: a list, or nested lists for several axes.
-
-        Raises:
-            PlacementError: a rank that does not exist, or twice.
-        """
         placement = Placement.of(type, ranks)
         placement.check_world(current().world_size)
         return placement
 
     def all(self, type: str) -> Placement:
-        """All ranks of the world on one axis."""
+        """All ranks of the world on one axis: ``wb.placement.all("cpu")``."""
         return Placement.of(type, list(range(current().world_size)))
 
 
 placement = _PlacementFactory()
+"""``wb.placement("cpu", ranks=[0, 1])``: a ``Placement`` on ranks that exist in the current world.
+
+Nested ranks make a grid with several axes; their order is meaningful. ``wb.placement.all("cpu")`` takes all ranks.
+
+Args:
+    type: ``"cpu"`` or ``"cuda"``.
+    ranks: a list, or nested lists of equal lengths.
+
+Raises:
+    PlacementError: a rank that does not exist, or twice.
+
+>>> wb.placement("cpu", ranks=[[0], [1]]).shape
+(2, 1)
+"""
 
 
 LayoutLike = Layout | tuple[Placement, Any]

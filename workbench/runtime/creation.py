@@ -58,27 +58,54 @@ def _shape_of(size: tuple[Any, ...]) -> Shape:
     return tuple(size)
 
 
-def _constant(make: Callable[..., torch.Tensor]) -> Callable[..., GlobalTensor]:
-    def creation(
-        *size: Any, placement: Placement, sbp: SbpLike, dtype: torch.dtype | None = None, requires_grad: bool = False
-    ) -> GlobalTensor:
-        shape, kind = _shape_of(size), dtype or torch.get_default_dtype()
+def _constant(
+    make: Callable[..., torch.Tensor],
+    size: tuple[Any, ...],
+    placement: Placement,
+    sbp: SbpLike,
+    dtype: torch.dtype | None,
+    requires_grad: bool,
+) -> GlobalTensor:
+    """What ``make`` gives for the size of every rank's shard."""
+    shape, kind = _shape_of(size), dtype or torch.get_default_dtype()
 
-        def fill(layout: Layout, world: World) -> torch.Tensor:
-            return make(layout.local_shape(shape, world.rank), dtype=kind, device=world.device)
+    def fill(layout: Layout, world: World) -> torch.Tensor:
+        return make(layout.local_shape(shape, world.rank), dtype=kind, device=world.device)
 
-        return create(shape, kind, placement, sbp, fill, requires_grad)
-
-    creation.__name__ = creation.__qualname__ = make.__name__
-    creation.__doc__ = (
-        f"``torch.{make.__name__}`` as a global tensor: ``wb.{make.__name__}(4, 5, placement=p, sbp=s)``."
-    )
-    return creation
+    return create(shape, kind, placement, sbp, fill, requires_grad)
 
 
-zeros = _constant(torch.zeros)
-ones = _constant(torch.ones)
-empty = _constant(torch.empty)
+def zeros(
+    *size: Any, placement: Placement, sbp: SbpLike, dtype: torch.dtype | None = None, requires_grad: bool = False
+) -> GlobalTensor:
+    """``torch.zeros`` as a global tensor.
+
+    >>> wb.zeros(7, 4, placement=wb.placement("cpu", ranks=[0, 1]), sbp="S(0)").to_local().shape    # of rank 0
+    torch.Size([4, 4])
+    """
+    return _constant(torch.zeros, size, placement, sbp, dtype, requires_grad)
+
+
+def ones(
+    *size: Any, placement: Placement, sbp: SbpLike, dtype: torch.dtype | None = None, requires_grad: bool = False
+) -> GlobalTensor:
+    """``torch.ones`` as a global tensor. As a partial sum one rank holds the ones, and the others hold zeros.
+
+    >>> wb.ones(2, 3, placement=wb.placement("cpu", ranks=[0, 1]), sbp="P").shape
+    torch.Size([2, 3])
+    """
+    return _constant(torch.ones, size, placement, sbp, dtype, requires_grad)
+
+
+def empty(
+    *size: Any, placement: Placement, sbp: SbpLike, dtype: torch.dtype | None = None, requires_grad: bool = False
+) -> GlobalTensor:
+    """``torch.empty`` as a global tensor: whatever lies in memory, on every rank other numbers.
+
+    >>> wb.empty(4, 5, placement=wb.placement("cpu", ranks=[0, 1]), sbp="S(1)").to_local().shape    # of rank 0
+    torch.Size([4, 3])
+    """
+    return _constant(torch.empty, size, placement, sbp, dtype, requires_grad)
 
 
 def full(
@@ -90,7 +117,11 @@ def full(
     dtype: torch.dtype | None = None,
     requires_grad: bool = False,
 ) -> GlobalTensor:
-    """``torch.full`` as a global tensor."""
+    """``torch.full`` as a global tensor.
+
+    >>> wb.full((4, 5), 0.5, placement=wb.placement("cpu", ranks=[0, 1]), sbp="B").dtype
+    torch.float32
+    """
     shape, kind = tuple(size), dtype or torch.tensor(fill_value).dtype
 
     def fill(layout: Layout, world: World) -> torch.Tensor:
@@ -113,7 +144,11 @@ def _cut(value: torch.Tensor, placement: Placement, sbp: SbpLike, requires_grad:
 def arange(
     *args: float, placement: Placement, sbp: SbpLike, dtype: torch.dtype | None = None, requires_grad: bool = False
 ) -> GlobalTensor:
-    """``torch.arange`` as a global tensor."""
+    """``torch.arange`` as a global tensor.
+
+    >>> wb.arange(7, placement=wb.placement("cpu", ranks=[0, 1]), sbp="S(0)").to_local()    # of rank 0
+    tensor([0, 1, 2, 3])
+    """
     return _cut(torch.arange(*args, dtype=dtype), placement, sbp, requires_grad)
 
 
@@ -126,14 +161,22 @@ def eye(
     dtype: torch.dtype | None = None,
     requires_grad: bool = False,
 ) -> GlobalTensor:
-    """``torch.eye`` as a global tensor."""
+    """``torch.eye`` as a global tensor.
+
+    >>> wb.eye(3, placement=wb.placement("cpu", ranks=[0, 1]), sbp="S(1)").to_local().shape    # of rank 0
+    torch.Size([3, 2])
+    """
     return _cut(torch.eye(n, n if m is None else m, dtype=dtype), placement, sbp, requires_grad)
 
 
 def tensor(
     data: Any, *, placement: Placement, sbp: SbpLike, dtype: torch.dtype | None = None, requires_grad: bool = False
 ) -> GlobalTensor:
-    """``torch.tensor`` as a global tensor; ``data`` is the logical value, the same on every rank."""
+    """``torch.tensor`` as a global tensor; ``data`` is the logical value, the same on every rank.
+
+    >>> wb.tensor([[1, 2], [3, 4]], placement=wb.placement("cpu", ranks=[0, 1]), sbp="S(0)").to_local()    # of rank 0
+    tensor([[1, 2]])
+    """
     return _cut(torch.as_tensor(data, dtype=dtype), placement, sbp, requires_grad)
 
 
@@ -163,7 +206,11 @@ def randn(
 def rand(
     *size: Any, placement: Placement, sbp: SbpLike, dtype: torch.dtype | None = None, requires_grad: bool = False
 ) -> GlobalTensor:
-    """Uniform numbers in [0, 1), the same for every layout."""
+    """Uniform numbers in [0, 1), the same for every layout.
+
+    >>> wb.rand(4, 5, placement=wb.placement("cpu", ranks=[0, 1]), sbp="B").shape
+    torch.Size([4, 5])
+    """
     kind = dtype or torch.get_default_dtype()
     return _random(_shape_of(size), kind, placement, sbp, random.uniform_sampler(), requires_grad)
 
@@ -177,7 +224,11 @@ def randint(
     sbp: SbpLike,
     dtype: torch.dtype = torch.int64,
 ) -> GlobalTensor:
-    """Integers in [low, high), or in [0, low) where ``high`` is missing, the same for every layout."""
+    """Integers in [low, high), or in [0, low) where ``high`` is missing, the same for every layout.
+
+    >>> wb.randint(10, (4, 5), placement=wb.placement("cpu", ranks=[0, 1]), sbp="S(0)").dtype
+    torch.int64
+    """
     if not isinstance(high, int):
         size = size if high is None else high
         low, high = 0, low
@@ -185,5 +236,9 @@ def randint(
 
 
 def randperm(n: int, *, placement: Placement, sbp: SbpLike, dtype: torch.dtype = torch.int64) -> GlobalTensor:
-    """The numbers below ``n`` in random order, the same for every layout."""
+    """The numbers below ``n`` in random order, the same for every layout.
+
+    >>> wb.randperm(7, placement=wb.placement("cpu", ranks=[0, 1]), sbp="S(0)").to_local().shape    # of rank 0
+    torch.Size([4])
+    """
     return _cut(random.permutation(random.draw_key(current()), n).to(dtype), placement, sbp, requires_grad=False)

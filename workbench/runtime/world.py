@@ -187,6 +187,8 @@ def init(
 
     Raises:
         WorldError: the process already belongs to another world, or some ranks did not come in time.
+
+    ``wb.init()`` at the head of a script is all that ``torchrun --nproc-per-node 2 script.py`` needs.
     """
     global _process_world, _joined_by
     rank = launchers.told("rank", 0) if rank is None else rank
@@ -345,17 +347,32 @@ class Simulated:
 
 
 def rank() -> int:
-    """This rank's number in its world."""
+    """This rank's number in its world, counted from 0.
+
+    >>> wb.rank()
+    0
+    """
     return current().rank
 
 
 def world_size() -> int:
-    """How many ranks the world has."""
+    """How many ranks the world has.
+
+    >>> wb.world_size()
+    2
+    """
     return current().world_size
 
 
 def barrier() -> None:
-    """Return when all ranks of the world have called it; the wait can be interrupted."""
+    """Return when all ranks of the world have called it; the wait can be interrupted.
+
+    Raises:
+        CollectiveAborted: a rank has died, has given up, or runs another program.
+
+    >>> wb.testing.run_ranks(lambda rank: wb.barrier(), num_ranks=2)
+    [None, None]
+    """
     world = current()
     world.transport.all_gather(torch.zeros(1, device=world.device), "barrier()")
 

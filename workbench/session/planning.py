@@ -33,7 +33,21 @@ def layer_costs(
     *,
     dtype: str | None = None,
 ) -> ModelCosts:
-    """What a model's layers cost, without a cluster and without weights: ``workbench.runtime.layer_costs``."""
+    """What a model's layers cost, counted without a cluster and without weights.
+
+    Args:
+        model: a module, or a function that makes it; nothing of it is computed.
+        inputs: a batch: a tensor, several, or keyword arguments; or the shape of a tensor.
+        loss_fn: ``(output, targets) -> scalar``; its functions are counted as a layer of their own.
+        targets: what ``loss_fn`` compares with.
+        dtype: ``"fp32"``, ``"bf16"`` or ``"fp16"``; default as the model is.
+
+    Returns:
+        For every layer the operations, the bytes moved and those kept for backward, of one sample (``ModelCosts``).
+
+    >>> [layer.name for layer in wb.layer_costs(nn.Sequential(nn.Linear(4, 8), nn.ReLU()), (2, 4)).layers]
+    ['0']
+    """
     from workbench.runtime.layer_costs import layer_costs as count
 
     return count(model, inputs, loss_fn, targets, dtype=dtype)
