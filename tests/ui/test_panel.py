@@ -14,8 +14,6 @@ from traitlets.config import Config
 
 from tests.ui.models import GPT_HYBRID, gpt
 from tests.ui.reports import FakeTrainer
-from workbench.core.model_costs import ModelCosts
-from workbench.core.strategy import Strategy
 from workbench.cost.hardware import Hardware
 from workbench.cost.hardware_files import load_hardware
 from workbench.errors import HardwareError, SessionError, StrategyError
@@ -307,40 +305,6 @@ def test_a_panel_with_engines_offers_to_measure_the_machine(trainer: FakeTrainer
     measured.set()
     wait_for(lambda: part.measure.layout.display == "none")
     assert "Predicted step time" in part.predictions.value
-
-
-def test_the_planner_s_choice_is_searched_for_beside_the_notebook():
-    predictor = Predictor("v100-dgx1", 32)
-    predictor.costs = gpt(1)
-    planned = threading.Event()
-
-    def plan(costs: ModelCosts) -> Strategy:
-        assert planned.wait(10) and costs is predictor.costs
-        return Strategy("*: model")
-
-    facts = facts_of(gpt(1).layers, 32, (64,), None)
-    part = StrategyPart(gpt(1).layers, 2, None, facts, predictor, title="gpt", on_run=lambda: None, planner=plan)
-    part.controls.planned.click()
-    assert part.controls.planned.disabled and part.controls.planned.description == "planning\u2026"
-    planned.set()
-    wait_for(lambda: part.state.text == "*: model")
-    assert part.controls.planned.description == "planner's choice" and not part.controls.planned.disabled
-    part.controls.undo.click()
-    assert part.state.text == "*: data"
-
-
-def test_a_model_that_fits_nowhere_is_said_at_the_button():
-    predictor = Predictor("v100-dgx1", 32)
-    predictor.costs = gpt(1)
-
-    def plan(costs: ModelCosts) -> Strategy:
-        raise StrategyError("it needs 3 GB more")
-
-    facts = facts_of(gpt(1).layers, 32, (64,), None)
-    part = StrategyPart(gpt(1).layers, 2, None, facts, predictor, title="gpt", on_run=lambda: None, planner=plan)
-    part.controls.planned.click()
-    wait_for(lambda: "3 GB more" in part.controls.planned.tooltip)
-    assert part.state.text == "*: data"
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:

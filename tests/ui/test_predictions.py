@@ -12,8 +12,9 @@ from workbench.core.strategy import ResolvedStrategy, Strategy
 from workbench.cost.estimate import Estimate
 from workbench.pipeline.schedules import make_table
 from workbench.pipeline.simulate import simulate
+from workbench.ui.marks import ticks
 from workbench.ui.predicting import Predictor
-from workbench.ui.predictions import Prediction, parts_of, predictions_html, ticks
+from workbench.ui.predictions import Prediction, parts_of, predictions_html
 from workbench.ui.timeline_rows import timeline_rows
 
 MEMORY = {"parameters": 40e6, "gradients": 40e6, "optimizer": 20e6, "activations": 90e6, "buffers": 10e6}
@@ -80,11 +81,46 @@ def test_a_limit_far_away_is_named_at_the_edge():
     assert "limit 80.0 GB \u2192" in memory and '<line class="limit"' not in memory
 
 
-@pytest.mark.parametrize(("num_ranks", "rows"), [(2, 2), (4, 4), (8, 8), (16, 2), (64, 2)])
-def test_many_ranks_are_a_row_per_stage(num_ranks: int, rows: int):
-    strategy = resolved(f"blocks.[4-7]: data@1; ln_f: data@1; lm_head: data@1 | 2x{num_ranks // 2}x1", num_ranks)
-    memory = section(predictions_html(Prediction(make_estimate(), strategy)), "memory")
-    assert len(widths(memory, "memory-parameters")) == rows
+def two_stages(num_ranks: int) -> ResolvedStrategy:
+    return resolved(f"blocks.[4-7]: data@1; ln_f: data@1; lm_head: data@1 | 2x{num_ranks // 2}x1", num_ranks)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_few_ranks_have_a_bar_each(num_ranks: int):
+    memory = section(predictions_html(Prediction(make_estimate(), two_stages(num_ranks))), "memory")
+    assert len(widths(memory, "memory-parameters")) == num_ranks
+    assert "cell" not in memory
+
+
+@pytest.mark.parametrize(("num_ranks", "cells", "each"), [(16, 16, "rank"), (64, 64, "rank"), (1024, 172, "6 ranks")])
+def test_many_ranks_have_a_cell_each_whose_shade_is_their_bytes(num_ranks: int, cells: int, each: str):
+    memory = section(predictions_html(Prediction(make_estimate(), two_stages(num_ranks), limit_bytes=150e6)), "memory")
+    shades = re.findall(r"color-mix\(in srgb, var\(--wb-([a-z-]+)\) (\d+)%", memory)
+    assert len(shades) == cells
+    assert set(shades) == {("error", "100"), ("memory-parameters", "58")}, "the first stage is over the limit"
+    assert f"one cell per {each}," in memory
+    assert "200 MB</text>" in memory
+    assert "100 MB</text>" in memory
+    assert len(widths(memory, "memory-activations")) == 1, "the fullest rank by kind"
+
+
+def test_cells_of_many_stages_share_rows():
+    layers = gpt(24).layers
+    text = "; ".join(f"blocks.{n}: data@{n // 2}" for n in range(24)) + "; ln_f: data@11; lm_head: data@11 | 12x2x1"
+    strategy = Strategy(text).resolve(layers, 24)
+    memory = section(predictions_html(Prediction(make_estimate(num_stages=12), strategy)), "memory")
+    assert re.findall(r">(st[^<]*)</text>", memory) == [f"st. {n}-{n + 1}" for n in range(0, 12, 2)]
+
+
+def test_exchanges_stand_at_the_end_of_their_action():
+    timeline = make_estimate().timeline
+    assert timeline is not None
+    rows = timeline_rows(timeline, resolved(), 400, shares=((0.25, 0.5), (0.0, 0.1)))
+    first = {bar.kind: bar for bar in reversed(rows[0].bars)}
+    assert first["F"].boxing == pytest.approx(first["F"].width / 4)
+    assert first["B"].boxing == pytest.approx(first["B"].width / 2)
+    assert "boxing" in first["F"].tip
+    assert all(bar.boxing == 0 for bar in rows[1].bars if bar.kind == "F")
 
 
 def test_the_timeline_has_a_bar_per_action_and_numbers_where_they_fit():

@@ -16,7 +16,7 @@ from workbench.cost.crossings import Stages, crossings, known_shapes, wire_bytes
 from workbench.cost.estimate import estimate
 from workbench.cost.hardware_files import load_hardware
 from workbench.ui.state import PanelState
-from workbench.ui.view import Facts, flow_of, grid_view, parameters_held
+from workbench.ui.view import Facts, flow_of, grid_view
 
 
 def mlp_facts(batch_size: int = 128, sample_shape: tuple[int, ...] = (64,)) -> Facts:
@@ -121,15 +121,6 @@ def test_bytes_are_not_guessed_where_shapes_are_unknown():
     view = view_of("hybrid", sample_shape=(3, 8, 8))
     assert row(view, "fc3")["flow"]["boxing"]["bytes"] == ""
     assert view["total"][1] == "shapes of activations are not known"
-
-
-def test_parameters_held_add_up():
-    whole = 4 * sum(layer.num_parameters for layer in MLP)
-    held = {name: parameters_held(MLP, PanelState(MLP, 2, name).resolved) for name in ("data", "pipeline", "model")}
-    assert held["data"] == [whole, whole]
-    assert sum(held["pipeline"]) == whole
-    bias_of_row_split_layers = 4 * (256 + 10)
-    assert sum(held["model"]) == whole + bias_of_row_split_layers
 
 
 def test_a_mistake_is_at_its_row_with_its_fix_and_the_last_picture():

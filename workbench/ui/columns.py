@@ -8,11 +8,11 @@ from typing import Any
 from workbench.cost.crossings import Stages
 from workbench.units import format_ranks
 
-RANKS_WIDTH = 334
-_WIDEST, _NARROWEST = 78.0, 28.0
+RANKS_WIDTH = 308
+_WIDEST, _NARROWEST = 74.0, 28.0
 _MAX_COLUMNS_PER_RANK = 8
 _WIDTH_OF_A_WORD = 60
-_WIDTH_OF_AN_AXIS = 150
+_WIDTH_OF_AN_AXIS = 146
 
 
 @dataclass(frozen=True)

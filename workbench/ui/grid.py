@@ -11,8 +11,12 @@ import traitlets
 from workbench.theme import style_sheet
 from workbench.ui.assets import asset
 
-EVENTS = ("parallel", "choice", "stage", "fold", "select", "find", "tensor", "fix", "undo", "redo", "run", "theme")
+EVENTS = (
+    *("parallel", "choice", "stage", "fold", "select", "find", "tensor", "fix"),
+    *("open", "undo", "redo", "run", "theme"),
+)
 SCRIPTS = ("draw_cells.js", "draw_grid.js", "panel_page.js", "grid.js")
+STYLES = ("panel.css", "grid.css", "predictions.css", "plan.css")
 PANEL_CLASS = "wb-panel"
 
 
@@ -24,7 +28,7 @@ class LayerGrid(anywidget.AnyWidget):
     """
 
     _esm = "".join(map(asset, SCRIPTS))  # one module: widgets cannot import their neighbours
-    _css = style_sheet(f".{PANEL_CLASS}") + asset("panel.css") + asset("grid.css") + asset("predictions.css")
+    _css = style_sheet(f".{PANEL_CLASS}") + "".join(map(asset, STYLES))
 
     view = traitlets.Dict().tag(sync=True)
 

@@ -7,10 +7,8 @@ from typing import Any
 
 from workbench.core.metrics import RunRecord
 from workbench.core.model_costs import ModelCosts
-from workbench.core.strategy import Strategy
 from workbench.cost.hardware import Hardware
 from workbench.errors import SessionError
-from workbench.ui.predicting import Predictor
 from workbench.ui.trainer import sample_shape_of
 
 NO_ENGINES = "this panel has no engines: it predicts only. Give it a session to train with it."
@@ -29,18 +27,6 @@ def costs_of(model_fn: Callable[[], Any], dataset: Any, loss_fn: Callable[..., A
         return layer_costs(model_fn, dataset)
     inputs, targets = first_samples(dataset)
     return layer_costs(model_fn, inputs, loss_fn, targets)
-
-
-def planner(predictor: Predictor, num_ranks: int, batch_size: int) -> Callable[[ModelCosts], Strategy]:
-    """What gives the planner's choice for the costs of a model on the panel's machine."""
-
-    def choose(costs: ModelCosts) -> Strategy:
-        from workbench.session.planning import planners_choice
-
-        assert predictor.hardware is not None
-        return planners_choice(costs, predictor.hardware, num_ranks, batch_size)
-
-    return choose
 
 
 def measured(session: Any) -> Hardware:

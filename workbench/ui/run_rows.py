@@ -6,8 +6,7 @@ import csv
 import io
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 from workbench.core.metrics import RunRecord
 from workbench.ui.numbers import DASH, percent, short_difference, signed_percent, speedup_text, three_digits
@@ -43,7 +42,8 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Row:
-    """A run in the comparison. ``values`` are numbers in SI units or None, ``texts`` what people read."""
+    """A run in the comparison. ``values`` are numbers in SI units or None, ``texts`` what people read, ``changes`` by
+    how much numbers are more or less than the chosen baseline's."""
 
     key: str
     name: str
@@ -56,6 +56,7 @@ class Row:
     equal: bool | None = None
     failure: str = ""
     started: str = ""
+    changes: Mapping[str, str] = field(default_factory=dict)
 
 
 def key_of(run: RunRecord) -> str:
@@ -93,9 +94,23 @@ def run_rows(
                 equal=run.equal,
                 failure=_one_line(run.error or ""),
                 started=run.started,
+                changes=_changes(values, _values(base, base)) if base is not None and run is not base else {},
             )
         )
     return rows
+
+
+def _changes(values: Mapping[str, float | None], base: Mapping[str, float | None]) -> dict[str, str]:
+    """Relative differences to the baseline, of what has a number in both."""
+    found = {}
+    for key in ("samples_per_s", "peak_bytes", "boxed_bytes", "step_s", "predicted_s"):
+        here, there = values[key], base[key]
+        if here is not None and there:
+            found[key] = signed_percent(here / there - 1)
+    bubble, other = values["bubble"], base["bubble"]
+    if bubble is not None and other is not None:
+        found["bubble"] = signed_percent(bubble - other).replace(" %", " pt")
+    return found
 
 
 def _values(run: RunRecord, base: RunRecord | None) -> dict[str, float | None]:
@@ -217,21 +232,3 @@ def prediction_errors(rows: Sequence[Row]) -> tuple[float, float] | None:
 def _one_line(text: str, width: int = 110) -> str:
     line = next((line.strip() for line in text.splitlines() if line.strip()), "")
     return line if len(line) <= width else line[: width - 1] + "\u2026"
-
-
-def as_data(row: Row) -> dict[str, Any]:
-    """A row as the page's script gets it."""
-    return {
-        "key": row.key,
-        "name": row.name,
-        "detail": f"not run: {row.failure}" if row.failure else row.detail,
-        "texts": dict(row.texts),
-        "rate": row.values["samples_per_s"],
-        "predictedRate": row.values["predicted_samples_per_s"],
-        "baseline": row.is_baseline,
-        "truth": row.is_truth,
-        "front": row.on_front,
-        "equal": row.equal,
-        "failed": bool(row.failure),
-        "started": row.started[:16].replace("T", " "),
-    }

@@ -17,7 +17,14 @@ from workbench.ui.assets import asset, element
 from workbench.ui.controls import bar, button, html, label
 from workbench.ui.run_rows import COLUMNS, Row, filter_rows, key_of, rows_csv, run_rows, sorted_rows
 from workbench.ui.scatter_picture import scatter_picture
-from workbench.ui.tables import comparison_html, footnote_html, rows_table_html, scatter_legend_html, table_style
+from workbench.ui.tables import (
+    below_html,
+    comparison_html,
+    footnote_html,
+    rows_table_html,
+    scatter_legend_html,
+    table_style,
+)
 
 ONE_DEVICE = "1 device"
 _TYPES = {"csv": "text/csv", "json": "application/json", "html": "text/html"}
@@ -122,10 +129,14 @@ class RunTable:
         except ValueError:
             return self._sorted()
 
+    @property
+    def _every(self) -> list[RunRecord]:
+        """The runs and that on one device."""
+        return [*self.runs, *([self.truth] if self.truth is not None else [])]
+
     def _sorted(self) -> list[Row]:
-        every = [*self.runs, *([self.truth] if self.truth is not None else [])]
         truth = key_of(self.truth) if self.truth is not None else ""
-        rows = run_rows(every, self.baseline, self.names, truth)
+        rows = run_rows(self._every, self.baseline, self.names, truth)
         return sorted_rows([row for row in rows if row.key not in self.hidden], self.sort, self.ascending)
 
     def refresh(self) -> None:
@@ -143,7 +154,7 @@ class RunTable:
             css="wb-scatter-box",
         )
         both = element("div", element("div", table, css="wb-table-box"), picture, css="wb-comparison-grid")
-        self.page.page = both + footnote_html(rows)
+        self.page.page = both + below_html(rows, self._every, self.selected) + footnote_html(rows)
         self._show_controls()
         self.facts.value = f'<span class="wb-quiet">{_facts(self.runs)}</span>'
 
@@ -170,7 +181,10 @@ class RunTable:
 
     def static_html(self) -> str:
         """The table and the scatter for readers without a kernel."""
-        return comparison_html(self.rows, self.selected, self.limit_bytes) if self.runs else ""
+        if not self.runs:
+            return ""
+        below = below_html(self.rows, self._every, self.selected)
+        return comparison_html(self.rows, self.selected, self.limit_bytes, below)
 
     # ---- what the user does ---------------------------------------------------------------------------------------
 
@@ -263,8 +277,7 @@ class RunTable:
         self._loader.layout.display = "none"
 
     def _run(self, key: str) -> RunRecord | None:
-        every = [*self.runs, *([self.truth] if self.truth is not None else [])]
-        return next((run for run in every if key_of(run) == key), None)
+        return next((run for run in self._every if key_of(run) == key), None)
 
     def _with_selected(self, action: Callable[[str], None] | None) -> None:
         run = self._run(self.selected)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
+from workbench.ui import marks
 from workbench.ui.assets import element
-from workbench.ui.drawing import text_width
 from workbench.ui.run_rows import Row
+from workbench.ui.scatter_labels import place_labels
 from workbench.ui.traces import byte_scale
 
 WIDTH, HEIGHT = 308, 400
 _LEFT, _RIGHT, _TOP, _BOTTOM = 40.0, 298.0, 34.0, 352.0
-_LETTER = 12
 
 
 def scatter_picture(rows: Sequence[Row], selected: str = "", limit_bytes: float | None = None) -> str:
@@ -55,28 +55,13 @@ class _Axis:
     def at(self, value: float) -> float:
         return self.start + (self.end - self.start) * (value - self.low) / (self.high - self.low)
 
-    def ticks(self) -> list[float]:
-        """About five round numbers."""
-        rough = (self.high - self.low) / 5
-        power = 10.0 ** len(str(int(rough))) / 10 if rough >= 1 else 10.0 ** -_leading_zeros(rough)
-        step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough)
-        return [step * index for index in range(int(self.high / step) + 1)]
-
-
-def _leading_zeros(number: float) -> int:
-    zeros = 0
-    while number and number < 1:
-        number *= 10
-        zeros += 1
-    return zeros
-
 
 def _axes(x_axis: _Axis, y_axis: _Axis, unit: str) -> str:
     parts = [_text(0, 16, "samples/s (more is better)", "m")]
-    for value in y_axis.ticks():
+    for value in marks.ticks(y_axis.high, 5):
         y = y_axis.at(value)
         parts += [_line(_LEFT, y, _RIGHT, y, "rule"), _text(_LEFT - 6, y + 4, _short(value), "m e")]
-    for value in x_axis.ticks():
+    for value in marks.ticks(x_axis.high, 5):
         parts.append(_text(x_axis.at(value), _BOTTOM + 16, _short(value), "m c"))
     parts.append(_line(_LEFT, _BOTTOM, _RIGHT, _BOTTOM, "axis"))
     parts.append(_text(_RIGHT, _BOTTOM + 34, f"peak memory per rank, {unit} (less is better)", "m e"))
@@ -111,29 +96,11 @@ def _point(row: Row, point: tuple[float, float], selected: bool) -> str:
 
 
 def _labels(rows: Sequence[tuple[Row, tuple[float, float]]], points: Sequence[tuple[float, float]]) -> list[str]:
-    """Labels on the first free side of their points, the important ones first."""
-    taken = [(x - 6, y - 6, x + 6, y + 6) for x, y in points]
-    found = []
-    for row, (x, y) in rows:
-        width = text_width(row.name, _LETTER) + 2
-        sides = (
-            (x - width / 2, y - 9, "c", x),
-            (x - width / 2, y + 19, "c", x),
-            (x + 9, y + 4, "", x + 9),
-            (x - 9 - width, y + 4, "e", x - 9),
-        )
-        for left, base, css, anchor in sides:
-            box = (left, base - 10, left + width, base + 3)
-            if box[0] < 2 or box[2] > WIDTH - 2 or any(_overlap(box, other) for other in taken):
-                continue
-            taken.append(box)
-            found.append(_text(anchor, base, row.name, f"{css} b" if row.on_front else css))
-            break
-    return found
-
-
-def _overlap(a: tuple[float, float, float, float], b: tuple[float, float, float, float]) -> bool:
-    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
+    """Names of the points, bold on the Pareto line."""
+    on_front = {row.name for row, _ in rows if row.on_front}
+    placed = place_labels([(row.name, point) for row, point in rows], points, (2.0, WIDTH - 2.0))
+    short = {"middle": "c", "end": "e", "": ""}
+    return [_text(x, y, name, short[anchor] + (" b" if name in on_front else "")) for x, y, anchor, name in placed]
 
 
 def _text(x: float, y: float, content: str, css: str) -> str:

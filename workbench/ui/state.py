@@ -29,6 +29,7 @@ class _Moment:
     """What undo brings back. ``origin`` is what the strategy was before it was edited, None where that has no name."""
 
     strategy: Strategy
+    num_ranks: int
     base: str
     origin: Strategy | None
     own_degrees: bool
@@ -54,13 +55,13 @@ class PanelState:
 
     def __init__(self, layers: Sequence[Layer], num_ranks: int, strategy: Strategy | str | None = None) -> None:
         self.layers = list(layers)
-        self.num_ranks = num_ranks
         self.text_problem = ""
         self.draft = ""
         self.unfolded: set[str] = set()
         self.wanted_name = ""
-        self.presets = {name: _try_preset(name, self.layers, num_ranks) for name in PRESETS}
-        self._now = self._opening(strategy if strategy is not None else "data")
+        self._now = self._opening(strategy if strategy is not None else "data", num_ranks)
+        self.presets: dict[str, str] = {}
+        self._presets_for = 0
         self._before: list[_Moment] = []
         self._after: list[_Moment] = []
         self.mistakes: list[Mistake] = []
@@ -75,6 +76,11 @@ class PanelState:
     def strategy(self) -> Strategy:
         """The strategy as edited, valid or not."""
         return self._now.strategy
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks the strategy is for."""
+        return self._now.num_ranks
 
     @property
     def text(self) -> str:
@@ -165,6 +171,17 @@ class PanelState:
         strategy = Strategy.from_rows(self.strategy.rows, options)
         self._become(replace(self._now, strategy=strategy, own_degrees=True))
 
+    def set_num_ranks(self, num_ranks: int) -> None:
+        """Plan for another number of ranks: a preset is made anew, else the data axis takes what the others leave."""
+        if num_ranks == self.num_ranks:
+            return
+        if self.base in PRESETS and not self.is_edited and not _try_preset(self.base, self.layers, num_ranks):
+            self._become(self._opening(self.base, num_ranks))
+            return
+        options = _for_ranks(self.options, num_ranks)
+        strategy = Strategy.from_rows(self.strategy.rows, options)
+        self._become(replace(self._now, strategy=strategy, num_ranks=num_ranks))
+
     def set_options(self, **changes: object) -> None:
         """Change any of ``core.options.Options``: micro-batches, schedule, ZeRO, recompute, sequence, precision."""
         self._become(replace(self._now, strategy=self.strategy.with_options(**changes)))
@@ -172,20 +189,20 @@ class PanelState:
     def set_preset(self, name: str) -> None:
         """Start again from a preset. One that cannot be made for this model is a problem of the text, not a crash."""
         try:
-            self._become(self._opening(name))
+            self._become(self._opening(name, self.num_ranks))
         except StrategyError as error:
             self.draft, self.text_problem = self.text, str(error)
 
     def set_planned(self, strategy: Strategy) -> None:
         """Start again from what a planner has chosen."""
-        self._become(_Moment(strategy, PLANNED, strategy, own_degrees=False))
+        self._become(_Moment(strategy, self.num_ranks, PLANNED, strategy, own_degrees=False))
 
     def set_text(self, text: str) -> None:
         """Take a strategy from its text, or a preset's name. Text that does not parse changes nothing but the draft."""
         if text.strip() == self.text:
             return
         try:
-            self._become(self._opening(text))
+            self._become(self._opening(text, self.num_ranks))
         except StrategyError as error:
             self.draft, self.text_problem = text, str(error)
 
@@ -221,13 +238,13 @@ class PanelState:
 
     # ---- inside -------------------------------------------------------------------------------------------------
 
-    def _opening(self, strategy: Strategy | str) -> _Moment:
+    def _opening(self, strategy: Strategy | str, num_ranks: int) -> _Moment:
         if isinstance(strategy, str) and strategy.strip() in PRESETS:
             name = strategy.strip()
-            made = preset(name, self.layers, self.num_ranks)
-            return _Moment(made, name, made, own_degrees=False)
+            made = preset(name, self.layers, num_ranks)
+            return _Moment(made, num_ranks, name, made, own_degrees=False)
         value = Strategy(strategy) if isinstance(strategy, str) else strategy
-        return _Moment(value, CUSTOM, None, own_degrees=value.options.degrees is not None)
+        return _Moment(value, num_ranks, CUSTOM, None, own_degrees=value.options.degrees is not None)
 
     def _edit_rows(self, names: Iterable[str], change: Callable[[Row], Row]) -> None:
         targets = {name: self._layers_of(name) for name in names}
@@ -255,7 +272,7 @@ class PanelState:
     def _become(self, moment: _Moment) -> None:
         """Go to a new moment. The one before can be undone to; what was undone is forgotten."""
         self.text_problem = self.draft = ""
-        if moment.strategy != self._now.strategy:
+        if (moment.strategy, moment.num_ranks) != (self._now.strategy, self.num_ranks):
             self._before.append(self._now)
             self._after.clear()
         self._now = moment
@@ -269,6 +286,9 @@ class PanelState:
         self._check()
 
     def _check(self) -> None:
+        if self._presets_for != self.num_ranks:
+            self._presets_for = self.num_ranks
+            self.presets = {name: _try_preset(name, self.layers, self.num_ranks) for name in PRESETS}
         self.mistakes = self.strategy.check(self.layers, self.num_ranks)
         if not self.mistakes:
             self.resolved = self.strategy.resolve(self.layers, self.num_ranks)
@@ -284,6 +304,16 @@ def _written_choices(strategy: Strategy, layers: Sequence[Layer], drawn: Sequenc
         split = row.split or (last.split if row.parallel == last.parallel else None)
         choices.append(Choice(row.parallel, split, stage))
     return choices
+
+
+def _for_ranks(options: Options, num_ranks: int) -> Options:
+    """The options for another number of ranks; degrees that cannot be kept are left to follow from the rows."""
+    if options.degrees is None and options.widths is None:
+        return options
+    pipeline, _, model = options.degrees or (0, 0, 0)
+    fits = pipeline * model and num_ranks % (pipeline * model) == 0
+    degrees = (pipeline, num_ranks // (pipeline * model), model) if fits else None
+    return replace(options, degrees=degrees, widths=None)
 
 
 def _resolved(strategy: Strategy, layers: Sequence[Layer], num_ranks: int) -> ResolvedStrategy | None:

@@ -13,12 +13,16 @@ from workbench.ui.tables import comparison_table_text
 
 
 def static_html(text: str, view: dict[str, Any], predictions: str = "", runs: str = "") -> str:
-    """Strategy, layers, predictions and runs as one HTML fragment without controls.
+    """Strategy, layers, predictions (with the plan) and runs as one HTML fragment without controls.
 
     The class ``wb-static`` lets the live panel hide it where both are on one page.
     """
     strategy = element("p", element("b", text="Strategy "), element("code", text=text))
-    style = element("style", style_sheet(".wb-static"), asset("predictions.css")) if predictions or runs else ""
+    style = (
+        element("style", style_sheet(".wb-static"), asset("predictions.css"), asset("plan.css"))
+        if predictions or runs
+        else ""
+    )
     return element("div", style, strategy, static_grid_html(view), predictions, runs, css="wb-static")
 
 

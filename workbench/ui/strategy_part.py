@@ -12,17 +12,17 @@ from workbench.core.strategy import Strategy
 from workbench.cost.crossings import known_shapes
 from workbench.cost.estimate import Estimate
 from workbench.cost.hardware import Hardware
-from workbench.errors import WorkbenchError
+from workbench.errors import StrategyError, WorkbenchError
 from workbench.theme import Palette, palette
 from workbench.ui.controls import PLANNING, Controls, button, html
 from workbench.ui.grid import LayerGrid
+from workbench.ui.machine_bar import MachineBar
+from workbench.ui.planner_part import PlannerPart, Search, search_for
 from workbench.ui.predicting import Predictor
 from workbench.ui.predictions import no_predictions_html, predictions_html
 from workbench.ui.state import PanelState
 from workbench.ui.tensor_view import no_tensor_html, tensors_html
 from workbench.ui.view import Facts, flow_of, grid_view
-
-Planner = Callable[[ModelCosts], Strategy]
 
 
 class StrategyPart:
@@ -37,7 +37,7 @@ class StrategyPart:
         title: model, parameters, batch, in words.
         on_run: somebody wants to train.
         on_theme: the page has another theme.
-        planner: gives the planner's choice for the model's costs; None where there is no planner.
+        search: finds the planner's choice.
         no_run: why nothing can be run at all; empty where it can.
         calibrate: measures the machine of the engines, for a panel that knows none; None where there are no engines.
     """
@@ -54,25 +54,29 @@ class StrategyPart:
         on_run: Callable[[], None],
         on_theme: Callable[[Palette], None] = lambda colours: None,
         on_change: Callable[[], None] = lambda: None,
-        planner: Planner | None = None,
+        search: Search = search_for,
         no_run: str = "",
         calibrate: Callable[[], Hardware] | None = None,
     ) -> None:
         self._lock = threading.RLock()
-        self._facts, self._predictor, self._planner = facts, predictor, planner
+        self._facts, self._predictor = facts, predictor
         self._on_run, self._on_theme, self._on_change, self._no_run = on_run, on_theme, on_change, no_run
-        self._calibrate, self._is_measuring, self._is_planning = calibrate, False, False
+        self._calibrate, self._is_measuring = calibrate, False
         self._selected = ""
         self._shows_tensor = False
-        self._plan_problem = ""
+        self._num_ranks = num_ranks
         self.busy: Callable[[], bool] = lambda: False
         self.state = PanelState(layers, num_ranks, strategy)
         self.controls = Controls(self.edit, on_run, self.plan, title)
         self.grid = LayerGrid(self._on_event)
         self.tensor = html("", "wb-tensor-host")
         self.predictions = html("", "wb-predictions-host")
+        self.machine = MachineBar(predictor, num_ranks, self.refresh, self._set_num_ranks)
         self.measure = button("Measure this machine", self.calibrate, "wb-measure")
-        self.children = [*self.controls.bars, self.grid, self.tensor, self.predictions, self.measure]
+        self.machine.box.children = [*self.machine.box.children, self.measure]
+        self.planner = PlannerPart(predictor, self._take_plan, self.refresh, search)
+        below = (self.machine.box, self.predictions, self.planner.box)
+        self.children = [*self.controls.bars, self.grid, self.tensor, *below]
         self.refresh()
 
     # ---- what the panel asks ------------------------------------------------------------------------------------
@@ -81,16 +85,18 @@ class StrategyPart:
         """The strategy and its name.
 
         Raises:
-            StrategyError: it has mistakes; all of them are listed.
+            StrategyError: it has mistakes; all of them are listed. Or it is for other ranks than there are.
         """
         with self._lock:
+            if self._other_ranks:
+                raise StrategyError(f"panel.run(): {self._other_ranks}")
             self.state.strategy.resolve(self.state.layers, self.state.num_ranks)
             return self.state.strategy, self.state.label
 
     def estimate(self) -> Estimate | None:
-        """What is predicted for the strategy; None where nothing can be."""
+        """What is predicted for the strategy on the machine as it is; None where nothing can be."""
         with self._lock:
-            return self._predictor.estimate(self.state.resolved)
+            return self._predictor.estimate(self.state.resolved, self._predictor.machine)
 
     def open(self, text: str) -> None:
         """Load a strategy's text; undo brings back what was there."""
@@ -104,22 +110,13 @@ class StrategyPart:
 
     def plan(self) -> None:
         """Put the planner's choice into the panel; it is searched for beside the notebook, seconds for many ranks."""
-        costs = self._predictor.costs
-        if self._planner is None or costs is None or self._is_planning:
-            return
-        self._is_planning, self._plan_problem = True, ""
-        self.refresh()
-        threading.Thread(target=self._search, args=(self._planner, costs), name="workbench-plan", daemon=True).start()
+        self.planner.ask(self.state.num_ranks, self.state.options.precision)
 
-    def _search(self, planner: Planner, costs: ModelCosts) -> None:
-        try:
-            strategy = planner(costs)
-        except WorkbenchError as error:
-            self._is_planning, self._plan_problem = False, str(error)
-            self.refresh()
-            return
-        self._is_planning = False
+    def _take_plan(self, strategy: Strategy) -> None:
         self.edit(lambda state: state.set_planned(strategy))
+
+    def _set_num_ranks(self, num_ranks: int) -> None:
+        self.edit(lambda state: state.set_num_ranks(num_ranks))
 
     def calibrate(self) -> None:
         """Measure the machine beside the notebook, and predict for it from then on."""
@@ -130,11 +127,12 @@ class StrategyPart:
 
     def _measure(self, calibrate: Callable[[], Hardware]) -> None:
         try:
-            self._predictor.hardware = calibrate()
+            self.machine.adopt(calibrate())
         except WorkbenchError as error:
             self._predictor.no_machine = f"the machine could not be measured: {error}"
-        self._is_measuring = False
-        self.refresh()
+        finally:
+            self._is_measuring = False
+            self.refresh()
 
     def view(self) -> dict[str, Any]:
         """What the grid shows, for the static copy, too."""
@@ -164,13 +162,14 @@ class StrategyPart:
             "fix": lambda state: state.apply_fix(str(value), event.get("row")),
             "undo": PanelState.undo,
             "redo": PanelState.redo,
+            "open": lambda state: state.set_text(str(value)),
         }
         if kind in actions:
             self.edit(actions[kind])
         elif kind == "theme":
             self._on_theme(palette(str(value)))
         elif kind == "run":
-            if self.state.can_run and not self.busy() and not self._no_run:
+            if self.state.can_run and not self.busy() and not self._no_run_now:
                 self._on_run()
         else:
             self._look(kind, value, rows)
@@ -187,6 +186,7 @@ class StrategyPart:
             elif kind == "select":
                 self._selected = rows[0]
                 self._show_tensor()
+                self._show_plan()
                 return
             self.grid.view = self.view() | {"tensor": self._shows_tensor}
             self._show_tensor()
@@ -196,26 +196,46 @@ class StrategyPart:
     def refresh(self) -> None:
         """Show the state in every part."""
         with self._lock:
-            self.controls.refresh(self.state, self.busy(), self._no_plan(), self._no_run)
+            self.controls.refresh(self.state, self.busy(), self._no_plan(), self._no_run_now)
+            self.machine.refresh(self.state.num_ranks, self.state.options.precision)
             self.grid.view = self.view() | {"tensor": self._shows_tensor}
             self.predictions.value = self.predictions_html()
             self._show_measure()
             self._show_tensor()
+            self._show_plan()
+
+    @property
+    def _other_ranks(self) -> str:
+        """Why a strategy for the ranks of the slider cannot be trained; empty where they are those that there are."""
+        wanted, there = self.state.num_ranks, self._num_ranks
+        return "" if wanted == there else f"the strategy is for {wanted} ranks, but there are {there}"
+
+    @property
+    def _no_run_now(self) -> str:
+        return self._no_run or self._other_ranks
+
+    def _show_plan(self) -> None:
+        self.planner.show(self.state.strategy, self.state.num_ranks, self._selected_layer())
+
+    def plan_html(self) -> str:
+        """The plan as it is explained now; empty before there is one."""
+        return self.planner.html(self.state.strategy, self.state.num_ranks, self._selected_layer())
+
+    def _selected_layer(self) -> str:
+        """The pattern of the selected row; empty for a block of unlike layers, and where nothing is selected."""
+        row = next((row for row in self.state.rows if row.node.pattern == self._selected), None)
+        return "" if row is None or row.node.children else row.node.pattern
 
     def _show_measure(self) -> None:
         """The button is there as long as it has something to do."""
-        useful = self._calibrate is not None and self._predictor.hardware is None
+        useful = self._calibrate is not None and not self.machine.has_own
         self.measure.layout.display = "" if useful else "none"
         self.measure.disabled = self._is_measuring or self.busy()
         self.measure.description = "Measuring\u2026" if self._is_measuring else "Measure this machine"
         self.measure.tooltip = "about 10 s on all engines; the panel then predicts every toggle"
 
     def _no_plan(self) -> str:
-        if self._planner is None:
-            return "no planner here"
-        if self._is_planning:
-            return PLANNING
-        return self._plan_problem or self._predictor.missing
+        return PLANNING if self.planner.is_searching else self._predictor.missing
 
     def _facts_now(self) -> Facts:
         """The facts with the shapes that are known by now."""

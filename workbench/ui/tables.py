@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from workbench.core.metrics import RunRecord
 from workbench.theme import style_sheet
 from workbench.ui.assets import asset, element
+from workbench.ui.comparison_pictures import layers_picture, prediction_picture
 from workbench.ui.numbers import DASH, percent, short_difference
 from workbench.ui.run_rows import COLUMNS, CROSS, TICK, Column, Row, key_of, prediction_errors, run_rows, sorted_rows
 from workbench.ui.scatter_picture import scatter_picture
@@ -34,13 +35,13 @@ def comparison_table_html(
     others = sorted_rows([row for row in rows if not row.is_truth])
     chosen = next((row.key for row in rows if selected in (row.key, row.name)), "")
     listed = [*others, *(row for row in rows if row.is_truth)]
-    return element(
-        "div", table_style(), rows_table_html(listed, selected=chosen), footnote_html(rows), css="wb-comparison"
-    )
+    below = below_html(listed, [*runs, *([baseline] if baseline is not None else [])], chosen)
+    table = rows_table_html(listed, selected=chosen)
+    return element("div", table_style(), table, below, footnote_html(rows), css="wb-comparison")
 
 
-def comparison_html(rows: Sequence[Row], selected: str = "", limit_bytes: float | None = None) -> str:
-    """Table and scatter side by side, with their style: what a page without a kernel shows."""
+def comparison_html(rows: Sequence[Row], selected: str = "", limit_bytes: float | None = None, below: str = "") -> str:
+    """Table and scatter side by side, ``below`` under them, with their style: what a page without a kernel shows."""
     picture = element(
         "div",
         element("div", text="Memory against throughput", css="wb-scatter-title"),
@@ -50,7 +51,15 @@ def comparison_html(rows: Sequence[Row], selected: str = "", limit_bytes: float 
     )
     table = element("div", rows_table_html(sorted_rows(rows), selected=selected), css="wb-table-box")
     both = element("div", table, picture, css="wb-comparison-grid")
-    return element("div", table_style(), both, footnote_html(rows), css="wb-comparison")
+    return element("div", table_style(), both, below, footnote_html(rows), css="wb-comparison")
+
+
+def below_html(rows: Sequence[Row], runs: Sequence[RunRecord], selected: str = "") -> str:
+    """Predictions against measurements, and time by layer, of the runs that the rows show."""
+    by_key = {key_of(run): run for run in runs}
+    shown = [by_key[row.key] for row in rows if row.key in by_key]
+    parts = prediction_picture(rows, selected), layers_picture(shown, {row.key: row.name for row in rows}, selected)
+    return element("div", *parts, css="wb-comparison-below") if any(parts) else ""
 
 
 def table_style() -> str:
@@ -112,7 +121,7 @@ def _header(column: Column, sort: str, ascending: bool) -> str:
 def _row(row: Row, fastest: float, selected: bool) -> str:
     states = (("baseline", row.is_baseline or row.is_truth), ("selected", selected), ("not-run", bool(row.failure)))
     css = " ".join(name for name, on in states if on)
-    cells = [element("td", text=row.texts[column.key], css="number") for column in COLUMNS[2:-1]]
+    cells = [_number_cell(row, column.key) for column in COLUMNS[2:-1]]
     return element(
         "tr",
         _name_cell(row),
@@ -124,6 +133,12 @@ def _row(row: Row, fastest: float, selected: bool) -> str:
         tabindex="0",
         aria_selected="true" if selected else "false",
     )
+
+
+def _number_cell(row: Row, key: str) -> str:
+    """The number, and below it how much more or less that is than the chosen baseline's."""
+    change = element("small", text=row.changes[key]) if key in row.changes else ""
+    return element("td", element("span", text=row.texts[key]), change, css="number")
 
 
 def _name_cell(row: Row) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from workbench.core.strategy import ResolvedStrategy
+from workbench.pipeline.schedules import Action
 from workbench.pipeline.simulate import Span, Timeline
 from workbench.units import format_ranks, format_seconds
 
@@ -16,13 +17,17 @@ _MAX_BARS = 2000
 
 @dataclass(frozen=True, slots=True)
 class ActionBar:
-    """One action, or several of a kind that lie within a pixel: place in pixels, number of its micro-batch, tip."""
+    """One action, or several of a kind that lie within a pixel: place in pixels, number of its micro-batch, tip.
+
+    ``boxing`` pixels of its width are exchanges; they are drawn at its end.
+    """
 
     kind: str
     left: float
     width: float
     text: str
     tip: str
+    boxing: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +39,14 @@ class TimelineRow:
     bars: tuple[ActionBar, ...]
 
 
-def timeline_rows(timeline: Timeline, resolved: ResolvedStrategy, width: float) -> list[TimelineRow]:
-    """A row for every slice of the pipeline axis, ``width`` pixels for the whole step."""
+def timeline_rows(
+    timeline: Timeline, resolved: ResolvedStrategy, width: float, shares: Sequence[tuple[float, float]] = ()
+) -> list[TimelineRow]:
+    """A row for every slice of the pipeline axis, ``width`` pixels for the whole step.
+
+    Args:
+        shares: by stage, the parts of a forward and of a backward that are exchanges; none are drawn without.
+    """
     starts = [span.start_s for spans in timeline.spans for span in spans]
     start = min(starts, default=0.0)
     scale = width / timeline.makespan_s if timeline.makespan_s else 0.0
@@ -44,12 +55,18 @@ def timeline_rows(timeline: Timeline, resolved: ResolvedStrategy, width: float) 
     for number, spans in enumerate(timeline.spans):
         ranks = tuple(resolved.stage_ranks(number))
         label = f"rank {ranks[0]}" if len(ranks) == 1 else f"stage {number}"
-        rows.append(TimelineRow(label, ranks, tuple(_bars(spans, start, scale, thinnest, label, ranks))))
+        rows.append(TimelineRow(label, ranks, tuple(_bars(spans, start, scale, thinnest, label, ranks, shares))))
     return rows
 
 
 def _bars(
-    spans: Sequence[Span], start: float, scale: float, thinnest: float, label: str, ranks: Sequence[int]
+    spans: Sequence[Span],
+    start: float,
+    scale: float,
+    thinnest: float,
+    label: str,
+    ranks: Sequence[int],
+    shares: Sequence[tuple[float, float]],
 ) -> list[ActionBar]:
     found: list[ActionBar] = []
     for span in spans:
@@ -59,10 +76,21 @@ def _bars(
             kind = last.kind if last.kind == span.action.kind else "B"
             found[-1] = ActionBar(kind, last.left, left + width - last.left, "", f"{label}: several actions")
             continue
-        text = str(span.action.micro_batch) if width >= _ROOM_FOR_A_NUMBER else ""
+        share = _share(span.action, shares)
+        text = str(span.action.micro_batch) if width * (1 - share) >= _ROOM_FOR_A_NUMBER else ""
+        seconds = span.stop_s - span.start_s
         tip = (
-            f"{label} (ranks {format_ranks(list(ranks))}): {span.action}, {format_seconds(span.stop_s - span.start_s)}"
+            f"{label} (ranks {format_ranks(list(ranks))}): {span.action}, {format_seconds(seconds)}"
             f"\nfrom {format_seconds(span.start_s - start)} to {format_seconds(span.stop_s - start)}"
         )
-        found.append(ActionBar(span.action.kind, left, width, text, tip))
+        tip += f"\nboxing {format_seconds(share * seconds)} of it" if share else ""
+        found.append(ActionBar(span.action.kind, left, width, text, tip, width * share))
     return found
+
+
+def _share(action: Action, shares: Sequence[tuple[float, float]]) -> float:
+    """The part of an action that is exchanges. Those of backward belong to its first half, which others wait for."""
+    if not shares or action.kind == "W":
+        return 0.0
+    forward, backward = shares[action.stage]
+    return forward if action.kind == "F" else backward

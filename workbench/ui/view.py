@@ -9,7 +9,7 @@ from math import prod
 from typing import Any
 
 from workbench.core.rows import Layer
-from workbench.core.strategy import Mistake, ResolvedStrategy
+from workbench.core.strategy import Mistake
 from workbench.cost.crossings import Stages
 from workbench.ui import columns, flow
 from workbench.ui.columns import Column
@@ -19,7 +19,7 @@ from workbench.ui.numbers import TIMES
 from workbench.ui.placing import Choice
 from workbench.ui.slices import held, picture_size, shape_text
 from workbench.ui.state import FIXES, PanelState
-from workbench.units import format_bytes, format_count
+from workbench.units import format_count
 
 _ROW, _CHILD, _FOLDED, _TALL = 32, 28, 42, 42
 _MAX_PICTURES = 4
@@ -50,11 +50,13 @@ def grid_view(state: PanelState, facts: Facts) -> dict[str, Any]:
     drawing = _Drawing(state, facts, stages, columns.columns_of(stages), flow_of(state, facts))
     rows = drawing.rows()
     total, parts = flow.total_text(drawing.flow)
+    offered, used = _stage_options(state), _num_stages(state)
     return {
         "ranks_width": columns.total_width(drawing.columns),
         "stages": columns.stage_heads(stages, drawing.columns),
         "columns": columns.view(drawing.columns),
-        "stage_options": _stage_options(state),
+        "stage_options": offered,
+        "new_stage": used if used in offered and len(offered) <= _STAGES_AS_BUTTONS else None,
         "flow_title": "Activation and boxing",
         "flow_detail": f"bytes per {'micro-batch' if drawing.flow.num_micro_batches > 1 else 'step'}, forward + back",
         "rows": rows,
@@ -72,11 +74,16 @@ def flow_of(state: PanelState, facts: Facts) -> Flow:
 
 def _stage_options(state: PanelState) -> list[int]:
     """Stages that can be chosen: those in use and one more, up to four; from a list where the pipeline is longer."""
-    written = max((choice.stage for choice in state.choices), default=0) + 1
-    used = max(state.degrees.pipeline, state.written_degrees.pipeline, written)
+    used = _num_stages(state)
     return list(
         range(state.num_ranks if used > _STAGES_AS_BUTTONS else min(state.num_ranks, used + 1, _STAGES_AS_BUTTONS))
     )
+
+
+def _num_stages(state: PanelState) -> int:
+    """Stages in use, as written."""
+    written = max((choice.stage for choice in state.choices), default=0) + 1
+    return max(state.degrees.pipeline, state.written_degrees.pipeline, written)
 
 
 def _end(state: PanelState, facts: Facts, way: Flow) -> dict[str, Any] | None:
@@ -239,9 +246,10 @@ def _height(row: Row) -> int:
 
 
 def _make_room(rows: list[dict[str, Any]]) -> None:
-    """Rows with a note are taller where a boxing badge straddles one of their edges."""
+    """Rows are taller where boxing badges straddle both of their edges, or one of them and there is a note."""
     for row, following in zip(rows, [*rows[1:], None], strict=True):
-        if (row["flow"]["boxing"] or (following and following["flow"]["boxing"])) and row["flow"]["note"]:
+        edges = bool(row["flow"]["boxing"]) + bool(following and following["flow"]["boxing"])
+        if edges + bool(row["flow"]["note"]) > 1 and edges:
             row["height"] = max(row["height"], _TALL)
 
 
@@ -268,23 +276,3 @@ def _mistake(mistake: Mistake, count: int) -> dict[str, Any]:
 def fix_button(fix: str) -> dict[str, Any]:
     """A fix as the script draws it; ``value`` is what comes back when it is clicked, None where only the user can."""
     return {"label": fix, "value": fix if fix.startswith(FIXES) else None}
-
-
-def parameters_held(layers: Sequence[Layer], resolved: ResolvedStrategy) -> list[int]:
-    """Bytes of fp32 parameters by rank, before ZeRO."""
-    stages = Stages(resolved)
-    ranks = sorted({rank for placement in stages.placements for rank in placement})
-    size_of = dict.fromkeys(ranks, 0)
-    for layer, choice in zip(layers, resolved.layers, strict=True):
-        for shape in layer.shapes.values():
-            layout = stages.parameter(layer, choice, shape)
-            for rank in layout.placement:
-                size_of[rank] += 4 * prod(layout.local_shape(shape, rank))
-    return [size_of[rank] for rank in ranks]
-
-
-def held_text(sizes: Sequence[int]) -> str:
-    """Bytes of parameters on each rank, or on the fullest of many."""
-    if len(sizes) <= 4:
-        return ", ".join(f"rank {rank} {format_bytes(size)}" for rank, size in enumerate(sizes))
-    return f"at most {format_bytes(max(sizes))} per rank"

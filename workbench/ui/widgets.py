@@ -107,7 +107,6 @@ class Panel(widgets.VBox):
             on_run=self.run,
             on_theme=self._runs_part.use,
             on_change=self._keep_static,
-            planner=paper.planner(predictor, trainer.num_ranks, batch_size),
             no_run=self._no_run,
             calibrate=None if session is None else lambda: paper.measured(session),
         )
@@ -221,7 +220,8 @@ class Panel(widgets.VBox):
 
     def _static_bundle(self) -> dict[str, str]:
         runs = self._runs_part.static_html()
-        html = static_html(self.state.text, self._upper.view(), self._upper.predictions_html("static"), runs)
+        predicted = self._upper.predictions_html("static") + self._upper.plan_html()
+        html = static_html(self.state.text, self._upper.view(), predicted, runs)
         return {"text/html": html, "text/plain": static_text(self.state.text, self.runs, self.baseline)}
 
     def _keep_static(self) -> None:

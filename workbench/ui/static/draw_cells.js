@@ -50,6 +50,7 @@ function segment(label, options, css) {
       "aria-checked": String(Boolean(option.on)),
       tabindex: "-1",
       "data-tip": option.tip,
+      "aria-label": option.name,
       "data-event": option.event,
       "data-value": option.value,
       style: option.stage !== undefined && option.on ? stageStyle(option.stage) : undefined,
@@ -84,7 +85,7 @@ function isChild(row) {
   return row.depth > 0 && row.open === null;
 }
 
-function stageCell(row, stages) {
+function stageCell(row, stages, added) {
   const cell = make("div", { role: "gridcell", class: "stage-cell" });
   if (isChild(row) || stages.length < 2) return cell;
   if (stages.length > 4) {
@@ -92,7 +93,9 @@ function stageCell(row, stages) {
     return cell;
   }
   const options = stages.map((stage) => ({
-    label: stage,
+    label: stage === added ? "+" : stage,
+    tip: stage === added ? `a new stage, ${stage}` : undefined,
+    name: stage === added ? `new stage ${stage}` : undefined,
     value: stage,
     stage,
     event: "stage",

@@ -71,7 +71,7 @@ function layerRow(row, index, view) {
     make("div", { role: "gridcell", class: "num params" }, row.params),
     choiceCell(row),
     make("div", { role: "gridcell", class: row.sbp === "mixed" ? "sbp quiet" : "sbp mono", "data-tip": row.sbp_tip || undefined }, row.sbp),
-    stageCell(row, view.stage_options),
+    stageCell(row, view.stage_options, view.new_stage),
     ranksCell(row, view),
     flowCell(row),
   );

@@ -142,6 +142,8 @@ function servePanel(root, grid) {
       if (event.target.closest(".wb-problem")) grid.nextProblem();
       const fix = event.target.closest(".wb-mistakes [data-fix]");
       if (fix) grid.send("fix", { row: null, value: fix.dataset.fix });
+      const open = event.target.closest(".wb-open");
+      if (open) grid.send("open", { value: open.dataset.text });
       const copy = event.target.closest(".wb-copy");
       if (copy) copyText(panel.querySelector(".wb-text input").value, copy);
     };

@@ -1,0 +1,103 @@
+"""Below the table of runs: predictions against measurements, and time by layer."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from tests.ui.conftest import make_record
+from workbench.core.metrics import RunRecord
+from workbench.ui.comparison_pictures import layer_times, layers_picture, prediction_picture
+from workbench.ui.report import runs_report_html
+from workbench.ui.run_rows import run_rows
+from workbench.ui.run_table import RunTable
+from workbench.ui.scatter_labels import place_labels
+from workbench.ui.tables import rows_table_html
+
+FORWARD = {"h.0.fc": 0.01, "h.1.fc": 0.02, "head": 0.06}
+BACKWARD = {"h.0.fc": 0.02, "h.1.fc": 0.04, "head": 0.12}
+
+
+def predicted(name: str, predicted_s: float, **changes: object) -> RunRecord:
+    """A run whose step takes 20 ms."""
+    return make_record(name, predicted={"step_s": predicted_s, "samples_per_s": 100 / predicted_s}, **changes)
+
+
+def centres(html: str) -> list[tuple[float, float]]:
+    found = re.findall(r'class="hollow" cx="([\d.]+)" cy="([\d.]+)"', html)
+    return [(float(x), float(y)) for x, y in found]
+
+
+def test_a_run_as_predicted_lies_on_the_line():
+    rows = run_rows([predicted("data", 0.02), predicted("model", 0.04)])
+    html = prediction_picture(rows)
+    line = re.search(r'<line class="even" x1="([\d.]+)" y1="([\d.]+)" x2="([\d.]+)" y2="([\d.]+)"', html)
+    assert line is not None
+    left, bottom, right, top = map(float, line.groups())
+    (x, y), (slow_x, slow_y) = centres(html)
+    assert (x - left) / (right - left) == pytest.approx((bottom - y) / (bottom - top), rel=0.01)
+    assert (slow_x - left) / (x - left) == pytest.approx(2, rel=0.01), "predicted to take twice as long"
+    assert slow_y == y, "measured to take as long"
+    assert "model +100 %" in html
+
+
+def test_without_predictions_there_is_no_picture(runs: list[RunRecord]):
+    assert prediction_picture(run_rows(runs)) == ""
+    assert layers_picture(runs, {}) == ""
+
+
+def test_layers_of_equal_blocks_are_one_row():
+    run = make_record("data", layer_forward_s=FORWARD, layer_backward_s=BACKWARD)
+    times = layer_times(run)
+    assert list(times) == ["h.*.fc \u00d72", "head"]
+    assert times["h.*.fc \u00d72"].forward_s == pytest.approx(0.03)
+    assert times["head"].total_s == pytest.approx(0.18)
+
+
+def test_layers_are_bars_the_slowest_first_a_column_per_run():
+    fast = {name: seconds / 2 for name, seconds in FORWARD.items() if name != "head"}
+    runs = [
+        make_record("data", layer_forward_s=FORWARD, layer_backward_s=BACKWARD),
+        make_record("model", layer_forward_s=fast, layer_backward_s={}),
+    ]
+    html = layers_picture(runs, {"model": "my model"})
+    assert html.index(">head<") < html.index(">h.*.fc \u00d72<")
+    assert ">my model<" in html
+    widths = [
+        float(width) for width in re.findall(r'width="([\d.]+)" height="12.0" style="fill: var\(--wb-forward\)', html)
+    ]
+    assert widths[0] / widths[1] == pytest.approx(2, rel=0.01), "60 ms against 30 ms"
+    assert widths[1] / widths[2] == pytest.approx(2, rel=0.02), "30 ms against 15 ms of the other run"
+    assert "\u2013" in html, "the other run has no head"
+
+
+def test_differences_to_a_chosen_baseline_stand_below_the_numbers(runs: list[RunRecord]):
+    rows = run_rows(runs, baseline="model")
+    data = next(row for row in rows if row.name == "data")
+    assert data.changes["peak_bytes"] == "+100 %"
+    assert data.changes["samples_per_s"] == "+67 %"
+    assert next(row for row in rows if row.name == "model").changes == {}
+    html = rows_table_html(rows)
+    assert "<span>8.00 MB</span><small>+100 %</small>" in html
+    assert "<small>+" not in rows_table_html(run_rows(runs))
+
+
+def test_the_table_and_its_exports_have_the_pictures():
+    run = replace(predicted("data", 0.03), layer_forward_s=FORWARD, layer_backward_s=BACKWARD)
+    table = RunTable()
+    table.add([run])
+    for html in (table.page.page, table.static_html(), table.exported("html"), runs_report_html([run], None)):
+        assert "Prediction against measurement" in html
+        assert "Time by layer" in html
+    table.select("data")
+    assert table.page.page.count("wb-ring") == 2, "in the scatter, and among the predictions"
+
+
+def test_names_never_cover_points_or_each_other():
+    points = [(50.0, 50.0), (54.0, 52.0), (58.0, 50.0), (50.0, 52.0)]
+    placed = place_labels([(f"strategy {n}", point) for n, point in enumerate(points)], points, (0.0, 300.0))
+    assert 0 < len(placed) <= 4
+    assert len({(x, y) for x, y, *_ in placed}) == len(placed)
+    assert place_labels([("a name that is far too long", (5.0, 5.0))], [(5.0, 5.0)], (0.0, 20.0)) == []

@@ -1,0 +1,279 @@
+"""The planner in the panel: its choice, why it and not another, and a machine whose numbers are moved."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.ui.models import GPT_HYBRID, gpt
+from workbench.core.strategy import Strategy
+from workbench.cost.hardware_files import load_hardware
+from workbench.errors import StrategyError
+from workbench.planner.plan import Plan
+from workbench.ui.assumed import Assumed, factor_text, told
+from workbench.ui.plan_view import Answer, answer_html
+from workbench.ui.planner_part import Search, search_for
+from workbench.ui.predicting import Predictor
+from workbench.ui.strategy_part import StrategyPart, facts_of
+
+MACHINE = load_hardware("v100-dgx1")
+
+
+def make_part(
+    num_ranks: int = 4, strategy: str | None = None, search: Search = search_for, **more: Any
+) -> StrategyPart:
+    """The upper half of a panel for a GPT of two blocks."""
+    predictor = Predictor(MACHINE, 32)
+    predictor.costs = gpt(2)
+    facts = facts_of(gpt(2).layers, 32, (64,), None)
+    return StrategyPart(
+        gpt(2).layers, num_ranks, strategy, facts, predictor, title="gpt", on_run=lambda: None, search=search, **more
+    )
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return search_for(make_part()._predictor, 4, "fp32")
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+def words(html: str) -> str:
+    return re.sub(r"\s+", " ", re.sub("<[^>]*>", " ", html))
+
+
+def ask(part: StrategyPart) -> None:
+    part.controls.planned.click()
+    wait_for(lambda: not part.planner.is_searching and part.planner.box.value != "")
+
+
+# ---- searching ------------------------------------------------------------------------------------------------------
+
+
+def test_the_planner_s_choice_is_searched_for_beside_the_notebook(plan: Plan):
+    asked, go = [], threading.Event()
+
+    def search(predictor: Predictor, num_ranks: int, precision: str) -> Plan:
+        asked.append((num_ranks, precision))
+        assert go.wait(10)
+        return plan
+
+    part = make_part(strategy="*: data | bf16", search=search)
+    part.controls.planned.click()
+    assert part.controls.planned.disabled
+    assert part.controls.planned.description == "planning\u2026"
+    go.set()
+    wait_for(lambda: part.state.text == str(plan.strategy))
+    assert asked == [(4, "bf16")]
+    assert part.controls.planned.description == "planner's choice"
+    assert not part.controls.planned.disabled
+    part.controls.undo.click()
+    assert part.state.text == "*: data | bf16"
+
+
+@pytest.mark.parametrize(
+    ("error", "told"), [(StrategyError("it needs 3 GB more"), "3 GB more"), (KeyError("x"), "KeyError: 'x'")]
+)
+def test_a_failed_search_says_why_and_can_be_asked_again(plan: Plan, error: Exception, told: str):
+    answers: list[Exception | Plan] = [error, plan]
+
+    def search(*_asked: object) -> Plan:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    part = make_part(search=search)
+    ask(part)
+    assert told in words(part.planner.box.value)
+    assert part.state.text == "*: data"
+    assert not part.controls.planned.disabled, "whoever gives a rank more memory may ask again"
+    ask(part)
+    assert part.state.text == str(plan.strategy)
+    assert told not in words(part.planner.box.value)
+
+
+def test_the_plan_has_the_optimizer_of_the_predictions(plan: Plan):
+    assert (plan.problem.optimizer, plan.problem.batch_size) == ("momentum", 32)
+
+
+# ---- explaining -----------------------------------------------------------------------------------------------------
+
+
+def test_why_this_one_shows_the_best_of_every_split_of_the_ranks(plan: Plan):
+    text = words(answer_html(Answer.of(plan, MACHINE), plan.strategy))
+    for found in (plan.found, *plan.others[:5]):
+        assert " \u00d7 ".join(map(str, found.strategy.degrees)) in text
+    more = plan.others[0].estimate.step_s / plan.found.estimate.step_s - 1
+    assert f"+{round(100 * more)} %" in text
+    assert "They are the planner's choice" in text
+
+
+def test_why_not_says_by_how_much_and_in_which_part(plan: Plan):
+    answer = Answer.of(plan, MACHINE)
+    shown = Strategy("*: model")
+    verdict = answer.why_not(shown)
+    text = words(answer_html(answer, shown))
+    assert verdict.reason == "slower"
+    assert verdict.text.split(":")[0] in text
+    assert "boxing of activations" in text
+    assert "planner \u2192 shown" in text
+
+
+def test_why_not_says_what_does_not_fit(plan: Plan):
+    small = Assumed(memory=plan.estimate.peak_bytes * 1.05 / MACHINE.memory_bytes).of(MACHINE)
+    text = words(answer_html(Answer.of(plan, small), Strategy("*: data")))
+    assert "It does not fit" in text
+    assert "too much" in text
+
+
+def test_why_not_says_what_cannot_run(plan: Plan):
+    text = words(answer_html(Answer.of(plan, MACHINE), Strategy("blocks: data@1; ln_f: data@0 | 2x1x1")))
+    assert "It cannot run" in text
+
+
+def test_a_layer_is_explained_in_the_plan(plan: Plan):
+    answer = Answer.of(plan, MACHINE)
+    found = answer.explain("lm_head")
+    assert found is not None
+    text = words(answer_html(answer, plan.strategy, "lm_head"))
+    for one in found.alternatives:
+        assert one.choice in text
+    assert answer.explain("no such layer") is None
+
+
+def test_the_answer_is_priced_for_the_machine_as_it_is_now(plan: Plan):
+    fast = Assumed(flops=4.0).of(MACHINE)
+    answer = Answer.of(plan, fast)
+    assert answer.is_stale
+    assert answer.chosen.estimate.step_s < plan.found.estimate.step_s
+    assert answer.chosen.strategy == plan.found.strategy
+    assert "search again" in words(answer_html(answer, plan.strategy))
+
+
+def test_the_answer_follows_rows_selection_and_ranks():
+    part = make_part()
+    ask(part)
+    assert "They are the planner's choice" in words(part.planner.box.value)
+    part._on_event({"event": "parallel", "rows": ["lm_head"], "value": "data"})
+    part._on_event({"event": "parallel", "rows": ["blocks.[0-1]"], "value": "data"})
+    part._on_event({"event": "parallel", "rows": ["tok_emb"], "value": "model"})
+    assert "They are the planner's choice" not in words(part.planner.box.value)
+    part._on_event({"event": "select", "rows": ["lm_head"]})
+    assert "all other layers left as they are" in words(part.planner.box.value)
+    part.machine.ranks.value = 8
+    assert "The plan is for 4 ranks, and there are 8 now" in words(part.planner.box.value)
+
+
+def test_another_split_of_the_ranks_can_be_opened():
+    part = make_part()
+    ask(part)
+    text = re.findall(r'data-text="([^"]*)"', part.planner.box.value)[1]
+    part._on_event({"event": "open", "value": text})
+    assert part.state.text == str(Strategy(text))
+    assert not part.state.mistakes
+
+
+# ---- the machine ----------------------------------------------------------------------------------------------------
+
+
+def test_sliders_change_what_is_predicted_and_reset_takes_it_back():
+    part = make_part(strategy="*: model")
+    before = part._predictor.estimate(part.state.resolved)
+    assert before is not None
+    part.machine.sliders["links"].value = 4.0
+    after = part._predictor.estimate(part.state.resolved)
+    assert after is not None
+    assert after.boxing_s < before.boxing_s
+    assert after.compute_s == before.compute_s
+    assert "on the machine as it is" in part.predictions.value
+    assert "\u00d74" in part.machine.told["links"].value
+    assert part.estimate() == before, "a run is predicted on the machine that there is"
+    part.machine.reset.click()
+    assert part._predictor.assumed == Assumed()
+    assert part.machine.reset.disabled
+    assert part.machine.sliders["links"].value == 1.0
+
+
+def test_the_memory_slider_moves_the_limit():
+    part = make_part()
+    assert "limit 17.2 GB" in part.predictions.value
+    part.machine.sliders["memory"].value = 0.5
+    assert "limit 8.59 GB" in part.predictions.value
+
+
+def test_faster_products_compute_faster_and_box_alike():
+    part = make_part(strategy="*: model")
+    before = part._predictor.estimate(part.state.resolved)
+    part.machine.sliders["flops"].value = 2.0
+    after = part._predictor.estimate(part.state.resolved)
+    assert before is not None
+    assert after is not None
+    assert after.compute_s < before.compute_s
+    assert after.boxing_s == before.boxing_s
+
+
+def test_ranks_can_be_planned_for_that_are_not_there():
+    part = make_part(strategy=GPT_HYBRID.replace("blocks.[0-3]", "blocks.0").replace("blocks.[4-7]", "blocks.1"))
+    part.machine.ranks.value = 8
+    assert part.state.text.endswith("| 2x2x2 mb=4 1f1b")
+    assert "Predicted step time" in part.predictions.value
+    assert part.controls.run.disabled
+    assert "for 8 ranks, but there are 4" in part.controls.run.tooltip
+    with pytest.raises(StrategyError, match="for 8 ranks, but there are 4"):
+        part.wanted()
+    part.controls.undo.click()
+    assert part.machine.ranks.value == 4
+    assert not part.controls.run.disabled
+
+
+def test_a_preset_is_made_anew_for_other_ranks_and_rows_keep_their_choices():
+    part = make_part(strategy="pipeline", num_ranks=2)
+    part.machine.ranks.value = 4
+    assert part.state.degrees.pipeline == 4
+    assert part.state.label == "pipeline"
+    part._on_event({"event": "open", "value": "*: data; lm_head: model"})
+    part.machine.ranks.value = 2
+    assert part.state.text == "*: data; lm_head: model"
+
+
+def test_another_machine_can_be_chosen():
+    part = make_part()
+    part.machine.machine.value = "h200"
+    assert part._predictor.hardware == load_hardware("h200")
+    assert "limit 141 GB" in part.predictions.value
+    part.machine.machine.value = MACHINE.name
+    assert part._predictor.hardware == MACHINE
+
+
+def test_without_a_machine_one_can_be_chosen():
+    predictor = Predictor(None, 32)
+    predictor.costs = gpt(1)
+    facts = facts_of(gpt(1).layers, 32, (64,), None)
+    part = StrategyPart(gpt(1).layers, 2, None, facts, predictor, title="gpt", on_run=lambda: None)
+    assert part.machine.machine.value == "none"
+    assert part.machine.sliders["links"].disabled
+    part.machine.machine.value = "h200"
+    assert "Predicted step time" in part.predictions.value
+    assert not part.controls.planned.disabled
+    part.machine.machine.value = "none"
+    assert "No machine" in part.predictions.value
+
+
+def test_numbers_of_a_machine_in_words():
+    h200 = load_hardware("h200")
+    assert told(h200, "links") == "48.0\u2013348 GB/s"
+    assert told(h200, "memory") == "141 GB"
+    assert told(h200, "flops", "bf16") == "673 TFLOP/s"
+    assert factor_text(1.0) == ""
+    assert factor_text(0.5) == "\u00d70.5"

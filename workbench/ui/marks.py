@@ -1,0 +1,115 @@
+"""The marks of the panel's pictures: bars, lines, text and axes as SVG, whose colours are the page's variables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil, floor, log10
+
+from workbench.ui.assets import element
+
+SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
+BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
+FEW_ROWS = 8
+_MAX_LABELLED_ROWS = 16
+
+
+def section(title: str, detail: str, picture: str, legend: str, css: str) -> str:
+    """A titled picture with its legend."""
+    head = element("h4", element("span", text=title), element("span", text=detail, css="wb-quiet"))
+    return element("section", head, picture, legend, css=css)
+
+
+def svg(width: float, height: float, summary: str, *parts: str) -> str:
+    """A picture with one sentence for those who cannot see it."""
+    return element(
+        "svg", *parts, width=f"{width:.0f}", height=f"{height:.0f}", role="img", aria_label=summary, focusable="false"
+    )
+
+
+def bar(x: float, y: float, width: float, height: float, colour: str, **attributes: str) -> str:
+    """A filled rectangle."""
+    size = {"x": f"{x:.1f}", "y": f"{y:.1f}", "width": f"{max(width, 0):.1f}", "height": f"{height:.1f}"}
+    return element("rect", **size, style=f"fill: {colour}", **attributes)
+
+
+def line(x1: float, y1: float, x2: float, y2: float, css: str) -> str:
+    """A line."""
+    return element("line", x1=f"{x1:.1f}", y1=f"{y1:.1f}", x2=f"{x2:.1f}", y2=f"{y2:.1f}", css=css)
+
+
+def text(x: float, y: float, text: str, css: str = "") -> str:
+    """Text at a place; ``css`` says how it is aligned."""
+    return element("text", text=text, css=css, x=f"{x:.1f}", y=f"{y:.1f}")
+
+
+def hatch(ident: str) -> str:
+    """Waiting is striped wherever it appears."""
+    stripe = element(
+        "path", d="M-1 7L7 -1M5 9L9 5M-1 1L1 -1", style="stroke: var(--wb-idle); stroke-width: 1.2; fill: none"
+    )
+    pattern = element("pattern", stripe, id=f"wb-idle-{ident}", width="8", height="8", patternUnits="userSpaceOnUse")
+    return element("defs", pattern)
+
+
+def swatch(colour: str, text: str, value: str = "") -> str:
+    """A colour and what it means."""
+    parts = [element("i", style=f"background: {colour}") if colour != "idle" else element("i", css="idle")]
+    return element("span", *parts, element("span", text=f"{text} {value}".strip()), css="key")
+
+
+# ---- scales ----------------------------------------------------------------------------------------------------------
+
+
+def ticks(largest: float, wanted: int = 4) -> list[float]:
+    """Round numbers from 0 to ``largest``, about ``wanted`` steps.
+
+    >>> ticks(1.96)
+    [0.0, 0.5, 1.0, 1.5]
+    """
+    if largest <= 0:
+        return [0.0]
+    rough = largest / wanted
+    power = 10.0 ** floor(log10(rough))
+    step = next((factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * 0.999), 10 * power)
+    return [round(step * number, 12) for number in range(floor(largest / step * 1.0001) + 1)]
+
+
+def scale_of(largest: float, units: Sequence[tuple[float, str]]) -> tuple[float, str]:
+    """The unit in which an axis up to ``largest`` is labelled."""
+    return next(((size, name) for size, name in units if largest >= size), units[-1])
+
+
+def axis(left: float, width: float, y: float, largest: float, units: Sequence[tuple[float, str]]) -> list[str]:
+    """A line with ticks; the unit stands behind the last number."""
+    size, unit = scale_of(largest, units)
+    marks = ticks(largest / size)
+    parts = [line(left, y, left + width, y, "axis")]
+    for number, mark in enumerate(marks):
+        x = left + width * mark * size / largest
+        last = number == len(marks) - 1
+        css = "quiet" if not number else "quiet end" if x > left + width - 18 else "quiet middle"
+        parts += [line(x, y, x, y + 3, "axis"), text(x, y + 16, f"{mark:g}{f' {unit}' if last else ''}", css)]
+    return parts
+
+
+def legend(content: str) -> str:
+    """The line below a picture."""
+    return element("div", content, css="legend")
+
+
+# ---- rows -----------------------------------------------------------------------------------------------------------
+
+
+def row_height(num_rows: int, roomy: float = 18) -> float:
+    """Pixels of a row: ``roomy`` up to 8, then less, so that all of them stay within 240."""
+    return roomy if num_rows <= FEW_ROWS else 14 if num_rows <= _MAX_LABELLED_ROWS else max(4, 240 / num_rows)
+
+
+def is_labelled(index: int, num_rows: int) -> bool:
+    """All of few rows have labels; of many, one in so many pixels."""
+    return index % ceil(14 / row_height(num_rows)) == 0
+
+
+def ranks_of(ranks: Sequence[int]) -> str:
+    """What lights up together with the ranks' column in the grid."""
+    return " ".join(map(str, ranks[:64]))
