@@ -1,4 +1,5 @@
-"""How fast the panel answers: its first view, and a toggle until grid, text and predictions are sent to the page.
+"""How fast the panel answers: its first view, a toggle, and a slider of the machine, until grid, text, predictions and
+the planner's answer are sent to the page.
 
 A GPT of 100 layers on 2 to 64 ranks, without engines and without a browser: what is timed is the kernel's part, from
 the grid's message to the last changed widget. Layers are toggled in turn, so that boxings of new layouts are planned.
@@ -87,13 +88,37 @@ def toggles(panel: Panel, unfolded: bool) -> Iterator[float]:
             yield time.perf_counter() - started
 
 
-def measure(num_ranks: int, num_blocks: int) -> tuple[int, float, list[float]]:
-    """(layers, seconds until the first view, seconds of toggles with rows folded and unfolded)."""
+def slides(panel: Panel) -> Iterator[float]:
+    """Seconds of moves of every slider; the planner's answer is priced for the new machine, too."""
+    bar = panel._upper.machine
+    moves = [(slider, factor) for slider in bar.sliders.values() for factor in (0.5, 1.0, 2.0, 4.0, 1.0)]
+    moves += [(bar.ranks, number) for number in (bar.ranks.value * 2, bar.ranks.value)]
+    for slider, value in moves:
+        started = time.perf_counter()
+        slider.value = value
+        yield time.perf_counter() - started
+
+
+def plan(panel: Panel) -> None:
+    """Have the planner's choice searched for and shown, then go back to the rows that were there."""
+    upper = panel._upper
+    upper.plan()
+    while upper.planner.is_searching or not upper.planner.box.value:
+        time.sleep(0.05)
+    assert upper.planner.plan is not None, upper.planner.problem
+    upper.edit(type(upper.state).undo)
+
+
+def measure(num_ranks: int, num_blocks: int) -> tuple[int, float, dict[str, list[float]]]:
+    """(layers, seconds until the first view, seconds of what the user does by its name)."""
     costs = make_costs(num_blocks)
     started = time.perf_counter()
     panel = open_panel(costs, num_ranks)
     first_s = time.perf_counter() - started
-    times = [*toggles(panel, unfolded=False), *toggles(panel, unfolded=True)]
+    times = {"toggle": [*toggles(panel, unfolded=False), *toggles(panel, unfolded=True)]}
+    plan(panel)
+    times["toggle beside the planner's choice"] = list(toggles(panel, unfolded=True))
+    times["slider beside the planner's choice"] = list(slides(panel))
     return len(costs.rows), first_s, times
 
 
@@ -105,13 +130,14 @@ def main() -> int:
     rows, judged = [], []
     measure(2, 2)  # modules are imported, widgets made once
     for num_ranks in STRATEGIES:
-        num_layers, first_s, times = measure(num_ranks, arguments.blocks)
-        middle = median(times)
-        cells = (f"{num_layers}", f"{num_ranks}", *map(format_seconds, (first_s, middle, max(times))), f"{len(times)}")
-        rows.append(cells)
-        judged += [Comparison(f"first view on {num_ranks} ranks", first_s, FIRST)]
-        judged += [Comparison(f"median toggle on {num_ranks} ranks", middle, TOGGLE)]
-    header = ("layers", "ranks", "first view", "toggle, median", "toggle, slowest", "toggles")
+        num_layers, first_s, by_action = measure(num_ranks, arguments.blocks)
+        rows.append((f"{num_layers}", f"{num_ranks}", "first view", format_seconds(first_s), "", "1"))
+        judged.append(Comparison(f"first view on {num_ranks} ranks", first_s, FIRST))
+        for action, times in by_action.items():
+            told = (action, format_seconds(median(times)), format_seconds(max(times)), f"{len(times)}")
+            rows.append((f"{num_layers}", f"{num_ranks}", *told))
+            judged.append(Comparison(f"median {action} on {num_ranks} ranks", median(times), TOGGLE))
+    header = ("layers", "ranks", "what", "median", "slowest", "times")
     body = f"A GPT, without engines and without a browser.\n\n{table(header, rows)}"
     publish("panel", "What the panel's answers take in the kernel", body, judged)
     return 0

@@ -95,6 +95,13 @@ def test_the_table_and_its_exports_have_the_pictures():
     assert table.page.page.count("wb-ring") == 2, "in the scatter, and among the predictions"
 
 
+def test_exports_have_the_names_that_were_given():
+    table = RunTable()
+    table.add([predicted("data", 0.03)])
+    table.rename("data", "my favourite")
+    assert all("my favourite" in table.exported(kind) for kind in ("csv", "json", "html"))
+
+
 def test_names_never_cover_points_or_each_other():
     points = [(50.0, 50.0), (54.0, 52.0), (58.0, 50.0), (50.0, 52.0)]
     placed = place_labels([(f"strategy {n}", point) for n, point in enumerate(points)], points, (0.0, 300.0))

@@ -102,9 +102,7 @@ class Controls:
         self.zero = widgets.Dropdown(options=(0, 1, 2, 3), layout={"width": "46px"})
         self.recompute = widgets.Checkbox(description="recompute", indent=False)
         self.sequence = widgets.Checkbox(description="sequence", indent=False)
-        self.precision = widgets.Dropdown(
-            options=PRECISIONS, layout={"width": "62px"}, tooltip=_OPTION_TIPS["precision"]
-        )
+        self.precision = widgets.Dropdown(options=PRECISIONS, layout={"width": "62px"})
         self.text = widgets.Text(continuous_update=False, layout={"width": "auto"})
         self.pieces = html("", "wb-pieces")
         self.copy = button("Copy", lambda: None, "wb-copy", tooltip="copy the text; wb.Strategy(text) reads it")
@@ -151,7 +149,7 @@ class Controls:
         options = (
             *(field("micro-batches", self.micro_batches), field("schedule", self.schedule)),
             html("", "wb-rule"),
-            *(field("ZeRO", self.zero), self.recompute, self.sequence, self.precision),
+            *(field("ZeRO", self.zero), self.recompute, self.sequence, field("precision", self.precision)),
         )
         text = bar(self.text, self.pieces, css=("wb-text-field",))
         return [

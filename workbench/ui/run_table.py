@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,7 @@ class RunTable:
         self._make_controls()
         style = html(table_style())
         self.box = widgets.VBox()
+        self.box.add_class("wb-run-table")
         self._parts = (style, self._title_bar, self._bar, self._loader, self.page)
         self.refresh()
 
@@ -240,8 +242,8 @@ class RunTable:
         rows = self.rows
         if kind == "csv":
             return rows_csv(rows)
-        shown = [self._run(row.key) for row in rows]
-        runs = [run for run in shown if run is not None and run is not self.truth]
+        shown = [(row.name, self._run(row.key)) for row in rows]
+        runs = [replace(run, name=name) for name, run in shown if run is not None and run is not self.truth]
         if kind == "json":
             truth = self.truth.to_dict() if self.truth is not None else None
             return json.dumps({"baseline": truth, "runs": [run.to_dict() for run in runs]}, indent=1)
