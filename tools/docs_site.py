@@ -53,7 +53,7 @@ def turn_links(text: str, page: str) -> str:
     >>> turn_links("[boxing](docs/boxing.md#gradients)", "project/contributing.md")
     '[boxing](../boxing.md#gradients)'
     """
-    places = copied()
+    places = copied() | {"benchmarks/results": "project/results/index.md"}
     sources = {place: source for source, place in places.items()}
     here = posixpath.dirname(sources.get(page, f"docs/{page}"))
 
@@ -124,12 +124,26 @@ def say_help(text: str) -> str:
     return _HELP.sub(lambda found: f"```text\n{help_of(found[1]).strip()}\n```", text)
 
 
+def list_of_results() -> str:
+    """A page with all results of benchmarks, the newest day first.
+
+    >>> "boxing-2.md)" in list_of_results()
+    True
+    """
+    rows = []
+    for path in sorted((ROOT / "benchmarks" / "results").glob("*.md"), key=lambda path: path.name[:10], reverse=True):
+        title = path.read_text(encoding="utf-8").splitlines()[0].lstrip("# ")
+        rows.append(f"| {path.name[:10]} | [{title}]({path.name}) |")
+    return "\n".join(["# Results of benchmarks", "", "| day | what |", "|---|---|", *rows, ""])
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Bring in the files from outside docs/."""
     from mkdocs.structure.files import File
 
     for source, place in copied().items():
         files.append(File.generated(config, place, abs_src_path=str(ROOT / source)))
+    files.append(File.generated(config, "project/results/index.md", content=list_of_results()))
     return files
 
 

@@ -125,3 +125,10 @@ def test_links_of_the_sources_lead_somewhere(page: Path) -> None:
     """As one reads them in the repository."""
     for name in re.findall(r"\]\((?!\w+:)([^)#\s]+)", page.read_text("utf-8")):
         assert (page.parent / name).exists(), name
+
+
+def test_files_that_a_newcomer_is_sent_to_exist() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+    named = re.findall(r"`((?:workbench|tests|docs|tools|benchmarks)/[\w./]+)`", text)
+    assert len(named) > 15
+    assert not [name for name in named if not (ROOT / name).exists()]
