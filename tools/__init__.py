@@ -1,1 +1,1 @@
-"""What make, the linters of notebooks and the documentation need: each file is run by itself, ``python -m tools.NAME``."""
+"""What make, linters of notebooks and the documentation need: each file runs by itself, ``python -m tools.NAME``."""
