@@ -10,7 +10,8 @@ transport's memory, as the library's own results do; *outside* that it is an ord
 What no boxing can beat is *copies at once*: every rank makes this copy, and all meet before the next one, so that as
 many bytes go through the caches as in a boxing (a rank that repeats its copy alone keeps them to itself). It is counted
 in time of a core, times the ranks that share one, since those have to take turns. *Slices at once* are those of the
-boxing itself, in their strides, out of tensors of the rank's own: what is above them, the exchange takes.
+boxing itself, in their strides, out of tensors of the rank's own: what is above them, the exchange takes. *Copy and
+meet* is the copy and a boxing of one number, by the clock: every rank learns that all have copied, and nothing else.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ LIMIT_SIZE, LIMIT_PAIRS = 16 * 2**20, [("S(0)", "S(1)"), ("S(0)", "B"), ("S(1)",
 LIMITS = {"in segment": Target(1.5), "outside": Target(2.5)}
 CACHED, PLANNING, ISSUE = Target(5, unit="us"), Target(1000, unit="us"), Target(1 / 3)
 OURS = ("in segment", "outside", "over gloo")
-AT_ONCE, SLICES = "copies at once", "slices at once"
+AT_ONCE, SLICES, MEETING = "copies at once", "slices at once", "copy and meet"
 _DTENSOR = {"S(0)": Shard(0), "S(1)": Shard(1), "B": Replicate(), "P": Partial()}
 _PLANNED = 300
 
@@ -121,7 +122,8 @@ class Boxings:
         rows = self.box("outside").to_local()
         self._from, self._to = torch.randn(rows.shape), torch.randn(rows.shape)
         plan = plan_boxing(layout, Layout.of(placement, case.target), (side, side), 4)
-        self._slices = _slices(world, plan) if case.has_limit else []
+        self._has_limit, self._slices = case.has_limit, _slices(world, plan) if case.has_limit else []
+        self._number = wb.to_global(torch.ones(1), placement=placement, sbp="P")
 
     def box(self, name: str) -> Any:
         """Ours."""
@@ -142,6 +144,15 @@ class Boxings:
         """As many bytes as the new shard has, from and to ordinary memory."""
         self._to.copy_(self._from)
 
+    def meet(self) -> None:
+        """Go on when all ranks have come here."""
+        self._number.to_global(sbp=wb.sbp.broadcast)
+
+    def copy_and_meet(self) -> None:
+        """What a boxing has to do at least."""
+        self.copy()
+        self.meet()
+
     def copy_slices(self) -> None:
         """What this rank copies in the boxing, out of tensors of its own."""
         for runs, source, goal in self._slices:
@@ -150,7 +161,8 @@ class Boxings:
     def candidates(self) -> dict[str, Action]:
         """By name."""
         ours: dict[str, Action] = {name: lambda name=name: self.box(name) for name in OURS}  # type: ignore[misc]
-        return ours | {"DTensor": self.redistribute, "copy": self.copy}
+        limits: dict[str, Action] = {MEETING: self.copy_and_meet} if self._has_limit else {}
+        return ours | {"DTensor": self.redistribute, "copy": self.copy} | limits
 
 
 def _in_segment(transport: Transport, shard: torch.Tensor) -> torch.Tensor:
@@ -197,19 +209,17 @@ def measure(case: Case, gloo: World, rounds: int, calls: int) -> dict[str, float
         action()
 
     times = medians(interleave(boxings.candidates(), rounds, calls, before=start_together))
-    found = {AT_ONCE: measure_at_once(boxings.copy, rounds * calls)}
+    found = {AT_ONCE: measure_at_once(boxings, boxings.copy, rounds * calls)}
     if case.has_limit:
-        found[SLICES] = measure_at_once(boxings.copy_slices, rounds * calls)
+        found[SLICES] = measure_at_once(boxings, boxings.copy_slices, rounds * calls)
     return times | found
 
 
-def measure_at_once(copy: Action, calls: int) -> float:
+def measure_at_once(boxings: Boxings, copy: Action, calls: int) -> float:
     """Median seconds of a core for a copy, when all ranks make it and meet before each."""
-    placement = Placement.of("cpu", list(range(wb.world_size())))
-    number = wb.to_global(torch.ones(1), placement=placement, sbp="P")
     times = []
     for _ in range(calls + 2):
-        number.to_global(sbp=wb.sbp.broadcast)
+        boxings.meet()
         started = time.thread_time()
         copy()
         times.append(time.thread_time() - started)
@@ -270,7 +280,7 @@ def report(
 ) -> None:
     """Print and keep the tables of one number of processes."""
     num_processes = dist.get_world_size()
-    with_names = [*OURS, "DTensor", "copy", AT_ONCE, SLICES]
+    with_names = [*OURS, "DTensor", "copy", AT_ONCE, SLICES, MEETING]
     rows = []
     for case, time_s in times.items():
         cells = [f"{time_s[name] * 1e6:.0f}" if name in time_s else "" for name in with_names]
@@ -308,13 +318,16 @@ def _limits(times: dict[Case, dict[str, float]]) -> list[Comparison]:
     ranks_per_core = max(1.0, dist.get_world_size() / len(os.sched_getaffinity(0)))
     for case, t in times.items():
         if case.has_limit:
-            for limit_of in (AT_ONCE, SLICES, "copy"):
-                what = f"{limit_of}, {format_bytes(case.size)} {case} ({ranks_per_core:g} ranks per core)"
-                limit_s = ranks_per_core * t[limit_of]
-                found += [
-                    Comparison(f"{where} / {what}", t[where] / limit_s, limit, format_seconds(t[where]))
-                    for where, limit in LIMITS.items()
-                ]
+            of_one = {f"{name} ({ranks_per_core:g} ranks per core)": name for name in (AT_ONCE, SLICES, "copy")}
+            limits_s = {what: ranks_per_core * t[name] for what, name in of_one.items()} | {MEETING: t[MEETING]}
+            found += [
+                Comparison(
+                    f"{format_bytes(case.size)} {case}, {where} / {what}", t[where] / limit_s, limit,
+                    format_seconds(t[where]), f"limit {format_seconds(limit_s)}",
+                )
+                for what, limit_s in limits_s.items()
+                for where, limit in LIMITS.items()
+            ]  # fmt: skip
     return found
 
 
