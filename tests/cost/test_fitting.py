@@ -4,15 +4,29 @@ import random
 
 import pytest
 
-from workbench.cost.fitting import fit_line, fit_link, fit_matmul
+from workbench.cost.fitting import fit_line, fit_link, fit_products
 
 
-@pytest.mark.parametrize(("rate", "half"), [(1e9, 0.0), (5e10, 64.0), (3e14, 200.0)])
-def test_matmul_constants_come_back(rate, half):
-    points = [(1e6 * k, k, 1e6 * k * (1 + half / k) / rate) for k in (32, 64, 128, 512, 1024)]
-    found = fit_matmul(points)
-    assert found[0] == pytest.approx(rate, rel=1e-6)
-    assert found[1] == pytest.approx(half, rel=1e-6, abs=1e-3)
+@pytest.mark.parametrize(("rate", "half", "weights"), [(1e9, 0.0, 0.0), (5e10, 64.0, 8e9), (3e14, 200.0, 2e12)])
+def test_constants_of_products_come_back(rate, half, weights):
+    sizes = [(m, k, n) for m in (8, 64, 512) for k in (32, 128, 1024) for n in (256, 1024)]
+    points = [
+        (
+            2.0 * m * k * n,
+            k,
+            4.0 * k * n,
+            2.0 * m * k * n * (1 + half / k) / rate + (4 * k * n / weights if weights else 0),
+        )
+        for m, k, n in sizes
+    ]
+    assert fit_products(points) == pytest.approx((rate, half, weights), rel=1e-6, abs=1e-3)
+
+
+def test_products_that_get_faster_with_small_sizes_have_one_rate():
+    """What would be negative is left out: no size costs less than nothing, and weights without bytes have no rate."""
+    points = [(2e6 * k, float(k), 0.0, 2e6 * k * (1 - 10 / k) / 1e9) for k in (32, 64, 128, 1024)]
+    rate, half, weights = fit_products(points)
+    assert 1e9 < rate < 1.3e9 and (half, weights) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize(("latency_s", "bandwidth"), [(1e-6, 1e11), (5e-5, 2e9), (1e-3, 1e8)])

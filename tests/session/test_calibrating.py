@@ -13,15 +13,19 @@ from workbench.cost.hardware import Hardware
 from workbench.cost.hardware_files import load_hardware, save_hardware
 from workbench.runtime import measuring
 from workbench.runtime.measuring import PRODUCTS, ExchangeTime, FunctionTime, ProductTime, RankTimes, default_spans
+from workbench.runtime.stopwatch import Stopwatch
 from workbench.session.calibrating import hardware_from
 from workbench.testing import run_ranks
 
-RATE, HALF, LATENCY_S, BANDWIDTH = 5e10, 40.0, 2e-5, 3e9
+RATE, HALF, WEIGHTS, LATENCY_S, BANDWIDTH = 5e10, 40.0, 7e9, 2e-5, 3e9
 
 
-def rank_times(slower: float = 1.0, host: str = "a") -> RankTimes:
+def rank_times(slower: float = 1.0, host: str = "a", num_cores: int = 4, slowdown: float = 1.0) -> RankTimes:
     """What a rank of a known machine measures; exchanges may be slower than on the others."""
-    products = [ProductTime("fp32", m, k, n, 2.0 * m * k * n * (1 + HALF / k) / RATE) for m, k, n in PRODUCTS]
+    products = [
+        ProductTime("fp32", m, k, n, 2.0 * m * k * n * (1 + HALF / k) / RATE + 4 * k * n / WEIGHTS)
+        for m, k, n in PRODUCTS
+    ]
     exchanges = [
         ExchangeTime(kind, span, size, slower * (LATENCY_S * span + size / BANDWIDTH))
         for kind in ("all-gather", "all-reduce")
@@ -30,13 +34,15 @@ def rank_times(slower: float = 1.0, host: str = "a") -> RankTimes:
     ]
     functions = [FunctionTime("gelu", 0.0, 1e6, 1e-3, 1.5e-3), FunctionTime("conv2d", 1e9, 1e6, 0.1, 0.2)]
     return RankTimes(host, 16e9, "shared", "x86 CPU", tuple(products), tuple(functions), tuple(exchanges),
-                     8e9, 2e-3, 1e-3, 5e-5, 3e-4, {"torch": "2.13"})  # fmt: skip
+                     8e9, 2.0**16, num_cores, 1, slowdown, 5e-5, 3e-4, {"torch": "2.13"})  # fmt: skip
 
 
 def test_constants_come_back():
     hardware = hardware_from([rank_times() for _ in range(4)])
     assert hardware.matmul_flops_per_s["fp32"] == pytest.approx(RATE)
     assert hardware.matmul_half_size == pytest.approx(HALF)
+    assert hardware.weight_bytes_per_s == pytest.approx(WEIGHTS)
+    assert hardware.one_shot_bytes == 2**16
     assert [link.span for link in hardware.links] == [2, 4]
     for link in hardware.links:
         assert link.latency_s == pytest.approx(LATENCY_S * link.span)
@@ -44,7 +50,29 @@ def test_constants_come_back():
     assert hardware.exchanges["all-gather"] == pytest.approx((4 * LATENCY_S, BANDWIDTH))
     assert hardware.function_bytes_per_s == {"gelu": pytest.approx((1 + BACKWARD_MOVES) * 1e6 / 2.5e-3)}
     assert hardware.function_flops_per_s == {"conv2d": pytest.approx(1e10)}
-    assert (hardware.op_s, hardware.step_s, hardware.alone_speedup) == pytest.approx((1e-5, 3e-4, 2.0))
+    assert (hardware.op_s, hardware.step_s, hardware.alone_speedup) == pytest.approx((1e-5, 3e-4, 1.0))
+
+
+def test_own_work_takes_longer_on_the_wall_and_exchanges_are_timed_there():
+    quick, slow = (hardware_from([rank_times(slowdown=slowdown) for _ in range(4)]) for slowdown in (1.0, 2.5))
+    assert slow.matmul_flops_per_s["fp32"] == pytest.approx(RATE / 2.5)
+    assert slow.matmul_half_size == pytest.approx(HALF)
+    for name in ("memory_bandwidth_bytes_per_s", "weight_bytes_per_s"):
+        assert getattr(slow, name) == pytest.approx(getattr(quick, name) / 2.5)
+    for name in ("op_s", "step_s"):
+        assert getattr(slow, name) == pytest.approx(getattr(quick, name) * 2.5)
+    for name in ("function_bytes_per_s", "function_flops_per_s"):
+        assert getattr(slow, name) == pytest.approx({key: rate / 2.5 for key, rate in getattr(quick, name).items()})
+    assert (slow.exchanges, slow.links, slow.alone_speedup) == (quick.exchanges, quick.links, 1.0)
+
+
+def test_ranks_that_share_cores_are_faster_alone():
+    assert hardware_from([rank_times(num_cores=2) for _ in range(4)]).alone_speedup == 2.0
+    assert hardware_from([rank_times(num_cores=8) for _ in range(4)]).alone_speedup == 1.0
+
+
+def test_cores_of_another_host_are_not_shared():
+    assert hardware_from([rank_times(host=host, num_cores=2) for host in "aabb"]).alone_speedup == 1.0
 
 
 def test_ranks_of_a_host_share_its_memory():
@@ -79,12 +107,11 @@ def test_groups_of_ranks(num_ranks, spans):
 def test_ranks_measure_together(monkeypatch, num_ranks):
     """On simulated ranks, with small sizes: rows of all kinds, and a machine that can be."""
     monkeypatch.setattr(measuring, "PRODUCTS", ((8, 4, 8), (8, 64, 8)))
-    monkeypatch.setattr(measuring, "TYPICAL", 1)
+    monkeypatch.setattr(measuring, "WEIGHT_BYTES", 2**14)
     monkeypatch.setattr(measuring, "EXCHANGE_BYTES", (2**12, 2**14))
     monkeypatch.setattr(measuring, "COPY_BYTES", 2**16)
     monkeypatch.setattr(measuring, "ROWS", {"cpu": 64})
-    monkeypatch.setattr(measuring, "_NUM_TIMES", 2)
-    monkeypatch.setattr(measuring, "_WINDOW_S", 0.0)
+    monkeypatch.setattr(measuring, "Stopwatch", lambda world: Stopwatch(world, window_s=0.0))
     times = run_ranks(measuring.measure, num_ranks)
     assert {exchange.kind for exchange in times[0].exchanges} == (
         {*measuring.KINDS, "gradients"} if num_ranks > 1 else set()

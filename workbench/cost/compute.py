@@ -1,6 +1,6 @@
 """What functions take: a roofline of two roofs, matrix products and memory, and the start of a function.
 
-product   max(flops / (rate k / (k + k0)), moved bytes / memory bandwidth) + start
+product   max(flops / (rate k / (k + k0)), moved bytes / memory bandwidth) + weights / their bandwidth + start
 others    moved bytes / memory bandwidth + start
 """
 
@@ -15,6 +15,8 @@ from workbench.errors import StrategyError
 BACKWARD_MOVES = 1.5
 """Bytes that the backward of an elementwise function moves, per byte of its forward: reads two tensors, writes one."""
 FLASH = "scaled_dot_product_attention"
+WRITES = 2
+"""A line of memory that is written comes into the cache first: written bytes move twice."""
 _FLASH_BACKWARD = 1.5
 """Its backward has five products where forward has two: the first half of it, with the scores again, counts 1.5."""
 
@@ -67,6 +69,11 @@ class Rates:
         cast_s = self.memory_s(moved_bytes) if self.casts and name == "linear" else 0.0
         return max(flops / rate, self.memory_s(moved_bytes)) + cast_s + self.hardware.op_s
 
+    def weights_s(self, num_bytes: float) -> float:
+        """What a product takes besides, to go through weights of so many bytes that no cache holds."""
+        rate = self.hardware.weight_bytes_per_s
+        return num_bytes / rate if rate else 0.0
+
     def memory_s(self, moved_bytes: float, name: str = "") -> float:
         """Reading and writing so many bytes, as counted; a function that was measured has a rate of its own."""
         hardware = self.hardware
@@ -74,11 +81,17 @@ class Rates:
         return moved_bytes * self.scale / rate
 
 
-def forward_s(work: Work, samples: float, rates: Rates, parts: float = 1, inner_parts: float = 1) -> float:
-    """Forward of one function on ``samples`` samples, a part of ``parts``; the summed dim is in ``inner_parts``."""
+def forward_s(
+    work: Work, samples: float, rates: Rates, parts: float = 1, inner_parts: float = 1, weight_bytes: float = 0
+) -> float:
+    """Forward of one function on ``samples`` samples, a part of ``parts``; the summed dim is in ``inner_parts``.
+
+    ``weight_bytes`` are those of this rank's part of the weight.
+    """
     share = samples / parts
     if work.is_matmul:
-        return rates.product_s(work.flops * share, work.inner / inner_parts, work.moved_bytes * share, work.name)
+        product_s = rates.product_s(work.flops * share, work.inner / inner_parts, work.moved_bytes * share, work.name)
+        return product_s + rates.weights_s(weight_bytes)
     return rates.memory_s(work.moved_bytes * share, work.name) + rates.hardware.op_s
 
 
@@ -90,6 +103,7 @@ def backward_s(
     inner_parts: float = 1,
     outputs: float = 0,
     rows: float = 0,
+    weight_bytes: float = 0,
 ) -> tuple[float, float]:
     """Backward of it: (what the layers before wait for, the rest).
 
@@ -103,8 +117,9 @@ def backward_s(
     inner = work.inner / inner_parts
     first = flops * (_FLASH_BACKWARD if work.name == FLASH else 1.0)
     return (
-        rates.product_s(first, outputs or inner, moved, work.name),
-        rates.product_s(flops, rows or inner, moved if work.name != "linear" else 0.0, work.name),
+        rates.product_s(first, outputs or inner, moved, work.name) + rates.weights_s(weight_bytes),
+        rates.product_s(flops, rows or inner, moved if work.name != "linear" else 0.0, work.name)
+        + rates.weights_s(WRITES * weight_bytes),
     )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 _SMALLEST = 1e-15
 
 
@@ -40,24 +42,33 @@ def _error(points: Sequence[tuple[float, float]], offset: float, slope: float) -
     return sum(((offset + slope * x - y) / y) ** 2 for x, y in points)
 
 
-def fit_matmul(products: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
-    """Rate of large products, and the inner size at which half of it is reached: ``rate * k / (k + half size)``.
+def fit_products(products: Sequence[tuple[float, float, float, float]]) -> tuple[float, float, float]:
+    """Three constants of matrix products, ``flops / rate * (1 + half size / k) + weight bytes / weight rate``.
+
+    Least squares of the relative errors; a term that would be negative is left out.
 
     Args:
-        products: (flops, inner size k, seconds) of products measured; several inner sizes.
+        products: (flops, inner size k, bytes of the weight, seconds) of products measured.
 
     Returns:
-        flops per second, and the half size.
+        flops per second of large products, the inner size at which half of it is reached, and bytes of weights per
+        second (0: going through them takes no time besides the operations).
 
-    >>> rate, half = fit_matmul([(1e6 * k, k, 1e6 * k * (1 + 50 / k) / 1e9) for k in (16, 64, 256, 1024)])
-    >>> round(rate / 1e9, 3), round(half, 3)
-    (1.0, 50.0)
+    >>> sizes = [(1e6, 16, 2e3), (1e8, 64, 5e5), (1e9, 512, 8e3)]
+    >>> known = [(flops, k, w, flops * (1 + 50 / k) / 1e9 + w / 1e8) for flops, k, w in sizes]
+    >>> [round(found) for found in fit_products(known)]
+    [1000000000, 50, 100000000]
     """
-    per_flop, per_flop_and_size = fit_line([(1 / inner, time_s / flops) for flops, inner, time_s in products])
-    if not per_flop:  # no rate in sight: the largest that was seen
-        best = max(flops / time_s for flops, _, time_s in products)
-        return best, 0.0
-    return 1 / per_flop, per_flop_and_size / per_flop
+    terms = np.array([(flops / s, flops / inner / s, weight / s) for flops, inner, weight, s in products])
+    fits = []
+    for others in ((1, 2), (1,), (2,), ()):
+        columns = [0, *others]
+        found = np.zeros(3)
+        found[columns] = np.linalg.lstsq(terms[:, columns], np.ones(len(terms)), rcond=None)[0]
+        if found[0] > 0 and (found >= 0).all():
+            fits.append((float(((terms @ found - 1) ** 2).sum()), tuple(map(float, found))))
+    per_flop, per_flop_and_size, per_byte = min(fits)[1]
+    return 1 / per_flop, per_flop_and_size / per_flop, 1 / per_byte if per_byte else 0.0
 
 
 def fit_link(exchanges: Sequence[tuple[float, float]]) -> tuple[float, float]:
@@ -71,4 +82,4 @@ def fit_link(exchanges: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return latency_s, 1 / max(per_byte, _SMALLEST)
 
 
-__all__ = ["fit_line", "fit_link", "fit_matmul"]
+__all__ = ["fit_line", "fit_link", "fit_products"]

@@ -46,6 +46,8 @@ class Hardware:
         alone_speedup: how much faster a rank computes while all others wait. Rates are those of all ranks at work: four
             engines on two cores have half a core each, and where two of them wait the others have a whole one.
         step_s: what a step takes besides its functions.
+        weight_bytes_per_s: at which a product goes through weights that no cache holds, besides its operations; 0 where
+            it does so while it computes.
         one_shot_bytes: sums of up to so many bytes are made by every rank from all terms: one start, but p - 1 times
             the bytes. 0 where a ring makes them all.
         sources: where each number comes from, by field name.
@@ -63,6 +65,7 @@ class Hardware:
     exchanges: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     alone_speedup: float = 1.0
     step_s: float = 0.0
+    weight_bytes_per_s: float = 0.0
     sources: Mapping[str, str] = field(default_factory=dict)
     one_shot_bytes: float = 0
 

@@ -23,8 +23,19 @@ _OPTIONAL = (
     "exchanges",
     "alone_speedup",
     "step_s",
+    "weight_bytes_per_s",
     "one_shot_bytes",
     "sources",
+)
+_NUMBERS = (
+    "memory_bytes",
+    "memory_bandwidth_bytes_per_s",
+    "matmul_half_size",
+    "op_s",
+    "alone_speedup",
+    "step_s",
+    "weight_bytes_per_s",
+    "one_shot_bytes",
 )
 _LINK = ("span", "latency_s", "bandwidth_bytes_per_s", "hop_s")
 _RANGES = {
@@ -34,6 +45,7 @@ _RANGES = {
     "op_s": (0, 1),
     "alone_speedup": (1, 1e5),
     "step_s": (0, 60),
+    "weight_bytes_per_s": (0, 1e15),
     "one_shot_bytes": (0, 1e12),
     "matmul_flops_per_s": (1e6, 1e18),
     "function_bytes_per_s": (1e5, 1e15),
@@ -98,15 +110,7 @@ def _problems(data: Mapping[str, Any]) -> list[str]:
     names = [field.name for field in fields(Hardware)]
     problems = [f"{name} is missing" for name in names if name not in data and name not in _OPTIONAL]
     problems += [f"{name} is no field; fields are {', '.join(names)}" for name in data if name not in names]
-    for name in (
-        "memory_bytes",
-        "memory_bandwidth_bytes_per_s",
-        "matmul_half_size",
-        "op_s",
-        "alone_speedup",
-        "step_s",
-        "one_shot_bytes",
-    ):
+    for name in _NUMBERS:
         if name in data:
             problems += _out_of_range(name, name, data[name])
     for name in ("matmul_flops_per_s", "function_bytes_per_s", "function_flops_per_s"):

@@ -14,6 +14,7 @@ from workbench.cost.boxings import boxings, left_bytes, num_dims, output_bytes, 
 from workbench.cost.compute import backward_s, forward_s
 from workbench.cost.entries import input_entry, left_entry
 from workbench.cost.setting import Setting
+from workbench.cost.software import ITEMSIZES
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,16 +79,18 @@ def layer_price(
     forward = first = second = kept = scores = scores_kept = 0.0
     scored = scores_of(row)
     for work, parts, inner_parts, saved_parts in _divided(row, choice, following, setting):
-        seconds = forward_s(work, setting.samples, setting.rates, parts, inner_parts)
+        is_own = work in row.own
+        weight = _weight_bytes(row, choice, setting) if work.is_matmul and is_own else 0.0
+        seconds = forward_s(work, setting.samples, setting.rates, parts, inner_parts, weight)
         saved = work.saved_bytes * setting.samples * setting.scale / saved_parts
         forward, kept = forward + seconds, kept + saved
         if any(work is one for one in scored):
             scores += seconds
             scores_kept += 0.0 if work.is_matmul else saved  # its inputs stay: queries, keys and values
-        outputs, rows = _backward_dims(work, row, choice, setting) if work.is_matmul and work in row.own else (0, 0)
-        half = backward_s(work, setting.samples, setting.rates, parts, inner_parts, outputs, rows)
-        first, second = first + half[0], second + (half[1] if work in row.own else 0.0)
-        first += 0.0 if work in row.own else half[1]
+        outputs, rows = _backward_dims(work, row, choice, setting) if work.is_matmul and is_own else (0, 0)
+        half = backward_s(work, setting.samples, setting.rates, parts, inner_parts, outputs, rows, weight)
+        first, second = first + half[0], second + (half[1] if is_own else 0.0)
+        first += 0.0 if is_own else half[1]
     doors = boxings(row, choice, before, following, setting)
     boxing = [seconds_and_bytes(exchanges, setting) for exchanges in (doors.forward, doors.backward)]
     sums_s, _ = seconds_and_bytes(doors.sums, setting)
@@ -133,6 +136,12 @@ def _backward_dims(work: Work, row: LayerCost, choice: ResolvedLayer, setting: S
     return outputs / (setting.model if choice.split == "column" else 1), rows
 
 
+def _weight_bytes(row: LayerCost, choice: ResolvedLayer, setting: Setting) -> float:
+    """Of this rank's part of the layer's weight, as products read it."""
+    number = max((prod(shape) for shape in row.layer.shapes.values()), default=0)
+    return number / (setting.model if choice.split else 1) * ITEMSIZES[setting.precision]
+
+
 def _input_bytes(
     row: LayerCost, choice: ResolvedLayer, before: tuple[LayerCost, ResolvedLayer] | None, setting: Setting
 ) -> float:
@@ -169,10 +178,11 @@ def state_bytes(weights: float, shared: float, setting: Setting) -> tuple[float,
 
 
 def _accumulation_s(weights: float, setting: Setting) -> float:
-    """Adding a micro-batch's gradients to those of the ones before: read, read, write."""
-    if setting.software.fuses_accumulation or setting.num_micro_batches == 1:
+    """Adding a micro-batch's gradients to those of the ones before, which the first has not: read, read, write."""
+    if setting.software.fuses_accumulation:
         return 0.0
-    moved = 3 * setting.software.gradient_bytes(setting.precision) * weights
+    later = 1 - 1 / setting.num_micro_batches
+    moved = 3 * later * setting.software.gradient_bytes(setting.precision) * weights
     return moved / setting.hardware.memory_bandwidth_bytes_per_s
 
 

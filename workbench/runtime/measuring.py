@@ -6,10 +6,11 @@ measurements the ranks meet, so that none of them computes while others wait, ex
 
 from __future__ import annotations
 
+import itertools
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from workbench.core.cores import num_cores
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.core.sbp import Sbp, broadcast, partial_sum, split
@@ -24,24 +26,24 @@ from workbench.runtime.counting import Counter
 from workbench.runtime.exchange import exchange_between
 from workbench.runtime.parallel import parallelize
 from workbench.runtime.pipelining.step import forward_backward
+from workbench.runtime.stopwatch import Stopwatch
 from workbench.runtime.tensor import local_torch, spec_of
 from workbench.runtime.transport.threads import ThreadHub, ThreadTransport
-from workbench.runtime.world import Simulated, World, barrier, current
+from workbench.runtime.world import Simulated, World, current
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PRODUCTS = ((512, 32, 512), (512, 64, 512), (256, 128, 512), (256, 256, 512), (512, 512, 512), (256, 1024, 512),
-            (64, 256, 1024), (1024, 64, 256))  # fmt: skip
-"""(rows, inner, columns) of the matrix products that are timed."""
-TYPICAL = 4
-"""The product that is also timed on one rank while the others wait."""
+            (64, 256, 1024), (1024, 64, 256), (16, 1024, 1024), (32, 1536, 1536), (128, 1024, 1024))  # fmt: skip
+"""(rows, inner, columns) of the matrix products that are timed; few rows tell what going through the weights takes."""
+WEIGHT_BYTES = 2**26
+"""Of the weights that products take by turns, because a step finds none of its weights in a cache."""
 EXCHANGE_BYTES = (2**12, 2**16, 2**19, 2**22)
 """Of the logical tensors whose boxings are timed."""
 COPY_BYTES = 2**26
 ROWS = {"cpu": 512, "cuda": 16384}
 """Of the activations on which functions are timed, each 512 wide."""
-_NUM_TIMES = 7
-_WINDOW_S = 0.06
-"""How long work that needs no other rank is repeated: several time slices, so that those who share a core notice."""
+_MOST_BYTES = 10**12
+"""Stands for "of any size"."""
 _WIDTH, _DEPTHS, _NUM_SAMPLES = 8, (4, 20), 8
 
 
@@ -60,6 +62,11 @@ class ProductTime:
         """Multiplications and additions."""
         return 2.0 * self.rows * self.inner * self.columns
 
+    @property
+    def weight_bytes(self) -> float:
+        """Of the second factor."""
+        return float(self.inner * self.columns * DTYPES[self.dtype].itemsize)
+
 
 @dataclass(frozen=True, slots=True)
 class FunctionTime:
@@ -76,7 +83,7 @@ class FunctionTime:
 class ExchangeTime:
     """Of a boxing within groups of ``span`` neighbouring ranks, all groups at once.
 
-    ``size_bytes`` is what its busiest rank sends or receives.
+    ``size_bytes`` is what its busiest rank sends or receives, ``time_s`` what it adds to ranks that come from work.
     """
 
     kind: str
@@ -93,7 +100,10 @@ class RankTimes:
         host: its name in the network; ranks of one host share its memory.
         memory_bytes: of the host, or of this rank's GPU.
         copy_bytes_per_s: read and written together.
-        together_s, alone_s: a product on all ranks at once, and on this one while the others wait.
+        one_shot_bytes: up to which the transport makes sums in one step; a property of it, not measured.
+        num_cores, num_threads: that the rank may use, and that it computes with.
+        slowdown: seconds on the wall for a second of the rank's own work, by which products, functions, copies and
+            overheads are given here (see ``runtime.stopwatch``); exchanges are given on the wall.
         layer_s: a step's time for one linear layer and its activation, so small that it is all overhead.
         step_s: what a step takes besides its layers.
     """
@@ -106,8 +116,10 @@ class RankTimes:
     functions: tuple[FunctionTime, ...]
     exchanges: tuple[ExchangeTime, ...]
     copy_bytes_per_s: float
-    together_s: float
-    alone_s: float
+    one_shot_bytes: float
+    num_cores: int
+    num_threads: int
+    slowdown: float
     layer_s: float
     step_s: float
     versions: dict[str, str] = field(default_factory=dict)
@@ -121,19 +133,24 @@ def measure(spans: Sequence[int] = ()) -> RankTimes:
             ranks; by default its doublings from 2 on, and all ranks.
     """
     world = current()
-    products = [_time_product(world, name, *size) for name in _dtypes(world) for size in PRODUCTS]
-    layer_s, step_s = _time_overhead(world)
+    watch = Stopwatch(world)
+    products = tuple(_time_products(watch))
+    functions = tuple(_time_function(watch, *row) for row in _functions(world.device))
+    copy_bytes_per_s = _time_copy(watch)
+    layer_s, step_s = _time_overhead(watch)
     return RankTimes(
         _host(),
         _memory_bytes(world),
         world.transport_name,
         _device_name(world),
-        tuple(products),
-        tuple(_time_function(world, *row) for row in _functions(world.device)),
-        tuple(_time_exchanges(world, spans or default_spans(world.world_size))),
-        _time_copy(world),
-        products[TYPICAL].time_s,
-        _time_alone(world),
+        products,
+        functions,
+        tuple(_time_exchanges(watch, spans or default_spans(world.world_size))),
+        copy_bytes_per_s,
+        float(min(world.transport.cost.one_shot_bytes, _MOST_BYTES)),
+        num_cores(),
+        torch.get_num_threads(),
+        watch.slowdown,
         layer_s,
         step_s,
         {"torch": torch.__version__},
@@ -150,80 +167,35 @@ def default_spans(num_ranks: int) -> list[int]:
     return sorted({*spans, num_ranks} - {1})
 
 
-def time_of(world: World, action: Callable[[], Any], num_times: int = _NUM_TIMES) -> float:
-    """Median seconds of an action that all ranks begin together, after one that does not count."""
-    action()
-    barrier()
-    return _median_time(world, action, num_times)
-
-
-def steady_time_of(world: World, action: Callable[[], Any]) -> float:
-    """Mean seconds of an action that all ranks begin together and repeat for as long as one another.
-
-    A median would be that of a rank with a core to itself: most runs are shorter than a time slice.
-    """
-    action()
-    barrier()
-    return _mean_time(world, action)
-
-
-def _mean_time(world: World, action: Callable[[], Any]) -> float:
-    _wait_for_device(world)
-    number, started = 0, time.perf_counter()
-    while (passed := time.perf_counter() - started) < _WINDOW_S or number < _NUM_TIMES:
-        action()
-        _wait_for_device(world)
-        number += 1
-    return passed / number
-
-
-def _median_time(world: World, action: Callable[[], Any], num_times: int) -> float:
-    times = []
-    for _ in range(num_times):
-        _wait_for_device(world)
-        started = time.perf_counter()
-        action()
-        _wait_for_device(world)
-        times.append(time.perf_counter() - started)
-    return median(times)
-
-
-def _wait_for_device(world: World) -> None:
-    if world.device.type == "cuda":
-        torch.cuda.synchronize(world.device)
-
-
 def _dtypes(world: World) -> list[str]:
     """Half precision products on a CPU are emulated where it cannot do them; nobody trains with those."""
     return list(DTYPES) if world.device.type == "cuda" else ["fp32", "bf16"]
 
 
-def _time_product(world: World, dtype: str, rows: int, inner: int, columns: int) -> ProductTime:
-    scale = 8 if world.device.type == "cuda" else 1
-    rows, columns = scale * rows, scale * columns
-    a = torch.ones(rows, inner, dtype=DTYPES[dtype], device=world.device)
-    b = torch.ones(inner, columns, dtype=DTYPES[dtype], device=world.device)
-    return ProductTime(dtype, rows, inner, columns, steady_time_of(world, lambda: a @ b))
+def _time_products(watch: Stopwatch) -> Iterator[ProductTime]:
+    """As layers have them: the weight is (columns, inner), and the rank has used many others since it last used it."""
+    device = watch.world.device
+    scale = 8 if device.type == "cuda" else 1
+    largest = scale * 4 * max(inner * columns for _, inner, columns in PRODUCTS)
+    memory = torch.ones(max(WEIGHT_BYTES, largest) // 4, device=device)
+    for name in _dtypes(watch.world):
+        of_dtype = memory.view(DTYPES[name])
+        for rows, inner, columns in PRODUCTS:
+            rows, columns = scale * rows, scale * columns
+            number = of_dtype.numel() // (columns * inner)
+            weights = itertools.cycle(of_dtype[: number * columns * inner].view(number, columns, inner))
+            x = torch.ones(rows, inner, dtype=DTYPES[name], device=device)
+            yield ProductTime(name, rows, inner, columns, watch.own_s(partial(_multiply, x, weights)))
 
 
-def _time_alone(world: World) -> float:
-    """Of one product on this rank, while the others wait for it; the ranks take turns."""
-    mine = 0.0
-    _, rows, inner, columns = (0, *PRODUCTS[TYPICAL])
-    scale = 8 if world.device.type == "cuda" else 1
-    a, b = torch.ones(scale * rows, inner, device=world.device), torch.ones(inner, scale * columns, device=world.device)
-    for rank in range(world.world_size):
-        barrier()
-        if rank == world.rank:
-            mine = _mean_time(world, lambda: a @ b)
-        barrier()
-    return mine
+def _multiply(x: torch.Tensor, weights: Iterator[torch.Tensor]) -> torch.Tensor:
+    return F.linear(x, next(weights))
 
 
-def _time_copy(world: World) -> float:
-    source = torch.ones(COPY_BYTES // 4, device=world.device)
+def _time_copy(watch: Stopwatch) -> float:
+    source = torch.ones(COPY_BYTES // 4, device=watch.world.device)
     target = torch.empty_like(source)
-    return 2 * COPY_BYTES / steady_time_of(world, lambda: target.copy_(source))
+    return 2 * COPY_BYTES / watch.own_s(lambda: target.copy_(source))
 
 
 def _functions(device: torch.device) -> Iterator[tuple[str, Callable[..., torch.Tensor], tuple[torch.Tensor, ...]]]:
@@ -257,15 +229,15 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 def _time_function(
-    world: World, name: str, function: Callable[..., torch.Tensor], operands: tuple[torch.Tensor, ...]
+    watch: Stopwatch, name: str, function: Callable[..., torch.Tensor], operands: tuple[torch.Tensor, ...]
 ) -> FunctionTime:
     counter = Counter({}, 1)
     with counter.watch({}):
         result = function(*operands)
     works = [work for work in counter.works() if work.name == name]
     grad = torch.ones_like(result)
-    forward_s = steady_time_of(world, lambda: function(*operands))
-    both_s = steady_time_of(world, lambda: torch.autograd.grad(function(*operands), operands, grad))
+    forward_s = watch.own_s(lambda: function(*operands))
+    both_s = watch.own_s(lambda: torch.autograd.grad(function(*operands), operands, grad))
     flops, moved = sum(work.flops for work in works), sum(work.moved_bytes for work in works)
     return FunctionTime(name, flops, moved, forward_s, max(both_s - forward_s, 0.0))
 
@@ -279,57 +251,74 @@ KINDS: dict[str, tuple[Sbp, Sbp]] = {
 """Boxings on one placement by kind, as (from, to)."""
 
 
-def _time_exchanges(world: World, spans: Sequence[int]) -> Iterator[ExchangeTime]:
+def _time_exchanges(watch: Stopwatch, spans: Sequence[int]) -> Iterator[ExchangeTime]:
+    world, rows = watch.world, ROWS[watch.world.device.type]
+    x, weight = (torch.ones(size, 512, device=world.device) for size in (rows // 4, 512))
+    work = partial(F.linear, x, weight)
+    work_s = watch.own_s(work)
+
+    def timed(kind: str, span: int, size_bytes: float, exchange: Callable[[], Any]) -> ExchangeTime:
+        return ExchangeTime(kind, span, size_bytes, watch.together_s(exchange, work, work_s))
+
     for span in spans:
         first = world.rank // span * span
         group = list(range(first, first + span))
         for size_bytes in EXCHANGE_BYTES:
             shape = (8 * span, max(8 * span, size_bytes // 4 // (8 * span)))
-            for kind, (source, target) in KINDS.items():
-                placement = Placement.of(world.device.type, group)
-                yield _time_boxing(world, kind, span, Layout(placement, (source,)), Layout(placement, (target,)), shape)
-            halves = [Placement.of(world.device.type, half) for half in (group[: span // 2], group[span // 2 :])]
-            if span % 2 == 0:
-                source_layout, target_layout = (Layout(half, (split(0),)) for half in halves)
-                yield _time_boxing(world, "send", span, source_layout, target_layout, shape)
-            yield _time_sum(world, group, math.prod(shape))
+            for kind, source, target in _boxings(world.device.type, group):
+                yield timed(kind, span, *_boxing(world, source, target, shape))
+            yield timed("gradients", span, *_sum(world, group, math.prod(shape)))
 
 
-def _time_boxing(world: World, kind: str, span: int, source: Layout, target: Layout, shape: Any) -> ExchangeTime:
+def _boxings(device_type: str, group: list[int]) -> Iterator[tuple[str, Layout, Layout]]:
+    """Of each kind, the layouts from which and to which."""
+    placement = Placement.of(device_type, group)
+    for kind, (source, target) in KINDS.items():
+        yield kind, Layout(placement, (source,)), Layout(placement, (target,))
+    if len(group) % 2 == 0:
+        halves = [Placement.of(device_type, half) for half in (group[: len(group) // 2], group[len(group) // 2 :])]
+        yield "send", Layout(halves[0], (split(0),)), Layout(halves[1], (split(0),))
+
+
+def _boxing(world: World, source: Layout, target: Layout, shape: Any) -> tuple[float, Callable[[], Any]]:
+    """Bytes that its busiest rank sends or receives, and the boxing itself."""
     exchange = exchange_between(spec_of(world, source, shape), spec_of(world, target, shape), torch.float32)
     plan = getattr(exchange, "plan", None)
     with local_torch():
         local = torch.zeros(spec_of(world, source, shape).local_shape, device=world.device)
-        time_s = time_of(world, lambda: exchange.run(local, world.next_tag()))
     steps = [plan] if plan is not None else [e.plan for e in exchange._exchanges]  # type: ignore[union-attr]
     size = sum(max(*step.bytes_sent.values(), *step.bytes_received.values()) for step in steps)
-    return ExchangeTime(kind, span, size, time_s)
+
+    def run() -> None:
+        with local_torch():
+            exchange.run(local, world.next_tag())
+
+    return size, run
 
 
-def _time_sum(world: World, group: list[int], numel: int) -> ExchangeTime:
-    """Of a bucket of gradients."""
+def _sum(world: World, group: list[int], numel: int) -> tuple[float, Callable[[], Any]]:
+    """The same of a bucket of gradients."""
     gradients = [torch.zeros(numel, device=world.device)]
 
     def reduce() -> None:
         tag = world.next_sum_tag(tuple(group))
         world.transport.start_all_reduce(gradients, tuple(group), "sum", tag, "calibration of sums")()
 
-    size = 2 * (len(group) - 1) * numel * 4 / len(group)
-    return ExchangeTime("gradients", len(group), size, time_of(world, reduce))
+    return 2 * (len(group) - 1) * numel * 4 / len(group), reduce
 
 
-def _time_overhead(world: World) -> tuple[float, float]:
+def _time_overhead(watch: Stopwatch) -> tuple[float, float]:
     """Seconds of a step per layer, and besides, of a network that has next to nothing to compute.
 
     Every rank trains one of its own: exchanges are measured elsewhere.
     """
-    alone = World(0, 1, world.device, ThreadTransport(ThreadHub(1), 0))
+    alone = World(0, 1, watch.world.device, ThreadTransport(ThreadHub(1), 0))
     alone.generator = torch.Generator().manual_seed(0)
     steps = [_tiny_step(alone, depth) for depth in _DEPTHS]
     with Simulated(alone):
         for step in steps:
             step()
-        rounds = [[_mean_time(world, step) for step in steps] for _ in range(3)]
+        rounds = [[watch.repeated_s(step) for step in steps] for _ in range(3)]
     times = [median(column) for column in zip(*rounds, strict=True)]
     layer_s = max(times[1] - times[0], 0.0) / (_DEPTHS[1] - _DEPTHS[0])
     return layer_s, max(times[0] - _DEPTHS[0] * layer_s, 0.0)
@@ -373,4 +362,4 @@ def _device_name(world: World) -> str:
     return f"{platform.machine()} CPU"
 
 
-__all__ = ["ExchangeTime", "FunctionTime", "ProductTime", "RankTimes", "default_spans", "measure", "time_of"]
+__all__ = ["ExchangeTime", "FunctionTime", "ProductTime", "RankTimes", "default_spans", "measure"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from statistics import mean
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from workbench.core.boxing import LinkCost
 from workbench.cost.compute import BACKWARD_MOVES
-from workbench.cost.fitting import fit_link, fit_matmul
+from workbench.cost.fitting import fit_link, fit_products
 from workbench.cost.hardware import Hardware, Link
 from workbench.cost.hardware_files import save_hardware
 from workbench.runtime import calibrating
@@ -66,17 +67,24 @@ def spans_of(session: Session) -> list[int]:
 def hardware_from(times: Sequence[RankTimes], name: str | None = None) -> Hardware:
     """Constants from what the ranks have measured. Exchanges are as slow as the slowest rank; rates are means."""
     first = times[0]
-    rates, half_sizes = {}, {}
+    times = [_on_the_wall(rank) for rank in times]
+    rates, half_sizes, weight_rates = {}, {}, {}
     for dtype in sorted({product.dtype for product in first.products}):
-        points = [(p.flops, float(p.inner), p.time_s) for rank in times for p in rank.products if p.dtype == dtype]
-        rates[dtype], half_sizes[dtype] = fit_matmul(points)
-    together, alone = (mean(values) for values in zip(*((t.together_s, t.alone_s) for t in times), strict=True))
+        points = [
+            (product.flops, float(product.inner), product.weight_bytes, product.time_s)
+            for rank in times
+            for product in rank.products
+            if product.dtype == dtype
+        ]
+        rates[dtype], half_sizes[dtype], weight_rates[dtype] = fit_products(points)
     ranks_per_host = [sum(other.host == rank.host for other in times) for rank in times]
-    shares = first.device.endswith("CPU")
     exchanges = [exchange for rank in times for exchange in rank.exchanges]
     return Hardware(
         name or f"{first.device}, {len(times)} engines",
-        min(rank.memory_bytes / (count if shares else 1) for rank, count in zip(times, ranks_per_host, strict=True)),
+        min(
+            rank.memory_bytes / (count if _is_cpu(rank) else 1)
+            for rank, count in zip(times, ranks_per_host, strict=True)
+        ),
         mean(rank.copy_bytes_per_s for rank in times),
         rates,
         half_sizes["fp32"],
@@ -85,10 +93,38 @@ def hardware_from(times: Sequence[RankTimes], name: str | None = None) -> Hardwa
         _function_rates(times, _moved_bytes),
         _function_rates(times, _flops),
         _exchanges(exchanges),
-        max(1.0, together / alone),
+        max(crowding_of(times, rank) for rank in times),
         mean(rank.step_s for rank in times),
+        weight_rates["fp32"],
         _sources(times),
+        max(rank.one_shot_bytes for rank in times),
     )
+
+
+def crowding_of(times: Sequence[RankTimes], rank: RankTimes) -> float:
+    """How many threads of ranks there are for each core of a rank's host; 1 where there are cores enough."""
+    threads = sum(other.num_threads for other in times if other.host == rank.host)
+    return max(1.0, threads / rank.num_cores) if _is_cpu(rank) else 1.0
+
+
+def _on_the_wall(rank: RankTimes) -> RankTimes:
+    """Times of a rank's own work as the wall's clock has them while all ranks work."""
+    slower = rank.slowdown
+    return replace(
+        rank,
+        products=tuple(replace(product, time_s=product.time_s * slower) for product in rank.products),
+        functions=tuple(
+            replace(one, forward_s=one.forward_s * slower, backward_s=one.backward_s * slower) for one in rank.functions
+        ),
+        copy_bytes_per_s=rank.copy_bytes_per_s / slower,
+        layer_s=rank.layer_s * slower,
+        step_s=rank.step_s * slower,
+        slowdown=1.0,
+    )
+
+
+def _is_cpu(rank: RankTimes) -> bool:
+    return rank.device.endswith("CPU")
 
 
 def _links(exchanges: Sequence[ExchangeTime], first: RankTimes) -> tuple[Link, ...]:
@@ -141,9 +177,15 @@ def _sources(times: Sequence[RankTimes]) -> dict[str, str]:
     run = f"calibrated {day}, torch {first.versions['torch']}, {len(times)} engines at once"
     link = f"{run}, transport {first.transport}"
     measured = ("memory_bandwidth_bytes_per_s", "matmul_flops_per_s", "matmul_half_size", "op_s", "step_s",
-                "function_bytes_per_s", "function_flops_per_s", "alone_speedup")  # fmt: skip
-    shared = "the host's memory, divided by its engines" if first.device.endswith("CPU") else "the GPU's memory"
-    return {"memory_bytes": f"{day}, {shared}", **dict.fromkeys(measured, run), "links": link, "exchanges": link}
+                "function_bytes_per_s", "function_flops_per_s", "alone_speedup", "weight_bytes_per_s")  # fmt: skip
+    shared = "the host's memory, divided by its engines" if _is_cpu(first) else "the GPU's memory"
+    return {
+        "memory_bytes": f"{day}, {shared}",
+        **dict.fromkeys(measured, run),
+        "links": link,
+        "exchanges": link,
+        "one_shot_bytes": link,
+    }
 
 
 __all__ = ["calibrate", "hardware_from"]

@@ -23,6 +23,7 @@ from ipyparallel.cluster.launcher import LocalControllerLauncher, LocalEngineLau
 from traitlets import Integer, List
 from traitlets.config import Config
 
+from workbench.core.cores import num_cores
 from workbench.errors import EngineStartError
 from workbench.session import guard, memory_kills
 from workbench.session.folder import Kept, ProcessId, SessionFolder
@@ -56,11 +57,6 @@ def rank_environment(rank: int, num_ranks: int, gpus: Sequence[str] = ()) -> dic
     if gpus:
         environment["CUDA_VISIBLE_DEVICES"] = gpus[rank % len(gpus)]
     return environment
-
-
-def num_cores() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def find_gpus() -> list[str]:
