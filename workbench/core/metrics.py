@@ -143,9 +143,11 @@ class RunRecord(_Plain):
     A run that failed has its reason in ``error`` and empty figures.
 
     ``bubble`` is the part of the ranks' time without work, 0 to 1, in the last step whose actions were noted.
-    ``changes`` has (step, strategy) for every change on the way. ``predicted`` holds what was expected before: step_s,
-    samples_per_s, peak_bytes, boxed_bytes, bubble. ``settings`` says what was trained with what: model, seed,
-    optimizer, versions, machine. ``started`` is local time (ISO 8601), ``run_id`` names the run's file.
+    ``layer_forward_s`` and ``layer_backward_s`` have the seconds that a layer computes in a step, on the slowest of its
+    ranks, under the last strategy. ``changes`` has (step, strategy) for every change on the way. ``predicted`` holds
+    what was expected before: step_s, samples_per_s, peak_bytes, boxed_bytes, bubble. ``settings`` says what was trained
+    with what: model, seed, optimizer, versions, machine. ``started`` is local time (ISO 8601), ``run_id`` names the
+    run's file.
     """
 
     name: str
@@ -165,7 +167,8 @@ class RunRecord(_Plain):
     error: str | None = None
     bubble: float | None = None
     changes: tuple[tuple[int, str], ...] = ()
-    layer_times_s: dict[str, float] = field(default_factory=dict)
+    layer_forward_s: dict[str, float] = field(default_factory=dict)
+    layer_backward_s: dict[str, float] = field(default_factory=dict)
     predicted: dict[str, float] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     started: str = ""

@@ -66,7 +66,8 @@ class RankResult:
     """What one rank brings home from a run.
 
     ``weights`` is the model's logical state after ``CHECKED_STEPS`` steps (or the last), where it was asked for.
-    ``changes`` has (step, strategy) for every change of strategy on the way.
+    ``changes`` has (step, strategy) for every change of strategy on the way. ``layer_forward_s`` and
+    ``layer_backward_s`` say how long layers compute in a step, see ``LayerTimes``; empty where nobody listened.
     """
 
     losses: list[float]
@@ -75,6 +76,8 @@ class RankResult:
     boxed_bytes: int
     weights: dict[str, torch.Tensor] | None = None
     changes: list[tuple[int, str]] = field(default_factory=list)
+    layer_forward_s: dict[str, float] = field(default_factory=dict)
+    layer_backward_s: dict[str, float] = field(default_factory=dict)
 
 
 def num_samples_of(dataset: Any) -> int:

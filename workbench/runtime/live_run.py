@@ -16,6 +16,7 @@ from workbench.errors import StrategyError
 from workbench.runtime import methods  # noqa: F401 - completes GlobalTensor
 from workbench.runtime.collecting import Collector, Listener, Measured, action_spans
 from workbench.runtime.job import WARM_UP_STEPS, Batch, Job, RankResult, checked_step
+from workbench.runtime.layer_times import LayerTimes, is_measured
 from workbench.runtime.memory import ActivationMeter, PeakMeter, model_memory
 from workbench.runtime.ops.reading import everywhere
 from workbench.runtime.parallel import parallelize, state_of
@@ -59,6 +60,7 @@ class LiveRun:
         self._num_orders = 0
         self._sent: list[int] = []
         self._measures_at = {1}  # steps in which activations are counted
+        self._layers, self._layers_since = LayerTimes(self.model), 0
 
     def train(self, keeps_weights: bool = False) -> RankResult:
         """Take the job's steps. All ranks call it."""
@@ -71,6 +73,7 @@ class LiveRun:
                     break
         self._measure_memory()
         self.result.memory_bytes, self.result.boxed_bytes = self.memory, _median(self._sent)
+        self.result.layer_forward_s, self.result.layer_backward_s = self._layers.forward_s, self._layers.backward_s
         return self.result
 
     # ---- a step ---------------------------------------------------------------------------------------------------
@@ -83,7 +86,9 @@ class LiveRun:
         parts = cut(*batch, state_of(self.model).resolved.num_micro_batches)
         self.optimizer.zero_grad()
         around = self.meter.measure if step in self._measures_at else contextlib.nullcontext
-        loss = train_micro_batches(self.model, self.job.loss_fn, parts, around)
+        is_timed = self._listen is not None and is_measured(step - self._layers_since)
+        with self._layers.measure() if is_timed else contextlib.nullcontext():
+            loss = train_micro_batches(self.model, self.job.loss_fn, parts, around)
         before = (time.perf_counter(), traffic.time_s, traffic.num_exchanges, traffic.sent_bytes)
         self.optimizer.step()
         stopped = time.perf_counter()
@@ -168,6 +173,7 @@ class LiveRun:
             return
         self.meter = ActivationMeter(self.model)
         self._measures_at = {step}
+        self._layers, self._layers_since = LayerTimes(self.model), step
         self.result.changes.append((step, text))
         moved = torch.tensor([float(self.world.traffic.sent_bytes - sent)], device=self.world.device)
         total = sum(int(part) for part in self.world.transport.all_gather(moved, "what a change has moved"))

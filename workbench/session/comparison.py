@@ -10,6 +10,7 @@ import inspect
 import itertools
 import os
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
@@ -26,6 +27,7 @@ from workbench.session.calls import RemoteCall
 from workbench.session.cluster import Session
 from workbench.session.machine import machine_text, versions
 from workbench.session.saved_runs import RunFile, SavedRuns
+from workbench.session.training import RankReport
 
 TOLERANCE = 1e-5
 """Largest difference to one device over the first ``CHECKED_STEPS`` steps of a run that counts as equal: of its losses
@@ -34,6 +36,7 @@ NO_STRATEGY = "plain torch, no parallelism"
 """What the one-device run has in the place of a strategy."""
 StrategyLike = Strategy | str
 Message = StepBlock | StepSpans | RunEvent
+_POLL_S = 0.1
 _keys = itertools.count()
 
 
@@ -66,7 +69,7 @@ class Comparison:
         model = self.job.model()
         self.layers: list[Layer] = describe(model)
         self.checks_weights = type(self.job.optimizer(model)).__name__ == "SGD"
-        self._truths: dict[int, training.RankReport] = {}
+        self._truths: dict[int, RankReport] = {}
         self._keep = keep
         self._baseline: RunRecord | None = None
         session.submit(training.keep_job, self.key, self.job).result()
@@ -92,17 +95,25 @@ class Comparison:
         wanted.resolve(self.layers, self.session.num_engines)
         return wanted
 
-    def truth(self, num_micro_batches: int = 1) -> training.RankReport:
-        """The one-device run with so many micro-batches, made on engine 0 when it is first asked for."""
+    def truth(self, num_micro_batches: int = 1, listen: Callable[[StepBlock], None] | None = None) -> RankReport:
+        """The one-device run with so many micro-batches, made on engine 0 when it is first asked for.
+
+        ``listen`` gets its steps while it is made.
+        """
         if num_micro_batches not in self._truths:
             call = self.session.submit(training.train_one_device, self.key, num_micro_batches, ranks=[0])
+            while listen is not None and not call.done():
+                time.sleep(_POLL_S)
+                for _, message in call.messages():
+                    if isinstance(message, StepBlock):
+                        listen(message)
             self._truths[num_micro_batches] = call.result()[0]
         return self._truths[num_micro_batches]
 
-    def baseline(self) -> RunRecord:
-        """The one-device run as a record; kept on disk like the others."""
+    def baseline(self, listen: Callable[[StepBlock], None] | None = None) -> RunRecord:
+        """The one-device run as a record; kept on disk like the others. ``listen`` gets its steps while it is made."""
         if self._baseline is None:
-            truth = self.truth()
+            truth = self.truth(1, listen)
             record = self._record("one device", NO_STRATEGY, [truth], num_ranks=1)
             self._baseline = self._keep.begin(record).finish(record) if self._keep is not None else record
         return self._baseline
@@ -157,7 +168,7 @@ class Comparison:
             **{name.lower(): number for name, number in versions().items()},
         }
 
-    def record(self, planned: RunRecord, strategy: Strategy, reports: Sequence[training.RankReport]) -> RunRecord:
+    def record(self, planned: RunRecord, strategy: Strategy, reports: Sequence[RankReport]) -> RunRecord:
         """A finished run, compared with one device."""
         run = self._record(planned.name, planned.strategy, reports, planned.num_ranks)
         run = replace(run, predicted=planned.predicted, started=planned.started, changes=reports[0].changes)
@@ -169,7 +180,7 @@ class Comparison:
         equal = None if loss_difference is None else all(d is None or d <= TOLERANCE for d in compared)
         return replace(run, loss_difference=loss_difference, weight_difference=weight_difference, equal=equal)
 
-    def _record(self, name: str, text: str, reports: Sequence[training.RankReport], num_ranks: int) -> RunRecord:
+    def _record(self, name: str, text: str, reports: Sequence[RankReport], num_ranks: int) -> RunRecord:
         slowest = [max(times) for times in zip(*(report.step_times_s for report in reports), strict=False)]
         rate = self._samples_per_s(slowest)
         return RunRecord(
@@ -184,6 +195,8 @@ class Comparison:
             tuple(report.memory_bytes["peak"] for report in reports),
             tuple({k: v for k, v in report.memory_bytes.items() if k != "peak"} for report in reports),
             sum(report.boxed_bytes for report in reports),
+            layer_forward_s=_slowest([report.layer_forward_s for report in reports]),
+            layer_backward_s=_slowest([report.layer_backward_s for report in reports]),
             settings=self.settings(),
             started=_now(),
         )
@@ -276,6 +289,12 @@ class TrainingRun:
 
 def _now() -> str:
     return datetime.now().astimezone().isoformat(timespec="seconds")
+
+
+def _slowest(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """By layer, in the order of the ranks that hold them: the seconds of the slowest rank."""
+    names = dict.fromkeys(name for seconds in ranks for name in seconds)
+    return {name: max(seconds.get(name, 0.0) for seconds in ranks) for name in names}
 
 
 def _optimizer_text(optimizer_fn: Any) -> str:

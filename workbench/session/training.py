@@ -5,7 +5,7 @@ Loaded on engines, so it imports no part of the notebook's side.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,6 +27,8 @@ class RankReport:
     boxed_bytes: int
     weight_difference: float | None = None
     changes: tuple[tuple[int, str], ...] = ()
+    layer_forward_s: dict[str, float] = field(default_factory=dict)
+    layer_backward_s: dict[str, float] = field(default_factory=dict)
 
 
 def keep_job(key: str, job: Job) -> None:
@@ -43,8 +45,9 @@ def forget_job(key: str) -> None:
 
 
 def train_one_device(key: str, num_micro_batches: int) -> RankReport:
-    """The one-device run of a job, kept on this engine for the comparisons that follow."""
-    result = _truth[key, num_micro_batches] = run_one_device(_jobs[key], num_micro_batches)
+    """The one-device run of a job, kept on this engine for the comparisons that follow; publishes its steps."""
+    result = run_one_device(_jobs[key], num_micro_batches, engine_shell.publish)
+    _truth[key, num_micro_batches] = result
     return _report(result)
 
 
@@ -71,4 +74,6 @@ def _report(result: RankResult, difference: float | None = None) -> RankReport:
         result.boxed_bytes,
         difference,
         tuple(result.changes),
+        result.layer_forward_s,
+        result.layer_backward_s,
     )
