@@ -15,7 +15,7 @@ from tests.ui.conftest import make_record
 from tests.ui.reports import FakeRun, block, spans
 from workbench.core.metrics import RunEvent
 from workbench.theme import DARK, LIGHT
-from workbench.ui import live_figure, live_layout
+from workbench.ui import live_figure, live_layout, live_marks
 from workbench.ui.history import Change, History
 from workbench.ui.live import LiveView
 from workbench.ui.pump import Pump
@@ -90,14 +90,55 @@ def test_short_bars_have_no_label():
     assert list(trace(figure, "forward, measured").text) == ["", "F0"]
 
 
+def marks(figure: go.Figure, kind: str, name: str) -> list[object]:
+    return [each for each in figure.layout[kind] if each.name == name]
+
+
 def test_a_change_of_strategy_is_a_line_in_both_curves_with_names():
     figure = live_figure.live_figure(2, 10)
-    live_figure.show_changes(figure, [Change(3, "data", "hybrid")])
-    live_figure.show_changes(figure, [Change(3, "data", "hybrid"), Change(8, "hybrid", "model")])
-    assert [(shape.x0, shape.xref) for shape in figure.layout.shapes] == [(3, "x"), (3, "x2"), (8, "x"), (8, "x2")]
-    assert [note.text for note in figure.layout.annotations[-1:]] == ["hybrid \u2192 model"]
-    live_figure.show_changes(figure, [Change(5, "data", "hybrid")])
-    assert [note.text for note in figure.layout.annotations[-2:]] == ["data", "hybrid"]
+    live_marks.show_changes(figure, [Change(3, "data", "hybrid")])
+    live_marks.show_changes(figure, [Change(3, "data", "hybrid"), Change(8, "hybrid", "model")])
+    lines = [(shape.x0, shape.xref) for shape in marks(figure, "shapes", "change")]
+    assert lines == [(3, "x"), (3, "x2"), (8, "x"), (8, "x2")]
+    assert [note.text for note in marks(figure, "annotations", "change")] == ["hybrid \u2192 model"]
+    live_marks.show_changes(figure, [Change(5, "data", "hybrid")])
+    assert [note.text for note in marks(figure, "annotations", "change")] == ["data", "hybrid"]
+
+
+def test_marks_leave_each_other_alone():
+    figure = live_figure.live_figure(4, 10)
+    num_notes = len(figure.layout.annotations)
+    live_marks.show_stages(figure, [(0, 0), (0, 1), (1, 0), (1, 1)])
+    live_marks.show_limit(figure, 3.0, 3e6)
+    live_marks.show_pause(figure, True)
+    assert [shape.fillcolor for shape in marks(figure, "shapes", "stages")] == [
+        LIGHT.rank_colour(stage, position) for stage in (0, 1) for position in (0, 1)
+    ]
+    (limit,), (told,) = marks(figure, "shapes", "limit"), marks(figure, "annotations", "limit")
+    assert limit.x0 == 3.0 and limit.line.color == LIGHT.error and told.text == "limit 3.00 MB"
+    assert [note.xref for note in marks(figure, "annotations", "pause")] == ["x domain", "x2 domain"]
+    live_marks.show_limit(figure, None, 0)
+    live_marks.show_pause(figure, False)
+    live_marks.show_stages(figure, [])
+    assert len(figure.layout.shapes) == 0 and len(figure.layout.annotations) == num_notes
+
+
+def test_a_limit_is_drawn_where_it_is_near_and_told_where_it_is_not():
+    history = History(10, 2)
+    history.add([block(0, (2.0,), memory=MEMORY)])
+    figure = live_figure.live_figure(2, 10)
+    assert live_figure.show_memory(figure, history, LIGHT, 8e6) == 8.0
+    assert figure.layout.xaxis3.range[1] > 8.0 and "limit" not in titles(figure)[2]
+    assert live_figure.show_memory(figure, history, LIGHT, 24e9) is None
+    assert figure.layout.xaxis3.range[1] == 6.0 and "limit 24.0 GB" in titles(figure)[2]
+
+
+def test_axes_grow_with_the_run():
+    figure = live_figure.live_figure(2, 1000)
+    assert figure.layout.xaxis.range[1] == 20 and not live_figure.show_steps(figure, 15, 1000)
+    assert live_figure.show_steps(figure, 222, 1000)
+    assert figure.layout.xaxis.range[1] == figure.layout.xaxis2.range[1] == 300
+    assert live_figure.show_steps(figure, 999, 1000) and figure.layout.xaxis.range[1] == 1000
 
 
 def test_a_prediction_is_dashed_from_where_it_was_made():
@@ -151,7 +192,9 @@ def test_a_view_shows_state_progress_and_log(view: LiveView):
     view.tick(1)
     view.add([block(0, (2.0, 1.5), memory=MEMORY), spans(0), spans(1)])
     assert "step 2 of 10" in view.state.value and view.progress.value == 2
-    assert "20 %" in view.elapsed.value and "1.00 s so far, 4.00 s left" in view.elapsed.value
+    assert "20 %" in view.elapsed.value and "400 ms so far, 1.60 s left" in view.elapsed.value, (
+        "without what came before"
+    )
     assert "data: *: data" in view.log_lines.value and "step 2" in view.log_lines.value
     assert len(trace(view.figure, "forward, measured").x) == 2
 
@@ -180,6 +223,35 @@ def test_nothing_is_drawn_while_nobody_looks_and_all_of_it_once_somebody_does(vi
     assert len(trace(view.figure, "throughput, newest").x) == 0
     view.link._receive(None, {"event": "visible", "value": True}, None)
     assert len(trace(view.figure, "throughput, newest").x) == 2
+
+
+def test_a_view_is_seen_while_any_of_its_places_is(view: LiveView):
+    for place, seen in (("one", True), ("other", True), ("one", False)):
+        view.link._receive(None, {"event": "visible", "value": seen, "view": place}, None)
+    view.tick(1)
+    view.add([block(0, (2.0, 1.5), memory=MEMORY)])
+    assert len(trace(view.figure, "throughput, newest").x) == 2
+    view.link._receive(None, {"event": "visible", "value": False, "view": "other"}, None)
+    view.tick(1)
+    view.add([block(2, (1.0,), memory=MEMORY)])
+    assert len(trace(view.figure, "throughput, newest").x) == 2
+
+
+def test_a_page_that_comes_later_gets_the_figure_as_it_is(view: LiveView):
+    view.tick(1)
+    view.add([block(0, (2.0, 1.5), memory=MEMORY), spans(0), spans(1)])
+    state = view.figure.get_state()
+    points = {each["name"]: each for each in state["_widget_data"]}
+    assert np.frombuffer(points["this run, newest"]["y"]["buffer"]).tolist() == [2.0, 1.5]
+    assert "1.5" in state["_widget_layout"]["annotations"][1]["text"]
+
+
+def test_what_has_ended_stays_as_its_end_was_drawn(view: LiveView):
+    view.add([block(0, (2.0,))])
+    view.finish(make_record("data"))
+    for seen in (False, True):
+        view.link._receive(None, {"event": "visible", "value": seen}, None)
+    assert "samples/s, median" in titles(view.figure)[0]
 
 
 def test_what_is_sent_is_plain_json(view: LiveView):
@@ -211,17 +283,19 @@ def test_a_change_draws_a_line_and_names_the_strategy(view: LiveView):
     view.add([block(0, (2.0,)), RunEvent("strategy", 1, "*: model", 0.2, 0)], {"*: model": "model"}.__getitem__)
     assert view.figure.layout.shapes[0].x0 == 2 and view.figure.layout.annotations[-1].text == "data \u2192 model"
     assert "data \u2192 model" in view.log.lines[-1].text
+    assert "data \u2192 model" in view.title.value and "*: model" in view.title.value
 
 
 def test_a_pause_stops_the_clock(view: LiveView):
     view.tick(1)
     view.add([block(0, (2.0,)), RunEvent("paused", 1)])
-    assert "paused" in view.state.value
+    assert "paused" in view.state.value and len(marks(view.figure, "annotations", "pause")) == 2
     view.tick(50)
     view.add([RunEvent("running", 1)])
+    assert not marks(view.figure, "annotations", "pause")
     view.tick(1)
     view.add([block(1, (2.0,))])
-    assert "2.00 s so far" in view.elapsed.value and "running" in view.state.value
+    assert "1.20 s so far" in view.elapsed.value and "running" in view.state.value
 
 
 def test_the_end_shows_the_record(view: LiveView):
@@ -244,14 +318,14 @@ def test_a_new_run_starts_from_an_empty_figure(view: LiveView):
     assert view.figure is figure, "one figure, 5 MB, for all runs"
     for name in ("throughput, newest", "this run, newest", "1 device"):
         assert len(trace(figure, name).x) == 0
-    assert list(figure.layout.xaxis.range) == [0, 50] and len(figure.layout.shapes) == 0
+    assert list(figure.layout.xaxis.range) == [0, 20] and len(figure.layout.shapes) == 0
 
 
 def test_the_theme_changes_colours_and_nothing_else(view: LiveView):
     view.tick(1)
     view.add([block(0, (2.0,), memory=MEMORY), spans(0), spans(1), RunEvent("strategy", 1, "*: model")])
     view.link._receive(None, {"event": "theme", "value": "dark"}, None)
-    assert trace(view.figure, "throughput").line.color == DARK.ink
+    assert trace(view.figure, "median").line.color == DARK.ink
     assert trace(view.figure, "parameters").marker.color == DARK.memory["parameters"]
     assert not any(LIGHT.muted in title for title in titles(view.figure))
     assert len(trace(view.figure, "throughput, newest").x) == 1 and len(view.figure.layout.shapes) == 2
@@ -271,6 +345,38 @@ def test_ranks_can_be_chosen_in_the_log(view: LiveView):
     assert "only me" not in view.log_lines.value
     view.log_ranks.value = "1"
     assert "only me" in view.log_lines.value
+
+
+def test_a_log_that_is_not_followed_stands_still(view: LiveView):
+    view.log.say("one")
+    view.draw(everything=True)
+    view.log_follow.value = False
+    view.log.say("two")
+    view.draw(everything=True)
+    assert "two" not in view.log_lines.value and "1 new" in view.log_count.value
+    view.log_follow.value = True
+    assert "two" in view.log_lines.value and "new" not in view.log_count.value
+
+
+def test_one_device_is_seen_while_it_trains_before_the_run(view: LiveView):
+    view.tick(1)
+    view.add_one_device(block(0, (3.0, 2.0), time_s=(0.1,), boxing_s=(0.0,)))
+    assert "one device first" in view.state.value and "step 2 of 10, 1\u202f000 samples/s" in view.state.value
+    assert list(trace(view.figure, "1 device").y) == [3.0, 2.0] and view.progress.value == 2
+    view.tick(1)
+    view.add_one_device(block(2, (1.0,), time_s=(0.1,), boxing_s=(0.0,)))
+    assert list(trace(view.figure, "1 device").y) == [3.0, 2.0, 1.0]
+    view.tick(1)
+    view.add([block(0, (3.0,))])
+    assert "step 1 of 10" in view.state.value and view.progress.value == 1
+
+
+def test_the_throughput_has_a_steady_line(view: LiveView):
+    view.tick(1)
+    view.add([block(0, (2.0,) * 5), block(5, (2.0,), time_s=(0.01, 0.01))])
+    assert max(trace(view.figure, "throughput, newest").y) == 10_000
+    assert list(trace(view.figure, "median, newest").y) == [500] * 6
+    assert "500 samples/s now" in titles(view.figure)[0]
 
 
 # ---- the pump -------------------------------------------------------------------------------------------------------

@@ -101,7 +101,7 @@ def test_another_strategy_and_on_with_the_same_weights(part: RunsPart, trainer: 
     part.apply_button.click()
     assert trainer.runs[0].orders == ["pause", "strategy *: model", "go on"]
     assert not part.changing and part.apply_button.layout.display == "none"
-    wait_for(lambda: len(part.live.figure.layout.shapes) == 2)
+    wait_for(lambda: sum(shape.name == "change" for shape in part.live.figure.layout.shapes) == 2)
     (change,) = part.live.history.changes
     assert (change.before, change.after) == ("data", "model")
     finish(part, trainer)
@@ -131,6 +131,10 @@ def test_a_failed_run_says_why(part: RunsPart, trainer: FakeTrainer):
     part.run()
     finish(part, trainer, RuntimeError("rank 1 died"))
     assert "rank 1 died" in part.live.failure.value and part.runs == []
+    part.run()
+    assert part.live.failure.value == "" and not part.stop_button.disabled
+    finish(part, trainer)
+    assert len(part.runs) == 1
 
 
 def test_noted_steps_can_be_saved_for_trace_viewers(part: RunsPart, trainer: FakeTrainer):
@@ -154,7 +158,7 @@ def test_what_was_predicted_goes_with_the_run(trainer: FakeTrainer, upper: Upper
         timeline=None,
     )
     upper.strategy = Strategy("fc1: data; fc2: data@1 | 2x1x1")
-    part = RunsPart(trainer, 3, Hooks(upper.wanted, estimate=lambda: estimate))
+    part = RunsPart(trainer, 3, Hooks(upper.wanted, estimate=lambda: estimate, limit=lambda: 4e6))
     part.run()
     assert trainer.predicted[0]["step_s"] == 0.5 and trainer.predicted[0]["bubble"] == pytest.approx(0.2)
     drawn = {trace.name: trace for trace in part.live.figure.data}

@@ -12,6 +12,7 @@ import numpy as np
 from workbench.core.metrics import RunEvent, StepBlock, StepSpans
 from workbench.ui.curve import Curve
 from workbench.ui.figures import live_bytes
+from workbench.ui.steady import RunningMedian
 
 STEPS_IN_SPLIT = 20
 Message = StepBlock | StepSpans | RunEvent
@@ -42,8 +43,10 @@ class History:
         num_steps: how many are planned; 0 where nobody knows.
         last_step: how many there have been.
         rate: samples/s by step; a step takes as long as its slowest rank.
+        steady_rate: its median over the last second.
         loss: of the steps that have one.
         memory_by_kind: by rank, the latest.
+        latest_rate: samples/s, the median of the last second; None before the first step.
         changes: of the strategy, in order.
         timeline: all ranks' spans of the latest step of which all are known, by rank; empty before.
     """
@@ -51,13 +54,15 @@ class History:
     def __init__(self, num_steps: int, num_ranks: int, label: str = "") -> None:
         self.num_steps, self.num_ranks = num_steps, num_ranks
         self.last_step = 0
-        self.rate, self.loss = Curve(), Curve()
+        self.rate, self.steady_rate, self.loss = Curve(), Curve(), Curve()
+        self.latest_rate: float | None = None
         self.latest_loss: float | None = None
         self.memory_by_kind: list[dict[str, int]] = [{} for _ in range(num_ranks)]
         self.changes: list[Change] = []
         self.timeline: tuple[StepSpans, ...] = ()
         self._label = label
-        self._recent: deque[tuple[Sequence[float], Sequence[float], int, int]] = deque(maxlen=STEPS_IN_SPLIT)
+        self._running = RunningMedian()
+        self._recent: deque[tuple[Sequence[float], Sequence[float], int]] = deque(maxlen=STEPS_IN_SPLIT)
         self._spans: dict[int, dict[int, StepSpans]] = {}
 
     def add(self, messages: Iterable[Message]) -> None:
@@ -69,6 +74,8 @@ class History:
                 self._add_spans(message)
             elif message.kind == "strategy":
                 self._recent.clear()
+                self._running.clear()
+                self.latest_rate = None
 
     def change(self, step: int, label: str) -> None:
         """Another strategy, called ``label``, is in force from ``step`` on."""
@@ -78,20 +85,20 @@ class History:
     def _add_block(self, block: StepBlock) -> None:
         times = np.array(block.step_times_s)
         steps = np.arange(block.first_step + 1, block.stop_step + 1)
-        self.rate.add(steps, np.array(block.samples) / np.where(times > 0, times, np.nan))
+        rates = np.array(block.samples) / np.where(times > 0, times, np.nan)
+        medians = [self._running.add(rate, t) if t > 0 else np.nan for rate, t in zip(rates, times, strict=True)]
+        self.rate.add(steps, rates)
+        self.steady_rate.add(steps, medians)
+        self.latest_rate = next((rate for rate in reversed(medians) if rate == rate), self.latest_rate)
         self.loss.add(steps, [np.nan if loss is None else loss for loss in block.losses])
         known = [loss for loss in block.losses if loss is not None]
         self.latest_loss = known[-1] if known else self.latest_loss
         for rank, memory in enumerate(block.memory_bytes):
             self.memory_by_kind[rank] = memory
         by_step = zip(
-            zip(*block.time_s, strict=True),
-            zip(*block.boxing_s, strict=True),
-            zip(*block.boxed_bytes, strict=True),
-            block.samples,
-            strict=True,
+            *(zip(*ranks, strict=True) for ranks in (block.time_s, block.boxing_s, block.boxed_bytes)), strict=True
         )
-        self._recent.extend((time, boxing, sum(sent), samples) for time, boxing, sent, samples in by_step)
+        self._recent.extend((time, boxing, sum(sent)) for time, boxing, sent in by_step)
         self.last_step = max(self.last_step, block.stop_step)
         self.num_steps = max(self.num_steps, block.num_steps)
 
@@ -103,15 +110,9 @@ class History:
             self._spans = {step: found for step, found in self._spans.items() if step > spans.step}
 
     @property
-    def latest_rate(self) -> float | None:
-        """Samples per second, the median of the last steps; None before the first."""
-        rates = [samples / max(times) for times, _, _, samples in self._recent if max(times) > 0]
-        return median(rates) if rates else None
-
-    @property
     def boxed_bytes(self) -> int:
         """Bytes that all ranks together send in a step, the median of the last ones."""
-        return int(median([sent for _, _, sent, _ in self._recent])) if self._recent else 0
+        return int(median([sent for _, _, sent in self._recent])) if self._recent else 0
 
     @property
     def peak_bytes(self) -> list[int]:
@@ -121,7 +122,7 @@ class History:
     @property
     def split(self) -> list[Split]:
         """By rank, over the last steps. See ``time_split``."""
-        return time_split([time for time, *_ in self._recent], [boxing for _, boxing, *_ in self._recent])
+        return time_split([time for time, *_ in self._recent], [boxing for _, boxing, _ in self._recent])
 
 
 def time_split(time_s: Sequence[Sequence[float]], boxing_s: Sequence[Sequence[float]]) -> list[Split]:

@@ -7,26 +7,35 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from html import escape
-from typing import Any
+from statistics import median
+from typing import TYPE_CHECKING, Any
 
 import ipywidgets as widgets
-import plotly.graph_objects as go
 
 from workbench.core.metrics import RunEvent, RunRecord, StepBlock
 from workbench.theme import LIGHT, Palette
-from workbench.ui import live_figure
+from workbench.ui import live_figure, live_marks
 from workbench.ui.assets import element
 from workbench.ui.controls import bar, html
 from workbench.ui.history import History, Message
 from workbench.ui.live_picture import live_picture
+from workbench.ui.numbers import three_digits
 from workbench.ui.page_link import PageLink
 from workbench.ui.run_log import RunLog
 from workbench.ui.timeline_bars import timeline_bars
 from workbench.units import format_seconds
 
+if TYPE_CHECKING:
+    from workbench.ui.live_widget import LiveWidget
+
 INTERVALS_S = {"curves": 0.1, "progress": 0.25, "shares": 0.5, "log": 0.2, "timeline": 1.0}
 """Seconds between two updates of a part of the view, at least."""
 VIEW_CLASS = "wb-live-view"
+_CONFIG = {
+    "displaylogo": False,
+    "displayModeBar": "hover",
+    "modeBarButtonsToRemove": ["select2d", "lasso2d", "zoomIn2d", "zoomOut2d", "autoScale2d"],
+}
 
 
 class LiveView:
@@ -51,25 +60,31 @@ class LiveView:
         self._paused_at: float | None = None
         self._drawn_s = dict.fromkeys(INTERVALS_S, 0.0)
         self._versions: dict[str, int] = {}
-        self._log_shown: object = None
+        self._log_shown: tuple[int, str] | None = None
         self._step_shown = -1
         self._seen = True
         self._label = ""
         self._expected: Any = None
-        self._one_device: tuple[float, ...] = ()
+        self._limit_bytes: float | None = None
+        self._limit_at: float | None = None  # on the memory pane's axis
+        self._places: tuple[tuple[int, int], ...] = ()
+        self._one_device: list[float] = []
+        self._record: RunRecord | None = None
         self._ended = ""
-        self.figure: go.FigureWidget | None = None
+        self.figure: LiveWidget | None = None
         self.link = PageLink(self.use, self._on_visible)
         self.title, self.state, self.elapsed, self.failure = html(), html(), html(), html()
         self.progress = widgets.IntProgress(value=0, min=0, max=1)
         self.progress.add_class("wb-progress")
         self.log_ranks = widgets.Dropdown(options=[("all ranks", ""), *_choices(num_ranks)], layout={"width": "110px"})
         self.log_ranks.observe(lambda change: self._show_log(), "value")
+        self.log_follow = widgets.Checkbox(value=True, description="follow", indent=False)
+        self.log_follow.observe(lambda change: self._show_log(), "value")
         self.log_count, self.log_lines = html(), html("", "wb-log")
         self.box = widgets.VBox()
         self.box.add_class(VIEW_CLASS)
         # Importing plotly's widget takes two seconds, which should not pass between a click on Run and its effect.
-        threading.Thread(target=lambda: go.FigureWidget, name="workbench-import-plotly", daemon=True).start()
+        threading.Thread(target=_widget_class, name="workbench-import-plotly", daemon=True).start()
 
     # ---- a run begins and ends ------------------------------------------------------------------------------------
 
@@ -79,11 +94,9 @@ class LiveView:
         self.log = RunLog(self._num_ranks)
         self.log.say(f"{title}: {text}" if text else title)
         self._started_s, self._paused_s, self._paused_at = self._clock(), 0.0, None
-        self._label, self._versions, self._one_device, self._ended = title, {}, (), ""
-        self._expected = None
-        self.title.value = (
-            f'<span class="wb-title">{escape(title)}</span> <span class="wb-run-text">{escape(text)}</span>'
-        )
+        self._label, self._versions, self._one_device, self._ended = title, {}, [], ""
+        self._expected = self._limit_at = self._record = None
+        self._show_title(title, text)
         self.progress.max, self.progress.value = max(num_steps, 1), 0
         self.progress.layout.visibility = "visible" if num_steps else "hidden"
         self.failure.value = self.elapsed.value = ""
@@ -98,17 +111,25 @@ class LiveView:
         if self.figure is not None:
             with self.figure.batch_update():
                 live_figure.replace_all(self.figure, fresh)
+            self._draw_marks()
             return
-        self.figure = go.FigureWidget(fresh)
-        self.figure._config = self.figure._config | {"displaylogo": False, "displayModeBar": "hover"}
-        log_bar = bar(html('<b class="wb-title">Log</b>'), self.log_ranks, self.log_count, css=("wb-bar", "wb-log-bar"))
+        self.figure = _widget_class()(fresh)
+        self.figure._config = self.figure._config | _CONFIG
+        self._draw_marks()
+        log = (
+            html('<b class="wb-title">Log</b>'),
+            self.log_ranks,
+            self.log_count,
+            html("", "wb-space"),
+            self.log_follow,
+        )
         self.box.children = (
             self.link,
             bar(self.title, css=("wb-bar", "wb-run-title")),
             bar(*self._buttons, self.state, self.progress, self.elapsed, css=("wb-bar",)),
             self.failure,
             self.figure,
-            log_bar,
+            bar(*log, css=("wb-bar", "wb-log-bar")),
             self.log_lines,
         )
 
@@ -120,30 +141,47 @@ class LiveView:
         self.log.say(f"{self._ended} after {num_steps} steps")
         self._seen = True
         self.draw(everything=True)
-        if self.figure is not None and num_steps:
-            with self.figure.batch_update():
-                live_figure.show_record(self.figure, record, self._colours)
+        self._paused_at = None
+        self._record = record if num_steps else None
+        self._show_record()
         self.progress.value = min(num_steps, self.progress.max)
         self.show_state("done", self._ended, f"after {num_steps} steps")
+
+    def _show_record(self) -> None:
+        if self.figure is not None and self._record is not None:
+            with self.figure.batch_update():
+                live_figure.show_record(self.figure, self._record, self._colours)
+        self._draw_marks()
 
     def fail(self, error: BaseException) -> None:
         """Show what ended the run, once."""
         self._ended = "failed"
+        self._paused_at = None
         self._seen = True
         self.draw(everything=True)
+        self._draw_marks()
         self.show_state("failed", "failed", type(error).__name__)
         self.failure.value = f'<div class="wb-failure">{escape(str(error).strip() or repr(error))}</div>'
 
     # ---- a run goes on --------------------------------------------------------------------------------------------
 
-    def expect(self, estimate: Any, peak_bytes: Sequence[float] = ()) -> None:
+    def expect(
+        self,
+        estimate: Any,
+        peak_bytes: Sequence[float] = (),
+        places: Sequence[tuple[int, int]] = (),
+        limit_bytes: float | None = None,
+    ) -> None:
         """Draw what was predicted from the current step on, until another prediction comes.
 
         Args:
             estimate: a ``cost.Estimate``, or None.
             peak_bytes: where memory should peak, by rank.
+            places: by rank, its stage and its number there.
+            limit_bytes: memory of a rank, where it is known.
         """
-        self._expected = estimate
+        self._expected, self._places, self._limit_bytes = estimate, tuple(places), limit_bytes
+        self._draw_marks()
         if self.figure is None or estimate is None or self.history is None:
             return
         with self.figure.batch_update():
@@ -151,17 +189,38 @@ class LiveView:
                 self.figure, self.history.num_steps, estimate.samples_per_s, peak_bytes, self.history.last_step
             )
 
+    def add_one_device(self, block: StepBlock) -> None:
+        """Take in steps of the one-device run, which comes first where it is not known: its losses grow in the plot."""
+        if block.first_step == 0:
+            self._one_device = []
+        self._one_device += [loss for loss in block.losses if loss is not None]
+        if not (block.stop_step == block.num_steps or (self._seen and self._is_due("progress"))):
+            return
+        self.progress.value = min(block.stop_step, self.progress.max)
+        rate = f"{three_digits(block.samples[-1] / max(median(block.step_times_s), 1e-9))} samples/s"
+        self.show_state("running first", "one device first", f"step {block.stop_step} of {block.num_steps}, {rate}")
+        self._show_one_device(block.stop_step)
+
     def show_one_device(self, losses: Sequence[float]) -> None:
-        """Put the losses of one device behind the run's, once they are known."""
-        if self.figure is not None and not self._one_device:
-            self._one_device = tuple(losses)
-            with self.figure.batch_update():
-                live_figure.show_one_device(self.figure, losses)
+        """Put the losses of one device behind the run's, once all of them are known."""
+        if len(losses) != len(self._one_device):
+            self._one_device = list(losses)
+            self._show_one_device()
+
+    def _show_one_device(self, last_step: int = 0) -> None:
+        if self.figure is None or self.history is None:
+            return
+        with self.figure.batch_update():
+            live_figure.show_one_device(self.figure, self._one_device)
+            live_figure.show_steps(self.figure, max(last_step, self.history.last_step), self.history.num_steps)
 
     def add(self, messages: Sequence[Message], label: Callable[[str], str] = str) -> None:
         """Take in what was reported and draw what is due; ``label`` gives the name of a strategy's text."""
         assert self.history is not None
+        is_first = not self.history.last_step
         self.history.add(messages)
+        if is_first and self.history.last_step:  # what came before, one device and its like, is not the run's time
+            self._started_s = self._clock() - sum(sum(m.step_times_s) for m in messages if isinstance(m, StepBlock))
         for message in messages:
             if isinstance(message, StepBlock):
                 self.log.add_block(message, self._clock())
@@ -176,16 +235,18 @@ class LiveView:
         if event.kind == "strategy":
             self._label = after
             self.history.change(event.step, after)
-            if self.figure is not None:
-                with self.figure.batch_update():
-                    live_figure.show_changes(self.figure, self.history.changes, self._colours)
+            names = [self.history.changes[0].before, *(change.after for change in self.history.changes)]
+            self._show_title(" \u2192 ".join(names), event.text)
+            self._draw_marks()
         elif event.kind == "paused":
             self._paused_at = self._clock()
             self.show_state("paused", "paused", f"after step {event.step}")
+            self._draw_marks()
         elif event.kind == "running" and self._paused_at is not None:
             self._paused_s += self._clock() - self._paused_at
             self._paused_at = None
             self.show_state("running", "running", f"step {event.step}")
+            self._draw_marks()
 
     def draw(self, everything: bool = False) -> None:
         """Draw what has arrived and is due; ``everything``, whether due or not."""
@@ -197,6 +258,8 @@ class LiveView:
         if self.history.last_step:
             with self.figure.batch_update() if due & {"curves", "shares", "timeline"} else nullcontext():
                 self._draw_figure(due)
+            if "shares" in due:
+                self._draw_marks()
             if "progress" in due:
                 self._show_progress()
             if due:
@@ -210,13 +273,27 @@ class LiveView:
         figure, history = self.figure, self.history
         if "curves" in due:
             live_figure.show_curves(figure, history, self._versions, self._colours)
+            live_figure.show_steps(figure, history.last_step, history.num_steps)
         if "shares" in due:
-            live_figure.show_memory(figure, history, self._colours)
+            self._limit_at = live_figure.show_memory(figure, history, self._colours, self._limit_bytes)
             live_figure.show_split(figure, history.split, history.boxed_bytes, self._colours)
         if "timeline" in due and history.timeline and history.timeline[0].step != self._step_shown:
             self._step_shown = history.timeline[0].step
             expected = getattr(self._expected, "timeline", None)
             live_figure.show_timeline(figure, timeline_bars(history.timeline, expected), self._colours)
+
+    def _draw_marks(self) -> None:
+        """What lies over the panes: changes of the strategy, a pause, the limit, whose row is whose."""
+        if self.figure is None or self.history is None:
+            return
+        with self.figure.batch_update():
+            live_marks.show_changes(self.figure, self.history.changes, self._colours)
+        with self.figure.batch_update():
+            live_marks.show_pause(self.figure, self._paused_at is not None, self._colours)
+        with self.figure.batch_update():
+            live_marks.show_limit(self.figure, self._limit_at, self._limit_bytes or 0.0, self._colours)
+        with self.figure.batch_update():
+            live_marks.show_stages(self.figure, self._places, self._colours)
 
     def _is_due(self, name: str) -> bool:
         now = self._clock()
@@ -243,8 +320,12 @@ class LiveView:
         lines = [line for line in self.log.lines if not chosen or line.ranks == "all" or chosen == line.ranks]
         if (self.log.count, chosen) == self._log_shown:
             return
+        follows = self.log_follow.value or self._log_shown is None or self._log_shown[1] != chosen
+        new = "" if follows or self._log_shown is None else f", {self.log.count - self._log_shown[0]} new"
+        self.log_count.value = f'<span class="wb-quiet">{len(lines)} of {self.log.count} lines{new}</span>'
+        if not follows:
+            return
         self._log_shown = (self.log.count, chosen)
-        self.log_count.value = f'<span class="wb-quiet">{len(lines)} of {self.log.count} lines</span>'
         self.log_lines.value = f'<div class="wb-log-lines"><div>{self.log.html(lines)}</div></div>'
 
     def show_state(self, css: str, word: str, detail: str) -> None:
@@ -252,6 +333,11 @@ class LiveView:
         value = f'<span class="wb-state {css}"><i></i>{word} <b>{escape(detail)}</b></span>'
         if self.state.value != value:
             self.state.value = value
+
+    def _show_title(self, title: str, text: str) -> None:
+        self.title.value = (
+            f'<span class="wb-title">{escape(title)}</span> <span class="wb-run-text">{escape(text)}</span>'
+        )
 
     def static_html(self) -> str:
         """The view as it is, without scripts: title, picture, the log's first and last lines. Empty before a run."""
@@ -264,7 +350,7 @@ class LiveView:
 
     def _on_visible(self, seen: bool) -> None:
         self._seen = seen
-        if seen:
+        if seen and not self._ended:  # what has ended was drawn at its end
             self.draw(everything=True)
 
     def use(self, colours: Palette) -> None:
@@ -285,9 +371,13 @@ class LiveView:
                 self._draw_figure({"curves", "shares", "timeline"})
             if self._one_device:
                 live_figure.show_one_device(self.figure, self._one_device)
-        if self.history.changes:
-            with self.figure.batch_update():
-                live_figure.show_changes(self.figure, self.history.changes, self._colours)
+        self._show_record()
+
+
+def _widget_class() -> type[LiveWidget]:
+    from workbench.ui.live_widget import LiveWidget
+
+    return LiveWidget
 
 
 def _choices(num_ranks: int) -> list[tuple[str, str]]:

@@ -7,7 +7,7 @@ FigureWidget alike.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,17 +17,18 @@ from workbench.core.metrics import MEMORY_KINDS, RunRecord
 from workbench.theme import LIGHT, Palette
 from workbench.ui import live_layout
 from workbench.ui.decimate import decimate
-from workbench.ui.history import Change, History, Split
+from workbench.ui.history import History, Split
 from workbench.ui.live_layout import TIMELINE_TITLE, TITLES, layout, measured_y, shown_ranks, simulated_y, title
 from workbench.ui.live_traces import curve_traces, memory_traces, split_traces, timeline_traces
 from workbench.ui.numbers import percent, three_digits
+from workbench.ui.steady import steady
 from workbench.ui.timeline_bars import KINDS, Bars, TimelineBars
 from workbench.ui.traces import MEMORY_LABELS, byte_scale
 from workbench.units import format_bytes
 
 _LEAST_LABEL_PX = 16
-_CHANGES = "change"
-"""Name of the annotations and shapes that mark another strategy."""
+_NEAR = 2.0
+"""A limit of memory is drawn if it makes the axis no longer than so many times."""
 
 
 def live_figure(num_ranks: int, num_steps: int, colours: Palette = LIGHT) -> go.Figure:
@@ -40,7 +41,8 @@ def live_figure(num_ranks: int, num_steps: int, colours: Palette = LIGHT) -> go.
 
 def show_curves(figure: go.Figure, history: History, versions: dict[str, int], colours: Palette = LIGHT) -> None:
     """Put the newest points in; ``versions`` remembers what the page has, so that old points are not sent again."""
-    for name, curve in (("throughput", history.rate), ("this run", history.loss)):
+    curves = (("throughput", history.rate), ("median", history.steady_rate), ("this run", history.loss))
+    for name, curve in curves:
         if versions.get(name) != curve.version:
             versions[name] = curve.version
             _set(figure, name, *curve.settled)
@@ -50,12 +52,23 @@ def show_curves(figure: go.Figure, history: History, versions: dict[str, int], c
     _entitle(figure, 1, f"{loss:.4g}" if loss is not None else "", colours)
 
 
-def show_memory(figure: go.Figure, history: History, colours: Palette = LIGHT) -> None:
-    """Memory by kind and its peak on every rank."""
+def show_steps(figure: go.Figure, last_step: int, num_steps: int) -> bool:
+    """Let the curves' axes reach the last step; whether they had to grow (or shrink) for it."""
+    end = live_layout.steps_shown(last_step, num_steps)
+    if figure.layout.xaxis.range[1] == end:
+        return False
+    figure.layout.xaxis.range = figure.layout.xaxis2.range = [0, end]
+    return True
+
+
+def show_memory(
+    figure: go.Figure, history: History, colours: Palette = LIGHT, limit_bytes: float | None = None
+) -> float | None:
+    """Memory by kind and its peak on every rank. Returns where the limit is on the axis, None where it is far away."""
     ranks = shown_ranks(history.num_ranks)
     peaks = [history.peak_bytes[rank] for rank in ranks]
     if not any(peaks):
-        return
+        return None
     divisor, unit = byte_scale(max(history.peak_bytes))
     starts = np.zeros(len(ranks))
     for kind in MEMORY_KINDS:
@@ -66,8 +79,12 @@ def show_memory(figure: go.Figure, history: History, colours: Palette = LIGHT) -
     ticks, places = _trace(figure, "peak of the process"), np.array(peaks, dtype=float) / divisor
     ticks.x, ticks.text = places, [format_bytes(peak) for peak in peaks]
     figure.layout.xaxis3.ticksuffix = f" {unit}"
-    figure.layout.xaxis3.range = [0, 1.5 * float(max(places.max(), starts.max()))]
-    _entitle(figure, 2, f"tick: peak, {format_bytes(max(history.peak_bytes))}", colours)
+    end, limit = 1.5 * float(max(places.max(), starts.max())), (limit_bytes or 0.0) / divisor
+    is_near = 0 < limit <= _NEAR * end
+    figure.layout.xaxis3.range = [0, max(end, 1.08 * limit) if is_near else end]
+    told = f" \u00b7 limit {format_bytes(limit_bytes)}" if limit_bytes and not is_near else ""
+    _entitle(figure, 2, f"tick: peak, {format_bytes(max(history.peak_bytes))}{told}", colours)
+    return limit if is_near else None
 
 
 def show_split(figure: go.Figure, split: Sequence[Split], boxed_bytes: int, colours: Palette = LIGHT) -> None:
@@ -106,43 +123,6 @@ def show_one_device(figure: go.Figure, losses: Sequence[float]) -> None:
     _set(figure, "1 device", *decimate(np.arange(1, len(values) + 1), values))
 
 
-def show_changes(figure: go.Figure, changes: Sequence[Change], colours: Palette = LIGHT) -> None:
-    """A vertical line in both curves where the strategy changed; the last one between the names of the two."""
-    others = [shape for shape in figure.layout.shapes if shape.name != _CHANGES]
-    line = {"color": colours.ink, "width": 1}
-    figure.layout.shapes = [
-        *others,
-        *(_across(change.step, line, axes) for change in changes for axes in (("x", "y domain"), ("x2", "y2 domain"))),
-    ]
-    notes = [note for note in figure.layout.annotations if note.name != _CHANGES]
-    for change in changes[-1:]:
-        notes += _names_of(change, figure.layout.xaxis.range[1], colours)
-    figure.layout.annotations = notes
-
-
-def _across(step: float, line: Mapping[str, Any], axes: tuple[str, str]) -> dict[str, Any]:
-    place = {"x0": step, "x1": step, "y0": 0, "y1": 1, "xref": axes[0], "yref": axes[1]}
-    return {"type": "line", "name": _CHANGES, "line": line, **place}
-
-
-def _names_of(change: Change, num_steps: float, colours: Palette) -> list[dict[str, Any]]:
-    """The names of both strategies on both sides of the line, or both on one side where the other has no room."""
-    both, share = f"{change.before} \u2192 {change.after}", change.step / max(num_steps, 1)
-    if share < 0.3:
-        return [_beside(change.step, both, "left", colours)]
-    if share > 0.7:
-        return [_beside(change.step, both, "right", colours)]
-    return [
-        _beside(change.step, change.before, "right", colours),
-        _beside(change.step, change.after, "left", colours),
-    ]
-
-
-def _beside(step: float, name: str, anchor: str, colours: Palette) -> dict[str, Any]:
-    place = {"x": step, "y": 0.12, "xref": "x", "yref": "y domain", "xanchor": anchor, "showarrow": False}
-    return {"name": _CHANGES, "text": name, "font": {"size": 12, "color": colours.ink}, **place}
-
-
 def show_expected(
     figure: go.Figure, num_steps: int, samples_per_s: float | None, peak_bytes: Sequence[float], from_step: int = 0
 ) -> None:
@@ -166,10 +146,13 @@ def show_record(figure: go.Figure, record: RunRecord, colours: Palette = LIGHT) 
     steps = np.arange(1, len(record.losses) + 1)
     times_s = np.array(record.step_times_s, dtype=float)
     rates = record.batch_size / np.where(times_s > 0, times_s, np.nan)
-    _set(figure, "throughput", *decimate(np.arange(1, len(rates) + 1), rates))
+    at = np.arange(1, len(rates) + 1)
+    _set(figure, "throughput", *decimate(at, rates))
+    _set(figure, "median", *decimate(at, steady(rates, times_s)))
     _set(figure, "this run", *decimate(steps, np.array(record.losses, dtype=float)))
-    for name in ("throughput", "this run"):
+    for name in ("throughput", "median", "this run"):
         _set(figure, f"{name}, newest", np.zeros(0), np.zeros(0))
+    figure.layout.xaxis.range = figure.layout.xaxis2.range = [0, max(len(rates), 1)]
     _entitle(figure, 0, f"{three_digits(record.samples_per_s)} samples/s, median", colours)
     difference = (
         f" \u00b7 largest difference to 1 device {record.loss_difference:.0e}" if record.loss_difference else ""

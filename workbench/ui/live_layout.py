@@ -9,7 +9,7 @@ from workbench.ui.traces import axis, base_layout
 
 WIDTH = 1176
 PANES_HEIGHT = 212
-PANES = ((48, 278), (342, 572), (650, 866), (942, 1158))
+PANES = ((48, 278), (342, 572), (650, 866), (942, 1146))
 """Left and right edge of every pane's plot."""
 TITLES_LEFT = (12, 306, 601, 896)
 TOP, BOTTOM = 42, 50
@@ -21,6 +21,7 @@ ROW = 38
 MEASURED, SIMULATED = 18, 6
 """Heights of bars in a timeline's row, and of the row."""
 MAX_ROWS = 16
+_LEAST_STEPS = 20
 TIMELINE_TITLE = 4
 """Index of the timeline's title among the annotations; before it come the panes'."""
 PLOT_HEIGHT = PANES_HEIGHT - TOP - BOTTOM
@@ -38,6 +39,17 @@ def shown_ranks(num_ranks: int) -> list[int]:
     return [rank * num_ranks // MAX_ROWS for rank in range(MAX_ROWS)]
 
 
+def steps_shown(last_step: int, num_steps: int) -> int:
+    """Up to which step the curves' axes go: a round number that the run has not reached, or all of its steps.
+
+    >>> [steps_shown(step, 1000) for step in (0, 30, 222, 640, 990)]
+    [20, 30, 300, 700, 1000]
+    """
+    ends = (int(10**power * part) for power in range(1, 12) for part in (1, 1.5, 2, 3, 5, 7))
+    end = next(end for end in ends if end >= max(last_step, _LEAST_STEPS))
+    return min(end, num_steps) if num_steps else end
+
+
 def layout(num_ranks: int, num_steps: int, colours: Palette) -> dict[str, Any]:
     """The figure's layout: every part at a fixed place, so that a number that grows never moves its neighbour."""
     num_rows = len(shown_ranks(num_ranks))
@@ -45,9 +57,8 @@ def layout(num_ranks: int, num_steps: int, colours: Palette) -> dict[str, Any]:
     made = base_layout(colours, "", width=WIDTH, height=full, barmode="overlay", margin=dict.fromkeys("lrtb", 0))
     made["modebar"] = {"orientation": "v", "bgcolor": "rgba(0,0,0,0)", "color": colours.muted}
     made |= {"showlegend": False, "dragmode": "zoom", "bargap": 0, "annotations": notes(full, colours)}
-    steps = [0, num_steps] if num_steps else [0, 1]
-    by_step = axis(colours, "", showgrid=False, automargin=False, range=steps, nticks=5)
-    by_step |= {"tickprefix": "step ", "showtickprefix": "last", "autorange": not num_steps}
+    by_step = axis(colours, "", showgrid=False, automargin=False, range=[0, steps_shown(0, num_steps)], nticks=5)
+    by_step |= {"tickprefix": "step ", "showtickprefix": "last"}
     upward = axis(colours, "", rangemode="tozero", automargin=False, nticks=6)
     by_rank = axis(colours, "", autorange="reversed", showgrid=False, automargin=False)
     if num_rows > 8:
@@ -139,7 +150,9 @@ def _note(
 def _legends(colours: Palette) -> tuple[str, ...]:
     memory = zip(("param.", "grad.", "optim.", "activ.", "boxing"), colours.memory.values(), strict=True)
     return (
-        _key("\u2501", colours.ink, "batch / step time"),
+        _key("\u2501", colours.ink, "median of 1 s")
+        + _key("\u2501", colours.idle, "each step")
+        + _key("\u2504", colours.muted, "predicted"),
         _key("\u2501", colours.ink, "this run") + _key("\u2501", colours.idle, "1 device"),
         "".join(_key("\u25a0", colour, name) for name, colour in memory),
         _key("\u25a0", colours.compute, "compute")

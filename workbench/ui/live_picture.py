@@ -31,6 +31,7 @@ from workbench.ui.live_layout import (
     WIDTH,
     height,
     shown_ranks,
+    steps_shown,
 )
 from workbench.ui.numbers import percent, three_digits
 from workbench.ui.timeline_bars import KINDS, Bars, TimelineBars, timeline_bars
@@ -58,8 +59,9 @@ def live_picture(history: History, one_device: Sequence[float] = ()) -> str:
         f"{format_bytes(history.boxed_bytes)} boxed per step",
     )
     parts = [_title(left, 24, title, detail) for left, title, detail in zip(TITLES_LEFT, TITLES, details, strict=True)]
-    parts += _curve(0, history, history.rate.points, (), "batch / step time")
-    parts += _curve(1, history, history.loss.points, one_device, "pale: 1 device")
+    behind = np.arange(1, len(one_device) + 1), np.asarray(one_device, dtype=float)
+    parts += _curve(0, history, history.steady_rate.points, (history.rate.points, 1), "median of 1 s, pale: each step")
+    parts += _curve(1, history, history.loss.points, (behind, 6), "pale: 1 device")
     parts += _memory(history, ranks)
     parts += _split(history, ranks)
     if bars is not None:
@@ -74,17 +76,18 @@ def live_picture(history: History, one_device: Sequence[float] = ()) -> str:
     return f'<svg class="wb-live-picture" {size} {named}>{hatch}{"".join(parts)}</svg>'
 
 
-def _curve(
-    pane: int, history: History, points: tuple[np.ndarray, np.ndarray], behind: Sequence[float], legend: str
-) -> list[str]:
-    x, y = decimate(*points, _MOST_POINTS)
-    truth = decimate(np.arange(1, len(behind) + 1), np.asarray(behind, dtype=float), _MOST_POINTS) if behind else None
-    top = max([*y.tolist(), *(truth[1].tolist() if truth is not None else [])], default=1.0) or 1.0
-    steps = max(history.num_steps, history.last_step, 1)
+Points = tuple[np.ndarray, np.ndarray]
+
+
+def _curve(pane: int, history: History, points: Points, behind: tuple[Points, int], legend: str) -> list[str]:
+    """A curve, and behind it a pale one with its width."""
+    steps = steps_shown(history.last_step, history.num_steps)
+    drawn, pale = (decimate(x[x <= steps], y[x <= steps], _MOST_POINTS) for x, y in (points, behind[0]))
+    top = max([*drawn[1].tolist(), *pale[1].tolist()], default=1.0) or 1.0
     left, right = PANES[pane]
     bottom = PANES_HEIGHT - BOTTOM
 
-    def path(values: tuple[np.ndarray, np.ndarray], css: str) -> str:
+    def path(values: Points, css: str) -> str:
         places = " ".join(
             f"{left + (right - left) * a / steps:.1f},{bottom - PLOT_HEIGHT * b / top:.1f}"
             for a, b in zip(*values, strict=True)
@@ -98,9 +101,8 @@ def _curve(
     ]
     parts += [_text(left - 6, bottom + 4, "0", "end"), _text(left, bottom + 16, "0", "middle")]
     parts.append(_text(right, bottom + 16, f"step {steps}", "end"))
-    if truth is not None:
-        parts.append(path(truth, "stroke:var(--wb-idle);stroke-width:6"))
-    parts.append(path((x, y), "stroke:var(--wb-ink);stroke-width:1.5"))
+    parts.append(path(pale, f"stroke:var(--wb-idle);stroke-width:{behind[1]}"))
+    parts.append(path(drawn, "stroke:var(--wb-ink);stroke-width:1.5"))
     for change in history.changes:
         at = left + (right - left) * change.step / steps
         parts.append(_line(at, TOP, at, bottom, "--wb-ink"))

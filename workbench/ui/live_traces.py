@@ -15,19 +15,23 @@ from workbench.ui.traces import MEMORY_LABELS
 
 
 def curve_traces(colours: Palette) -> list[go.Scatter]:
-    """Throughput and loss, each as a settled part and its newest points, with what is drawn behind them."""
+    """Throughput, its running median, loss: each as a settled part and its newest points; and what is behind them."""
     line, pale = {"color": colours.ink, "width": 1.5}, {"color": colours.idle, "width": 6}
     dashed = {"color": colours.muted, "width": 1, "dash": "dash"}
     nothing: dict[str, Any] = {"x": np.zeros(0), "y": np.zeros(0), "mode": "lines"}
-    rate = nothing | {"line": line, "hovertemplate": "step %{x}: %{y:.4g} samples/s<extra></extra>"}
+    every = {"color": colours.idle, "width": 1}
+    rate = nothing | {"line": every, "hovertemplate": "step %{x}: %{y:.4g} samples/s<extra></extra>"}
+    steady = nothing | {"line": line, "hovertemplate": "step %{x}: %{y:.4g} samples/s, median of 1 s<extra></extra>"}
     on_loss = {"xaxis": "x2", "yaxis": "y2"}
     loss = nothing | on_loss | {"line": line, "hovertemplate": "step %{x}: %{y:.6g}<extra></extra>"}
     expected = nothing | {"line": dashed, "hovertemplate": "predicted: %{y:.4g} samples/s<extra></extra>"}
     truth = nothing | on_loss | {"line": pale, "hovertemplate": "1 device, step %{x}: %{y:.6g}<extra></extra>"}
     return [
-        go.Scatter(name="predicted", **expected),
         go.Scatter(name="throughput", **rate),
         go.Scatter(name="throughput, newest", **rate),
+        go.Scatter(name="predicted", **expected),
+        go.Scatter(name="median", **steady),
+        go.Scatter(name="median, newest", **steady),
         go.Scatter(name="1 device", **truth),
         go.Scatter(name="this run", **loss),
         go.Scatter(name="this run, newest", **loss),

@@ -16,8 +16,8 @@ class PageLink(anywidget.AnyWidget):
     """An empty element that tells which theme the page has and whether its view is seen, and hands over files.
 
     Args:
-        on_theme: gets the palette whenever the page's theme changes.
-        on_visible: gets whether anybody can see the view, whenever that changes.
+        on_theme: gets the palette when a page shows the view, and whenever its theme changes.
+        on_visible: gets whether anybody can see the view, whenever that changes, and when a page shows it anew.
     """
 
     _esm = asset("download.js") + asset("page_link.js")
@@ -34,6 +34,7 @@ class PageLink(anywidget.AnyWidget):
         self._asked = self._answered = 0
         self._asked_s = 0.0
         self._has_page = False
+        self._seen_in: set[str] = set()
         self.on_msg(self._receive)
 
     def download(self, name: str, content: str, mime_type: str = "text/plain") -> None:
@@ -58,4 +59,5 @@ class PageLink(anywidget.AnyWidget):
         if content.get("event") == "theme":
             self._on_theme(theme.palette(str(content["value"])))
         elif content.get("event") == "visible":
-            self._on_visible(bool(content["value"]))
+            (self._seen_in.add if content["value"] else self._seen_in.discard)(str(content.get("view", "")))
+            self._on_visible(bool(self._seen_in))

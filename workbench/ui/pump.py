@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from workbench.core.metrics import RunRecord
 from workbench.core.strategy import Strategy
-from workbench.session.comparison import Message
 
 
 class Run(Protocol):
     """A training run that goes on by itself (``workbench.session.comparison.TrainingRun``)."""
 
-    def poll(self) -> list[Message]:
+    def poll(self) -> Sequence[object]:
         """What was reported since the last call."""
 
     def done(self) -> bool:
@@ -47,7 +46,7 @@ class Pump:
     def __init__(
         self,
         run: Run,
-        on_metrics: Callable[[list[Message]], None],
+        on_metrics: Callable[[Sequence[object]], None],
         on_end: Callable[[RunRecord | None, BaseException | None], None],
         interval_s: float = 0.1,
     ) -> None:

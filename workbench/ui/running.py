@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from workbench.ui.live import LiveView
 from workbench.ui.pump import Pump
 from workbench.ui.run_rows import key_of
 from workbench.ui.run_table import RunTable
-from workbench.ui.trainer import PanelRun, Trainer
+from workbench.ui.trainer import OneDeviceSteps, PanelRun, Trainer
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,14 @@ class Hooks:
         estimate: what is predicted for it (``cost.Estimate``), or None.
         changed: something that the upper half shows has changed: busy or not, another run.
         opened: load a strategy's text, so that it can be undone.
+        limit: memory of a rank in bytes, None where it is not known.
     """
 
     wanted: Callable[[], tuple[Strategy, str]]
     estimate: Callable[[], Any] = lambda: None
     changed: Callable[[], None] = lambda: None
     opened: Callable[[str], None] = lambda text: None
+    limit: Callable[[], float | None] = lambda: None
 
 
 class RunsPart:
@@ -102,8 +104,8 @@ class RunsPart:
             self._names = {str(strategy): name}
             self._spans, self.is_paused, self._is_changing = [], False, False
             estimate = self._hooks.estimate()
-            self.live.begin(name, str(strategy), num_steps, "one device first, then the first step")
-            self.live.expect(estimate, self._peaks(estimate, strategy))
+            self.live.begin(name, str(strategy), num_steps)
+            self._expect(estimate, strategy)
             self._run = self._trainer.start(strategy, name, num_steps, predictions(estimate))
             self._pump = Pump(self._run, self._on_messages, self._on_end)
             self._show_buttons()
@@ -149,8 +151,7 @@ class RunsPart:
         strategy, label = self._hooks.wanted()
         self._names[str(strategy)] = label
         self._pump.run.change(strategy)
-        estimate = self._hooks.estimate()
-        self.live.expect(estimate, self._peaks(estimate, strategy))
+        self._expect(self._hooks.estimate(), strategy)
         self.is_paused = True  # also where nobody has paused it: then going on changes nothing
         self.go_on()
         self._hooks.changed()
@@ -184,12 +185,16 @@ class RunsPart:
 
     # ---- a run goes on (the pump's thread) ------------------------------------------------------------------------
 
-    def _on_messages(self, messages: list[Message]) -> None:
+    def _on_messages(self, messages: Sequence[object]) -> None:
         with self._lock:
+            for message in messages:
+                if isinstance(message, OneDeviceSteps):
+                    self.live.add_one_device(message.block)
             if self._run is not None and self._run.one_device_losses is not None:
                 self.live.show_one_device(self._run.one_device_losses)
-            self._spans += [message for message in messages if isinstance(message, StepSpans)]
-            self.live.add(messages, lambda text: self._names.get(text, text))
+            found = [message for message in messages if isinstance(message, Message)]
+            self._spans += [message for message in found if isinstance(message, StepSpans)]
+            self.live.add(found, lambda text: self._names.get(text, text))
 
     def _on_end(self, record: RunRecord | None, error: BaseException | None) -> None:
         with self._lock:
@@ -215,16 +220,18 @@ class RunsPart:
         if not self.busy:
             self.run()
 
-    def _peaks(self, estimate: Any, strategy: Strategy) -> list[float]:
-        """By rank: the predicted peak of its stage's fullest rank."""
-        if estimate is None:
-            return []
+    def _expect(self, estimate: Any, strategy: Strategy) -> None:
+        """Show what is predicted, and whose rank is whose."""
         resolved = strategy.resolve(self._trainer.layers, self._trainer.num_ranks)
+        places = [(0, 0)] * self._trainer.num_ranks
+        for stage in range(resolved.degrees[0]):
+            for position, rank in enumerate(resolved.stage_ranks(stage)):
+                places[rank] = (stage, position)
         peaks = [0.0] * self._trainer.num_ranks
-        for stage, kinds in enumerate(estimate.memory):
+        for stage, kinds in enumerate(estimate.memory if estimate is not None else ()):
             for rank in resolved.stage_ranks(stage % resolved.degrees[0]):
                 peaks[rank] = max(peaks[rank], sum(kinds.values()))
-        return peaks
+        self.live.expect(estimate, peaks if estimate is not None else (), places, self._hooks.limit())
 
     def _free_name(self, label: str) -> str:
         """The strategy's label, with a number where an earlier run has the same."""

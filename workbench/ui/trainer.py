@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any, Protocol
 
-from workbench.core.metrics import RunRecord
+from workbench.core.metrics import RunRecord, StepBlock
 from workbench.core.rows import Layer
 from workbench.core.strategy import Strategy
 from workbench.session.comparison import Comparison, Message, TrainingRun
 from workbench.session.saved_runs import SavedRuns
 from workbench.ui.pump import Run
+
+
+@dataclass(frozen=True, slots=True)
+class OneDeviceSteps:
+    """Steps of the one-device run, reported before the run's own where it is not known yet."""
+
+    block: StepBlock
 
 
 class PanelRun(Run, Protocol):
@@ -72,25 +81,31 @@ class SessionTrainer:
         self, strategy: Strategy, name: str, num_steps: int, predicted: Mapping[str, float] | None = None
     ) -> PanelRun:
         """Begin to train; the one-device run comes first where it is not known; nobody waits for either."""
-        return _BackgroundRun(lambda: self._begin(strategy, name, num_steps, predicted))
+        return _BackgroundRun(lambda listen: self._begin(strategy, name, num_steps, predicted, listen))
 
     def _begin(
-        self, strategy: Strategy, name: str, num_steps: int, predicted: Mapping[str, float] | None
+        self,
+        strategy: Strategy,
+        name: str,
+        num_steps: int,
+        predicted: Mapping[str, float] | None,
+        listen: Callable[[StepBlock], None],
     ) -> tuple[TrainingRun, Sequence[float]]:
         if num_steps != self._comparison.job.num_steps:
             self._comparison.close()
             self._comparison, self.baseline = self._compare(num_steps), None
         if self.baseline is None:
-            self.baseline = self._comparison.baseline()
-        losses = self._comparison.truth(strategy.options.num_micro_batches).losses
+            self.baseline = self._comparison.baseline(listen)
+        losses = self._comparison.truth(strategy.options.num_micro_batches, listen).losses
         return self._comparison.start(strategy, name, predicted), losses
 
 
 class _BackgroundRun:
-    """A run that is being started by a thread: it has no news until then, and keeps what it is asked for."""
+    """A run that a thread is starting: until then it tells of the one-device run, and keeps what it is asked."""
 
-    def __init__(self, begin: Callable[[], tuple[TrainingRun, Sequence[float]]]) -> None:
+    def __init__(self, begin: Callable[[Callable[[StepBlock], None]], tuple[TrainingRun, Sequence[float]]]) -> None:
         self._begin = begin
+        self._first: SimpleQueue[StepBlock] = SimpleQueue()
         self._run: TrainingRun | None = None
         self._error: BaseException | None = None
         self._asked: list[Callable[[TrainingRun], None]] = []
@@ -100,7 +115,7 @@ class _BackgroundRun:
 
     def _start(self) -> None:
         try:
-            run, self.one_device_losses = self._begin()
+            run, self.one_device_losses = self._begin(self._first.put)
         except BaseException as error:  # noqa: BLE001 - raised again by result(), in the thread that asks
             self._error = error
             return
@@ -116,8 +131,9 @@ class _BackgroundRun:
             else:
                 order(self._run)
 
-    def poll(self) -> list[Message]:
-        return self._run.poll() if self._run is not None else []
+    def poll(self) -> Sequence[Message | OneDeviceSteps]:
+        first = [OneDeviceSteps(self._first.get()) for _ in range(self._first.qsize())]
+        return [*first, *(self._run.poll() if self._run is not None else [])]
 
     def done(self) -> bool:
         return self._error is not None or (self._run is not None and self._run.done())

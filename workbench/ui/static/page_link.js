@@ -1,5 +1,5 @@
 // What Python cannot know by itself: the page's theme, and whether anybody sees the live view. And what it cannot do:
-// hand the reader a file. Reports {event: "theme", value}, {event: "visible", value} and {event: "pong", value};
+// hand the reader a file. Reports {event: "theme", value}, {event: "visible", value, view} and {event: "pong", value};
 // takes {event: "ping", number} and {event: "download", name, type}.
 
 function watchTheme(report) {
@@ -18,11 +18,15 @@ function watchTheme(report) {
 }
 
 function watchVisibility(el, report) {
+  const view = crypto.randomUUID?.() ?? String(Math.random()); // one model may be shown in several places
   let inView = true;
-  let known = true;
+  let known = null;
   const check = () => {
     const seen = inView && document.visibilityState === "visible";
-    if (seen !== known) report("visible", (known = seen));
+    if (seen !== known) report("visible", (known = seen), { view });
+  };
+  const leave = () => {
+    if (known) report("visible", (known = false), { view });
   };
   const observer = new IntersectionObserver((entries) => {
     inView = entries[entries.length - 1].isIntersecting;
@@ -31,14 +35,18 @@ function watchVisibility(el, report) {
   // The element itself is empty; what counts is the view that it is part of.
   requestAnimationFrame(() => observer.observe(el.closest(".wb-live-view") ?? el));
   document.addEventListener("visibilitychange", check);
+  window.addEventListener("pagehide", leave);
+  check();
   return () => {
     observer.disconnect();
     document.removeEventListener("visibilitychange", check);
+    window.removeEventListener("pagehide", leave);
+    leave();
   };
 }
 
 function render({ model, el }) {
-  const report = (event, value) => model.send({ event, value });
+  const report = (event, value, more) => model.send({ event, value, ...more });
   const receive = (message, buffers) => {
     if (message.event === "download") download(message, buffers[0]);
     // Messages are handled in order: when this one is, the page has drawn what was sent before it.

@@ -1,0 +1,35 @@
+"""The live figure in a page. Importing this takes two seconds, which go into plotly's widget."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import plotly.graph_objects as go
+
+
+class LiveWidget(go.FigureWidget):
+    """A FigureWidget that tells a page which comes later, or comes back, what has been drawn since.
+
+    Plotly sends changes as messages and leaves the traits that a page asks for as they were in the beginning: after a
+    reload the figure would be empty. Change it inside ``batch_update``, so that no page gets it half drawn.
+    """
+
+    def __init__(self, figure: go.Figure) -> None:
+        self._drawing = threading.RLock()
+        super().__init__(figure)
+
+    @contextmanager
+    def batch_update(self) -> Iterator[None]:
+        """Changes inside are sent together, and no page is told of some of them only."""
+        with self._drawing, super().batch_update():
+            yield
+
+    def get_state(self, key: Any = None, drop_defaults: bool = False) -> dict[str, Any]:
+        """What a page is told; all of it as it stands now where no ``key`` names a part."""
+        with self._drawing:
+            if key is None and self._trait_values.get("_widget_data"):
+                self._trait_values |= {"_widget_data": self._data, "_widget_layout": self._layout}
+            return dict(super().get_state(key, drop_defaults))
