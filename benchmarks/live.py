@@ -10,8 +10,6 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -75,26 +73,24 @@ def slowdown(rounds: int = ROUNDS, steps: int = STEPS) -> tuple[float, float, li
 
 def watch_a_page(minutes: float) -> dict[str, float]:
     """The live view in a real JupyterLab: the kernel's share of a core, megabytes that the page's heap grows."""
-    import nbformat
     from playwright.sync_api import sync_playwright
 
-    from tests.browser.conftest import CHROMIUM_OPTIONS
+    from tests.browser.page import IDLE
+    from tests.browser.server import CHROMIUM_OPTIONS, running_lab, write_notebook
 
     steps = int((minutes * 60 + _WARM_UP_S) * STEPS_PER_S)
     cells = [*CELLS, LOOP.format(steps=steps, rate=STEPS_PER_S), "print('the loop is over')"]
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in cells])
-    notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
-    with (
-        _lab(lambda folder: nbformat.write(notebook, folder / "live.ipynb")) as (url, server),
-        sync_playwright() as playwright,
-    ):
-        browser = playwright.chromium.launch(executable_path=_chromium(), args=CHROMIUM_OPTIONS)
-        page = browser.new_page(viewport={"width": 1680, "height": 1400})
-        page.goto(url)
-        page.wait_for_function(_IDLE, timeout=90_000)
-        page.evaluate("() => { window.jupyterapp.commands.execute('notebook:run-all-cells'); return 1 }")
-        page.wait_for_function(_HAS_POINTS, timeout=180_000)
-        return _measure(page, server, minutes)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name, sync_playwright() as playwright:
+        folder = Path(name)
+        write_notebook(folder / "live.ipynb", cells)
+        with running_lab(folder, {"WORKBENCH_RUNS": str(folder / "runs")}) as server:
+            browser = playwright.chromium.launch(executable_path=_chromium(), args=CHROMIUM_OPTIONS)
+            page = browser.new_page(viewport={"width": 1680, "height": 1400})
+            page.goto(server.notebook_url("live.ipynb"))
+            page.wait_for_function(IDLE, timeout=90_000)
+            page.evaluate("() => { window.jupyterapp.commands.execute('notebook:run-all-cells'); return 1 }")
+            page.wait_for_function(_HAS_POINTS, timeout=180_000)
+            return _measure(page, server.process, minutes)
 
 
 def _measure(page: Any, server: subprocess.Popen[bytes], minutes: float) -> dict[str, float]:
@@ -115,42 +111,8 @@ def _measure(page: Any, server: subprocess.Popen[bytes], minutes: float) -> dict
     return {"cpu": share, "heap_mb": heap_mb() - heap, "elapsed_s": elapsed, "steps": reached}
 
 
-_IDLE = "() => window.jupyterapp?.shell?.currentWidget?.sessionContext?.session?.kernel?.status === 'idle'"
 _HAS_POINTS = """() => [...document.querySelectorAll('.wb-live-view .js-plotly-plot')]
     .some(plot => plot.data?.some(trace => trace.name === 'this run, newest' && trace.x?.length > 5))"""
-
-
-@contextmanager
-def _lab(prepare: Callable[[Path], object]) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    from tests.browser.conftest import (
-        TOKEN,
-        free_port,
-        lab_command,
-        lab_environment,
-        refuse_news,
-        stop,
-        wait_for_server,
-    )
-
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
-        folder, port = Path(name), free_port()
-        prepare(folder)
-        refuse_news(folder)
-        with (folder / "server.log").open("wb") as log:
-            server = subprocess.Popen(
-                lab_command(port, folder),
-                cwd=folder,
-                env=lab_environment(folder) | {"WORKBENCH_RUNS": str(folder / "runs")},
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-            try:
-                address = f"http://127.0.0.1:{port}"
-                wait_for_server(f"{address}/api/status?token={TOKEN}", server, folder / "server.log")
-                yield f"{address}/lab/tree/live.ipynb?token={TOKEN}&reset", server
-            finally:
-                stop(server)
 
 
 def _kernel_of(server: subprocess.Popen[bytes]) -> Any:
@@ -166,10 +128,9 @@ def _cpu_s(process: Any) -> float:
 
 
 def _chromium() -> str:
-    import os
-    import shutil
+    from tests.browser.server import find_chromium
 
-    found = os.environ.get("WORKBENCH_CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
+    found = find_chromium()
     if found is None:
         raise SystemExit("benchmarks.live: no chromium found; --no-browser measures the rest")
     return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import threading
 from collections.abc import Iterator
@@ -12,6 +11,8 @@ from typing import Any
 
 import psutil
 import pytest
+
+from tests.browser.server import LabServer, write_notebook
 
 pytestmark = [pytest.mark.browser, pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(400)]
 NUM_LINES = 100_000
@@ -29,21 +30,8 @@ CELLS = [
 
 
 @pytest.fixture
-def notebook(lab: Any) -> str:
-    cells = [
-        {
-            "cell_type": "code",
-            "id": f"cell{n}",
-            "metadata": {},
-            "source": source,
-            "outputs": [],
-            "execution_count": None,
-        }
-        for n, source in enumerate(CELLS)
-    ]
-    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
-    content = {"cells": cells, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
-    (Path(lab.folder) / "flood.ipynb").write_text(json.dumps(content))
+def notebook(lab: LabServer) -> str:
+    write_notebook(lab.folder / "flood.ipynb", CELLS)
     return "flood.ipynb"
 
 
@@ -76,26 +64,14 @@ def peak_memory_mb(process: psutil.Process) -> Iterator[list[float]]:
         thread.join()
 
 
-def run(page: Any, first: int, last: int) -> None:
-    """Run these cells and none before them."""
-    script = """([first, last]) => {
-        const notebook = window.jupyterapp.shell.currentWidget.content;
-        notebook.activeCellIndex = first;
-        notebook.deselectAll();
-        for (let n = first; n <= last; n++) notebook.select(notebook.widgets[n]);
-        window.jupyterapp.commands.execute('notebook:run-cell');
-        return 1;
-    }"""
-    page.evaluate(script, [first, last])
-
-
 def wait_for_text(page: Any, text: str, timeout_s: float = 200) -> None:
     page.locator(".jp-OutputArea-output", has_text=text).first.wait_for(timeout=timeout_s * 1000)
 
 
 def test_a_flood_of_output(open_notebook: Any, notebook: str) -> None:
-    page = open_notebook(notebook).page
-    run(page, 0, 3)
+    lab_page = open_notebook(notebook)
+    page = lab_page.page
+    lab_page.run_cell(0, 3)
     wait_for_text(page, "warm enough")
     kernel = psutil.Process(int(page.locator("pre", has_text="kernel ").first.inner_text().split()[-1]))
     page.evaluate("""() => {
@@ -109,7 +85,7 @@ def test_a_flood_of_output(open_notebook: Any, notebook: str) -> None:
     }""")
     before_mb, kernel_before_mb = memory_mb(page), kernel.memory_info().rss / 1e6
     with peak_memory_mb(kernel) as peak:
-        run(page, 4, 5)
+        lab_page.run_cell(4, 5)
         wait_for_text(page, "all told")
     gap_s = page.evaluate("() => window.longestGap") / 1000
     grown_mb, kernel_grown_mb = memory_mb(page) - before_mb, peak[0] - kernel_before_mb
@@ -118,7 +94,7 @@ def test_a_flood_of_output(open_notebook: Any, notebook: str) -> None:
     assert grown_mb < MOST_GROWTH_MB and kernel_grown_mb < MOST_GROWTH_MB, figures
     assert gap_s < 2, figures
 
-    run(page, 6, 7)
+    lab_page.run_cell(6, 7)
     wait_for_text(page, "the end")
     shown = page.locator(".jp-OutputArea-output", has_text="lines, all of them in").first.inner_text()
     paths = [line.rpartition(" in ")[2] for line in shown.splitlines() if "all of them in" in line]

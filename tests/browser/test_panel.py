@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.browser.page import ROOT, SECONDS
+
 pytestmark = [pytest.mark.browser, pytest.mark.engines, pytest.mark.timeout(240)]
 NOTEBOOK = "01-compare-strategies.ipynb"
-SECONDS = 1000
 
 
 def panel_cell() -> int:
     """Number of the cell that makes the panel."""
-    cells = json.loads((Path(__file__).parents[2] / "notebooks" / NOTEBOOK).read_text(encoding="utf-8"))["cells"]
+    cells = json.loads((ROOT / "notebooks" / NOTEBOOK).read_text(encoding="utf-8"))["cells"]
     return next(number for number, cell in enumerate(cells) if "wb.Panel(" in "".join(cell["source"]))
 
 
@@ -31,32 +31,15 @@ def text_field(page: Any) -> Any:
     return page.locator(".wb-panel .wb-text input")
 
 
-def run_button(page: Any) -> Any:
-    return page.locator(".wb-panel button.wb-primary", has_text="Run")
-
-
-def wait_for_text(page: Any, text: str) -> None:
-    script = "text => document.querySelector('.wb-panel .wb-text input')?.value === text"
-    page.wait_for_function(script, arg=text, timeout=10 * SECONDS)
-
-
 def run_to_the_end(lab_page: Any, num_runs: int) -> None:
     """Press Run, see points arrive while it runs, wait until the table has the new row."""
-    page = lab_page.page
-    run_button(page).click()
-    page.locator(".wb-live-view").scroll_into_view_if_needed()  # what nobody sees is not drawn
-    page.wait_for_selector(".wb-state.running", timeout=60 * SECONDS)
-    page.wait_for_function(
-        """() => document.querySelector('.wb-panel .js-plotly-plot')?.data
-            ?.some(trace => trace.name?.startsWith('throughput') && trace.x?.length > 2)""",
-        timeout=60 * SECONDS,
-    )
-    page.wait_for_function(
-        "rows => document.querySelectorAll('.wb-panel .wb-table tbody tr').length === rows",
-        arg=num_runs + 1,
-        timeout=60 * SECONDS,
-    )
-    page.wait_for_selector(".wb-state.done", timeout=10 * SECONDS)
+    from playwright.sync_api import expect
+
+    lab_page.run_button.click()
+    lab_page.wait_for_state("running")
+    lab_page.wait_for_points("throughput", 2)
+    expect(lab_page.rows).to_have_count(num_runs + 1, timeout=60 * SECONDS)
+    lab_page.wait_for_state("done", timeout_s=10)
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +55,7 @@ def opened(open_notebook: Any) -> Any:
 def lab_page(opened: Any) -> Any:
     """The panel with the strategy that the notebook chose."""
     opened.page.locator(".wb-panel button", has_text="hybrid").first.click()
-    wait_for_text(opened.page, "fc1: data; fc2: data; fc3: model; head: model | 1x1x2")
+    opened.wait_for_text("fc1: data; fc2: data; fc3: model; head: model | 1x1x2")
     return opened
 
 
@@ -85,11 +68,11 @@ def test_a_mistake_is_shown_at_its_row_and_can_be_fixed(lab_page: Any) -> None:
     page.wait_for_selector(".wb-error-line")
     assert "stages cannot go back" in page.locator(".wb-error-line").inner_text()
     assert layer(page, "head").get_attribute("aria-invalid") == "true"
-    assert run_button(page).is_disabled()
+    assert lab_page.run_button.is_disabled()
 
     page.locator(".wb-error-line button.fix").click()
     page.wait_for_selector(".wb-error-line", state="detached")
-    assert run_button(page).is_enabled()
+    assert lab_page.run_button.is_enabled()
 
 
 def test_toggle_run_and_compare(lab_page: Any) -> None:
@@ -97,18 +80,18 @@ def test_toggle_run_and_compare(lab_page: Any) -> None:
     assert text_field(page).input_value() == "fc1: data; fc2: data; fc3: model; head: model | 1x1x2"
 
     option(page, "fc2", "model").click()
-    wait_for_text(page, "fc1: data; fc2: model; fc3: model; head: model")
+    lab_page.wait_for_text("fc1: data; fc2: model; fc3: model; head: model")
     page.wait_for_selector(".wb-row[data-row='fc2'] .wb-opt[data-value='model'][aria-checked='true']")
     page.locator(".wb-panel button", has_text="hybrid, edited").wait_for(timeout=5 * SECONDS)
     page.keyboard.press("Control+z")
-    wait_for_text(page, "fc1: data; fc2: data; fc3: model; head: model | 1x1x2")
+    lab_page.wait_for_text("fc1: data; fc2: data; fc3: model; head: model | 1x1x2")
 
     run_to_the_end(lab_page, num_runs=1)
     assert lab_page.points("this run") == lab_page.points("1 device") == 300
     option(page, "fc2", "model").click()
-    wait_for_text(page, "fc1: data; fc2: model; fc3: model; head: model")
+    lab_page.wait_for_text("fc1: data; fc2: model; fc3: model; head: model")
     run_to_the_end(lab_page, num_runs=2)
-    rows = page.locator(".wb-panel .wb-table tbody tr").all_inner_texts()
+    rows = lab_page.rows.all_inner_texts()
     assert sum("\u2713" in row for row in rows) == 2, rows
 
     assert page.locator(".wb-static").is_hidden(), "the copy for readers without a kernel is not shown twice"

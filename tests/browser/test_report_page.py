@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.browser.conftest import CHROMIUM_OPTIONS
+from tests.browser.server import CHROMIUM_OPTIONS
 from tests.ui.conftest import make_record
 from workbench.ui.report import write_report
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.browser.conftest import ROOT, LabServer
+from tests.browser.page import ROOT
+from tests.browser.server import LabServer, write_notebook
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(180)]
 NOTEBOOK = "strategy-panel.ipynb"
@@ -35,27 +34,10 @@ wb.Panel(None, gpt_24_blocks, (256, 256), cross_entropy, strategy=strategy, batc
 """
 
 
-def write_notebook(folder: Path) -> None:
-    cells = [
-        {
-            "cell_type": "code",
-            "id": f"cell-{n}",
-            "metadata": {},
-            "source": source,
-            "outputs": [],
-            "execution_count": None,
-        }
-        for n, source in enumerate([SETUP, SMALL, DEEP, ""])
-    ]
-    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
-    notebook = {"cells": cells, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
-    (folder / NOTEBOOK).write_text(json.dumps(notebook), encoding="utf-8")
-
-
 @pytest.fixture(scope="module")
 def opened(open_notebook: Any, lab: LabServer) -> Any:
     """A page with two panels: 8 blocks on 4 ranks, 24 blocks on 64."""
-    write_notebook(lab.folder)
+    write_notebook(lab.folder / NOTEBOOK, [SETUP, SMALL, DEEP, ""])
     lab_page = open_notebook(NOTEBOOK)
     lab_page.run_cells(2)
     lab_page.wait_for_output(".wb-row[data-row='lm_head']")
@@ -70,7 +52,7 @@ def lab_page(opened: Any) -> Any:
     field = panel(opened).locator(".wb-text input")
     field.fill(START)
     field.press("Enter")
-    wait_for_text(opened, START)
+    opened.wait_for_text(START)
     return opened
 
 
@@ -80,11 +62,6 @@ def panel(lab_page: Any, number: int = 0) -> Any:
 
 def row(lab_page: Any, pattern: str, number: int = 0) -> Any:
     return panel(lab_page, number).locator(f".wb-row[data-row='{pattern}']")
-
-
-def wait_for_text(lab_page: Any, text: str) -> None:
-    script = "text => document.querySelector('.wb-panel .wb-text input')?.value === text"
-    lab_page.page.wait_for_function(script, arg=text, timeout=10_000)
 
 
 def focused(lab_page: Any) -> list[str]:
@@ -109,16 +86,16 @@ def test_everything_can_be_done_with_keys(lab_page: Any) -> None:
     press(lab_page, "ArrowDown", "ArrowDown")
     assert focused(lab_page) == ["blocks.[0-3]", "model"]
     press(lab_page, "d")
-    wait_for_text(lab_page, START.replace("blocks.[0-3]: model", "blocks.[0-3]: data"))
+    lab_page.wait_for_text(START.replace("blocks.[0-3]: model", "blocks.[0-3]: data"))
     press(lab_page, "Control+z")
-    wait_for_text(lab_page, START)
+    lab_page.wait_for_text(START)
     if row(lab_page, "blocks.[0-3]").get_attribute("aria-expanded") == "false":
         press(lab_page, "Enter")
     row(lab_page, "blocks.[0-3].attn.qkv").wait_for(timeout=10_000)
     press(lab_page, "ArrowDown", "ArrowDown", "Enter")
     lab_page.page.wait_for_selector(".wb-menu[role='menu']")
     press(lab_page, "ArrowDown", "Enter")
-    wait_for_text(lab_page, START.replace(" |", "; blocks.[0-3].attn.qkv: model:row |"))
+    lab_page.wait_for_text(START.replace(" |", "; blocks.[0-3].attn.qkv: model:row |"))
     assert focused(lab_page)[0] == "blocks.[0-3].attn.qkv", "the focus comes back to where it was"
     press(lab_page, "ArrowUp", "ArrowUp", "-")
     row(lab_page, "blocks.[0-3].attn.qkv").wait_for(state="detached", timeout=10_000)
@@ -143,7 +120,7 @@ def test_a_mistake_stands_at_its_row_and_the_chip_leads_to_it(lab_page: Any) -> 
     assert focused(lab_page) == ["ln_f", "0"]
     line.locator("button.fix").click()
     line.wait_for(state="detached", timeout=10_000)
-    wait_for_text(lab_page, START)
+    lab_page.wait_for_text(START)
 
 
 def test_a_toggle_shows_what_it_changes(lab_page: Any) -> None:

@@ -1,0 +1,129 @@
+"""One notebook open in a real page: what tests do there, and what they wait for."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+IMAGES = ROOT / "docs" / "images"
+SECONDS = 1000
+"""Playwright counts milliseconds."""
+IDLE = """() => window.jupyterapp?.shell?.currentWidget?.sessionContext?.session?.kernel?.status === 'idle'
+    && document.querySelectorAll('.jp-Cell').length > 1"""
+
+
+@dataclass
+class LabPage:
+    """One notebook open in JupyterLab or Notebook 7, with everything that its console complained about."""
+
+    page: Any
+    errors: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.page.on("console", lambda said: self.errors.append(said.text) if said.type == "error" else None)
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+
+    # ---- the notebook ---------------------------------------------------------------------------------------------
+
+    def open(self, url: str) -> None:
+        """Go there and wait for the kernel."""
+        self.page.goto(url)
+        self.page.wait_for_function(IDLE, timeout=60 * SECONDS)
+
+    def reload(self) -> None:
+        """Save and load the page again; the kernel lives on."""
+        self.page.evaluate("() => window.jupyterapp.commands.execute('docmanager:save').then(() => 1)")
+        self.page.reload()
+        self.page.wait_for_function(IDLE, timeout=60 * SECONDS)
+
+    def run_cells(self, last: int) -> None:
+        """Run the cells up to number ``last`` (counted from 0, text cells too)."""
+        self._execute("notebook:run-all-above", last + 1)
+
+    def run_cell(self, first: int, last: int | None = None) -> None:
+        """Run this cell, or these, and none before them."""
+        self._execute("notebook:run-cell", first, first if last is None else last)
+
+    def _execute(self, command: str, first: int, last: int = -1) -> None:
+        # A command's promise ends with the run; handing it out would block until then.
+        script = """([command, first, last]) => {
+            const notebook = window.jupyterapp.shell.currentWidget.content;
+            notebook.activeCellIndex = first;
+            notebook.deselectAll();
+            for (let n = first; n <= last; n++) notebook.select(notebook.widgets[n]);
+            window.jupyterapp.commands.execute(command);
+            return 1;
+        }"""
+        self.page.evaluate(script, [command, first, last])
+
+    def wait_for_output(self, selector: str, timeout_s: float = 90) -> None:
+        """Wait for something that a cell shows; an error in a cell fails at once, with its text."""
+        error = ".jp-OutputArea-output[data-mime-type='application/vnd.jupyter.error']"
+        self.page.wait_for_selector(f"{selector}, {error}", timeout=timeout_s * SECONDS)
+        shown = self.page.locator(error)
+        assert shown.count() == 0, shown.first.inner_text()
+
+    def dark(self, on: bool) -> None:
+        """Change the theme."""
+        theme = "JupyterLab Dark" if on else "JupyterLab Light"
+        script = "theme => { window.jupyterapp.commands.execute('apputils:change-theme', {theme}); return 1 }"
+        self.page.evaluate(script, theme)
+        self.page.wait_for_selector(f"body[data-jp-theme-light='{'false' if on else 'true'}']", state="attached")
+        self.page.wait_for_timeout(500)
+
+    def screenshot(self, name: str, locator: Any) -> None:
+        """Keep a picture in docs/images, if pictures are wanted: tests change no file."""
+        if os.environ.get("WORKBENCH_SCREENSHOTS") == "1":
+            locator.screenshot(path=IMAGES / name)
+
+    # ---- the panel ------------------------------------------------------------------------------------------------
+
+    def button(self, text: str) -> Any:
+        """A button of the panel."""
+        return self.page.locator(".wb-panel button", has_text=text).first
+
+    @property
+    def run_button(self) -> Any:
+        """The button that starts a run."""
+        return self.page.locator(".wb-panel button.wb-primary", has_text="Run").first
+
+    def wait_for_text(self, text: str) -> None:
+        """Wait until the strategy reads so."""
+        script = "text => document.querySelector('.wb-panel .wb-text input')?.value === text"
+        self.page.wait_for_function(script, arg=text, timeout=10 * SECONDS)
+
+    def wait_for_state(self, word: str, timeout_s: float = 150) -> None:
+        """Wait for a state of the run, with the view in sight: what nobody sees is not drawn."""
+        self.page.locator(".wb-live-view").first.scroll_into_view_if_needed()
+        self.page.wait_for_selector(f".wb-live-view .wb-state.{word}", timeout=timeout_s * SECONDS)
+
+    def wait_for_step(self, step: int, timeout_s: float = 150) -> None:
+        """Wait until the run itself has come so far (one device may come first)."""
+        script = """step => [...document.querySelectorAll('.wb-live-view .wb-state:not(.first)')].some(
+            state => Number(state.innerText.match(/step (\\d+)/)?.[1] ?? 0) >= step)"""
+        self.page.wait_for_function(script, arg=step, timeout=timeout_s * SECONDS)
+
+    def points(self, name: str) -> int:
+        """Points of the live figure's traces whose names begin so."""
+        script = """name => {
+            const plots = [...document.querySelectorAll('.wb-live-view .js-plotly-plot')];
+            const traces = plots.flatMap(plot => plot.data ?? []).filter(trace => trace.name?.startsWith(name));
+            return traces.reduce((sum, trace) => sum + (trace.x?.length ?? 0), 0);
+        }"""
+        return int(self.page.evaluate(script, name))
+
+    def wait_for_points(self, name: str, more_than: int = 0, timeout_s: float = 180) -> None:
+        """Wait until there are more points than so many."""
+        for _ in range(int(timeout_s * 10)):
+            if self.points(name) > more_than:
+                return
+            self.page.wait_for_timeout(100)
+        raise AssertionError(f"{name}: {self.points(name)} points after {timeout_s} s, wanted more than {more_than}")
+
+    @property
+    def rows(self) -> Any:
+        """The rows of the comparison."""
+        return self.page.locator(".wb-panel .wb-comparison tbody tr")

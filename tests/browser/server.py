@@ -1,0 +1,164 @@
+"""A real JupyterLab of its own, which serves Notebook 7 too: nothing of the user's Jupyter is read or written."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import nbformat
+
+TOKEN = "workbench-test"
+CHROMIUM_OPTIONS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-dev-shm-usage",
+]
+APPS = {"lab": "lab/tree", "notebook": "notebooks"}
+"""Front ends and the paths under which they open a notebook."""
+
+
+def find_chromium() -> str | None:
+    """Path of a Chromium, if there is one."""
+    wanted = os.environ.get("WORKBENCH_CHROMIUM")
+    if wanted and Path(wanted).exists():
+        return wanted
+    return shutil.which("chromium") or shutil.which("chromium-browser")
+
+
+def write_notebook(path: Path, cells: Sequence[str]) -> None:
+    """A notebook of code cells."""
+    notebook = nbformat.v4.new_notebook(
+        cells=[nbformat.v4.new_code_cell(source, id=f"cell-{number}") for number, source in enumerate(cells)]
+    )
+    notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    nbformat.write(notebook, path)
+
+
+@dataclass
+class LabServer:
+    """A running JupyterLab whose root is ``folder``."""
+
+    url: str
+    folder: Path
+    process: subprocess.Popen[bytes]
+
+    def notebook_url(self, name: str, app: str = "lab") -> str:
+        """Where a front end shows a notebook."""
+        return f"{self.url}/{APPS[app]}/{name}?token={TOKEN}&reset"
+
+    def shut_down_kernels(self) -> None:
+        """End all kernels (and with them their engines), so that the next page starts afresh."""
+        for session in json.loads(self._ask("GET", "/api/sessions")):
+            self._ask("DELETE", f"/api/sessions/{session['id']}")
+
+    def _ask(self, method: str, path: str) -> bytes:
+        request = urllib.request.Request(self.url + path, method=method, headers={"Authorization": f"token {TOKEN}"})
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return bytes(answer.read())
+
+
+@contextmanager
+def running_lab(folder: Path, environment: Mapping[str, str] | None = None) -> Iterator[LabServer]:
+    """A server that ends with the context, and with it its kernels and their engines."""
+    _refuse_news(folder)
+    port, log = _free_port(), folder / "server.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            _command(port, folder),
+            cwd=folder,
+            env=_environment(folder) | dict(environment or {}),
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+        try:
+            _wait_for(f"http://127.0.0.1:{port}/api/status?token={TOKEN}", process, log)
+            yield LabServer(f"http://127.0.0.1:{port}", folder, process)
+        finally:
+            _stop(process)
+
+
+def _command(port: int, folder: Path) -> list[str]:
+    options = {
+        "--ip": "127.0.0.1",
+        "--port": str(port),
+        "--IdentityProvider.token": TOKEN,
+        "--ServerApp.root_dir": str(folder),
+        "--ServerApp.port_retries": "0",
+        "--LabApp.expose_app_in_browser": "True",
+        "--JupyterNotebookApp.expose_app_in_browser": "True",
+        "--LabApp.news_url": "None",
+        "--LabApp.check_for_updates_class": "jupyterlab.NeverCheckForUpdate",
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "jupyterlab",
+        "--no-browser",
+        *(f"{name}={value}" for name, value in options.items()),
+    ]
+    return command + (["--allow-root"] if os.geteuid() == 0 else [])
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    places = {
+        name: str(folder / name.lower()) for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR")
+    }
+    return (
+        os.environ | places | {"IPYTHONDIR": str(folder / "ipython"), "JUPYTERLAB_WORKSPACES_DIR": str(folder / "ws")}
+    )
+
+
+def _refuse_news(folder: Path) -> None:
+    """JupyterLab asks new users whether they want news, in a box that would cover what we look at."""
+    settings = folder / "jupyter_config_dir" / "lab" / "user-settings" / "@jupyterlab" / "apputils-extension"
+    settings.mkdir(parents=True)
+    (settings / "notification.jupyterlab-settings").write_text('{"fetchNews": "false", "checkForUpdates": false}')
+
+
+def _free_port() -> int:
+    """One below those that the system and ZeroMQ choose from, so that nobody takes it before the server does."""
+    while True:
+        port = 20_000 + secrets.randbelow(10_000)
+        with socket.socket() as listener, suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
+
+
+def _wait_for(url: str, server: subprocess.Popen[bytes], log: Path, timeout_s: float = 60) -> None:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        assert server.poll() is None, f"JupyterLab ended:\n{log.read_text()[-3000:]}"
+        try:
+            with urllib.request.urlopen(url, timeout=5):
+                return
+        except (urllib.error.URLError, ConnectionError):
+            time.sleep(0.2)
+    raise AssertionError(f"JupyterLab did not answer within {timeout_s} s:\n{log.read_text()[-3000:]}")
+
+
+def _stop(server: subprocess.Popen[bytes]) -> None:
+    server.send_signal(signal.SIGTERM)
+    try:
+        server.wait(20)
+    except subprocess.TimeoutExpired:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()

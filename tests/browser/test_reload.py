@@ -1,0 +1,83 @@
+"""The page is loaded again while the kernel lives: panel, live view and comparison are as they were, and go on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.browser.page import SECONDS, LabPage
+from tests.browser.server import LabServer, write_notebook
+from tests.browser.test_runs import CELLS
+
+pytestmark = [pytest.mark.browser, pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(600)]
+NOTEBOOK = "reload.ipynb"
+
+
+@pytest.fixture(scope="module")
+def opened(open_notebook: Any, lab: LabServer) -> Any:
+    """A panel on its engines."""
+    write_notebook(lab.folder / NOTEBOOK, [*CELLS[:2], CELLS[2], ""])
+    lab_page = open_notebook(NOTEBOOK)
+    lab_page.run_cells(2)
+    lab_page.wait_for_output(".wb-panel button.wb-primary", timeout_s=180)
+    return lab_page
+
+
+def shown(lab_page: LabPage) -> dict[str, Any]:
+    """What stands in the panel: strategy, points of the live figure, its titles, and the comparison."""
+    script = """() => {
+        const plot = document.querySelector('.wb-live-view .js-plotly-plot');
+        const text = selector => [...document.querySelectorAll(selector)].map(found => found.innerText);
+        return {
+            strategy: document.querySelector('.wb-panel .wb-text input').value,
+            points: Object.fromEntries(plot.data.map(trace => [trace.name, trace.x?.length ?? 0])),
+            titles: plot.layout.annotations.slice(0, 5).map(note => note.text),
+            state: text('.wb-live-view .wb-state'),
+            log: text('.wb-live-view .wb-log'),
+            rows: text('.wb-panel .wb-comparison tbody tr'),
+        };
+    }"""
+    lab_page.page.wait_for_selector(".wb-live-view .js-plotly-plot .main-svg", timeout=60 * SECONDS)
+    return dict(lab_page.page.evaluate(script))
+
+
+def test_finished_runs_are_there_after_a_reload(opened: LabPage) -> None:
+    from playwright.sync_api import expect
+
+    opened.run_button.click()
+    opened.wait_for_state("running")
+    opened.wait_for_points("forward, measured", 1)
+    opened.button("Stop").click()
+    expect(opened.rows).to_have_count(2, timeout=150 * SECONDS)
+    opened.wait_for_state("done")
+    before = shown(opened)
+    assert before["points"]["this run"] > 3 and before["points"]["forward, measured"] == 2
+    opened.reload()
+    expect(opened.rows).to_have_count(2, timeout=60 * SECONDS)
+    assert shown(opened) == before
+
+
+def test_a_run_goes_on_while_the_page_is_loaded_again(opened: LabPage) -> None:
+    from playwright.sync_api import expect
+
+    opened.button("model").click()
+    opened.wait_for_text("*: model")
+    opened.run_button.click()
+    opened.wait_for_state("running")
+    opened.wait_for_step(10)
+    opened.button("Pause").click()
+    opened.wait_for_state("paused")
+    opened.reload()
+    expect(opened.rows).to_have_count(2, timeout=60 * SECONDS)
+    opened.wait_for_state("paused")
+    held = opened.points("throughput")
+    assert held >= 10, "what was drawn before is there"
+    opened.button("Go on").click()
+    opened.wait_for_points("throughput", held)
+    opened.reload()
+    opened.wait_for_state("running")
+    opened.wait_for_points("throughput", max(held, opened.points("throughput")))
+    opened.button("Stop").click()
+    expect(opened.rows).to_have_count(3, timeout=150 * SECONDS)
+    opened.wait_for_state("done")
