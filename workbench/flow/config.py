@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from workbench.errors import JobError
-from workbench.flow.jobs.run import Use
 
 __all__ = ["cpu_device_num", "gpu_device_num", "machine_num"]
+
+
+@dataclass(frozen=True)
+class Use:
+    """How many devices jobs use; None for all that are there."""
+
+    num_devices: int | None = None
+    num_hosts: int | None = None
+
 
 _chosen = Use()
 

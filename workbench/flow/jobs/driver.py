@@ -13,8 +13,9 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from workbench.errors import CellError, JobError
+from workbench.flow.config import Use
 from workbench.flow.jobs import remote
-from workbench.flow.jobs.run import Job, Use, zip_results
+from workbench.flow.jobs.run import Job, zip_results
 from workbench.session import Session, current, protocol
 
 

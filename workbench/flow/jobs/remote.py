@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from workbench.errors import JobError
+from workbench.flow.config import Use
 from workbench.flow.jobs import checkpoints
-from workbench.flow.jobs.run import Job, Use, run
+from workbench.flow.jobs.run import Job, ranks_of, run
 from workbench.flow.jobs.store import common_store, known_store, store_of
 from workbench.runtime.world import current
 from workbench.session import engine_failures, protocol
@@ -56,7 +57,7 @@ def run_job(name: str, arrays: Mapping[str, Any], use: Use, serials: tuple[str, 
         )
     store = store_of(world)
     result = run(job, arrays, store, use, on_rank_0=True)
-    return Reply(result, tuple(use.ranks(job, store)), store.serial)
+    return Reply(result, tuple(ranks_of(job, store, use)), store.serial)
 
 
 def init_variables() -> str:

@@ -14,6 +14,7 @@ from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.core.sbp import Broadcast, Split
 from workbench.errors import JobError
+from workbench.flow.config import Use
 from workbench.flow.jobs import training
 from workbench.flow.jobs.context import Inside, Running
 from workbench.flow.jobs.micro_batches import MicroBatches
@@ -47,19 +48,12 @@ class Job:
     config: FunctionConfig
 
 
-@dataclass(frozen=True)
-class Use:
-    """How many devices jobs use; None for all that are there."""
-
-    num_devices: int | None = None
-    num_hosts: int | None = None
-
-    def ranks(self, job: Job, store: Store) -> list[int]:
-        """The ranks that a job runs on."""
-        scope = job.config.scope
-        if scope is not None:
-            return store.devices.ranks(scope.ranges, f"{scope} in the config of {job.name}")
-        return store.devices.first(self.num_devices, self.num_hosts, f"{job.name} with flow.config.gpu_device_num")
+def ranks_of(job: Job, store: Store, use: Use) -> list[int]:
+    """The ranks that a job runs on: those of its own settings, or as many as ``use`` says."""
+    scope = job.config.scope
+    if scope is not None:
+        return store.devices.ranks(scope.ranges, f"{scope} in the config of {job.name}")
+    return store.devices.first(use.num_devices, use.num_hosts, f"{job.name} with flow.config.gpu_device_num")
 
 
 def run(job: Job, arrays: Mapping[str, Any], store: Store, use: Use, on_rank_0: bool = False) -> Any:
@@ -72,7 +66,7 @@ def run(job: Job, arrays: Mapping[str, Any], store: Store, use: Use, on_rank_0: 
     Returns:
         what the body returns, as arrays: logical ones in the consistent view, lists by device in the mirrored one.
     """
-    ranks = use.ranks(job, store)
+    ranks = ranks_of(job, store, use)
     running = Running(
         job.name, job.view, job.trains, store, store.devices.placement(ranks), default_dtype=job.config.dtype
     )
