@@ -116,7 +116,8 @@ def help_of(name: str) -> str:
         from workbench.session.magic import SessionMagics
 
         magic: Any = SessionMagics.cell_global if name.startswith("%%") else SessionMagics.line_workbench
-        return str(magic.parser.format_help()).replace("::\n\n  ", "", 1)
+        said = str(magic.parser.format_help()).replace("::\n\n  ", "", 1).replace("``", "")
+        return re.sub(r"^%\w+", name, said)
 
 
 def say_help(text: str) -> str:
