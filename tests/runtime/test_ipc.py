@@ -129,7 +129,7 @@ def test_a_rank_that_does_not_wait_for_marks_reads_what_is_not_there_yet(monkeyp
 
     def program(transport, rank):
         if rank == 0:
-            transport.device.later(lambda: time.sleep(0.1))
+            transport._device.later(lambda: time.sleep(0.1))
         return exchange_all(transport, rank, 2)
 
     assert assert_all_returned(run_late(program)) == [[0, 1], [0, 1]]
@@ -205,7 +205,7 @@ def test_what_cannot_be_read_where_it_lies_comes_through_the_host(different, sta
         assert exchange_all(connection.transport, rank, 3) == [0, 1, 2]
         peers = connection.transport._parcels.peers
         assert {peer for peer in peers if peers[peer].way == ON_HOST} == {b for a, b in staged if a == rank}
-        assert not [device for device in [connection.transport.device] if device.pinned] or staged
+        assert not [device for device in [connection.transport._device] if device.pinned] or staged
         return connection.staged
 
     for found in assert_all_returned(connect_on_threads(program, 3, behaviours(3, **different))):
@@ -226,7 +226,7 @@ def test_ranks_that_cannot_share_host_memory_either_are_refused_everywhere():
 
 def test_too_little_memory_says_who_wanted_how_much():
     def program(transport, rank):
-        transport.device.behaviour.room = 1000
+        transport._device.behaviour.room = 1000
         with pytest.raises(WorldError, match=r"rank \d in a boxing: data for other ranks: \d+ bytes are wanted"):
             transport.exchange([(1 - rank, torch.ones(10_000_000))], [], 0, "a boxing")
         return True
@@ -245,7 +245,7 @@ def test_ranks_that_call_different_exchanges_hear_of_both():
 def test_an_abort_ends_the_wait_for_a_device():
     def program(transport, rank):
         if rank == 0:
-            transport.device.later(lambda: time.sleep(0.3))
+            transport._device.later(lambda: time.sleep(0.3))
             transport.exchange([(1, torch.ones(3))], [], 0, "a boxing")
             return 0.0
         threading.Timer(0.1, transport.abort, ["the user has had enough"]).start()
@@ -261,7 +261,7 @@ def test_an_abort_ends_the_wait_for_a_device():
 def test_a_device_that_does_not_come_is_a_timeout_that_says_so():
     def program(transport, rank):
         if rank == 0:
-            transport.device.later(lambda: time.sleep(0.5))
+            transport._device.later(lambda: time.sleep(0.5))
             transport.exchange([(1, torch.ones(3))], [], 0, "a boxing")
             return ""
         with pytest.raises(CollectiveAborted) as error:

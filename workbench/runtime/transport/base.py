@@ -16,6 +16,8 @@ Wanted = tuple[int, Sequence[int]]
 """The other rank, and the shape of what comes from it."""
 Release = Callable[[], None]
 
+_GATHER_TAG = -1
+"""No exchange of a program has it."""
 ACCUMULATED_IN_32_BITS = (torch.bfloat16, torch.float16)
 """Sums of these are made in float32 and rounded once."""
 
@@ -88,10 +90,41 @@ class Transport(Protocol):
 
 
 class Asynchronous(Transport, Protocol):
-    """A transport whose exchanges can be started now and waited for later."""
+    """A transport whose exchanges can be started now and waited for later; the other calls are made of these.
+
+    Attributes:
+        device: where what arrives is to lie.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device = torch.device("cpu")
 
     def start(self, sends: Sequence[Message], receives: Sequence[Message], tag: int, header: str) -> Callable[[], None]:
         """Send ``sends``, which may be written afterwards; what comes back waits until ``receives`` are filled."""
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int, header: str) -> None:
+        self.start(sends, receives, tag, header)()
+
+    def borrow(
+        self, sends: Sequence[Message], wanted: Sequence[Wanted], dtype: torch.dtype, tag: int, header: str
+    ) -> tuple[list[torch.Tensor], Release]:
+        pieces = [torch.empty(tuple(shape), dtype=dtype, device=self.device) for _, shape in wanted]
+        receives = [(source, piece) for (source, _), piece in zip(wanted, pieces, strict=True)]
+        self.exchange(sends, receives, tag, header)
+        return pieces, _nothing
+
+    def all_reduce(
+        self, tensor: torch.Tensor, group: Sequence[int], reduction: str, tag: int, header: str
+    ) -> torch.Tensor:
+        return self.start_all_reduce([tensor], group, reduction, tag, header)().view(tensor.shape)
+
+    def all_gather(self, tensor: torch.Tensor, header: str) -> list[torch.Tensor]:
+        parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        parts[self.rank].copy_(tensor)
+        receives = [(rank, part) for rank, part in enumerate(parts) if rank != self.rank]
+        self.exchange([(rank, tensor) for rank, _ in receives], receives, _GATHER_TAG, header)
+        return parts
 
 
 class Mapped(Transport, Protocol):
@@ -113,22 +146,6 @@ def pack(tensors: Sequence[torch.Tensor], out: torch.Tensor | None = None) -> to
     if out is None:
         return torch.cat(flat)
     return out.copy_(flat[0]) if len(flat) == 1 else torch.cat(flat, out=out)
-
-
-def borrow_by_exchange(
-    transport: Transport,
-    device: torch.device,
-    sends: Sequence[Message],
-    wanted: Sequence[Wanted],
-    dtype: torch.dtype,
-    tag: int,
-    header: str,
-) -> tuple[list[torch.Tensor], Release]:
-    """``borrow`` for transports whose ranks cannot see one another's memory."""
-    pieces = [torch.empty(tuple(shape), dtype=dtype, device=device) for _, shape in wanted]
-    receives = [(source, piece) for (source, _), piece in zip(wanted, pieces, strict=True)]
-    transport.exchange(sends, receives, tag, header)
-    return pieces, _nothing
 
 
 def _nothing() -> None:

@@ -14,11 +14,9 @@ import torch
 from workbench.core.boxing import LinkCost
 from workbench.runtime.transport.base import (
     ACCUMULATED_IN_32_BITS,
+    Asynchronous,
     Message,
-    Release,
     Transport,
-    Wanted,
-    borrow_by_exchange,
     pack,
 )
 from workbench.runtime.transport.network.gloo import GlooTransport
@@ -26,10 +24,8 @@ from workbench.runtime.transport.network.watch import Wait
 from workbench.runtime.transport.reducing import tag_in_group
 from workbench.runtime.transport.shared.transport import SharedTransport
 
-_GATHER_TAG = -1
 
-
-class MixedTransport:
+class MixedTransport(Asynchronous):
     """One rank's way to every other: ``inside`` for ranks of its host, ``between`` for all others.
 
     ``cost`` is that between hosts: what is decided by it concerns all ranks.
@@ -68,9 +64,6 @@ class MixedTransport:
         """The transport for an exchange between these ranks alone, this one among them; the same on all of them."""
         return self._inside if self._has_inside and self._near.issuperset(ranks) else self
 
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int, header: str) -> None:
-        self.start(sends, receives, tag, header)()
-
     def start(self, sends: Sequence[Message], receives: Sequence[Message], tag: int, header: str) -> Callable[[], None]:
         near_sends, far_sends = self._parted(sends)
         near_receives, far_receives = self._parted(receives)
@@ -85,16 +78,6 @@ class MixedTransport:
                     wait()
 
         return finish
-
-    def borrow(
-        self, sends: Sequence[Message], wanted: Sequence[Wanted], dtype: torch.dtype, tag: int, header: str
-    ) -> tuple[list[torch.Tensor], Release]:
-        return borrow_by_exchange(self, torch.device("cpu"), sends, wanted, dtype, tag, header)
-
-    def all_reduce(
-        self, tensor: torch.Tensor, group: Sequence[int], reduction: str, tag: int, header: str
-    ) -> torch.Tensor:
-        return self.start_all_reduce([tensor], group, reduction, tag, header)().view(tensor.shape)
 
     def start_all_reduce(
         self, tensors: Sequence[torch.Tensor], group: Sequence[int], reduction: str, tag: int, header: str
@@ -123,14 +106,6 @@ class MixedTransport:
             return total.to(dtype)
 
         return self._guarded(finish)
-
-    def all_gather(self, tensor: torch.Tensor, header: str) -> list[torch.Tensor]:
-        parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        parts[self.rank].copy_(tensor)
-        others = [rank for rank in range(self.world_size) if rank != self.rank]
-        receives = [(rank, parts[rank]) for rank in others]
-        self.exchange([(rank, tensor) for rank in others], receives, _GATHER_TAG, header)
-        return parts
 
     def flush(self) -> None:
         if self._has_inside:

@@ -17,10 +17,8 @@ from workbench.core.boxing import LinkCost
 from workbench.errors import CollectiveAborted
 from workbench.runtime.transport.base import (
     ACCUMULATED_IN_32_BITS,
+    Asynchronous,
     Message,
-    Release,
-    Wanted,
-    borrow_by_exchange,
     pack,
 )
 
@@ -104,19 +102,16 @@ class ThreadHub:
             raise CollectiveAborted(f"rank {rank} stopped waiting in {self.waiting[rank].header}: {self.abort_reason}")
 
 
-class ThreadTransport:
+class ThreadTransport(Asynchronous):
     """One simulated rank's end of a ``ThreadHub``."""
 
     name = "threads"
     cost = LinkCost(latency_s=20e-6, bandwidth_bytes_per_s=4e9, one_shot_bytes=2**62)
 
     def __init__(self, hub: ThreadHub, rank: int) -> None:
-        self.hub, self.rank = hub, rank
+        self.hub, self.rank, self.world_size = hub, rank, hub.num_ranks
         self.sent_bytes = 0
         """Bytes of this rank's data that went to others."""
-
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int, header: str) -> None:
-        self.start(sends, receives, tag, header)()
 
     def start(self, sends: Sequence[Message], receives: Sequence[Message], tag: int, header: str) -> Callable[[], None]:
         for destination, tensor in sends:
@@ -140,16 +135,6 @@ class ThreadTransport:
             raise CollectiveAborted(self.hub.abort_reason or "ranks diverged")
         out.copy_(letter.tensor)
 
-    def borrow(
-        self, sends: Sequence[Message], wanted: Sequence[Wanted], dtype: torch.dtype, tag: int, header: str
-    ) -> tuple[list[torch.Tensor], Release]:
-        return borrow_by_exchange(self, torch.device("cpu"), sends, wanted, dtype, tag, header)
-
-    def all_reduce(
-        self, tensor: torch.Tensor, group: Sequence[int], reduction: str, tag: int, header: str
-    ) -> torch.Tensor:
-        return self.start_all_reduce([tensor], group, reduction, tag, header)().view(tensor.shape)
-
     def start_all_reduce(
         self, tensors: Sequence[torch.Tensor], group: Sequence[int], reduction: str, tag: int, header: str
     ) -> Callable[[], torch.Tensor]:
@@ -163,13 +148,6 @@ class ThreadTransport:
         for rank in group[1:]:  # in the order of the placement on every rank: the same bits everywhere
             combine(total, terms[rank], out=total)
         return lambda: total.to(own.dtype)
-
-    def all_gather(self, tensor: torch.Tensor, header: str) -> list[torch.Tensor]:
-        parts = [torch.empty_like(tensor) for _ in range(self.hub.num_ranks)]
-        parts[self.rank].copy_(tensor)
-        others = [rank for rank in range(self.hub.num_ranks) if rank != self.rank]
-        self.exchange([(rank, tensor) for rank in others], [(rank, parts[rank]) for rank in others], -1, header)
-        return parts
 
     def flush(self) -> None:
         """Letters are clones: nothing to wait for."""

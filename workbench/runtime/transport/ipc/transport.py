@@ -26,12 +26,12 @@ import torch
 
 from workbench.core.boxing import LinkCost
 from workbench.core.layout import balanced_bounds
-from workbench.runtime.transport.base import Message, Release, Wanted
+from workbench.runtime.transport.base import Asynchronous, Message, Release, Wanted
 from workbench.runtime.transport.ipc.catalogue import ON_DEVICE, Catalogue
 from workbench.runtime.transport.ipc.marks import MarkWaiter
 from workbench.runtime.transport.ipc.parcels import Parcels, plain
-from workbench.runtime.transport.letters.board import FAILED, LEFT, Board, encode_header
-from workbench.runtime.transport.letters.ending import ends_the_transport
+from workbench.runtime.transport.letters.board import Board, encode_header
+from workbench.runtime.transport.letters.ending import OverLetters, ends_the_transport
 from workbench.runtime.transport.letters.link import Block, Letter
 from workbench.runtime.transport.reducing import tag_in_group
 
@@ -50,7 +50,7 @@ class _Term(NamedTuple):
     mark: int
 
 
-class IpcTransport:
+class IpcTransport(OverLetters, Asynchronous):
     """One rank's end; ``ipc_connecting`` makes it.
 
     ``cost`` is a constant, like every transport's: decisions that follow from it must be the same on all ranks.
@@ -62,9 +62,9 @@ class IpcTransport:
     cost = LinkCost(latency_s=40e-6, bandwidth_bytes_per_s=200e9, one_shot_bytes=ONE_STEP_BYTES)
 
     def __init__(self, rank: int, board: Board, catalogue: Catalogue, parcels: Parcels, waiter: MarkWaiter) -> None:
-        self.rank, self.world_size, self.device = rank, len(parcels.peers) + 1, parcels.pool.device
-        self._board, self._catalogue, self._parcels, self._waiter = board, catalogue, parcels, waiter
-        self._is_closed = False
+        super().__init__(rank, board, parcels.links, waiter)
+        self._device, self.device = parcels.pool.device, parcels.pool.device.torch_device
+        self._catalogue, self._parcels, self._mark_waiter = catalogue, parcels, waiter
         self.groups: tuple[Any, ...] = ()
 
     @property
@@ -76,9 +76,6 @@ class IpcTransport:
     def idle_bytes(self) -> int:
         """Bytes of device and host memory that this rank has made for exchanges."""
         return self._parcels.pool.num_bytes
-
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int, header: str) -> None:
-        self.start(sends, receives, tag, header)()
 
     @ends_the_transport
     def start(self, sends: Sequence[Message], receives: Sequence[Message], tag: int, header: str) -> Callable[[], None]:
@@ -94,7 +91,7 @@ class IpcTransport:
         self._parcels.send(sends, tag << 1, text)
         sizes = [(source, math.prod(shape) * dtype.itemsize) for source, shape in wanted]
         letters = self._parcels.take(sizes, tag << 1, text)
-        there = self.device.torch_device  # what came through memory of the host is copied to the device
+        there = self.device  # what came through memory of the host is copied to the device
         pieces = [
             self._parcels.view(source, letter, shape, dtype).to(there, non_blocking=True)
             for (source, letter), (_, shape) in zip(letters, wanted, strict=True)
@@ -104,11 +101,6 @@ class IpcTransport:
     @ends_the_transport
     def _release(self, letters: list[tuple[int, Letter]]) -> None:
         self._parcels.give_back(letters)
-
-    def all_reduce(
-        self, tensor: torch.Tensor, group: Sequence[int], reduction: str, tag: int, header: str
-    ) -> torch.Tensor:
-        return self.start_all_reduce([tensor], group, reduction, tag, header)().view(tensor.shape)
 
     @ends_the_transport
     def start_all_reduce(
@@ -126,43 +118,6 @@ class IpcTransport:
         own = self._offer(tensors, dtype, numel, {rank: slices[rank] for rank in others}, number, text)
         return lambda: self._reduce(own, group, slices, reduction, number, text, is_one_step)
 
-    def all_gather(self, tensor: torch.Tensor, header: str) -> list[torch.Tensor]:
-        parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        parts[self.rank].copy_(tensor)
-        sends = [(peer, tensor) for peer in self._parcels.links]
-        self.exchange(sends, [(peer, parts[peer]) for peer in self._parcels.links], -1, header)
-        return parts
-
-    @ends_the_transport
-    def flush(self) -> None:
-        """What was sent is a copy; only letters for which a ring had no room are left to send."""
-        started = time.perf_counter()
-        for link in self._parcels.links.values():
-            while not link.push():
-                self._waiter.wait_for_room(link, time.perf_counter() - started)
-
-    def abort(self, reason: str) -> None:
-        self._waiter.abort_reason = self._waiter.abort_reason or reason
-
-    def close(self) -> None:
-        if self._is_closed:
-            return
-        if self._waiter.abort_reason is None:
-            self._let_peers_read()
-            self._board.end(LEFT)
-            self._waiter.abort_reason = "this rank has left it"
-        else:
-            self._give_up(None)  # the reason may not have met a wait yet
-        self._is_closed = True
-        with suppress(RuntimeError):  # a device that is broken has nothing to wait for
-            self.device.synchronize()
-        for peer in self._parcels.peers.values():
-            peer.opened.close_all()
-        self._catalogue.close()
-        theirs = {peer: found.opened.catalogue for peer, found in self._parcels.peers.items()}
-        self._parcels.pool.bury(theirs, self._waiter.processes)
-        self._board.mapping.close()
-
     @ends_the_transport
     def _receive(self, receives: Sequence[Message], tag: int, header: bytes) -> None:
         letters = self._parcels.take([(source, out.nbytes) for source, out in receives], tag, header)
@@ -173,7 +128,7 @@ class IpcTransport:
         ]
         for dtype in dict.fromkeys(out.dtype for out, _ in copies):
             outs, views = zip(*(pair for pair in copies if pair[0].dtype == dtype), strict=True)
-            self.device.copy(outs, views, [1] * len(outs), "none")
+            self._device.copy(outs, views, [1] * len(outs), "none")
         self._parcels.give_back(letters)
 
     def _offer(
@@ -191,7 +146,7 @@ class IpcTransport:
         if numel == 0:
             for rank in slices:
                 self._parcels.tell(rank, tag, None, 0, header, 0, 1)
-            return _Term(torch.empty(0, dtype=dtype, device=self.device.torch_device), [], 0)
+            return _Term(torch.empty(0, dtype=dtype, device=self.device), [], 0)
         blocks = {way: self._parcels.pool.allocate(numel * dtype.itemsize, way, header) for way in ways}
         terms = {way: self._parcels.pool.view(block, (numel,), dtype) for way, block in blocks.items()}
         copies = []
@@ -222,7 +177,7 @@ class IpcTransport:
         own, blocks, mark = term
         others = [rank for rank in group if rank != self.rank]
         start, stop = slices[self.rank]
-        self._waiter.wait_for_own(
+        self._mark_waiter.wait_for_own(
             self._parcels.marks, mark, header
         )  # this may be another stream than that of the start
         mine = own[start:stop]
@@ -231,7 +186,7 @@ class IpcTransport:
         terms[self.rank] = mine
         total = torch.empty_like(own)
         if mine.numel():  # in the order of the group on every rank: the same bits everywhere
-            self.device.copy([total[start:stop]], [terms[rank] for rank in group], [len(group)], reduction)
+            self._device.copy([total[start:stop]], [terms[rank] for rank in group], [len(group)], reduction)
         self._parcels.give_back(letters, blocks)
         if not is_one_step:
             sends = [(rank, total[start:stop]) for rank in others]
@@ -239,6 +194,16 @@ class IpcTransport:
             self._parcels.send(sends, tag | 1, header)
             self._receive(receives, tag | 1, header)
         return total
+
+    def _free(self) -> None:
+        with suppress(RuntimeError):  # a device that is broken has nothing to wait for
+            self._device.synchronize()
+        for peer in self._parcels.peers.values():
+            peer.opened.close_all()
+        self._catalogue.close()
+        theirs = {peer: found.opened.catalogue for peer, found in self._parcels.peers.items()}
+        self._parcels.pool.bury(theirs, self._mark_waiter.processes)
+        self._board.mapping.close()
 
     def _let_peers_read(self) -> None:
         """Memory of a process that has ended cannot be read: wait until the last letters are done with."""
@@ -251,12 +216,6 @@ class IpcTransport:
                 if not self._parcels.owes_receipts and not link.has_unread:
                     break
                 time.sleep(_NAP_S)
-
-    def _give_up(self, error: BaseException | None) -> None:
-        if self._waiter.abort_reason is None:
-            self._waiter.abort_reason = str(error) or type(error).__name__
-        if not self._is_closed:
-            self._board.end(FAILED, self._waiter.abort_reason)
 
 
 __all__ = ["IpcTransport"]

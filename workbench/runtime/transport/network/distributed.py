@@ -20,10 +20,8 @@ from workbench.core.boxing import LinkCost
 from workbench.errors import CollectiveAborted
 from workbench.runtime.transport.base import (
     ACCUMULATED_IN_32_BITS,
+    Asynchronous,
     Message,
-    Release,
-    Wanted,
-    borrow_by_exchange,
     pack,
 )
 from workbench.runtime.transport.meeting import Meeting
@@ -36,7 +34,7 @@ _NUM_YIELDS = 100
 _SLEEP_S = 50e-6
 
 
-class DistributedTransport:
+class DistributedTransport(Asynchronous):
     """The ranks of a torch.distributed process group with a backend that orders its work on streams.
 
     ``cost`` is a constant: decisions that follow from it must be the same on all ranks.
@@ -55,9 +53,6 @@ class DistributedTransport:
         self.sent_bytes = 0
         """Bytes of slices that this rank has sent to others; what sums send is the library's own business."""
 
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int, header: str) -> None:
-        self.start(sends, receives, tag, header)()
-
     def start(self, sends: Sequence[Message], receives: Sequence[Message], tag: int, header: str) -> Callable[[], None]:
         """NCCL has no tags: sends and receives of one exchange go in one group call."""
         self._raise_if_aborted(header)
@@ -75,16 +70,6 @@ class DistributedTransport:
                 work.wait()  # orders the current stream after the transfer; does not block this thread
 
         return finish
-
-    def borrow(
-        self, sends: Sequence[Message], wanted: Sequence[Wanted], dtype: torch.dtype, tag: int, header: str
-    ) -> tuple[list[torch.Tensor], Release]:
-        return borrow_by_exchange(self, self.device, sends, wanted, dtype, tag, header)
-
-    def all_reduce(
-        self, tensor: torch.Tensor, group: Sequence[int], reduction: str, tag: int, header: str
-    ) -> torch.Tensor:
-        return self.start_all_reduce([tensor], group, reduction, tag, header)().view(tensor.shape)
 
     def start_all_reduce(
         self, tensors: Sequence[torch.Tensor], group: Sequence[int], reduction: str, tag: int, header: str

@@ -25,7 +25,7 @@ from workbench.core.boxing import LinkCost
 from workbench.core.layout import balanced_bounds
 from workbench.errors import CollectiveAborted
 from workbench.runtime.caller import user_frame
-from workbench.runtime.transport.base import Message, Release, Wanted, borrow_by_exchange, pack
+from workbench.runtime.transport.base import Asynchronous, Message, pack
 from workbench.runtime.transport.network.waiting import Helper, Job
 from workbench.runtime.transport.network.watch import HAS_LEFT, Wait, Watch
 from workbench.runtime.transport.reducing import combine, tag_in_group
@@ -35,7 +35,6 @@ ONE_STEP_BYTES = 16 * 2**10
 _LOOK_AFTER_S = 0.1
 _LAST_MESSAGES_S = 10.0
 """How long a rank that leaves waits for slower ones to fetch what it has sent; less if they have gone."""
-_GATHER_TAG = (1 << 20) - 1
 _TAG_BITS, _HASH_BITS = 20, 11
 _NEVER_SENT = (1 << 31) - 1
 
@@ -44,7 +43,7 @@ _CPU = torch.device("cpu")
 Finish = Callable[[], None]
 
 
-class GlooTransport:
+class GlooTransport(Asynchronous):
     """The ranks of torch.distributed's default process group, whose backend is gloo.
 
     ``cost`` is a constant: decisions that follow from it must be the same on all ranks.
@@ -64,9 +63,6 @@ class GlooTransport:
         self._receiver, self._sender = Helper("workbench-receive"), Helper("workbench-send")
         self._last_send: Job | None = None
         self._has_ended = False
-
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int, header: str) -> None:
-        self.start(sends, receives, tag, header)()
 
     def start(self, sends: Sequence[Message], receives: Sequence[Message], tag: int, header: str) -> Finish:
         """Begin an exchange; what comes back waits until all of ``receives`` are filled.
@@ -98,16 +94,6 @@ class GlooTransport:
                     self._send(tensor, destination, slot)
         return lambda: self._finish(works, slot, header)
 
-    def borrow(
-        self, sends: Sequence[Message], wanted: Sequence[Wanted], dtype: torch.dtype, tag: int, header: str
-    ) -> tuple[list[torch.Tensor], Release]:
-        return borrow_by_exchange(self, self.device, sends, wanted, dtype, tag, header)
-
-    def all_reduce(
-        self, tensor: torch.Tensor, group: Sequence[int], reduction: str, tag: int, header: str
-    ) -> torch.Tensor:
-        return self.start_all_reduce([tensor], group, reduction, tag, header)().view(tensor.shape)
-
     def start_all_reduce(
         self, tensors: Sequence[torch.Tensor], group: Sequence[int], reduction: str, tag: int, header: str
     ) -> Callable[[], torch.Tensor]:
@@ -135,15 +121,6 @@ class GlooTransport:
             return total.to(self.device)
 
         return finish
-
-    def all_gather(self, tensor: torch.Tensor, header: str) -> list[torch.Tensor]:
-        parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        parts[self.rank].copy_(tensor)
-        others = [rank for rank in range(self.world_size) if rank != self.rank]
-        self.exchange(
-            [(rank, tensor) for rank in others], [(rank, parts[rank]) for rank in others], _GATHER_TAG, header
-        )
-        return parts
 
     def flush(self) -> None:
         """Messages are copies: nothing to wait for before the tensors are written again."""

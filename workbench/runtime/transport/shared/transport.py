@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from workbench.core.boxing import LinkCost
-from workbench.runtime.transport.base import Message, Release, Wanted
-from workbench.runtime.transport.letters.board import FAILED, LEFT, Board, encode_header
-from workbench.runtime.transport.letters.ending import ends_the_transport
+from workbench.runtime.transport.base import Asynchronous, Message, Release, Wanted
+from workbench.runtime.transport.letters.board import Board, encode_header
+from workbench.runtime.transport.letters.ending import OverLetters, ends_the_transport
 from workbench.runtime.transport.letters.link import Block, Letter, Link
 from workbench.runtime.transport.letters.mailbox import Mailbox
 from workbench.runtime.transport.letters.mapped import Mapping
@@ -36,7 +36,7 @@ FIRST_CHUNK_BYTES = 8 * 2**20 + STEADY_BYTES
 _LAST_LETTERS_S = 1.0
 
 
-class SharedTransport:
+class SharedTransport(OverLetters, Asynchronous):
     """One rank's end of the mapped memory; ``connect`` in ``choice`` makes it.
 
     ``cost`` is a constant, like every transport's: decisions that follow from it must be the same on all ranks.
@@ -54,15 +54,10 @@ class SharedTransport:
         semaphores: Semaphores,
         timeout_s: float,
     ) -> None:
-        self.rank, self.world_size = rank, len(links) + 1
-        self._board, self._links = board, links
+        super().__init__(rank, board, links, Waiter(rank, board, links, semaphores, timeout_s))
         self._segment = Segment(rank, board, links.values(), first_chunk, reserved_bytes=STEADY_BYTES)
-        self._waiter = Waiter(rank, board, links, semaphores, timeout_s)
         self._mailbox = Mailbox(rank, links, self._waiter)
         self._steady = SteadyPrograms(self._segment, self._mailbox)
-        self._is_closed = False
-        self.tell_also: Callable[[str], None] = lambda reason: None
-        """Called with the reason when this rank gives up; ranks of other hosts may wait for it."""
 
     @property
     def idle_bytes(self) -> int:
@@ -73,9 +68,6 @@ class SharedTransport:
     def read_bytes(self) -> int:
         """Bytes of other ranks' data that this rank has read so far."""
         return self._mailbox.read_bytes
-
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int, header: str) -> None:
-        self.start(sends, receives, tag, header)()
 
     @ends_the_transport
     def start(self, sends: Sequence[Message], receives: Sequence[Message], tag: int, header: str) -> Callable[[], None]:
@@ -120,11 +112,6 @@ class SharedTransport:
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return self._segment.empty(shape, dtype)
 
-    def all_reduce(
-        self, tensor: torch.Tensor, group: Sequence[int], reduction: str, tag: int, header: str
-    ) -> torch.Tensor:
-        return self.start_all_reduce([tensor], group, reduction, tag, header)().view(tensor.shape)
-
     @ends_the_transport
     def start_all_reduce(
         self, tensors: Sequence[torch.Tensor], group: Sequence[int], reduction: str, tag: int, header: str
@@ -136,28 +123,6 @@ class SharedTransport:
     @ends_the_transport
     def _finish(self, sum_: Sum) -> torch.Tensor:
         return sum_.finish()
-
-    def all_gather(self, tensor: torch.Tensor, header: str) -> list[torch.Tensor]:
-        parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        parts[self.rank].copy_(tensor)
-        sends = [(peer, tensor) for peer in self._links]
-        self.exchange(sends, [(peer, parts[peer]) for peer in self._links], -1, header)
-        return parts
-
-    @ends_the_transport
-    def flush(self) -> None:
-        """What was sent lies in blocks of its own; only letters for which a ring had no room are left to send."""
-        started = time.perf_counter()
-        for link in self._links.values():
-            while not link.push():
-                self._waiter.wait_for_room(link, time.perf_counter() - started)
-
-    def abort(self, reason: str) -> None:
-        self._waiter.abort_reason = self._waiter.abort_reason or reason
-
-    def give_up(self) -> None:
-        """Tell the peers that this rank takes no part any more."""
-        self._give_up(None)
 
     def breakdown(self) -> str | None:
         """What ended the world for a peer, if something has."""
@@ -177,34 +142,18 @@ class SharedTransport:
         letters: dict[str, tuple[int, list[int]]] = {str(p): (words[board.sent_word(p)], []) for p in self._links}
         return letters | {receipts_key(p): (words[board.receipts_sent_word(p)], []) for p in self._links}
 
-    def close(self) -> None:
-        if self._is_closed:
-            return
-        if self._waiter.abort_reason is None:
-            self._let_peers_open_files()
-            self._board.end(LEFT)
-            self._waiter.abort_reason = "this rank has left it"
-        else:
-            self._give_up(None)  # the reason may not have met a wait yet
-        self._is_closed = True
+    def _free(self) -> None:
         self._waiter.close()
         self._board.mapping.close()
         self._segment.close()
 
-    def _let_peers_open_files(self) -> None:
+    def _let_peers_read(self) -> None:
         """Peers that have not read the last letters yet can no longer open this rank's files when it is gone."""
         end = time.perf_counter() + _LAST_LETTERS_S
         for link in self._links.values():
             while link.has_files_to_open and time.perf_counter() < end and not self._waiter.is_gone(link):
                 time.sleep(SLICE_S / 10)
                 link.collect()
-
-    def _give_up(self, error: BaseException | None) -> None:
-        if self._waiter.abort_reason is None:
-            self._waiter.abort_reason = str(error) or type(error).__name__
-        if not self._is_closed:
-            self._board.end(FAILED, self._waiter.abort_reason)
-            self.tell_also(self._waiter.abort_reason)
 
     def _send(self, sends: Sequence[Message], tag: int, header: bytes) -> None:
         published: dict[Any, Block | None] = {}  # what goes to several ranks is copied once
