@@ -145,7 +145,12 @@ def work(rounds: int, calls: int) -> None:
         )
         body = f"{how}\n\n{table(['blocks x width', 'local torch', 'as written', 'captured', 'ratio'], rows)}"
         name = f"capture-{world.world_size}"
-        publish(name, f"A captured step against local torch, {world.world_size} processes", body, judged)
+        publish(
+            name,
+            f"A captured step against local torch, {world.world_size} process{'es' * (world.world_size > 1)}",
+            body,
+            judged,
+        )
     if world.world_size > 1:
         dist.barrier()
 

@@ -31,7 +31,7 @@ class Target:
     unit: str = ""
 
     def __str__(self) -> str:
-        return f"{'at least' if self.at_least else 'at most'} {self.limit:g} {self.unit}".rstrip()
+        return f"{'at least' if self.at_least else 'at most'} {self.limit:.4g} {self.unit}".rstrip()
 
     def is_met(self, value: float) -> bool:
         """Whether the value is on the right side."""
@@ -61,8 +61,17 @@ class Comparison:
     def cells(self) -> list[str]:
         """In the order of ``HEADER``."""
         unit, verdict = self.target.unit, "met" if self.is_met else "NOT met"
-        measured = [f"{self.value:.3g} {unit}", "", ""] if unit else [self.ours, self.theirs, f"{self.value:.3g}"]
+        if unit == "s":
+            measured = [format_seconds(self.value), "", ""]
+        elif unit:
+            measured = [f"{_three_digits(self.value)} {unit}", "", ""]
+        else:
+            measured = [self.ours, self.theirs, _three_digits(self.value)]
         return [self.what, *measured, str(self.target), verdict]
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:#.3g}".rstrip(".")
 
 
 def side_by_side(what: str, ours_s: float, name: str, theirs_s: float, target: Target) -> Comparison:

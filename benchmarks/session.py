@@ -133,7 +133,9 @@ def main() -> int:
         parts.append(table(["", "round trip, ms"], rows))
         theirs, cell_s[num_engines] = "view.execute(silent=False)", time_s["%%global"]
         judged.append(
-            side_by_side(f"empty cell, {num_engines} engines", time_s["%%global"], theirs, time_s[theirs], ROUND_TRIP)
+            side_by_side(
+                f"empty cell, {num_engines} engines", cell_s[num_engines], "ipyparallel", time_s[theirs], ROUND_TRIP
+            )
         )
     told, beside = beside_nbdistributed(cell_s[2], 2, args.rounds)
     parts.append(told)

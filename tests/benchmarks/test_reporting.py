@@ -35,12 +35,13 @@ def test_a_target_is_met_or_not(target: Target, ratio: float, met: bool, said: s
     [
         (
             side_by_side("a step", 0.02, "DTensor", 0.05, Target(2, at_least=True)),
-            ["a step", "20.0 ms", "DTensor 50.0 ms", "2.5", "at least 2", "met"],
+            ["a step", "20.0 ms", "DTensor 50.0 ms", "2.50", "at least 2", "met"],
         ),
         (
             side_by_side("a step", 0.05, "DTensor", 0.02, Target(1.2)),
-            ["a step", "50.0 ms", "DTensor 20.0 ms", "2.5", "at most 1.2", "NOT met"],
+            ["a step", "50.0 ms", "DTensor 20.0 ms", "2.50", "at most 1.2", "NOT met"],
         ),
+        (Comparison("start", 0.0566, Target(1, unit="s")), ["start", "56.6 ms", "", "", "at most 1 s", "met"]),
         (Comparison("growth", 3.66, Target(50, unit="MB")), ["growth", "3.66 MB", "", "", "at most 50 MB", "met"]),
     ],
 )
@@ -54,6 +55,6 @@ def test_a_result_is_kept_with_its_machine(tmp_path: Path, monkeypatch: pytest.M
     assert not reporting.publish("x", "Title", "body", [Comparison("a ratio", 0.7, Target(0.6))])
     (written,) = (tmp_path / "results").glob("*-x.md")
     text = written.read_text(encoding="utf-8")
-    assert "|   0.7 | at most 0.6 | NOT met |" in text
+    assert "| 0.700 | at most 0.6 | NOT met |" in text
     assert "cores" in text
     assert "/" not in text.replace("%%", "")
