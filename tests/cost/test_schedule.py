@@ -7,8 +7,12 @@ import time
 
 import pytest
 
+from workbench.core.options import Options
+from workbench.core.strategy import ResolvedLayer, ResolvedStrategy
+from workbench.cost import schedule
+from workbench.cost.memory import live_micro_batches
 from workbench.cost.schedule import makespan_s
-from workbench.pipeline.schedules import Action, make_table
+from workbench.pipeline.schedules import GENERATORS, Action, make_table
 from workbench.pipeline.simulate import simulate
 
 
@@ -51,6 +55,14 @@ def test_skipped_rounds_lose_nothing(schedule: str, ranks: int, laps: int, m: in
     assert makespan_s(schedule, ranks, m, f, b, none, 0.05) == pytest.approx(expected, rel=1e-9)
 
 
+def test_a_schedule_without_a_recurrence_runs_its_table(monkeypatch) -> None:
+    """A new one needs none; here it is GPipe under another name."""
+    monkeypatch.setattr(schedule, "make_table", lambda name, *sizes: make_table({"mine": "gpipe"}[name], *sizes))
+    seconds = [1.0, 1.5], [0.5, 1.0], [0.25, 0.5]
+    assert makespan_s("mine", 2, 4, *seconds, 0.1) == pytest.approx(makespan_s("gpipe", 2, 4, *seconds, 0.1))
+    assert makespan_s("mine", 2, 4, *seconds, 0.1) != pytest.approx(makespan_s("1f1b", 2, 4, *seconds, 0.1))
+
+
 def test_bubble_of_equal_stages_is_the_formula() -> None:
     """(p - 1) / m of the work under 1F1B, divided by the laps where they interleave. (arXiv 2104.04473.)"""
     for laps in (1, 2, 4):
@@ -66,3 +78,13 @@ def test_64_stages_and_512_micro_batches_take_milliseconds() -> None:
     started = time.process_time()
     makespan_s("1f1b", 64, 512, f, b, [0.0] * 64, 0.01)
     assert time.process_time() - started < 0.5  # some 15 ms; simulate() takes a hundred times that
+
+
+def test_memory_of_a_schedule_of_ones_own_is_counted_from_its_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(GENERATORS, "mine", GENERATORS["gpipe"])
+    layers = tuple(ResolvedLayer(str(stage), "data", None, stage) for stage in range(3))
+    live = [
+        live_micro_batches(ResolvedStrategy(layers, (3, 1, 1), Options((3, 1, 1), 5, name)))
+        for name in ("mine", "gpipe", "1f1b")
+    ]
+    assert live[0] == live[1] == [5, 5, 5] != live[2]

@@ -163,7 +163,8 @@ def crossings(
         if index:
             left = found[-1].leaves
             door = stages.behind_door(resolved.layers[index - 1], choice, left, num_dims)
-            plans = _plans((left, door, enters), whole or (micro_batch,) * num_dims, itemsize)
+            way = (left, door) if layer.kind == TABLE else (left, door, enters)  # tables take ids, not what is before
+            plans = _plans(way, whole or (micro_batch,) * num_dims, itemsize)
         arriving = shapes[index]
         num_dims = len(arriving) + 1 if arriving is not None else num_dims
         found.append(Crossing(enters, stages.leaves(choice, num_dims), whole, plans, itemsize))

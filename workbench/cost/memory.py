@@ -6,6 +6,11 @@ from collections.abc import Mapping, Sequence
 
 from workbench.core.strategy import ResolvedStrategy
 from workbench.cost.stages import StagePrice
+from workbench.pipeline.check import max_live_micro_batches
+from workbench.pipeline.schedules import make_table
+
+_FORMULAS = ("gpipe", "1f1b", "interleaved", "zero_bubble")
+"""Schedules that are known here; of others the table is made and counted."""
 
 
 def live_micro_batches(strategy: ResolvedStrategy) -> list[float]:
@@ -14,6 +19,10 @@ def live_micro_batches(strategy: ResolvedStrategy) -> list[float]:
     Stages that share a rank are not full at the same time: what the rank holds at most is spread over them evenly.
     """
     m, ranks, stages = strategy.num_micro_batches, strategy.degrees[0], strategy.num_stages
+    if strategy.schedule not in _FORMULAS:
+        table = make_table(strategy.schedule, stages, m, ranks)
+        most = [max_live_micro_batches(table[stage % ranks]) for stage in range(stages)]
+        return [number * ranks / stages for number in most]
     if strategy.schedule == "gpipe":
         return [float(m)] * stages
     if strategy.schedule == "zero_bubble":
