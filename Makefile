@@ -1,4 +1,5 @@
-# Everything people and CI run. Each target first makes sure that .venv holds what it needs; once it does, that costs nothing.
+# Everything people and CI run. Each target first makes sure that .venv holds what it needs (demo and lab need less than the
+# others); once it does, that costs nothing.
 #
 #   make demo        four strategies on a real data set, checked against one device; writes out/report.html
 #   make lab         JupyterLab on the first notebook
@@ -17,6 +18,7 @@
 VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
+STAMP_TO_RUN := $(VENV)/.installed-to-run
 PYTHON ?=
 TORCH ?=
 TORCH_INDEX ?=
@@ -33,14 +35,20 @@ help:
 
 install: $(STAMP)
 
+INSTALL := PYTHON="$(PYTHON)" TORCH="$(TORCH)" TORCH_INDEX="$(TORCH_INDEX)" sh tools/install.sh $(VENV)
+
 $(STAMP): pyproject.toml tools/install.sh
-	@PYTHON="$(PYTHON)" TORCH="$(TORCH)" TORCH_INDEX="$(TORCH_INDEX)" sh tools/install.sh $(VENV)
+	@$(INSTALL) dev
+	@touch $@ $(STAMP_TO_RUN)
+
+$(STAMP_TO_RUN): pyproject.toml tools/install.sh
+	@$(INSTALL) demo
 	@touch $@
 
-demo: $(STAMP)
+demo: $(STAMP_TO_RUN)
 	@$(PY) -m workbench demo $(ARGS)
 
-lab: $(STAMP)
+lab: $(STAMP_TO_RUN)
 	@$(PY) -m workbench lab $(ARGS)
 
 # Every engine, kernel and worker is a process of its own, which would compile the whole package anew.

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Make the virtual environment $1 and install the workbench with all its extras into it.
+# Make the virtual environment $1 and install the workbench with the extra $2 into it: demo to run it, dev to work on it.
 #
 # PYTHON: interpreter to use (default: the first of python3, python3.13, python3.12, python3.11 that is 3.11 or newer).
 # TORCH: what to install as torch (default: torch==2.13.0 without a GPU, any version that fits with one).
@@ -7,6 +7,7 @@
 set -eu
 
 venv=$1
+extra=$2
 
 say() { printf '==> %s\n' "$*"; }
 fail() { printf 'install: %s\n' "$*" >&2; exit 1; }
@@ -42,5 +43,5 @@ torch=${TORCH:-$default_torch}
 say "2/3 $torch"
 "$venv/bin/python" -m pip install --disable-pip-version-check ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$torch"
 
-say "3/3 workbench with notebook, test and development tools"
-"$venv/bin/python" -m pip install --disable-pip-version-check --editable ".[dev]"
+say "3/3 workbench[$extra]"
+"$venv/bin/python" -m pip install --disable-pip-version-check --editable ".[$extra]"
