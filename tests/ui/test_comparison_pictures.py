@@ -31,16 +31,16 @@ def centres(html: str) -> list[tuple[float, float]]:
 
 
 def test_a_run_as_predicted_lies_on_the_line():
-    rows = run_rows([predicted("data", 0.02), predicted("model", 0.04)])
+    rows = run_rows([predicted("data", 0.02), predicted("model", 0.1)])
     html = prediction_picture(rows)
     line = re.search(r'<line class="even" x1="([\d.]+)" y1="([\d.]+)" x2="([\d.]+)" y2="([\d.]+)"', html)
     assert line is not None
     left, bottom, right, top = map(float, line.groups())
     (x, y), (slow_x, slow_y) = centres(html)
     assert (x - left) / (right - left) == pytest.approx((bottom - y) / (bottom - top), rel=0.01)
-    assert (slow_x - left) / (x - left) == pytest.approx(2, rel=0.01), "predicted to take twice as long"
+    assert (slow_x - left) / (x - left) == pytest.approx(5, rel=0.01), "predicted to take five times as long"
     assert slow_y == y, "measured to take as long"
-    assert "model +100 %" in html
+    assert "model +400 %" in html
 
 
 def test_without_predictions_there_is_no_picture(runs: list[RunRecord]):

@@ -113,6 +113,7 @@ def test_labels_never_cover_each_other_or_leave_the_picture():
         make_record(f"strategy {i}", samples_per_s=5000.0 + 40 * i, peak_memory_bytes=(8_000_000 + 50_000 * i,))
         for i in range(12)
     ]
+    runs.append(make_record("far away", samples_per_s=500.0, peak_memory_bytes=(1_000_000,)))
     svg = parsed(scatter_picture(run_rows(runs)))
     labels = [text for text in svg.iter("text") if (text.text or "").startswith("strategy")]
     assert 1 <= len(labels) < 12, "there is no room for all of them"

@@ -22,7 +22,7 @@ _WIDTH, _HEIGHT = 396.0, 250.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 44.0, 384.0, 26.0, 214.0
 _MOST_LAYERS = 10
 _MOST_RUNS = 8
-_LAYER_NAME, _BAR_GAP, _ROW = 132.0, 16.0, 20.0
+_LAYER_NAME, _BAR_GAP, _ROW = 124.0, 12.0, 20.0
 _LAYERS_WIDTH = 732.0
 
 
@@ -35,25 +35,28 @@ def prediction_picture(rows: Sequence[Row], selected: str = "") -> str:
     known = [(row, float(predicted), float(step)) for row, predicted, step in pairs if predicted and step]
     if not known:
         return ""
-    largest = max(max(predicted, step) for _, predicted, step in known) * 1.12
-    wide, high = (_RIGHT - _LEFT) / largest, (_BOTTOM - _TOP) / largest
-    points = [(_LEFT + predicted * wide, _BOTTOM - step * high) for _, predicted, step in known]
-    size, unit = marks.scale_of(largest, marks.SECONDS)
+    seconds = [second for _, *pair in known for second in pair]
+    across, up = marks.Axis.over(seconds, _LEFT, _RIGHT), marks.Axis.over(seconds, _BOTTOM, _TOP)
+    points = [(across.at(predicted), up.at(step)) for _, predicted, step in known]
+    size, unit = marks.scale_of(up.high, marks.SECONDS)
     parts = [marks.text(0, 12, f"measured step, {unit}", "quiet")]
-    for mark in marks.ticks(largest / size):
-        y = _BOTTOM - mark * size * high
-        parts += [marks.line(_LEFT, y, _RIGHT, y, "rule"), marks.text(_LEFT - 6, y + 4, f"{mark:g}", "quiet end")]
-        parts.append(marks.text(_LEFT + mark * size * wide, _BOTTOM + 16, f"{mark:g}", "quiet middle"))
+    for mark in up.ticks():
+        y = up.at(mark)
+        parts += [
+            marks.line(_LEFT, y, _RIGHT, y, "rule"),
+            marks.text(_LEFT - 6, y + 4, f"{mark / size:g}", "quiet end"),
+        ]
+        parts.append(marks.text(across.at(mark), _BOTTOM + 16, f"{mark / size:g}", "quiet middle"))
     parts.append(marks.text(_RIGHT, _BOTTOM + 32, f"predicted step, {unit}", "quiet end"))
     parts += [marks.line(_LEFT, _BOTTOM, _RIGHT, _TOP, "even"), marks.line(_LEFT, _BOTTOM, _RIGHT, _BOTTOM, "axis")]
+    parts.append(marks.text(_RIGHT, _BOTTOM - 8, "faster than predicted", "quiet end"))
     parts += [_point(row, point, row.key == selected) for (row, *_), point in zip(known, points, strict=True)]
     names = [(row.name, point) for (row, *_), point in zip(known, points, strict=True)]
-    for x, y, anchor, name in place_labels(names, points, (0.0, _WIDTH)):
+    for x, y, anchor, name in place_labels(names, points, (_LEFT, _WIDTH), 6.5):
         parts.append(marks.text(x, y, name, anchor))
     told = ", ".join(f"{row.name} {signed_percent(row.values['error'])}" for row, *_ in known)
     picture = marks.svg(_WIDTH, _HEIGHT, f"error of predicted step times: {told}", *parts)
-    note = "below the line: faster than predicted"
-    return marks.section("Prediction against measurement", note, picture, "", "predicted")
+    return marks.section("Prediction against measurement", "", picture, "", "predicted")
 
 
 def _point(row: Row, point: tuple[float, float], is_selected: bool) -> str:
@@ -113,7 +116,7 @@ def layers_picture(runs: Sequence[RunRecord], names: Mapping[str, str], selected
             slowest[layer.name] = max(slowest.get(layer.name, 0.0), layer.total_s)
     shown = sorted(slowest, key=lambda name: -slowest[name])[:_MOST_LAYERS]
     column = (_LAYERS_WIDTH - _LAYER_NAME) / len(drawn)
-    number_width = 56.0
+    number_width = 52.0
     scale = max(column - number_width - _BAR_GAP, 12.0) / (max(slowest.values()) or 1.0)
     parts: list[str] = []
     for place, (run, _) in enumerate(drawn):

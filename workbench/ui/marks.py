@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import ceil, floor, log10
 
 from workbench.ui.assets import element
@@ -72,6 +73,33 @@ def ticks(largest: float, wanted: int = 4) -> list[float]:
     power = 10.0 ** floor(log10(rough))
     step = next((factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * 0.999), 10 * power)
     return [round(step * number, 12) for number in range(floor(largest / step * 1.0001) + 1)]
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """Numbers from ``low`` to ``high`` along pixels from ``start`` to ``end``."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+
+    @classmethod
+    def over(cls, values: Sequence[float], start: float, end: float) -> Axis:
+        """For these numbers; from zero, except where that would leave the lower half empty."""
+        least, most = min(values), max(values) or 1.0
+        low = 0.0 if least < most / 2 else least - 0.25 * (most - least or least)
+        return cls(low, most + 0.1 * (most - low), start, end)
+
+    def at(self, value: float) -> float:
+        """Where a number lies."""
+        return self.start + (self.end - self.start) * (value - self.low) / (self.high - self.low)
+
+    def ticks(self, wanted: int = 4) -> list[float]:
+        """Round numbers in between."""
+        step = [*ticks(self.high - self.low, wanted), self.high][1]
+        first = ceil(self.low / step - 1e-9)
+        return [round(step * number, 12) for number in range(first, floor(self.high / step + 1e-9) + 1)]
 
 
 def scale_of(largest: float, units: Sequence[tuple[float, str]]) -> tuple[float, str]:

@@ -23,7 +23,7 @@ from workbench.ui.numbers import MINUS, signed_percent, three_digits
 from workbench.units import format_bytes, format_seconds
 
 _MOST_OTHERS = 6
-_BAR = 96
+_BAR = 84
 _CHANGE = 30
 _NAMES = {
     "compute_s": "compute",

@@ -103,12 +103,12 @@ def run_rows(
 def _changes(values: Mapping[str, float | None], base: Mapping[str, float | None]) -> dict[str, str]:
     """Relative differences to the baseline, of what has a number in both."""
     found = {}
-    for key in ("samples_per_s", "peak_bytes", "boxed_bytes", "step_s", "predicted_s"):
+    for key in ("samples_per_s", "peak_bytes", "boxed_bytes", "step_s"):
         here, there = values[key], base[key]
         if here is not None and there:
             found[key] = signed_percent(here / there - 1)
     bubble, other = values["bubble"], base["bubble"]
-    if bubble is not None and other is not None:
+    if bubble is not None and other is not None and round(100 * (bubble - other)):
         found["bubble"] = signed_percent(bubble - other).replace(" %", " pt")
     return found
 

@@ -21,15 +21,16 @@ def place_labels(
         within: left and right end of what can be written on.
         ring: pixels around a point that stay free.
     """
+    beside = ring + 3
     taken = [(x - ring, y - ring, x + ring, y + ring) for x, y in points]
     found = []
     for name, (x, y) in names:
         width = text_width(name, _SIZE) + 2
         sides = (
-            (x - width / 2, y - 9, "middle", x),
-            (x - width / 2, y + 19, "middle", x),
-            (x + 9, y + 4, "", x + 9),
-            (x - 9 - width, y + 4, "end", x - 9),
+            (x - width / 2, y - beside, "middle", x),
+            (x - width / 2, y + ring + 13, "middle", x),
+            (x + beside, y + 4, "", x + beside),
+            (x - beside - width, y + 4, "end", x - beside),
         )
         for left, base, anchor, at in sides:
             box = (left, base - 10, left + width, base + 3)

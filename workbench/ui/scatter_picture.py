@@ -12,7 +12,12 @@ from workbench.ui.scatter_labels import place_labels
 from workbench.ui.traces import byte_scale
 
 WIDTH, HEIGHT = 308, 400
-_LEFT, _RIGHT, _TOP, _BOTTOM = 40.0, 298.0, 34.0, 352.0
+_LEFT, _RIGHT, _TOP = 40.0, 298.0, 34.0
+_BELOW = 48.0
+"""Pixels of the lower axis with its words."""
+_RING = 6.5
+_LOWEST, _PER_ROW = 300, 42
+"""The picture is about as high as the table beside it."""
 
 
 def scatter_picture(rows: Sequence[Row], selected: str = "", limit_bytes: float | None = None) -> str:
@@ -27,44 +32,36 @@ def scatter_picture(rows: Sequence[Row], selected: str = "", limit_bytes: float 
     memory = [float(row.values["peak_bytes"] or 0) for row in drawn]
     rate = [float(row.values["samples_per_s"] or 0) for row in drawn]
     divisor, unit = byte_scale(max(memory))
-    x_axis = _Axis(0.0, max([*memory, limit_bytes or 0.0]) / divisor * 1.08, _LEFT, _RIGHT)
-    y_axis = _Axis(0.0, max(rate) * 1.08, _BOTTOM, _TOP)
+    height = min(HEIGHT, max(_LOWEST, _PER_ROW * len(rows)))
+    bottom = height - _BELOW
+    x_axis = marks.Axis.over([size / divisor for size in [*memory, limit_bytes or memory[0]]], _LEFT, _RIGHT)
+    y_axis = marks.Axis.over(rate, bottom, _TOP)
     points = [(x_axis.at(m / divisor), y_axis.at(r)) for m, r in zip(memory, rate, strict=True)]
-    parts = [_axes(x_axis, y_axis, unit), _front(drawn, points)]
+    parts = [_axes(x_axis, y_axis, unit), _front(drawn, points, bottom)]
     if limit_bytes:
         x = x_axis.at(limit_bytes / divisor)
-        parts.append(_line(x, _TOP - 8, x, _BOTTOM, "wb-limit"))
-        parts.append(_text(x - 4, _BOTTOM - 60, f"limit {limit_bytes / divisor:.3g}", "e error"))
+        parts.append(_line(x, _TOP - 8, x, bottom, "wb-limit"))
+        parts.append(_text(x - 4, bottom - 60, f"limit {limit_bytes / divisor:.3g}", "e error"))
     order = sorted(range(len(drawn)), key=lambda i: not (drawn[i].on_front or drawn[i].key == selected))
     labels = _labels([(drawn[i], points[i]) for i in order], points)
     parts += [_point(row, point, row.key == selected) for row, point in zip(drawn, points, strict=True)]
     svg = "".join([*parts, *labels])
     told = f"Memory against throughput of {len(drawn)} runs"
     return (
-        f'<svg class="wb-scatter" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" role="img" '
+        f'<svg class="wb-scatter" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" role="img" '
         f'aria-label="{escape(told)}">{svg}</svg>'
     )
 
 
-class _Axis:
-    """Numbers from ``low`` to ``high`` along pixels from ``start`` to ``end``."""
-
-    def __init__(self, low: float, high: float, start: float, end: float) -> None:
-        self.low, self.high, self.start, self.end = low, high or 1.0, start, end
-
-    def at(self, value: float) -> float:
-        return self.start + (self.end - self.start) * (value - self.low) / (self.high - self.low)
-
-
-def _axes(x_axis: _Axis, y_axis: _Axis, unit: str) -> str:
-    parts = [_text(0, 16, "samples/s (more is better)", "m")]
-    for value in marks.ticks(y_axis.high, 5):
+def _axes(x_axis: marks.Axis, y_axis: marks.Axis, unit: str) -> str:
+    parts, bottom = [_text(0, 16, "samples/s (more is better)", "m")], y_axis.start
+    for value in y_axis.ticks(5):
         y = y_axis.at(value)
         parts += [_line(_LEFT, y, _RIGHT, y, "rule"), _text(_LEFT - 6, y + 4, _short(value), "m e")]
-    for value in marks.ticks(x_axis.high, 5):
-        parts.append(_text(x_axis.at(value), _BOTTOM + 16, _short(value), "m c"))
-    parts.append(_line(_LEFT, _BOTTOM, _RIGHT, _BOTTOM, "axis"))
-    parts.append(_text(_RIGHT, _BOTTOM + 34, f"peak memory per rank, {unit} (less is better)", "m e"))
+    for value in x_axis.ticks(5):
+        parts.append(_text(x_axis.at(value), bottom + 16, _short(value), "m c"))
+    parts.append(_line(_LEFT, bottom, _RIGHT, bottom, "axis"))
+    parts.append(_text(_RIGHT, bottom + 34, f"peak memory per rank, {unit} (less is better)", "m e"))
     return "".join(parts)
 
 
@@ -72,11 +69,11 @@ def _short(value: float) -> str:
     return f"{value / 1000:g}k" if value >= 10_000 else f"{value:g}"
 
 
-def _front(rows: Sequence[Row], points: Sequence[tuple[float, float]]) -> str:
+def _front(rows: Sequence[Row], points: Sequence[tuple[float, float]], bottom: float) -> str:
     front = sorted(point for row, point in zip(rows, points, strict=True) if row.on_front)
     if not front:
         return ""
-    path = f"M{front[0][0]:.1f} {_BOTTOM:.1f}V{front[0][1]:.1f}"
+    path = f"M{front[0][0]:.1f} {bottom:.1f}V{front[0][1]:.1f}"
     for x, y in front[1:]:
         path += f"H{x:.1f}V{y:.1f}"
     return f'<path class="wb-front-line" d="{path}H{_RIGHT:.1f}"/>'
@@ -98,7 +95,7 @@ def _point(row: Row, point: tuple[float, float], selected: bool) -> str:
 def _labels(rows: Sequence[tuple[Row, tuple[float, float]]], points: Sequence[tuple[float, float]]) -> list[str]:
     """Names of the points, bold on the Pareto line."""
     on_front = {row.name for row, _ in rows if row.on_front}
-    placed = place_labels([(row.name, point) for row, point in rows], points, (2.0, WIDTH - 2.0))
+    placed = place_labels([(row.name, point) for row, point in rows], points, (2.0, WIDTH - 2.0), _RING)
     short = {"middle": "c", "end": "e", "": ""}
     return [_text(x, y, name, short[anchor] + (" b" if name in on_front else "")) for x, y, anchor, name in placed]
 

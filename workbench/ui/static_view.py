@@ -11,6 +11,8 @@ from workbench.ui.assets import asset, element
 from workbench.ui.static_grid import static_grid_html
 from workbench.ui.tables import comparison_table_text
 
+_SHEETS = ("static_grid.css", "predictions.css", "plan.css")
+
 
 def static_html(text: str, view: dict[str, Any], predictions: str = "", runs: str = "") -> str:
     """Strategy, layers, predictions (with the plan) and runs as one HTML fragment without controls.
@@ -18,11 +20,7 @@ def static_html(text: str, view: dict[str, Any], predictions: str = "", runs: st
     The class ``wb-static`` lets the live panel hide it where both are on one page.
     """
     strategy = element("p", element("b", text="Strategy "), element("code", text=text))
-    style = (
-        element("style", style_sheet(".wb-static"), asset("predictions.css"), asset("plan.css"))
-        if predictions or runs
-        else ""
-    )
+    style = element("style", style_sheet(".wb-static"), *map(asset, _SHEETS))
     return element("div", style, strategy, static_grid_html(view), predictions, runs, css="wb-static")
 
 

@@ -6,7 +6,9 @@ function draw() {
   const theme = dark.matches ? "dark" : "light";
   for (const [name, themes] of Object.entries(figures)) {
     const { data, layout } = themes[theme];
-    Plotly.react(name, data, { ...layout, autosize: true }, { responsive: true, displaylogo: false });
+    const modebar = { orientation: "v", bgcolor: "rgba(0,0,0,0)", color: layout.font.color }; // beside the title, not over it
+    const config = { responsive: true, displaylogo: false, displayModeBar: "hover" };
+    Plotly.react(name, data, { ...layout, modebar, autosize: true }, config);
   }
 }
 
