@@ -49,12 +49,40 @@ def test_a_saved_machine_is_read_back(tmp_path: Path) -> None:
         ({"links": []}, "links is not a list of at least one link"),
         ({"links": [{"span": 8, "latency_s": 0}]}, r"links\[0\].bandwidth_bytes_per_s is missing"),
         ({"exchanges": {"send": [1]}}, r"exchanges\[send\] is not \[latency_s"),
+        ({"weight_bytes_per_s": -1}, "weight_bytes_per_s is -1, but lies between 0 and 1e\\+15"),
+        ({"alone_speedup": 0.5}, "alone_speedup is 0.5, but lies between 1 and 100000"),
+        ({"one_shot_bytes": 1e30}, "one_shot_bytes is 1e\\+30, but lies between 0 and 1e\\+12"),
+        ({"op_s": float("inf")}, "op_s is inf, but lies between 0 and 1"),
+        ({"step_s": True}, "step_s is True, not a number"),
+        (
+            {"matmul_flops_per_s": {"fp31": 1e12}},
+            r"matmul_flops_per_s\[fp31\] is of no precision; there are fp32, fp16",
+        ),
+        (
+            {"links": [{"span": 8.5, "latency_s": 0, "bandwidth_bytes_per_s": 1e9}]},
+            r"links\[0\].span is 8.5, not a whole",
+        ),
+        ({"links": [{"span": 0, "latency_s": 0, "bandwidth_bytes_per_s": 1e9}]}, r"links\[0\].span is 0, but lies"),
+        ({"links": [8]}, r"links\[0\].span is missing"),
+        ({"exchanges": [1]}, "exchanges is not an object"),
+        ({"exchanges": {"send": [1e-5, 25]}}, r"exchanges\[send\]\[1\] is 25, but lies between 10000"),
+        ({"sources": "the web"}, "sources is not an object"),
+        ({"name": 7}, "name is 7, not a text"),
         ({"op_s": None, "memory_bytes": -1}, "op_s is missing; memory_bytes is -1"),
     ],
 )
 def test_wrong_numbers_are_named_all_at_once(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(HardwareError, match=message):
         load_hardware(written(tmp_path, **changes))
+
+
+def test_a_folder_or_a_file_that_is_no_text_is_told(tmp_path: Path) -> None:
+    with pytest.raises(HardwareError, match="neither a file nor one of"):
+        load_hardware(tmp_path)
+    path = tmp_path / "picture.json"
+    path.write_bytes(b"\x89PNG\xff")
+    with pytest.raises(HardwareError, match=r"hardware picture.json: no text in UTF-8"):
+        load_hardware(path)
 
 
 def test_an_unknown_machine_is_told_the_known_ones() -> None:

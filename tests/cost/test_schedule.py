@@ -56,10 +56,10 @@ def test_skipped_rounds_lose_nothing(schedule: str, ranks: int, laps: int, m: in
 
 
 def test_a_schedule_without_a_recurrence_runs_its_table(monkeypatch) -> None:
-    """A new one needs none; here it is GPipe under another name."""
-    monkeypatch.setattr(schedule, "make_table", lambda name, *sizes: make_table({"mine": "gpipe"}[name], *sizes))
+    """A new one needs none; here it is zero bubble under another name."""
+    monkeypatch.setattr(schedule, "make_table", lambda name, *sizes: make_table({"mine": "zero_bubble"}[name], *sizes))
     seconds = [1.0, 1.5], [0.5, 1.0], [0.25, 0.5]
-    assert makespan_s("mine", 2, 4, *seconds, 0.1) == pytest.approx(makespan_s("gpipe", 2, 4, *seconds, 0.1))
+    assert makespan_s("mine", 2, 4, *seconds, 0.1) == pytest.approx(makespan_s("zero_bubble", 2, 4, *seconds, 0.1))
     assert makespan_s("mine", 2, 4, *seconds, 0.1) != pytest.approx(makespan_s("1f1b", 2, 4, *seconds, 0.1))
 
 

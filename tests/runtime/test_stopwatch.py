@@ -30,48 +30,51 @@ class Clocks:
         return self.own_s
 
 
-@pytest.fixture(params=[1.0, 0.5])
-def clocks(request, monkeypatch):
-    monkeypatch.setattr(stopwatch, "time", found := Clocks(request.param))
+@pytest.fixture
+def clocks(monkeypatch):
+    """A rank on half a core."""
+    monkeypatch.setattr(stopwatch, "time", found := Clocks(share=0.5))
     monkeypatch.setattr(stopwatch.torch, "get_num_threads", lambda: 1)
+    monkeypatch.setattr(stopwatch, "num_cores", lambda: 1)
     return found
 
 
-def on_one_rank(body):
-    return run_ranks(lambda: body(Stopwatch(current())), 1)[0]
+def on_ranks(body, num_ranks=1, host="a"):
+    return run_ranks(lambda: body(Stopwatch(current(), host)), num_ranks)
 
 
 def test_own_work_is_timed_without_those_who_have_the_core_meanwhile(clocks):
-    assert on_one_rank(lambda watch: watch.own_s(lambda: clocks.work(2e-3))) == pytest.approx(2e-3)
+    assert on_ranks(lambda watch: watch.own_s(lambda: clocks.work(2e-3)))[0] == pytest.approx(2e-3)
 
 
-def test_the_slowdown_is_over_all_that_was_timed(clocks):
-    def body(watch):
-        assert watch.slowdown == 1.0
-        for seconds in (1e-3, 5e-2):
-            watch.own_s(lambda seconds=seconds: clocks.work(seconds))
-        return watch.slowdown
-
-    assert on_one_rank(body) == pytest.approx(1 / clocks.share)
+@pytest.mark.parametrize(("num_cores", "crowding"), [(1, 3.0), (2, 1.5), (3, 1.0), (8, 1.0)])
+def test_ranks_share_the_cores_of_their_host(clocks, monkeypatch, num_cores, crowding):
+    monkeypatch.setattr(stopwatch, "num_cores", lambda: num_cores)
+    assert on_ranks(lambda watch: watch.crowding, 3) == [crowding] * 3
 
 
-def test_an_exchange_is_what_it_adds_to_work(clocks):
-    def body(watch):
-        work = lambda: clocks.work(1e-3)  # noqa: E731
-        work_s = watch.own_s(work)
-        return watch.together_s(lambda: clocks.wait(4e-3), work, work_s)
+def test_cores_of_another_host_are_not_shared(clocks):
+    found = run_ranks(lambda: Stopwatch(current(), "ab"[current().rank // 2]).crowding, 4)
+    assert found == [2.0] * 4
 
-    assert on_one_rank(body) == pytest.approx(4e-3)
+
+def test_who_shares_a_core_needs_longer_on_the_wall(clocks, monkeypatch):
+    monkeypatch.setattr(stopwatch, "_ranks_on", lambda host, world: 2)
+    assert on_ranks(lambda watch: watch.own_s(lambda: clocks.work(2e-3)))[0] == pytest.approx(4e-3)
+
+
+def test_an_exchange_is_what_it_adds_to_work_where_nothing_disturbs_it(clocks):
+    clocks.share = 1.0
+    late = iter([0.0] * 10 + [5e-3] * 3 + [0.0] * 100)
+    work, exchange = (lambda: clocks.work(1e-3)), (lambda: clocks.wait(4e-3 + next(late)))
+    assert on_ranks(lambda watch: watch.together_s(exchange, work, 1e-3))[0] == pytest.approx(4e-3)
 
 
 def test_an_exchange_takes_some_time(clocks):
-    assert on_one_rank(lambda watch: watch.together_s(lambda: None, lambda: None, 1.0)) > 0
+    assert on_ranks(lambda watch: watch.together_s(lambda: None, lambda: None, 1.0))[0] > 0
 
 
-def test_several_threads_have_the_walls_clock(clocks, monkeypatch):
+def test_several_threads_have_the_walls_clock_which_has_seen_the_others(clocks, monkeypatch):
     monkeypatch.setattr(stopwatch.torch, "get_num_threads", lambda: 2)
-
-    def body(watch):
-        return watch.own_s(lambda: clocks.work(2e-3)), watch.slowdown
-
-    assert on_one_rank(body) == pytest.approx((2e-3 / clocks.share, 1.0))
+    found = on_ranks(lambda watch: (watch.own_s(lambda: clocks.work(2e-3)), watch.crowding))[0]
+    assert found == pytest.approx((4e-3, 2.0))

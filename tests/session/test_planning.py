@@ -6,10 +6,7 @@ import pytest
 from torch import nn
 
 import workbench as wb
-from workbench.core.strategy import Strategy
-from workbench.cost.hardware_files import load_hardware
 from workbench.errors import StrategyError
-from workbench.session.planning import planners_choice
 
 
 def perceptron() -> nn.Module:
@@ -35,11 +32,6 @@ def test_named_transformers_are_planned() -> None:
     plan = wb.plan("gpt2", "a100-80g-selene", 2, 4, precision="bf16", micro_batches=1, recompute=False)
     assert plan.resolved.options.precision == "bf16"
     assert plan.estimate.step_s > 0
-
-
-def test_the_panels_preset_is_a_strategy() -> None:
-    costs = wb.layer_costs(perceptron, (2, 64))
-    assert isinstance(planners_choice(costs, load_hardware("a100-80g-selene"), 2, 8), Strategy)
 
 
 def test_what_is_missing_or_unknown_is_said() -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.cost.hardware import Hardware, Link
+from workbench.cost.software import ITEMSIZES
 from workbench.errors import HardwareError
 
 _OPTIONAL = (
@@ -37,6 +38,7 @@ _NUMBERS = (
     "weight_bytes_per_s",
     "one_shot_bytes",
 )
+_RATES = ("matmul_flops_per_s", "function_bytes_per_s", "function_flops_per_s")
 _LINK = ("span", "latency_s", "bandwidth_bytes_per_s", "hop_s")
 _RANGES = {
     "memory_bytes": (1e6, 1e14),
@@ -82,7 +84,10 @@ def load_hardware(name_or_path: str | Path) -> Hardware:
         known = ", ".join(known_machines())
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise HardwareError(f"hardware {text!r}: neither a file nor one of {known}.{hint}")
-    return _parse(path.name, path.read_text("utf-8"))
+    try:
+        return _parse(path.name, path.read_text("utf-8"))
+    except UnicodeDecodeError as error:
+        raise HardwareError(f"hardware {path.name}: no text in UTF-8 at byte {error.start}; a file is JSON.") from None
 
 
 def save_hardware(hardware: Hardware, path: str | Path) -> None:
@@ -113,14 +118,20 @@ def _problems(data: Mapping[str, Any]) -> list[str]:
     for name in _NUMBERS:
         if name in data:
             problems += _out_of_range(name, name, data[name])
-    for name in ("matmul_flops_per_s", "function_bytes_per_s", "function_flops_per_s"):
-        rates = data.get(name, {})
-        problems += [] if isinstance(rates, dict) else [f"{name} is not an object"]
-        for key, rate in rates.items() if isinstance(rates, dict) else ():
+    if not isinstance(data.get("name", ""), str):
+        problems.append(f"name is {data['name']!r}, not a text")
+    objects = {name: data.get(name, {}) for name in (*_RATES, "exchanges", "sources")}
+    problems += [f"{name} is not an object" for name, value in objects.items() if not isinstance(value, dict)]
+    objects = {name: value if isinstance(value, dict) else {} for name, value in objects.items()}
+    for name in _RATES:
+        for key, rate in objects[name].items():
             problems += _out_of_range(f"{name}[{key}]", name, rate)
+    for key in objects["matmul_flops_per_s"]:
+        if key not in ITEMSIZES:
+            problems.append(f"matmul_flops_per_s[{key}] is of no precision; there are {', '.join(ITEMSIZES)}")
     if "matmul_flops_per_s" in data and not data["matmul_flops_per_s"]:
         problems.append("matmul_flops_per_s has no rate of any precision")
-    for kind, pair in data.get("exchanges", {}).items():
+    for kind, pair in objects["exchanges"].items():
         if not isinstance(pair, list | tuple) or len(pair) != 2:
             problems.append(f"exchanges[{kind}] is not [latency_s, bandwidth_bytes_per_s]")
             continue
@@ -141,6 +152,8 @@ def _problems_of_links(links: Any, is_given: bool) -> list[str]:
         for name, value in link.items() if isinstance(link, dict) else ():
             where = f"links[{number}].{name}"
             problems += _out_of_range(where, name, value) if name in _LINK else [f"{where} is no field of a link"]
+            if name == "span" and isinstance(value, float) and not value.is_integer():
+                problems.append(f"{where} is {value:g}, not a whole number of ranks")
     spans: list[Any] = [link.get("span") for link in links if isinstance(link, dict)]
     if not problems and spans != sorted(set(spans)):
         problems.append(f"links have spans {spans}, which do not ascend")

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from workbench.core.strategy import ResolvedStrategy
-from workbench.pipeline.schedules import Action, make_table
+from workbench.pipeline.schedules import Action, Table, make_table
 from workbench.pipeline.simulate import Timeline, simulate
 
 _NEVER = -1.0e300
@@ -46,9 +46,12 @@ def makespan_s(
         return _all_forwards_first(f, i + w, num_micro_batches, transfer_s)
     if schedule == "zero_bubble":
         return _by_turns(f, i, w, num_micro_batches, transfer_s)
-    if len(f) > num_ranks:
-        return _in_laps(f.reshape(-1, num_ranks), (i + w).reshape(-1, num_ranks), num_micro_batches, transfer_s)
-    return _by_turns(f, i + w, np.zeros_like(w), num_micro_batches, transfer_s)
+    if schedule in ("1f1b", "interleaved"):
+        if len(f) > num_ranks:
+            return _in_laps(f.reshape(-1, num_ranks), (i + w).reshape(-1, num_ranks), num_micro_batches, transfer_s)
+        return _by_turns(f, i + w, np.zeros_like(w), num_micro_batches, transfer_s)
+    table = make_table(schedule, len(f), num_micro_batches, num_ranks)
+    return _simulated(table, forward_s, input_s, weight_s, transfer_s).makespan_s
 
 
 def timeline_of(
@@ -59,8 +62,13 @@ def timeline_of(
     transfer_s: float = 0.0,
 ) -> Timeline:
     """Action by action, to be drawn; takes about 10 us for each."""
-    num_stages = strategy.num_stages
-    table = make_table(strategy.schedule, num_stages, strategy.num_micro_batches, strategy.degrees[0])
+    table = make_table(strategy.schedule, strategy.num_stages, strategy.num_micro_batches, strategy.degrees[0])
+    return _simulated(table, forward_s, input_s, weight_s, transfer_s)
+
+
+def _simulated(
+    table: Table, forward_s: Sequence[float], input_s: Sequence[float], weight_s: Sequence[float], transfer_s: float
+) -> Timeline:
     seconds = {"F": forward_s, "I": input_s, "W": weight_s}
 
     def duration(action: Action) -> float:
@@ -68,7 +76,7 @@ def timeline_of(
             return input_s[action.stage] + weight_s[action.stage]
         return seconds[action.kind][action.stage]
 
-    return simulate(table, num_stages, duration, transfer_s)
+    return simulate(table, len(forward_s), duration, transfer_s)
 
 
 def _all_forwards_first(f: np.ndarray, b: np.ndarray, m: int, transfer_s: float) -> float:

@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from workbench.core.cores import num_cores
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.core.sbp import Sbp, broadcast, partial_sum, split
@@ -101,9 +100,7 @@ class RankTimes:
         memory_bytes: of the host, or of this rank's GPU.
         copy_bytes_per_s: read and written together.
         one_shot_bytes: up to which the transport makes sums in one step; a property of it, not measured.
-        num_cores, num_threads: that the rank may use, and that it computes with.
-        slowdown: seconds on the wall for a second of the rank's own work, by which products, functions, copies and
-            overheads are given here (see ``runtime.stopwatch``); exchanges are given on the wall.
+        crowding: threads of ranks for each core of the host, at least 1: how much faster a rank is while others wait.
         layer_s: a step's time for one linear layer and its activation, so small that it is all overhead.
         step_s: what a step takes besides its layers.
     """
@@ -117,9 +114,7 @@ class RankTimes:
     exchanges: tuple[ExchangeTime, ...]
     copy_bytes_per_s: float
     one_shot_bytes: float
-    num_cores: int
-    num_threads: int
-    slowdown: float
+    crowding: float
     layer_s: float
     step_s: float
     versions: dict[str, str] = field(default_factory=dict)
@@ -133,7 +128,7 @@ def measure(spans: Sequence[int] = ()) -> RankTimes:
             ranks; by default its doublings from 2 on, and all ranks.
     """
     world = current()
-    watch = Stopwatch(world)
+    watch = Stopwatch(world, _host())
     products = tuple(_time_products(watch))
     functions = tuple(_time_function(watch, *row) for row in _functions(world.device))
     copy_bytes_per_s = _time_copy(watch)
@@ -148,9 +143,7 @@ def measure(spans: Sequence[int] = ()) -> RankTimes:
         tuple(_time_exchanges(watch, spans or default_spans(world.world_size))),
         copy_bytes_per_s,
         float(min(world.transport.cost.one_shot_bytes, _MOST_BYTES)),
-        num_cores(),
-        torch.get_num_threads(),
-        watch.slowdown,
+        watch.crowding,
         layer_s,
         step_s,
         {"torch": torch.__version__},

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from statistics import mean
@@ -67,7 +66,6 @@ def spans_of(session: Session) -> list[int]:
 def hardware_from(times: Sequence[RankTimes], name: str | None = None) -> Hardware:
     """Constants from what the ranks have measured. Exchanges are as slow as the slowest rank; rates are means."""
     first = times[0]
-    times = [_on_the_wall(rank) for rank in times]
     rates, half_sizes, weight_rates = {}, {}, {}
     for dtype in sorted({product.dtype for product in first.products}):
         points = [
@@ -93,33 +91,11 @@ def hardware_from(times: Sequence[RankTimes], name: str | None = None) -> Hardwa
         _function_rates(times, _moved_bytes),
         _function_rates(times, _flops),
         _exchanges(exchanges),
-        max(crowding_of(times, rank) for rank in times),
+        max(rank.crowding for rank in times),
         mean(rank.step_s for rank in times),
         weight_rates["fp32"],
         _sources(times),
         max(rank.one_shot_bytes for rank in times),
-    )
-
-
-def crowding_of(times: Sequence[RankTimes], rank: RankTimes) -> float:
-    """How many threads of ranks there are for each core of a rank's host; 1 where there are cores enough."""
-    threads = sum(other.num_threads for other in times if other.host == rank.host)
-    return max(1.0, threads / rank.num_cores) if _is_cpu(rank) else 1.0
-
-
-def _on_the_wall(rank: RankTimes) -> RankTimes:
-    """Times of a rank's own work as the wall's clock has them while all ranks work."""
-    slower = rank.slowdown
-    return replace(
-        rank,
-        products=tuple(replace(product, time_s=product.time_s * slower) for product in rank.products),
-        functions=tuple(
-            replace(one, forward_s=one.forward_s * slower, backward_s=one.backward_s * slower) for one in rank.functions
-        ),
-        copy_bytes_per_s=rank.copy_bytes_per_s / slower,
-        layer_s=rank.layer_s * slower,
-        step_s=rank.step_s * slower,
-        slowdown=1.0,
     )
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workbench.core.model_costs import ModelCosts
-from workbench.core.strategy import Strategy
 from workbench.cost.hardware import Hardware
 from workbench.cost.hardware_files import load_hardware
 from workbench.cost.software import WORKBENCH, Software
@@ -112,15 +111,6 @@ def plan(
     )
 
 
-def planners_choice(costs: ModelCosts, hardware: Hardware, num_ranks: int, batch_size: int) -> Strategy:
-    """The strategy with the shortest step: what the panel's preset of that name sets.
-
-    Raises:
-        StrategyError: the model fits nowhere.
-    """
-    return search(costs, hardware, num_ranks, batch_size).strategy
-
-
 def _costs(model: Any, inputs: Inputs | None, loss_fn: Callable[..., Tensor] | None, targets: Any) -> ModelCosts:
     if isinstance(model, ModelCosts):
         return model
@@ -134,4 +124,4 @@ def _costs(model: Any, inputs: Inputs | None, loss_fn: Callable[..., Tensor] | N
     return layer_costs(model, inputs, loss_fn, targets)
 
 
-__all__ = ["layer_costs", "plan", "planners_choice"]
+__all__ = ["layer_costs", "plan"]
