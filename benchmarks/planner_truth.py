@@ -218,12 +218,13 @@ def described(subject: Subject, num_engines: int, rows: Sequence[Row], stolen: f
     lines = [
         [row.strategy.replace("|", "/"), f"{row.predicted.step_s * 1e3:.1f}", f"{row.measured_s * 1e3:.1f}",
          f"{row.time_error:+.0%}", f"{row.least_s * 1e3:.1f}", f"{row.least_error:+.0%}",
-         format_bytes(row.predicted.peak_bytes), format_bytes(row.tensor_bytes), f"{row.memory_error:+.0%}", format_bytes(row.process_bytes),
+         format_bytes(row.predicted.peak_bytes), format_bytes(row.tensor_bytes), f"{row.memory_error:+.0%}",
+         format_bytes(row.process_bytes),
          format_bytes(row.predicted.boxed_bytes), format_bytes(row.sent_bytes)]
         for row in sorted(rows, key=lambda row: row.measured_s)
     ]  # fmt: skip
-    header = ["strategy", "predicted ms", "measured ms", "", "a tenth within", "", "predicted tensors", "measured", "", "process",
-              "predicted sent", "really sent"]  # fmt: skip
+    header = ["strategy", "predicted ms", "measured ms", "", "a tenth within", "", "predicted tensors", "measured", "",
+              "process", "predicted sent", "really sent"]  # fmt: skip
     times, memory = [abs(row.time_error) for row in rows], [abs(row.memory_error) for row in rows]
     name = f"{subject.name}, {num_engines} engines"
     judged = [
@@ -266,14 +267,13 @@ def show_hardware(hardware: Hardware) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Calibrate, predict, train, and keep the tables."""
+    """Calibrate, predict, train, and keep the tables, one file for each number of engines."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--models", nargs="+", default=[subject.name for subject in SUBJECTS])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--strategies", type=int, default=12, help="of each model, the first so many")
     options = parser.parse_args(arguments)
-    sections, judged = [], list[Comparison]()
     for num_engines in options.engines:
         with Session(engines=num_engines, device="cpu") as session:
             started, stolen = time.perf_counter(), Stolen()
@@ -281,7 +281,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             assert isinstance(hardware, Hardware)
             took = time.perf_counter() - started
             took_by_others = f"while the hypervisor gave {stolen.share():.0%} of the cores' time to others"
-            sections.append(f"{show_hardware(hardware)} Calibrated in {took:.0f} s, {took_by_others}.\n")
+            sections = [f"{show_hardware(hardware)} Calibrated in {took:.0f} s, {took_by_others}.\n"]
+            judged: list[Comparison] = []
             for subject in (subject for subject in SUBJECTS if subject.name in options.models):
                 chosen = {n: texts[: options.strategies] for n, texts in subject.strategies.items()}
                 subject = replace(subject, strategies=chosen)
@@ -291,7 +292,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 section, comparisons = described(subject, num_engines, rows, stolen.share())
                 sections.append(section)
                 judged += comparisons
-    publish("planner-truth", "Predicted and measured on this machine", "\n".join(sections), judged)
+        title = f"Predicted and measured on this machine, {num_engines} engines"
+        publish(f"planner-truth-{num_engines}-engines", title, "\n".join(sections), judged)
     return 0
 
 
