@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from workbench.core.model_costs import LayerCost, ModelCosts, Work
@@ -44,6 +46,30 @@ def test_one_rank_computes_three_products_for_each_layer() -> None:
     assert found.memory[0]["parameters"] == 4 * 4 * WIDTH * WIDTH
     assert found.memory[0]["optimizer"] == 8 * 4 * WIDTH * WIDTH
     assert found.memory[0]["activations"] == 4 * 4 * WIDTH * 32
+
+
+def test_products_go_through_weights_that_no_cache_holds() -> None:
+    """Forward and for the input they are read, for the weight's gradient written, which moves them twice."""
+    model, slow = mlp(1), 1e5
+    weight_s = 4 * WIDTH * WIDTH / slow
+    found = {}
+    for text, ranks in (("data", 1), ("model", 2), ("data | mb=4", 1)):
+        machine = replace(MACHINE, weight_bytes_per_s=slow)
+        resolved = Strategy(text).resolve(model.layers, ranks)
+        estimates = [estimate(model, resolved, hardware, 32) for hardware in (MACHINE, machine)]
+        found[text] = estimates[1].compute_s - estimates[0].compute_s
+    assert found["data"] == pytest.approx(4 * weight_s)
+    assert found["model"] == pytest.approx(4 * weight_s / 2)  # of half the weight
+    assert found["data | mb=4"] == pytest.approx(4 * 4 * weight_s)  # once more for each micro-batch
+
+
+@pytest.mark.parametrize("m", [1, 2, 8])
+def test_all_micro_batches_but_the_first_add_to_gradients(m: int) -> None:
+    machine = replace(MACHINE, memory_bandwidth_bytes_per_s=1e3, matmul_flops_per_s={"fp32": 1e30})
+    model = mlp(1)
+    model = replace(model, rows=(replace(model.rows[0], own=(Work("linear", 1.0, 0.0, inner=WIDTH),)),))
+    found = estimate(model, Strategy(f"data | mb={m}").resolve(model.layers, 1), machine, 32)
+    assert found.compute_s == pytest.approx((m - 1) * 3 * 4 * WIDTH * WIDTH / 1e3)
 
 
 def test_parts_add_up() -> None:
