@@ -20,13 +20,14 @@ from torch import nn
 
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
+from workbench.core.route import BoxingRoute, route_boxing
 from workbench.core.sbp import Sbp, broadcast, partial_sum, split
+from workbench.runtime.boxing import box_to
 from workbench.runtime.counting import Counter
-from workbench.runtime.exchange import exchange_between
 from workbench.runtime.parallel import parallelize
 from workbench.runtime.pipelining.step import forward_backward
 from workbench.runtime.stopwatch import Stopwatch
-from workbench.runtime.tensor import local_torch, spec_of
+from workbench.runtime.tensor import ghost_storage, label, local_torch, spec_of
 from workbench.runtime.transport.threads import ThreadHub, ThreadTransport
 from workbench.runtime.world import Simulated, World, current
 
@@ -274,19 +275,15 @@ def _boxings(device_type: str, group: list[int]) -> Iterator[tuple[str, Layout, 
 
 
 def _boxing(world: World, source: Layout, target: Layout, shape: Any) -> tuple[float, Callable[[], Any]]:
-    """Bytes that its busiest rank sends or receives, and the boxing itself."""
-    exchange = exchange_between(spec_of(world, source, shape), spec_of(world, target, shape), torch.float32)
-    plan = getattr(exchange, "plan", None)
-    with local_torch():
-        local = torch.zeros(spec_of(world, source, shape).local_shape, device=world.device)
-    steps = [plan] if plan is not None else [e.plan for e in exchange._exchanges]  # type: ignore[union-attr]
+    """Bytes that its busiest rank sends or receives, and the boxing itself, as a model's forward has it."""
+    before, after = (spec_of(world, layout, shape) for layout in (source, target))
+    plan = route_boxing(source, target, before.shape, 4, world.transport.cost)
+    steps = plan.steps if isinstance(plan, BoxingRoute) else (plan,)
     size = sum(max(*step.bytes_sent.values(), *step.bytes_received.values()) for step in steps)
-
-    def run() -> None:
-        with local_torch():
-            exchange.run(local, world.next_tag())
-
-    return size, run
+    with local_torch():
+        make = partial(ghost_storage, shape) if before.is_ghost else partial(torch.zeros, before.local_shape)
+        local = make(dtype=torch.float32, device=world.device).requires_grad_()
+    return size, partial(box_to, label(local, before), after, "calibration")
 
 
 def _sum(world: World, group: list[int], numel: int) -> tuple[float, Callable[[], Any]]:
