@@ -22,52 +22,53 @@ EXTERNAL = {"ipyparallel.readthedocs.io", "keepachangelog.com", "semver.org"}
 """Hosts that pages link to. Nobody visits them but a reader who clicks."""
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def test_the_built_site(tmp_path: Path) -> None:
+    """One test, because building takes as long as all that is looked at."""
     pytest.importorskip("mkdocs", reason="the extra [docs] is not installed")
-    folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stderr
-    return folder
+    pages = {page: page.read_text("utf-8") for page in tmp_path.rglob("*.html")}
+    assert len(pages) > 60
+    assert not dead_links(pages)
+    assert not fetched([*pages.values(), *(path.read_text("utf-8") for path in tmp_path.rglob("*.css"))])
+    assert {host for text in pages.values() for host in re.findall(r'href="https?://([^/"]+)', text)} <= EXTERNAL
 
 
-def test_links_anchors_and_pictures_lead_somewhere(site: Path) -> None:
+def dead_links(pages: dict[Path, str]) -> list[str]:
     """mkdocs has looked at those of Markdown; this looks at what was made of them, the reference's too."""
-    anchors = {page: set(re.findall(r'\bid="([^"]+)"', page.read_text("utf-8"))) for page in site.rglob("*.html")}
-    wrong = []
-    for page in anchors:
+    anchors = {page: set(re.findall(r'\bid="([^"]+)"', text)) for page, text in pages.items()}
+    dead = []
+    for page, text in pages.items():
         if page.name == "404.html":  # its links start at the root of a server
             continue
-        for target in re.findall(r'(?:href|src)="([^"]+)"', page.read_text("utf-8")):
-            if re.match(r"\w+:", target):
-                continue
+        for target in re.findall(r'(?:href|src)="(?!\w+:)([^"]+)"', text):
             path, _, anchor = target.partition("#")
             found = (page.parent / path.partition("?")[0]).resolve() if path else page
             found = found / "index.html" if found.is_dir() else found
             in_page = anchor and found in anchors and not anchor.startswith("__")  # the theme's own switches begin so
             if not found.exists() or (in_page and anchor not in anchors[found]):
-                wrong.append(f"{page.relative_to(site)}: {target}")
-    assert not wrong
+                dead.append(f"{page.name}: {target}")
+    return dead
 
 
-def test_nothing_is_fetched_from_elsewhere(site: Path) -> None:
-    loading = re.compile(r'<(?:script|img|iframe|link)\b[^>]*(?:src|href)="((?:https?:)?//[^"]+)"')
-    fetched = {address for page in site.rglob("*.html") for address in loading.findall(page.read_text("utf-8"))}
-    assert not fetched
-    assert not [
-        path for path in site.rglob("*.css") if re.search(r"url\(['\"]?https?:|@import", path.read_text("utf-8"))
+def fetched(texts: list[str]) -> list[str]:
+    """What a page or a style sheet would load from elsewhere, without a click."""
+    loading = re.compile(
+        r'<(?:script|img|iframe|link)\b[^>]*(?:src|href)="((?:https?:)?//[^"]+)"|url\([\'"]?(https?:[^)]*)|(@import[^;]*)'
+    )
+    return ["".join(found) for text in texts for found in loading.findall(text)]
+
+
+def test_dead_links_and_what_is_fetched_are_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    page.write_text('<p id="here"><a href="#here"><a href="#there"><a href="other.html"><a href="https://semver.org">')
+    assert dead_links({page: page.read_text()}) == ["page.html: #there", "page.html: other.html"]
+    assert fetched(['<script src="https://a.b/c.js">', "@import x;", '<a href="https://a.b">']) == [
+        "https://a.b/c.js",
+        "@import x",
     ]
-
-
-def test_hosts_that_pages_link_to_are_listed(site: Path) -> None:
-    hosts = {
-        host
-        for page in site.rglob("*.html")
-        for host in re.findall(r'href="https?://([^/"]+)', page.read_text("utf-8"))
-    }
-    assert hosts <= EXTERNAL
 
 
 def test_the_reference_has_every_public_name() -> None:
