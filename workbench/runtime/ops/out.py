@@ -11,8 +11,8 @@ from torch.utils._pytree import tree_leaves
 from workbench.runtime.boxing import box
 from workbench.runtime.entry import enter_as_broadcast
 from workbench.runtime.ops.ghost import ghost_in_place
-from workbench.runtime.ops.randomness import made_into
 from workbench.runtime.ops.refusals import refuse_out
+from workbench.runtime.ops.registry import FILLERS
 from workbench.runtime.tensor import GlobalTensor, local_torch
 
 
@@ -28,8 +28,9 @@ def call_with_out(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     out = kwargs["out"]
     targets = list(out) if isinstance(out, (tuple, list)) else [out]
     _check_before(func, targets, tree_leaves((args, rest)))
-    numbers = made_into(func, args, rest, targets[0])
-    result = func(*args, **rest) if numbers is None else numbers
+    has_operands = any(isinstance(argument, torch.Tensor) for argument in args)
+    fill = None if has_operands else FILLERS.get(func.__name__)
+    result = func(*args, **rest) if fill is None else fill(args, rest, targets[0])
     results = list(result) if isinstance(result, (tuple, list)) else [result]
     if len(results) != len(targets):
         refuse_out(

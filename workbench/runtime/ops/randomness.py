@@ -17,7 +17,7 @@ from workbench.runtime.boxing import box
 from workbench.runtime.entry import enter_as_broadcast
 from workbench.runtime.ops.ghost import ghost_in_place
 from workbench.runtime.ops.local import local_call, whole
-from workbench.runtime.ops.registry import handler
+from workbench.runtime.ops.registry import filler, handler
 from workbench.runtime.tensor import GlobalTensor, ghost_storage, label, local_torch, spec_of
 
 
@@ -278,22 +278,38 @@ for _name in ("binomial", "_standard_gamma", "_sample_dirichlet"):
     _whole_with_generator(_name)
 
 
-def made_into(func: Any, args: Any, options: dict[str, Any], out: GlobalTensor) -> GlobalTensor | None:
-    """The numbers of ``torch.rand(5, 6, out=global)`` and its like, in the layout of ``out``; None for others."""
-    name = func.__name__
-    if name not in ("rand", "randn", "randint", "randperm", "normal") or any(isinstance(a, torch.Tensor) for a in args):
-        return None
-    key_source, layout = options.get("generator"), without_partial(out)
-    if name in ("rand", "randn"):
-        size = args if isinstance(args[0], int) else args[0]
-        sampler = random.uniform_sampler() if name == "rand" else random.normal_sampler()
-    elif name == "randint":
-        given = _options("low high size" if len(args) == 3 or "low" in options else "high size", args, options)
-        sampler, size = random.integer_sampler(given.get("low", 0), given["high"]), given["size"]
-    elif name == "normal":
-        given = _options("mean std size", args, options)
-        sampler, size = random.normal_sampler(given["mean"], given["std"]), given["size"]
-    else:
-        numbers = random.permutation(random.draw_key(out._spec.world, key_source), args[0])
-        return enter_as_broadcast(numbers, out._spec.world, out._spec.layout)
-    return sample(out, layout, tuple(size), sampler, out.dtype, key_source)
+@filler("rand")
+def rand(args: Any, options: dict[str, Any], out: GlobalTensor) -> GlobalTensor:
+    """Uniform numbers of a size."""
+    return _sized(out, args if isinstance(args[0], int) else args[0], random.uniform_sampler(), options)
+
+
+@filler("randn")
+def randn(args: Any, options: dict[str, Any], out: GlobalTensor) -> GlobalTensor:
+    """Normal numbers of a size."""
+    return _sized(out, args if isinstance(args[0], int) else args[0], random.normal_sampler(), options)
+
+
+@filler("randint")
+def randint(args: Any, options: dict[str, Any], out: GlobalTensor) -> GlobalTensor:
+    """``torch.randint(high, size)`` or ``(low, high, size)``."""
+    given = _options("low high size" if len(args) == 3 or "low" in options else "high size", args, options)
+    return _sized(out, given["size"], random.integer_sampler(given.get("low", 0), given["high"]), options)
+
+
+@filler("normal")
+def normal_of_size(args: Any, options: dict[str, Any], out: GlobalTensor) -> GlobalTensor:
+    """``torch.normal(mean, std, size)``, of numbers."""
+    given = _options("mean std size", args, options)
+    return _sized(out, given["size"], random.normal_sampler(given["mean"], given["std"]), options)
+
+
+@filler("randperm")
+def randperm(args: Any, options: dict[str, Any], out: GlobalTensor) -> GlobalTensor:
+    """The whole numbers below the first argument, in an order of their own."""
+    numbers = random.permutation(random.draw_key(out._spec.world, options.get("generator")), args[0])
+    return enter_as_broadcast(numbers, out._spec.world, out._spec.layout)
+
+
+def _sized(out: GlobalTensor, size: Any, sampler: random.Sampler, options: dict[str, Any]) -> GlobalTensor:
+    return sample(out, without_partial(out), tuple(size), sampler, out.dtype, options.get("generator"))

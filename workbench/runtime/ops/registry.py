@@ -77,6 +77,8 @@ COMPOSITES: dict[str, Callable[..., Any]] = {}
 EXACT: dict[Any, Callable[..., Any]] = {}
 """Composites for one function object, where its name means something else too: ``nn.init.uniform_``."""
 HANDLERS: dict[str, Callable[..., Any]] = {}
+FILLERS: dict[str, Callable[..., GlobalTensor]] = {}
+"""For ``out=`` of functions that take no tensor, by torch's name: what makes the result in the layout of ``out``."""
 OWN_NAMES: dict[Any, str] = {}
 """Names of users' Python functions; what they are called may mean something else in torch."""
 INDIFFERENT: set[str] = {"add", "sub", "rsub", "mul", "div"}
@@ -118,6 +120,16 @@ def handler(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         HANDLERS.update(dict.fromkeys(names, function))
+        return function
+
+    return register
+
+
+def filler(*names: str) -> Callable[[Callable[..., GlobalTensor]], Callable[..., GlobalTensor]]:
+    """Register a function ``(args, options, out) -> result`` for ``torch.NAME(..., out=global)`` without operands."""
+
+    def register(function: Callable[..., GlobalTensor]) -> Callable[..., GlobalTensor]:
+        FILLERS.update(dict.fromkeys(names, function))
         return function
 
     return register
