@@ -2,7 +2,7 @@
 
     python -m benchmarks.optimizer
 
-One process first: AdamW (foreach) on 300 parameters of 16 x 16, plain and global. Then two: a GPT under
+One process first: AdamW (foreach) on 300 parameters of 16 x 16, plain and global. Then 2 and 4: a GPT under
 DistributedDataParallel, ``data`` and ZeRO 1 to 3, time per step side by side and bytes per rank against the formula:
 per number on n ranks, 8 bytes of AdamW's state become 8 / n (ZeRO 1), 4 of gradients 4 / n (2), 4 of values 4 / n (3).
 """
@@ -32,7 +32,7 @@ from workbench.runtime.optim import install_hooks
 from workbench.units import format_bytes
 
 NUM_PARAMETERS, SIZE = 300, 16
-NUM_PROCESSES, BATCH_SIZE, LENGTH = 2, 8, 64
+NUM_PROCESSES, BATCH_SIZE, LENGTH = (2, 4), 8, 64
 STEP, BYTES, PARITY = Target(1.2), Target(1.05), Target(1.0, at_least=True)
 _LARGEST_WEIGHT_DIFFERENCE = 1e-4
 
@@ -82,10 +82,10 @@ class Training:
 
 
 def work(rounds: int, calls: int, width: int, num_blocks: int) -> None:
-    """What each of the two processes runs; the first one prints."""
+    """What each of the processes runs; the first one prints."""
     wb.init()
-    half = BATCH_SIZE // NUM_PROCESSES
-    mine = slice(wb.rank() * half, (wb.rank() + 1) * half)
+    share = BATCH_SIZE // wb.world_size()
+    mine = slice(wb.rank() * share, (wb.rank() + 1) * share)
     trainings = {"DistributedDataParallel": Training(DistributedDataParallel, mine, width, num_blocks)}
     for name, text in [("data", "*: data"), *((f"zero={n}", f"*: data | zero={n}") for n in (1, 2, 3))]:
         trainings[name] = Training(
@@ -119,8 +119,8 @@ def _report(
     ]
     judged = [side_by_side(f"{n}, step", time, "DDP", first, PARITY) for n, time in list(time_s.items())[1:]]
     for stage in (1, 2, 3):
-        formula = [8 * num_numbers / NUM_PROCESSES]
-        formula += [4 * num_numbers / NUM_PROCESSES] * (stage - 1)
+        formula = [8 * num_numbers / wb.world_size()]
+        formula += [4 * num_numbers / wb.world_size()] * (stage - 1)
         names = ("optimizer", "gradients", "parameters")
         for what, measured, expected in zip(names, held[f"zero={stage}"], formula, strict=False):
             name = f"zero={stage}, bytes of {what} / formula"
@@ -128,10 +128,10 @@ def _report(
     header = ["", "step, ms", "speed / DDP", "optimizer", "gradients", "parameters"]
     body = (
         f"GPT of {num_numbers / 1e6:.1f} M parameters, batch {BATCH_SIZE} x {LENGTH}, AdamW, "
-        f"{NUM_PROCESSES} processes, medians of {rounds} rounds of {calls} steps.\n\n"
+        f"{wb.world_size()} processes, medians of {rounds} rounds of {calls} steps.\n\n"
         f"{table(header, rows)}"
     )
-    publish("zero", "ZeRO against DistributedDataParallel", body, judged)
+    publish(f"zero-{wb.world_size()}", "ZeRO against DistributedDataParallel", body, judged)
 
 
 def main() -> int:
@@ -141,12 +141,13 @@ def main() -> int:
     parser.add_argument("--calls", type=int, default=2, help="steps per round")
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--blocks", type=int, default=8)
+    parser.add_argument("--engines", type=int, nargs="+", default=NUM_PROCESSES, help="processes: 2, 4 or both")
     args = parser.parse_args()
     if is_launched():
         work(args.rounds, args.calls, args.width, args.blocks)
         return 0
     small_steps(args.rounds * 5, args.calls)
-    return launch("benchmarks.optimizer", NUM_PROCESSES, sys.argv[1:])
+    return max(launch("benchmarks.optimizer", number, sys.argv[1:]) for number in args.engines)
 
 
 if __name__ == "__main__":

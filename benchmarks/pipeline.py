@@ -1,10 +1,11 @@
-"""Pipelines against torch.distributed.pipelining, on the same two processes, in one run.
+"""Pipelines against torch.distributed.pipelining, on the same 2 and 4 processes, in one run.
 
     python -m benchmarks.pipeline
+    python -m benchmarks.pipeline --engines 4
 
 A GPT of 8 blocks of width 256, batch 8 x 64 in 4 micro-batches, forward, backward and AdamW: torch with
-``Schedule1F1B`` and half of the blocks on each stage; the workbench with every schedule, as written and captured
-(``wb.capture``). The same again with a head as large as two blocks: torch with half of the blocks on each stage, the
+``Schedule1F1B`` and equally many blocks on each stage; the workbench with every schedule, as written and captured
+(``wb.capture``). The same again with a head as large as two blocks: torch with equally many blocks on each stage, the
 workbench with stages cut by ``wb.balance``; on paper, what any cut can give.
 Models start from the same weights, and must end with the same. Measured steps are compared with what the simulator
 makes of the measured actions.
@@ -13,8 +14,9 @@ makes of the measured actions.
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
 
 import torch
@@ -32,7 +34,7 @@ from workbench.pipeline.schedules import make_table
 from workbench.pipeline.simulate import Timeline, measured_durations, simulate
 from workbench.runtime.pipelining.balance import Balance
 
-NUM_PROCESSES = 2
+NUM_PROCESSES = (2, 4)
 WIDTH, NUM_BLOCKS, BATCH, LENGTH, NUM_MICRO_BATCHES = 256, 8, 8, 64, 4
 SMALL_HEAD, LARGE_HEAD = 512, 2 * (12 * WIDTH + 2 * LENGTH)
 """Words: a head of ``LARGE_HEAD`` of them multiplies as much as two blocks, per word ``WIDTH`` times so many numbers.
@@ -96,24 +98,26 @@ class Ours:
         }
 
 
-class Half(nn.Module):
-    """The first or the last part of a GPT, as torch's pipelines want it."""
+class Part(nn.Module):
+    """One of so many parts of a GPT, with as many blocks as the others, as torch's pipelines want it."""
 
-    def __init__(self, model: GPT, cut: int, is_first: bool) -> None:
+    def __init__(self, model: GPT, number: int, num_parts: int) -> None:
         super().__init__()
-        self.is_first = is_first
-        if is_first:
-            self.words, self.positions, self.blocks = model.words, model.positions, model.blocks[:cut]
-        else:
-            self.blocks, self.norm, self.head = model.blocks[cut:], model.norm, model.head
+        self.is_first, self.is_last = number == 0, number == num_parts - 1
+        per_part = NUM_BLOCKS // num_parts
+        self.blocks = model.blocks[number * per_part : (number + 1) * per_part]
+        if self.is_first:
+            self.words, self.positions = model.words, model.positions
+        if self.is_last:
+            self.norm, self.head = model.norm, model.head
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Words in and activations out, or activations in and scores out."""
+        """Words or activations in, activations or scores out."""
         if self.is_first:
             x = self.words(x) + self.positions(torch.arange(x.shape[1]))
         for block in self.blocks:
             x = block(x)
-        return x if self.is_first else self.head(self.norm(x))
+        return self.head(self.norm(x)) if self.is_last else x
 
 
 class Theirs:
@@ -121,62 +125,66 @@ class Theirs:
 
     def __init__(self, num_words: int) -> None:
         self.batch, self.whole = batch_of(num_words), make_model(num_words)
-        self.half = Half(self.whole, NUM_BLOCKS // 2, dist.get_rank() == 0)
-        stage = PipelineStage(self.half, dist.get_rank(), NUM_PROCESSES, torch.device("cpu"))
+        self.part = Part(self.whole, dist.get_rank(), dist.get_world_size())
+        stage = PipelineStage(self.part, dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
         self.schedule = Schedule1F1B(stage, NUM_MICRO_BATCHES, loss_fn=next_word_loss)
-        self.optimizer = torch.optim.AdamW(self.half.parameters(), lr=_LEARNING_RATE)
+        self.optimizer = torch.optim.AdamW(self.part.parameters(), lr=_LEARNING_RATE)
 
     def __call__(self) -> None:
         self.optimizer.zero_grad()
         inputs, targets = self.batch
-        if dist.get_rank() == 0:
-            self.schedule.step(inputs)
-        else:
-            self.schedule.step(target=targets)
+        given = (inputs,) if self.part.is_first else ()
+        self.schedule.step(*given, target=targets if self.part.is_last else None)
         self.optimizer.step()
 
 
 def largest_difference(ours: Ours, theirs: Theirs) -> float:
     """Between the weights that this rank trains under torch and ours, after as many steps."""
     weights, whole = ours.weights(), dict(theirs.whole.named_parameters())
-    trained = {id(parameter) for parameter in theirs.half.parameters()}
+    trained = {id(parameter) for parameter in theirs.part.parameters()}
     worst = max(float((weights[n] - p.detach()).abs().max()) for n, p in whole.items() if id(p) in trained)
-    gathered: list[float] = [0.0] * NUM_PROCESSES
+    gathered: list[float] = [0.0] * dist.get_world_size()
     dist.all_gather_object(gathered, worst)
     return max(gathered)
 
 
 def cut_evenly(num_stages: int, options: str) -> Strategy:
-    """As many blocks on every stage; the head on the last one."""
+    """As many blocks on every stage; the head on the last one. Stages go round the processes."""
     per_stage = NUM_BLOCKS // num_stages
     rows = [f"blocks.[{k * per_stage}-{(k + 1) * per_stage - 1}]: data@{k}" for k in range(num_stages)]
     last = num_stages - 1
     return Strategy(
         f"words: data; positions: data; {'; '.join(rows)}; norm: data@{last}; head: data@{last} | "
-        f"2x1x1 mb={NUM_MICRO_BATCHES} {options}"
+        f"{wb.world_size()}x1x1 mb={NUM_MICRO_BATCHES} {options}"
     )
 
 
 def balanced(num_words: int) -> Balance:
     """Stages of equal measured cost."""
     inputs, targets = (part[: BATCH // NUM_MICRO_BATCHES] for part in batch_of(num_words))
-    return wb.balance(make_model(num_words), next_word_loss, inputs, targets, NUM_PROCESSES, num_repeats=_REPEATS)
+    return wb.balance(make_model(num_words), next_word_loss, inputs, targets, wb.world_size(), num_repeats=_REPEATS)
 
 
 def on_paper(found: Balance) -> dict[str, float]:
-    """Seconds of forwards and backwards in 1F1B, by measured costs of parts: of equal blocks, the cut, the best cut."""
-    costs = list(found.costs_s.values())
+    """Seconds of forwards and backwards, by measured costs of parts: of equal blocks, of the cut, of the best cut."""
+    names, costs, num_stages = list(found.costs_s), list(found.costs_s.values()), wb.world_size()
 
-    def makespan_s(cut: int) -> float:
-        stages = (sum(costs[:cut]), sum(costs[cut:]))
-        table = make_table("1f1b", 2, NUM_MICRO_BATCHES)
-        share = {"F": 1 / 3, "B": 2 / 3}
-        return simulate(table, 2, lambda action: stages[action.stage] * share[action.kind]).makespan_s
+    def makespan_s(cuts: Sequence[int], schedule: str = "1f1b") -> float:
+        ends = [0, *cuts, len(costs)]
+        stages = [sum(costs[start:end]) for start, end in itertools.pairwise(ends)]
+        table = make_table(schedule, num_stages, NUM_MICRO_BATCHES)
+        shares = {"F": 1 / 3, "B": 2 / 3, "I": 1 / 3, "W": 1 / 3}
+        return simulate(table, num_stages, lambda action: stages[action.stage] * shares[action.kind]).makespan_s
 
-    equal = list(found.costs_s).index(f"blocks.{NUM_BLOCKS // 2}")
-    chosen = list(found.stages.values()).count(0)
-    every = {cut: makespan_s(cut) for cut in range(1, len(costs))}
-    return {"equal blocks": every[equal], "cut by cost": every[chosen], "the best of all cuts": min(every.values())}
+    equal = [names.index(f"blocks.{k * NUM_BLOCKS // num_stages}") for k in range(1, num_stages)]
+    chosen = [sum(stage < k for stage in found.stages.values()) for k in range(1, num_stages)]
+    every = itertools.combinations(range(1, len(costs)), num_stages - 1)
+    return {
+        "1f1b, equal blocks": makespan_s(equal),
+        "1f1b, cut by cost": makespan_s(chosen),
+        "1f1b, the best of all cuts": min(map(makespan_s, every)),
+        "zero_bubble, cut by cost": makespan_s(chosen, "zero_bubble"),
+    }
 
 
 def compare(
@@ -206,7 +214,7 @@ def simulated_and_measured(strategy: Strategy) -> tuple[float, float]:
     run()
     timelines = run.timelines()
     num_stages = 1 + max(span.action.stage for spans in timelines[0].spans for span in spans)
-    actions = make_table(strategy.options.schedule or "1f1b", num_stages, NUM_MICRO_BATCHES, NUM_PROCESSES)
+    actions = make_table(strategy.options.schedule or "1f1b", num_stages, NUM_MICRO_BATCHES, wb.world_size())
     paper = simulate(actions, num_stages, measured_durations(timelines))
     return paper.makespan_s, median(timeline.makespan_s for timeline in timelines)
 
@@ -214,25 +222,24 @@ def simulated_and_measured(strategy: Strategy) -> tuple[float, float]:
 def work(rounds: int, calls: int) -> None:
     """What each of the processes runs; the first one prints."""
     wb.init()
-    even = {f"workbench, {name}": cut_evenly(2, name) for name in ("1f1b", "gpipe", "zero_bubble")}
-    even["workbench, interleaved, 4 stages"] = cut_evenly(4, "interleaved")
+    num = wb.world_size()
+    even = {f"workbench, {name}": cut_evenly(num, name) for name in ("1f1b", "gpipe", "zero_bubble")}
+    even[f"workbench, interleaved, {2 * num} stages"] = cut_evenly(2 * num, "interleaved")
     both = {name: (strategy, False) for name, strategy in even.items()}
-    both |= {f"workbench, {name}, captured": (cut_evenly(2, name), True) for name in ("1f1b", "zero_bubble")}
+    both |= {f"workbench, {name}, captured": (cut_evenly(num, name), True) for name in ("1f1b", "zero_bubble")}
     small, small_difference = compare(SMALL_HEAD, both, rounds, calls)
     found = balanced(LARGE_HEAD)
-    by_cost = found.strategy.with_options(num_micro_batches=NUM_MICRO_BATCHES, schedule="1f1b")
-    cuts = {
-        "workbench, 1f1b, equal blocks": (cut_evenly(2, "1f1b"), False),
-        "workbench, 1f1b, cut by cost": (by_cost, False),
-        "workbench, 1f1b, cut by cost, captured": (by_cost, True),
-    }
+    cuts = {"workbench, 1f1b, equal blocks": (cut_evenly(num, "1f1b"), False)}
+    for schedule, captured in itertools.product(("1f1b", "zero_bubble"), (False, True)):
+        by_cost = found.strategy.with_options(num_micro_batches=NUM_MICRO_BATCHES, schedule=schedule)
+        cuts[f"workbench, {schedule}, cut by cost{', captured' * captured}"] = (by_cost, captured)
     large, large_difference = compare(LARGE_HEAD, cuts, rounds, calls)
     measured = {name: simulated_and_measured(strategy) for name, strategy in even.items()}
     if wb.rank() == 0:
         difference = max(small_difference, large_difference)
         how = (
             f"{NUM_BLOCKS} blocks of width {WIDTH}, batch {BATCH} x {LENGTH} in {NUM_MICRO_BATCHES} micro-batches, "
-            f"AdamW, {NUM_PROCESSES} processes over {wb.init().transport_name} (torch over gloo), one thread each; "
+            f"AdamW, {num} processes over {wb.init().transport_name} (torch over gloo), one thread each; "
             f"medians of {rounds} rounds of {calls} steps. Afterwards the weights differ by at most {difference:.0e}."
         )
         report(how, small, large, found, measured)
@@ -255,9 +262,10 @@ def report(
     deviations = {name: max(a / b, b / a) for name, (a, b) in measured.items()}
     simulated = [[n, f"{a * 1e3:.1f}", f"{b * 1e3:.1f}", f"{deviations[n]:.2f}"] for n, (a, b) in measured.items()]
     paper = on_paper(found)
-    cuts = [[name, f"{time * 1e3:.1f}", f"{paper['equal blocks'] / time:.2f}"] for name, time in paper.items()]
-    costs = " and ".join(f"{cost * 1e3:.1f}" for cost in found.stage_costs_s())
-    per_stage = " and ".join(str(list(found.stages.values()).count(stage)) for stage in range(NUM_PROCESSES))
+    first = paper["1f1b, equal blocks"]
+    cuts = [[name, f"{time * 1e3:.1f}", f"{first / time:.2f}"] for name, time in paper.items()]
+    costs = ", ".join(f"{cost * 1e3:.1f}" for cost in found.stage_costs_s())
+    per_stage = ", ".join(str(list(found.stages.values()).count(stage)) for stage in range(wb.world_size()))
     judged = [
         *(
             side_by_side(name.removeprefix("workbench, "), time_s[name], "torch", time_s[THEIRS], target)
@@ -265,6 +273,7 @@ def report(
                 ("workbench, 1f1b", small, PARITY),
                 ("workbench, 1f1b, captured", small, PARITY),
                 ("workbench, 1f1b, cut by cost", large, CUT_BY_COST),
+                ("workbench, zero_bubble, cut by cost", large, CUT_BY_COST),
                 ("workbench, 1f1b, cut by cost, captured", large, CUT_BY_COST),
             ]
         ),
@@ -277,22 +286,23 @@ def report(
             f"A head of {LARGE_HEAD} words, as large as two blocks:\n\n{table(header, rows(large))}",
             f"The cut puts {per_stage} parts on the stages, which take {costs} ms per micro-batch. On paper, by the "
             "measured costs of parts, without optimizer and overhead:\n\n"
-            + table(["", "forwards and backwards, ms", "times equal blocks"], cuts),
+            + table(["", "forwards and backwards, ms", "times 1f1b, equal blocks"], cuts),
             "Forwards and backwards of a step, by the simulator from the measured work of actions, and measured:\n\n"
             + table(["", "simulated, ms", "measured, ms", "deviation"], simulated),
         ]
     )
-    publish("pipeline", "Pipelines against torch", body, judged)
+    publish(f"pipeline-{wb.world_size()}", "Pipelines against torch", body, judged)
 
 
 def main() -> int:
-    """Launch, or work if this process has been launched."""
+    """Launch on 2 and on 4 processes, or work if this process has been launched."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--calls", type=int, default=2, help="steps per round")
+    parser.add_argument("--engines", type=int, nargs="+", default=NUM_PROCESSES, help="processes: 2, 4 or both")
     args = parser.parse_args()
     if not is_launched():
-        return launch("benchmarks.pipeline", NUM_PROCESSES, sys.argv[1:])
+        return max(launch("benchmarks.pipeline", number, sys.argv[1:]) for number in args.engines)
     work(args.rounds, args.calls)
     return 0
 
