@@ -14,7 +14,7 @@ from workbench.ui.assumed import Assumed, factor_text, told
 from workbench.ui.controls import bar, button, html, label
 from workbench.ui.predicting import Predictor
 
-MOST_RANKS = 1024
+MOST_RANKS = 256
 NO_MACHINE = "none"
 _LABELS = {"links": "links", "memory": "memory", "flops": "products"}
 _TIPS = {

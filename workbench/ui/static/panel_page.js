@@ -153,7 +153,7 @@ function servePanel(root, grid) {
     const stopTips = serveTips(panel);
     nameControls(panel);
     const grown = new MutationObserver(() => nameControls(panel));
-    grown.observe(panel, { childList: true });
+    grown.observe(panel, { childList: true, subtree: true }); // fields come one by one, after the grid
     const click = (event) => {
       if (event.target.closest(".wb-problem")) grid.nextProblem();
       const fix = event.target.closest(".wb-mistakes [data-fix]");
