@@ -46,7 +46,7 @@ def test_what_was_reported_is_put_into_the_figure(make: type):
     assert list(trace(figure, "throughput, newest").y) == pytest.approx([500])
     assert list(trace(figure, "this run, newest").y) == [2.0]
     assert list(trace(figure, "parameters").x) == [2.0, 2.0]
-    assert list(trace(figure, "peak of the process").text) == ["4.00 MB", "4.00 MB"]
+    assert list(trace(figure, "peak in words").text) == ["\u20024.00 MB", "\u20024.00 MB"]
     assert list(trace(figure, "boxing").x) == pytest.approx([40, 20])
     assert trace(figure, "boxing").text[0] == "40 %"
     assert figure.layout.xaxis3.ticksuffix == " MB"
@@ -128,9 +128,9 @@ def test_a_limit_is_drawn_where_it_is_near_and_told_where_it_is_not():
     history.add([block(0, (2.0,), memory=MEMORY)])
     figure = live_figure.live_figure(2, 10)
     assert live_figure.show_memory(figure, history, LIGHT, 8e6) == 8.0
-    assert figure.layout.xaxis3.range[1] > 8.0 and "limit" not in titles(figure)[2]
+    assert figure.layout.xaxis3.range[1] > 8.0 and "of" not in titles(figure)[2].rpartition("peak")[2]
     assert live_figure.show_memory(figure, history, LIGHT, 24e9) is None
-    assert figure.layout.xaxis3.range[1] == 6.0 and "limit 24.0 GB" in titles(figure)[2]
+    assert figure.layout.xaxis3.range[1] == 6.0 and "4.00 MB of 24.0 GB" in titles(figure)[2]
 
 
 def test_axes_grow_with_the_run():
@@ -143,15 +143,19 @@ def test_axes_grow_with_the_run():
 
 def test_a_prediction_is_dashed_from_where_it_was_made():
     figure = live_figure.live_figure(2, 10)
-    live_figure.show_expected(figure, 10, 500.0, [3e6, 4e6])
-    live_figure.show_expected(figure, 10, 400.0, [], from_step=6)
+    live_figure.show_expected(figure, 10, 500.0)
+    live_figure.show_expected(figure, 10, 400.0, from_step=6)
     assert list(trace(figure, "predicted").x) == [0, 6, 6, 10] and list(trace(figure, "predicted").y) == [
         500,
         500,
         400,
         400,
     ]
-    assert list(trace(figure, "predicted peak").x) == [3.0, 4.0]
+    history = History(10, 2)
+    history.add([block(0, (2.0,), memory=MEMORY)])
+    live_figure.show_memory(figure, history, expected_bytes=[3e6, 5e6])
+    assert list(trace(figure, "predicted peak").x) == [3.0, 5.0]
+    assert list(trace(figure, "peak in words").x) == [4.0, 5.0], "right of both ticks"
 
 
 def test_every_axis_has_a_unit_and_all_parts_have_places_of_their_own():

@@ -161,7 +161,7 @@ def test_what_was_predicted_goes_with_the_run(trainer: FakeTrainer, upper: Upper
     part = RunsPart(trainer, 3, Hooks(upper.wanted, estimate=lambda: estimate, limit=lambda: 4e6))
     part.run()
     assert trainer.predicted[0]["step_s"] == 0.5 and trainer.predicted[0]["bubble"] == pytest.approx(0.2)
-    drawn = {trace.name: trace for trace in part.live.figure.data}
-    assert list(drawn["predicted"].y) == [200, 200] and list(drawn["predicted peak"].x) == [3.0, 1.0]
     finish(part, trainer)
+    drawn = {trace.name: trace for trace in part.live.figure.data}
+    assert list(drawn["predicted"].y) == [200, 200] and list(drawn["predicted peak"].x) == [3000, 1000]  # in kB
     assert predictions(None) == {}

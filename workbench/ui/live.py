@@ -65,6 +65,7 @@ class LiveView:
         self._seen = True
         self._label = ""
         self._expected: Any = None
+        self._peak_bytes: tuple[float, ...] = ()
         self._limit_bytes: float | None = None
         self._limit_at: float | None = None  # on the memory pane's axis
         self._places: tuple[tuple[int, int], ...] = ()
@@ -180,14 +181,14 @@ class LiveView:
             places: by rank, its stage and its number there.
             limit_bytes: memory of a rank, where it is known.
         """
-        self._expected, self._places, self._limit_bytes = estimate, tuple(places), limit_bytes
+        self._expected, self._peak_bytes = estimate, tuple(peak_bytes)
+        self._places, self._limit_bytes = tuple(places), limit_bytes
         self._draw_marks()
         if self.figure is None or estimate is None or self.history is None:
             return
         with self.figure.batch_update():
-            live_figure.show_expected(
-                self.figure, self.history.num_steps, estimate.samples_per_s, peak_bytes, self.history.last_step
-            )
+            steps = self.history.num_steps, estimate.samples_per_s, self.history.last_step
+            live_figure.show_expected(self.figure, *steps)
 
     def add_one_device(self, block: StepBlock) -> None:
         """Take in steps of the one-device run, which comes first where it is not known: its losses grow in the plot."""
@@ -275,12 +276,13 @@ class LiveView:
             live_figure.show_curves(figure, history, self._versions, self._colours)
             live_figure.show_steps(figure, history.last_step, history.num_steps)
         if "shares" in due:
-            self._limit_at = live_figure.show_memory(figure, history, self._colours, self._limit_bytes)
+            expected = self._limit_bytes, self._peak_bytes
+            self._limit_at = live_figure.show_memory(figure, history, self._colours, *expected)
             live_figure.show_split(figure, history.split, history.boxed_bytes, self._colours)
         if "timeline" in due and history.timeline and history.timeline[0].step != self._step_shown:
             self._step_shown = history.timeline[0].step
-            expected = getattr(self._expected, "timeline", None)
-            live_figure.show_timeline(figure, timeline_bars(history.timeline, expected), self._colours)
+            simulated = getattr(self._expected, "timeline", None)
+            live_figure.show_timeline(figure, timeline_bars(history.timeline, simulated), self._colours)
 
     def _draw_marks(self) -> None:
         """What lies over the panes: changes of the strategy, a pause, the limit, whose row is whose."""

@@ -62,9 +62,15 @@ def show_steps(figure: go.Figure, last_step: int, num_steps: int) -> bool:
 
 
 def show_memory(
-    figure: go.Figure, history: History, colours: Palette = LIGHT, limit_bytes: float | None = None
+    figure: go.Figure,
+    history: History,
+    colours: Palette = LIGHT,
+    limit_bytes: float | None = None,
+    expected_bytes: Sequence[float] = (),
 ) -> float | None:
-    """Memory by kind and its peak on every rank. Returns where the limit is on the axis, None where it is far away."""
+    """Memory by kind, its peak and where that was expected, on every rank. Returns where the limit is on the axis, None
+    where it is far away.
+    """
     ranks = shown_ranks(history.num_ranks)
     peaks = [history.peak_bytes[rank] for rank in ranks]
     if not any(peaks):
@@ -76,13 +82,17 @@ def show_memory(
         lengths = np.array([history.memory_by_kind[rank].get(kind, 0) for rank in ranks], dtype=float) / divisor
         trace.base, trace.x = starts, lengths
         starts = starts + lengths
-    ticks, places = _trace(figure, "peak of the process"), np.array(peaks, dtype=float) / divisor
-    ticks.x, ticks.text = places, [format_bytes(peak) for peak in peaks]
+    places = np.array(peaks, dtype=float) / divisor
+    expected = np.array([expected_bytes[rank] if expected_bytes else np.nan for rank in ranks]) / divisor
+    _trace(figure, "peak of the process").x = places
+    _trace(figure, "predicted peak").x = expected
+    right, words = np.fmax(places, expected), _trace(figure, "peak in words")
+    words.x, words.text = right, [f"\u2002{format_bytes(peak)}" for peak in peaks]
     figure.layout.xaxis3.ticksuffix = f" {unit}"
-    end, limit = 1.5 * float(max(places.max(), starts.max())), (limit_bytes or 0.0) / divisor
+    end, limit = 1.5 * float(max(right.max(), starts.max())), (limit_bytes or 0.0) / divisor
     is_near = 0 < limit <= _NEAR * end
     figure.layout.xaxis3.range = [0, max(end, 1.08 * limit) if is_near else end]
-    told = f" \u00b7 limit {format_bytes(limit_bytes)}" if limit_bytes and not is_near else ""
+    told = f" of {format_bytes(limit_bytes)}" if limit_bytes and not is_near else ""
     _entitle(figure, 2, f"tick: peak, {format_bytes(max(history.peak_bytes))}{told}", colours)
     return limit if is_near else None
 
@@ -123,10 +133,8 @@ def show_one_device(figure: go.Figure, losses: Sequence[float]) -> None:
     _set(figure, "1 device", *decimate(np.arange(1, len(values) + 1), values))
 
 
-def show_expected(
-    figure: go.Figure, num_steps: int, samples_per_s: float | None, peak_bytes: Sequence[float], from_step: int = 0
-) -> None:
-    """What was predicted: a dashed line of throughput from ``from_step`` on, ticks where memory should peak."""
+def show_expected(figure: go.Figure, num_steps: int, samples_per_s: float | None, from_step: int = 0) -> None:
+    """What was predicted: a dashed line of throughput from ``from_step`` on."""
     trace = _trace(figure, "predicted")
     x, y = (list(values) if values is not None else [] for values in (trace.x, trace.y))
     if samples_per_s is not None:
@@ -136,9 +144,6 @@ def show_expected(
             x, y = [*x, from_step], [*y, y[-1]]
         trace.x = np.array([*x, from_step, num_steps], dtype=float)
         trace.y = np.array([*y, samples_per_s, samples_per_s], dtype=float)
-    if peak_bytes:
-        divisor, _ = byte_scale(max(peak_bytes))
-        _trace(figure, "predicted peak").x = np.array(peak_bytes, dtype=float) / divisor
 
 
 def show_record(figure: go.Figure, record: RunRecord, colours: Palette = LIGHT) -> None:

@@ -14,7 +14,7 @@ PANES = ((48, 278), (342, 572), (650, 866), (942, 1146))
 TITLES_LEFT = (12, 306, 601, 896)
 TOP, BOTTOM = 42, 50
 """Of the panes: from the figure's top to their plots, and from the plots to the panes' end."""
-TITLES = ("Throughput", "Loss", "Memory per rank", "Time split")
+TITLES = ("Throughput", "Loss", "Memory", "Time split")
 TIMELINE_LEFT, TIMELINE_RIGHT = 96, 1150
 TIMELINE_TOP = PANES_HEIGHT + 40
 ROW = 38

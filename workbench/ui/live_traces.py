@@ -69,17 +69,24 @@ def memory_traces(num_ranks: int, colours: Palette) -> list[Any]:
     peaks = go.Scatter(
         name="peak of the process",
         x=empty,
-        mode="markers+text",
+        mode="markers",
         marker=tick,
+        hovertemplate="%{y}, peak<extra></extra>",
+        **place,
+    )
+    words = go.Scatter(
+        name="peak in words",  # right of both ticks
+        x=empty,
+        mode="text",
         text=[""] * len(labels),
         textposition="middle right",
         textfont={"color": colours.ink, "size": 12},
         cliponaxis=False,
-        hovertemplate="%{y}, peak: %{text}<extra></extra>",
+        hoverinfo="skip",
         **place,
     )
     expected = go.Scatter(name="predicted peak", x=empty, mode="markers", marker=dashed, hoverinfo="skip", **place)
-    return [*bars, peaks, expected]
+    return [*bars, peaks, expected, words]
 
 
 def split_traces(num_ranks: int, colours: Palette) -> list[go.Bar]:
