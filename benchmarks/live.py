@@ -1,6 +1,7 @@
 """What it costs to watch: the live view of 8 ranks at 100 steps/s in a real page, and training with and without it.
 
-``python -m benchmarks.live [--minutes 0.5] [--no-browser]``: three numbers against their targets, kept in ``results``.
+``python -m benchmarks.live [--minutes 0.5] [--part training]``: three numbers against
+their targets, kept in ``results``.
 """
 
 from __future__ import annotations
@@ -132,34 +133,46 @@ def _chromium() -> str:
 
     found = find_chromium()
     if found is None:
-        raise SystemExit("benchmarks.live: no chromium found; --no-browser measures the rest")
+        raise SystemExit("benchmarks.live: no chromium found; --part training needs none")
     return found
 
 
+def judge_training(rounds: int) -> None:
+    """Measure what watching costs the training, and keep it."""
+    step_ms, ratio, pairs = slowdown(rounds)
+    told = ", ".join(f"{pair:.3f}" for pair in pairs)
+    body = f"2 engines, steps of {step_ms:.1f} ms, {len(pairs)} pairs of runs in turns, no browser: {told}."
+    judged = Comparison("training slowed by collecting and publishing", 100 * (ratio - 1), SLOWDOWN)
+    publish("live-training", "Training that is watched", body, [judged])
+
+
+def judge_page(minutes: float) -> None:
+    """Measure what watching costs kernel and page, and keep it."""
+    page = watch_a_page(minutes)
+    body = (
+        f"{RANKS} engines report {STEPS_PER_S} steps/s with wb.log for {page['elapsed_s']:.0f} s, up to step "
+        f"{page['steps']:.0f}. Heap after a forced collection, at the end against {_WARM_UP_S:.0f} s in."
+    )
+    cpu, heap = (
+        Comparison("kernel", 100 * page["cpu"], CPU),
+        Comparison("growth of the page's heap", page["heap_mb"], HEAP),
+    )
+    publish("live-page", "A page that watches a run", body, [cpu, heap])
+
+
 def main() -> None:
-    """Measure and keep the result."""
+    """Measure and keep the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--minutes", type=float, default=0.5, help="how long the page is watched (default: %(default)s)"
     )
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="pairs of training runs (default: %(default)s)")
-    parser.add_argument("--no-browser", action="store_true", help="only what watching costs the training")
+    parser.add_argument("--part", choices=("training", "page"), help="only this part (default: both)")
     options = parser.parse_args()
-    step_ms, ratio, pairs = slowdown(options.rounds)
-    judged = [Comparison("training slowed by collecting and publishing", 100 * (ratio - 1), SLOWDOWN)]
-    told = ", ".join(f"{pair:.3f}" for pair in pairs)
-    notes = [
-        f"Slowdown: 2 engines, steps of {step_ms:.1f} ms, {len(pairs)} pairs of runs in turns, no browser: {told}."
-    ]
-    if not options.no_browser:
-        page = watch_a_page(options.minutes)
-        judged.append(Comparison("kernel", 100 * page["cpu"], CPU))
-        judged.append(Comparison("growth of the page's heap", page["heap_mb"], HEAP))
-        notes.append(
-            f"Page: {RANKS} engines report {STEPS_PER_S} steps/s with wb.log for {page['elapsed_s']:.0f} s, up to step "
-            f"{page['steps']:.0f}. Heap after a forced collection, at the end against {_WARM_UP_S:.0f} s in."
-        )
-    publish("live", "Watching a run", "\n\n".join(notes), judged)
+    if options.part != "page":
+        judge_training(options.rounds)
+    if options.part != "training":
+        judge_page(options.minutes)
 
 
 if __name__ == "__main__":
