@@ -11,7 +11,7 @@ from workbench.core.options import Options
 from workbench.core.strategy import ResolvedLayer, ResolvedStrategy
 from workbench.cost import schedule
 from workbench.cost.memory import live_micro_batches
-from workbench.cost.schedule import makespan_s
+from workbench.cost.schedule import makespan_s, shared_makespan_s
 from workbench.pipeline.schedules import GENERATORS, Action, make_table
 from workbench.pipeline.simulate import simulate
 
@@ -61,6 +61,29 @@ def test_a_schedule_without_a_recurrence_runs_its_table(monkeypatch) -> None:
     seconds = [1.0, 1.5], [0.5, 1.0], [0.25, 0.5]
     assert makespan_s("mine", 2, 4, *seconds, 0.1) == pytest.approx(makespan_s("zero_bubble", 2, 4, *seconds, 0.1))
     assert makespan_s("mine", 2, 4, *seconds, 0.1) != pytest.approx(makespan_s("1f1b", 2, 4, *seconds, 0.1))
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zero_bubble", "interleaved"])
+def test_stages_that_share_cores_take_between_their_bounds(name: str) -> None:
+    """One core: all work, one after the other. As many cores as ranks: the makespan. Between: not below either."""
+    draw = random.Random(name)
+    for ranks, laps, m in ((1, 1, 3), (2, 1, 4), (4, 1, 4), (3, 2, 6), (4, 1, 9)):
+        if laps > 1 and name != "interleaved":
+            continue
+        f, i, w = ([draw.uniform(0.2, 2) for _ in range(ranks * laps)] for _ in range(3))
+        transfer = draw.uniform(0, 0.1)
+        work = m * sum(f + i + w) / ranks
+        alone = makespan_s(name, ranks, m, f, i, w, transfer)
+        assert shared_makespan_s(1.0, name, ranks, m, f, i, w, transfer) == pytest.approx(alone)
+        assert shared_makespan_s(ranks, name, ranks, m, f, i, w) == pytest.approx(work)
+        some = shared_makespan_s(1.7, name, ranks, m, f, i, w, transfer)
+        assert max(work, alone / 1.7) - 1e-9 <= some <= alone + 1e-9
+
+
+def test_a_pipeline_of_two_cores_fills_one_core_after_the_other() -> None:
+    """Four stages, one micro-batch: one rank is at work at any time, on a core of its own."""
+    ones = [1.0] * 4
+    assert shared_makespan_s(2.0, "gpipe", 4, 1, ones, ones, ones) == pytest.approx(12 / 2)
 
 
 def test_bubble_of_equal_stages_is_the_formula() -> None:

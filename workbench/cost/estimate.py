@@ -14,7 +14,7 @@ from workbench.cost.entries import input_entry, left_entry
 from workbench.cost.hardware import Hardware
 from workbench.cost.memory import live_micro_batches, memory_of
 from workbench.cost.reduction import optimizer_s, reduced_bytes, reduction_s, statistics_of
-from workbench.cost.schedule import makespan_s, timeline_of
+from workbench.cost.schedule import makespan_s, shared_makespan_s, timeline_of
 from workbench.cost.setting import Setting, settings_of
 from workbench.cost.software import WORKBENCH, Software
 from workbench.cost.stages import StagePrice, prices_of, stage_prices
@@ -102,14 +102,16 @@ def combine(
     wait_s = 0.0 if settings[0].software.hides_sends else hop_s
     hop_s -= wait_s
     times = [s.forward_s + wait_s for s in stages], [s.input_s + wait_s for s in stages], [s.weight_s for s in stages]
-    makespan = makespan_s(strategy.schedule, num_ranks, m, *times, hop_s)
+    schedule = strategy.schedule, num_ranks, m, *times, hop_s
+    if hardware.alone_speedup > 1 and num_ranks > 1:  # who waits leaves its share of the machine to the others
+        makespan = shared_makespan_s(hardware.alone_speedup, *schedule)
+    else:
+        makespan = makespan_s(*schedule)
     slices = [range(first, len(stages), num_ranks) for first in range(num_ranks)]
     compute = [m * sum(stages[s].compute_s for s in mine) for mine in slices]
     boxing = [m * sum(stages[s].boxing_s for s in mine) for mine in slices]
     busy = [a + b for a, b in zip(compute, boxing, strict=True)]
     slowest = busy.index(max(busy))
-    if hardware.alone_speedup > 1:  # who waits leaves its share of the machine to the others
-        makespan = max(makespan / hardware.alone_speedup, sum(busy) / num_ranks)
     share = min(1.0, makespan / busy[slowest]) if busy[slowest] else 1.0
     compute_s, boxing_s = compute[slowest] * share, boxing[slowest] * share
     bubble = makespan - compute_s - boxing_s
