@@ -1,7 +1,9 @@
 """Put measured numbers into the README, between the comments that mark their places.
 
-python -m tools.quote_numbers            the benchmarks' newest table (benchmarks/results)
-python -m tools.quote_numbers --demo     that, and the demo's table: runs the demo on this machine, which must be quiet
+    python -m tools.quote_numbers            the benchmarks' newest table (benchmarks/results)
+    python -m tools.quote_numbers --demo     that, and the demo's table
+
+The second one runs the demo, on a machine that should do nothing else.
 """
 
 from __future__ import annotations
@@ -19,8 +21,18 @@ ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 
 
-def between(name: str) -> re.Pattern[str]:
-    """What stands in the place ``name``."""
+def quoted(text: str, name: str) -> str:
+    """What stands in the place ``name`` of a text."""
+    (found,) = _between(name).findall(text)
+    return str(found)
+
+
+def quote(text: str, name: str, part: str) -> str:
+    """The text with ``part`` in the place ``name``."""
+    return _between(name).sub(lambda _: part, text)
+
+
+def _between(name: str) -> re.Pattern[str]:
     return re.compile(rf"(?<=<!-- {name} -->\n).*?(?=<!-- end of {name} -->)", flags=re.DOTALL)
 
 
@@ -36,8 +48,12 @@ def demo_part() -> str:
     """The table that the demo prints, in a code block, with date and machine."""
     command = [sys.executable, "-m", "workbench", "demo"]
     printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    rows = printed.partition("peak: ")[0].rstrip().splitlines()
-    return "\n".join([*(f"    {row}" for row in rows), "", f"Measured on {today()}: {machine()}.", ""])
+    rows = printed[printed.index("strategy ") : printed.index("peak: ")].rstrip().splitlines()
+    legend = (
+        "*peak* is the process's memory above the warm engine, *boxed* what all ranks send in a step, *equal* the "
+        "largest\ndifference of a loss to one device."
+    )
+    return "\n".join([*(f"    {row}" for row in rows), "", f"Measured on {today()}: {machine()}.", legend, ""])
 
 
 def main() -> int:
@@ -45,11 +61,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--demo", action="store_true", help="run the demo, too")
     args = parser.parse_args()
-    text = README.read_text(encoding="utf-8")
-    parts = {"benchmarks": benchmarks_part} | ({"demo table": demo_part} if args.demo else {})
-    for name, part in parts.items():
-        new = part()
-        text = between(name).sub(lambda _, new=new: new, text)  # type: ignore[misc]
+    text = quote(README.read_text(encoding="utf-8"), "benchmarks", benchmarks_part())
+    if args.demo:
+        text = quote(text, "demo table", demo_part())
     README.write_text(text, encoding="utf-8")
     return 0
 
