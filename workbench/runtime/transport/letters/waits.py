@@ -18,8 +18,10 @@ SLICE_S = 0.02
 """How long a sleeping rank goes without looking for an abort, a dead peer or a deadlock."""
 _NUM_LOOKS = 20
 _YIELD_S = 200e-6
-_YIELD_SHARING_S = 20e-6
-"""Where ranks share cores: what a rank does in a longer wait is taken from the one it waits for."""
+_YIELD_SHARING_S = 100e-6
+"""Where ranks share cores: about as long as it takes to fall asleep and to be woken. A yield hands the core to the rank
+that is waited for; a longer wait would take it away again.
+"""
 
 
 class Waiter:
