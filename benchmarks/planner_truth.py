@@ -9,8 +9,9 @@ memory of the fullest rank's tensors (parameters, gradients, optimizer, and the 
 bytes sent. Beside them the peak of that rank's process above where it stood before the model was made, which nobody
 predicts: staging of sums, what the allocator keeps, and what runs before it in the same process have left there.
 Strategies take turns, round by round, and the median over all rounds' steps counts. The machine must be quiet; on a
-virtual one that is not ours alone to say, so what its hypervisor gave to other machines meanwhile is noted, and beside
-the median stands the tenth of the steps that was disturbed least.
+virtual one that is not ours alone to say, so what its hypervisor gave to other machines meanwhile is noted. Beside the
+median stand the tenth of the steps that was disturbed least, and the steps by the own clock of their busiest rank,
+which stands still while others have its core: times threads per core, that is a step in which nobody waits.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import combinations
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import combinations, pairwise
 from statistics import median
 from typing import Any
 
@@ -35,6 +36,7 @@ from workbench.core.model_costs import ModelCosts
 from workbench.core.strategy import Strategy
 from workbench.cost.estimate import Estimate, estimate
 from workbench.cost.hardware import Hardware
+from workbench.runtime.job import Batch
 from workbench.runtime.layer_costs import layer_costs
 from workbench.runtime.train import WARM_UP_STEPS, Job, run_strategy, warm_up
 from workbench.session import Session
@@ -93,6 +95,15 @@ def make_gpt() -> GPT:
     return GPT(256, 4, NUM_WORDS, LENGTH)
 
 
+class ClockedJob(Job):
+    """Notes this thread's own clock at the beginning of every step."""
+
+    def batches(self) -> Iterator[Batch]:
+        for batch in super().batches():
+            self.__dict__.setdefault("own_s", []).append(time.thread_time())
+            yield batch
+
+
 @dataclass(frozen=True)
 class Subject:
     """A model that is trained, and how.
@@ -117,9 +128,9 @@ class Subject:
         words = torch.randint(NUM_WORDS, (2 * self.batch_size, LENGTH + 1), generator=generator)
         return words[:, :-1].contiguous(), words[:, 1:].contiguous()
 
-    def job(self) -> Job:
+    def job(self) -> ClockedJob:
         """What the engines train."""
-        return Job(self.make, self.data(), self.loss, None, self.batch_size, self.num_steps)
+        return ClockedJob(self.make, self.data(), self.loss, None, self.batch_size, self.num_steps)
 
     def costs(self) -> ModelCosts:
         """Counted on fake tensors."""
@@ -140,6 +151,7 @@ class Row:
     strategy: str
     predicted: Estimate
     times_s: list[float]
+    own_times_s: list[float] = field(default_factory=list)
     tensor_bytes: int = 0
     process_bytes: int = 0
     sent_bytes: int = 0
@@ -165,28 +177,42 @@ class Row:
         return self.predicted.step_s / self.least_s - 1
 
     @property
+    def own_s(self) -> float:
+        """Median of the steps by the clock of their busiest rank."""
+        return median(self.own_times_s)
+
+    @property
+    def own_error(self) -> float:
+        """The same of these."""
+        return self.predicted.step_s / self.own_s - 1
+
+    @property
     def memory_error(self) -> float:
         """Predicted over measured, less one."""
         return self.predicted.peak_bytes / self.tensor_bytes - 1
 
 
-def run_on_engine(job: Job, strategy: str) -> tuple[list[float], dict[str, int], int]:
-    """Times of the steps that count, memory, and bytes sent, of this rank."""
+def run_on_engine(job: ClockedJob, strategy: str) -> tuple[list[float], list[float], dict[str, int], int]:
+    """Times of the steps that count, on the wall and by this rank's own clock, memory, and bytes sent, of this rank."""
     warm_up(job)
     result = run_strategy(job, strategy)
-    return result.step_times_s[WARM_UP_STEPS + 1 :], result.memory_bytes, result.boxed_bytes
+    marks = job.__dict__["own_s"]
+    own_times_s = [after - before for before, after in pairwise(marks)]
+    first = WARM_UP_STEPS + 1
+    return result.step_times_s[first:], own_times_s[first:], result.memory_bytes, result.boxed_bytes
 
 
-def measure(session: Session, subject: Subject, rows: Sequence[Row]) -> None:
+def measure(session: Session, subject: Subject, rows: Sequence[Row], crowding: float) -> None:
     """One round: every strategy trained once."""
     job = subject.job()
     for row in rows:
         reports = session.submit(run_on_engine, job, row.strategy).result()
-        row.times_s += [max(times) for times in zip(*(times for times, _, _ in reports), strict=True)]
-        kinds = [memory for _, memory, _ in reports]
+        row.times_s += [max(times) for times in zip(*(times for times, _, _, _ in reports), strict=True)]
+        row.own_times_s += [crowding * max(times) for times in zip(*(own for _, own, _, _ in reports), strict=True)]
+        kinds = [memory for _, _, memory, _ in reports]
         row.tensor_bytes = max(sum(size for kind, size in memory.items() if kind != "peak") for memory in kinds)
         row.process_bytes = max(row.process_bytes, *(memory["peak"] for memory in kinds))
-        row.sent_bytes = sum(sent for _, _, sent in reports)
+        row.sent_bytes = sum(sent for _, _, _, sent in reports)
         print(f"  {row.strategy}: {row.measured_s * 1e3:.0f} ms", file=sys.stderr, flush=True)
 
 
@@ -218,13 +244,14 @@ def described(subject: Subject, num_engines: int, rows: Sequence[Row], stolen: f
     lines = [
         [row.strategy.replace("|", "/"), f"{row.predicted.step_s * 1e3:.1f}", f"{row.measured_s * 1e3:.1f}",
          f"{row.time_error:+.0%}", f"{row.least_s * 1e3:.1f}", f"{row.least_error:+.0%}",
+         f"{row.own_s * 1e3:.1f}", f"{row.own_error:+.0%}",
          format_bytes(row.predicted.peak_bytes), format_bytes(row.tensor_bytes), f"{row.memory_error:+.0%}",
          format_bytes(row.process_bytes),
          format_bytes(row.predicted.boxed_bytes), format_bytes(row.sent_bytes)]
         for row in sorted(rows, key=lambda row: row.measured_s)
     ]  # fmt: skip
-    header = ["strategy", "predicted ms", "measured ms", "", "a tenth within", "", "predicted tensors", "measured", "",
-              "process", "predicted sent", "really sent"]  # fmt: skip
+    header = ["strategy", "predicted ms", "measured ms", "", "a tenth within", "", "own clock", "", "predicted tensors",
+              "measured", "", "process", "predicted sent", "really sent"]  # fmt: skip
     times, memory = [abs(row.time_error) for row in rows], [abs(row.memory_error) for row in rows]
     name = f"{subject.name}, {num_engines} engines"
     judged = [
@@ -236,6 +263,8 @@ def described(subject: Subject, num_engines: int, rows: Sequence[Row], stolen: f
     worst += f"{ordered_share(rows):.0%} of the pairs that differ by more than {_DIFFERENT:.0%} in the right order. "
     least = median(abs(row.least_error) for row in rows)
     worst += f"Of the tenth of the steps that took least: median error {least:.0%}. "
+    own = median(abs(row.own_error) for row in rows)
+    worst += f"Of steps by the busiest rank's own clock: median error {own:.0%}. "
     worst += f"The hypervisor gave {stolen:.0%} of the cores' time to others."
     return f"## {name}\n\n{table(header, lines)}\n\n{worst}\n", judged
 
@@ -288,7 +317,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 subject = replace(subject, strategies=chosen)
                 rows, stolen = predict(subject, num_engines, hardware), Stolen()
                 for _ in range(options.rounds):
-                    measure(session, subject, rows)
+                    measure(session, subject, rows, hardware.alone_speedup)
                 section, comparisons = described(subject, num_engines, rows, stolen.share())
                 sections.append(section)
                 judged += comparisons
