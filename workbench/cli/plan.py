@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--optimizer", default="adamw", help="adamw, adam, momentum or sgd")
     parser.add_argument("--wish", action="append", default=[], metavar="NAME=VALUE",
                         help="what is decided: pipeline=, data=, model=, micro_batches=, schedule=, zero=, recompute=, "
-                             "sequence=, layers=; commas give several values")  # fmt: skip
+                             "sequence=, layers=, heads=; commas give several values")  # fmt: skip
     parser.add_argument("--explain", metavar="LAYER", help="what else a layer could do, and what it would cost")
     parser.add_argument("--why-not", metavar="STRATEGY", help="why it is not this one")
     parser.add_argument("--table", action="store_true", help="the best strategy for every triple of degrees")

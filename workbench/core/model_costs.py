@@ -87,12 +87,14 @@ class ModelCosts:
         sample_shape: of one sample of the input.
         dtype: "fp32", "bf16" or "fp16": what the rows were counted in.
         blocks: runs of equal blocks, (first row, rows per block, how many), so that a search may tie them.
+        heads: how many heads attention has, and how many its keys and values have; empty where nothing tells.
     """
 
     rows: tuple[LayerCost, ...]
     sample_shape: tuple[int, ...] = ()
     dtype: str = "fp32"
     blocks: tuple[tuple[int, int, int], ...] = field(default=())
+    heads: tuple[int, ...] = ()
 
     @property
     def layers(self) -> list[Layer]:

@@ -97,7 +97,7 @@ def layer_price(
     weights, shared = _weights(row, choice, setting)
     state = state_bytes(weights, shared, setting) if row.layer.tied_to is None else (0.0, 0.0, 0.0)
     return LayerPrice(
-        forward, first, second + _accumulation_s(weights, setting), boxing[0][0], boxing[1][0], sums_s,
+        forward, first, second, boxing[0][0], boxing[1][0], sums_s,
         boxing[0][1] + boxing[1][1], *state, weights, kept, _input_bytes(row, choice, before, setting),
         scores, scores_kept, shared, boxing[0][1],
     )  # fmt: skip
@@ -177,7 +177,7 @@ def state_bytes(weights: float, shared: float, setting: Setting) -> tuple[float,
     return parameters, gradients, optimizer
 
 
-def _accumulation_s(weights: float, setting: Setting) -> float:
+def accumulation_s(weights: float, setting: Setting) -> float:
     """Adding a micro-batch's gradients to those of the ones before, which the first has not: read, read, write."""
     if setting.software.fuses_accumulation:
         return 0.0
@@ -186,4 +186,4 @@ def _accumulation_s(weights: float, setting: Setting) -> float:
     return moved / setting.hardware.memory_bandwidth_bytes_per_s
 
 
-__all__ = ["LayerPrice", "layer_price", "state_bytes"]
+__all__ = ["LayerPrice", "accumulation_s", "layer_price", "state_bytes"]

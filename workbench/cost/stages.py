@@ -10,7 +10,7 @@ from workbench.core.model_costs import LayerCost, ModelCosts
 from workbench.core.pairing import TABLE
 from workbench.core.strategy import ResolvedLayer
 from workbench.cost.boxings import are_siblings
-from workbench.cost.layers import LayerPrice, layer_price
+from workbench.cost.layers import LayerPrice, accumulation_s, layer_price
 from workbench.cost.setting import Setting
 
 Priced = tuple[LayerCost, ResolvedLayer, LayerPrice]
@@ -132,6 +132,7 @@ def _added_up(
     again = _recomputed(mine, blocks, model, prices, setting)
     boxing_back = sum(prices[i].boxing_backward_s for i in mine)
     input_s, weight_s = sum(prices[i].input_s for i in mine), sum(prices[i].weight_s for i in mine)
+    weight_s += accumulation_s(sum(prices[i].weights for i in mine), setting)
     hidden = {
         "none": 0.0,
         "sums": sum(prices[i].boxing_sums_s for i in mine),

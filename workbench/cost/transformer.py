@@ -96,7 +96,8 @@ def transformer_costs(model: Transformer) -> ModelCosts:
     logits = _product(s, h, model.vocab)
     tied = None if model.is_gated else "embedding"
     rows.append(_row("head", "Linear", (model.vocab, h), logits, (loss,), (s, model.vocab), tied))
-    return ModelCosts(tuple(rows), (s,), "fp16", ((1, len(block), model.layers),))
+    heads = tuple(dict.fromkeys((model.heads, model.kv_heads or model.heads)))
+    return ModelCosts(tuple(rows), (s,), "fp16", ((1, len(block), model.layers),), heads)
 
 
 def transformer_strategy(

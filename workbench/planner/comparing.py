@@ -16,6 +16,8 @@ from workbench.units import format_bytes, format_seconds
 
 PARTS = ("compute_s", "boxing_s", "gradient_s", "bubble_s", "optimizer_s")
 _EQUAL = 1e-9
+_NOISE = 1e-6
+"""Parts that are smaller than the largest one by so much are not told."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,8 @@ class Verdict:
     """Why a plan is not another strategy.
 
     Attributes:
-        reason: "cannot run", "memory", "slower", "more memory" or "dearer" (by the objective), "equal", "better".
+        reason: "cannot run", "memory", "parts of heads", "slower", "more memory" or "dearer" (by the objective),
+            "equal", "better".
         text: in words, with figures.
         estimate: of the strategy; None if it cannot run.
         difference: from the plan to it; None if it cannot run.
@@ -95,6 +98,13 @@ def judge(problem: Problem, best: Found, strategy: Strategy | str) -> Verdict:
     )
     if abs(ratio) <= _EQUAL:
         return Verdict("equal", f"It is as good: {figures}", price, difference)
+    if any(layer.split for layer in resolved.layers) and not problem.fits_heads(resolved.degrees[2]):
+        heads = " and ".join(map(str, problem.heads))
+        text = (
+            f"Its model degree of {resolved.degrees[2]} does not divide {heads} heads of attention: ranks would "
+            f"gather parts of heads in every block, which is not in these figures. {figures}"
+        )
+        return Verdict("parts of heads", text, price, difference)
     if ratio < 0:
         return Verdict("better", f"It is better by {-ratio:.1%}; the search missed it: {figures}", price, difference)
     return Verdict(word, f"It is {word} by {ratio:.1%}: {figures}", price, difference)
@@ -142,7 +152,12 @@ def told_parts(seconds: dict[str, float]) -> str:
     'bubble +1.00 s, boxing -2.00 ms'
     """
     largest = sorted(seconds.items(), key=lambda item: -abs(item[1]))
-    told = [f"{name.removesuffix('_s')} {'-' if s < 0 else '+'}{format_seconds(abs(s))}" for name, s in largest if s]
+    least = _NOISE * max(map(abs, seconds.values()), default=0.0)
+    told = [
+        f"{name.removesuffix('_s')} {'-' if s < 0 else '+'}{format_seconds(abs(s))}"
+        for name, s in largest
+        if abs(s) > least
+    ]
     return ", ".join(told) or "every part takes as long"
 
 

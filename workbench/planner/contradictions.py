@@ -34,7 +34,9 @@ def refuse_contradictions(problem: Problem) -> None:
 
 def _contradiction(problem: Problem, names: dict[str, object]) -> str:
     told = " and ".join(f"{name}={value}" for name, value in names.items()) or "nothing but the sizes"
+    heads = " and ".join(map(str, problem.heads))
     rules = [
+        *([f"model divides the heads of attention, {heads} (heads= says otherwise)"] if heads else []),
         f"pipeline x data x model = {problem.num_ranks} ranks",
         f"data x micro_batches divides batch_size={problem.batch_size}",
         f"pipeline is at most {len(problem.rows)}, the layers",

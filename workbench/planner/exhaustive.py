@@ -44,7 +44,6 @@ def search_all(problem: Problem, every: Sequence[Candidate], ledger: Ledger) -> 
     bounded.sort()
     for bound, _, candidate, choices in bounded:
         if ledger.cannot_improve(candidate.degrees, bound):
-            ledger.num_pruned += 1
             continue
         for stages in cuts(len(problem.rows), candidate.num_stages):
             if problem.fits_stages(stages):

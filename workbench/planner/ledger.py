@@ -33,7 +33,7 @@ class Ledger:
         best: that fits into memory; None so far.
         leanest: the one with the smallest peak, whether it fits or not.
         by_degrees: the best that fit.
-        num_priced, num_pruned: estimates made; groups of strategies that a bound excluded.
+        num_priced: estimates made.
     """
 
     problem: Problem
@@ -41,7 +41,6 @@ class Ledger:
     leanest: Found | None = None
     by_degrees: dict[tuple[int, int, int], Found] = field(default_factory=dict)
     num_priced: int = 0
-    num_pruned: int = 0
 
     def __post_init__(self) -> None:
         self.classes = RowClasses(self.problem)

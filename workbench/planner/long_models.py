@@ -43,18 +43,20 @@ MANY_GROUPS = 500
 """Where there are more groups of candidates, fewer prices are tried, and model axes only of the widths of hosts."""
 MOST_OF_MEMORY = 200
 """Candidates that are priced for the objective "memory", the leanest first."""
+LEANER = 1.25
+"""An average is not quite a bound from below: stages that hold more of a micro-batch may have fewer of them alive."""
 
 
-def search_long(problem: Problem, ledger: Ledger) -> None:
-    """Put the best strategies into the ledger."""
-    _LongSearch(problem, ledger).run()
+def search_long(problem: Problem, ledger: Ledger, until_one_fits: bool = False) -> None:
+    """Put the best strategies into the ledger; with ``until_one_fits`` the first lean one is enough."""
+    _LongSearch(problem, ledger, until_one_fits).run()
 
 
 class _LongSearch:
     """Remembers the chains of a problem; candidates that differ in schedule or ZeRO only have the same ones."""
 
-    def __init__(self, problem: Problem, ledger: Ledger) -> None:
-        self.problem, self.ledger = problem, ledger
+    def __init__(self, problem: Problem, ledger: Ledger, until_one_fits: bool = False) -> None:
+        self.problem, self.ledger, self._until_one_fits = problem, ledger, until_one_fits
         self._chains: dict[tuple[object, ...], tuple[Choice, ...] | None] = {}
         self._bare: dict[tuple[object, ...], list[Unit]] = {}
         self._tables: dict[int, list[list[Choice]]] = {}
@@ -79,13 +81,10 @@ class _LongSearch:
                 firsts[group] = min(bounds) * self.ledger.num_counted(group.degrees)
         for group in sorted(firsts, key=firsts.__getitem__):
             if self.ledger.cannot_improve(group.degrees, firsts[group] / self.ledger.num_counted(group.degrees)):
-                self.ledger.num_pruned += 1
                 continue
             bounded = [(self._bound(one), place, one) for place, one in enumerate(self._members(group))]
             for bound, _, candidate in sorted(bounded):
-                if bound == inf or self.ledger.cannot_improve(candidate.degrees, bound):
-                    self.ledger.num_pruned += 1
-                else:
+                if bound < inf and not self.ledger.cannot_improve(candidate.degrees, bound):
                     self._place(candidate)
 
     def _run_lean(self) -> None:
@@ -95,8 +94,13 @@ class _LongSearch:
             for candidate in self._members(group):
                 if self._ways is not FEW_WAYS or self._is_lean(candidate):
                     ranked.append((self._average_bytes(candidate), len(ranked), candidate))
-        for _, _, candidate in sorted(ranked)[:MOST_OF_MEMORY]:
+        for average, _, candidate in sorted(ranked)[:MOST_OF_MEMORY]:
+            leanest = self.ledger.leanest
+            if leanest is not None and average > LEANER * leanest.estimate.peak_bytes:
+                return  # its fullest stage holds more than its average one
             self._place(candidate)
+            if self._until_one_fits and self.ledger.best is not None:
+                return
 
     def _lean_groups(self) -> list[Group]:
         """Of a large problem, those with the smallest micro-batches."""
@@ -260,7 +264,6 @@ class _LongSearch:
         for stages in balanced_stages(units, self._live(candidate), held, limit, candidate.degrees[0]):
             if self._is_hopeless(candidate, units, stages):
                 fits = True
-                self.ledger.num_pruned += 1
             else:
                 found = self.ledger.add(candidate, choices, stages)
                 fits = fits or found.estimate.peak_bytes <= self.problem.memory_bytes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -36,23 +36,28 @@ class Plan:
         is_exact: whether every strategy was looked at, or excluded by a bound.
         search_s: how long the search took.
         num_priced: strategies of which a whole estimate was made.
+        search: what finds the plan of a problem.
     """
 
     problem: Problem
     found: Found
+    search: Callable[[Problem], Plan] = field(repr=False, compare=False)
     others: tuple[Found, ...] = field(default=(), repr=False)
     is_exact: bool = False
     search_s: float = 0.0
     num_priced: int = 0
 
     @classmethod
-    def of(cls, problem: Problem, ledger: Ledger, is_exact: bool, search_s: float) -> Plan:
+    def of(
+        cls, problem: Problem, ledger: Ledger, search: Callable[[Problem], Plan], is_exact: bool, search_s: float
+    ) -> Plan:
         """From what a search has put together."""
         assert ledger.best is not None
         others = sorted(ledger.by_degrees.values(), key=lambda found: found.value)
         return cls(
             problem,
             ledger.best,
+            search,
             tuple(found for found in others if found is not ledger.best),
             is_exact,
             search_s,
@@ -131,9 +136,7 @@ class Plan:
 
     def again(self, **wishes: Any) -> Plan:
         """Search again with further wishes: ``plan.again(zero=1, layers="head: data")``."""
-        from workbench.planner.search import solve
-
-        return solve(replace(self.problem, wishes=replace(self.problem.wishes, **wishes)))
+        return self.search(replace(self.problem, wishes=replace(self.problem.wishes, **wishes)))
 
     def __str__(self) -> str:
         problem, found = self.problem, self.found.estimate

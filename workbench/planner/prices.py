@@ -14,7 +14,7 @@ from math import inf
 from workbench.core.options import Options
 from workbench.core.pairing import COLUMN_NAMES
 from workbench.core.strategy import ResolvedLayer, ResolvedStrategy
-from workbench.cost.layers import LayerPrice, layer_price, state_bytes
+from workbench.cost.layers import LayerPrice, accumulation_s, layer_price, state_bytes
 from workbench.cost.reduction import optimizer_s, reduction_s
 from workbench.cost.setting import Setting, settings_of
 from workbench.cost.stages import StagePrice, block_of_rows, stage_prices
@@ -117,6 +117,7 @@ class Prices:
         """Forward and backward of one micro-batch: at least, where exchanges may hide behind products."""
         software = self.setting.software
         seconds = price.forward_s + price.boxing_forward_s + price.input_s + price.weight_s + price.boxing_backward_s
+        seconds += accumulation_s(price.weights, self.setting)  # of two micro-batches: of more it takes longer
         if software.hides_tensor_parallel != "none":
             seconds -= price.boxing_backward_s if software.hides_tensor_parallel == "all" else price.boxing_sums_s
         if recompute and software.recompute == "full" and self.is_recomputed(index):

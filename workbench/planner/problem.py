@@ -37,6 +37,7 @@ class Wishes:
         schedule: of strategies with more than one stage.
         zero, recompute, sequence: as in strategies.
         layers: rows of a strategy: what some layers do, and on which stage ("head: data@1; blocks.*.fc1: model").
+        heads: of attention, and of keys and values: the model degree divides them. None: what the model says.
     """
 
     pipeline: int | Collection[int] | None = None
@@ -48,6 +49,7 @@ class Wishes:
     recompute: bool | None = None
     sequence: bool | None = None
     layers: str | None = None
+    heads: int | Collection[int] | None = None
 
     def allows(self, name: str, value: object) -> bool:
         """Whether a value of the attribute ``name`` is among those wished for."""
@@ -118,6 +120,17 @@ class Problem:
         if mistakes:
             raise StrategyError(f"layers={self.wishes.layers!r}: " + "; ".join(map(str, mistakes)))
         return [strategy.row_of(row.layer.name) for row in self.rows]
+
+    @cached_property
+    def heads(self) -> tuple[int, ...]:
+        """Numbers that the model degree divides: ranks share out whole heads. A single head is nobody's to share."""
+        wished = self.wishes.heads
+        known = self.costs.heads if wished is None else (wished,) if isinstance(wished, int) else tuple(wished)
+        return tuple(number for number in known if number > 1)
+
+    def fits_heads(self, model: int) -> bool:
+        """Whether a model axis of so many ranks shares out whole heads."""
+        return all(number % model == 0 for number in self.heads)
 
     @cached_property
     def ties(self) -> list[tuple[int, int]]:

@@ -73,17 +73,17 @@ def solve(problem: Problem) -> Plan:
     ledger, is_exact = run(problem)
     if ledger.best is None:
         refuse_unfit(problem, ledger, run)
-    return Plan.of(problem, ledger, is_exact, time.perf_counter() - started_s)
+    return Plan.of(problem, ledger, solve, is_exact, time.perf_counter() - started_s)
 
 
-def run(problem: Problem) -> tuple[Ledger, bool]:
+def run(problem: Problem, until_one_fits: bool = False) -> tuple[Ledger, bool]:
     """What a search finds, and whether it looked at everything."""
     ledger = Ledger(problem)
     every = all_if_few(problem)
     if every is not None:
         search_all(problem, every, ledger)
     else:
-        search_long(problem, ledger)
+        search_long(problem, ledger, until_one_fits)
     return ledger, every is not None
 
 

@@ -62,6 +62,8 @@ def _degrees(problem: Problem, num_ranks: int, span: int | None) -> Iterator[tup
         for model in divisors(num_ranks // pipeline):
             if span is not None and wishes.model is None and (2 * span) % model:
                 continue
+            if not problem.fits_heads(model):
+                continue
             data = num_ranks // pipeline // model
             fits = problem.batch_size % data == 0
             if fits and wishes.allows("data", data) and wishes.allows("model", model):

@@ -12,7 +12,8 @@ from workbench.planner.problem import Problem, Wishes
 from workbench.planner.writing import write
 from workbench.units import format_bytes
 
-Run = Callable[[Problem], tuple[Ledger, bool]]
+Run = Callable[..., tuple[Ledger, bool]]
+"""``search.run``: a problem, and whether the first strategy that fits is enough."""
 MOST_RANKS = 64
 """Times the ranks of the problem: more are not tried."""
 
@@ -80,8 +81,11 @@ def _fits(problem: Problem, run: Run) -> bool:
     per_weight += software.optimizer_bytes(precision, problem.optimizer)
     if problem.costs.num_parameters * per_weight / problem.num_ranks > problem.memory_bytes:
         return False  # not even if every rank holds its share of the weights and nothing else
-    leanest = _leanest(problem, run)
-    return leanest is not None and leanest.estimate.peak_bytes <= problem.memory_bytes
+    try:
+        ledger, _ = run(replace(problem, objective="memory"), until_one_fits=True)
+    except StrategyError:
+        return False
+    return ledger.best is not None
 
 
 __all__ = ["refuse_unfit"]

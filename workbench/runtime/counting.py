@@ -79,6 +79,8 @@ class Counter(TorchDispatchMode):
         self._pieces: dict[str, tuple[int, ...]] = {}
         self._of_samples: dict[int, torch.UntypedStorage] = {}  # what follows from the batch, by address
         self._order: list[str] = []
+        self.heads: set[int] = set()
+        """Of queries and of keys, as attention in one function was called."""
 
     @contextmanager
     def watch(self, layers: Mapping[str, nn.Module], batch: Any = None) -> Iterator[None]:
@@ -176,6 +178,8 @@ class Counter(TorchDispatchMode):
         self._note_pieces(args[0] if args else None, out)
         entry = self._place(inputs)
         entry.name = _name(func, inputs)
+        if entry.name == ATTENTION:
+            self.heads |= {tensor.shape[1] for tensor in args[:2] if tensor.ndim == 4}
         entry.flops, entry.inner = _matmul(func, args, kwargs or {}, out)
         entry.moved_bytes = self._moved(func, inputs, outputs)
         if entry.is_own and entry.layer is not None and entry.layer not in self._outputs and outputs:

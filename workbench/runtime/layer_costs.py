@@ -18,6 +18,7 @@ from torch.func import functional_call
 from workbench.core.model_costs import ModelCosts, find_blocks
 from workbench.errors import StrategyError
 from workbench.runtime.counting import Counter
+from workbench.runtime.heads import heads_of
 from workbench.runtime.strategies.state import ROOT, describe, layers_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -78,7 +79,8 @@ def layer_costs(
     order = counter.order([layer.name for layer in layers])
     rows = [counter.row(layer) for layer in sorted(layers, key=lambda layer: order.index(layer.name))]
     name = dtype or _name_of(next(iter(state.values())).dtype)
-    return ModelCosts(tuple(rows), _sample_shape(batch), name, find_blocks(rows))
+    heads = tuple(sorted(counter.heads | heads_of(module)))
+    return ModelCosts(tuple(rows), _sample_shape(batch), name, find_blocks(rows), heads)
 
 
 def _build(make: Callable[[], nn.Module]) -> nn.Module:

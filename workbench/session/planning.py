@@ -85,7 +85,8 @@ def plan(
         optimizer: "adamw", "adam", "momentum" or "sgd".
         software: what the training program does; the engines of this package by default.
         wishes: what is decided already: ``pipeline=``, ``data=``, ``model=``, ``micro_batches=``, ``schedule=``,
-            ``zero=`` (a value or several), ``recompute=``, ``sequence=`` (True or False), ``layers="head: data@1"``.
+            ``zero=`` (a value or several), ``recompute=``, ``sequence=`` (True or False), ``layers="head: data@1"``;
+            ``heads=`` numbers that the model degree divides, where the model does not tell its heads.
 
     Raises:
         StrategyError: wishes that contradict each other, a model that fits nowhere, a module without ``inputs``.
