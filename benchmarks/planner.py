@@ -14,6 +14,7 @@ Predictions go through the one door for tables, ``workbench.cost.table``. Sets o
     mpt-a100      FSDP of another trainer (llm-foundry) on 8 to 64 GPUs; one constant of all machines, what
                   hidden exchanges take of memory, was chosen by these and the next
     mpt-h100      the same on 8 to 512 GPUs
+    titan         a third trainer (torchtitan) on 8 to 512 GPUs with memory, on H100s of another kind (HBM2e, 500 W)
 """
 
 from __future__ import annotations
@@ -21,13 +22,15 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
+from statistics import median
 
 from benchmarks.planner_search import Section, searched
-from benchmarks.published_runs import Judged, effects, in_order, judge, median_and_worst
+from benchmarks.published_runs import Judged, effects, in_order, judge, median_and_worst, memory_errors
 from benchmarks.reporting import Comparison, Target, publish, table
 
 BOUNDS = {"megatron": (4, 8), "follow-up": (5, 10), "h100": (8, 15)}
 """Median and worst error that a set may have, in percent."""
+MEMORY_BOUNDS = 6, 10
 ORDER = Target(0.9, at_least=True)
 JUDGED_ORDER = ("megatron", "zero3", "follow-up")
 
@@ -53,6 +56,16 @@ def effect_rows(judged: dict[str, list[Judged]]) -> str:
     return table(["full to selective", "measured", "predicted", "points"], rows)
 
 
+def memory_rows(judged: dict[str, list[Judged]]) -> str:
+    """Runs whose memory was published; what they report is what the allocator has reserved."""
+    rows = [
+        [run.name, run.row["gpus"], run.row["measured_gib"], f"{run.estimate.peak_bytes / 2**30:.1f}",
+         f"{run.estimate.peak_bytes / 2**30 / float(run.row['measured_gib']) - 1:+.1%}"]
+        for runs in judged.values() for run in runs if run.row["measured_gib"]
+    ]  # fmt: skip
+    return table(["run", "GPUs", "measured GiB", "predicted GiB", "error"], rows)
+
+
 def run_rows(judged: dict[str, list[Judged]]) -> str:
     """Every run."""
     rows = [
@@ -70,6 +83,10 @@ def comparisons(judged: dict[str, list[Judged]]) -> Iterator[Comparison]:
     for name, bounds in BOUNDS.items():
         for what, error, bound in zip(("median", "worst"), median_and_worst(judged[name]), bounds, strict=True):
             yield Comparison(f"{what} error of {name}, {len(judged[name])} runs", 100 * error, Target(bound, unit="%"))
+    errors = sorted(abs(error) for error in memory_errors(judged).values())
+    for what, error, bound in zip(("median", "worst"), (median(errors), errors[-1]), MEMORY_BOUNDS, strict=True):
+        name = f"{what} error of memory, {len(errors)} runs"
+        yield Comparison(name, 100 * error, Target(bound, unit="%"))
     right, pairs = in_order([run for name in JUDGED_ORDER for run in judged[name]])
     yield Comparison(f"order of strategies: {right} of {pairs} pairs more than 5% apart", right / pairs, ORDER)
 
@@ -77,7 +94,7 @@ def comparisons(judged: dict[str, list[Judged]]) -> Iterator[Comparison]:
 def published(with_rows: bool) -> Section:
     """Predictions against published runs."""
     judged = judge()
-    parts = [summary(judged), effect_rows(judged)]
+    parts = [summary(judged), effect_rows(judged), memory_rows(judged)]
     return "\n\n".join([*parts, run_rows(judged)] if with_rows else parts), list(comparisons(judged))
 
 

@@ -1,7 +1,8 @@
 """Published training runs of transformers, and how far predictions are from them.
 
 ``published_runs.csv`` has a row per run, in the columns of ``workbench simulate``, with what was measured (seconds per
-step, or TFLOP/s per GPU as the papers count them) and where that is from. Rows of the set "calibration" were used for
+step, or TFLOP/s per GPU as the papers count them) and where that is from. ``checked`` says what its figures were
+compared with; rows without it were written down from memory of the papers. Rows of the set "calibration" were used for
 the machines' files; all others are held back.
 """
 
@@ -81,6 +82,12 @@ def median_and_worst(runs: Sequence[Judged]) -> tuple[float, float]:
     """Of the absolute relative errors."""
     errors = [abs(run.error) for run in runs]
     return median(errors), max(errors)
+
+
+def memory_errors(judged: Mapping[str, Sequence[Judged]]) -> dict[str, float]:
+    """Relative, by name, of runs whose memory was published: -0.1 is 10% too little predicted."""
+    runs = [run for runs in judged.values() for run in runs if run.row["measured_gib"]]
+    return {run.name: run.estimate.peak_bytes / 2**30 / float(run.row["measured_gib"]) - 1 for run in runs}
 
 
 def in_order(runs: Sequence[Judged]) -> tuple[int, int]:
