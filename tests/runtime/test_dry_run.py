@@ -142,7 +142,7 @@ def test_many_ranks_are_known_from_few():
 
 
 def test_alike_stages_are_known_from_one(monkeypatch):
-    """Eight stages: the first, the last and their neighbours, and one of those in the middle."""
+    """Eight stages: the first, the last and their neighbours, and those in the middle where the layers change."""
 
     def chain():
         return nn.Sequential(*(nn.Linear(8, 8) for _ in range(8)), nn.Linear(8, 6))

@@ -1,18 +1,23 @@
 """``wb.dry_run``: a training step of a strategy on ranks that nobody has, to count what it sends.
 
-The program is the real one: ``parallelize``, forward, backward and optimizer run rank by rank in this process, with the
-real boxing plans, on tensors without data, through a transport that moves nothing. So what is counted are the bytes
-that the ranks would send, not a formula's.
+The program is the real one: ``parallelize``, forward, backward and optimizer run in this process, with the real boxing
+plans, on tensors without data, through a transport that moves nothing. So what is counted are the bytes that the ranks
+would send, not a formula's.
 
-Thousands of ranks are not run one by one. Within a stage all ranks do the same on slices of one size, unless sizes do
-not divide evenly: the corners of the stage's grid tell. Stages of many that have the same layers between the same
-neighbours do the same. And every micro-batch is like the other: two tell of all.
+Thousands of ranks are not run one by one. A boxing's plan says what each of its ranks sends, and every rank of a stage
+passes every boxing of it: so one rank's forward and backward tell of its whole stage. What goes around the optimizer's
+step (sums of gradients, shards of ZeRO) a rank knows of itself alone: the corners of a stage's grid are asked, and all
+its ranks where these are not alike. Stages of many that have the same layers between the same neighbours do the same.
+And every micro-batch is like the other: two tell of all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -26,13 +31,12 @@ from workbench.core.strategy import ResolvedLayer, ResolvedStrategy, Strategy
 from workbench.errors import StrategyError
 from workbench.runtime.parallel import describe, parallelize
 from workbench.runtime.pipelining.step import forward_backward
-from workbench.runtime.tensor import local_torch
+from workbench.runtime.tensor import GlobalTensor, local_torch, plain
 from workbench.runtime.transport.paper import PaperTransport
 from workbench.runtime.transport.threads import ThreadTransport
 from workbench.runtime.world import Simulated, World
 from workbench.units import format_bytes
 
-_MAX_RANKS_ONE_BY_ONE = 16
 META = torch.device("meta")
 
 
@@ -104,36 +108,35 @@ def dry_run(
             f"dry_run: strategy {str(strategy)!r} casts to {strategy.options.precision}. What autocast does depends on "
             f"the device, and metadata lies on none: only fp32 is counted. Leave {strategy.options.precision} out."
         )
-    program = _Program(model_fn, loss_fn, optimizer_fn, num_ranks, cost)
     resolved = strategy.resolve(layers, num_ranks)
     batch = tree_map(lambda leaf: leaf.to(META) if isinstance(leaf, torch.Tensor) else leaf, (inputs, targets))
-    count = _counting_micro_batches(program, strategy, batch)
-    counts: dict[int, dict[str, int]] = {}
-    stands_for: dict[int, int] = {}
-    grid_of: dict[Any, Grid] = {}
+    program = _Program(model_fn, loss_fn, optimizer_fn, num_ranks, cost, strategy, batch)
+    asked: dict[Any, dict[int, Kinds]] = {}
+    grids: dict[Any, Grid] = {}
+    by_rank: dict[int, Kinds] = {}
+    num_run = 0
     for stage in range(resolved.degrees[0]):
-        grid = resolved.stage_grid(stage)
-        first = grid_of.setdefault(_kind_of(stage, resolved, layers), grid)
-        if first is grid:
-            _run_stage(grid, count, counts, stands_for)
-        else:
-            stands_for |= {
-                rank: stands_for[other]
-                for mine, others in zip(grid, first, strict=True)
-                for rank, other in zip(mine, others, strict=True)
-            }
-    by_kind: dict[str, int] = {}
-    for like in stands_for.values():
-        for kind, size in counts[like].items():
-            by_kind[kind] = by_kind.get(kind, 0) + size
-    sent = tuple(sum(counts[stands_for[rank]].values()) for rank in range(num_ranks))
-    return DryRun(resolved, sent, by_kind, len(counts))
+        grid, kind = resolved.stage_grid(stage), _kind_of(stage, resolved, layers)
+        if kind not in asked:
+            asked[kind], how_many = _ask_stage(grid, program)
+            grids[kind], num_run = grid, num_run + how_many
+        pairs = zip(chain(*grid), chain(*grids[kind]), strict=True)
+        by_rank |= {rank: asked[kind][other] for rank, other in pairs}
+    by_kind: Kinds = {}
+    for kinds in by_rank.values():
+        by_kind = _sum_of(by_kind, kinds)
+    sent = tuple(sum(by_rank[rank].values()) for rank in range(num_ranks))
+    return DryRun(resolved, sent, {kind: size for kind, size in by_kind.items() if size}, num_run)
 
 
-Count = Callable[[int], dict[str, int]]
-"""rank -> bytes sent by kind."""
+Kinds = dict[str, int]
+"""Bytes by kind of exchange."""
 Grid = list[list[int]]
 _MAX_STAGES_ONE_BY_ONE = 4
+
+
+def _sum_of(one: Kinds, two: Kinds, factor: int = 1) -> Kinds:
+    return {kind: one.get(kind, 0) + factor * two.get(kind, 0) for kind in (*one, *(k for k in two if k not in one))}
 
 
 def _kind_of(stage: int, resolved: ResolvedStrategy, layers: Sequence[Layer]) -> Any:
@@ -146,7 +149,7 @@ def _kind_of(stage: int, resolved: ResolvedStrategy, layers: Sequence[Layer]) ->
         return [_told(layer, choice) for layer, choice in pairs if choice.stage == of_stage]
 
     before, behind = told(stage - 1)[-1:], told(stage + 1)[:1]
-    widths = [resolved.stage_width(max(0, stage + step)) for step in (-1, 0, 1)]
+    widths = [resolved.stage_width(min(max(0, stage + step), resolved.num_stages - 1)) for step in (-1, 0, 1)]
     return repr((told(stage), before, behind, widths))
 
 
@@ -154,35 +157,15 @@ def _told(layer: Layer, choice: ResolvedLayer) -> Any:
     return layer.kind, tuple(layer.shapes.items()), choice.parallel, choice.split, layer.tied_to
 
 
-def _run_stage(grid: Grid, count: Count, counts: dict[int, dict[str, int]], stands_for: dict[int, int]) -> None:
-    """Count for the ranks of a stage: for its corners, and for all where these are not alike."""
-    ranks = [rank for row in grid for rank in row]
-    chosen = list(dict.fromkeys((grid[0][0], grid[0][-1], grid[-1][0], grid[-1][-1])))
-    if len(ranks) <= _MAX_RANKS_ONE_BY_ONE:
-        chosen = ranks
-    found = {rank: count(rank) for rank in chosen}
-    if len(chosen) < len(ranks) and len({tuple(sorted(kinds.items())) for kinds in found.values()}) > 1:
-        found |= {rank: count(rank) for rank in ranks if rank not in found}
-    counts |= found
-    stands_for |= {rank: rank if rank in found else chosen[0] for rank in ranks}
-
-
-def _counting_micro_batches(program: _Program, strategy: Strategy, batch: Any) -> Count:
-    """Of many equal micro-batches two are run, and what the second adds is what each one adds."""
-    num = strategy.options.num_micro_batches
-    rows = max(leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim())
-    if num <= 2 or rows % num:
-        return lambda rank: program.run(rank, strategy, batch)
-
-    def of_some(rank: int, how_many: int) -> dict[str, int]:
-        some = tree_map(lambda leaf: _first_rows(leaf, rows, rows // num * how_many), batch)
-        return program.run(rank, strategy.with_options(num_micro_batches=how_many), some)
-
-    def count(rank: int) -> dict[str, int]:
-        one, two = of_some(rank, 1), of_some(rank, 2)
-        return {kind: one.get(kind, 0) + (num - 1) * (size - one.get(kind, 0)) for kind, size in two.items()}
-
-    return count
+def _ask_stage(grid: Grid, program: _Program) -> tuple[dict[int, Kinds], int]:
+    """(what each rank of a stage sends, how many ranks were asked): its corners, and all where these are not alike."""
+    boxed = program.boxings(grid[0][0])
+    corners = list(dict.fromkeys((grid[0][0], grid[0][-1], grid[-1][0], grid[-1][-1])))
+    around = {rank: program.around_step(rank) for rank in corners}
+    if any(kinds != around[corners[0]] for kinds in around.values()):
+        around |= {rank: program.around_step(rank) for rank in chain(*grid) if rank not in around}
+    found = {rank: _sum_of(boxed.get(rank, {}), around.get(rank, around[corners[0]])) for rank in chain(*grid)}
+    return found, len(around)
 
 
 def _first_rows(leaf: Any, num_rows: int, wanted: int) -> Any:
@@ -198,6 +181,34 @@ class _Shards(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
 
 
+class _Watcher:
+    """Stands where ``wb.trace()`` does: is told of every boxing, whether this rank takes part or not."""
+
+    def __init__(self) -> None:
+        self._plans: dict[int, tuple[Any, int]] = {}
+
+    def site(self, function: str = "") -> None:
+        """Nobody asks where a boxing comes from."""
+
+    def add(self, site: Any, direction: str, plan: Any, dtype: torch.dtype) -> None:
+        """A plan, a route of several, or an account of rows."""
+        for step in getattr(plan, "steps", (plan,)):
+            self._plans[id(step)] = step, self._plans.get(id(step), (step, 0))[1] + 1  # held, so that ids are theirs
+
+    def add_reduction(self, *args: Any, **kwargs: Any) -> None:
+        """Known from this rank's traffic."""
+
+    @property
+    def sent(self) -> dict[int, Kinds]:
+        """By rank."""
+        found: dict[int, Kinds] = {}
+        for plan, times in self._plans.values():
+            for rank, size in plan.bytes_sent.items():
+                kinds = found.setdefault(rank, {})
+                kinds[plan.kind] = kinds.get(plan.kind, 0) + times * size
+        return found
+
+
 @dataclass(frozen=True)
 class _Program:
     """A training step, as one rank of many runs it."""
@@ -207,21 +218,71 @@ class _Program:
     optimizer_fn: Callable[[Any], torch.optim.Optimizer] | None
     num_ranks: int
     cost: LinkCost
+    strategy: Strategy
+    batch: Any
 
-    def run(self, rank: int, strategy: Strategy, batch: Any) -> dict[str, int]:
-        """Bytes that ``rank`` sends in a step, by kind."""
-        world = World(rank, self.num_ranks, META, PaperTransport(self.num_ranks, self.cost))
-        world.generator = torch.Generator().manual_seed(0)
-        with Simulated(world), _Shards():
-            with META:
-                model = self.model_fn()
-            model = parallelize(model, strategy)
-            make = self.optimizer_fn or (lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
-            optimizer = make(model.parameters())
+    def boxings(self, rank: int) -> dict[int, Kinds]:
+        """What all ranks of its stage, and maybe others, send in the boxings of a step, as ``rank`` is told of them."""
+        return self._of_all_micro_batches(lambda *step: self._run(rank, *step)[0])
+
+    def around_step(self, rank: int) -> Kinds:
+        """What a rank sends besides boxings: gradients, and parameters of which it holds a shard."""
+        if self.strategy.options.zero >= 2:  # in forward and backward, too
+            return self._of_all_micro_batches(lambda *step: {rank: self._run(rank, *step)[1]})[rank]
+        with self._on(rank) as world:
+            model, optimizer = self._made(self.strategy)
+            with torch.no_grad(), local_torch():
+                for parameter in model.parameters():
+                    is_here = isinstance(parameter, GlobalTensor) and not parameter._spec.is_ghost
+                    if is_here and parameter.requires_grad:
+                        parameter.grad = torch.empty_like(plain(parameter))
+            world.traffic.reset()
+            optimizer.step()
+            return dict(world.traffic.by_kind)
+
+    def _of_all_micro_batches(self, run: Callable[[Strategy, Any], dict[int, Kinds]]) -> dict[int, Kinds]:
+        """Of many equal micro-batches two are run, and what the second adds is what each one adds."""
+        num = self.strategy.options.num_micro_batches
+        rows = max(leaf.shape[0] for leaf in tree_leaves(self.batch) if isinstance(leaf, torch.Tensor) and leaf.dim())
+        if num <= 2 or rows % num:
+            return run(self.strategy, self.batch)
+        one, two = (
+            run(
+                self.strategy.with_options(num_micro_batches=how_many),
+                tree_map(partial(_first_rows, num_rows=rows, wanted=rows // num * how_many), self.batch),
+            )
+            for how_many in (1, 2)
+        )
+        return {
+            rank: _sum_of(_sum_of(one.get(rank, {}), kinds, num - 1), one.get(rank, {}), 1 - num)
+            for rank, kinds in two.items()
+        }
+
+    def _run(self, rank: int, strategy: Strategy, batch: Any) -> tuple[dict[int, Kinds], Kinds]:
+        """A whole step of ``rank``: (what ranks send in the boxings that it is told of, what it sends besides)."""
+        watcher = _Watcher()
+        with self._on(rank) as world:
+            model, optimizer = self._made(strategy)
+            world.tracer = watcher
             world.traffic.reset()
             forward_backward(model, self.loss_fn, *batch)
             optimizer.step()
-        return {kind: size for kind, size in world.traffic.by_kind.items() if size}
+            sent = watcher.sent
+            return sent, _sum_of(dict(world.traffic.by_kind), sent.get(rank, {}), -1)
+
+    @contextmanager
+    def _on(self, rank: int) -> Iterator[World]:
+        world = World(rank, self.num_ranks, META, PaperTransport(self.num_ranks, self.cost))
+        world.generator = torch.Generator().manual_seed(0)
+        with Simulated(world), _Shards():
+            yield world
+
+    def _made(self, strategy: Strategy) -> tuple[nn.Module, torch.optim.Optimizer]:
+        with META:
+            model = self.model_fn()
+        model = parallelize(model, strategy)
+        make = self.optimizer_fn or (lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
+        return model, make(model.parameters())
 
 
 __all__ = ["DryRun", "dry_run"]
