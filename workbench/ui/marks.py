@@ -23,7 +23,14 @@ def section(title: str, detail: str, picture: str, legend: str, css: str) -> str
 def svg(width: float, height: float, summary: str, *parts: str) -> str:
     """A picture with one sentence for those who cannot see it."""
     return element(
-        "svg", *parts, width=f"{width:.0f}", height=f"{height:.0f}", role="img", aria_label=summary, focusable="false"
+        "svg",
+        *parts,
+        width=f"{width:.0f}",
+        height=f"{height:.0f}",
+        style=f"width: {width:.0f}px; height: {height:.0f}px; max-width: none",  # notebooks shrink pictures otherwise
+        role="img",
+        aria_label=summary,
+        focusable="false",
     )
 
 

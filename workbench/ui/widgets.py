@@ -27,6 +27,8 @@ from workbench.ui.trainer import SessionTrainer, Trainer
 from workbench.units import format_count
 
 _STATIC_DELAY_S = 0.5
+_COUNTING_S = 10.0
+"""A run that starts right after the panel waits so long for its prediction."""
 
 
 class Panel(widgets.VBox):
@@ -113,8 +115,9 @@ class Panel(widgets.VBox):
         self._upper.busy = lambda: self.running
         super().__init__([*self._upper.children, self._runs_part.box])
         self.add_class(PANEL_CLASS)
+        self._counting = threading.Thread(target=self._count, args=job, name="workbench-count-layers", daemon=True)
         if session is not None and costs is None:
-            threading.Thread(target=self._count, args=job, name="workbench-count-layers", daemon=True).start()
+            self._counting.start()
 
     def _count(self, *job: Any) -> None:
         """Learn what the layers cost, beside the notebook."""
@@ -198,7 +201,9 @@ class Panel(widgets.VBox):
         return self._upper.wanted()
 
     def estimate(self) -> Estimate | None:
-        """What is predicted for the strategy; None where nothing can be."""
+        """What is predicted for the strategy, once its layers are counted; None where nothing can be."""
+        if self._counting.is_alive():
+            self._counting.join(_COUNTING_S)
         return self._upper.estimate()
 
     def changed(self) -> None:
