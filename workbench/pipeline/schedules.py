@@ -88,10 +88,11 @@ def zero_bubble(num_stages: int, num_micro_batches: int) -> Table:
     """1F1B with the backward in two halves: what other stages wait for comes first, weights fill the gaps.
 
     Stage ``s`` is ``s`` micro-batches late with its weights, so that every stage holds at most ``num_stages``
-    micro-batches, as many as the first one does under 1F1B. (ZB-H1 of Qi et al., arXiv 2401.10241.)
+    micro-batches, as many as the first one does under 1F1B. Nobody waits for the first stage, whose backwards stay
+    whole. (ZB-H1 of Qi et al., arXiv 2401.10241.)
     """
-    table = []
-    for stage in range(num_stages):
+    table = one_forward_one_backward(num_stages, num_micro_batches)[:1]
+    for stage in range(1, num_stages):
         ahead = min(num_stages - stage, num_micro_batches)
         actions = [Action(stage, "F", m) for m in range(ahead)]
         for m in range(num_micro_batches):

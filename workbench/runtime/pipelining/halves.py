@@ -40,45 +40,56 @@ def readers_of(
     ('MmBackward0', True, [])
     """
     roots = [(edge.node, edge.output_nr) for edge in map(get_gradient_edge, results)]
-    nodes = _in_order(node for node, _ in roots)
+    graph = _graph(node for node, _ in roots)
     ends = {get_gradient_edge(leaf).node for leaf in inputs}
     follows: dict[Any, bool] = {}  # whether a function's result follows from an input
-    for node in nodes:
-        follows[node] = node in ends or any(follows[below] for below in _below(node))
-    reads = {
-        node: _leaves(below for below in _below(node) if not follows[below]) for node in nodes if follows[node]
-    } | {node: _leaves([node]) for node, _ in roots if not follows[node]}
+    reads: dict[Any, list[torch.Tensor]] = {}
+    used: dict[Any, dict[int, None]] = {node: {} for node in graph}
+    for node, edges in graph.items():
+        beside = [below for below, _ in edges if not follows[below]]
+        follows[node] = node in ends or len(beside) < len(edges)
+        if beside and follows[node]:
+            reads[node] = _leaves(graph, beside)
+        for below, number in edges:
+            used[below][number] = None
+    for node, number in roots:
+        used[node][number] = None
+        if not follows[node]:
+            reads[node] = _leaves(graph, [node])
     count = Counter(id(leaf) for leaves in reads.values() for leaf in leaves)
-    used: dict[Any, list[GradientEdge]] = {node: [] for node in reads}
-    for target, number in dict.fromkeys([*roots, *(edge for node in nodes for edge in node.next_functions)]):
-        if target in used:
-            used[target].append(GradientEdge(target, number))
-    readers = [Reader(used[n], [p for p in leaves if count[id(p)] == 1]) for n, leaves in reads.items()]
     shared = {id(leaf): leaf for leaves in reads.values() for leaf in leaves if count[id(leaf)] > 1}
+    readers = [
+        Reader([GradientEdge(node, number) for number in used[node]], [p for p in leaves if id(p) not in shared])
+        for node, leaves in reads.items()
+    ]
     return [reader for reader in readers if reader.parameters], list(shared.values())
 
 
-def _below(node: Any) -> list[Any]:
-    return [below for below, _ in node.next_functions if below is not None]
-
-
-def _in_order(roots: Iterable[Any]) -> list[Any]:
-    """All nodes of a graph, each after those that it hands gradients to."""
-    order: dict[Any, None] = {}
-    waiting = [(root, False) for root in roots]
+def _graph(roots: Iterable[Any]) -> dict[Any, list[tuple[Any, int]]]:
+    """All nodes, each after those that it hands gradients to, with the edges to them."""
+    graph: dict[Any, list[tuple[Any, int]]] = {}
+    waiting: list[tuple[Any, list[tuple[Any, int]] | None]] = [(root, None) for root in roots]
     while waiting:
-        node, is_done = waiting.pop()
-        if is_done:
-            order[node] = None
-        elif node not in order:
-            waiting.append((node, True))
-            waiting += ((below, False) for below in _below(node) if below not in order)
-    return list(order)
+        node, edges = waiting.pop()
+        if edges is not None:
+            graph[node] = edges
+        elif node not in graph:
+            edges = [edge for edge in node.next_functions if edge[0] is not None]
+            waiting.append((node, edges))
+            waiting += [(below, None) for below, _ in edges if below not in graph]
+    return graph
 
 
-def _leaves(roots: Iterable[Any]) -> list[torch.Tensor]:
-    """The leaves at the ends of a graph."""
-    return [node.variable for node in _in_order(roots) if hasattr(node, "variable")]
+def _leaves(graph: dict[Any, list[tuple[Any, int]]], roots: Sequence[Any]) -> list[torch.Tensor]:
+    """The leaves at the ends of a part of a graph."""
+    seen: dict[Any, None] = {}
+    waiting = list(roots)
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen[node] = None
+            waiting += [below for below, _ in graph[node]]
+    return [node.variable for node in seen if hasattr(node, "variable")]
 
 
 class _SplitBlock(torch.autograd.Function):
