@@ -7,6 +7,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import workbench as wb
+from tests.processes import run_processes
 from workbench.errors import StrategyError
 from workbench.testing import run_ranks
 
@@ -52,6 +53,21 @@ def test_a_compiled_module_is_not_parallelized(wrap):
             wb.parallelize(wrap(net()), "*: data")
 
     run_ranks(program, 1)
+
+
+def _parallelized_when_wrapped(what):
+    module = WRAPPERS[what](net())
+    with pytest.raises(
+        StrategyError, match=rf"1 module is wrapped by {what}, .*Give the module itself.*{INSTEAD[what]}"
+    ):
+        wb.parallelize(module, "*: data")
+    return True
+
+
+@pytest.mark.procs
+@pytest.mark.parametrize("what", ["DistributedDataParallel", "fully_shard"])
+def test_a_wrapped_module_is_not_parallelized(what):
+    assert run_processes(_parallelized_when_wrapped, 2, what) == [True] * 2
 
 
 @pytest.mark.slow

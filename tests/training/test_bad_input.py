@@ -89,7 +89,8 @@ def test_a_value_asked_for_inside_a_scheduled_step_is_an_error():
 
     def program(rank):
         model = wb.parallelize(models[rank], "first: data; second: data@1 | 2x1x1 mb=2 1f1b")
-        with pytest.raises(WorkbenchError, match="item"):
+        message = r"reading a value \(item.*on stage 0 inside a step of 2 stages and 2 micro-batches.*after the step"
+        with pytest.raises(WorkbenchError, match=message):
             wb.forward_backward(model, nn.functional.mse_loss, torch.ones(4, 4), torch.ones(4, 4))
 
     run_ranks(program, 2)
