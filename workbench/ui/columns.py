@@ -12,7 +12,7 @@ RANKS_WIDTH = 308
 _WIDEST, _NARROWEST = 74.0, 28.0
 _MAX_COLUMNS_PER_RANK = 8
 _WIDTH_OF_A_WORD = 60
-_WIDTH_OF_AN_AXIS = 146
+_WIDTH_OF_AN_AXIS = 140
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def stage_heads(stages: Stages, columns: list[Column]) -> list[dict[str, Any]]:
         places = [index for index, column in enumerate(columns) if column.stage == number]
         width = columns[0].width * len(places)
         data, model = stages.resolved.stage_width(number)
-        axis = "model axis" if model > 1 else "data axis" if data > 1 else ""
+        axis = "model" if model > 1 else "data" if data > 1 else ""
         if data > 1 and model > 1:
             axis = "data, model"
         heads.append(
