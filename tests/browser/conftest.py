@@ -46,7 +46,7 @@ def open_notebook(chromium: str, lab: LabServer, request: pytest.FixtureRequest)
         browser = playwright.chromium.launch(executable_path=chromium, args=CHROMIUM_OPTIONS)
 
         def open_page(name: str, app: str = "lab") -> LabPage:
-            lab_page = LabPage(browser.new_page(viewport={"width": 1680, "height": 1400}))
+            lab_page = LabPage(browser.new_page(viewport={"width": 1680, "height": 1400}), app)
             opened.append(lab_page)
             lab_page.open(lab.notebook_url(name, app))
             return lab_page

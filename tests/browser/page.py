@@ -14,17 +14,25 @@ SECONDS = 1000
 IDLE = """() => window.jupyterapp?.shell?.currentWidget?.sessionContext?.session?.kernel?.status === 'idle'
     && document.querySelectorAll('.jp-Cell').length > 1"""
 
+OWN_ERRORS = {"lab": (), "notebook": ("Cannot read properties of undefined (reading 'schema')",)}
+"""What a front end complains about by itself, with a notebook of plain numbers, too (Notebook 7.6.5)."""
+
 
 @dataclass
 class LabPage:
     """One notebook open in JupyterLab or Notebook 7, with everything that its console complained about."""
 
     page: Any
+    app: str = "lab"
     errors: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.page.on("console", lambda said: self.errors.append(said.text) if said.type == "error" else None)
-        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.on("console", lambda said: self._complain(said.text) if said.type == "error" else None)
+        self.page.on("pageerror", lambda error: self._complain(str(error)))
+
+    def _complain(self, text: str) -> None:
+        if text not in OWN_ERRORS[self.app]:
+            self.errors.append(text)
 
     # ---- the notebook ---------------------------------------------------------------------------------------------
 

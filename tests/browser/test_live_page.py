@@ -61,7 +61,7 @@ def opened(open_notebook: Any, lab: LabServer) -> Any:
     lab_page = open_notebook(NOTEBOOK)
     lab_page.page.set_viewport_size({"width": 1280, "height": 1400})
     lab_page.run_cells(2)
-    lab_page.wait_for_output(".wb-panel button.wb-primary", timeout_s=180)
+    lab_page.wait_for_output(".wb-panel button.wb-primary", timeout_s=400)
     return lab_page
 
 
