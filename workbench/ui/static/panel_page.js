@@ -132,28 +132,13 @@ function openMenu(root, anchor, items, current, choose, close) {
 
 // ---- the bars above the grid are Jupyter widgets; what they cannot do is done here --------------------------------
 
-// Jupyter's fields have labels of their own, which the panel does not use: each is named after the words before it.
-function nameControls(panel) {
-  for (const bar of panel.querySelectorAll(".wb-bar, .wb-field")) {
-    let name = "";
-    for (const child of bar.children) {
-      const words = child.querySelector(":scope > .widget-html-content > .wb-quiet")?.textContent.trim();
-      if (words && words !== "\u00d7") name = words;
-      const control = child.matches(".wb-bar, .wb-field") ? null : child.querySelector("select, input:not([type='checkbox']), [role='slider']");
-      if (control && name && !control.hasAttribute("aria-label")) control.setAttribute("aria-label", name);
-    }
-  }
-}
-
 function servePanel(root, grid) {
   let stop = () => {};
   const begin = () => {
     const panel = root.closest(".wb-panel");
     if (!panel) return false;
     const stopTips = serveTips(panel);
-    nameControls(panel);
-    const grown = new MutationObserver(() => nameControls(panel));
-    grown.observe(panel, { childList: true, subtree: true }); // fields come one by one, after the grid
+    const stopNames = serveNames(panel);
     const click = (event) => {
       if (event.target.closest(".wb-problem")) grid.nextProblem();
       const fix = event.target.closest(".wb-mistakes [data-fix]");
@@ -166,7 +151,7 @@ function servePanel(root, grid) {
     panel.addEventListener("click", click);
     stop = () => {
       stopTips();
-      grown.disconnect();
+      stopNames();
       panel.removeEventListener("click", click);
     };
     return true;

@@ -59,10 +59,16 @@ function render({ model, el }) {
   const receive = (message, buffers) => {
     if (message.event === "download") download(message, buffers[0]);
   };
+  let stopNames = () => {};
+  requestAnimationFrame(() => {
+    const panel = el.closest(".wb-panel");
+    if (panel) stopNames = serveNames(panel);
+  });
   model.on("change:page", draw);
   model.on("msg:custom", receive);
   draw();
   return () => {
+    stopNames();
     model.off("change:page", draw);
     model.off("msg:custom", receive);
   };

@@ -1,0 +1,20 @@
+// Jupyter's fields have labels of their own, which the panel does not use: each is named after the words before it.
+function nameControls(panel) {
+  for (const bar of panel.querySelectorAll(".wb-bar, .wb-field")) {
+    let name = "";
+    for (const child of bar.children) {
+      const words = child.querySelector(":scope > .widget-html-content > .wb-quiet")?.textContent.trim();
+      if (words && words !== "\u00d7") name = words;
+      const control = child.matches(".wb-bar, .wb-field") ? null : child.querySelector("select, input:not([type='checkbox']), [role='slider']");
+      if (control && name && !control.hasAttribute("aria-label")) control.setAttribute("aria-label", name);
+    }
+  }
+}
+
+// Fields come one by one, after what serves them. Returns what ends it.
+function serveNames(panel) {
+  nameControls(panel);
+  const grown = new MutationObserver(() => nameControls(panel));
+  grown.observe(panel, { childList: true, subtree: true });
+  return () => grown.disconnect();
+}
