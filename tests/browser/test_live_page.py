@@ -85,13 +85,13 @@ def overlaps(lab_page: LabPage) -> list[str]:
     return list(lab_page.page.evaluate(script))
 
 
-def take(lab_page: LabPage, name: str) -> None:
+def take(lab_page: LabPage, light: str, dark: str) -> None:
     """Pictures in both themes."""
     view = lab_page.page.locator(".wb-live-view").first
-    lab_page.screenshot(f"{name}.png", view)
+    lab_page.screenshot(light, view)
     lab_page.dark(True)
     lab_page.page.wait_for_timeout(1 * SECONDS)
-    lab_page.screenshot(f"{name}-dark.png", view)
+    lab_page.screenshot(dark, view)
     lab_page.dark(False)
 
 
@@ -110,7 +110,7 @@ def test_a_run_from_one_device_to_the_end(opened: LabPage) -> None:
     opened.button("Apply").click()
     opened.wait_for_step(80)
     assert overlaps(opened) == []
-    take(opened, "live")
+    take(opened, "live.png", "live-dark.png")
     expect(opened.rows).to_have_count(2, timeout=150 * SECONDS)
     opened.wait_for_state("done")
     assert overlaps(opened) == []
