@@ -43,20 +43,20 @@ MANY_GROUPS = 500
 """Where there are more groups of candidates, fewer prices are tried, and model axes only of the widths of hosts."""
 MOST_OF_MEMORY = 200
 """Candidates that are priced for the objective "memory", the leanest first."""
-LEANER = 1.25
-"""An average is not quite a bound from below: stages that hold more of a micro-batch may have fewer of them alive."""
+MOST_IF_QUICK = 12
+"""Where it is asked only whether anything fits."""
 
 
-def search_long(problem: Problem, ledger: Ledger, until_one_fits: bool = False) -> None:
-    """Put the best strategies into the ledger; with ``until_one_fits`` the first lean one is enough."""
-    _LongSearch(problem, ledger, until_one_fits).run()
+def search_long(problem: Problem, ledger: Ledger, is_quick: bool = False) -> None:
+    """Put the best strategies into the ledger; quickly, a few lean ones, and none behind the first that fits."""
+    _LongSearch(problem, ledger, is_quick).run()
 
 
 class _LongSearch:
     """Remembers the chains of a problem; candidates that differ in schedule or ZeRO only have the same ones."""
 
-    def __init__(self, problem: Problem, ledger: Ledger, until_one_fits: bool = False) -> None:
-        self.problem, self.ledger, self._until_one_fits = problem, ledger, until_one_fits
+    def __init__(self, problem: Problem, ledger: Ledger, is_quick: bool = False) -> None:
+        self.problem, self.ledger, self._is_quick = problem, ledger, is_quick
         self._chains: dict[tuple[object, ...], tuple[Choice, ...] | None] = {}
         self._bare: dict[tuple[object, ...], list[Unit]] = {}
         self._tables: dict[int, list[list[Choice]]] = {}
@@ -94,12 +94,9 @@ class _LongSearch:
             for candidate in self._members(group):
                 if self._ways is not FEW_WAYS or self._is_lean(candidate):
                     ranked.append((self._average_bytes(candidate), len(ranked), candidate))
-        for average, _, candidate in sorted(ranked)[:MOST_OF_MEMORY]:
-            leanest = self.ledger.leanest
-            if leanest is not None and average > LEANER * leanest.estimate.peak_bytes:
-                return  # its fullest stage holds more than its average one
+        for _, _, candidate in sorted(ranked)[: MOST_IF_QUICK if self._is_quick else MOST_OF_MEMORY]:
             self._place(candidate)
-            if self._until_one_fits and self.ledger.best is not None:
+            if self._is_quick and self.ledger.best is not None:
                 return
 
     def _lean_groups(self) -> list[Group]:

@@ -76,14 +76,14 @@ def solve(problem: Problem) -> Plan:
     return Plan.of(problem, ledger, solve, is_exact, time.perf_counter() - started_s)
 
 
-def run(problem: Problem, until_one_fits: bool = False) -> tuple[Ledger, bool]:
-    """What a search finds, and whether it looked at everything."""
+def run(problem: Problem, is_quick: bool = False) -> tuple[Ledger, bool]:
+    """What a search finds, and whether it looked at everything; quickly: whether anything fits."""
     ledger = Ledger(problem)
     every = all_if_few(problem)
     if every is not None:
         search_all(problem, every, ledger)
     else:
-        search_long(problem, ledger, until_one_fits)
+        search_long(problem, ledger, is_quick)
     return ledger, every is not None
 
 

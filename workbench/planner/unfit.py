@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import NoReturn
 
 from workbench.errors import StrategyError
-from workbench.planner.ledger import Found, Ledger
+from workbench.planner.ledger import Ledger
 from workbench.planner.problem import Problem, Wishes
 from workbench.planner.writing import write
 from workbench.units import format_bytes
 
 Run = Callable[..., tuple[Ledger, bool]]
-"""``search.run``: a problem, and whether the first strategy that fits is enough."""
+"""``search.run``: a problem, and whether it is asked only if anything fits."""
 MOST_RANKS = 64
 """Times the ranks of the problem: more are not tried."""
 
@@ -24,7 +24,7 @@ def refuse_unfit(problem: Problem, ledger: Ledger, run: Run) -> NoReturn:
     Raises:
         StrategyError: always.
     """
-    leanest = _leanest(problem, run) or ledger.leanest
+    leanest = _looked(problem, run).leanest or ledger.leanest
     if leanest is None:
         raise StrategyError(
             f"plan: layers={problem.wishes.layers!r} cannot be: no strategy puts these layers there. Leave out a stage "
@@ -36,18 +36,18 @@ def refuse_unfit(problem: Problem, ledger: Ledger, run: Run) -> NoReturn:
     parts = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in kinds if size > 0)
     raise StrategyError(
         f"plan on {problem.num_ranks} ranks with batch_size={problem.batch_size}: no strategy fits into "
-        f"{format_bytes(limit)} per rank. The leanest one, {str(write(problem, leanest.strategy))!r}, holds "
+        f"{format_bytes(limit)} per rank. The leanest one found, {str(write(problem, leanest.strategy))!r}, holds "
         f"{format_bytes(peak)} (stage {stage}: {parts}), {format_bytes(peak - limit)} or {peak / limit - 1:.0%} too "
         f"much. {_ways_out(problem, run)}"
     )
 
 
-def _leanest(problem: Problem, run: Run) -> Found | None:
+def _looked(problem: Problem, run: Run) -> Ledger:
+    """What a short look at the leanest strategies finds."""
     try:
-        ledger, _ = run(replace(problem, objective="memory", memory_bytes=float("inf")))
+        return run(replace(problem, objective="memory"), is_quick=True)[0]
     except StrategyError:
-        return None
-    return ledger.best
+        return Ledger(problem)
 
 
 def _ways_out(problem: Problem, run: Run) -> str:
@@ -81,11 +81,7 @@ def _fits(problem: Problem, run: Run) -> bool:
     per_weight += software.optimizer_bytes(precision, problem.optimizer)
     if problem.costs.num_parameters * per_weight / problem.num_ranks > problem.memory_bytes:
         return False  # not even if every rank holds its share of the weights and nothing else
-    try:
-        ledger, _ = run(replace(problem, objective="memory"), until_one_fits=True)
-    except StrategyError:
-        return False
-    return ledger.best is not None
+    return _looked(problem, run).best is not None
 
 
 __all__ = ["refuse_unfit"]
