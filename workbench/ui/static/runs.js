@@ -6,8 +6,10 @@ function rename(cell, send, draw) {
   const name = cell.querySelector("b");
   const input = document.createElement("input");
   Object.assign(input, { className: "wb-rename", value: name.textContent });
+  let isDone = false;
   const done = (keep) => {
-    if (!input.isConnected) return;
+    if (isDone) return; // taking the field away blurs it
+    isDone = true;
     input.replaceWith(name);
     if (keep && input.value.trim()) send("rename", { value: cell.parentElement.dataset.key, name: input.value.trim() });
     draw(); // what came while the name was being written

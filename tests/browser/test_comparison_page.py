@@ -1,0 +1,150 @@
+"""Six recorded runs of a GPT on two engines in a real JupyterLab, and what can be done with them in the table.
+
+``python -m tests.browser.record_runs`` records them anew.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.browser.page import SECONDS, LabPage
+from tests.browser.server import LabServer, write_notebook
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(180)]
+NOTEBOOK = "comparison.ipynb"
+NUM_RUNS = 6
+RUNS = Path(__file__).with_name("six_runs.json")
+CELLS = [
+    "import workbench as wb\nfrom workbench.session.compare import CompareResult",
+    f"wb.show_runs(CompareResult.from_json(open({str(RUNS)!r}).read()))",
+    "",
+]
+NAMES = {"*: data | 1x2x1 zero=3": "data, ZeRO 3", "*: data | 1x2x1 recompute": "data, recompute"}
+
+
+@pytest.fixture(scope="module")
+def opened(open_notebook: Any, lab: LabServer) -> Any:
+    """The table of six finished runs."""
+    write_notebook(lab.folder / NOTEBOOK, CELLS)
+    lab_page = open_notebook(NOTEBOOK)
+    lab_page.run_cells(1)
+    lab_page.wait_for_output(".wb-panel .wb-comparison tbody tr")
+    return lab_page
+
+
+def rows(page: Any) -> list[str]:
+    """Names of the rows, from the top."""
+    return [str(text) for text in page.locator(".wb-panel .wb-comparison tbody td.name b").all_inner_texts()]
+
+
+def numbers(page: Any, column: int) -> list[float]:
+    """The first number of every cell of a column that has one."""
+    texts = page.locator(f".wb-panel .wb-comparison tbody td:nth-child({column}) span:first-child").all_inner_texts()
+    scale = {"kB": 1e3, "MB": 1e6, "GB": 1e9, "ms": 1e-3, "us": 1e-6}
+    words = [text.replace("\u202f", "").replace("\u00d7", "").split() for text in texts]
+    return [float(word[0]) * scale.get(word[-1], 1.0) for word in words if word and word[0][0].isdigit()]
+
+
+def wait_for_rows(page: Any, count: int) -> None:
+    script = "rows => document.querySelectorAll('.wb-panel .wb-comparison tbody tr').length === rows"
+    page.wait_for_function(script, arg=count, timeout=10 * SECONDS)
+
+
+def test_all_runs_equal_one_device_and_were_predicted(opened: LabPage) -> None:
+    texts = opened.page.locator(".wb-panel .wb-comparison tbody tr").all_inner_texts()
+    assert sum("\u2713" in text for text in texts) == NUM_RUNS, texts
+    assert opened.page.locator(".wb-panel .wb-comparison .predicted circle.hollow").count() == NUM_RUNS
+    assert opened.page.locator(".wb-panel .wb-comparison .layers svg").count() == 1
+
+
+def test_runs_are_renamed_and_the_picture_follows(opened: LabPage) -> None:
+    page = opened.page
+    for strategy, name in NAMES.items():
+        cell = page.locator(".wb-panel .wb-comparison td.name", has_text=strategy)
+        cell.dblclick()
+        page.locator("input.wb-rename").fill(name)
+        page.locator("input.wb-rename").press("Enter")
+        page.locator(".wb-panel .wb-comparison tbody b", has_text=name).wait_for(timeout=10 * SECONDS)
+    assert set(NAMES.values()) < set(rows(page))
+    page.locator(".wb-panel .wb-comparison tr", has_text="hybrid").locator("td.number").first.click()
+    page.locator(".wb-panel .wb-comparison tr.selected").wait_for(timeout=10 * SECONDS)
+    assert page.locator(".wb-panel .wb-comparison .wb-ring").count() == 2
+    opened.page.mouse.move(5, 5)
+    opened.screenshot("compare.png", comparison(page))
+
+
+def comparison(page: Any) -> Any:
+    """Title, controls, table and pictures: the last box of the panel."""
+    return page.locator(".wb-panel").first
+
+
+def test_every_column_sorts_both_ways(opened: LabPage) -> None:
+    page = opened.page
+    for place, key in ((2, "samples_per_s"), (4, "peak_bytes"), (5, "boxed_bytes"), (8, "step_s")):
+        header = page.locator(f".wb-panel .wb-comparison th[data-sort='{key}'] button")
+        for _ in range(2):
+            before = page.locator(f".wb-panel .wb-comparison th[data-sort='{key}']").get_attribute("aria-sort")
+            header.click()
+            script = "([key, old]) => document.querySelector(`.wb-panel th[data-sort='${key}']`).ariaSort !== old"
+            page.wait_for_function(script, arg=[key, before], timeout=10 * SECONDS)
+            order = page.locator(f".wb-panel .wb-comparison th[data-sort='{key}']").get_attribute("aria-sort")
+            found = numbers(page, place)
+            assert found == sorted(found, reverse=order == "descending"), key
+    page.locator(".wb-panel .wb-comparison th[data-sort='samples_per_s'] button").click()
+
+
+def test_filter_hide_and_baseline(opened: LabPage) -> None:
+    page = opened.page
+    filter_field = page.locator(".wb-panel input[placeholder^='e.g. memory']")
+    filter_field.fill("recompute")
+    filter_field.press("Enter")
+    wait_for_rows(page, 1)
+    filter_field.fill("memory < 0")
+    filter_field.press("Enter")
+    wait_for_rows(page, 0)
+    filter_field.fill("")
+    filter_field.press("Enter")
+    wait_for_rows(page, NUM_RUNS + 1)
+
+    if not page.locator(".wb-panel .wb-comparison tr.selected").count():
+        page.locator(".wb-panel .wb-comparison tr", has_text="hybrid").locator("td.number").first.click()
+    opened.button("Hide").click()
+    wait_for_rows(page, NUM_RUNS)
+    opened.button("Show hidden").click()
+    wait_for_rows(page, NUM_RUNS + 1)
+
+    page.locator(".wb-panel select[aria-label='baseline']").select_option(label="model")
+    page.locator(".wb-panel .wb-comparison tr.baseline .chip").wait_for(timeout=10 * SECONDS)
+    changes = page.locator(".wb-panel .wb-comparison td.number small").all_inner_texts()
+    assert any(text.endswith("%") for text in changes)
+    page.locator(".wb-panel select[aria-label='baseline']").select_option(label="1 device")
+
+
+def test_exports_stand_alone(opened: LabPage, tmp_path: Path) -> None:
+    page = opened.page
+    found = {}
+    for kind in ("CSV", "JSON", "HTML"):
+        with page.expect_download() as download:
+            opened.button(kind).click()
+        found[kind] = Path(download.value.path()).read_text(encoding="utf-8")
+    lines = list(csv.DictReader(io.StringIO(found["CSV"])))
+    assert len(lines) == NUM_RUNS + 1
+    assert {line["equal"] for line in lines} == {"True", ""}
+    assert len(json.loads(found["JSON"])["runs"]) == NUM_RUNS
+    report = tmp_path / "comparison.html"
+    report.write_text(found["HTML"], encoding="utf-8")
+    errors: list[str] = []
+    alone = page.context.browser.new_page(viewport={"width": 1280, "height": 1600}, offline=True)
+    alone.on("pageerror", lambda error: errors.append(str(error)))
+    alone.goto(report.as_uri())
+    alone.wait_for_selector(".js-plotly-plot .main-svg")
+    assert alone.locator(".wb-comparison tbody tr").count() == NUM_RUNS + 1
+    assert alone.locator("svg", has_text="data, ZeRO 3").count() > 0
+    alone.close()
+    assert errors == []
