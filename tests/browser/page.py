@@ -49,13 +49,13 @@ class LabPage:
 
     def run_cells(self, last: int) -> None:
         """Run the cells up to number ``last`` (counted from 0, text cells too)."""
-        self._execute("notebook:run-all-above", last + 1)
+        self._execute("notebook:run-cell", 0, last)
 
     def run_cell(self, first: int, last: int | None = None) -> None:
         """Run this cell, or these, and none before them."""
         self._execute("notebook:run-cell", first, first if last is None else last)
 
-    def _execute(self, command: str, first: int, last: int = -1) -> None:
+    def _execute(self, command: str, first: int, last: int) -> None:
         # A command's promise ends with the run; handing it out would block until then.
         script = """([command, first, last]) => {
             const notebook = window.jupyterapp.shell.currentWidget.content;

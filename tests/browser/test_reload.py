@@ -56,29 +56,3 @@ def test_finished_runs_are_there_after_a_reload(opened: LabPage) -> None:
     opened.reload()
     expect(opened.rows).to_have_count(2, timeout=60 * SECONDS)
     assert shown(opened) == before
-
-
-def test_a_run_goes_on_while_the_page_is_loaded_again(opened: LabPage) -> None:
-    from playwright.sync_api import expect
-
-    finished = opened.rows.count()
-    opened.button("model").click()
-    opened.wait_for_text("*: model")
-    opened.run_button.click()
-    opened.wait_for_state("running")
-    opened.wait_for_step(10)
-    opened.button("Pause").click()
-    opened.wait_for_state("paused")
-    opened.reload()
-    expect(opened.rows).to_have_count(finished, timeout=60 * SECONDS)
-    opened.wait_for_state("paused")
-    held = opened.points("throughput")
-    assert held >= 10, "what was drawn before is there"
-    opened.button("Go on").click()
-    opened.wait_for_points("throughput", held)
-    opened.reload()
-    opened.wait_for_state("running")
-    opened.wait_for_points("throughput", max(held, opened.points("throughput")))
-    opened.button("Stop").click()
-    expect(opened.rows).to_have_count(max(finished, 1) + 1, timeout=150 * SECONDS)
-    opened.wait_for_state("done")
