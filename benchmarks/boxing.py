@@ -43,8 +43,8 @@ from benchmarks.reporting import Comparison, Target, publish, side_by_side, tabl
 from workbench.core.boxing import BoxingPlan, plan_boxing
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
-from workbench.runtime.assembling import slice_region
-from workbench.runtime.exchange import exchange_between
+from workbench.runtime.boxing.assembling import slice_region
+from workbench.runtime.boxing.exchange import exchange_between
 from workbench.runtime.tensor import label, spec_of
 from workbench.runtime.transport.base import Transport
 from workbench.runtime.transport.letters.runs import Runs, copy_runs, runs_of

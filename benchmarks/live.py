@@ -39,8 +39,9 @@ def train(watched: bool, rounds: int, steps: int) -> list[list[float]]:
     import torch.nn.functional as F
     from torch import nn
 
-    from workbench.runtime.train import Job, run_strategy
-    from workbench.session import engine_orders, engine_shell
+    from workbench.runtime.runs.train import Job, run_strategy
+    from workbench.session.on_engine import orders as engine_orders
+    from workbench.session.on_engine import shell as engine_shell
 
     def make() -> nn.Module:
         return nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10))

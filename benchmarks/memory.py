@@ -22,7 +22,7 @@ import workbench as wb
 from benchmarks.harness import is_launched, launch
 from benchmarks.reporting import Comparison, Target, publish, table
 from benchmarks.tensor_parallel import SIZES, Training
-from workbench.runtime.memory import model_memory
+from workbench.runtime.watching.memory import model_memory
 from workbench.runtime.world import current
 from workbench.units import format_bytes
 

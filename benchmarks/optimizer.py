@@ -27,8 +27,8 @@ from benchmarks.harness import (
     together,
 )
 from benchmarks.reporting import Comparison, Target, publish, side_by_side, table
-from workbench.runtime.memory import storage_bytes
-from workbench.runtime.optim import install_hooks
+from workbench.runtime.gradients.optim import install_hooks
+from workbench.runtime.watching.memory import storage_bytes
 from workbench.units import format_bytes
 
 NUM_PARAMETERS, SIZE = 300, 16

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["workbench.runtime.api", "workbench.runtime.train", "torch.testing", "torch._dynamo"])
+_context.set_forkserver_preload(
+    ["workbench.runtime.api", "workbench.runtime.runs.train", "torch.testing", "torch._dynamo"]
+)
 
 
 class Failure:
@@ -118,7 +120,7 @@ def _run(
     import torch
 
     import workbench as wb
-    from tests.runtime import late_device
+    from tests.runtime.transport import late_device
     from workbench.runtime.world import shutdown
 
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))

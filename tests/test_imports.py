@@ -148,6 +148,26 @@ def test_no_file_imports_itself_through_others() -> None:
     assert not cycle, " -> ".join(cycle)
 
 
+def inside(folder: str, imports: Iterable[Import]) -> list[Import]:
+    """The imports between what lies in ``folder``: files, and rooms as wholes."""
+
+    def child_of(module: str) -> str:
+        return ".".join(module.split(".")[: folder.count(".") + 2]) if module.startswith(f"{folder}.") else ""
+
+    pairs = {(child_of(found.source), child_of(found.target)) for found in imports if found.at_import_time}
+    return [Import(source, target, 0, True) for source, target in sorted(pairs) if source and target]
+
+
+IMPORTS = read_imports(ROOT)
+FOLDERS = sorted(".".join(path.parent.relative_to(ROOT).parts) for path in (ROOT / "workbench").rglob("__init__.py"))
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_no_room_imports_itself_through_its_neighbours(folder: str) -> None:
+    cycle = find_cycle(inside(folder, IMPORTS))
+    assert not cycle, " -> ".join(cycle)
+
+
 def test_every_room_is_in_the_table() -> None:
     rooms = {path.stem if path.is_file() else path.name for path in (ROOT / "workbench").iterdir()}
     assert rooms - {"__init__", "__main__", "__pycache__", "py"} == set(ALLOWED) - {""}

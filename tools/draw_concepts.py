@@ -16,10 +16,10 @@ from workbench.pipeline.schedules import make_table
 from workbench.pipeline.simulate import simulate
 from workbench.testing import run_ranks
 from workbench.theme import PALETTES, Palette
-from workbench.ui.drawing import Box, arrow, document, line, rect, text
-from workbench.ui.matmul_picture import draw_held
-from workbench.ui.plan_picture import plan_picture
-from workbench.ui.products import Held
+from workbench.ui.pictures.boxing import plan_picture
+from workbench.ui.pictures.drawing import Box, arrow, document, line, rect, text
+from workbench.ui.pictures.matmul import draw_held
+from workbench.ui.pictures.products import Held
 
 FOLDER = Path(__file__).parents[1] / "docs" / "images" / "concepts"
 TWO = Placement.of("cpu", [0, 1])

@@ -7,7 +7,7 @@ from pathlib import Path
 from workbench.core.boxing import plan_boxing
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
-from workbench.ui.plan_picture import plan_picture
+from workbench.ui.pictures.boxing import plan_picture
 
 PICTURE = Path(__file__).parents[1] / "docs" / "images" / "boxing-plan.svg"
 

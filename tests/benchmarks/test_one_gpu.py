@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import one_gpu
 from tests.processes import run_processes
-from tests.runtime import late_device
+from tests.runtime.transport import late_device
 from workbench.runtime.world import current
 
 

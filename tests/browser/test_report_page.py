@@ -9,7 +9,7 @@ import pytest
 
 from tests.browser.server import CHROMIUM_OPTIONS
 from tests.ui.conftest import make_record
-from workbench.ui.report import write_report
+from workbench.ui.runs.report import write_report
 
 pytestmark = pytest.mark.browser
 NUM_FIGURES = 6

@@ -13,7 +13,7 @@ import torch
 from workbench.cli import compare, demo, main, results
 from workbench.core.metrics import RunRecord
 from workbench.errors import CommandError
-from workbench.session.compare import CompareResult
+from workbench.session.comparing.compare import CompareResult
 
 
 def record(name: str, **changes: object) -> RunRecord:

@@ -16,8 +16,8 @@ from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.core.presets import preset
 from workbench.runtime.parallel import describe
+from workbench.runtime.runs.train import Job, largest_difference, run_one_device, run_strategy
 from workbench.runtime.tensor import label, spec_of
-from workbench.runtime.train import Job, largest_difference, run_one_device, run_strategy
 from workbench.runtime.world import current
 
 ENTRIES = ("S(0)", "S(1)", "B", "P")

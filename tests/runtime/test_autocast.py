@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import workbench as wb
-from tests.runtime.against_one_device import DATA
+from tests.runtime.ops.against_one_device import DATA
 from workbench.runtime.ops.dispatch import FallbackWarning
 from workbench.testing import run_ranks
 

@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 import workbench as wb
 from workbench.errors import LayoutError
 from workbench.runtime.ops.reading import everywhere
-from workbench.runtime.train import Job
+from workbench.runtime.runs.train import Job
 from workbench.testing import run_ranks
 
 

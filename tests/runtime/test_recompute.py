@@ -13,8 +13,8 @@ from tests.models import zoo
 from tests.runtime.models import batch_for, make
 from tests.runtime.programs import training_equals_one_device
 from workbench.errors import StrategyError
-from workbench.runtime.memory import ActivationMeter
 from workbench.runtime.recompute import blocks_of
+from workbench.runtime.watching.memory import ActivationMeter
 from workbench.testing import run_ranks
 
 STRATEGIES = [

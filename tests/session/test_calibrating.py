@@ -11,9 +11,16 @@ from workbench.core.boxing import LinkCost
 from workbench.cost.compute import BACKWARD_MOVES
 from workbench.cost.hardware import Hardware
 from workbench.cost.hardware_files import load_hardware, save_hardware
-from workbench.runtime import measuring
-from workbench.runtime.measuring import PRODUCTS, ExchangeTime, FunctionTime, ProductTime, RankTimes, default_spans
-from workbench.runtime.stopwatch import Stopwatch
+from workbench.runtime.costs import measuring
+from workbench.runtime.costs.measuring import (
+    PRODUCTS,
+    ExchangeTime,
+    FunctionTime,
+    ProductTime,
+    RankTimes,
+    default_spans,
+)
+from workbench.runtime.costs.stopwatch import Stopwatch
 from workbench.session.calibrating import hardware_from
 from workbench.testing import run_ranks
 

@@ -12,7 +12,7 @@ import pytest
 
 from workbench.errors import CellError
 from workbench.session import Session
-from workbench.session.tracebacks import Interrupted
+from workbench.session.output.tracebacks import Interrupted
 
 pytestmark = [pytest.mark.engines, pytest.mark.timed]
 

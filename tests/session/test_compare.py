@@ -12,8 +12,8 @@ from torch import nn
 import workbench as wb
 from workbench.core.metrics import RunEvent, StepBlock, StepSpans
 from workbench.errors import StrategyError
-from workbench.session.compare import CompareResult, Comparison
-from workbench.session.saved_runs import SavedRuns
+from workbench.session.comparing.compare import CompareResult, Comparison
+from workbench.session.comparing.saved_runs import SavedRuns
 
 pytestmark = pytest.mark.engines
 

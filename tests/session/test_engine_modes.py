@@ -6,7 +6,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from workbench.errors import CellError
-from workbench.session.engine_modes import Modes, restored_after_interrupt, was_interrupted
+from workbench.session.on_engine.modes import Modes, restored_after_interrupt, was_interrupted
 
 
 class Passing(TorchFunctionMode):

@@ -14,7 +14,7 @@ import pytest
 import workbench.session as session_package
 from workbench.errors import CellError, EngineStartError, NotStartedError, SessionError
 from workbench.session import Session
-from workbench.session.folder import ProcessId, SessionFolder, all_folders
+from workbench.session.processes.folder import ProcessId, SessionFolder, all_folders
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(120)]
 

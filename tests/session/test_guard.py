@@ -6,7 +6,7 @@ import threading
 import time
 
 import workbench.runtime.world  # noqa: F401 - what an engine loads first
-from workbench.session import guard
+from workbench.session.processes import guard
 
 
 def test_an_engine_waits_until_the_controller_has_written_where_it_listens(tmp_path, monkeypatch):

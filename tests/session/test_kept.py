@@ -15,7 +15,8 @@ import pytest
 from IPython.core.error import UsageError
 
 from workbench.errors import SessionError
-from workbench.session import Session, cluster, commands, folder, kept
+from workbench.session import Session, cluster, commands
+from workbench.session.processes import folder, kept
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(120)]
 

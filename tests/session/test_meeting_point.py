@@ -10,8 +10,8 @@ import pytest
 
 from workbench.errors import EngineStartError, WorldError
 from workbench.runtime.transport import meeting
-from workbench.session.folder import SessionFolder
-from workbench.session.meeting_point import (
+from workbench.session.processes.folder import SessionFolder
+from workbench.session.processes.meeting_point import (
     INTERFACE_VARIABLES,
     MeetingPoint,
     address_of,

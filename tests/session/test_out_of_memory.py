@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from workbench.errors import CellError
-from workbench.session import memory_kills
+from workbench.session.processes import memory_kills
 
 GROUPS = Path("/sys/fs/cgroup")
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from workbench.session.output import MERGE_WAIT_S, Block, Folder, Merger, as_text, tag_of
+from workbench.session.output.merging import MERGE_WAIT_S, Block, Folder, Merger, as_text, tag_of
 
 LATE = MERGE_WAIT_S * 2
 

@@ -5,7 +5,7 @@ import io
 import pytest
 from tqdm import tqdm
 
-from workbench.session.output_lines import PERIOD_S, UNFINISHED_S, LineSplitter, Unfinished
+from workbench.session.output.lines import PERIOD_S, UNFINISHED_S, LineSplitter, Unfinished
 
 
 def test_splitter_lines_carriage_returns_and_rest():

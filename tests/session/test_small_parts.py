@@ -10,9 +10,10 @@ import psutil
 import pytest
 
 from workbench.errors import SessionError
-from workbench.session import folder, protocol
+from workbench.session import protocol
 from workbench.session.ladder import STEPS, Ladder
-from workbench.session.launch import rank_environment
+from workbench.session.processes import folder
+from workbench.session.processes.launch import rank_environment
 from workbench.session.turns import Turns
 
 

@@ -7,8 +7,8 @@ import torch
 
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
-from workbench.session.tensor_picture import MAX_RANKS, tensor_html
-from workbench.session.tensor_table import matrix_of, shown, written
+from workbench.session.on_engine.tensor_picture import MAX_RANKS, tensor_html
+from workbench.session.on_engine.tensor_table import matrix_of, shown, written
 
 TWO, GRID = Placement.of("cpu", [0, 1]), Placement.of("cpu", [[0, 1], [2, 3]])
 

@@ -6,9 +6,9 @@ import pytest
 
 from workbench.errors import CellError
 from workbench.session.code import check_syntax
+from workbench.session.output.tracebacks import Interrupted, cell_error, consequences, group
 from workbench.session.protocol import Failure, Frame
 from workbench.session.run import Outcome
-from workbench.session.tracebacks import Interrupted, cell_error, consequences, group
 
 
 def failure(kind="ValueError", message="bad", line=3, time_s=1.0, was_stopped=False):

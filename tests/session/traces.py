@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from workbench.session.folder import ProcessId, all_folders
+from workbench.session.processes.folder import ProcessId, all_folders
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from workbench.ui.figures import (
     memory_figure,
     throughput_figure,
 )
-from workbench.ui.scatter import scatter_figure
+from workbench.ui.runs.scatter import scatter_figure
 
 
 def trace_of(figure: go.Figure, name: str, mode: str | None = None) -> go.Scatter | go.Bar:

@@ -6,7 +6,7 @@ import pytest
 
 from tests.ui.models import gpt, linear
 from workbench.core.rows import Layer, Row
-from workbench.ui.grouping import find, fold, tree, visible, walk
+from workbench.ui.strategy.grouping import find, fold, tree, visible, walk
 
 
 def labels(layers: list[Layer], choices: list[object] | None = None) -> list[str]:

@@ -13,10 +13,12 @@ from tests.ui.conftest import make_record
 from tests.ui.reports import block, spans
 from workbench.core.metrics import RunEvent
 from workbench.theme import DARK, LIGHT
-from workbench.ui import live_figure, live_layout, live_marks
-from workbench.ui.history import Change, History
-from workbench.ui.live import LiveView
-from workbench.ui.timeline_bars import timeline_bars
+from workbench.ui.live import figure as live_figure
+from workbench.ui.live import layout as live_layout
+from workbench.ui.live import marks as live_marks
+from workbench.ui.live.history import Change, History
+from workbench.ui.live.part import LiveView
+from workbench.ui.live.timeline_bars import timeline_bars
 
 MEMORY = ({"parameters": 2_000_000, "peak": 4_000_000},) * 2
 

@@ -7,10 +7,10 @@ import xml.etree.ElementTree as ElementTree
 from tests.ui.conftest import make_record
 from tests.ui.reports import block, spans
 from workbench.core.metrics import RunEvent
-from workbench.ui.history import History
-from workbench.ui.live import LiveView
-from workbench.ui.live_layout import PANES_HEIGHT, height
-from workbench.ui.live_picture import live_picture
+from workbench.ui.live.history import History
+from workbench.ui.live.layout import PANES_HEIGHT, height
+from workbench.ui.live.part import LiveView
+from workbench.ui.live.picture import live_picture
 
 MEMORY = ({"parameters": 2_000_000, "peak": 4_000_000},) * 2
 

@@ -9,7 +9,7 @@ import pytest
 from tests.ui.reports import block
 from workbench.core.metrics import RunEvent
 from workbench.errors import SessionError
-from workbench.ui.own_live import LiveView
+from workbench.ui.live.own_live import LiveView
 
 
 class FakeSession:

@@ -18,9 +18,9 @@ from workbench.cost.hardware import Hardware
 from workbench.cost.hardware_files import load_hardware
 from workbench.errors import HardwareError, SessionError, StrategyError
 from workbench.theme import DARK
-from workbench.ui.predicting import Predictor
+from workbench.ui.planning.predicting import Predictor
+from workbench.ui.runs.trainer import sample_shape_of
 from workbench.ui.strategy_part import StrategyPart, facts_of
-from workbench.ui.trainer import sample_shape_of
 from workbench.ui.widgets import Panel
 
 

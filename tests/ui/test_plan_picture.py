@@ -10,7 +10,7 @@ from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.core.route import route_boxing
 from workbench.theme import DARK, LIGHT
-from workbench.ui.plan_picture import draw_boxing, plan_picture
+from workbench.ui.pictures.boxing import draw_boxing, plan_picture
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -15,10 +15,10 @@ from workbench.core.strategy import Strategy
 from workbench.cost.hardware_files import load_hardware
 from workbench.errors import StrategyError
 from workbench.planner.plan import Plan
-from workbench.ui.assumed import Assumed, factor_text, told
-from workbench.ui.plan_view import Answer, answer_html
-from workbench.ui.planner_part import Search, search_for
-from workbench.ui.predicting import Predictor
+from workbench.ui.planning.assumed import Assumed, factor_text, told
+from workbench.ui.planning.plan_view import Answer, answer_html
+from workbench.ui.planning.planner_part import Search, search_for
+from workbench.ui.planning.predicting import Predictor
 from workbench.ui.strategy_part import StrategyPart, facts_of
 
 MACHINE = load_hardware("v100-dgx1")

@@ -12,10 +12,10 @@ from workbench.core.strategy import ResolvedStrategy, Strategy
 from workbench.cost.estimate import Estimate
 from workbench.pipeline.schedules import make_table
 from workbench.pipeline.simulate import simulate
-from workbench.ui.marks import ticks
-from workbench.ui.predicting import Predictor
-from workbench.ui.predictions import Prediction, parts_of, predictions_html
-from workbench.ui.timeline_rows import timeline_rows
+from workbench.ui.live.timeline_rows import timeline_rows
+from workbench.ui.pictures.marks import ticks
+from workbench.ui.planning.predicting import Predictor
+from workbench.ui.planning.predictions import Prediction, parts_of, predictions_html
 
 MEMORY = {"parameters": 40e6, "gradients": 40e6, "optimizer": 20e6, "activations": 90e6, "buffers": 10e6}
 

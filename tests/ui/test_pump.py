@@ -7,7 +7,7 @@ import time
 
 from tests.ui.conftest import make_record
 from tests.ui.reports import FakeRun, block
-from workbench.ui.pump import Pump
+from workbench.ui.live.pump import Pump
 
 
 class Polled(FakeRun):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from workbench.core.metrics import RunRecord
-from workbench.ui.report import report_html, verdict, write_report
+from workbench.ui.runs.report import report_html, verdict, write_report
 
 
 @dataclass

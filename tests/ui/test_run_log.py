@@ -8,7 +8,7 @@ import pytest
 
 from tests.ui.reports import block
 from workbench.core.metrics import RunEvent
-from workbench.ui.run_log import MAX_LINES, RunLog
+from workbench.ui.live.run_log import MAX_LINES, RunLog
 
 
 @pytest.fixture

@@ -14,11 +14,11 @@ import pytest
 
 from tests.ui.conftest import make_record
 from workbench.core.metrics import RunRecord
-from workbench.session.saved_runs import SavedRuns
-from workbench.ui.run_rows import filter_rows, prediction_errors, rows_csv, run_rows, sorted_rows
-from workbench.ui.run_table import RunTable
-from workbench.ui.scatter_picture import HEIGHT, WIDTH, scatter_picture
-from workbench.ui.showing import show_runs
+from workbench.session.comparing.saved_runs import SavedRuns
+from workbench.ui.runs.rows import filter_rows, prediction_errors, rows_csv, run_rows, sorted_rows
+from workbench.ui.runs.scatter_picture import HEIGHT, WIDTH, scatter_picture
+from workbench.ui.runs.showing import show_runs
+from workbench.ui.runs.table import RunTable
 
 
 def names(rows) -> list[str]:

@@ -10,7 +10,7 @@ import pytest
 from tests.ui.reports import FakeTrainer
 from workbench.core.strategy import Strategy
 from workbench.errors import StrategyError
-from workbench.ui.running import Hooks, RunsPart, predictions
+from workbench.ui.runs.running import Hooks, RunsPart, predictions
 
 
 class Upper:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from workbench.core.metrics import RunRecord
-from workbench.ui.scatter import label_places, pareto_front, scatter_figure
+from workbench.ui.runs.scatter import label_places, pareto_front, scatter_figure
 
 
 @pytest.mark.parametrize(

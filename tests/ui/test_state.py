@@ -10,8 +10,8 @@ from tests.ui.models import GPT_HYBRID, gpt
 from tests.ui.models import MLP as LAYERS
 from workbench.core.strategy import Strategy
 from workbench.errors import StrategyError
-from workbench.ui.placing import Choice, Degrees
-from workbench.ui.state import PanelState
+from workbench.ui.strategy.placing import Choice, Degrees
+from workbench.ui.strategy.state import PanelState
 
 
 def make(strategy: Strategy | str | None = None, num_ranks: int = 2) -> PanelState:

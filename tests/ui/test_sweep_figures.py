@@ -15,7 +15,7 @@ from workbench.pipeline.simulate import Timeline
 from workbench.pipeline.simulate import simulate as run_table
 from workbench.planner.sweep import simulate
 from workbench.theme import DARK, LIGHT
-from workbench.ui.sweep_figures import METRICS, parts_figure, pipeline_figure, sweep_figure
+from workbench.ui.planning.sweep_figures import METRICS, parts_figure, pipeline_figure, sweep_figure
 
 MACHINE = load_hardware("a100-80g-selene")
 

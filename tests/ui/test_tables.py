@@ -10,7 +10,7 @@ import pytest
 from workbench.core.metrics import RunRecord
 from workbench.ui.assets import element
 from workbench.ui.numbers import grouped, short_difference, speedup_text
-from workbench.ui.tables import by_throughput, comparison_table_html, comparison_table_text, equal_text
+from workbench.ui.runs.tables import by_throughput, comparison_table_html, comparison_table_text, equal_text
 
 
 class Rows(HTMLParser):

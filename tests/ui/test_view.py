@@ -15,8 +15,8 @@ from workbench.core.strategy import Strategy
 from workbench.cost.crossings import Stages, crossings, known_shapes, wire_bytes
 from workbench.cost.estimate import estimate
 from workbench.cost.hardware_files import load_hardware
-from workbench.ui.state import PanelState
-from workbench.ui.view import Facts, flow_of, grid_view
+from workbench.ui.grid.view import Facts, flow_of, grid_view
+from workbench.ui.strategy.state import PanelState
 
 
 def mlp_facts(batch_size: int = 128, sample_shape: tuple[int, ...] = (64,)) -> Facts:

@@ -104,7 +104,7 @@ def _model(name: str) -> Any:
     loss_fn = getattr(module, "loss_fn", None)
     if hasattr(module, "inputs"):
         return layer_costs(module.model_fn, module.inputs, loss_fn, getattr(module, "targets", None))
-    from workbench.ui.paper import costs_of
+    from workbench.ui.planning.paper import costs_of
 
     dataset = module.dataset
     if callable(dataset) and not hasattr(dataset, "__getitem__"):

@@ -13,7 +13,7 @@ from workbench.errors import CommandError
 
 if TYPE_CHECKING:
     from workbench.core.metrics import RunRecord
-    from workbench.session.compare import CompareResult
+    from workbench.session.comparing.compare import CompareResult
 
 STRATEGIES = ("data", "model", "pipeline", "hybrid")
 EQUAL, UNEQUAL = 0, 1
@@ -69,7 +69,7 @@ def add_output_arguments(parser: argparse.ArgumentParser, report: str | None) ->
 def compare_and_present(job: Job, strategies: Sequence[str], args: argparse.Namespace) -> int:
     """Compare the strategies in a session of their own and show the result; returns the exit code."""
     from workbench.session.cluster import Session
-    from workbench.session.compare import compare
+    from workbench.session.comparing.compare import compare
 
     if args.out is not None:
         require(args.command, "lab", "plotly")
@@ -90,7 +90,7 @@ def compare_and_present(job: Job, strategies: Sequence[str], args: argparse.Name
 
 def present(result: CompareResult, report: Path | None, json_file: Path | None = None) -> int:
     """Print the table and the verdict, write the files; returns the exit code."""
-    from workbench.ui.tables import comparison_table_text
+    from workbench.ui.runs.tables import comparison_table_text
 
     print(comparison_table_text(result.runs, result.baseline))
     print(_legend(result.runs))
@@ -108,7 +108,7 @@ def present(result: CompareResult, report: Path | None, json_file: Path | None =
 
 def differences(runs: Sequence[RunRecord]) -> list[str]:
     """A sentence for every run that did not give the numbers of one device."""
-    from workbench.session.compare import TOLERANCE
+    from workbench.session.comparing.compare import TOLERANCE
 
     return [f"{run.name}: {_difference(run, TOLERANCE)}." for run in runs if run.error is not None or not run.equal]
 
@@ -134,7 +134,7 @@ def _legend(runs: Sequence[RunRecord]) -> str:
 
 
 def _write_report(result: CompareResult, path: Path) -> None:
-    from workbench.ui.report import write_report
+    from workbench.ui.runs.report import write_report
 
     write_report(result, path)
 

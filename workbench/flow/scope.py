@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from workbench.errors import PlacementError
-from workbench.flow.jobs.hosts import DeviceRange, parse_devices
+from workbench.flow.hosts import DeviceRange, parse_devices
 
 __all__ = ["View", "consistent_view", "mirrored_view", "placement"]
 

@@ -142,7 +142,8 @@ def simulate(
         sizes: arguments of the functions: ``sequence=[1024, 2048]``, ``layers=...``.
 
     Returns:
-        ``.table`` (pandas), ``.points``; of a single point ``.estimate``. ``workbench.ui.sweep_figures`` draws them.
+        ``.table`` (pandas), ``.points``; of a single point ``.estimate``.
+        ``workbench.ui.planning.sweep_figures`` draws them.
 
     Raises:
         StrategyError: the only point cannot be; in a sweep, the point says so in its row.

@@ -13,18 +13,17 @@ from workbench.core.placement import Placement
 from workbench.core.route import BoxingRoute, route_boxing
 from workbench.runtime import methods
 from workbench.runtime.agreement import check_agreement
-from workbench.runtime.calibrating import calibrate
+from workbench.runtime.boxing.calibrating import calibrate
+from workbench.runtime.boxing.explicit import explicit_boxing
+from workbench.runtime.boxing.fused import to_global_many
 from workbench.runtime.capture.step import capture
+from workbench.runtime.costs.dry_run import dry_run
 from workbench.runtime.creation import arange, empty, eye, full, ones, rand, randint, randn, randperm, tensor, zeros
 from workbench.runtime.data import GlobalDataLoader
-from workbench.runtime.dry_run import dry_run
 from workbench.runtime.entry import to_global
-from workbench.runtime.explicit import explicit_boxing
 from workbench.runtime.exporting import export_safetensors
-from workbench.runtime.fused import to_global_many
-from workbench.runtime.nonfinite import find_nonfinite
+from workbench.runtime.gradients.overlap import no_sync
 from workbench.runtime.ops.extension import local_map, rule
-from workbench.runtime.overlap import no_sync
 from workbench.runtime.parallel import parallelize
 from workbench.runtime.pipelining.balance import balance
 from workbench.runtime.pipelining.step import evaluate, forward_backward
@@ -32,12 +31,13 @@ from workbench.runtime.pipelining.timeline import timeline
 from workbench.runtime.precision import GradScaler
 from workbench.runtime.proof import prove
 from workbench.runtime.random import manual_seed
-from workbench.runtime.reporting import memory_report
 from workbench.runtime.saving.checkpoints import Checkpoints
 from workbench.runtime.saving.store import load, save
 from workbench.runtime.strategies.loading import load_safetensors
 from workbench.runtime.tensor import GlobalTensor
-from workbench.runtime.trace import trace
+from workbench.runtime.watching.nonfinite import find_nonfinite
+from workbench.runtime.watching.reporting import memory_report
+from workbench.runtime.watching.trace import trace
 from workbench.runtime.world import barrier, current, init, rank, rebuild, world_size
 
 

@@ -15,7 +15,7 @@ from workbench.core.placement import Placement
 from workbench.core.sbp import Partial, Sbp, broadcast
 from workbench.errors import LayoutError
 from workbench.runtime import random
-from workbench.runtime.boxing import box
+from workbench.runtime.boxing.box import box
 from workbench.runtime.tensor import GlobalTensor, ghost_storage, label, spec_of
 from workbench.runtime.world import World, current
 

@@ -16,7 +16,7 @@ from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.core.sbp import Broadcast, Split, broadcast, split
 from workbench.errors import LayoutError
-from workbench.runtime.saving.agreeing import gather
+from workbench.runtime.coordination import gather
 from workbench.runtime.strategies.state import state_of
 from workbench.runtime.tensor import GlobalTensor, ghost_storage, label, spec_of
 from workbench.runtime.world import World, current

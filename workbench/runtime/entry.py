@@ -12,7 +12,7 @@ from workbench.core.placement import Placement
 from workbench.core.sbp import Broadcast, Partial, Split, broadcast, dual, partial_sum
 from workbench.errors import LayoutError, SbpError
 from workbench.runtime.agreement import check_plain_operand, content_hash
-from workbench.runtime.boxing import box
+from workbench.runtime.boxing.box import box
 from workbench.runtime.tensor import (
     GlobalTensor,
     Spec,

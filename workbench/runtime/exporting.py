@@ -20,8 +20,8 @@ from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.core.sbp import broadcast
 from workbench.errors import CheckpointError
-from workbench.runtime.boxing import box
-from workbench.runtime.saving.agreeing import check, together
+from workbench.runtime.boxing.box import box
+from workbench.runtime.coordination import check, together
 from workbench.runtime.strategies.safetensors_file import DTYPES, INDEX_NAME, SINGLE_NAME
 from workbench.runtime.tensor import GlobalTensor, local_torch, plain
 from workbench.runtime.world import World, current

@@ -12,10 +12,11 @@ from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.core.route import BoxingRoute, route_boxing
 from workbench.errors import LayoutError
-from workbench.runtime import checkpoint, clip, copying, guards, ops, precision, wrappers
-from workbench.runtime.boxing import box, box_to
+from workbench.runtime import checkpoint, copying, guards, ops, precision, wrappers
+from workbench.runtime.boxing.box import box, box_to
+from workbench.runtime.boxing.fused import to_global_async
 from workbench.runtime.entry import enter_as_broadcast, leave
-from workbench.runtime.fused import to_global_async
+from workbench.runtime.gradients import clip
 from workbench.runtime.saving import chunks
 from workbench.runtime.tensor import GlobalTensor, local_torch, spec_of
 

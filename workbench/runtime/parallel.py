@@ -22,8 +22,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from workbench.core.strategy import Strategy
-from workbench.runtime import optim, precision, recompute, wrappers, zero
+from workbench.runtime import precision, recompute, wrappers
 from workbench.runtime.agreement import check_same_everywhere
+from workbench.runtime.gradients import optim
 from workbench.runtime.pipelining.combinations import check_combination
 from workbench.runtime.strategies.doors import Doors, hook_root
 from workbench.runtime.strategies.interrupting import Interruptible
@@ -33,6 +34,7 @@ from workbench.runtime.strategies.moving import OptimizerState
 from workbench.runtime.strategies.spreading import convert_buffers, convert_parameters
 from workbench.runtime.strategies.state import STATE, ParallelState, describe, layers_of, state_of, unhook
 from workbench.runtime.world import current
+from workbench.runtime.zero import units as zero
 
 INSTALLERS: tuple[Callable[[nn.Module, ParallelState], list[Any]], ...] = (
     zero.install,

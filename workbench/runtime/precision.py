@@ -14,7 +14,7 @@ from torch import nn
 from torch.amp import grad_scaler
 
 from workbench.errors import LayoutError
-from workbench.runtime.reduction import change_gradients, start_reduction
+from workbench.runtime.gradients.reduction import change_gradients, start_reduction
 from workbench.runtime.strategies.state import ParallelState
 from workbench.runtime.tensor import GlobalTensor, local_torch
 from workbench.runtime.world import World

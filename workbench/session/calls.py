@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from workbench.session import protocol
-from workbench.session.listeners import OutputListener
+from workbench.session.output.listeners import OutputListener
+from workbench.session.output.tracebacks import cell_error
 from workbench.session.run import Outcome, Run
-from workbench.session.tracebacks import cell_error
 
 
 class RemoteCall:

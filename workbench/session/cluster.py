@@ -11,16 +11,17 @@ from typing import Any
 
 from workbench.core.metrics import RunEvent
 from workbench.errors import SessionError
-from workbench.session import engine, kept, protocol
+from workbench.session import engine, protocol
 from workbench.session.adapter import Engines, Request
 from workbench.session.calls import RemoteCall
 from workbench.session.code import check_syntax
 from workbench.session.fleet import Fleet, raise_unless_ok
-from workbench.session.folder import SessionFolder, reap_leftovers
-from workbench.session.launch import LocalProcesses, find_gpus
-from workbench.session.launch_profile import ProfileProcesses
-from workbench.session.listeners import Hear, OutputListener, Show, ShowUnfinished
-from workbench.session.output_log import OutputLogs
+from workbench.session.output.listeners import Hear, OutputListener, Show, ShowUnfinished
+from workbench.session.output.log import OutputLogs
+from workbench.session.processes import kept
+from workbench.session.processes.folder import SessionFolder, reap_leftovers
+from workbench.session.processes.launch import LocalProcesses, find_gpus
+from workbench.session.processes.launch_profile import ProfileProcesses
 from workbench.session.ranks import check_ranks
 from workbench.session.run import CellResult, Listener, Outcome
 from workbench.session.turns import Turns
@@ -75,7 +76,8 @@ class Session:
         """Go on with the engines of an earlier notebook (``keep=True``), and with the variables that they hold.
 
         Args:
-            name: which ones (`workbench.session.kept.kept_sessions` lists them); may be left out where there is one.
+            name: which ones; may be left out where there is one (`workbench.session.processes.kept.kept_sessions`
+                lists them).
 
         Raises:
             SessionError: there are no such engines, or another notebook uses them.

@@ -6,7 +6,7 @@ import ast
 
 from IPython.core.inputtransformer2 import TransformerManager
 
-from workbench.session.tracebacks import syntax_error
+from workbench.session.output.tracebacks import syntax_error
 
 
 def check_syntax(code: str) -> None:

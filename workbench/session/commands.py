@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from IPython.core.error import UsageError
 
 from workbench.errors import NotStartedError
-from workbench.session import cluster, kept, protocol
-from workbench.session.output_log import tail
+from workbench.session import cluster, protocol
+from workbench.session.output.log import tail
+from workbench.session.processes import kept
 from workbench.session.ranks import parse_ranks
 from workbench.session.run import CellResult
 from workbench.units import format_bytes, format_count, format_seconds

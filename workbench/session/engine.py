@@ -10,18 +10,16 @@ import os
 import sys
 from typing import Any
 
-from workbench.session import (
-    engine_assist,
-    engine_bars,
-    engine_control,
-    engine_debug,
-    engine_failures,
-    engine_values,
-    engine_waits,
-    memory_kills,
-    protocol,
-)
-from workbench.session.engine_shell import current_tag, publish, shell, stop_requested
+from workbench.session import protocol
+from workbench.session.on_engine import assist as engine_assist
+from workbench.session.on_engine import bars as engine_bars
+from workbench.session.on_engine import control as engine_control
+from workbench.session.on_engine import debug as engine_debug
+from workbench.session.on_engine import failures as engine_failures
+from workbench.session.on_engine import values as engine_values
+from workbench.session.on_engine import waits as engine_waits
+from workbench.session.on_engine.shell import current_tag, publish, shell, stop_requested
+from workbench.session.processes import memory_kills
 
 __all__ = ["call", "join", "leave", "publish", "pull", "push", "stop_requested"]
 
@@ -40,7 +38,8 @@ def join(rank: int, world_size: int, init_method: str, device: str | None, searc
     _install()
     memory_kills.offer_this_process()
 
-    from workbench.runtime import own_loops, world
+    from workbench.runtime import world
+    from workbench.runtime.runs import own_loops
 
     own_loops.listen(publish, lambda: getattr(current_tag(), "run", 0))
     here = world.rebuild(rank, world_size, init_method=init_method, device=device, reason="the notebook said so")
@@ -61,7 +60,7 @@ def leave() -> None:
 
 def call(payload: bytes) -> bytes:
     """Run a pickled (function, arguments, keyword arguments) and return its pickled result."""
-    from workbench.session.engine_modes import restored_after_interrupt
+    from workbench.session.on_engine.modes import restored_after_interrupt
 
     function, arguments, keywords = protocol.load_strictly(payload)
     with restored_after_interrupt():
@@ -87,7 +86,7 @@ def pull(name: str) -> bytes:
 
 def _install() -> None:
     """Hook into the engine's shell once; joining again changes nothing."""
-    from workbench.session import engine_modes  # loads torch
+    from workbench.session.on_engine import modes as engine_modes  # loads torch
 
     engine_failures.entry_points.add(call.__code__)
     here = shell()

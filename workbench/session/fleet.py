@@ -11,15 +11,15 @@ from typing import Any
 from workbench.errors import EngineStartError, NotStartedError
 from workbench.session import engine, protocol
 from workbench.session.adapter import Engines, Request
-from workbench.session.folder import Kept, SessionFolder
-from workbench.session.launch import LocalProcesses
-from workbench.session.launch_profile import ProfileProcesses
-from workbench.session.listeners import OutputListener
-from workbench.session.meeting_point import find_meeting_point, store_for
-from workbench.session.progress import StartProgress
+from workbench.session.output.listeners import OutputListener
+from workbench.session.output.progress import StartProgress
+from workbench.session.output.tracebacks import Interrupted, cell_error
+from workbench.session.processes.folder import Kept, SessionFolder
+from workbench.session.processes.launch import LocalProcesses
+from workbench.session.processes.launch_profile import ProfileProcesses
+from workbench.session.processes.meeting_point import find_meeting_point, store_for
 from workbench.session.ranks import say_ranks
 from workbench.session.run import Listener, Outcome, Run
-from workbench.session.tracebacks import Interrupted, cell_error
 
 _LEAVE_TIMEOUT_S = 1.0
 _STATUS_TIMEOUT_S = 1.0

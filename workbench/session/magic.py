@@ -20,7 +20,7 @@ from IPython.display import display
 
 from workbench.session import assist, cluster
 from workbench.session.commands import COMMANDS, describe_times, session
-from workbench.session.output import Block, as_text
+from workbench.session.output.merging import Block, as_text
 from workbench.session.ranks import parse_ranks
 
 _WIDGET = "application/vnd.jupyter.widget-view+json"

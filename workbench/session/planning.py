@@ -47,7 +47,7 @@ def layer_costs(
     >>> [layer.name for layer in wb.layer_costs(nn.Sequential(nn.Linear(4, 8), nn.ReLU()), (2, 4)).layers]
     ['0']
     """
-    from workbench.runtime.layer_costs import layer_costs as count
+    from workbench.runtime.costs.layer_costs import layer_costs as count
 
     return count(model, inputs, loss_fn, targets, dtype=dtype)
 

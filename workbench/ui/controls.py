@@ -12,9 +12,9 @@ from workbench.core.options import PRECISIONS, SCHEDULES
 from workbench.core.presets import PRESETS
 from workbench.core.strategy import Mistake
 from workbench.ui.assets import element
-from workbench.ui.editing import clauses
-from workbench.ui.placing import Degrees
-from workbench.ui.state import FIXES, PLANNED, PanelState
+from workbench.ui.strategy.editing import clauses
+from workbench.ui.strategy.placing import Degrees
+from workbench.ui.strategy.state import FIXES, PLANNED, PanelState
 
 PLANNING = "planning\u2026"
 _TIMES = "\u00d7"

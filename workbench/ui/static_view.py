@@ -8,8 +8,8 @@ from typing import Any
 from workbench.core.metrics import RunRecord
 from workbench.theme import style_sheet
 from workbench.ui.assets import asset, element
-from workbench.ui.static_grid import static_grid_html
-from workbench.ui.tables import comparison_table_text
+from workbench.ui.grid.static import static_grid_html
+from workbench.ui.runs.tables import comparison_table_text
 
 _SHEETS = ("static_grid.css", "predictions.css", "plan.css")
 

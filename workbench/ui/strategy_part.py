@@ -15,14 +15,14 @@ from workbench.cost.hardware import Hardware
 from workbench.errors import StrategyError, WorkbenchError
 from workbench.theme import Palette, palette
 from workbench.ui.controls import PLANNING, Controls, button, html
-from workbench.ui.grid import LayerGrid
-from workbench.ui.machine_bar import MachineBar
-from workbench.ui.planner_part import PlannerPart, Search, search_for
-from workbench.ui.predicting import Predictor
-from workbench.ui.predictions import no_predictions_html, predictions_html
-from workbench.ui.state import PanelState
+from workbench.ui.grid.view import Facts, flow_of, grid_view
+from workbench.ui.grid.widget import LayerGrid
+from workbench.ui.planning.machine_bar import MachineBar
+from workbench.ui.planning.planner_part import PlannerPart, Search, search_for
+from workbench.ui.planning.predicting import Predictor
+from workbench.ui.planning.predictions import no_predictions_html, predictions_html
+from workbench.ui.strategy.state import PanelState
 from workbench.ui.tensor_view import no_tensor_html, tensors_html
-from workbench.ui.view import Facts, flow_of, grid_view
 
 
 class StrategyPart:

@@ -15,15 +15,15 @@ from workbench.core.strategy import Strategy
 from workbench.cost.estimate import Estimate
 from workbench.cost.hardware import Hardware
 from workbench.errors import SessionError
-from workbench.session.saved_runs import SavedRuns
-from workbench.ui import paper
-from workbench.ui.grid import PANEL_CLASS
-from workbench.ui.predicting import Predictor
-from workbench.ui.running import Hooks, RunsPart
-from workbench.ui.state import PanelState
+from workbench.session.comparing.saved_runs import SavedRuns
+from workbench.ui.grid.widget import PANEL_CLASS
+from workbench.ui.planning import paper
+from workbench.ui.planning.predicting import Predictor
+from workbench.ui.runs.running import Hooks, RunsPart
+from workbench.ui.runs.trainer import SessionTrainer, Trainer
 from workbench.ui.static_view import static_html, static_text
+from workbench.ui.strategy.state import PanelState
 from workbench.ui.strategy_part import StrategyPart, facts_of
-from workbench.ui.trainer import SessionTrainer, Trainer
 from workbench.units import format_count
 
 _STATIC_DELAY_S = 0.5

@@ -8,8 +8,8 @@ from typing import Any
 from workbench.errors import CheckpointError
 from workbench.flow.jobs.store import PART, Store
 from workbench.flow.jobs.training import optimizer_part
+from workbench.runtime.coordination import together
 from workbench.runtime.saving import reading
-from workbench.runtime.saving.agreeing import together
 from workbench.runtime.saving.store import load as load_parts
 from workbench.runtime.saving.store import save as save_parts
 

@@ -13,7 +13,8 @@ from workbench.flow.jobs import checkpoints
 from workbench.flow.jobs.run import Job, ranks_of, run
 from workbench.flow.jobs.store import common_store, known_store, store_of
 from workbench.runtime.world import current
-from workbench.session import engine_failures, protocol
+from workbench.session import protocol
+from workbench.session.on_engine import failures as engine_failures
 
 _jobs: dict[str, Job] = {}
 

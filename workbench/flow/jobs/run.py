@@ -22,8 +22,8 @@ from workbench.flow.jobs.settings import FunctionConfig
 from workbench.flow.jobs.store import Store
 from workbench.flow.typing import Placeholder
 from workbench.runtime import creation, methods  # noqa: F401 - the second one completes GlobalTensor
-from workbench.runtime.boxing import box
-from workbench.runtime.saving.agreeing import gather
+from workbench.runtime.boxing.box import box
+from workbench.runtime.coordination import gather
 from workbench.runtime.tensor import GlobalTensor, plain
 
 

@@ -14,10 +14,10 @@ from torch import nn
 
 from workbench.core.layout import Layout
 from workbench.errors import CheckpointError, JobError
+from workbench.flow.hosts import Devices
 from workbench.flow.initializers import Initializer
-from workbench.flow.jobs.hosts import Devices
 from workbench.runtime import creation, random
-from workbench.runtime.saving.agreeing import gather
+from workbench.runtime.coordination import gather
 from workbench.runtime.saving.reading import Checkpoint, shape_of
 from workbench.runtime.tensor import GlobalTensor
 from workbench.runtime.world import World

@@ -12,7 +12,7 @@ from workbench.flow.jobs.micro_batches import MicroBatches, add_up
 from workbench.flow.jobs.settings import FunctionConfig
 from workbench.flow.jobs.store import Store
 from workbench.flow.optimizer import Rule
-from workbench.runtime.optim import install_hooks
+from workbench.runtime.gradients.optim import install_hooks
 from workbench.runtime.saving import optimizers
 from workbench.runtime.tensor import GlobalTensor, label
 

@@ -13,7 +13,7 @@ from workbench.flow.initializers import Initializer, zeros_initializer
 from workbench.flow.jobs.context import Running, running
 from workbench.flow.jobs.ranks import launched
 from workbench.flow.jobs.store import store_of
-from workbench.runtime.boxing import box
+from workbench.runtime.boxing.box import box
 from workbench.runtime.tensor import GlobalTensor, plain
 
 

@@ -19,7 +19,7 @@ from workbench.flow.nn.graph_config import GraphConfig
 from workbench.flow.nn.module_config import ModuleConfig as GraphModule
 from workbench.flow.nn.module_config import is_recomputed
 from workbench.flow.nn.stages import disjoint_placements, stages_of
-from workbench.runtime.optim import install_hooks
+from workbench.runtime.gradients.optim import install_hooks
 from workbench.runtime.pipelining.micro_batches import cut
 from workbench.runtime.pipelining.micro_batches import join as join_outputs
 from workbench.runtime.pipelining.programs import run_program, stand_ins_for, train_program

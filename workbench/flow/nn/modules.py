@@ -19,7 +19,7 @@ from workbench.flow import spellings
 from workbench.flow.devices import torch_device
 from workbench.flow.joining import join, join_if_launched
 from workbench.flow.nn.module_config import ModuleConfig
-from workbench.runtime.boxing import box
+from workbench.runtime.boxing.box import box
 from workbench.runtime.entry import to_global
 from workbench.runtime.tensor import GlobalTensor
 

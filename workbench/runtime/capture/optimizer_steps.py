@@ -22,7 +22,7 @@ from torch.optim.optimizer import (
 )
 
 from workbench.errors import CaptureError
-from workbench.runtime.optim import install_hooks, is_elementwise
+from workbench.runtime.gradients.optim import install_hooks, is_elementwise
 from workbench.runtime.tensor import GlobalTensor
 
 

@@ -3,24 +3,22 @@
 To add a function: one line in the family's file (an equation), or a function that returns a ``Resolution``.
 """
 
-from workbench.runtime.ops import (
+from workbench.runtime.ops import autograd, dispatch, hooks, reading
+from workbench.runtime.ops.rules import (
     along,
     assigning,
     attention,
-    autograd,
     chunked,
     convolution,
     creation,
     cross_entropy,
     cumulative,
-    dispatch,
     dropout,
     embedding,
     experts,
     exponentials,
     extrema,
     foreach,
-    hooks,
     indexing,
     initializers,
     joining,
@@ -36,7 +34,6 @@ from workbench.runtime.ops import (
     pointwise,
     pooling,
     randomness,
-    reading,
     rearranging,
     recurrent,
     reduction,

@@ -18,7 +18,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from workbench.errors import LayoutError
-from workbench.runtime.boxing import box
+from workbench.runtime.boxing.box import box
 from workbench.runtime.ops.ghost import ghost_in_place
 from workbench.runtime.ops.registry import fold_name
 from workbench.runtime.tensor import GlobalTensor, local_torch

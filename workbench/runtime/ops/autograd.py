@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward
 
 from workbench.core.sbp import Partial, broadcast
 from workbench.errors import LayoutError
-from workbench.runtime.boxing import box
+from workbench.runtime.boxing.box import box
 from workbench.runtime.entry import enter_as_broadcast, leave
 from workbench.runtime.ops.registry import EXACT, handler
 from workbench.runtime.tensor import GlobalTensor, ghost_like, ghost_storage, label, local_torch

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.core.sbp import Split, broadcast
-from workbench.runtime.boxing import box_implicitly, form_on
+from workbench.runtime.boxing.box import box_implicitly, form_on
 from workbench.runtime.entry import enter_as_broadcast
 from workbench.runtime.ops.aliasing import remember_copies, remember_ghost_base
 from workbench.runtime.ops.fallback import FallbackWarning, cached_infos, run_fallback

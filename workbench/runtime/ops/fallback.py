@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from workbench.core.boxing import plan_boxing
 from workbench.core.layout import Layout
-from workbench.runtime.boxing import box, box_implicitly
+from workbench.runtime.boxing.box import box, box_implicitly
 from workbench.runtime.ops.aliasing import remember_copies
 from workbench.runtime.ops.ghost import (
     TENSOR,

@@ -17,7 +17,7 @@ from torch.utils.hooks import BackwardHook
 
 from workbench.core.layout import Layout
 from workbench.errors import LayoutError
-from workbench.runtime.boxing import box
+from workbench.runtime.boxing.box import box
 from workbench.runtime.entry import enter_as_broadcast
 from workbench.runtime.ops.registry import handler
 from workbench.runtime.tensor import GlobalTensor, Spec, ghost_storage, label, local_torch, mark_ghost_leaves

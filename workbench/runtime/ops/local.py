@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from workbench.core.layout import Layout, Shape
 from workbench.core.sbp import Partial, broadcast
-from workbench.runtime.boxing import box_implicitly
+from workbench.runtime.boxing.box import box_implicitly
 from workbench.runtime.ops.ghost import ghost_outputs
 from workbench.runtime.tensor import GlobalTensor, label, local_torch, spec_of
 

@@ -14,7 +14,7 @@ from workbench.core.layout import Layout, Shape
 from workbench.core.placement import Placement
 from workbench.core.sbp import Partial
 from workbench.errors import LayoutError, SbpError
-from workbench.runtime.boxing import box, box_implicitly
+from workbench.runtime.boxing.box import box, box_implicitly
 from workbench.runtime.entry import enter_as_broadcast
 from workbench.runtime.ops.ghost import TENSOR, autocast_state, ghost_outputs, infer_outputs
 from workbench.runtime.ops.keys import key_of

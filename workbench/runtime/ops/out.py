@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from workbench.runtime.boxing import box
+from workbench.runtime.boxing.box import box
 from workbench.runtime.entry import enter_as_broadcast
 from workbench.runtime.ops.ghost import ghost_in_place
 from workbench.runtime.ops.refusals import refuse_out

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.core.sbp import broadcast
-from workbench.runtime.boxing import box
+from workbench.runtime.boxing.box import box
 from workbench.runtime.entry import enter_as_broadcast, leave
 from workbench.runtime.ops.registry import fold_name
 from workbench.runtime.tensor import GlobalTensor

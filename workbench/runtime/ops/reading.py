@@ -9,7 +9,7 @@ import torch
 from workbench.core.layout import Layout, format_sbp
 from workbench.core.placement import Placement
 from workbench.core.sbp import broadcast
-from workbench.runtime.boxing import box
+from workbench.runtime.boxing.box import box
 from workbench.runtime.ops.registry import handler
 from workbench.runtime.tensor import GlobalTensor, local_torch
 

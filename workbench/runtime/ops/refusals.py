@@ -11,8 +11,8 @@ from torch.utils._pytree import tree_leaves
 
 from workbench.core.placement import Placement
 from workbench.errors import LayoutError
+from workbench.runtime.boxing.explicit import Need, check_explicit
 from workbench.runtime.caller import name_in_user_code
-from workbench.runtime.explicit import Need, check_explicit
 from workbench.runtime.ops.planning import Plan, bind
 from workbench.runtime.ops.registry import PARAMETERS, fold_name, handler
 from workbench.runtime.tensor import GlobalTensor

@@ -22,9 +22,9 @@ from workbench.core.placement import Placement
 from workbench.core.sbp import broadcast
 from workbench.core.strategy import ResolvedStrategy
 from workbench.errors import CollectiveAborted, StrategyError
+from workbench.runtime.gradients.shard import Shard
 from workbench.runtime.pipelining.local_modules import stand_ins_of
 from workbench.runtime.pipelining.stand_ins import standing_in
-from workbench.runtime.shard import Shard
 from workbench.runtime.strategies.layouts import StageLayouts
 from workbench.runtime.strategies.state import ROOT, ParallelState, layers_of, parameter_stages
 from workbench.runtime.tensor import GlobalTensor, Spec, ghost_storage, label, local_torch, plain, read_grad, spec_of

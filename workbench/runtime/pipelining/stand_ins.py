@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 
 from workbench.core.layout import Layout
 from workbench.core.strategy import Options
-from workbench.runtime.boxing import box_implicitly
+from workbench.runtime.boxing.box import box_implicitly
 from workbench.runtime.ops.ghost import autocast_state
 from workbench.runtime.random import draw_key
 from workbench.runtime.tensor import GlobalTensor, Spec, local_torch

@@ -8,8 +8,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from workbench.runtime.coordination import gather
 from workbench.runtime.saving import store
-from workbench.runtime.saving.agreeing import gather
 from workbench.runtime.saving.writing import INCOMPLETE, REPLACED
 from workbench.runtime.world import current
 

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from workbench.core.layout import Layout, Shape
 from workbench.core.sbp import Split, broadcast
 from workbench.errors import CheckpointError
-from workbench.runtime.optim import is_elementwise, state_layout
+from workbench.runtime.gradients.optim import is_elementwise, state_layout
 from workbench.runtime.saving.flat import name_of
 from workbench.runtime.saving.reading import Checkpoint, shape_of
 from workbench.runtime.tensor import GlobalTensor, Spec, ghost_storage, label, local_torch, plain, spec_of

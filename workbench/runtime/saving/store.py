@@ -12,8 +12,8 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from workbench.errors import CheckpointError
+from workbench.runtime.coordination import check, gather, together
 from workbench.runtime.saving import reading, writing
-from workbench.runtime.saving.agreeing import check, gather, together
 from workbench.runtime.saving.parts import Restoring, collect, kind_of
 from workbench.runtime.world import World, current
 

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from workbench.errors import CheckpointError
-from workbench.runtime.saving.agreeing import gather
+from workbench.runtime.coordination import gather
 from workbench.runtime.saving.flat import Path as StatePath
 from workbench.runtime.saving.flat import name_of
 from workbench.runtime.world import World

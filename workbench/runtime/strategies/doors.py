@@ -13,7 +13,7 @@ from workbench.core.layout import Layout
 from workbench.core.pairing import TABLE
 from workbench.core.sbp import NdSbp, Partial, split
 from workbench.core.strategy import ResolvedLayer
-from workbench.runtime.boxing import box, box_implicitly
+from workbench.runtime.boxing.box import box, box_implicitly
 from workbench.runtime.entry import enter_as_broadcast
 from workbench.runtime.strategies.layouts import StageLayouts
 from workbench.runtime.tensor import GlobalTensor

@@ -14,9 +14,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from workbench.errors import StrategyError
-from workbench.runtime.boxing import box
-from workbench.runtime.optim import state_layout
-from workbench.runtime.saving.agreeing import gather
+from workbench.runtime.boxing.box import box
+from workbench.runtime.coordination import gather
+from workbench.runtime.gradients.optim import state_layout
 from workbench.runtime.strategies.spreading import spread
 from workbench.runtime.tensor import GlobalTensor, Spec, ghost_storage, label, plain, spec_of
 from workbench.runtime.world import World

@@ -10,7 +10,7 @@ from torch import nn
 from workbench.core.layout import Layout
 from workbench.core.sbp import broadcast
 from workbench.core.strategy import ResolvedLayer
-from workbench.runtime.boxing import box
+from workbench.runtime.boxing.box import box
 from workbench.runtime.strategies.layouts import StageLayouts
 from workbench.runtime.strategies.state import ROOT
 from workbench.runtime.tensor import GlobalTensor, ghost_storage, label, spec_of

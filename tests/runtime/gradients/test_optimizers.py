@@ -1,0 +1,160 @@
+"""What people do with optimizers: schedules of the learning rate, groups added later, states saved and loaded."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import workbench as wb
+from tests.runtime.models import batch_for, make
+from workbench.errors import LayoutError
+from workbench.runtime.gradients.optim import is_elementwise, state_layout
+from workbench.testing import run_ranks
+
+STRATEGIES = [
+    "*: model",
+    "*: data | zero=1",
+    *(pytest.param(s, marks=pytest.mark.slow) for s in ("*: data", "*: data | zero=2", "*: data | zero=3")),
+]
+
+
+def step(model, optimizer):
+    inputs, targets = batch_for("mlp")
+    optimizer.zero_grad()
+    F.cross_entropy(model(inputs.to(next(model.parameters()).dtype)), targets).backward()
+    optimizer.step()
+
+
+def weights_of(model):
+    return [p.full_tensor().detach() if hasattr(p, "full_tensor") else p.detach() for p in model.parameters()]
+
+
+def assert_as_one_device(body, strategy):
+    """``body(model)`` gives the same list of tensors on one device and on two ranks."""
+    models = [make("mlp").double() for _ in range(3)]
+    expected = body(models[2])
+    for found in run_ranks(lambda rank: body(wb.parallelize(models[rank], strategy)), 2):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_schedule_of_the_learning_rate(strategy):
+    def body(model):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+        warm = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2)
+        cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4)
+        schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, [warm, cosine], [2])
+        for _ in range(5):
+            step(model, optimizer)
+            schedule.step()
+        return weights_of(model)
+
+    assert_as_one_device(body, strategy)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_group_that_is_added_later(strategy):
+    def body(model):
+        first, *others = model.children()
+        optimizer = torch.optim.Adam(first.parameters(), lr=0.02)
+        step(model, optimizer)
+        optimizer.add_param_group({"params": [p for m in others for p in m.parameters()], "lr": 0.01})
+        for _ in range(2):
+            step(model, optimizer)
+        return weights_of(model)
+
+    assert_as_one_device(body, strategy)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_state_is_saved_and_loaded_by_the_same_ranks(strategy):
+    def body(model):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, amsgrad=True)
+        step(model, optimizer)
+        saved = copy.deepcopy(optimizer.state_dict())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+        optimizer.load_state_dict(saved)
+        for _ in range(2):
+            step(model, optimizer)
+        return weights_of(model)
+
+    assert_as_one_device(body, strategy)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_state_of_one_device_is_cut_where_it_is_loaded(strategy):
+    models = [make("mlp").double() for _ in range(3)]
+    optimizer = torch.optim.Adam(models[2].parameters(), lr=0.02)
+    step(models[2], optimizer)
+    saved, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(models[2].state_dict())
+    step(models[2], optimizer)
+    for model in models[:2]:
+        model.load_state_dict(weights)
+
+    def body(rank):
+        model = wb.parallelize(models[rank], strategy)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.5)
+        optimizer.load_state_dict(copy.deepcopy(saved))
+        step(model, optimizer)
+        for parameter, state in optimizer.state.items():
+            wanted = state_layout(parameter).local_shape(tuple(parameter.shape), rank)
+            assert type(state["exp_avg"]) is torch.Tensor and tuple(state["exp_avg"].shape) == wanted
+        return weights_of(model)
+
+    torch.testing.assert_close(run_ranks(body, 2)[1], weights_of(models[2]), rtol=1e-9, atol=1e-9)
+
+
+def test_a_step_that_raised_leaves_the_optimizer_usable():
+    models = [make("mlp").double() for _ in range(2)]
+
+    def program(rank):
+        model = wb.parallelize(models[rank], "*: data | zero=1")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        step(model, optimizer)
+        rate = optimizer.param_groups[0].pop("lr")
+        with pytest.raises(KeyError, match="lr"):
+            step(model, optimizer)
+        optimizer.param_groups[0]["lr"] = rate
+        step(model, optimizer)
+        assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], model.parameters(), strict=True))
+        return weights_of(model)
+
+    first, second = run_ranks(program, 2)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_another_strategy_without_its_optimizer_is_an_error():
+    models = [make("mlp") for _ in range(2)]
+
+    def program(rank):
+        model = wb.parallelize(models[rank], "*: data | zero=1")
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        step(model, optimizer)
+        wb.parallelize(model, "*: data")
+        with pytest.raises(LayoutError, match=r"shape \(16, 16\) for a parameter of shape \(32, 16\).*optimizer="):
+            step(model, optimizer)
+
+    run_ranks(program, 2)
+
+
+class Renamed(torch.optim.AdamW):
+    """Inherits a step that works element by element."""
+
+
+class Own(torch.optim.Adam):
+    """Has a step of its own."""
+
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+def test_which_optimizers_work_element_by_element():
+    parameters = [torch.nn.Parameter(torch.ones(2, 2))]
+    kinds = [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, Renamed]
+    assert all(is_elementwise(kind(parameters, lr=0.1)) for kind in kinds)
+    others = [torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon, Own]
+    assert not any(is_elementwise(kind(parameters, lr=0.1)) for kind in others)
+    own = Own(parameters)
+    own.elementwise = True
+    assert is_elementwise(own)

@@ -1,0 +1,355 @@
+"""What this machine can do, measured on all ranks of the world at once: they share cores, caches, memory and links.
+
+Plain rows of times come out, of this rank; what constants follow from them is arithmetic elsewhere. Between two
+measurements the ranks meet, so that none of them computes while others wait, except where that is what is measured.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from workbench.core.layout import Layout
+from workbench.core.placement import Placement
+from workbench.core.route import BoxingRoute, route_boxing
+from workbench.core.sbp import Sbp, broadcast, partial_sum, split
+from workbench.runtime.boxing.box import box_to
+from workbench.runtime.costs.counting import Counter
+from workbench.runtime.costs.stopwatch import Stopwatch
+from workbench.runtime.parallel import parallelize
+from workbench.runtime.pipelining.step import forward_backward
+from workbench.runtime.tensor import ghost_storage, label, local_torch, spec_of
+from workbench.runtime.transport.threads import ThreadHub, ThreadTransport
+from workbench.runtime.world import Simulated, World, current
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+PRODUCTS = ((512, 32, 512), (512, 64, 512), (256, 128, 512), (256, 256, 512), (512, 512, 512), (256, 1024, 512),
+            (64, 256, 1024), (1024, 64, 256), (16, 1024, 1024), (32, 1536, 1536), (128, 1024, 1024))  # fmt: skip
+"""(rows, inner, columns) of the matrix products that are timed; few rows tell what going through the weights takes."""
+WEIGHT_BYTES = 2**26
+"""Of the weights that products take by turns, because a step finds none of its weights in a cache."""
+EXCHANGE_BYTES = (2**12, 2**16, 2**19, 2**22)
+"""Of the logical tensors whose boxings are timed."""
+COPY_BYTES = 2**26
+ROWS = {"cpu": 512, "cuda": 16384}
+"""Of the activations on which functions are timed, each 512 wide."""
+_MOST_BYTES = 10**12
+"""Stands for "of any size"."""
+_WIDTH, _DEPTHS, _NUM_SAMPLES = 8, (4, 20), 8
+
+
+@dataclass(frozen=True, slots=True)
+class ProductTime:
+    """Of ``rows x inner`` times ``inner x columns``."""
+
+    dtype: str
+    rows: int
+    inner: int
+    columns: int
+    time_s: float
+
+    @property
+    def flops(self) -> float:
+        """Multiplications and additions."""
+        return 2.0 * self.rows * self.inner * self.columns
+
+    @property
+    def weight_bytes(self) -> float:
+        """Of the second factor."""
+        return float(self.inner * self.columns * DTYPES[self.dtype].itemsize)
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionTime:
+    """Of a function's forward and backward; flops and bytes are of its forward, counted as those of models are."""
+
+    name: str
+    flops: float
+    moved_bytes: float
+    forward_s: float
+    backward_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeTime:
+    """Of a boxing within groups of ``span`` neighbouring ranks, all groups at once.
+
+    ``size_bytes`` is what its busiest rank sends or receives, ``time_s`` what it adds to ranks that come from work.
+    """
+
+    kind: str
+    span: int
+    size_bytes: float
+    time_s: float
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """All that one rank has measured.
+
+    Attributes:
+        host: its name in the network; ranks of one host share its memory.
+        memory_bytes: of the host, or of this rank's GPU.
+        copy_bytes_per_s: read and written together.
+        one_shot_bytes: up to which the transport makes sums in one step; a property of it, not measured.
+        crowding: threads of ranks for each core of the host, at least 1: how much faster a rank is while others wait.
+        layer_s: a step's time for one linear layer and its activation, so small that it is all overhead.
+        step_s: what a step takes besides its layers.
+    """
+
+    host: str
+    memory_bytes: float
+    transport: str
+    device: str
+    products: tuple[ProductTime, ...]
+    functions: tuple[FunctionTime, ...]
+    exchanges: tuple[ExchangeTime, ...]
+    copy_bytes_per_s: float
+    one_shot_bytes: float
+    crowding: float
+    layer_s: float
+    step_s: float
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+def measure(spans: Sequence[int] = ()) -> RankTimes:
+    """Time products, functions, copies, overheads and boxings. All ranks of the world call it; it takes seconds.
+
+    Args:
+        spans: sizes of groups of neighbouring ranks within which boxings are timed, each a divisor of the number of
+            ranks; by default its doublings from 2 on, and all ranks.
+    """
+    world = current()
+    watch = Stopwatch(world, _host())
+    products = tuple(_time_products(watch))
+    functions = tuple(_time_function(watch, *row) for row in _functions(world.device))
+    copy_bytes_per_s = _time_copy(watch)
+    layer_s, step_s = _time_overhead(watch)
+    return RankTimes(
+        _host(),
+        _memory_bytes(world),
+        world.transport_name,
+        _device_name(world),
+        products,
+        functions,
+        tuple(_time_exchanges(watch, spans or default_spans(world.world_size))),
+        copy_bytes_per_s,
+        float(min(world.transport.cost.one_shot_bytes, _MOST_BYTES)),
+        watch.crowding,
+        layer_s,
+        step_s,
+        {"torch": torch.__version__},
+    )
+
+
+def default_spans(num_ranks: int) -> list[int]:
+    """2, 4, 8 and so on as far as they divide the ranks, and all ranks.
+
+    >>> default_spans(6)
+    [2, 6]
+    """
+    spans = [2**power for power in range(1, num_ranks.bit_length()) if num_ranks % 2**power == 0]
+    return sorted({*spans, num_ranks} - {1})
+
+
+def _dtypes(world: World) -> list[str]:
+    """Half precision products on a CPU are emulated where it cannot do them; nobody trains with those."""
+    return list(DTYPES) if world.device.type == "cuda" else ["fp32", "bf16"]
+
+
+def _time_products(watch: Stopwatch) -> Iterator[ProductTime]:
+    """As layers have them: the weight is (columns, inner), and the rank has used many others since it last used it."""
+    device = watch.world.device
+    scale = 8 if device.type == "cuda" else 1
+    largest = scale * 4 * max(inner * columns for _, inner, columns in PRODUCTS)
+    memory = torch.ones(max(WEIGHT_BYTES, largest) // 4, device=device)
+    for name in _dtypes(watch.world):
+        of_dtype = memory.view(DTYPES[name])
+        for rows, inner, columns in PRODUCTS:
+            rows, columns = scale * rows, scale * columns
+            number = of_dtype.numel() // (columns * inner)
+            weights = itertools.cycle(of_dtype[: number * columns * inner].view(number, columns, inner))
+            x = torch.ones(rows, inner, dtype=DTYPES[name], device=device)
+            yield ProductTime(name, rows, inner, columns, watch.own_s(partial(_multiply, x, weights)))
+
+
+def _multiply(x: torch.Tensor, weights: Iterator[torch.Tensor]) -> torch.Tensor:
+    return F.linear(x, next(weights))
+
+
+def _time_copy(watch: Stopwatch) -> float:
+    source = torch.ones(COPY_BYTES // 4, device=watch.world.device)
+    target = torch.empty_like(source)
+    return 2 * COPY_BYTES / watch.own_s(lambda: target.copy_(source))
+
+
+def _functions(device: torch.device) -> Iterator[tuple[str, Callable[..., torch.Tensor], tuple[torch.Tensor, ...]]]:
+    """What models are made of besides products with weights, by torch's names, on activations of a usual size."""
+    rows = ROWS[device.type]
+
+    def tensor(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=device, requires_grad=True)
+
+    x, classes = tensor(rows, 512), torch.arange(rows, device=device) % 512
+    heads = [tensor(rows // 64, 8, 64, 64) for _ in range(3)]
+    image, small = tensor(rows // 16, 16, 28, 28), tensor(rows // 16, 16, 28, 28)
+    for name, function in (("relu", torch.relu), ("gelu", F.gelu), ("silu", F.silu), ("tanh", torch.tanh)):
+        yield name, function, (x,)
+    yield "add", torch.add, (x, tensor(rows, 512))
+    yield "mul", torch.mul, (x, tensor(rows, 512))
+    yield "softmax", lambda x: torch.softmax(x, -1), (x,)
+    yield "layer_norm", lambda x, w, b: F.layer_norm(x, (512,), w, b), (x, tensor(512), tensor(512))
+    yield "cross_entropy", lambda x: F.cross_entropy(x, classes), (x,)
+    yield "embedding", lambda w: F.embedding(classes, w), (x,)
+    yield "dropout", lambda x: F.dropout(x, 0.1), (x,)
+    yield "max_pool2d", lambda x: F.max_pool2d(x, 2), (small,)
+    yield "batch_norm", lambda x, w, b: F.batch_norm(x, None, None, w, b, True), (image, tensor(16), tensor(16))
+    yield "conv2d", lambda x, w: F.conv2d(x, w, padding=1), (image, tensor(32, 16, 3, 3))
+    yield "scaled_dot_product_attention", _attend, (heads[0], heads[1], heads[2])
+    yield "matmul", torch.matmul, (heads[0], heads[1])
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def _time_function(
+    watch: Stopwatch, name: str, function: Callable[..., torch.Tensor], operands: tuple[torch.Tensor, ...]
+) -> FunctionTime:
+    counter = Counter({}, 1)
+    with counter.watch({}):
+        result = function(*operands)
+    works = [work for work in counter.works() if work.name == name]
+    grad = torch.ones_like(result)
+    forward_s = watch.own_s(lambda: function(*operands))
+    both_s = watch.own_s(lambda: torch.autograd.grad(function(*operands), operands, grad))
+    flops, moved = sum(work.flops for work in works), sum(work.moved_bytes for work in works)
+    return FunctionTime(name, flops, moved, forward_s, max(both_s - forward_s, 0.0))
+
+
+KINDS: dict[str, tuple[Sbp, Sbp]] = {
+    "all-gather": (split(0), broadcast),
+    "reduce-scatter": (partial_sum, split(0)),
+    "all-to-all": (split(0), split(1)),
+    "all-reduce": (partial_sum, broadcast),
+}
+"""Boxings on one placement by kind, as (from, to)."""
+
+
+def _time_exchanges(watch: Stopwatch, spans: Sequence[int]) -> Iterator[ExchangeTime]:
+    world, rows = watch.world, ROWS[watch.world.device.type]
+    x, weight = (torch.ones(size, 512, device=world.device) for size in (rows // 4, 512))
+    work = partial(F.linear, x, weight)
+    work_s = watch.own_s(work)
+
+    def timed(kind: str, span: int, size_bytes: float, exchange: Callable[[], Any]) -> ExchangeTime:
+        return ExchangeTime(kind, span, size_bytes, watch.together_s(exchange, work, work_s))
+
+    for span in spans:
+        first = world.rank // span * span
+        group = list(range(first, first + span))
+        for size_bytes in EXCHANGE_BYTES:
+            shape = (8 * span, max(8 * span, size_bytes // 4 // (8 * span)))
+            for kind, source, target in _boxings(world.device.type, group):
+                yield timed(kind, span, *_boxing(world, source, target, shape))
+            yield timed("gradients", span, *_sum(world, group, math.prod(shape)))
+
+
+def _boxings(device_type: str, group: list[int]) -> Iterator[tuple[str, Layout, Layout]]:
+    """Of each kind, the layouts from which and to which."""
+    placement = Placement.of(device_type, group)
+    for kind, (source, target) in KINDS.items():
+        yield kind, Layout(placement, (source,)), Layout(placement, (target,))
+    if len(group) % 2 == 0:
+        halves = [Placement.of(device_type, half) for half in (group[: len(group) // 2], group[len(group) // 2 :])]
+        yield "send", Layout(halves[0], (split(0),)), Layout(halves[1], (split(0),))
+
+
+def _boxing(world: World, source: Layout, target: Layout, shape: Any) -> tuple[float, Callable[[], Any]]:
+    """Bytes that its busiest rank sends or receives, and the boxing itself, as a model's forward has it."""
+    before, after = (spec_of(world, layout, shape) for layout in (source, target))
+    plan = route_boxing(source, target, before.shape, 4, world.transport.cost)
+    steps = plan.steps if isinstance(plan, BoxingRoute) else (plan,)
+    size = sum(max(*step.bytes_sent.values(), *step.bytes_received.values()) for step in steps)
+    with local_torch():
+        make = partial(ghost_storage, shape) if before.is_ghost else partial(torch.zeros, before.local_shape)
+        local = make(dtype=torch.float32, device=world.device).requires_grad_()
+    return size, partial(box_to, label(local, before), after, "calibration")
+
+
+def _sum(world: World, group: list[int], numel: int) -> tuple[float, Callable[[], Any]]:
+    """The same of a bucket of gradients."""
+    gradients = [torch.zeros(numel, device=world.device)]
+
+    def reduce() -> None:
+        tag = world.next_sum_tag(tuple(group))
+        world.transport.start_all_reduce(gradients, tuple(group), "sum", tag, "calibration of sums")()
+
+    return 2 * (len(group) - 1) * numel * 4 / len(group), reduce
+
+
+def _time_overhead(watch: Stopwatch) -> tuple[float, float]:
+    """Seconds of a step per layer, and besides, of a network that has next to nothing to compute.
+
+    Every rank trains one of its own: exchanges are measured elsewhere.
+    """
+    alone = World(0, 1, watch.world.device, ThreadTransport(ThreadHub(1), 0))
+    alone.generator = torch.Generator().manual_seed(0)
+    steps = [_tiny_step(alone, depth) for depth in _DEPTHS]
+    with Simulated(alone):
+        for step in steps:
+            step()
+        rounds = [[watch.repeated_s(step) for step in steps] for _ in range(3)]
+    times = [median(column) for column in zip(*rounds, strict=True)]
+    layer_s = max(times[1] - times[0], 0.0) / (_DEPTHS[1] - _DEPTHS[0])
+    return layer_s, max(times[0] - _DEPTHS[0] * layer_s, 0.0)
+
+
+def _tiny_step(world: World, depth: int) -> Callable[[], Any]:
+    with Simulated(world), torch.random.fork_rng(devices=[]):
+        layers = [module for _ in range(depth) for module in (nn.Linear(_WIDTH, _WIDTH), nn.ReLU())]
+        model = parallelize(nn.Sequential(*layers), "*: data")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
+    inputs = torch.ones(_NUM_SAMPLES, _WIDTH)
+    targets = torch.zeros(_NUM_SAMPLES, dtype=torch.int64)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        forward_backward(model, F.cross_entropy, inputs, targets)
+        optimizer.step()
+
+    return step
+
+
+def _host() -> str:
+    import socket
+
+    return socket.gethostname()
+
+
+def _memory_bytes(world: World) -> float:
+    if world.device.type == "cuda":
+        return float(torch.cuda.get_device_properties(world.device).total_memory)
+    import psutil
+
+    return float(psutil.virtual_memory().total)
+
+
+def _device_name(world: World) -> str:
+    if world.device.type == "cuda":
+        return str(torch.cuda.get_device_name(world.device))
+    import platform
+
+    return f"{platform.machine()} CPU"
+
+
+__all__ = ["ExchangeTime", "FunctionTime", "ProductTime", "RankTimes", "default_spans", "measure"]

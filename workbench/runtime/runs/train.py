@@ -1,0 +1,145 @@
+"""Training runs that can be compared: the same weights, the same batches, the same micro-batches under every strategy.
+
+``run_strategy`` is what an engine executes; ``run_one_device`` is the truth it is checked against, plain torch
+without a global tensor in it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import torch
+from torch import nn
+
+from workbench.core.metrics import StepBlock
+from workbench.core.orders import Order
+from workbench.core.strategy import Strategy
+from workbench.runtime.pipelining.micro_batches import call, cut
+from workbench.runtime.runs.collecting import INTERVAL_S, Listener
+from workbench.runtime.runs.job import CHECKED_STEPS, WARM_UP_STEPS, Job, RankResult, checked_step, num_samples_of, take
+from workbench.runtime.runs.layer_times import LayerTimes, is_measured
+from workbench.runtime.runs.live_run import LiveRun, is_simulated, logical_state
+from workbench.runtime.transport.threads import ThreadHub, ThreadTransport
+from workbench.runtime.watching.memory import PeakMeter, model_memory
+from workbench.runtime.world import Simulated, World, current
+
+
+def run_one_device(job: Job, num_micro_batches: int = 1, listen: Listener | None = None) -> RankResult:
+    """The run on one device in plain torch, with the same micro-batches in the same order.
+
+    A model that drops out runs as the only rank of a world of its own instead: plain torch draws other random numbers.
+    ``listen`` gets a ``StepBlock`` about every tenth of a second; layers are timed where somebody listens.
+    """
+    peak = PeakMeter(torch.device("cpu"), shares_process=is_simulated(current()))
+    model = job.model()
+    if drops_out(model):
+        return _run_on_one_rank(job, num_micro_batches, listen)
+    optimizer = job.optimizer(model)
+    layers = LayerTimes(model)
+    losses, times, weights = [], [], {}
+    told, told_s = 0, time.perf_counter()
+    for step, batch in enumerate(job.batches()):
+        started = time.perf_counter()
+        optimizer.zero_grad()
+        total = 0.0
+        with layers.measure() if listen is not None and is_measured(step) else nullcontext():
+            for part in cut(*batch, num_micro_batches):
+                loss = job.loss_fn(call(model, part.inputs), part.targets) * part.share
+                loss.backward()
+                total += float(loss.detach())
+        optimizer.step()
+        losses.append(total)
+        stopped = time.perf_counter()
+        times.append(stopped - started)
+        if listen is not None and (stopped - told_s >= INTERVAL_S or step == job.num_steps - 1):
+            listen(_steps_alone(job, told, losses, times))
+            told, told_s = step + 1, stopped
+        if step == checked_step(job):
+            weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    memory = {**model_memory(model, optimizer), "peak": peak.peak_bytes()}
+    return RankResult(losses, times, memory, 0, weights, [], layers.forward_s, layers.backward_s)
+
+
+def _steps_alone(job: Job, first_step: int, losses: list[float], times_s: list[float]) -> StepBlock:
+    """The steps from ``first_step`` on, as one device saw them."""
+    count = len(losses) - first_step
+    new = slice(first_step, None)
+    nothing = ((0.0,) * count,), ((0,) * count,)
+    return StepBlock(
+        first_step, (job.batch_size,) * count, tuple(losses[new]), (tuple(times_s[new]),), *nothing, (), job.num_steps
+    )
+
+
+def drops_out(model: nn.Module) -> bool:
+    """Whether training the model draws random numbers, as far as its modules tell."""
+    return any(isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in model.modules())
+
+
+def _run_on_one_rank(job: Job, num_micro_batches: int, listen: Listener | None) -> RankResult:
+    world = World(0, 1, current().device, ThreadTransport(ThreadHub(1), 0))
+    with Simulated(world):
+        strategy = Strategy("*: data").with_options(num_micro_batches=num_micro_batches)
+        return run_strategy(job, strategy, listen=listen, keeps_weights=True)
+
+
+def warm_up(job: Job) -> None:
+    """One small step in plain torch, so that what torch loads on first use counts in nobody's memory."""
+    model = job.model()
+    optimizer = job.optimizer(model)
+    inputs, targets = take(job.dataset, torch.arange(min(2, num_samples_of(job.dataset))))
+    job.loss_fn(model(inputs), targets).backward()
+    optimizer.step()
+
+
+def run_strategy(
+    job: Job,
+    strategy: Strategy | str,
+    *,
+    listen: Listener | None = None,
+    orders: Callable[[], list[Order]] | None = None,
+    keeps_weights: bool = False,
+) -> RankResult:
+    """Train under a strategy; every rank of the world calls it.
+
+    Args:
+        listen: gets what is to be reported: on rank 0 a ``StepBlock`` about every tenth of a second and what happens
+            (``RunEvent``), on every rank its ``StepSpans`` about once a second.
+        orders: what the notebook has asked of this rank so far, in order. The ranks compare notes at the same moments
+            and follow together what all of them have heard of: stop, pause, go on, another strategy.
+        keeps_weights: return the model's logical state too (costs one exchange of the whole model).
+
+    Raises:
+        StrategyError: the strategy does not fit.
+    """
+    run = LiveRun(job, Strategy(strategy) if isinstance(strategy, str) else strategy, listen, orders)
+    return run.train(keeps_weights)
+
+
+def largest_difference(ours: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> float:
+    """Largest absolute difference between two states; infinite where a name is missing or a value is not finite."""
+    worst = 0.0
+    for name, value in ours.items():
+        if name not in truth:
+            return math.inf
+        difference = float((value.double() - truth[name].double()).abs().max()) if value.numel() else 0.0
+        worst = max(worst, math.inf if math.isnan(difference) else difference)
+    return worst
+
+
+__all__ = [
+    "CHECKED_STEPS",
+    "WARM_UP_STEPS",
+    "Job",
+    "RankResult",
+    "drops_out",
+    "largest_difference",
+    "logical_state",
+    "num_samples_of",
+    "run_one_device",
+    "run_strategy",
+    "take",
+    "warm_up",
+]

@@ -1,0 +1,5 @@
+"""Strategies tried on the engines of a session.
+
+`compare` is ``wb.compare``, `comparison` the job with its one-device runs, `training` what an engine runs for it;
+`saved_runs` keeps runs on disk, `machine` says what they ran on.
+"""

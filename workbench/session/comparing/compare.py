@@ -1,0 +1,193 @@
+"""``wb.compare``: several strategies, the same weights and batches, each checked against one device."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from workbench.core.metrics import RunRecord
+from workbench.core.presets import PRESETS
+from workbench.core.strategy import Strategy
+from workbench.errors import SessionError, StrategyError
+from workbench.session.cluster import Session, current
+from workbench.session.comparing.comparison import TOLERANCE, Comparison, StrategyLike
+from workbench.session.comparing.saved_runs import SavedRuns
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@dataclass
+class CompareResult:
+    """Finished runs of one comparison.
+
+    Attributes:
+        baseline: the one-device run.
+        runs: one record per strategy, in the order in which they ran; failed ones carry their reason.
+        settings: what was compared: batch size, steps, engines, optimizer, versions.
+    """
+
+    baseline: RunRecord
+    runs: list[RunRecord]
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def all_equal(self) -> bool:
+        """Whether every strategy ran and gave the numbers of one device."""
+        return all(run.error is None and run.equal is True for run in self.runs)
+
+    @property
+    def table(self) -> pd.DataFrame:
+        """One row per strategy, the one-device run last; bytes and seconds in SI units, differences absolute."""
+        import pandas
+
+        return pandas.DataFrame([_table_row(run, run is self.baseline) for run in [*self.runs, self.baseline]])
+
+    def to_json(self) -> str:
+        """The whole result as JSON text."""
+        runs = [run.to_dict() for run in self.runs]
+        return json.dumps({"baseline": self.baseline.to_dict(), "runs": runs, "settings": self.settings}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> CompareResult:
+        """The result that ``to_json`` wrote."""
+        data = json.loads(text)
+        runs = [RunRecord.from_dict(run) for run in data["runs"]]
+        return cls(RunRecord.from_dict(data["baseline"]), runs, data.get("settings", {}))
+
+    def _repr_html_(self) -> str:
+        return str(self.table.to_html(index=False, float_format=lambda value: f"{value:.3g}"))
+
+    def __repr__(self) -> str:
+        return f"CompareResult of {len(self.runs)} strategies:\n{self.table.to_string(index=False)}"
+
+
+def _table_row(run: RunRecord, is_baseline: bool) -> dict[str, Any]:
+    return {
+        "strategy": run.name,
+        "text": run.strategy,
+        "engines": run.num_ranks,
+        "samples_per_s": run.samples_per_s,
+        "speedup": run.speedup,
+        "peak_memory_bytes": max(run.peak_memory_bytes, default=None),
+        "parameter_bytes": max((kinds.get("parameters", 0) for kinds in run.memory_by_kind), default=None),
+        "activation_bytes": max((kinds.get("activations", 0) for kinds in run.memory_by_kind), default=None),
+        "boxed_bytes_per_step": run.boxed_bytes_per_step,
+        "loss_difference": 0.0 if is_baseline else run.loss_difference,
+        "weight_difference": 0.0 if is_baseline else run.weight_difference,
+        "equal": True if is_baseline else run.equal,
+        "error": run.error,
+    }
+
+
+def compare(
+    model_fn: Callable[[], Any],
+    dataset: Any,
+    loss_fn: Callable[[Any, Any], Any],
+    strategies: Iterable[StrategyLike] | Mapping[str, StrategyLike],
+    *,
+    optimizer_fn: Callable[[Any], Any] | None = None,
+    batch_size: int,
+    steps: int = 20,
+    session: Session | None = None,
+    seed: int = 0,
+    progress: bool = True,
+    keep: bool | SavedRuns = True,
+) -> CompareResult:
+    """Train a model under several strategies, from the same weights on the same batches, and check each against one
+    device.
+
+    Args:
+        model_fn: makes the model; called on every engine after seeding.
+        dataset: an (inputs, targets) pair of tensors or arrays, or a torch Dataset of pairs.
+        loss_fn: (output, target) -> scalar, a mean over the samples.
+        strategies: preset names (data, model, pipeline, hybrid), texts or ``wb.Strategy``; or a dict from names to
+            such.
+        optimizer_fn: parameters -> torch optimizer; default SGD with lr 0.1 and momentum 0.9.
+        batch_size: samples per step, over all engines.
+        steps: training steps per strategy.
+        session: where to run; default the current one, else one with 2 engines for the time of the call.
+        seed: of the weights and of the order of the data.
+        progress: print a line per strategy to standard error.
+        keep: keep the runs on disk, see ``wb.SavedRuns``; a ``SavedRuns`` says where.
+
+    Returns:
+        A result whose ``.table`` is a pandas table.
+
+    Raises:
+        StrategyError: a strategy does not fit; nothing has run then.
+
+    ``wb.compare(make_mlp, digits(), F.cross_entropy, ["data", "model"], batch_size=128).table`` has a row for each.
+    """
+    named = _named(strategies)
+    saved = SavedRuns() if keep is True else keep or None
+    options: dict[str, Any] = {
+        "optimizer_fn": optimizer_fn,
+        "batch_size": batch_size,
+        "steps": steps,
+        "seed": seed,
+        "keep": saved,
+    }
+    with (
+        _session(session) as used,
+        Comparison(used, model_fn, dataset, loss_fn, **options) as comparison,
+    ):
+        checked = {name: comparison.strategy(strategy) for name, strategy in named.items()}
+        say = _Progress(len(checked)) if progress else None
+        baseline = comparison.baseline()
+        runs = [_run_to_end(comparison, name, strategy, say) for name, strategy in checked.items()]
+        return CompareResult(baseline, runs, comparison.settings())
+
+
+def _named(strategies: Iterable[StrategyLike] | Mapping[str, StrategyLike]) -> dict[str, StrategyLike]:
+    if isinstance(strategies, Mapping):
+        named = dict(strategies)
+    else:
+        listed = [strategies] if isinstance(strategies, (str, Strategy)) else list(strategies)
+        named = {str(strategy): strategy for strategy in listed}
+    if not named:
+        raise StrategyError(
+            f"compare: no strategy given. Give some of {', '.join(PRESETS)}, or texts such as '*: data'."
+        )
+    return named
+
+
+@contextmanager
+def _session(session: Session | None) -> Any:
+    existing = session or current()
+    with nullcontext(existing) if existing is not None else Session(engines=2) as used:
+        yield used
+
+
+def _run_to_end(comparison: Comparison, name: str, strategy: Strategy, say: _Progress | None) -> RunRecord:
+    started = time.perf_counter()
+    try:
+        record = comparison.start(strategy, name).result()
+    except SessionError as error:  # one strategy that fails must not take the others' results with it
+        record = comparison.planned(name, strategy, error=str(error))
+    if say is not None:
+        say(record, time.perf_counter() - started)
+    return record
+
+
+class _Progress:
+    """A line per finished strategy on standard error."""
+
+    def __init__(self, total: int) -> None:
+        self.total, self.done = total, 0
+
+    def __call__(self, run: RunRecord, time_s: float) -> None:
+        self.done += 1
+        verdict = "failed" if run.error else "equal to one device" if run.equal else "NOT equal to one device"
+        print(
+            f"[{self.done}/{self.total}] {run.name}: {run.samples_per_s:.0f} samples/s, {verdict} ({time_s:.1f} s)",
+            file=sys.stderr,
+        )
+
+
+__all__ = ["TOLERANCE", "CompareResult", "Comparison", "compare"]

@@ -1,0 +1,314 @@
+"""A job on the engines of a session: its one-device runs, and the strategies that are tried on it.
+
+The job (model, data, loss, optimizer) travels to the engines once. One engine first trains on one device in plain
+torch: that run is the truth, for losses and weights, and the measure of speed-up.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime
+from typing import Any
+
+from workbench.core.metrics import RunEvent, RunRecord, StepBlock, StepSpans, bubble
+from workbench.core.presets import PRESETS, preset
+from workbench.core.rows import Layer
+from workbench.core.strategy import Strategy
+from workbench.runtime.parallel import describe
+from workbench.runtime.runs.train import CHECKED_STEPS, WARM_UP_STEPS, Job, num_samples_of
+from workbench.session.calls import RemoteCall
+from workbench.session.cluster import Session
+from workbench.session.comparing import training
+from workbench.session.comparing.machine import machine_text, versions
+from workbench.session.comparing.saved_runs import RunFile, SavedRuns
+from workbench.session.comparing.training import RankReport
+
+TOLERANCE = 1e-5
+"""Largest difference to one device over the first ``CHECKED_STEPS`` steps of a run that counts as equal: of its losses
+and, under SGD, of the weights after them."""
+NO_STRATEGY = "plain torch, no parallelism"
+"""What the one-device run has in the place of a strategy."""
+StrategyLike = Strategy | str
+Message = StepBlock | StepSpans | RunEvent
+_POLL_S = 0.1
+_keys = itertools.count()
+
+
+class Comparison:
+    """A job on the engines of a session, its one-device runs, and the strategies tried on it so far.
+
+    ``wb.compare`` and the panel are both made of this. Close it (or use it as a context) to free the engines' copies.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        model_fn: Callable[[], Any],
+        dataset: Any,
+        loss_fn: Callable[[Any, Any], Any],
+        *,
+        optimizer_fn: Callable[[Any], Any] | None = None,
+        batch_size: int,
+        steps: int,
+        seed: int = 0,
+        keep: SavedRuns | None = None,
+    ) -> None:
+        if batch_size < 1 or steps < 1:
+            raise ValueError(f"batch_size={batch_size}, steps={steps}: both are at least 1.")
+        if batch_size > num_samples_of(dataset):
+            raise ValueError(f"batch_size={batch_size}, but the data set has {num_samples_of(dataset)} samples.")
+        self.session = session
+        self.job = Job(model_fn, dataset, loss_fn, optimizer_fn, batch_size, steps, seed)
+        self.key = f"{os.getpid()}-{next(_keys)}"
+        model = self.job.model()
+        self.layers: list[Layer] = describe(model)
+        self.checks_weights = type(self.job.optimizer(model)).__name__ == "SGD"
+        self._truths: dict[int, RankReport] = {}
+        self._keep = keep
+        self._baseline: RunRecord | None = None
+        session.submit(training.keep_job, self.key, self.job).result()
+
+    def __enter__(self) -> Comparison:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free the engines' copies of the job."""
+        self.session.submit(training.forget_job, self.key).result()
+
+    def strategy(self, wanted: StrategyLike) -> Strategy:
+        """A strategy from a preset's name, a text or itself, checked against the model.
+
+        Raises:
+            StrategyError: it does not fit the model or the number of engines.
+        """
+        if isinstance(wanted, str):
+            wanted = preset(wanted, self.layers, self.session.num_engines) if wanted in PRESETS else Strategy(wanted)
+        wanted.resolve(self.layers, self.session.num_engines)
+        return wanted
+
+    def truth(self, num_micro_batches: int = 1, listen: Callable[[StepBlock], None] | None = None) -> RankReport:
+        """The one-device run with so many micro-batches, made on engine 0 when it is first asked for.
+
+        ``listen`` gets its steps while it is made.
+        """
+        if num_micro_batches not in self._truths:
+            call = self.session.submit(training.train_one_device, self.key, num_micro_batches, ranks=[0])
+            while listen is not None and not call.done():
+                time.sleep(_POLL_S)
+                for _, message in call.messages():
+                    if isinstance(message, StepBlock):
+                        listen(message)
+            self._truths[num_micro_batches] = call.result()[0]
+        return self._truths[num_micro_batches]
+
+    def baseline(self, listen: Callable[[StepBlock], None] | None = None) -> RunRecord:
+        """The one-device run as a record; kept on disk like the others. ``listen`` gets its steps while it is made."""
+        if self._baseline is None:
+            truth = self.truth(1, listen)
+            record = self._record("one device", NO_STRATEGY, [truth], num_ranks=1)
+            self._baseline = self._keep.begin(record).finish(record) if self._keep is not None else record
+        return self._baseline
+
+    def start(
+        self, wanted: StrategyLike, name: str | None = None, predicted: Mapping[str, float] | None = None
+    ) -> TrainingRun:
+        """Start a run and return at once; the truth it is checked against is trained first, if it is not there yet.
+
+        ``predicted`` is kept with the record: what was expected of the run, see ``RunRecord``.
+        """
+        strategy = self.strategy(wanted)
+        label = name or (wanted if isinstance(wanted, str) and wanted in PRESETS else str(strategy))
+        self.truth(1)
+        self.truth(strategy.options.num_micro_batches)
+        planned = self.planned(label, strategy, predicted)
+        file = self._keep.begin(planned) if self._keep is not None else None
+        micro_batches = strategy.options.num_micro_batches
+        told = f"training run {label!r}"
+        call = self.session.submit(training.train_strategy, self.key, str(strategy), micro_batches, label=told)
+        return TrainingRun(self, planned, strategy, call, file)
+
+    def planned(
+        self, name: str, strategy: Strategy, predicted: Mapping[str, float] | None = None, error: str | None = None
+    ) -> RunRecord:
+        """What is known of a run before it begins; with ``error``, of one that never did."""
+        return RunRecord(
+            name,
+            str(strategy),
+            self.session.num_engines,
+            self.job.batch_size,
+            error=error,
+            predicted=dict(predicted or {}),
+            settings=self.settings(),
+            started=_now(),
+        )
+
+    def settings(self) -> dict[str, Any]:
+        """What is trained, and with what."""
+        job = self.job
+        return {
+            "model": getattr(job.model_fn, "__name__", type(job.model_fn).__name__),
+            "num_parameters": sum(layer.num_parameters for layer in self.layers),
+            "batch_size": job.batch_size,
+            "steps": job.num_steps,
+            "engines": self.session.num_engines,
+            "device": self.session.device,
+            "optimizer": _optimizer_text(job.optimizer_fn),
+            "seed": job.seed,
+            "tolerance": TOLERANCE,
+            "machine": machine_text(),
+            **{name.lower(): number for name, number in versions().items()},
+        }
+
+    def record(self, planned: RunRecord, strategy: Strategy, reports: Sequence[RankReport]) -> RunRecord:
+        """A finished run, compared with one device."""
+        run = self._record(planned.name, planned.strategy, reports, planned.num_ranks)
+        run = replace(run, predicted=planned.predicted, started=planned.started, changes=reports[0].changes)
+        truth = self.truth(strategy.options.num_micro_batches)
+        pairs = list(zip(run.losses, truth.losses, strict=False))[:CHECKED_STEPS]
+        loss_difference = max((_distance(a, b) for a, b in pairs), default=None)
+        weight_difference = next((r.weight_difference for r in reports if r.weight_difference is not None), None)
+        compared = [loss_difference] + ([weight_difference] if self.checks_weights else [])
+        equal = None if loss_difference is None else all(d is None or d <= TOLERANCE for d in compared)
+        return replace(run, loss_difference=loss_difference, weight_difference=weight_difference, equal=equal)
+
+    def _record(self, name: str, text: str, reports: Sequence[RankReport], num_ranks: int) -> RunRecord:
+        slowest = [max(times) for times in zip(*(report.step_times_s for report in reports), strict=False)]
+        rate = self._samples_per_s(slowest)
+        return RunRecord(
+            name,
+            text,
+            num_ranks,
+            self.job.batch_size,
+            reports[0].losses,
+            tuple(slowest),
+            rate,
+            rate / self._samples_per_s(self.truth().step_times_s),
+            tuple(report.memory_bytes["peak"] for report in reports),
+            tuple({k: v for k, v in report.memory_bytes.items() if k != "peak"} for report in reports),
+            sum(report.boxed_bytes for report in reports),
+            layer_forward_s=_slowest([report.layer_forward_s for report in reports]),
+            layer_backward_s=_slowest([report.layer_backward_s for report in reports]),
+            settings=self.settings(),
+            started=_now(),
+        )
+
+    def _samples_per_s(self, times: Sequence[float]) -> float:
+        steady = list(times)[WARM_UP_STEPS + 1 :] or list(times)
+        return self.job.batch_size / statistics.median(steady)
+
+
+class TrainingRun:
+    """One strategy being trained; the notebook goes on meanwhile."""
+
+    def __init__(
+        self, comparison: Comparison, planned: RunRecord, strategy: Strategy, call: RemoteCall, file: RunFile | None
+    ) -> None:
+        self.comparison, self.planned, self.strategy, self.call = comparison, planned, strategy, call
+        self._file = file
+        self._spans: dict[int, StepSpans] = {}
+        self._record: RunRecord | None = None
+
+    @property
+    def name(self) -> str:
+        """What the run is called in tables."""
+        return self.planned.name
+
+    @property
+    def run_id(self) -> str:
+        """The name of the run's file; empty if it is not kept."""
+        return self._file.run_id if self._file is not None else ""
+
+    def poll(self) -> list[Message]:
+        """What was reported since the last call: blocks of steps of all ranks, spans, events."""
+        found = [message for _, message in self.call.messages() if isinstance(message, Message)]
+        if self._file is not None:
+            self._file.add(found)
+        for message in found:
+            if isinstance(message, StepSpans):
+                self._spans[message.rank] = message
+            elif isinstance(message, StepBlock):
+                self.call.describe(f"training run {self.name!r}, step {message.stop_step} of {message.num_steps}")
+        return found
+
+    def done(self) -> bool:
+        """Whether the run has ended, well or not."""
+        return self.call.done()
+
+    def stop(self) -> None:
+        """Ask the run to end at the next step; its figures so far are kept."""
+        self.call.order("stop")
+
+    def pause(self) -> None:
+        """Ask the run to wait after its current step."""
+        self.call.order("pause")
+
+    def go_on(self) -> None:
+        """Ask a paused run to go on."""
+        self.call.order("go on")
+
+    def change(self, strategy: StrategyLike) -> None:
+        """Ask the run to go on under another strategy from its next step, with the same weights and optimizer state.
+
+        Raises:
+            StrategyError: it does not fit the model or the number of engines.
+        """
+        self.call.order("strategy", str(self.comparison.strategy(strategy)))
+
+    def result(self, timeout: float | None = None) -> RunRecord:
+        """The finished run, compared with one device; waits for it.
+
+        Raises:
+            CellError: a rank failed.
+        """
+        if self._record is None:
+            try:
+                reports = self.call.result(timeout)
+            except TimeoutError:
+                raise
+            except BaseException as error:
+                self._finish(replace(self.planned, error=str(error).strip() or repr(error)))
+                raise
+            self.poll()
+            record = self.comparison.record(self.planned, self.strategy, reports)
+            self._record = self._finish(replace(record, bubble=bubble(list(self._spans.values()))))
+        return self._record
+
+    def _finish(self, record: RunRecord) -> RunRecord:
+        file, self._file = self._file, None
+        return file.finish(record) if file is not None else record
+
+
+def _now() -> str:
+    return datetime.now().astimezone().isoformat(timespec="seconds")
+
+
+def _slowest(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """By layer, in the order of the ranks that hold them: the seconds of the slowest rank."""
+    names = dict.fromkeys(name for seconds in ranks for name in seconds)
+    return {name: max(seconds.get(name, 0.0) for seconds in ranks) for name in names}
+
+
+def _optimizer_text(optimizer_fn: Any) -> str:
+    """The optimizer's source line, where there is one to show."""
+    if optimizer_fn is None:
+        return "SGD(lr=0.1, momentum=0.9)"
+    try:
+        return inspect.getsource(optimizer_fn).strip()
+    except (OSError, TypeError):
+        return getattr(optimizer_fn, "__name__", repr(optimizer_fn))
+
+
+def _distance(a: float, b: float) -> float:
+    return abs(a - b) if a == a and b == b else float("inf") if (a == a) != (b == b) else 0.0
+
+
+__all__ = ["NO_STRATEGY", "TOLERANCE", "Comparison", "Message", "StrategyLike", "TrainingRun"]

@@ -1,0 +1,129 @@
+"""Answers the notebook on the engine's control thread, also while the main thread is stuck in C.
+
+Operations: ``status`` (a `RankStatus` with the main thread's stack), ``abort`` (end waits for other
+ranks), ``stop`` (make `stop_requested` true for one run), ``order`` (tell a training run to pause, go on, change its
+strategy or stop), ``complete``, ``inspect`` and ``names`` (of the engine), ``debug`` (have a debugger listen).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from workbench.errors import WorldError
+from workbench.session import protocol
+from workbench.session.on_engine import assist as engine_assist
+from workbench.session.on_engine import debug as engine_debug
+from workbench.session.on_engine import orders as engine_orders
+from workbench.session.on_engine import shell as engine_shell
+from workbench.session.on_engine import waits as engine_waits
+from workbench.session.on_engine.failures import frames_of_stack
+
+_NEAR_WAITS = os.path.join("runtime", "transport", "letters", "waits.py")
+_FAR_WAITS = (os.path.join("network", "waiting.py"), os.path.join("session", "engine_waits.py"))
+
+
+def install(shell: Any) -> None:
+    """Register the handler; ipyparallel's nanny relays message types that it does not know."""
+    kernel = shell.kernel
+
+    def handle(stream: Any, ident: Any, parent: dict[str, Any]) -> None:
+        reply, buffers = _answer(parent["content"])
+        kernel.session.send(stream, protocol.CONTROL_REPLY, reply, parent=parent, ident=ident, buffers=buffers)
+
+    kernel.control_handlers[protocol.CONTROL_REQUEST] = handle
+
+
+def _answer(content: dict[str, Any]) -> tuple[dict[str, str], list[bytes]]:
+    try:
+        result = _OPERATIONS[content["op"]](**content.get("arguments", {}))
+        return {"status": "ok"}, [protocol.dump(result)]
+    except Exception as error:  # noqa: BLE001 - told to the notebook
+        return {"status": "error", "message": f"{type(error).__name__}: {error}"}, []
+
+
+def status() -> protocol.RankStatus:
+    """This rank as it is now; never waits for the main thread."""
+    import psutil
+
+    stack = frames_of_stack(sys._current_frames().get(_main_thread_id()))
+    world = _world()
+    return protocol.RankStatus(
+        rank=int(os.environ.get("RANK", "-1")),
+        alive=True,
+        pid=os.getpid(),
+        device=str(world.device) if world is not None else "",
+        transport=world.transport_name if world is not None else "",
+        transport_groups=world.transport_groups if world is not None else (),
+        memory_bytes=psutil.Process().memory_info().rss,
+        busy=bool(stack),
+        doing=describe_place(stack),
+        stack=stack,
+        waits=_wait_of(sys._current_frames().get(_main_thread_id()), world),
+    )
+
+
+def abort(reason: str) -> None:
+    """End the main thread's wait for other ranks."""
+    engine_waits.abort(reason)
+    world = _world()
+    if world is not None:
+        world.abort(reason)
+
+
+def _wait_of(frame: FrameType | None, world: Any) -> str:
+    """The name of the wait that a thread is in; another wait has another name."""
+    files = [found.f_code.co_filename for found, _ in traceback.walk_stack(frame)] if frame is not None else []
+    number = f"{world.traffic.num_exchanges if world is not None else 0}.{engine_waits.num_waits()}"
+    if any(file.endswith(_NEAR_WAITS) for file in files):
+        is_near = world is not None and world.transport_name in ("shared", "ipc")
+        return f"{protocol.NEAR if is_near else 'far'} {number}"
+    return f"far {number}" if any(file.endswith(_FAR_WAITS) for file in files) else ""
+
+
+def describe_place(stack: tuple[protocol.Frame, ...]) -> str:
+    """``at cell line 3, in all_reduce (distributed_c10d.py:2501)``: the cell's line and what it called.
+
+    Empty without frames.
+    """
+    if not stack:
+        return ""
+    last_cell = max((index for index, frame in enumerate(stack) if frame.in_cell), default=-1)
+    called = stack[last_cell + 1] if last_cell + 1 < len(stack) else None
+    inside = f"in {called.function} ({os.path.basename(called.file)}:{called.line})" if called else ""
+    line = f"at cell line {stack[last_cell].line}" if last_cell >= 0 else ""
+    return ", ".join(part for part in (line, inside) if part)
+
+
+def _main_thread_id() -> int:
+    return threading.main_thread().ident or 0
+
+
+def _world() -> Any:
+    """The current world, or None before joining and after leaving."""
+    module = sys.modules.get("workbench.runtime.world")
+    if module is None:
+        return None
+    try:
+        return module.current()
+    except WorldError:
+        return None
+
+
+_OPERATIONS: dict[str, Callable[..., Any]] = {
+    "status": status,
+    "abort": abort,
+    "stop": engine_shell.request_stop,
+    "order": engine_orders.give,
+    "ping": time.time,
+    "complete": engine_assist.complete,
+    "inspect": engine_assist.inspect,
+    "names": engine_assist.names,
+    "debug": engine_debug.listen,
+}

@@ -1,0 +1,134 @@
+"""Turns an exception on an engine into the plain `Failure` that the notebook groups and shows."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterable
+from types import CodeType, FrameType, TracebackType
+from typing import Any
+
+from workbench.errors import CollectiveAborted
+from workbench.session import protocol
+from workbench.session.on_engine.shell import current_tag, send, shell
+
+_LINES_AROUND = 2
+_MAX_FRAMES = 20
+user_files: dict[str, str] = {}
+"""Files that the notebook's user wrote, and how they are called: their lines are shown in errors, as those of cells."""
+entry_points: set[CodeType] = set()
+"""Functions of ours below which the user's code begins."""
+
+
+def install(here: Any) -> None:
+    """Send a `Failure` whenever the shell shows a traceback."""
+    plain_show = here._showtraceback
+
+    def showtraceback(kind: type[BaseException], error: BaseException, text: list[str]) -> None:
+        if current_tag() is not None and isinstance(error, BaseException):
+            send(failure_of(error))
+        plain_show(kind, error, text)
+
+    here._showtraceback = showtraceback
+    warnings.formatwarning = _told_alike(warnings.formatwarning)
+    here.events.register("post_run_cell", lambda result: _let_go(here, result.error_in_exec))
+
+
+def _told_alike(plain_format: Callable[..., str]) -> Callable[..., str]:
+    """Warnings about lines of cells name the cell: its file has another name on every rank, and each would be shown."""
+
+    def format_warning(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+    ) -> str:
+        if not _is_cell(filename):
+            return plain_format(message, category, filename, lineno, line)
+        source = (line or linecache.getline(filename, lineno)).strip()
+        return f"{user_files.get(filename, 'cell')} line {lineno}: {category.__name__}: {message}\n  {source}\n"
+
+    return format_warning
+
+
+def _let_go(here: Any, error: BaseException | None) -> None:
+    """Free the variables of functions that failed: IPython keeps the last traceback, and with it all their tensors."""
+    here.history_manager.exceptions.clear()
+    here.InteractiveTB.tb = None
+    for name in ("last_type", "last_value", "last_traceback", "last_exc"):
+        if hasattr(sys, name):
+            setattr(sys, name, None)
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
+
+
+def failure_of(error: BaseException) -> protocol.Failure:
+    """The exception, with the frames of the user's cell and what it called."""
+    return protocol.Failure(
+        kind=type(error).__name__,
+        message=_safe_str(error),
+        frames=frames_of_traceback(error.__traceback__),
+        time_s=time.time(),
+        was_stopped=isinstance(error, (KeyboardInterrupt, CollectiveAborted)),
+        chain=tuple(_chain(error)),
+        syntax="".join(traceback.format_exception_only(error)) if isinstance(error, SyntaxError) else "",
+    )
+
+
+def frames_of_traceback(tb: TracebackType | None) -> tuple[protocol.Frame, ...]:
+    """Frames from the user's code inwards, outermost first."""
+    return _user_frames([(frame, line) for frame, line in traceback.walk_tb(tb)])
+
+
+def frames_of_stack(frame: FrameType | None) -> tuple[protocol.Frame, ...]:
+    """The same for a thread's stack; empty when no user code runs."""
+    stack = [(found, line) for found, line in traceback.walk_stack(frame)] if frame is not None else []
+    return _user_frames(stack[::-1])
+
+
+def _user_frames(stack: list[tuple[FrameType, int]]) -> tuple[protocol.Frame, ...]:
+    """What lies inside the outermost cell, or inside a call sent by ``submit``."""
+    # Equal, not identical: ipyparallel rebuilds functions from their code.
+    is_call = [frame.f_code in entry_points for frame, _ in stack]
+    in_cell = [_is_cell(frame.f_code.co_filename) for frame, _ in stack]
+    if True in in_cell:
+        start = in_cell.index(True)
+    elif True in is_call:
+        start = is_call.index(True) + 1
+    else:
+        return ()
+    kept = list(zip(stack, in_cell, strict=True))[start:]
+    if len(kept) > _MAX_FRAMES:
+        kept = kept[: _MAX_FRAMES // 2] + kept[-_MAX_FRAMES // 2 :]
+    return tuple(_frame(frame, line, cell) for (frame, line), cell in kept)
+
+
+def _frame(frame: FrameType, line: int, in_cell: bool) -> protocol.Frame:
+    code = frame.f_code
+    numbers: Iterable[int] = range(max(1, line - _LINES_AROUND), line + _LINES_AROUND + 1)
+    lines = [(number, linecache.getline(code.co_filename, number, frame.f_globals)) for number in numbers]
+    source = tuple((number, text.rstrip("\n")) for number, text in lines if text)
+    file = user_files.get(code.co_filename, "cell") if in_cell else code.co_filename
+    return protocol.Frame(file, line, code.co_qualname, in_cell, source)
+
+
+def _is_cell(filename: str) -> bool:
+    return filename in user_files or shell().compile.format_code_name(filename) is not None
+
+
+def _chain(error: BaseException) -> Iterable[str]:
+    """``KeyError: 'x'`` of each exception that led to this one, nearest first, at most three."""
+    for _ in range(3):
+        led = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+        if led is None:
+            return
+        yield f"{type(led).__name__}: {_safe_str(led)}"
+        error = led
+
+
+def _safe_str(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as failure:  # noqa: BLE001 - a broken __str__ must not hide the failure
+        return f"(its message cannot be shown: {type(failure).__name__})"

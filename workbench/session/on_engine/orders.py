@@ -1,0 +1,19 @@
+"""Orders of the notebook to the call that runs on this engine: noted by the control thread, read between two steps."""
+
+from __future__ import annotations
+
+from workbench.core.orders import Order
+from workbench.session.on_engine import shell as engine_shell
+
+_orders: dict[int, list[Order]] = {}
+
+
+def give(run: int, kind: str, text: str = "") -> None:
+    """Note an order to a run, also to one that has not begun; called on the engine's control thread."""
+    _orders.setdefault(run, []).append(Order(kind, text))
+
+
+def orders() -> list[Order]:
+    """All orders to the running call so far, in order; cheap to poll."""
+    tag = engine_shell.current_tag() if _orders else None
+    return list(_orders.get(tag.run, ())) if tag is not None else []

@@ -1,0 +1,100 @@
+"""Where a run's output and published objects go: collected as text, and shown while it comes where asked."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from workbench.session import protocol
+from workbench.session.adapter import Event
+from workbench.session.output.lines import Unfinished
+from workbench.session.output.log import RunLog
+from workbench.session.output.merging import Block, OutputMerger, as_text, tagged
+
+#: Receives every piece of merged output: the stream's name ("stdout" or "stderr") and the block.
+Show = Callable[[str, Block], None]
+#: Receives all unfinished lines as one text, again whenever they have changed; an empty one when there are none.
+ShowUnfinished = Callable[[str], None]
+#: Receives every object that a rank has published: the rank and the object.
+Hear = Callable[[int, object], None]
+
+
+class OutputListener:
+    """Merges the output of a run; ``show`` gets each block as soon as it is complete, ``log`` all text as it came.
+
+    ``hear`` gets published objects when they come; without it they wait for ``take_published``. ``show_unfinished``
+    gets what stands on unfinished lines, such as progress bars, whenever it has changed.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        num_ranks: int,
+        show: Show | None = None,
+        merge: bool = True,
+        log: RunLog | None = None,
+        hear: Hear | None = None,
+        show_unfinished: ShowUnfinished | None = None,
+    ) -> None:
+        self._show_unfinished, self._unfinished = show_unfinished, Unfinished()
+        self._hear = hear
+        self._ranks, self._num_ranks, self._show, self._log = tuple(ranks), num_ranks, show, log
+        self._output = OutputMerger(ranks, merge)
+        self._lines: list[str] = []
+        self._published: list[tuple[int, bytes]] = []
+        self._lock = threading.Lock()
+
+    def on_event(self, event: Event) -> None:
+        if event.kind == "stream":
+            name, text = event.content
+            self._output.feed_stream(event.rank, name, text, event.time_s)
+            if self._log is not None:
+                self._log.write(event.rank, text)
+        elif event.kind in ("display", "result"):
+            self._output.feed_bundle(event.rank, event.kind, event.content, event.time_s)
+        elif isinstance(event.content, protocol.Published) and self._hear is not None:
+            self._hear(event.rank, protocol.load(event.content.payload))
+        elif isinstance(event.content, protocol.Published):
+            with self._lock:
+                self._published.append((event.rank, event.content.payload))
+
+    def on_idle(self, now: float) -> None:
+        self._give_out(now, final=False)
+        if self._show_unfinished is not None:
+            lines = self._unfinished.take(self._output.unfinished(), now)
+            if lines is not None:
+                self._show_unfinished("\n".join(tagged(ranks, text, self._num_ranks) for ranks, text in lines))
+
+    def wakeup(self) -> float | None:
+        times = (self._output.wakeup(), self._unfinished.wakeup())
+        return min((time for time in times if time is not None), default=None)
+
+    def finish(self) -> None:
+        """The run is over: give out what still waits."""
+        now = time.monotonic()
+        for rank in self._ranks:
+            self._output.finish(rank, now)
+        self._give_out(now, final=True)
+        if self._show_unfinished is not None and self._unfinished.take([], math.inf) is not None:
+            self._show_unfinished("")
+        if self._log is not None:
+            self._log.close()
+
+    @property
+    def text(self) -> str:
+        """All output so far, each line with the ranks that printed it."""
+        return "\n".join(self._lines)
+
+    def take_published(self) -> list[tuple[int, object]]:
+        """(rank, object) of what was published since the last call; from any thread."""
+        with self._lock:
+            taken, self._published = self._published, []
+        return [(rank, protocol.load(payload)) for rank, payload in taken]
+
+    def _give_out(self, now: float, final: bool) -> None:
+        for stream, block in self._output.take(now, final):
+            self._lines.append(as_text(block, self._num_ranks))
+            if self._show is not None:
+                self._show(stream, block)

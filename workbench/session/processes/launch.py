@@ -1,0 +1,325 @@
+"""Starts and stops the processes of a session with ipyparallel's own launchers.
+
+One engine per rank, its environment set before its interpreter starts (the only safe moment for
+CUDA_VISIBLE_DEVICES and OMP_NUM_THREADS), engine id = rank, everything on loopback and encrypted.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ipyparallel as ipp
+import psutil
+from ipyparallel.cluster.launcher import LocalControllerLauncher, LocalEngineLauncher, LocalEngineSetLauncher
+from traitlets import Integer, List
+from traitlets.config import Config
+
+from workbench.core.cores import num_cores
+from workbench.errors import EngineStartError
+from workbench.session.processes import guard, memory_kills
+from workbench.session.processes.folder import Kept, ProcessId, SessionFolder
+from workbench.session.processes.meeting_point import INTERFACE_VARIABLES, interface_of
+from workbench.session.ranks import say_ranks
+
+START_TIMEOUT_S = 120
+_POLL_S = 0.05
+_LOG_LINES = 12
+GUARD = [sys.executable, "-m", "workbench.session.processes.guard"]
+_CONTROLLER_OPTIONS = [
+    "--IPController.use_threads=True",
+    "--IPController.ip=127.0.0.1",
+    "--HeartMonitor.period=1000",
+    "--log-level=WARN",
+]
+_ENGINE_OPTIONS = ["--IPEngine.timeout=60", "--log-level=WARN", "--InteractiveShell.xmode=Plain"]
+
+
+def rank_environment(rank: int, num_ranks: int, gpus: Sequence[str] = ()) -> dict[str, str]:
+    """Environment of one engine; ``gpus`` are the devices to share out, empty for CPU engines."""
+    environment = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+        "OMP_NUM_THREADS": str(max(1, num_cores() // num_ranks)),
+    }
+    # gloo and NCCL ask for no password, and would listen wherever the host's name leads
+    loopback = interface_of("127.0.0.1")
+    environment |= {name: os.environ.get(name, loopback) for name in INTERFACE_VARIABLES if loopback}
+    if gpus:
+        environment["CUDA_VISIBLE_DEVICES"] = gpus[rank % len(gpus)]
+    return environment
+
+
+def find_gpus() -> list[str]:
+    """Names by which CUDA knows this machine's GPUs; found without loading CUDA into this process."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return [name.strip() for name in chosen.split(",") if name.strip() not in ("", "-1")]
+    if shutil.which("nvidia-smi") is None:
+        return []
+    listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=False)
+    lines = [line for line in listing.stdout.splitlines() if line.startswith("GPU ")]
+    return [str(index) for index in range(len(lines))]
+
+
+class GuardedControllerLauncher(LocalControllerLauncher):
+    """A controller that ends with the notebook, and takes the rest of the session with it."""
+
+    stop_seconds_until_kill = Integer(1)
+
+    def find_args(self) -> list[str]:
+        return [*GUARD, "ipyparallel.controller", *self.cluster_args, *self.controller_args]
+
+
+class RankEngineLauncher(LocalEngineLauncher):
+    """One engine: knows its rank, and ends with the notebook."""
+
+    stop_seconds_until_kill = Integer(1)
+
+    @property
+    def rank(self) -> int:
+        return self.parent.ranks[int(self.identifier)]
+
+    def find_args(self) -> list[str]:
+        return [*GUARD, "ipyparallel.engine", *self.cluster_args, *self.engine_args, f"--IPEngine.id={self.rank}"]
+
+    def start(self) -> Any:
+        own = rank_environment(self.rank, self.parent.num_ranks, self.parent.gpus)
+        self.set_trait("environment", {**self.environment, **own})
+        return super().start()
+
+
+class RankEngineSetLauncher(LocalEngineSetLauncher):
+    """Engines for the given ranks of a session (all of them at its start, some of them at a restart)."""
+
+    launcher_class = RankEngineLauncher
+    ranks: Any = List()
+    num_ranks = Integer()
+    gpus: Any = List()
+
+
+class LocalProcesses:
+    """Controller and engines of one session on this host.
+
+    ``start`` brings them up or raises `EngineStartError`; ``stop`` ends all of them; both leave nothing behind.
+    """
+
+    replaces_engines = True
+
+    def __init__(self, folder: SessionFolder, num_ranks: int, gpus: Sequence[str] = (), keep: bool = False) -> None:
+        self.folder = folder
+        self.num_ranks = num_ranks
+        self.gpus = list(gpus)
+        self.keep = keep
+        self.engines: dict[int, psutil.Process] = {}
+        self._controller: ProcessId | None = None
+        self._since_s = time.time()
+        self._memory_kills = memory_kills.count()
+        self._launchers: dict[int, RankEngineLauncher] = {}
+        self._known: set[ProcessId] = set()
+        self._cluster = ipp.Cluster(
+            profile_dir=str(folder.path / "profile"),
+            cluster_id="",
+            cluster_file="",
+            config=Config(),
+            load_profile=False,
+            shutdown_atexit=False,
+            delay=0,
+            send_engines_connection_env=False,  # it waits for the controller; engines can load torch meanwhile
+            log_level=logging.CRITICAL,
+            controller_args=_CONTROLLER_OPTIONS,
+            engines=RankEngineSetLauncher,
+            controller=GuardedControllerLauncher,
+        )
+
+    def start(self, on_progress: Callable[[int], None]) -> ipp.Client:
+        """Start everything and return a client that sees all ranks.
+
+        ``on_progress`` is called with the number of engines that are up, about 20 times a second.
+
+        Raises:
+            EngineStartError: the controller or an engine ended; the message has the last lines it wrote.
+        """
+        self._write_security_settings()
+        self._cluster.start_controller_sync(environment=self._environment())
+        assert self._cluster.controller is not None
+        self._controller = ProcessId.of(self._cluster.controller.pid)
+        self._launch(range(self.num_ranks))
+        try:
+            client = self._cluster.connect_client_sync()
+        except Exception as error:
+            raise EngineStartError(
+                f"Session: the controller did not start ({error}). The last lines it wrote:\n{self._controller_log()}"
+            ) from error
+        self._wait_for(client, range(self.num_ranks), on_progress)
+        return client
+
+    def attach(self, facts: Kept) -> ipp.Client:
+        """A client for engines that an earlier notebook has started and left (``keep``)."""
+        self._controller, self._since_s = facts.controller, facts.since_s
+        found = {rank: process.find() for rank, process in facts.engines.items()}
+        self.engines = {rank: process for rank, process in found.items() if process is not None}
+        self._known = set(self.folder.processes())
+        self._record()
+        return ipp.Client(str(self.folder.path / "profile" / "security" / "ipcontroller-client.json"))
+
+    def start_engines(self, client: ipp.Client, ranks: Sequence[int], on_progress: Callable[[int], None]) -> None:
+        """Start engines for these ranks and wait until the client sees them; raises as `start` does."""
+        self._launch(ranks)
+        self._wait_for(client, ranks, on_progress)
+
+    def _launch(self, ranks: Sequence[int]) -> None:
+        """Start the processes of engines; they find the controller when it has said where it listens."""
+        engine_set_id = self._cluster.start_engines_sync(
+            len(ranks),
+            ranks=list(ranks),
+            num_ranks=self.num_ranks,
+            gpus=self.gpus,
+            delay=0,
+            engine_args=_ENGINE_OPTIONS,
+            environment=self._environment(),
+        )
+        launchers = list(self._cluster.engines[engine_set_id].launchers.values())
+        self._launchers.update({launcher.rank: launcher for launcher in launchers})
+        self.engines.update({launcher.rank: launcher.process for launcher in launchers})
+        self._record()
+
+    def stop(self) -> None:
+        """End all processes and remove the folder; safe to call twice.
+
+        By SIGKILL, without asking first: a notebook that is closed has two seconds before it is killed itself.
+        """
+        self._record()
+        for process in self._known:
+            process.kill()
+        self.folder.remove()
+        self._cluster.stop_engines_sync()
+        self._cluster.stop_controller_sync()
+        deadline_s = time.monotonic() + 1.0
+        while any(process.find() for process in self._known) and time.monotonic() < deadline_s:
+            time.sleep(_POLL_S / 2)
+        self._known.clear()
+
+    def kill(self, ranks: Sequence[int]) -> None:
+        """End engines at once."""
+        for rank in ranks:
+            try:
+                self.engines[rank].kill()
+            except (KeyError, psutil.NoSuchProcess):
+                continue
+
+    def is_stopped(self, rank: int) -> bool:
+        """Whether the engine's process is held, by SIGSTOP for example."""
+        try:
+            return bool(self.engines[rank].status() == psutil.STATUS_STOPPED)
+        except (KeyError, psutil.NoSuchProcess):
+            return False
+
+    def dead(self, ranks: Sequence[int]) -> list[int]:
+        """Those of the ranks whose process has ended."""
+        return [rank for rank in ranks if not _is_running(self.engines[rank])]
+
+    def note_memory_kills(self) -> None:
+        """From now on a SIGKILL is put down to want of memory only if the kernel says that there was one since."""
+        self._memory_kills = memory_kills.count()
+
+    def _environment(self) -> dict[str, str]:
+        """Whom a process watches: the notebook, or if the session is kept its controller, which watches nobody."""
+        connection = self.folder.path / "profile" / "security" / "ipcontroller-engine.json"
+        environment = {"WORKBENCH_SESSION_FOLDER": str(self.folder.path), guard.CONNECTION: str(connection)}
+        if not self.keep:
+            environment[guard.OWNER] = str(os.getpid())
+        elif self._controller is not None:
+            environment[guard.KEEPER] = str(self._controller)
+        return environment
+
+    def _write_security_settings(self) -> None:
+        """Encrypt and sign messages; without a key of our own ipyparallel stops signing where it encrypts."""
+        path = self.folder.path / "profile" / "ipcontroller_config.py"
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        path.touch(mode=0o600)
+        path.write_text(
+            f"c = get_config()\n"
+            f"c.Session.key = {secrets.token_hex(32).encode()!r}\n"
+            f"c.IPController.enable_curve = True\n"
+        )
+
+    def how_ended(self, rank: int) -> str:
+        """``killed by SIGKILL`` or ``exit code 3``, as far as is known."""
+        try:
+            code = self.engines[rank].wait(timeout=0.5)
+        except (KeyError, psutil.Error):
+            code = None
+        if code in (None, -signal.SIGKILL) and memory_kills.count() > self._memory_kills:
+            return "out of memory: the kernel ended it, or another process at that time, because memory had run out"
+        if code is None:
+            return "its process has ended"
+        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+    def _wait_for(self, client: ipp.Client, ranks: Sequence[int], on_progress: Callable[[int], None]) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not set(ranks) <= set(client.ids):
+            dead = self.dead(ranks)
+            if dead:
+                raise EngineStartError(self._start_failure(dead, "ended before they were ready"))
+            if time.monotonic() > deadline:
+                missing = sorted(set(ranks) - set(client.ids))
+                raise EngineStartError(self._start_failure(missing, f"did not answer within {START_TIMEOUT_S} s"))
+            on_progress(len(set(ranks) & set(client.ids)))
+            time.sleep(_POLL_S)
+        self._record()
+
+    def _start_failure(self, ranks: Sequence[int], what: str) -> str:
+        logs = "\n".join(f"rank {rank}:\n{self._log_of(rank)}" for rank in ranks[:2])
+        return (
+            f"Session(engines={self.num_ranks}): {len(ranks)} of {self.num_ranks} engines ({say_ranks(ranks)}) {what}. "
+            f"Engines run {sys.executable} in {os.getcwd()}. The last lines they wrote:\n{logs}"
+        )
+
+    def _log_of(self, rank: int) -> str:
+        return _indented_tail(self._launchers[rank].get_output())
+
+    def _controller_log(self) -> str:
+        controller = self._cluster.controller
+        return _indented_tail(controller.get_output() if controller is not None else "")
+
+    def _record(self) -> None:
+        """Write down every process of the session, so that somebody else can end it after us."""
+        controller = self._controller.find() if self._controller is not None else None
+        for root in [*self.engines.values(), *([controller] if controller is not None else [])]:
+            try:
+                for process in [root, *root.children(recursive=True)]:
+                    self._known.add(ProcessId(process.pid, process.create_time()))
+            except psutil.NoSuchProcess:
+                continue
+        self._known = {process for process in self._known if process.find() is not None}
+        if self.folder.path.exists():
+            self.folder.record(self._known, self._kept())
+
+    def _kept(self) -> Kept | None:
+        """What another notebook needs to know, once all engines have been started."""
+        if not self.keep or self._controller is None or len(self.engines) < self.num_ranks:
+            return None
+        engines = {rank: ProcessId(process.pid, process.create_time()) for rank, process in self.engines.items()}
+        return Kept(self._controller, engines, tuple(self.gpus), self._since_s)
+
+
+def _is_running(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _indented_tail(text: str) -> str:
+    lines = [line for line in text.splitlines() if line.strip()][-_LOG_LINES:]
+    return "\n".join(f"    {line}" for line in lines) or "    (nothing)"

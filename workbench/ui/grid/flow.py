@@ -1,0 +1,224 @@
+"""The boxing column of the grid: how activations lie behind every row, and which boxing brings them to the next one.
+
+A badge stands on the boundary of the two rows between which its boxing happens. Boxings inside a row that stands for
+several layers are counted in its note.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+from workbench.core.boxing import BoxingPlan, plan_boxing
+from workbench.core.layout import Layout
+from workbench.core.rows import Layer
+from workbench.core.sbp import broadcast
+from workbench.core.strategy import ResolvedLayer, ResolvedStrategy
+from workbench.cost.crossings import Crossing, Stages, crossings, wire_bytes
+from workbench.ui.numbers import TIMES
+from workbench.ui.strategy.grouping import Node
+from workbench.units import format_bytes, format_ranks
+
+ARROW = "\u2192"
+Shape = tuple[int, ...]
+_MAX_DESCRIBED_RANKS = 16
+_USUAL_DIMS = 2
+_LONGEST_RANKS = 1
+
+
+@dataclass(frozen=True)
+class Flow:
+    """The way through the model under one strategy.
+
+    Attributes:
+        crossings: by layer.
+        num_micro_batches: how often the way is gone in a step.
+        gradient_bytes: by layer, on the wire once per step, all ranks together.
+        output_shape: of the model's output, batch first; None where it is not known.
+    """
+
+    crossings: Sequence[Crossing]
+    num_micro_batches: int
+    gradient_bytes: Sequence[int]
+    output_shape: Shape | None = None
+
+    @property
+    def bytes_per_micro_batch(self) -> int:
+        """Of activations and their gradients, all ranks together."""
+        return sum(crossing.bytes_forward + crossing.bytes_back for crossing in self.crossings)
+
+    @property
+    def bytes_known(self) -> bool:
+        """Is the shape of everything that is boxed known?"""
+        return all(crossing.shape is not None for crossing in self.crossings if crossing.plans)
+
+
+def flow_of(
+    layers: Sequence[Layer],
+    resolved: ResolvedStrategy,
+    shapes: Sequence[Shape | None],
+    batch_size: int,
+    sample_shape: Shape | None,
+) -> Flow:
+    """The way of one micro-batch. ``shapes``: of every layer's output, of one sample; None where it is not known."""
+    micro_batch = max(batch_size // resolved.num_micro_batches, 1)
+    itemsize = 4 if resolved.options.precision == "fp32" else 2
+    found = crossings(layers, resolved, shapes, micro_batch, sample_shape=sample_shape, itemsize=itemsize)
+    stages = Stages(resolved)
+    sums = [_gradient_bytes(layer, choice, stages) for layer, choice in zip(layers, resolved.layers, strict=True)]
+    last = shapes[-1] if shapes else None
+    return Flow(found, resolved.num_micro_batches, sums, (micro_batch, *last) if last is not None else None)
+
+
+def _gradient_bytes(layer: Layer, choice: ResolvedLayer, stages: Stages) -> int:
+    """What the sums of a layer's gradients move: 2 (p - 1) times what p ranks have copies of.
+
+    The gradient of a copy is a term, on the model axis too: norms and biases behind rows are summed over both axes.
+    """
+    total = 0
+    for shape in layer.shapes.values():
+        layout = stages.parameter(layer, choice, shape)
+        copies = prod(n for n, entry in zip(layout.placement.shape, layout.sbp, strict=True) if entry == broadcast)
+        total += 2 * (copies - 1) * 4 * prod(shape)
+    return total
+
+
+def flow_view(node: Node, flow: Flow, *, is_open: bool | None = None, is_first_below: bool = False) -> dict[str, Any]:
+    """What the boxing column shows at a row: layout, note, and the badge on the boundary above it.
+
+    Args:
+        is_open: are the rows below it shown? They then have the notes and badges of what is inside.
+        is_first_below: is it the first row below an open one? That one has the badge.
+    """
+    first, last = node.first[0], node.first[-1]
+    entering = flow.crossings[first]
+    layout = entering.enters if is_open else flow.crossings[last].leaves
+    gradients = sum(flow.gradient_bytes[index] for index in node.layers)
+    note = f"grad sum {format_bytes(gradients)} per step" if gradients else ""
+    return {
+        "layout": sbp_text(layout),
+        "layout_tip": f"activation {full_text(layout)}, ranks {format_ranks(layout.placement.grid)}",
+        "note": "" if is_open else _inside(node, flow) or note,
+        "boxing": badge(entering) if entering.plans and not is_first_below else None,
+    }
+
+
+def _inside(node: Node, flow: Flow) -> str:
+    """What is boxed inside a folded row: ``"8 x all-reduce inside, 33.6 MB"``."""
+    if len(node.first) == 1 and node.copies > 1 and not node.blocks:
+        return ""  # one layer of each of several blocks: they are not neighbours
+    crossed = [flow.crossings[index] for index in node.layers[1:]]
+    kinds = Counter(plan.kind for crossing in crossed for plan in crossing.plans)
+    if not kinds:
+        return ""
+    what = next(iter(kinds)) if len(kinds) == 1 else "boxings"
+    return f"{kinds.total()} {TIMES} {what} inside{_size_of(crossed)}"
+
+
+def between_blocks(node: Node, flow: Flow) -> str:
+    """What is boxed between equal blocks: ``"all-reduce between blocks, 4.2 MB"``; empty where nothing is."""
+    if node.copies == 1:
+        return ""
+    crossing = flow.crossings[node.layers[len(node.first)]]
+    kinds = " + ".join(plan.kind for plan in crossing.plans)
+    return f"{kinds} between blocks{_size_of([crossing])}" if kinds else ""
+
+
+def _size_of(crossed: Sequence[Crossing]) -> str:
+    if any(crossing.shape is None for crossing in crossed if crossing.plans):
+        return ""
+    return f", {format_bytes(sum(crossing.bytes_forward + crossing.bytes_back for crossing in crossed))}"
+
+
+def badge(crossing: Crossing) -> dict[str, Any]:
+    """The boxings before a layer as one badge; its tip is the whole plan."""
+    plans = crossing.plans
+    known = crossing.shape is not None
+    number = f"{format_bytes(crossing.bytes_forward)} + {format_bytes(crossing.bytes_back)}" if known else ""
+    same_unit = number.split(" ")
+    if len(same_unit) == 5 and same_unit[1] == same_unit[4]:
+        number = f"{same_unit[0]} + {same_unit[3]} {same_unit[4]}"
+    return {
+        "change": change_text(plans[0].source, plans[-1].destination),
+        "kind": " + ".join(sorted({plan.kind for plan in plans}, key=lambda kind: kind != "send")),
+        "bytes": number,
+        "free": known and crossing.bytes_forward + crossing.bytes_back == 0,
+        "title": _plan_text(plans) if known else "the shape of this activation is not known",
+    }
+
+
+@lru_cache(maxsize=1024)
+def _plan_text(plans: tuple[BoxingPlan, ...]) -> str:
+    """The plans for people. Of many ranks only the totals: a list of their moves would not be read."""
+    ranks = {rank for plan in plans for rank in (*plan.source.placement, *plan.destination.placement)}
+    if len(ranks) <= _MAX_DESCRIBED_RANKS:
+        return "\n".join(plan.describe(max_moves=8) for plan in plans)
+    lines = []
+    for plan in plans:
+        what = f"{change_text(plan.source, plan.destination)}: {plan.kind} of {tuple(plan.shape)}"
+        most = format_bytes(max(plan.bytes_received.values(), default=0))
+        lines.append(f"{what}, {format_bytes(wire_bytes(plan))} on the wire, at most {most} for a rank")
+    return "\n".join(lines)
+
+
+@lru_cache(maxsize=4096)
+def sbp_text(layout: Layout) -> str:
+    """The layout's entry on the model axis, or on the data axis where that has all ranks: ``"S(1)"``.
+
+    On the data axis weights are always B and activations S(0), so the other entry says what differs; ``full_text`` has
+    both. On a single rank everything is ``"B"``.
+    """
+    entries = [repr(entry) for entry, size in zip(layout.sbp, layout.placement.shape, strict=True) if size > 1]
+    return entries[-1] if entries else repr(broadcast)
+
+
+def full_text(layout: Layout) -> str:
+    """All entries, by axis: ``"S(0) on the data axis, B on the model axis"``."""
+    axes = zip(layout.sbp, ("data", "model"), layout.placement.shape, strict=True)
+    return ", ".join(f"{entry!r} on the {axis} axis" for entry, axis, size in axes if size > 1) or "on one rank"
+
+
+def change_text(source: Layout, destination: Layout) -> str:
+    """What boxings change: ``"S(0) -> B"``, and between stages, if that is short, on which ranks: ``"B@0 -> B@1"``."""
+    if source.placement == destination.placement:
+        return f"{sbp_text(source)} {ARROW} {sbp_text(destination)}"
+    ranks = [format_ranks(layout.placement.grid) for layout in (source, destination)]
+    named = [f"@{text}" if max(map(len, ranks)) <= _LONGEST_RANKS else "" for text in ranks]
+    return f" {ARROW} ".join(f"{sbp_text(a)}{name}" for a, name in zip((source, destination), named, strict=True))
+
+
+def end_view(flow: Flow, resolved: ResolvedStrategy, is_cross_entropy: bool) -> dict[str, Any]:
+    """How the last layer's output meets the loss. Of split classes, three numbers per row and rank are exchanged."""
+    last, choice = flow.crossings[-1], resolved.layers[-1]
+    door = Stages(resolved).behind_door(choice, None, last.leaves, _USUAL_DIMS)
+    shape = flow.output_shape
+    boxing = None
+    if door != last.leaves and shape is not None:
+        plan = plan_boxing(last.leaves, door, shape, last.itemsize)
+        boxing = badge(Crossing(door, door, shape, (plan,), last.itemsize))
+    elif choice.split == "column" and is_cross_entropy and shape is not None:
+        _, model = resolved.stage_width(choice.stage)
+        size = 12 * prod(shape[:-1]) * model * (model - 1)
+        boxing = {
+            "change": f"{sbp_text(last.leaves)} {ARROW} S(0)",
+            "kind": "all-gather",
+            "bytes": f"{format_bytes(size)} + 0",
+            "free": False,
+            "title": "classes are split: three numbers per row and rank are exchanged, not the logits",
+        }
+    return {"layout": sbp_text(door) if boxing is None or door != last.leaves else "S(0)", "boxing": boxing}
+
+
+def total_text(flow: Flow) -> tuple[str, str]:
+    """Bytes boxed in a step, and of what they are the sum: ``("596 MB", "4 x 147 MB + 8.9 MB gradients")``."""
+    gradients = sum(flow.gradient_bytes)
+    if not flow.bytes_known:
+        return f"{format_bytes(gradients)} of gradients", "shapes of activations are not known"
+    each = format_bytes(flow.bytes_per_micro_batch)
+    count = f"{flow.num_micro_batches} {TIMES} " if flow.num_micro_batches > 1 else ""
+    total = flow.num_micro_batches * flow.bytes_per_micro_batch + gradients
+    return format_bytes(total), f"{count}{each} activations + {format_bytes(gradients)} gradients"

@@ -1,0 +1,278 @@
+"""What the layer grid shows, as plain data for its script: pure functions, state in, dictionary out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from workbench.core.rows import Layer
+from workbench.core.strategy import Mistake
+from workbench.cost.crossings import Stages
+from workbench.ui.grid import columns, flow
+from workbench.ui.grid.columns import Column
+from workbench.ui.grid.flow import Flow
+from workbench.ui.grid.slices import held, picture_size, shape_text
+from workbench.ui.numbers import TIMES
+from workbench.ui.strategy.grouping import Node, Row
+from workbench.ui.strategy.placing import Choice
+from workbench.ui.strategy.state import FIXES, PanelState
+from workbench.units import format_count
+
+_ROW, _CHILD, _FOLDED, _TALL = 32, 28, 42, 42
+_MAX_PICTURES = 4
+_FIND_FROM = 40
+_STAGES_AS_BUTTONS = 4
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the grid knows besides the strategy.
+
+    Attributes:
+        batch_size: samples of a step, all ranks together.
+        shapes: of every layer's output, of one sample; None where it is not known.
+        sample_shape: of one sample of the input.
+        loss: name of the loss function, shown as the last row.
+    """
+
+    batch_size: int
+    shapes: Sequence[tuple[int, ...] | None]
+    sample_shape: tuple[int, ...] | None = None
+    loss: str = ""
+
+
+def grid_view(state: PanelState, facts: Facts) -> dict[str, Any]:
+    """The whole view: stages and their columns, one entry per shown row, totals."""
+    stages = Stages(state.resolved)
+    drawing = _Drawing(state, facts, stages, columns.columns_of(stages), flow_of(state, facts))
+    rows = drawing.rows()
+    total, parts = flow.total_text(drawing.flow)
+    offered, used = _stage_options(state), _num_stages(state)
+    return {
+        "ranks_width": columns.total_width(drawing.columns),
+        "stages": columns.stage_heads(stages, drawing.columns),
+        "columns": columns.view(drawing.columns),
+        "stage_options": offered,
+        "new_stage": used if used in offered and len(offered) <= _STAGES_AS_BUTTONS else None,
+        "flow_title": "Activation and boxing",
+        "flow_detail": f"bytes per {'micro-batch' if drawing.flow.num_micro_batches > 1 else 'step'}, forward + back",
+        "rows": rows,
+        "end": _end(state, facts, drawing.flow),
+        "find": {"text": state.wanted_name, "shown": len(state.layers) >= _FIND_FROM, "found": len(rows)},
+        "note": drawing.note,
+        "total": [total, parts],
+    }
+
+
+def flow_of(state: PanelState, facts: Facts) -> Flow:
+    """The boxings of the last valid strategy."""
+    return flow.flow_of(state.layers, state.resolved, facts.shapes, facts.batch_size, facts.sample_shape)
+
+
+def _stage_options(state: PanelState) -> list[int]:
+    """Stages that can be chosen: those in use and one more, up to four; from a list where the pipeline is longer."""
+    used = _num_stages(state)
+    return list(
+        range(state.num_ranks if used > _STAGES_AS_BUTTONS else min(state.num_ranks, used + 1, _STAGES_AS_BUTTONS))
+    )
+
+
+def _num_stages(state: PanelState) -> int:
+    """Stages in use, as written."""
+    written = max((choice.stage for choice in state.choices), default=0) + 1
+    return max(state.degrees.pipeline, state.written_degrees.pipeline, written)
+
+
+def _end(state: PanelState, facts: Facts, way: Flow) -> dict[str, Any] | None:
+    """The loss, below the last layer; it has no choice of its own."""
+    if not facts.loss or not state.layers or state.wanted_name:
+        return None
+    met = flow.end_view(way, state.resolved, facts.loss == "cross_entropy")
+    return {"label": facts.loss, "text": f"follows {state.layers[-1].name}", "flow": met}
+
+
+@dataclass
+class _Drawing:
+    """One view while it is being made."""
+
+    state: PanelState
+    facts: Facts
+    stages: Stages
+    columns: list[Column]
+    flow: Flow
+
+    def __post_init__(self) -> None:
+        self.drawn = self.state.drawn
+        self.problems = _problems_by_layer(self.state.mistakes)
+
+    @property
+    def note(self) -> str:
+        """How to read the pictures."""
+        if any(len(column.ranks) > 1 for column in self.columns):
+            return f"one picture per stage: its slices, and how many copies ({TIMES}) \u00b7 \u2013 not on this stage"
+        return "coloured slice: the part of the weight that the rank holds \u00b7 \u2013 not on this rank"
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One entry per row that is shown."""
+        shown = self.state.rows
+        found = []
+        for index, row in enumerate(shown):
+            before = shown[index - 1] if index else None
+            is_first_below = before is not None and before.depth < row.depth
+            found.append(self._row(index, row, is_first_below))
+        self._note_between_blocks(shown, found)
+        _make_room(found)
+        return found
+
+    def _row(self, index: int, row: Row, is_first_below: bool) -> dict[str, Any]:
+        node, state = row.node, self.state
+        mistakes = self._mistakes(row)
+        choices = [state.choices[i] for i in node.layers]
+        parallel, stage = _common(c.parallel for c in choices), _common(c.stage for c in choices)
+        layouts = [self._main_layout(i) for i in node.first]
+        kept = bool(mistakes) and any(state.choices[i] != self.drawn[i] for i in node.layers)
+        split = _common(c.split for c in choices)
+        return {
+            "id": f"wb-row-{index}",
+            "pattern": node.pattern,
+            "label": node.label,
+            "depth": row.depth,
+            "open": row.unfolded,
+            "kind": _kind(node, state.layers),
+            "weight": self._weight_text(node),
+            "params": format_count(sum(state.layers[i].num_parameters for i in node.layers)),
+            "parallel": parallel,
+            "split": split if isinstance(split, str) else None,
+            "choice_text": _choice_text(choices),
+            "stage": stage,
+            "stages_text": _range_text([c.stage for c in choices]),
+            "on": self._on({self.drawn[i].stage for i in node.layers}),
+            "bad": _bad_control(mistakes),
+            "sbp": _common(flow.sbp_text(layout) for layout in layouts) or "mixed",
+            "sbp_tip": f"weight {flow.full_text(layouts[0])}" if len(set(layouts)) == 1 else "",
+            "pictures": [] if row.unfolded else self._pictures(node),
+            "kept": kept,
+            "mistakes": [_mistake(mistake, count) for mistake, count in mistakes],
+            "flow": flow.flow_view(node, self.flow, is_open=row.unfolded, is_first_below=is_first_below),
+            "height": _height(row),
+        }
+
+    def _on(self, stages: set[int]) -> list[bool]:
+        """For every column: do its ranks hold any of the row's layers?"""
+        ranks = {rank for stage in stages for rank in self.stages.placements[stage]}
+        return [not ranks.isdisjoint(column.ranks) for column in self.columns]
+
+    def _main_layout(self, index: int) -> Any:
+        layer = self.state.layers[index]
+        return self.stages.parameter(layer, self.state.resolved.layers[index], main_weight(layer))
+
+    def _weight_text(self, node: Node) -> str:
+        layers = [self.state.layers[i] for i in (node.layers if node.children else node.first[:1])]
+        if len(layers) == 1:
+            return shape_text(main_weight(layers[0]))
+        return f"{len(layers)} weights"
+
+    def _pictures(self, node: Node) -> list[dict[str, Any]]:
+        """Weights of a row: its own, or the largest of a folded block."""
+        if node.children and any(child.children for child in node.children):
+            return []
+        indices = [i for i in node.first if main_weight(self.state.layers[i])]
+        if len(indices) > 1:
+            largest = sorted(indices, key=lambda i: -prod(main_weight(self.state.layers[i])))[:_MAX_PICTURES]
+            indices = [i for i in indices if i in largest]
+        return [self._picture(i, small=len(indices) > 1) for i in indices]
+
+    def _picture(self, index: int, small: bool) -> dict[str, Any]:
+        layer, shape = self.state.layers[index], main_weight(self.state.layers[index])
+        layout = self._main_layout(index)
+        slices = [held(shape, layout, column.ranks, column.shade) for column in self.columns]
+        return {"size": picture_size(shape, small), "slices": slices, "label": layer.name.rpartition(".")[2]}
+
+    def _mistakes(self, row: Row) -> list[tuple[Mistake, int]]:
+        """What is wrong with the row's layers, and at how many of them; at a row that is unfolded its rows say it."""
+        if row.unfolded:
+            return []
+        counts: Counter[str] = Counter()
+        first: dict[str, Mistake] = {}
+        for index in row.node.layers:
+            for mistake in self.problems.get(self.state.layers[index].name, ()):
+                counts[mistake.message] += 1
+                first.setdefault(mistake.message, mistake)
+        return [(mistake, counts[message]) for message, mistake in first.items()]
+
+    def _note_between_blocks(self, shown: Sequence[Row], found: list[dict[str, Any]]) -> None:
+        """The last row of an unfolded block says what lies between it and the next one."""
+        parents: list[Row] = []
+        for index, row in enumerate(shown):
+            parents = [*parents[: row.depth], row]
+            is_last = index + 1 == len(shown) or shown[index + 1].depth < row.depth
+            if row.depth and is_last and not row.node.children:
+                text = flow.between_blocks(parents[row.depth - 1].node, self.flow)
+                found[index]["flow"]["note"] = text or found[index]["flow"]["note"]
+
+
+def main_weight(layer: Layer) -> tuple[int, ...]:
+    """Shape of the parameter with the most elements: what a row's picture shows. Empty for a layer without any."""
+    return max(layer.shapes.values(), key=prod, default=())
+
+
+def _common(values: Any) -> Any:
+    """What all values are, None where they differ."""
+    found = set(values)
+    return found.pop() if len(found) == 1 else None
+
+
+def _kind(node: Node, layers: Sequence[Layer]) -> str:
+    return "" if node.children else layers[node.layers[0]].kind
+
+
+def _choice_text(choices: Sequence[Choice]) -> str:
+    """What layers do in words: ``"model:column"``, or ``"mixed"``."""
+    texts = {choice.parallel + (f":{choice.split}" if choice.split else "") for choice in choices}
+    return texts.pop() if len(texts) == 1 else "mixed"
+
+
+def _range_text(stages: Sequence[int]) -> str:
+    return str(stages[0]) if len(set(stages)) == 1 else f"{min(stages)}-{max(stages)}"
+
+
+def _height(row: Row) -> int:
+    if row.node.children and not row.unfolded:
+        return _FOLDED
+    return _CHILD if row.depth and not row.node.children else _ROW
+
+
+def _make_room(rows: list[dict[str, Any]]) -> None:
+    """Rows are taller where boxing badges straddle both of their edges, or one of them and there is a note."""
+    for row, following in zip(rows, [*rows[1:], None], strict=True):
+        edges = bool(row["flow"]["boxing"]) + bool(following and following["flow"]["boxing"])
+        if edges + bool(row["flow"]["note"]) > 1 and edges:
+            row["height"] = max(row["height"], _TALL)
+
+
+def _problems_by_layer(mistakes: Sequence[Mistake]) -> dict[str, list[Mistake]]:
+    found: dict[str, list[Mistake]] = {}
+    for mistake in mistakes:
+        if mistake.layer is not None:
+            found.setdefault(mistake.layer, []).append(mistake)
+    return found
+
+
+def _bad_control(mistakes: Sequence[tuple[Mistake, int]]) -> str | None:
+    """Which of the row's controls the first mistake is about."""
+    if not mistakes:
+        return None
+    return "stage" if mistakes[0][0].message.startswith("stage") else "parallel"
+
+
+def _mistake(mistake: Mistake, count: int) -> dict[str, Any]:
+    times = f" ({count} times)" if count > 1 else ""
+    return {"message": mistake.message + times, "fixes": [fix_button(fix) for fix in mistake.fixes[:2]]}
+
+
+def fix_button(fix: str) -> dict[str, Any]:
+    """A fix as the script draws it; ``value`` is what comes back when it is clicked, None where only the user can."""
+    return {"label": fix, "value": fix if fix.startswith(FIXES) else None}

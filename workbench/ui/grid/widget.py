@@ -1,0 +1,42 @@
+"""The layer grid as one widget: Python sends what to draw, the script sends what the user asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import anywidget
+import traitlets
+
+from workbench.theme import style_sheet
+from workbench.ui.assets import asset
+
+EVENTS = (
+    *("parallel", "choice", "stage", "fold", "select", "find", "tensor", "fix"),
+    *("open", "undo", "redo", "run", "theme"),
+)
+SCRIPTS = ("draw_cells.js", "draw_grid.js", "names.js", "panel_page.js", "grid.js")
+STYLES = ("panel.css", "grid.css", "predictions.css", "plan.css")
+PANEL_CLASS = "wb-panel"
+
+
+class LayerGrid(anywidget.AnyWidget):
+    """Draws ``view`` (see ``workbench.ui.grid.view.grid_view``) and hands the user's events to one handler.
+
+    The handler gets plain dictionaries, ``{"event": "parallel", "rows": ["fc1"], "value": "model"}``. One widget
+    for all rows, because a widget per control would send hundreds of messages for a deep model.
+    """
+
+    _esm = "".join(map(asset, SCRIPTS))  # one module: widgets cannot import their neighbours
+    _css = style_sheet(f".{PANEL_CLASS}") + "".join(map(asset, STYLES))
+
+    view = traitlets.Dict().tag(sync=True)
+
+    def __init__(self, on_event: Callable[[dict[str, Any]], None], **traits: Any) -> None:
+        super().__init__(**traits)
+        self._on_event = on_event
+        self.on_msg(self._receive)
+
+    def _receive(self, _widget: Any, content: dict[str, Any], _buffers: Any) -> None:
+        if content.get("event") in EVENTS:
+            self._on_event(content)

@@ -1,0 +1,144 @@
+"""What a run has reported so far, kept small: two curves, and for each rank its latest memory and time split."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+
+from workbench.core.metrics import RunEvent, StepBlock, StepSpans
+from workbench.ui.figures import live_bytes
+from workbench.ui.live.curve import Curve
+from workbench.ui.live.steady import RunningMedian
+
+STEPS_IN_SPLIT = 20
+Message = StepBlock | StepSpans | RunEvent
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Shares of one rank's time, from 0 to 1: computing, moving numbers, waiting for other ranks."""
+
+    compute: float
+    boxing: float
+    waiting: float
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Another strategy from ``step`` on, counted from 1 like the curves."""
+
+    step: int
+    before: str
+    after: str
+
+
+class History:
+    """Collects what a run reports, of any length, in bounded memory. Steps are counted from 1 here, as people do.
+
+    Attributes:
+        num_steps: how many are planned; 0 where nobody knows.
+        last_step: how many there have been.
+        rate: samples/s by step; a step takes as long as its slowest rank.
+        steady_rate: its median over the last second.
+        loss: of the steps that have one.
+        memory_by_kind: by rank, the latest.
+        latest_rate: samples/s, the median of the last second; None before the first step.
+        changes: of the strategy, in order.
+        timeline: all ranks' spans of the latest step of which all are known, by rank; empty before.
+    """
+
+    def __init__(self, num_steps: int, num_ranks: int, label: str = "") -> None:
+        self.num_steps, self.num_ranks = num_steps, num_ranks
+        self.last_step = 0
+        self.rate, self.steady_rate, self.loss = Curve(), Curve(), Curve()
+        self.latest_rate: float | None = None
+        self.latest_loss: float | None = None
+        self.memory_by_kind: list[dict[str, int]] = [{} for _ in range(num_ranks)]
+        self.changes: list[Change] = []
+        self.timeline: tuple[StepSpans, ...] = ()
+        self._label = label
+        self._running = RunningMedian()
+        self._recent: deque[tuple[Sequence[float], Sequence[float], int]] = deque(maxlen=STEPS_IN_SPLIT)
+        self._spans: dict[int, dict[int, StepSpans]] = {}
+
+    def add(self, messages: Iterable[Message]) -> None:
+        """Take in what was reported, in any order of ranks."""
+        for message in messages:
+            if isinstance(message, StepBlock):
+                self._add_block(message)
+            elif isinstance(message, StepSpans):
+                self._add_spans(message)
+            elif message.kind == "strategy":
+                self._recent.clear()
+                self._running.clear()
+                self.latest_rate = None
+
+    def change(self, step: int, label: str) -> None:
+        """Another strategy, called ``label``, is in force from ``step`` on."""
+        self.changes.append(Change(step + 1, self._label, label))
+        self._label = label
+
+    def _add_block(self, block: StepBlock) -> None:
+        times = np.array(block.step_times_s)
+        steps = np.arange(block.first_step + 1, block.stop_step + 1)
+        rates = np.array(block.samples) / np.where(times > 0, times, np.nan)
+        medians = [self._running.add(rate, t) if t > 0 else np.nan for rate, t in zip(rates, times, strict=True)]
+        self.rate.add(steps, rates)
+        self.steady_rate.add(steps, medians)
+        self.latest_rate = next((rate for rate in reversed(medians) if rate == rate), self.latest_rate)
+        self.loss.add(steps, [np.nan if loss is None else loss for loss in block.losses])
+        known = [loss for loss in block.losses if loss is not None]
+        self.latest_loss = known[-1] if known else self.latest_loss
+        for rank, memory in enumerate(block.memory_bytes):
+            self.memory_by_kind[rank] = memory
+        by_step = zip(
+            *(zip(*ranks, strict=True) for ranks in (block.time_s, block.boxing_s, block.boxed_bytes)), strict=True
+        )
+        self._recent.extend((time, boxing, sum(sent)) for time, boxing, sent in by_step)
+        self.last_step = max(self.last_step, block.stop_step)
+        self.num_steps = max(self.num_steps, block.num_steps)
+
+    def _add_spans(self, spans: StepSpans) -> None:
+        ranks = self._spans.setdefault(spans.step, {})
+        ranks[spans.rank] = spans
+        if len(ranks) == self.num_ranks:
+            self.timeline = tuple(ranks[rank] for rank in sorted(ranks))
+            self._spans = {step: found for step, found in self._spans.items() if step > spans.step}
+
+    @property
+    def boxed_bytes(self) -> int:
+        """Bytes that all ranks together send in a step, the median of the last ones."""
+        return int(median([sent for _, _, sent in self._recent])) if self._recent else 0
+
+    @property
+    def peak_bytes(self) -> list[int]:
+        """By rank: the process's peak where it was measured, else what is alive."""
+        return [memory.get("peak", live_bytes(memory)) for memory in self.memory_by_kind]
+
+    @property
+    def split(self) -> list[Split]:
+        """By rank, over the last steps. See ``time_split``."""
+        return time_split([time for time, *_ in self._recent], [boxing for _, boxing, _ in self._recent])
+
+
+def time_split(time_s: Sequence[Sequence[float]], boxing_s: Sequence[Sequence[float]]) -> list[Split]:
+    """How the ranks spent some steps; both arguments are by step, then by rank.
+
+    The rank that is in exchanges for the shortest time came last and waited for nobody: its time is what moving takes.
+    What others spend there beyond it, they spend waiting.
+
+    >>> time_split([(1.0, 1.0)], [(0.5, 0.25)])
+    [Split(compute=0.5, boxing=0.25, waiting=0.25), Split(compute=0.75, boxing=0.25, waiting=0.0)]
+    """
+    if not len(time_s):
+        return []
+    total = np.maximum(np.array(time_s, dtype=float).sum(axis=0), 1e-12)
+    inside = np.array(boxing_s, dtype=float)
+    moving = np.minimum(inside.min(axis=1).sum() / total, 1.0)
+    share = np.clip(inside.sum(axis=0) / total, 0.0, 1.0)
+    moving = np.minimum(moving, share)
+    return [Split(float(1 - s), float(m), float(s - m)) for s, m in zip(share, moving, strict=True)]

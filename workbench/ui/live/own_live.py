@@ -1,0 +1,92 @@
+"""``wb.LiveView``: the live view for training loops of one's own, fed by ``wb.log`` in ``%%global`` cells."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import ipywidgets as widgets
+from IPython.display import display
+
+from workbench.core.metrics import RunEvent, StepBlock, StepSpans
+from workbench.errors import SessionError
+from workbench.session.cluster import current
+from workbench.theme import style_sheet
+from workbench.ui.assets import asset, element
+from workbench.ui.controls import html
+from workbench.ui.grid.widget import PANEL_CLASS
+from workbench.ui.live import part as live
+
+
+class LiveView(widgets.VBox):
+    """Shows what loops report with ``wb.log``: throughput, loss, memory, time split, timeline, log. Display it in a
+    cell of its own, above the loops.
+
+    Args:
+        session: whose cells it listens to; default: the current one.
+
+    Raises:
+        SessionError: there is no session.
+
+    >>> wb.LiveView()                                            # doctest: +SKIP
+    """
+
+    _end_subscription: Callable[[], None] | None = None
+
+    def __init__(self, session: Any = None) -> None:
+        session = session or current()
+        if session is None:
+            raise SessionError("LiveView(): 0 sessions are open, 1 is needed. Start one: %workbench start --engines 2")
+        # A cell that runs keeps the notebook from hearing the page, so there is no use in waiting for it.
+        self.live = live.LiveView(session.num_engines, patience_s=0.5)
+        self._number = 0
+        self._is_going = False
+        self._copy: Any = None
+        style = html(f"<style>{style_sheet(f'.{PANEL_CLASS}')}{asset('panel.css')}</style>")
+        self._hint = html('<div class="wb-section wb-quiet">waits for wb.log(loss=..., samples=...) in a cell</div>')
+        super().__init__([style, self._hint, self.live.box])
+        self.add_class(PANEL_CLASS)
+        self._end_subscription = session.subscribe(self.hear)
+
+    def hear(self, rank: int, message: object) -> None:
+        """Take in what a rank has published."""
+        if isinstance(message, StepBlock) and (message.first_step == 0 or self.live.history is None):
+            self._begin()
+        if not self._is_going:
+            return
+        if isinstance(message, RunEvent) and message.kind == "ended":
+            self._end()
+        elif isinstance(message, (StepBlock, StepSpans)):
+            self.live.add([message])
+
+    def _begin(self) -> None:
+        self._number += 1
+        self._is_going = True
+        self._hint.layout.display = "none"
+        self.live.begin(f"own loop {self._number}", "", 0)
+
+    def _end(self) -> None:
+        self._is_going = False
+        self.live.draw(everything=True)
+        steps = self.live.history.last_step if self.live.history is not None else 0
+        self.live.show_state("done", "ended", f"after {steps} steps")
+        if self._copy is not None:
+            self._copy.update(self._static_bundle(), raw=True)
+
+    def _ipython_display_(self) -> None:
+        """The widget, and after it what remains of it without a kernel (hidden by the style where it lives)."""
+        display(self._repr_mimebundle_(), raw=True)
+        self._copy = display(self._static_bundle(), raw=True, display_id=True)
+
+    def _static_bundle(self) -> dict[str, str]:
+        style = element("style", style_sheet(".wb-static"))
+        steps = self.live.history.last_step if self.live.history is not None else 0
+        page = element("div", style, self.live.static_html(), css="wb-static")
+        return {"text/html": page, "text/plain": f"Live view of loop {self._number}, {steps} steps"}
+
+    def close(self) -> None:
+        """Stop listening."""
+        end, self._end_subscription = self._end_subscription, None
+        if end is not None:
+            end()
+        super().close()

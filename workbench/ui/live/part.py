@@ -1,0 +1,387 @@
+"""The part of a page that follows a run: state, progress, the one live figure, the log."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from html import escape
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import ipywidgets as widgets
+
+from workbench.core.metrics import RunEvent, RunRecord, StepBlock
+from workbench.theme import LIGHT, Palette
+from workbench.ui.assets import element
+from workbench.ui.controls import bar, html
+from workbench.ui.live import figure as live_figure
+from workbench.ui.live import marks as live_marks
+from workbench.ui.live.history import History, Message
+from workbench.ui.live.picture import live_picture
+from workbench.ui.live.run_log import RunLog
+from workbench.ui.live.timeline_bars import timeline_bars
+from workbench.ui.numbers import three_digits
+from workbench.ui.page_link import PageLink
+from workbench.units import format_seconds
+
+if TYPE_CHECKING:
+    from workbench.ui.live.widget import LiveWidget
+
+INTERVALS_S = {"curves": 0.1, "progress": 0.25, "shares": 0.5, "log": 0.2, "timeline": 1.0}
+"""Seconds between two updates of a part of the view, at least."""
+VIEW_CLASS = "wb-live-view"
+_CONFIG = {
+    "displaylogo": False,
+    "displayModeBar": "hover",
+    "modeBarButtonsToRemove": ["select2d", "lasso2d", "zoomIn2d", "zoomOut2d", "autoScale2d"],
+}
+
+
+class LiveView:
+    """Shows one run at a time. ``box`` is empty until the first run, because the figure's script weighs 5 MB.
+
+    Called from the pump's thread while a run goes on and from the notebook's thread otherwise. Nothing is sent while
+    nobody can see the view; all of it is, once, when it is seen again.
+
+    Args:
+        num_ranks: of the world.
+        buttons: what stands before the state, from left to right.
+        patience_s: how long to wait for a page that has not drawn the last update yet, before the next is sent.
+    """
+
+    def __init__(self, num_ranks: int, buttons: Sequence[widgets.Widget] = (), patience_s: float = 5.0) -> None:
+        self._num_ranks, self._buttons, self._patience_s = num_ranks, tuple(buttons), patience_s
+        self._colours = LIGHT
+        self.history: History | None = None
+        self.log = RunLog(num_ranks)
+        self._clock = time.monotonic
+        self._started_s = self._paused_s = 0.0
+        self._paused_at: float | None = None
+        self._drawn_s = dict.fromkeys(INTERVALS_S, 0.0)
+        self._versions: dict[str, int] = {}
+        self._log_shown: tuple[int, str] | None = None
+        self._step_shown = -1
+        self._seen = True
+        self._label = ""
+        self._expected: Any = None
+        self._peak_bytes: tuple[float, ...] = ()
+        self._limit_bytes: float | None = None
+        self._limit_at: float | None = None  # on the memory pane's axis
+        self._places: tuple[tuple[int, int], ...] = ()
+        self._one_device: list[float] = []
+        self._record: RunRecord | None = None
+        self._ended = ""
+        self.figure: LiveWidget | None = None
+        self.link = PageLink(self.use, self._on_visible)
+        self.title, self.state, self.elapsed, self.failure = html(), html(), html(), html()
+        self.progress = widgets.IntProgress(value=0, min=0, max=1)
+        self.progress.add_class("wb-progress")
+        self.log_ranks = widgets.Dropdown(options=[("all ranks", ""), *_choices(num_ranks)], layout={"width": "110px"})
+        self.log_ranks.observe(lambda change: self._show_log(), "value")
+        self.log_follow = widgets.Checkbox(value=True, description="follow", indent=False)
+        self.log_follow.observe(lambda change: self._show_log(), "value")
+        self.log_count, self.log_lines = html(), html("", "wb-log")
+        self.box = widgets.VBox()
+        self.box.add_class(VIEW_CLASS)
+        # Importing plotly's widget takes two seconds, which should not pass between a click on Run and its effect.
+        threading.Thread(target=_widget_class, name="workbench-import-plotly", daemon=True).start()
+
+    # ---- a run begins and ends ------------------------------------------------------------------------------------
+
+    def begin(self, title: str, text: str, num_steps: int, hint: str = "waiting for the first step") -> None:
+        """Clear everything for a run of ``num_steps``, 0 where nobody knows; ``title`` is its name."""
+        self.history = History(num_steps, self._num_ranks, title)
+        self.log = RunLog(self._num_ranks)
+        self.log.say(f"{title}: {text}" if text else title)
+        self._started_s, self._paused_s, self._paused_at = self._clock(), 0.0, None
+        self._label, self._versions, self._one_device, self._ended = title, {}, [], ""
+        self._expected = self._limit_at = self._record = None
+        self._show_title(title, text)
+        self.progress.max, self.progress.value = max(num_steps, 1), 0
+        self.progress.layout.visibility = "visible" if num_steps else "hidden"
+        self.failure.value = self.elapsed.value = ""
+        self._log_shown, self._step_shown = None, -1
+        self.show_state("running", "running", hint)
+        self._begin_figure()
+        self._show_log()
+
+    def _begin_figure(self) -> None:
+        assert self.history is not None
+        fresh = live_figure.live_figure(self._num_ranks, self.history.num_steps, self._colours)
+        if self.figure is not None:
+            with self.figure.batch_update():
+                live_figure.replace_all(self.figure, fresh)
+            self._draw_marks()
+            return
+        self.figure = _widget_class()(fresh)
+        self.figure._config = self.figure._config | _CONFIG
+        self._draw_marks()
+        log = (
+            html('<b class="wb-title">Log</b>'),
+            self.log_ranks,
+            self.log_count,
+            html("", "wb-space"),
+            self.log_follow,
+        )
+        self.box.children = (
+            self.link,
+            bar(self.title, css=("wb-bar", "wb-run-title")),
+            bar(*self._buttons, self.state, self.progress, self.elapsed, css=("wb-bar",)),
+            self.failure,
+            self.figure,
+            bar(*log, css=("wb-bar", "wb-log-bar")),
+            self.log_lines,
+        )
+
+    def finish(self, record: RunRecord) -> None:
+        """The run has ended: show all of it, also to those who look later."""
+        num_steps = len(record.losses)
+        stopped = self.history is not None and 0 < num_steps < self.history.num_steps
+        self._ended = "stopped" if stopped else "finished"
+        self.log.say(f"{self._ended} after {num_steps} steps")
+        self._seen = True
+        self.draw(everything=True)
+        self._paused_at = None
+        self._record = record if num_steps else None
+        self._show_record()
+        self.progress.value = min(num_steps, self.progress.max)
+        self.show_state("done", self._ended, f"after {num_steps} steps")
+
+    def _show_record(self) -> None:
+        if self.figure is not None and self._record is not None:
+            with self.figure.batch_update():
+                live_figure.show_record(self.figure, self._record, self._colours)
+        self._draw_marks()
+
+    def fail(self, error: BaseException) -> None:
+        """Show what ended the run, once."""
+        self._ended = "failed"
+        self._paused_at = None
+        self._seen = True
+        self.draw(everything=True)
+        self._draw_marks()
+        self.show_state("failed", "failed", type(error).__name__)
+        self.failure.value = f'<div class="wb-failure">{escape(str(error).strip() or repr(error))}</div>'
+
+    # ---- a run goes on --------------------------------------------------------------------------------------------
+
+    def expect(
+        self,
+        estimate: Any,
+        peak_bytes: Sequence[float] = (),
+        places: Sequence[tuple[int, int]] = (),
+        limit_bytes: float | None = None,
+    ) -> None:
+        """Draw what was predicted from the current step on, until another prediction comes.
+
+        Args:
+            estimate: a ``cost.Estimate``, or None.
+            peak_bytes: where memory should peak, by rank.
+            places: by rank, its stage and its number there.
+            limit_bytes: memory of a rank, where it is known.
+        """
+        self._expected, self._peak_bytes = estimate, tuple(peak_bytes)
+        self._places, self._limit_bytes = tuple(places), limit_bytes
+        self._draw_marks()
+        if self.figure is None or estimate is None or self.history is None:
+            return
+        with self.figure.batch_update():
+            steps = self.history.num_steps, estimate.samples_per_s, self.history.last_step
+            live_figure.show_expected(self.figure, *steps)
+
+    def add_one_device(self, block: StepBlock) -> None:
+        """Take in steps of the one-device run, which comes first where it is not known: its losses grow in the plot."""
+        if block.first_step == 0:
+            self._one_device = []
+        self._one_device += [loss for loss in block.losses if loss is not None]
+        if not (block.stop_step == block.num_steps or (self._seen and self._is_due("progress"))):
+            return
+        self.progress.value = min(block.stop_step, self.progress.max)
+        rate = f"{three_digits(block.samples[-1] / max(median(block.step_times_s), 1e-9))} samples/s"
+        self.show_state("running first", "one device first", f"step {block.stop_step} of {block.num_steps}, {rate}")
+        self._show_one_device(block.stop_step)
+
+    def show_one_device(self, losses: Sequence[float]) -> None:
+        """Put the losses of one device behind the run's, once all of them are known."""
+        if len(losses) != len(self._one_device):
+            self._one_device = list(losses)
+            self._show_one_device()
+
+    def _show_one_device(self, last_step: int = 0) -> None:
+        if self.figure is None or self.history is None:
+            return
+        with self.figure.batch_update():
+            live_figure.show_one_device(self.figure, self._one_device)
+            live_figure.show_steps(self.figure, max(last_step, self.history.last_step), self.history.num_steps)
+
+    def add(self, messages: Sequence[Message], label: Callable[[str], str] = str) -> None:
+        """Take in what was reported and draw what is due; ``label`` gives the name of a strategy's text."""
+        assert self.history is not None
+        is_first = not self.history.last_step
+        self.history.add(messages)
+        if is_first and self.history.last_step:  # what came before, one device and its like, is not the run's time
+            self._started_s = self._clock() - sum(sum(m.step_times_s) for m in messages if isinstance(m, StepBlock))
+        for message in messages:
+            if isinstance(message, StepBlock):
+                self.log.add_block(message, self._clock())
+            elif isinstance(message, RunEvent):
+                self._add_event(message, label)
+        self.draw()
+
+    def _add_event(self, event: RunEvent, label: Callable[[str], str]) -> None:
+        assert self.history is not None
+        after = label(event.text) if event.kind == "strategy" else ""
+        self.log.add_event(event, self._label, after)
+        if event.kind == "strategy":
+            self._label = after
+            self.history.change(event.step, after)
+            names = [self.history.changes[0].before, *(change.after for change in self.history.changes)]
+            self._show_title(" \u2192 ".join(names), event.text)
+            self._draw_marks()
+        elif event.kind == "paused":
+            self._paused_at = self._clock()
+            self.show_state("paused", "paused", f"after step {event.step}")
+            self._draw_marks()
+        elif event.kind == "running" and self._paused_at is not None:
+            self._paused_s += self._clock() - self._paused_at
+            self._paused_at = None
+            self.show_state("running", "running", f"step {event.step}")
+            self._draw_marks()
+
+    def draw(self, everything: bool = False) -> None:
+        """Draw what has arrived and is due; ``everything``, whether due or not."""
+        if self.history is None or self.figure is None or not self._seen:
+            return
+        if not everything and self.link.is_behind(self._clock(), self._patience_s):
+            return
+        due = {name for name in INTERVALS_S if everything or self._is_due(name)}
+        if self.history.last_step:
+            with self.figure.batch_update() if due & {"curves", "shares", "timeline"} else nullcontext():
+                self._draw_figure(due)
+            if "shares" in due:
+                self._draw_marks()
+            if "progress" in due:
+                self._show_progress()
+            if due:
+                self.link.ask(self._clock())
+        if "log" in due:
+            self._show_log()
+
+    def _draw_figure(self, due: set[str]) -> None:
+        assert self.history is not None
+        assert self.figure is not None
+        figure, history = self.figure, self.history
+        if "curves" in due:
+            live_figure.show_curves(figure, history, self._versions, self._colours)
+            live_figure.show_steps(figure, history.last_step, history.num_steps)
+        if "shares" in due:
+            expected = self._limit_bytes, self._peak_bytes
+            self._limit_at = live_figure.show_memory(figure, history, self._colours, *expected)
+            live_figure.show_split(figure, history.split, history.boxed_bytes, self._colours)
+        if "timeline" in due and history.timeline and history.timeline[0].step != self._step_shown:
+            self._step_shown = history.timeline[0].step
+            simulated = getattr(self._expected, "timeline", None)
+            live_figure.show_timeline(figure, timeline_bars(history.timeline, simulated), self._colours)
+
+    def _draw_marks(self) -> None:
+        """What lies over the panes: changes of the strategy, a pause, the limit, whose row is whose."""
+        if self.figure is None or self.history is None:
+            return
+        with self.figure.batch_update():
+            live_marks.show_changes(self.figure, self.history.changes, self._colours)
+        with self.figure.batch_update():
+            live_marks.show_pause(self.figure, self._paused_at is not None, self._colours)
+        with self.figure.batch_update():
+            live_marks.show_limit(self.figure, self._limit_at, self._limit_bytes or 0.0, self._colours)
+        with self.figure.batch_update():
+            live_marks.show_stages(self.figure, self._places, self._colours)
+
+    def _is_due(self, name: str) -> bool:
+        now = self._clock()
+        if now - self._drawn_s[name] < INTERVALS_S[name] * 0.95:
+            return False
+        self._drawn_s[name] = now
+        return True
+
+    def _show_progress(self) -> None:
+        assert self.history is not None
+        step, num_steps = self.history.last_step, self.history.num_steps
+        self.progress.value = min(step, self.progress.max)
+        if self._paused_at is None and not self._ended:
+            self.show_state("running", "running", f"step {step}" + (f" of {num_steps}" if num_steps else ""))
+        so_far = self._clock() - self._started_s - self._paused_s
+        text = f"{format_seconds(so_far)} so far"
+        if num_steps:
+            left = f", {format_seconds(so_far * (num_steps - step) / step)} left" if step < num_steps else ""
+            text = f"<b>{100 * step // num_steps} %</b> {text}{left}"
+        self.elapsed.value = f'<span class="wb-quiet">{text}</span>'
+
+    def _show_log(self) -> None:
+        chosen = self.log_ranks.value
+        lines = [line for line in self.log.lines if not chosen or line.ranks == "all" or chosen == line.ranks]
+        if (self.log.count, chosen) == self._log_shown:
+            return
+        follows = self.log_follow.value or self._log_shown is None or self._log_shown[1] != chosen
+        new = "" if follows or self._log_shown is None else f", {self.log.count - self._log_shown[0]} new"
+        self.log_count.value = f'<span class="wb-quiet">{len(lines)} of {self.log.count} lines{new}</span>'
+        if not follows:
+            return
+        self._log_shown = (self.log.count, chosen)
+        self.log_lines.value = f'<div class="wb-log-lines"><div>{self.log.html(lines)}</div></div>'
+
+    def show_state(self, css: str, word: str, detail: str) -> None:
+        """The dot, a word and how far the run is."""
+        value = f'<span class="wb-state {css}"><i></i>{word} <b>{escape(detail)}</b></span>'
+        if self.state.value != value:
+            self.state.value = value
+
+    def _show_title(self, title: str, text: str) -> None:
+        self.title.value = (
+            f'<span class="wb-title">{escape(title)}</span> <span class="wb-run-text">{escape(text)}</span>'
+        )
+
+    def static_html(self) -> str:
+        """The view as it is, without scripts: title, picture, the log's first and last lines. Empty before a run."""
+        if self.history is None or not self.history.last_step:
+            return ""
+        log = element("pre", text="\n".join(f"{x.time}  {x.ranks:<5} {x.text}" for x in self.log.head_and_tail()))
+        return element("div", self.title.value, live_picture(self.history, self._one_device), log, css="wb-static-run")
+
+    # ---- the page -------------------------------------------------------------------------------------------------
+
+    def _on_visible(self, seen: bool) -> None:
+        self._seen = seen
+        if seen and not self._ended:  # what has ended was drawn at its end
+            self.draw(everything=True)
+
+    def use(self, colours: Palette) -> None:
+        """Draw in another theme from now on."""
+        if colours is self._colours:
+            return
+        self._colours = colours
+        if self.figure is None or self.history is None:
+            return
+        fresh = live_figure.live_figure(self._num_ranks, self.history.num_steps, self._colours)
+        # In batches of their own: within one, plotly drops a value that equals the one from before the batch, and takes
+        # no part of a list that is set as a whole.
+        with self.figure.batch_update():
+            live_figure.replace_all(self.figure, fresh)
+        self._versions, self._step_shown = {}, -1
+        with self.figure.batch_update():
+            if self.history.last_step:
+                self._draw_figure({"curves", "shares", "timeline"})
+            if self._one_device:
+                live_figure.show_one_device(self.figure, self._one_device)
+        self._show_record()
+
+
+def _widget_class() -> type[LiveWidget]:
+    from workbench.ui.live.widget import LiveWidget
+
+    return LiveWidget
+
+
+def _choices(num_ranks: int) -> list[tuple[str, str]]:
+    return [(f"rank {rank}", str(rank)) for rank in range(num_ranks)]

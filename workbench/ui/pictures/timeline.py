@@ -1,0 +1,112 @@
+"""A pipeline's timeline as a picture: which rank works on which micro-batch when, and when it waits.
+
+A pure function, timeline -> SVG; measured timelines and simulated ones look alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from workbench.theme import Palette, palette
+from workbench.ui.pictures.drawing import Box, Picture, document, line, rect, text, text_width
+from workbench.units import format_seconds
+
+MAX_RANKS = 64
+_LEFT, _TOP, _WIDTH, _ROW, _BAR = 84.0, 58.0, 640.0, 34.0, 24.0
+_NAMES = {"F": "forward", "B": "backward", "I": "backward to inputs", "W": "gradients of weights"}
+
+
+class TimelineLike(Protocol):
+    """What ``wb.timeline(model)``, a graph's ``timeline()`` and ``simulate`` give."""
+
+    @property
+    def spans(self) -> Any:
+        """By rank: ``action``, ``start_s``, ``stop_s``, ``waited_s``."""
+
+    @property
+    def makespan_s(self) -> float:
+        """Seconds from start to end."""
+
+    @property
+    def bubble(self) -> float:
+        """The part of the time in which ranks wait."""
+
+
+def draw_timeline(timeline: TimelineLike, *, theme: str = "light") -> Picture:
+    """A picture of a pipeline's step: a row per rank, a bar per action with the number of its micro-batch.
+
+    Args:
+        timeline: what ``wb.timeline(model)`` measured, or ``simulate`` computed; up to 64 ranks.
+        theme: ``"light"`` or ``"dark"``.
+
+    Raises:
+        ValueError: no actions, or more than 64 ranks.
+
+    >>> from workbench.pipeline.schedules import make_table
+    >>> from workbench.pipeline.simulate import simulate
+    >>> wb.draw_timeline(simulate(make_table("1f1b", 2, 4), 2, lambda action: 1.0))
+    2 ranks, 16 actions in 10.0 s, ranks wait 20% of the time
+    """
+    rows = [spans for spans in timeline.spans if spans]
+    if not rows or len(rows) > MAX_RANKS:
+        raise ValueError(
+            f"draw_timeline: a timeline of {len(rows)} ranks with actions; a picture has room for 1 to "
+            f"{MAX_RANKS}. Give the timeline of a step that ran, or of fewer stages."
+        )
+    ranks, num_actions = f"{len(rows)} rank{'s' * (len(rows) > 1)}", sum(map(len, rows))
+    told = (
+        f"{ranks}, {num_actions} actions in {format_seconds(timeline.makespan_s)}, "
+        f"ranks wait {timeline.bubble:.0%} of the time"
+    )
+    return Picture(timeline_picture(rows, told, palette(theme)), told)
+
+
+def timeline_picture(rows: Any, told: str, colours: Palette) -> str:
+    """The rows of spans as SVG text."""
+    start = min(span.start_s for spans in rows for span in spans)
+    stop = max(span.stop_s for spans in rows for span in spans)
+    scale = _WIDTH / (stop - start) if stop > start else 0.0
+    kinds = sorted({span.action.kind for spans in rows for span in spans}, key="FBIW".find)
+    bottom = _TOP + len(rows) * _ROW
+    parts = [text(16, 28, told, anchor="start", bold=True)]
+    for index, spans in enumerate(rows):
+        top = _TOP + index * _ROW
+        parts.append(text(16, top + _BAR / 2 + 4, f"rank {spans[0].rank}", anchor="start", bold=True))
+        parts.append(rect(Box(_LEFT, top, _WIDTH, _BAR), colours.sunk, colours.line))
+        for span in spans:
+            box = Box(_LEFT + (span.start_s - start) * scale, top, max(1.0, (span.stop_s - span.start_s) * scale), _BAR)
+            parts += _bar(span, box, scale, colours)
+    parts += [line((_LEFT, bottom + 2), (_LEFT + _WIDTH, bottom + 2), colours.strong_line)]
+    parts += [text(_LEFT, bottom + 18, "0", fill=colours.muted)]
+    parts += [text(_LEFT + _WIDTH, bottom + 18, format_seconds(stop - start), anchor="end", fill=colours.muted)]
+    parts += _legend(kinds, _LEFT + 30, bottom + 8, colours)
+    return document((_LEFT + _WIDTH + 24, bottom + 34), told, colours, parts)
+
+
+def _bar(span: Any, box: Box, scale: float, colours: Palette) -> Iterator[str]:
+    """An action; the part in which it waited is striped."""
+    kind = span.action.kind
+    yield rect(box, _colour(kind, colours), colours.background, {"class": "action"})
+    waited = min(box.width, span.waited_s * scale)
+    if waited >= 1:
+        place = Box(box.x, box.y, waited, box.height)
+        yield rect(place, colours.idle, attributes={"class": "waited"})
+        yield rect(place, f"url(#term-{colours.name})")
+    label = f"{kind}{span.action.micro_batch}"
+    left = box.width - waited
+    if left >= text_width(label, 11) + 2:
+        ink = colours.ink if kind == "F" and colours.name == "light" else colours.background
+        yield text(box.x + waited + left / 2, box.y + box.height / 2 + 4, label, size=11, fill=ink)
+
+
+def _colour(kind: str, colours: Palette) -> str:
+    return {"F": colours.forward, "W": colours.optimizer_step}.get(kind, colours.backward)
+
+
+def _legend(kinds: list[str], x: float, y: float, colours: Palette) -> Iterator[str]:
+    for kind in kinds:
+        yield rect(Box(x, y, 12, 12), _colour(kind, colours))
+        name = f"{kind}: {_NAMES.get(kind, kind)}"
+        yield text(x + 18, y + 10, name, anchor="start", fill=colours.muted)
+        x += text_width(name) + 40

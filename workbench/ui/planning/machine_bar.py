@@ -1,0 +1,140 @@
+"""The machine that is predicted for: which one, and sliders that change its numbers and how many ranks there are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import ipywidgets as widgets
+
+from workbench.cost.hardware import Hardware
+from workbench.cost.hardware_files import known_machines, load_hardware
+from workbench.ui.controls import bar, button, html, label
+from workbench.ui.planning.assumed import Assumed, factor_text, told
+from workbench.ui.planning.predicting import Predictor
+
+MOST_RANKS = 256
+NO_MACHINE = "none"
+_LABELS = {"links": "links", "memory": "memory", "flops": "products"}
+_TIPS = {
+    "links": "bytes per second between ranks, by reach; latencies stay",
+    "memory": "bytes that a rank may hold",
+    "flops": "operations per second of matrix products; the memory's bandwidth stays",
+    "ranks": "how many ranks the strategy is for",
+}
+
+
+class MachineBar:
+    """Changes the predictor's machine. ``box`` is what is shown.
+
+    Args:
+        predictor: whose machine it is.
+        num_ranks: to begin with.
+        on_machine: the machine has changed.
+        on_ranks: another number of ranks is wanted.
+    """
+
+    def __init__(
+        self,
+        predictor: Predictor,
+        num_ranks: int,
+        on_machine: Callable[[], None],
+        on_ranks: Callable[[int], None],
+    ) -> None:
+        self._predictor, self._on_machine, self._on_ranks = predictor, on_machine, on_ranks
+        self._own, self._refreshing = predictor.machine, False
+        self._num_ranks = num_ranks
+        self.machine = widgets.Dropdown(options=self._machines(), layout={"width": "140px"})
+        self.machine.value = predictor.machine.name if predictor.machine else NO_MACHINE
+        self.sliders = {name: _slider(name) for name in _LABELS}
+        self.told = {name: html("", "wb-told") for name in _LABELS}
+        self.ranks = widgets.SelectionSlider(options=_ranks(num_ranks), value=num_ranks, layout={"width": "112px"})
+        self.ranks.tooltip = _TIPS["ranks"]
+        self.reset = button("Reset", self._on_reset, tooltip="the machine as it is, and the ranks that there are")
+        self.machine.observe(self._on_chosen, "value")
+        self.ranks.observe(lambda change: self._user(lambda: self._on_ranks(change["new"])), "value")
+        for name, slider in self.sliders.items():
+            slider.observe(lambda change, name=name: self._user(lambda: self._assume(name, change["new"])), "value")
+        fields = [bar(label(_LABELS[name]), self.sliders[name], self.told[name], css=("wb-field",)) for name in _LABELS]
+        self.box = bar(
+            bar(label("machine"), self.machine, css=("wb-field",)),
+            *fields,
+            bar(label("ranks"), self.ranks, css=("wb-field",)),
+            self.reset,
+            css=("wb-bar", "wb-wrap", "wb-machine"),
+        )
+
+    @property
+    def has_own(self) -> bool:
+        """Was a machine given or measured, other than those that come with the package?"""
+        return self._own is not None
+
+    def adopt(self, machine: Hardware) -> None:
+        """Predict for a machine that was measured, and keep it among those to choose from."""
+        self._own, self._predictor.machine, self._predictor.assumed = machine, machine, Assumed()
+        self._refreshing = True
+        self.machine.options = self._machines()
+        self._refreshing = False
+
+    def refresh(self, num_ranks: int, precision: str) -> None:
+        """Show the machine as it is assumed, and the ranks that the strategy is for."""
+        self._refreshing = True
+        try:
+            machine, assumed = self._predictor.hardware, self._predictor.assumed
+            self.machine.value = machine.name if machine else NO_MACHINE
+            for name, slider in self.sliders.items():
+                slider.disabled = machine is None
+                slider.value = getattr(assumed, name)
+                number = told(machine, name, precision) if machine else ""
+                times = factor_text(slider.value)
+                self.told[name].value = f"<span>{number}</span> <b>{times}</b>" if times else f"<span>{number}</span>"
+            if num_ranks not in dict(self.ranks.options).values():
+                self.ranks.options = _ranks(num_ranks)
+            self.ranks.value = num_ranks
+            self.reset.disabled = assumed == Assumed() and num_ranks == self._num_ranks
+        finally:
+            self._refreshing = False
+
+    def _machines(self) -> list[str]:
+        own = [self._own.name] if self._own is not None else [NO_MACHINE]
+        return [*own, *(name for name in known_machines() if name not in own)]
+
+    def _user(self, action: Callable[[], None]) -> None:
+        """Act, unless the change is only the state being shown."""
+        if not self._refreshing:
+            action()
+
+    def _on_chosen(self, change: dict[str, Any]) -> None:
+        if self._refreshing:
+            return
+        name = change["new"]
+        is_own = self._own is not None and name == self._own.name
+        self._predictor.machine = self._own if is_own else None if name == NO_MACHINE else load_hardware(name)
+        self._predictor.assumed = Assumed()
+        self._on_machine()
+
+    def _assume(self, name: str, factor: float) -> None:
+        self._predictor.assumed = replace(self._predictor.assumed, **{name: factor})
+        self._on_machine()
+
+    def _on_reset(self) -> None:
+        self._predictor.assumed = Assumed()
+        self._on_machine()
+        self._on_ranks(self._num_ranks)
+
+
+def _slider(name: str) -> widgets.FloatLogSlider:
+    """From a 64th to 64 times, in half powers of two."""
+    return widgets.FloatLogSlider(
+        1.0, base=2, min=-6, max=6, step=0.5, readout=False, tooltip=_TIPS[name], layout={"width": "96px"}
+    )
+
+
+def _ranks(num_ranks: int) -> list[tuple[str, int]]:
+    """Powers of two, and the number that there are."""
+    powers = {2**power for power in range(MOST_RANKS.bit_length()) if 2**power <= MOST_RANKS}
+    return [(str(number), number) for number in sorted(powers | {num_ranks})]
+
+
+__all__ = ["MachineBar"]

@@ -1,0 +1,161 @@
+"""Two pictures below the table of runs: what was predicted against what was measured, and the time of every layer.
+
+Pure functions, rows or records -> HTML with SVG in the page's colours.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from workbench.core.metrics import RunRecord
+from workbench.ui.assets import element
+from workbench.ui.numbers import signed_percent
+from workbench.ui.pictures import marks
+from workbench.ui.runs.rows import Row, key_of
+from workbench.ui.runs.scatter_labels import place_labels
+from workbench.units import format_seconds
+
+_WIDTH, _HEIGHT = 396.0, 250.0
+_LEFT, _RIGHT, _TOP, _BOTTOM = 44.0, 384.0, 26.0, 214.0
+_MOST_LAYERS = 10
+_MOST_RUNS = 8
+_LAYER_NAME, _BAR_GAP, _ROW = 124.0, 12.0, 20.0
+_LAYERS_WIDTH = 732.0
+
+
+# ---- prediction against measurement ----------------------------------------------------------------------------------
+
+
+def prediction_picture(rows: Sequence[Row], selected: str = "") -> str:
+    """Measured step times over predicted ones, with the line on which both are equal; empty without predictions."""
+    pairs = [(row, row.values["predicted_s"], row.values["step_s"]) for row in rows]
+    known = [(row, float(predicted), float(step)) for row, predicted, step in pairs if predicted and step]
+    if not known:
+        return ""
+    seconds = [second for _, *pair in known for second in pair]
+    across, up = marks.Axis.over(seconds, _LEFT, _RIGHT), marks.Axis.over(seconds, _BOTTOM, _TOP)
+    points = [(across.at(predicted), up.at(step)) for _, predicted, step in known]
+    size, unit = marks.scale_of(up.high, marks.SECONDS)
+    parts = [marks.text(0, 12, f"measured step, {unit}", "quiet")]
+    for mark in up.ticks():
+        y = up.at(mark)
+        parts += [
+            marks.line(_LEFT, y, _RIGHT, y, "rule"),
+            marks.text(_LEFT - 6, y + 4, f"{mark / size:g}", "quiet end"),
+        ]
+        parts.append(marks.text(across.at(mark), _BOTTOM + 16, f"{mark / size:g}", "quiet middle"))
+    parts.append(marks.text(_RIGHT, _BOTTOM + 32, f"predicted step, {unit}", "quiet end"))
+    parts += [marks.line(_LEFT, _BOTTOM, _RIGHT, _TOP, "even"), marks.line(_LEFT, _BOTTOM, _RIGHT, _BOTTOM, "axis")]
+    parts.append(marks.text(_RIGHT, _BOTTOM - 8, "faster than predicted", "quiet end"))
+    parts += [_point(row, point, row.key == selected) for (row, *_), point in zip(known, points, strict=True)]
+    names = [(row.name, point) for (row, *_), point in zip(known, points, strict=True)]
+    for x, y, anchor, name in place_labels(names, points, (_LEFT, _WIDTH), 6.5):
+        parts.append(marks.text(x, y, name, anchor))
+    told = ", ".join(f"{row.name} {signed_percent(row.values['error'])}" for row, *_ in known)
+    picture = marks.svg(_WIDTH, _HEIGHT, f"error of predicted step times: {told}", *parts)
+    return marks.section("Prediction against measurement", "", picture, "", "predicted")
+
+
+def _point(row: Row, point: tuple[float, float], is_selected: bool) -> str:
+    x, y = (f"{place:.1f}" for place in point)
+    tip = (
+        f"{row.name}: predicted {row.texts['predicted_s']}, measured {row.texts['step_s']} "
+        f"(predicted is {row.texts['error']} off)"
+    )
+    ring = element("circle", css="wb-ring", cx=x, cy=y, r="9") if is_selected else ""
+    dot = element("circle", element("title", text=tip), css="hollow", cx=x, cy=y, r="5")
+    return f'<g data-key="{escape(row.key, quote=True)}">{ring}{dot}</g>'
+
+
+# ---- layers ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTime:
+    """Seconds of a step that a layer, or the layers of all blocks that are alike, computes forward and backward."""
+
+    name: str
+    forward_s: float
+    backward_s: float
+
+    @property
+    def total_s(self) -> float:
+        """Both together."""
+        return self.forward_s + self.backward_s
+
+
+def layer_times(run: RunRecord) -> dict[str, LayerTime]:
+    """By name, in the order of the model; names that differ in numbers only are one, with how many there are.
+
+    >>> run = RunRecord("data", "*: data", 2, 8, layer_forward_s={"h.0.fc": 0.1, "h.1.fc": 0.1, "head": 0.3})
+    >>> [(layer.name, layer.forward_s) for layer in layer_times(run).values()]
+    [('h.*.fc \u00d72', 0.2), ('head', 0.3)]
+    """
+    alike: dict[str, list[str]] = {}
+    for name in run.layer_forward_s:
+        alike.setdefault(re.sub(r"\b\d+\b", "*", name), []).append(name)
+    found = {}
+    for pattern, names in alike.items():
+        told = names[0] if len(names) == 1 else f"{pattern} \u00d7{len(names)}"
+        forward = sum(run.layer_forward_s[name] for name in names)
+        found[told] = LayerTime(told, forward, sum(run.layer_backward_s.get(name, 0.0) for name in names))
+    return found
+
+
+def layers_picture(runs: Sequence[RunRecord], names: Mapping[str, str], selected: str = "") -> str:
+    """A column per run, a row per layer, the slowest layers first; empty where no run has measured its layers."""
+    drawn = [(run, layer_times(run)) for run in runs if run.layer_forward_s][:_MOST_RUNS]
+    if not drawn:
+        return ""
+    slowest: dict[str, float] = {}
+    for _, layers in drawn:
+        for layer in layers.values():
+            slowest[layer.name] = max(slowest.get(layer.name, 0.0), layer.total_s)
+    shown = sorted(slowest, key=lambda name: -slowest[name])[:_MOST_LAYERS]
+    column = (_LAYERS_WIDTH - _LAYER_NAME) / len(drawn)
+    number_width = 52.0
+    scale = max(column - number_width - _BAR_GAP, 12.0) / (max(slowest.values()) or 1.0)
+    parts: list[str] = []
+    for place, (run, _) in enumerate(drawn):
+        name = names.get(key_of(run), run.name)
+        css = "strong" if key_of(run) == selected else "quiet"
+        parts.append(marks.text(_LAYER_NAME + place * column, 12, _cut(name, column), css))
+    for index, layer_name in enumerate(shown):
+        top = 20 + index * _ROW
+        parts += [
+            marks.line(0, top, _LAYERS_WIDTH, top, "rule"),
+            marks.text(0, top + 14, _cut(layer_name, _LAYER_NAME)),
+        ]
+        for place, (_, layers) in enumerate(drawn):
+            parts += _layer_bar(layers.get(layer_name), _LAYER_NAME + place * column, top, scale)
+    height = 24 + len(shown) * _ROW
+    told = f"time by layer of {len(drawn)} runs; slowest {shown[0]}, {format_seconds(slowest[shown[0]])}"
+    legend = marks.swatch("var(--wb-forward)", "forward") + marks.swatch("var(--wb-backward)", "backward")
+    left_out = len(slowest) - len(shown)
+    note = "computing in a step, slowest rank" + (f" \u00b7 {left_out} faster layers not shown" if left_out else "")
+    picture = marks.svg(_LAYERS_WIDTH, height, told, *parts)
+    return marks.section("Time by layer", note, picture, marks.legend(legend), "layers")
+
+
+def _layer_bar(layer: LayerTime | None, left: float, top: float, scale: float) -> list[str]:
+    if layer is None:
+        return [marks.text(left, top + 14, "\u2013", "quiet")]
+    forward, backward = layer.forward_s * scale, layer.backward_s * scale
+    tip = f"{layer.name}: forward {format_seconds(layer.forward_s)}, backward {format_seconds(layer.backward_s)}"
+    bars = [
+        marks.bar(left, top + 4, forward, 12, "var(--wb-forward)", data_tip=tip),
+        marks.bar(left + forward, top + 4, backward, 12, "var(--wb-backward)", data_tip=tip),
+    ]
+    return [*bars, marks.text(left + forward + backward + 4, top + 14, format_seconds(layer.total_s), "quiet")]
+
+
+def _cut(name: str, width: float) -> str:
+    """As much of a name as has room."""
+    most = max(int(width / 6.8) - 1, 3)
+    return name if len(name) <= most else f"{name[: most - 1]}\u2026"
+
+
+__all__ = ["LayerTime", "layer_times", "layers_picture", "prediction_picture"]

@@ -1,0 +1,151 @@
+"""One self-contained HTML page about a comparison: what was run, whether it equals one device, table and pictures."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Protocol
+
+import plotly.graph_objects as go
+from plotly.offline import get_plotlyjs
+
+from workbench.core.metrics import RunRecord
+from workbench.session.comparing.machine import machine_text, versions_text
+from workbench.theme import DARK, LIGHT, Palette, style_sheet
+from workbench.ui.assets import asset, element
+from workbench.ui.figures import (
+    LOSS_TOLERANCE,
+    comparison_figure,
+    loss_difference_figure,
+    loss_figure,
+    memory_figure,
+    throughput_figure,
+)
+from workbench.ui.numbers import short_difference
+from workbench.ui.runs.scatter import scatter_figure
+from workbench.ui.runs.tables import comparison_table_html
+from workbench.units import format_count
+
+
+class Comparison(Protocol):
+    """What a report needs of ``wb.compare``'s result."""
+
+    baseline: RunRecord
+    runs: list[RunRecord]
+    settings: dict[str, Any]
+
+
+def write_report(result: Comparison, path: str | os.PathLike[str], *, title: str = "Comparison of strategies") -> Path:
+    """Write the page for ``result`` to ``path`` (folders are made) and return the path.
+
+    The page holds all it needs (plotly.js included, some 5 MB), so it can be mailed or put on any web server.
+
+    >>> write_report(wb.compare(...), "out/report.html")            # doctest: +SKIP
+    PosixPath('out/report.html')
+    """
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(report_html(result, title), encoding="utf-8")
+    return target
+
+
+def report_html(result: Comparison, title: str = "Comparison of strategies") -> str:
+    """The whole page as a string."""
+    figures = _figures(result)
+    boxes = [element("div", element("div", id=name), css="frame") for name in figures]
+    body = element(
+        "main",
+        element("h1", text=title),
+        element("p", text=verdict(result.runs)[1], css=f"verdict {verdict(result.runs)[0]}"),
+        _facts(result),
+        element(
+            "section", element("h2", text="Runs"), comparison_table_html(result.runs, result.baseline), css="frame"
+        ),
+        element("section", *boxes, css="figures"),
+        element("footer", text="Bytes are decimal: 1 MB = 1 000 000 bytes. Peak: resident size above the warm engine."),
+    )
+    style = f"<style>{style_sheet('body')}{asset('report.css')}</style>"
+    meta = '<meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+    head = meta + element("title", text=title) + style
+    scripts = f"<script>{get_plotlyjs()}</script>{_figures_as_json(figures)}<script>{asset('report.js')}</script>"
+    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>{body}\n{scripts}</body></html>\n'
+
+
+@dataclass
+class _Runs:
+    """Runs from anywhere, for a report."""
+
+    runs: list[RunRecord]
+    baseline: RunRecord
+    settings: dict[str, Any]
+
+
+def runs_report_html(
+    runs: Sequence[RunRecord], truth: RunRecord | None, title: str = "Comparison of strategies"
+) -> str:
+    """The page for runs that need not be of one comparison; without a run on one device the first stands for it."""
+    settings = next((run.settings for run in runs if run.settings), {})
+    baseline = truth or (runs[0] if runs else RunRecord("none", "", 0, 0))
+    return report_html(_Runs(list(runs), baseline, settings), title)
+
+
+def verdict(runs: Sequence[RunRecord]) -> tuple[str, str]:
+    """``("equal" | "unequal" | "unknown", sentence)``: do all runs equal one device?"""
+    failed = [run.name for run in runs if run.error is not None]
+    unequal = [run.name for run in runs if run.error is None and run.equal is False]
+    if unequal:
+        return "unequal", f"Not equal to one device: {', '.join(unequal)}"
+    if failed or not runs:
+        return "unknown", f"Not run: {', '.join(failed)}" if failed else "No runs"
+    largest = max((run.loss_difference or 0.0 for run in runs), default=0.0)
+    sentence = f"largest loss difference {short_difference(largest)}, limit {short_difference(LOSS_TOLERANCE)}"
+    return "equal", f"All {len(runs)} strategies equal one device ({sentence})"
+
+
+def _figures(result: Comparison) -> dict[str, Callable[[Palette], go.Figure]]:
+    runs, baseline = result.runs, result.baseline
+    return {
+        "throughput": lambda colours: comparison_figure(runs, baseline, colours),
+        "scatter": lambda colours: scatter_figure(runs, baseline, colours),
+        "loss": lambda colours: loss_figure(runs, baseline, colours),
+        "difference": lambda colours: loss_difference_figure(runs, baseline, colours=colours),
+        "throughput-by-step": lambda colours: throughput_figure(runs, colours),
+        "memory": lambda colours: memory_figure(runs, colours),
+    }
+
+
+def _figures_as_json(figures: dict[str, Callable[[Palette], go.Figure]]) -> str:
+    """Both themes of every figure as a JSON block that the page's script draws from."""
+    themes = (
+        f'"{name}": {{"light": {draw(LIGHT).to_json()}, "dark": {draw(DARK).to_json()}}}'
+        for name, draw in figures.items()
+    )
+    text = ("{" + ", ".join(themes) + "}").replace("</", "<\\/")
+    return f'<script type="application/json" id="figures">{text}</script>'
+
+
+def _facts(result: Comparison) -> str:
+    baseline = result.baseline
+    num_ranks = sorted({run.num_ranks for run in result.runs})
+    settings = result.settings
+    facts = {
+        "Model": _model_text(settings),
+        "What": f"{len(result.runs)} strategies, {len(baseline.losses)} steps each, batch {baseline.batch_size}, "
+        "from the same weights in the same data order",
+        "Optimizer": settings.get("optimizer", ""),
+        "Ranks": ", ".join(map(str, num_ranks)) or "none",
+        "Machine": machine_text(),
+        "Versions": versions_text(),
+        "Date": datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
+    }
+    known = {name: value for name, value in facts.items() if value}
+    return element("dl", *(element("dt", text=name) + element("dd", text=value) for name, value in known.items()))
+
+
+def _model_text(settings: dict[str, Any]) -> str:
+    if "model" not in settings:
+        return ""
+    return f"{settings['model']}, {format_count(settings.get('num_parameters', 0))} parameters"

@@ -1,0 +1,281 @@
+"""The lower half of the panel: a run that is followed and steered, and the finished ones beside each other."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ipywidgets as widgets
+
+from workbench.core.metrics import RunRecord, StepSpans
+from workbench.core.strategy import Strategy
+from workbench.session.comparing.saved_runs import SavedRuns
+from workbench.theme import Palette
+from workbench.ui.controls import button
+from workbench.ui.live.chrome_trace import chrome_trace
+from workbench.ui.live.history import Message
+from workbench.ui.live.part import LiveView
+from workbench.ui.live.pump import Pump
+from workbench.ui.runs.rows import key_of
+from workbench.ui.runs.table import RunTable
+from workbench.ui.runs.trainer import OneDeviceSteps, PanelRun, Trainer
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What the upper half gives: the strategy as it stands there, and what to call.
+
+    Attributes:
+        wanted: the strategy and its name; raises ``StrategyError`` with all its mistakes.
+        estimate: what is predicted for it (``cost.Estimate``), or None.
+        changed: something that the upper half shows has changed: busy or not, another run.
+        opened: load a strategy's text, so that it can be undone.
+        limit: memory of a rank in bytes, None where it is not known.
+    """
+
+    wanted: Callable[[], tuple[Strategy, str]]
+    estimate: Callable[[], Any] = lambda: None
+    changed: Callable[[], None] = lambda: None
+    opened: Callable[[str], None] = lambda text: None
+    limit: Callable[[], float | None] = lambda: None
+
+
+class RunsPart:
+    """Follows one run at a time and keeps the finished ones. ``box`` is what is shown; ``saved`` has those of other
+    days.
+    """
+
+    def __init__(self, trainer: Trainer, steps: int, hooks: Hooks, saved: SavedRuns | None = None) -> None:
+        self._trainer, self._steps, self._hooks = trainer, steps, hooks
+        self._lock = threading.RLock()
+        self._pump: Pump | None = None
+        self._run: PanelRun | None = None
+        self._names: dict[str, str] = {}
+        self._spans: list[StepSpans] = []
+        self._is_changing = False
+        self.is_paused = False
+        self.runs: list[RunRecord] = []
+        self.baseline: RunRecord | None = None
+        self.pause_button = button("Pause", self._on_pause, icon="pause", disabled=True)
+        self.stop_button = button("Stop", self.stop, icon="stop", disabled=True)
+        self.change_button = button("Change strategy\u2026", self.change, disabled=True)
+        self.apply_button = button("Apply", self.apply, "wb-primary")
+        self.keep_button = button("Keep the old one", self.keep)
+        self.trace_button = button("Trace", self._on_trace, icon="download", disabled=True)
+        self.trace_button.tooltip = "save the noted steps for chrome://tracing or ui.perfetto.dev"
+        buttons = (
+            widgets.HBox([self.pause_button, self.stop_button]),
+            self.change_button,
+            self.apply_button,
+            self.keep_button,
+            self.trace_button,
+        )
+        buttons[0].add_class("wb-group")
+        self.live = LiveView(trainer.num_ranks, buttons)
+        self.table = RunTable(hooks.opened, self._run_again, saved)
+        self.box = widgets.VBox([self.live.box, self.table.box])
+        self._show_buttons()
+
+    # ---- what users call ------------------------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        """Does a run hold the engines?"""
+        return self._pump is not None
+
+    def run(self, steps: int | None = None) -> None:
+        """Train with the strategy of the upper half; returns at once.
+
+        Raises:
+            RuntimeError: a run is going on already.
+            StrategyError: the strategy has mistakes.
+        """
+        with self._lock:
+            if self._pump is not None:
+                raise RuntimeError(
+                    "panel.run(): a run holds the engines. Wait for it with panel.wait(), or panel.stop()."
+                )
+            strategy, label = self._hooks.wanted()
+            num_steps = steps or self._steps
+            name = self._free_name(label)
+            self._names = {str(strategy): name}
+            self._spans, self.is_paused, self._is_changing = [], False, False
+            estimate = self._hooks.estimate()
+            self.live.begin(name, str(strategy), num_steps)
+            self._expect(estimate, strategy)
+            self._run = self._trainer.start(strategy, name, num_steps, predictions(estimate))
+            self._pump = Pump(self._run, self._on_messages, self._on_end)
+            self._show_buttons()
+            self._hooks.changed()
+            self._pump.start()
+
+    def stop(self) -> None:
+        """Ask the run to end after its current step; its weights and figures stay."""
+        if self._pump is not None:
+            self._pump.run.stop()
+
+    def pause(self) -> None:
+        """Ask the run to wait after its current step."""
+        if self._pump is not None and not self.is_paused:
+            self.is_paused = True
+            self._pump.run.pause()
+            self._show_buttons()
+
+    def go_on(self) -> None:
+        """Let a paused run go on, under the strategy that it has."""
+        if self._pump is not None and self.is_paused:
+            self.is_paused = self._is_changing = False
+            self._pump.run.go_on()
+            self._show_buttons()
+
+    def change(self) -> None:
+        """Pause, so that another strategy can be chosen in the upper half; ``apply`` goes on with it."""
+        if self._pump is not None:
+            self.pause()
+            self._is_changing = True
+            self._show_buttons()
+            self._hooks.changed()
+
+    def apply(self) -> None:
+        """Go on under the strategy of the upper half, with the same weights and the optimizer's state.
+
+        Raises:
+            RuntimeError: no run goes on.
+            StrategyError: the strategy has mistakes; the run goes on waiting.
+        """
+        if self._pump is None:
+            raise RuntimeError("panel.apply(): no run is going on whose strategy could change. Start one: panel.run().")
+        strategy, label = self._hooks.wanted()
+        self._names[str(strategy)] = label
+        self._pump.run.change(strategy)
+        self._expect(self._hooks.estimate(), strategy)
+        self.is_paused = True  # also where nobody has paused it: then going on changes nothing
+        self.go_on()
+        self._hooks.changed()
+
+    def keep(self) -> None:
+        """Go on under the strategy that the run has."""
+        self.go_on()
+        self._hooks.changed()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until no run holds the engines; False when ``timeout_s`` passed before."""
+        pump = self._pump
+        return pump is None or pump.join(timeout_s)
+
+    @property
+    def changing(self) -> bool:
+        """Is another strategy being chosen for the run that waits?"""
+        return self._is_changing
+
+    def use(self, colours: Palette) -> None:
+        """Draw in another theme from now on."""
+        self.live.use(colours)
+
+    def trace(self) -> dict[str, Any]:
+        """The noted steps of the run in Chrome's trace format."""
+        return chrome_trace(self._spans)
+
+    def static_html(self) -> str:
+        """The last run and the comparison for readers without a kernel."""
+        return self.live.static_html() + self.table.static_html()
+
+    # ---- a run goes on (the pump's thread) ------------------------------------------------------------------------
+
+    def _on_messages(self, messages: Sequence[object]) -> None:
+        with self._lock:
+            for message in messages:
+                if isinstance(message, OneDeviceSteps):
+                    self.live.add_one_device(message.block)
+            if self._run is not None and self._run.one_device_losses is not None:
+                self.live.show_one_device(self._run.one_device_losses)
+            found = [message for message in messages if isinstance(message, Message)]
+            self._spans += [message for message in found if isinstance(message, StepSpans)]
+            self.live.add(found, lambda text: self._names.get(text, text))
+
+    def _on_end(self, record: RunRecord | None, error: BaseException | None) -> None:
+        with self._lock:
+            self._pump = None
+            self.is_paused = self._is_changing = False
+            self.baseline = self._trainer.baseline or self.baseline
+            if error is not None or record is None:
+                self.live.fail(error or RuntimeError("the run ended without a result"))
+            else:
+                self.runs.append(record)
+                self.live.finish(record)
+            self._show_buttons()
+            self.show_runs()
+            self._hooks.changed()
+
+    def show_runs(self) -> None:
+        """Bring the comparison up to date."""
+        self.table.selected = key_of(self.runs[-1]) if self.runs else ""
+        self.table.add(self.runs, self.baseline)
+
+    def _run_again(self, text: str) -> None:
+        self._hooks.opened(text)
+        if not self.busy:
+            self.run()
+
+    def _expect(self, estimate: Any, strategy: Strategy) -> None:
+        """Show what is predicted, and whose rank is whose."""
+        resolved = strategy.resolve(self._trainer.layers, self._trainer.num_ranks)
+        places = [(0, 0)] * self._trainer.num_ranks
+        for stage in range(resolved.degrees[0]):
+            for position, rank in enumerate(resolved.stage_ranks(stage)):
+                places[rank] = (stage, position)
+        peaks = [0.0] * self._trainer.num_ranks
+        for stage, kinds in enumerate(estimate.memory if estimate is not None else ()):
+            for rank in resolved.stage_ranks(stage % resolved.degrees[0]):
+                peaks[rank] = max(peaks[rank], sum(kinds.values()))
+        self.live.expect(estimate, peaks if estimate is not None else (), places, self._hooks.limit())
+
+    def _free_name(self, label: str) -> str:
+        """The strategy's label, with a number where an earlier run has the same."""
+        taken = {run.name for run in self.runs}
+        names = (label if number == 1 else f"{label} ({number})" for number in range(1, len(taken) + 2))
+        return next(name for name in names if name not in taken)
+
+    # ---- buttons --------------------------------------------------------------------------------------------------
+
+    def _on_pause(self) -> None:
+        (self.go_on if self.is_paused else self.pause)()
+
+    def _on_trace(self) -> None:
+        name = f"{self._run_name()}-trace.json"
+        self.live.link.download(name, json.dumps(self.trace()), "application/json")
+
+    def _run_name(self) -> str:
+        words = next(iter(self._names.values()), "run")
+        return "-".join("".join(c if c.isalnum() else " " for c in words).split()) or "run"
+
+    def _show_buttons(self) -> None:
+        busy, changing = self.busy, self._is_changing
+        for each in (self.pause_button, self.stop_button, self.change_button):
+            each.disabled = not busy
+        waits = "no run is going on"
+        self.pause_button.description = "Go on" if self.is_paused else "Pause"
+        self.pause_button.icon = "play" if self.is_paused else "pause"
+        self.pause_button.tooltip = "takes effect at the next step" if busy else waits
+        self.stop_button.tooltip = "end the run after its current step; weights stay" if busy else waits
+        self.change_button.tooltip = "pause, choose another strategy above, go on with the same weights"
+        self.apply_button.tooltip = "go on with the strategy above and the same weights"
+        self.change_button.layout.display = "none" if changing else ""
+        self.apply_button.layout.display = self.keep_button.layout.display = "" if changing else "none"
+        self.trace_button.disabled = not self._spans and not busy
+
+
+def predictions(estimate: Any) -> Mapping[str, float]:
+    """What a record keeps of an estimate: see ``RunRecord.predicted``."""
+    if estimate is None:
+        return {}
+    return {
+        "step_s": estimate.step_s,
+        "samples_per_s": estimate.samples_per_s,
+        "peak_bytes": estimate.peak_bytes,
+        "boxed_bytes": estimate.boxed_bytes,
+        "bubble": estimate.bubble_s / estimate.step_s if estimate.step_s else 0.0,
+    }

@@ -1,0 +1,108 @@
+"""Memory against throughput as an SVG picture of 308 px: light enough for every page, drawn without a script."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from workbench.ui.assets import element
+from workbench.ui.pictures import marks
+from workbench.ui.runs.rows import Row
+from workbench.ui.runs.scatter_labels import place_labels
+from workbench.ui.traces import byte_scale
+
+WIDTH, HEIGHT = 308, 400
+_LEFT, _RIGHT, _TOP = 40.0, 298.0, 34.0
+_BELOW = 48.0
+"""Pixels of the lower axis with its words."""
+_RING = 6.5
+_LOWEST, _PER_ROW = 300, 42
+"""The picture is about as high as the table beside it."""
+
+
+def scatter_picture(rows: Sequence[Row], selected: str = "", limit_bytes: float | None = None) -> str:
+    """The rows that have both numbers. Pareto points are filled and joined by steps, the others hollow, the truth and a
+    chosen baseline squares; labels never cover each other, and those for which there is no room are left out.
+
+    Colours are style-sheet variables, so it reads in both themes. Every point carries its key as ``data-key``.
+    """
+    drawn = [row for row in rows if row.values["peak_bytes"] and row.values["samples_per_s"]]
+    if not drawn:
+        return element("p", text="no finished runs yet", css="wb-quiet")
+    memory = [float(row.values["peak_bytes"] or 0) for row in drawn]
+    rate = [float(row.values["samples_per_s"] or 0) for row in drawn]
+    divisor, unit = byte_scale(max(memory))
+    height = min(HEIGHT, max(_LOWEST, _PER_ROW * len(rows)))
+    bottom = height - _BELOW
+    x_axis = marks.Axis.over([size / divisor for size in [*memory, limit_bytes or memory[0]]], _LEFT, _RIGHT)
+    y_axis = marks.Axis.over(rate, bottom, _TOP)
+    points = [(x_axis.at(m / divisor), y_axis.at(r)) for m, r in zip(memory, rate, strict=True)]
+    parts = [_axes(x_axis, y_axis, unit), _front(drawn, points, bottom)]
+    if limit_bytes:
+        x = x_axis.at(limit_bytes / divisor)
+        parts.append(_line(x, _TOP - 8, x, bottom, "wb-limit"))
+        parts.append(_text(x - 4, bottom - 60, f"limit {limit_bytes / divisor:.3g}", "e error"))
+    order = sorted(range(len(drawn)), key=lambda i: not (drawn[i].on_front or drawn[i].key == selected))
+    labels = _labels([(drawn[i], points[i]) for i in order], points)
+    parts += [_point(row, point, row.key == selected) for row, point in zip(drawn, points, strict=True)]
+    svg = "".join([*parts, *labels])
+    told = f"Memory against throughput of {len(drawn)} runs"
+    return (
+        f'<svg class="wb-scatter" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" role="img" '
+        f'aria-label="{escape(told)}">{svg}</svg>'
+    )
+
+
+def _axes(x_axis: marks.Axis, y_axis: marks.Axis, unit: str) -> str:
+    parts, bottom = [_text(0, 16, "samples/s (more is better)", "m")], y_axis.start
+    for value in y_axis.ticks(5):
+        y = y_axis.at(value)
+        parts += [_line(_LEFT, y, _RIGHT, y, "rule"), _text(_LEFT - 6, y + 4, _short(value), "m e")]
+    for value in x_axis.ticks(5):
+        parts.append(_text(x_axis.at(value), bottom + 16, _short(value), "m c"))
+    parts.append(_line(_LEFT, bottom, _RIGHT, bottom, "axis"))
+    parts.append(_text(_RIGHT, bottom + 34, f"peak memory per rank, {unit} (less is better)", "m e"))
+    return "".join(parts)
+
+
+def _short(value: float) -> str:
+    return f"{value / 1000:g}k" if value >= 10_000 else f"{value:g}"
+
+
+def _front(rows: Sequence[Row], points: Sequence[tuple[float, float]], bottom: float) -> str:
+    front = sorted(point for row, point in zip(rows, points, strict=True) if row.on_front)
+    if not front:
+        return ""
+    path = f"M{front[0][0]:.1f} {bottom:.1f}V{front[0][1]:.1f}"
+    for x, y in front[1:]:
+        path += f"H{x:.1f}V{y:.1f}"
+    return f'<path class="wb-front-line" d="{path}H{_RIGHT:.1f}"/>'
+
+
+def _point(row: Row, point: tuple[float, float], selected: bool) -> str:
+    x, y = point
+    told = f"{row.name}: {row.texts['samples_per_s']} samples/s, {row.texts['peak_bytes']}"
+    tip = f"<title>{escape(told)}</title>"
+    ring = f'<circle class="wb-ring" cx="{x:.1f}" cy="{y:.1f}" r="9"/>' if selected else ""
+    if row.is_truth or row.is_baseline:
+        mark = f'<rect class="square" x="{x - 5:.1f}" y="{y - 5:.1f}" width="10" height="10">{tip}</rect>'
+    else:
+        css = "full" if row.on_front else "hollow"
+        mark = f'<circle class="{css}" cx="{x:.1f}" cy="{y:.1f}" r="5">{tip}</circle>'
+    return f'<g data-key="{escape(row.key, quote=True)}">{ring}{mark}</g>'
+
+
+def _labels(rows: Sequence[tuple[Row, tuple[float, float]]], points: Sequence[tuple[float, float]]) -> list[str]:
+    """Names of the points, bold on the Pareto line."""
+    on_front = {row.name for row, _ in rows if row.on_front}
+    placed = place_labels([(row.name, point) for row, point in rows], points, (2.0, WIDTH - 2.0), _RING)
+    short = {"middle": "c", "end": "e", "": ""}
+    return [_text(x, y, name, short[anchor] + (" b" if name in on_front else "")) for x, y, anchor, name in placed]
+
+
+def _text(x: float, y: float, content: str, css: str) -> str:
+    return f'<text class="{css.strip()}" x="{x:.1f}" y="{y:.1f}">{escape(content)}</text>'
+
+
+def _line(x1: float, y1: float, x2: float, y2: float, css: str) -> str:
+    return f'<path class="{css}" d="M{x1:.1f} {y1:.1f}L{x2:.1f} {y2:.1f}"/>'

@@ -1,0 +1,60 @@
+"""``wb.show_runs``: any finished runs beside each other, of one comparison or of many days."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import ipywidgets as widgets
+from IPython.display import display
+
+from workbench.core.metrics import RunRecord
+from workbench.session.comparing.saved_runs import SavedRuns
+from workbench.theme import style_sheet
+from workbench.ui.assets import asset, element
+from workbench.ui.controls import html
+from workbench.ui.grid.widget import PANEL_CLASS
+from workbench.ui.runs.table import RunTable
+from workbench.ui.runs.tables import comparison_table_text
+
+
+class Compared(Protocol):
+    """What ``wb.compare`` returns, as far as it is needed here."""
+
+    baseline: RunRecord
+    runs: list[RunRecord]
+
+
+class RunsView(widgets.VBox):
+    """The comparison table by itself; ``table`` has its methods (sort, filter, hide, rename, export)."""
+
+    def __init__(self, table: RunTable) -> None:
+        self.table = table
+        style = html(f"<style>{style_sheet(f'.{PANEL_CLASS}')}{asset('panel.css')}{asset('runs.css')}</style>")
+        super().__init__([style, table.box])
+        self.add_class(PANEL_CLASS)
+
+    def _ipython_display_(self) -> None:
+        """The widget, and after it what remains of it without a kernel (hidden by the style where it lives)."""
+        display(self._repr_mimebundle_(), raw=True)
+        text = comparison_table_text(self.table.runs, self.table.truth)
+        static = element("div", self.table.static_html(), css="wb-static")
+        display({"text/html": static, "text/plain": text}, raw=True)
+
+
+def show_runs(runs: Compared | Iterable[RunRecord], *, limit_bytes: float | None = None) -> RunsView:
+    """Table and scatter of finished runs: sort, filter, hide, rename, compare with a chosen baseline, export.
+
+    Args:
+        runs: what ``wb.compare`` returned, ``wb.SavedRuns()``, or any records.
+        limit_bytes: memory that a rank has, drawn as a line.
+
+    ``wb.show_runs(wb.SavedRuns())`` shows everything that was kept.
+    """
+    found: Any = runs
+    table = RunTable(saved=found if isinstance(found, SavedRuns) else None, limit_bytes=limit_bytes)
+    if hasattr(found, "baseline"):
+        table.add(found.runs, found.baseline)
+    else:
+        table.add(found)
+    return RunsView(table)

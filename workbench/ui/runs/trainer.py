@@ -1,0 +1,165 @@
+"""Where the panel's runs come from: the one module of this room that knows the session."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+from workbench.core.metrics import RunRecord, StepBlock
+from workbench.core.rows import Layer
+from workbench.core.strategy import Strategy
+from workbench.session.comparing.comparison import Comparison, Message, TrainingRun
+from workbench.session.comparing.saved_runs import SavedRuns
+from workbench.ui.live.pump import Run
+
+
+@dataclass(frozen=True, slots=True)
+class OneDeviceSteps:
+    """Steps of the one-device run, reported before the run's own where it is not known yet."""
+
+    block: StepBlock
+
+
+class PanelRun(Run, Protocol):
+    """A run whose one-device losses are known once it trains."""
+
+    @property
+    def one_device_losses(self) -> Sequence[float] | None:
+        """Losses of the same steps on one device; None while they are not there yet."""
+
+
+class Trainer(Protocol):
+    """Describes one model and starts runs of it; ``baseline`` is the one-device run once there is one."""
+
+    layers: list[Layer]
+    num_ranks: int
+    sample_shape: tuple[int, ...]
+    baseline: RunRecord | None
+
+    def start(
+        self, strategy: Strategy, name: str, num_steps: int, predicted: Mapping[str, float] | None = None
+    ) -> PanelRun:
+        """Begin to train; returns at once. ``predicted`` is kept with the run."""
+
+
+class SessionTrainer:
+    """Trains on a session's engines. Model, data and the one-device run stay there between runs of equal length."""
+
+    def __init__(
+        self,
+        session: Any,
+        model_fn: Callable[[], Any],
+        dataset: Any,
+        loss_fn: Callable[[Any, Any], Any],
+        *,
+        batch_size: int,
+        steps: int,
+        optimizer_fn: Callable[[Any], Any] | None = None,
+        seed: int = 0,
+        keep: SavedRuns | None = None,
+    ) -> None:
+        self._job = (session, model_fn, dataset, loss_fn)
+        self._options: dict[str, Any] = {
+            "batch_size": batch_size,
+            "optimizer_fn": optimizer_fn,
+            "seed": seed,
+            "keep": keep,
+        }
+        self._comparison = self._compare(steps)
+        self.layers = self._comparison.layers
+        self.num_ranks: int = session.num_engines
+        self.sample_shape = sample_shape_of(dataset)
+        self.baseline: RunRecord | None = None
+
+    def _compare(self, steps: int) -> Comparison:
+        return Comparison(*self._job, steps=steps, **self._options)
+
+    def start(
+        self, strategy: Strategy, name: str, num_steps: int, predicted: Mapping[str, float] | None = None
+    ) -> PanelRun:
+        """Begin to train; the one-device run comes first where it is not known; nobody waits for either."""
+        return _BackgroundRun(lambda listen: self._begin(strategy, name, num_steps, predicted, listen))
+
+    def _begin(
+        self,
+        strategy: Strategy,
+        name: str,
+        num_steps: int,
+        predicted: Mapping[str, float] | None,
+        listen: Callable[[StepBlock], None],
+    ) -> tuple[TrainingRun, Sequence[float]]:
+        if num_steps != self._comparison.job.num_steps:
+            self._comparison.close()
+            self._comparison, self.baseline = self._compare(num_steps), None
+        if self.baseline is None:
+            self.baseline = self._comparison.baseline(listen)
+        losses = self._comparison.truth(strategy.options.num_micro_batches, listen).losses
+        return self._comparison.start(strategy, name, predicted), losses
+
+
+class _BackgroundRun:
+    """A run that a thread is starting: until then it tells of the one-device run, and keeps what it is asked."""
+
+    def __init__(self, begin: Callable[[Callable[[StepBlock], None]], tuple[TrainingRun, Sequence[float]]]) -> None:
+        self._begin = begin
+        self._first: SimpleQueue[StepBlock] = SimpleQueue()
+        self._run: TrainingRun | None = None
+        self._error: BaseException | None = None
+        self._asked: list[Callable[[TrainingRun], None]] = []
+        self._lock = threading.Lock()
+        self.one_device_losses: Sequence[float] | None = None
+        threading.Thread(target=self._start, name="workbench-start-run", daemon=True).start()
+
+    def _start(self) -> None:
+        try:
+            run, self.one_device_losses = self._begin(self._first.put)
+        except BaseException as error:  # noqa: BLE001 - raised again by result(), in the thread that asks
+            self._error = error
+            return
+        with self._lock:
+            for order in self._asked:
+                order(run)
+            self._run = run
+
+    def _ask(self, order: Callable[[TrainingRun], None]) -> None:
+        with self._lock:
+            if self._run is None:
+                self._asked.append(order)
+            else:
+                order(self._run)
+
+    def poll(self) -> Sequence[Message | OneDeviceSteps]:
+        first = [OneDeviceSteps(self._first.get()) for _ in range(self._first.qsize())]
+        return [*first, *(self._run.poll() if self._run is not None else [])]
+
+    def done(self) -> bool:
+        return self._error is not None or (self._run is not None and self._run.done())
+
+    def stop(self) -> None:
+        self._ask(TrainingRun.stop)
+
+    def pause(self) -> None:
+        self._ask(TrainingRun.pause)
+
+    def go_on(self) -> None:
+        self._ask(TrainingRun.go_on)
+
+    def change(self, strategy: Strategy) -> None:
+        self._ask(lambda run: run.change(strategy))
+
+    def result(self) -> RunRecord:
+        if self._error is not None:
+            raise self._error
+        if self._run is None:
+            raise RuntimeError("result(): the run has not begun. Ask once done() is true.")
+        return self._run.result()
+
+
+def sample_shape_of(dataset: Any) -> tuple[int, ...]:
+    """Shape of one input of a data set: of an (inputs, targets) pair, a TensorDataset or any Dataset of pairs."""
+    arrays = dataset if isinstance(dataset, tuple) else getattr(dataset, "tensors", None)
+    first = arrays[0][0] if arrays is not None else dataset[0][0]
+    return tuple(getattr(first, "shape", ()))

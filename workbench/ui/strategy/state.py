@@ -1,0 +1,329 @@
+"""The panel's state: one strategy being edited, its mistakes, the last valid one, undo. No widget, no drawing.
+
+Every edit goes in as a method call and leaves the state consistent; views are computed from it afterwards.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from workbench.core.presets import PRESETS, preset
+from workbench.core.rows import Layer, Row
+from workbench.core.strategy import Mistake, Options, ResolvedStrategy, Strategy
+from workbench.errors import StrategyError
+from workbench.ui.strategy import editing
+from workbench.ui.strategy.grouping import Node, find, fold, tree, visible, walk
+from workbench.ui.strategy.grouping import Row as GridRow
+from workbench.ui.strategy.placing import Choice, Degrees
+
+CUSTOM = "custom"
+FIXES = ("use ", "write '")
+"""How fixes begin that ``apply_fix`` can do."""
+PLANNED = "planner's choice"
+
+
+@dataclass(frozen=True, slots=True)
+class _Moment:
+    """What undo brings back. ``origin`` is what the strategy was before it was edited, None where that has no name."""
+
+    strategy: Strategy
+    num_ranks: int
+    base: str
+    origin: Strategy | None
+    own_degrees: bool
+
+
+class PanelState:
+    """A strategy for ``layers`` on ``num_ranks`` ranks while it is being edited.
+
+    Edits name rows: layers, or the patterns of rows that stand for several (``nodes``).
+
+    Args:
+        strategy: a preset's name, a strategy's text, a ``Strategy``, or None for the preset ``data``.
+
+    Raises:
+        StrategyError: the text does not parse. A strategy that parses but does not fit is accepted: its mistakes are
+            shown like those of an edit.
+
+    >>> state = PanelState([Layer("fc1", "Linear"), Layer("fc2", "Linear")], num_ranks=2)
+    >>> state.set_parallel(["fc2"], "model")
+    >>> state.text, state.label
+    ('*: data; fc2: model', 'data, edited')
+    """
+
+    def __init__(self, layers: Sequence[Layer], num_ranks: int, strategy: Strategy | str | None = None) -> None:
+        self.layers = list(layers)
+        self.text_problem = ""
+        self.draft = ""
+        self.unfolded: set[str] = set()
+        self.wanted_name = ""
+        self._now = self._opening(strategy if strategy is not None else "data", num_ranks)
+        self.presets: dict[str, str] = {}
+        self._presets_for = 0
+        self._before: list[_Moment] = []
+        self._after: list[_Moment] = []
+        self.mistakes: list[Mistake] = []
+        self.resolved = Strategy("*: data").resolve(self.layers, num_ranks)
+        self.choices: list[Choice] = []
+        self.nodes: list[Node] = []
+        self._check()
+
+    # ---- what is shown ------------------------------------------------------------------------------------------
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy as edited, valid or not."""
+        return self._now.strategy
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks the strategy is for."""
+        return self._now.num_ranks
+
+    @property
+    def text(self) -> str:
+        """The strategy on one line; while a text does not parse, that text."""
+        return self.draft if self.text_problem else str(self.strategy)
+
+    @property
+    def base(self) -> str:
+        """Name of the preset that the strategy started from, or ``"custom"``."""
+        return self._now.base
+
+    @property
+    def label(self) -> str:
+        """The base's name, with ``", edited"`` once a row or an option differs from it."""
+        return f"{self.base}, edited" if self.is_edited else self.base
+
+    @property
+    def is_edited(self) -> bool:
+        """Does the strategy do anything else than what it started from?"""
+        origin = self._now.origin
+        if origin is None or origin == self.strategy:
+            return False
+        return self.mistakes != [] or self.resolved != _resolved(origin, self.layers, self.num_ranks)
+
+    @property
+    def rows(self) -> list[GridRow]:
+        """The rows of the grid: what is unfolded, or the layers that are looked for."""
+        return find(self.layers, self.wanted_name) if self.wanted_name else visible(self.nodes, self.unfolded)
+
+    @property
+    def drawn(self) -> list[Choice]:
+        """The last valid choices: what pictures show while there are mistakes."""
+        return [Choice(layer.parallel, layer.split, layer.stage) for layer in self.resolved.layers]
+
+    @property
+    def degrees(self) -> Degrees:
+        """Degrees of the last valid strategy."""
+        return Degrees(*self.resolved.degrees)
+
+    @property
+    def written_degrees(self) -> Degrees:
+        """Degrees as the user set them, where they are set; they need not fit."""
+        return Degrees(*self.options.degrees) if self.options.degrees else self.degrees
+
+    @property
+    def options(self) -> Options:
+        """Options of the strategy as edited."""
+        return self.strategy.options
+
+    @property
+    def num_problems(self) -> int:
+        """How many things keep the strategy from running; the same thing at several layers is one."""
+        return len({mistake.message for mistake in self.mistakes}) + bool(self.text_problem)
+
+    @property
+    def can_run(self) -> bool:
+        """Is the strategy valid for this model on these ranks?"""
+        return self.num_problems == 0
+
+    @property
+    def can_undo(self) -> bool:
+        """Is there an edit to take back?"""
+        return bool(self._before)
+
+    @property
+    def can_redo(self) -> bool:
+        """Is there an edit that was taken back?"""
+        return bool(self._after)
+
+    # ---- edits --------------------------------------------------------------------------------------------------
+
+    def set_parallel(self, names: Iterable[str], parallel: str) -> None:
+        """Make rows ``"data"`` or ``"model"`` parallel; how model-parallel weights are split is left open."""
+        self._edit_rows(names, lambda row: replace(row, parallel=parallel, split=None))
+
+    def set_choice(self, names: Iterable[str], choice: str) -> None:
+        """One of ``data``, ``model``, ``model:column`` and ``model:row``."""
+        parallel, _, split = choice.partition(":")
+        self._edit_rows(names, lambda row: replace(row, parallel=parallel, split=split or None))
+
+    def set_stage(self, names: Iterable[str], stage: int) -> None:
+        """Put rows on a pipeline stage; layers after them follow unless their own row says otherwise."""
+        self._edit_rows(names, lambda row: replace(row, stage=stage))
+
+    def set_degrees(self, degrees: Degrees) -> None:
+        """Fix pipeline x data x model; until then they follow from the rows."""
+        options = replace(self.options, degrees=(degrees.pipeline, degrees.data, degrees.model), widths=None)
+        strategy = Strategy.from_rows(self.strategy.rows, options)
+        self._become(replace(self._now, strategy=strategy, own_degrees=True))
+
+    def set_num_ranks(self, num_ranks: int) -> None:
+        """Plan for another number of ranks: a preset is made anew, else the data axis takes what the others leave."""
+        if num_ranks == self.num_ranks:
+            return
+        if self.base in PRESETS and not self.is_edited and not _try_preset(self.base, self.layers, num_ranks):
+            self._become(self._opening(self.base, num_ranks))
+            return
+        options = _for_ranks(self.options, num_ranks)
+        strategy = Strategy.from_rows(self.strategy.rows, options)
+        self._become(replace(self._now, strategy=strategy, num_ranks=num_ranks))
+
+    def set_options(self, **changes: object) -> None:
+        """Change any of ``core.options.Options``: micro-batches, schedule, ZeRO, recompute, sequence, precision."""
+        self._become(replace(self._now, strategy=self.strategy.with_options(**changes)))
+
+    def set_preset(self, name: str) -> None:
+        """Start again from a preset. One that cannot be made for this model is a problem of the text, not a crash."""
+        try:
+            self._become(self._opening(name, self.num_ranks))
+        except StrategyError as error:
+            self.draft, self.text_problem = self.text, str(error)
+
+    def set_planned(self, strategy: Strategy) -> None:
+        """Start again from what a planner has chosen."""
+        self._become(_Moment(strategy, self.num_ranks, PLANNED, strategy, own_degrees=False))
+
+    def set_text(self, text: str) -> None:
+        """Take a strategy from its text, or a preset's name. Text that does not parse changes nothing but the draft."""
+        if text.strip() == self.text:
+            return
+        try:
+            self._become(self._opening(text, self.num_ranks))
+        except StrategyError as error:
+            self.draft, self.text_problem = text, str(error)
+
+    def apply_fix(self, fix: str, row: str | None = None) -> bool:
+        """Do what a mistake's fix says; False where only the user can."""
+        if (match := re.fullmatch(r"use stage (\d+)", fix)) and row is not None:
+            self.set_stage([row], int(match[1]))
+        elif match := re.fullmatch(r"use (\d+)x(\d+)x(\d+)", fix):
+            self.set_degrees(Degrees(*map(int, match.groups())))
+        elif match := re.fullmatch(r"write '(.+)'", fix):
+            self._write(Strategy(match[1]).rows[0])
+        else:
+            return False
+        return True
+
+    def fold(self, pattern: str) -> None:
+        """Show the rows below a row, or hide them."""
+        node = next((node for node in walk(self.nodes) if node.pattern == pattern), None)
+        if node is not None and node.children:
+            self.unfolded = fold(node, self.unfolded)
+
+    def look_for(self, name: str) -> None:
+        """Show only layers whose names contain ``name``, or match it as a glob; all rows where it is empty."""
+        self.wanted_name = name.strip()
+
+    def undo(self) -> None:
+        """Take back the last edit."""
+        self._travel(self._before, self._after)
+
+    def redo(self) -> None:
+        """Do the edit again that was taken back."""
+        self._travel(self._after, self._before)
+
+    # ---- inside -------------------------------------------------------------------------------------------------
+
+    def _opening(self, strategy: Strategy | str, num_ranks: int) -> _Moment:
+        if isinstance(strategy, str) and strategy.strip() in PRESETS:
+            name = strategy.strip()
+            made = preset(name, self.layers, num_ranks)
+            return _Moment(made, num_ranks, name, made, own_degrees=False)
+        value = Strategy(strategy) if isinstance(strategy, str) else strategy
+        return _Moment(value, num_ranks, CUSTOM, None, own_degrees=value.options.degrees is not None)
+
+    def _edit_rows(self, names: Iterable[str], change: Callable[[Row], Row]) -> None:
+        targets = {name: self._layers_of(name) for name in names}
+        rows = editing.edited(self.strategy, self.layers, targets, change)
+        options = self.options if self._now.own_degrees else replace(self.options, degrees=None)
+        self._become(replace(self._now, strategy=Strategy.from_rows(rows, options)))
+
+    def _layers_of(self, name: str) -> tuple[int, ...]:
+        """Indices of the layers that a row of the grid stands for; its pattern names it."""
+        exact = tuple(index for index, layer in enumerate(self.layers) if layer.name == name)
+        if exact:
+            return exact
+        node = next((node for node in walk(self.nodes) if node.pattern == name), None)
+        if node is not None:
+            return node.layers
+        return tuple(index for index, layer in enumerate(self.layers) if Row(name).matches(layer.name))
+
+    def _write(self, row: Row) -> None:
+        """Put a row in the place of the first that matches no layer, or behind all others."""
+        rows = list(self.strategy.rows)
+        wrong = editing.first_unmatched(rows, self.layers)
+        rows = [*rows, row] if wrong is None else [*rows[:wrong], row, *rows[wrong + 1 :]]
+        self._become(replace(self._now, strategy=Strategy.from_rows(rows, self.options)))
+
+    def _become(self, moment: _Moment) -> None:
+        """Go to a new moment. The one before can be undone to; what was undone is forgotten."""
+        self.text_problem = self.draft = ""
+        if (moment.strategy, moment.num_ranks) != (self._now.strategy, self.num_ranks):
+            self._before.append(self._now)
+            self._after.clear()
+        self._now = moment
+        self._check()
+
+    def _travel(self, source: list[_Moment], target: list[_Moment]) -> None:
+        self.text_problem = self.draft = ""
+        if source:
+            target.append(self._now)
+            self._now = source.pop()
+        self._check()
+
+    def _check(self) -> None:
+        if self._presets_for != self.num_ranks:
+            self._presets_for = self.num_ranks
+            self.presets = {name: _try_preset(name, self.layers, self.num_ranks) for name in PRESETS}
+        self.mistakes = self.strategy.check(self.layers, self.num_ranks)
+        if not self.mistakes:
+            self.resolved = self.strategy.resolve(self.layers, self.num_ranks)
+        self.choices = _written_choices(self.strategy, self.layers, self.drawn) if self.mistakes else self.drawn
+        self.nodes = tree(self.layers, self.choices)
+
+
+def _written_choices(strategy: Strategy, layers: Sequence[Layer], drawn: Sequence[Choice]) -> list[Choice]:
+    """Choices as the rows say, valid or not; a layer without a stage is on its predecessor's, open splits as drawn."""
+    choices: list[Choice] = []
+    for row, last in zip(strategy.rows_of(layers), drawn, strict=True):
+        stage = row.stage if row.stage is not None else choices[-1].stage if choices else 0
+        split = row.split or (last.split if row.parallel == last.parallel else None)
+        choices.append(Choice(row.parallel, split, stage))
+    return choices
+
+
+def _for_ranks(options: Options, num_ranks: int) -> Options:
+    """The options for another number of ranks; degrees that cannot be kept are left to follow from the rows."""
+    if options.degrees is None and options.widths is None:
+        return options
+    pipeline, _, model = options.degrees or (0, 0, 0)
+    fits = pipeline * model and num_ranks % (pipeline * model) == 0
+    degrees = (pipeline, num_ranks // (pipeline * model), model) if fits else None
+    return replace(options, degrees=degrees, widths=None)
+
+
+def _resolved(strategy: Strategy, layers: Sequence[Layer], num_ranks: int) -> ResolvedStrategy | None:
+    return None if strategy.check(layers, num_ranks) else strategy.resolve(layers, num_ranks)
+
+
+def _try_preset(name: str, layers: Sequence[Layer], num_ranks: int) -> str:
+    """Why a preset cannot be made for this model; empty where it can."""
+    try:
+        preset(name, layers, num_ranks)
+    except StrategyError as error:
+        return str(error)
+    return ""
