@@ -13,7 +13,7 @@ import torch
 import workbench.flow.typing as tp
 from tests.flow.small_job import COLUMNS, NORMAL, ROWS, Images, Labels, X, Y, torch_losses, train_with
 from workbench import flow
-from workbench.flow.jobs import hosts
+from workbench.flow import hosts
 from workbench.runtime.world import current
 from workbench.testing import run_ranks
 

@@ -88,3 +88,18 @@ def test_a_mistake_is_reported_as_torch_reports_it():
 
     with pytest.raises(RuntimeError, match="square"):
         run_ranks(program)
+
+
+@pytest.mark.filterwarnings("ignore::workbench.runtime.ops.fallback.FallbackWarning")
+def test_a_tensor_that_an_initializer_hands_on_by_name_is_filled():
+    """Libraries put functions of their own in the place of torch's initializers, which then have no rule."""
+
+    def constant_(tensor, val):
+        return torch.nn.init.constant_(tensor, val)
+
+    def program():
+        x = wb.ones(4, 2, placement=BOTH, sbp="S(0)")
+        torch.overrides.handle_torch_function(constant_, (x,), tensor=x, val=3.0)
+        return x.full_tensor()
+
+    assert all(value.eq(3).all() for value in run_ranks(program, 2))

@@ -125,6 +125,9 @@ def _ghosts(infos: Any, plan: Plan, func: Any, args: Any, kwargs: Any, whole: li
 
 def _in_place(plan: Plan, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Compute on a whole copy, then write the result back in the layout of the target."""
+    if not args:  # torch's initializers hand their tensor on by name
+        by_name, *others = kwargs
+        args, kwargs = (kwargs[by_name],), {name: kwargs[name] for name in others}
     target = args[0]
     spec = target._spec
     whole = box(target, spec.layout.broadcast(), plan.name.folded)

@@ -22,6 +22,9 @@ from workbench.runtime.transport.base import (
     pack,
 )
 
+_ANSWER_S = 5.0
+"""How long a tensor of ranks that have ended waits for those of a later ``run_ranks`` that may hold it, too."""
+
 
 class _Letter(NamedTuple):
     tensor: torch.Tensor
@@ -62,7 +65,11 @@ class ThreadHub:
             try:
                 while not self.mailboxes.get(key):
                     self._raise_if_hopeless(rank)
-                    self.changed.wait()
+                    if not self.changed.wait(_ANSWER_S if len(self.ended) == self.num_ranks else None):
+                        self.abort(
+                            "its simulated ranks have ended and nobody answers; read global tensors inside run_ranks, "
+                            "with full_tensor() on all ranks or to_local(), and return that"
+                        )
                 return self.mailboxes[key].popleft()
             finally:
                 del self.waiting[rank]
@@ -88,11 +95,6 @@ class ThreadHub:
             self.changed.notify_all()
 
     def _raise_if_hopeless(self, rank: int) -> None:
-        if len(self.ended) == self.num_ranks:
-            self.abort(
-                "its simulated ranks have ended, so nobody answers; read global tensors inside run_ranks, "
-                "with full_tensor() on all ranks or to_local(), and return that"
-            )
         if self.abort_reason is None and len(self.waiting) + len(self.ended) == self.num_ranks:
             stuck = [f"rank {r} waits for rank {w.source} in {w.header}" for r, w in sorted(self.waiting.items())]
             if not any(self.mailboxes.get((w.source, r, w.tag)) for r, w in self.waiting.items()):
