@@ -85,6 +85,7 @@ class LabPage:
     def screenshot(self, name: str, locator: Any) -> None:
         """Keep a picture in docs/images, if pictures are wanted: tests change no file."""
         if os.environ.get("WORKBENCH_SCREENSHOTS") == "1":
+            self.page.mouse.move(0, 0)  # what shows under the mouse only is not in the picture
             locator.screenshot(path=IMAGES / name)
 
     # ---- the panel ------------------------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ def layout(num_ranks: int, num_steps: int, colours: Palette) -> dict[str, Any]:
     num_rows = len(shown_ranks(num_ranks))
     full = height(num_rows)
     made = base_layout(colours, "", width=WIDTH, height=full, barmode="overlay", margin=dict.fromkeys("lrtb", 0))
-    made["modebar"] = {"orientation": "v", "bgcolor": "rgba(0,0,0,0)", "color": colours.muted}
+    made["modebar"] = {"orientation": "h", "bgcolor": "rgba(0,0,0,0)", "color": colours.muted}
     made |= {"showlegend": False, "dragmode": "zoom", "bargap": 0, "annotations": notes(full, colours)}
     by_step = axis(colours, "", showgrid=False, automargin=False, range=[0, steps_shown(0, num_steps)], nticks=5)
     by_step |= {"tickprefix": "step ", "showtickprefix": "last"}
