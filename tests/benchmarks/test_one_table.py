@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 ROWS = [
     side_by_side("a step", 0.02, "DTensor", 0.05, Target(2, at_least=True)),
     Comparison("growth", 3.66, Target(50, unit="MB")),
+    Comparison("a copy", 1.2, Target(1.5), "3 ms", "limit 2.5 ms"),
     Comparison("error", 22.0, Target(15, unit="%")),
 ]
 
@@ -48,8 +49,8 @@ def test_a_result_is_read_as_it_was_written(folder: Path) -> None:
 
 def test_the_newest_result_of_this_machine_counts(folder: Path) -> None:
     results = newest(folder, "A(R) CPU @ 2 GHz, 2 cores, 8 GB memory, Linux")
-    assert [(result.date, len(result.rows)) for result in results] == [("2026-11-21", 3)]
-    assert score(results).startswith("2 of 3 targets met. 2026-11-21, A(R) CPU @ 2 GHz, 2 cores")
+    assert [(result.date, len(result.rows)) for result in results] == [("2026-11-21", 4)]
+    assert score(results).startswith("3 of 4 targets met. 2026-11-21, A(R) CPU @ 2 GHz, 2 cores")
 
 
 def test_losses_and_other_software_are_quoted(folder: Path) -> None:
