@@ -39,7 +39,7 @@ def read_result(path: Path) -> Result | None:
     """A result file; None for what is not one, such as the table of all."""
     named = _FILE.fullmatch(path.name)
     lines = path.read_text(encoding="utf-8").splitlines()
-    rows = [cells for cells in map(_cells, lines) if len(cells) == len(HEADER)]
+    rows = [cells for cells in map(cells_of, lines) if len(cells) == len(HEADER)]
     heads = [number for number, cells in enumerate(rows) if cells == HEADER]
     title = lines[0].removeprefix("# ")
     if named is None or title == TITLE or not heads:
@@ -47,7 +47,8 @@ def read_result(path: Path) -> Result | None:
     return Result(named[2], named[1], title, lines[2].partition(", ")[2], tuple(rows[heads[-1] + 2 :]))
 
 
-def _cells(line: str) -> tuple[str, ...]:
+def cells_of(line: str) -> tuple[str, ...]:
+    """Of one line of a table; none where it is none."""
     return tuple(cell.strip() for cell in line.split("|")[1:-1])
 
 
@@ -64,21 +65,6 @@ def newest(folder: Path, hardware: str) -> list[Result]:
 def one_table(results: Sequence[Result]) -> str:
     """Every row of every result."""
     return _titled([(result.title, *cells) for result in results for cells in result.rows])
-
-
-def quoted(text: str) -> str:
-    """Of the table in a text, the rows that stand beside other software, and all that miss their target."""
-    rows, title = [], ""
-    for cells in map(_cells, text.splitlines()):
-        if len(cells) == 1 + len(HEADER):
-            title = cells[0] or title
-            rows.append((title, *cells[1:]))
-    return _titled([row for row in rows[2:] if _is_software(row[3]) or row[-1] == NOT_MET])
-
-
-def _is_software(theirs: str) -> bool:
-    """Whether a row names somebody else's program; ``limit 2.4 ms`` is what the machine itself takes."""
-    return bool(theirs) and not theirs.startswith("limit ")
 
 
 def _titled(rows: Sequence[tuple[str, ...]]) -> str:

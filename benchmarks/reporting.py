@@ -64,14 +64,15 @@ class Comparison:
         if unit == "s":
             measured = [format_seconds(self.value), "", ""]
         elif unit:
-            measured = [f"{_three_digits(self.value)} {unit}", "", ""]
+            measured = [f"{self._digits()} {unit}", "", ""]
         else:
-            measured = [self.ours, self.theirs, _three_digits(self.value)]
+            measured = [self.ours, self.theirs, self._digits()]
         return [self.what, *measured, str(self.target), verdict]
 
-
-def _three_digits(value: float) -> str:
-    return f"{value:#.3g}".rstrip(".")
+    def _digits(self) -> str:
+        """Three digits of the value, or so many that what is written is on the same side of the target."""
+        texts = (f"{self.value:#.{digits}g}".rstrip(".") for digits in range(3, 18))
+        return next((text for text in texts if self.target.is_met(float(text)) == self.is_met), str(self.value))
 
 
 def side_by_side(what: str, ours_s: float, name: str, theirs_s: float, target: Target) -> Comparison:

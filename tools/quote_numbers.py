@@ -14,7 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks import one_table
+from benchmarks import one_table, summary
 from benchmarks.reporting import RESULTS, machine, today
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -37,11 +37,21 @@ def _between(name: str) -> re.Pattern[str]:
 
 
 def benchmarks_part() -> str:
-    """Where the newest table of all is, its score, and its rows beside other software and below their targets."""
+    """The newest table of all in short: its score, how we stand beside other software, every target that is missed."""
     texts = {path: path.read_text(encoding="utf-8") for path in sorted(RESULTS.glob("*.md"))}
     path, text = [(path, text) for path, text in texts.items() if text.startswith(f"# {one_table.TITLE}\n")][-1]
-    told = f"[All rows]({path.relative_to(ROOT)}); here those beside other software, and those that miss their target:"
-    return f"{text.splitlines()[2]} {told}\n\n{one_table.quoted(text)}\n"
+    rows = summary.read_rows(text)
+    return f"""{text.splitlines()[2]} [All rows]({path.relative_to(ROOT)}).
+
+Of each comparison with other software, the row in which we come off worst, and the best one. 2× is twice as fast as
+theirs; below 1× we are slower:
+
+{summary.beside_software(rows)}
+
+Every target that is missed:
+
+{summary.misses(rows)}
+"""
 
 
 def demo_part() -> str:

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import __main__ as everything
 from benchmarks import one_table, reporting
-from benchmarks.one_table import newest, quoted, read_result, score
+from benchmarks.one_table import newest, read_result, score
 from benchmarks.reporting import Comparison, Target, side_by_side, table
 
 ROOT = Path(__file__).parents[2]
@@ -51,13 +51,6 @@ def test_the_newest_result_of_this_machine_counts(folder: Path) -> None:
     results = newest(folder, "A(R) CPU @ 2 GHz, 2 cores, 8 GB memory, Linux")
     assert [(result.date, len(result.rows)) for result in results] == [("2026-11-21", 4)]
     assert score(results).startswith("3 of 4 targets met. 2026-11-21, A(R) CPU @ 2 GHz, 2 cores")
-
-
-def test_losses_and_other_software_are_quoted(folder: Path) -> None:
-    text = quoted(one_table.one_table(newest(folder, "A(R) CPU @ 2 GHz, 2 cores, 8 GB memory, Linux")))
-    first, second = (line.split() for line in text.splitlines()[2:])
-    assert first[1:4] == ["Steps", "|", "a"] and "DTensor" in first
-    assert second[:4] == ["|", "|", "error", "|"] and second[-3:] == ["NOT", "met", "|"]
 
 
 def test_the_table_of_all_is_not_taken_for_a_result(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,6 +43,10 @@ def test_a_target_is_met_or_not(target: Target, ratio: float, met: bool, said: s
         ),
         (Comparison("start", 0.0566, Target(1, unit="s")), ["start", "56.6 ms", "", "", "at most 1 s", "met"]),
         (Comparison("growth", 3.66, Target(50, unit="MB")), ["growth", "3.66 MB", "", "", "at most 50 MB", "met"]),
+        (
+            Comparison("a copy", 1.5003, Target(1.5), "3 ms", "limit 2 ms"),
+            ["a copy", "3 ms", "limit 2 ms", "1.5003", "at most 1.5", "NOT met"],
+        ),
     ],
 )
 def test_a_comparison_says_both_sides_and_the_verdict(comparison: Comparison, cells: list[str]) -> None:
