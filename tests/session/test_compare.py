@@ -13,6 +13,7 @@ import workbench as wb
 from workbench.core.metrics import RunEvent, StepBlock, StepSpans
 from workbench.errors import StrategyError
 from workbench.session.comparing.compare import CompareResult, Comparison
+from workbench.session.comparing.comparison import RunStopped, Watch
 from workbench.session.comparing.saved_runs import SavedRuns
 
 pytestmark = pytest.mark.engines
@@ -142,6 +143,21 @@ def test_pause_change_the_strategy_go_on_and_stop(session):
     ((step, text),) = record.changes
     assert step == held and text.startswith("0: data; 2: data@1") and len(record.losses) < 600
     assert record.equal, "losses as on one device, before and after"
+
+
+def test_a_stop_reaches_the_one_device_run_that_comes_first(session):
+    def slow_loss(output, target):
+        time.sleep(0.02)
+        return F.cross_entropy(output, target)
+
+    steps: list[int] = []
+    with Comparison(session, make_model, data(), slow_loss, batch_size=16, steps=100) as comparison:
+        watch = Watch(lambda block: steps.append(block.stop_step), lambda: bool(steps))
+        with pytest.raises(RunStopped, match="one device trained, after its step"):
+            comparison.truth(1, watch)
+        assert 0 < steps[-1] < 50, "it ends soon after its first report, not with its last step"
+        complete = comparison.truth(1, Watch(lambda block: None, lambda: False))
+    assert len(complete.losses) == 100, "half a truth is not kept"
 
 
 def test_a_cell_that_has_to_wait_says_for_what(session, capsys):

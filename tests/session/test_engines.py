@@ -36,6 +36,7 @@ def loop_until_stopped():
 def fail_on_rank_1():
     import workbench as wb
 
+    wb.barrier()  # rank 0 is in here too before rank 1 fails
     if wb.rank() == 1:
         raise RuntimeError("no luck")
     time.sleep(30)

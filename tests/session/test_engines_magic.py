@@ -242,7 +242,7 @@ class TestNamesOfTheEngines:
 
     def test_while_a_cell_runs(self, run, shell, session):
         run("%%global --quiet\nengine_only_name = 1")
-        call = session.submit(_sleep, 5.0)
+        call = session.submit(time.sleep, 5.0)  # not a function of this file: a cancelled import would stay half done
         try:
             assert "engine_only_name" in self.complete(shell, "%%global\nengine_on")
         finally:
@@ -258,12 +258,6 @@ class TestNamesOfTheEngines:
         assert "Says what it does." in shell.object_inspect_mime("engine_function")["text/plain"]
         with pytest.raises(KeyError):
             shell.object_inspect_mime("nobody_has_this")
-
-
-def _sleep(seconds):
-    import time
-
-    time.sleep(seconds)
 
 
 def test_changed_modules_are_loaded_again(run, tmp_path):
@@ -295,12 +289,15 @@ def test_the_log_has_what_a_fold_leaves_out(run):
 
 
 def test_dump_shows_where_each_rank_is(run, session):
-    call = session.submit(_sleep, 5.0)
+    def sleep(seconds):
+        time.sleep(seconds)
+
+    call = session.submit(sleep, 5.0)
     try:
         dumped = ""
         for _ in range(100):
             dumped = run("%workbench dump --ranks 0")[0].stdout
-            if "in _sleep" in dumped:
+            if "in sleep" in dumped:
                 break
             time.sleep(0.02)
         assert "time.sleep(seconds)" in dumped

@@ -8,6 +8,7 @@ from workbench.session import protocol
 
 FIRST_LOOK_S = 0.25
 """After the first rank was done."""
+_LONGEST_PERIOD_S = 1.0
 NEAR_S = 1.0
 """How long ranks of one host have to be in the same wait: all that is ever sent lies in their memory at once."""
 FAR_S = 10.0
@@ -20,11 +21,7 @@ class Divergence:
     def __init__(self) -> None:
         self._waits: dict[int, str] = {}
         self._since_s = 0.0
-
-    @property
-    def period_s(self) -> float:
-        """When to look again: soon if all of them wait."""
-        return 0.25 if self._waits and all(self._waits.values()) else 1.0
+        self.period_s = FIRST_LOOK_S  #: until the next look: as short while all of them wait, else longer and longer
 
     def is_certain(self, statuses: Mapping[int, protocol.RankStatus | None], now: float) -> bool:
         """Whether nobody of them can go on, after what has been seen so far."""
@@ -32,7 +29,9 @@ class Divergence:
         if waits != self._waits:
             self._waits, self._since_s = waits, now
         if not waits or not all(waits.values()):
+            self.period_s = min(2 * self.period_s, _LONGEST_PERIOD_S)
             return False
+        self.period_s = FIRST_LOOK_S
         is_near = all(wait.startswith(protocol.NEAR) for wait in waits.values())
         if not is_near and len(waits) > 1:
             return False  # they may be exchanging something large
