@@ -14,7 +14,7 @@ from workbench.cost.entries import input_entry, left_entry
 from workbench.cost.hardware import Hardware
 from workbench.cost.memory import live_micro_batches, memory_of
 from workbench.cost.reduction import optimizer_s, reduced_bytes, reduction_s, statistics_of
-from workbench.cost.schedule import makespan_s, shared_makespan_s, timeline_of
+from workbench.cost.schedule import makespan_s, timeline_of
 from workbench.cost.setting import Setting, settings_of
 from workbench.cost.software import WORKBENCH, Software
 from workbench.cost.stages import StagePrice, prices_of, stage_prices
@@ -55,6 +55,17 @@ class Estimate:
     def peak_bytes(self) -> float:
         """Of the fullest rank."""
         return max((sum(kinds.values()) for kinds in self.memory), default=0.0)
+
+    @property
+    def fullest_stage(self) -> int:
+        """The stage of that rank."""
+        return max(range(len(self.memory)), key=lambda stage: sum(self.memory[stage].values()))
+
+    @property
+    def peak_kinds(self) -> list[tuple[str, float]]:
+        """(kind, bytes) of that rank, those that it has, the largest first."""
+        kinds = sorted(self.memory[self.fullest_stage].items(), key=lambda item: -item[1])
+        return [(kind, size) for kind, size in kinds if size > 0]
 
 
 def estimate(
@@ -102,11 +113,7 @@ def combine(
     wait_s = 0.0 if settings[0].software.hides_sends else hop_s
     hop_s -= wait_s
     times = [s.forward_s + wait_s for s in stages], [s.input_s + wait_s for s in stages], [s.weight_s for s in stages]
-    schedule = strategy.schedule, num_ranks, m, *times, hop_s
-    if hardware.alone_speedup > 1 and num_ranks > 1:  # who waits leaves its share of the machine to the others
-        makespan = shared_makespan_s(hardware.alone_speedup, *schedule)
-    else:
-        makespan = makespan_s(*schedule)
+    makespan = makespan_s(strategy.schedule, num_ranks, m, *times, hop_s, hardware.alone_speedup)
     slices = [range(first, len(stages), num_ranks) for first in range(num_ranks)]
     compute = [m * sum(stages[s].compute_s for s in mine) for mine in slices]
     boxing = [m * sum(stages[s].boxing_s for s in mine) for mine in slices]

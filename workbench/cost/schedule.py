@@ -27,6 +27,7 @@ def makespan_s(
     input_s: Sequence[float],
     weight_s: Sequence[float],
     transfer_s: float = 0.0,
+    alone_speedup: float = 1.0,
 ) -> float:
     """Seconds from the first action's start to the last one's end.
 
@@ -36,13 +37,23 @@ def makespan_s(
         num_micro_batches: per step.
         forward_s, input_s, weight_s: by stage: a forward, and the halves of a backward.
         transfer_s: from the end of an action until another rank has what it made.
+        alone_speedup: above 1, ranks share cores. Seconds are those of ranks that are all at work; one at work while
+            the others wait is so many times as fast, and any number of them together no faster than all.
 
     >>> makespan_s("1f1b", 2, 4, [1.0, 1.0], [1.0, 1.0], [1.0, 1.0])
     15.0
+
+    Two stages on one core never gain by being two:
+
+    >>> makespan_s("1f1b", 2, 4, [1.0, 1.0], [1.0, 1.0], [1.0, 1.0], alone_speedup=2.0)
+    12.0
     """
     f, i, w = (np.asarray(seconds, float) for seconds in (forward_s, input_s, weight_s))
     if len(f) == 1 or num_ranks == 1:
         return float(num_micro_batches * (f + i + w).sum())
+    if alone_speedup > 1:
+        table = make_table(schedule, len(f), num_micro_batches, num_ranks)
+        return _sharing_s(alone_speedup, table, len(f), _duration(forward_s, input_s, weight_s), transfer_s)
     if schedule == "gpipe":
         return _all_forwards_first(f, i + w, num_micro_batches, transfer_s)
     if schedule == "zero_bubble":
@@ -55,28 +66,21 @@ def makespan_s(
     return _simulated(table, forward_s, input_s, weight_s, transfer_s).makespan_s
 
 
-def shared_makespan_s(
-    alone_speedup: float,
-    schedule: str,
-    num_ranks: int,
-    num_micro_batches: int,
+def timeline_of(
+    strategy: ResolvedStrategy,
     forward_s: Sequence[float],
     input_s: Sequence[float],
     weight_s: Sequence[float],
     transfer_s: float = 0.0,
-) -> float:
-    """The same where ranks share cores: who waits leaves its part of them to the others.
+) -> Timeline:
+    """Action by action, to be drawn; takes about 10 us for each."""
+    table = make_table(strategy.schedule, strategy.num_stages, strategy.num_micro_batches, strategy.degrees[0])
+    return _simulated(table, forward_s, input_s, weight_s, transfer_s)
 
-    Seconds are those of ranks that are all at work; one at work while the others wait is ``alone_speedup`` times as
-    fast, and any number of them together no faster than all. Takes about 10 us for each action and rank.
 
-    Two stages on one core never gain by being two:
-
-    >>> shared_makespan_s(2.0, "1f1b", 2, 4, [1.0, 1.0], [1.0, 1.0], [1.0, 1.0])
-    12.0
-    """
-    table = make_table(schedule, len(forward_s), num_micro_batches, num_ranks)
-    duration = _duration(forward_s, input_s, weight_s)
+def _sharing_s(alone_speedup: float, table: Table, num_stages: int, duration: Duration, transfer_s: float) -> float:
+    """Where ranks share cores: who waits leaves its part of them to the others. Some 10 us for each action and rank."""
+    num_ranks = len(table)
     listed = {action for actions in table for action in actions}
     arrives: dict[Action, float] = {}  # at other ranks
     rank_of = {action: rank for rank, actions in enumerate(table) for action in actions}
@@ -88,7 +92,7 @@ def shared_makespan_s(
         for rank, actions in enumerate(table):
             if place[rank] == len(actions):
                 continue
-            required = needs(actions[place[rank]], len(forward_s), listed)
+            required = needs(actions[place[rank]], num_stages, listed)
             if required <= arrives.keys():
                 start = max([now, *(arrives[other] for other in required if rank_of[other] != rank)])
                 (active if start <= now else later).append((rank, start))
@@ -102,18 +106,6 @@ def shared_makespan_s(
                 place[rank] += 1
         now = soonest
     return now
-
-
-def timeline_of(
-    strategy: ResolvedStrategy,
-    forward_s: Sequence[float],
-    input_s: Sequence[float],
-    weight_s: Sequence[float],
-    transfer_s: float = 0.0,
-) -> Timeline:
-    """Action by action, to be drawn; takes about 10 us for each."""
-    table = make_table(strategy.schedule, strategy.num_stages, strategy.num_micro_batches, strategy.degrees[0])
-    return _simulated(table, forward_s, input_s, weight_s, transfer_s)
 
 
 def _simulated(
@@ -211,4 +203,4 @@ def _same_step(now: tuple[np.ndarray, ...], before: tuple[np.ndarray, ...]) -> f
     return float(steps[0]) if float(np.ptp(steps)) <= 1e-9 * abs(float(steps[0])) else None
 
 
-__all__ = ["makespan_s", "shared_makespan_s", "timeline_of"]
+__all__ = ["makespan_s", "timeline_of"]

@@ -15,6 +15,7 @@ from workbench.planner.problem import Problem
 from workbench.units import format_bytes, format_seconds
 
 PARTS = ("compute_s", "boxing_s", "gradient_s", "bubble_s", "optimizer_s")
+"""Of a step, in the order in which they are told."""
 _EQUAL = 1e-9
 _NOISE = 1e-6
 """Parts that are smaller than the largest one by so much are not told."""
@@ -80,13 +81,11 @@ def judge(problem: Problem, best: Found, strategy: Strategy | str) -> Verdict:
         return Verdict("cannot run", f"It cannot run: {error}")
     difference = _difference(best.strategy, best.estimate, resolved, price)
     if price.peak_bytes > problem.memory_bytes:
-        stage = max(range(len(price.memory)), key=lambda s: sum(price.memory[s].values()))
-        kinds = sorted(price.memory[stage].items(), key=lambda item: -item[1])[:2]
-        told = " and ".join(f"{format_bytes(size)} of {kind}" for kind, size in kinds)
+        told = " and ".join(f"{format_bytes(size)} of {kind}" for kind, size in price.peak_kinds[:2])
+        peak, limit = price.peak_bytes, problem.memory_bytes
         text = (
-            f"It does not fit: stage {stage} holds {format_bytes(price.peak_bytes)} on each rank, and a rank has "
-            f"{format_bytes(problem.memory_bytes)}: {format_bytes(price.peak_bytes - problem.memory_bytes)} too much. "
-            f"Most of it is {told}."
+            f"It does not fit: stage {price.fullest_stage} holds {format_bytes(peak)} on each rank, and a rank has "
+            f"{format_bytes(limit)}: {format_bytes(peak - limit)} too much. Most of it is {told}."
         )
         return Verdict("memory", text, price, difference)
     ratio = problem.value(resolved, price)[0] / best.value[0] - 1

@@ -273,9 +273,8 @@ class _LongSearch:
             seconds[stages[row]] += unit.seconds
             row += unit.num_rows
         m, (ranks, _, model) = candidate.options.num_micro_batches, candidate.degrees
-        waits = (
-            0.0 if candidate.options.schedule == "zero_bubble" else 1.0
-        )  # for those before, at the start and the end
+        # for those before, at the start and the end
+        waits = 0.0 if candidate.options.schedule == "zero_bubble" else 1.0
         slowest = max(waits * sum(seconds[:rank]) + m * sum(seconds[rank::ranks]) for rank in range(ranks))
         prices = self.ledger.prices(candidate)
         bound = slowest / prices.setting.hardware.alone_speedup

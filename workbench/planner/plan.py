@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.core.strategy import ResolvedStrategy, Strategy
 from workbench.cost.estimate import Estimate, estimate
-from workbench.planner.comparing import Difference, Verdict, compare, judge
+from workbench.planner.comparing import PARTS, Difference, Verdict, compare, judge
 from workbench.planner.explain import Explanation, explain
 from workbench.planner.ledger import Found, Ledger
 from workbench.planner.problem import Problem
@@ -19,8 +19,6 @@ from workbench.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     import pandas as pd
 
-PARTS = ("compute_s", "boxing_s", "gradient_s", "bubble_s", "optimizer_s")
-"""Of a step, in the order in which they are told."""
 MOST_PRINTED = 160
 """Characters of a strategy's rows on one line of a printed plan."""
 
@@ -195,10 +193,9 @@ def _parts(found: Estimate) -> str:
 
 
 def _memory(found: Estimate, limit: float) -> str:
-    stage = max(range(len(found.memory)), key=lambda s: sum(found.memory[s].values()))
-    kinds = sorted(found.memory[stage].items(), key=lambda item: -item[1])
-    told = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in kinds if size > 0)
-    return f"memory {format_bytes(found.peak_bytes)} of {format_bytes(limit)}, at most, on stage {stage}: {told}"
+    told = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in found.peak_kinds)
+    where = f"at most, on stage {found.fullest_stage}"
+    return f"memory {format_bytes(found.peak_bytes)} of {format_bytes(limit)}, {where}: {told}"
 
 
 __all__ = ["Plan"]

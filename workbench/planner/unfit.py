@@ -30,10 +30,8 @@ def refuse_unfit(problem: Problem, ledger: Ledger, run: Run) -> NoReturn:
             f"plan: layers={problem.wishes.layers!r} cannot be: no strategy puts these layers there. Leave out a stage "
             f"(@), or let layers that share a weight do the same."
         )
-    peak, limit = leanest.estimate.peak_bytes, problem.memory_bytes
-    stage = max(range(len(leanest.estimate.memory)), key=lambda s: sum(leanest.estimate.memory[s].values()))
-    kinds = sorted(leanest.estimate.memory[stage].items(), key=lambda item: -item[1])
-    parts = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in kinds if size > 0)
+    peak, limit, stage = leanest.estimate.peak_bytes, problem.memory_bytes, leanest.estimate.fullest_stage
+    parts = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in leanest.estimate.peak_kinds)
     raise StrategyError(
         f"plan on {problem.num_ranks} ranks with batch_size={problem.batch_size}: no strategy fits into "
         f"{format_bytes(limit)} per rank. The leanest one found, {str(write(problem, leanest.strategy))!r}, holds "
