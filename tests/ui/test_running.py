@@ -10,6 +10,7 @@ import pytest
 from tests.ui.reports import FakeTrainer
 from workbench.core.strategy import Strategy
 from workbench.errors import StrategyError
+from workbench.session.comparing.comparison import RunStopped
 from workbench.ui.runs.running import Hooks, RunsPart, predictions
 
 
@@ -135,6 +136,14 @@ def test_a_failed_run_says_why(part: RunsPart, trainer: FakeTrainer):
     assert part.live.failure.value == "" and not part.stop_button.disabled
     finish(part, trainer)
     assert len(part.runs) == 1
+
+
+def test_a_run_that_was_stopped_before_its_first_step_is_no_failure(part: RunsPart, trainer: FakeTrainer):
+    part.run()
+    finish(part, trainer, RunStopped("stopped while one device trained, after its step 7"))
+    assert "stopped" in part.live.state.value and "before the first step" in part.live.state.value
+    assert part.live.failure.value == "" and "after its step 7" in part.live.log_lines.value
+    assert part.runs == [] and part.stop_button.disabled
 
 
 def test_noted_steps_can_be_saved_for_trace_viewers(part: RunsPart, trainer: FakeTrainer):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -87,6 +88,21 @@ def test_spans_of_one_step_come_from_every_rank_with_the_optimizer_last():
 def test_without_anybody_listening_nothing_is_exchanged_for_it():
     results = run_ranks(lambda: run_strategy(make_job(), "*: data"))
     assert results[0].losses == pytest.approx(run_one_device(make_job()).losses, abs=1e-5)
+
+
+@pytest.mark.parametrize(("drops_out", "at"), [(False, 4), (True, 1)], ids=["plain", "drops-out"])
+def test_one_device_stops_after_the_step_in_which_it_is_told(drops_out: bool, at: int):
+    taken, messages = [], []
+
+    def loss(output, target):
+        taken.append(1)
+        return F.cross_entropy(output, target)
+
+    model = lambda: nn.Sequential(make_model(), nn.Dropout(0.5)) if drops_out else make_model()  # noqa: E731
+    job = replace(make_job(), model_fn=model, loss_fn=loss)
+    result = run_one_device(job, 1, messages.append, lambda: [Order("stop")] if len(taken) == at else [])
+    assert len(result.losses) == len(taken) == at < STEPS
+    assert blocks_of(messages)[-1].stop_step == at, "the last steps are reported, too"
 
 
 def test_a_strategy_changes_on_the_way_and_the_numbers_stay():

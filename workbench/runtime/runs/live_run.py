@@ -56,7 +56,7 @@ class LiveRun:
         self._collector = Collector(self.world, job.num_steps)
         self._clock_offset = clock_offset(self.world) if listen is not None else 0.0
         self._until_spans_s = 0.0
-        self._spans: tuple[ActionSpan, ...] = ()
+        self._optimizing: tuple[float, float, float, int, int]  # start, end, seconds in exchanges, exchanges, bytes
         self._num_orders = 0
         self._sent: list[int] = []
         self._measures_at = {1}  # steps in which activations are counted
@@ -92,7 +92,8 @@ class LiveRun:
         before = (time.perf_counter(), traffic.time_s, traffic.num_exchanges, traffic.sent_bytes)
         self.optimizer.step()
         stopped = time.perf_counter()
-        self._spans = self._noted(before, stopped)
+        moved = (traffic.time_s - before[1], traffic.num_exchanges - before[2], traffic.sent_bytes - before[3])
+        self._optimizing = (before[0], stopped, *moved)
         sent = traffic.sent_bytes - sent_before
         measured = Measured(len(batch[0]), stopped - started, traffic.time_s - boxing_before, sent)
         self._collector.add(measured, loss)
@@ -101,14 +102,13 @@ class LiveRun:
         if step <= 1 or step == WARM_UP_STEPS or step in self._measures_at:
             self._measure_memory()
 
-    def _noted(self, before: tuple[float, float, int, int], stopped: float) -> tuple[ActionSpan, ...]:
-        """This rank's actions of the step that has just ended."""
-        offset, traffic = self._clock_offset, self.world.traffic
-        found = action_spans(state_of(self.model).spans, offset)
-        started, boxing_s, exchanges, sent = before
-        moved = (traffic.time_s - boxing_s, traffic.num_exchanges - exchanges, traffic.sent_bytes - sent)
-        stage = found[-1].stage if found else 0
-        return (*found, ActionSpan("O", stage, 0, started - offset, stopped - offset, *moved))
+    def _noted(self) -> tuple[ActionSpan, ...]:
+        """This rank's actions of the last step."""
+        found = action_spans(state_of(self.model).spans, self._clock_offset)
+        started, stopped, boxing_s, num_exchanges, sent = self._optimizing
+        stage, offset = found[-1].stage if found else 0, self._clock_offset
+        step = ActionSpan("O", stage, 0, started - offset, stopped - offset, boxing_s, num_exchanges, sent)
+        return (*found, step)
 
     def _measure_memory(self) -> None:
         """Live storages by kind, and the peak so far."""
@@ -136,7 +136,7 @@ class LiveRun:
         self._until_spans_s -= sum(block.step_times_s)
         if self._until_spans_s <= 0 and self._listen is not None:
             self._until_spans_s = _SPANS_INTERVAL_S
-            self._listen(StepSpans(self.world.rank, step, self._spans))
+            self._listen(StepSpans(self.world.rank, step, self._noted()))
         return self._follow(heard, counts, step + 1)
 
     def _heard(self) -> list[Order]:

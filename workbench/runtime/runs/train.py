@@ -27,16 +27,22 @@ from workbench.runtime.watching.memory import PeakMeter, model_memory
 from workbench.runtime.world import Simulated, World, current
 
 
-def run_one_device(job: Job, num_micro_batches: int = 1, listen: Listener | None = None) -> RankResult:
+def run_one_device(
+    job: Job,
+    num_micro_batches: int = 1,
+    listen: Listener | None = None,
+    orders: Callable[[], list[Order]] = list,
+) -> RankResult:
     """The run on one device in plain torch, with the same micro-batches in the same order.
 
     A model that drops out runs as the only rank of a world of its own instead: plain torch draws other random numbers.
-    ``listen`` gets a ``StepBlock`` about every tenth of a second; layers are timed where somebody listens.
+    ``listen`` gets a ``StepBlock`` about every tenth of a second; layers are timed where somebody listens. Of
+    ``orders``, what was asked of it so far, it follows a stop, after the step in which it comes.
     """
     peak = PeakMeter(torch.device("cpu"), shares_process=is_simulated(current()))
     model = job.model()
     if drops_out(model):
-        return _run_on_one_rank(job, num_micro_batches, listen)
+        return _run_on_one_rank(job, num_micro_batches, listen, orders)
     optimizer = job.optimizer(model)
     layers = LayerTimes(model)
     losses, times, weights = [], [], {}
@@ -54,11 +60,14 @@ def run_one_device(job: Job, num_micro_batches: int = 1, listen: Listener | None
         losses.append(total)
         stopped = time.perf_counter()
         times.append(stopped - started)
-        if listen is not None and (stopped - told_s >= INTERVAL_S or step == job.num_steps - 1):
+        is_last = step == job.num_steps - 1 or any(order.kind == "stop" for order in orders())
+        if listen is not None and (stopped - told_s >= INTERVAL_S or is_last):
             listen(_steps_alone(job, told, losses, times))
             told, told_s = step + 1, stopped
         if step == checked_step(job):
             weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
+        if is_last:
+            break
     memory = {**model_memory(model, optimizer), "peak": peak.peak_bytes()}
     return RankResult(losses, times, memory, 0, weights, [], layers.forward_s, layers.backward_s)
 
@@ -78,11 +87,13 @@ def drops_out(model: nn.Module) -> bool:
     return any(isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in model.modules())
 
 
-def _run_on_one_rank(job: Job, num_micro_batches: int, listen: Listener | None) -> RankResult:
+def _run_on_one_rank(
+    job: Job, num_micro_batches: int, listen: Listener | None, orders: Callable[[], list[Order]]
+) -> RankResult:
     world = World(0, 1, current().device, ThreadTransport(ThreadHub(1), 0))
     with Simulated(world):
         strategy = Strategy("*: data").with_options(num_micro_batches=num_micro_batches)
-        return run_strategy(job, strategy, listen=listen, keeps_weights=True)
+        return run_strategy(job, strategy, listen=listen, orders=orders, keeps_weights=True)
 
 
 def warm_up(job: Job) -> None:

@@ -12,7 +12,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 
@@ -20,6 +20,7 @@ from workbench.core.metrics import RunEvent, RunRecord, StepBlock, StepSpans, bu
 from workbench.core.presets import PRESETS, preset
 from workbench.core.rows import Layer
 from workbench.core.strategy import Strategy
+from workbench.errors import SessionError
 from workbench.runtime.parallel import describe
 from workbench.runtime.runs.train import CHECKED_STEPS, WARM_UP_STEPS, Job, num_samples_of
 from workbench.session.calls import RemoteCall
@@ -38,6 +39,18 @@ StrategyLike = Strategy | str
 Message = StepBlock | StepSpans | RunEvent
 _POLL_S = 0.1
 _keys = itertools.count()
+
+
+class RunStopped(SessionError):
+    """A run was stopped before its first step, while one device trained."""
+
+
+@dataclass(frozen=True)
+class Watch:
+    """Who waits while one device trains: ``listen`` gets its steps, ``is_stopped`` says that nobody wants them now."""
+
+    listen: Callable[[StepBlock], None]
+    is_stopped: Callable[[], bool]
 
 
 class Comparison:
@@ -95,25 +108,30 @@ class Comparison:
         wanted.resolve(self.layers, self.session.num_engines)
         return wanted
 
-    def truth(self, num_micro_batches: int = 1, listen: Callable[[StepBlock], None] | None = None) -> RankReport:
+    def truth(self, num_micro_batches: int = 1, watch: Watch | None = None) -> RankReport:
         """The one-device run with so many micro-batches, made on engine 0 when it is first asked for.
 
-        ``listen`` gets its steps while it is made.
+        Raises:
+            RunStopped: ``watch`` did not want it any more; it is made anew when it is next asked for.
         """
         if num_micro_batches not in self._truths:
             call = self.session.submit(training.train_one_device, self.key, num_micro_batches, ranks=[0])
-            while listen is not None and not call.done():
-                time.sleep(_POLL_S)
-                for _, message in call.messages():
-                    if isinstance(message, StepBlock):
-                        listen(message)
-            self._truths[num_micro_batches] = call.result()[0]
+            if watch is not None:
+                _watch(call, watch)
+            report = call.result()[0]
+            if len(report.losses) < self.job.num_steps:
+                raise RunStopped(f"stopped while one device trained, after its step {len(report.losses)}")
+            self._truths[num_micro_batches] = report
         return self._truths[num_micro_batches]
 
-    def baseline(self, listen: Callable[[StepBlock], None] | None = None) -> RunRecord:
-        """The one-device run as a record; kept on disk like the others. ``listen`` gets its steps while it is made."""
+    def baseline(self, watch: Watch | None = None) -> RunRecord:
+        """The one-device run as a record; kept on disk like the others.
+
+        Raises:
+            RunStopped: as ``truth``.
+        """
         if self._baseline is None:
-            truth = self.truth(1, listen)
+            truth = self.truth(1, watch)
             record = self._record("one device", NO_STRATEGY, [truth], num_ranks=1)
             self._baseline = self._keep.begin(record).finish(record) if self._keep is not None else record
         return self._baseline
@@ -287,6 +305,19 @@ class TrainingRun:
         return file.finish(record) if file is not None else record
 
 
+def _watch(call: RemoteCall, watch: Watch) -> None:
+    """Hand on the steps of a one-device run until it ends, and a stop to it."""
+    is_told = False
+    while not call.done():
+        time.sleep(_POLL_S)
+        if watch.is_stopped() and not is_told:
+            is_told = True
+            call.order("stop")
+        for _, message in call.messages():
+            if isinstance(message, StepBlock):
+                watch.listen(message)
+
+
 def _now() -> str:
     return datetime.now().astimezone().isoformat(timespec="seconds")
 
@@ -311,4 +342,4 @@ def _distance(a: float, b: float) -> float:
     return abs(a - b) if a == a and b == b else float("inf") if (a == a) != (b == b) else 0.0
 
 
-__all__ = ["NO_STRATEGY", "TOLERANCE", "Comparison", "Message", "StrategyLike", "TrainingRun"]
+__all__ = ["NO_STRATEGY", "TOLERANCE", "Comparison", "Message", "RunStopped", "StrategyLike", "TrainingRun", "Watch"]

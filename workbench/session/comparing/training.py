@@ -46,9 +46,14 @@ def forget_job(key: str) -> None:
 
 
 def train_one_device(key: str, num_micro_batches: int) -> RankReport:
-    """The one-device run of a job, kept on this engine for the comparisons that follow; publishes its steps."""
-    result = run_one_device(_jobs[key], num_micro_batches, engine_shell.publish)
-    _truth[key, num_micro_batches] = result
+    """The one-device run of a job, kept on this engine for the comparisons that follow; publishes its steps.
+
+    One that was stopped is not kept.
+    """
+    job = _jobs[key]
+    result = run_one_device(job, num_micro_batches, engine_shell.publish, engine_orders.orders)
+    if len(result.losses) == job.num_steps:
+        _truth[key, num_micro_batches] = result
     return _report(result)
 
 

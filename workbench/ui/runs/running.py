@@ -12,6 +12,7 @@ import ipywidgets as widgets
 
 from workbench.core.metrics import RunRecord, StepSpans
 from workbench.core.strategy import Strategy
+from workbench.session.comparing.comparison import RunStopped
 from workbench.session.comparing.saved_runs import SavedRuns
 from workbench.theme import Palette
 from workbench.ui.controls import button
@@ -201,7 +202,9 @@ class RunsPart:
             self._pump = None
             self.is_paused = self._is_changing = False
             self.baseline = self._trainer.baseline or self.baseline
-            if error is not None or record is None:
+            if isinstance(error, RunStopped):
+                self.live.leave(str(error))
+            elif error is not None or record is None:
                 self.live.fail(error or RuntimeError("the run ended without a result"))
             else:
                 self.runs.append(record)

@@ -1,4 +1,4 @@
-"""Where the panel's runs come from: the one module of this room that knows the session."""
+"""Where the panel's runs come from: the engines of a session, one device first."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from workbench.core.metrics import RunRecord, StepBlock
 from workbench.core.rows import Layer
 from workbench.core.strategy import Strategy
-from workbench.session.comparing.comparison import Comparison, Message, TrainingRun
+from workbench.session.comparing.comparison import Comparison, Message, TrainingRun, Watch
 from workbench.session.comparing.saved_runs import SavedRuns
 from workbench.ui.live.pump import Run
 
@@ -81,7 +81,7 @@ class SessionTrainer:
         self, strategy: Strategy, name: str, num_steps: int, predicted: Mapping[str, float] | None = None
     ) -> PanelRun:
         """Begin to train; the one-device run comes first where it is not known; nobody waits for either."""
-        return _BackgroundRun(lambda listen: self._begin(strategy, name, num_steps, predicted, listen))
+        return _BackgroundRun(lambda watch: self._begin(strategy, name, num_steps, predicted, watch))
 
     def _begin(
         self,
@@ -89,40 +89,40 @@ class SessionTrainer:
         name: str,
         num_steps: int,
         predicted: Mapping[str, float] | None,
-        listen: Callable[[StepBlock], None],
+        watch: Watch,
     ) -> tuple[TrainingRun, Sequence[float]]:
         if num_steps != self._comparison.job.num_steps:
             self._comparison.close()
             self._comparison, self.baseline = self._compare(num_steps), None
         if self.baseline is None:
-            self.baseline = self._comparison.baseline(listen)
-        losses = self._comparison.truth(strategy.options.num_micro_batches, listen).losses
+            self.baseline = self._comparison.baseline(watch)
+        losses = self._comparison.truth(strategy.options.num_micro_batches, watch).losses
         return self._comparison.start(strategy, name, predicted), losses
 
 
 class _BackgroundRun:
     """A run that a thread is starting: until then it tells of the one-device run, and keeps what it is asked."""
 
-    def __init__(self, begin: Callable[[Callable[[StepBlock], None]], tuple[TrainingRun, Sequence[float]]]) -> None:
+    def __init__(self, begin: Callable[[Watch], tuple[TrainingRun, Sequence[float]]]) -> None:
         self._begin = begin
         self._first: SimpleQueue[StepBlock] = SimpleQueue()
         self._run: TrainingRun | None = None
         self._error: BaseException | None = None
         self._asked: list[Callable[[TrainingRun], None]] = []
+        self._stopped = threading.Event()
         self._lock = threading.Lock()
         self.one_device_losses: Sequence[float] | None = None
         threading.Thread(target=self._start, name="workbench-start-run", daemon=True).start()
 
     def _start(self) -> None:
         try:
-            run, self.one_device_losses = self._begin(self._first.put)
+            run, self.one_device_losses = self._begin(Watch(self._first.put, self._stopped.is_set))
+            with self._lock:
+                for order in self._asked:
+                    order(run)
+                self._run = run
         except BaseException as error:  # noqa: BLE001 - raised again by result(), in the thread that asks
             self._error = error
-            return
-        with self._lock:
-            for order in self._asked:
-                order(run)
-            self._run = run
 
     def _ask(self, order: Callable[[TrainingRun], None]) -> None:
         with self._lock:
@@ -139,6 +139,7 @@ class _BackgroundRun:
         return self._error is not None or (self._run is not None and self._run.done())
 
     def stop(self) -> None:
+        self._stopped.set()
         self._ask(TrainingRun.stop)
 
     def pause(self) -> None:
