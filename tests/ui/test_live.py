@@ -126,10 +126,13 @@ def test_a_limit_is_drawn_where_it_is_near_and_told_where_it_is_not():
     history = History(10, 2)
     history.add([block(0, (2.0,), memory=MEMORY)])
     figure = live_figure.live_figure(2, 10)
-    assert live_figure.show_memory(figure, history, LIGHT, 8e6) == 8.0
-    assert figure.layout.xaxis3.range[1] > 8.0 and "of" not in titles(figure)[2].rpartition("peak")[2]
-    assert live_figure.show_memory(figure, history, LIGHT, 24e9) is None
-    assert figure.layout.xaxis3.range[1] == 6.0 and "4.00 MB of 24.0 GB" in titles(figure)[2]
+    live_marks.show_limit(figure, live_figure.show_memory(figure, history, LIGHT, 8e6), 8e6)
+    assert figure.layout.xaxis3.range[1] > 8.0
+    assert [line.x0 for line in marks(figure, "shapes", "limit")] == [8.0]
+    assert [note.text for note in marks(figure, "annotations", "limit")] == ["limit 8.00 MB"]
+    live_marks.show_limit(figure, live_figure.show_memory(figure, history, LIGHT, 24e9), 24e9)
+    assert figure.layout.xaxis3.range[1] == 6.0 and marks(figure, "shapes", "limit") == []
+    assert [note.text for note in marks(figure, "annotations", "limit")] == ["limit 24.0 GB \u2192"]
 
 
 def test_axes_grow_with_the_run():

@@ -31,6 +31,14 @@ def test_all_parts_are_drawn_with_their_numbers():
     assert f'height="{height(2)}"' in svg
 
 
+def test_the_limit_is_a_line_or_a_number_at_the_edge():
+    history = History(10, 2)
+    history.add([block(0, (2.0,), memory=MEMORY)])
+    assert "limit 5.00 MB" in texts(live_picture(history, limit_bytes=5e6))
+    assert "limit 24.0 GB \u2192" in texts(live_picture(history, limit_bytes=24e9))
+    assert not any("limit" in text for text in texts(live_picture(history)))
+
+
 def test_before_a_timeline_is_known_the_panes_stand_alone():
     history = History(10, 1)
     history.add([block(0, (2.0,), time_s=(0.1,), boxing_s=(0.0,))])

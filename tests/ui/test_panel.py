@@ -22,6 +22,7 @@ from workbench.ui.planning.predicting import Predictor
 from workbench.ui.runs.trainer import sample_shape_of
 from workbench.ui.strategy_part import StrategyPart, facts_of
 from workbench.ui.widgets import Panel
+from workbench.units import format_bytes
 
 
 def make_mlp() -> None:
@@ -74,6 +75,15 @@ def test_a_click_in_the_grid_changes_everything_at_once(panel: Panel):
     assert [controls.degrees[name].value for name in ("pipeline", "data", "model")] == [1, 1, 2]
     assert controls.presets["data"].description == "data, edited"
     assert str(panel.strategy) == "*: data; fc2: model"
+
+
+def test_a_run_shows_what_memory_the_machine_has(trainer: FakeTrainer):
+    machine = load_hardware("h200")
+    panel = Panel(None, make_mlp, None, None, steps=3, trainer=trainer, keep=False, hardware=machine)
+    panel.run()
+    finish(panel, trainer)
+    told = [note.text for note in panel._runs_part.live.figure.layout.annotations if note.name == "limit"]
+    assert told == [f"limit {format_bytes(machine.memory_bytes)} \u2192"]
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,8 @@ class Panel(widgets.VBox):
         self._handle: Any = None
         self._timer: threading.Timer | None = None
         self._no_run = paper.NO_ENGINES if is_paper else ""
-        self._runs_part = RunsPart(trainer, steps, Hooks(self.wanted, self.estimate, self.changed, self.load), saved)
+        hooks = Hooks(self.wanted, self.estimate, self.changed, self.load, lambda: predictor.memory_bytes)
+        self._runs_part = RunsPart(trainer, steps, hooks, saved)
         self._upper = StrategyPart(
             trainer.layers,
             trainer.num_ranks,

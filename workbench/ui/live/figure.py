@@ -92,8 +92,7 @@ def show_memory(
     end, limit = 1.5 * float(max(right.max(), starts.max())), (limit_bytes or 0.0) / divisor
     is_near = 0 < limit <= _NEAR * end
     figure.layout.xaxis3.range = [0, max(end, 1.08 * limit) if is_near else end]
-    told = f" of {format_bytes(limit_bytes)}" if limit_bytes and not is_near else ""
-    _entitle(figure, 2, f"tick: peak, {format_bytes(max(history.peak_bytes))}{told}", colours)
+    _entitle(figure, 2, f"tick: peak, {format_bytes(max(history.peak_bytes))}", colours)
     return limit if is_near else None
 
 

@@ -62,20 +62,23 @@ def show_pause(figure: go.Figure, is_paused: bool, colours: Palette = LIGHT) -> 
     _replace(figure, "pause", [], notes if is_paused else [])
 
 
-def show_limit(figure: go.Figure, limit: float | None, limit_bytes: float, colours: Palette = LIGHT) -> None:
-    """A line in the memory pane at what a rank has, in the axis's unit."""
+def show_limit(figure: go.Figure, limit: float | None, limit_bytes: float | None, colours: Palette = LIGHT) -> None:
+    """What a rank's memory is: a line in the memory pane, or its number at the edge where that is too far away.
+
+    Args:
+        limit: where it is, in the axis's unit; None: too far away.
+        limit_bytes: None where nobody knows it.
+    """
+    lines, words = [], f"limit {format_bytes(limit_bytes or 0)}"
+    note = {"y": 1, "yref": "y3 domain", "xanchor": "right", "yanchor": "bottom", "showarrow": False}
+    note |= {"font": {"size": 12, "color": colours.error}}
     if limit is None:
-        _replace(figure, "limit", [], [])
-        return
-    line = {"color": colours.error, "width": 1.5}
-    place = {"x0": limit, "x1": limit, "y0": 0, "y1": 1, "xref": "x3", "yref": "y3 domain"}
-    note = {"x": limit, "y": 1, "xref": "x3", "yref": "y3 domain", "xanchor": "right", "yanchor": "bottom"}
-    note |= {
-        "text": f"limit {format_bytes(limit_bytes)}",
-        "font": {"size": 12, "color": colours.error},
-        "showarrow": False,
-    }
-    _replace(figure, "limit", [{"type": "line", "line": line, **place}], [note])
+        note |= {"x": 1, "xref": "x3 domain", "text": f"{words} \u2192"}
+    else:
+        note |= {"x": limit, "xref": "x3", "text": words}
+        place = {"x0": limit, "x1": limit, "y0": 0, "y1": 1, "xref": "x3", "yref": "y3 domain"}
+        lines.append({"type": "line", "line": {"color": colours.error, "width": 1.5}, **place})
+    _replace(figure, "limit", lines, [note] if limit_bytes else [])
 
 
 def show_stages(figure: go.Figure, places: Sequence[tuple[int, int]], colours: Palette = LIGHT) -> None:

@@ -67,9 +67,7 @@ class LiveView(widgets.VBox):
 
     def _end(self) -> None:
         self._is_going = False
-        self.live.draw(everything=True)
-        steps = self.live.history.last_step if self.live.history is not None else 0
-        self.live.show_state("done", "ended", f"after {steps} steps")
+        self.live.end("ended", f"after {self._num_steps} steps")
         if self._copy is not None:
             self._copy.update(self._static_bundle(), raw=True)
 
@@ -80,9 +78,12 @@ class LiveView(widgets.VBox):
 
     def _static_bundle(self) -> dict[str, str]:
         style = element("style", style_sheet(".wb-static"))
-        steps = self.live.history.last_step if self.live.history is not None else 0
         page = element("div", style, self.live.static_html(), css="wb-static")
-        return {"text/html": page, "text/plain": f"Live view of loop {self._number}, {steps} steps"}
+        return {"text/html": page, "text/plain": f"Live view of loop {self._number}, {self._num_steps} steps"}
+
+    @property
+    def _num_steps(self) -> int:
+        return self.live.history.last_step if self.live.history is not None else 0
 
     def close(self) -> None:
         """Stop listening."""

@@ -139,15 +139,12 @@ class LiveView:
         """The run has ended: show all of it, also to those who look later."""
         num_steps = len(record.losses)
         stopped = self.history is not None and 0 < num_steps < self.history.num_steps
-        self._ended = "stopped" if stopped else "finished"
-        self.log.say(f"{self._ended} after {num_steps} steps")
-        self._seen = True
-        self.draw(everything=True)
-        self._paused_at = None
+        word = "stopped" if stopped else "finished"
+        self.log.say(f"{word} after {num_steps} steps")
+        self.end(word, f"after {num_steps} steps")
         self._record = record if num_steps else None
         self._show_record()
         self.progress.value = min(num_steps, self.progress.max)
-        self.show_state("done", self._ended, f"after {num_steps} steps")
 
     def _show_record(self) -> None:
         if self.figure is not None and self._record is not None:
@@ -155,14 +152,21 @@ class LiveView:
                 live_figure.show_record(self.figure, self._record, self._colours)
         self._draw_marks()
 
-    def fail(self, error: BaseException) -> None:
-        """Show what ended the run, once."""
-        self._ended = "failed"
-        self._paused_at = None
-        self._seen = True
+    def leave(self, why: str) -> None:
+        """The run was given up before its first step."""
+        self.log.say(why)
+        self.end("stopped", "before the first step")
+
+    def end(self, word: str, detail: str, css: str = "done") -> None:
+        """No more steps come: show all of them, also to those who look later."""
+        self._ended, self._paused_at, self._seen = word, None, True
         self.draw(everything=True)
         self._draw_marks()
-        self.show_state("failed", "failed", type(error).__name__)
+        self.show_state(css, word, detail)
+
+    def fail(self, error: BaseException) -> None:
+        """Show what ended the run, once."""
+        self.end("failed", type(error).__name__, "failed")
         self.failure.value = f'<div class="wb-failure">{escape(str(error).strip() or repr(error))}</div>'
 
     # ---- a run goes on --------------------------------------------------------------------------------------------
@@ -294,7 +298,7 @@ class LiveView:
         with self.figure.batch_update():
             live_marks.show_pause(self.figure, self._paused_at is not None, self._colours)
         with self.figure.batch_update():
-            live_marks.show_limit(self.figure, self._limit_at, self._limit_bytes or 0.0, self._colours)
+            live_marks.show_limit(self.figure, self._limit_at, self._limit_bytes, self._colours)
         with self.figure.batch_update():
             live_marks.show_stages(self.figure, self._places, self._colours)
 
@@ -347,7 +351,13 @@ class LiveView:
         if self.history is None or not self.history.last_step:
             return ""
         log = element("pre", text="\n".join(f"{x.time}  {x.ranks:<5} {x.text}" for x in self.log.head_and_tail()))
-        return element("div", self.title.value, live_picture(self.history, self._one_device), log, css="wb-static-run")
+        return element(
+            "div",
+            self.title.value,
+            live_picture(self.history, self._one_device, self._limit_bytes),
+            log,
+            css="wb-static-run",
+        )
 
     # ---- the page -------------------------------------------------------------------------------------------------
 

@@ -46,8 +46,10 @@ _FILL = {
 _MOST_POINTS = 400
 
 
-def live_picture(history: History, one_device: Sequence[float] = ()) -> str:
-    """Throughput, loss, memory, time split, and the timeline of the last noted step, with the numbers in words."""
+def live_picture(history: History, one_device: Sequence[float] = (), limit_bytes: float | None = None) -> str:
+    """Throughput, loss, memory (and a rank's limit), time split, and the timeline of the last noted step, with the
+    numbers in words.
+    """
     ranks = shown_ranks(history.num_ranks)
     bars = timeline_bars(history.timeline) if history.timeline else None
     full = height(len(ranks)) if bars is not None else PANES_HEIGHT
@@ -62,7 +64,7 @@ def live_picture(history: History, one_device: Sequence[float] = ()) -> str:
     behind = np.arange(1, len(one_device) + 1), np.asarray(one_device, dtype=float)
     parts += _curve(0, history, history.steady_rate.points, (history.rate.points, 1), "median of 1 s, pale: each step")
     parts += _curve(1, history, history.loss.points, (behind, 6), "pale: 1 device")
-    parts += _memory(history, ranks)
+    parts += _memory(history, ranks, limit_bytes)
     parts += _split(history, ranks)
     if bars is not None:
         parts += _timeline(bars, ranks)
@@ -125,10 +127,17 @@ def _rows(ranks: Sequence[int]) -> list[tuple[int, float, float]]:
     return [(rank, TOP + step * index + (step - size) / 2, size) for index, rank in enumerate(ranks)]
 
 
-def _memory(history: History, ranks: Sequence[int]) -> list[str]:
+def _memory(history: History, ranks: Sequence[int], limit_bytes: float | None) -> list[str]:
     left, right = PANES[2]
     largest = max([*history.peak_bytes, 1]) * 1.5
     parts = []
+    if limit_bytes:
+        words, at = f"limit {format_bytes(limit_bytes)}", left + (right - left) * limit_bytes / largest
+        if at <= right:
+            parts.append(_line(at, TOP, at, PANES_HEIGHT - BOTTOM, "--wb-error"))
+        else:
+            words, at = f"{words} \u2192", right
+        parts.append(_text(at, TOP - 4, words, "end", "--wb-error"))
     for rank, y, size in _rows(ranks):
         parts.append(_text(left - 6, y + size / 2 + 4, f"rank {rank}", "end", "--wb-ink"))
         x = float(left)

@@ -55,6 +55,11 @@ class Predictor:
         return None if self.machine is None else self.assumed.of(self.machine)
 
     @property
+    def memory_bytes(self) -> float | None:
+        """Memory of a rank of the machine as it is."""
+        return None if self.machine is None else self.machine.memory_bytes
+
+    @property
     def shapes(self) -> dict[str, tuple[int, ...] | None]:
         """Output shape of one sample, by layer."""
         return {row.layer.name: row.output_shape for row in self.costs.rows} if self.costs else {}
