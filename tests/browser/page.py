@@ -99,6 +99,13 @@ class LabPage:
         """The button that starts a run."""
         return self.page.locator(".wb-panel button.wb-primary", has_text="Run").first
 
+    def write_strategy(self, text: str) -> None:
+        """Write a strategy into the panel's field, and wait until the panel has it."""
+        field = self.page.locator(".wb-panel .wb-text input").first
+        field.fill(text)
+        field.press("Enter")
+        self.wait_for_text(text)
+
     def wait_for_text(self, text: str) -> None:
         """Wait until the strategy reads so."""
         script = "text => document.querySelector('.wb-panel .wb-text input')?.value === text"

@@ -6,25 +6,13 @@ from typing import Any
 
 import pytest
 
-from tests.browser.page import ROOT, SECONDS, LabPage
+from tests.browser.cells import PANEL, SETUP
+from tests.browser.page import SECONDS, LabPage
 from tests.browser.server import LabServer, write_notebook
+from tests.ui.models import GPT_HYBRID
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(240)]
 NOTEBOOK = "planner-panel.ipynb"
-START = "*_emb: data; blocks.[0-3]: model; blocks.[4-7]: model@1; ln_f: data@1; lm_head: model@1 | 2x1x2 mb=4 1f1b"
-SETUP = f"""
-import sys
-sys.path.insert(0, {str(ROOT)!r})
-import workbench as wb
-from tests.ui.models import gpt
-from torch.nn.functional import cross_entropy
-def gpt_8_blocks(): "Only its name is shown."
-"""
-PANEL = f"""
-panel = wb.Panel(None, gpt_8_blocks, (32, 64), cross_entropy, strategy={START!r}, batch_size=32,
-                 hardware="v100-dgx1", num_ranks=4, costs=gpt(8))
-panel
-"""
 
 
 @pytest.fixture(scope="module")
@@ -40,13 +28,6 @@ def text(lab_page: LabPage) -> str:
     return str(lab_page.page.locator(".wb-panel .wb-text input").input_value())
 
 
-def write(lab_page: LabPage, strategy: str) -> None:
-    field = lab_page.page.locator(".wb-panel .wb-text input")
-    field.fill(strategy)
-    field.press("Enter")
-    lab_page.wait_for_text(strategy)
-
-
 def wait_for(lab_page: LabPage, selector: str, words: str) -> None:
     lab_page.page.locator(selector, has_text=words).first.wait_for(timeout=30 * SECONDS)
 
@@ -59,7 +40,7 @@ def test_the_planner_says_why_and_why_not(opened: LabPage) -> None:
     planned = text(opened)
     assert page.locator(".wb-plan tr.chosen button").first.get_attribute("data-text") == planned
 
-    write(opened, START)
+    opened.write_strategy(GPT_HYBRID)
     wait_for(opened, ".wb-plan", "It is slower by")
     page.locator(".wb-row[data-row='lm_head'] .label").click()
     wait_for(opened, ".wb-plan section:last-child", "in the planner's choice")
@@ -71,7 +52,7 @@ def test_the_planner_says_why_and_why_not(opened: LabPage) -> None:
     other.click()
     opened.wait_for_text(wanted)
     opened.page.locator(".wb-panel button[title^='Undo']").click()
-    opened.wait_for_text(START)
+    opened.wait_for_text(GPT_HYBRID)
 
 
 def test_sliders_ask_for_another_machine(opened: LabPage) -> None:
@@ -85,10 +66,10 @@ def test_sliders_ask_for_another_machine(opened: LabPage) -> None:
     wait_for(opened, ".wb-plan", "Planned before the machine was changed")
     page.locator(".wb-machine [role='slider'][aria-label='ranks']").focus()
     page.keyboard.press("ArrowRight")
-    opened.wait_for_text(START.replace("2x1x2", "2x2x2"))
+    opened.wait_for_text(GPT_HYBRID.replace("2x1x2", "2x2x2"))
     wait_for(opened, ".wb-plan-note", "The plan is for 4 ranks, and there are 8 now")
     page.locator(".wb-machine button", has_text="Reset").click()
-    opened.wait_for_text(START)
+    opened.wait_for_text(GPT_HYBRID)
     page.locator(".wb-machine b").wait_for(state="detached", timeout=10 * SECONDS)
 
 
@@ -108,16 +89,16 @@ def test_every_control_has_a_name_and_shows_its_focus(opened: LabPage) -> None:
 
 def test_undo_and_text_go_on_after_the_page_was_loaded_again(opened: LabPage) -> None:
     page = opened.page
-    write(opened, "*: model")
+    opened.write_strategy("*: model")
     opened.reload()
     page.locator(".wb-panel .wb-row[data-row='lm_head']").wait_for(timeout=60 * SECONDS)
     opened.wait_for_text("*: model")
     wait_for(opened, ".wb-plan", "It is slower by")
     page.locator(".wb-panel button[title^='Undo']").click()
-    opened.wait_for_text(START)
+    opened.wait_for_text(GPT_HYBRID)
     page.locator(".wb-panel button[title^='Redo']").click()
     opened.wait_for_text("*: model")
-    write(opened, "*: data | 1x4x1 zero=1")
+    opened.write_strategy("*: data | 1x4x1 zero=1")
     page.locator(".wb-row[data-row='lm_head'] .choice .wb-opt[data-value='model']").click()
     page.wait_for_function("() => document.querySelector('.wb-panel .wb-text input').value.includes('lm_head: model')")
 

@@ -56,3 +56,27 @@ def test_finished_runs_are_there_after_a_reload(opened: LabPage) -> None:
     opened.reload()
     expect(opened.rows).to_have_count(2, timeout=60 * SECONDS)
     assert shown(opened) == before
+
+
+def test_a_run_goes_on_and_is_followed_after_a_reload(opened: LabPage) -> None:
+    from playwright.sync_api import expect
+
+    finished = opened.rows.count()
+    opened.run_button.click()
+    opened.wait_for_step(10)
+    opened.wait_for_points("this run", 9)
+    before = opened.points("this run")
+    strategy = opened.page.locator(".wb-panel .wb-text input").first.input_value()
+    opened.reload()
+    opened.wait_for_state("running")
+    opened.wait_for_points("this run", before - 1, timeout_s=10)
+    opened.wait_for_points("this run", opened.points("this run") + 10)
+    opened.wait_for_points("forward, measured", 1)
+    opened.wait_for_text(strategy)
+    opened.button("Pause").click()
+    opened.wait_for_state("paused")
+    opened.button("Go on").click()
+    opened.wait_for_state("running")
+    opened.button("Stop").click()
+    opened.wait_for_state("done")
+    expect(opened.rows).to_have_count(max(finished, 1) + 1, timeout=30 * SECONDS)

@@ -6,26 +6,12 @@ from typing import Any
 
 import pytest
 
-from tests.browser.page import ROOT
+from tests.browser.cells import PANEL, SETUP
 from tests.browser.server import LabServer, write_notebook
+from tests.ui.models import GPT_HYBRID
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(180)]
 NOTEBOOK = "strategy-panel.ipynb"
-START = "*_emb: data; blocks.[0-3]: model; blocks.[4-7]: model@1; ln_f: data@1; lm_head: model@1 | 2x1x2 mb=4 1f1b"
-SETUP = f"""
-import sys
-sys.path.insert(0, {str(ROOT)!r})
-import workbench as wb
-from tests.ui.models import gpt
-from torch.nn.functional import cross_entropy
-def gpt_8_blocks(): "Only its name is shown."
-def gpt_24_blocks(): "Only its name is shown."
-"""
-SMALL = f"""
-panel = wb.Panel(None, gpt_8_blocks, (32, 64), cross_entropy, strategy={START!r}, batch_size=32,
-                 hardware="v100-dgx1", num_ranks=4, costs=gpt(8))
-panel
-"""
 DEEP = """
 strategy = ("tok_emb: model; pos_emb: data; " + "; ".join(f"blocks.[{6 * n}-{6 * n + 5}]: model@{n}" for n in range(4))
             + "; ln_f: data; lm_head: model | 4x2x8 mb=8 1f1b")
@@ -37,7 +23,7 @@ wb.Panel(None, gpt_24_blocks, (256, 256), cross_entropy, strategy=strategy, batc
 @pytest.fixture(scope="module")
 def opened(open_notebook: Any, lab: LabServer) -> Any:
     """A page with two panels: 8 blocks on 4 ranks, 24 blocks on 64."""
-    write_notebook(lab.folder / NOTEBOOK, [SETUP, SMALL, DEEP, ""])
+    write_notebook(lab.folder / NOTEBOOK, [SETUP, PANEL, DEEP, ""])
     lab_page = open_notebook(NOTEBOOK)
     lab_page.run_cells(2)
     lab_page.wait_for_output(".wb-row[data-row='lm_head']")
@@ -49,10 +35,7 @@ def opened(open_notebook: Any, lab: LabServer) -> Any:
 def lab_page(opened: Any) -> Any:
     """The small panel at its start."""
     opened.page.keyboard.press("Escape")
-    field = panel(opened).locator(".wb-text input")
-    field.fill(START)
-    field.press("Enter")
-    opened.wait_for_text(START)
+    opened.write_strategy(GPT_HYBRID)
     return opened
 
 
@@ -86,16 +69,16 @@ def test_everything_can_be_done_with_keys(lab_page: Any) -> None:
     press(lab_page, "ArrowDown", "ArrowDown")
     assert focused(lab_page) == ["blocks.[0-3]", "model"]
     press(lab_page, "d")
-    lab_page.wait_for_text(START.replace("blocks.[0-3]: model", "blocks.[0-3]: data"))
+    lab_page.wait_for_text(GPT_HYBRID.replace("blocks.[0-3]: model", "blocks.[0-3]: data"))
     press(lab_page, "Control+z")
-    lab_page.wait_for_text(START)
+    lab_page.wait_for_text(GPT_HYBRID)
     if row(lab_page, "blocks.[0-3]").get_attribute("aria-expanded") == "false":
         press(lab_page, "Enter")
     row(lab_page, "blocks.[0-3].attn.qkv").wait_for(timeout=10_000)
     press(lab_page, "ArrowDown", "ArrowDown", "Enter")
     lab_page.page.wait_for_selector(".wb-menu[role='menu']")
     press(lab_page, "ArrowDown", "Enter")
-    lab_page.wait_for_text(START.replace(" |", "; blocks.[0-3].attn.qkv: model:row |"))
+    lab_page.wait_for_text(GPT_HYBRID.replace(" |", "; blocks.[0-3].attn.qkv: model:row |"))
     assert focused(lab_page)[0] == "blocks.[0-3].attn.qkv", "the focus comes back to where it was"
     press(lab_page, "ArrowUp", "ArrowUp", "-")
     row(lab_page, "blocks.[0-3].attn.qkv").wait_for(state="detached", timeout=10_000)
@@ -120,7 +103,7 @@ def test_a_mistake_stands_at_its_row_and_the_chip_leads_to_it(lab_page: Any) -> 
     assert focused(lab_page) == ["ln_f", "0"]
     line.locator("button.fix").click()
     line.wait_for(state="detached", timeout=10_000)
-    lab_page.wait_for_text(START)
+    lab_page.wait_for_text(GPT_HYBRID)
 
 
 def test_a_toggle_shows_what_it_changes(lab_page: Any) -> None:

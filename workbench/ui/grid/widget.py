@@ -15,7 +15,7 @@ EVENTS = (
     *("parallel", "choice", "stage", "fold", "select", "find", "tensor", "fix"),
     *("open", "undo", "redo", "run", "theme"),
 )
-SCRIPTS = ("draw_cells.js", "draw_grid.js", "names.js", "panel_page.js", "grid.js")
+SCRIPTS = ("draw_cells.js", "draw_grid.js", "controls.js", "panel_page.js", "grid.js")
 STYLES = ("panel.css", "grid.css", "predictions.css", "plan.css")
 PANEL_CLASS = "wb-panel"
 

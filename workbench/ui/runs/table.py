@@ -34,7 +34,7 @@ _TYPES = {"csv": "text/csv", "json": "application/json", "html": "text/html"}
 class RunsPage(anywidget.AnyWidget):
     """Shows ``page``, the HTML of table and scatter, and hands what the user does there to one handler."""
 
-    _esm = asset("download.js") + asset("names.js") + asset("runs.js")
+    _esm = asset("download.js") + asset("controls.js") + asset("runs.js")
 
     page = traitlets.Unicode("").tag(sync=True)
 

@@ -290,6 +290,7 @@ function render({ model, el }) {
   el.classList.add("wb-grid-host");
   const root = make("div", { class: "wb-grid", role: "treegrid", "aria-label": "strategy, one row per layer" });
   el.append(root);
+  keepKeys(root);
   const grid = new Grid(model, root);
   const redraw = () => grid.draw();
   model.on("change:view", redraw);

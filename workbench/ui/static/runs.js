@@ -27,6 +27,7 @@ function render({ model, el }) {
   const send = (event, more) => model.send({ event, ...more });
   const root = document.createElement("div");
   root.className = "wb-comparison";
+  keepKeys(root);
   el.append(root);
   const draw = () => {
     if (root.querySelector("input.wb-rename")) return;

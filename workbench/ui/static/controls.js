@@ -1,3 +1,5 @@
+// What all our views do for the controls in them: names, and keys that stay.
+
 // Jupyter's fields have labels of their own, which the panel does not use: each is named after the words before it.
 function nameControls(panel) {
   for (const bar of panel.querySelectorAll(".wb-bar, .wb-field")) {
@@ -17,4 +19,11 @@ function serveNames(panel) {
   const grown = new MutationObserver(() => nameControls(panel));
   grown.observe(panel, { childList: true, subtree: true });
   return () => grown.disconnect();
+}
+
+// Notebook 7 takes keys on their way to what has the focus (D D would delete the cell), unless that very element says no.
+function keepKeys(root) {
+  root.addEventListener("focusin", (event) => {
+    event.target.dataset.lmSuppressShortcuts = "true";
+  });
 }

@@ -1,0 +1,56 @@
+"""The panel in a real Notebook 7, which takes keys before they get to the panel where it may."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.browser.cells import PANEL, SETUP
+from tests.browser.page import LabPage
+from tests.browser.server import LabServer, write_notebook
+from tests.ui.models import GPT_HYBRID
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(180)]
+NOTEBOOK = "notebook-7.ipynb"
+
+
+@pytest.fixture(scope="module")
+def opened(open_notebook: Any, lab: LabServer) -> LabPage:
+    pytest.importorskip("notebook", reason="Notebook 7 is not installed: pip install workbench[test]")
+    write_notebook(lab.folder / NOTEBOOK, [SETUP, PANEL, ""])
+    lab_page = open_notebook(NOTEBOOK, "notebook")
+    lab_page.run_cells(1)
+    lab_page.wait_for_output(".wb-row[data-row='lm_head']")
+    return lab_page  # type: ignore[no-any-return]
+
+
+def cells(lab_page: LabPage) -> list[str]:
+    """Kinds of the notebook's cells."""
+    script = "() => window.jupyterapp.shell.currentWidget.content.widgets.map(cell => cell.model.type)"
+    return list(lab_page.page.evaluate(script))
+
+
+def test_a_click_changes_the_strategy_and_buttons_undo_it(opened: LabPage) -> None:
+    page = opened.page
+    opened.write_strategy(GPT_HYBRID)
+    page.locator(".wb-row[data-row='tok_emb'] .choice .wb-opt", has_text="model").click()
+    opened.wait_for_text(GPT_HYBRID.replace(" |", "; tok_emb: model |"))
+    page.locator(".wb-panel button[title^='Undo']").click()
+    opened.wait_for_text(GPT_HYBRID)
+
+
+def test_keys_of_the_grid_reach_the_grid_and_not_the_notebook(opened: LabPage) -> None:
+    page = opened.page
+    opened.write_strategy(GPT_HYBRID)
+    before = cells(opened)
+    page.locator(".wb-row[data-row='tok_emb'] .label").click()
+    for key in ("ArrowDown", "ArrowDown", "m", "d", "d"):  # M makes text of a cell, D D deletes it
+        page.keyboard.press(key)
+    data = GPT_HYBRID.replace("blocks.[0-3]: model", "blocks.[0-3]: data")
+    opened.wait_for_text(data)
+    page.keyboard.press("Control+z")
+    opened.wait_for_text(GPT_HYBRID)
+    page.keyboard.press("Control+Shift+Z")
+    opened.wait_for_text(data)
+    assert cells(opened) == before == ["code"] * 3
