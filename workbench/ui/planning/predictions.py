@@ -6,13 +6,14 @@ in a saved notebook and on paper; no script is needed, and a toggle costs no fig
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from workbench.core.strategy import ResolvedStrategy
 from workbench.cost.estimate import Estimate
 from workbench.ui.assets import element
-from workbench.ui.live.timeline_rows import ActionBar, timeline_rows
-from workbench.ui.numbers import TIMES, grouped
+from workbench.ui.live.timeline_rows import ActionBar, TimelineRow, timeline_rows
+from workbench.ui.numbers import grouped
 from workbench.ui.pictures import marks
 from workbench.ui.planning.predicted_memory import memory_html
 from workbench.units import format_bytes, format_seconds
@@ -21,6 +22,12 @@ PARTS = (("compute", "compute"), ("boxing", "boxing"), ("optimizer_step", "optim
 _WIDTHS = {"time": 304.0, "timeline": 488.0}
 _TIMELINE_LEFT = 60.0
 _THINNEST_BOXING = 0.5
+_ACTIONS = (
+    ("F", "forward", "F forward"),
+    ("B", "backward", "B backward"),
+    ("I", "backward", "I backward to inputs"),
+    ("W", "optimizer-step", "W gradients of weights"),
+)
 _NOTHING = 1e-6
 """Of a step: a part below it is what rounding leaves."""
 
@@ -136,58 +143,49 @@ def _split_bar(estimate: Estimate, y: float, height: float, scale: float, ident:
 
 def _timeline(prediction: Prediction, ident: str) -> str:
     timeline, resolved = prediction.estimate.timeline, prediction.resolved
-    options = resolved.options
-    title = "Simulated pipeline" if resolved.degrees[0] > 1 else "Simulated step"
+    has_stages = resolved.degrees[0] > 1
+    title = "Simulated pipeline" if has_stages else "Simulated step"
     if timeline is None or not any(timeline.spans):
         num_actions = 2 * resolved.num_stages * resolved.num_micro_batches
         return marks.section(title, f"{grouped(num_actions)} actions, too many to draw", "", "", "timeline")
-    width = _WIDTHS["timeline"]
+    width, largest = _WIDTHS["timeline"], timeline.makespan_s or 1.0
     rows = timeline_rows(timeline, resolved, width - _TIMELINE_LEFT, prediction.estimate.boxing_shares)
-    step = marks.row_height(len(rows))
-    step = 28 if len(rows) <= 2 else 22 if len(rows) <= 4 else step
-    largest = timeline.makespan_s or 1.0
-    parts: list[str] = []
-    for index, row in enumerate(rows):
-        top = index * step
-        height = step - 4 if step >= 14 else step - 1
-        if marks.is_labelled(index, len(rows)):
-            parts.append(marks.text(0, top + height / 2 + 4, row.label))
-        idle = f"url(#wb-idle-{ident})"
-        parts.append(
-            marks.bar(
-                _TIMELINE_LEFT,
-                top,
-                width - _TIMELINE_LEFT,
-                height,
-                idle,
-                css="area",
-                data_ranks=marks.ranks_of(row.ranks),
-            )
-        )
-        for action in row.bars:
-            parts += _action(action, top, height)
+    step = 28 if len(rows) <= 2 else 22 if len(rows) <= 4 else marks.row_height(len(rows))
+    parts = [part for index, row in enumerate(rows) for part in _timeline_row(row, index, len(rows), step, ident)]
     bottom = max(len(rows) * step + 2, 70)
     parts += marks.axis(_TIMELINE_LEFT, width - _TIMELINE_LEFT, bottom, largest, marks.SECONDS)
-    bubble = f"bubble {timeline.bubble:.0%}" if resolved.degrees[0] > 1 else "no pipeline"
-    num = options.num_micro_batches
+    bubble = f"bubble {timeline.bubble:.0%}" if has_stages else "no pipeline"
+    num = resolved.options.num_micro_batches
     detail = f"{resolved.schedule}, {num} micro-batch{'es' if num > 1 else ''}, one step \u00b7 {bubble}"
     summary = f"simulated step of {format_seconds(largest)} on {len(rows)} pipeline ranks, {bubble}"
-    kinds = {bar.kind for row in rows for bar in row.bars}
-    names = (("F", "forward", "F forward"), ("B", "backward", "B backward"), ("I", "backward", "I backward to inputs"))
-    legend = "".join(marks.swatch(f"var(--wb-{colour})", text) for kind, colour, text in names if kind in kinds)
-    legend += marks.swatch("var(--wb-optimizer-step)", "W gradients of weights") if "W" in kinds else ""
-    if any(bar.boxing >= _THINNEST_BOXING for row in rows for bar in row.bars):
-        legend += marks.swatch("var(--wb-boxing)", "boxing")
-    legend += marks.swatch("idle", "idle") if resolved.degrees[0] > 1 else ""
-    return marks.section(
-        title, detail, marks.svg(width, bottom + 20, summary, *parts), marks.legend(legend), "timeline"
-    )
+    picture = marks.svg(width, bottom + 20, summary, *parts)
+    return marks.section(title, detail, picture, marks.legend(_timeline_legend(rows, has_stages)), "timeline")
+
+
+def _timeline_row(row: TimelineRow, index: int, num_rows: int, step: float, ident: str) -> list[str]:
+    """A row's label where there is room, its ground, and its actions."""
+    top, height = index * step, step - 4 if step >= 14 else step - 1
+    length, idle = _WIDTHS["timeline"] - _TIMELINE_LEFT, f"url(#wb-idle-{ident})"
+    ranks = marks.ranks_of(row.ranks)
+    parts = [marks.text(0, top + height / 2 + 4, row.label)] if marks.is_labelled(index, num_rows) else []
+    parts.append(marks.bar(_TIMELINE_LEFT, top, length, height, idle, css="area", data_ranks=ranks))
+    return [*parts, *(part for action in row.bars for part in _action(action, top, height))]
+
+
+def _timeline_legend(rows: Sequence[TimelineRow], has_stages: bool) -> str:
+    """The kinds that there are."""
+    bars = [bar for row in rows for bar in row.bars]
+    kinds = {bar.kind for bar in bars}
+    shown = [marks.swatch(f"var(--wb-{colour})", text) for kind, colour, text in _ACTIONS if kind in kinds]
+    if any(bar.boxing >= _THINNEST_BOXING for bar in bars):
+        shown.append(marks.swatch("var(--wb-boxing)", "boxing"))
+    return "".join([*shown, marks.swatch("idle", "idle")] if has_stages else shown)
 
 
 def _action(action: ActionBar, top: float, height: float) -> list[str]:
     """A forward or backward, its exchanges added up at its end, the number of its micro-batch before them."""
     left, computing = _TIMELINE_LEFT + action.left, action.width - action.boxing
-    colour = {"F": "forward", "W": "optimizer-step"}.get(action.kind, "backward")
+    colour = next(colour for kind, colour, _ in _ACTIONS if kind == action.kind)
     parts = [marks.bar(left, top, action.width, height, f"var(--wb-{colour})", css="action", data_tip=action.tip)]
     if action.boxing >= _THINNEST_BOXING:
         boxing = marks.bar(left + computing, top, action.boxing, height, "var(--wb-boxing)", css="boxing")
@@ -195,19 +193,3 @@ def _action(action: ActionBar, top: float, height: float) -> list[str]:
     if action.text and height >= 12:
         parts.append(marks.text(left + computing / 2, top + height / 2 + 4, action.text, "on-bar middle"))
     return parts
-
-
-def change_text(before: Estimate | None, now: Estimate) -> str:
-    """What the last change did to the step: ``"6% faster"``."""
-    if before is None or not before.step_s:
-        return ""
-    ratio = now.step_s / before.step_s
-    if abs(ratio - 1) < 0.005:
-        return "as fast as before"
-    return (
-        f"{1 - ratio:.0%} less time"
-        if ratio < 1
-        else f"{TIMES}{ratio:.2f} the time"
-        if ratio > 2
-        else f"{ratio - 1:.0%} more time"
-    )

@@ -92,7 +92,7 @@ def run_rows(
                 is_truth=key == truth,
                 on_front=key in on_front,
                 equal=run.equal,
-                failure=_one_line(run.error or ""),
+                failure=one_line(run.error or ""),
                 started=run.started,
                 changes=_changes(values, _values(base, base)) if base is not None and run is not base else {},
             )
@@ -229,6 +229,7 @@ def prediction_errors(rows: Sequence[Row]) -> tuple[float, float] | None:
     return (errors[len(errors) // 2], errors[-1]) if errors else None
 
 
-def _one_line(text: str, width: int = 110) -> str:
+def one_line(text: str, width: int = 110) -> str:
+    """The first line that says something, cut to ``width`` characters."""
     line = next((line.strip() for line in text.splitlines() if line.strip()), "")
     return line if len(line) <= width else line[: width - 1] + "\u2026"

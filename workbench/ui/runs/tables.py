@@ -9,7 +9,18 @@ from workbench.theme import style_sheet
 from workbench.ui.assets import asset, element
 from workbench.ui.numbers import DASH, percent, short_difference
 from workbench.ui.runs.pictures import layers_picture, prediction_picture
-from workbench.ui.runs.rows import COLUMNS, CROSS, TICK, Column, Row, key_of, prediction_errors, run_rows, sorted_rows
+from workbench.ui.runs.rows import (
+    COLUMNS,
+    CROSS,
+    TICK,
+    Column,
+    Row,
+    key_of,
+    one_line,
+    prediction_errors,
+    run_rows,
+    sorted_rows,
+)
 from workbench.ui.runs.scatter_picture import scatter_picture
 from workbench.units import format_bytes
 
@@ -92,7 +103,7 @@ def comparison_table_text(runs: Sequence[RunRecord], baseline: RunRecord | None 
     lines = [f"{'strategy':<18}{'samples/s':>10}{'speed-up':>10}{'peak/rank':>11}{'boxed/step':>12}{'equal':>9}"]
     for run in [*by_throughput(runs), *([baseline] if baseline else [])]:
         if run.error is not None:
-            lines.append(f"{run.name[:17]:<18}{_one_line(run.error, 62)}")
+            lines.append(f"{run.name[:17]:<18}{one_line(run.error, 62)}")
             continue
         speedup = f"{run.speedup:.2f}x" if run.speedup is not None else "-"
         difference = "baseline" if run is baseline else equal_text(run).replace(DASH, "-")
@@ -193,8 +204,3 @@ def scatter_legend_html() -> str:
     keys = (("full", "Pareto"), ("hollow", "others"), ("square", "baseline"))
     spans = [element("span", element("i", css=css), element("span", text=name)) for css, name in keys]
     return element("div", *spans, css="wb-scatter-legend")
-
-
-def _one_line(text: str, width: int) -> str:
-    line = next((line.strip() for line in text.splitlines() if line.strip()), "")
-    return line if len(line) <= width else line[: width - 1] + "\u2026"
