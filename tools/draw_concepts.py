@@ -1,4 +1,4 @@
-"""``python -m tools.draw_concepts``: draw the pictures of docs/concepts again, for light and for dark pages.
+"""``python -m tools.draw_concepts``: draw the documentation's drawings again, for light and for dark pages.
 
 What they show is computed: layouts, plans, tables of schedules and simulated timelines.
 """
@@ -179,6 +179,7 @@ PICTURES: dict[str, Drawing] = {
     "network": network,
     "all-gather": boxing(Layout.of(TWO, "S(0)"), Layout.of(TWO, "B")),
     "reduce-scatter": boxing(Layout.of(TWO, "P"), Layout.of(TWO, "S(0)")),
+    "all-to-all": boxing(Layout.of(FOUR, "S(0)"), Layout.of(FOUR, "S(1)")),
     "between": boxing(Layout.of(TWO, "S(0)"), Layout.of(Placement.of("cpu", [2, 3, 4]), "S(0)")),
     "gpipe": schedule("gpipe", 4, 4),
     "1f1b": schedule("1f1b", 4, 4),

@@ -1,4 +1,4 @@
-"""Runs the kernels' GPU tests under NVIDIA's compute-sanitizer: memcheck (bounds, alignment) and racecheck (shared memory).
+"""Runs the GPU tests of kernels under compute-sanitizer: memcheck (bounds, alignment) and racecheck (shared memory).
 
     python -m tools.sanitize_kernels
 

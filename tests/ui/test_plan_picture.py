@@ -4,7 +4,6 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tools.draw_plan import PICTURE, picture
 from workbench.core.boxing import LinkCost, plan_boxing
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
@@ -24,10 +23,6 @@ def plan(source, source_sbp, target, target_sbp, shape):
 
 def texts(svg):
     return [element.text for element in ElementTree.fromstring(svg).iter(f"{SVG}text")]
-
-
-def test_the_picture_in_the_docs_is_up_to_date():
-    assert PICTURE.read_text() == picture(), "run python -m tools.draw_plan"
 
 
 def test_one_line_per_slice_that_moves_and_every_slice_says_where_it_comes_from():

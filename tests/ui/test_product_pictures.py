@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import workbench as wb
-from tools.draw_network import PICTURE, picture
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.errors import LayoutError
@@ -152,10 +151,6 @@ def test_the_boxings_of_a_network_are_those_that_run(choice, num_ranks):
     assert sorted(said) == sorted([format_bytes(size) for size in moved] + ["0 B"] * said.count("0 B"))
     badges = elements(picture, "rect", "boxing")
     assert len(badges) == len(said) and all(float(a["x"]) != float(b["x"]) for a, b in pairwise(badges))
-
-
-def test_the_picture_in_the_docs_is_up_to_date():
-    assert PICTURE.read_text(encoding="utf-8") == picture(), "run python -m tools.draw_network"
 
 
 def test_data_parallel_layers_share_their_matrix_and_sum_gradients():
