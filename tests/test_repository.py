@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import workbench
+
 ROOT = Path(__file__).parent.parent
 
 # Spelled in two parts, so that this file does not contain what it looks for.
@@ -48,6 +50,11 @@ def test_no_file_is_very_long() -> None:
         if path.suffix in {".py", ".js", ".css"} and (num_lines := len(text_of(path).splitlines())) > 400
     }
     assert not long
+
+
+def test_the_changelog_tells_of_this_version() -> None:
+    told = re.findall(r"^## \[(.+)\] - \d{4}-\d\d-\d\d$", text_of(ROOT / "CHANGELOG.md"), re.MULTILINE)
+    assert told[0] == workbench.__version__
 
 
 @pytest.mark.parametrize("path", ["work/main/x.py", "root/.cache/x", "tmp/bash_jobs.0/x", "home/ann/x", "Users/Ann/x"])

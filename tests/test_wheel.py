@@ -107,6 +107,7 @@ def files_below(folder: Path, without: Sequence[str] = ("__pycache__",)) -> froz
 def installed(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Installed:
     folder, home = tmp_path_factory.mktemp("environment"), tmp_path_factory.mktemp("home")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=60)
+    (folder / "share").mkdir()  # wherever ipykernel is installed, it has put its kernel there
     here = Installed(folder, home, files_below(folder))
     pip(here.python, "install", "--no-deps", "--no-index", built.wheel)
     # A plain line: what is installed there in editable form, such as this project, does not come along.
@@ -116,17 +117,20 @@ def installed(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Install
 
 
 def test_everything_of_the_package_is_in_the_wheel(built: Built) -> None:
+    shared = f"workbench-{workbench.__version__}.data/data/share/workbench/"
     with zipfile.ZipFile(built.wheel) as archive:
-        packed = {name for name in archive.namelist() if ".dist-info/" not in name}
-    expected = {name for name in tracked() if name.startswith("workbench/") and Path(name).name not in NOT_PACKAGED}
-    assert packed == expected
+        packed = {name.replace(shared, "notebooks/") for name in archive.namelist() if ".dist-info/" not in name}
+    package = {name for name in tracked() if name.startswith("workbench/") and Path(name).name not in NOT_PACKAGED}
+    notebooks = {name for name in tracked() if Path(name).match("notebooks/*.ipynb")}
+    assert packed == package | notebooks
+    assert len(notebooks) >= 4
     assert "workbench/py.typed" in packed
 
 
 def test_the_source_distribution_has_no_tests(built: Built) -> None:
     with tarfile.open(built.source) as archive:
         folders = {name.split("/")[1] for name in archive.getnames() if name.count("/") > 1}
-    assert folders == {"workbench", "workbench.egg-info"}
+    assert folders == {"workbench", "workbench.egg-info", "notebooks"}
     assert built.source.name == f"workbench-{workbench.__version__}.tar.gz"
 
 
@@ -145,12 +149,15 @@ def test_its_commands_run_and_nothing_is_left_when_it_goes(installed: Installed)
     assert demo.returncode == 0, demo.stderr
     assert "All 4 strategies train as one device does." in demo.stdout
     assert (installed.home / "report.html").stat().st_size > 10_000
+    lab = installed.run(command, "lab", "--", "--version")
+    assert lab.returncode == 0, lab.stderr
+    assert len(list((installed.home / "workbench-notebooks").glob("0*.ipynb"))) >= 4
     pip(installed.python, "uninstall", "--yes", "workbench")
     (borrowed,) = installed.folder.glob("lib/python*/site-packages/borrowed.pth")
     borrowed.unlink()
     assert files_below(installed.folder) == installed.before
     # IPython makes its profile; the recorded runs are the user's.
-    left = {name for name in files_below(installed.home) if not name.startswith(".ipython")}
+    left = {name for name in files_below(installed.home) if not name.startswith((".ipython", "workbench-notebooks"))}
     runs = {name for name in left if name.startswith(".local/share/workbench/runs/")}
     assert len(runs) == 5
     assert left - runs == {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import pytest
 
@@ -62,6 +62,25 @@ def test_lab_opens_the_first_notebook() -> None:
     assert command[-2:] == ["--no-browser", str(notebook)]
 
 
+def test_lab_copies_the_notebooks_of_an_installed_package_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That a wheel has them is seen in tests/test_wheel.py."""
+    packed = tmp_path / "share" / "workbench" / lab.FIRST_NOTEBOOK
+    packed.parent.mkdir(parents=True)
+    packed.write_text("as it came")
+
+    class Packed(PurePosixPath):
+        def locate(self) -> Path:
+            return Path(self)
+
+    monkeypatch.setattr(lab, "files", lambda _name: [Packed(packed), Packed(tmp_path / "workbench" / "other.ipynb")])
+    monkeypatch.setattr(lab, "CHECKOUT", tmp_path / "nowhere")
+    monkeypatch.chdir(tmp_path)
+    notebook = lab.find_notebook(None)
+    assert notebook.read_text() == "as it came" and len(list(notebook.parent.iterdir())) == 1
+    notebook.write_text("changed by the user")
+    assert lab.find_notebook(None).read_text() == "changed by the user"
+
+
 def test_lab_says_where_it_looked(tmp_path: Path) -> None:
     with pytest.raises(CommandError, match=r"no notebook at .*missing\.ipynb\. Name one"):
         lab.find_notebook(tmp_path / "missing.ipynb")
@@ -82,14 +101,18 @@ def test_lab_replaces_this_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert started[0][-2:] == ["--port=9999", str(notebook)]
 
 
-@pytest.mark.parametrize(("command", "module", "extra"), [("demo", "sklearn", "demo"), ("lab", "jupyterlab", "lab")])
+@pytest.mark.parametrize(
+    ("command", "module", "extra"),
+    [("demo", "sklearn", "demo"), ("lab", "jupyterlab", "demo"), ("lab --notebook mine.ipynb", "jupyterlab", "lab")],
+)
 def test_what_is_not_installed_is_told_with_the_command_that_installs_it(
     command: str, module: str, extra: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == module else find_spec(name))
-    assert cli.main([command]) == cli.USER_ERROR
-    assert f"{module} not installed here" in (said := capsys.readouterr().err)
+    assert cli.main(command.split()) == cli.USER_ERROR
+    said = capsys.readouterr().err
+    assert said.startswith(f"workbench {command.split()[0]}: {module} not installed here")
     assert f"pip install 'workbench[{extra}]'" in said
 
 
@@ -97,7 +120,7 @@ def test_a_report_needs_plotly_before_anything_is_trained(tmp_path: Path, monkey
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "plotly" else find_spec(name))
     args = cli.make_parser().parse_args(["compare", "mine.py", "--out", str(tmp_path / "report.html")])
-    with pytest.raises(CommandError, match=r"compare: plotly not installed"):
+    with pytest.raises(CommandError, match=r"^plotly not installed"):
         results.compare_and_present(results.Job(None, None, None), ["data"], args)
 
 

@@ -16,6 +16,7 @@ import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from workbench.cli import results
 from workbench.cli.results import STRATEGIES, Job
@@ -34,13 +35,16 @@ def load_job(path: Path) -> Job:
     missing = [name for name in ("model_fn", "dataset", "loss_fn") if not hasattr(module, name)]
     if missing:
         raise CommandError(
-            f"compare {path}: {', '.join(missing)} not defined there. "
+            f"{path}: {', '.join(missing)} not defined there. "
             "The file needs model_fn, dataset and loss_fn; see workbench compare --help."
         )
+    return Job(module.model_fn, dataset_of(module), module.loss_fn, getattr(module, "optimizer_fn", None))
+
+
+def dataset_of(module: ModuleType) -> Any:
+    """The file's data set, which it may also give as a function."""
     dataset = module.dataset
-    if callable(dataset) and not hasattr(dataset, "__getitem__"):
-        dataset = dataset()
-    return Job(module.model_fn, dataset, module.loss_fn, getattr(module, "optimizer_fn", None))
+    return dataset() if callable(dataset) and not hasattr(dataset, "__getitem__") else dataset
 
 
 def run_file(path: Path) -> ModuleType:
@@ -51,7 +55,7 @@ def run_file(path: Path) -> ModuleType:
     """
     spec = importlib.util.spec_from_file_location(_MODULE_NAME, path)
     if spec is None or spec.loader is None or not path.is_file():
-        raise CommandError(f"compare {path}: not a Python file. Give the path of one, e.g. mine.py")
+        raise CommandError(f"{path}: not a Python file. Give the path of one, e.g. mine.py")
     module = importlib.util.module_from_spec(spec)
     # Its classes must be found by name here, and its neighbours must be importable, as if it had been started itself.
     sys.modules[_MODULE_NAME] = module

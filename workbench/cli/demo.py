@@ -57,6 +57,6 @@ def run(args: argparse.Namespace) -> int:
     """Compare the four strategies; the exit code is 0 if all equal one device."""
     from torch.nn.functional import cross_entropy
 
-    results.require("demo", "demo", "sklearn")
+    results.require("demo", "sklearn")
     job = results.Job(make_mlp, digits(), cross_entropy)
     return results.compare_and_present(job, results.STRATEGIES, args)

@@ -1,5 +1,8 @@
 """Open JupyterLab on the first notebook.
 
+Outside of a checkout the notebooks that came with the package are copied into the current folder first, where they can
+be changed; those that are there already stay as they are.
+
 What follows the options is passed on to JupyterLab: workbench lab -- --no-browser --port 8890
 """
 
@@ -7,7 +10,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
+from importlib.metadata import files
 from pathlib import Path
 from typing import NoReturn
 
@@ -15,27 +20,38 @@ from workbench.cli.results import require
 from workbench.errors import CommandError
 
 FIRST_NOTEBOOK = "01-compare-strategies.ipynb"
+CHECKOUT = Path(__file__).resolve().parents[2] / "notebooks"
+COPIES = Path("workbench-notebooks")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``workbench lab``."""
-    parser.add_argument("--notebook", type=Path, help=f"what to open (default: notebooks/{FIRST_NOTEBOOK})")
+    parser.add_argument("--notebook", type=Path, help=f"what to open (default: {FIRST_NOTEBOOK})")
     parser.add_argument("jupyter", nargs="*", metavar="-- OPTIONS", help="options for JupyterLab")
 
 
 def find_notebook(wanted: Path | None) -> Path:
-    """The notebook to open: the one asked for, else the first one, in the checkout or below the current folder.
+    """The notebook to open: the one asked for, else the checkout's first one, else a copy of the package's.
 
     Raises:
         CommandError: there is none.
     """
-    checkout = Path(__file__).resolve().parents[2]
-    places = [wanted] if wanted else [root / "notebooks" / FIRST_NOTEBOOK for root in (checkout, Path.cwd())]
-    for place in places:
-        if place.is_file():
-            return place
-    looked = ", ".join(map(str, places))
-    raise CommandError(f"lab: no notebook at {looked}. Name one: workbench lab --notebook FILE")
+    if wanted is None:
+        in_checkout = CHECKOUT / FIRST_NOTEBOOK
+        wanted = in_checkout if in_checkout.is_file() else copy_notebooks(COPIES) / FIRST_NOTEBOOK
+    if not wanted.is_file():
+        raise CommandError(f"no notebook at {wanted}. Name one: workbench lab --notebook FILE")
+    return wanted
+
+
+def copy_notebooks(folder: Path) -> Path:
+    """Copy what came with the installed package into a folder, without touching what lies there; the folder."""
+    folder.mkdir(exist_ok=True)
+    for file in files("workbench") or ():
+        copy = folder / file.name
+        if file.match("share/workbench/*.ipynb") and not copy.exists():
+            shutil.copyfile(file.locate(), copy)
+    return folder
 
 
 def lab_command(notebook: Path, options: list[str]) -> list[str]:
@@ -51,8 +67,11 @@ def run(args: argparse.Namespace) -> NoReturn:
     Raises:
         CommandError: there is no such notebook, or no JupyterLab.
     """
+    if args.notebook is None:
+        require("demo", "jupyterlab", "sklearn")  # the first notebook trains on scikit-learn's digits
+    else:
+        require("lab", "jupyterlab")
     notebook = find_notebook(args.notebook)
-    require("lab", "lab", "jupyterlab")
     command = lab_command(notebook, args.jupyter)
     print(f"opening {notebook}; press Ctrl-C twice to end", flush=True)
     os.execv(command[0], command)

@@ -29,7 +29,7 @@ class Job:
     optimizer_fn: Any = None
 
 
-def require(command: str, extra: str, *modules: str) -> None:
+def require(extra: str, *modules: str) -> None:
     """Say how to install what an extra of the workbench brings.
 
     Raises:
@@ -38,8 +38,7 @@ def require(command: str, extra: str, *modules: str) -> None:
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:
         raise CommandError(
-            f"{command}: {' and '.join(missing)} not installed here. "
-            f"Install what it needs: pip install 'workbench[{extra}]'"
+            f"{' and '.join(missing)} not installed here. Install what it needs: pip install 'workbench[{extra}]'"
         )
 
 
@@ -72,7 +71,7 @@ def compare_and_present(job: Job, strategies: Sequence[str], args: argparse.Name
     from workbench.session.comparing.compare import compare
 
     if args.out is not None:
-        require(args.command, "lab", "plotly")
+        require("lab", "plotly")
     with Session(engines=args.engines) as session:
         result = compare(
             job.model_fn,
