@@ -133,3 +133,23 @@ def test_files_that_a_newcomer_is_sent_to_exist() -> None:
     named = re.findall(r"`((?:workbench|tests|docs|tools|benchmarks)/[\w./]+)`", text)
     assert len(named) > 15
     assert not [name for name in named if not (ROOT / name).exists()]
+
+
+ROOMS = sorted((ROOT / "workbench").rglob("README.md"))
+
+
+def missing_places(readme: Path, text: str) -> list[str]:
+    """Files and folders that a room's page names and that are neither in the room nor where the repository starts."""
+    named = re.findall(r"`([\w./-]+(?:\.(?:py|md|js|css)|/))`", text)
+    return [name for name in named if not (readme.parent / name).exists() and not (ROOT / name).exists()]
+
+
+@pytest.mark.parametrize("readme", ROOMS, ids=name_of)
+def test_the_page_of_a_room_is_short_and_names_what_is_there(readme: Path) -> None:
+    text = readme.read_text("utf-8")
+    assert len(text.splitlines()) <= 60
+    assert not missing_places(readme, text)
+
+
+def test_a_room_that_names_what_is_gone_is_found() -> None:
+    assert missing_places(ROOMS[0], "`__init__.py`, `tests/docs/`, `gone.py`, `nowhere/`") == ["gone.py", "nowhere/"]
