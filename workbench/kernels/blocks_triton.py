@@ -155,23 +155,27 @@ def launch(
     rows = _ELEMENTS // columns
     for block in table.blocks:
         block.append(ceil_div(block[5], columns))
-    device = targets[0].device
     total = dtype if is_copy else accumulator(dtype)
-    addresses = _on_device(table.addresses or [[0] * 5], device)
     vector = table.vector(dtype.itemsize)
     for start in range(0, len(table.blocks), _MAX_BLOCKS):
         part = table.blocks[start : start + _MAX_BLOCKS]
         programs = max(ceil_div(block[2] * block[3] * block[4], rows) * block[11] for block in part)
         launch_kernel(
             _move, (programs, len(part)), targets[0],
-            _on_device(part, device), addresses, _TYPES[dtype], _TYPES[total], _REDUCTION_CODES[reduction],
-            float(fill) if dtype.is_floating_point else int(fill), is_copy, rows, columns, vector,
+            *_on_device(part, table.addresses, targets[0].device), _TYPES[dtype], _TYPES[total],
+            _REDUCTION_CODES[reduction], float(fill) if dtype.is_floating_point else int(fill), is_copy, rows, columns,
+            vector,
         )  # fmt: skip
     return True
 
 
-def _on_device(numbers: list[list[int]], device: torch.device) -> torch.Tensor:
-    return torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)
+def _on_device(
+    blocks: list[list[int]], addresses: list[list[int]], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both tables, in one copy to the device."""
+    numbers = [number for row in (*blocks, *addresses) for number in row]
+    tables = torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)
+    return tables[: len(blocks) * len(blocks[0])], tables[len(blocks) * len(blocks[0]) :]
 
 
 def _columns(shapes: list[tuple[int, int]]) -> int:
