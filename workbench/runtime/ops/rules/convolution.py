@@ -22,13 +22,7 @@ _GROUPS_AT = 6
 
 @rule("conv1d", "conv2d", "conv3d", parameters="input weight bias stride padding dilation groups")
 def _convolution(call: Call) -> Resolution:
-    """Batch, output channels and input channels (the result is a sum over these); groups as whole groups."""
-    num_spatial = len(call.shapes[1]) - 2
-    space, kernel = _SPATIAL[:num_spatial], _KERNEL[:num_spatial]
-    batch = "n" if len(call.shapes[0]) == num_spatial + 2 else ""
-    if call.arg(_GROUPS_AT, "groups", 1) != 1:
-        return _grouped(call, f"{batch}C{space}, OD{kernel}, O -> {batch}O{space}", channel=len(batch))
-    return Resolution(f"{batch}c{space}, oc{kernel}, +o -> {batch}o{space}", _localize)
+    return _over_space(call, weight="oc", grouped_weight="OD")
 
 
 @rule(
@@ -36,15 +30,20 @@ def _convolution(call: Call) -> Resolution:
     parameters="input weight bias stride padding output_padding groups dilation",
 )  # fmt: skip
 def _transposed(call: Call) -> Resolution:
+    return _over_space(call, weight="co", grouped_weight="CD")
+
+
+equations("conv_tbc", "Xnc, Kco, +o -> Xno")
+
+
+def _over_space(call: Call, weight: str, grouped_weight: str) -> Resolution:
+    """Batch, output channels and input channels (the result is a sum over these); groups as whole groups."""
     num_spatial = len(call.shapes[1]) - 2
     space, kernel = _SPATIAL[:num_spatial], _KERNEL[:num_spatial]
     batch = "n" if len(call.shapes[0]) == num_spatial + 2 else ""
     if call.arg(_GROUPS_AT, "groups", 1) != 1:
-        return _grouped(call, f"{batch}C{space}, CD{kernel}, O -> {batch}O{space}", channel=len(batch))
-    return Resolution(f"{batch}c{space}, co{kernel}, +o -> {batch}o{space}", _localize)
-
-
-equations("conv_tbc", "Xnc, Kco, +o -> Xno")
+        return _grouped(call, f"{batch}C{space}, {grouped_weight}{kernel}, O -> {batch}O{space}", channel=len(batch))
+    return Resolution(f"{batch}c{space}, {weight}{kernel}, +o -> {batch}o{space}", _localize)
 
 
 def _grouped(call: Call, text: str, channel: int) -> Resolution:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar
@@ -35,7 +36,7 @@ def ends_the_transport(method: Callable[Concatenate[T, P], R]) -> Callable[Conca
     return run
 
 
-class OverLetters:
+class OverLetters(ABC):
     """What transports over letters have in common: how they end, and how they get the last letters out."""
 
     def __init__(self, rank: int, board: Board, links: Mapping[int, Link], waiter: Waiter) -> None:
@@ -77,13 +78,13 @@ class OverLetters:
         self._is_closed = True
         self._free()
 
+    @abstractmethod
     def _let_peers_read(self) -> None:
         """Wait, within reason, until the last letters can be done without this rank."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _free(self) -> None:
         """Give back files and memory."""
-        raise NotImplementedError
 
 
 __all__ = ["OverLetters", "ends_the_transport"]
