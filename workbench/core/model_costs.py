@@ -26,6 +26,7 @@ class Work:
         saved_bytes: what autograd keeps of it for backward, besides parameters.
         is_parted: whether the model axis divides it where its layer's output is split (scores of heads, an
             activation function behind a column layer). False for what every rank of the axis does in full.
+        backward_bytes: read and written by its backward, matrix products left out; None where nobody has counted them.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Work:
     inner: int = 0
     saved_bytes: float = 0.0
     is_parted: bool = True
+    backward_bytes: float | None = None
 
     @property
     def is_matmul(self) -> bool:

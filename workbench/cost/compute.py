@@ -12,8 +12,9 @@ from workbench.core.model_costs import Work
 from workbench.cost.hardware import Hardware
 from workbench.errors import StrategyError
 
-BACKWARD_MOVES = 1.5
-"""Bytes that the backward of an elementwise function moves, per byte of its forward: reads two tensors, writes one."""
+_BACKWARD_MOVES = 1.5
+"""Bytes that the backward of an elementwise function moves, per byte of its forward: reads two tensors, writes one.
+Where nobody has counted them."""
 FLASH = "scaled_dot_product_attention"
 WRITES = 2
 """A line of memory that is written comes into the cache first: written bytes move twice."""
@@ -92,7 +93,7 @@ def forward_s(
     if work.is_matmul:
         product_s = rates.product_s(work.flops * share, work.inner / inner_parts, work.moved_bytes * share, work.name)
         return product_s + rates.weights_s(weight_bytes)
-    return rates.memory_s(work.moved_bytes * share, work.name) + rates.hardware.op_s
+    return _moving_s(work, work.moved_bytes * share, rates)
 
 
 def backward_s(
@@ -108,19 +109,27 @@ def backward_s(
     """Backward of it: (what the layers before wait for, the rest).
 
     A product has two products in backward: for its input, which sums over the ``outputs``, and for its weight, which
-    sums over the ``rows`` of all samples. Both sum over the inner dim where these are not known (0).
+    sums over the ``rows`` of all samples. Both sum over the inner dim where these are not known (0). What is moved
+    besides (a bias's gradient is a sum over rows) belongs to the latter.
     """
     share = samples / parts
     if not work.is_matmul:
-        return rates.memory_s(BACKWARD_MOVES * work.moved_bytes * share, work.name) + rates.hardware.op_s, 0.0
+        counted = work.backward_bytes
+        return _moving_s(work, (_BACKWARD_MOVES * work.moved_bytes if counted is None else counted) * share, rates), 0.0
     flops, moved = work.flops * share, work.moved_bytes * share
     inner = work.inner / inner_parts
     first = flops * (_FLASH_BACKWARD if work.name == FLASH else 1.0)
     return (
         rates.product_s(first, outputs or inner, moved, work.name) + rates.weights_s(weight_bytes),
         rates.product_s(flops, rows or inner, moved if work.name != "linear" else 0.0, work.name)
-        + rates.weights_s(WRITES * weight_bytes),
+        + rates.weights_s(WRITES * weight_bytes)
+        + rates.memory_s((work.backward_bytes or 0.0) * share),
     )
 
 
-__all__ = ["BACKWARD_MOVES", "Rates", "backward_s", "forward_s"]
+def _moving_s(work: Work, moved_bytes: float, rates: Rates) -> float:
+    """A function that is no product; a view moves nothing, and starts nothing."""
+    return rates.memory_s(moved_bytes, work.name) + rates.hardware.op_s if moved_bytes else 0.0
+
+
+__all__ = ["Rates", "backward_s", "forward_s"]

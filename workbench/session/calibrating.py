@@ -11,7 +11,6 @@ from statistics import mean
 from typing import TYPE_CHECKING
 
 from workbench.core.boxing import LinkCost
-from workbench.cost.compute import BACKWARD_MOVES
 from workbench.cost.fitting import fit_link, fit_products
 from workbench.cost.hardware import Hardware, Link
 from workbench.cost.hardware_files import save_hardware
@@ -133,7 +132,7 @@ def _function_rates(times: Sequence[RankTimes], amount_of: Callable[[FunctionTim
     for rank in times:
         for function in rank.functions:
             if amount_of(function):
-                found[function.name].append(amount_of(function) / (function.forward_s + function.backward_s))
+                found[function.name].append(amount_of(function) / function.time_s)
     return {name: mean(rates) for name, rates in found.items()}
 
 
@@ -143,8 +142,8 @@ def _flops(function: FunctionTime) -> float:
 
 
 def _moved_bytes(function: FunctionTime) -> float:
-    """Of forward and backward of what is no product."""
-    return 0.0 if function.flops else (1 + BACKWARD_MOVES) * function.moved_bytes
+    """Of what is no product."""
+    return 0.0 if function.flops else function.moved_bytes
 
 
 def _sources(times: Sequence[RankTimes]) -> dict[str, str]:

@@ -110,12 +110,23 @@ def test_functions_belong_to_the_layer_that_they_follow() -> None:
     costs = layer_costs(Attention, (2, 5, 16))
     assert [row.layer.name for row in costs.rows] == ["norm", "qkv", "out"]
     assert [work.name for work in row(costs, "qkv").own] == ["linear"]
-    assert [work.name for work in row(costs, "qkv").after] == ["scaled_dot_product_attention"]
+    assert [work.name for work in row(costs, "qkv").after] == ["split", "scaled_dot_product_attention"]
     assert [work.name for work in row(costs, "out").after] == ["add"]
     linear = row(costs, "qkv").own[0]
     assert (linear.flops, linear.inner, linear.saved_bytes) == (2 * 5 * 16 * 48, 16, 5 * 16 * 4)
     assert linear.moved_bytes == 5 * (16 + 48) * 4
     assert row(costs, "qkv").output_shape == (5, 48)
+
+
+def test_backward_is_counted_where_its_forward_was() -> None:
+    """A bias sums a gradient over its rows; slices are put together again; what two layers take has two gradients."""
+    costs = layer_costs(lambda: nn.Sequential(Attention(), Attention()), (2, 5, 16))
+    size, statistics = 5 * 16 * 4, 2 * 5 * 4
+    split, attention = row(costs, "1.qkv").after
+    assert (split.moved_bytes, split.backward_bytes) == (0, 2 * 3 * size)
+    assert (row(costs, "1.qkv").own[0].backward_bytes, attention.backward_bytes) == (3 * size, 0)
+    assert row(costs, "1.norm").own[0].backward_bytes == 3 * size + statistics + 3 * size
+    assert row(costs, "1.out").after[0].backward_bytes == 0
 
 
 def test_what_is_saved_belongs_to_the_function_that_saves_it() -> None:

@@ -1,13 +1,14 @@
-"""Watches one forward: every function below autograd, the layer it belongs to, and what autograd keeps of it.
+"""Watches one forward and backward: every function below autograd, the layer it belongs to, and what autograd keeps.
 
 A function is a layer's own if it reads a parameter of the layer, or runs inside the layer's forward before another
 layer begins; else it follows the layer that began last. What autograd saves belongs to the function whose node it is:
-nodes are numbered, and a node exists before its function runs and before anything is saved for it.
+nodes are numbered, and a node exists before its function runs and before anything is saved for it. By these numbers
+functions of backward belong to those of forward, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -45,6 +46,7 @@ class _Entry:
     moved_bytes: float = 0.0
     inner: int = 0
     saved_bytes: float = 0.0
+    backward_bytes: float = 0.0
 
     def work(self, num_samples: int) -> Work:
         """Of one sample."""
@@ -54,7 +56,13 @@ class _Entry:
             self.moved_bytes / num_samples,
             self.inner,
             self.saved_bytes / num_samples,
+            backward_bytes=self.backward_bytes / num_samples,
         )
+
+    @property
+    def is_work(self) -> bool:
+        """Whether it takes time or memory: a view takes none, unless its backward does (of slices: their gradient)."""
+        return bool(self.flops or self.moved_bytes or self.saved_bytes or self.backward_bytes)
 
 
 class Counter(TorchDispatchMode):
@@ -63,11 +71,15 @@ class Counter(TorchDispatchMode):
     Args:
         owners: layers by the address of their parameters' storages.
         num_samples: of the batch that runs.
+        shapes: of parameters; their gradients, which a batch has once, are not counted as a sample's.
     """
 
-    def __init__(self, owners: Mapping[int, list[str]], num_samples: int) -> None:
+    def __init__(
+        self, owners: Mapping[int, list[str]], num_samples: int, shapes: Collection[tuple[int, ...]] = ()
+    ) -> None:
         super().__init__()
         self._owners, self._num_samples = owners, num_samples
+        self._shapes = {_without_ones(shape) for shape in shapes}
         self._entries: list[_Entry] = []
         self._by_node: dict[int, _Entry] = {}
         self._early: dict[int, float] = {}  # saved for a node whose function has not run yet
@@ -79,12 +91,13 @@ class Counter(TorchDispatchMode):
         self._pieces: dict[str, tuple[int, ...]] = {}
         self._of_samples: dict[int, torch.UntypedStorage] = {}  # what follows from the batch, by address
         self._order: list[str] = []
+        self._is_paused = False
         self.heads: set[int] = set()
         """Of queries and of keys, as attention in one function was called."""
 
     @contextmanager
     def watch(self, layers: Mapping[str, nn.Module], batch: Any = None) -> Iterator[None]:
-        """Context around the forward of a model with these layers on this batch (None: not told)."""
+        """Context around forward and backward of a model with these layers on this batch (None: not told)."""
         self._note_samples(batch)
         handles = []
         for path, layer in layers.items():
@@ -102,6 +115,16 @@ class Counter(TorchDispatchMode):
         if self._entries:  # nodes without a function of their own
             self._entries[-1].saved_bytes += sum(self._early.values())
 
+    def go_backward(self, result: Any) -> None:
+        """From every tensor in a result that has gradients; those that it begins with are nobody's work."""
+        leaves = torch.utils._pytree.tree_leaves(result)
+        ends = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        self._is_paused = True
+        grads = [torch.ones_like(end) for end in ends]
+        self._is_paused = False
+        if ends:
+            torch.autograd.backward(ends, grads)
+
     def where(self) -> str:
         """The layer at which the run stands."""
         return self._last or "the model"
@@ -118,7 +141,7 @@ class Counter(TorchDispatchMode):
         """What was counted for a layer. What ran before all layers belongs to the first one."""
         first = self._order[0] if self._order else None
         mine = [e for e in self._entries if (e.layer or first) == layer.name]
-        mine = [e for e in mine if e.flops or e.moved_bytes or e.saved_bytes]
+        mine = [e for e in mine if e.is_work]
         own, after = ([e.work(self._num_samples) for e in mine if e.is_own is which] for which in (True, False))
         output = self._outputs.get(layer.name)
         itemsize = 4 if output is None else output.element_size()
@@ -131,7 +154,7 @@ class Counter(TorchDispatchMode):
 
     def works(self) -> list[Work]:
         """All functions that were counted, in order, of one sample."""
-        return [entry.work(self._num_samples) for entry in self._entries if entry.flops or entry.moved_bytes]
+        return [entry.work(self._num_samples) for entry in self._entries if entry.is_work]
 
     def _shape(self, output: torch.Tensor | None) -> tuple[int, ...] | None:
         """Of one sample; a batch whose samples are flattened into the first dim is cut again."""
@@ -170,9 +193,12 @@ class Counter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func.namespace != "aten":  # questions, such as where a tensor lies
+        if func.namespace != "aten" or self._is_paused:  # the former are questions, such as where a tensor lies
             return out
         inputs, outputs = _distinct((args, kwargs)), _distinct(out)
+        if (node := torch._C._current_autograd_node()) is not None:
+            self._add_backward(node, func, inputs, outputs)
+            return out
         if any(address in self._of_samples for address in inputs):
             self._note_samples(out)
         self._note_pieces(args[0] if args else None, out)
@@ -185,6 +211,16 @@ class Counter(TorchDispatchMode):
         if entry.is_own and entry.layer is not None and entry.layer not in self._outputs and outputs:
             self._last_output(entry.layer, outputs)
         return out
+
+    def _add_backward(
+        self, node: Any, func: Any, inputs: Mapping[int, torch.Tensor], outputs: Mapping[int, torch.Tensor]
+    ) -> None:
+        """To the function of whose backward it is part. Products follow from those of forward."""
+        entry = self._by_node.get(node._sequence_nr())
+        if entry is None or func._overloadpacket in flop_registry or _name(func, inputs) == ATTENTION:
+            return
+        of_weights = [one for one in outputs.values() if _without_ones(one.shape) in self._shapes]
+        entry.backward_bytes += max(0.0, self._moved(func, inputs, outputs) - sum(map(_bytes, of_weights)))
 
     def _note_pieces(self, source: Any, pieces: Any) -> None:
         """Where a layer's output is cut along its features: queries, keys and values of one weight."""
@@ -228,6 +264,8 @@ class Counter(TorchDispatchMode):
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         """What ``ActivationMeter`` counts: distinct storages, parameters left out, expanded tensors too."""
+        if torch._C._current_autograd_node() is not None:  # of what a checkpoint computes again
+            return tensor
         storage = tensor.untyped_storage()
         address, size = storage._cdata, storage.nbytes()
         is_new = address not in self._owners and address not in self._saved
@@ -245,6 +283,11 @@ def _distinct(values: Any) -> dict[int, torch.Tensor]:
     """Tensors by the address of their storage."""
     leaves = torch.utils._pytree.tree_leaves(values)
     return {leaf.untyped_storage()._cdata: leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}
+
+
+def _without_ones(shape: Sequence[int]) -> tuple[int, ...]:
+    """A bias's gradient is summed with its dims kept."""
+    return tuple(size for size in shape if size != 1)
 
 
 def _bytes(tensor: torch.Tensor) -> int:

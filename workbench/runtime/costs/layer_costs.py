@@ -33,7 +33,7 @@ def layer_costs(
     *,
     dtype: str | None = None,
 ) -> ModelCosts:
-    """Functions, bytes and shapes of every layer, by a forward on fake tensors. The model itself stays as it is.
+    """Functions, bytes and shapes of every layer, by a step on fake tensors. The model itself stays as it is.
 
     Args:
         model: a module, on any device or on meta, or a function that makes it (called under ``torch.device("meta")``).
@@ -59,12 +59,13 @@ def layer_costs(
     state, fakes = _fake_state(module, mode, cast_to), _Faker(mode, cast_to)
     batch = fakes(_as_shape(inputs))
     num_samples = _num_samples(batch)
-    counter = Counter(_owners(module, state), num_samples)
+    counter = Counter(_owners(module, state), num_samples, {tuple(p.shape) for p in module.parameters()})
     try:
         with mode, torch.enable_grad(), counter.watch(dict(layers_of(module)), batch):
             positional, named = _call_of(batch)
             output = functional_call(module, state, positional, named)
             result = loss_fn(output, fakes(targets)) if loss_fn is not None else output
+            counter.go_backward(result)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise StrategyError(
             f"layer_costs({type(module).__name__}): {error.func} reads values of tensors in {counter.where()}. Costs "

@@ -70,13 +70,15 @@ class ProductTime:
 
 @dataclass(frozen=True, slots=True)
 class FunctionTime:
-    """Of a function's forward and backward; flops and bytes are of its forward, counted as those of models are."""
+    """Of a function's forward and backward together: bytes moved, counted as those of models are, and seconds.
+
+    ``flops`` are of its forward, 0 for what is no product.
+    """
 
     name: str
     flops: float
     moved_bytes: float
-    forward_s: float
-    backward_s: float
+    time_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +201,9 @@ def _functions(device: torch.device) -> Iterator[tuple[str, Callable[..., torch.
     def tensor(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device=device, requires_grad=True)
 
+    def weight(*shape: int) -> torch.Tensor:
+        return nn.Parameter(torch.randn(*shape, device=device))
+
     x, classes = tensor(rows, 512), torch.arange(rows, device=device) % 512
     heads = [tensor(rows // 64, 8, 64, 64) for _ in range(3)]
     image, small = tensor(rows // 16, 16, 28, 28), tensor(rows // 16, 16, 28, 28)
@@ -207,13 +212,13 @@ def _functions(device: torch.device) -> Iterator[tuple[str, Callable[..., torch.
     yield "add", torch.add, (x, tensor(rows, 512))
     yield "mul", torch.mul, (x, tensor(rows, 512))
     yield "softmax", lambda x: torch.softmax(x, -1), (x,)
-    yield "layer_norm", lambda x, w, b: F.layer_norm(x, (512,), w, b), (x, tensor(512), tensor(512))
+    yield "layer_norm", lambda x, w, b: F.layer_norm(x, (512,), w, b), (x, weight(512), weight(512))
     yield "cross_entropy", lambda x: F.cross_entropy(x, classes), (x,)
-    yield "embedding", lambda w: F.embedding(classes, w), (x,)
+    yield "embedding", lambda w: F.embedding(classes, w), (weight(rows, 512),)
     yield "dropout", lambda x: F.dropout(x, 0.1), (x,)
     yield "max_pool2d", lambda x: F.max_pool2d(x, 2), (small,)
-    yield "batch_norm", lambda x, w, b: F.batch_norm(x, None, None, w, b, True), (image, tensor(16), tensor(16))
-    yield "conv2d", lambda x, w: F.conv2d(x, w, padding=1), (image, tensor(32, 16, 3, 3))
+    yield "batch_norm", lambda x, w, b: F.batch_norm(x, None, None, w, b, True), (image, weight(16), weight(16))
+    yield "conv2d", lambda x, w: F.conv2d(x, w, padding=1), (image, weight(32, 16, 3, 3))
     yield "scaled_dot_product_attention", _attend, (heads[0], heads[1], heads[2])
     yield "matmul", torch.matmul, (heads[0], heads[1])
 
@@ -225,15 +230,16 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 def _time_function(
     watch: Stopwatch, name: str, function: Callable[..., torch.Tensor], operands: tuple[torch.Tensor, ...]
 ) -> FunctionTime:
-    counter = Counter({}, 1)
+    weights = [operand for operand in operands if isinstance(operand, nn.Parameter)]
+    owners = {weight.untyped_storage()._cdata: ["weight"] for weight in weights}
+    counter = Counter(owners, 1, [tuple(weight.shape) for weight in weights])
     with counter.watch({}):
-        result = function(*operands)
+        counter.go_backward(function(*operands))
     works = [work for work in counter.works() if work.name == name]
-    grad = torch.ones_like(result)
-    forward_s = watch.own_s(lambda: function(*operands))
-    both_s = watch.own_s(lambda: torch.autograd.grad(function(*operands), operands, grad))
-    flops, moved = sum(work.flops for work in works), sum(work.moved_bytes for work in works)
-    return FunctionTime(name, flops, moved, forward_s, max(both_s - forward_s, 0.0))
+    moved = sum(work.moved_bytes + (work.backward_bytes or 0.0) for work in works)
+    grad = torch.ones_like(function(*operands))
+    time_s = watch.own_s(lambda: torch.autograd.grad(function(*operands), operands, grad))
+    return FunctionTime(name, sum(work.flops for work in works), moved, time_s)
 
 
 KINDS: dict[str, tuple[Sbp, Sbp]] = {
