@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,12 @@ def read_imports(root: Path, package: str = "workbench") -> list[Import]:
     """Every import of ``package`` by its own files, the ones inside functions included."""
     sources = {module_name(path, root): path for path in sorted((root / package).rglob("*.py"))}
     return [found for module, path in sources.items() for found in _imports_of(module, path, set(sources), package)]
+
+
+@cache
+def our_imports() -> list[Import]:
+    """Those of the package as it is: reading its files takes seconds."""
+    return read_imports(ROOT)
 
 
 def _imports_of(module: str, path: Path, modules: set[str], package: str) -> Iterator[Import]:
@@ -139,12 +146,12 @@ def find_cycle(imports: Iterable[Import]) -> list[str]:
 
 
 def test_imports_go_one_way() -> None:
-    wrong = wrong_edges(read_imports(ROOT))
+    wrong = wrong_edges(our_imports())
     assert not wrong, "\n".join(wrong)
 
 
 def test_no_file_imports_itself_through_others() -> None:
-    cycle = find_cycle(read_imports(ROOT))
+    cycle = find_cycle(our_imports())
     assert not cycle, " -> ".join(cycle)
 
 
@@ -158,13 +165,12 @@ def inside(folder: str, imports: Iterable[Import]) -> list[Import]:
     return [Import(source, target, 0, True) for source, target in sorted(pairs) if source and target]
 
 
-IMPORTS = read_imports(ROOT)
 FOLDERS = sorted(".".join(path.parent.relative_to(ROOT).parts) for path in (ROOT / "workbench").rglob("__init__.py"))
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_no_room_imports_itself_through_its_neighbours(folder: str) -> None:
-    cycle = find_cycle(inside(folder, IMPORTS))
+    cycle = find_cycle(inside(folder, our_imports()))
     assert not cycle, " -> ".join(cycle)
 
 
@@ -225,7 +231,7 @@ def test_exception_holds_inside_functions_only() -> None:
 
 
 def test_every_exception_is_used() -> None:
-    assert not EXCEPTIONS - {(found.source, found.target) for found in read_imports(ROOT)}
+    assert not EXCEPTIONS - {(found.source, found.target) for found in our_imports()}
 
 
 def test_unknown_room_is_found(tmp_path: Path) -> None:
