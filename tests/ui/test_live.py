@@ -162,12 +162,12 @@ def test_a_prediction_is_dashed_from_where_it_was_made():
 
 def test_every_axis_has_a_unit_and_all_parts_have_places_of_their_own():
     layout = live_figure.live_figure(4, 10).layout
+    assert layout.width == 1176 and layout.height == live_layout.WIDE.height(4)
     assert layout.xaxis.tickprefix == layout.xaxis2.tickprefix == "step "
     assert layout.xaxis4.ticksuffix == " %"
     lefts = [layout[f"xaxis{n}"].domain for n in ("", 2, 3, 4)]
     assert all(a[1] < b[0] for a, b in pairwise(lefts))
     assert layout.yaxis5.domain[1] < layout.yaxis.domain[0]
-    assert layout.height == live_layout.height(4)
 
 
 @pytest.mark.parametrize(("num_ranks", "rows"), [(2, 2), (16, 16), (64, 16)])

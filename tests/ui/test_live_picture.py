@@ -8,7 +8,7 @@ from tests.ui.conftest import make_record
 from tests.ui.reports import block, spans
 from workbench.core.metrics import RunEvent
 from workbench.ui.live.history import History
-from workbench.ui.live.layout import PANES_HEIGHT, height
+from workbench.ui.live.layout import PANES_HEIGHT, WIDE
 from workbench.ui.live.part import LiveView
 from workbench.ui.live.picture import live_picture
 
@@ -28,7 +28,7 @@ def test_all_parts_are_drawn_with_their_numbers():
     assert any(text.startswith("Throughput") and "500 samples/s" in text for text in found)
     assert {"4.00 MB", "rank 0", "simulated", "F0", "data", "<hybrid>", "step 10"} <= set(found)
     assert any("measured 6.50 s" in text for text in found)
-    assert f'height="{height(2)}"' in svg
+    assert f'height="{WIDE.height(2)}"' in svg
 
 
 def test_the_limit_is_a_line_or_a_number_at_the_edge():

@@ -1,4 +1,4 @@
-"""The thin wire between Python and the page: theme and visibility come in, files to download go out."""
+"""The thin wire between Python and the page: theme, width and visibility come in, files to download go out."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from workbench.ui.assets import asset
 
 
 class PageLink(anywidget.AnyWidget):
-    """An empty element that tells which theme the page has and whether its view is seen, and hands over files.
+    """An empty element that tells the page's theme, its panel's width and whether it is seen, and hands over files.
 
     Args:
         on_theme: gets the palette when a page shows the view, and whenever its theme changes.
+        on_width: gets the panel's width in pixels, whenever that changes.
         on_visible: gets whether anybody can see the view, whenever that changes, and when a page shows it anew.
     """
 
@@ -26,11 +27,12 @@ class PageLink(anywidget.AnyWidget):
     def __init__(
         self,
         on_theme: Callable[[Palette], None] = lambda colours: None,
+        on_width: Callable[[float], None] = lambda pixels: None,
         on_visible: Callable[[bool], None] = lambda seen: None,
         **traits: Any,
     ) -> None:
         super().__init__(**traits)
-        self._on_theme, self._on_visible = on_theme, on_visible
+        self._on_theme, self._on_width, self._on_visible = on_theme, on_width, on_visible
         self._asked = self._answered = 0
         self._asked_s = 0.0
         self._has_page = False
@@ -58,6 +60,8 @@ class PageLink(anywidget.AnyWidget):
             self._answered = max(self._answered, int(content["value"]))
         if content.get("event") == "theme":
             self._on_theme(theme.palette(str(content["value"])))
+        elif content.get("event") == "width":
+            self._on_width(float(content["value"]))
         elif content.get("event") == "visible":
             (self._seen_in.add if content["value"] else self._seen_in.discard)(str(content.get("view", "")))
             self._on_visible(bool(self._seen_in))

@@ -18,7 +18,17 @@ from workbench.theme import LIGHT, Palette
 from workbench.ui.decimate import decimate
 from workbench.ui.live import layout as live_layout
 from workbench.ui.live.history import History, Split
-from workbench.ui.live.layout import TIMELINE_TITLE, TITLES, layout, measured_y, shown_ranks, simulated_y, title
+from workbench.ui.live.layout import (
+    TIMELINE_TITLE,
+    TITLES,
+    WIDE,
+    Frame,
+    layout,
+    measured_y,
+    shown_ranks,
+    simulated_y,
+    title,
+)
 from workbench.ui.live.steady import steady
 from workbench.ui.live.timeline_bars import KINDS, Bars, TimelineBars
 from workbench.ui.live.traces import curve_traces, memory_traces, split_traces, timeline_traces
@@ -31,9 +41,9 @@ _NEAR = 2.0
 """A limit of memory is drawn if it makes the axis no longer than so many times."""
 
 
-def live_figure(num_ranks: int, num_steps: int, colours: Palette = LIGHT) -> go.Figure:
+def live_figure(num_ranks: int, num_steps: int, colours: Palette = LIGHT, frame: Frame = WIDE) -> go.Figure:
     """The figure before the first step: axes over ``num_steps`` (0: nobody knows), titles, and empty traces."""
-    figure = go.Figure(layout=layout(num_ranks, num_steps, colours))
+    figure = go.Figure(layout=layout(num_ranks, num_steps, colours, frame))
     figure.add_traces([*curve_traces(colours), *memory_traces(num_ranks, colours), *split_traces(num_ranks, colours)])
     figure.add_traces(timeline_traces(num_ranks, colours))
     return figure
@@ -115,7 +125,8 @@ def show_timeline(figure: go.Figure, bars: TimelineBars, colours: Palette = LIGH
     """One whole step, measured and, thin below, simulated."""
     longest = max(bars.measured_s, bars.simulated_s or 0.0)
     divisor, unit = _time_scale(longest)
-    px_per_s = (live_layout.TIMELINE_RIGHT - live_layout.TIMELINE_LEFT) / longest if longest else 0.0
+    length = Frame(figure.layout.width).timeline_right - live_layout.TIMELINE_LEFT
+    px_per_s = length / longest if longest else 0.0
     rows = _trace(figure, "idle").y
     _trace(figure, "idle").x = np.full(len(rows), bars.measured_s / divisor)
     for kind in KINDS:
@@ -164,10 +175,13 @@ def show_record(figure: go.Figure, record: RunRecord, colours: Palette = LIGHT) 
     _entitle(figure, 1, f"{record.losses[-1]:.4g}{difference}" if record.losses else "", colours)
 
 
-def replace_all(figure: go.Figure, fresh: go.Figure) -> None:
-    """Make ``figure`` look like ``fresh``, which ``live_figure`` made for as many ranks: a new run, another theme."""
+def replace_all(figure: go.Figure, fresh: go.Figure, keep: Sequence[str] = ()) -> None:
+    """Make ``figure`` look like ``fresh``, which ``live_figure`` made for as many ranks: a new run, another theme.
+    Traces with names in ``keep`` keep their points.
+    """
     for trace, new in zip(figure.data, fresh.data, strict=True):
-        trace.update(new.to_plotly_json(), overwrite=True)
+        points = {"x": trace.x, "y": trace.y} if trace.name in keep else {}
+        trace.update(new.to_plotly_json() | points, overwrite=True)
     figure.layout.update(fresh.layout.to_plotly_json(), overwrite=True)
     figure.layout.shapes = fresh.layout.shapes
 

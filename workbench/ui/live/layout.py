@@ -1,22 +1,22 @@
-"""Where the parts of the live figure are, in pixels: four panes side by side, and the timeline below them."""
+"""Where the parts of the live figure are, in pixels: four panes in one row or two, and the timeline below them."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from workbench.theme import Palette
 from workbench.ui.traces import axis, base_layout
 
-WIDTH = 1176
+WIDEST, NARROWEST = 1176, 600
 PANES_HEIGHT = 212
-PANES = ((48, 278), (342, 572), (650, 866), (942, 1146))
-"""Left and right edge of every pane's plot."""
-TITLES_LEFT = (12, 306, 601, 896)
+_ONE_ROW_FROM = 1080
+_MARGINS = ((48, 16), (48, 16), (62, 16), (60, 30))
+"""Left and right of every pane's plot, within its column: numbers and labels."""
 TOP, BOTTOM = 42, 50
 """Of the panes: from the figure's top to their plots, and from the plots to the panes' end."""
 TITLES = ("Throughput", "Loss", "Memory", "Time split")
-TIMELINE_LEFT, TIMELINE_RIGHT = 96, 1150
-TIMELINE_TOP = PANES_HEIGHT + 40
+TIMELINE_LEFT = 96
 ROW = 38
 MEASURED, SIMULATED = 18, 6
 """Heights of bars in a timeline's row, and of the row."""
@@ -27,9 +27,58 @@ TIMELINE_TITLE = 4
 PLOT_HEIGHT = PANES_HEIGHT - TOP - BOTTOM
 
 
-def height(num_rows: int) -> int:
-    """Of the whole figure."""
-    return TIMELINE_TOP + ROW * num_rows + 28
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A figure of ``width`` pixels, and where its parts are: wide ones have all panes in one row.
+
+    >>> Frame(1176).pane(1), Frame(840).pane(1)
+    ((342, 572, 42), (468, 824, 42))
+    """
+
+    width: int = WIDEST
+
+    @classmethod
+    def within(cls, width_px: float) -> Frame:
+        """The widest that fits, in steps of 24 pixels."""
+        return cls(int(min(max(width_px, NARROWEST), WIDEST)) // 24 * 24)
+
+    @property
+    def num_columns(self) -> int:
+        """Panes in a row."""
+        return 4 if self.width >= _ONE_ROW_FROM else 2
+
+    @property
+    def panes_bottom(self) -> int:
+        """Where the last row of panes ends."""
+        return PANES_HEIGHT * 4 // self.num_columns
+
+    @property
+    def timeline_top(self) -> int:
+        """Where the timeline's first row begins."""
+        return self.panes_bottom + 40
+
+    @property
+    def timeline_right(self) -> int:
+        """Where its longest bars end."""
+        return self.width - 26
+
+    def corner(self, index: int) -> tuple[int, int]:
+        """Left and top of a pane."""
+        row, column = divmod(index, self.num_columns)
+        return column * self.width // self.num_columns, row * PANES_HEIGHT
+
+    def pane(self, index: int) -> tuple[int, int, int]:
+        """Left, right and top of a pane's plot, which is ``PLOT_HEIGHT`` high."""
+        left, top = self.corner(index)
+        before, after = _MARGINS[index]
+        return left + before, left + self.width // self.num_columns - after, top + TOP
+
+    def height(self, num_rows: int) -> int:
+        """Of the whole figure, whose timeline has so many rows; a narrow one has its legend below it."""
+        return self.timeline_top + ROW * num_rows + (28 if self.num_columns == 4 else 52)
+
+
+WIDE = Frame()
 
 
 def shown_ranks(num_ranks: int) -> list[int]:
@@ -50,13 +99,14 @@ def steps_shown(last_step: int, num_steps: int) -> int:
     return min(end, num_steps) if num_steps else end
 
 
-def layout(num_ranks: int, num_steps: int, colours: Palette) -> dict[str, Any]:
+def layout(num_ranks: int, num_steps: int, colours: Palette, frame: Frame = WIDE) -> dict[str, Any]:
     """The figure's layout: every part at a fixed place, so that a number that grows never moves its neighbour."""
     num_rows = len(shown_ranks(num_ranks))
-    full = height(num_rows)
-    made = base_layout(colours, "", width=WIDTH, height=full, barmode="overlay", margin=dict.fromkeys("lrtb", 0))
+    full = frame.height(num_rows)
+    size = {"width": frame.width, "height": full}
+    made = base_layout(colours, "", **size, barmode="overlay", margin=dict.fromkeys("lrtb", 0))
     made["modebar"] = {"orientation": "h", "bgcolor": "rgba(0,0,0,0)", "color": colours.muted}
-    made |= {"showlegend": False, "dragmode": "zoom", "bargap": 0, "annotations": notes(full, colours)}
+    made |= {"showlegend": False, "dragmode": "zoom", "bargap": 0, "annotations": notes(frame, full, colours)}
     by_step = axis(colours, "", showgrid=False, automargin=False, range=[0, steps_shown(0, num_steps)], nticks=5)
     by_step |= {"tickprefix": "step ", "showtickprefix": "last"}
     upward = axis(colours, "", rangemode="tozero", automargin=False, nticks=6)
@@ -70,17 +120,17 @@ def layout(num_ranks: int, num_steps: int, colours: Palette) -> dict[str, Any]:
         (axis(colours, "", rangemode="tozero", automargin=False, nticks=5) | unit_last, by_rank),
         (axis(colours, "", range=[0, 100], automargin=False, dtick=25, ticksuffix=" %") | unit_last, by_rank),
     )
-    bottom = (full - PANES_HEIGHT + BOTTOM) / full, (full - TOP) / full
     for index, (x_axis, y_axis) in enumerate(panes):
         suffix = str(index + 1) if index else ""
-        left, right = PANES[index]
-        made[f"xaxis{suffix}"] = x_axis | {"domain": [left / WIDTH, right / WIDTH], "anchor": f"y{suffix}"}
-        made[f"yaxis{suffix}"] = y_axis | {"domain": list(bottom), "anchor": f"x{suffix}"}
-    made |= _timeline_axes(num_ranks, full, colours)
+        left, right, top = frame.pane(index)
+        across, upwards = (left, right), (full - top - PLOT_HEIGHT, full - top)
+        made[f"xaxis{suffix}"] = x_axis | {"domain": [x / frame.width for x in across], "anchor": f"y{suffix}"}
+        made[f"yaxis{suffix}"] = y_axis | {"domain": [y / full for y in upwards], "anchor": f"x{suffix}"}
+    made |= _timeline_axes(num_ranks, frame, full, colours)
     return made
 
 
-def _timeline_axes(num_ranks: int, full: int, colours: Palette) -> dict[str, Any]:
+def _timeline_axes(num_ranks: int, frame: Frame, full: int, colours: Palette) -> dict[str, Any]:
     ranks = shown_ranks(num_ranks)
     quiet = f'<span style="color:{colours.muted}">simulated</span>'
     positions = [place for row in range(len(ranks)) for place in (measured_y(row), simulated_y(row))]
@@ -89,10 +139,11 @@ def _timeline_axes(num_ranks: int, full: int, colours: Palette) -> dict[str, Any
     y_axis = axis(colours, "", showgrid=False, automargin=False, range=[len(ranks), 0], fixedrange=True)
     y_axis |= {"tickvals": positions, "ticktext": texts, "showline": False}
     y_axis["tickfont"] = {"size": 12, "color": colours.ink}
-    top, bottom = (full - TIMELINE_TOP) / full, (full - TIMELINE_TOP - ROW * len(ranks)) / full
+    top = full - frame.timeline_top
+    bottom, top = (top - ROW * len(ranks)) / full, top / full
+    across = [TIMELINE_LEFT / frame.width, frame.timeline_right / frame.width]
     return {
-        "xaxis5": x_axis
-        | {"domain": [TIMELINE_LEFT / WIDTH, TIMELINE_RIGHT / WIDTH], "anchor": "y5", "showticksuffix": "last"},
+        "xaxis5": x_axis | {"domain": across, "anchor": "y5", "showticksuffix": "last"},
         "yaxis5": y_axis | {"domain": [bottom, top], "anchor": "x5"},
     }
 
@@ -107,44 +158,35 @@ def simulated_y(row: int) -> float:
     return row + (2 + MEASURED + 4 + SIMULATED / 2) / ROW
 
 
-def notes(full: int, colours: Palette) -> list[dict[str, Any]]:
+def notes(frame: Frame, full: int, colours: Palette) -> list[dict[str, Any]]:
     """Titles of the panes and of the timeline, then legends under the panes and beside the timeline's title."""
-    titles = [
-        _note(left, 10, title(name, "", colours), full, colours, 13)
-        for left, name in zip(TITLES_LEFT, TITLES, strict=True)
-    ]
-    titles.append(_note(TITLES_LEFT[0], PANES_HEIGHT + 10, title("Timeline", "", colours), full, colours, 13))
-    legends = [
-        _note(left, PANES_HEIGHT - 28, text, full, colours)
-        for left, text in zip(TITLES_LEFT, _legends(colours), strict=True)
-    ]
-    return [
-        *titles,
-        *legends,
-        _note(WIDTH - 12, PANES_HEIGHT + 11, _timeline_legend(colours), full, colours, right=True),
-    ]
+
+    def note(x: float, y: float, text: str, size: int = 12, right: bool = False) -> dict[str, Any]:
+        return {
+            "x": x / frame.width,
+            "y": 1 - y / full,
+            "xref": "paper",
+            "yref": "paper",
+            "xanchor": "right" if right else "left",
+            "yanchor": "top",
+            "text": text,
+            "showarrow": False,
+            "font": {"size": size, "color": colours.ink},
+            "align": "left",
+        }
+
+    corners = [frame.corner(index) for index in range(len(TITLES))]
+    titles = [note(x + 12, y + 10, title(name, "", colours), 13) for (x, y), name in zip(corners, TITLES, strict=True)]
+    titles.append(note(12, frame.panes_bottom + 10, title("Timeline", "", colours), 13))
+    keys = zip(corners, _legends(colours), strict=True)
+    legends = [note(x + 12, y + PANES_HEIGHT - 28, text) for (x, y), text in keys]
+    beside = frame.panes_bottom + 11 if frame.num_columns == 4 else full - 22
+    return [*titles, *legends, note(frame.width - 12, beside, _timeline_legend(colours), right=True)]
 
 
 def title(name: str, detail: str, colours: Palette) -> str:
     """A bold name and a quiet detail."""
     return f"<b>{name}</b>" + (f' <span style="font-size:12px;color:{colours.muted}">{detail}</span>' if detail else "")
-
-
-def _note(
-    x: float, y: float, text: str, full: int, colours: Palette, size: int = 12, right: bool = False
-) -> dict[str, Any]:
-    return {
-        "x": x / WIDTH,
-        "y": 1 - y / full,
-        "xref": "paper",
-        "yref": "paper",
-        "xanchor": "right" if right else "left",
-        "yanchor": "top",
-        "text": text,
-        "showarrow": False,
-        "font": {"size": size, "color": colours.ink},
-        "align": "left",
-    }
 
 
 def _legends(colours: Palette) -> tuple[str, ...]:
@@ -173,4 +215,4 @@ def _timeline_legend(colours: Palette) -> str:
 
 
 def _key(sign: str, colour: str, name: str) -> str:
-    return f'<span style="color:{colour}">{sign}</span>{name} '
+    return f'<span style="color:{colour}">{sign}</span>\u2009{name} '

@@ -83,10 +83,10 @@ def show_limit(figure: go.Figure, limit: float | None, limit_bytes: float | None
 
 def show_stages(figure: go.Figure, places: Sequence[tuple[int, int]], colours: Palette = LIGHT) -> None:
     """A swatch in its rank's colour before every row of the timeline. ``places``: by rank, stage and number there."""
-    full, width = figure.layout.height, live_layout.WIDTH
+    full, width = figure.layout.height, figure.layout.width
     swatches = []
     for row, rank in enumerate(shown_ranks(len(places))):
-        top = live_layout.TIMELINE_TOP + live_layout.ROW * row + 4
+        top = live_layout.Frame(width).timeline_top + live_layout.ROW * row + 4
         box = {
             "x0": _SWATCH_LEFT / width,
             "x1": (_SWATCH_LEFT + _SWATCH_WIDTH) / width,

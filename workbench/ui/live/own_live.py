@@ -16,6 +16,7 @@ from workbench.ui.assets import asset, element
 from workbench.ui.controls import html
 from workbench.ui.grid.widget import PANEL_CLASS
 from workbench.ui.live import part as live
+from workbench.ui.page_link import PageLink
 
 
 class LiveView(widgets.VBox):
@@ -44,7 +45,8 @@ class LiveView(widgets.VBox):
         self._copy: Any = None
         style = html(f"<style>{style_sheet(f'.{PANEL_CLASS}')}{asset('panel.css')}</style>")
         self._hint = html('<div class="wb-section wb-quiet">waits for wb.log(loss=..., samples=...) in a cell</div>')
-        super().__init__([style, self._hint, self.live.box])
+        page = PageLink(on_width=self.live.fit)  # before a loop begins; while its cell runs, nobody hears the page
+        super().__init__([style, page, self._hint, self.live.box])
         self.add_class(PANEL_CLASS)
         self._end_subscription = session.subscribe(self.hear)
 

@@ -19,6 +19,7 @@ from workbench.ui.controls import bar, html
 from workbench.ui.live import figure as live_figure
 from workbench.ui.live import marks as live_marks
 from workbench.ui.live.history import History, Message
+from workbench.ui.live.layout import WIDE, Frame
 from workbench.ui.live.picture import live_picture
 from workbench.ui.live.run_log import RunLog
 from workbench.ui.live.timeline_bars import timeline_bars
@@ -32,11 +33,6 @@ if TYPE_CHECKING:
 INTERVALS_S = {"curves": 0.1, "progress": 0.25, "shares": 0.5, "log": 0.2, "timeline": 1.0}
 """Seconds between two updates of a part of the view, at least."""
 VIEW_CLASS = "wb-live-view"
-_CONFIG = {
-    "displaylogo": False,
-    "displayModeBar": "hover",
-    "modeBarButtonsToRemove": ["select2d", "lasso2d", "zoomIn2d", "zoomOut2d", "autoScale2d"],
-}
 
 
 class LiveView:
@@ -53,7 +49,7 @@ class LiveView:
 
     def __init__(self, num_ranks: int, buttons: Sequence[widgets.Widget] = (), patience_s: float = 5.0) -> None:
         self._num_ranks, self._buttons, self._patience_s = num_ranks, tuple(buttons), patience_s
-        self._colours = LIGHT
+        self._colours, self._frame = LIGHT, WIDE
         self.history: History | None = None
         self.log = RunLog(num_ranks)
         self._clock = time.monotonic
@@ -74,11 +70,12 @@ class LiveView:
         self._record: RunRecord | None = None
         self._ended = ""
         self.figure: LiveWidget | None = None
-        self.link = PageLink(self.use, self._on_visible)
+        self.link = PageLink(self.use, self.fit, self._on_visible)
         self.title, self.state, self.elapsed, self.failure = html(), html(), html(), html()
         self.progress = widgets.IntProgress(value=0, min=0, max=1)
         self.progress.add_class("wb-progress")
-        self.log_ranks = widgets.Dropdown(options=[("all ranks", ""), *_choices(num_ranks)], layout={"width": "110px"})
+        choices = [("all ranks", ""), *((f"rank {rank}", str(rank)) for rank in range(num_ranks))]
+        self.log_ranks = widgets.Dropdown(options=choices, layout={"width": "110px"})
         self.log_ranks.observe(lambda change: self._show_log(), "value")
         self.log_follow = widgets.Checkbox(value=True, description="follow", indent=False)
         self.log_follow.observe(lambda change: self._show_log(), "value")
@@ -109,14 +106,13 @@ class LiveView:
 
     def _begin_figure(self) -> None:
         assert self.history is not None
-        fresh = live_figure.live_figure(self._num_ranks, self.history.num_steps, self._colours)
+        fresh = live_figure.live_figure(self._num_ranks, self.history.num_steps, self._colours, self._frame)
         if self.figure is not None:
             with self.figure.batch_update():
                 live_figure.replace_all(self.figure, fresh)
             self._draw_marks()
             return
         self.figure = _widget_class()(fresh)
-        self.figure._config = self.figure._config | _CONFIG
         self._draw_marks()
         log = (
             html('<b class="wb-title">Log</b>'),
@@ -351,13 +347,8 @@ class LiveView:
         if self.history is None or not self.history.last_step:
             return ""
         log = element("pre", text="\n".join(f"{x.time}  {x.ranks:<5} {x.text}" for x in self.log.head_and_tail()))
-        return element(
-            "div",
-            self.title.value,
-            live_picture(self.history, self._one_device, self._limit_bytes),
-            log,
-            css="wb-static-run",
-        )
+        picture = live_picture(self.history, self._one_device, self._limit_bytes)
+        return element("div", self.title.value, picture, log, css="wb-static-run")
 
     # ---- the page -------------------------------------------------------------------------------------------------
 
@@ -368,22 +359,32 @@ class LiveView:
 
     def use(self, colours: Palette) -> None:
         """Draw in another theme from now on."""
-        if colours is self._colours:
-            return
-        self._colours = colours
+        if colours is not self._colours:
+            self._colours = colours
+            self._draw_anew()
+
+    def fit(self, width_px: float) -> None:
+        """Draw in so many pixels from now on: what is too narrow for four panes in a row has two rows of them."""
+        frame = Frame.within(width_px)
+        if frame != self._frame:
+            self._frame = frame
+            (self.box.remove_class if frame.num_columns == 4 else self.box.add_class)("wb-narrow")
+            self._draw_anew()
+
+    def _draw_anew(self) -> None:
         if self.figure is None or self.history is None:
             return
-        fresh = live_figure.live_figure(self._num_ranks, self.history.num_steps, self._colours)
+        fresh = live_figure.live_figure(self._num_ranks, self.history.num_steps, self._colours, self._frame)
         # In batches of their own: within one, plotly drops a value that equals the one from before the batch, and takes
         # no part of a list that is set as a whole.
         with self.figure.batch_update():
-            live_figure.replace_all(self.figure, fresh)
+            live_figure.replace_all(self.figure, fresh, keep=("predicted",))
         self._versions, self._step_shown = {}, -1
-        with self.figure.batch_update():
-            if self.history.last_step:
+        if self.history.last_step:
+            with self.figure.batch_update():
                 self._draw_figure({"curves", "shares", "timeline"})
-            if self._one_device:
-                live_figure.show_one_device(self.figure, self._one_device)
+        if self._one_device:
+            self._show_one_device(0 if self.history.last_step else len(self._one_device))
         self._show_record()
 
 
@@ -391,7 +392,3 @@ def _widget_class() -> type[LiveWidget]:
     from workbench.ui.live.widget import LiveWidget
 
     return LiveWidget
-
-
-def _choices(num_ranks: int) -> list[tuple[str, str]]:
-    return [(f"rank {rank}", str(rank)) for rank in range(num_ranks)]

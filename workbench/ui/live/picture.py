@@ -17,19 +17,14 @@ from workbench.ui.live.history import History
 from workbench.ui.live.layout import (
     BOTTOM,
     MEASURED,
-    PANES,
     PANES_HEIGHT,
     PLOT_HEIGHT,
     ROW,
     SIMULATED,
     TIMELINE_LEFT,
-    TIMELINE_RIGHT,
-    TIMELINE_TOP,
     TITLES,
-    TITLES_LEFT,
     TOP,
-    WIDTH,
-    height,
+    WIDE,
     shown_ranks,
     steps_shown,
 )
@@ -44,6 +39,9 @@ _FILL = {
     "boxing": "--wb-boxing",
 }
 _MOST_POINTS = 400
+_WIDTH = WIDE.width
+_PANES = [WIDE.pane(index)[:2] for index in range(len(TITLES))]
+_TITLES_LEFT = [WIDE.corner(index)[0] + 12 for index in range(len(TITLES))]
 
 
 def live_picture(history: History, one_device: Sequence[float] = (), limit_bytes: float | None = None) -> str:
@@ -52,7 +50,7 @@ def live_picture(history: History, one_device: Sequence[float] = (), limit_bytes
     """
     ranks = shown_ranks(history.num_ranks)
     bars = timeline_bars(history.timeline) if history.timeline else None
-    full = height(len(ranks)) if bars is not None else PANES_HEIGHT
+    full = WIDE.height(len(ranks)) if bars is not None else PANES_HEIGHT
     rate, loss, peaks = history.latest_rate, history.latest_loss, history.peak_bytes
     details = (
         f"{three_digits(rate)} samples/s" if rate is not None else "",
@@ -60,7 +58,7 @@ def live_picture(history: History, one_device: Sequence[float] = (), limit_bytes
         f"tick: peak, {format_bytes(max(peaks))}" if peaks else "",
         f"{format_bytes(history.boxed_bytes)} boxed per step",
     )
-    parts = [_title(left, 24, title, detail) for left, title, detail in zip(TITLES_LEFT, TITLES, details, strict=True)]
+    parts = [_title(left, 24, title, detail) for left, title, detail in zip(_TITLES_LEFT, TITLES, details, strict=True)]
     behind = np.arange(1, len(one_device) + 1), np.asarray(one_device, dtype=float)
     parts += _curve(0, history, history.steady_rate.points, (history.rate.points, 1), "median of 1 s, pale: each step")
     parts += _curve(1, history, history.loss.points, (behind, 6), "pale: 1 device")
@@ -73,7 +71,7 @@ def live_picture(history: History, one_device: Sequence[float] = (), limit_bytes
         '<rect width="2" height="5" style="fill:var(--wb-idle)"/></pattern></defs>'
     )
     told = "Last state of the run: " + "; ".join(filter(None, details))
-    size = f'viewBox="0 0 {WIDTH} {full}" width="{WIDTH}" height="{full}" style="max-width:100%;height:auto"'
+    size = f'viewBox="0 0 {_WIDTH} {full}" width="{_WIDTH}" height="{full}" style="max-width:100%;height:auto"'
     named = f'role="img" aria-label="{escape(told, quote=True)}" font-family="{escape(UI_FONT)}"'
     return f'<svg class="wb-live-picture" {size} {named}>{hatch}{"".join(parts)}</svg>'
 
@@ -86,7 +84,7 @@ def _curve(pane: int, history: History, points: Points, behind: tuple[Points, in
     steps = steps_shown(history.last_step, history.num_steps)
     drawn, pale = (decimate(x[x <= steps], y[x <= steps], _MOST_POINTS) for x, y in (points, behind[0]))
     top = max([*drawn[1].tolist(), *pale[1].tolist()], default=1.0) or 1.0
-    left, right = PANES[pane]
+    left, right = _PANES[pane]
     bottom = PANES_HEIGHT - BOTTOM
 
     def path(values: Points, css: str) -> str:
@@ -113,7 +111,7 @@ def _curve(pane: int, history: History, points: Points, behind: tuple[Points, in
                 _text(at - 5, bottom - 8, change.before, "end", "--wb-ink"),
                 _text(at + 5, bottom - 8, change.after, "start", "--wb-ink"),
             ]
-    return [*parts, _text(TITLES_LEFT[pane], PANES_HEIGHT - 16, legend, "start")]
+    return [*parts, _text(_TITLES_LEFT[pane], PANES_HEIGHT - 16, legend, "start")]
 
 
 def _short(value: float) -> str:
@@ -128,7 +126,7 @@ def _rows(ranks: Sequence[int]) -> list[tuple[int, float, float]]:
 
 
 def _memory(history: History, ranks: Sequence[int], limit_bytes: float | None) -> list[str]:
-    left, right = PANES[2]
+    left, right = _PANES[2]
     largest = max([*history.peak_bytes, 1]) * 1.5
     parts = []
     if limit_bytes:
@@ -152,12 +150,12 @@ def _memory(history: History, ranks: Sequence[int], limit_bytes: float | None) -
         ]
     return [
         *parts,
-        _text(TITLES_LEFT[2], PANES_HEIGHT - 16, "param., grad., optim., activ., boxing", "start"),
+        _text(_TITLES_LEFT[2], PANES_HEIGHT - 16, "param., grad., optim., activ., boxing", "start"),
     ]
 
 
 def _split(history: History, ranks: Sequence[int]) -> list[str]:
-    left, right = PANES[3]
+    left, right = _PANES[3]
     split = history.split
     parts = []
     for rank, y, size in _rows(ranks) if split else []:
@@ -170,32 +168,35 @@ def _split(history: History, ranks: Sequence[int]) -> list[str]:
             x += width
         place = f'x="{left + 6}" y="{y + size / 2 + 4:.1f}" font-size="12"'
         parts.append(f'<text {place} style="fill:#10181f">{percent(shares.compute)}</text>')
-    return [*parts, _text(TITLES_LEFT[3], PANES_HEIGHT - 16, "compute, boxing, waiting (hatched)", "start")]
+    return [*parts, _text(_TITLES_LEFT[3], PANES_HEIGHT - 16, "compute, boxing, waiting (hatched)", "start")]
 
 
 def _timeline(bars: TimelineBars, ranks: Sequence[int]) -> list[str]:
     longest = max(bars.measured_s, bars.simulated_s or 0.0) or 1.0
-    scale = (TIMELINE_RIGHT - TIMELINE_LEFT) / longest
+    scale = (WIDE.timeline_right - TIMELINE_LEFT) / longest
     parts = [
-        _rule(0, PANES_HEIGHT, WIDTH, PANES_HEIGHT),
+        _rule(0, PANES_HEIGHT, _WIDTH, PANES_HEIGHT),
         _title(12, PANES_HEIGHT + 24, f"Timeline, step {bars.step + 1}", bars.summary),
     ]
     for row, rank in enumerate(ranks):
-        y = TIMELINE_TOP + ROW * row + 2
+        y = WIDE.timeline_top + ROW * row + 2
         parts += [_text(12, y + 13, f"rank {rank}", "start", "--wb-ink"), _text(12, y + 28, "simulated", "start")]
         parts.append(_rect(TIMELINE_LEFT, y, bars.measured_s * scale, MEASURED, ""))
     for kind in KINDS:
         parts += _timeline_bars(bars.measured[kind], _FILL[kind], scale, 2, MEASURED, 1.0)
         parts += _timeline_bars(bars.simulated[kind], _FILL[kind], scale, 2 + MEASURED + 4, SIMULATED, 0.6)
-    bottom = TIMELINE_TOP + ROW * len(ranks)
-    parts += [_rule(TIMELINE_LEFT, bottom, TIMELINE_RIGHT, bottom), _text(TIMELINE_LEFT, bottom + 16, "0", "middle")]
-    return [*parts, _text(TIMELINE_RIGHT, bottom + 16, format_seconds(longest), "end")]
+    bottom = WIDE.timeline_top + ROW * len(ranks)
+    parts += [
+        _rule(TIMELINE_LEFT, bottom, WIDE.timeline_right, bottom),
+        _text(TIMELINE_LEFT, bottom + 16, "0", "middle"),
+    ]
+    return [*parts, _text(WIDE.timeline_right, bottom + 16, format_seconds(longest), "end")]
 
 
 def _timeline_bars(bars: Bars, fill: str, scale: float, offset: float, size: float, opacity: float) -> list[str]:
     parts = []
     for row, start_s, length_s, label in zip(bars.rows, bars.start_s, bars.length_s, bars.labels, strict=True):
-        x, y, width = TIMELINE_LEFT + start_s * scale, TIMELINE_TOP + ROW * row + offset, length_s * scale
+        x, y, width = TIMELINE_LEFT + start_s * scale, WIDE.timeline_top + ROW * row + offset, length_s * scale
         parts.append(_rect(x, y, width, size, fill, opacity))
         if label and width >= 16:
             place = f'x="{x + width / 2:.1f}" y="{y + 13:.1f}" text-anchor="middle" font-size="12"'

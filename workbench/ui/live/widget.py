@@ -9,6 +9,12 @@ from typing import Any
 
 import plotly.graph_objects as go
 
+_CONFIG = {
+    "displaylogo": False,
+    "displayModeBar": "hover",
+    "modeBarButtonsToRemove": ["select2d", "lasso2d", "zoomIn2d", "zoomOut2d", "autoScale2d"],
+}
+
 
 class LiveWidget(go.FigureWidget):
     """A FigureWidget that tells a page which comes later, or comes back, what has been drawn since.
@@ -20,6 +26,7 @@ class LiveWidget(go.FigureWidget):
     def __init__(self, figure: go.Figure) -> None:
         self._drawing = threading.RLock()
         super().__init__(figure)
+        self._config = self._config | _CONFIG
 
     @contextmanager
     def batch_update(self) -> Iterator[None]:

@@ -135,7 +135,8 @@ def layers_picture(runs: Sequence[RunRecord], names: Mapping[str, str], selected
     told = f"time by layer of {len(drawn)} runs; slowest {shown[0]}, {format_seconds(slowest[shown[0]])}"
     legend = marks.swatch("var(--wb-forward)", "forward") + marks.swatch("var(--wb-backward)", "backward")
     left_out = len(slowest) - len(shown)
-    note = "computing in a step, slowest rank" + (f" \u00b7 {left_out} faster layers not shown" if left_out else "")
+    rest = f" \u00b7 {left_out} faster layer{'s' if left_out > 1 else ''} not shown" if left_out else ""
+    note = f"computing in a step, slowest rank{rest}"
     picture = marks.svg(_LAYERS_WIDTH, height, told, *parts)
     return marks.section("Time by layer", note, picture, marks.legend(legend), "layers")
 
