@@ -162,6 +162,7 @@ def test_defaults_of_the_commands() -> None:
     assert args.out == Path("out/report.html")
 
 
+@pytest.mark.slow  # tests/test_wheel.py runs the same demo, with fewer steps
 @pytest.mark.engines
 def test_demo_runs_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The main job on engines: four strategies, 20 steps, all equal to one device."""
