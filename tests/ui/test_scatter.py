@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tests.ui.conftest import make_record
 from workbench.core.metrics import RunRecord
 from workbench.ui.runs.scatter import label_places, pareto_front, scatter_figure
 
@@ -35,6 +36,13 @@ def test_points_are_the_largest_rank_and_pareto_points_are_filled(runs: list[Run
 
 
 def test_labels_of_close_points_go_to_different_sides():
-    places = label_places(np.array([1.0, 1.01, 1.02, 9.0]), np.array([1.0, 1.0, 1.01, 9.0]))
-    assert len(set(places[:3])) == 3
-    assert places[3] == places[0]
+    x, y = np.array([1.0, 1.01, 9.0]), np.array([1.0, 1.0, 9.0])
+    assert label_places(["data", "model", "hybrid"], x, y) == ["top center", "bottom center", "top center"]
+    close = np.array([2.77, 2.61, 3.8, 8.5]), np.array([33976.0, 28897.0, 14379.0, 57113.0])
+    assert label_places(["hybrid", "model", "pipeline", "1 device"], *close)[:2] == ["top center", "bottom center"]
+
+
+def test_a_label_without_room_is_left_to_the_hover(baseline: RunRecord):
+    same = [make_record(f"run {number}") for number in range(9)]
+    _, points, _ = scatter_figure(same, baseline).data
+    assert "" in points.text and list(points.hovertext) == [run.name for run in same]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import platform
-from importlib.metadata import PackageNotFoundError, version
+import sys
 from pathlib import Path
 
-PACKAGES = ("workbench", "torch")
+import torch
 
 
 def machine_text() -> str:
@@ -17,7 +17,8 @@ def machine_text() -> str:
 
 def versions() -> dict[str, str]:
     """Versions of what the numbers depend on, by name."""
-    return {name: _version(name) for name in PACKAGES} | {"Python": platform.python_version()}
+    ours = sys.modules[__name__.partition(".")[0]].__version__  # the package itself is above all rooms
+    return {"workbench": ours, "torch": str(torch.__version__), "Python": platform.python_version()}
 
 
 def versions_text() -> str:
@@ -32,10 +33,3 @@ def _processor() -> str:
         return platform.processor() or platform.machine()
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "unknown"

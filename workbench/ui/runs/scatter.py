@@ -9,10 +9,13 @@ import plotly.graph_objects as go
 
 from workbench.core.metrics import RunRecord
 from workbench.theme import LIGHT, Palette
+from workbench.ui.runs.scatter_labels import free_sides
 from workbench.ui.traces import axis, base_layout, byte_scale
 
-_LABEL_PLACES = ("top center", "bottom center", "middle right", "middle left")
-_TOO_CLOSE_X, _TOO_CLOSE_Y = 0.3, 0.09
+_PLACES = {"above": "top center", "below": "bottom center", "right": "middle right", "left": "middle left"}
+_PLOT = (320.0, 165.0)
+"""Pixels between the outermost points, about: figures are as wide as the page lets them."""
+_MARGIN, _RING = 0.18, 7.0
 
 
 def pareto_front(memory_bytes: Sequence[float], samples_per_s: Sequence[float]) -> list[int]:
@@ -43,6 +46,7 @@ def scatter_figure(runs: Sequence[RunRecord], baseline: RunRecord | None = None,
     figure.add_trace(_points(drawn, front, memory / divisor, rate, colours, unit))
     if with_baseline and baseline is not None:
         figure.add_trace(_baseline_point(baseline, divisor, unit, colours))
+    _put_labels(figure)
     figure.update_layout(
         **base_layout(colours, "Memory against throughput", "filled: no run is faster with less memory")
     )
@@ -52,6 +56,19 @@ def scatter_figure(runs: Sequence[RunRecord], baseline: RunRecord | None = None,
     )
     figure.update_yaxes(**axis(colours, "samples/s (more is better)", range=_span(figure, "y")))
     return figure
+
+
+def _put_labels(figure: go.Figure) -> None:
+    """Give the labels of all points their sides; those that have no room are told on hover only."""
+    traces = [trace for trace in figure.data if trace.mode == "markers+text"]
+    names = [name for trace in traces for name in trace.text]
+    x, y = (np.concatenate([np.asarray(trace[axis], dtype=float) for trace in traces]) for axis in ("x", "y"))
+    places = iter(label_places(names, x, y))
+    for trace in traces:
+        own = [next(places) for _ in trace.text]
+        trace.hovertext = trace.text
+        trace.text = [name if place else "" for name, place in zip(trace.text, own, strict=True)]
+        trace.textposition = [place or "top center" for place in own]
 
 
 def _front_line(memory: np.ndarray, rate: np.ndarray, colours: Palette) -> go.Scatter:
@@ -69,7 +86,6 @@ def _points(
         mode="markers+text",
         name="strategies",
         text=[run.name for run in runs],
-        textposition=label_places(memory, rate),
         textfont={"color": colours.ink, "size": 12},
         cliponaxis=False,
         marker={
@@ -77,7 +93,7 @@ def _points(
             "color": [colours.ink if full else colours.background for full in filled],
             "line": {"color": [colours.ink if full else colours.compute for full in filled], "width": 2},
         },
-        hovertemplate=f"%{{text}}: %{{y:.4g}} samples/s, %{{x:.3g}} {unit}<extra></extra>",
+        hovertemplate=f"%{{hovertext}}: %{{y:.4g}} samples/s, %{{x:.3g}} {unit}<extra></extra>",
     )
 
 
@@ -88,7 +104,6 @@ def _baseline_point(baseline: RunRecord, divisor: float, unit: str, colours: Pal
         mode="markers+text",
         name="1 device",
         text=["1 device"],
-        textposition="bottom center",
         textfont={"color": colours.muted, "size": 12},
         cliponaxis=False,
         marker={"symbol": "square", "size": 10, "color": colours.muted},
@@ -96,21 +111,17 @@ def _baseline_point(baseline: RunRecord, divisor: float, unit: str, colours: Pal
     )
 
 
-def label_places(x: np.ndarray, y: np.ndarray) -> list[str]:
-    """A side for each point's label such that labels of points that lie close together go to different sides."""
-    if len(x) == 0:
+def label_places(names: Sequence[str], x: np.ndarray, y: np.ndarray) -> list[str | None]:
+    """Plotly's place for each point's label, such that none lies on a point or on another label; None: no room."""
+    if not names:
         return []
-    spread_x, spread_y = float(np.ptp(x)) or 1.0, float(np.ptp(y)) or 1.0
-    places: list[str] = []
-    for index in range(len(x)):
-        near = [
-            places[other]
-            for other in range(index)
-            if abs(x[other] - x[index]) / spread_x < _TOO_CLOSE_X and abs(y[other] - y[index]) / spread_y < _TOO_CLOSE_Y
-        ]
-        free = [place for place in _LABEL_PLACES if place not in near]
-        places.append(free[0] if free else _LABEL_PLACES[index % len(_LABEL_PLACES)])
-    return places
+    across, upward = (
+        _PLOT[axis] * (values - values.min()) / (float(np.ptp(values)) or 1.0) for axis, values in enumerate((x, y))
+    )
+    points = [(float(a), -float(b)) for a, b in zip(across, upward, strict=True)]
+    room = _PLOT[0] * _MARGIN
+    sides = free_sides(list(zip(names, points, strict=True)), points, (-room, _PLOT[0] + room), _RING)
+    return [None if side is None else _PLACES[side] for side in sides]
 
 
 def _span(figure: go.Figure, axis_name: str) -> list[float]:
@@ -119,5 +130,5 @@ def _span(figure: go.Figure, axis_name: str) -> list[float]:
     if len(values) == 0:
         return [0.0, 1.0]
     low, high = float(values.min()), float(values.max())
-    margin = 0.18 * ((high - low) or high or 1.0)
+    margin = _MARGIN * ((high - low) or high or 1.0)
     return [max(low - margin, 0.0), high + margin]
