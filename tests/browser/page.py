@@ -86,6 +86,7 @@ class LabPage:
         """Keep a picture in docs/images, if pictures are wanted: tests change no file."""
         if os.environ.get("WORKBENCH_SCREENSHOTS") == "1":
             self.page.mouse.move(0, 0)  # what shows under the mouse only is not in the picture
+            self.page.wait_for_timeout(500)  # and takes a moment to fade
             locator.screenshot(path=IMAGES / name)
 
     # ---- the panel ------------------------------------------------------------------------------------------------
@@ -113,7 +114,9 @@ class LabPage:
 
     def wait_for_state(self, word: str, timeout_s: float = 150) -> None:
         """Wait for a state of the run, with the view in sight: what nobody sees is not drawn."""
-        self.page.locator(".wb-live-view").first.scroll_into_view_if_needed()
+        figure = self.page.locator(".wb-live-view .js-plotly-plot").first
+        figure.wait_for(state="attached", timeout=timeout_s * SECONDS)
+        figure.scroll_into_view_if_needed()
         self.page.wait_for_selector(f".wb-live-view .wb-state.{word}", timeout=timeout_s * SECONDS)
 
     def wait_for_step(self, step: int, timeout_s: float = 150) -> None:

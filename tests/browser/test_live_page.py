@@ -15,8 +15,8 @@ NOTEBOOK = "live-page.ipynb"
 START = "%load_ext workbench\n%workbench start --engines 4"
 MACHINE = "import workbench as wb\nmachine = wb.calibrate(current())"
 PANEL = """
-panel = wb.Panel(current(), make_mlp, digits(), slow_loss, hardware=machine, batch_size=128, steps=1000,
-                 strategy="fc1: data; fc2: data; fc3: model@1; head: model@1 | 2x1x2 mb=4 1f1b")
+panel = wb.Panel(current(), make_mlp, digits(), cross_entropy, hardware=machine, batch_size=128, steps=1000,
+                 strategy="hybrid")
 panel
 """
 
@@ -35,19 +35,38 @@ def opened(open_notebook: Any, lab: LabServer) -> LabPage:
 def test_a_run_can_be_read_while_it_goes_on(opened: LabPage) -> None:
     opened.run_button.click()
     opened.wait_for_state("running")
+    opened.wait_for_step(10)
     opened.wait_for_points("this run", 10)
     opened.wait_for_points("forward, measured", 3)
-    while_it_runs = opened.page.evaluate(UNREADABLE)
-    opened.button("Pause").click()
-    opened.wait_for_state("paused")
-    opened.screenshot("live-1280.png", opened.page.locator(".wb-live-view").first)
-    assert opened.page.evaluate(LIMIT) == 1
-    assert while_it_runs == []
     assert opened.page.evaluate(UNREADABLE) == []
+    assert opened.page.evaluate(LIMIT) == 1
+    opened.button("Change strategy").click()
+    opened.wait_for_state("paused")
+    assert opened.page.evaluate(UNREADABLE) == []
+    held = opened.points("this run")
+    opened.button("pipeline").click()
+    opened.button("Apply").click()
+    opened.wait_for_state("running")
+    opened.wait_for_points("this run", held + 30)
+    assert opened.page.evaluate(UNREADABLE) == []
+    take_pictures(opened)
     opened.button("Stop").click()
     opened.page.wait_for_selector(".wb-panel .wb-comparison tr[data-key]", timeout=150 * SECONDS)
     opened.wait_for_state("done")
     assert opened.page.evaluate(UNREADABLE) == []
+
+
+def take_pictures(opened: LabPage) -> None:
+    """In both themes, as wide as the panel may be, with a timeline that is newer than the change."""
+    view = opened.page.locator(".wb-live-view").first
+    opened.page.set_viewport_size({"width": 1680, "height": 1400})
+    opened.page.wait_for_timeout(2 * SECONDS)
+    opened.screenshot("live.png", view)
+    opened.dark(True)
+    opened.screenshot("live-dark.png", view)
+    opened.dark(False)
+    opened.page.set_viewport_size({"width": 1280, "height": 1400})
+    opened.wait_for_state("running")
 
 
 LIMIT = """() => document.querySelector('.wb-live-view .js-plotly-plot').layout.annotations

@@ -84,10 +84,6 @@ def test_run_change_the_strategy_go_on_and_stop(opened: Any) -> None:
     opened.wait_for_points("this run", held + 3)
     assert lines_at_changes(page) == 2
     opened.wait_for_points("this run", held + 30)
-    opened.screenshot("live.png", page.locator(".wb-panel").first)
-    opened.dark(True)
-    opened.screenshot("live-dark.png", page.locator(".wb-panel").first)
-    opened.dark(False)
 
     opened.button("Pause").click()
     opened.wait_for_state("paused")
