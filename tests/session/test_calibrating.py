@@ -40,7 +40,7 @@ def rank_times(slower: float = 1.0, host: str = "a", crowding: float = 1.0) -> R
     ]
     functions = [FunctionTime("gelu", 0.0, 2.5e6, 2.5e-3), FunctionTime("conv2d", 1e9, 1e6, 0.3)]
     return RankTimes(host, 16e9, "shared", "x86 CPU", tuple(products), tuple(functions), tuple(exchanges),
-                     8e9, 2.0**16, crowding, 5e-5, 3e-4, {"torch": "2.13"})  # fmt: skip
+                     8e9, 2.0**16, crowding, 1e-5, 3e-4, {"torch": "2.13"})  # fmt: skip
 
 
 def test_constants_come_back():
@@ -99,6 +99,7 @@ def test_ranks_measure_together(monkeypatch, num_ranks):
     monkeypatch.setattr(measuring, "EXCHANGE_BYTES", (2**12, 2**14))
     monkeypatch.setattr(measuring, "COPY_BYTES", 2**16)
     monkeypatch.setattr(measuring, "ROWS", {"cpu": 64})
+    monkeypatch.setattr(measuring, "FUNCTION_BYTES", 2**18)
     monkeypatch.setattr(measuring, "Stopwatch", lambda *about: Stopwatch(*about, window_s=0.0))
     times = run_ranks(measuring.measure, num_ranks)
     assert {exchange.kind for exchange in times[0].exchanges} == (

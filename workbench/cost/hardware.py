@@ -50,6 +50,8 @@ class Hardware:
             it does so while it computes.
         one_shot_bytes: sums of up to so many bytes are made by every rank from all terms: one start, but p - 1 times
             the bytes. 0 where a ring makes them all.
+        exchanges_on_cores: ranks move what they exchange with the cores that they compute on, so that nothing of it
+            hides behind compute, and every bucket's start counts.
         sources: where each number comes from, by field name.
     """
 
@@ -68,6 +70,7 @@ class Hardware:
     weight_bytes_per_s: float = 0.0
     sources: Mapping[str, str] = field(default_factory=dict)
     one_shot_bytes: float = 0
+    exchanges_on_cores: bool = False
 
     @property
     def link_cost(self) -> LinkCost:

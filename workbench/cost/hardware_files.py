@@ -26,6 +26,7 @@ _OPTIONAL = (
     "step_s",
     "weight_bytes_per_s",
     "one_shot_bytes",
+    "exchanges_on_cores",
     "sources",
 )
 _NUMBERS = (
@@ -120,6 +121,8 @@ def _problems(data: Mapping[str, Any]) -> list[str]:
             problems += _out_of_range(name, name, data[name])
     if not isinstance(data.get("name", ""), str):
         problems.append(f"name is {data['name']!r}, not a text")
+    if not isinstance(data.get("exchanges_on_cores", False), bool):
+        problems.append(f"exchanges_on_cores is {data['exchanges_on_cores']!r}, not true or false")
     objects = {name: data.get(name, {}) for name in (*_RATES, "exchanges", "sources")}
     problems += [f"{name} is not an object" for name, value in objects.items() if not isinstance(value, dict)]
     objects = {name: value if isinstance(value, dict) else {} for name, value in objects.items()}

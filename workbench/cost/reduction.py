@@ -27,6 +27,8 @@ _NUM_BUCKETS = 8
 _PASSES = 8
 """Bytes of memory per byte received: copied and cast on its way in and out, written, read to be passed on. Compute
 waits for these also where an exchange runs beside it. Chosen among 4, 6 and 8 by published runs of FSDP."""
+_NEXT_TO_NOTHING = 1.0
+"""Bytes of an exchange of which only the start counts."""
 _STATISTICS = 3 * 4
 """Bytes of a channel's mean, variance and number of samples."""
 _MASTER_PASSES = 6 + 8 + 12 + 6
@@ -47,10 +49,12 @@ def reduced_bytes(stage: StagePrice, setting: Setting) -> tuple[float, float]:
 def reduction_s(stages: Sequence[StagePrice], setting: Setting) -> float:
     """Seconds of a step in which a rank waits for sums of gradients, of all stages that it holds."""
     across, inside = (sum(parts) for parts in zip(*(reduced_bytes(stage, setting) for stage in stages), strict=True))
-    software, received = setting.software, across + inside
-    seconds = exchange_s(
-        setting.hardware, across, setting.data, setting.model, "gradients", software.uses_all_adapters
-    ) + exchange_s(setting.hardware, inside, setting.model, 1, "gradients")
+    software, hardware, received = setting.software, setting.hardware, across + inside
+    seconds = exchange_s(hardware, across, setting.data, setting.model, "gradients", software.uses_all_adapters)
+    seconds += exchange_s(hardware, inside, setting.model, 1, "gradients")
+    if hardware.exchanges_on_cores:
+        starts = _num_exchanges(stages, setting) - 1 if across else 0
+        return seconds + starts * exchange_s(hardware, _NEXT_TO_NOTHING, setting.data, setting.model, "gradients")
     hides = software.hides_gradients_of_pipelines if setting.stages > 1 else software.hides_gradients
     if not hides:
         return seconds
@@ -59,8 +63,16 @@ def reduction_s(stages: Sequence[StagePrice], setting: Setting) -> float:
         backward *= setting.num_micro_batches
     last = 1 / _NUM_BUCKETS
     share = last / (setting.num_micro_batches if setting.zero >= 2 else 1)
-    taken = received * _PASSES / setting.hardware.memory_bandwidth_bytes_per_s
+    taken = received * _PASSES / hardware.memory_bandwidth_bytes_per_s
     return min(seconds, max(seconds * share, seconds - backward * (1 - last), taken))
+
+
+def _num_exchanges(stages: Sequence[StagePrice], setting: Setting) -> float:
+    """Of a step: buckets of gradients, and of parameters after the update; under ZeRO 3 units, there and back."""
+    if setting.zero == 3:
+        return 3 * setting.num_micro_batches * sum(stage.num_units for stage in stages)
+    gradients = setting.num_micro_batches if setting.zero == 2 else 1
+    return _NUM_BUCKETS * (gradients + (1 if setting.zero else 0))
 
 
 def statistics_of(

@@ -28,6 +28,7 @@ class StagePrice:
         shared: of these, those whose gradients are summed over the model axis, too.
         tables: of ``weights``, those of embeddings, which backward does not need.
         boxing_forward_s: of ``boxing_s``, that of a forward.
+        num_units: blocks, and layers outside of blocks: what ZeRO 3 gathers at once.
         parameters, gradients, optimizer: bytes that it holds.
         kept_bytes: activations, per micro-batch that is alive.
         transient_bytes: activations of the block that is being computed again.
@@ -50,6 +51,7 @@ class StagePrice:
     shared: float = 0.0
     tables: float = 0.0
     boxing_forward_s: float = 0.0
+    num_units: float = 1
 
 
 def prices_of(
@@ -160,6 +162,7 @@ def _added_up(
         sum(prices[i].shared for i in mine if model.rows[i].layer.tied_to is None),
         sum(prices[i].weights for i in mine if model.rows[i].layer.kind == TABLE),
         boxing,
+        len(gathered),
     )
 
 

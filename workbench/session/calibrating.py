@@ -20,9 +20,6 @@ from workbench.runtime.costs.measuring import ExchangeTime, FunctionTime, RankTi
 if TYPE_CHECKING:
     from workbench.session.cluster import Session
 
-STARTS_PER_LAYER = 5
-"""Functions that start in a step for a linear layer and its activation: two forward, three backward."""
-
 
 def calibrate(
     session: Session | None = None, path: str | os.PathLike[str] | None = None, *, name: str | None = None
@@ -85,7 +82,7 @@ def hardware_from(times: Sequence[RankTimes], name: str | None = None) -> Hardwa
         mean(rank.copy_bytes_per_s for rank in times),
         rates,
         half_sizes["fp32"],
-        mean(rank.layer_s for rank in times) / STARTS_PER_LAYER,
+        mean(rank.op_s for rank in times),
         _links(exchanges, first),
         _function_rates(times, _moved_bytes),
         _function_rates(times, _flops),
@@ -95,6 +92,7 @@ def hardware_from(times: Sequence[RankTimes], name: str | None = None) -> Hardwa
         weight_rates["fp32"],
         _sources(times),
         max(rank.one_shot_bytes for rank in times),
+        _is_cpu(first),
     )
 
 
@@ -160,6 +158,7 @@ def _sources(times: Sequence[RankTimes]) -> dict[str, str]:
         "links": link,
         "exchanges": link,
         "one_shot_bytes": link,
+        "exchanges_on_cores": f"{link}, on a {first.device}",
     }
 
 

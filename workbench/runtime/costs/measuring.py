@@ -37,14 +37,17 @@ PRODUCTS = ((512, 32, 512), (512, 64, 512), (256, 128, 512), (256, 256, 512), (5
 """(rows, inner, columns) of the matrix products that are timed; few rows tell what going through the weights takes."""
 WEIGHT_BYTES = 2**26
 """Of the weights that products take by turns, because a step finds none of its weights in a cache."""
-EXCHANGE_BYTES = (2**12, 2**16, 2**19, 2**22)
+EXCHANGE_BYTES = (2**12, 2**18, 2**22)
 """Of the logical tensors whose boxings are timed."""
+FUNCTION_BYTES = 2**24
+"""Of the activations that functions take by turns, all forward and then all backward: few caches hold a step's."""
 COPY_BYTES = 2**26
 ROWS = {"cpu": 512, "cuda": 16384}
 """Of the activations on which functions are timed, each 512 wide."""
+_MOST_BUCKETS = 64
 _MOST_BYTES = 10**12
 """Stands for "of any size"."""
-_WIDTH, _DEPTHS, _NUM_SAMPLES = 8, (4, 20), 8
+_WIDTH, _DEPTHS, _NUM_SAMPLES, _LENGTH = 8, (1, 6), 4, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +107,8 @@ class RankTimes:
         copy_bytes_per_s: read and written together.
         one_shot_bytes: up to which the transport makes sums in one step; a property of it, not measured.
         crowding: threads of ranks for each core of the host, at least 1: how much faster a rank is while others wait.
-        layer_s: a step's time for one linear layer and its activation, so small that it is all overhead.
-        step_s: what a step takes besides its layers.
+        op_s: a step's time for each function that it starts, of a model so small that it is all overhead.
+        step_s: what a step takes besides its functions.
     """
 
     host: str
@@ -118,7 +121,7 @@ class RankTimes:
     copy_bytes_per_s: float
     one_shot_bytes: float
     crowding: float
-    layer_s: float
+    op_s: float
     step_s: float
     versions: dict[str, str] = field(default_factory=dict)
 
@@ -135,7 +138,7 @@ def measure(spans: Sequence[int] = ()) -> RankTimes:
     products = tuple(_time_products(watch))
     functions = tuple(_time_function(watch, *row) for row in _functions(world.device))
     copy_bytes_per_s = _time_copy(watch)
-    layer_s, step_s = _time_overhead(watch)
+    op_s, step_s = _time_overhead(watch)
     return RankTimes(
         _host(),
         _memory_bytes(world),
@@ -147,7 +150,7 @@ def measure(spans: Sequence[int] = ()) -> RankTimes:
         copy_bytes_per_s,
         float(min(world.transport.cost.one_shot_bytes, _MOST_BYTES)),
         watch.crowding,
-        layer_s,
+        op_s,
         step_s,
         {"torch": torch.__version__},
     )
@@ -237,9 +240,21 @@ def _time_function(
         counter.go_backward(function(*operands))
     works = [work for work in counter.works() if work.name == name]
     moved = sum(work.moved_bytes + (work.backward_bytes or 0.0) for work in works)
+    size = sum(operand.numel() * operand.element_size() for operand in operands)
+    rows = [[_copy(operand) for operand in operands] for _ in range(max(1, FUNCTION_BYTES // size))]
     grad = torch.ones_like(function(*operands))
-    time_s = watch.own_s(lambda: torch.autograd.grad(function(*operands), operands, grad))
+
+    def there_and_back() -> None:
+        results = [(function(*row), row) for row in rows]
+        for result, row in reversed(results):
+            torch.autograd.grad(result, row, grad)
+
+    time_s = watch.own_s(there_and_back) / len(rows)
     return FunctionTime(name, sum(work.flops for work in works), moved, time_s)
+
+
+def _copy(operand: torch.Tensor) -> torch.Tensor:
+    return operand if isinstance(operand, nn.Parameter) else operand.detach().clone().requires_grad_()
 
 
 KINDS: dict[str, tuple[Sbp, Sbp]] = {
@@ -253,12 +268,11 @@ KINDS: dict[str, tuple[Sbp, Sbp]] = {
 
 def _time_exchanges(watch: Stopwatch, spans: Sequence[int]) -> Iterator[ExchangeTime]:
     world, rows = watch.world, ROWS[watch.world.device.type]
-    x, weight = (torch.ones(size, 512, device=world.device) for size in (rows // 4, 512))
+    x, weight = (torch.ones(size, 512, device=world.device) for size in (rows, 512))
     work = partial(F.linear, x, weight)
-    work_s = watch.own_s(work)
 
     def timed(kind: str, span: int, size_bytes: float, exchange: Callable[[], Any]) -> ExchangeTime:
-        return ExchangeTime(kind, span, size_bytes, watch.together_s(exchange, work, work_s))
+        return ExchangeTime(kind, span, size_bytes, watch.together_s(exchange, work))
 
     for span in spans:
         first = world.rank // span * span
@@ -293,18 +307,19 @@ def _boxing(world: World, source: Layout, target: Layout, shape: Any) -> tuple[f
 
 
 def _sum(world: World, group: list[int], numel: int) -> tuple[float, Callable[[], Any]]:
-    """The same of a bucket of gradients."""
-    gradients = [torch.zeros(numel, device=world.device)]
+    """The same of buckets of gradients, which no cache holds."""
+    number = max(1, WEIGHT_BYTES // 4 // (4 * numel))
+    buckets = itertools.cycle([torch.ones(numel, device=world.device)] for _ in range(min(number, _MOST_BUCKETS)))
 
     def reduce() -> None:
         tag = world.next_sum_tag(tuple(group))
-        world.transport.start_all_reduce(gradients, tuple(group), "sum", tag, "calibration of sums")()
+        world.transport.start_all_reduce(next(buckets), tuple(group), "sum", tag, "calibration of sums")()
 
     return 2 * (len(group) - 1) * numel * 4 / len(group), reduce
 
 
 def _time_overhead(watch: Stopwatch) -> tuple[float, float]:
-    """Seconds of a step per layer, and besides, of a network that has next to nothing to compute.
+    """Seconds of a step per function, and besides, of a transformer that has next to nothing to compute.
 
     Every rank trains one of its own: exchanges are measured elsewhere.
     """
@@ -316,21 +331,39 @@ def _time_overhead(watch: Stopwatch) -> tuple[float, float]:
             step()
         rounds = [[watch.repeated_s(step) for step in steps] for _ in range(3)]
     times = [median(column) for column in zip(*rounds, strict=True)]
-    layer_s = max(times[1] - times[0], 0.0) / (_DEPTHS[1] - _DEPTHS[0])
-    return layer_s, max(times[0] - _DEPTHS[0] * layer_s, 0.0)
+    block_s = max(times[1] - times[0], 0.0) / (_DEPTHS[1] - _DEPTHS[0])
+    return block_s / _STARTS_PER_BLOCK, max(times[0] - _DEPTHS[0] * block_s, 0.0)
+
+
+class _Block(nn.Module):
+    """What models are made of: norms, linear layers, attention, an activation function, residuals."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(_WIDTH), nn.LayerNorm(_WIDTH)
+        self.qkv, self.out = nn.Linear(_WIDTH, 3 * _WIDTH), nn.Linear(_WIDTH, _WIDTH)
+        self.up, self.down = nn.Linear(_WIDTH, 4 * _WIDTH), nn.Linear(4 * _WIDTH, _WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, -1))
+        x = x + self.out(_attend(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+_STARTS_PER_BLOCK = (2 + 4 + 1 + 1 + 2) + (2 + 2 * 4 + 2 + 1 + 1)
+"""Functions as costs count them. Forward: norms, products, attention, GELU, sums; backward: norms, two products for
+one, two halves of attention, GELU, the slices of queries, keys and values put together."""
 
 
 def _tiny_step(world: World, depth: int) -> Callable[[], Any]:
     with Simulated(world), torch.random.fork_rng(devices=[]):
-        layers = [module for _ in range(depth) for module in (nn.Linear(_WIDTH, _WIDTH), nn.ReLU())]
-        model = parallelize(nn.Sequential(*layers), "*: data")
+        model = parallelize(nn.Sequential(*(_Block() for _ in range(depth))), "*: data")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
-    inputs = torch.ones(_NUM_SAMPLES, _WIDTH)
-    targets = torch.zeros(_NUM_SAMPLES, dtype=torch.int64)
+    inputs = torch.ones(_NUM_SAMPLES, _LENGTH, _WIDTH)
 
     def step() -> None:
         optimizer.zero_grad()
-        forward_backward(model, F.cross_entropy, inputs, targets)
+        forward_backward(model, F.mse_loss, inputs, inputs)
         optimizer.step()
 
     return step

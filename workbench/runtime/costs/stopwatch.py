@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Callable
+from statistics import median
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from workbench.runtime.world import World, barrier
 WINDOW_S = 0.06
 """How long work is repeated: several time slices, so that those who share a core lose their caches to each other."""
 _LEAST_TIMES = 7
-_NUM_CHUNKS, _CHUNK = 5, 8
+_NUM_CHUNKS, _CHUNK = 5, 6
 _SHORTEST_S = 1e-6
 
 
@@ -55,24 +56,30 @@ class Stopwatch:
             number += 1
         return passed / number * self._wall_s_per_own
 
-    def together_s(self, exchange: Callable[[], Any], work: Callable[[], Any], work_s: float) -> float:
-        """Seconds that an exchange adds on the wall to ranks that come to it from work of ``work_s``, as in a step.
+    def together_s(self, exchange: Callable[[], Any], work: Callable[[], Any]) -> float:
+        """Seconds that an exchange adds on the wall to ranks that come to it from work, as in a step.
 
-        None of them is there at once, and none finds in its caches what it left there. Of several rows of exchanges
-        the shortest counts: what else runs on the machine makes them longer only.
+        None of them is there at once, none finds in its caches what it left there, and where ranks share cores, some
+        have not begun when others have done. Rows of work alone and of work with exchanges take turns, so that the
+        machine is the same to both; the median of their differences counts.
         """
         exchange()
-        barrier()
         rows = []
         for _ in range(_NUM_CHUNKS):
-            self._wait_for_device()
-            started = time.perf_counter()
-            for _ in range(_CHUNK):
-                work()
-                exchange()
-            self._wait_for_device()
-            rows.append((time.perf_counter() - started) / _CHUNK)
-        return max(min(rows) - work_s, _SHORTEST_S)
+            alone_s = self._row_s(work)
+            rows.append(self._row_s(work, exchange) - alone_s)
+        return max(median(rows), _SHORTEST_S)
+
+    def _row_s(self, *actions: Callable[[], Any]) -> float:
+        """Seconds on the wall of the actions one after the other, several times, from when all ranks are here."""
+        barrier()
+        self._wait_for_device()
+        started = time.perf_counter()
+        for _ in range(_CHUNK):
+            for action in actions:
+                action()
+        self._wait_for_device()
+        return (time.perf_counter() - started) / _CHUNK
 
     def _wait_for_device(self) -> None:
         if self.world.device.type == "cuda":
