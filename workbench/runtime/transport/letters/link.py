@@ -5,9 +5,10 @@ says that a letter's data has been read, so that its block can be used again; le
 say so, and receipts follow.
 
 Each ring has two semaphores, ``filled`` (posted after an entry and the data behind it are written) and ``emptied``
-(posted after the entry was read). An entry is read after a take of the first, and overwritten after a take of the
-second; a block is used again after the take of its last receipt. This orders all accesses to shared data, on every
-machine. An entry for which a ring has no room waits in its writer's own memory: writing never blocks.
+(posted once for every ``_READ_TOGETHER`` entries, after they were read: a post costs as much as an entry). An entry is
+read after a take of the first, and overwritten after a take of the second; a block is used again after the take of its
+last receipt. This orders all accesses to shared data, on every machine. An entry for which a ring has no room waits in
+its writer's own memory: writing never blocks.
 """
 
 from __future__ import annotations
@@ -19,6 +20,11 @@ from workbench.runtime.transport.letters.arena import Arena
 from workbench.runtime.transport.letters.board import LETTER, LETTER_SLOT_BYTES, NUM_SLOTS, Board
 from workbench.runtime.transport.letters.mapped import Mapping
 from workbench.runtime.transport.letters.semaphores import Semaphores
+
+TAG_BYTES = 8
+"""A letter begins with its tag."""
+_READ_TOGETHER = 16
+"""Divides the number of slots."""
 
 
 class Letter(NamedTuple):
@@ -35,6 +41,11 @@ class Letter(NamedTuple):
 def letter_without_receipt(tag: int, chunk: int, offset: int, num_bytes: int, header: bytes) -> bytes:
     """A letter about memory whose readers will be known to have finished in another way."""
     return LETTER.pack(tag, num_bytes, chunk, offset, 0, len(header)) + header
+
+
+def content_of(letter: Letter) -> bytes:
+    """What a letter says beside its tag."""
+    return LETTER.pack(0, *letter[1:4], letter.wants_receipt, len(letter.header))[TAG_BYTES:] + letter.header
 
 
 class Lent(Protocol):
@@ -162,7 +173,7 @@ class Link:
         while self._letters_left:
             if not self._room_for_letters:
                 while self._try_take(self._letter_was_read) == 0:
-                    self._room_for_letters += 1
+                    self._room_for_letters += _READ_TOGETHER
                 if not self._room_for_letters:
                     return False
             self._put(*self._letters_left.popleft())
@@ -180,7 +191,8 @@ class Link:
         """One receipt, when ``receipt_came`` has been taken already."""
         position = self._receipts_in[self._num_receipts_in % NUM_SLOTS]
         self._num_receipts_in += 1
-        self._post(self._receipt_read)
+        if self._num_receipts_in % _READ_TOGETHER == 0:
+            self._post(self._receipt_read)
         self._own_words[self._receipts_read_word] = self._num_receipts_in
         block = self._unread.pop(position)
         if block is not None:
@@ -207,6 +219,17 @@ class Link:
             self.arrived.setdefault(found, deque()).append(letter)
         return None
 
+    def expect_same(self, letter: bytes) -> bool:
+        """Take the next letter of the ring if it says exactly this; False if another one has come, or none."""
+        if self.arrived or self._try_take(self.letter_came) != 0:
+            return False
+        at = self.num_read % NUM_SLOTS * LETTER_SLOT_BYTES
+        if bytes(self._letters_in[at : at + len(letter)]) != letter:
+            self.read_taken()
+            return False
+        self._note_read()
+        return True
+
     def read(self) -> bool:
         """Keep the next letter of the ring, if there is one."""
         if self._try_take(self.letter_came) != 0:
@@ -224,9 +247,13 @@ class Link:
         at = number % NUM_SLOTS * LETTER_SLOT_BYTES
         tag, num_bytes, chunk, offset, wants_receipt, length = LETTER.unpack_from(self._letters_in, at)
         header = bytes(self._letters_in[at + LETTER.size : at + LETTER.size + length])
-        self._post(self._letter_read)
-        self.num_read = self._own_words[self._read_word] = number + 1
+        self._note_read()
         return tag, Letter(number, num_bytes, chunk, offset, header, wants_receipt)
+
+    def _note_read(self) -> None:
+        self.num_read = self._own_words[self._read_word] = self.num_read + 1
+        if self.num_read % _READ_TOGETHER == 0:
+            self._post(self._letter_read)
 
     def acknowledge(self, letter: Letter) -> None:
         """This rank has read what ``letter`` is about."""
@@ -238,7 +265,7 @@ class Link:
         while self._receipts_left:
             if not self._room_for_receipts:
                 while self._try_take(self._receipt_was_read) == 0:
-                    self._room_for_receipts += 1
+                    self._room_for_receipts += _READ_TOGETHER
                 if not self._room_for_receipts:
                     return
             self._receipts_out[self._num_receipts_out % NUM_SLOTS] = self._receipts_left.popleft()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 from workbench.errors import CollectiveAborted
 from workbench.runtime.caller import user_frame
@@ -14,13 +15,12 @@ from workbench.runtime.transport.letters.semaphores import Semaphores
 from workbench.runtime.transport.network.watch import LETTERS, RECEIPTS
 from workbench.runtime.transport.processes import Processes
 
+T = TypeVar("T")
 SLICE_S = 0.02
 """How long a sleeping rank goes without looking for an abort, a dead peer or a deadlock."""
-_NUM_LOOKS = 20
-_YIELD_S = 200e-6
-_YIELD_SHARING_S = 100e-6
-"""Where ranks share cores: about as long as it takes to fall asleep and to be woken. A yield hands the core to the rank
-that is waited for; a longer wait would take it away again.
+_NUM_YIELDS = 200
+"""Between them a rank looks for what it waits for; 150 us on a core of its own. Where ranks share cores, a yield hands
+the core to the one that is waited for, and the time for which that one computes does not count.
 """
 
 
@@ -41,8 +41,6 @@ class Waiter:
         self._own, self._links, self._semaphores = own, links, semaphores
         self._processes = Processes({peer: link.pid for peer, link in links.items()})
         self._suspicion: tuple[tuple[int, int], ...] | None = None
-        shares_cores = len(links) >= len(os.sched_getaffinity(0))
-        self._num_looks, self._yield_s = (1, _YIELD_SHARING_S) if shares_cores else (_NUM_LOOKS, _YIELD_S)
 
     def close(self) -> None:
         """Close the files that watch the peers' processes."""
@@ -50,32 +48,16 @@ class Waiter:
 
     def wait_for_letter(self, link: Link, tag: int, header: bytes) -> Letter | None:
         """The letter of ``link`` with this tag; None if a letter came that may be another one."""
-        expect = link.expect
-        for _ in range(self._num_looks):
-            letter = expect(tag)
-            if letter is not None:
-                return letter
-        # A peer that is about to come is met within microseconds; one that computes needs this core more than we do.
-        end = time.perf_counter() + self._yield_s
-        while time.perf_counter() < end:
-            os.sched_yield()
-            letter = expect(tag)
-            if letter is not None:
-                return letter
+        letter = self._yield_until(lambda: link.expect(tag))
+        if letter is not None:
+            return letter
         self._sleep(link, header, for_receipt=False)
         return link.expect(tag)
 
     def wait_for_receipt(self, link: Link, header: bytes) -> None:
         """Return when a receipt of ``link`` has come."""
-        for _ in range(self._num_looks):
-            if link.collect():
-                return
-        end = time.perf_counter() + self._yield_s
-        while time.perf_counter() < end:
-            os.sched_yield()
-            if link.collect():
-                return
-        self._sleep(link, header, for_receipt=True)
+        if not self._yield_until(link.collect):
+            self._sleep(link, header, for_receipt=True)
 
     def wait_for_room(self, link: Link, waited_s: float) -> None:
         """A short nap until the peer may have read some of the letters to it."""
@@ -101,6 +83,16 @@ class Waiter:
     def is_gone(self, link: Link) -> bool:
         """Whether the peer will not read any more letters."""
         return self._end_of(link) is not None
+
+    def _yield_until(self, look: Callable[[], T]) -> T:
+        """What ``look`` finds first, or has found in the end: a peer that is about to come is met in microseconds."""
+        end = time.perf_counter() + SLICE_S
+        for _ in range(_NUM_YIELDS):
+            os.sched_yield()
+            found = look()
+            if found or time.perf_counter() > end:
+                return found
+        return found
 
     def _sleep(self, link: Link, header: bytes, for_receipt: bool) -> None:
         came = link.receipt_came if for_receipt else link.letter_came

@@ -14,7 +14,7 @@ import torch
 
 from workbench.runtime.transport.letters.arena import Arena
 from workbench.runtime.transport.letters.board import encode_header
-from workbench.runtime.transport.letters.link import Letter, letter_without_receipt
+from workbench.runtime.transport.letters.link import TAG_BYTES, Letter, Link, content_of, letter_without_receipt
 from workbench.runtime.transport.letters.mailbox import Mailbox
 from workbench.runtime.transport.letters.mapped import Mapping
 from workbench.runtime.transport.letters.program import Program, Read
@@ -23,7 +23,6 @@ from workbench.runtime.transport.shared.segment import LENT_FROM_BYTES, Segment,
 
 STEADY_BYTES = 2 * 2**20
 """How much of a rank's first chunk, at its end, is for these buffers."""
-_MAX_VIEWS = 16
 _copy_bytes = ctypes.memmove
 
 
@@ -67,40 +66,59 @@ class Steady:
         self._header = encode_header(program.header)
         self._turn = 0
         self._readers = [mailbox.links[rank] for rank, _, _ in program.sends]
-        self._reads = [read for place in program.places for read in place.reads if read.source != mailbox.rank]
-        self._views: dict[tuple[object, ...], list[list[torch.Tensor]]] = {}
-        self._last_letters: list[Letter] = []
+        reads = [read for place in program.places for read in place.reads if read.source != mailbox.rank]
+        self._reads = [(read, mailbox.links[read.source]) for read in reads]
+        self._letters: list[list[Letter | None]] = [[None] * len(reads), [None] * len(reads)]
+        self._contents: list[list[bytes | None]] = [[None] * len(reads), [None] * len(reads)]
+        self._views: list[list[list[torch.Tensor]]] = [[], []]
+        self._num_read: list[int] = []
 
     @property
     def is_idle(self) -> bool:
         """Whether all readers have gone on since the last run."""
-        last = zip(self._reads, self._last_letters, strict=False)
-        return all(self._mailbox.links[read.source].num_read > letter.position + 1 for read, letter in last)
+        return all(link.num_read > count for (_, link), count in zip(self._reads, self._num_read, strict=False))
 
     def run(self, local: torch.Tensor, tag: int) -> torch.Tensor:
         """The new shard."""
-        program, header, mailbox = self.program, self._header, self._mailbox
+        program, mailbox = self.program, self._mailbox
         self._turn = turn = 1 - self._turn
         offset = self.start + turn * program.buffer_bytes
         if is_plain(local):
             _copy_bytes(self._chunk.address + offset, local.data_ptr(), program.shard_bytes)
         else:
             self._chunk.tensor(offset, tuple(local.shape), program.dtype).copy_(local.detach())
-        message = letter_without_receipt(tag, 0, offset, program.shard_bytes, header)
+        message = letter_without_receipt(tag, 0, offset, program.shard_bytes, self._header)
         for link in self._readers:
             link.send_without_receipt(message)
-        letters = [mailbox.take(r.source, tag, header, r.shard_bytes, r.part.num_bytes) for r in self._reads]
-        key = (turn, *[letter[1:4] for letter in letters])
-        views = self._views.get(key)
-        if views is None:
-            views = self._make_views(key, offset, letters)
-        result = self._put_together(views)
-        for number, letter in enumerate(letters):
-            if letter.wants_receipt:
-                mailbox.links[self._reads[number].source].acknowledge(letter)
-        self._last_letters, self.last_run = letters, mailbox.num_taken
+        kept = self._take(tag, message, turn)
+        result = self._put_together(self._views[turn] or self._make_views(turn, offset))
+        for link, letter in kept:
+            link.acknowledge(letter)
+        self._num_read = [link.num_read for _, link in self._reads]
+        self.last_run = mailbox.num_taken
         mailbox.read_bytes += program.read_bytes
         return result
+
+    def _take(self, tag: int, message: bytes, turn: int) -> list[tuple[Link, Letter]]:
+        """Return when all letters have come, with those that want receipts.
+
+        A rank's letter says where its shard lies, which is the same whenever it is this turn: so it is compared with
+        what came then, and read only if it says something else.
+        """
+        kept: list[tuple[Link, Letter]] = []
+        contents, mailbox, tag_bytes = self._contents[turn], self._mailbox, message[:TAG_BYTES]
+        for number, (read, link) in enumerate(self._reads):
+            content = contents[number]
+            if content is not None and link.expect_same(tag_bytes + content):
+                mailbox.num_taken += 1
+                continue
+            letter = mailbox.take(read.source, tag, self._header, read.shard_bytes, read.part.num_bytes)
+            if letter.wants_receipt:
+                kept.append((link, letter))
+            says = None if letter.wants_receipt else content_of(letter)
+            if says is None or says != content:
+                contents[number], self._letters[turn][number], self._views[turn] = says, letter, []
+        return kept
 
     def _put_together(self, views: list[list[torch.Tensor]]) -> torch.Tensor:
         program = self.program
@@ -122,24 +140,23 @@ class Steady:
             combine(terms, goal, program.reduction)
         return out
 
-    def _make_views(self, key: tuple[object, ...], offset: int, letters: list[Letter]) -> list[list[torch.Tensor]]:
+    def _make_views(self, turn: int, offset: int) -> list[list[torch.Tensor]]:
         """Views of the slices, by place, in the order in which they are combined; or all in the order of joining."""
-        if len(self._views) >= _MAX_VIEWS:
-            self._views.clear()
-        arrived = iter(letters)
+        letters = iter(self._letters[turn])
         views = [
-            [self._own(read, offset) if read.source == self._mailbox.rank else self._view(read, next(arrived))
+            [self._own(read, offset) if read.source == self._mailbox.rank else self._view(read, next(letters))
              for read in place.reads]
             for place in self.program.places
         ]  # fmt: skip
         if self.program.joined_dim is not None:
             views = [[views[index][0] for index in self.program.joined_order]]
-        self._views[key] = views
+        self._views[turn] = views
         return views
 
     def _own(self, read: Read, offset: int) -> torch.Tensor:
         part = read.part
         return self._chunk.strided(offset + part.start, part.shape, part.strides, self.program.dtype)
 
-    def _view(self, read: Read, letter: Letter) -> torch.Tensor:
+    def _view(self, read: Read, letter: Letter | None) -> torch.Tensor:
+        assert letter is not None
         return self._mailbox.lent(read, letter, self.program.dtype)
