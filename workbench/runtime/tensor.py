@@ -22,6 +22,8 @@ from workbench.core.sbp import NdSbp
 from workbench.runtime.world import World
 
 _torch_function_enabled = torch._C._is_torch_function_enabled
+_is_excluded: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_excluded
+_AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
 local_torch = torch._C.DisableTorchFunctionSubclass
 """Context in which global tensors are plain local tensors to torch."""
 
@@ -91,6 +93,11 @@ def spec_of(world: World, layout: Layout, shape: Shape) -> Spec:
     return spec
 
 
+def is_below_autograd() -> bool:
+    """Whether this is a dispatch mode that is shown an operator: there, a global tensor is its shard."""
+    return _is_excluded(_AUTOGRAD)
+
+
 class GlobalTensor(torch.Tensor):
     """One logical tensor over the ranks of a placement; this object holds the shard of the rank it lives on.
 
@@ -117,10 +124,11 @@ class GlobalTensor(torch.Tensor):
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
-        """The logical shape. Inside torch's own Python functions, run on shards, the shard's."""
-        if _torch_function_enabled():
+        """The logical shape. Inside torch's own Python functions, run on shards, the shard's; so in dispatch modes."""
+        if _torch_function_enabled() and not _is_excluded(_AUTOGRAD):
             return torch.Size(self._spec.shape)
-        return _local_shape(self)
+        with local_torch():
+            return _local_shape(self)
 
     @property
     def placement(self) -> Placement:

@@ -19,67 +19,58 @@ STRATEGIES = [
 ]
 
 
-def step(model, optimizer):
+def step(model, optimizer, times=1):
     inputs, targets = batch_for("mlp")
-    optimizer.zero_grad()
-    F.cross_entropy(model(inputs.to(next(model.parameters()).dtype)), targets).backward()
-    optimizer.step()
+    for _ in range(times):
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs.to(next(model.parameters()).dtype)), targets).backward()
+        optimizer.step()
 
 
 def weights_of(model):
     return [p.full_tensor().detach() if hasattr(p, "full_tensor") else p.detach() for p in model.parameters()]
 
 
-def assert_as_one_device(body, strategy):
-    """``body(model)`` gives the same list of tensors on one device and on two ranks."""
+def with_a_schedule(model):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    warm = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2)
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4)
+    schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, [warm, cosine], [2])
+    for _ in range(5):
+        step(model, optimizer)
+        schedule.step()
+
+
+def with_a_group_added_later(model):
+    first, *others = model.children()
+    optimizer = torch.optim.Adam(first.parameters(), lr=0.02)
+    step(model, optimizer)
+    optimizer.add_param_group({"params": [p for m in others for p in m.parameters()], "lr": 0.01})
+    step(model, optimizer, times=2)
+
+
+def with_a_state_saved_and_loaded(model):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, amsgrad=True)
+    step(model, optimizer)
+    saved = copy.deepcopy(optimizer.state_dict())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    optimizer.load_state_dict(saved)
+    step(model, optimizer, times=2)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("train", [with_a_schedule, with_a_group_added_later, with_a_state_saved_and_loaded])
+def test_weights_are_those_of_one_device(train, strategy):
     models = [make("mlp").double() for _ in range(3)]
-    expected = body(models[2])
-    for found in run_ranks(lambda rank: body(wb.parallelize(models[rank], strategy)), 2):
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    train(models[2])
 
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_schedule_of_the_learning_rate(strategy):
-    def body(model):
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-        warm = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2)
-        cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4)
-        schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, [warm, cosine], [2])
-        for _ in range(5):
-            step(model, optimizer)
-            schedule.step()
+    def body(rank):
+        model = wb.parallelize(models[rank], strategy)
+        train(model)
         return weights_of(model)
 
-    assert_as_one_device(body, strategy)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_group_that_is_added_later(strategy):
-    def body(model):
-        first, *others = model.children()
-        optimizer = torch.optim.Adam(first.parameters(), lr=0.02)
-        step(model, optimizer)
-        optimizer.add_param_group({"params": [p for m in others for p in m.parameters()], "lr": 0.01})
-        for _ in range(2):
-            step(model, optimizer)
-        return weights_of(model)
-
-    assert_as_one_device(body, strategy)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_state_is_saved_and_loaded_by_the_same_ranks(strategy):
-    def body(model):
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, amsgrad=True)
-        step(model, optimizer)
-        saved = copy.deepcopy(optimizer.state_dict())
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
-        optimizer.load_state_dict(saved)
-        for _ in range(2):
-            step(model, optimizer)
-        return weights_of(model)
-
-    assert_as_one_device(body, strategy)
+    for found in run_ranks(body, 2):
+        torch.testing.assert_close(found, weights_of(models[2]), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

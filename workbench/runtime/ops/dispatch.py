@@ -30,7 +30,7 @@ from workbench.runtime.ops.plain_target import write_to_plain, writes_to_plain
 from workbench.runtime.ops.planning import Plan, bind, make_plan, operands_of
 from workbench.runtime.ops.refusals import check_plan, plain_operand_text, refuse_two_placements
 from workbench.runtime.ops.registry import COMPOSITES, EXACT, HANDLERS, INDIFFERENT, RULES, fold_name
-from workbench.runtime.tensor import GlobalTensor, Spec, label, local_torch
+from workbench.runtime.tensor import GlobalTensor, Spec, is_below_autograd, label, local_torch
 
 _functions: dict[Any, Callable[..., Any] | None] = {}
 
@@ -105,6 +105,21 @@ def call_by_plan(  # noqa: C901 - the hot path: calls cost more than branches
 
 
 def _find_handler(func: Any) -> Callable[..., Any] | None:
+    handler = _handler_by_name(func)
+    if not isinstance(func, torch._ops.OpOverload):
+        return handler
+
+    def call_operator(_: Any, args: Any, kwargs: Any) -> Any:
+        """Dispatch modes hand on what autograd runs, which goes by no layout."""
+        if is_below_autograd():
+            with local_torch():
+                return func(*args, **kwargs)
+        return NotImplemented if handler is None else handler(func, args, kwargs)
+
+    return call_operator
+
+
+def _handler_by_name(func: Any) -> Callable[..., Any] | None:
     name = fold_name(func)
     if name.folded in INDIFFERENT:
         _indifferent.add(func)
