@@ -9,8 +9,18 @@ set -eu
 venv=$1
 extra=$2
 
+log=$venv/install.log
+
 say() { printf '==> %s\n' "$*"; }
 fail() { printf 'install: %s\n' "$*" >&2; exit 1; }
+# What pip says is hundreds of lines: they go to a file, and are shown where it fails. Modules are compiled when they are first
+# imported: most of those that come along never are.
+pip_install() {
+    "$venv/bin/python" -m pip install --no-compile --disable-pip-version-check --no-input "$@" >"$log" 2>&1 || {
+        cat "$log" >&2
+        fail "pip could not install what is needed; its own words are above."
+    }
+}
 new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
 
 find_python() {
@@ -40,8 +50,8 @@ if nvidia-smi >/dev/null 2>&1; then default_torch="torch>=2.11,<2.14"; else defa
 torch=${TORCH:-$default_torch}
 
 # First and alone, so that nothing else chooses another build of it.
-say "2/3 $torch"
-"$venv/bin/python" -m pip install --disable-pip-version-check ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$torch"
+say "2/3 $torch: the largest download, a minute or more the first time"
+pip_install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$torch"
 
 say "3/3 workbench[$extra]"
-"$venv/bin/python" -m pip install --disable-pip-version-check --editable ".[$extra]"
+pip_install --editable ".[$extra]"
