@@ -131,7 +131,9 @@ def _report(
         f"{wb.world_size()} processes, medians of {rounds} rounds of {calls} steps.\n\n"
         f"{table(header, rows)}"
     )
-    publish(f"zero-{wb.world_size()}", "ZeRO against DistributedDataParallel", body, judged)
+    publish(
+        f"zero-{wb.world_size()}", f"ZeRO against DistributedDataParallel, {wb.world_size()} processes", body, judged
+    )
 
 
 def main() -> int:

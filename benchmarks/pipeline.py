@@ -291,7 +291,7 @@ def report(
             + table(["", "simulated, ms", "measured, ms", "deviation"], simulated),
         ]
     )
-    publish(f"pipeline-{wb.world_size()}", "Pipelines against torch", body, judged)
+    publish(f"pipeline-{wb.world_size()}", f"Pipelines against torch, {wb.world_size()} processes", body, judged)
 
 
 def main() -> int:
