@@ -6,28 +6,17 @@ import re
 from pathlib import Path
 from typing import Any
 
-import nbconvert
-import nbformat
 import pytest
-from nbclient import NotebookClient
 
-FOLDER = Path(__file__).parents[2] / "notebooks"
-NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+from tests.notebooks.cells import FOLDER, execute, outputs, read, stored_size, text_of
 
-
-def read(path: Path) -> Any:
-    return nbformat.read(path, as_version=4)
+NOTEBOOKS = sorted(FOLDER.rglob("*.ipynb"))
 
 
 @pytest.fixture(scope="module")
 def executed() -> Any:
     """The first notebook after it has run."""
-    notebook = read(FOLDER / "01-compare-strategies.ipynb")
-    client = NotebookClient(
-        notebook, timeout=150, store_widget_state=False, resources={"metadata": {"path": str(FOLDER)}}
-    )
-    client.execute()
-    return notebook
+    return execute(read(FOLDER / "01-compare-strategies.ipynb"))
 
 
 SMALL = {"width": 16, "blocks": 4, "context": 16, "batch": 8, "stop_at": 11, "save_every": 4, "steps": 16, "letters": 8}
@@ -40,27 +29,13 @@ def trained() -> Any:
     (cell,) = [cell for cell in notebook.cells if cell.source.startswith("import tempfile")]
     cell.source, count = re.subn(r"sizes = {.*}", f"sizes = {SMALL}", cell.source)
     assert count == 1
-    NotebookClient(
-        notebook, timeout=200, store_widget_state=False, resources={"metadata": {"path": str(FOLDER)}}
-    ).execute()
-    return notebook
-
-
-def outputs(notebook: Any, source: str) -> list[Any]:
-    """Outputs of the one code cell that contains ``source``."""
-    found = [cell for cell in notebook.cells if cell.cell_type == "code" and source in cell.source]
-    assert len(found) == 1, f"{source!r} is in {len(found)} cells"
-    return found[0].outputs
-
-
-def text_of(notebook: Any, source: str) -> str:
-    """All text that a cell printed or displayed."""
-    parts = [output.get("text") or output.get("data", {}).get("text/plain", "") for output in outputs(notebook, source)]
-    return "\n".join(parts)
+    return execute(notebook)
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
 def test_stored_without_outputs_and_with_a_kernel(path: Path) -> None:
+    import nbformat
+
     notebook = read(path)
     nbformat.validate(notebook)
     assert notebook.metadata.kernelspec.name == "python3"
@@ -93,6 +68,8 @@ class TestFirstNotebook:
         assert "wb-scatter" in page.data["text/html"] and "<script" not in page.data["text/html"]
 
     def test_an_exported_page_shows_the_last_state(self, executed: Any) -> None:
+        import nbconvert
+
         page, _ = nbconvert.HTMLExporter().from_notebook_node(executed)
         assert "wb-live-picture" in page and "memory against throughput" in page.lower() and "Timeline, step" in page
 
@@ -108,7 +85,7 @@ class TestFirstNotebook:
 
     def test_widget_state_is_not_stored(self, executed: Any) -> None:
         assert "widgets" not in executed.metadata
-        assert len(nbformat.writes(executed)) < 500_000
+        assert stored_size(executed) < 500_000
 
 
 @pytest.mark.engines
@@ -138,15 +115,13 @@ class TestTrainGpt:
         assert "(64, 16) in slices [(32, 16), (32, 16)]" in text_of(trained, "FileSystemReader")
 
     def test_it_is_small_to_store(self, trained: Any) -> None:
-        assert len(nbformat.writes(trained)) < 200_000
+        assert stored_size(trained) < 200_000
 
 
 @pytest.fixture(scope="module")
 def broken() -> Any:
     """The third notebook after it has run; cells that are to fail are marked in it."""
-    notebook = read(FOLDER / "03-when-things-go-wrong.ipynb")
-    NotebookClient(notebook, timeout=120, store_widget_state=False).execute()
-    return notebook
+    return execute(read(FOLDER / "03-when-things-go-wrong.ipynb"))
 
 
 @pytest.mark.engines

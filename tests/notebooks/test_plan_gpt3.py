@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
 
-from tests.notebooks.test_notebooks import outputs, read, text_of
-
-FOLDER = Path(__file__).parents[2] / "notebooks"
+from tests.notebooks.cells import FOLDER, execute, outputs, read, stored_size, text_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")
 def executed() -> Any:
-    notebook = read(FOLDER / "04-plan-gpt3.ipynb")
-    NotebookClient(notebook, timeout=200, resources={"metadata": {"path": str(FOLDER)}}).execute()
-    return notebook
+    return execute(read(FOLDER / "04-plan-gpt3.ipynb"))
 
 
 def test_the_example_is_64_x_6_x_8(executed: Any) -> None:
@@ -44,4 +37,4 @@ def test_the_dry_run_counts_48_ranks(executed: Any) -> None:
 
 
 def test_it_is_small_to_store(executed: Any) -> None:
-    assert len(nbformat.writes(executed)) < 2_500_000
+    assert stored_size(executed) < 2_500_000

@@ -6,12 +6,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
 
-FOLDER = Path(__file__).parents[2] / "notebooks" / "seeds"
-NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+from tests.notebooks.cells import SEEDS, execute, read, stored_size, texts_of
+
+NOTEBOOKS = sorted(SEEDS.glob("*.ipynb"))
 
 _SHORTER = [
     (r"for (\w+) in range\(\d+\):", r"for \1 in range(1):"),
@@ -22,20 +21,10 @@ _SHORTER = [
 """What is replaced for the quick run: fewer epochs and batches, smaller layers. The programs stay as they are."""
 
 
-def read(path: Path) -> Any:
-    return nbformat.read(path, as_version=4)
-
-
-def execute(notebook: Any) -> Any:
-    client = NotebookClient(
-        notebook, timeout=200, store_widget_state=False, resources={"metadata": {"path": str(FOLDER)}}
-    )
-    client.execute()
-    return notebook
-
-
 def joined(paths: list[Path]) -> Any:
     """One notebook of all of them, that starts its engines once."""
+    import nbformat
+
     cells = [cell for path in paths for cell in read(path).cells if cell.cell_type == "code"]
     starts = ("%load_ext", "%workbench start")
     setup = [next(cell for cell in cells if cell.source.startswith(start)) for start in starts]
@@ -46,16 +35,6 @@ def joined(paths: list[Path]) -> Any:
         sources = [re.sub(pattern, replacement, source) for source in sources]
     notebook.cells = [nbformat.v4.new_code_cell(source) for source in [*sources, "%workbench stop"]]
     return notebook
-
-
-def text_of(notebook: Any, source: str) -> list[str]:
-    """What each of the cells that contain ``source`` printed and displayed."""
-    cells = [cell for cell in notebook.cells if cell.cell_type == "code" and source in cell.source]
-    assert cells, f"no cell has {source!r}"
-    return [
-        "\n".join(output.get("text") or output.get("data", {}).get("text/plain", "") for output in cell.outputs)
-        for cell in cells
-    ]
 
 
 def pictures(notebook: Any) -> list[str]:
@@ -72,21 +51,21 @@ def assert_right(notebook: Any, names: list[str]) -> None:
         assert "gradient of output: stays S(0), 0 B" in drawn, "the job's last layer is split by columns"
         assert "send B@0 -> B@1, 205 kB" in drawn, "the job's layers live on devices of their own"
     if "2-consistent-and-mirrored" in names:
-        (table,) = text_of(notebook, "step  mirrored")
+        (table,) = texts_of(notebook, "step  mirrored")
         mirrored, consistent = map(float, table.splitlines()[1].split()[1:])
         assert mirrored == pytest.approx(consistent, rel=1e-3), "the same weights and the same dropout"
-        assert "'images'" in text_of(notebook, "except ValueError")[0]
+        assert "'images'" in texts_of(notebook, "except ValueError")[0]
     if "3-hybrid-parallelism" in names:
-        (table,) = text_of(notebook, "pd.DataFrame")
+        (table,) = texts_of(notebook, "pd.DataFrame")
         assert "convolution, 3 to 32 channels" in table and "faster" in table
         assert "gradient of dense2: stays S(0), 0 B" in drawn
     if "4-parallel-strategies" in names:
-        assert text_of(notebook, "split(dim=0))")[0].count("[4, 8]") >= 1
+        assert texts_of(notebook, "split(dim=0))")[0].count("[4, 8]") >= 1
         assert "data parallel on 2 ranks" in drawn and "rank 1: all of x @ w[:, 4:8] = out[:, 4:8]" in drawn
         assert "64 stages x 6 x 8 = 3072 ranks" in drawn and "2 stages x 2 x 2 = 8 ranks" in drawn
-        assert "64 micro-batches: ranks wait 50% of the time" in text_of(notebook, "make_table")[0]
+        assert "64 micro-batches: ranks wait 50% of the time" in texts_of(notebook, "make_table")[0]
     if "5-pipeline" in names:
-        assert "tensor(2." in text_of(notebook, "print(loss.to_local())")[0]
+        assert "tensor(2." in texts_of(notebook, "print(loss.to_local())")[0]
         assert "send B@0 -> B@1, 32.8 kB" in drawn and "2 ranks, 8 actions" in drawn
 
 
@@ -94,22 +73,13 @@ def test_there_is_a_notebook_for_every_document() -> None:
     assert [path.stem[0] for path in NOTEBOOKS] == list("12345")
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
-def test_stored_without_outputs_and_with_a_kernel(path: Path) -> None:
-    notebook = read(path)
-    nbformat.validate(notebook)
-    assert notebook.metadata.kernelspec.name == "python3"
-    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    assert code and all(not cell.outputs and cell.execution_count is None for cell in code)
-
-
 @pytest.mark.engines
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_all_run_in_one_kernel() -> None:
-    notebook = execute(joined(NOTEBOOKS))
+    notebook = execute(joined(NOTEBOOKS), SEEDS)
     assert_right(notebook, [path.stem for path in NOTEBOOKS])
-    assert len(nbformat.writes(notebook)) < 1_000_000
+    assert stored_size(notebook) < 1_000_000
 
 
 @pytest.mark.slow
@@ -117,4 +87,4 @@ def test_all_run_in_one_kernel() -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
 def test_each_runs_by_itself(path: Path) -> None:
-    assert_right(execute(read(path)), [path.stem])
+    assert_right(execute(read(path), SEEDS), [path.stem])

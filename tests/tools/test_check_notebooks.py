@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import nbformat
 import pytest
 
 from tools import check_notebooks
 
 
 def notebook_with(tmp_path: Path, *cells: str) -> Path:
+    import nbformat  # takes two seconds to load
+
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     path = tmp_path / "a.ipynb"
     nbformat.write(notebook, path)

@@ -1,0 +1,58 @@
+"""Notebooks as tests see them: read, run, and what a cell has shown.
+
+Jupyter's libraries take two seconds to load, so they are loaded when a notebook is read.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parents[2] / "notebooks"
+SEEDS = FOLDER / "seeds"
+
+
+def read(path: Path) -> Any:
+    """A notebook with its cells."""
+    import nbformat
+
+    return nbformat.read(path, as_version=4)
+
+
+def execute(notebook: Any, folder: Path = FOLDER) -> Any:
+    """Run all cells in a kernel of their own; the notebook, with what they have shown."""
+    from nbclient import NotebookClient
+
+    where = {"metadata": {"path": str(folder)}}
+    NotebookClient(notebook, timeout=200, store_widget_state=False, resources=where).execute()
+    return notebook
+
+
+def stored_size(notebook: Any) -> int:
+    """Characters of the file."""
+    import nbformat
+
+    return len(nbformat.writes(notebook))
+
+
+def outputs(notebook: Any, source: str) -> list[Any]:
+    """Outputs of the one code cell that contains ``source``."""
+    found = [cell for cell in notebook.cells if cell.cell_type == "code" and source in cell.source]
+    assert len(found) == 1, f"{source!r} is in {len(found)} cells"
+    return list(found[0].outputs)
+
+
+def text_of(notebook: Any, source: str) -> str:
+    """All text that a cell printed or displayed."""
+    return "\n".join(map(_text, outputs(notebook, source)))
+
+
+def texts_of(notebook: Any, source: str) -> list[str]:
+    """What each of the cells that contain ``source`` printed and displayed."""
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code" and source in cell.source]
+    assert cells, f"no cell has {source!r}"
+    return ["\n".join(map(_text, cell.outputs)) for cell in cells]
+
+
+def _text(output: Any) -> str:
+    return str(output.get("text") or output.get("data", {}).get("text/plain", ""))
