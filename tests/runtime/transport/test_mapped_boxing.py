@@ -284,6 +284,27 @@ def test_fixed_buffers_make_room_for_new_programs():
         assert 1 < num_programs <= steady.STEADY_BYTES // (2 * 100 * 64 * 4)
 
 
+def test_a_rank_whose_buffers_come_and_go_is_read_right_and_gets_its_memory_back():
+    """Letters are compared with those of two runs before: another place, and the wish for a receipt, are noticed."""
+
+    def program(world):
+        programs, links = world.transport._steady, world.transport._links.values()
+        for round_ in range(20):
+            if world.rank == 1 and round_ == 6:
+                programs.of = lambda program: None
+            if world.rank == 1 and round_ == 14:
+                del programs.of
+            local = torch.full((100, 64), 2.0 * round_ + world.rank)
+            y = _label(world, local, Layout.of(Placement.of("cpu", [0, 1]), "S(0)"), (200, 64)).to_global(sbp="B")
+            with local_torch():
+                assert (float(y[:100].mean()), float(y[100:].mean())) == (2.0 * round_, 2.0 * round_ + 1)
+        for link in links:
+            link.collect()
+        return [link.has_unread for link in links]
+
+    assert assert_all_returned(run_in_worlds(program)) == [[False], [False]]
+
+
 def test_an_abort_ends_the_wait_for_readers():
     def program(transport, rank):
         local = transport.empty((100, 1000), torch.float32)
