@@ -25,7 +25,7 @@ def test_panes_share_what_width_there_is(width: int):
     for (x1, y1), (x2, y2) in combinations(panes, 2):
         assert x1[1] < x2[0] or x2[1] < x1[0] or y1[1] < y2[0] or y2[1] < y1[0]
     assert all(0 <= low < high <= 1 for pane in panes for low, high in pane)
-    assert (layout.yaxis.domain[1] > layout.yaxis3.domain[1]) == (width < 1080), "two rows where four do not fit"
+    assert (layout.yaxis.domain[1] > layout.yaxis3.domain[1]) == (width < 1176), "two rows where four do not fit"
 
 
 def test_frames_fit_and_are_neither_too_wide_nor_too_narrow():

@@ -10,7 +10,6 @@ from workbench.ui.traces import axis, base_layout
 
 WIDEST, NARROWEST = 1176, 600
 PANES_HEIGHT = 212
-_ONE_ROW_FROM = 1080
 _MARGINS = ((48, 16), (48, 16), (62, 16), (60, 30))
 """Left and right of every pane's plot, within its column: numbers and labels."""
 TOP, BOTTOM = 42, 50
@@ -29,7 +28,7 @@ PLOT_HEIGHT = PANES_HEIGHT - TOP - BOTTOM
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A figure of ``width`` pixels, and where its parts are: wide ones have all panes in one row.
+    """A figure of ``width`` pixels, and where its parts are: only the widest has room for all panes in one row.
 
     >>> Frame(1176).pane(1), Frame(840).pane(1)
     ((342, 572, 42), (468, 824, 42))
@@ -45,7 +44,7 @@ class Frame:
     @property
     def num_columns(self) -> int:
         """Panes in a row."""
-        return 4 if self.width >= _ONE_ROW_FROM else 2
+        return 4 if self.width >= WIDEST else 2
 
     @property
     def panes_bottom(self) -> int:
@@ -103,8 +102,8 @@ def layout(num_ranks: int, num_steps: int, colours: Palette, frame: Frame = WIDE
     """The figure's layout: every part at a fixed place, so that a number that grows never moves its neighbour."""
     num_rows = len(shown_ranks(num_ranks))
     full = frame.height(num_rows)
-    size = {"width": frame.width, "height": full}
-    made = base_layout(colours, "", **size, barmode="overlay", margin=dict.fromkeys("lrtb", 0))
+    flat: dict[str, Any] = {"barmode": "overlay", "margin": dict.fromkeys("lrtb", 0)}
+    made = base_layout(colours, "", width=frame.width, height=full, **flat)
     made["modebar"] = {"orientation": "h", "bgcolor": "rgba(0,0,0,0)", "color": colours.muted}
     made |= {"showlegend": False, "dragmode": "zoom", "bargap": 0, "annotations": notes(frame, full, colours)}
     by_step = axis(colours, "", showgrid=False, automargin=False, range=[0, steps_shown(0, num_steps)], nticks=5)
@@ -139,12 +138,12 @@ def _timeline_axes(num_ranks: int, frame: Frame, full: int, colours: Palette) ->
     y_axis = axis(colours, "", showgrid=False, automargin=False, range=[len(ranks), 0], fixedrange=True)
     y_axis |= {"tickvals": positions, "ticktext": texts, "showline": False}
     y_axis["tickfont"] = {"size": 12, "color": colours.ink}
-    top = full - frame.timeline_top
-    bottom, top = (top - ROW * len(ranks)) / full, top / full
+    above = full - frame.timeline_top
+    upwards = [(above - ROW * len(ranks)) / full, above / full]
     across = [TIMELINE_LEFT / frame.width, frame.timeline_right / frame.width]
     return {
         "xaxis5": x_axis | {"domain": across, "anchor": "y5", "showticksuffix": "last"},
-        "yaxis5": y_axis | {"domain": [bottom, top], "anchor": "x5"},
+        "yaxis5": y_axis | {"domain": upwards, "anchor": "x5"},
     }
 
 

@@ -26,7 +26,7 @@ class LiveWidget(go.FigureWidget):
     def __init__(self, figure: go.Figure) -> None:
         self._drawing = threading.RLock()
         super().__init__(figure)
-        self._config = self._config | _CONFIG
+        self._config = self._config | _CONFIG  # type: ignore[has-type] # plotly's own
 
     @contextmanager
     def batch_update(self) -> Iterator[None]:
