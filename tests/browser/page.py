@@ -142,7 +142,35 @@ class LabPage:
             self.page.wait_for_timeout(100)
         raise AssertionError(f"{name}: {self.points(name)} points after {timeout_s} s, wanted more than {more_than}")
 
+    def unreadable(self) -> list[str]:
+        """Texts of the live view that are cut, or lie over one another."""
+        return list(self.page.evaluate(UNREADABLE))
+
     @property
     def rows(self) -> Any:
         """The rows of the comparison."""
         return self.page.locator(".wb-panel .wb-comparison tbody tr")
+
+
+UNREADABLE = """() => {
+    const view = document.querySelector('.wb-live-view:has(.js-plotly-plot)');
+    const frame = view.closest('.wb-panel').getBoundingClientRect();
+    const problems = [];
+    const shown = [];
+    const parts = '.js-plotly-plot svg text, .wb-bar button, .wb-bar .wb-state, .wb-bar .wb-title, .wb-bar .wb-quiet';
+    for (const element of view.querySelectorAll(parts)) {
+        const words = element.textContent.trim();
+        const box = element.getBoundingClientRect();
+        if (!words || !box.width || getComputedStyle(element).visibility === 'hidden') continue;
+        if (element.closest('.hoverlayer, .modebar')) continue;
+        if (box.left < frame.left - 1 || box.right > frame.right + 1) problems.push(`${words} is cut`);
+        shown.push([words, box]);
+    }
+    if (shown.length < 30) problems.push(`only ${shown.length} texts`);
+    shown.forEach(([one, a], i) => shown.slice(i + 1).forEach(([two, b]) => {
+        const over = Math.min(a.right, b.right) - Math.max(a.left, b.left);
+        const under = Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top);
+        if (over > 2 && under > 2) problems.push(`${one} over ${two}`);
+    }));
+    return problems;
+}"""

@@ -38,22 +38,22 @@ def test_a_run_can_be_read_while_it_goes_on(opened: LabPage) -> None:
     opened.wait_for_step(10)
     opened.wait_for_points("this run", 10)
     opened.wait_for_points("forward, measured", 3)
-    assert opened.page.evaluate(UNREADABLE) == []
+    assert opened.unreadable() == []
     assert opened.page.evaluate(LIMIT) == 1
     opened.button("Change strategy").click()
     opened.wait_for_state("paused")
-    assert opened.page.evaluate(UNREADABLE) == []
+    assert opened.unreadable() == []
     held = opened.points("this run")
     opened.button("pipeline").click()
     opened.button("Apply").click()
     opened.wait_for_state("running")
     opened.wait_for_points("this run", held + 30)
-    assert opened.page.evaluate(UNREADABLE) == []
+    assert opened.unreadable() == []
     take_pictures(opened)
     opened.button("Stop").click()
     opened.page.wait_for_selector(".wb-panel .wb-comparison tr[data-key]", timeout=150 * SECONDS)
     opened.wait_for_state("done")
-    assert opened.page.evaluate(UNREADABLE) == []
+    assert opened.unreadable() == []
 
 
 def take_pictures(opened: LabPage) -> None:
@@ -71,24 +71,3 @@ def take_pictures(opened: LabPage) -> None:
 
 LIMIT = """() => document.querySelector('.wb-live-view .js-plotly-plot').layout.annotations
     .filter(note => note.name === 'limit' && note.text.startsWith('limit ')).length"""
-UNREADABLE = """() => {
-    const view = document.querySelector('.wb-live-view');
-    const frame = view.closest('.wb-panel').getBoundingClientRect();
-    const problems = [];
-    const shown = [];
-    const parts = '.js-plotly-plot svg text, .wb-bar button, .wb-bar .wb-state, .wb-bar .wb-title, .wb-bar .wb-quiet';
-    for (const element of view.querySelectorAll(parts)) {
-        const words = element.textContent.trim();
-        const box = element.getBoundingClientRect();
-        if (!words || !box.width || getComputedStyle(element).visibility === 'hidden') continue;
-        if (element.closest('.hoverlayer, .modebar')) continue;
-        if (box.left < frame.left - 1 || box.right > frame.right + 1) problems.push(`${words} is cut`);
-        shown.push([words, box]);
-    }
-    shown.forEach(([one, a], i) => shown.slice(i + 1).forEach(([two, b]) => {
-        const over = Math.min(a.right, b.right) - Math.max(a.left, b.left);
-        const under = Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top);
-        if (over > 2 && under > 2) problems.push(`${one} over ${two}`);
-    }));
-    return problems;
-}"""

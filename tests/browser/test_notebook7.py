@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.browser.cells import PANEL, SETUP
-from tests.browser.page import LabPage
-from tests.browser.server import LabServer, write_notebook
+from tests.browser.page import SECONDS, LabPage
+from tests.browser.server import LabServer, running_lab, write_notebook
+from tests.browser.test_runs import CELLS
 from tests.ui.models import GPT_HYBRID
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(400)]
 NOTEBOOK = "notebook-7.ipynb"
+
+
+@pytest.fixture(scope="module")
+def lab(chromium: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LabServer]:
+    """A server of its own: Notebook 7 complains about what JupyterLab has left for itself on the others' server."""
+    with running_lab(tmp_path_factory.mktemp("notebook-7")) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
 def opened(open_notebook: Any, lab: LabServer) -> LabPage:
     pytest.importorskip("notebook", reason="Notebook 7 is not installed: pip install workbench[test]")
-    write_notebook(lab.folder / NOTEBOOK, [SETUP, PANEL, ""])
+    write_notebook(lab.folder / NOTEBOOK, [SETUP, PANEL, "", *CELLS[:3]])
     lab_page = open_notebook(NOTEBOOK, "notebook")
     lab_page.run_cells(1)
     lab_page.wait_for_output(".wb-row[data-row='lm_head']")
@@ -53,4 +62,19 @@ def test_keys_of_the_grid_reach_the_grid_and_not_the_notebook(opened: LabPage) -
     opened.wait_for_text(GPT_HYBRID)
     page.keyboard.press("Control+Shift+Z")
     opened.wait_for_text(data)
-    assert cells(opened) == before == ["code"] * 3
+    assert cells(opened) == before == ["code"] * 6
+
+
+@pytest.mark.engines
+@pytest.mark.slow
+def test_a_run_is_followed_and_stopped(opened: LabPage) -> None:
+    opened.run_cell(3, 5)
+    run = opened.page.locator(".wb-panel").nth(1).locator("button.wb-primary", has_text="Run")
+    run.click(timeout=120 * SECONDS)
+    opened.wait_for_step(10)
+    opened.page.locator(".wb-live-view .js-plotly-plot").scroll_into_view_if_needed()
+    opened.wait_for_points("this run", 10)
+    opened.wait_for_points("forward, measured", 1)
+    assert opened.unreadable() == []
+    opened.page.locator(".wb-live-view button", has_text="Stop").click()
+    opened.page.wait_for_selector(".wb-panel .wb-comparison tr[data-key]", timeout=150 * SECONDS)

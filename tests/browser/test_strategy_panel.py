@@ -95,7 +95,7 @@ def test_a_mistake_stands_at_its_row_and_the_chip_leads_to_it(lab_page: Any) -> 
     described = row(lab_page, "ln_f").get_attribute("aria-describedby")
     assert panel(lab_page).locator(f"#{described}").count() == 1
     assert panel(lab_page).locator(".wb-pieces .wrong").inner_text() == "ln_f: data@0"
-    assert panel(lab_page).locator(".wb-predictions.old").count() == 1
+    panel(lab_page).locator(".wb-predictions.old").wait_for(timeout=10_000)
     lab_page.page.mouse.move(5, 5)
     lab_page.screenshot("panel-mistake.png", panel(lab_page))
     row(lab_page, "tok_emb").locator(".label").click()

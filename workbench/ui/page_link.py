@@ -21,7 +21,7 @@ class PageLink(anywidget.AnyWidget):
         on_visible: gets whether anybody can see the view, whenever that changes, and when a page shows it anew.
     """
 
-    _esm = asset("download.js") + asset("page_link.js")
+    _esm = asset("controls.js") + asset("download.js") + asset("page_link.js")
     _css = asset("runs.css")
 
     def __init__(

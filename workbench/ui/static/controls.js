@@ -1,4 +1,4 @@
-// What all our views do for the controls in them: names, and keys that stay.
+// What several of our views do: name their controls, keep their keys, tell which theme the page has.
 
 // Jupyter's fields have labels of their own, which the panel does not use: each is named after the words before it.
 function nameControls(panel) {
@@ -26,4 +26,20 @@ function keepKeys(root) {
   root.addEventListener("focusin", (event) => {
     event.target.dataset.lmSuppressShortcuts = "true";
   });
+}
+
+// Figures cannot read style sheets, so Python is told, now and whenever it changes. Returns what ends it.
+function watchTheme(report) {
+  const theme = () => {
+    const { jpThemeLight, vscodeThemeKind } = document.body.dataset;
+    return jpThemeLight === "false" || (vscodeThemeKind ?? "").includes("dark") ? "dark" : "light";
+  };
+  let known = null;
+  const check = () => {
+    if (theme() !== known) report("theme", (known = theme()));
+  };
+  const observer = new MutationObserver(check);
+  observer.observe(document.body, { attributes: true, attributeFilter: ["data-jp-theme-light", "data-vscode-theme-kind"] });
+  check();
+  return () => observer.disconnect();
 }

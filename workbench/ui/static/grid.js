@@ -294,7 +294,7 @@ function render({ model, el }) {
   const grid = new Grid(model, root);
   const redraw = () => grid.draw();
   model.on("change:view", redraw);
-  const stopWatching = watchTheme(model);
+  const stopWatching = watchTheme((event, value) => grid.send(event, { value }));
   const stopServing = servePanel(root, grid);
   return () => {
     model.off("change:view", redraw);

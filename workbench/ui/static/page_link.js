@@ -2,21 +2,6 @@
 // what it cannot do: hand the reader a file. Reports {event: "theme", value}, {event: "width", value}, in pixels,
 // {event: "visible", value, view} and {event: "pong", value}; takes {event: "ping", number} and {event: "download", name, type}.
 
-function watchTheme(report) {
-  const theme = () => {
-    const { jpThemeLight, vscodeThemeKind } = document.body.dataset;
-    return jpThemeLight === "false" || (vscodeThemeKind ?? "").includes("dark") ? "dark" : "light";
-  };
-  let known = null;
-  const check = () => {
-    if (theme() !== known) report("theme", (known = theme()));
-  };
-  const observer = new MutationObserver(check);
-  observer.observe(document.body, { attributes: true, attributeFilter: ["data-jp-theme-light", "data-vscode-theme-kind"] });
-  check();
-  return () => observer.disconnect();
-}
-
 function watchVisibility(el, report) {
   const view = crypto.randomUUID?.() ?? String(Math.random()); // one model may be shown in several places
   let inView = true;

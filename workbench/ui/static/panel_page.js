@@ -1,4 +1,4 @@
-// What the panel does in the page besides the grid: tips, menus, the theme, the Copy button, the chip that jumps to a problem.
+// What the panel does in the page besides the grid: tips, menus, the Copy button, the chip that jumps to a problem.
 
 const TIP_DELAY = 300;
 const QUIET = 1500;
@@ -175,18 +175,4 @@ async function copyText(content, button) {
   }
   button.classList.add("wb-copied");
   setTimeout(() => button.classList.remove("wb-copied"), 1200);
-}
-
-// Figures cannot read style sheets, so Python is told which theme the page has.
-function watchTheme(model) {
-  const theme = () => {
-    const { jpThemeLight, vscodeThemeKind } = document.body.dataset;
-    const dark = jpThemeLight === "false" || (vscodeThemeKind ?? "").includes("dark");
-    return dark ? "dark" : "light";
-  };
-  const report = () => model.send({ event: "theme", value: theme() });
-  const observer = new MutationObserver(report);
-  observer.observe(document.body, { attributes: true, attributeFilter: ["data-jp-theme-light", "data-vscode-theme-kind"] });
-  report();
-  return () => observer.disconnect();
 }
