@@ -182,6 +182,10 @@ def test_a_model_that_fits_nowhere_is_told_by_how_much_and_what_would_help() -> 
         ({"objective": "speed"}, "none of throughput"),
         ({"batch_size": 0}, "batch_size=0"),
         ({"num_ranks": 0}, "0 ranks"),
+        ({"memory_bytes": 0}, "above 0"),
+        ({"precision": "fp64"}, r"precision='fp64'.*fp32, bf16, fp16"),
+        ({"wishes": Wishes(schedule="1F1B")}, r"schedule='1F1B'.*gpipe"),
+        ({"wishes": Wishes(zero=(0, 7))}, r"zero=7.*0, 1, 2, 3"),
     ],
 )
 def test_absurd_questions_are_refused(changes: dict[str, object], words: str) -> None:

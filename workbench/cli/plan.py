@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     if args.models:
         return _list_models()
     if args.model is None:
-        raise CommandError("plan: which model? Give a file or a name; workbench plan --models lists the names.")
+        raise CommandError("which model? Give a file or a name; workbench plan --models lists the names.")
     from workbench.session.planning import plan
 
     wishes = dict(parse_wish(text) for text in args.wish)
@@ -76,40 +76,37 @@ def parse_wish(text: str) -> tuple[str, Any]:
     """
     name, sign, value = text.partition("=")
     if not sign or not value.strip():
-        raise CommandError(f"plan --wish {text!r}: not of the form name=value, e.g. zero=1 or layers='head: data'.")
+        raise CommandError(f"--wish {text!r}: not of the form name=value, e.g. zero=1 or layers='head: data'.")
     if name == "layers":
         return name, value
     if name in ("recompute", "sequence"):
         if value not in ("0", "1", "no", "yes", "true", "false"):
-            raise CommandError(f"plan --wish {text!r}: {name} is yes or no.")
+            raise CommandError(f"--wish {text!r}: {name} is yes or no.")
         return name, value in ("1", "yes", "true")
     words = [word.strip() for word in value.split(",")]
     values = tuple(int(word) if word.isdecimal() else word for word in words)
     if name != "schedule" and not all(isinstance(one, int) for one in values):
-        raise CommandError(f"plan --wish {text!r}: {name} is a number, or several: {name}=1,2.")
+        raise CommandError(f"--wish {text!r}: {name} is a number, or several: {name}=1,2.")
     return name, values if len(values) > 1 else values[0]
 
 
 def _model(name: str) -> Any:
     """Costs of a file's model, or the name of a transformer."""
     path = Path(name)
-    if path.suffix != ".py":
+    if path.suffix != ".py" and not path.exists():
         return name
-    from workbench.cli.compare import run_file
+    from workbench.cli.compare import dataset_of, run_file
     from workbench.session.planning import layer_costs
 
     module = run_file(path)
     if not hasattr(module, "model_fn") or not (hasattr(module, "inputs") or hasattr(module, "dataset")):
-        raise CommandError(f"plan {path}: the file needs model_fn, and dataset or inputs; see workbench plan --help.")
+        raise CommandError(f"{path}: the file needs model_fn, and dataset or inputs; see workbench plan --help.")
     loss_fn = getattr(module, "loss_fn", None)
     if hasattr(module, "inputs"):
         return layer_costs(module.model_fn, module.inputs, loss_fn, getattr(module, "targets", None))
     from workbench.ui.planning.paper import costs_of
 
-    dataset = module.dataset
-    if callable(dataset) and not hasattr(dataset, "__getitem__"):
-        dataset = dataset()
-    return costs_of(module.model_fn, dataset, loss_fn)
+    return costs_of(module.model_fn, dataset_of(module), loss_fn)
 
 
 def _list_models() -> int:

@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     if args.machines:
         return _list_machines()
     if args.table is None:
-        raise CommandError("simulate: which rows? Give --table rows.csv; its columns: workbench simulate --help.")
+        raise CommandError("which rows? Give --table rows.csv; its columns: workbench simulate --help.")
     from workbench.cost.table import ADDED, predict_table
 
     columns, rows = read_table(args.table)
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         with args.out.open("w", newline="", encoding="utf-8") as file:
             _write(file, every, predicted)
     except OSError as error:
-        raise CommandError(f"simulate: cannot write {args.out}: {error.strerror}.") from None
+        raise CommandError(f"cannot write {args.out}: {error.strerror}.") from None
     print(f"{len(predicted)} rows predicted: {args.out}")
     return 0
 
@@ -70,9 +70,9 @@ def read_table(path: Path) -> tuple[list[str], list[dict[str, str]]]:
             reader.fieldnames = columns
             rows = list(reader)
     except OSError as error:
-        raise CommandError(f"simulate: cannot read {path}: {error.strerror}.") from None
+        raise CommandError(f"cannot read {path}: {error.strerror}.") from None
     except (UnicodeDecodeError, csv.Error) as error:
-        raise CommandError(f"simulate: {path} is not a CSV file in UTF-8: {error}.") from None
+        raise CommandError(f"{path} is not a CSV file in UTF-8: {error}.") from None
     twice = sorted({column for column in columns if columns.count(column) > 1})
     if not rows or twice:
         what = f"the column {twice[0]!r} stands there twice" if twice else "there are no rows behind the header"

@@ -81,9 +81,10 @@ def load_hardware(name_or_path: str | Path) -> Hardware:
         return _parse(text, (resources.files("workbench.cost") / "machines" / f"{text}.json").read_text("utf-8"))
     path = Path(text)
     if not path.is_file():
-        near = difflib.get_close_matches(text, known_machines(), n=1)
+        begun = [known for known in known_machines() if text and known.startswith(text.lower())]
+        near = begun or difflib.get_close_matches(text.lower(), known_machines(), n=1)
         known = ", ".join(known_machines())
-        hint = f" Did you mean {near[0]!r}?" if near else ""
+        hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
         raise HardwareError(f"hardware {text!r}: neither a file nor one of {known}.{hint}")
     try:
         return _parse(path.name, path.read_text("utf-8"))

@@ -47,7 +47,7 @@ def _contradiction(problem: Problem, names: dict[str, object]) -> str:
     ]
     rules = [rule for rule in rules if any(name in rule for name in names)] or rules
     fix = f"Leave one of {', '.join(names)} open" if len(names) > 1 else "Change it"
-    return f"plan: {told} cannot be: no strategy is left. Rules: {'; '.join(rules)}. {fix}."
+    return f"{told} cannot be: no strategy is left. Rules: {'; '.join(rules)}. {fix}."
 
 
 __all__ = ["refuse_contradictions"]

@@ -68,6 +68,7 @@ class _LongSearch:
         if len(self._groups) > MANY_GROUPS:
             self._groups = list(groups(problem, max(problem.hardware.links[0].span, 2)))
             self._ways = FEW_WAYS
+        self._only_lean = is_quick or self._ways is FEW_WAYS
 
     def run(self) -> None:
         """Fill the ledger."""
@@ -92,7 +93,7 @@ class _LongSearch:
         ranked: list[tuple[float, int, Candidate]] = []
         for group in self._lean_groups():
             for candidate in self._members(group):
-                if self._ways is not FEW_WAYS or self._is_lean(candidate):
+                if not self._only_lean or self._is_lean(candidate):
                     ranked.append((self._average_bytes(candidate), len(ranked), candidate))
         for _, _, candidate in sorted(ranked)[: MOST_IF_QUICK if self._is_quick else MOST_OF_MEMORY]:
             self._place(candidate)
@@ -100,8 +101,8 @@ class _LongSearch:
                 return
 
     def _lean_groups(self) -> list[Group]:
-        """Of a large problem, those with the smallest micro-batches."""
-        if self._ways is not FEW_WAYS:
+        """Those with the smallest micro-batches, where not all are looked at: less is alive at once."""
+        if not self._only_lean:
             return self._groups
         return list({group.degrees: group for group in self._groups}.values())
 

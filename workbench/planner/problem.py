@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import prod
+from math import inf, prod
 
 from workbench.core.model_costs import LayerCost, ModelCosts
-from workbench.core.options import Options
+from workbench.core.options import PRECISIONS, SCHEDULES, Options
 from workbench.core.pairing import SPLITTABLE_KINDS, TABLE, split_dim, tied_pairs
 from workbench.core.rows import Row
 from workbench.core.strategy import ResolvedLayer, ResolvedStrategy, Strategy
@@ -53,10 +53,14 @@ class Wishes:
 
     def allows(self, name: str, value: object) -> bool:
         """Whether a value of the attribute ``name`` is among those wished for."""
+        return getattr(self, name) is None or value in self.values(name)
+
+    def values(self, name: str) -> tuple[object, ...]:
+        """Those of the attribute ``name`` that are wished for."""
         wanted = getattr(self, name)
         if wanted is None:
-            return True
-        return value in wanted if isinstance(wanted, Collection) and not isinstance(wanted, str) else value == wanted
+            return ()
+        return tuple(wanted) if isinstance(wanted, Collection) and not isinstance(wanted, str) else (wanted,)
 
     def given(self) -> dict[str, object]:
         """What is not left open."""
@@ -84,7 +88,7 @@ class Problem:
     num_ranks: int
     batch_size: int
     objective: str = "throughput"
-    memory_bytes: float = 0.0
+    memory_bytes: float = inf
     precision: str = "fp32"
     optimizer: str = "adamw"
     software: Software = WORKBENCH
@@ -94,10 +98,18 @@ class Problem:
         if self.objective not in OBJECTIVES:
             raise StrategyError(f"objective {self.objective!r} is none of {', '.join(OBJECTIVES)}.")
         if self.num_ranks < 1 or self.batch_size < 1 or not self.costs.rows:
-            raise StrategyError(
-                f"plan: {self.num_ranks} ranks, batch_size={self.batch_size}, {len(self.costs.rows)} layers; each is "
-                f"at least 1."
-            )
+            sizes = f"{self.num_ranks} ranks, batch_size={self.batch_size}, {len(self.costs.rows)} layers"
+            raise StrategyError(f"{sizes}: each is at least 1.")
+        if self.memory_bytes <= 0:
+            raise StrategyError(f"memory_bytes={self.memory_bytes:g}: what a rank may hold is above 0.")
+        self._refuse_unknown("precision", PRECISIONS, [self.precision])
+        self._refuse_unknown("schedule", SCHEDULES, self.wishes.values("schedule"))
+        self._refuse_unknown("zero", range(4), self.wishes.values("zero"))
+
+    def _refuse_unknown(self, name: str, known: Collection[object], given: Collection[object]) -> None:
+        for value in given:
+            if value not in known:
+                raise StrategyError(f"{name}={value!r}: it is one of {', '.join(map(str, known))}.")
 
     @property
     def rows(self) -> tuple[LayerCost, ...]:

@@ -29,8 +29,9 @@ def size(name: str) -> Transformer:
         StrategyError: no such name.
     """
     if name not in SIZES:
-        near = difflib.get_close_matches(name, SIZES, n=1, cutoff=0.3)
-        hint = f" Do you mean {near[0]!r}?" if near else ""
+        begun = [known for known in SIZES if known.startswith(name.lower())]
+        near = begun or difflib.get_close_matches(name.lower(), SIZES, n=1, cutoff=0.5)
+        hint = f" Do you mean {' or '.join(map(repr, near))}?" if near else ""
         raise StrategyError(f"{name!r} is none of the known transformers: {', '.join(SIZES)}.{hint}")
     return SIZES[name]
 

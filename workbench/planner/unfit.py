@@ -7,13 +7,15 @@ from dataclasses import replace
 from typing import NoReturn
 
 from workbench.errors import StrategyError
-from workbench.planner.ledger import Ledger
+from workbench.planner.ledger import Found, Ledger
 from workbench.planner.problem import Problem, Wishes
 from workbench.planner.writing import write
 from workbench.units import format_bytes
 
 Run = Callable[..., tuple[Ledger, bool]]
 """``search.run``: a problem, and whether it is asked only if anything fits."""
+_MOST_ROWS = 4
+"""Of a strategy that is told whole."""
 MOST_RANKS = 64
 """Times the ranks of the problem: more are not tried."""
 
@@ -27,17 +29,23 @@ def refuse_unfit(problem: Problem, ledger: Ledger, run: Run) -> NoReturn:
     leanest = _looked(problem, run).leanest or ledger.leanest
     if leanest is None:
         raise StrategyError(
-            f"plan: layers={problem.wishes.layers!r} cannot be: no strategy puts these layers there. Leave out a stage "
+            f"layers={problem.wishes.layers!r} cannot be: no strategy puts these layers there. Leave out a stage "
             f"(@), or let layers that share a weight do the same."
         )
     peak, limit, stage = leanest.estimate.peak_bytes, problem.memory_bytes, leanest.estimate.fullest_stage
     parts = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in leanest.estimate.peak_kinds)
+    ranks = f"{problem.num_ranks} rank{'s' * (problem.num_ranks > 1)}"
     raise StrategyError(
-        f"plan on {problem.num_ranks} ranks with batch_size={problem.batch_size}: no strategy fits into "
-        f"{format_bytes(limit)} per rank. The leanest one found, {str(write(problem, leanest.strategy))!r}, holds "
-        f"{format_bytes(peak)} (stage {stage}: {parts}), {format_bytes(peak - limit)} or {peak / limit - 1:.0%} too "
-        f"much. {_ways_out(problem, run)}"
+        f"{ranks} with batch_size={problem.batch_size}: no strategy fits into {format_bytes(limit)} per rank. The "
+        f"leanest one found, {_told(problem, leanest)}, holds {format_bytes(peak)} (stage {stage}: {parts}), "
+        f"{format_bytes(peak - limit)} or {peak / limit - 1:.0%} too much. {_ways_out(problem, run)}"
     )
+
+
+def _told(problem: Problem, found: Found) -> str:
+    """Its options, and the rows of the layers where these are few."""
+    strategy = write(problem, found.strategy)
+    return repr(str(strategy) if len(strategy.rows) <= _MOST_ROWS else str(strategy.options))
 
 
 def _looked(problem: Problem, run: Run) -> Ledger:

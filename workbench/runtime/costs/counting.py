@@ -196,7 +196,8 @@ class Counter(TorchDispatchMode):
         if func.namespace != "aten" or self._is_paused:  # the former are questions, such as where a tensor lies
             return out
         inputs, outputs = _distinct((args, kwargs)), _distinct(out)
-        if (node := torch._C._current_autograd_node()) is not None:
+        node: Any = torch._C._current_autograd_node()  # None in forward
+        if node is not None:
             self._add_backward(node, func, inputs, outputs)
             return out
         if any(address in self._of_samples for address in inputs):
