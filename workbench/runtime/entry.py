@@ -103,9 +103,9 @@ def enter_as_broadcast(
     spec = spec_of(world, layout.broadcast(), tuple(local.shape))
     if world.checks_agreement:
         check_plain_operand(local, world, layout, origin)
-    if spec.is_ghost or (local.requires_grad and torch.is_grad_enabled()):
+    if local.requires_grad and torch.is_grad_enabled():
         return label(_Enter.apply(local, spec), spec)
-    return label(local.detach(), spec)
+    return label(ghost_storage(spec.shape, local.dtype, world.device) if spec.is_ghost else local.detach(), spec)
 
 
 def leave(tensor: GlobalTensor, grad_sbp: Any = None) -> torch.Tensor:

@@ -275,6 +275,13 @@ def set_reduced_grad(leaf: GlobalTensor, grad: torch.Tensor | None) -> None:
         _grad_slot.__set__(leaf, None if leaf._spec.is_ghost else labelled)
 
 
+def accumulate_grad(leaf: GlobalTensor, grad: torch.Tensor) -> None:
+    """Let ``grad`` be what autograd has accumulated on this rank; a shard of what it had accumulated before stays."""
+    leaf.__dict__.pop("_sum", None)
+    with local_torch():
+        _grad_slot.__set__(leaf, grad)
+
+
 def keep_grad_shard(leaf: GlobalTensor, shard: torch.Tensor, spec: Spec) -> None:
     """Let a summed gradient, in a layout of its own, be the gradient of ``leaf``; autograd's term is given back."""
     if not isinstance(shard, GlobalTensor):
@@ -316,9 +323,8 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 def ghost_storage(shape: Shape, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A tensor of any shape over one zero: what a rank holds of a tensor that is not placed on it."""
-    zero = torch.zeros((), dtype=dtype, device=device)
     # Not expand(): an expanded tensor is a view, and views refuse the in-place operations that a ghost mirrors.
-    return torch.empty(0, dtype=dtype, device=device).set_(zero.untyped_storage(), 0, shape, (0,) * len(shape))
+    return torch.zeros((), dtype=dtype, device=device).as_strided_(shape, (0,) * len(shape))
 
 
 def ghost_like(tensor: torch.Tensor, spec: Spec) -> GlobalTensor:
@@ -332,7 +338,15 @@ def mark_ghost_leaves(node: Any) -> None:
         leaf = getattr(before, "variable", None)
         if isinstance(leaf, GlobalTensor) and leaf._ghost_grad is False and leaf._spec.is_ghost:  # noqa: SIM102
             if _will_accumulate(before):
-                leaf._ghost_grad = True
+                mark_ghost(leaf)
+
+
+def mark_ghost(leaf: GlobalTensor) -> None:
+    """The owner of a ghost has a gradient now; so it has after a replay of the step that is being recorded."""
+    leaf._ghost_grad = True
+    recorder = leaf._spec.world.recorder
+    if recorder is not None:
+        recorder.ghosts.append(leaf)
 
 
 def _will_accumulate(node: Any) -> bool:

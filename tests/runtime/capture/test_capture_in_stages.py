@@ -11,7 +11,6 @@ import workbench as wb
 from tests.models.training import whole
 from tests.models.zoo import make
 from tests.processes import run_processes
-from workbench.errors import CaptureError
 from workbench.testing import run_ranks
 
 
@@ -23,11 +22,25 @@ def filled(module):
     return module
 
 
-def train_in_stages(options, capture, num_steps=5):
-    """Losses, weights and gradients of a network with dropout on both stages, from micro-batches of unlike sizes."""
+STAGES = {False: "[0-1]: data@0; [2-3]: data@1", True: "0: data@0; 1: data@1; 2: data@2; 3: data@3"}
+
+
+def parallel_blocks(options):
+    """Four blocks with dropout, on stages."""
     drop = partial(nn.Dropout, 0.3)
     blocks = [nn.Sequential(nn.Linear(4, 6), nn.Tanh(), drop(), nn.Linear(6, 4)) for _ in range(4)]
-    module = wb.parallelize(filled(nn.Sequential(*blocks)), f"[0-1]: data@0; [2-3]: data@1 | {options}")
+    return wb.parallelize(filled(nn.Sequential(*blocks)), f"{STAGES['interleaved' in options]} | {options}")
+
+
+def everywhere(values):
+    """Whole, on every rank."""
+    placement = wb.placement.all("cpu")
+    return [value.detach().to_global(placement=placement, sbp="B").full_tensor() for value in values]
+
+
+def train_in_stages(options, capture, num_steps=5):
+    """Losses, weights and gradients of a network with dropout on both stages, from micro-batches of unlike sizes."""
+    module = parallel_blocks(options)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
 
     def step(x, y):
@@ -42,21 +55,50 @@ def train_in_stages(options, capture, num_steps=5):
     if capture:
         assert (run.num_recordings, run.num_replays) == (1, num_steps - 2)
         listing = str(run.programs[0])
-        assert listing.count("aten.set_") <= listing.count("transport.")  # of ghosts, only what an exchange is given
-    found += [value for p in module.parameters() for value in (p.detach(), p.grad)]
-    everywhere = wb.placement.all("cpu")
-    return [value.to_global(placement=everywhere, sbp="B").full_tensor() for value in found]
+        assert listing.count("aten.as_strided_") <= listing.count(
+            "transport."
+        )  # of ghosts, only what an exchange is given
+    return everywhere([*found, *(value for p in module.parameters() for value in (p, p.grad))])
 
 
-def assert_captured_in_stages(options, num_ranks=2, run=run_ranks):
-    plain, captured = (run(partial(train_in_stages, options, capture), num_ranks) for capture in (False, True))
+def add_up_in_stages(options, capture, num_steps=8):
+    """Losses, gradients and weights where gradients add up over two steps; in the middle, parameters move."""
+    module = parallel_blocks(options)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+
+    def step(x, y):
+        return wb.forward_backward(module, F.mse_loss, x, y)
+
+    run, generator, found = wb.capture(step) if capture else step, torch.Generator().manual_seed(0), []
+    for number in range(num_steps):
+        found.append(run(*torch.randn(2, 5, 4, generator=generator)))
+        found += [p.grad.clone() for p in module.parameters()]  # every rank asks for it
+        if number % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+        if number == num_steps // 2:
+            for parameter in module.parameters():
+                parameter.data = parameter.data.clone()
+    assert not capture or run.num_replays
+    return everywhere([*found, *module.parameters()])
+
+
+def assert_captured_in_stages(options, num_ranks=2, run=run_ranks, train=train_in_stages):
+    plain, captured = (run(partial(train, options, capture), num_ranks) for capture in (False, True))
     for one, other in zip(plain, captured, strict=True):
         assert len(one) == len(other) > 0 and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble", pytest.param("gpipe", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "schedule", ["1f1b", "zero_bubble", "interleaved", pytest.param("gpipe", marks=pytest.mark.slow)]
+)
 def test_a_scheduled_step_is_captured(schedule):
     assert_captured_in_stages(f"2x1x1 mb=3 {schedule}")
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_gradients_of_captured_steps_add_up_on_every_rank(schedule):
+    assert_captured_in_stages(f"2x1x1 mb=3 {schedule}", train=add_up_in_stages)
 
 
 @pytest.mark.slow
@@ -68,6 +110,8 @@ def test_a_scheduled_step_is_captured(schedule):
         "2x2x1 mb=2 1f1b zero=3",
         "2x1x1 mb=2 1f1b bf16",
         "2x1x1 mb=2 1f1b recompute",
+        "2x2x1 mb=2 interleaved zero=2",
+        "2x2x1 mb=2 interleaved zero=3",
     ],
 )
 def test_options_of_a_scheduled_step_are_captured(options):
@@ -104,15 +148,3 @@ def test_a_scheduled_step_of_transformers_that_recomputes_is_captured():
 @pytest.mark.procs
 def test_real_processes_capture_a_scheduled_step():
     assert_captured_in_stages("2x1x1 mb=3 1f1b", run=run_processes)
-
-
-def test_several_stages_on_a_rank_are_refused():
-    def program():
-        module = filled(nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))))
-        module = wb.parallelize(module, "0: data@0; 1: data@1; 2: data@2; 3: data@3 | 2x1x1 mb=2 interleaved")
-        step = wb.capture(lambda x: wb.forward_backward(module, F.mse_loss, x, x))
-        for _ in range(2):
-            step(torch.ones(4, 4))
-
-    with pytest.raises(CaptureError, match="4 stages on 2 ranks"):
-        run_ranks(program)

@@ -40,7 +40,7 @@ _IN_C: dict[Any, Callable[..., Any]] = {
     _aten.view.default: torch.Tensor.view,
 }
 """Functions of torch that run one operator and parse their arguments in half the time: those that steps are full of."""
-_SETS_UP = {_aten.set_.source_Storage_storage_offset}
+_SETS_UP = {_aten.as_strided_.default}
 """Operators that say where their first operand lies: needed where that is (ghosts are made so, and hardly used)."""
 _SMALLEST_KEY = 1 << 24
 """Keys are 63 random bits, so an integer argument that equals one is one."""
@@ -57,6 +57,7 @@ class Recorder(TorchDispatchMode):
     Attributes:
         originals: what the step did not make, as it found it; a replay works on the same memory.
         steps: the optimizers' steps.
+        ghosts: leaves of other ranks that have got gradients there.
     """
 
     def __init__(self, world: World, inputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
@@ -64,6 +65,7 @@ class Recorder(TorchDispatchMode):
         self.world = world
         self.originals: list[torch.Tensor] = []
         self.steps: list[Step] = []
+        self.ghosts: list[GlobalTensor] = []
         self._slots: Any = WeakTensorKeyDictionary()
         self._num_slots = 0
         self._keys: dict[int, Slot] = {}
@@ -109,6 +111,10 @@ class Recorder(TorchDispatchMode):
             yield
         finally:
             self._is_paused -= 1
+
+    def depends_on(self, tensor: torch.Tensor) -> None:
+        """A replay is void if this tensor's memory has moved: the step works on it under another label."""
+        self.originals.append(tensor)
 
     # ---- what is called as a whole
 

@@ -60,6 +60,7 @@ class _Recording:
         leaves: of autograd; each with the number of the output that its gradient becomes, and the spec of a shard.
         used_grads: leaves whose gradient the program reads: the last inputs.
         cleared: leaves whose gradient, as it is before a replay, is dropped by the step.
+        ghosts: leaves of other ranks, and whether these have a gradient of theirs when the step ends.
         results: for every leaf of the step's result: whether it is a tensor, and the spec of a global one, or the
             constant itself.
         addresses: what the step works on, and where it lay.
@@ -71,6 +72,7 @@ class _Recording:
     leaves: list[tuple[torch.Tensor, int, Spec | None]]
     used_grads: list[torch.Tensor]
     cleared: list[torch.Tensor]
+    ghosts: list[tuple[GlobalTensor, bool]]
     results: list[tuple[bool, Any]]
     structure: TreeSpec
     addresses: list[tuple[torch.Tensor, int]]
@@ -123,8 +125,7 @@ def capture(step: Callable[..., Any], *, max_recordings: int = 8) -> CapturedSte
 
     Raises:
         CaptureError: the step reads a value (``.item()``, ``.tolist()``, ``if loss > 3``), makes a shape of values,
-            runs several stages per rank, steps an optimizer with a closure or a scheduler, or keeps tensors for its
-            next call.
+            steps an optimizer with a closure or a scheduler, or keeps tensors for its next call.
 
     >>> x = wb.ones(2, 2, placement=wb.placement("cpu", ranks=[0]), sbp=wb.sbp.broadcast)
     >>> double = wb.capture(lambda x: x * 2)
@@ -239,6 +240,7 @@ def _record(
     finally:
         world.recorder, world.transport = None, transport
     parts, result_structure = tree_flatten(result)
+    leaves = _with_those_of(recorder.originals, leaves)
     left = recorder.finish([part for part in parts if isinstance(part, torch.Tensor)], leaves)
     program = recorder.program
     with torch.no_grad(), local_torch():
@@ -249,13 +251,21 @@ def _record(
         program.inputs = [*program.inputs[: len(inputs)], *(slots[id(leaf)] for leaf in used)]
         cleared = [leaf for leaf, grad in graded if held_grad(leaf) is not grad]
         addresses = [(tensor, tensor.data_ptr()) for tensor in recorder.originals]
+    ghosts = [(leaf, leaf._ghost_grad is not False) for leaf in recorder.ghosts]
     results = [(True, _spec(part)) if isinstance(part, torch.Tensor) else (False, part) for part in parts]
     made = [(leaf, output, shard_spec(leaf)) for leaf, output in zip(leaves, left, strict=True) if output is not None]
     recording = _Recording(
-        program, program.compile(), made, used, cleared, results, result_structure, addresses,
+        program, program.compile(), made, used, cleared, ghosts, results, result_structure, addresses,
         before.until(world.traffic),
     )  # fmt: skip
     return result, recording
+
+
+def _with_those_of(originals: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Leaves, and those that the recorded run has met for the first time."""
+    with local_torch():
+        met = [tensor for tensor in originals if tensor.requires_grad and tensor.is_leaf]
+    return list({id(leaf): leaf for leaf in (*leaves, *met)}.values())
 
 
 def _own(leaf: Any) -> Any:
@@ -283,6 +293,8 @@ def _replay(recording: _Recording, world: World, inputs: Sequence[torch.Tensor])
         made = recording.run(*inputs, *grads)
         for leaf, output, spec in recording.leaves:
             hold_grad(leaf, made[output], spec)
+        for ghost, has_grad in recording.ghosts:
+            ghost._ghost_grad = has_grad
     recording.traffic.add_to(world.traffic)
     values = iter(made)
     parts = [_handed_out(next(values), value) if is_tensor else value for is_tensor, value in recording.results]

@@ -149,9 +149,18 @@ class Watcher:
         """The backward has ended; under ZeRO 2 nothing of its gradients stays but the shards."""
         self._task = None
         if self.scatters:
-            while self._next < len(self._buckets):
-                self._start_next()
-            self.drain()
+            self._scatter_rest()
+
+    def scatter(self) -> None:
+        """The same for gradients that were not accumulated by a backward, but handed over after one."""
+        self._notice_a_rebuild()
+        self._next = 0
+        self._scatter_rest()
+
+    def _scatter_rest(self) -> None:
+        while self._next < len(self._buckets):
+            self._start_next()
+        self.drain()
 
     def drain(self) -> None:
         """End the sums that are under way; those that nobody has taken are dropped."""

@@ -22,12 +22,24 @@ from workbench.core.placement import Placement
 from workbench.core.sbp import broadcast
 from workbench.core.strategy import ResolvedStrategy
 from workbench.errors import CollectiveAborted, StrategyError
+from workbench.runtime.gradients.overlap import Watcher
 from workbench.runtime.gradients.shard import Shard
 from workbench.runtime.pipelining.local_modules import stand_ins_of
 from workbench.runtime.pipelining.stand_ins import standing_in
 from workbench.runtime.strategies.layouts import StageLayouts
 from workbench.runtime.strategies.state import ROOT, ParallelState, layers_of, parameter_stages
-from workbench.runtime.tensor import GlobalTensor, Spec, ghost_storage, label, local_torch, plain, read_grad, spec_of
+from workbench.runtime.tensor import (
+    GlobalTensor,
+    Spec,
+    accumulate_grad,
+    ghost_storage,
+    label,
+    local_torch,
+    mark_ghost,
+    plain,
+    read_grad,
+    spec_of,
+)
 from workbench.runtime.transport.base import Message, Release, Transport, Wanted
 from workbench.runtime.world import Simulated, World
 
@@ -216,11 +228,14 @@ class StageRank:
 
     def refresh(self) -> bool:
         """Before a step: take over the gradients that parameters have. False if the module holds other tensors now."""
+        recorder = self.rank_world.recorder
         for stand_in in self._stand_ins:
             stand_in.begin_step()
         for holder, name, own, view in self._views:
             if holder.get(name) is not own:
                 return False
+            if recorder is not None:
+                recorder.depends_on(own)
             with local_torch():
                 if not view._spec.is_ghost and view.data_ptr() != own.data_ptr():
                     return False
@@ -236,14 +251,14 @@ class StageRank:
         """While this lasts, the module holds the stage's views, and this thread is the stage rank."""
         world, rank_world = self.world, self.rank_world
         world.tracer, world.implicit_boxing_allowed = rank_world.tracer, rank_world.implicit_boxing_allowed
-        world.num_rebuilds = rank_world.num_rebuilds
+        world.num_rebuilds, world.recorder = rank_world.num_rebuilds, rank_world.recorder
         for holder, name, _, view in self._views:
             holder[name] = view
         try:
             with self._own_layouts.seen_from(self._layouts), Simulated(world), standing_in(self._stand_ins):
                 yield
         finally:
-            world.micro_batch, world.running, world.generator = 0, None, None
+            world.micro_batch, world.running, world.generator, world.recorder = 0, None, None, None
             for position, (holder, name, own, view) in enumerate(self._views):
                 if holder[name] is not view and not own._is_param:  # a forward has put another buffer in its place
                     own, view = self._replaced(own, holder[name])
@@ -274,18 +289,23 @@ class StageRank:
             )
 
     def hand_over_gradients(self) -> None:
-        """Parameters get the gradients that their views have."""
+        """Parameters get the gradients that their views have, and scatter them where that is their way (ZeRO 2)."""
+        scattering = {id(w): w for _, _, own, _ in self._views if (w := Watcher.of(own)) is not None and w.scatters}
         with local_torch():
             for _, _, own, view in self._views:
                 if not own._is_param:
                     continue
                 if view._spec.is_ghost:
                     if own._spec.is_ghost and view._ghost_grad is not False and own._ghost_grad is False:
-                        own._ghost_grad = True
+                        mark_ghost(own)
                     continue
                 known, found = read_grad(own), read_grad(view)
                 if found is not None and (known is None or known.data_ptr() != found.data_ptr()):
-                    own.grad = plain(found)
+                    accumulate_grad(own, plain(found))
+                if scattering:
+                    view.grad = None
+        for watcher in scattering.values():
+            watcher.scatter()
 
 
 def _as_seen(layouts: StageLayouts, world: World, numbering: Numbering) -> StageLayouts:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from workbench.core.strategy import ResolvedStrategy
-from workbench.errors import CaptureError, StrategyError
+from workbench.errors import StrategyError
 from workbench.pipeline.schedules import Action, Table, make_table
 from workbench.runtime.pipelining.executor import Executor, OnlyStage, Stage
 from workbench.runtime.pipelining.local_modules import stand_ins_of
@@ -139,12 +139,6 @@ def _prepare(module: nn.Module, state: ParallelState, world: World, num_micro_ba
     stages: Mapping[int, Stage] = {own[0]: OnlyStage(world, state.stand_ins)}
     placements = state.placements
     if len(own) > 1:
-        if world.recorder is not None:
-            raise CaptureError(
-                f"capture: a step of {resolved.num_stages} stages on {resolved.degrees[0]} ranks. Each stage of such a "
-                "rank has a world of its own, which a recording does not follow: 1 stage per rank is needed. Use the "
-                "schedule 1f1b, gpipe or zero_bubble, or leave wb.capture out."
-            )
         several = stages = stage_ranks(module, state, world, own)
         placements = several[own[0]].placements
     running = RunningStep(placements, resolved.schedule, table, num_micro_batches)
