@@ -41,21 +41,24 @@ def slow_model(*times):
 
 @pytest.mark.parametrize(("schedule", "num_stages"), [("1f1b", 2), ("interleaved", 4)])
 def test_a_measured_step_is_what_the_simulator_says(schedule, num_stages):
-    """Work that is sleep overlaps on any number of cores, so the two agree on a busy machine too."""
+    """Work that is sleep overlaps on any number of cores; of some steps, the one that other work delayed least."""
     models = [slow_model(*[(0.02, 0.04)] * 4) for _ in range(2)]
     rows = "; ".join(f"{k}: data@{k * num_stages // 4}" for k in range(4))
     batch = torch.ones(4, 4), torch.ones(4, 4)
 
     def program(rank):
         model = wb.parallelize(models[rank], f"{rows} | 2x1x1 mb=4 {schedule}")
-        for _ in range(2):
+        timelines = []
+        for _ in range(4):
             wb.barrier()
             wb.forward_backward(model, F.mse_loss, *batch)
-        return wb.timeline(model)
+            timelines.append(wb.timeline(model))
+        return timelines[1:]
 
-    measured, other = run_ranks(program, 2)
+    first, second = run_ranks(program, 2)
+    assert first == second
+    measured = min(first, key=lambda timeline: timeline.makespan_s)
     table = make_table(schedule, num_stages, 4, 2)
-    assert measured == other
     assert [[span.action for span in spans] for spans in measured.spans] == table
     paper = simulate(table, num_stages, measured_durations([measured]))
     assert 0.85 * paper.makespan_s < measured.makespan_s < 1.5 * paper.makespan_s  # a busy machine delays some actions
