@@ -87,6 +87,35 @@ def test_data_parallel_ranks_sum_gradients() -> None:
     assert found.compute_s == pytest.approx(4 * 3 * product_s(8))
 
 
+@pytest.mark.parametrize(("options", "exchanges"), [("", 8), ("zero=1", 16), ("zero=2 mb=2", 24), ("zero=3", 3 * 4)])
+def test_ranks_that_copy_by_themselves_hide_no_sums_and_start_each(options: str, exchanges: int) -> None:
+    """Buckets there and, of parameters, back; under ZeRO 3 every layer gathered twice and scattered once."""
+    model, latency_s = mlp(4), 7.0
+    resolved = Strategy(f"data | 1x2x1 {options}").resolve(model.layers, 2)
+    found = []
+    for latency in (0.0, latency_s):
+        link = Link(1024, latency, 1e9)
+        machine = replace(MACHINE, links=(link,), exchanges_on_cores=True)
+        found.append(estimate(model, resolved, machine, 32).gradient_s)
+    assert found[1] - found[0] == pytest.approx(exchanges * latency_s)
+    hiding = estimate(model, resolved, replace(MACHINE, links=(Link(1024, 0.0, 1e9),)), 32)
+    assert found[0] > hiding.gradient_s
+
+
+def test_what_backward_moves_counts_where_it_is_known() -> None:
+    """As counted; of a formula, 1.5 times what forward moves. A product's is besides its products."""
+    machine = replace(MACHINE, memory_bandwidth_bytes_per_s=1e3, matmul_flops_per_s={"fp32": 1e30})
+
+    def seconds(*works: Work) -> float:
+        model = replace(mlp(1), rows=(replace(mlp(1).rows[0], own=works),))
+        return estimate(model, Strategy("data").resolve(model.layers, 1), machine, 1).compute_s
+
+    assert seconds(Work("gelu", 0, 100.0)) == pytest.approx(0.25)
+    assert seconds(Work("gelu", 0, 100.0, backward_bytes=400.0)) == pytest.approx(0.5)
+    assert seconds(Work("linear", 1.0, 0.0, WIDTH, backward_bytes=400.0)) == pytest.approx(0.4)
+    assert seconds(Work("split", 0, 0.0, backward_bytes=400.0)) == pytest.approx(0.4)
+
+
 def test_column_and_row_pairs_exchange_once_forward_and_once_back() -> None:
     found = predict("model", 2, num_layers=2)
     whole = 4 * WIDTH * 32
