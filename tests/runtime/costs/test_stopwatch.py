@@ -72,7 +72,7 @@ def test_an_exchange_is_what_it_adds_to_work_where_nothing_disturbs_it(clocks):
 
 def test_a_machine_that_slows_down_meanwhile_is_the_same_to_work_and_exchange(clocks):
     clocks.share, slower = 1.0, iter(range(1, 1000))
-    work, exchange = (lambda: clocks.work(1e-3 * (1 + next(slower) // 24))), (lambda: clocks.wait(4e-3))
+    work, exchange = (lambda: clocks.work(1e-3 * (1 + next(slower) // 16))), (lambda: clocks.wait(4e-3))
     assert on_ranks(lambda watch: watch.together_s(exchange, work))[0] == pytest.approx(4e-3, rel=0.3)
 
 

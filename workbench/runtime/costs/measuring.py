@@ -39,7 +39,7 @@ WEIGHT_BYTES = 2**26
 """Of the weights that products take by turns, because a step finds none of its weights in a cache."""
 EXCHANGE_BYTES = (2**12, 2**18, 2**22)
 """Of the logical tensors whose boxings are timed."""
-FUNCTION_BYTES = 2**24
+FUNCTION_BYTES = 2**23
 """Of the activations that functions take by turns, all forward and then all backward: few caches hold a step's."""
 COPY_BYTES = 2**26
 ROWS = {"cpu": 512, "cuda": 16384}
