@@ -28,9 +28,9 @@ def calibrate(
 
     With a session, all engines measure at once, since they share cores, memory and links: rates of matrix products by
     size and dtype, of copies and of the functions that models are made of, the time that starting a function takes,
-    latency and bandwidth of every kind of boxing within groups of 2, 4, ... ranks. It takes about 10 s; nothing else
-    should run on the machine. Without one, all ranks call it, and boxing decides by what comes back from now on (see
-    ``runtime.calibrating``).
+    latency and bandwidth of every kind of boxing within groups of 2, 4, ... ranks. It takes about 10 s, longer where
+    engines share cores; nothing else should run on the machine. Without one, all ranks call it, and boxing decides by
+    what comes back from now on (see ``runtime.calibrating``).
 
     Args:
         session: engines to measure on.
