@@ -35,6 +35,7 @@ ONE_STEP_BYTES = 16 * 2**10
 _LOOK_AFTER_S = 0.1
 _LAST_MESSAGES_S = 10.0
 """How long a rank that leaves waits for slower ones to fetch what it has sent; less if they have gone."""
+_AT_ONCE = datetime.timedelta(milliseconds=1)
 _TAG_BITS, _HASH_BITS = 20, 11
 _NEVER_SENT = (1 << 31) - 1
 
@@ -150,7 +151,8 @@ class GlooTransport(Asynchronous):
 
         def see_off() -> None:
             if work is not None:
-                work.wait()
+                # After the end one send may be stuck until its timeout; those behind it need not wait as long again.
+                work.wait(*((_AT_ONCE,) if self._has_ended else ()))
             buffer.clear()
             pending.remove(slot)
 
@@ -243,7 +245,7 @@ def close_connections(rank: int, world_size: int) -> None:
     for peer in range(world_size) if dist.is_initialized() else ():
         try:
             if peer != rank:
-                dist.irecv(torch.empty(1), peer, tag=_NEVER_SENT).wait(datetime.timedelta(milliseconds=1))  # type: ignore[union-attr]
+                dist.irecv(torch.empty(1), peer, tag=_NEVER_SENT).wait(_AT_ONCE)  # type: ignore[union-attr]
         except RuntimeError:
             continue
 
