@@ -34,7 +34,7 @@ def _frozen(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class StepBlock(_Plain):
-    """Consecutive steps as all ranks saw them. It is what is sent about ten times a second, however fast the steps are.
+    """Consecutive steps as all ranks saw them: what is sent about three times a second, however fast the steps are.
 
     Attributes:
         first_step: number of the first one, from 0.

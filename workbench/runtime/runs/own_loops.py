@@ -43,8 +43,8 @@ def log(
 ) -> None:
     """Report one step of a training loop to the notebook's live view (``wb.LiveView``). All ranks call it, every step.
 
-    A step lasts from one call to the next. Steps travel together, about five times a second, in one exchange of all
-    ranks; a loss stays where it is until then, so reading it does not slow the loop. The last fifth of a second of a
+    A step lasts from one call to the next. Steps travel together, about three times a second, in one exchange of all
+    ranks; a loss stays where it is until then, so reading it does not slow the loop. The last third of a second of a
     loop may be missing. Without a notebook nothing happens.
 
     Args:

@@ -36,7 +36,7 @@ def run_one_device(
     """The run on one device in plain torch, with the same micro-batches in the same order.
 
     A model that drops out runs as the only rank of a world of its own instead: plain torch draws other random numbers.
-    ``listen`` gets a ``StepBlock`` about every fifth of a second; layers are timed where somebody listens. Of
+    ``listen`` gets a ``StepBlock`` about three times a second; layers are timed where somebody listens. Of
     ``orders``, what was asked of it so far, it follows a stop, after the step in which it comes.
     """
     peak = PeakMeter(torch.device("cpu"), shares_process=is_simulated(current()))
@@ -116,7 +116,7 @@ def run_strategy(
     """Train under a strategy; every rank of the world calls it.
 
     Args:
-        listen: gets what is to be reported: on rank 0 a ``StepBlock`` about every fifth of a second and what happens
+        listen: gets what is to be reported: on rank 0 a ``StepBlock`` about three times a second and what happens
             (``RunEvent``), on every rank its ``StepSpans`` about once a second.
         orders: what the notebook has asked of this rank so far, in order. The ranks compare notes at the same moments
             and follow together what all of them have heard of: stop, pause, go on, another strategy.

@@ -2,7 +2,7 @@
 
 The first line says what is trained under which strategy, with which seed, versions and machine. Then come the steps,
 spans and events as they were reported, every one of them, and at the end the record. Lines are only ever appended, each
-in one write, so a notebook that dies leaves all but its last fifth of a second, and nobody ever reads half a file.
+in one write, so a notebook that dies leaves all but its last third of a second, and nobody ever reads half a file.
 """
 
 from __future__ import annotations
