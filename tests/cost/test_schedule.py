@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections import Counter
 
 import pytest
 
@@ -102,6 +103,22 @@ def test_64_stages_and_512_micro_batches_take_milliseconds() -> None:
     started = time.process_time()
     makespan_s("1f1b", 64, 512, f, b, [0.0] * 64, 0.01)
     assert time.process_time() - started < 0.5  # some 15 ms; simulate() takes a hundred times that
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("laps", [2, 3])
+def test_what_interleaved_stages_keep_is_what_their_table_has_at_its_fullest(ranks: int, laps: int) -> None:
+    stages = ranks * laps
+    layers = tuple(ResolvedLayer(str(stage), "data", None, stage) for stage in range(stages))
+    for m in (1, 2, ranks, ranks + 1, 2 * ranks, 3 * ranks):
+        options = Options((ranks, 1, 1), m, "interleaved")
+        found = live_micro_batches(ResolvedStrategy(layers, (ranks, 1, 1), options))
+        for rank, actions in enumerate(make_table("interleaved", stages, m, ranks)):
+            live, fullest = Counter[int](), Counter[int]()
+            for action in actions:
+                live[action.stage] += 1 if action.kind == "F" else -1
+                fullest = live.copy() if live.total() > fullest.total() else fullest
+            assert found[rank::ranks] == [fullest[stage] for stage in range(rank, stages, ranks)], (m, rank)
 
 
 def test_memory_of_a_schedule_of_ones_own_is_counted_from_its_table(monkeypatch: pytest.MonkeyPatch) -> None:

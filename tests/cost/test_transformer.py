@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from workbench.cost.estimate import estimate
 from workbench.cost.hardware_files import load_hardware
 from workbench.cost.setting import settings_of
 from workbench.cost.software import megatron
@@ -54,6 +55,39 @@ def test_parameters_and_operations_are_those_of_the_paper() -> None:
     )
     forward = 24 * s * layers * h * h * (1 + s / (6 * h) + v / (12 * layers * h))
     assert sum(row.flops for row in costs.rows) == pytest.approx(forward, rel=1e-6)
+
+
+def test_positions_are_whole_on_every_rank_of_the_model_axis() -> None:
+    costs = transformer_costs(GPT_22B)
+    strategy = transformer_strategy(GPT_22B, tensor=8, precision="fp16")
+    (setting,) = settings_of(costs, strategy, load_hardware("a100-80g-selene"), 1, software=megatron(2022))
+    embedding = prices_of(costs.rows, strategy.layers, (setting,))[0]
+    assert embedding.weights == 51200 * 6144 / 8 + 2048 * 6144
+
+
+def test_the_last_stage_has_a_copy_of_a_tied_table_where_software_copies_it() -> None:
+    costs, hardware = transformer_costs(GPT_22B), load_hardware("a100-80g-selene")
+    strategy = transformer_strategy(GPT_22B, pipeline=2, precision="fp16")
+    own, sent = (
+        estimate(costs, strategy, hardware, 1, software=replace(megatron(2022), copies_tied=copies)).memory[-1]
+        for copies in (True, False)
+    )
+    table = 51200 * 6144
+    assert [own[kind] - sent[kind] for kind in ("parameters", "gradients", "optimizer")] == [
+        2 * table, 2 * table, 12 * table
+    ]  # fmt: skip
+    alone = transformer_strategy(GPT_22B, precision="fp16")
+    assert (
+        estimate(costs, alone, hardware, 1, software=megatron(2022)).memory[0]["parameters"] == 2 * costs.num_parameters
+    )
+
+
+def test_logits_cost_14_bytes_and_8_where_the_loss_is_made_in_place() -> None:
+    kept = [
+        sum(work.saved_bytes for work in transformer_costs(replace(GPT_22B, has_loss_in_place=in_place)).rows[-1].after)
+        for in_place in (False, True)
+    ]
+    assert kept == [14 * 2048 * 51200, 8 * 2048 * 51200]
 
 
 def test_grouped_heads_and_gates_have_the_parameters_of_llama() -> None:

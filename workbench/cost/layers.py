@@ -27,8 +27,7 @@ class LayerPrice:
         boxing_sums_s: of the latter, those that add up terms of gradients.
         boxed_bytes: that a rank receives in them, forward and backward.
         boxed_forward_bytes: of these, those of forward, which full recomputation repeats.
-        parameters, gradients, optimizer: bytes that it holds, ZeRO counted.
-        weights: how many it works with, before ZeRO.
+        weights: how many it works with.
         shared: of these, how many every rank of the model axis has whole, and sums their gradients on that axis, too.
         kept_bytes: activations for backward, without recomputation.
         input_bytes: of its input alone: what a recomputed block keeps of its first layer.
@@ -43,9 +42,6 @@ class LayerPrice:
     boxing_backward_s: float = 0.0
     boxing_sums_s: float = 0.0
     boxed_bytes: float = 0.0
-    parameters: float = 0.0
-    gradients: float = 0.0
-    optimizer: float = 0.0
     weights: float = 0.0
     kept_bytes: float = 0.0
     input_bytes: float = 0.0
@@ -95,10 +91,9 @@ def layer_price(
     boxing = [seconds_and_bytes(exchanges, setting) for exchanges in (doors.forward, doors.backward)]
     sums_s, _ = seconds_and_bytes(doors.sums, setting)
     weights, shared = _weights(row, choice, setting)
-    state = state_bytes(weights, shared, setting) if row.layer.tied_to is None else (0.0, 0.0, 0.0)
     return LayerPrice(
         forward, first, second, boxing[0][0], boxing[1][0], sums_s,
-        boxing[0][1] + boxing[1][1], *state, weights, kept, _input_bytes(row, choice, before, setting),
+        boxing[0][1] + boxing[1][1], weights, kept, _input_bytes(row, choice, before, setting),
         scores, scores_kept, shared, boxing[0][1],
     )  # fmt: skip
 

@@ -14,9 +14,10 @@ _FORMULAS = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 
 
 def live_micro_batches(strategy: ResolvedStrategy) -> list[float]:
-    """For every stage, of how many micro-batches its activations are alive at once at most.
+    """For every stage, of how many micro-batches its activations are alive when its rank has most of them.
 
-    Stages that share a rank are not full at the same time: what the rank holds at most is spread over them evenly.
+    Stages that share a rank are not full at the same time. Where a table is counted, what the rank holds at most is
+    spread over them evenly.
     """
     m, ranks, stages = strategy.num_micro_batches, strategy.degrees[0], strategy.num_stages
     if strategy.schedule not in _FORMULAS:
@@ -29,9 +30,16 @@ def live_micro_batches(strategy: ResolvedStrategy) -> list[float]:
         return [float(min(m, stages))] * stages
     if stages == ranks:
         return [float(min(m, ranks - stage)) for stage in range(stages)]
-    laps = stages // ranks
-    chunks = [(laps - 1) * ranks + 2 * (ranks - stage % ranks - 1) + 1 for stage in range(stages)]
-    return [min(float(m), number / laps) for number in chunks]
+    return [_live_of_interleaved(stage, ranks, stages // ranks, m) for stage in range(stages)]
+
+
+def _live_of_interleaved(stage: int, ranks: int, laps: int, m: int) -> float:
+    """After all forwards of its rank's start and one more: they go through its stages, ``group`` at a time."""
+    lap, rank = divmod(stage, ranks)
+    group = min(m, ranks)
+    forwards = min((laps - 1) * group + 2 * (ranks - rank - 1) + 1, m * laps)
+    rounds, rest = divmod(forwards, laps * group)
+    return float(min(m, rounds * group + min(group, max(0, rest - lap * group))))
 
 
 def memory_of(stages: Sequence[StagePrice], alive: Sequence[float], num_ranks: int) -> tuple[Mapping[str, float], ...]:

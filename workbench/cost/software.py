@@ -31,6 +31,8 @@ class Software:
         hides_sends: a stage computes while what it hands over is under way; else it waits for it, in each direction.
         uses_all_adapters: a ring through several ranks of a host has the adapters of all of them; else of one.
         gathers_again: under ZeRO 3 parameters are gathered for recomputation, let go, and gathered for backward.
+        copies_tied: a stage that uses a weight of another stage has a copy of it, with gradient and optimizer; else it
+            is sent there for each use.
         keeps_gathered: behind a gather of the sequence the gathered activation is saved; else its slice, which is
             gathered once more in backward.
         recompute: what ``recompute`` of a strategy computes again: "full" blocks, or the "selective" scores of
@@ -48,6 +50,7 @@ class Software:
     hides_sends: bool = True
     uses_all_adapters: bool = True
     gathers_again: bool = False
+    copies_tied: bool = False
     keeps_gathered: bool = True
     recompute: str = "full"
 
@@ -89,6 +92,7 @@ def megatron(year: int, recompute: str = "full") -> Software:
         hides_sends=year >= 2023,
         uses_all_adapters=year >= 2023,
         gathers_again=year < 2023,
+        copies_tied=True,
         keeps_gathered=False,
         recompute=recompute,
     )

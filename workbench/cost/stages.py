@@ -10,7 +10,7 @@ from workbench.core.model_costs import LayerCost, ModelCosts
 from workbench.core.pairing import TABLE
 from workbench.core.strategy import ResolvedLayer
 from workbench.cost.boxings import are_siblings
-from workbench.cost.layers import LayerPrice, accumulation_s, layer_price
+from workbench.cost.layers import LayerPrice, accumulation_s, layer_price, state_bytes
 from workbench.cost.setting import Setting
 
 Priced = tuple[LayerCost, ResolvedLayer, LayerPrice]
@@ -24,7 +24,7 @@ class StagePrice:
         forward_s, input_s, weight_s: a forward and the halves of a backward, exchanges and recomputation included.
         compute_s, boxing_s: the parts of these three together.
         boxed_bytes: that a rank receives of other ranks of its stage.
-        weights: how many it works with.
+        weights: how many it updates.
         shared: of these, those whose gradients are summed over the model axis, too.
         tables: of ``weights``, those of embeddings, which backward does not need.
         boxing_forward_s: of ``boxing_s``, that of a forward.
@@ -144,6 +144,8 @@ def _added_up(
     gathered: dict[int, float] = {}
     for i in mine:
         gathered[blocks[i]] = gathered.get(blocks[i], 0.0) + prices[i].weights
+    updated = _updated(model, mine, setting)
+    weights, shared = sum(prices[i].weights for i in updated), sum(prices[i].shared for i in updated)
     itemsize = setting.software.parameter_bytes(setting.precision)
     return StagePrice(
         forward + boxing,
@@ -152,18 +154,24 @@ def _added_up(
         forward + input_s + weight_s + again.compute_s,
         boxing + boxing_back + again.boxing_s,
         sum(prices[i].boxed_bytes for i in mine) + again.boxed_bytes,
-        sum(prices[i].weights for i in mine if model.rows[i].layer.tied_to is None),
-        sum(prices[i].parameters for i in mine),
-        sum(prices[i].gradients for i in mine),
-        sum(prices[i].optimizer for i in mine),
+        weights,
+        *state_bytes(weights, shared, setting),
         again.kept_bytes,
         again.block_bytes,
         max(gathered.values(), default=0.0) * itemsize if setting.zero >= 3 and setting.data > 1 else 0.0,
-        sum(prices[i].shared for i in mine if model.rows[i].layer.tied_to is None),
+        shared,
         sum(prices[i].weights for i in mine if model.rows[i].layer.kind == TABLE),
         boxing,
         len(gathered),
     )
+
+
+def _updated(model: ModelCosts, mine: Sequence[int], setting: Setting) -> list[int]:
+    """Rows of the stage whose weights it holds and updates: tied ones once, where they are met first."""
+    names = {model.rows[i].layer.name for i in mine}
+    tied_to = {i: model.rows[i].layer.tied_to for i in mine}
+    copies = setting.software.copies_tied
+    return [i for i in mine if tied_to[i] is None or (copies and tied_to[i] not in names)]
 
 
 def block_of_rows(model: ModelCosts) -> list[int]:

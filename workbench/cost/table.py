@@ -13,7 +13,7 @@ from workbench.cost.estimate import Estimate, estimate
 from workbench.cost.hardware import Hardware
 from workbench.cost.hardware_files import load_hardware
 from workbench.cost.software import megatron
-from workbench.cost.transformer import Transformer, transformer_costs, transformer_strategy
+from workbench.cost.transformer import LOSS_IN_PLACE_SINCE, Transformer, transformer_costs, transformer_strategy
 from workbench.errors import TableError, WorkbenchError
 
 REQUIRED = (
@@ -107,7 +107,7 @@ def predict_row(row: Mapping[str, str], number: int = 1, machines: dict[str, Har
 def _predict(n: Mapping[str, int], texts: Mapping[str, str], hardware: Hardware) -> Estimate:
     model = Transformer(
         n["hidden"], n["heads"], n["layers"], n["vocab"], n["seq"], n.get("kv_heads"), n.get("ffn"),
-        bool(n["gated_ffn"]), bool(n["flash"]),
+        bool(n["gated_ffn"]), bool(n["flash"]), n["software"] >= LOSS_IN_PLACE_SINCE,
     )  # fmt: skip
     strategy = transformer_strategy(
         model,

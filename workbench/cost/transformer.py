@@ -14,15 +14,17 @@ For s positions, hidden size h, a heads, 16-bit activations; bytes and operation
     up                2 s h f            in + out            2 s h                  twice as wide where it is gated
     GELU              0                  4 s f               2 s f
     down              2 s f h            in + out            2 s f
-    logits, loss      2 s h V            24 s V              14 s V                 in 16 bits, and three times in 32
+    logits, loss      2 s h V            24 s V              14 s V                 8 s V where made in place
 
 Saved bytes of a block add up to s h (34 + 5 a s / h). (Korthikanti et al., arXiv 2205.05198.) A flash kernel stands for
-scores to context, moves and saves only its inputs and output, and skips what the causal mask hides.
+scores to context, moves and saves only its inputs and output, and skips what the causal mask hides. Logits are there in
+16 bits, and in 32 bits as themselves, softmax and gradient; since June 2024 Megatron-LM makes softmax and gradient
+in the place of the logits and hands the gradient on in 16 bits (its commit 9634c0e4a3).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from workbench.core.model_costs import LayerCost, ModelCosts, Work
@@ -34,8 +36,10 @@ from workbench.errors import StrategyError
 _ITEM = 2
 _LOGITS_MOVED = 24
 """Bytes per logit in forward: to 32 bits, maximum, difference, exponential, sum. Backward moves half as many again."""
-_LOGITS_SAVED = 2 + 4 + 4 + 4
-"""Logits in 16 bits, in 32 bits, their softmax, their gradient: all there when the loss goes backward."""
+LOSS_IN_PLACE_SINCE = 2024
+"""The year of Megatron-LM."""
+_LOGITS_SAVED, _LOGITS_SAVED_IN_PLACE = 2 + 4 + 4 + 4, 2 + 4 + 2
+"""All there when the loss goes backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +50,9 @@ class Transformer:
         hidden, heads, layers, vocab, seq: its sizes.
         kv_heads: heads of keys and values; as many as ``heads`` if None.
         ffn: width of the feed-forward part; 4 hidden if None.
-        is_gated: a gate beside it (SwiGLU), and with it rotary positions and an embedding that is not tied.
-        has_flash: attention in one kernel; models of that time have no dropout.
+        is_gated: a gate beside it (SwiGLU), and with it rotary positions, no dropout, an embedding that is not tied.
+        has_flash: attention in one kernel, its dropout included.
+        has_loss_in_place: of logits there is one copy in 32 bits, not three.
     """
 
     hidden: int
@@ -59,16 +64,12 @@ class Transformer:
     ffn: int | None = None
     is_gated: bool = False
     has_flash: bool = False
+    has_loss_in_place: bool = False
 
     @property
     def width(self) -> int:
         """Of the feed-forward part."""
         return self.ffn or 4 * self.hidden
-
-    @property
-    def has_dropout(self) -> bool:
-        """Whether it is a model of before 2022."""
-        return not self.is_gated and not self.has_flash
 
     @property
     def kv_size(self) -> int:
@@ -86,13 +87,16 @@ def transformer_costs(model: Transformer) -> ModelCosts:
     s, h = model.seq, model.hidden
     block = _block(model)
     rows = [_row("embedding", "Embedding", (model.vocab, h), (), _dropout(model), (s, h))]
+    if not model.is_gated:
+        rows[0] = _with_positions(rows[0], s * h)
     for index in range(model.layers):
         rows += [
             _row(f"layers.{index}.{name}", kind, weight, own, after, output)
             for name, kind, weight, own, after, output in block
         ]
     rows.append(_row("norm", "LayerNorm", (h,), _norm(model), (), (s, h)))
-    loss = Work("cross_entropy", 0, _LOGITS_MOVED * s * model.vocab, 0, _LOGITS_SAVED * s * model.vocab)
+    saved = _LOGITS_SAVED_IN_PLACE if model.has_loss_in_place else _LOGITS_SAVED
+    loss = Work("cross_entropy", 0, _LOGITS_MOVED * s * model.vocab, 0, saved * s * model.vocab)
     logits = _product(s, h, model.vocab)
     tied = None if model.is_gated else "embedding"
     rows.append(_row("head", "Linear", (model.vocab, h), logits, (loss,), (s, model.vocab), tied))
@@ -184,6 +188,13 @@ def _row(
     return LayerCost(Layer(name, kind, shapes, sum(map(prod, shapes.values())), tied_to), own, after, output, _ITEM)
 
 
+def _with_positions(row: LayerCost, size: int) -> LayerCost:
+    """The embedding with its positions, in one dim as biases are: every rank of the model axis has all of them."""
+    layer = row.layer
+    shapes = {**layer.shapes, "positions": (size,)}
+    return replace(row, layer=replace(layer, shapes=shapes, num_parameters=layer.num_parameters + size))
+
+
 def _product(s: int, inner: int, outputs: int) -> tuple[Work, ...]:
     return (Work("linear", 2 * s * inner * outputs, _ITEM * s * (inner + outputs), inner, _ITEM * s * inner),)
 
@@ -195,13 +206,13 @@ def _norm(model: Transformer) -> tuple[Work, ...]:
 
 def _dropout(model: Transformer) -> tuple[Work, ...]:
     size = model.seq * model.hidden
-    return (Work("dropout", 0, 5 * size, 0, size),) if model.has_dropout else ()
+    return () if model.is_gated else (Work("dropout", 0, 5 * size, 0, size),)
 
 
 def _dropout_and_sum(model: Transformer) -> tuple[Work, ...]:
     """Bias, dropout and residual sum in one: reads two tensors, writes one and the mask of a byte."""
     size = model.seq * model.hidden
-    return (Work("dropout_add", 0, 7 * size, 0, size),) if model.has_dropout else (Work("add", 0, 6 * size),)
+    return (Work("add", 0, 6 * size),) if model.is_gated else (Work("dropout_add", 0, 7 * size, 0, size),)
 
 
 def _attention(model: Transformer) -> tuple[Work, ...]:
@@ -222,4 +233,4 @@ def _attention(model: Transformer) -> tuple[Work, ...]:
     )
 
 
-__all__ = ["Transformer", "transformer_costs", "transformer_strategy"]
+__all__ = ["LOSS_IN_PLACE_SINCE", "Transformer", "transformer_costs", "transformer_strategy"]

@@ -97,12 +97,7 @@ class Prices:
             )
             prices.append(self.row(index, before, choices[index], following))
         setting = with_options(self.setting, candidate)
-        stages = stage_prices(self._costs, layers, prices, [setting] * candidate.num_stages)
-        found = []
-        for stage in stages:
-            parameters, gradients, optimizer = state_bytes(stage.weights, stage.shared, setting)
-            found.append(replace(stage, parameters=parameters, gradients=gradients, optimizer=optimizer))
-        return found
+        return stage_prices(self._costs, layers, prices, [setting] * candidate.num_stages)
 
     def is_recomputed(self, index: int) -> bool:
         """Whether the row is in a block that ``recompute`` computes again."""
