@@ -7,6 +7,7 @@
     ├── StrategyError (ValueError)       a strategy that does not fit its model or its ranks
     ├── HardwareError (ValueError)       a machine file with a missing or absurd number
     ├── TableError (ValueError)          a table of runs with a missing or contradictory value
+    ├── RunError (ValueError)            a training run that cannot be: no steps, more samples than there are
     ├── CaptureError (RuntimeError)      a step that cannot be replayed as a local program
     ├── ExplicitBoxingError              an implicit boxing under ``wb.explicit_boxing()``
     ├── WorldError (RuntimeError)        this process is not (or no longer) part of a world
@@ -60,6 +61,10 @@ class HardwareError(WorkbenchError, ValueError):
 
 class TableError(WorkbenchError, ValueError):
     """A table of training runs with a missing or contradictory value; names row and column."""
+
+
+class RunError(WorkbenchError, ValueError):
+    """What is to be trained cannot be: no steps, a batch larger than the data, a model instead of what makes it."""
 
 
 class CaptureError(WorkbenchError, RuntimeError):

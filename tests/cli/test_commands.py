@@ -124,6 +124,13 @@ def test_a_report_needs_plotly_before_anything_is_trained(tmp_path: Path, monkey
         results.compare_and_present(results.Job(None, None, None), ["data"], args)
 
 
+def test_a_file_that_is_not_python_is_told_with_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("import torch\n\ndef model_fn(:\n", encoding="utf-8")
+    assert cli.main(["compare", str(file)]) == cli.USER_ERROR
+    assert capsys.readouterr().err == f"workbench compare: {file}, line 3: invalid syntax: def model_fn(:\n"
+
+
 def raising(error: BaseException):
     def run(_args: object) -> int:
         raise error

@@ -1,5 +1,6 @@
 """``wb.compare`` on real engines: figures, truth, failures."""
 
+import importlib
 import json
 import threading
 import time
@@ -11,10 +12,11 @@ from torch import nn
 
 import workbench as wb
 from workbench.core.metrics import RunEvent, StepBlock, StepSpans
-from workbench.errors import StrategyError
+from workbench.errors import RunError, StrategyError
 from workbench.session.comparing.compare import CompareResult, Comparison
 from workbench.session.comparing.comparison import RunStopped, Watch
 from workbench.session.comparing.saved_runs import SavedRuns
+from workbench.session.comparing.subject import Subject
 
 pytestmark = pytest.mark.engines
 
@@ -26,6 +28,10 @@ def make_model():
 def data():
     generator = torch.Generator().manual_seed(0)
     return torch.randn(50, 8, generator=generator), torch.randint(0, 4, (50,), generator=generator)
+
+
+def subject(steps, loss_fn=F.cross_entropy):
+    return Subject.of(make_model, data(), loss_fn, batch_size=16, steps=steps)
 
 
 @pytest.fixture(scope="module")
@@ -67,8 +73,25 @@ def test_a_wrong_number_is_noticed(result):
 def test_a_strategy_that_does_not_fit_runs_nothing(session):
     with pytest.raises(StrategyError, match="no layer matches"):
         wb.compare(make_model, data(), F.cross_entropy, ["data", "nope: model"], batch_size=16, session=session)
-    with pytest.raises(ValueError, match="data set has 50 samples"):
-        wb.compare(make_model, data(), F.cross_entropy, ["data"], batch_size=64, session=session)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "error", "words"),
+    [
+        ({"batch_size": 64}, RunError, "batch_size=64, but the data set has 50 samples.*batch_size=50"),
+        ({"steps": 0}, RunError, "steps=0: a whole number of at least 1"),
+        ({"model_fn": make_model()}, RunError, "model_fn is a Sequential.*without calling it"),
+        ({"strategies": ["data", "nope: model"]}, StrategyError, "no layer matches 'nope'"),
+        ({"strategies": "*: data | 1x3x1", "engines": 2}, StrategyError, "there are 2 ranks"),
+    ],
+)
+def test_mistakes_are_told_before_any_engine_is_started(monkeypatch, mistake, error, words):
+    compare = importlib.import_module("workbench.session.comparing.compare")
+    monkeypatch.setattr(compare, "current", lambda: None)
+    monkeypatch.setattr(compare, "Session", lambda *_: pytest.fail("engines were started"))
+    asked = {"model_fn": make_model, "strategies": ["data"], "batch_size": 16} | mistake
+    with pytest.raises(error, match=words):
+        wb.compare(dataset=data(), loss_fn=F.cross_entropy, **asked)
 
 
 def test_a_strategy_that_fails_keeps_the_others(session):
@@ -107,8 +130,7 @@ class Followed:
 
 def test_a_run_is_followed_to_its_end_and_kept_on_disk(session, tmp_path):
     saved = SavedRuns(tmp_path)
-    arguments = {"batch_size": 16, "steps": 60, "keep": saved}
-    with Comparison(session, make_model, data(), F.cross_entropy, **arguments) as comparison:
+    with Comparison(session, subject(60), saved) as comparison:
         followed = Followed(comparison.start("data", predicted={"step_s": 0.5}))
         followed.until(followed.run.done)
         record = followed.run.result()
@@ -124,7 +146,7 @@ def test_a_run_is_followed_to_its_end_and_kept_on_disk(session, tmp_path):
 
 
 def test_pause_change_the_strategy_go_on_and_stop(session):
-    with Comparison(session, make_model, data(), F.cross_entropy, batch_size=16, steps=600) as comparison:
+    with Comparison(session, subject(600)) as comparison:
         run = comparison.start("data")
         followed = Followed(run)
         followed.until(lambda: followed.steps >= 5)
@@ -151,7 +173,7 @@ def test_a_stop_reaches_the_one_device_run_that_comes_first(session):
         return F.cross_entropy(output, target)
 
     steps: list[int] = []
-    with Comparison(session, make_model, data(), slow_loss, batch_size=16, steps=100) as comparison:
+    with Comparison(session, subject(100, slow_loss)) as comparison:
         watch = Watch(lambda block: steps.append(block.stop_step), lambda: bool(steps))
         with pytest.raises(RunStopped, match="one device trained, after its step"):
             comparison.truth(1, watch)
@@ -161,7 +183,7 @@ def test_a_stop_reaches_the_one_device_run_that_comes_first(session):
 
 
 def test_a_cell_that_has_to_wait_says_for_what(session, capsys):
-    with Comparison(session, make_model, data(), F.cross_entropy, batch_size=16, steps=600) as comparison:
+    with Comparison(session, subject(600)) as comparison:
         run = comparison.start("data", "hybrid, edited")
         followed = Followed(run)
         followed.until(lambda: followed.steps >= 1)

@@ -9,7 +9,7 @@ import pytest
 
 from tests.ui.reports import FakeTrainer
 from workbench.core.strategy import Strategy
-from workbench.errors import StrategyError
+from workbench.errors import RunError, StrategyError
 from workbench.session.comparing.comparison import RunStopped
 from workbench.ui.runs.running import Hooks, RunsPart, predictions
 
@@ -154,6 +154,13 @@ def test_noted_steps_can_be_saved_for_trace_viewers(part: RunsPart, trainer: Fak
     part.trace_button.click()
     ((name, content, kind),) = sent
     assert name == "data-trace.json" and '"B0"' in content and kind == "application/json"
+
+
+@pytest.mark.parametrize("steps", ["data", 0, 2.5])
+def test_what_is_no_number_of_steps_begins_nothing(part: RunsPart, steps: object):
+    with pytest.raises(RunError, match=r"panel\.run\(steps=.*at least 1"):
+        part.run(steps)
+    assert not part.busy and part.live.history is None
 
 
 def test_what_was_predicted_goes_with_the_run(trainer: FakeTrainer, upper: Upper):

@@ -51,7 +51,7 @@ def run_file(path: Path) -> ModuleType:
     """What a Python file defines; its functions travel to engines by value.
 
     Raises:
-        CommandError: there is no such file.
+        CommandError: there is no such file, or it is not Python.
     """
     spec = importlib.util.spec_from_file_location(_MODULE_NAME, path)
     if spec is None or spec.loader is None or not path.is_file():
@@ -60,7 +60,12 @@ def run_file(path: Path) -> ModuleType:
     # Its classes must be found by name here, and its neighbours must be importable, as if it had been started itself.
     sys.modules[_MODULE_NAME] = module
     sys.path.insert(0, str(path.resolve().parent))
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except SyntaxError as error:
+        raise CommandError(
+            f"{error.filename}, line {error.lineno}: {error.msg}: {(error.text or '').strip()}"
+        ) from None
     _send_by_value(module)
     return module
 

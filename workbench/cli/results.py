@@ -67,23 +67,21 @@ def add_output_arguments(parser: argparse.ArgumentParser, report: str | None) ->
 
 def compare_and_present(job: Job, strategies: Sequence[str], args: argparse.Namespace) -> int:
     """Compare the strategies in a session of their own and show the result; returns the exit code."""
-    from workbench.session.cluster import Session
     from workbench.session.comparing.compare import compare
 
     if args.out is not None:
         require("lab", "plotly")
-    with Session(engines=args.engines) as session:
-        result = compare(
-            job.model_fn,
-            job.dataset,
-            job.loss_fn,
-            strategies,
-            optimizer_fn=job.optimizer_fn,
-            batch_size=args.batch,
-            steps=args.steps,
-            seed=args.seed,
-            session=session,
-        )
+    result = compare(
+        job.model_fn,
+        job.dataset,
+        job.loss_fn,
+        strategies,
+        optimizer_fn=job.optimizer_fn,
+        batch_size=args.batch,
+        steps=args.steps,
+        engines=args.engines,
+        seed=args.seed,
+    )
     return present(result, args.out, args.json)
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any
 
 import torch
 from torch import nn
+
+from workbench.errors import RunError
 
 WARM_UP_STEPS = 3
 """Steps that plan and cache; left out of throughput."""
@@ -27,6 +30,11 @@ class Job:
         dataset: a (inputs, targets) pair of tensors or arrays, or any torch Dataset of pairs.
         loss_fn: (output, target) -> scalar, a mean over the samples.
         optimizer_fn: parameters -> torch optimizer; default SGD with lr 0.1 and momentum 0.9.
+        batch_size: samples per step, over all ranks.
+        num_steps: training steps; the data set starts anew as often as that takes.
+
+    Raises:
+        RunError: a model instead of a function that makes one, a number below 1, or a batch larger than the data set.
     """
 
     model_fn: Callable[[], nn.Module]
@@ -36,6 +44,24 @@ class Job:
     batch_size: int
     num_steps: int
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.model_fn, nn.Module):
+            kind = type(self.model_fn).__name__
+            raise RunError(
+                f"model_fn is a {kind}, but every run starts from fresh weights. Give the function or class that makes "
+                f"the model, without calling it: make_model, not make_model()."
+            )
+        numbers: dict[str, Any] = {"batch_size": self.batch_size, "steps": self.num_steps}
+        for name, number in numbers.items():
+            if not isinstance(number, Integral) or number < 1:
+                raise RunError(f"{name}={number!r}: a whole number of at least 1, e.g. {name}=20.")
+        num_samples = num_samples_of(self.dataset)
+        if self.batch_size > num_samples:
+            raise RunError(
+                f"batch_size={self.batch_size}, but the data set has {num_samples} samples. "
+                f"A step takes each of them at most once: batch_size={num_samples} is the largest."
+            )
 
     def model(self) -> nn.Module:
         """A fresh model with the job's weights."""

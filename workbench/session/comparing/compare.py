@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +15,9 @@ from workbench.core.presets import PRESETS
 from workbench.core.strategy import Strategy
 from workbench.errors import SessionError, StrategyError
 from workbench.session.cluster import Session, current
-from workbench.session.comparing.comparison import TOLERANCE, Comparison, StrategyLike
+from workbench.session.comparing.comparison import TOLERANCE, Comparison
 from workbench.session.comparing.saved_runs import SavedRuns
+from workbench.session.comparing.subject import StrategyLike, Subject
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -95,6 +96,7 @@ def compare(
     batch_size: int,
     steps: int = 20,
     session: Session | None = None,
+    engines: int = 2,
     seed: int = 0,
     progress: bool = True,
     keep: bool | SavedRuns = True,
@@ -111,7 +113,8 @@ def compare(
         optimizer_fn: parameters -> torch optimizer; default SGD with lr 0.1 and momentum 0.9.
         batch_size: samples per step, over all engines.
         steps: training steps per strategy.
-        session: where to run; default the current one, else one with 2 engines for the time of the call.
+        session: where to run; default the current one.
+        engines: where there is none: how many are started for the time of the call.
         seed: of the weights and of the order of the data.
         progress: print a line per strategy to standard error.
         keep: keep the runs on disk, see ``wb.SavedRuns``; a ``SavedRuns`` says where.
@@ -120,24 +123,24 @@ def compare(
         A result whose ``.table`` is a pandas table.
 
     Raises:
-        StrategyError: a strategy does not fit; nothing has run then.
+        StrategyError: a strategy does not fit.
+        RunError: what is to be trained cannot be, a batch of more samples than there are for example. Nothing has run
+            then, and no engine was started.
 
     ``wb.compare(make_mlp, digits(), F.cross_entropy, ["data", "model"], batch_size=128).table`` has a row for each.
     """
     named = _named(strategies)
     saved = SavedRuns() if keep is True else keep or None
-    options: dict[str, Any] = {
-        "optimizer_fn": optimizer_fn,
-        "batch_size": batch_size,
-        "steps": steps,
-        "seed": seed,
-        "keep": saved,
-    }
+    subject = Subject.of(
+        model_fn, dataset, loss_fn, optimizer_fn=optimizer_fn, batch_size=batch_size, steps=steps, seed=seed
+    )
+    running = session or current()
+    num_ranks = engines if running is None else running.num_engines
+    checked = {name: subject.strategy(strategy, num_ranks) for name, strategy in named.items()}
     with (
-        _session(session) as used,
-        Comparison(used, model_fn, dataset, loss_fn, **options) as comparison,
+        Session(engines) if running is None else nullcontext(running) as used,
+        Comparison(used, subject, saved) as comparison,
     ):
-        checked = {name: comparison.strategy(strategy) for name, strategy in named.items()}
         say = _Progress(len(checked)) if progress else None
         baseline = comparison.baseline()
         runs = [_run_to_end(comparison, name, strategy, say) for name, strategy in checked.items()]
@@ -155,13 +158,6 @@ def _named(strategies: Iterable[StrategyLike] | Mapping[str, StrategyLike]) -> d
             f"compare: no strategy given. Give some of {', '.join(PRESETS)}, or texts such as '*: data'."
         )
     return named
-
-
-@contextmanager
-def _session(session: Session | None) -> Any:
-    existing = session or current()
-    with nullcontext(existing) if existing is not None else Session(engines=2) as used:
-        yield used
 
 
 def _run_to_end(comparison: Comparison, name: str, strategy: Strategy, say: _Progress | None) -> RunRecord:

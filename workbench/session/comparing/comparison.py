@@ -17,17 +17,16 @@ from datetime import datetime
 from typing import Any
 
 from workbench.core.metrics import RunEvent, RunRecord, StepBlock, StepSpans, bubble
-from workbench.core.presets import PRESETS, preset
-from workbench.core.rows import Layer
+from workbench.core.presets import PRESETS
 from workbench.core.strategy import Strategy
 from workbench.errors import SessionError
-from workbench.runtime.parallel import describe
-from workbench.runtime.runs.train import CHECKED_STEPS, WARM_UP_STEPS, Job, num_samples_of
+from workbench.runtime.runs.train import CHECKED_STEPS, WARM_UP_STEPS
 from workbench.session.calls import RemoteCall
 from workbench.session.cluster import Session
 from workbench.session.comparing import training
 from workbench.session.comparing.machine import machine_text, versions
 from workbench.session.comparing.saved_runs import RunFile, SavedRuns
+from workbench.session.comparing.subject import StrategyLike, Subject
 from workbench.session.comparing.training import RankReport
 
 TOLERANCE = 1e-5
@@ -35,7 +34,6 @@ TOLERANCE = 1e-5
 and, under SGD, of the weights after them."""
 NO_STRATEGY = "plain torch, no parallelism"
 """What the one-device run has in the place of a strategy."""
-StrategyLike = Strategy | str
 Message = StepBlock | StepSpans | RunEvent
 _POLL_S = 0.1
 _keys = itertools.count()
@@ -59,29 +57,9 @@ class Comparison:
     ``wb.compare`` and the panel are both made of this. Close it (or use it as a context) to free the engines' copies.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        model_fn: Callable[[], Any],
-        dataset: Any,
-        loss_fn: Callable[[Any, Any], Any],
-        *,
-        optimizer_fn: Callable[[Any], Any] | None = None,
-        batch_size: int,
-        steps: int,
-        seed: int = 0,
-        keep: SavedRuns | None = None,
-    ) -> None:
-        if batch_size < 1 or steps < 1:
-            raise ValueError(f"batch_size={batch_size}, steps={steps}: both are at least 1.")
-        if batch_size > num_samples_of(dataset):
-            raise ValueError(f"batch_size={batch_size}, but the data set has {num_samples_of(dataset)} samples.")
-        self.session = session
-        self.job = Job(model_fn, dataset, loss_fn, optimizer_fn, batch_size, steps, seed)
+    def __init__(self, session: Session, subject: Subject, keep: SavedRuns | None = None) -> None:
+        self.session, self.subject, self.job = session, subject, subject.job
         self.key = f"{os.getpid()}-{next(_keys)}"
-        model = self.job.model()
-        self.layers: list[Layer] = describe(model)
-        self.checks_weights = type(self.job.optimizer(model)).__name__ == "SGD"
         self._truths: dict[int, RankReport] = {}
         self._keep = keep
         self._baseline: RunRecord | None = None
@@ -98,15 +76,8 @@ class Comparison:
         self.session.submit(training.forget_job, self.key).result()
 
     def strategy(self, wanted: StrategyLike) -> Strategy:
-        """A strategy from a preset's name, a text or itself, checked against the model.
-
-        Raises:
-            StrategyError: it does not fit the model or the number of engines.
-        """
-        if isinstance(wanted, str):
-            wanted = preset(wanted, self.layers, self.session.num_engines) if wanted in PRESETS else Strategy(wanted)
-        wanted.resolve(self.layers, self.session.num_engines)
-        return wanted
+        """A strategy checked against the model and the number of engines; raises as `Subject.strategy` does."""
+        return self.subject.strategy(wanted, self.session.num_engines)
 
     def truth(self, num_micro_batches: int = 1, watch: Watch | None = None) -> RankReport:
         """The one-device run with so many micro-batches, made on engine 0 when it is first asked for.
@@ -174,7 +145,7 @@ class Comparison:
         job = self.job
         return {
             "model": getattr(job.model_fn, "__name__", type(job.model_fn).__name__),
-            "num_parameters": sum(layer.num_parameters for layer in self.layers),
+            "num_parameters": sum(layer.num_parameters for layer in self.subject.layers),
             "batch_size": job.batch_size,
             "steps": job.num_steps,
             "engines": self.session.num_engines,
@@ -194,7 +165,7 @@ class Comparison:
         pairs = list(zip(run.losses, truth.losses, strict=False))[:CHECKED_STEPS]
         loss_difference = max((_distance(a, b) for a, b in pairs), default=None)
         weight_difference = next((r.weight_difference for r in reports if r.weight_difference is not None), None)
-        compared = [loss_difference] + ([weight_difference] if self.checks_weights else [])
+        compared = [loss_difference] + ([weight_difference] if self.subject.checks_weights else [])
         equal = None if loss_difference is None else all(d is None or d <= TOLERANCE for d in compared)
         return replace(run, loss_difference=loss_difference, weight_difference=weight_difference, equal=equal)
 

@@ -6,12 +6,14 @@ import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import ipywidgets as widgets
 
 from workbench.core.metrics import RunRecord, StepSpans
 from workbench.core.strategy import Strategy
+from workbench.errors import RunError
 from workbench.session.comparing.comparison import RunStopped
 from workbench.session.comparing.saved_runs import SavedRuns
 from workbench.theme import Palette
@@ -93,6 +95,7 @@ class RunsPart:
         Raises:
             RuntimeError: a run is going on already.
             StrategyError: the strategy has mistakes.
+            RunError: ``steps`` is not a number of steps.
         """
         with self._lock:
             if self._pump is not None:
@@ -100,7 +103,12 @@ class RunsPart:
                     "panel.run(): a run holds the engines. Wait for it with panel.wait(), or panel.stop()."
                 )
             strategy, label = self._hooks.wanted()
-            num_steps = steps or self._steps
+            asked: Any = self._steps if steps is None else steps
+            if not isinstance(asked, Integral) or asked < 1:
+                raise RunError(
+                    f"panel.run(steps={steps!r}): a whole number of at least 1. The strategy is the one in the rows."
+                )
+            num_steps = int(asked)
             name = self._free_name(label)
             self._names = {str(strategy): name}
             self._spans, self.is_paused, self._is_changing = [], False, False

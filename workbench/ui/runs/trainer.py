@@ -13,6 +13,7 @@ from workbench.core.rows import Layer
 from workbench.core.strategy import Strategy
 from workbench.session.comparing.comparison import Comparison, Message, TrainingRun, Watch
 from workbench.session.comparing.saved_runs import SavedRuns
+from workbench.session.comparing.subject import Subject
 from workbench.ui.live.pump import Run
 
 
@@ -61,21 +62,15 @@ class SessionTrainer:
         seed: int = 0,
         keep: SavedRuns | None = None,
     ) -> None:
-        self._job = (session, model_fn, dataset, loss_fn)
-        self._options: dict[str, Any] = {
-            "batch_size": batch_size,
-            "optimizer_fn": optimizer_fn,
-            "seed": seed,
-            "keep": keep,
-        }
-        self._comparison = self._compare(steps)
-        self.layers = self._comparison.layers
+        subject = Subject.of(
+            model_fn, dataset, loss_fn, optimizer_fn=optimizer_fn, batch_size=batch_size, steps=steps, seed=seed
+        )
+        self._session, self._keep = session, keep
+        self._comparison = Comparison(session, subject, keep)
+        self.layers = subject.layers
         self.num_ranks: int = session.num_engines
         self.sample_shape = sample_shape_of(dataset)
         self.baseline: RunRecord | None = None
-
-    def _compare(self, steps: int) -> Comparison:
-        return Comparison(*self._job, steps=steps, **self._options)
 
     def start(
         self, strategy: Strategy, name: str, num_steps: int, predicted: Mapping[str, float] | None = None
@@ -91,9 +86,11 @@ class SessionTrainer:
         predicted: Mapping[str, float] | None,
         watch: Watch,
     ) -> tuple[TrainingRun, Sequence[float]]:
-        if num_steps != self._comparison.job.num_steps:
+        subject = self._comparison.subject
+        if num_steps != subject.job.num_steps:
             self._comparison.close()
-            self._comparison, self.baseline = self._compare(num_steps), None
+            subject = subject.with_steps(num_steps)
+            self._comparison, self.baseline = Comparison(self._session, subject, self._keep), None
         if self.baseline is None:
             self.baseline = self._comparison.baseline(watch)
         losses = self._comparison.truth(strategy.options.num_micro_batches, watch).losses

@@ -1,0 +1,67 @@
+"""What strategies are compared on, as far as it is known before any engine runs: mistakes are told at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from workbench.core.presets import PRESETS, preset
+from workbench.core.rows import Layer
+from workbench.core.strategy import Strategy
+from workbench.runtime.parallel import describe
+from workbench.runtime.runs.train import Job
+
+StrategyLike = Strategy | str
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A job and the layers of its model.
+
+    Attributes:
+        checks_weights: whether weights have to equal those of one device; under Adam, for one, rounding parts them.
+    """
+
+    job: Job
+    layers: list[Layer]
+    checks_weights: bool
+
+    @classmethod
+    def of(
+        cls,
+        model_fn: Callable[[], Any],
+        dataset: Any,
+        loss_fn: Callable[[Any, Any], Any],
+        *,
+        optimizer_fn: Callable[[Any], Any] | None = None,
+        batch_size: int,
+        steps: int,
+        seed: int = 0,
+    ) -> Subject:
+        """What ``wb.compare`` was given; the model is made once, on this side, to look at it.
+
+        Raises:
+            RunError: it cannot be trained so, see `Job`.
+        """
+        job = Job(model_fn, dataset, loss_fn, optimizer_fn, batch_size, steps, seed)
+        model = job.model()
+        return cls(job, describe(model), type(job.optimizer(model)).__name__ == "SGD")
+
+    def with_steps(self, steps: int) -> Subject:
+        """The same for a longer or shorter run."""
+        return replace(self, job=replace(self.job, num_steps=steps))
+
+    def strategy(self, wanted: StrategyLike, num_ranks: int) -> Strategy:
+        """A strategy from a preset's name, a text or itself, checked against the model.
+
+        Raises:
+            StrategyError: it does not fit the model or the number of ranks.
+        """
+        if isinstance(wanted, str):
+            wanted = preset(wanted, self.layers, num_ranks) if wanted in PRESETS else Strategy(wanted)
+        wanted.resolve(self.layers, num_ranks)
+        return wanted
+
+
+__all__ = ["StrategyLike", "Subject"]
