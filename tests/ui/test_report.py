@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from workbench.core.metrics import RunRecord
-from workbench.ui.runs.report import report_html, verdict, write_report
+from workbench.ui.runs.report import report_html, short_names, verdict, write_report
 
 
 @dataclass
@@ -52,6 +52,16 @@ def test_summary_names_what_was_run(result: Comparison):
     assert "Digits &amp; more" in html
     assert "3 strategies, 3 steps each, batch 100" in html
     assert "cores" in html and "torch" in html
+
+
+def test_long_names_are_short_beside_plots_and_stay_apart(result: Comparison):
+    texts = [f"fc1: data; fc2: data@1; fc{n}: data@1 | 2x1x1 mb=4 1f1b" for n in (3, 4)]
+    assert short_names(["data", texts[0]]) == ["data", "fc1: data; fc2: \u2026x1 mb=4 1f1b"]
+    result.runs = [replace(run, name=text, strategy=text) for run, text in zip(result.runs, texts, strict=False)]
+    html = report_html(result)
+    assert all(f">{text}</b>" in html for text in texts), "in full in the table"
+    for number in (1, 2):
+        assert f'"{short_names(texts)[0].removesuffix(" (1)")} ({number})"'.replace("\u2026", "\\u2026") in html
 
 
 def test_a_script_in_a_name_stays_text(result: Comparison):

@@ -120,7 +120,7 @@ def test_text_can_be_pasted_from_a_script():
     text = "fc1: data; fc2: data; fc3: model; head: model | 1x1x2"
     state.set_text(text)
     assert state.text == text and str(Strategy(state.text)) == text
-    assert state.label == "custom"
+    assert not state.base and state.label == text
 
 
 def test_text_may_name_a_preset():

@@ -74,10 +74,20 @@ def test_numbers():
 
 
 def test_text_fits_a_terminal(runs: list[RunRecord], baseline: RunRecord):
-    long = replace(runs[0], name="a strategy with a very long name", samples_per_s=1e6)
+    long = replace(runs[0], name="fc1: data@0; fc2: data@1 | mb=4 1f1b", samples_per_s=1e6)
     text = comparison_table_text([long, *runs], baseline)
     assert max(map(len, text.splitlines())) <= 80
+    named, figures = text.splitlines()[1:3]
+    assert named == long.name and figures.split()[0] == "1000000", "in full, on a line of its own"
     assert "8.00 MB" in text and "1.25x" in text and "baseline" in text and "stage 9" in text
+
+
+def test_a_strategy_that_is_its_own_name_is_written_once(runs: list[RunRecord]):
+    text = "fc1: data; fc2: data@1 | mb=4 1f1b"
+    once = comparison_table_html([replace(runs[0], name=text, strategy=text)])
+    assert once.count(f">{text}<") == 1 and f">{text}</b>" in once
+    twice = comparison_table_html([replace(runs[0], name="mine", strategy=text)])
+    assert ">mine</b>" in twice and f">{text}</small>" in twice
 
 
 def test_sorting_keeps_all_runs(runs: list[RunRecord]):

@@ -91,11 +91,11 @@ class LiveView:
         """Clear everything for a run of ``num_steps``, 0 where nobody knows; ``title`` is its name."""
         self.history = History(num_steps, self._num_ranks, title)
         self.log = RunLog(self._num_ranks)
-        self.log.say(f"{title}: {text}" if text else title)
+        self.log.say(title if text in title else f"{title}: {text}")
         self._started_s, self._paused_s, self._paused_at = self._clock(), 0.0, None
         self._label, self._versions, self._one_device, self._ended = title, {}, [], ""
         self._expected = self._limit_at = self._record = None
-        self._show_title(title, text)
+        self._show_title([title], text)
         self.progress.max, self.progress.value = max(num_steps, 1), 0
         self.progress.layout.visibility = "visible" if num_steps else "hidden"
         self.failure.value = self.elapsed.value = ""
@@ -238,7 +238,7 @@ class LiveView:
             self._label = after
             self.history.change(event.step, after)
             names = [self.history.changes[0].before, *(change.after for change in self.history.changes)]
-            self._show_title(" \u2192 ".join(names), event.text)
+            self._show_title(names, event.text)
             self._draw_marks()
         elif event.kind == "paused":
             self._paused_at = self._clock()
@@ -312,7 +312,7 @@ class LiveView:
         if self._paused_at is None and not self._ended:
             self.show_state("running", "running", f"step {step}" + (f" of {num_steps}" if num_steps else ""))
         so_far = self._clock() - self._started_s - self._paused_s
-        text = f"{format_seconds(so_far)} so far"
+        text = format_seconds(so_far) if self._ended else f"{format_seconds(so_far)} so far"
         if num_steps:
             left = f", {format_seconds(so_far * (num_steps - step) / step)} left" if step < num_steps else ""
             text = f"<b>{100 * step // num_steps} %</b> {text}{left}"
@@ -337,9 +337,11 @@ class LiveView:
         if self.state.value != value:
             self.state.value = value
 
-    def _show_title(self, title: str, text: str) -> None:
+    def _show_title(self, names: Sequence[str], text: str) -> None:
+        """The strategies by name, and the text of the last one where that is not its name."""
+        title, written = " \u2192 ".join(names), "" if text in names[-1] else text
         self.title.value = (
-            f'<span class="wb-title">{escape(title)}</span> <span class="wb-run-text">{escape(text)}</span>'
+            f'<span class="wb-title">{escape(title)}</span> <span class="wb-run-text">{escape(written)}</span>'
         )
 
     def static_html(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
@@ -105,8 +105,21 @@ def verdict(runs: Sequence[RunRecord]) -> tuple[str, str]:
     return "equal", f"All {len(runs)} strategies equal one device ({sentence})"
 
 
+def short_names(names: Sequence[str], head: int = 16, tail: int = 12) -> list[str]:
+    """Names that fit beside a plot: strategies written as text lose their middle, and what is alike then is numbered.
+
+    >>> short_names(["data", "fc1: data; fc2: data@1; fc3: data@1 | 2x1x1 mb=4 1f1b"])
+    ['data', 'fc1: data; fc2: \u2026x1 mb=4 1f1b']
+    """
+    cut = [name if len(name) <= head + tail else f"{name[:head]}\u2026{name[-tail:]}" for name in names]
+    return [
+        name if cut.count(name) == 1 else f"{name} ({cut[: place + 1].count(name)})" for place, name in enumerate(cut)
+    ]
+
+
 def _figures(result: Comparison) -> dict[str, Callable[[Palette], go.Figure]]:
-    runs, baseline = result.runs, result.baseline
+    names = short_names([run.name for run in result.runs])
+    runs, baseline = [replace(run, name=name) for run, name in zip(result.runs, names, strict=True)], result.baseline
     return {
         "throughput": lambda colours: comparison_figure(runs, baseline, colours),
         "scatter": lambda colours: scatter_figure(runs, baseline, colours),

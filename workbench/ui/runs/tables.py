@@ -27,6 +27,8 @@ from workbench.units import format_bytes
 WIDTHS = (178, 152, 66, 72, 68, 54, 56, 60, 54, 86)
 """Pixels of the columns, 846 in all."""
 _BAR_WIDTH = 92
+_NAME_CHARS = 18
+"""Of the first column in a terminal."""
 
 
 def by_throughput(runs: Sequence[RunRecord]) -> list[RunRecord]:
@@ -99,19 +101,25 @@ def equal_text(run: RunRecord) -> str:
 
 
 def comparison_table_text(runs: Sequence[RunRecord], baseline: RunRecord | None = None) -> str:
-    """The table in at most 80 columns of plain text."""
-    lines = [f"{'strategy':<18}{'samples/s':>10}{'speed-up':>10}{'peak/rank':>11}{'boxed/step':>12}{'equal':>9}"]
+    """The table in at most 80 columns of plain text; a name that is too long for its column has a line of its own."""
+    lines = [
+        f"{'strategy':<{_NAME_CHARS}}{'samples/s':>10}{'speed-up':>10}{'peak/rank':>11}{'boxed/step':>12}{'equal':>9}"
+    ]
     for run in [*by_throughput(runs), *([baseline] if baseline else [])]:
         if run.error is not None:
-            lines.append(f"{run.name[:17]:<18}{one_line(run.error, 62)}")
+            lines.append(f"{_named(run)}{one_line(run.error, 80 - _NAME_CHARS)}")
             continue
         speedup = f"{run.speedup:.2f}x" if run.speedup is not None else "-"
         difference = "baseline" if run is baseline else equal_text(run).replace(DASH, "-")
         lines.append(
-            f"{run.name[:17]:<18}{run.samples_per_s:>10.0f}{speedup:>10}{_peak(run):>11}"
+            f"{_named(run)}{run.samples_per_s:>10.0f}{speedup:>10}{_peak(run):>11}"
             f"{format_bytes(run.boxed_bytes_per_step):>12}{difference:>9}"
         )
     return "\n".join(lines)
+
+
+def _named(run: RunRecord) -> str:
+    return f"{run.name:<{_NAME_CHARS}}" if len(run.name) < _NAME_CHARS else f"{run.name}\n{'':{_NAME_CHARS}}"
 
 
 def _header(column: Column, sort: str, ascending: bool) -> str:
@@ -157,6 +165,8 @@ def _name_cell(row: Row) -> str:
     chip = element("span", text="baseline", css="chip") if row.is_baseline else ""
     detail, css = (f"not run: {row.failure}", "failed") if row.failure else (row.detail, "")
     tip = f"{detail}{f', {row.started}' if row.started else ''}"
+    if detail and detail in row.name:  # a strategy written as text is its own name, and has both lines for it
+        return element("td", dot, element("b", text=row.name, title=tip, css="text"), chip, css="name")
     return element(
         "td", dot, element("b", text=row.name), chip, element("small", text=detail, title=tip, css=css), css="name"
     )

@@ -18,7 +18,6 @@ from workbench.ui.strategy.grouping import Node, find, fold, tree, visible, walk
 from workbench.ui.strategy.grouping import Row as GridRow
 from workbench.ui.strategy.placing import Choice, Degrees
 
-CUSTOM = "custom"
 FIXES = ("use ", "write '")
 """How fixes begin that ``apply_fix`` can do."""
 PLANNED = "planner's choice"
@@ -89,12 +88,14 @@ class PanelState:
 
     @property
     def base(self) -> str:
-        """Name of the preset that the strategy started from, or ``"custom"``."""
+        """Name of the preset that the strategy started from; empty where it was written as text."""
         return self._now.base
 
     @property
     def label(self) -> str:
-        """The base's name, with ``", edited"`` once a row or an option differs from it."""
+        """The base's name, with ``", edited"`` once a row or an option differs from it; a text is its own name."""
+        if not self.base:
+            return str(self.strategy)
         return f"{self.base}, edited" if self.is_edited else self.base
 
     @property
@@ -244,7 +245,7 @@ class PanelState:
             made = preset(name, self.layers, num_ranks)
             return _Moment(made, num_ranks, name, made, own_degrees=False)
         value = Strategy(strategy) if isinstance(strategy, str) else strategy
-        return _Moment(value, num_ranks, CUSTOM, None, own_degrees=value.options.degrees is not None)
+        return _Moment(value, num_ranks, "", None, own_degrees=value.options.degrees is not None)
 
     def _edit_rows(self, names: Iterable[str], change: Callable[[Row], Row]) -> None:
         targets = {name: self._layers_of(name) for name in names}
