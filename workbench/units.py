@@ -52,6 +52,11 @@ def format_count(count: float) -> str:
     return f"{int(value)}" if not unit else f"{_three_digits(value)} {unit}"
 
 
+def counted(count: int, noun: str) -> str:
+    """How many of what: ``counted(2, "engine")`` -> ``'2 engines'``; 1 -> ``'1 engine'``."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def format_ranks(ranks: list[int] | tuple[int, ...]) -> str:
     """Ranks as ranges: ``format_ranks([0, 1, 2, 5])`` -> ``'0-2, 5'``."""
     parts: list[str] = []

@@ -25,6 +25,7 @@ from workbench.session.processes.launch_profile import ProfileProcesses
 from workbench.session.ranks import check_ranks
 from workbench.session.run import CellResult, Listener, Outcome
 from workbench.session.turns import Turns
+from workbench.units import counted
 
 _open: list[Session] = []
 
@@ -108,7 +109,7 @@ class Session:
         self._end()
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else f"{self.num_engines} engines on {self.device}"
+        state = "closed" if self._closed else f"{counted(self.num_engines, 'engine')} on {self.device}"
         return f"<Session: {state}>"
 
     def run(self, code: str, ranks: Iterable[int] | None = None, timeout: float | None = None) -> CellResult:

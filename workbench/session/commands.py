@@ -13,7 +13,7 @@ from workbench.session.output.log import tail
 from workbench.session.processes import kept
 from workbench.session.ranks import parse_ranks
 from workbench.session.run import CellResult
-from workbench.units import format_bytes, format_count, format_seconds
+from workbench.units import counted, format_bytes, format_count, format_seconds
 
 _DEBUGGER_START_S = 15.0
 
@@ -36,12 +36,12 @@ def start(options: Namespace) -> None:
     """Start a session, unless the same one runs."""
     running = cluster.current()
     if running is not None and options.engines in (None, running.num_engines):
-        print(f"workbench: {running.num_engines} engines are running already")
+        print(f"workbench: a session with {counted(running.num_engines, 'engine')} is running already")
         return
     if running is not None:
         raise UsageError(
-            f"%workbench start --engines {options.engines}: a session with {running.num_engines} engines is running. "
-            f"Use it, or end it with %workbench stop."
+            f"%workbench start --engines {options.engines}: a session with {counted(running.num_engines, 'engine')} is "
+            f"running. Use it, or end it with %workbench stop."
         )
     found = [] if options.new else kept.free_sessions()
     if found:
@@ -63,9 +63,8 @@ def attach(options: Namespace) -> None:
     session = cluster.Session.attach(options.name)
     found = session.status()
     busy = [each for each in found if each.busy]
-    print(
-        f"workbench: attached to {session.num_engines} engines on {session.device}, with the variables that they hold"
-    )
+    engines = counted(session.num_engines, "engine")
+    print(f"workbench: attached to {engines} on {session.device}, with the variables held there")
     for each in busy:
         print(describe(each))
     if busy:
@@ -76,12 +75,13 @@ def detach(options: Namespace) -> None:
     """Leave the engines to another notebook."""
     here = session()
     here.detach()
-    print(f"workbench: left {here.num_engines} engines; a notebook of yours goes on with them by %workbench attach")
+    left = counted(here.num_engines, "engine")
+    print(f"workbench: left {left}; a notebook of yours goes on there by %workbench attach")
 
 
 def clean(options: Namespace) -> None:
     """End engines that earlier notebooks have left."""
-    print(f"workbench: ended {kept.clean()} sessions of earlier notebooks")
+    print(f"workbench: ended {counted(kept.clean(), 'session')} of earlier notebooks")
 
 
 def stop(options: Namespace) -> None:

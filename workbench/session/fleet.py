@@ -20,6 +20,7 @@ from workbench.session.processes.launch_profile import ProfileProcesses
 from workbench.session.processes.meeting_point import find_meeting_point, store_for
 from workbench.session.ranks import say_ranks
 from workbench.session.run import Listener, Outcome, Run
+from workbench.units import counted
 
 _LEAVE_TIMEOUT_S = 1.0
 _STATUS_TIMEOUT_S = 1.0
@@ -58,7 +59,8 @@ class Fleet:
             progress.fail()
             raise
         transports = sorted({facts["transport"] for facts in self._facts.values()})
-        progress.finish(f"{self.num_engines} engines ready on {self.device} ({', '.join(transports)})")
+        engines = counted(self.num_engines, "engine")
+        progress.finish(f"{engines} ready on {self.device} ({', '.join(transports)})")
 
     def attach(self, facts: Kept) -> None:
         """Use engines that an earlier notebook has left; they join a new world before the next request."""

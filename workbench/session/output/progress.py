@@ -6,7 +6,7 @@ import sys
 import time
 
 from workbench.session.adapter import Event
-from workbench.units import format_seconds
+from workbench.units import counted, format_seconds
 
 _PERIOD_S = 0.5
 
@@ -22,7 +22,7 @@ class StartProgress:
         self._stream = sys.stdout if in_notebook else sys.stderr
         self._overwrites = in_notebook or self._stream.isatty()
         self._width = 0  # of what stands in the line now, which a shorter text must cover
-        self._doing = f"starting {num_engines} engines"
+        self._doing = f"starting {counted(num_engines, 'engine')}"
         self._write(f"{self._doing} ...", end="" if self._overwrites else "\n")
 
     def engines_up(self, num_up: int) -> None:
