@@ -1,8 +1,9 @@
 """What the tests know of a page: its blocks of code, what they print, and how the page says that it is run.
 
-A page with blocks of Python says once, in a comment, how they run, all of them in order as one program:
+A page with blocks of Python says once how they run, all of them in order as one program; in a comment where readers
+need not be told:
 
-    <!-- run: 4 ranks -->               on four processes, every one of them
+    *The code runs on 4 ranks: ...*     on four processes, every one of them
     <!-- run: alone -->                 in one process, without a world
     <!-- run: notebook -->              as cells of a notebook
 
@@ -22,7 +23,7 @@ PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONT
 
 _BLOCK = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _NOT_RUN = re.compile(r"\*Not run by the tests: [^*]+\*\s*\Z")
-_HOW = re.compile(r"^<!-- run: (.+) -->$", re.MULTILINE)
+_HOW = re.compile(r"^(?:<!-- run: (.+) -->|\*The code runs on (\d ranks): \[how to follow it\].*)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,9 @@ def name_of(page: Path) -> str:
 
 
 def how(text: str) -> str | None:
-    """What the page's comment says."""
+    """What the page says: ``"4 ranks"``, ``"alone"``, ``"notebook"``; None for nothing."""
     found = _HOW.search(text)
-    return found[1] if found else None
+    return found[1] or found[2] if found else None
 
 
 def blocks(text: str) -> list[Block]:

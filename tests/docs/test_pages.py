@@ -33,7 +33,7 @@ def blocks_of(name: str) -> list[Block]:
 
 def test_every_page_with_python_says_how_it_runs() -> None:
     unsaid = [name for name, said in HOW.items() if said is None and name not in ELSEWHERE]
-    assert not unsaid, "write e.g. <!-- run: 2 ranks --> into the page; see tests/docs/pages.py"
+    assert not unsaid, "write e.g. <!-- run: alone --> into the page; see tests/docs/pages.py"
     known = {*pages_that_run(" ranks"), *pages_that_run("alone"), *pages_that_run("notebook"), *ELSEWHERE}
     assert set(HOW) == known & set(HOW)
 
@@ -100,7 +100,7 @@ x.cuda()
 def test_blocks_outputs_and_reasons_are_found() -> None:
     first, second = blocks(PAGE)
     assert (first.line, first.prints, first.runs, second.runs) == (5, "2\n", True, False)
-    assert how(PAGE) == "alone"
+    assert how(PAGE) == "alone" and how("*The code runs on 4 ranks: [how to follow it](x.md).*") == "4 ranks"
 
 
 def test_a_page_that_is_wrong_fails() -> None:
