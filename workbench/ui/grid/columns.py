@@ -8,7 +8,7 @@ from typing import Any
 from workbench.cost.crossings import Stages
 from workbench.units import format_ranks
 
-RANKS_WIDTH = 308
+RANKS_WIDTH = 280
 _WIDEST, _NARROWEST = 74.0, 28.0
 _MAX_COLUMNS_PER_RANK = 8
 _WIDTH_OF_A_WORD = 60
