@@ -13,8 +13,9 @@ import workbench
 
 ROOT = Path(__file__).parent.parent
 
-# Spelled in two parts, so that this file does not contain what it looks for.
-MACHINE_PATHS = re.compile("(?<![A-Za-z0-9_.])/" + r"(?:work|root|tmp/bash_jobs[\w.]*|home/[a-z]\w*|Users/[A-Z]\w*)/")
+HOMES = r"/(?:root|home/[a-z]\w*|Users/[A-Z]\w*)/"
+MACHINE_PATHS = re.compile(rf"(?<![\w.])(?:{HOMES}|{re.escape(str(ROOT))}\b)")
+"""Somebody's home, and where this checkout happens to lie."""
 
 
 def tracked_files() -> list[Path]:
@@ -57,11 +58,15 @@ def test_the_changelog_tells_of_this_version() -> None:
     assert told[0] == workbench.__version__
 
 
-@pytest.mark.parametrize("path", ["work/main/x.py", "root/.cache/x", "tmp/bash_jobs.0/x", "home/ann/x", "Users/Ann/x"])
-def test_a_path_of_a_machine_is_found(path: str) -> None:
-    assert machine_paths(f'open("/{path}")') == [f'open("/{path}")']
+@pytest.mark.parametrize(
+    "path", [ROOT / "README.md", ROOT, *(f"/{home}/x" for home in ("root", "home/ann", "Users/Ann"))]
+)
+def test_a_path_of_a_machine_is_found(path: Path | str) -> None:
+    assert machine_paths(f'open("{path}")') == [f'open("{path}")']
 
 
-@pytest.mark.parametrize("text", ["docs/work/x", "/usr/bin/python", "file:///path", "/tmp/x", "homework/"])
+@pytest.mark.parametrize(
+    "text", ["docs/root/x", "/usr/bin/python", "file:///path", "/tmp/x", "/homework/x", f"{ROOT}s/x"]
+)
 def test_other_paths_pass(text: str) -> None:
     assert not machine_paths(text)
