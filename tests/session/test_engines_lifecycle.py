@@ -14,6 +14,7 @@ import pytest
 import workbench.session as session_package
 from workbench.errors import CellError, EngineStartError, NotStartedError, SessionError
 from workbench.session import Session
+from workbench.session.processes import launch
 from workbench.session.processes.folder import ProcessId, SessionFolder, all_folders
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(120)]
@@ -51,6 +52,16 @@ def test_engines_that_fail_to_start_are_reported_with_their_log(tmp_path, monkey
     assert "libdriver.so: version mismatch" in str(caught.value)
     assert folders() == folders_before
     assert set(psutil.Process().children(recursive=True)) <= children_before
+
+
+def test_engines_that_do_not_come_in_time_are_told_with_the_cores(monkeypatch):
+    monkeypatch.setattr(launch, "START_TIMEOUT_S", 0)
+    before = folders()
+    with pytest.raises(
+        EngineStartError, match=r"1 of 1 engines \(rank 0\) did not answer within 0 s on \d+ cores?: start"
+    ):
+        Session(engines=1, device="cpu")
+    assert folders() == before
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from workbench.session.processes import guard, memory_kills
 from workbench.session.processes.folder import Kept, ProcessId, SessionFolder
 from workbench.session.processes.meeting_point import INTERFACE_VARIABLES, interface_of
 from workbench.session.ranks import say_ranks
+from workbench.units import counted
 
 START_TIMEOUT_S = 120
 _POLL_S = 0.05
@@ -273,7 +274,9 @@ class LocalProcesses:
                 raise EngineStartError(self._start_failure(dead, "ended before they were ready"))
             if time.monotonic() > deadline:
                 missing = sorted(set(ranks) - set(client.ids))
-                raise EngineStartError(self._start_failure(missing, f"did not answer within {START_TIMEOUT_S} s"))
+                here = counted(num_cores(), "core")
+                what = f"did not answer within {START_TIMEOUT_S} s on {here}: start fewer if they are many"
+                raise EngineStartError(self._start_failure(missing, what))
             on_progress(len(set(ranks) & set(client.ids)))
             time.sleep(_POLL_S)
         self._record()
