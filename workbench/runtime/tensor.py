@@ -155,19 +155,19 @@ class GlobalTensor(torch.Tensor):
         """The gradient: a global tensor whose layout is the dual of this one's (B has P: one term on each rank)."""
         if not _torch_function_enabled():
             return _grad_slot.__get__(self)
-        spec = self._spec.dual
         with local_torch():
             grad = _grad_slot.__get__(self)
             if grad is None:
+                if self._ghost_grad is False:
+                    return self.__dict__.get("_grad_shard")
                 if self._ghost_grad is True:
                     scattered = self.__dict__.get("_grad_spec")  # of the tensor as it was, and of its gradient's shards
-                    here = scattered[1] if scattered is not None and scattered[0] is self._spec else spec
-                    self._ghost_grad = ghost_like(self, here)
+                    is_scattered = scattered is not None and scattered[0] is self._spec
+                    self._ghost_grad = ghost_like(self, scattered[1] if is_scattered else self._spec.dual)
                     self._ghost_grad._is_grad = True
-                found = None if self._ghost_grad is False else self._ghost_grad
-                return self.__dict__.get("_grad_shard") if found is None else found
+                return self._ghost_grad
             if not isinstance(grad, GlobalTensor):
-                label(grad, spec)._is_grad = True
+                label(grad, self._spec.dual)._is_grad = True
                 grad._owner = weakref.ref(self)
             return grad
 

@@ -54,7 +54,7 @@ def outputs_info(result: Any, operands: list[torch.Tensor]) -> tuple[list[Output
 
 def autocast_state() -> tuple[Any, ...]:
     """What autocast does now; the dtypes of results depend on it."""
-    return tuple(torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))
+    return tuple([torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)])
 
 
 def _without_data() -> Any:
@@ -135,7 +135,8 @@ class _Ghost(torch.autograd.Function):
         ctx.num_inputs, ctx.second_order = len(inputs), second_order
         ctx.leaves = [tensor for tensor in inputs if isinstance(tensor, GlobalTensor) and tensor.is_leaf]
         outputs = tuple(ghost_storage(shape, dtype, device) for shape, dtype, _ in infos)
-        ctx.mark_non_differentiable(*(out for out, info in zip(outputs, infos, strict=True) if not info[2]))
+        if not all([info[2] for info in infos]):
+            ctx.mark_non_differentiable(*(out for out, info in zip(outputs, infos, strict=True) if not info[2]))
         return outputs
 
     @staticmethod
@@ -239,7 +240,7 @@ def ghost_outputs(
     """
     with local_torch():
         results: dict[int, torch.Tensor] = {}
-        for links in dict.fromkeys(info[2] for info in infos):
+        for links in dict.fromkeys([info[2] for info in infos]):
             chosen = [i for i, info in enumerate(infos) if info[2] == links]
             linked = [
                 t

@@ -107,7 +107,7 @@ class LocalModule(StandIn):
                 part["_forward_pre_hooks"], part["_forward_hooks"] = before, after
 
     def _labelled(self, result: torch.Tensor, layout: Layout) -> GlobalTensor:
-        return label(result, spec_of(self.world, layout, tuple(result.shape)))
+        return label(result, spec_of(self.world, layout, result.shape))
 
     def record(self, result: Any, inputs: list[GlobalTensor], noted: Noted) -> Record | None:
         """None unless all inputs are here or brought here, and the results are made here, of them, by torch alone."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cache
 from typing import Any
 
 import torch
@@ -186,8 +187,9 @@ class StandIn:
             parts.append(self._settings)
             for leaf in leaves:
                 if isinstance(leaf, GlobalTensor):
-                    forms = tuple([form[0] for form in leaf.__dict__.get("_forms", ())])
-                    parts += (leaf._spec, leaf.dtype, leaf.requires_grad, leaf._is_param, forms)
+                    forms = leaf.__dict__.get("_forms")
+                    there = tuple([layout for layout, _ in forms]) if forms else ()
+                    parts += (leaf._spec, leaf.dtype, leaf.requires_grad, leaf._is_param, there)
                 elif isinstance(leaf, VALUES):
                     parts += (type(leaf), leaf)
                 elif self.takes_plain and type(leaf) is torch.Tensor and not leaf.requires_grad:
@@ -200,10 +202,15 @@ class StandIn:
         """Whatever somebody may change between steps: modes, numbers, hooks, which parameters learn."""
         found: list[Any] = []
         for part in self._parts:
-            found += [(k, type(v), v) for k, v in part.__dict__.items() if k not in _OF_TORCH and isinstance(v, VALUES)]
-            hooks = (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks)
-            found += map(tuple, hooks)
-            found += [p is not None and (id(p), p.requires_grad) for p in part._parameters.values()]
+            attributes = part.__dict__
+            for name in _names_beside_torchs(tuple(attributes)):
+                value = attributes[name]
+                if isinstance(value, VALUES):
+                    found += (name, type(value), value)
+            for hooks in (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks):
+                found.append(tuple(hooks))
+            for parameter in part._parameters.values():
+                found.append(parameter is not None and (id(parameter), parameter.requires_grad))
         return tuple(found)
 
     def _note(self, inputs: list[GlobalTensor], args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -233,6 +240,12 @@ class StandIn:
                 held = (*part._parameters.values(), *part._buffers.values())
                 found += [(id(tensor), tensor._version) for tensor in held if tensor is not None]
         return found
+
+
+@cache
+def _names_beside_torchs(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Of a module's attributes, those that not every module has."""
+    return tuple(name for name in names if name not in _OF_TORCH)
 
 
 def _flattened(args: Any, kwargs: Any) -> tuple[Sequence[Any], Any]:
