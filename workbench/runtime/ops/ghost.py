@@ -135,7 +135,7 @@ class _Ghost(torch.autograd.Function):
         ctx.num_inputs, ctx.second_order = len(inputs), second_order
         ctx.leaves = [tensor for tensor in inputs if isinstance(tensor, GlobalTensor) and tensor.is_leaf]
         outputs = tuple(ghost_storage(shape, dtype, device) for shape, dtype, _ in infos)
-        if not all([info[2] for info in infos]):
+        if not all(info[2] for info in infos):
             ctx.mark_non_differentiable(*(out for out, info in zip(outputs, infos, strict=True) if not info[2]))
         return outputs
 
