@@ -100,6 +100,11 @@ class LabPage:
         """The button that starts a run."""
         return self.page.locator(".wb-panel button.wb-primary", has_text="Run").first
 
+    @property
+    def strategy(self) -> str:
+        """The strategy as it stands in the panel's field."""
+        return str(self.page.locator(".wb-panel .wb-text input").first.input_value())
+
     def write_strategy(self, text: str) -> None:
         """Write a strategy into the panel's field, and wait until the panel has it."""
         field = self.page.locator(".wb-panel .wb-text input").first

@@ -41,12 +41,17 @@ def cells(lab_page: LabPage) -> list[str]:
 
 
 def test_a_click_changes_the_strategy_and_buttons_undo_it(opened: LabPage) -> None:
+    from playwright.sync_api import expect
+
     page = opened.page
     opened.write_strategy(GPT_HYBRID)
-    page.locator(".wb-row[data-row='tok_emb'] .choice .wb-opt", has_text="model").click()
+    choice = page.locator(".wb-row[data-row='tok_emb'] .choice")
+    choice.locator(".wb-opt", has_text="model").click()
     opened.wait_for_text(GPT_HYBRID.replace(" |", "; tok_emb: model |"))
+    expect(choice.locator("[aria-checked='true']")).to_have_text("model")
     page.locator(".wb-panel button[title^='Undo']").click()
     opened.wait_for_text(GPT_HYBRID)
+    expect(choice.locator("[aria-checked='true']")).to_have_text("data")
 
 
 def test_keys_of_the_grid_reach_the_grid_and_not_the_notebook(opened: LabPage) -> None:

@@ -66,7 +66,7 @@ def test_a_run_goes_on_and_is_followed_after_a_reload(opened: LabPage) -> None:
     opened.wait_for_step(10)
     opened.wait_for_points("this run", 9)
     before = opened.points("this run")
-    strategy = opened.page.locator(".wb-panel .wb-text input").first.input_value()
+    strategy = opened.strategy
     opened.reload()
     opened.wait_for_state("running")
     opened.wait_for_points("this run", before - 1, timeout_s=10)
