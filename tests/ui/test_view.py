@@ -175,7 +175,7 @@ def test_copies_are_counted():
 
 
 def test_rows_with_note_and_badge_have_room_for_both():
-    assert [entry["height"] for entry in view_of("hybrid")["rows"]] == [32, 42, 32, 32]
+    assert [entry["height"] for entry in view_of("hybrid")["rows"]] == [32, 42, 32, 42], "the loss is a row, too"
 
 
 # ---- groups ----------------------------------------------------------------------------------------------------------

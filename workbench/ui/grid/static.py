@@ -10,7 +10,7 @@ from workbench.ui.pictures import marks
 
 _BEFORE = ("layer", "weight", "params", "choice", "sbp", "stage")
 _BEHIND = ("activation", "boxing before it")
-_HEIGHT, _GAP, _NOTE = 26.0, 4.0, 30.0
+_HEIGHT, _GAP, _NOTE = 26.0, 4.0, 34.0
 
 
 def static_grid_html(view: dict[str, Any]) -> str:
@@ -83,7 +83,7 @@ def _column(held: list[tuple[Any, Any]], column: dict[str, Any], width: float) -
     note = held[0][1]["note"]
     natural = sum(size[0] + _GAP for size, _ in held) - _GAP
     scale = min(1.0, (width - (_NOTE if note else 8)) / natural)
-    left = column["centre"] - natural * scale / 2 - (12 if note else 0)
+    left = column["centre"] - natural * scale / 2 - (14 if note else 0)
     parts = []
     for size, held_part in held:
         parts += _slice(held_part, column["stage"], size[0] * scale, size[1] * sqrt(scale), left)

@@ -48,7 +48,8 @@ def grid_view(state: PanelState, facts: Facts) -> dict[str, Any]:
     """The whole view: stages and their columns, one entry per shown row, totals."""
     stages = Stages(state.resolved)
     drawing = _Drawing(state, facts, stages, columns.columns_of(stages), flow_of(state, facts))
-    rows = drawing.rows()
+    rows, end = drawing.rows(), _end(state, facts, drawing.flow)
+    _make_room(rows, end)
     total, parts = flow.total_text(drawing.flow)
     offered, used = _stage_options(state), _num_stages(state)
     return {
@@ -60,7 +61,7 @@ def grid_view(state: PanelState, facts: Facts) -> dict[str, Any]:
         "flow_title": "Activation and boxing",
         "flow_detail": f"bytes per {'micro-batch' if drawing.flow.num_micro_batches > 1 else 'step'}, forward + back",
         "rows": rows,
-        "end": _end(state, facts, drawing.flow),
+        "end": end,
         "find": {"text": state.wanted_name, "shown": len(state.layers) >= _FIND_FROM, "found": len(rows)},
         "note": drawing.note,
         "total": [total, parts],
@@ -124,7 +125,6 @@ class _Drawing:
             is_first_below = before is not None and before.depth < row.depth
             found.append(self._row(index, row, is_first_below))
         self._note_between_blocks(shown, found)
-        _make_room(found)
         return found
 
     def _row(self, index: int, row: Row, is_first_below: bool) -> dict[str, Any]:
@@ -245,9 +245,9 @@ def _height(row: Row) -> int:
     return _CHILD if row.depth and not row.node.children else _ROW
 
 
-def _make_room(rows: list[dict[str, Any]]) -> None:
+def _make_room(rows: list[dict[str, Any]], end: dict[str, Any] | None) -> None:
     """Rows are taller where boxing badges straddle both of their edges, or one of them and there is a note."""
-    for row, following in zip(rows, [*rows[1:], None], strict=True):
+    for row, following in zip(rows, [*rows[1:], end], strict=True):
         edges = bool(row["flow"]["boxing"]) + bool(following and following["flow"]["boxing"])
         if edges + bool(row["flow"]["note"]) > 1 and edges:
             row["height"] = max(row["height"], _TALL)

@@ -156,11 +156,11 @@ function columnPictures(row, column, index, width, height) {
     return group;
   }
   const note = held[0].slices[index].note;
-  const room = width - (note ? 34 : 8);
+  const room = width - (note ? 36 : 8);
   const gap = 4;
   const natural = held.reduce((sum, picture) => sum + picture.size[0] + gap, -gap);
   const scale = Math.min(1, room / natural);
-  let left = column.centre - (natural * scale) / 2 - (note ? 12 : 0);
+  let left = column.centre - (natural * scale) / 2 - (note ? 14 : 0);
   for (const picture of held) {
     const size = [picture.size[0] * scale, picture.size[1] * Math.sqrt(scale)];
     drawSlice(group, picture.slices[index], column, size, left, height / 2, row.kept);
