@@ -45,6 +45,13 @@ def test_progress_is_told_every_ten_seconds(log: RunLog):
     assert texts(log) == [f"step {step} \u00b7 loss 1.5 \u00b7 500 samples/s" for step in (10, 110, 210)]
 
 
+def test_a_step_of_unknown_length_says_no_rate(log: RunLog):
+    log.add_block(block(0, (2.0,), time_s=(0.0, 0.0)), 0.0)
+    assert texts(log) == []
+    log.add_block(block(1, (1.5,)), 0.3)
+    assert texts(log) == ["step 2 \u00b7 loss 1.5 \u00b7 500 samples/s"]
+
+
 def test_a_rank_that_keeps_the_others_waiting_is_named(log: RunLog):
     log.add_block(block(0, (1.0,) * 10, time_s=(0.1,) * 4, boxing_s=(0.01,) * 4), 0.0)
     log.add_block(block(10, (1.0,), time_s=(1.2,) * 4, boxing_s=(0.01, 0.01, 1.1, 1.1)), 0.5)

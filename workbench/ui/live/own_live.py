@@ -69,7 +69,7 @@ class LiveView(widgets.VBox):
 
     def _end(self) -> None:
         self._is_going = False
-        self.live.end("ended", f"after {self._num_steps} steps")
+        self.live.end("ended", f"last report: step {self._num_steps}")
         if self._copy is not None:
             self._copy.update(self._static_bundle(), raw=True)
 

@@ -64,13 +64,14 @@ class RunLog:
         """Tell now and then how far the run is, and at once when a rank keeps the others waiting."""
         for index, time_s in enumerate(block.step_times_s):
             self._watch(block, index, time_s, now_s)
-            self._recent.append(time_s)
+            if time_s > 0:  # the first step of a loop of one's own has no beginning
+                self._recent.append(time_s)
         if now_s - self._told >= _STEPS_EVERY_S and self._recent:
             self._told = now_s
             losses = [loss for loss in block.losses if loss is not None]
             loss = f" \u00b7 loss {losses[-1]:.4g}" if losses else ""
-            rate = block.samples[-1] / max(median(self._recent), 1e-9)
-            self.say(f"step {block.stop_step}{loss} \u00b7 {three_digits(rate)} samples/s")
+            rate = three_digits(block.samples[-1] / median(self._recent))
+            self.say(f"step {block.stop_step}{loss} \u00b7 {rate} samples/s")
 
     def _watch(self, block: StepBlock, index: int, time_s: float, now_s: float) -> None:
         if len(self._recent) < 10 or now_s - self._warned < _SLOW_EVERY_S or block.num_ranks < 2:
