@@ -20,10 +20,13 @@ from workbench.runtime.transport.processes import Processes
 T = TypeVar("T")
 SLICE_S = 0.02
 """How long a sleeping rank goes without looking for an abort, a dead peer or a deadlock."""
-_YIELDS_ON_SHARED_CORES, _YIELDS_ON_OWN_CORE = 200, 6000
-"""Between them a rank looks for what it waits for. Where ranks share cores, a yield hands the core to the one that is
-waited for, and the time for which that one computes does not count. A rank with cores of its own looks for some 5 ms:
-waking one that sleeps costs the other one up to 0.7 ms of its work, which a pipeline would pay at every handover.
+_YIELDS_ON_OWN_CORE = 6000
+"""Between them a rank looks for what it waits for. A rank with cores of its own does so for some 5 ms: waking one that
+sleeps costs the other one up to 0.7 ms of its work, which a pipeline would pay at every handover.
+"""
+_YIELDS_ON_SHARED_CORES, _YIELDS_AFTER_LONG_SLEEP, _LONG_S = 200, 10, 1e-3
+"""Where ranks share cores, a yield hands the core to the one that is waited for, and the time for which that one
+computes does not count. After a sleep of more than ``_LONG_S``, the next wait for this peer is likely to be long, too.
 """
 
 
@@ -43,8 +46,8 @@ class Waiter:
         self.other_reason: Callable[[], str | None] = lambda: None
         self._own, self._links, self._semaphores = own, links, semaphores
         self._processes = Processes({peer: link.pid for peer, link in links.items()})
-        shares_cores = (len(links) + 1) * torch.get_num_threads() > len(os.sched_getaffinity(0))
-        self._num_yields = _YIELDS_ON_SHARED_CORES if shares_cores else _YIELDS_ON_OWN_CORE
+        self._shares_cores = (len(links) + 1) * torch.get_num_threads() > len(os.sched_getaffinity(0))
+        self._slept_long = dict.fromkeys(links, False)
         self._suspicion: tuple[tuple[int, int], ...] | None = None
 
     def close(self) -> None:
@@ -53,7 +56,7 @@ class Waiter:
 
     def wait_for_letter(self, link: Link, tag: int, header: bytes) -> Letter | None:
         """The letter of ``link`` with this tag; None if a letter came that may be another one."""
-        letter = self._yield_until(lambda: link.expect(tag))
+        letter = self._yield_until(link, lambda: link.expect(tag))
         if letter is not None:
             return letter
         self._sleep(link, header, for_receipt=False)
@@ -61,7 +64,7 @@ class Waiter:
 
     def wait_for_receipt(self, link: Link, header: bytes) -> None:
         """Return when a receipt of ``link`` has come."""
-        if not self._yield_until(link.collect):
+        if not self._yield_until(link, link.collect):
             self._sleep(link, header, for_receipt=True)
 
     def wait_for_room(self, link: Link, waited_s: float) -> None:
@@ -89,21 +92,27 @@ class Waiter:
         """Whether the peer will not read any more letters."""
         return self._end_of(link) is not None
 
-    def _yield_until(self, look: Callable[[], T]) -> T:
+    def _yield_until(self, link: Link, look: Callable[[], T]) -> T:
         """What ``look`` finds first, or has found in the end: a peer that is about to come is met in microseconds."""
         end = time.perf_counter() + SLICE_S
-        for _ in range(self._num_yields):
+        for _ in range(self._num_yields(link)):
             os.sched_yield()
             found = look()
             if found or time.perf_counter() > end:
                 return found
         return found
 
+    def _num_yields(self, link: Link) -> int:
+        if not self._shares_cores:
+            return _YIELDS_ON_OWN_CORE
+        return _YIELDS_AFTER_LONG_SLEEP if self._slept_long[link.peer] else _YIELDS_ON_SHARED_CORES
+
     def _sleep(self, link: Link, header: bytes, for_receipt: bool) -> None:
-        came = link.receipt_came if for_receipt else link.letter_came
+        came, started = link.receipt_came if for_receipt else link.letter_came, time.perf_counter()
         # Most waits end within the first slice: only a longer one is worth the words that others may read.
         if self._semaphores.take_within(came, SLICE_S) or self._sleep_on(link, came, header, for_receipt):
             link.collect_taken() if for_receipt else link.read_taken()
+        self._slept_long[link.peer] = time.perf_counter() - started > _LONG_S
 
     def _sleep_on(self, link: Link, came: int, header: bytes, for_receipt: bool) -> bool:
         """Whether ``came`` was taken; False if something came while looking for reasons against it."""
