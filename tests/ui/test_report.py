@@ -64,6 +64,14 @@ def test_long_names_are_short_beside_plots_and_stay_apart(result: Comparison):
         assert f'"{short_names(texts)[0].removesuffix(" (1)")} ({number})"'.replace("\u2026", "\\u2026") in html
 
 
+@pytest.mark.parametrize(("last", "is_told"), [(1.0, False), (2e9, True), (float("nan"), True)])
+def test_training_that_diverges_on_one_device_is_told(result: Comparison, last: float, is_told: bool):
+    result.baseline = replace(result.baseline, losses=(2.0, last))
+    assert "training diverges" not in report_html(result), "nothing differs, so there is nothing to explain"
+    result.runs = [replace(result.runs[0], equal=False)]
+    assert ("training diverges" in report_html(result)) == is_told
+
+
 def test_a_script_in_a_name_stays_text(result: Comparison):
     result.runs = [replace(result.runs[0], name="</script><script>alert(1)</script>")]
     assert "<script>alert" not in report_html(result)

@@ -87,6 +87,7 @@ def compare_and_present(job: Job, strategies: Sequence[str], args: argparse.Name
 
 def present(result: CompareResult, report: Path | None, json_file: Path | None = None) -> int:
     """Print the table and the verdict, write the files; returns the exit code."""
+    from workbench.session.comparing.comparison import why_unequal
     from workbench.ui.runs.tables import comparison_table_text
 
     print(comparison_table_text(result.runs, result.baseline))
@@ -96,10 +97,8 @@ def present(result: CompareResult, report: Path | None, json_file: Path | None =
             write(result, Path(path))
             print(f"written: {path}")
     mistakes = differences(result.runs)
-    for sentence in mistakes:
-        print(sentence)
-    if not mistakes:
-        print(f"All {len(result.runs)} strategies train as one device does.")
+    told = [*mistakes, why_unequal(result.baseline)] if mistakes else [_all_equal(result.runs)]
+    print(*filter(None, told), sep="\n")
     return UNEQUAL if mistakes else EQUAL
 
 
@@ -108,6 +107,10 @@ def differences(runs: Sequence[RunRecord]) -> list[str]:
     from workbench.session.comparing.compare import TOLERANCE
 
     return [f"{run.name}: {_difference(run, TOLERANCE)}." for run in runs if run.error is not None or not run.equal]
+
+
+def _all_equal(runs: Sequence[RunRecord]) -> str:
+    return f"All {len(runs)} strategies train as one device does." if len(runs) > 1 else "It trains as one device does."
 
 
 def _difference(run: RunRecord, tolerance: float) -> str:
@@ -122,12 +125,12 @@ def _difference(run: RunRecord, tolerance: float) -> str:
 
 
 def _legend(runs: Sequence[RunRecord]) -> str:
-    width = max((len(run.name) for run in runs), default=0)
-    named = [f"  {run.name:<{width}}  {run.strategy}" for run in runs if run.name != run.strategy]
+    named = [run for run in runs if run.name != run.strategy]
+    width = max((len(run.name) for run in named), default=0)
     columns = (
         "peak: process memory above the warm engine; boxed: bytes sent by all ranks; equal: largest loss difference"
     )
-    return "\n".join([columns, *named])
+    return "\n".join([columns, *(f"  {run.name:<{width}}  {run.strategy}" for run in named)])
 
 
 def _write_report(result: CompareResult, path: Path) -> None:

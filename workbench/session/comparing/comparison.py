@@ -35,6 +35,8 @@ and, under SGD, of the weights after them."""
 NO_STRATEGY = "plain torch, no parallelism"
 """What the one-device run has in the place of a strategy."""
 Message = StepBlock | StepSpans | RunEvent
+_GROWN = 10.0
+"""A loss that ends above so many times its first value is that of a training that diverges."""
 _POLL_S = 0.1
 _keys = itertools.count()
 
@@ -276,6 +278,21 @@ class TrainingRun:
         return file.finish(record) if file is not None else record
 
 
+def why_unequal(baseline: RunRecord) -> str:
+    """A sentence where the one-device run itself diverges, so that rounding alone parts any two runs; else empty.
+
+    >>> why_unequal(RunRecord("one device", "", 1, 8, losses=(2.0, 1.5)))
+    ''
+    """
+    first, last = (baseline.losses[0], baseline.losses[-1]) if baseline.losses else (0.0, 0.0)
+    if last <= _GROWN * abs(first):  # written this way round so that NaN has not passed
+        return ""
+    return (
+        f"One device's own loss goes from {first:.3g} to {last:.3g}: training diverges, and rounding alone parts any two "
+        "runs then. Give an optimizer with a smaller learning rate (optimizer_fn)."
+    )
+
+
 def _watch(call: RemoteCall, watch: Watch) -> None:
     """Hand on the steps of a one-device run until it ends, and a stop to it."""
     is_told = False
@@ -313,4 +330,14 @@ def _distance(a: float, b: float) -> float:
     return abs(a - b) if a == a and b == b else float("inf") if (a == a) != (b == b) else 0.0
 
 
-__all__ = ["NO_STRATEGY", "TOLERANCE", "Comparison", "Message", "RunStopped", "StrategyLike", "TrainingRun", "Watch"]
+__all__ = [
+    "NO_STRATEGY",
+    "TOLERANCE",
+    "Comparison",
+    "Message",
+    "RunStopped",
+    "StrategyLike",
+    "TrainingRun",
+    "Watch",
+    "why_unequal",
+]

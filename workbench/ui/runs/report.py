@@ -13,6 +13,7 @@ import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
 from workbench.core.metrics import RunRecord
+from workbench.session.comparing.comparison import why_unequal
 from workbench.session.comparing.machine import machine_text, versions_text
 from workbench.theme import DARK, LIGHT, Palette, style_sheet
 from workbench.ui.assets import asset, element
@@ -54,12 +55,15 @@ def write_report(result: Comparison, path: str | os.PathLike[str], *, title: str
 
 def report_html(result: Comparison, title: str = "Comparison of strategies") -> str:
     """The whole page as a string."""
+    state, sentence = verdict(result.runs)
+    why = why_unequal(result.baseline) if state == "unequal" else ""
     figures = _figures(result)
     boxes = [element("div", element("div", id=name), css="frame") for name in figures]
     body = element(
         "main",
         element("h1", text=title),
-        element("p", text=verdict(result.runs)[1], css=f"verdict {verdict(result.runs)[0]}"),
+        element("p", text=sentence, css=f"verdict {state}"),
+        element("p", text=why) if why else "",
         _facts(result),
         element(
             "section", element("h2", text="Runs"), comparison_table_html(result.runs, result.baseline), css="frame"
