@@ -64,6 +64,21 @@ def test_long_names_are_short_beside_plots_and_stay_apart(result: Comparison):
         assert f'"{short_names(texts)[0].removesuffix(" (1)")} ({number})"'.replace("\u2026", "\\u2026") in html
 
 
+def test_losses_that_overflow_can_be_reported(result: Comparison):
+    result.baseline = replace(result.baseline, losses=(2.0, 1e30, float("inf"), float("nan")))
+    losses = ((2.0, 2e30, float("inf"), float("nan")), (2.0, float("inf"), float("inf"), 1.0))
+    differences = (1e30, float("nan"))
+    result.runs = [
+        replace(run, equal=False, losses=own, loss_difference=difference)
+        for run, own, difference in zip(result.runs, losses, differences, strict=False)
+    ]
+    html = report_html(result)
+    block = re.search(r'<script type="application/json" id="figures">(.*?)</script>', html, re.DOTALL)
+    assert block
+    ticks = json.loads(block.group(1))["difference"]["light"]["layout"]["yaxis"]["ticktext"]
+    assert ticks[0] == "1e-5" and 3 < len(ticks) <= 12
+
+
 @pytest.mark.parametrize(("last", "is_told"), [(1.0, False), (2e9, True), (float("nan"), True)])
 def test_training_that_diverges_on_one_device_is_told(result: Comparison, last: float, is_told: bool):
     result.baseline = replace(result.baseline, losses=(2.0, last))

@@ -28,6 +28,8 @@ from workbench.ui.traces import (
 )
 
 LOSS_TOLERANCE = 1e-5
+_MOST_DECADES = 8
+"""Numbers beside a logarithmic axis: of training that diverges there would be dozens."""
 """A run is equal to one device when no loss differs by more than this."""
 
 
@@ -57,7 +59,7 @@ def loss_difference_figure(
 ) -> go.Figure:
     """Absolute difference of each run's loss to one device's, by step, on a logarithmic axis, with the tolerance.
 
-    A difference of exactly zero cannot be drawn there and is left out of its curve.
+    A difference of exactly zero, or one that is not finite, cannot be drawn there and is left out of its curve.
     """
     figure = go.Figure()
     drawn = finished(runs)
@@ -76,8 +78,10 @@ def loss_difference_figure(
 
 def _difference(run: RunRecord, baseline: RunRecord) -> tuple[np.ndarray, np.ndarray]:
     num_steps = min(len(run.losses), len(baseline.losses))
-    difference = np.abs(np.array(run.losses[:num_steps]) - np.array(baseline.losses[:num_steps]))
-    return decimate(np.arange(1, num_steps + 1), np.where(difference > 0, difference, np.nan))
+    with np.errstate(invalid="ignore"):  # of two that are infinite
+        difference = np.abs(np.array(run.losses[:num_steps]) - np.array(baseline.losses[:num_steps]))
+    drawable = (difference > 0) & np.isfinite(difference)
+    return decimate(np.arange(1, num_steps + 1), np.where(drawable, difference, np.nan))
 
 
 def _limit_label(tolerance: float, colours: Palette) -> dict[str, Any]:
@@ -93,9 +97,9 @@ def _limit_label(tolerance: float, colours: Palette) -> dict[str, Any]:
 def _decades(smallest: float, largest: float) -> dict[str, Any]:
     """Settings of a logarithmic axis over whole decades, written as 1e-7."""
     low, high = int(np.floor(np.log10(smallest))), int(np.ceil(np.log10(largest)))
-    powers = range(low, max(high, low + 1) + 1)
+    powers = range(low, max(high, low + 1) + 1, max(1, (high - low) // _MOST_DECADES))
     ticks = {"tickvals": [10.0**power for power in powers], "ticktext": [f"1e{power}" for power in powers]}
-    return {"type": "log", "range": [powers[0], powers[-1] + 0.5], **ticks}
+    return {"type": "log", "range": [low, max(high, low + 1) + 0.5], **ticks}
 
 
 def throughput_figure(runs: Sequence[RunRecord], colours: Palette = LIGHT) -> go.Figure:

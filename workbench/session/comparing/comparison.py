@@ -288,8 +288,8 @@ def why_unequal(baseline: RunRecord) -> str:
     if last <= _GROWN * abs(first):  # written this way round so that NaN has not passed
         return ""
     return (
-        f"One device's own loss goes from {first:.3g} to {last:.3g}: training diverges, and rounding alone parts any two "
-        "runs then. Give an optimizer with a smaller learning rate (optimizer_fn)."
+        f"One device's own loss goes from {first:.3g} to {last:.3g}: training diverges, and then rounding alone parts "
+        "any two runs. Give an optimizer with a smaller learning rate (optimizer_fn)."
     )
 
 
