@@ -7,14 +7,24 @@ half asks it for the gradients of the parameters. Two walks through the whole gr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.graph import _engine_run_backward as _run_backward
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from workbench.runtime.tensor import GlobalTensor, local_torch
 from workbench.runtime.world import World
+
+
+def gradients(results: Sequence[Any], grads: Sequence[torch.Tensor], wanted: Sequence[Any]) -> tuple[Any, ...]:
+    """``torch.autograd.grad`` of tensors or edges of a graph that stays, without its checks; None for what is not used.
+
+    The two halves call the engine for every layer; torch's functions around it compare shapes as symbols, which takes
+    longer than small layers do.
+    """
+    return _run_backward(tuple(results), tuple(grads), True, False, tuple(wanted), allow_unreachable=True)
 
 
 class WeightGradients:
@@ -34,7 +44,8 @@ class WeightGradients:
         left, self._left = self._left, []
         with local_torch():
             for results, grads, parameters in left:
-                torch.autograd.backward(results, grads, inputs=parameters)
+                ends, seeds, leaves = tuple(results), tuple(grads), tuple(parameters)
+                _run_backward(ends, seeds, False, False, leaves, allow_unreachable=True, accumulate_grad=True)
 
 
 class _Split(torch.autograd.Function):
@@ -57,7 +68,7 @@ class _Split(torch.autograd.Function):
         ctx.inner = None
         if grad is None:
             return None, None, None, None, *(None for _ in own)
-        found = torch.autograd.grad(result, own, grad, retain_graph=True, allow_unused=True) if own else ()
+        found = gradients([result], [grad], own) if own else ()
         kept.add([result], [grad], parameters)
         return None, None, None, None, *found
 

@@ -9,15 +9,16 @@ alone, so nothing is computed twice. (Qi et al., arXiv 2401.10241.)
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from workbench.runtime.ops.weight_gradients import WeightGradients
+from workbench.runtime.ops.weight_gradients import WeightGradients, gradients
 from workbench.runtime.tensor import local_torch
 
 
@@ -40,56 +41,92 @@ def readers_of(
     ('MmBackward0', True, [])
     """
     roots = [(edge.node, edge.output_nr) for edge in map(get_gradient_edge, results)]
-    graph = _graph(node for node, _ in roots)
-    ends = {get_gradient_edge(leaf).node for leaf in inputs}
-    follows: dict[Any, bool] = {}  # whether a function's result follows from an input
-    reads: dict[Any, list[torch.Tensor]] = {}
-    used: dict[Any, dict[int, None]] = {node: {} for node in graph}
-    for node, edges in graph.items():
-        beside = [below for below, _ in edges if not follows[below]]
-        follows[node] = node in ends or len(beside) < len(edges)
+    nodes, number, graph = _graph(node for node, _ in roots)
+    ends = frozenset(number[node] for node in (get_gradient_edge(leaf).node for leaf in inputs) if node in number)
+    places = _readers(graph, tuple((number[node], output) for node, output in roots), ends)
+    readers = [
+        Reader([GradientEdge(nodes[at], output) for output in outputs], [nodes[leaf].variable for leaf in leaves])
+        for at, outputs, leaves in places.readers
+    ]
+    return readers, [nodes[leaf].variable for leaf in places.shared]
+
+
+_Edges = tuple[tuple[int, int], ...]
+"""Of one node, by number: those that it hands gradients to, and which of their outputs each is about."""
+
+
+def _graph(roots: Iterable[Any]) -> tuple[list[Any], dict[Any, int], tuple[_Edges, ...]]:
+    """All nodes behind ``roots``, their numbers, and the edges of each."""
+    nodes = list(dict.fromkeys(roots))
+    number = {node: at for at, node in enumerate(nodes)}
+    graph: list[_Edges] = []
+    for node in nodes:  # which grow
+        edges = []
+        for below, output in node.next_functions:
+            if below is not None:
+                at = number.get(below)
+                if at is None:
+                    at = number[below] = len(nodes)
+                    nodes.append(below)
+                edges.append((at, output))
+        graph.append(tuple(edges))
+    return nodes, number, tuple(graph)
+
+
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Where in a graph the functions are that read parameters: node, outputs, leaves; and leaves of several of them."""
+
+    readers: list[tuple[int, list[int], list[int]]]
+    shared: list[int]
+
+
+@lru_cache(maxsize=256)
+def _readers(graph: tuple[_Edges, ...], roots: _Edges, ends: frozenset[int]) -> _Places:
+    """What ``readers_of`` finds, by number: the graphs of one block's calls are alike, and looked at once."""
+    follows: dict[int, bool] = {}  # whether a function's result follows from an input
+    reads: dict[int, list[int]] = {}
+    used: list[dict[int, None]] = [{} for _ in graph]
+    for node in _inputs_first(graph, roots):
+        beside = [below for below, _ in graph[node] if not follows[below]]
+        follows[node] = node in ends or len(beside) < len(graph[node])
         if beside and follows[node]:
             reads[node] = _leaves(graph, beside)
-        for below, number in edges:
-            used[below][number] = None
-    for node, number in roots:
-        used[node][number] = None
+        for below, output in graph[node]:
+            used[below][output] = None
+    for node, output in roots:
+        used[node][output] = None
         if not follows[node]:
             reads[node] = _leaves(graph, [node])
-    count = Counter(id(leaf) for leaves in reads.values() for leaf in leaves)
-    shared = {id(leaf): leaf for leaves in reads.values() for leaf in leaves if count[id(leaf)] > 1}
-    readers = [
-        Reader([GradientEdge(node, number) for number in used[node]], [p for p in leaves if id(p) not in shared])
-        for node, leaves in reads.items()
-    ]
-    return [reader for reader in readers if reader.parameters], list(shared.values())
+    count = Counter(leaf for leaves in reads.values() for leaf in leaves)
+    readers = [(node, list(used[node]), [leaf for leaf in found if count[leaf] == 1]) for node, found in reads.items()]
+    return _Places([reader for reader in readers if reader[2]], [leaf for leaf in count if count[leaf] > 1])
 
 
-def _graph(roots: Iterable[Any]) -> dict[Any, list[tuple[Any, int]]]:
-    """All nodes, each after those that it hands gradients to, with the edges to them."""
-    graph: dict[Any, list[tuple[Any, int]]] = {}
-    waiting: list[tuple[Any, list[tuple[Any, int]] | None]] = [(root, None) for root in roots]
+def _inputs_first(graph: tuple[_Edges, ...], roots: _Edges) -> Iterator[int]:
+    """Every node after those that it hands gradients to."""
+    seen: set[int] = set()
+    waiting = [(node, False) for node, _ in roots]
     while waiting:
-        node, edges = waiting.pop()
-        if edges is not None:
-            graph[node] = edges
-        elif node not in graph:
-            edges = [edge for edge in node.next_functions if edge[0] is not None]
-            waiting.append((node, edges))
-            waiting += [(below, None) for below, _ in edges if below not in graph]
-    return graph
+        node, is_ready = waiting.pop()
+        if is_ready:
+            yield node
+        elif node not in seen:
+            seen.add(node)
+            waiting.append((node, True))
+            waiting += [(below, False) for below, _ in graph[node] if below not in seen]
 
 
-def _leaves(graph: dict[Any, list[tuple[Any, int]]], roots: Sequence[Any]) -> list[torch.Tensor]:
+def _leaves(graph: tuple[_Edges, ...], roots: Iterable[int]) -> list[int]:
     """The leaves at the ends of a part of a graph."""
-    seen: dict[Any, None] = {}
+    seen: dict[int, None] = {}
     waiting = list(roots)
     while waiting:
         node = waiting.pop()
         if node not in seen:
             seen[node] = None
             waiting += [below for below, _ in graph[node]]
-    return [node.variable for node in seen if hasattr(node, "variable")]
+    return [node for node in seen if not graph[node]]
 
 
 class _SplitBlock(torch.autograd.Function):
@@ -118,7 +155,7 @@ class _SplitBlock(torch.autograd.Function):
         with local_torch():
             readers, shared = readers_of(ends, own)
             wanted = [*own, *(edge for reader in readers for edge in reader.edges), *shared]
-            found = torch.autograd.grad(ends, wanted, seeds, retain_graph=True, allow_unused=True) if wanted else ()
+            found = gradients(ends, seeds, wanted) if wanted else ()
         given = iter(found[len(own) :])
         for reader in readers:
             kept.add(reader.edges, [next(given) for _ in reader.edges], reader.parameters)
