@@ -31,7 +31,7 @@ def install(module: nn.Module, state: ParallelState) -> list[Any]:
     entered: list[Any] = []  # calls may be nested
 
     def enter(*_: Any) -> None:
-        entered.append(torch.autocast(state.placements[0].device_type, dtype=dtype))
+        entered.append(torch.autocast(state.layouts.world.autocast_type, dtype=dtype))
         entered[-1].__enter__()
 
     def leave(*_: Any) -> None:

@@ -56,6 +56,7 @@ class World:
         tracer: the innermost ``wb.trace()`` in force, told of every boxing; None when there is none.
         recorder: what writes down the step that ``wb.capture`` is recording; None when none is.
         on_plan: told of every call (function, args, kwargs) that a plan is made for.
+        casts: on metadata, of a function's name and what runs on the shards, that with autocast's casts; else None.
         splits_backward: whether plans for functions of parameters let a backward come in two halves.
         running: what the scheduled step in progress wants to know of (see ``pipelining``); None outside of one.
     """
@@ -77,12 +78,13 @@ class World:
         self.tracer: Any = None
         self.recorder: Any = None
         self.on_plan: Callable[[Any, Any, Any], None] | None = None
+        self.casts: Callable[[str, Callable[..., Any]], Callable[..., Any]] | None = None
         self.running: Any = None
         self.splits_backward = False
 
     @property
     def autocast_type(self) -> str:
-        """The device type whose autocast holds here; on metadata, the CPU's, which never is on in a dry run."""
+        """The device type whose autocast holds here; on metadata, the CPU's."""
         return "cpu" if self.device.type == "meta" else self.device.type
 
     @property

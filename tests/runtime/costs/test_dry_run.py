@@ -100,15 +100,12 @@ CASES = [(seed, name, 2 + 2 * (seed % 2)) for seed in range(4) for name in MODEL
 MORE_CASES = [(seed, name, num_ranks) for seed in range(4, 20) for name in MODELS for num_ranks in (2, 4)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("seed", "name", "num_ranks"), MORE_CASES)
-def test_bytes_are_those_that_ranks_send_under_many_more(seed, name, num_ranks):
-    test_bytes_are_those_that_ranks_send(seed, name, num_ranks)
-
-
-@pytest.mark.parametrize(("seed", "name", "num_ranks"), CASES)
-def test_bytes_are_those_that_ranks_send(seed, name, num_ranks):
-    strategy = random_strategy(random.Random(f"{seed} {name} {num_ranks}"), name, num_ranks)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("seed", "name", "num_ranks"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE_CASES)]
+)
+def test_bytes_are_those_that_ranks_send(seed, name, num_ranks, precision):
+    strategy = random_strategy(random.Random(f"{seed} {name} {num_ranks}"), name, num_ranks) + f" {precision}"
     try:
         real = really_sent(name, strategy, num_ranks)
     except StrategyError:
@@ -131,6 +128,14 @@ def test_uneven_shares_are_counted_rank_by_rank():
     run = counted("perceptron", "model", 4, batch_size=7)
     assert list(run.sent_bytes) == [sent for _, sent, _ in really_sent("perceptron", "model", 4, batch_size=7)]
     assert len(set(run.sent_bytes)) > 1
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_what_products_make_is_sent_in_16_bits_and_what_they_take_as_it_comes(precision):
+    whole, half = (counted("gpt", f"*: model | 1x1x2 {word}", 2).by_kind for word in ("fp32", precision))
+    assert 2 * half["rows"] == whole["rows"]  # of queries, keys and values
+    assert half["all-reduce"] < whole["all-reduce"]
+    assert [half[kind] for kind in ("all-gather", "gradients")] == [whole[kind] for kind in ("all-gather", "gradients")]
 
 
 def test_many_ranks_are_known_from_few():
@@ -161,6 +166,22 @@ def test_micro_batches_are_known_from_two():
     real = really_sent("perceptron", "*: model | 1x1x2 mb=4", 2)
     assert list(many.sent_bytes) == [sent for _, sent, _ in real]
     assert few.by_kind.keys() == many.by_kind.keys()
+
+
+class Contraction(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(6, 8)
+
+    def forward(self, x):
+        return torch.einsum("bi,ji->bj", self.inner(x), self.inner(x)[:3])
+
+
+@pytest.mark.parametrize(("precision", "itemsize"), [("fp32", 4), ("bf16", 2)])
+def test_einsum_is_counted_at_its_precision(precision, itemsize):
+    batch = torch.empty(4, 6), torch.empty(4, 3)
+    run = dry_run(Contraction, f"*: model:column | 1x1x2 {precision}", 2, *batch, lambda x, y: x.float().sum())
+    assert run.by_kind == {"reduce-scatter": 12 * itemsize, "all-gather": 12 * itemsize}
 
 
 def test_a_strategy_that_does_not_fit_is_an_error():

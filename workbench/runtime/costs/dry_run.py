@@ -28,7 +28,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 from workbench.core.boxing import LinkCost
 from workbench.core.rows import Layer
 from workbench.core.strategy import ResolvedLayer, ResolvedStrategy, Strategy
-from workbench.errors import StrategyError
 from workbench.runtime.parallel import describe, parallelize
 from workbench.runtime.pipelining.step import forward_backward
 from workbench.runtime.tensor import GlobalTensor, local_torch, plain
@@ -103,11 +102,6 @@ def dry_run(
     strategy = Strategy(strategy) if isinstance(strategy, str) else strategy
     with META:
         layers = describe(model_fn())
-    if strategy.options.precision != "fp32":
-        raise StrategyError(
-            f"dry_run: strategy {str(strategy)!r} casts to {strategy.options.precision}. What autocast does depends on "
-            f"the device, and metadata lies on none: only fp32 is counted. Leave {strategy.options.precision} out."
-        )
     resolved = strategy.resolve(layers, num_ranks)
     batch = tree_map(lambda leaf: leaf.to(META) if isinstance(leaf, torch.Tensor) else leaf, (inputs, targets))
     program = _Program(model_fn, loss_fn, optimizer_fn, num_ranks, cost, strategy, batch)
@@ -179,6 +173,30 @@ class _Shards(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with local_torch():
             return func(*args, **(kwargs or {}))
+
+
+_CAST = {
+    "linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "addbmm", "scaled_dot_product_attention",
+    "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
+}  # fmt: skip
+"""What autocast computes in 16 bits. The rest takes what comes, as on CPUs: on GPUs norms and softmax give 32 bits."""
+
+
+def _cast(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of shards as autocast has it, which itself goes by the device and passes metadata by."""
+    if name not in _CAST:
+        return function
+
+    def with_casts(*args: Any, **kwargs: Any) -> Any:
+        if torch.is_autocast_enabled("cpu"):
+            args, kwargs = tree_map(partial(_to, dtype=torch.get_autocast_dtype("cpu")), (args, kwargs))
+        return function(*args, **kwargs)
+
+    return with_casts
+
+
+def _to(leaf: Any, dtype: torch.dtype) -> Any:
+    return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
 
 
 class _Watcher:
@@ -274,6 +292,7 @@ class _Program:
     def _on(self, rank: int) -> Iterator[World]:
         world = World(rank, self.num_ranks, META, PaperTransport(self.num_ranks, self.cost))
         world.generator = torch.Generator().manual_seed(0)
+        world.casts = _cast
         with Simulated(world), _Shards():
             yield world
 

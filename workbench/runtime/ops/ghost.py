@@ -81,7 +81,10 @@ def _run_without_data(func: Any, args: Any, kwargs: Any, memo: dict[int, torch.T
 
 
 def _device_without_data(device: Any) -> Any:
-    return device if autocast_state() else "meta"
+    """Under autocast this device; metadata has none of its own, a dry run's is the CPU's (``World.autocast_type``)."""
+    if not autocast_state():
+        return "meta"
+    return "cpu" if torch.device(device).type == "meta" else device
 
 
 def _as_meta(leaf: Any, memo: dict[int, torch.Tensor], with_grad: bool) -> Any:

@@ -137,6 +137,8 @@ def _plan_by_rule(
     ]
     local = resolution.localize(call, inputs, outputs, choice.letters) if resolution.localize else None
     num_tags = getattr(local, "num_tags", 0)
+    if world.casts is not None:
+        local = world.casts(name.folded, local or call.func)
     may_split = returns_tensor and not name.in_place and name.folded not in ALIASING | PERHAPS_ALIASING
     if world.splits_backward and may_split and num_tags == 0 and any(info.is_parameter for info in infos):
         local = split_backward(local or call.func, world)

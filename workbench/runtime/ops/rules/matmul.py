@@ -149,7 +149,7 @@ def _einsum(call: Call) -> Resolution:
 def _einsum_of_shards(equation: str, *operands: Any) -> torch.Tensor:
     """torch multiplies where one row is contracted, which autocast does not cast; shards must not differ in dtype."""
     tensors = operands[0] if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else operands
-    kind = tensors[0].device.type
+    kind = "cpu" if tensors[0].is_meta else tensors[0].device.type  # a dry run's autocast
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
         tensors = [t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors]

@@ -45,6 +45,6 @@ def zeros_and_bias(call: Call, outputs: list[Spec], bias_at: int, num_after: int
     def only_bias(*args: Any, **kwargs: Any) -> torch.Tensor:
         result = make_zeros(*args, **kwargs)
         bias = args[bias_at] if len(args) > bias_at else kwargs.get("bias")
-        return result if bias is None else result + bias.view(-1, *[1] * num_after)
+        return result if bias is None else result + bias.view(-1, *[1] * num_after).to(result.dtype)
 
     return only_bias
