@@ -45,7 +45,7 @@ class MachineBar:
         self._predictor, self._on_machine, self._on_ranks = predictor, on_machine, on_ranks
         self._own, self._refreshing = predictor.machine, False
         self._num_ranks = num_ranks
-        self.machine = widgets.Dropdown(options=self._machines(), layout={"width": "158px"})
+        self.machine = widgets.Dropdown(options=self._machines(), layout={"width": "168px"})
         self.machine.value = predictor.machine.name if predictor.machine else NO_MACHINE
         self.sliders = {name: _slider(name) for name in _LABELS}
         self.told = {name: html("", "wb-told") for name in _LABELS}

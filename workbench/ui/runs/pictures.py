@@ -16,7 +16,7 @@ from workbench.ui.numbers import signed_percent
 from workbench.ui.pictures import marks
 from workbench.ui.runs.rows import Row, key_of
 from workbench.ui.runs.scatter_labels import place_labels
-from workbench.units import format_seconds
+from workbench.units import counted, format_seconds
 
 _WIDTH, _HEIGHT = 396.0, 250.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 44.0, 384.0, 26.0, 214.0
@@ -135,7 +135,7 @@ def layers_picture(runs: Sequence[RunRecord], names: Mapping[str, str], selected
     told = f"time by layer of {len(drawn)} runs; slowest {shown[0]}, {format_seconds(slowest[shown[0]])}"
     legend = marks.swatch("var(--wb-forward)", "forward") + marks.swatch("var(--wb-backward)", "backward")
     left_out = len(slowest) - len(shown)
-    rest = f" \u00b7 {left_out} faster layer{'s' if left_out > 1 else ''} not shown" if left_out else ""
+    rest = f" \u00b7 {counted(left_out, 'faster layer')} not shown" if left_out else ""
     note = f"computing in a step, slowest rank{rest}"
     picture = marks.svg(_LAYERS_WIDTH, height, told, *parts)
     return marks.section("Time by layer", note, picture, marks.legend(legend), "layers")
