@@ -76,6 +76,42 @@ def test_mistakes_name_both_numbers(text, message):
 
 
 @pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("fc1: modle", "did you mean 'fc1: model'"),
+        ("fc1: mod:row@1", "did you mean 'fc1: model:row@1'"),
+        ("dat", "did you mean 'data'"),
+        ("pipelin", "did you mean 'pipeline'"),
+        ("hybrid", "'hybrid' is a preset, which is made for a model"),
+    ],
+)
+def test_a_row_that_is_none_says_what_was_meant(text, meant):
+    with pytest.raises(StrategyError, match=f"is not 'pattern: .*; {meant}"):
+        Strategy(text)
+
+
+def test_nothing_is_guessed_of_a_row_that_is_like_none():
+    with pytest.raises(StrategyError, match=r"\[@stage\]'$"):
+        Strategy("fc1: xyz")
+
+
+def test_a_class_of_characters_is_told_as_what_it_is_not():
+    (mistake,) = Strategy("*: data; fc[12]: model").check(LAYERS, 2)
+    assert "a pattern knows * and ranges of numbers" in mistake.message
+    assert not any(fix.startswith(("use ", "write '")) for fix in mistake.fixes)
+
+
+@pytest.mark.parametrize(
+    ("text", "num_ranks", "fix"),
+    [("*: data; fc2: data@1; fc3: data@2", 2, "number the stages 0 to 1"),
+     ("*: data; fc2: data@1; fc3: data@2 | 3x1x1", 4, "write 2x1+1x1+1x1 instead")],
+)  # fmt: skip
+def test_no_fix_is_offered_that_does_not_fit_the_ranks(text, num_ranks, fix):
+    mistakes = Strategy(text).check(LAYERS, num_ranks)
+    assert [mistake.fixes for mistake in mistakes] == [(fix,)]
+
+
+@pytest.mark.parametrize(
     ("text", "num_ranks", "fix"),
     [("*: data | 2x1x1 mb=4", 2, "1x2x1"), ("*: model | 2x1x2", 4, "1x2x2"), ("*: model | 2x1x3", 6, "1x2x3")],
 )

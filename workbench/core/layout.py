@@ -47,11 +47,12 @@ class Layout:
         """A layout from what people write; raises ``SbpError`` if the number of entries is not the number of axes."""
         entries = as_nd_sbp(sbp)
         if len(entries) != placement.num_axes:
+            example = ", ".join(["S(0)", *["B"] * (placement.num_axes - 1)])
             raise SbpError(
                 f"sbp has {len(entries)} entr{'y' if len(entries) == 1 else 'ies'} "
                 f"({format_sbp(entries)}) but {placement} has "
                 f"{placement.num_axes} ax{'is' if placement.num_axes == 1 else 'es'}. Give one per axis, "
-                f"e.g. sbp=({', '.join(['S(0)', *['B'] * (placement.num_axes - 1)])})."
+                f"e.g. sbp={f'({example})' if placement.num_axes > 1 else example}."
             )
         return cls(placement, entries)
 

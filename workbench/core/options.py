@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+PRESETS = ("data", "model", "pipeline", "hybrid")
+"""Names of strategies that are made for a model."""
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 PRECISIONS = ("fp32", "bf16", "fp16")
 

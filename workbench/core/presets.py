@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from workbench.core.covering import cover
+from workbench.core.options import PRESETS
 from workbench.core.rows import Layer, Row
 from workbench.core.strategy import Options, Strategy
 from workbench.errors import StrategyError
-
-PRESETS = ("data", "model", "pipeline", "hybrid")
 
 
 def preset(name: str, layers: Sequence[Layer], num_ranks: int) -> Strategy:
@@ -97,3 +96,6 @@ def balanced_cuts(weights: Sequence[float], num_parts: int) -> list[int]:
         result[start:end] = [part - 1] * (end - start)
         end = start
     return result
+
+
+__all__ = ["PRESETS", "balanced_cuts", "block_of", "preset", "stage_cuts"]

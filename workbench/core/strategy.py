@@ -20,7 +20,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from workbench.core.options import PRECISIONS, SCHEDULES, Options, format_widths, parse_options
+from workbench.core.guessing import guesses
+from workbench.core.options import PRECISIONS, PRESETS, SCHEDULES, Options, format_widths, parse_options
 from workbench.core.pairing import split_dim, splits_of, tied_pairs
 from workbench.core.rows import Layer, Row
 from workbench.errors import StrategyError
@@ -182,6 +183,8 @@ class Strategy:
         return ResolvedStrategy(resolved, _degrees(self, layers, num_ranks), self.options)
 
 
+_OTHER_CLASS = re.compile(r"\[(?!\d+-\d+\])|\?|\{")
+"""What patterns of other programs have."""
 _CHOICE = re.compile(r"(data|model)(?::(column|row))?(?:@(\d+))?")
 
 
@@ -193,12 +196,27 @@ def _parse_rows(text: str, mistakes: list[str]) -> tuple[Row, ...]:
             pattern, colon, choice = "*", ":", clause
         match = _CHOICE.fullmatch(choice.replace(" ", ""))
         if not colon or not pattern or match is None or (match[2] and match[1] == "data"):
-            mistakes.append(f"row {clause!r} is not 'pattern: data | model | model:column | model:row [@stage]'")
+            mistakes.append(
+                f"row {clause!r} is not 'pattern: data | model | model:column | model:row [@stage]'{_hint(clause)}"
+            )
             continue
         rows.append(Row(pattern, match[1], match[2], None if match[3] is None else int(match[3])))
     if not rows and not mistakes:
         mistakes.append("no row; write e.g. '*: data'")
     return tuple(rows)
+
+
+def _hint(clause: str) -> str:
+    """What was probably meant by a row that is none."""
+    pattern, colon, choice = (part.strip() for part in clause.partition(":"))
+    if not colon and clause in PRESETS:
+        return f"; {clause!r} is a preset, which is made for a model: wb.parallelize(model, {clause!r})"
+    kind, rest = re.fullmatch(r"(\w*)(.*)", choice if colon else clause, re.DOTALL).groups()  # type: ignore[union-attr]
+    meant = guesses(kind, ("data", "model") if colon else PRESETS)
+    if not meant or kind in meant:
+        return ""
+    row = f"{pattern}: {meant[0]}{rest}" if colon else meant[0] + rest
+    return f"; did you mean {row!r}?"
 
 
 @lru_cache(maxsize=64)
@@ -248,6 +266,10 @@ def _check_rows(strategy: Strategy, layers: Sequence[Layer]) -> list[Mistake]:
     for row in strategy.rows:
         if row.pattern == "*" or row.pattern in known or any(row.matches(name) for name in names):
             continue
+        if _OTHER_CLASS.search(row.pattern):
+            message = f"no layer matches {row.pattern!r}: a pattern knows * and ranges of numbers, as in blocks.[0-3]"
+            mistakes.append(Mistake(None, message, ("write a row for each, or a range",)))
+            continue
         near = difflib.get_close_matches(row.pattern, paths, n=3, cutoff=0.3) or paths[:3]
         fixes = tuple(f"write {str(replace(row, pattern=name))!r}" for name in near)
         message = f"no layer matches {row.pattern!r}; nearest: {', '.join(near)}"
@@ -286,13 +308,16 @@ def _check_degrees(strategy: Strategy, layers: Sequence[Layer], num_ranks: int) 
                 f"stages {format_widths(widths)} take {total} ranks, but there are {num_ranks}: all ranks are used"
             )
             mistakes.append(Mistake(None, message, ("write one DxM per stage, whose products add up to the ranks",)))
-    elif product != num_ranks:
+    elif product != num_ranks and pipeline <= num_ranks:
         message = (
             f"{pipeline} x {data} x {model} = {product}, but there are {num_ranks} ranks: pipeline x data x "
             f"model must be the ranks"
         )
         mistakes.append(Mistake(None, message, (_fitting_degrees(num_stages, 1, num_ranks),)))
     goes_round = strategy.options.schedule == "interleaved" and num_stages % pipeline == 0
+    if pipeline > num_ranks:
+        message = f"{pipeline} stages on {num_ranks} rank{'s' * (num_ranks > 1)}: every stage has ranks of its own"
+        return [*mistakes, Mistake(None, message, (f"number the stages 0 to {num_ranks - 1}",))]
     if (strategy.options.degrees or widths) and pipeline != num_stages and not goes_round:
         message = f"pipeline degree {pipeline}, but the rows use {num_stages} stage{'s' * (num_stages > 1)}"
         message += "; interleaved takes a multiple" * (strategy.options.schedule == "interleaved")
@@ -302,6 +327,9 @@ def _check_degrees(strategy: Strategy, layers: Sequence[Layer], num_ranks: int) 
 
 def _fitting_degrees(num_stages: int, model: int, num_ranks: int) -> str:
     """A fix whose degrees multiply to the ranks, with the model degree that was asked for if it divides them."""
+    if num_ranks % num_stages:
+        widths = [(num_ranks + stage) // num_stages for stage in reversed(range(num_stages))]
+        return f"write {format_widths([(width, 1) for width in widths])} instead"
     kept = model if num_ranks % (num_stages * model) == 0 else 1
     return f"use {num_stages}x{max(1, num_ranks // (num_stages * kept))}x{kept}"
 

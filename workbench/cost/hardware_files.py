@@ -6,7 +6,6 @@ Files that come with the package are known by name (``known_machines()``); other
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, fields
@@ -14,6 +13,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from workbench.core.guessing import guesses
 from workbench.cost.hardware import Hardware, Link
 from workbench.cost.software import ITEMSIZES
 from workbench.errors import HardwareError
@@ -81,8 +81,7 @@ def load_hardware(name_or_path: str | Path) -> Hardware:
         return _parse(text, (resources.files("workbench.cost") / "machines" / f"{text}.json").read_text("utf-8"))
     path = Path(text)
     if not path.is_file():
-        begun = [known for known in known_machines() if text and known.startswith(text.lower())]
-        near = begun or difflib.get_close_matches(text.lower(), known_machines(), n=1)
+        near = guesses(text, known_machines())
         known = ", ".join(known_machines())
         hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
         raise HardwareError(f"hardware {text!r}: neither a file nor one of {known}.{hint}")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
-
+from workbench.core.guessing import guesses
 from workbench.cost.transformer import Transformer
 from workbench.errors import StrategyError
 
@@ -29,8 +28,7 @@ def size(name: str) -> Transformer:
         StrategyError: no such name.
     """
     if name not in SIZES:
-        begun = [known for known in SIZES if known.startswith(name.lower())]
-        near = begun or difflib.get_close_matches(name.lower(), SIZES, n=1, cutoff=0.5)
+        near = guesses(name, SIZES)
         hint = f" Do you mean {' or '.join(map(repr, near))}?" if near else ""
         raise StrategyError(f"{name!r} is none of the known transformers: {', '.join(SIZES)}.{hint}")
     return SIZES[name]

@@ -39,8 +39,10 @@ def to_global(tensor: GlobalTensor, placement: Placement | None = None, sbp: Any
     """
     targets = tensor._spec.targets
     try:
-        target = targets[placement, sbp]
-    except (KeyError, TypeError):  # a list of entries cannot be looked up
+        target = targets.get((placement, sbp))
+    except TypeError:  # a list of entries cannot be looked up
+        target = None
+    if target is None:
         target = spec_of(tensor._spec.world, _layout(tensor, placement, sbp), tensor._spec.shape)
         if isinstance(sbp, Hashable) and len(targets) < _MAX_TARGETS:
             targets[placement, sbp] = target

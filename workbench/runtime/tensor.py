@@ -162,8 +162,8 @@ class GlobalTensor(torch.Tensor):
                     return self.__dict__.get("_grad_shard")
                 if self._ghost_grad is True:
                     scattered = self.__dict__.get("_grad_spec")  # of the tensor as it was, and of its gradient's shards
-                    is_scattered = scattered is not None and scattered[0] is self._spec
-                    self._ghost_grad = ghost_like(self, scattered[1] if is_scattered else self._spec.dual)
+                    here = scattered[1] if scattered is not None and scattered[0] is self._spec else self._spec.dual
+                    self._ghost_grad = ghost_like(self, here)
                     self._ghost_grad._is_grad = True
                 return self._ghost_grad
             if not isinstance(grad, GlobalTensor):

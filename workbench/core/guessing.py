@@ -1,0 +1,17 @@
+"""What somebody meant who wrote a name that there is not."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+def guesses(name: str, known: Iterable[str], cutoff: float = 0.5) -> list[str]:
+    """The known names that begin like ``name``, else the most similar one; none where none is similar enough.
+
+    >>> guesses("modle", ["data", "model"]), guesses("pipe", ["data", "pipeline"]), guesses("x", ["data"])
+    (['model'], ['pipeline'], [])
+    """
+    names = list(known)
+    begun = [one for one in names if name and one.startswith(name.lower())]
+    return begun or difflib.get_close_matches(name.lower(), names, n=1, cutoff=cutoff)
