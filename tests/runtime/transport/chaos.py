@@ -73,7 +73,7 @@ def draw_call(chance: random.Random, num_ranks: int) -> tuple[Any, ...]:
         layouts = tuple(
             (tuple(sorted(group)), chance.choice(["S(0)", "S(1)", "B", "P"])) for group in (group, group[::-1])
         )
-        return kind, layouts, chance.choice([(5, 7), (300, 41)])
+        return kind, layouts, chance.choice([(5, 7), (300, 41), (900, 300)])
     return kind, group, numel
 
 

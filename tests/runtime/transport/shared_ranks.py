@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import threading
 
+import torch
+
+import workbench.runtime.methods  # noqa: F401 - completes global tensors
 from workbench.runtime.transport import choice
+from workbench.runtime.world import Simulated, World
 
 
 class Meeting:
@@ -56,6 +60,17 @@ def run_shared(fn, num_ranks=2, timeout_s=20.0):
             transport.close()
 
     return run_on_threads(program, num_ranks)
+
+
+def run_in_worlds(fn, num_ranks=2):
+    """``fn(world)`` on ranks that are threads and exchange through real shared memory."""
+
+    def program(transport, rank):
+        world = World(rank, num_ranks, torch.device("cpu"), transport)
+        with Simulated(world):
+            return fn(world)
+
+    return run_shared(program, num_ranks)
 
 
 def assert_all_returned(results):

@@ -15,7 +15,7 @@ import torch
 import workbench as wb
 import workbench.runtime.methods  # completes the class
 from tests.processes import run_processes
-from tests.runtime.transport.shared_ranks import assert_all_returned, run_shared
+from tests.runtime.transport.shared_ranks import assert_all_returned, run_in_worlds, run_shared
 from workbench.core.boxing import plan_boxing
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
@@ -26,20 +26,9 @@ from workbench.runtime.transport.letters import mapped
 from workbench.runtime.transport.letters.link import Loan
 from workbench.runtime.transport.letters.program import program_of
 from workbench.runtime.transport.shared import segment, steady
-from workbench.runtime.world import Simulated, World, current
+from workbench.runtime.world import current
 
 LAYOUTS = ["S(0)", "S(1)", "B", "P", "P(max)"]
-
-
-def run_in_worlds(fn, num_ranks=2):
-    """``fn(world)`` on ranks that are threads and exchange through real shared memory."""
-
-    def program(transport, rank):
-        world = World(rank, num_ranks, torch.device("cpu"), transport)
-        with Simulated(world):
-            return fn(world)
-
-    return run_shared(program, num_ranks)
 
 
 def logical(shape, dtype, seed=0):

@@ -8,7 +8,7 @@ import torch
 
 from workbench.errors import CollectiveAborted
 from workbench.runtime.transport.letters.board import decode_header
-from workbench.runtime.transport.letters.link import Letter, Link, Loan
+from workbench.runtime.transport.letters.link import Lent, Letter, Link
 from workbench.runtime.transport.letters.program import Read
 from workbench.runtime.transport.letters.waits import Waiter
 
@@ -59,10 +59,10 @@ class Mailbox:
             return memory.tensor(letter.offset, part.shape, dtype)
         return memory.strided(letter.offset + part.start, part.shape, part.strides, dtype)
 
-    def settle(self, loan: Loan, readers: Iterable[int], header: bytes) -> None:
-        """Return when all ``readers`` have read what was lent to them."""
-        for reader in readers:
-            link = self.links[reader]
-            while loan.num_readers and link.owes(loan):
+    def settle(self, lent: Lent, users: Iterable[int], header: bytes) -> None:
+        """Return when all ``users`` have read, or written, what was lent to them."""
+        for user in users:
+            link = self.links[user]
+            while lent.num_readers and link.owes(lent):
                 if not link.collect():
                     self._waiter.wait_for_receipt(link, header)

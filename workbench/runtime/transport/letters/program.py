@@ -15,6 +15,8 @@ import torch
 
 from workbench.core.boxing import BoxingPlan, Move
 from workbench.core.layout import Region, Shape
+from workbench.core.sbp import Split
+from workbench.runtime.transport.letters.runs import Runs, runs_of
 
 ONE_STEP_BYTES = 256 * 2**10
 """Up to this size every rank adds up all terms of a sum itself, which saves a meeting."""
@@ -52,6 +54,22 @@ class Place(NamedTuple):
     reads: tuple[Read, ...]
 
 
+class Write(NamedTuple):
+    """A slice of this rank's shard and its place in a new shard; its runs, unless they are short."""
+
+    source: Part
+    goal: Part
+    runs: Runs | None
+
+
+class Target(NamedTuple):
+    """What this rank writes into the new shard of one rank."""
+
+    rank: int
+    shard_bytes: int
+    writes: tuple[Write, ...]
+
+
 _Arriving = tuple[Region, tuple[Read, ...]]
 
 
@@ -65,6 +83,9 @@ class Program:
         offers_whole: whether the shard is offered in one piece where it has to be copied to be read.
         may_lend: whether readers may read the shard where it lies: this rank then waits until they have, so each rank
             that reads from it must be one that it waits for anyway.
+        pushes: whether all ranks write into one another's new shards, and no shard is offered.
+        targets: what this rank writes then, its own new shard first.
+        writers: the other ranks that write into its new shard.
         places: what the new shard is made of; together they fill it.
         out_shape, out_bytes: of the new shard; None on a rank that only sends.
         read_bytes: what this rank reads of others.
@@ -80,6 +101,9 @@ class Program:
     shard_bytes: int
     offers_whole: bool
     may_lend: bool
+    pushes: bool
+    targets: tuple[Target, ...]
+    writers: tuple[int, ...]
     places: tuple[Place, ...]
     out_shape: Shape | None
     out_bytes: int
@@ -141,6 +165,9 @@ def _program(
         shard_bytes=shard_bytes,
         offers_whole=shard_bytes <= WHOLE_BYTES or sum(regions.values()) >= _WHOLE_SHARE * shard_bytes,
         may_lend=is_mutual,
+        pushes=_pushes(plan),
+        targets=_targets(plan, rank, size, sends) if _pushes(plan) else (),
+        writers=tuple(sorted(reads_from - {rank}, key=lambda writer: (writer < rank, writer))),
         places=placed,
         out_shape=out_shape,
         out_bytes=math.prod(out_shape) * size if out_shape is not None else 0,
@@ -150,6 +177,36 @@ def _program(
         interleaves=joined_dim is not None
         and all(place.reads[0].part.is_run and not place.part.is_run for place in placed),
     )
+
+
+def _pushes(plan: BoxingPlan) -> bool:
+    """Whether the boxing goes from rows to another layout on the same ranks, which all decide alike.
+
+    A slice of rows is one run in any new shard. Small shards are offered: to copy one costs less than to wait.
+    """
+    ranks = set(plan.source.placement)
+    return (
+        plan.reduction is None
+        and ranks == set(plan.destination.placement)
+        and all(entry.dim == 0 for entry in plan.source.sbp if isinstance(entry, Split))
+        and math.prod(plan.shape) * plan.itemsize > WHOLE_BYTES * len(ranks)
+    )
+
+
+def _targets(plan: BoxingPlan, rank: int, size: int, sends: Sequence[Move]) -> tuple[Target, ...]:
+    """Own slices first, then not all to the same rank."""
+    shard = plan.source.local_shape(plan.shape, rank)
+    found = []
+    for target in sorted({move.destination for move in sends}, key=lambda target: (target < rank, target)):
+        new = plan.destination.local_shape(plan.shape, target)
+        parts = [
+            (_part(move.source_region, shard, size), _part(move.destination_region, new, size))
+            for move in sends
+            if move.destination == target
+        ]
+        writes = tuple(Write(*part, runs_of(part[1].shape, part[0].strides, part[1].strides, size)) for part in parts)
+        found.append(Target(target, math.prod(new) * size, writes))
+    return tuple(found)
 
 
 def _in_order_of_reading(rank: int, places: list[_Arriving]) -> list[_Arriving]:

@@ -7,8 +7,9 @@ torch copies such slices in vectors, numpy by the C library, which takes 20% les
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,14 +18,14 @@ from workbench.core.layout import Shape
 from workbench.runtime.transport.letters.mapped import contiguous_strides
 
 SHORTEST_RUN_BYTES = 256
-_move = ctypes.memmove
 
 
-class Runs(NamedTuple):
+@dataclass(frozen=True, eq=False, slots=True)
+class Runs:
     """How a slice lies in two places.
 
     Attributes:
-        shape: how many runs there are, by dim; empty where the slice is one run.
+        shape: how many runs there are, by dim; of a slice that is one run, how many bytes.
         kind: what numpy calls a run of so many bytes.
         source_strides, goal_strides: bytes from run to run.
         source_memory, goal_memory: what ctypes calls the bytes from the first to the last one of the slice.
@@ -54,11 +55,13 @@ def runs_of(shape: Shape, source_strides: Shape, goal_strides: Shape, itemsize: 
         run_bytes *= shape[num_dims]
     if run_bytes < SHORTEST_RUN_BYTES and num_dims:
         return None
+    if not num_dims:
+        memory = ctypes.c_char * run_bytes
+        return Runs((run_bytes,), np.dtype(np.uint8), (1,), (1,), memory, memory)
     outer = shape[:num_dims]
     strides = [tuple(step * itemsize for step in known[:num_dims]) for known in (source_strides, goal_strides)]
     lengths = [sum((n - 1) * step for n, step in zip(outer, known, strict=True)) + run_bytes for known in strides]
-    memory = [ctypes.c_char * length for length in lengths]
-    return Runs(outer, np.dtype((np.void, run_bytes)), strides[0], strides[1], memory[0], memory[1])
+    return Runs(outer, np.dtype((np.void, run_bytes)), *strides, *(ctypes.c_char * length for length in lengths))
 
 
 def packing_runs(tensor: torch.Tensor) -> Runs | None:
@@ -71,9 +74,17 @@ def packing_runs(tensor: torch.Tensor) -> Runs | None:
 
 def copy_runs(runs: Runs, source: int, goal: int) -> None:
     """Copy a slice from one address to another; the two places do not overlap."""
-    if not runs.shape:
-        _move(goal, source, runs.kind.itemsize)
-        return
+    taken, given = views_of(runs, source, goal)
+    given[...] = taken
+
+
+@lru_cache(maxsize=1024)
+def views_of(runs: Runs, source: int, goal: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """The runs of a slice at two addresses. They do not keep the memory: use them while somebody else does.
+
+    Kept, because boxings that come again find their shards in the same places, and a large copy leaves the caches full
+    of data: whatever Python does behind it takes several times as long.
+    """
     taken = np.ndarray(runs.shape, runs.kind, runs.source_memory.from_address(source), 0, runs.source_strides)
     given = np.ndarray(runs.shape, runs.kind, runs.goal_memory.from_address(goal), 0, runs.goal_strides)
-    given[...] = taken
+    return taken, given

@@ -88,16 +88,20 @@ class Segment:
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A tensor with memory of this segment; of ordinary memory where it is small or there is too little room."""
+        return self.empty_in_block(shape, dtype)[0]
+
+    def empty_in_block(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[torch.Tensor, Block | None]:
+        """The same, and the block that it lies in; None in ordinary memory."""
         num_bytes = math.prod(shape) * dtype.itemsize
         block = self._room_for_tensor(num_bytes) if num_bytes >= LENT_FROM_BYTES else None
         if block is None:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype), None
         chunk = self.chunks[block.chunk]
         memory = chunk.data[block.offset : block.offset + num_bytes]
         lease = _Lease(memory, self._take_back)
         lease.block, lease.address = block, chunk.address + block.offset
         self._leases[lease.address] = lease
-        return torch.frombuffer(memory, dtype=dtype).resize_(shape)
+        return torch.frombuffer(memory, dtype=dtype).resize_(shape), block
 
     def locate(self, tensor: torch.Tensor, num_bytes: int) -> tuple[int, int] | None:
         """Chunk and offset of a tensor that lies here, its elements as they are and one behind the other."""
@@ -116,11 +120,19 @@ class Segment:
     def _find_room(self, num_bytes: int) -> Block | None:
         for link in self._links:
             link.collect()
+        again = None  # what has become free last is warm, and needs no search
         while self._returned:
-            self._returned.popleft().leave()
+            block = self._returned.pop()
+            if again is None and block.num_bytes == num_bytes:
+                again = block
+            else:
+                block.leave()
         self._num_allocations += 1
         if self._num_allocations % _IDLE_ALLOCATIONS == 0:
             self._release_idle_chunks()
+        if again is not None:
+            self._last_use[again.chunk] = self._num_allocations
+            return again
         for chunk, arena in enumerate(self.arenas):
             offset = arena.allocate(num_bytes)
             if offset is not None:

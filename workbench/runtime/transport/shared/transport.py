@@ -3,6 +3,7 @@
 A sender copies its data into a block of its own mapped memory and sends a letter that says where; it never waits. The
 receiver reads the block in place and sends a receipt; when all readers have, the block is free. Sums work the same
 way: every rank offers its term, and reads the others' terms in the order of the group, so that all get the same bits.
+Large rows are not offered, but written by their owners into the others' new shards.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from workbench.runtime.transport.letters.waits import SLICE_S, Waiter
 from workbench.runtime.transport.network.watch import receipts_key
 from workbench.runtime.transport.reducing import tag_in_group
 from workbench.runtime.transport.shared.pulling import pull
+from workbench.runtime.transport.shared.pushing import push
 from workbench.runtime.transport.shared.segment import Segment
 from workbench.runtime.transport.shared.steady import STEADY_BYTES, SteadyPrograms
 from workbench.runtime.transport.shared.sums import Sum
@@ -104,6 +106,8 @@ class SharedTransport(OverLetters, Asynchronous):
 
     @ends_the_transport
     def pull(self, program: Program, local: torch.Tensor, tag: int) -> torch.Tensor | None:
+        if program.pushes:
+            return push(self._segment, self._mailbox, program, local, tag << 1)
         steady = self._steady.of(program)
         if steady is not None:
             return steady.run(local, tag << 1)
