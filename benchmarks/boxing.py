@@ -4,23 +4,21 @@
 
 Each boxing is an explicit ``x.to_global(sbp=...)`` without autograd, its DTensor counterpart ``d.redistribute``; the
 results of both are compared before they are timed. *In the segment* means that the source's shard lies in the
-transport's memory, as the library's own results do; *outside* that it is an ordinary tensor. The plain copy is a warm
-``copy_`` of as many bytes as the rank's new shard has. All candidates take turns in one run, on the same processes.
+transport's memory, as the library's own results do; *outside* that it is an ordinary tensor. All candidates take turns
+in one run, on the same processes; a turn begins when all ranks have met, and ends when all have done their calls.
 
-What no boxing can beat is *copies at once*: every rank makes this copy, and all meet before the next one, so that as
-many bytes go through the caches as in a boxing (a rank that repeats its copy alone keeps them to itself). It is counted
-in time of a core, times the ranks that share one, since those have to take turns. *Slices at once* are those of the
-boxing itself, in their strides, out of tensors of the rank's own: what is above them, the exchange takes. *Copy and
-meet* is the copy and a boxing of one number, by the clock: every rank learns that all have copied, and nothing else.
+The limit is a warm ``copy_`` of as many bytes as a rank's new shard has, between ordinary tensors. *All copy* is the
+time in which every rank makes one: ranks that share cores share them here as in a boxing. *One copies* is the time of
+the first rank's while all others wait: it has a core and the caches to itself.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -40,22 +38,20 @@ from benchmarks.harness import (
     medians,
 )
 from benchmarks.reporting import Comparison, Target, publish, side_by_side, table
-from workbench.core.boxing import BoxingPlan, plan_boxing
+from workbench.core.boxing import plan_boxing
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
-from workbench.runtime.boxing.assembling import slice_region
 from workbench.runtime.boxing.exchange import exchange_between
 from workbench.runtime.tensor import label, spec_of
 from workbench.runtime.transport.base import Transport
-from workbench.runtime.transport.letters.runs import Runs, copy_runs, runs_of
 from workbench.runtime.transport.meeting import meet
 from workbench.runtime.transport.network.gloo import GlooTransport
 from workbench.runtime.transport.network.watch import Watch
 from workbench.runtime.world import World, current
-from workbench.units import format_bytes, format_seconds
+from workbench.units import format_bytes
 
 NUM_PROCESSES = (2, 4)
-SIZES = {4 * 2**10: 40, 64 * 2**10: 40, 2**20: 10, 4 * 2**20: 5, 16 * 2**20: 2}
+SIZES = {4 * 2**10: 40, 64 * 2**10: 40, 2**20: 10, 4 * 2**20: 6, 16 * 2**20: 4}
 """Logical bytes, and calls per turn."""
 PAIRS = [("S(0)", "B"), ("S(1)", "B"), ("P", "B"), ("P", "S(0)"), ("S(0)", "S(1)"), ("B", "S(0)")]
 APART = ("B", "S(0)")
@@ -69,7 +65,7 @@ LIMIT_SIZE, LIMIT_PAIRS = 16 * 2**20, [("S(0)", "S(1)"), ("S(0)", "B"), ("S(1)",
 LIMITS = {"in segment": Target(1.5), "outside": Target(2.5)}
 CACHED, PLANNING, ISSUE = Target(5, unit="us"), Target(1000, unit="us"), Target(1 / 3)
 OURS = ("in segment", "outside", "over gloo")
-AT_ONCE, SLICES, MEETING = "copies at once", "slices at once", "copy and meet"
+ALL_COPY, ONE_COPIES = "all copy", "one copies"
 _DTENSOR = {"S(0)": Shard(0), "S(1)": Shard(1), "B": Replicate(), "P": Partial()}
 _PLANNED = 300
 
@@ -121,8 +117,6 @@ class Boxings:
         self._theirs = DTensor.from_local(shard.clone(), mesh, [_DTENSOR[case.source]])
         rows = self.box("outside").to_local()
         self._from, self._to = torch.randn(rows.shape), torch.randn(rows.shape)
-        plan = plan_boxing(layout, Layout.of(placement, case.target), (side, side), 4)
-        self._has_limit, self._slices = case.has_limit, _slices(world, plan) if case.has_limit else []
         self._number = wb.to_global(torch.ones(1), placement=placement, sbp="P")
 
     def box(self, name: str) -> Any:
@@ -144,46 +138,30 @@ class Boxings:
         """As many bytes as the new shard has, from and to ordinary memory."""
         self._to.copy_(self._from)
 
+    def copy_on_first_rank(self) -> None:
+        """The same on one rank alone."""
+        if current().rank == 0:
+            self.copy()
+
     def meet(self) -> None:
         """Go on when all ranks have come here."""
         self._number.to_global(sbp=wb.sbp.broadcast)
 
-    def copy_and_meet(self) -> None:
-        """What a boxing has to do at least."""
-        self.copy()
+    @contextmanager
+    def until_all_are_done(self) -> Iterator[None]:
+        """A turn ends when every rank's has."""
+        yield
         self.meet()
-
-    def copy_slices(self) -> None:
-        """What this rank copies in the boxing, out of tensors of its own."""
-        for runs, source, goal in self._slices:
-            copy_runs(runs, source.data_ptr(), goal.data_ptr())
 
     def candidates(self) -> dict[str, Action]:
         """By name."""
         ours: dict[str, Action] = {name: lambda name=name: self.box(name) for name in OURS}  # type: ignore[misc]
-        limits: dict[str, Action] = {MEETING: self.copy_and_meet} if self._has_limit else {}
-        return ours | {"DTensor": self.redistribute, "copy": self.copy} | limits
+        return ours | {"DTensor": self.redistribute, ALL_COPY: self.copy, ONE_COPIES: self.copy_on_first_rank}
 
 
 def _in_segment(transport: Transport, shard: torch.Tensor) -> torch.Tensor:
     empty: Callable[..., torch.Tensor] = getattr(transport, "empty", torch.empty)
     return empty(shard.shape, dtype=shard.dtype).copy_(shard)
-
-
-def _slices(world: World, plan: BoxingPlan) -> list[tuple[Runs, torch.Tensor, torch.Tensor]]:
-    """Runs, where they come from and where they go to."""
-    found: list[tuple[Runs, torch.Tensor, torch.Tensor]] = []
-    shards = {
-        rank: _in_segment(world.transport, torch.ones(plan.source.local_shape(plan.shape, rank)))
-        for rank in plan.source.placement
-    }
-    out = _in_segment(world.transport, torch.ones(plan.destination.local_shape(plan.shape, world.rank)))
-    for move in plan.moves_to(world.rank):
-        source, goal = slice_region(shards[move.source], move.source_region), slice_region(out, move.destination_region)
-        runs = runs_of(tuple(goal.shape), source.stride(), goal.stride(), goal.element_size())
-        assert runs is not None, "rows of large tensors are long"
-        found.append((runs, source, goal))
-    return found
 
 
 def _entry(text: str) -> Any:
@@ -207,23 +185,11 @@ def measure(case: Case, gloo: World, rounds: int, calls: int) -> dict[str, float
         action()
         dist.barrier()
         action()
-
-    times = medians(interleave(boxings.candidates(), rounds, calls, before=start_together))
-    found = {AT_ONCE: measure_at_once(boxings, boxings.copy, rounds * calls)}
-    if case.has_limit:
-        found[SLICES] = measure_at_once(boxings, boxings.copy_slices, rounds * calls)
-    return times | found
-
-
-def measure_at_once(boxings: Boxings, copy: Action, calls: int) -> float:
-    """Median seconds of a core for a copy, when all ranks make it and meet before each."""
-    times = []
-    for _ in range(calls + 2):
         boxings.meet()
-        started = time.thread_time()
-        copy()
-        times.append(time.thread_time() - started)
-    return median(times[2:])
+
+    return medians(
+        interleave(boxings.candidates(), rounds, calls, around=boxings.until_all_are_done, before=start_together)
+    )
 
 
 def measure_issue(gloo: World, calls: int) -> tuple[float, float]:
@@ -280,13 +246,13 @@ def report(
 ) -> None:
     """Print and keep the tables of one number of processes."""
     num_processes = dist.get_world_size()
-    with_names = [*OURS, "DTensor", "copy", AT_ONCE, SLICES, MEETING]
+    with_names = [*OURS, "DTensor", ALL_COPY, ONE_COPIES]
     rows = []
     for case, time_s in times.items():
         cells = [f"{time_s[name] * 1e6:.0f}" if name in time_s else "" for name in with_names]
-        speed = f"{time_s['DTensor'] / time_s['in segment']:.1f}", f"{time_s['in segment'] / time_s['copy']:.2f}"
+        speed = f"{time_s['DTensor'] / time_s['in segment']:.1f}", f"{time_s['in segment'] / time_s[ALL_COPY]:.2f}"
         rows.append([f"{format_bytes(case.size)} {case}", *cells, *speed])
-    header = ["", *(f"{name}, us" for name in with_names), "DTensor / in segment", "in segment / copy"]
+    header = ["", *(f"{name}, us" for name in with_names), "DTensor / in segment", f"in segment / {ALL_COPY}"]
     judged = [*_speeds(times), *_limits(times)]
     judged += [
         Comparison(f"planning, {name}", time_s * 1e6, CACHED if name == "cached" else PLANNING)
@@ -315,19 +281,13 @@ def _speeds(times: dict[Case, dict[str, float]]) -> list[Comparison]:
 
 def _limits(times: dict[Case, dict[str, float]]) -> list[Comparison]:
     found = []
-    ranks_per_core = max(1.0, dist.get_world_size() / len(os.sched_getaffinity(0)))
     for case, t in times.items():
         if case.has_limit:
-            of_one = {f"{name} ({ranks_per_core:g} ranks per core)": name for name in (AT_ONCE, SLICES, "copy")}
-            limits_s = {what: ranks_per_core * t[name] for what, name in of_one.items()} | {MEETING: t[MEETING]}
             found += [
-                Comparison(
-                    f"{format_bytes(case.size)} {case}, {where} / {what}", t[where] / limit_s, limit,
-                    format_seconds(t[where]), f"limit {format_seconds(limit_s)}",
-                )
-                for what, limit_s in limits_s.items()
+                side_by_side(f"{format_bytes(case.size)} {case}, {where} / {what}", t[where], "copy", t[what], limit)
+                for what in (ALL_COPY, ONE_COPIES)
                 for where, limit in LIMITS.items()
-            ]  # fmt: skip
+            ]
     return found
 
 
