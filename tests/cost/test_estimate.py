@@ -48,19 +48,21 @@ def test_one_rank_computes_three_products_for_each_layer() -> None:
     assert found.memory[0]["activations"] == 4 * 4 * WIDTH * 32
 
 
-def test_products_go_through_weights_that_no_cache_holds() -> None:
-    """Forward and for the input they are read, for the weight's gradient written, which moves them twice."""
+def test_products_go_through_operands_that_no_cache_holds() -> None:
+    """Weights are read forward and for the input, and their gradient written, which moves it twice."""
     model, slow = mlp(1), 1e5
-    weight_s = 4 * WIDTH * WIDTH / slow
+    weight_s, rows_s = 4 * WIDTH * WIDTH / slow, 32 * 8 * WIDTH / slow
     found = {}
     for text, ranks in (("data", 1), ("model", 2), ("data | mb=4", 1)):
         machine = replace(MACHINE, weight_bytes_per_s=slow)
         resolved = Strategy(text).resolve(model.layers, ranks)
         estimates = [estimate(model, resolved, hardware, 32) for hardware in (MACHINE, machine)]
         found[text] = estimates[1].compute_s - estimates[0].compute_s
-    assert found["data"] == pytest.approx(4 * weight_s)
-    assert found["model"] == pytest.approx(4 * weight_s / 2)  # of half the weight
-    assert found["data | mb=4"] == pytest.approx(4 * 4 * weight_s)  # once more for each micro-batch
+    assert found["data"] == pytest.approx(4 * weight_s + 3 * rows_s)
+    assert found["model"] == pytest.approx(
+        (4 * weight_s + 3 * rows_s) / 2
+    )  # of half the weight, and half of the columns
+    assert found["data | mb=4"] == pytest.approx(4 * 4 * weight_s + 3 * rows_s)  # weights once more per micro-batch
 
 
 @pytest.mark.parametrize("m", [1, 2, 8])

@@ -34,7 +34,7 @@ def test_link_constants_come_back_from_noisy_times(latency_s, bandwidth):
     rng = random.Random(0)
     sizes = [2.0**power for power in range(10, 25)]
     points = [(n, (latency_s + n / bandwidth) * rng.uniform(0.97, 1.03)) for n in sizes]
-    found = fit_link(points)
+    found = fit_link(points, 1e12)
     assert found[0] == pytest.approx(latency_s, rel=0.1)
     assert found[1] == pytest.approx(bandwidth, rel=0.1)
 
@@ -47,5 +47,13 @@ def test_nothing_is_negative():
 
 
 def test_one_size_gives_a_bandwidth():
-    latency_s, bandwidth = fit_link([(1e6, 1e-3), (1e6, 1e-3)])
+    latency_s, bandwidth = fit_link([(1e6, 1e-3), (1e6, 1e-3)], 1e11)
     assert latency_s >= 0 and 1e6 / bandwidth + latency_s == pytest.approx(1e-3)
+
+
+@pytest.mark.parametrize("points", [[(1e3, 2e-3), (1e6, 1e-3)], [(1e3, 1e-3), (1e6, 1e-3 + 1e-9)]])
+def test_no_link_is_faster_than_memory(points):
+    """Noise of small exchanges can hide what large ones take longer."""
+    latency_s, bandwidth = fit_link(points, 1e10)
+    assert bandwidth == pytest.approx(1e10)
+    assert latency_s > 0.5e-3

@@ -23,13 +23,13 @@ from workbench.runtime.costs.stopwatch import Stopwatch
 from workbench.session.calibrating import hardware_from
 from workbench.testing import run_ranks
 
-RATE, HALF, WEIGHTS, LATENCY_S, BANDWIDTH = 5e10, 40.0, 7e9, 2e-5, 3e9
+RATE, HALF, OPERANDS, LATENCY_S, BANDWIDTH = 5e10, 40.0, 7e9, 2e-5, 3e9
 
 
 def rank_times(slower: float = 1.0, host: str = "a", crowding: float = 1.0) -> RankTimes:
     """What a rank of a known machine measures; exchanges may be slower than on the others."""
     products = [
-        ProductTime("fp32", m, k, n, 2.0 * m * k * n * (1 + HALF / k) / RATE + 4 * k * n / WEIGHTS)
+        ProductTime("fp32", m, k, n, 2.0 * m * k * n * (1 + HALF / k) / RATE + 4 * (m * k + k * n + m * n) / OPERANDS)
         for m, k, n in PRODUCTS
     ]
     exchanges = [
@@ -47,7 +47,7 @@ def test_constants_come_back():
     hardware = hardware_from([rank_times() for _ in range(4)])
     assert hardware.matmul_flops_per_s["fp32"] == pytest.approx(RATE)
     assert hardware.matmul_half_size == pytest.approx(HALF)
-    assert hardware.weight_bytes_per_s == pytest.approx(WEIGHTS)
+    assert hardware.weight_bytes_per_s == pytest.approx(OPERANDS)
     assert hardware.one_shot_bytes == 2**16
     assert [link.span for link in hardware.links] == [2, 4]
     for link in hardware.links:

@@ -70,10 +70,13 @@ class Rates:
         cast_s = self.memory_s(moved_bytes) if self.casts and name == "linear" else 0.0
         return max(flops / rate, self.memory_s(moved_bytes)) + cast_s + self.hardware.op_s
 
-    def weights_s(self, num_bytes: float) -> float:
-        """What a product takes besides, to go through weights of so many bytes that no cache holds."""
-        rate = self.hardware.weight_bytes_per_s
-        return num_bytes / rate if rate else 0.0
+    def operands_s(self, weight_bytes: float, moved_bytes: float, name: str) -> float:
+        """What a product takes besides, to go through its weight and its activations, which no cache holds.
+
+        Those that were measured by their names have it in their rates.
+        """
+        rate = 0.0 if name in self.hardware.function_flops_per_s else self.hardware.weight_bytes_per_s
+        return (weight_bytes + moved_bytes * self.scale) / rate if rate else 0.0
 
     def memory_s(self, moved_bytes: float, name: str = "") -> float:
         """Reading and writing so many bytes, as counted; a function that was measured has a rate of its own."""
@@ -91,8 +94,9 @@ def forward_s(
     """
     share = samples / parts
     if work.is_matmul:
-        product_s = rates.product_s(work.flops * share, work.inner / inner_parts, work.moved_bytes * share, work.name)
-        return product_s + rates.weights_s(weight_bytes)
+        moved = work.moved_bytes * share
+        product_s = rates.product_s(work.flops * share, work.inner / inner_parts, moved, work.name)
+        return product_s + rates.operands_s(weight_bytes, moved, work.name)
     return _moving_s(work, work.moved_bytes * share, rates)
 
 
@@ -120,9 +124,9 @@ def backward_s(
     inner = work.inner / inner_parts
     first = flops * (_FLASH_BACKWARD if work.name == FLASH else 1.0)
     return (
-        rates.product_s(first, outputs or inner, moved, work.name) + rates.weights_s(weight_bytes),
+        rates.product_s(first, outputs or inner, moved, work.name) + rates.operands_s(weight_bytes, moved, work.name),
         rates.product_s(flops, rows or inner, moved if work.name != "linear" else 0.0, work.name)
-        + rates.weights_s(WRITES * weight_bytes)
+        + rates.operands_s(WRITES * weight_bytes, moved, work.name)
         + rates.memory_s((work.backward_bytes or 0.0) * share),
     )
 

@@ -9,13 +9,14 @@ import numpy as np
 _SMALLEST = 1e-15
 
 
-def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Offset and slope, neither negative, of ``y = offset + slope * x``, least squares of the relative errors.
+def fit_line(points: Sequence[tuple[float, float]], least_slope: float = 0.0) -> tuple[float, float]:
+    """Offset, not negative, and slope of ``y = offset + slope * x``, least squares of the relative errors.
 
     Relative, because times of small and of large exchanges lie orders of magnitude apart and count alike.
 
     Args:
         points: (x, y), y above 0.
+        least_slope: below which it cannot be.
 
     >>> offset, slope = fit_line([(1, 3), (10, 12), (100, 102)])
     >>> round(offset, 6), round(slope, 6)
@@ -28,10 +29,11 @@ def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     determinant = s * sxx - sx * sx
     if determinant > _SMALLEST * s * sxx:
         offset, slope = (sxx * sy - sx * sxy) / determinant, (s * sxy - sx * sy) / determinant
-        if offset >= 0 and slope >= 0:
+        if offset >= 0 and slope >= least_slope:
             return offset, slope
-    through_zero, level = (0.0, sxy / sxx if sxx else 0.0), (sy / s, 0.0)
-    return min(through_zero, level, key=lambda line: _error(points, *line))
+    through_zero = 0.0, max(least_slope, sxy / sxx if sxx else 0.0)
+    least = max(0.0, (sy - least_slope * sx) / s), least_slope
+    return min(through_zero, least, key=lambda line: _error(points, *line))
 
 
 def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float], list[float]]:
@@ -43,15 +45,15 @@ def _error(points: Sequence[tuple[float, float]], offset: float, slope: float) -
 
 
 def fit_products(products: Sequence[tuple[float, float, float, float]]) -> tuple[float, float, float]:
-    """Three constants of matrix products, ``flops / rate * (1 + half size / k) + weight bytes / weight rate``.
+    """Three constants of matrix products, ``flops / rate * (1 + half size / k) + operand bytes / operand rate``.
 
     Least squares of the relative errors; a term that would be negative is left out.
 
     Args:
-        products: (flops, inner size k, bytes of the weight, seconds) of products measured.
+        products: (flops, inner size k, bytes of operands and result, seconds) of products measured.
 
     Returns:
-        flops per second of large products, the inner size at which half of it is reached, and bytes of weights per
+        flops per second of large products, the inner size at which half of it is reached, and bytes of operands per
         second (0: going through them takes no time besides the operations).
 
     >>> sizes = [(1e6, 16, 2e3), (1e8, 64, 5e5), (1e9, 512, 8e3)]
@@ -71,15 +73,17 @@ def fit_products(products: Sequence[tuple[float, float, float, float]]) -> tuple
     return 1 / per_flop, per_flop_and_size / per_flop, 1 / per_byte if per_byte else 0.0
 
 
-def fit_link(exchanges: Sequence[tuple[float, float]]) -> tuple[float, float]:
+def fit_link(exchanges: Sequence[tuple[float, float]], most_bytes_per_s: float) -> tuple[float, float]:
     """Latency and bandwidth from (bytes that a rank receives, seconds) of exchanges measured.
 
-    >>> latency_s, bandwidth = fit_link([(n, 1e-5 + n / 1e9) for n in (1e3, 1e5, 1e7)])
+    Bytes that arrive are written, so that no link is faster than memory: what noise says beyond that is latency.
+
+    >>> latency_s, bandwidth = fit_link([(n, 1e-5 + n / 1e9) for n in (1e3, 1e5, 1e7)], 1e11)
     >>> round(latency_s * 1e6, 3), round(bandwidth / 1e9, 3)
     (10.0, 1.0)
     """
-    latency_s, per_byte = fit_line(exchanges)
-    return latency_s, 1 / max(per_byte, _SMALLEST)
+    latency_s, per_byte = fit_line(exchanges, 1 / most_bytes_per_s)
+    return latency_s, 1 / per_byte
 
 
 __all__ = ["fit_line", "fit_link", "fit_products"]

@@ -46,8 +46,8 @@ class Hardware:
         alone_speedup: how much faster a rank computes while all others wait. Rates are those of all ranks at work: four
             engines on two cores have half a core each, and where two of them wait the others have a whole one.
         step_s: what a step takes besides its functions.
-        weight_bytes_per_s: at which a product goes through weights that no cache holds, besides its operations; 0 where
-            it does so while it computes.
+        weight_bytes_per_s: at which a product goes through weights, and what they are multiplied with, that no cache
+            holds, besides its operations; 0 where it does so while it computes.
         one_shot_bytes: sums of up to so many bytes are made by every rank from all terms: one start, but p - 1 times
             the bytes. 0 where a ring makes them all.
         exchanges_on_cores: ranks move what they exchange with the cores that they compute on, so that nothing of it

@@ -65,7 +65,7 @@ def hardware_from(times: Sequence[RankTimes], name: str | None = None) -> Hardwa
     rates, half_sizes, weight_rates = {}, {}, {}
     for dtype in sorted({product.dtype for product in first.products}):
         points = [
-            (product.flops, float(product.inner), product.weight_bytes, product.time_s)
+            (product.flops, float(product.inner), product.operand_bytes, product.time_s)
             for rank in times
             for product in rank.products
             if product.dtype == dtype
@@ -73,20 +73,21 @@ def hardware_from(times: Sequence[RankTimes], name: str | None = None) -> Hardwa
         rates[dtype], half_sizes[dtype], weight_rates[dtype] = fit_products(points)
     ranks_per_host = [sum(other.host == rank.host for other in times) for rank in times]
     exchanges = [exchange for rank in times for exchange in rank.exchanges]
+    copied = mean(rank.copy_bytes_per_s for rank in times)
     return Hardware(
         name or f"{first.device}, {len(times)} engines",
         min(
             rank.memory_bytes / (count if _is_cpu(rank) else 1)
             for rank, count in zip(times, ranks_per_host, strict=True)
         ),
-        mean(rank.copy_bytes_per_s for rank in times),
+        copied,
         rates,
         half_sizes["fp32"],
         mean(rank.op_s for rank in times),
-        _links(exchanges, first),
+        _links(exchanges, copied),
         _function_rates(times, _moved_bytes),
         _function_rates(times, _flops),
-        _exchanges(exchanges),
+        _exchanges(exchanges, copied),
         max(rank.crowding for rank in times),
         mean(rank.step_s for rank in times),
         weight_rates["fp32"],
@@ -100,28 +101,28 @@ def _is_cpu(rank: RankTimes) -> bool:
     return rank.device.endswith("CPU")
 
 
-def _links(exchanges: Sequence[ExchangeTime], first: RankTimes) -> tuple[Link, ...]:
-    """One per span, over all kinds."""
+def _links(exchanges: Sequence[ExchangeTime], copied: float) -> tuple[Link, ...]:
+    """One per span, over all kinds; ``copied`` bytes per second is what memory does."""
     spans = sorted({exchange.span for exchange in exchanges})
     if not spans:  # a rank by itself
-        return (Link(1, 0.0, first.copy_bytes_per_s),)
-    return tuple(Link(span, *_fit(e for e in exchanges if e.span == span)) for span in spans)
+        return (Link(1, 0.0, copied),)
+    return tuple(Link(span, *_fit((e for e in exchanges if e.span == span), copied)) for span in spans)
 
 
-def _exchanges(exchanges: Sequence[ExchangeTime]) -> dict[str, tuple[float, float]]:
+def _exchanges(exchanges: Sequence[ExchangeTime], copied: float) -> dict[str, tuple[float, float]]:
     """By kind, among all ranks."""
     widest = max((exchange.span for exchange in exchanges), default=0)
     among_all = [exchange for exchange in exchanges if exchange.span == widest]
     kinds = dict.fromkeys(exchange.kind for exchange in among_all)
-    return {kind: _fit(exchange for exchange in among_all if exchange.kind == kind) for kind in kinds}
+    return {kind: _fit((exchange for exchange in among_all if exchange.kind == kind), copied) for kind in kinds}
 
 
-def _fit(exchanges: Iterable[ExchangeTime]) -> tuple[float, float]:
+def _fit(exchanges: Iterable[ExchangeTime], copied: float) -> tuple[float, float]:
     slowest: dict[tuple[str, float], float] = defaultdict(float)
     for exchange in exchanges:
         key = exchange.kind, exchange.size_bytes
         slowest[key] = max(slowest[key], exchange.time_s)
-    return fit_link([(size_bytes, time_s) for (_, size_bytes), time_s in slowest.items()])
+    return fit_link([(size_bytes, time_s) for (_, size_bytes), time_s in slowest.items()], copied)
 
 
 def _function_rates(times: Sequence[RankTimes], amount_of: Callable[[FunctionTime], float]) -> dict[str, float]:

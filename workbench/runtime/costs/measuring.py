@@ -36,7 +36,7 @@ PRODUCTS = ((512, 32, 512), (512, 64, 512), (256, 128, 512), (256, 256, 512), (5
             (64, 256, 1024), (1024, 64, 256), (16, 1024, 1024), (32, 1536, 1536), (128, 1024, 1024))  # fmt: skip
 """(rows, inner, columns) of the matrix products that are timed; few rows tell what going through the weights takes."""
 WEIGHT_BYTES = 2**26
-"""Of the weights that products take by turns, because a step finds none of its weights in a cache."""
+"""Of the weights that products take by turns, and of what they make, because a step finds nothing of it in a cache."""
 EXCHANGE_BYTES = (2**12, 2**18, 2**22)
 """Of the logical tensors whose boxings are timed."""
 FUNCTION_BYTES = 2**23
@@ -44,6 +44,8 @@ FUNCTION_BYTES = 2**23
 COPY_BYTES = 2**26
 ROWS = {"cpu": 512, "cuda": 16384}
 """Of the activations on which functions are timed, each 512 wide."""
+NUM_WORDS = 2048
+"""Losses take time where classes are words: rows of scores are much wider than activations."""
 _MOST_BUCKETS = 64
 _MOST_BYTES = 10**12
 """Stands for "of any size"."""
@@ -66,9 +68,10 @@ class ProductTime:
         return 2.0 * self.rows * self.inner * self.columns
 
     @property
-    def weight_bytes(self) -> float:
-        """Of the second factor."""
-        return float(self.inner * self.columns * DTYPES[self.dtype].itemsize)
+    def operand_bytes(self) -> float:
+        """Of both factors and of what they make."""
+        numbers = self.rows * self.inner + self.inner * self.columns + self.rows * self.columns
+        return float(numbers * DTYPES[self.dtype].itemsize)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,23 +175,38 @@ def _dtypes(world: World) -> list[str]:
 
 
 def _time_products(watch: Stopwatch) -> Iterator[ProductTime]:
-    """As layers have them: the weight is (columns, inner), and the rank has used many others since it last used it."""
+    """As layers have them: a step has used many other operands since it last used one, and keeps what it makes.
+
+    Of a layer's three products, forward and backward, one adds a bias.
+    """
     device = watch.world.device
     scale = 8 if device.type == "cuda" else 1
-    largest = scale * 4 * max(inner * columns for _, inner, columns in PRODUCTS)
-    memory = torch.ones(max(WEIGHT_BYTES, largest) // 4, device=device)
+    largest = (
+        scale * scale * 4 * max(rows * inner + inner * columns + rows * columns for rows, inner, columns in PRODUCTS)
+    )
+    read, written = (torch.ones(max(WEIGHT_BYTES, largest) // 4, device=device) for _ in range(2))
     for name in _dtypes(watch.world):
-        of_dtype = memory.view(DTYPES[name])
         for rows, inner, columns in PRODUCTS:
             rows, columns = scale * rows, scale * columns
-            number = of_dtype.numel() // (columns * inner)
-            weights = itertools.cycle(of_dtype[: number * columns * inner].view(number, columns, inner))
-            x = torch.ones(rows, inner, dtype=DTYPES[name], device=device)
-            yield ProductTime(name, rows, inner, columns, watch.own_s(partial(_multiply, x, weights)))
+            xs, weights = _by_turns(read, name, rows, inner), _by_turns(read, name, columns, inner)
+            results, bias = _by_turns(written, name, rows, columns), read.view(DTYPES[name])[:columns]
+            layer = partial(_multiply, xs, weights, results, bias)
+            yield ProductTime(name, rows, inner, columns, watch.own_s(layer) / 3)
 
 
-def _multiply(x: torch.Tensor, weights: Iterator[torch.Tensor]) -> torch.Tensor:
-    return F.linear(x, next(weights))
+def _by_turns(memory: torch.Tensor, dtype: str, rows: int, columns: int) -> Iterator[torch.Tensor]:
+    """Matrices that lie side by side in the memory, again and again."""
+    of_dtype = memory.view(DTYPES[dtype])
+    number = of_dtype.numel() // (rows * columns)
+    return itertools.cycle(of_dtype[: number * rows * columns].view(number, rows, columns))
+
+
+def _multiply(
+    xs: Iterator[torch.Tensor], weights: Iterator[torch.Tensor], results: Iterator[torch.Tensor], bias: torch.Tensor
+) -> None:
+    torch.addmm(bias, next(xs), next(weights).t(), out=next(results))
+    for _ in range(2):
+        torch.mm(next(xs), next(weights).t(), out=next(results))
 
 
 def _time_copy(watch: Stopwatch) -> float:
@@ -208,6 +226,7 @@ def _functions(device: torch.device) -> Iterator[tuple[str, Callable[..., torch.
         return nn.Parameter(torch.randn(*shape, device=device))
 
     x, classes = tensor(rows, 512), torch.arange(rows, device=device) % 512
+    scores = tensor(rows, NUM_WORDS)
     heads = [tensor(rows // 64, 8, 64, 64) for _ in range(3)]
     image, small = tensor(rows // 16, 16, 28, 28), tensor(rows // 16, 16, 28, 28)
     for name, function in (("relu", torch.relu), ("gelu", F.gelu), ("silu", F.silu), ("tanh", torch.tanh)):
@@ -216,7 +235,7 @@ def _functions(device: torch.device) -> Iterator[tuple[str, Callable[..., torch.
     yield "mul", torch.mul, (x, tensor(rows, 512))
     yield "softmax", lambda x: torch.softmax(x, -1), (x,)
     yield "layer_norm", lambda x, w, b: F.layer_norm(x, (512,), w, b), (x, weight(512), weight(512))
-    yield "cross_entropy", lambda x: F.cross_entropy(x, classes), (x,)
+    yield "cross_entropy", lambda x: F.cross_entropy(x, classes), (scores,)
     yield "embedding", lambda w: F.embedding(classes, w), (weight(rows, 512),)
     yield "dropout", lambda x: F.dropout(x, 0.1), (x,)
     yield "max_pool2d", lambda x: F.max_pool2d(x, 2), (small,)
