@@ -12,11 +12,13 @@ from torch import nn
 
 import workbench as wb
 from workbench.core.metrics import RunEvent, StepBlock, StepSpans
+from workbench.core.strategy import Strategy
 from workbench.errors import RunError, StrategyError
 from workbench.session.comparing.compare import CompareResult, Comparison
 from workbench.session.comparing.comparison import RunStopped, Watch
 from workbench.session.comparing.saved_runs import SavedRuns
 from workbench.session.comparing.subject import Subject
+from workbench.ui.runs.trainer import SessionTrainer
 
 pytestmark = pytest.mark.engines
 
@@ -180,6 +182,15 @@ def test_a_stop_reaches_the_one_device_run_that_comes_first(session):
         assert 0 < steps[-1] < 50, "it ends soon after its first report, not with its last step"
         complete = comparison.truth(1, Watch(lambda block: None, lambda: False))
     assert len(complete.losses) == 100, "half a truth is not kept"
+
+
+def test_the_panels_runs_may_differ_in_length(session):
+    trainer = SessionTrainer(session, make_model, data(), F.cross_entropy, batch_size=16, steps=3)
+    for steps in (3, 5):
+        run = trainer.start(Strategy("*: data"), "data", steps)
+        Followed(run).until(run.done)
+        record = run.result()
+        assert len(record.losses) == len(trainer.baseline.losses) == steps and record.equal
 
 
 def test_a_cell_that_has_to_wait_says_for_what(session, capsys):
