@@ -292,6 +292,13 @@ def test_a_change_draws_a_line_and_names_the_strategy(view: LiveView):
     assert "data \u2192 model" in view.title.value and "*: model" in view.title.value
 
 
+def test_names_that_are_texts_have_room_beside_the_change(view: LiveView):
+    text = "fc1: data; fc2: model; fc3: model; head: data | 1x1x2"
+    view.add([block(0, (2.0,)), RunEvent("strategy", 1, text, 0.2, 0)])
+    assert view.figure.layout.annotations[-1].text == "data \u2192 fc1: dat\u2026| 1x1x2"
+    assert view.title.value.count(text) == 1, "the title has all of it, once"
+
+
 def test_a_pause_stops_the_clock(view: LiveView):
     view.tick(1)
     view.add([block(0, (2.0,)), RunEvent("paused", 1)])

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from workbench.core.metrics import RunRecord
-from workbench.ui.runs.report import report_html, short_names, verdict, write_report
+from workbench.ui.names import short_names
+from workbench.ui.runs.report import report_html, verdict, write_report
 
 
 @dataclass

@@ -15,6 +15,7 @@ from workbench.theme import LIGHT, Palette
 from workbench.ui.live import layout as live_layout
 from workbench.ui.live.history import Change
 from workbench.ui.live.layout import shown_ranks
+from workbench.ui.names import short_name
 from workbench.units import format_bytes
 
 _CURVES = (("x", "y domain"), ("x2", "y2 domain"))
@@ -35,14 +36,15 @@ def show_changes(figure: go.Figure, changes: Sequence[Change], colours: Palette 
 
 def _names_of(change: Change, end: float, colours: Palette) -> list[dict[str, Any]]:
     """The names of both strategies on both sides of the line, or both on one side where the other has no room."""
-    both, share = f"{change.before} \u2192 {change.after}", change.step / max(end, 1)
+    before, after = (short_name(name, 8, 7) for name in (change.before, change.after))
+    both, share = f"{before} \u2192 {after}", change.step / max(end, 1)
     if share < 0.3:
         return [_beside(change.step, both, "left", colours)]
     if share > 0.7:
         return [_beside(change.step, both, "right", colours)]
     return [
-        _beside(change.step, change.before, "right", colours),
-        _beside(change.step, change.after, "left", colours),
+        _beside(change.step, before, "right", colours),
+        _beside(change.step, after, "left", colours),
     ]
 
 

@@ -12,6 +12,7 @@ from html import escape
 
 from workbench.core.metrics import RunRecord
 from workbench.ui.assets import element
+from workbench.ui.names import short_name
 from workbench.ui.numbers import signed_percent
 from workbench.ui.pictures import marks
 from workbench.ui.runs.rows import Row, key_of
@@ -51,7 +52,7 @@ def prediction_picture(rows: Sequence[Row], selected: str = "") -> str:
     parts += [marks.line(_LEFT, _BOTTOM, _RIGHT, _TOP, "even"), marks.line(_LEFT, _BOTTOM, _RIGHT, _BOTTOM, "axis")]
     parts.append(marks.text(_RIGHT, _BOTTOM - 8, "faster than predicted", "quiet end"))
     parts += [_point(row, point, row.key == selected) for (row, *_), point in zip(known, points, strict=True)]
-    names = [(row.name, point) for (row, *_), point in zip(known, points, strict=True)]
+    names = [(short_name(row.name), point) for (row, *_), point in zip(known, points, strict=True)]
     for x, y, anchor, name in place_labels(names, points, (_LEFT, _WIDTH), 6.5):
         parts.append(marks.text(x, y, name, anchor))
     told = ", ".join(f"{row.name} {signed_percent(row.values['error'])}" for row, *_ in known)

@@ -25,6 +25,7 @@ from workbench.ui.figures import (
     memory_figure,
     throughput_figure,
 )
+from workbench.ui.names import short_names
 from workbench.ui.numbers import short_difference
 from workbench.ui.runs.scatter import scatter_figure
 from workbench.ui.runs.tables import comparison_table_html
@@ -107,18 +108,6 @@ def verdict(runs: Sequence[RunRecord]) -> tuple[str, str]:
     largest = max((run.loss_difference or 0.0 for run in runs), default=0.0)
     sentence = f"largest loss difference {short_difference(largest)}, limit {short_difference(LOSS_TOLERANCE)}"
     return "equal", f"All {len(runs)} strategies equal one device ({sentence})"
-
-
-def short_names(names: Sequence[str], head: int = 16, tail: int = 12) -> list[str]:
-    """Names that fit beside a plot: strategies written as text lose their middle, and what is alike then is numbered.
-
-    >>> short_names(["data", "fc1: data; fc2: data@1; fc3: data@1 | 2x1x1 mb=4 1f1b"])
-    ['data', 'fc1: data; fc2: \u2026x1 mb=4 1f1b']
-    """
-    cut = [name if len(name) <= head + tail else f"{name[:head]}\u2026{name[-tail:]}" for name in names]
-    return [
-        name if cut.count(name) == 1 else f"{name} ({cut[: place + 1].count(name)})" for place, name in enumerate(cut)
-    ]
 
 
 def _figures(result: Comparison) -> dict[str, Callable[[Palette], go.Figure]]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from html import escape
 
 from workbench.ui.assets import element
+from workbench.ui.names import short_name
 from workbench.ui.pictures import marks
 from workbench.ui.runs.rows import Row
 from workbench.ui.runs.scatter_labels import place_labels
@@ -94,8 +95,9 @@ def _point(row: Row, point: tuple[float, float], selected: bool) -> str:
 
 def _labels(rows: Sequence[tuple[Row, tuple[float, float]]], points: Sequence[tuple[float, float]]) -> list[str]:
     """Names of the points, bold on the Pareto line."""
-    on_front = {row.name for row, _ in rows if row.on_front}
-    placed = place_labels([(row.name, point) for row, point in rows], points, (2.0, WIDTH - 2.0), _RING)
+    on_front = {short_name(row.name) for row, _ in rows if row.on_front}
+    names = [(short_name(row.name), point) for row, point in rows]
+    placed = place_labels(names, points, (2.0, WIDTH - 2.0), _RING)
     short = {"middle": "c", "end": "e", "": ""}
     return [_text(x, y, name, short[anchor] + (" b" if name in on_front else "")) for x, y, anchor, name in placed]
 
