@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -27,7 +28,7 @@ from workbench.runtime.pipelining.timeline import timeline_of
 from workbench.runtime.tensor import GlobalTensor
 
 
-class Graph:
+class Graph(ABC):
     """A step of a model: subclasses set modules in ``__init__`` and write ``build``; calling it runs the step.
 
     With an optimizer a call trains: the batch is cut into the micro-batches of
@@ -56,7 +57,7 @@ class Graph:
     config: GraphConfig
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Graph:
-        if cls.build is Graph.build:
+        if cls.__abstractmethods__:
             raise StrategyError(
                 f"{cls.__name__} has 0 build methods: a graph is what its build does with a batch. Write "
                 f"`def build(self, x, y):` in {cls.__name__}."
@@ -72,9 +73,9 @@ class Graph:
     spans: list[Any]
     """When this rank's actions of the last training call ran."""
 
+    @abstractmethod
     def build(self, *args: Any, **kwargs: Any) -> Any:
         """What the graph does with a (micro-)batch; a training graph calls ``backward()`` on its loss here."""
-        raise NotImplementedError
 
     def add_optimizer(self, optim: torch.optim.Optimizer, *, lr_sch: Any = None) -> None:
         """Let calls train: after the micro-batches ``optim`` steps once, then ``lr_sch``, a scheduler of its rate.
