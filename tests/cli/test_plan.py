@@ -92,3 +92,12 @@ def test_wishes_are_read() -> None:
 def test_models_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--models"]) == 0
     assert "gpt3-175b" in capsys.readouterr().out
+
+
+def test_a_machine_that_is_not_known_is_told_before_the_model_is_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "slow.py"
+    path.write_text("raise SystemExit('the file has run')")
+    assert main(["plan", str(path), "--hardware", "h300"]) != 0
+    assert "hardware 'h300'" in capsys.readouterr().err

@@ -44,12 +44,15 @@ def run(args: argparse.Namespace) -> int:
         return _list_models()
     if args.model is None:
         raise CommandError("which model? Give a file or a name; workbench plan --models lists the names.")
+    from workbench.cost.hardware_files import load_hardware
+
+    hardware, wishes = load_hardware(args.hardware), dict(parse_wish(text) for text in args.wish)
+    # torch and the model's trace take seconds: what is wrong with the options is told before
     from workbench.session.planning import plan
 
-    wishes = dict(parse_wish(text) for text in args.wish)
     found = plan(
         _model(args.model),
-        args.hardware,
+        hardware,
         args.ranks,
         args.batch,
         objective=args.objective,
