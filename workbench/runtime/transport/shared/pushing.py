@@ -32,7 +32,7 @@ def push(segment: Segment, mailbox: Mailbox, program: Program, local: torch.Tens
         room = segment.allocate(program.out_bytes, header)
     for rank in program.writers:
         links[rank].send(tag, room, program.out_bytes, header)
-    letters = _write(segment, mailbox, program, local, tag, room)
+    letters = _write(segment, mailbox, program, local, tag, header, room)
     for link, letter in letters:
         link.acknowledge(letter)
     mailbox.settle(room, program.writers, header)
@@ -44,10 +44,16 @@ def push(segment: Segment, mailbox: Mailbox, program: Program, local: torch.Tens
 
 
 def _write(
-    segment: Segment, mailbox: Mailbox, program: Program, local: torch.Tensor, tag: int, room: Lent
+    segment: Segment,
+    mailbox: Mailbox,
+    program: Program,
+    local: torch.Tensor,
+    tag: int,
+    header: bytes,
+    room: Lent,
 ) -> list[tuple[Link, Letter]]:
     """Fill in this rank's slices when all places are known: copy behind copy, see ``views_of``."""
-    header, links = encode_header(program.header), mailbox.links
+    links = mailbox.links
     shard = local if is_plain(local) else local.detach().contiguous().resolve_conj().resolve_neg()
     letters: list[tuple[Link, Letter]] = []
     views: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = []
