@@ -153,6 +153,7 @@ def _program(
     regions = {move.source_region: move.num_elements * size for move in crossing}
     is_read_by, reads_from = {move.destination for move in crossing}, {move.source for move in arriving}
     # In one placement all ranks go through their exchanges in the same order; between two, they do not.
+    pushes = _pushes(plan)
     is_mutual = set(source.placement) == set(destination.placement) and is_read_by <= reads_from
     ordered = _in_order_of_reading(rank, [(region, tuple(reads)) for region, reads in places.items()])
     joined_dim, joined_order = _joining(ordered, out_shape or ())
@@ -165,8 +166,8 @@ def _program(
         shard_bytes=shard_bytes,
         offers_whole=shard_bytes <= WHOLE_BYTES or sum(regions.values()) >= _WHOLE_SHARE * shard_bytes,
         may_lend=is_mutual,
-        pushes=_pushes(plan),
-        targets=_targets(plan, rank, size, sends) if _pushes(plan) else (),
+        pushes=pushes,
+        targets=_targets(plan, rank, size, sends) if pushes else (),
         writers=tuple(sorted(reads_from - {rank}, key=lambda writer: (writer < rank, writer))),
         places=placed,
         out_shape=out_shape,
