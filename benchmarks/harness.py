@@ -1,8 +1,9 @@
 """Timing for all benchmarks: candidates in turns, medians, processes.
 
-Candidates take turns in short rounds, in an order that changes from round to round, so that a machine that slows down
-or is shared slows all of them; what is reported is the median over the rounds, and ratios of such medians. Many short
-rounds are better than few long ones: most of them are then not interrupted.
+Candidates take turns in short rounds, so that a machine that slows down or is shared slows all of them, and in an order
+that changes from round to round: forwards and backwards, since a candidate leaves the caches warm or cold for the next.
+What is reported is the median over the rounds, and ratios of such medians. Many short rounds are better than few long
+ones: most of them are then not interrupted.
 """
 
 from __future__ import annotations
@@ -36,13 +37,19 @@ def interleave(
     times: dict[str, list[float]] = {name: [] for name in names}
     with _no_garbage_collection():
         for round_number in range(rounds + 1):
-            shift = round_number % len(names)
-            for name in [*names[shift:], *names[:shift]]:
+            for name in _order(names, round_number):
                 before(candidates[name])
                 time_s = _time_turn(candidates[name], calls, around)
                 if round_number:
                     times[name].append(time_s / calls)
     return times
+
+
+def _order(names: Sequence[str], round_number: int) -> list[str]:
+    """Each comes first in turn, once forwards and once backwards; equal on all processes."""
+    shift = round_number // 2 % len(names)
+    order = [*names[shift:], *names[:shift]]
+    return order[::-1] if round_number % 2 else order
 
 
 def _time_turn(action: Action, calls: int, around: Callable[[], AbstractContextManager[object]]) -> float:

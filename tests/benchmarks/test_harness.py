@@ -10,9 +10,16 @@ from benchmarks.harness import interleave, medians
 
 def test_candidates_take_turns_in_a_changing_order() -> None:
     calls: list[str] = []
-    times = interleave({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, rounds=2, calls=2)
-    assert "".join(calls) == "aabb" + "bbaa" + "aabb"
-    assert {name: len(values) for name, values in times.items()} == {"a": 2, "b": 2}
+    times = interleave({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, rounds=3, calls=2)
+    assert "".join(calls) == "aabb" + "bbaa" + "bbaa" + "aabb"
+    assert {name: len(values) for name, values in times.items()} == {"a": 3, "b": 3}
+
+
+def test_nobody_always_comes_behind_the_same_candidate() -> None:
+    calls: list[str] = []
+    interleave({name: lambda name=name: calls.append(name) for name in "abc"}, rounds=5, calls=1)  # type: ignore[misc]
+    orders = ["".join(calls[start : start + 3]) for start in range(0, 18, 3)]
+    assert orders == ["abc", "cba", "bca", "acb", "cab", "bac"]
 
 
 def test_times_are_per_call() -> None:
