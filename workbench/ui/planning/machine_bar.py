@@ -127,7 +127,7 @@ class MachineBar:
 def _slider(name: str) -> widgets.FloatLogSlider:
     """From a 64th to 64 times, in half powers of two."""
     return widgets.FloatLogSlider(
-        1.0, base=2, min=-6, max=6, step=0.5, readout=False, tooltip=_TIPS[name], layout={"width": "96px"}
+        1.0, base=2, min=-6, max=6, step=0.5, readout=False, tooltip=_TIPS[name], layout={"width": "92px"}
     )
 
 
