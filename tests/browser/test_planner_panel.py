@@ -32,7 +32,7 @@ def wait_for(lab_page: LabPage, selector: str, words: str) -> None:
 def test_the_planner_says_why_and_why_not(opened: LabPage) -> None:
     page = opened.page
     opened.button("planner's choice").click()
-    page.locator(".wb-plan").wait_for(timeout=120 * SECONDS)
+    page.locator(".wb-plan").first.wait_for(timeout=120 * SECONDS)
     wait_for(opened, ".wb-plan", "They are the planner's choice")
     assert page.locator(".wb-plan tr.chosen button").first.get_attribute("data-text") == opened.strategy
 
