@@ -11,15 +11,9 @@ from workbench.core.boxing import LinkCost
 from workbench.cost.hardware import Hardware
 from workbench.cost.hardware_files import load_hardware, save_hardware
 from workbench.runtime.costs import measuring
-from workbench.runtime.costs.measuring import (
-    PRODUCTS,
-    ExchangeTime,
-    FunctionTime,
-    ProductTime,
-    RankTimes,
-    default_spans,
-)
+from workbench.runtime.costs.measuring import PRODUCTS, default_spans
 from workbench.runtime.costs.stopwatch import Stopwatch
+from workbench.runtime.costs.times import ExchangeTime, FunctionTime, ProductTime, RankTimes
 from workbench.session.calibrating import hardware_from
 from workbench.testing import run_ranks
 
