@@ -57,7 +57,11 @@ def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     from IPython.core.interactiveshell import InteractiveShell
 
     from workbench.session import cluster, magic
+    from workbench.session.output import merging
 
+    # Pages show what ranks print together; on a busy machine one may be later than a reader would wait for it.
+    monkeypatch.setattr(merging, "MERGE_WAIT_S", 10.0)
+    monkeypatch.setattr(merging, "SAME_TIME_S", 10.0)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     shell = InteractiveShell.instance()
     yield shell

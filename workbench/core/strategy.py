@@ -171,7 +171,7 @@ class Strategy:
         """
         mistakes = self.check(layers, num_ranks)
         if mistakes:
-            lines = [f"  {mistake}" + "".join(f" Fix: {fix}." for fix in mistake.fixes[:1]) for mistake in mistakes]
+            lines = [f"  {mistake}." + "".join(f" Fix: {fix}." for fix in mistake.fixes[:1]) for mistake in mistakes]
             raise StrategyError(f"strategy {str(self)!r} does not fit:\n" + "\n".join(lines))
         stages = _stages(self, layers)
         choices = self.rows_of(layers)
