@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -20,11 +20,20 @@ from workbench.runtime.transport.processes import Processes
 T = TypeVar("T")
 SLICE_S = 0.02
 """How long a sleeping rank goes without looking for an abort, a dead peer or a deadlock."""
-_YIELDS_ON_OWN_CORE = 6000
-"""Between them a rank looks for what it waits for. A rank with cores of its own does so for some 5 ms: waking one that
-sleeps costs the other one up to 0.7 ms of its work, which a pipeline would pay at every handover.
+
+
+class Patience(NamedTuple):
+    """How often at most, and for how many seconds, a rank yields before it sleeps, looking in between."""
+
+    num_yields: int
+    seconds: float
+
+
+ON_OWN_CORES = Patience(10_000, 5e-3)
+"""Waking a rank that sleeps costs the other one up to 0.7 ms of its work, which a pipeline would pay at every handover.
+Where somebody else needs the core after all, a few yields take these 5 ms.
 """
-_YIELDS_ON_SHARED_CORES, _YIELDS_AFTER_LONG_SLEEP, _LONG_S = 200, 10, 1e-3
+ON_SHARED_CORES, AFTER_A_LONG_SLEEP, _LONG_S = Patience(200, SLICE_S), Patience(10, SLICE_S), 1e-3
 """Where ranks share cores, a yield hands the core to the one that is waited for, and the time for which that one
 computes does not count. After a sleep of more than ``_LONG_S``, the next wait for this peer is likely to be long, too.
 """
@@ -94,18 +103,19 @@ class Waiter:
 
     def _yield_until(self, link: Link, look: Callable[[], T]) -> T:
         """What ``look`` finds first, or has found in the end: a peer that is about to come is met in microseconds."""
-        end = time.perf_counter() + SLICE_S
-        for _ in range(self._num_yields(link)):
+        patience = self._patience_with(link)
+        end = time.perf_counter() + patience.seconds
+        for _ in range(patience.num_yields):
             os.sched_yield()
             found = look()
             if found or time.perf_counter() > end:
                 return found
         return found
 
-    def _num_yields(self, link: Link) -> int:
+    def _patience_with(self, link: Link) -> Patience:
         if not self._shares_cores:
-            return _YIELDS_ON_OWN_CORE
-        return _YIELDS_AFTER_LONG_SLEEP if self._slept_long[link.peer] else _YIELDS_ON_SHARED_CORES
+            return ON_OWN_CORES
+        return AFTER_A_LONG_SLEEP if self._slept_long[link.peer] else ON_SHARED_CORES
 
     def _sleep(self, link: Link, header: bytes, for_receipt: bool) -> None:
         came, started = link.receipt_came if for_receipt else link.letter_came, time.perf_counter()
