@@ -7,6 +7,7 @@ stand-in's kind (``ghost_modules``, ``local_modules``). A block of which that ca
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -88,7 +89,7 @@ class Noted:
     num_keys: int
 
 
-class StandIn:
+class StandIn(ABC):
     """A block's forward within scheduled steps.
 
     A kind says what a shortcut may leave out (``may_skip``), makes a record of a call (``record``; None where it cannot
@@ -105,17 +106,17 @@ class StandIn:
         self._settings: int | None = None
         self._known_settings: dict[Any, int] = {}
 
+    @abstractmethod
     def may_skip(self, tensor: GlobalTensor, target: Spec, function: str) -> bool:
         """Whether a shortcut may leave out a boxing inside the block, of something that is not its input."""
-        raise NotImplementedError
 
+    @abstractmethod
     def record(self, result: Any, inputs: list[GlobalTensor], noted: Noted) -> Any:
         """A call in short, or None."""
-        raise NotImplementedError
 
+    @abstractmethod
     def replay(self, record: Any, inputs: list[GlobalTensor], args: Any, kwargs: Any) -> Any:
         """The call by its record."""
-        raise NotImplementedError
 
     def begin_step(self) -> None:
         """Look at the block's settings again at the next call."""
