@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import workbench as wb
-from workbench.core.metrics import RunEvent, StepBlock, StepSpans
+from workbench.core.metrics import TOLERANCE, RunEvent, StepBlock, StepSpans
 from workbench.core.strategy import Strategy
 from workbench.errors import RunError, StrategyError
 from workbench.session.comparing.compare import CompareResult, Comparison
@@ -30,6 +30,10 @@ def make_model():
 def data():
     generator = torch.Generator().manual_seed(0)
     return torch.randn(50, 8, generator=generator), torch.randint(0, 4, (50,), generator=generator)
+
+
+def large_loss(output, target):
+    return 1000 * F.cross_entropy(output, target)
 
 
 def subject(steps, loss_fn=F.cross_entropy):
@@ -70,6 +74,14 @@ def test_a_wrong_number_is_noticed(result):
 
     broken = CompareResult(result.baseline, [replace(result.runs[0], equal=False)])
     assert not broken.all_equal
+
+
+def test_large_losses_are_equal_though_they_round(session):
+    large = {"loss_fn": large_loss, "optimizer_fn": lambda parameters: torch.optim.SGD(parameters, lr=1e-4)}
+    result = wb.compare(make_model, data(), strategies=["data", "model"], batch_size=16, session=session, **large)
+    pairs = [(a, b) for run in result.runs for a, b in zip(run.losses, result.baseline.losses, strict=True)]
+    assert max(abs(a - b) for a, b in pairs) > TOLERANCE, "else this test says nothing"
+    assert result.all_equal
 
 
 def test_a_strategy_that_does_not_fit_runs_nothing(session):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import plotly.graph_objects as go
 import pytest
@@ -48,15 +50,21 @@ def test_markers_of_equal_curves_sit_at_different_steps(baseline: RunRecord):
     assert all(marked) and len(set.union(*marked)) == sum(map(len, marked))
 
 
-def test_difference_to_one_device_is_absolute_and_has_its_limit(runs: list[RunRecord], baseline: RunRecord):
+def test_difference_to_one_device_is_drawn_with_its_limit(runs: list[RunRecord], baseline: RunRecord):
     figure = loss_difference_figure(runs, baseline)
     curve = trace_of(figure, "model", "lines")
     assert list(curve.x) == [2], "exact zeros cannot be drawn on a logarithmic axis"
-    assert curve.y[0] == pytest.approx(1e-6, rel=1e-6)
+    assert curve.y[0] == pytest.approx(1e-6 / 1.5, rel=1e-6)
     assert figure.layout.shapes[0].y0 == 1e-5
     assert figure.layout.annotations[0].text == "limit 1e-5"
     assert figure.layout.annotations[0].y == -5
     assert figure.layout.yaxis.ticktext[0] == "1e-7"
+
+
+def test_differences_of_large_losses_are_relative(runs: list[RunRecord], baseline: RunRecord):
+    large = [replace(run, losses=tuple(1000 * loss for loss in run.losses)) for run in (runs[1], baseline)]
+    curve = trace_of(loss_difference_figure(large[:1], large[1]), "model", "lines")
+    assert curve.y[0] == pytest.approx(1e-6 / 1.5, rel=1e-6)
 
 
 def test_throughput_is_batch_over_step_time(runs: list[RunRecord]):

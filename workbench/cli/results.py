@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from workbench.core.metrics import TOLERANCE
 from workbench.errors import CommandError
 
 if TYPE_CHECKING:
@@ -104,8 +105,6 @@ def present(result: CompareResult, report: Path | None, json_file: Path | None =
 
 def differences(runs: Sequence[RunRecord]) -> list[str]:
     """A sentence for every run that did not give the numbers of one device."""
-    from workbench.session.comparing.compare import TOLERANCE
-
     return [f"{run.name}: {_difference(run, TOLERANCE)}." for run in runs if run.error is not None or not run.equal]
 
 

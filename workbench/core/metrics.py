@@ -5,12 +5,29 @@ Engines publish these, figures and tables read them, files keep them; nobody nee
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 MEMORY_KINDS = ("parameters", "gradients", "optimizer", "activations", "buffers")
 """Kinds of live storage that are counted on every rank, in the order in which they are drawn."""
+TOLERANCE = 1e-5
+"""Largest ``difference`` to one device of a run that counts as equal."""
+
+
+def difference(value: float, truth: float) -> float:
+    """How far a number is from one device's: absolute up to 1, and relative beyond, as rounding is.
+
+    0 where both are NaN or the same infinity, infinite where only one of them is finite.
+
+    >>> difference(0.25, 0.5), difference(404.0, 400.0), difference(float("nan"), 2.0)
+    (0.25, 0.01, inf)
+    """
+    if value == truth or (value != value and truth != truth):
+        return 0.0
+    apart = abs(value - truth) / max(1.0, abs(truth))
+    return apart if math.isfinite(apart) else math.inf
 
 
 class _Plain:
@@ -139,7 +156,7 @@ class RunRecord(_Plain):
 
     ``samples_per_s`` is the batch size over the median step time, warm-up steps left out; ``speedup`` is over one
     engine. Tuples ``peak_memory_bytes`` and ``memory_by_kind`` have one entry per rank. ``loss_difference`` and
-    ``weight_difference`` are the largest absolute differences to one device; ``equal`` says whether the run passed.
+    ``weight_difference`` are the largest ``difference`` to one device; ``equal`` says whether the run passed.
     A run that failed has its reason in ``error`` and empty figures.
 
     ``bubble`` is the part of the ranks' time without work, 0 to 1, in the last step whose actions were noted.

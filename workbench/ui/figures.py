@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from workbench.core.metrics import RunRecord
+from workbench.core.metrics import TOLERANCE, RunRecord, difference
 from workbench.theme import LIGHT, Palette
 from workbench.ui.decimate import decimate
 from workbench.ui.numbers import grouped, short_difference, speedup_text
@@ -27,10 +27,8 @@ from workbench.ui.traces import (
     stepwise_traces,
 )
 
-LOSS_TOLERANCE = 1e-5
 _MOST_DECADES = 8
 """Numbers beside a logarithmic axis: of training that diverges there would be dozens."""
-"""A run is equal to one device when no loss differs by more than this."""
 
 
 def finished(runs: Sequence[RunRecord]) -> list[RunRecord]:
@@ -55,9 +53,9 @@ def loss_figure(runs: Sequence[RunRecord], baseline: RunRecord | None = None, co
 
 
 def loss_difference_figure(
-    runs: Sequence[RunRecord], baseline: RunRecord, tolerance: float = LOSS_TOLERANCE, colours: Palette = LIGHT
+    runs: Sequence[RunRecord], baseline: RunRecord, tolerance: float = TOLERANCE, colours: Palette = LIGHT
 ) -> go.Figure:
-    """Absolute difference of each run's loss to one device's, by step, on a logarithmic axis, with the tolerance.
+    """Difference of each run's loss to one device's, by step, on a logarithmic axis, with the tolerance.
 
     A difference of exactly zero, or one that is not finite, cannot be drawn there and is left out of its curve.
     """
@@ -70,18 +68,18 @@ def loss_difference_figure(
         figure.add_traces(stepwise_traces(steps, values, run.name, index, len(drawn), colours))
     figure.add_hline(y=tolerance, line={"color": colours.error, "width": 1.5})
     figure.add_annotation(**_limit_label(tolerance, colours))
-    figure.update_layout(**base_layout(colours, "Difference to one device", "absolute, of the loss"))
+    figure.update_layout(
+        **base_layout(colours, "Difference to one device", "of the loss; relative where that is above 1")
+    )
     figure.update_xaxes(**axis(colours, "step", showgrid=False))
     figure.update_yaxes(**axis(colours, "difference of the loss"), **_decades(min(extremes), max(extremes)))
     return figure
 
 
 def _difference(run: RunRecord, baseline: RunRecord) -> tuple[np.ndarray, np.ndarray]:
-    num_steps = min(len(run.losses), len(baseline.losses))
-    with np.errstate(invalid="ignore"):  # of two that are infinite
-        difference = np.abs(np.array(run.losses[:num_steps]) - np.array(baseline.losses[:num_steps]))
-    drawable = (difference > 0) & np.isfinite(difference)
-    return decimate(np.arange(1, num_steps + 1), np.where(drawable, difference, np.nan))
+    apart = np.array([difference(own, truth) for own, truth in zip(run.losses, baseline.losses, strict=False)])
+    drawable = (apart > 0) & np.isfinite(apart)
+    return decimate(np.arange(1, len(apart) + 1), np.where(drawable, apart, np.nan))
 
 
 def _limit_label(tolerance: float, colours: Palette) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from dataclasses import replace
 
@@ -185,6 +186,18 @@ def test_an_order_counts_once_every_rank_has_heard_of_it():
 
     results = run_ranks(program)
     assert len(results[0].losses) == len(results[1].losses) == 4
+
+
+@pytest.mark.parametrize(
+    ("ours", "truth", "expected"),
+    [((0.5, 0.25), (0.5, 0.5), 0.25), ((400.0, 5.0), (400.0, 1.0), 0.01), ((float("nan"),), (1.0,), math.inf)],
+)
+def test_weights_differ_relative_to_the_largest_of_their_tensor(
+    ours: tuple[float, ...], truth: tuple[float, ...], expected: float
+):
+    states = [{"w": torch.tensor(values), "none": torch.empty(0)} for values in (ours, truth)]
+    assert largest_difference(*states) == pytest.approx(expected)
+    assert largest_difference(states[0], {}) == math.inf
 
 
 def test_orders_are_of_known_kinds():

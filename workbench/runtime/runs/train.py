@@ -130,13 +130,18 @@ def run_strategy(
 
 
 def largest_difference(ours: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> float:
-    """Largest absolute difference between two states; infinite where a name is missing or a value is not finite."""
+    """Largest difference between two states, each tensor's over its largest element where that is beyond 1.
+
+    So it is measured as losses are (``core.metrics.difference``). Infinite where a name is missing, or one is NaN.
+    """
     worst = 0.0
     for name, value in ours.items():
         if name not in truth:
             return math.inf
-        difference = float((value.double() - truth[name].double()).abs().max()) if value.numel() else 0.0
-        worst = max(worst, math.inf if math.isnan(difference) else difference)
+        if value.numel():
+            expected = truth[name].double()
+            difference = float((value.double() - expected).abs().max() / expected.abs().max().clamp(min=1))
+            worst = max(worst, math.inf if math.isnan(difference) else difference)
     return worst
 
 

@@ -15,7 +15,7 @@ from workbench.core.presets import PRESETS
 from workbench.core.strategy import Strategy
 from workbench.errors import SessionError, StrategyError
 from workbench.session.cluster import Session, current
-from workbench.session.comparing.comparison import TOLERANCE, Comparison
+from workbench.session.comparing.comparison import Comparison
 from workbench.session.comparing.saved_runs import SavedRuns
 from workbench.session.comparing.subject import StrategyLike, Subject
 
@@ -186,4 +186,4 @@ class _Progress:
         )
 
 
-__all__ = ["TOLERANCE", "CompareResult", "Comparison", "compare"]
+__all__ = ["CompareResult", "Comparison", "compare"]

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 
-from workbench.core.metrics import RunEvent, RunRecord, StepBlock, StepSpans, bubble
+from workbench.core.metrics import TOLERANCE, RunEvent, RunRecord, StepBlock, StepSpans, bubble, difference
 from workbench.core.presets import PRESETS
 from workbench.core.strategy import Strategy
 from workbench.errors import SessionError
@@ -29,9 +29,6 @@ from workbench.session.comparing.saved_runs import RunFile, SavedRuns
 from workbench.session.comparing.subject import StrategyLike, Subject
 from workbench.session.comparing.training import RankReport
 
-TOLERANCE = 1e-5
-"""Largest difference to one device over the first ``CHECKED_STEPS`` steps of a run that counts as equal: of its losses
-and, under SGD, of the weights after them."""
 NO_STRATEGY = "plain torch, no parallelism"
 """What the one-device run has in the place of a strategy."""
 Message = StepBlock | StepSpans | RunEvent
@@ -160,12 +157,12 @@ class Comparison:
         }
 
     def record(self, planned: RunRecord, strategy: Strategy, reports: Sequence[RankReport]) -> RunRecord:
-        """A finished run, compared with one device."""
+        """A finished run, compared with one device: losses of the first steps and, under SGD, weights after them."""
         run = self._record(planned.name, planned.strategy, reports, planned.num_ranks)
         run = replace(run, predicted=planned.predicted, started=planned.started, changes=reports[0].changes)
         truth = self.truth(strategy.options.num_micro_batches)
         pairs = list(zip(run.losses, truth.losses, strict=False))[:CHECKED_STEPS]
-        loss_difference = max((_distance(a, b) for a, b in pairs), default=None)
+        loss_difference = max((difference(a, b) for a, b in pairs), default=None)
         weight_difference = next((r.weight_difference for r in reports if r.weight_difference is not None), None)
         compared = [loss_difference] + ([weight_difference] if self.subject.checks_weights else [])
         equal = None if loss_difference is None else all(d is None or d <= TOLERANCE for d in compared)
@@ -326,13 +323,8 @@ def _optimizer_text(optimizer_fn: Any) -> str:
         return getattr(optimizer_fn, "__name__", repr(optimizer_fn))
 
 
-def _distance(a: float, b: float) -> float:
-    return abs(a - b) if a == a and b == b else float("inf") if (a == a) != (b == b) else 0.0
-
-
 __all__ = [
     "NO_STRATEGY",
-    "TOLERANCE",
     "Comparison",
     "Message",
     "RunStopped",

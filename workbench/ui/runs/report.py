@@ -12,13 +12,12 @@ from typing import Any, Protocol
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
-from workbench.core.metrics import RunRecord
+from workbench.core.metrics import TOLERANCE, RunRecord
 from workbench.session.comparing.comparison import why_unequal
 from workbench.session.comparing.machine import machine_text, versions_text
 from workbench.theme import DARK, LIGHT, Palette, style_sheet
 from workbench.ui.assets import asset, element
 from workbench.ui.figures import (
-    LOSS_TOLERANCE,
     comparison_figure,
     loss_difference_figure,
     loss_figure,
@@ -106,7 +105,7 @@ def verdict(runs: Sequence[RunRecord]) -> tuple[str, str]:
     if failed or not runs:
         return "unknown", f"Not run: {', '.join(failed)}" if failed else "No runs"
     largest = max((run.loss_difference or 0.0 for run in runs), default=0.0)
-    sentence = f"largest loss difference {short_difference(largest)}, limit {short_difference(LOSS_TOLERANCE)}"
+    sentence = f"largest loss difference {short_difference(largest)}, limit {short_difference(TOLERANCE)}"
     return "equal", f"All {len(runs)} strategies equal one device ({sentence})"
 
 
