@@ -293,13 +293,19 @@ class RecordedTransport:
 
 
 def _referred_to(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Those that Python objects hold; a graph of autograd that is about to go may hold others."""
-    kept = []
-    for tensor in tensors:
-        holders = gc.get_referrers(tensor)
-        if any(holder is not tensors for holder in holders):
-            kept.append(tensor)
-    return kept
+    """Those that Python objects hold; a graph of autograd that is about to go may hold others.
+
+    To find holders all of Python's objects are looked through: once for all tensors, and tensor by tensor for the error.
+    """
+
+    if not _holders(tensors, tensors):
+        return []
+    return [tensor for tensor in tensors if _holders(tensors, [tensor])]
+
+
+def _holders(tensors: list[torch.Tensor], some: list[torch.Tensor]) -> list[Any]:
+    """Objects other than these two lists that hold one of ``some``."""
+    return [holder for holder in gc.get_referrers(*some) if holder is not tensors and holder is not some]
 
 
 def _is_ghost(tensor: torch.Tensor) -> bool:
