@@ -295,7 +295,7 @@ class RecordedTransport:
 def _referred_to(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Those that Python objects hold; a graph of autograd that is about to go may hold others.
 
-    To find holders all of Python's objects are looked through: once for all tensors, and tensor by tensor for the error.
+    Holders are found by looking through all of Python's objects: once for all tensors; tensor by tensor for the error.
     """
 
     if not _holders(tensors, tensors):
