@@ -22,6 +22,7 @@ from torch.optim.optimizer import (
 )
 
 from workbench.errors import CaptureError
+from workbench.runtime.gradients.fused_steps import fuse, unfuse
 from workbench.runtime.gradients.optim import install_hooks, is_elementwise
 from workbench.runtime.tensor import GlobalTensor
 
@@ -60,9 +61,11 @@ class Step:
             group["params"] = list(parts[start : start + size])
             start += size
         optimizer.state = state
+        fused = fuse(optimizer)
         try:
             self._step(optimizer)
         finally:
+            unfuse(fused)
             for group, params in zip(groups, held, strict=True):
                 group["params"] = params
             optimizer.state = owned
@@ -99,9 +102,9 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The settings of an optimizer's groups."""
+    """The settings of an optimizer's groups, but for how a step is run, which a step may choose."""
     return [
-        {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
+        {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k not in ("params", "fused")}
         for group in optimizer.param_groups
     ]
 

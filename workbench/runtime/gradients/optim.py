@@ -25,6 +25,7 @@ from workbench.errors import LayoutError
 from workbench.runtime import world
 from workbench.runtime.boxing.assembling import slice_region
 from workbench.runtime.boxing.box import box
+from workbench.runtime.gradients.fused_steps import fuse, unfuse
 from workbench.runtime.gradients.overlap import Watcher
 from workbench.runtime.gradients.reduction import forget_sums, start_reduction, start_write_back
 from workbench.runtime.gradients.shard import shard_of, state_spec
@@ -93,6 +94,7 @@ class _Swap:
         self.plain = [p for params in self.groups for p in params if not isinstance(p, GlobalTensor)]
         self.stepping = stepping
         self.held: list[Any] | None = None
+        self.fused: list[dict[str, Any]] = []
         self.state: Any = None
         self.pairs: list[tuple[GlobalTensor, torch.Tensor]] = []
         self.states: list[Any] = []
@@ -142,7 +144,10 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
         if swap.elementwise:
             with local_torch():
                 for parameter, local in pairs:
-                    local.grad = sums.get(parameter)
+                    grad = sums.get(parameter)
+                    local.grad = (
+                        None if grad is None else grad.contiguous()
+                    )  # torch's fused step reads it as if it were
         else:
             swap.pairs = pairs = [(p, _labelled(p, local, sums.get(p))) for p, local in pairs]
     _exchange_places(optimizer, swap, pairs)
@@ -210,6 +215,8 @@ def _exchange_places(optimizer: Optimizer, swap: _Swap, pairs: list[tuple[Any, t
     for group, members in zip(optimizer.param_groups, swap.members, strict=True):
         group["params"] = [pairs[member][1] if type(member) is int else member for member in members]
     optimizer.state = state
+    if swap.elementwise:
+        swap.fused = fuse(optimizer)
 
 
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -231,6 +238,7 @@ def _put_back(optimizer: Optimizer, sends: bool = True) -> None:
     for group, params in zip(optimizer.param_groups, swap.held, strict=True):
         group["params"] = params
     swap.held = None
+    unfuse(swap.fused)
     _write_back(swap, sends)
     for _, part in swap.pairs:
         part.grad = None
@@ -268,6 +276,10 @@ def _adopt_state(optimizer: Optimizer, swap: _Swap) -> None:
 def _own_part(parameter: GlobalTensor, value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
+    return _part_of_state(parameter, value).contiguous()
+
+
+def _part_of_state(parameter: GlobalTensor, value: torch.Tensor) -> torch.Tensor:
     spec = state_spec(parameter)
     if isinstance(value, GlobalTensor):
         if tuple(value._spec.shape) != tuple(spec.shape):
