@@ -9,6 +9,7 @@ import workbench as wb
 from tests.processes import run_processes
 from tests.runtime.programs import boxing_forward_and_backward
 from workbench.errors import CollectiveAborted, ExplicitBoxingError, LayoutError, PlacementError, SbpError
+from workbench.runtime.transport import threads
 from workbench.runtime.world import current
 from workbench.testing import run_ranks
 
@@ -146,7 +147,8 @@ def test_a_rank_that_leaves_is_a_deadlock_at_once():
         run_ranks(program, 2)
 
 
-def test_a_global_tensor_read_after_its_simulated_ranks_is_an_error_that_says_so():
+def test_a_global_tensor_read_after_its_simulated_ranks_is_an_error_that_says_so(monkeypatch):
+    monkeypatch.setattr(threads, "_ANSWER_S", 0.1)
     x = run_ranks(lambda: wb.ones(4, 4, placement=wb.placement("cpu", ranks=[0, 1]), sbp="S(0)"), 2)[0]
     with pytest.raises(CollectiveAborted, match=r"simulated ranks have ended.*inside run_ranks"):
         str(x)
