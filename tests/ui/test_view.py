@@ -6,8 +6,11 @@ import json
 from typing import Any
 
 import pytest
+import torch
+from torch.nn.functional import cross_entropy
 
 from tests.ui.models import GPT_HYBRID, MLP, gpt
+from workbench.cli.demo import make_mlp
 from workbench.core.boxing import plan_boxing
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
@@ -15,8 +18,12 @@ from workbench.core.strategy import Strategy
 from workbench.cost.crossings import Stages, crossings, known_shapes, wire_bytes
 from workbench.cost.estimate import estimate
 from workbench.cost.hardware_files import load_hardware
+from workbench.runtime.costs.dry_run import dry_run
+from workbench.runtime.parallel import describe
 from workbench.ui.grid.view import Facts, flow_of, grid_view
 from workbench.ui.strategy.state import PanelState
+from workbench.ui.strategy_part import facts_of
+from workbench.units import format_bytes
 
 
 def mlp_facts(batch_size: int = 128, sample_shape: tuple[int, ...] = (64,)) -> Facts:
@@ -112,9 +119,29 @@ def test_totals_add_up():
     state = PanelState(MLP, 2, "hybrid")
     total, parts = grid_view(state, mlp_facts())["total"]
     bias_of_the_row = 10
-    activations, gradients = 2 * 128 * 256 * 4, 2 * 4 * (16640 + 65792 + bias_of_the_row)
+    activations, gradients = 2 * 128 * 4 * (256 + 10), 2 * 4 * (16640 + 65792 + bias_of_the_row)
     assert total == f"{(activations + gradients) / 1000:.0f} kB"
-    assert parts == "262 kB activations + 660 kB gradients"
+    assert parts == "272 kB activations + 660 kB gradients"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "num_ranks"),
+    [("data", 2), ("model", 2), ("pipeline", 2), ("hybrid", 4), ("*: data; head: model:column | 1x1x2", 2),
+     ("*: data; head: model:column | 1x1x4", 4), ("*: data; head: model | 1x2x2", 4),
+     ("*: model | 1x2x2 mb=2 zero=1", 4), ("*: model | 1x2x2 mb=4 zero=2", 4), ("*: model | 1x2x2 zero=3", 4),
+     ("fc1: data; fc2: data; fc3: data@1; head: data@1 | 2x2x1 mb=2 zero=3", 4)],
+)  # fmt: skip
+def test_the_total_is_what_a_dry_run_counts(strategy: str, num_ranks: int):
+    inputs, targets = torch.empty(128, 64), torch.zeros(128, dtype=torch.int64)
+    state = PanelState(describe(make_mlp()), num_ranks, strategy)
+    total, _ = grid_view(state, facts_of(state.layers, 128, (64,), cross_entropy))["total"]
+    counted = dry_run(make_mlp, str(state.strategy), num_ranks, inputs, targets, cross_entropy)
+    assert total == format_bytes(sum(counted.sent_bytes))
+
+
+def test_under_zero_weights_travel_too():
+    fc1 = row(view_of("*: data | 1x2x1 zero=3"), "fc1")
+    assert fc1["flow"]["note"] == "grads + weights 200 kB per step", "3 (p-1) |W|"
 
 
 def test_bytes_are_not_guessed_where_shapes_are_unknown():

@@ -37,14 +37,16 @@ class Flow:
     Attributes:
         crossings: by layer.
         num_micro_batches: how often the way is gone in a step.
-        gradient_bytes: by layer, on the wire once per step, all ranks together.
+        gradient_bytes: by layer, on the wire in a step, all ranks together; under ZeRO, of its weights, too.
         output_shape: of the model's output, batch first; None where it is not known.
+        has_zero: are weights gathered where each rank holds a shard?
     """
 
     crossings: Sequence[Crossing]
     num_micro_batches: int
     gradient_bytes: Sequence[int]
     output_shape: Shape | None = None
+    has_zero: bool = False
 
     @property
     def bytes_per_micro_batch(self) -> int:
@@ -69,13 +71,23 @@ def flow_of(
     itemsize = 4 if resolved.options.precision == "fp32" else 2
     found = crossings(layers, resolved, shapes, micro_batch, sample_shape=sample_shape, itemsize=itemsize)
     stages = Stages(resolved)
-    sums = [_gradient_bytes(layer, choice, stages) for layer, choice in zip(layers, resolved.layers, strict=True)]
-    last = shapes[-1] if shapes else None
-    return Flow(found, resolved.num_micro_batches, sums, (micro_batch, *last) if last is not None else None)
+    zero, times = resolved.options.zero, _halves_of_sums(resolved)
+    sums = [times * _bytes_to_sum(layer, choice, stages) for layer, choice in zip(layers, resolved.layers, strict=True)]
+    output = (micro_batch, *shapes[-1]) if shapes and shapes[-1] is not None else None
+    return Flow(found, resolved.num_micro_batches, sums, output, has_zero=zero > 0)
 
 
-def _gradient_bytes(layer: Layer, choice: ResolvedLayer, stages: Stages) -> int:
-    """What the sums of a layer's gradients move: 2 (p - 1) times what p ranks have copies of.
+def _halves_of_sums(resolved: ResolvedStrategy) -> int:
+    """How often in a step gradients are scattered, or weights gathered: the two halves of a sum.
+
+    ZeRO 2 scatters after every micro-batch and gathers after the step, ZeRO 3 gathers in every forward and backward.
+    """
+    m = resolved.num_micro_batches
+    return {2: m + 1, 3: 3 * m}.get(resolved.options.zero, 2)
+
+
+def _bytes_to_sum(layer: Layer, choice: ResolvedLayer, stages: Stages) -> int:
+    """What half a sum of a layer's gradients moves: p - 1 times what p ranks have copies of.
 
     The gradient of a copy is a term, on the model axis too: norms and biases behind rows are summed over both axes.
     """
@@ -83,7 +95,7 @@ def _gradient_bytes(layer: Layer, choice: ResolvedLayer, stages: Stages) -> int:
     for shape in layer.shapes.values():
         layout = stages.parameter(layer, choice, shape)
         copies = prod(n for n, entry in zip(layout.placement.shape, layout.sbp, strict=True) if entry == broadcast)
-        total += 2 * (copies - 1) * 4 * prod(shape)
+        total += (copies - 1) * 4 * prod(shape)
     return total
 
 
@@ -98,7 +110,8 @@ def flow_view(node: Node, flow: Flow, *, is_open: bool | None = None, is_first_b
     entering = flow.crossings[first]
     layout = entering.enters if is_open else flow.crossings[last].leaves
     gradients = sum(flow.gradient_bytes[index] for index in node.layers)
-    note = f"grad sum {format_bytes(gradients)} per step" if gradients else ""
+    what = "grads + weights" if flow.has_zero else "grad sum"
+    note = f"{what} {format_bytes(gradients)} per step" if gradients else ""
     return {
         "layout": sbp_text(layout),
         "layout_tip": f"activation {full_text(layout)}, ranks {format_ranks(layout.placement.grid)}",
@@ -138,17 +151,20 @@ def badge(crossing: Crossing) -> dict[str, Any]:
     """The boxings before a layer as one badge; its tip is the whole plan."""
     plans = crossing.plans
     known = crossing.shape is not None
-    number = f"{format_bytes(crossing.bytes_forward)} + {format_bytes(crossing.bytes_back)}" if known else ""
-    same_unit = number.split(" ")
-    if len(same_unit) == 5 and same_unit[1] == same_unit[4]:
-        number = f"{same_unit[0]} + {same_unit[3]} {same_unit[4]}"
     return {
         "change": change_text(plans[0].source, plans[-1].destination),
         "kind": " + ".join(sorted({plan.kind for plan in plans}, key=lambda kind: kind != "send")),
-        "bytes": number,
+        "bytes": _there_and_back(crossing.bytes_forward, crossing.bytes_back) if known else "",
         "free": known and crossing.bytes_forward + crossing.bytes_back == 0,
         "title": _plan_text(plans) if known else "the shape of this activation is not known",
     }
+
+
+def _there_and_back(forward: int, back: int) -> str:
+    """Bytes of a boxing and of its gradient's: ``"5.12 + 5.12 kB"``."""
+    there, unit = format_bytes(forward).split(" ")
+    again, other_unit = format_bytes(back).split(" ")
+    return f"{there} + {again} {unit}" if unit == other_unit else f"{there} {unit} + {again} {other_unit}"
 
 
 @lru_cache(maxsize=1024)
@@ -191,34 +207,47 @@ def change_text(source: Layout, destination: Layout) -> str:
     return f" {ARROW} ".join(f"{sbp_text(a)}{name}" for a, name in zip((source, destination), named, strict=True))
 
 
-def end_view(flow: Flow, resolved: ResolvedStrategy, is_cross_entropy: bool) -> dict[str, Any]:
-    """How the last layer's output meets the loss. Of split classes, three numbers per row and rank are exchanged."""
+@dataclass(frozen=True)
+class End:
+    """How the last layer's output meets the loss: the layout there, the badge of a boxing, and what it moves."""
+
+    layout: str
+    boxing: dict[str, Any] | None = None
+    num_bytes: int = 0
+
+
+def end_of(flow: Flow, resolved: ResolvedStrategy, is_cross_entropy: bool) -> End:
+    """The end of the way. Of split classes no logits are exchanged, but numbers for every row.
+
+    Counted are those of CPUs: a maximum and three sums, whose gradients come back. The kernel for GPUs has three.
+    """
     last, choice = flow.crossings[-1], resolved.layers[-1]
     door = Stages(resolved).behind_door(choice, None, last.leaves, _USUAL_DIMS)
     shape = flow.output_shape
-    boxing = None
     if door != last.leaves and shape is not None:
         plan = plan_boxing(last.leaves, door, shape, last.itemsize)
-        boxing = badge(Crossing(door, door, shape, (plan,), last.itemsize))
-    elif choice.split == "column" and is_cross_entropy and shape is not None:
+        met = Crossing(door, door, shape, (plan,), last.itemsize)
+        return End(sbp_text(door), badge(met), met.bytes_forward + met.bytes_back)
+    if choice.split == "column" and is_cross_entropy and shape is not None:
         _, model = resolved.stage_width(choice.stage)
-        size = 12 * prod(shape[:-1]) * model * (model - 1)
+        one_each = 4 * prod(shape[:-1]) * model * (model - 1)
         boxing = {
             "change": f"{sbp_text(last.leaves)} {ARROW} S(0)",
-            "kind": "all-gather",
-            "bytes": f"{format_bytes(size)} + 0",
+            "kind": "all-reduce",
+            "bytes": _there_and_back(4 * one_each, 3 * one_each),
             "free": False,
-            "title": "classes are split: three numbers per row and rank are exchanged, not the logits",
+            "title": "classes are split: of every row its maximum and three sums are exchanged, not the logits",
         }
-    return {"layout": sbp_text(door) if boxing is None or door != last.leaves else "S(0)", "boxing": boxing}
+        return End("S(0)", boxing, 7 * one_each)
+    return End(sbp_text(door))
 
 
-def total_text(flow: Flow) -> tuple[str, str]:
+def total_text(flow: Flow, end: End | None) -> tuple[str, str]:
     """Bytes boxed in a step, and of what they are the sum: ``("596 MB", "4 x 147 MB + 8.9 MB gradients")``."""
-    gradients = sum(flow.gradient_bytes)
+    what, gradients = "gradients and weights" if flow.has_zero else "gradients", sum(flow.gradient_bytes)
     if not flow.bytes_known:
-        return f"{format_bytes(gradients)} of gradients", "shapes of activations are not known"
-    each = format_bytes(flow.bytes_per_micro_batch)
+        return f"{format_bytes(gradients)} of {what}", "shapes of activations are not known"
+    each = flow.bytes_per_micro_batch + (end.num_bytes if end is not None else 0)
     count = f"{flow.num_micro_batches} {TIMES} " if flow.num_micro_batches > 1 else ""
-    total = flow.num_micro_batches * flow.bytes_per_micro_batch + gradients
-    return format_bytes(total), f"{count}{each} activations + {format_bytes(gradients)} gradients"
+    total = flow.num_micro_batches * each + gradients
+    return format_bytes(total), f"{count}{format_bytes(each)} activations + {format_bytes(gradients)} {what}"

@@ -13,7 +13,7 @@ from workbench.core.strategy import Mistake
 from workbench.cost.crossings import Stages
 from workbench.ui.grid import columns, flow
 from workbench.ui.grid.columns import Column
-from workbench.ui.grid.flow import Flow
+from workbench.ui.grid.flow import End, Flow
 from workbench.ui.grid.slices import held, picture_size, shape_text
 from workbench.ui.numbers import TIMES
 from workbench.ui.strategy.grouping import Node, Row
@@ -48,9 +48,10 @@ def grid_view(state: PanelState, facts: Facts) -> dict[str, Any]:
     """The whole view: stages and their columns, one entry per shown row, totals."""
     stages = Stages(state.resolved)
     drawing = _Drawing(state, facts, stages, columns.columns_of(stages), flow_of(state, facts))
-    rows, end = drawing.rows(), _end(state, facts, drawing.flow)
+    met = _end(state, facts, drawing.flow)
+    rows, end = drawing.rows(), _end_row(state, facts, met)
     _make_room(rows, end)
-    total, parts = flow.total_text(drawing.flow)
+    total, parts = flow.total_text(drawing.flow, met)
     offered, used = _stage_options(state), _num_stages(state)
     return {
         "ranks_width": columns.total_width(drawing.columns),
@@ -87,12 +88,16 @@ def _num_stages(state: PanelState) -> int:
     return max(state.degrees.pipeline, state.written_degrees.pipeline, written)
 
 
-def _end(state: PanelState, facts: Facts, way: Flow) -> dict[str, Any] | None:
-    """The loss, below the last layer; it has no choice of its own."""
-    if not facts.loss or not state.layers or state.wanted_name:
+def _end(state: PanelState, facts: Facts, way: Flow) -> End | None:
+    return flow.end_of(way, state.resolved, facts.loss == "cross_entropy") if facts.loss and state.layers else None
+
+
+def _end_row(state: PanelState, facts: Facts, met: End | None) -> dict[str, Any] | None:
+    """The loss, below the last layer; it has no choice of its own. Not there while names are looked for."""
+    if met is None or state.wanted_name:
         return None
-    met = flow.end_view(way, state.resolved, facts.loss == "cross_entropy")
-    return {"label": facts.loss, "text": f"follows {state.layers[-1].name}", "flow": met}
+    shown = {"layout": met.layout, "boxing": met.boxing}
+    return {"label": facts.loss, "text": f"follows {state.layers[-1].name}", "flow": shown}
 
 
 @dataclass
