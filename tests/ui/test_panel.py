@@ -196,6 +196,24 @@ def test_the_strategy_can_be_edited_while_a_run_goes_on(panel: Panel, trainer: F
     assert panel.runs[0].strategy == "*: data"
 
 
+def test_a_page_that_shows_the_panel_has_the_figure_before_the_first_run(panel: Panel, trainer: FakeTrainer):
+    live = panel._runs_part.live
+    assert live.figure is None, "nobody has seen the panel yet"
+    say(panel, event="theme", value="light")
+    wait_for(lambda: live.figure is not None)
+    assert not live.box.children
+    figure = live.figure
+    panel.run()
+    assert live.figure is figure and figure in live.box.children
+    finish(panel, trainer)
+
+
+def test_a_panel_without_engines_makes_no_figure(monkeypatch: pytest.MonkeyPatch):
+    panel = Panel(None, make_mlp, (32, 64), num_ranks=2, costs=gpt(1))
+    monkeypatch.setattr(panel._runs_part.live, "prepare", lambda: pytest.fail("5 MB for nothing"))
+    say(panel, event="theme", value="dark")
+
+
 def test_figures_follow_the_page_s_theme(panel: Panel, trainer: FakeTrainer):
     say(panel, event="theme", value="dark")
     panel.run()

@@ -16,6 +16,7 @@ from workbench.cost.estimate import Estimate
 from workbench.cost.hardware import Hardware
 from workbench.errors import SessionError
 from workbench.session.comparing.saved_runs import SavedRuns
+from workbench.theme import Palette
 from workbench.ui.grid.widget import PANEL_CLASS
 from workbench.ui.planning import paper
 from workbench.ui.planning.predicting import Predictor
@@ -108,7 +109,7 @@ class Panel(widgets.VBox):
             predictor,
             title=_title(model_fn, trainer, batch_size),
             on_run=self.run,
-            on_theme=self._runs_part.use,
+            on_theme=self._on_page,
             on_change=self._keep_static,
             no_run=self._no_run,
             calibrate=None if session is None else lambda: paper.measured(session),
@@ -223,6 +224,12 @@ class Panel(widgets.VBox):
         display(self._repr_mimebundle_(), raw=True)
         page = display(self._static_bundle(), raw=True, display_id=True)
         self._handle = page
+
+    def _on_page(self, colours: Palette) -> None:
+        """A page shows the panel, or has another theme."""
+        self._runs_part.use(colours)
+        if not self._no_run:
+            self._runs_part.live.prepare()
 
     def _static_bundle(self) -> dict[str, str]:
         runs = self._runs_part.static_html()

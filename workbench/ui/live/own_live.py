@@ -75,6 +75,7 @@ class LiveView(widgets.VBox):
 
     def _ipython_display_(self) -> None:
         """The widget, and after it what remains of it without a kernel (hidden by the style where it lives)."""
+        self.live.prepare()
         display(self._repr_mimebundle_(), raw=True)
         self._copy = display(self._static_bundle(), raw=True, display_id=True)
 

@@ -36,7 +36,7 @@ VIEW_CLASS = "wb-live-view"
 
 
 class LiveView:
-    """Shows one run at a time. ``box`` is empty until the first run, because the figure's script weighs 5 MB.
+    """Shows one run at a time. ``box`` is empty until the first run.
 
     Called from the pump's thread while a run goes on and from the notebook's thread otherwise. Nothing is sent while
     nobody can see the view; all of it is, once, when it is seen again.
@@ -70,6 +70,7 @@ class LiveView:
         self._record: RunRecord | None = None
         self._ended = ""
         self.figure: LiveWidget | None = None
+        self._making = threading.Lock()
         self.link = PageLink(self.use, self.fit, self._on_visible)
         self.title, self.state, self.elapsed, self.failure = html(), html(), html(), html()
         self.progress = widgets.IntProgress(value=0, min=0, max=1)
@@ -82,10 +83,20 @@ class LiveView:
         self.log_count, self.log_lines = html(), html("", "wb-log")
         self.box = widgets.VBox()
         self.box.add_class(VIEW_CLASS)
-        # Importing plotly's widget takes two seconds, which should not pass between a click on Run and its effect.
-        threading.Thread(target=_widget_class, name="workbench-import-plotly", daemon=True).start()
 
     # ---- a run begins and ends ------------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Make the figure before a run needs it: plotly's import takes two seconds, the page loads a script of 5 MB."""
+        threading.Thread(target=self._make_figure, name="workbench-prepare-live-view", daemon=True).start()
+
+    def _make_figure(self) -> LiveWidget:
+        with self._making:
+            if self.figure is None:
+                from workbench.ui.live.widget import LiveWidget
+
+                self.figure = LiveWidget(live_figure.live_figure(self._num_ranks, 0, self._colours, self._frame))
+            return self.figure
 
     def begin(self, title: str, text: str, num_steps: int, hint: str = "waiting for the first step") -> None:
         """Clear everything for a run of ``num_steps``, 0 where nobody knows; ``title`` is its name."""
@@ -106,14 +117,13 @@ class LiveView:
 
     def _begin_figure(self) -> None:
         assert self.history is not None
+        figure = self._make_figure()
         fresh = live_figure.live_figure(self._num_ranks, self.history.num_steps, self._colours, self._frame)
-        if self.figure is not None:
-            with self.figure.batch_update():
-                live_figure.replace_all(self.figure, fresh)
-            self._draw_marks()
-            return
-        self.figure = _widget_class()(fresh)
+        with figure.batch_update():
+            live_figure.replace_all(figure, fresh)
         self._draw_marks()
+        if self.box.children:
+            return
         log = (
             html('<b class="wb-title">Log</b>'),
             self.log_ranks,
@@ -126,7 +136,7 @@ class LiveView:
             bar(self.title, css=("wb-bar", "wb-run-title")),
             bar(*self._buttons, self.state, self.progress, self.elapsed, css=("wb-bar",)),
             self.failure,
-            self.figure,
+            figure,
             bar(*log, css=("wb-bar", "wb-log-bar")),
             self.log_lines,
         )
@@ -388,9 +398,3 @@ class LiveView:
         if self._one_device:
             self._show_one_device(0 if self.history.last_step else len(self._one_device))
         self._show_record()
-
-
-def _widget_class() -> type[LiveWidget]:
-    from workbench.ui.live.widget import LiveWidget
-
-    return LiveWidget
