@@ -1,11 +1,14 @@
 """A rank's stream as lines, and progress bars while they move."""
 
 import io
+import sys
+from types import SimpleNamespace
 
 import pytest
 from tqdm import tqdm
 
 from workbench.session.output.lines import PERIOD_S, UNFINISHED_S, LineSplitter, Unfinished
+from workbench.session.output.progress import progress_stream
 
 
 def test_splitter_lines_carriage_returns_and_rest():
@@ -72,3 +75,9 @@ class TestUnfinished:
         assert unfinished.take([], 2.0) == []
         assert unfinished.take([], 3.0) is None
         assert unfinished.wakeup() is None
+
+
+@pytest.mark.parametrize(("shell", "stream"), [(SimpleNamespace(kernel=object()), "stdout"), (None, "stderr")])
+def test_progress_is_no_error_in_a_notebook(monkeypatch, shell, stream):
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    assert progress_stream() is getattr(sys, stream)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
@@ -18,6 +17,7 @@ from workbench.session.cluster import Session, current
 from workbench.session.comparing.comparison import Comparison
 from workbench.session.comparing.saved_runs import SavedRuns
 from workbench.session.comparing.subject import StrategyLike, Subject
+from workbench.session.output.progress import progress_stream
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -116,7 +116,7 @@ def compare(
         session: where to run; default the current one.
         engines: where there is none: how many are started for the time of the call.
         seed: of the weights and of the order of the data.
-        progress: print a line per strategy to standard error.
+        progress: print a line per strategy, in a notebook below the cell, elsewhere to standard error.
         keep: keep the runs on disk, see ``wb.SavedRuns``; a ``SavedRuns`` says where.
 
     Returns:
@@ -172,7 +172,7 @@ def _run_to_end(comparison: Comparison, name: str, strategy: Strategy, say: _Pro
 
 
 class _Progress:
-    """A line per finished strategy on standard error."""
+    """A line per finished strategy."""
 
     def __init__(self, total: int) -> None:
         self.total, self.done = total, 0
@@ -182,7 +182,7 @@ class _Progress:
         verdict = "failed" if run.error else "equal to one device" if run.equal else "NOT equal to one device"
         print(
             f"[{self.done}/{self.total}] {run.name}: {run.samples_per_s:.0f} samples/s, {verdict} ({time_s:.1f} s)",
-            file=sys.stderr,
+            file=progress_stream(),
         )
 
 

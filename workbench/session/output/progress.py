@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import sys
 import time
+from typing import TextIO
 
 from workbench.session.adapter import Event
 from workbench.units import counted, format_seconds
 
 _PERIOD_S = 0.5
+
+
+def in_notebook() -> bool:
+    """Is this process a notebook's kernel?"""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return getattr(shell, "kernel", None) is not None
+
+
+def progress_stream() -> TextIO:
+    """Where progress is told: standard error, but in a notebook standard output, since pages show the former in red."""
+    return sys.stdout if in_notebook() else sys.stderr
 
 
 class StartProgress:
@@ -17,10 +29,8 @@ class StartProgress:
     def __init__(self, num_engines: int) -> None:
         self._num_engines = num_engines
         self._started_s = self._written_s = time.monotonic()
-        shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-        in_notebook = getattr(shell, "kernel", None) is not None
-        self._stream = sys.stdout if in_notebook else sys.stderr
-        self._overwrites = in_notebook or self._stream.isatty()
+        self._stream = progress_stream()
+        self._overwrites = in_notebook() or self._stream.isatty()
         self._width = 0  # of what stands in the line now, which a shorter text must cover
         self._doing = f"starting {counted(num_engines, 'engine')}"
         self._write(f"{self._doing} ...", end="" if self._overwrites else "\n")
