@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.distributed import HashStore
+from torch.distributed import HashStore, ReduceOp
 
 from tests.runtime.transport.shared_ranks import assert_all_returned, run_on_threads
 from workbench.errors import CollectiveAborted
@@ -149,13 +149,16 @@ def test_an_error_of_nccl_is_told(watches):
     assert text == "rank 0 stopped waiting in a sum: NCCL says NCCL error: remote process exited"
 
 
+KNOWN = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int8, torch.int32, torch.int64}
+"""Dtypes of NCCL; torch makes bools of bytes and complex numbers of pairs."""
+
+
 class Nccl:
-    """Pairs calls by their order alone, and never ends those that differ in size."""
+    """Pairs calls by their order alone, never ends those that differ in size, and sees memory, not torch's flags."""
 
     def __init__(self, num_ranks):
         self.num_ranks, self.lock, self.waiting = num_ranks, threading.Lock(), {}
         self.num_aborted, self.local = 0, threading.local()
-        self.ReduceOp = SimpleNamespace(SUM="sum", MAX="max", MIN="min")
         self.isend, self.irecv = "send", "receive"
         self.P2POp = lambda kind, tensor, peer: (kind, tensor, peer)
 
@@ -178,6 +181,7 @@ class Nccl:
     def batch_isend_irecv(self, operations):
         works = []
         for kind, tensor, peer in operations:
+            assert tensor.dtype in KNOWN and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
             place = (self.rank, peer) if kind == "send" else (peer, self.rank)
             held = tensor.clone() if kind == "send" else tensor
 
@@ -195,6 +199,16 @@ class Nccl:
                 parts[rank].copy_(theirs)
 
         return self.meet("all", self.num_ranks, tensor.numel(), act)
+
+    def all_reduce(self, tensor, operation, group, async_op):
+        assert tensor.dtype in KNOWN and not tensor.is_neg()
+        mine = (self.rank, tensor.clone())
+
+        def act(others, mine=mine, out=tensor):
+            terms = torch.stack([term for _, term in sorted(other[2].__defaults__[0] for other in others)])
+            out.copy_({ReduceOp.SUM: terms.sum, ReduceOp.MAX: terms.amax, ReduceOp.MIN: terms.amin}[operation](0))
+
+        return self.meet("sum", self.num_ranks, tensor.numel(), act)
 
     @property
     def rank(self):
@@ -233,6 +247,40 @@ def test_slices_are_counted_and_threads_end(monkeypatch):
     results, num_aborted = run_played(program, 2, monkeypatch)
     assert assert_all_returned(results) == [240, 240] and num_aborted == 0
     assert not [thread for thread in threading.enumerate() if thread.name == "workbench-calls" and thread.is_alive()]
+
+
+def test_what_nccl_does_not_know_travels_all_the_same(monkeypatch):
+    complex_ones = torch.tensor([[1 + 2j, 3 - 1j], [0.5j, 4]])
+    tensors = [
+        torch.arange(6, dtype=torch.int16).view(2, 3),
+        torch.tensor(7, dtype=torch.int16),
+        torch.tensor([True, False]),
+        complex_ones,
+        complex_ones.conj(),
+        complex_ones.conj().imag,
+        torch._neg_view(torch.arange(4.0)),
+        torch.arange(6.0).view(2, 3).t(),
+    ]
+
+    def program(transport, rank):
+        for tensor in tensors:
+            out = torch.empty(tensor.shape, dtype=tensor.dtype)
+            transport.exchange([(1 - rank, tensor)], [(1 - rank, out)], 0, "boxing")
+            transport.all_gather(torch.zeros(1), "barrier")
+            assert out.equal(tensor), tensor
+        found = []
+        for reduction in ("sum", "max", "min"):
+            for dtype in (torch.int16, torch.bfloat16):
+                terms = [torch.tensor([1 + rank, 5 - rank], dtype=dtype), torch.tensor([[-3 * rank]], dtype=dtype)]
+                finish = transport.start_all_reduce(terms, [0, 1], reduction, 0, "a sum")
+                transport.all_gather(torch.zeros(1), "barrier")
+                assert finish().dtype == dtype
+                found.append(finish().tolist())
+        return found
+
+    results, _ = run_played(program, 2, monkeypatch)
+    expected = [[3, 9, -3]] * 2 + [[2, 5, 0]] * 2 + [[1, 4, -3]] * 2
+    assert assert_all_returned(results) == [expected, expected]
 
 
 def test_ranks_that_diverged_are_freed_and_hear_of_both_calls(monkeypatch):

@@ -30,6 +30,9 @@ from workbench.runtime.transport.network.calls import CallWatch
 from workbench.runtime.transport.network.watch import HAS_LEFT
 
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+_COMPARED_IN = {torch.int16: torch.int32}
+"""NCCL has no integers of 16 bits."""
+_SUMMED_IN = _COMPARED_IN | dict.fromkeys(ACCUMULATED_IN_32_BITS, torch.float32)
 _NUM_YIELDS = 100
 _SLEEP_S = 50e-6
 
@@ -56,8 +59,8 @@ class DistributedTransport(Asynchronous):
     def start(self, sends: Sequence[Message], receives: Sequence[Message], tag: int, header: str) -> Callable[[], None]:
         """NCCL has no tags: sends and receives of one exchange go in one group call."""
         self._raise_if_aborted(header)
-        operations = [dist.P2POp(dist.isend, tensor.contiguous(), destination) for destination, tensor in sends]
-        operations += [dist.P2POp(dist.irecv, out, source) for source, out in receives]
+        operations = [dist.P2POp(dist.isend, _bytes_of(tensor), destination) for destination, tensor in sends]
+        operations += [dist.P2POp(dist.irecv, _bytes_of(out), source) for source, out in receives]
         works = dist.batch_isend_irecv(operations) if operations else []
         self.sent_bytes += sum(tensor.nbytes for _, tensor in sends)
         if works:
@@ -76,8 +79,7 @@ class DistributedTransport(Asynchronous):
     ) -> Callable[[], torch.Tensor]:
         self._raise_if_aborted(header)
         total, dtype = pack(tensors), tensors[0].dtype
-        if reduction == "sum" and dtype in ACCUMULATED_IN_32_BITS:
-            total = total.float()
+        total = total.to(_SUMMED_IN.get(dtype, dtype) if reduction == "sum" else _COMPARED_IN.get(dtype, dtype))
         work = dist.all_reduce(total, _REDUCE_OPS[reduction], group=self._group(tuple(group)), async_op=True)
         self._watch.note(f"{header}, {reduction} of {total.numel()}", [calls.group(group)], group, [work])
 
@@ -132,6 +134,11 @@ class DistributedTransport(Asynchronous):
     def _raise_if_aborted(self, header: str) -> None:
         if self._abort_reason is not None:
             raise CollectiveAborted(f"rank {self.rank} stopped in {header}: {self._abort_reason}")
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What travels, since NCCL neither knows all dtypes nor sees torch's flags; of a plain tensor its own memory."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 
 def abort_calls() -> None:
