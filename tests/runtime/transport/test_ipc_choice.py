@@ -114,6 +114,14 @@ class Driver:
         ctypes.cast(address, ctypes.POINTER(ctypes.c_uint64))[0] = 8192
         return 0 if bytes(handle)[0] == 0 else 201
 
+    def cuMemHostRegister_v2(self, address, num_bytes, flags):  # noqa: N802
+        self.calls.append(("pin", address.value, num_bytes.value, flags.value))
+        return {4096: 0, 8192: 712}.get(address.value, 1)
+
+    def cuMemHostUnregister(self, address):  # noqa: N802
+        self.calls.append(("unpin", address.value))
+        return 0
+
     def cuGetErrorName(self, code, name):  # noqa: N802
         ctypes.cast(name, ctypes.POINTER(ctypes.c_char_p))[0] = f"CUDA_ERROR_{code}".encode()
         return 0
@@ -140,6 +148,16 @@ def test_handles_go_to_the_driver_whole(device):
         device.open(b"\x01" * 64, 100)
     with pytest.raises(WorldError, match="cuIpcGetMemHandle says CUDA_ERROR_1"):
         device.export(memory._replace(address=1))
+
+
+def test_host_memory_is_pinned_by_the_driver_whose_errors_torch_does_not_meet_later(device, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: pytest.fail("the runtime remembers its last error"))
+    device.pin(4096, 10)
+    device.pin(8192, 20)  # pinned already
+    device.unpin(4096)
+    assert device._driver.calls == [("pin", 4096, 10, 1), ("pin", 8192, 20, 1), ("unpin", 4096)]  # 1: for all contexts
+    with pytest.raises(WorldError, match="10 B of shared memory cannot be pinned: CUDA_ERROR_1"):
+        device.pin(1, 10)
 
 
 def test_too_little_device_memory_is_told_with_both_figures_after_torch_gave_back_its_own(device):

@@ -112,14 +112,17 @@ class CudaDevice:
                     target.copy_(goal, non_blocking=True)
 
     def pin(self, address: int, num_bytes: int) -> None:
+        """By the driver: what the runtime refuses, torch would find at its next kernel, and raise there."""
         with self._current():
-            code = int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, _PORTABLE))
+            code = self._driver.cuMemHostRegister_v2(
+                ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), ctypes.c_uint(_PORTABLE)
+            )
         if code not in (0, _ALREADY_REGISTERED):
-            raise WorldError(f"{format_bytes(num_bytes)} of shared memory cannot be pinned: CUDA error {code}")
+            raise WorldError(f"{format_bytes(num_bytes)} of shared memory cannot be pinned: {self._says(code)}")
 
     def unpin(self, address: int) -> None:
         with self._current():
-            torch.cuda.cudart().cudaHostUnregister(address)
+            self._driver.cuMemHostUnregister(ctypes.c_void_p(address))
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)
