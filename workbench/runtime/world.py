@@ -212,6 +212,7 @@ def init(
         generation = meeting.generation
         atexit.unregister(shutdown)
         atexit.register(shutdown)  # gloo's threads must end before the interpreter does
+        keep_backward_here(chosen)
     else:
         transport = ThreadTransport(ThreadHub(1), 0)
     _process_world = _rejoined(rank, world_size, chosen, transport) or World(rank, world_size, chosen, transport)
@@ -330,7 +331,16 @@ def shutdown() -> None:
     _process_world.transport.close()
     if dist.is_initialized():
         dist.destroy_process_group()
+    torch.autograd.set_multithreading_enabled(True)
     _process_world, _left_world = None, _process_world
+
+
+def keep_backward_here(device: torch.device) -> None:
+    """Let the thread that calls a backward run it, for GPUs too: autograd has a thread for each, for which the caller
+    waits in C++, where no SIGINT reaches it; and errors there know no line of the user's.
+    """
+    if device.type != "cpu":
+        torch.autograd.set_multithreading_enabled(False)
 
 
 class Simulated:

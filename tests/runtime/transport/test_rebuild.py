@@ -19,6 +19,13 @@ def ring(**notes):
     return find_ring(0, notes["r0"], lambda rank: notes.get(f"r{rank}", Note()))
 
 
+@pytest.mark.parametrize(("device", "has_threads_of_its_own"), [("cpu", True), ("cuda:0", False)])
+def test_a_backward_runs_where_it_is_called_so_that_its_waits_can_be_interrupted(device, has_threads_of_its_own):
+    with torch.autograd.set_multithreading_enabled(True):
+        world.keep_backward_here(torch.device(device))
+        assert torch._C._is_multithreading_enabled() is has_threads_of_its_own
+
+
 def test_a_ring_of_waiting_ranks_is_told_with_all_calls():
     text = ring(r0=Note(1, 7, "x"), r1=Note(2, 7, "y"), r2=Note(0, 9, "z"))
     assert "diverged" in text and all(call in text for call in ("rank 0 waits for rank 1 in x", "in y", "in z"))
