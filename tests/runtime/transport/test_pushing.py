@@ -83,8 +83,38 @@ def test_rows_arrive_wherever_they_lie(shape, dtype):
     assert assert_all_returned(run_in_worlds(program, len(RANKS))) == [True] * len(RANKS)
 
 
+def test_what_was_prepared_follows_sources_and_new_shards_that_move():
+    def program(world):
+        kept = []
+        for turn in range(12):
+            rows = Layout.of(Placement.of("cpu", RANKS), "S(0)")
+            place = tuple(slice(*bounds) for bounds in rows.region(LARGE, world.rank))
+            whole = torch.arange(LARGE[0] * LARGE[1]).add(turn).remainder(253).float().view(LARGE)
+            if turn != 7:  # in the same place as before, with other numbers
+                local = torch.empty(rows.local_shape(LARGE, world.rank))
+                kept.append(local)
+            local.copy_(whole[place])
+            x = label(local.detach(), spec_of(world, rows, LARGE))
+            y = x.to_global(sbp="S(1)")
+            if turn % 3 == world.rank:  # one rank keeps its new shard, so that the next one lies elsewhere
+                kept.append(y)
+            columns = Layout.of(Placement.of("cpu", RANKS), "S(1)")
+            with local_torch():
+                expected = whole[tuple(slice(*bounds) for bounds in columns.region(LARGE, world.rank))]
+                assert y.as_subclass(torch.Tensor).equal(expected), turn
+            del y
+        for _ in range(2):  # nobody moves now: letters are compared and views are there
+            x.to_global(sbp="S(1)")
+        (push,) = world.transport._pushes._prepared.values()
+        before = push._views
+        x.to_global(sbp="S(1)")
+        return push._views is before and len(before) == len(RANKS)
+
+    assert assert_all_returned(run_in_worlds(program, len(RANKS))) == [True] * len(RANKS)
+
+
 def test_a_new_shard_in_ordinary_memory_is_filled_by_way_of_a_block(monkeypatch):
-    monkeypatch.setattr(Segment, "_room_for_tensor", lambda *args: None)
+    monkeypatch.setattr(Segment, "room_for_tensor", lambda *args: None)
 
     def program(world):
         assert_right(world, LARGE, torch.float32, "S(1)", torch.clone)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 
@@ -17,7 +17,6 @@ from workbench.runtime.transport.letters.semaphores import Semaphores
 from workbench.runtime.transport.network.watch import LETTERS, RECEIPTS
 from workbench.runtime.transport.processes import Processes
 
-T = TypeVar("T")
 SLICE_S = 0.02
 """How long a sleeping rank goes without looking for an abort, a dead peer or a deadlock."""
 
@@ -65,15 +64,17 @@ class Waiter:
 
     def wait_for_letter(self, link: Link, tag: int, header: bytes) -> Letter | None:
         """The letter of ``link`` with this tag; None if a letter came that may be another one."""
-        letter = self._yield_until(link, lambda: link.expect(tag))
-        if letter is not None:
-            return letter
-        self._sleep(link, header, for_receipt=False)
+        if self._yield_for(link, link.letter_came):
+            link.read_taken()
+        else:
+            self._sleep(link, header, for_receipt=False)
         return link.expect(tag)
 
     def wait_for_receipt(self, link: Link, header: bytes) -> None:
         """Return when a receipt of ``link`` has come."""
-        if not self._yield_until(link, link.collect):
+        if self._yield_for(link, link.receipt_came):
+            link.collect_taken()
+        else:
             self._sleep(link, header, for_receipt=True)
 
     def wait_for_room(self, link: Link, waited_s: float) -> None:
@@ -101,16 +102,17 @@ class Waiter:
         """Whether the peer will not read any more letters."""
         return self._end_of(link) is not None
 
-    def _yield_until(self, link: Link, look: Callable[[], T]) -> T:
-        """What ``look`` finds first, or has found in the end: a peer that is about to come is met in microseconds."""
-        patience = self._patience_with(link)
+    def _yield_for(self, link: Link, came: int) -> bool:
+        """Whether ``came`` could be taken: a peer that is about to come is met in microseconds."""
+        patience, take = self._patience_with(link), self._semaphores.try_take
         end = time.perf_counter() + patience.seconds
         for _ in range(patience.num_yields):
             os.sched_yield()
-            found = look()
-            if found or time.perf_counter() > end:
-                return found
-        return found
+            if take(came) == 0:
+                return True
+            if time.perf_counter() > end:
+                return False
+        return False
 
     def _patience_with(self, link: Link) -> Patience:
         if not self._shares_cores:

@@ -1,7 +1,10 @@
 """Runs one rank's part of an exchange the other way round: ranks say where their new shards lie, the others fill them.
 
-So no shard has to be copied to be sent, wherever it lies. What ranks wait for is the same as with ``pulling``: a letter
-of every peer, then that it has finished.
+So no shard has to be copied to be sent, wherever it lies. A rank waits for two letters of every peer: where its new
+shard lies, and that it has written.
+
+Behind a large copy the caches are full of data, and whatever Python does takes several times as long. So all that a
+boxing does beside copying is made once and kept: if it comes again in the same places, letters are compared, not read.
 """
 
 from __future__ import annotations
@@ -12,72 +15,129 @@ import numpy as np
 import torch
 
 from workbench.runtime.transport.letters.board import encode_header
-from workbench.runtime.transport.letters.link import Block, Lent, Letter, Link, Loan
+from workbench.runtime.transport.letters.link import (
+    TAG,
+    TAG_BYTES,
+    Block,
+    Letter,
+    content_of,
+    letter_without_receipt,
+)
 from workbench.runtime.transport.letters.mailbox import Mailbox
 from workbench.runtime.transport.letters.mapped import Mapping
 from workbench.runtime.transport.letters.program import Program, Write
 from workbench.runtime.transport.letters.runs import views_of
 from workbench.runtime.transport.shared.segment import Segment, is_plain
 
-
-def push(segment: Segment, mailbox: Mailbox, program: Program, local: torch.Tensor, tag: int) -> torch.Tensor:
-    """The new shard of this rank."""
-    header, links = encode_header(program.header), mailbox.links
-    assert program.out_shape is not None
-    out, block = segment.empty_in_block(program.out_shape, program.dtype)
-    room: Lent
-    if block is not None:
-        room = Loan(block.chunk, block.offset)
-    else:  # ordinary memory, which the others do not reach
-        room = segment.allocate(program.out_bytes, header)
-    for rank in program.writers:
-        links[rank].send(tag, room, program.out_bytes, header)
-    letters = _write(segment, mailbox, program, local, tag, header, room)
-    for link, letter in letters:
-        link.acknowledge(letter)
-    mailbox.settle(room, program.writers, header)
-    mailbox.read_bytes += program.read_bytes
-    if isinstance(room, Block):
-        out.copy_(segment.view(room, program.out_shape, program.dtype))
-        room.leave()
-    return out
+_MAX_PREPARED = 64
+_Views = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
+"""Of a slice's runs, here and there."""
 
 
-def _write(
-    segment: Segment,
-    mailbox: Mailbox,
-    program: Program,
-    local: torch.Tensor,
-    tag: int,
-    header: bytes,
-    room: Lent,
-) -> list[tuple[Link, Letter]]:
-    """Fill in this rank's slices when all places are known: copy behind copy, see ``views_of``."""
-    links = mailbox.links
-    shard = local if is_plain(local) else local.detach().contiguous().resolve_conj().resolve_neg()
-    letters: list[tuple[Link, Letter]] = []
-    views: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = []
-    for target in program.targets:
-        if target.rank == mailbox.rank:
-            memory, offset = segment.chunks[room.chunk], room.offset
-        else:
-            link = links[target.rank]
-            letter = mailbox.take(target.rank, tag, header, target.shard_bytes)
-            letters.append((link, letter))
-            memory, offset = link.mapping(letter.chunk), letter.offset
-        for write in target.writes:
-            if write.runs is None:
-                _write_short_runs(write, shard, memory, offset)
-            else:
-                places = shard.data_ptr() + write.source.start, memory.address + offset + write.goal.start
-                views.append(views_of(write.runs, *places))
-    for taken, given in views:
-        given[...] = taken
-    return letters
+class Pushes:
+    """What one rank has prepared for its boxings of large rows."""
+
+    def __init__(self, segment: Segment, mailbox: Mailbox) -> None:
+        self._segment, self._mailbox = segment, mailbox
+        self._prepared: dict[Program, Push] = {}
+
+    def of(self, program: Program) -> Push:
+        """The program, prepared."""
+        found = self._prepared.get(program)
+        if found is None:
+            if len(self._prepared) == _MAX_PREPARED:
+                self._prepared.clear()
+            found = self._prepared[program] = Push(program, self._segment, self._mailbox)
+        return found
 
 
-def _write_short_runs(write: Write, shard: torch.Tensor, memory: Mapping, offset: int) -> None:
-    source, goal, _ = write
-    start = shard.storage_offset() + source.start // shard.element_size()
-    place = memory.strided(offset + goal.start, goal.shape, goal.strides, shard.dtype)
-    place.copy_(shard.detach().as_strided(source.shape, source.strides, start))
+class Push:
+    """One boxing, what its ranks said when it came last, and views of the places of that time."""
+
+    def __init__(self, program: Program, segment: Segment, mailbox: Mailbox) -> None:
+        self.program, self._segment, self._mailbox = program, segment, mailbox
+        links = mailbox.links
+        self._header = encode_header(program.header)
+        self._writers = [links[rank] for rank in program.writers]
+        self._targets = [(links[target.rank], target) for target in program.targets if target.rank != mailbox.rank]
+        partners = [*program.writers, *(target.rank for _, target in self._targets)]
+        self._partners = [links[rank] for rank in dict.fromkeys(partners)]
+        self._written = letter_without_receipt(0, 0, 0, 0, self._header)[TAG_BYTES:]
+        self._room, self._place = b"", (-1, -1)
+        self._said: list[bytes | None] = [None] * len(self._targets)
+        self._rooms: list[Letter | None] = [None] * len(self._targets)
+        self._source, self._views = 0, list[_Views]()
+        self._short: list[tuple[Write, torch.Tensor]] = []
+
+    def run(self, local: torch.Tensor, tag: int) -> torch.Tensor:
+        """The new shard."""
+        program, segment, mailbox = self.program, self._segment, self._mailbox
+        assert program.out_shape is not None
+        block = segment.room_for_tensor(program.out_bytes)
+        # There may be no room for the new shard where the others reach it: then they write into a block.
+        room = segment.allocate(program.out_bytes, self._header) if block is None else block
+        self._tell_room(room, TAG.pack(tag | 1))
+        shard = local if is_plain(local) else local.detach().resolve_conj().resolve_neg().contiguous()
+        self._write(shard, tag | 1, room)
+        written = TAG.pack(tag) + self._written
+        for link in self._partners:
+            link.send_without_receipt(written)
+        if block is not None:
+            out = segment.tensor_in(block, program.out_shape, program.dtype)
+        for link in self._partners:
+            if not link.expect_same(written):
+                mailbox.take(link.peer, tag, self._header, 0)
+        mailbox.num_taken += len(self._partners)
+        mailbox.read_bytes += program.read_bytes
+        if block is None:
+            out = segment.view(room, program.out_shape, program.dtype).clone()
+            room.leave()
+        return out
+
+    def _tell_room(self, room: Block, tag: bytes) -> None:
+        """Tell the writers where the new shard lies."""
+        if self._place != (room.chunk, room.offset):
+            self._place, self._views = (room.chunk, room.offset), []
+            letter = letter_without_receipt(0, *self._place, self.program.out_bytes, self._header)
+            self._room = letter[TAG_BYTES:]
+        letter = tag + self._room
+        for link in self._writers:
+            link.send_without_receipt(letter)
+
+    def _write(self, shard: torch.Tensor, tag: int, room: Block) -> None:
+        """Fill in this rank's slices when all places are known, copy behind copy."""
+        tag_bytes = TAG.pack(tag)
+        for number, (link, target) in enumerate(self._targets):
+            said = self._said[number]
+            if said is None or not link.expect_same(tag_bytes + said):
+                letter = self._mailbox.take(target.rank, tag, self._header, target.shard_bytes)
+                if content_of(letter) != said:
+                    self._said[number], self._rooms[number], self._views = content_of(letter), letter, []
+        if self._source != shard.data_ptr():
+            self._source, self._views = shard.data_ptr(), []
+        for taken, given in self._views or self._find_views(room):
+            given[...] = taken
+        for write, place in self._short:
+            start = shard.storage_offset() + write.source.start // shard.element_size()
+            place.copy_(shard.detach().as_strided(write.source.shape, write.source.strides, start))
+
+    def _find_views(self, room: Block) -> list[_Views]:
+        """Of the slices' runs here and there; of those whose runs are short, the places alone."""
+        own = [(target, room) for target in self.program.targets if target.rank == self._mailbox.rank]
+        others = [(target, letter) for (_, target), letter in zip(self._targets, self._rooms, strict=True)]
+        self._views, self._short = [], []
+        for target, lies in [*own, *others]:
+            assert lies is not None
+            memory = self._memory(target.rank, lies.chunk)
+            for write in target.writes:
+                goal = write.goal
+                if write.runs is None:
+                    place = memory.strided(lies.offset + goal.start, goal.shape, goal.strides, self.program.dtype)
+                    self._short.append((write, place))
+                else:
+                    places = self._source + write.source.start, memory.address + lies.offset + goal.start
+                    self._views.append(views_of(write.runs, *places))
+        return self._views
+
+    def _memory(self, rank: int, chunk: int) -> Mapping:
+        return self._segment.chunks[chunk] if rank == self._mailbox.rank else self._mailbox.links[rank].mapping(chunk)

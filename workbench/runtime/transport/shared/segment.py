@@ -88,20 +88,18 @@ class Segment:
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A tensor with memory of this segment; of ordinary memory where it is small or there is too little room."""
-        return self.empty_in_block(shape, dtype)[0]
-
-    def empty_in_block(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[torch.Tensor, Block | None]:
-        """The same, and the block that it lies in; None in ordinary memory."""
         num_bytes = math.prod(shape) * dtype.itemsize
-        block = self._room_for_tensor(num_bytes) if num_bytes >= LENT_FROM_BYTES else None
-        if block is None:
-            return torch.empty(shape, dtype=dtype), None
+        block = self.room_for_tensor(num_bytes) if num_bytes >= LENT_FROM_BYTES else None
+        return torch.empty(shape, dtype=dtype) if block is None else self.tensor_in(block, shape, dtype)
+
+    def tensor_in(self, block: Block, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor that fills a block of ``room_for_tensor``; the block comes back with the tensor's storage."""
         chunk = self.chunks[block.chunk]
-        memory = chunk.data[block.offset : block.offset + num_bytes]
+        memory = chunk.data[block.offset : block.offset + block.num_bytes]
         lease = _Lease(memory, self._take_back)
         lease.block, lease.address = block, chunk.address + block.offset
         self._leases[lease.address] = lease
-        return torch.frombuffer(memory, dtype=dtype).resize_(shape), block
+        return torch.frombuffer(memory, dtype=dtype).resize_(shape)
 
     def locate(self, tensor: torch.Tensor, num_bytes: int) -> tuple[int, int] | None:
         """Chunk and offset of a tensor that lies here, its elements as they are and one behind the other."""
@@ -118,8 +116,9 @@ class Segment:
             chunk.close()
 
     def _find_room(self, num_bytes: int) -> Block | None:
-        for link in self._links:
-            link.collect()
+        self._num_allocations += 1
+        if self._num_allocations % _IDLE_ALLOCATIONS == 0:
+            self._release_idle_chunks()
         again = None  # what has become free last is warm, and needs no search
         while self._returned:
             block = self._returned.pop()
@@ -127,12 +126,11 @@ class Segment:
                 again = block
             else:
                 block.leave()
-        self._num_allocations += 1
-        if self._num_allocations % _IDLE_ALLOCATIONS == 0:
-            self._release_idle_chunks()
         if again is not None:
             self._last_use[again.chunk] = self._num_allocations
             return again
+        for link in self._links:
+            link.collect()
         for chunk, arena in enumerate(self.arenas):
             offset = arena.allocate(num_bytes)
             if offset is not None:
@@ -157,7 +155,8 @@ class Segment:
             return False
         return True
 
-    def _room_for_tensor(self, num_bytes: int) -> Block | None:
+    def room_for_tensor(self, num_bytes: int) -> Block | None:
+        """A block for a tensor, with more memory if need be; None where there is too little."""
         block = self._find_room(num_bytes)
         if block is not None or not self._grows_for_tensors:
             return block

@@ -28,7 +28,7 @@ from workbench.runtime.transport.letters.waits import SLICE_S, Waiter
 from workbench.runtime.transport.network.watch import receipts_key
 from workbench.runtime.transport.reducing import tag_in_group
 from workbench.runtime.transport.shared.pulling import pull
-from workbench.runtime.transport.shared.pushing import push
+from workbench.runtime.transport.shared.pushing import Pushes
 from workbench.runtime.transport.shared.segment import Segment
 from workbench.runtime.transport.shared.steady import STEADY_BYTES, SteadyPrograms
 from workbench.runtime.transport.shared.sums import Sum
@@ -59,6 +59,7 @@ class SharedTransport(OverLetters, Asynchronous):
         super().__init__(rank, board, links, Waiter(rank, board, links, semaphores, timeout_s))
         self._segment = Segment(rank, board, links.values(), first_chunk, reserved_bytes=STEADY_BYTES)
         self._mailbox = Mailbox(rank, links, self._waiter)
+        self._pushes = Pushes(self._segment, self._mailbox)
         self._steady = SteadyPrograms(self._segment, self._mailbox)
 
     @property
@@ -107,7 +108,7 @@ class SharedTransport(OverLetters, Asynchronous):
     @ends_the_transport
     def pull(self, program: Program, local: torch.Tensor, tag: int) -> torch.Tensor | None:
         if program.pushes:
-            return push(self._segment, self._mailbox, program, local, tag << 1)
+            return self._pushes.of(program).run(local, tag << 1)
         steady = self._steady.of(program)
         if steady is not None:
             return steady.run(local, tag << 1)
