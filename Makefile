@@ -54,12 +54,12 @@ lab: $(STAMP_TO_RUN)
 # Every engine, kernel and worker is a process of its own, which would compile the whole package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Three parts: simulated ranks, on all cores; what starts processes, engines and browsers, two files at a time, because half
-# of it waits; and one by one what promises a time or looks at the whole machine. Exit code 5 of pytest means that ARGS has
-# chosen no test of that part.
+# Three parts: simulated ranks, on all cores; what starts processes, engines and browsers, three files at a time, because more
+# than half of it waits; and one by one what promises a time or looks at the whole machine. Exit code 5 of pytest means that
+# ARGS has chosen no test of that part.
 PYTEST := env OMP_NUM_THREADS=1 $(PY) -m pytest -q -rs
 SIMULATED := $(PYTEST) -n auto --dist worksteal
-REAL := $(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder --files-that-say="mark\.(engines|procs|browser)"
+REAL := $(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder --files-that-say="mark\.(engines|procs|browser)"
 ALONE := $(PYTEST) --files-that-say="mark\.timed"
 
 # $(call run_tests,condition): all three parts of the tests for which it holds, whatever the first one says.
