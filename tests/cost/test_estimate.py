@@ -11,6 +11,7 @@ from workbench.core.rows import Layer
 from workbench.core.strategy import Strategy
 from workbench.cost.estimate import Estimate, estimate
 from workbench.cost.hardware import Hardware, Link
+from workbench.cost.software import WORKBENCH
 from workbench.errors import StrategyError
 
 WIDTH = 64
@@ -45,7 +46,8 @@ def test_one_rank_computes_three_products_for_each_layer() -> None:
     assert found.boxing_s == found.gradient_s == found.bubble_s == found.boxed_bytes == 0
     assert found.memory[0]["parameters"] == 4 * 4 * WIDTH * WIDTH
     assert found.memory[0]["optimizer"] == 8 * 4 * WIDTH * WIDTH
-    assert found.memory[0]["activations"] == 4 * 4 * WIDTH * 32
+    assert found.memory[0]["gradients"] == 4 * 4 * WIDTH * WIDTH  # while the optimizer steps: activations are gone
+    assert (found.memory[0]["activations"], found.memory[0]["buffers"]) == (0, 4 * 4 * WIDTH * WIDTH)
 
 
 def test_products_go_through_operands_that_no_cache_holds() -> None:
@@ -141,8 +143,12 @@ def test_stages_wait_for_each_other() -> None:
 def test_zero_divides_one_kind_after_the_other(zero: int) -> None:
     kinds = predict(f"data | zero={zero}", 4).memory[0]
     whole = 4 * 4 * WIDTH * WIDTH
-    expected = [whole / (4 if zero >= 3 else 1), whole / (4 if zero >= 2 else 1), 2 * whole / (4 if zero >= 1 else 1)]
-    assert [kinds[kind] for kind in ("parameters", "gradients", "optimizer")] == expected
+    assert kinds["parameters"] == whole / (4 if zero >= 3 else 1)
+    assert kinds["optimizer"] == 2 * whole / (4 if zero >= 1 else 1)
+    software = replace(WORKBENCH, keeps_gradients=True)
+    model = mlp(4)
+    kept = estimate(model, Strategy(f"data | zero={zero}").resolve(model.layers, 4), MACHINE, 32, software=software)
+    assert kept.memory[0]["gradients"] == whole / (4 if zero >= 2 else 1)
 
 
 def test_recomputed_layers_keep_their_input_and_run_again() -> None:

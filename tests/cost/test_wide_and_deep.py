@@ -44,4 +44,4 @@ def test_tables_split_by_rows_take_their_share(num_ranks: int, words: tuple[int,
 
 def test_tables_on_every_rank_do_not_fit_where_split_ones_do() -> None:
     memory = load_hardware("v100-dgx1").memory_bytes
-    assert predict(102_400_000, "data", 8).peak_bytes > memory > 4 * predict(102_400_000, "model:row", 8).peak_bytes
+    assert predict(102_400_000, "data", 8).peak_bytes > memory > 3 * predict(102_400_000, "model:row", 8).peak_bytes

@@ -27,6 +27,9 @@ class Work:
         is_parted: whether the model axis divides it where its layer's output is split (scores of heads, an
             activation function behind a column layer). False for what every rank of the axis does in full.
         backward_bytes: read and written by its backward, matrix products left out; None where nobody has counted them.
+        again_bytes: saved by it, too, but counted with the function that saved it first: two copies where something is
+            boxed in between.
+        passing_bytes: what its backward takes and makes, besides what is saved and gradients of weights.
     """
 
     name: str
@@ -36,6 +39,8 @@ class Work:
     saved_bytes: float = 0.0
     is_parted: bool = True
     backward_bytes: float | None = None
+    again_bytes: float = 0.0
+    passing_bytes: float = 0.0
 
     @property
     def is_matmul(self) -> bool:

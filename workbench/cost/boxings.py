@@ -81,6 +81,21 @@ def _changes(
     return [change for change in changes if change[0] != change[1]]
 
 
+def copies_input(row: LayerCost, choice: ResolvedLayer, before: Neighbour | None, setting: Setting) -> bool:
+    """Whether what the layer takes is another tensor than what the layer before left: boxings make copies."""
+    if setting.model == 1 or before is None or choice.kind == TABLE or are_siblings(before, (row, choice)):
+        return False
+    source = left_entry(before[1], choice, num_dims(before[0]), setting.sequence)
+    return source != input_entry(choice, num_dims(row), setting.sequence)
+
+
+def splits_words(row: LayerCost, choice: ResolvedLayer, following: ResolvedLayer | None, setting: Setting) -> bool:
+    """Whether every rank has the logits of a slice of the words, of which the loss is made."""
+    if setting.model == 1 or choice.split != "column" or not any(work.name == "cross_entropy" for work in row.after):
+        return False
+    return left_entry(choice, following, num_dims(row), setting.sequence) == "S-1"
+
+
 def _exchange(change: tuple[str, str, float], setting: Setting) -> Exchange:
     source, target, size = change
     parts = received_parts(source, target, setting.model)
@@ -175,9 +190,11 @@ __all__ = [
     "Exchange",
     "are_siblings",
     "boxings",
+    "copies_input",
     "left_bytes",
     "moved_features",
     "num_dims",
     "output_bytes",
     "seconds_and_bytes",
+    "splits_words",
 ]

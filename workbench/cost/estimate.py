@@ -138,7 +138,7 @@ def combine(
         gradient,
         bubble,
         update,
-        memory_of(stages, alive, num_ranks),
+        memory_of(stages, alive, m, num_ranks),
         boxed,
         batch_size / step if step else 0.0,
         timeline_of(strategy, *times, hop_s) if with_timeline else None,

@@ -10,7 +10,15 @@ from math import prod
 
 from workbench.core.model_costs import LayerCost, Work
 from workbench.core.strategy import ResolvedLayer
-from workbench.cost.boxings import boxings, left_bytes, num_dims, output_bytes, seconds_and_bytes
+from workbench.cost.boxings import (
+    boxings,
+    copies_input,
+    left_bytes,
+    num_dims,
+    output_bytes,
+    seconds_and_bytes,
+    splits_words,
+)
 from workbench.cost.compute import backward_s, forward_s
 from workbench.cost.entries import input_entry, left_entry
 from workbench.cost.setting import Setting
@@ -30,6 +38,9 @@ class LayerPrice:
         weights: how many it works with.
         shared: of these, how many every rank of the model axis has whole, and sums their gradients on that axis, too.
         kept_bytes: activations for backward, without recomputation.
+        kept_after_bytes: of these, those of the functions behind the layer.
+        passing_bytes, passing_after_bytes: what backward takes and makes besides, in the layer's own function and in
+            those behind it.
         input_bytes: of its input alone: what a recomputed block keeps of its first layer.
         scores_s, scores_bytes: forward, and what is kept, of the functions from the first product behind the layer to
             the last one: the scores of attention, which selective recomputation computes again.
@@ -49,6 +60,9 @@ class LayerPrice:
     scores_bytes: float = 0.0
     shared: float = 0.0
     boxed_forward_bytes: float = 0.0
+    kept_after_bytes: float = 0.0
+    passing_bytes: float = 0.0
+    passing_after_bytes: float = 0.0
 
     @property
     def backward_s(self) -> float:
@@ -72,14 +86,19 @@ def layer_price(
         following: the next layer on the same stage.
         setting: everything else.
     """
-    forward = first = second = kept = scores = scores_kept = 0.0
+    forward = first = second = scores = scores_kept = 0.0
+    kept, passing = {True: 0.0, False: 0.0}, {True: 0.0, False: 0.0}
     scored = scores_of(row)
+    copies = copies_input(row, choice, before, setting)
     for work, parts, inner_parts, saved_parts in _divided(row, choice, following, setting):
         is_own = work in row.own
         weight = _weight_bytes(row, choice, setting) if work.is_matmul and is_own else 0.0
         seconds = forward_s(work, setting.samples, setting.rates, parts, inner_parts, weight)
-        saved = work.saved_bytes * setting.samples * setting.scale / saved_parts
-        forward, kept = forward + seconds, kept + saved
+        size = setting.samples * setting.scale / saved_parts
+        saved = (work.saved_bytes + (work.again_bytes if is_own and copies else 0.0)) * size
+        forward += seconds
+        kept[is_own] += saved
+        passing[is_own] = max(passing[is_own], work.passing_bytes * setting.samples * setting.scale / parts)
         if any(work is one for one in scored):
             scores += seconds
             scores_kept += 0.0 if work.is_matmul else saved  # its inputs stay: queries, keys and values
@@ -90,11 +109,13 @@ def layer_price(
     doors = boxings(row, choice, before, following, setting)
     boxing = [seconds_and_bytes(exchanges, setting) for exchanges in (doors.forward, doors.backward)]
     sums_s, _ = seconds_and_bytes(doors.sums, setting)
+    if setting.software.keeps_exponentials and splits_words(row, choice, following, setting):
+        kept[False] *= 2  # the logits, and their exponentials
     weights, shared = _weights(row, choice, setting)
     return LayerPrice(
         forward, first, second, boxing[0][0], boxing[1][0], sums_s,
-        boxing[0][1] + boxing[1][1], weights, kept, _input_bytes(row, choice, before, setting),
-        scores, scores_kept, shared, boxing[0][1],
+        boxing[0][1] + boxing[1][1], weights, sum(kept.values()), _input_bytes(row, choice, before, setting),
+        scores, scores_kept, shared, boxing[0][1], kept[False], passing[True], passing[False],
     )  # fmt: skip
 
 

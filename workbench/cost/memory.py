@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from workbench.core.strategy import ResolvedStrategy
+from workbench.cost.peaks import Alive
 from workbench.cost.stages import StagePrice
 from workbench.pipeline.check import max_live_micro_batches
 from workbench.pipeline.schedules import make_table
@@ -42,28 +43,44 @@ def _live_of_interleaved(stage: int, ranks: int, laps: int, m: int) -> float:
     return float(min(m, rounds * group + min(group, max(0, rest - lap * group))))
 
 
-def memory_of(stages: Sequence[StagePrice], alive: Sequence[float], num_ranks: int) -> tuple[Mapping[str, float], ...]:
-    """Bytes by kind for every stage; a rank with several stages has the sum of theirs."""
-    rows = []
-    for stage, live in zip(stages, alive, strict=True):
-        rows.append(
-            {
-                "parameters": stage.parameters,
-                "gradients": stage.gradients,
-                "optimizer": stage.optimizer,
-                "activations": live * stage.kept_bytes + stage.transient_bytes,
-                "buffers": stage.gathered_bytes,
-            }
-        )
-    if len(stages) == num_ranks:
-        return tuple(rows)
-    together = []
-    for slice_ in range(num_ranks):
-        mine = range(slice_, len(stages), num_ranks)
-        kinds = {kind: sum(rows[s][kind] for s in mine) for kind in rows[0]}
-        spare = sum(stages[s].transient_bytes for s in mine) - max(stages[s].transient_bytes for s in mine)
-        together.append({**kinds, "activations": kinds["activations"] - spare})
-    return tuple(together)
+def memory_of(
+    stages: Sequence[StagePrice], alive: Sequence[float], num_micro_batches: int, num_ranks: int
+) -> tuple[Mapping[str, float], ...]:
+    """Bytes by kind of every rank of the pipeline axis, at the fullest moment of its step.
+
+    That is in the first backward, in one behind it, in the last one, or while the optimizer steps. A rank with several
+    stages is taken to have all gradients by the time when it is fullest.
+    """
+    slices = [range(first, len(stages), num_ranks) for first in range(num_ranks)]
+    return tuple(_fullest(stages, mine, alive, num_micro_batches) for mine in slices)
+
+
+def _fullest(
+    stages: Sequence[StagePrice], mine: Sequence[int], alive: Sequence[float], num_micro_batches: int
+) -> Mapping[str, float]:
+    held = {
+        "parameters": sum(stages[s].parameters for s in mine),
+        "optimizer": sum(stages[s].optimizer for s in mine),
+    }
+    moments = [Alive(0.0, sum(stages[s].gradients for s in mine), sum(stages[s].peaks.update_bytes for s in mine))]
+    for stage in mine:
+        others = [s for s in mine if s != stage]
+        kept = sum(alive[s] * stages[s].kept_bytes for s in others)
+        gradients = sum(stages[s].gradients for s in others)
+        peaks, live = stages[stage].peaks, alive[stage]
+        found = [(peaks.later, min(num_micro_batches - 1, live)), (peaks.first, live), (peaks.last, 1.0)]
+        if others:
+            found = [(peaks.later, live)]
+        elif num_micro_batches == 1:
+            found = [(peaks.last, 1.0)]
+        for peak, how_many in found:
+            before = max(0.0, how_many - 1) * stages[stage].kept_bytes
+            moments.append(Alive(peak.activations + before + kept, peak.gradients + gradients, peak.buffers))
+    peak = max(moments, key=sum)
+    kinds = {"gradients": peak.gradients, "activations": peak.activations, "buffers": peak.buffers}
+    return {
+        kind: {**held, **kinds}[kind] for kind in ("parameters", "gradients", "optimizer", "activations", "buffers")
+    }
 
 
 __all__ = ["live_micro_batches", "memory_of"]

@@ -71,8 +71,8 @@ def _num_exchanges(stages: Sequence[StagePrice], setting: Setting) -> float:
     """Of a step: buckets of gradients, and of parameters after the update; under ZeRO 3 units, there and back."""
     if setting.zero == 3:
         return 3 * setting.num_micro_batches * sum(stage.num_units for stage in stages)
-    gradients = setting.num_micro_batches if setting.zero == 2 else 1
-    return _NUM_BUCKETS * (gradients + (1 if setting.zero else 0))
+    gradients, parameters = (sum(stage.num_buckets[which] for stage in stages) for which in (0, 1))
+    return gradients * (setting.num_micro_batches if setting.zero == 2 else 1) + (parameters if setting.zero else 0)
 
 
 def statistics_of(

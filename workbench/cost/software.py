@@ -35,6 +35,10 @@ class Software:
             is sent there for each use.
         keeps_gathered: behind a gather of the sequence the gathered activation is saved; else its slice, which is
             gathered once more in backward.
+        keeps_gradients: gradients lie in memory that is there all the time, and are summed in place; else backward
+            makes them anew, and their sums lie beside them.
+        keeps_exponentials: where words are split over the model axis, the loss keeps their logits and exponentials of
+            these; else what it keeps is counted with the model.
         recompute: what ``recompute`` of a strategy computes again: "full" blocks, or the "selective" scores of
             attention.
     """
@@ -52,6 +56,8 @@ class Software:
     gathers_again: bool = False
     copies_tied: bool = False
     keeps_gathered: bool = True
+    keeps_gradients: bool = False
+    keeps_exponentials: bool = True
     recompute: str = "full"
 
     def __post_init__(self) -> None:
@@ -94,6 +100,8 @@ def megatron(year: int, recompute: str = "full") -> Software:
         gathers_again=year < 2023,
         copies_tied=True,
         keeps_gathered=False,
+        keeps_gradients=True,
+        keeps_exponentials=False,
         recompute=recompute,
     )
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import NamedTuple
 
 from workbench.core.model_costs import LayerCost, ModelCosts
 from workbench.core.pairing import TABLE
 from workbench.core.strategy import ResolvedLayer
 from workbench.cost.boxings import are_siblings
+from workbench.cost.buckets import LARGEST_BYTES, bucket_bytes, num_buckets
 from workbench.cost.layers import LayerPrice, accumulation_s, layer_price, state_bytes
+from workbench.cost.peaks import NO_PEAKS, Peaks, peaks_of, units_of
 from workbench.cost.setting import Setting
 
 Priced = tuple[LayerCost, ResolvedLayer, LayerPrice]
@@ -29,10 +32,10 @@ class StagePrice:
         tables: of ``weights``, those of embeddings, which backward does not need.
         boxing_forward_s: of ``boxing_s``, that of a forward.
         num_units: blocks, and layers outside of blocks: what ZeRO 3 gathers at once.
+        num_buckets: of gradients, and of parameters that come back after the update under ZeRO 1 and 2.
         parameters, gradients, optimizer: bytes that it holds.
         kept_bytes: activations, per micro-batch that is alive.
-        transient_bytes: activations of the block that is being computed again.
-        gathered_bytes: parameters of the largest block, gathered under ZeRO 3.
+        peaks: what is there when a backward is fullest.
     """
 
     forward_s: float
@@ -46,12 +49,12 @@ class StagePrice:
     gradients: float
     optimizer: float
     kept_bytes: float
-    transient_bytes: float
-    gathered_bytes: float
+    peaks: Peaks = NO_PEAKS
     shared: float = 0.0
     tables: float = 0.0
     boxing_forward_s: float = 0.0
     num_units: float = 1
+    num_buckets: tuple[int, int] = (1, 1)
 
 
 def prices_of(
@@ -116,19 +119,32 @@ def stage_prices(
     for index, choice in enumerate(choices):
         rows_of[choice.stage].append(index)
     blocks = block_of_rows(model)
-    return [_added_up(model, mine, blocks, prices, setting) for mine, setting in zip(rows_of, settings, strict=True)]
+    units = units_of(model, blocks)
+    known: dict[object, StagePrice] = {}
+    stages = []
+    for mine, setting in zip(rows_of, settings, strict=True):
+        updated = _updated(model, mine, setting)
+        begin = blocks[mine[0]] if mine else 0  # stages of as many equal blocks cost the same
+        key = id(setting), *((id(prices[i]), blocks[i] < 0 or blocks[i] - begin, i in updated) for i in mine)
+        if key not in known:
+            known[key] = _added_up(model, mine, blocks, units, prices, setting, updated)
+        stages.append(known[key])
+    return stages
 
 
 def stage_price(model: ModelCosts, stage: int, choices: Sequence[ResolvedLayer], prices: Sequence[LayerPrice],
                 setting: Setting) -> StagePrice:  # fmt: skip
     """Add up the layers of a stage."""
     mine = [index for index, choice in enumerate(choices) if choice.stage == stage]
-    return _added_up(model, mine, block_of_rows(model), prices, setting)
+    blocks = block_of_rows(model)
+    units = units_of(model, blocks)
+    return _added_up(model, mine, blocks, units, prices, setting, _updated(model, mine, setting))
 
 
 def _added_up(
-    model: ModelCosts, mine: Sequence[int], blocks: Sequence[int], prices: Sequence[LayerPrice], setting: Setting
-) -> StagePrice:
+    model: ModelCosts, mine: Sequence[int], blocks: Sequence[int], units: Sequence[int], prices: Sequence[LayerPrice],
+    setting: Setting, updated: Sequence[int],
+) -> StagePrice:  # fmt: skip
     forward = sum(prices[i].forward_s for i in mine)
     boxing = sum(prices[i].boxing_forward_s for i in mine)
     again = _recomputed(mine, blocks, model, prices, setting)
@@ -141,12 +157,7 @@ def _added_up(
         "all": boxing_back,
     }[setting.software.hides_tensor_parallel]
     boxing_back -= min(hidden, weight_s)  # behind the products for the weights, which nobody waits for
-    gathered: dict[int, float] = {}
-    for i in mine:
-        gathered[blocks[i]] = gathered.get(blocks[i], 0.0) + prices[i].weights
-    updated = _updated(model, mine, setting)
     weights, shared = sum(prices[i].weights for i in updated), sum(prices[i].shared for i in updated)
-    itemsize = setting.software.parameter_bytes(setting.precision)
     return StagePrice(
         forward + boxing,
         input_s + boxing_back + again.compute_s + again.boxing_s,
@@ -157,16 +168,29 @@ def _added_up(
         weights,
         *state_bytes(weights, shared, setting),
         again.kept_bytes,
-        again.block_bytes,
-        max(gathered.values(), default=0.0) * itemsize if setting.zero >= 3 and setting.data > 1 else 0.0,
+        peaks_of(model, mine, blocks, units, prices, setting, updated),
         shared,
         sum(prices[i].weights for i in mine if model.rows[i].layer.kind == TABLE),
         boxing,
-        len(gathered),
+        len({units[i] for i in mine}),
+        _buckets(model, updated, prices, setting),
     )
 
 
-def _updated(model: ModelCosts, mine: Sequence[int], setting: Setting) -> list[int]:
+def _buckets(
+    model: ModelCosts, updated: Sequence[int], prices: Sequence[LayerPrice], setting: Setting
+) -> tuple[int, int]:
+    """Backward fills its buckets from the last parameter on."""
+    sizes = []
+    for i in updated:
+        layer = model.rows[i].layer
+        part = prices[i].weights / layer.num_parameters if layer.num_parameters else 0.0
+        tensors = [prod(shape) for shape in layer.shapes.values()] or [layer.num_parameters]
+        sizes += [number * part * setting.software.gradient_bytes(setting.precision) for number in tensors]
+    return num_buckets(sizes[::-1], bucket_bytes(sum(sizes))), num_buckets(sizes, LARGEST_BYTES)
+
+
+def _updated(model: ModelCosts, mine: Sequence[int], setting: Setting) -> Sequence[int]:
     """Rows of the stage whose weights it holds and updates: tied ones once, where they are met first."""
     names = {model.rows[i].layer.name for i in mine}
     tied_to = {i: model.rows[i].layer.tied_to for i in mine}
@@ -186,14 +210,13 @@ def block_of_rows(model: ModelCosts) -> list[int]:
 
 
 class Again(NamedTuple):
-    """What recomputation does for a micro-batch: seconds computed and exchanged again, bytes received again, bytes
-    kept, and bytes of the block that is being computed again."""
+    """What recomputation does for a micro-batch: seconds computed and exchanged again, bytes received again, and bytes
+    kept."""
 
     compute_s: float
     boxing_s: float
     boxed_bytes: float
     kept_bytes: float
-    block_bytes: float
 
 
 def _recomputed(
@@ -201,23 +224,20 @@ def _recomputed(
 ) -> Again:
     kept = sum(prices[i].kept_bytes for i in mine)
     if not setting.recompute:
-        return Again(0.0, 0.0, 0.0, kept, 0.0)
+        return Again(0.0, 0.0, 0.0, kept)
     if setting.software.recompute == "selective":
         scores = [prices[i].scores_bytes for i in mine]
-        return Again(sum(prices[i].scores_s for i in mine), 0.0, 0.0, kept - sum(scores), max(scores, default=0.0))
+        return Again(sum(prices[i].scores_s for i in mine), 0.0, 0.0, kept - sum(scores))
     inside = [i for i in mine if blocks[i] >= 0 or not model.blocks]
-    totals: dict[int, float] = {}
+    begun: set[int] = set()
     for i in inside:
-        if blocks[i] not in totals:
-            kept += prices[i].input_bytes
-        totals[blocks[i]] = totals.get(blocks[i], 0.0) + prices[i].kept_bytes
-        kept -= prices[i].kept_bytes
+        kept += (0.0 if blocks[i] in begun else prices[i].input_bytes) - prices[i].kept_bytes
+        begun.add(blocks[i])
     return Again(
         sum(prices[i].forward_s for i in inside),
         sum(prices[i].boxing_forward_s for i in inside),
         sum(prices[i].boxed_forward_bytes for i in inside),
         kept,
-        max(totals.values(), default=0.0),
     )
 
 

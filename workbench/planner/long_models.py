@@ -9,6 +9,7 @@ which is raised until it does.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from math import ceil, inf, log2
 from typing import NamedTuple
 
@@ -29,13 +30,15 @@ class Way(NamedTuple):
     """What choices are made by, besides seconds: the price of a memory full of bytes, in steps, and updates of weights.
 
     Updates are left out (None), or take as long as if sums of gradients were "hidden" behind backward, or not ("full").
+    Weights count in parts, or ``is_whole``: as they are when ZeRO has gathered them.
     """
 
     byte_price: float = 0.0
     updates: str | None = None
+    is_whole: bool = False
 
 
-FAST, LEAN = Way(), Way(ONLY)
+FAST, LEAN, LEAN_WHOLE = Way(), Way(ONLY), Way(ONLY, is_whole=True)
 WAYS = (FAST, LEAN, Way(0.0, "hidden"), Way(0.0, "full"), *(Way(p, "full") for p in (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)))
 FEW_WAYS = (FAST, LEAN, Way(1.0))
 """In the order in which they are tried: what does not fit at its leanest does not fit at all."""
@@ -137,7 +140,7 @@ class _LongSearch:
     def _bound(self, candidate: Candidate, has_update: bool = True) -> float:
         """Seconds below which the candidate hardly gets; infinite where it cannot fit."""
         prices, (pipeline, _, model) = self.ledger.prices(candidate), candidate.degrees
-        own, shared = bytes_of_weights(prices, candidate)
+        own, shared = bytes_of_weights(prices, candidate, is_least=True)
         least = min(own / model, own + shared) * self._parameters / pipeline
         if has_update and least > self.problem.memory_bytes:
             return inf
@@ -191,7 +194,9 @@ class _LongSearch:
             each = seconds_of_weights(prices, candidate, is_hidden=way.updates == "hidden")
             weight, shared = each[0] / m, each[1] / m
         if way.byte_price:
-            held = [float(ceil(size)) for size in bytes_of_weights(prices, candidate)]  # alike ones share a chain
+            options = replace(candidate.options, zero=0) if way.is_whole else candidate.options
+            found = bytes_of_weights(prices, replace(candidate, options=options))
+            held = [float(ceil(size)) for size in found]  # alike ones share a chain
             rate = 1.0
             if way.byte_price != ONLY:
                 fast = self._chain(candidate, FAST)
@@ -243,7 +248,8 @@ class _LongSearch:
     def _place(self, candidate: Candidate) -> None:
         """Cut into stages and price, for every way of choosing; of a large problem until one fits."""
         tried: dict[tuple[Choice, ...], bool] = {}
-        for way in (LEAN,) if self.problem.objective == "memory" else self._ways:
+        lean = (LEAN_WHOLE, LEAN) if candidate.options.zero == 3 else (LEAN,)
+        for way in lean if self.problem.objective == "memory" else self._ways:
             choices = self._chain(candidate, way)
             if choices is None:
                 continue
@@ -255,16 +261,21 @@ class _LongSearch:
 
     def _try(self, candidate: Candidate, choices: tuple[Choice, ...]) -> bool:
         """Price the ways to cut that may be better than the best strategy; whether any way fits."""
-        held = bytes_of_weights(self.ledger.prices(candidate), candidate)
+        prices = self.ledger.prices(candidate)
         units = self._bare_units(candidate, choices, by_row=len(self._units) < candidate.num_stages)
         limit = inf if self.problem.objective == "memory" else self.problem.memory_bytes
-        fits = False
-        for stages in balanced_stages(units, self._live(candidate), held, limit, candidate.degrees[0]):
-            if self._is_hopeless(candidate, units, stages):
-                fits = True
-            else:
-                found = self.ledger.add(candidate, choices, stages)
-                fits = fits or found.estimate.peak_bytes <= self.problem.memory_bytes
+        fits, is_thorough = False, self._ways is not FEW_WAYS or self.ledger.best is None
+        # gradients beside all activations, which is more than there is at once; or left out
+        for is_least in (False, True) if is_thorough else (False,):
+            held = bytes_of_weights(prices, candidate, is_least)
+            for stages in balanced_stages(units, self._live(candidate), held, limit, candidate.degrees[0]):
+                if self._is_hopeless(candidate, units, stages):
+                    fits = True
+                else:
+                    found = self.ledger.add(candidate, choices, stages)
+                    fits = fits or found.estimate.peak_bytes <= self.problem.memory_bytes
+            if fits:
+                break
         return fits
 
     def _is_hopeless(self, candidate: Candidate, units: Sequence[Unit], stages: Sequence[int]) -> bool:

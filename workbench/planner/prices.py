@@ -21,7 +21,7 @@ from workbench.cost.stages import StagePrice, block_of_rows, stage_prices
 from workbench.planner.problem import Choice, Problem
 from workbench.planner.settings import Candidate
 
-_EMPTY = StagePrice(*[0.0] * len(StagePrice.__dataclass_fields__))
+_EMPTY = StagePrice(*[0.0] * 11)
 
 
 class RowClasses:
@@ -138,10 +138,17 @@ class Prices:
         return 0.0 if layer.tied_to is not None else self.row(index, None, choice, None).weights
 
 
-def bytes_of_weights(prices: Prices, candidate: Candidate) -> tuple[float, float]:
-    """What a rank holds: (of each weight, besides for each that all ranks of the model axis have)."""
+def bytes_of_weights(prices: Prices, candidate: Candidate, is_least: bool = False) -> tuple[float, float]:
+    """What a rank holds: (of each weight, besides for each that all ranks of the model axis have).
+
+    ``is_least``: without gradients where these come as activations go.
+    """
     setting = with_options(prices.setting, candidate)
-    own, shared = sum(state_bytes(1.0, 0.0, setting)), sum(state_bytes(1.0, 1.0, setting))
+    has_gradients = not is_least or setting.software.keeps_gradients
+    own, shared = (
+        parameter + optimizer + (gradient if has_gradients else 0.0)
+        for parameter, gradient, optimizer in (state_bytes(1.0, each, setting) for each in (0.0, 1.0))
+    )
     return own, shared - own
 
 

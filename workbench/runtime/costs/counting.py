@@ -47,6 +47,8 @@ class _Entry:
     inner: int = 0
     saved_bytes: float = 0.0
     backward_bytes: float = 0.0
+    again_bytes: float = 0.0
+    passing_bytes: float = 0.0
 
     def work(self, num_samples: int) -> Work:
         """Of one sample."""
@@ -57,6 +59,8 @@ class _Entry:
             self.inner,
             self.saved_bytes / num_samples,
             backward_bytes=self.backward_bytes / num_samples,
+            again_bytes=self.again_bytes / num_samples,
+            passing_bytes=self.passing_bytes / num_samples,
         )
 
     @property
@@ -79,11 +83,12 @@ class Counter(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self._owners, self._num_samples = owners, num_samples
-        self._shapes = {_without_ones(shape) for shape in shapes}
+        self._shapes = {way for shape in shapes for way in (_without_ones(shape), _without_ones(shape)[::-1])}
         self._entries: list[_Entry] = []
         self._by_node: dict[int, _Entry] = {}
         self._early: dict[int, float] = {}  # saved for a node whose function has not run yet
-        self._saved: dict[int, torch.UntypedStorage] = {}
+        self._early_again: dict[int, float] = {}
+        self._saved: dict[int, tuple[torch.UntypedStorage, int]] = {}  # and the node for which it was saved first
         self._active: list[str] = []
         self._last: str | None = None
         self._outputs: dict[str, torch.Tensor | None] = {}
@@ -218,10 +223,18 @@ class Counter(TorchDispatchMode):
     ) -> None:
         """To the function of whose backward it is part. Products follow from those of forward."""
         entry = self._by_node.get(node._sequence_nr())
-        if entry is None or func._overloadpacket in flop_registry or _name(func, inputs) == ATTENTION:
+        if entry is None:
             return
-        of_weights = [one for one in outputs.values() if _without_ones(one.shape) in self._shapes]
-        entry.backward_bytes += max(0.0, self._moved(func, inputs, outputs) - sum(map(_bytes, of_weights)))
+        of_weights = {at: one for at, one in outputs.items() if _without_ones(one.shape) in self._shapes}
+        passing = [one for at, one in (inputs | outputs).items() if not (at in of_weights or self._is_held(at))]
+        entry.passing_bytes = max(entry.passing_bytes, float(sum(map(_bytes, passing))))
+        if func._overloadpacket in flop_registry or _name(func, inputs) == ATTENTION:
+            return
+        entry.backward_bytes += max(0.0, self._moved(func, inputs, outputs) - sum(map(_bytes, of_weights.values())))
+
+    def _is_held(self, address: int) -> bool:
+        """Whether it is a parameter, or kept for backward."""
+        return address in self._owners or address in self._saved
 
     def _note_pieces(self, source: Any, pieces: Any) -> None:
         """Where a layer's output is cut along its features: queries, keys and values of one weight."""
@@ -252,6 +265,7 @@ class Counter(TorchDispatchMode):
         node = torch._C._autograd._get_sequence_nr() - 1
         if self._by_node.setdefault(node, entry) is entry:
             entry.saved_bytes += self._early.pop(node, 0.0)
+            entry.again_bytes += self._early_again.pop(node, 0.0)
         return entry
 
     def _moved(self, func: Any, inputs: Mapping[int, torch.Tensor], outputs: Mapping[int, torch.Tensor]) -> float:
@@ -269,15 +283,23 @@ class Counter(TorchDispatchMode):
             return tensor
         storage = tensor.untyped_storage()
         address, size = storage._cdata, storage.nbytes()
-        is_new = address not in self._owners and address not in self._saved
-        if is_new and tensor.numel() * tensor.element_size() <= size:
-            self._saved[address] = storage
-            node = torch._C._autograd._get_sequence_nr() - 1
-            if node in self._by_node:
-                self._by_node[node].saved_bytes += size
-            else:
-                self._early[node] = self._early.get(node, 0.0) + size
+        if address in self._owners or tensor.numel() * tensor.element_size() > size:
+            return tensor
+        node = torch._C._autograd._get_sequence_nr() - 1
+        if address in self._saved:
+            if self._saved[address][1] != node:
+                self._add_saved(node, "again_bytes", self._early_again, size)
+            return tensor
+        self._saved[address] = storage, node
+        self._add_saved(node, "saved_bytes", self._early, size)
         return tensor
+
+    def _add_saved(self, node: int, kind: str, early: dict[int, float], size: int) -> None:
+        if node in self._by_node:
+            entry = self._by_node[node]
+            setattr(entry, kind, getattr(entry, kind) + size)
+        else:
+            early[node] = early.get(node, 0.0) + size
 
 
 def _distinct(values: Any) -> dict[int, torch.Tensor]:

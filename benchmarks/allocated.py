@@ -1,0 +1,82 @@
+"""The most bytes that tensors have at one moment of a training step, as torch's allocator tells it.
+
+Kinds that are counted apart (parameters, gradients, activations that autograd keeps) are never all there at once, and
+what functions take and make for a moment is none of them. The allocator knows. On CPUs its profiler tells of every
+tensor's memory as it comes and goes; what was made elsewhere (other threads, before the profiler) is what is held
+besides at the end of a step: parameters, gradients and the optimizer's state. Large results of boxings lie in memory
+that ranks share, where there is room; for this run there is none, so that the allocator sees them, too.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from workbench.runtime.runs.job import Batch, Job
+from workbench.runtime.runs.train import run_strategy
+from workbench.runtime.world import World, current
+
+_MARK = "a step begins"
+NUM_STEPS = 4
+"""The last but one counts: sums start in backward and parameters come ahead of their use from the second step on."""
+_HELD = ("parameters", "gradients", "optimizer", "buffers")
+
+
+class MarkedJob(Job):
+    """Leaves a mark in the profile where a step begins, and behind the last one."""
+
+    def batches(self) -> Iterator[Batch]:
+        for batch in super().batches():
+            _mark()
+            yield batch
+        _mark()
+
+
+def _mark() -> None:
+    """Cycles of Python's objects that hold tensors of an earlier step go first: when they would is chance."""
+    gc.collect()
+    with record_function(_MARK):
+        pass
+
+
+def peak_allocated(job: Job, strategy: str) -> int:
+    """Bytes of this rank's tensors at the fullest moment of a step. All ranks call it."""
+    marked = MarkedJob(job.model_fn, job.dataset, job.loss_fn, job.optimizer_fn, job.batch_size, NUM_STEPS, job.seed)
+    with _in_ordinary_memory(current()), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
+        result = run_strategy(marked, strategy)
+    events: Any = watched.profiler.kineto_results.events()  # type: ignore[union-attr]
+    marks = sorted(event.start_ns() for event in events if event.name() == _MARK)
+    begin, end = marks[NUM_STEPS - 2 : NUM_STEPS]
+    now = most = at_end = 0
+    for event in sorted((event for event in events if event.name() == "[memory]"), key=lambda event: event.start_ns()):
+        if event.start_ns() >= end:
+            break
+        now += event.nbytes()
+        most = max(most, now) if event.start_ns() >= begin else now
+        at_end = now
+    return sum(result.memory_bytes[kind] for kind in _HELD) + most - at_end
+
+
+@contextmanager
+def _in_ordinary_memory(world: World) -> Iterator[None]:
+    segment: Any = getattr(world.transport, "_segment", None)
+    if segment is None:
+        yield
+        return
+
+    def empty_in_block(shape: Sequence[int], dtype: torch.dtype) -> tuple[torch.Tensor, None]:
+        return torch.empty(tuple(shape), dtype=dtype), None
+
+    segment.empty_in_block = empty_in_block
+    try:
+        yield
+    finally:
+        del segment.empty_in_block
+
+
+__all__ = ["peak_allocated"]

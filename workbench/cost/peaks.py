@@ -1,0 +1,163 @@
+"""What a rank holds when a backward is fullest: activations go while gradients come.
+
+Backward goes through a stage's rows from the last to the first. At a row, the activations of the rows up to it are
+still there, the gradients of the weights behind it are there already, and beside them what the row's own functions take
+and make. Nowhere are all activations and all gradients of one micro-batch alive at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+from workbench.core.model_costs import ModelCosts
+from workbench.core.pairing import TABLE
+from workbench.cost.buckets import UNDER_WAY, bucket_bytes
+from workbench.cost.layers import LayerPrice
+from workbench.cost.setting import Setting
+
+SMALL_UNIT_BYTES, LARGEST_UNIT = 2**20, 4
+"""ZeRO 3 gathers a block at once that is small, or if the model has so many of them; else layer by layer."""
+
+
+class Alive(NamedTuple):
+    """Bytes at one moment of a backward: of its own micro-batch, of weights' gradients, of gathered parameters."""
+
+    activations: float = 0.0
+    gradients: float = 0.0
+    buffers: float = 0.0
+
+
+class Peaks(NamedTuple):
+    """Of one stage.
+
+    Attributes:
+        first: the fullest moment of the first backward of a step, before which there are no gradients.
+        later: of a backward behind it, which adds to gradients.
+        last: of the last backward, beside which sums of gradients are made; the only one of a step without parts.
+        update_bytes: sums and other copies of gradients beside them, while the optimizer steps.
+    """
+
+    first: Alive = Alive()
+    later: Alive = Alive()
+    last: Alive = Alive()
+    update_bytes: float = 0.0
+
+
+NO_PEAKS = Peaks()
+
+
+def peaks_of(
+    model: ModelCosts, mine: Sequence[int], blocks: Sequence[int], units: Sequence[int], prices: Sequence[LayerPrice],
+    setting: Setting, updated: Sequence[int],
+) -> Peaks:  # fmt: skip
+    """Peaks of a stage that consists of the rows ``mine``, of which those in ``updated`` hold their weights."""
+    held = set(updated)
+    weights = [prices[i].weights if i in held else 0.0 for i in mine]
+    tables = [model.rows[i].layer.kind == TABLE for i in mine]
+    shared = sum(prices[i].shared for i in updated)
+    gradients = _Gradients(weights, [units[i] for i in mine], tables, shared, setting)
+    places = _activations(model, mine, blocks, prices, setting)
+    has_parts = setting.num_micro_batches > 1
+    first, later, last = (
+        max((Alive(size, *gradients.at(row, is_own, *which)) for row, is_own, size in places), key=sum, default=Alive())
+        for which in ((False, False), (True, False), (has_parts, True))
+    )
+    return Peaks(first, later, last, gradients.update_bytes())
+
+
+def units_of(model: ModelCosts, blocks: Sequence[int]) -> list[int]:
+    """For each row the number of the unit with which ZeRO 3 gathers it: its block, or itself."""
+    size_of = [4.0 * row.layer.num_parameters for row in model.rows]
+    largest = max(SMALL_UNIT_BYTES, sum(size_of) / LARGEST_UNIT)
+    sizes: dict[int, float] = {}
+    for index, block in enumerate(blocks):
+        sizes[block] = sizes.get(block, 0.0) + size_of[index]
+    return [block if sizes[block] <= largest else -1 - index for index, block in enumerate(blocks)]
+
+
+def _activations(
+    model: ModelCosts, mine: Sequence[int], blocks: Sequence[int], prices: Sequence[LayerPrice], setting: Setting
+) -> list[tuple[int, bool, float]]:
+    """(row, whether in its own function or behind it, bytes) through a stage."""
+    found, kept = [], 0.0
+    block, of_block = None, 0.0
+    is_full = setting.recompute and setting.software.recompute == "full"
+    for row, i in enumerate(mine):
+        price, again = prices[i], 0.0
+        if is_full and (blocks[i] >= 0 or not model.blocks):
+            if blocks[i] != block:
+                block, of_block = blocks[i], -price.input_bytes  # kept already
+                kept += price.input_bytes
+            of_block += price.kept_bytes
+            again = max(of_block, 0.0)
+        elif setting.recompute and not is_full:
+            kept, again = kept + price.kept_bytes - price.scores_bytes, price.scores_bytes
+        else:
+            kept += price.kept_bytes
+        found.append((row, False, kept + again + price.passing_after_bytes))
+        found.append((row, True, kept + again - price.kept_after_bytes + price.passing_bytes))
+    return found
+
+
+class _Gradients:
+    """What gradients and gathered parameters take at a place of backward."""
+
+    def __init__(
+        self, weights: Sequence[float], units: Sequence[int], tables: Sequence[bool], shared: float, setting: Setting
+    ) -> None:
+        software, precision = setting.software, setting.precision
+        self._setting, self._weights, self._total, self._shared = setting, weights, sum(weights), shared
+        self._size = software.gradient_bytes(precision)
+        self._behind = [self._total - done for done in accumulate(weights)]
+        self._is_sharded = setting.zero >= 2 and (setting.data > 1 or shared > 0)
+        share = shared / self._total if self._total else 0.0
+        self._part = (1 - share) / setting.data + share / (setting.data * setting.model)
+        self._bucket = max(bucket_bytes(self._total * self._size), max(weights, default=0.0) * self._size)
+        summed = (1.0 if setting.data > 1 else share) if setting.zero < 2 and not software.keeps_gradients else 0.0
+        self._sum = summed * (self._part if setting.zero else 1.0) * self._size  # bytes of each weight's
+        self._gathered = [0.0] * len(weights)
+        self._of_unit = [0.0] * len(weights)  # of the row and those behind it in its unit
+        self._begins = [row == 0 or units[row - 1] != unit for row, unit in enumerate(units)]
+        self._ends = [row + 1 == len(units) or units[row + 1] != unit for row, unit in enumerate(units)]
+        if setting.zero == 3 and self._is_sharded:
+            wholes: dict[int, float] = {}
+            for row in range(len(weights) - 1, -1, -1):
+                before = 0.0 if self._ends[row] else self._of_unit[row + 1]
+                self._of_unit[row] = before + weights[row]
+                needed = 0.0 if tables[row] else weights[row] * software.parameter_bytes(precision)
+                wholes[units[row]] = wholes.get(units[row], 0.0) + needed
+            self._gathered = [wholes[unit] for unit in units]
+
+    def at(self, row: int, is_own: bool, is_later: bool, has_sums: bool) -> tuple[float, float]:
+        """(bytes of gradients, of gathered parameters and of sums) at a row; its own function makes its gradient."""
+        own = self._weights[row] if is_own else 0.0
+        gathered = 0.0 if self._ends[row] and not is_own else self._gathered[row]  # its unit's backward has not begun
+        if self._setting.software.keeps_gradients:
+            return self._total * self._size * (self._part if self._is_sharded else 1.0), gathered
+        if not self._is_sharded:
+            sums = self._behind[row] * self._sum if has_sums else 0.0
+            return ((self._total if is_later else self._behind[row]) + own) * self._size, sums
+        if self._setting.zero == 2:
+            return self._scattered(self._behind[row] + own, is_later), 0.0
+        whole = self._of_unit[row] - (0.0 if is_own else self._weights[row])
+        others = self._total if is_later else self._behind[row] + self._weights[row] - self._of_unit[row]
+        parts = others + (whole if is_own and self._begins[row] else 0.0)  # scattered there
+        return (whole + parts * self._part) * self._size, gathered
+
+    def update_bytes(self) -> float:
+        """Sums of gradients beside the gradients, and what Adam computes for all weights at once on GPUs."""
+        setting, sums = self._setting, self._total * self._sum
+        if setting.software.keeps_gradients or setting.hardware.exchanges_on_cores:
+            return sums
+        part = self._part if setting.zero else 1.0
+        return sums + (4.0 * self._total * part if setting.optimizer in ("adam", "adamw") else 0.0)
+
+    def _scattered(self, there: float, is_later: bool) -> float:
+        whole = min(there * self._size, UNDER_WAY * self._bucket)
+        parts = (self._total if is_later else there) * self._size - (0.0 if is_later else whole)
+        return parts * self._part + whole + (1 if is_later else 2) * min(self._bucket, whole) * self._part
+
+
+__all__ = ["NO_PEAKS", "Alive", "Peaks", "peaks_of", "units_of"]
