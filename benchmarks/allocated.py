@@ -49,7 +49,7 @@ def peak_allocated(job: Job, strategy: str) -> int:
     marked = MarkedJob(job.model_fn, job.dataset, job.loss_fn, job.optimizer_fn, job.batch_size, NUM_STEPS, job.seed)
     with _in_ordinary_memory(current()), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
         result = run_strategy(marked, strategy)
-    events: Any = watched.profiler.kineto_results.events()  # type: ignore[union-attr]
+    events: Any = watched.profiler.kineto_results.events()
     marks = sorted(event.start_ns() for event in events if event.name() == _MARK)
     begin, end = marks[NUM_STEPS - 2 : NUM_STEPS]
     now = most = at_end = 0

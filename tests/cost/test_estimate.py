@@ -91,9 +91,9 @@ def test_data_parallel_ranks_sum_gradients() -> None:
     assert found.compute_s == pytest.approx(4 * 3 * product_s(8))
 
 
-@pytest.mark.parametrize(("options", "exchanges"), [("", 8), ("zero=1", 16), ("zero=2 mb=2", 24), ("zero=3", 3 * 4)])
+@pytest.mark.parametrize(("options", "exchanges"), [("", 1), ("zero=1", 2), ("zero=2 mb=2", 3), ("zero=3", 3 * 4)])
 def test_ranks_that_copy_by_themselves_hide_no_sums_and_start_each(options: str, exchanges: int) -> None:
-    """Buckets there and, of parameters, back; under ZeRO 3 every layer gathered twice and scattered once."""
+    """A bucket there and, of parameters, one back; under ZeRO 3 every layer gathered twice and scattered once."""
     model, latency_s = mlp(4), 7.0
     resolved = Strategy(f"data | 1x2x1 {options}").resolve(model.layers, 2)
     found = []

@@ -21,7 +21,7 @@ from workbench.cost.stages import StagePrice, block_of_rows, stage_prices
 from workbench.planner.problem import Choice, Problem
 from workbench.planner.settings import Candidate
 
-_EMPTY = StagePrice(*[0.0] * 11)
+_EMPTY = StagePrice(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 class RowClasses:

@@ -226,7 +226,7 @@ class Counter(TorchDispatchMode):
         if entry is None:
             return
         of_weights = {at: one for at, one in outputs.items() if _without_ones(one.shape) in self._shapes}
-        passing = [one for at, one in (inputs | outputs).items() if not (at in of_weights or self._is_held(at))]
+        passing = [one for at, one in {**inputs, **outputs}.items() if not (at in of_weights or self._is_held(at))]
         entry.passing_bytes = max(entry.passing_bytes, float(sum(map(_bytes, passing))))
         if func._overloadpacket in flop_registry or _name(func, inputs) == ATTENTION:
             return
