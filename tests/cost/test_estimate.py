@@ -102,7 +102,8 @@ def test_ranks_that_copy_by_themselves_hide_no_sums_and_start_each(options: str,
         machine = replace(MACHINE, links=(link,), exchanges_on_cores=True)
         found.append(estimate(model, resolved, machine, 32).gradient_s)
     assert found[1] - found[0] == pytest.approx(exchanges * latency_s)
-    hiding = estimate(model, resolved, replace(MACHINE, links=(Link(1024, 0.0, 1e9),)), 32)
+    hides = replace(MACHINE, links=(Link(1024, 0.0, 1e9),), memory_bandwidth_bytes_per_s=1e12)
+    hiding = estimate(model, resolved, hides, 32)
     assert found[0] > hiding.gradient_s
 
 
