@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
@@ -332,6 +333,20 @@ def test_a_new_run_starts_from_an_empty_figure(view: LiveView):
     for name in ("throughput, newest", "this run, newest", "1 device"):
         assert len(trace(figure, name).x) == 0
     assert list(figure.layout.xaxis.range) == [0, 20] and len(figure.layout.shapes) == 0
+
+
+def test_a_page_that_was_still_loading_is_told_everything_once(view: LiveView, monkeypatch: pytest.MonkeyPatch):
+    view.add([block(0, (2.0, 1.5))])
+    view.end("finished", "after 2 steps")
+    sent: list[Any] = []
+    monkeypatch.setattr(view.figure, "_send_update_msg", lambda **parts: sent.append(parts))
+    drawn = {"trace_deltas": [], "trace_edit_id": 0}
+    view.figure._js2py_traceDeltas = drawn
+    curves = [list(x) for parts in sent for x in parts["restyle_data"].get("x", ()) if x is not None]
+    assert [1, 2] in curves
+    sent.clear()
+    view.figure._js2py_traceDeltas = drawn
+    assert not sent
 
 
 def test_the_theme_changes_colours_and_nothing_else(view: LiveView):

@@ -59,8 +59,7 @@ class LiveView:
         self._versions: dict[str, int] = {}
         self._log_shown: tuple[int, str] | None = None
         self._step_shown = -1
-        self._seen = True
-        self._label = ""
+        self._seen, self._label = True, ""
         self._expected: Any = None
         self._peak_bytes: tuple[float, ...] = ()
         self._limit_bytes: float | None = None
@@ -93,9 +92,10 @@ class LiveView:
     def _make_figure(self) -> LiveWidget:
         with self._making:
             if self.figure is None:
-                from workbench.ui.live.widget import LiveWidget
+                from workbench.ui.live import widget
 
-                self.figure = LiveWidget(live_figure.live_figure(self._num_ranks, 0, self._colours, self._frame))
+                blank = live_figure.live_figure(self._num_ranks, 0, self._colours, self._frame)
+                self.figure = widget.LiveWidget(blank, self._draw_anew)
             return self.figure
 
     def begin(self, title: str, text: str, num_steps: int, hint: str = "waiting for the first step") -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,12 +21,23 @@ class LiveWidget(go.FigureWidget):
 
     Plotly sends changes as messages and leaves the traits that a page asks for as they were in the beginning: after a
     reload the figure would be empty. Change it inside ``batch_update``, so that no page gets it half drawn.
+
+    Args:
+        on_page: called when a page has drawn it for the first time. What was sent while the page still loaded the
+            figure's script is lost to it.
     """
 
-    def __init__(self, figure: go.Figure) -> None:
-        self._drawing = threading.RLock()
+    def __init__(self, figure: go.Figure, on_page: Callable[[], None]) -> None:
+        self._drawing, self._on_page = threading.RLock(), on_page
         super().__init__(figure)
+        self.observe(self._on_drawn, "_js2py_traceDeltas")
         self._config = self._config | _CONFIG  # type: ignore[has-type] # plotly's own
+
+    def _on_drawn(self, change: Any) -> None:
+        """A page says what it has drawn; what ``None`` tells is that this was taken in."""
+        if change["new"] is not None:
+            self.unobserve(self._on_drawn, "_js2py_traceDeltas")
+            self._on_page()
 
     @contextmanager
     def batch_update(self) -> Iterator[None]:
