@@ -147,3 +147,69 @@ def test_what_a_forward_changes_besides_its_result_is_noticed():
     assert is_noticed(lambda: torch.rand([]))
     assert is_noticed(lambda: setattr(block, "calls", 1))
     assert is_noticed(lambda: block.norm.running_mean.add_(1))
+
+
+def test_after_a_micro_batch_of_no_weight_the_others_leave_their_gradients_on_ghosts_too():
+    torch.manual_seed(0)
+    one = Model(Cutting)
+    models = [copy.deepcopy(one) for _ in range(3)]
+    inputs, targets = torch.randn(6, 8), torch.tensor([-100, -100, -100, 1, 2, 3])
+
+    def program(rank):
+        model, found = wb.parallelize(models[rank], ROWS), []
+        for _ in range(2):  # the first call is noted, the second told in short
+            model.zero_grad()
+            wb.forward_backward(model, F.cross_entropy, inputs, targets)
+            found.append([p.grad is not None for p in model.parameters()])
+        return found
+
+    F.cross_entropy(one(inputs), targets).backward()
+    learn = [p.grad is not None for p in one.parameters()]  # not what is before a cut
+    assert 0 < sum(learn) < len(learn)
+    assert run_ranks(program, 3) == [[learn, learn]] * 3
+
+
+def test_a_program_may_ask_for_the_gradients_of_other_stages_itself():
+    torch.manual_seed(0)
+    one = Model(Block).eval()
+    models = [copy.deepcopy(one) for _ in range(3)]
+    inputs, targets = torch.randn(6, 8), torch.arange(6) % 4
+
+    def loss_of(model, asked):
+        def loss(scores, targets):
+            value = F.cross_entropy(scores, targets)
+            weights = [model.a.one.weight, model.c.two.weight]
+            asked.extend(torch.autograd.grad(value, weights, retain_graph=True))
+            return value
+
+        return loss
+
+    def program(rank):
+        model, asked = wb.parallelize(models[rank], ROWS), []
+        everywhere = wb.placement.all("cpu")
+        for _ in range(2):
+            wb.forward_backward(model, loss_of(model, asked), inputs, targets)
+        return [grad.to_global(placement=everywhere, sbp="B").full_tensor() for grad in asked]
+
+    wanted = []
+    for rows in (slice(0, 3), slice(3, 6)):
+        loss_of(one, wanted)(one(inputs[rows]), targets[rows])
+    for found in run_ranks(program, 3):
+        torch.testing.assert_close(found, [*wanted, *wanted])
+
+
+def test_hooks_of_parameters_are_called_on_every_rank_for_every_micro_batch():
+    torch.manual_seed(0)
+    one = Model(Block)
+    models = [copy.deepcopy(one) for _ in range(3)]
+    inputs, targets = torch.randn(6, 8), torch.arange(6) % 4
+
+    def program(rank):
+        model, calls = wb.parallelize(models[rank], ROWS), []
+        wb.forward_backward(model, F.cross_entropy, inputs, targets)
+        model.b.one.weight.register_hook(lambda grad: calls.append("hook"))
+        for _ in range(2):
+            wb.forward_backward(model, F.cross_entropy, inputs, targets)
+        return calls
+
+    assert run_ranks(program, 3) == [["hook"] * 4] * 3

@@ -59,13 +59,13 @@ class World:
         casts: on metadata, of a function's name and what runs on the shards, that with autocast's casts; else None.
         splits_backward: whether plans for functions of parameters let a backward come in two halves.
         running: what the scheduled step in progress wants to know of (see ``pipelining``); None outside of one.
+        differentiates_within_steps: whether a scheduled step's program has ever asked for gradients itself.
     """
 
     def __init__(self, rank: int, world_size: int, device: torch.device, transport: Transport) -> None:
         self.rank, self.world_size, self.device, self.transport = rank, world_size, device, transport
         self.traffic = Traffic()
-        self.generation = 0
-        self.num_rebuilds = 0
+        self.generation = self.num_rebuilds = 0
         self.generator: torch.Generator | None = None
         self.specs: dict[Any, Any] = {}
         self.plans: dict[Any, Any] = {}
@@ -80,6 +80,7 @@ class World:
         self.on_plan: Callable[[Any, Any, Any], None] | None = None
         self.casts: Callable[[str, Callable[..., Any]], Callable[..., Any]] | None = None
         self.running: Any = None
+        self.differentiates_within_steps = False
         self.splits_backward = False
 
     @property

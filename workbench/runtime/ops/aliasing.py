@@ -32,6 +32,8 @@ ALIASING = frozenset(_ALIASING.split())
 """Functions whose result shares its operand's storage on one device."""
 PERHAPS_ALIASING = frozenset(["reshape", "reshape_as", "flatten", "ravel", "contiguous"])
 """Functions whose result may: it depends on strides."""
+_REACH_BASE = (ALIASING | PERHAPS_ALIASING) - {"detach", "get:data"}
+"""Functions through whose results a ghost is told of writes."""
 
 
 @dataclass(slots=True)
@@ -141,7 +143,7 @@ def remember_copies(local: Any, name: str, base: GlobalTensor, boxed: GlobalTens
 
 def remember_ghost_base(name: str, base: GlobalTensor, result: Any) -> None:
     """Views of a ghost share no storage with it: writing to one has to be told to the other (``ghost_in_place``)."""
-    if name in (ALIASING | PERHAPS_ALIASING) - {"detach", "get:data"}:
+    if name in _REACH_BASE:
         for leaf in tree_leaves(result):
             if isinstance(leaf, GlobalTensor):
                 leaf.__dict__["_ghost_base"] = base.__dict__.get("_ghost_base", base)

@@ -82,6 +82,7 @@ def backward(func: Any, args: Any, kwargs: Any) -> None:
     running = next((loss._spec.world.running for loss in losses if isinstance(loss, GlobalTensor)), None)
     if running is not None and running.postpones(losses, is_plain=given == [None] * len(losses) and not inputs):
         return
+    _take_note(losses)
     seeds = [seed_of(loss, gradient) for loss, gradient in zip(losses, given, strict=True)]
     create = bool(options.get("create_graph"))
     retain = options.get("retain_graph")
@@ -94,6 +95,14 @@ def backward(func: Any, args: Any, kwargs: Any) -> None:
         allow_unreachable=True,
         accumulate_grad=True,
     )
+
+
+def _take_note(results: list[Any]) -> None:
+    """A program of a scheduled step that differentiates on its own may ask for any leaf's gradient."""
+    for result in results:
+        world = result._spec.world if isinstance(result, GlobalTensor) else None
+        if world is not None and world.running is not None and not world.running.runs_backward:
+            world.differentiates_within_steps = True
 
 
 @handler("grad")
@@ -113,6 +122,7 @@ def grad(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
     materialize = bool(options.get("materialize_grads"))
     allow_unused = materialize if options.get("allow_unused") is None else bool(options["allow_unused"])
     reached = _Reached(inputs)
+    _take_note(outputs)
     try:
         found = _engine_run_backward(
             tuple(outputs),

@@ -23,7 +23,7 @@ from workbench.runtime.boxing.box import box_implicitly, form_on
 from workbench.runtime.entry import enter_as_broadcast
 from workbench.runtime.ops.aliasing import remember_copies, remember_ghost_base
 from workbench.runtime.ops.fallback import FallbackWarning, cached_infos, run_fallback
-from workbench.runtime.ops.ghost import TENSOR, ghost_in_place, ghost_outputs, recipe_of
+from workbench.runtime.ops.ghost import TENSOR, autocast_state, ghost_in_place, ghost_outputs, recipe_of
 from workbench.runtime.ops.keys import PARAMETER, key_of
 from workbench.runtime.ops.out import call_with_out
 from workbench.runtime.ops.plain_target import write_to_plain, writes_to_plain
@@ -257,12 +257,24 @@ def _box_operands(plan: Plan, args: Any, kwargs: Any) -> tuple[Any, Any, list[Gl
 def _run_on_ghost(plan: Plan, func: Any, args: Any, kwargs: Any, operands: list[GlobalTensor]) -> Any:
     if plan.name.in_place:
         return ghost_in_place(operands[0], operands, func, args, kwargs)
-    infos, structure, leaves = cached_infos(func, args, kwargs, operands)
+    infos, structure, leaves = _infos_of(plan, func, args, kwargs, operands)
     outputs = plan.outputs
     assert outputs is not None
     results = ghost_outputs(infos, operands, outputs, plan.world.device, recipe_of(func, args, kwargs))
+    if structure.is_leaf() and leaves[0] is TENSOR:
+        return label(results[0], outputs[0])
     labelled = iter(label(result, spec) for result, spec in zip(results, outputs, strict=True))
     return tree_unflatten([next(labelled) if leaf is TENSOR else leaf for leaf in leaves], structure)
+
+
+def _infos_of(plan: Plan, func: Any, args: Any, kwargs: Any, operands: list[GlobalTensor]) -> Any:
+    """What comes back; besides the plan, it depends on which operands learn, on their dtypes, and on modes."""
+    with local_torch():
+        flags = [(operand.dtype, operand.requires_grad) for operand in operands]
+    key = (*flags, torch.is_grad_enabled(), autocast_state())
+    if key not in plan.infos:
+        plan.infos[key] = cached_infos(func, args, kwargs, operands)
+    return plan.infos[key]
 
 
 def _label_all(result: Any, specs: list[Spec]) -> Any:

@@ -132,10 +132,15 @@ def recipe_of(func: Callable[..., Any], args: Any, kwargs: Any, in_place: bool =
 class _Ghost(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, infos: list[OutputInfo], device: torch.device, second_order: Any, *inputs: torch.Tensor
+        ctx: Any,
+        infos: list[OutputInfo],
+        device: torch.device,
+        second_order: Any,
+        on_backward: Callable[[], None] | None,
+        *inputs: torch.Tensor,
     ) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.num_inputs, ctx.second_order = len(inputs), second_order
+        ctx.num_inputs, ctx.second_order, ctx.on_backward = len(inputs), second_order, on_backward
         ctx.leaves = [tensor for tensor in inputs if isinstance(tensor, GlobalTensor) and tensor.is_leaf]
         outputs = tuple(ghost_storage(shape, dtype, device) for shape, dtype, _ in infos)
         if not all(info[2] for info in infos):
@@ -146,8 +151,10 @@ class _Ghost(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         if any(leaf._ghost_grad is False for leaf in ctx.leaves):  # the walk over all inputs is seldom needed
             mark_ghost_leaves(ctx)
+        if ctx.on_backward is not None:
+            ctx.on_backward()
         found = ctx.second_order(grads) if torch.is_grad_enabled() else (None,) * ctx.num_inputs
-        return None, None, None, *found
+        return None, None, None, None, *found
 
 
 _apply_in_c = super(torch.autograd.Function, _Ghost).apply
@@ -208,7 +215,7 @@ def _second_order(inputs: Sequence[torch.Tensor], keys: Sequence[int], recipe: R
                 sources = [grad for grad in grads if grad is not None] + list(inputs)
                 infos: list[OutputInfo] = [(tuple(t.shape), t.dtype, True) for t in inputs]
                 again = _second_order(sources, [id(t) for t in sources], None, device)
-                return _Ghost.apply(infos, device, again, *sources)
+                return _Ghost.apply(infos, device, again, None, *sources)
             metas = {key: _ToMeta.apply(t) for key, t in zip(keys, inputs, strict=True)}
             results = recipe(metas)
             pairs = [
@@ -236,10 +243,12 @@ def ghost_outputs(
     specs: list[Spec],
     device: torch.device,
     recipe: Recipe | None = None,
+    on_backward: Callable[[], None] | None = None,
 ) -> list[torch.Tensor]:
     """Plain ghost tensors for the results, each linked to the operands that its owner's result is linked to.
 
-    Without a ``recipe`` the gradient of the gradient is linked to everything.
+    Without a ``recipe`` the gradient of the gradient is linked to everything. ``on_backward`` is called when a backward
+    comes by.
     """
     with local_torch():
         results: dict[int, torch.Tensor] = {}
@@ -253,7 +262,7 @@ def ghost_outputs(
             if linked and links:
                 of_these = _only(recipe, chosen)
                 again = _second_order(linked, [id(t) for t in linked], of_these, device)
-                made = _apply_ghost([infos[i] for i in chosen], device, again, *linked)
+                made = _apply_ghost([infos[i] for i in chosen], device, again, on_backward, *linked)
             else:
                 made = [ghost_storage(infos[i][0], infos[i][1], device) for i in chosen]
             results.update(zip(chosen, made, strict=True))
@@ -308,5 +317,5 @@ def _second_order_in_place(target: GlobalTensor, others: list[Any], func: Any, a
         of_others = _second_order(inputs, keys, recipe, device)
         return lambda grads: (None, *of_others(grads))
     info: OutputInfo = (tuple(target.shape), target.dtype, True)
-    before = _Ghost.apply([info], device, lambda grads: grads, target)[0]  # the target's history up to now
+    before = _Ghost.apply([info], device, lambda grads: grads, None, target)[0]  # the target's history up to now
     return _second_order([before, *inputs], [id(stub), *keys], recipe, device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch.utils._pytree import tree_flatten
@@ -41,6 +41,7 @@ class Plan:
         num_tags: how many exchanges ``local`` makes; ranks outside the placement count them.
         copies_view: whether the function gives a view on one device, but had to copy here.
         depends_on_data: whether the shapes of the operands do not tell those of the results.
+        infos: what ghosts know of the results, by the operands' dtypes, by which of them learn, and by modes.
     """
 
     out: Spec | None
@@ -53,6 +54,7 @@ class Plan:
     num_tags: int = 0
     copies_view: bool = False
     depends_on_data: bool = False
+    infos: dict[Any, Any] = field(default_factory=dict)
 
 
 def bind(name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:

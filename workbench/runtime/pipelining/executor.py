@@ -124,7 +124,11 @@ class Executor:
             return
         loss = self._graphs.pop(_key(action))
         if loss.requires_grad:  # a micro-batch that has no weight in the step has no backward
-            loss.backward()
+            self.running.runs_backward = True
+            try:
+                loss.backward()
+            finally:
+                self.running.runs_backward = False
 
     def _seed(self, micro_batch: int) -> None:
         recorder = self.world.recorder

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,21 +19,27 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from workbench.core.boxing import plan_boxing
 from workbench.runtime.ops.ghost import TENSOR, OutputInfo, ghost_outputs
-from workbench.runtime.pipelining.stand_ins import InputBoxing, Noted, StandIn, Watch, blocks
+from workbench.runtime.pipelining.running import RunningStep
+from workbench.runtime.pipelining.stand_ins import InputBoxing, Noted, StandIn, Watch, blocks, has_hooks
 from workbench.runtime.random import draw_key
-from workbench.runtime.tensor import GlobalTensor, Spec, label, local_torch
+from workbench.runtime.tensor import GlobalTensor, Spec, label, local_torch, mark_ghost
 from workbench.runtime.world import World
 
 
 @dataclass
 class Record:
-    """What a call leaves behind. Links count inputs first, then forms made by ``boxings``, then ``parameters``."""
+    """What a call leaves behind. Links count inputs first, then forms made by ``boxings``, then ``parameters``.
+
+    Attributes:
+        infos_beside_parameters: the same without links to parameters; None where these tell more than that they learn.
+    """
 
     boxings: list[InputBoxing]
     parameters: list[GlobalTensor]
     num_tags: int
     num_keys: int
     infos: list[OutputInfo]
+    infos_beside_parameters: list[OutputInfo] | None
     specs: list[Spec]
     structure: Any
     leaves: list[Any]
@@ -57,8 +64,13 @@ class GhostModule(StandIn):
         forms = self.box_inputs(record.boxings, record.num_tags, inputs)
         for _ in range(record.num_keys):
             draw_key(world)
-        operands = [*inputs, *forms, *record.parameters]
-        ghosts = ghost_outputs(record.infos, operands, record.specs, world.device)
+        operands = [*inputs, *forms]
+        if record.infos_beside_parameters is None or world.differentiates_within_steps:
+            ghosts = ghost_outputs(record.infos, [*operands, *record.parameters], record.specs, world.device)
+        else:
+            tell = partial(_tell_parameters, record.parameters, world.running)
+            infos = record.infos_beside_parameters
+            ghosts = ghost_outputs(infos, operands, record.specs, world.device, on_backward=tell)
         made = iter(label(ghost, spec) for ghost, spec in zip(ghosts, record.specs, strict=True))
         return tree_unflatten([next(made) if leaf is TENSOR else leaf for leaf in record.leaves], record.structure)
 
@@ -79,10 +91,37 @@ class GhostModule(StandIn):
             noted.num_tags,
             noted.num_keys,
             infos,
+            _beside_parameters(infos, len(inputs) + len(noted.watch.boxings), links.parameters),
             [tensor._spec for tensor in tensors],  # type: ignore[attr-defined]
             structure,
             [TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves],
         )
+
+
+def _beside_parameters(
+    infos: list[OutputInfo], num_operands: int, parameters: list[GlobalTensor]
+) -> list[OutputInfo] | None:
+    """Links to operands alone: a dozen parameters for each block take longer than all the rest of its call.
+
+    None where a result learns by parameters alone, or somebody waits for the gradient of one.
+    """
+    if any(map(has_hooks, parameters)):
+        return None
+    found: list[OutputInfo] = []
+    for shape, dtype, links in infos:
+        kept = tuple(link for link in links if link < num_operands) if isinstance(links, tuple) else links
+        if links and not kept:
+            return None
+        found.append((shape, dtype, kept))
+    return found
+
+
+def _tell_parameters(parameters: list[GlobalTensor], running: RunningStep) -> None:
+    """Their owner has gradients of them now, if the schedule's own backward has come by."""
+    if running.runs_backward:
+        for parameter in parameters:
+            if parameter._ghost_grad is False:
+                mark_ghost(parameter)
 
 
 def _is_fresh_ghost(tensor: torch.Tensor, inputs: list[GlobalTensor]) -> bool:

@@ -26,6 +26,7 @@ class RunningStep:
         weight_gradients: what keeps back the gradients of the weights of this micro-batch; None where nobody does.
         losses: where the program itself calls ``backward``, those it was called on: they wait for the schedule's
             backward. None where a backward runs when it is called.
+        runs_backward: whether the backward that runs is the schedule's own, which gives all leaves their gradients.
     """
 
     placements: tuple[Placement, ...]
@@ -36,6 +37,7 @@ class RunningStep:
     watch: Any = None
     weight_gradients: Any = None
     losses: list[Any] | None = None
+    runs_backward: bool = False
 
     def postpones(self, losses: list[Any], *, is_plain: bool) -> bool:
         """Whether a backward from ``losses`` waits for the schedule; ``is_plain``: it has no gradients or inputs given.

@@ -211,7 +211,7 @@ class StandIn(ABC):
             for hooks in (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks):
                 found.append(tuple(hooks))
             for parameter in part._parameters.values():
-                found.append(parameter is not None and (id(parameter), parameter.requires_grad))
+                found.append(parameter is not None and (id(parameter), parameter.requires_grad, has_hooks(parameter)))
         return tuple(found)
 
     def _note(self, inputs: list[GlobalTensor], args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -241,6 +241,11 @@ class StandIn(ABC):
                 held = (*part._parameters.values(), *part._buffers.values())
                 found += [(id(tensor), tensor._version) for tensor in held if tensor is not None]
         return found
+
+
+def has_hooks(parameter: torch.Tensor) -> bool:
+    """Whether somebody waits for a parameter's gradient."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 @cache
