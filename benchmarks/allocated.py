@@ -10,11 +10,10 @@ that ranks share, where there is room; for this run there is none, so that the a
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from workbench.runtime.runs.job import Batch, Job
@@ -69,14 +68,15 @@ def _in_ordinary_memory(world: World) -> Iterator[None]:
         yield
         return
 
-    def empty_in_block(shape: Sequence[int], dtype: torch.dtype) -> tuple[torch.Tensor, None]:
-        return torch.empty(tuple(shape), dtype=dtype), None
+    def room_for_tensor(num_bytes: int) -> None:
+        """There is none: tensors lie in ordinary memory."""
 
-    segment.empty_in_block = empty_in_block
+    has_room = segment.room_for_tensor
+    segment.room_for_tensor = room_for_tensor
     try:
         yield
     finally:
-        del segment.empty_in_block
+        segment.room_for_tensor = has_room
 
 
 __all__ = ["peak_allocated"]
