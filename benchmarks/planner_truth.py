@@ -3,12 +3,14 @@
     python -m benchmarks.planner_truth
     python -m benchmarks.planner_truth --engines 2 --rounds 1 --models perceptron      # a short look
 
-Two models under twelve strategies each, on 2 and on 4 engines. The engines are calibrated first (`wb.calibrate`); no
-run of the comparison goes into the calibration. Predicted and measured stand side by side: the time of a step; the
-most bytes that the fullest rank's tensors have at one moment of a step, as the allocator tells it in a run of its own
-(``benchmarks.allocated``); the bytes sent. Beside them the peak of that rank's process above where it stood before the
-model was made, which nobody predicts: sums of gradients in memory that ranks share, what the allocator keeps, and what
-runs before it in the same process have left there.
+Two models under twelve strategies each, on 2 and on 4 engines. The engines are calibrated before every round
+(`wb.calibrate`), because a virtual machine may be a fifth faster or slower some minutes later; the median of its
+rounds' predictions counts, as the median of the steps does. No run of the comparison goes into a calibration.
+Predicted and measured stand side by side: the time of a step; the most bytes that the fullest rank's tensors have at
+one moment of a step, as the allocator tells it in a run of its own (``benchmarks.allocated``); the bytes sent. Beside
+them the peak of that rank's process above where it stood before the model was made, which nobody predicts: sums of
+gradients in memory that ranks share, what the allocator keeps, and what runs before it in the same process have left
+there.
 Strategies take turns, round by round, and the median over all rounds' steps counts. The machine must be quiet; on a
 virtual one that is not ours alone to say, so what its hypervisor gave to other machines meanwhile is noted. Beside the
 median stand the tenth of the steps that was disturbed least, and the steps by the own clock of their busiest rank,
@@ -48,8 +50,10 @@ from workbench.units import format_bytes
 TIME_TARGET, MEMORY_TARGET, PLACE_TARGET = Target(15, unit="%"), Target(10, unit="%"), Target(2)
 """At most: the median error of the time, the worst of the memory, and the place of the best measured strategy among the
 predictions."""
-_DIFFERENT = 0.05
-"""Strategies whose times differ by less are not put into an order."""
+_DIFFERENT, _ALIKE = 0.05, 0.02
+"""Strategies whose times differ by less are not put into an order; those that are slower than the best by less than the
+second are the best as well: the medians of two rounds are further apart.
+"""
 LENGTH, NUM_WORDS = 64, 2048
 
 PERCEPTRON = {
@@ -149,15 +153,25 @@ SUBJECTS = (
 
 @dataclass
 class Row:
-    """One strategy: predicted, and measured so far."""
+    """One strategy: predicted round by round, and measured so far."""
 
     strategy: str
-    predicted: Estimate
-    times_s: list[float]
+    predictions: list[Estimate] = field(default_factory=list)
+    times_s: list[float] = field(default_factory=list)
     own_times_s: list[float] = field(default_factory=list)
     tensor_bytes: int = 0
     process_bytes: int = 0
     sent_bytes: int = 0
+
+    @property
+    def predicted(self) -> Estimate:
+        """Of the last round: bytes are the same in all."""
+        return self.predictions[-1]
+
+    @property
+    def predicted_s(self) -> float:
+        """Median over all rounds."""
+        return median(prediction.step_s for prediction in self.predictions)
 
     @property
     def measured_s(self) -> float:
@@ -172,12 +186,12 @@ class Row:
     @property
     def time_error(self) -> float:
         """Predicted over measured, less one."""
-        return self.predicted.step_s / self.measured_s - 1
+        return self.predicted_s / self.measured_s - 1
 
     @property
     def least_error(self) -> float:
         """The same of the steps that were disturbed least."""
-        return self.predicted.step_s / self.least_s - 1
+        return self.predicted_s / self.least_s - 1
 
     @property
     def own_s(self) -> float:
@@ -187,7 +201,7 @@ class Row:
     @property
     def own_error(self) -> float:
         """The same of these."""
-        return self.predicted.step_s / self.own_s - 1
+        return self.predicted_s / self.own_s - 1
 
     @property
     def memory_error(self) -> float:
@@ -219,33 +233,31 @@ def measure(session: Session, subject: Subject, rows: Sequence[Row], crowding: f
         print(f"  {row.strategy}: {row.measured_s * 1e3:.0f} ms", file=sys.stderr, flush=True)
 
 
-def predict(subject: Subject, num_engines: int, hardware: Hardware) -> list[Row]:
-    """All strategies of a model, before any has run."""
-    costs = subject.costs()
-    rows = []
-    for text in subject.strategies[num_engines]:
-        resolved = Strategy(text).resolve(costs.layers, num_engines)
-        rows.append(Row(text, estimate(costs, resolved, hardware, subject.batch_size, optimizer="momentum"), []))
-    return rows
+def predict(subject: Subject, costs: ModelCosts, num_engines: int, hardware: Hardware, rows: Sequence[Row]) -> None:
+    """All strategies of a model, before any runs in this round."""
+    for row in rows:
+        resolved = Strategy(row.strategy).resolve(costs.layers, num_engines)
+        row.predictions.append(estimate(costs, resolved, hardware, subject.batch_size, optimizer="momentum"))
 
 
 def place_of_best(rows: Sequence[Row]) -> int:
-    """Of the best measured strategy among the predictions, from 1."""
-    best = min(rows, key=lambda row: row.measured_s)
-    return 1 + sum(row.predicted.step_s < best.predicted.step_s for row in rows)
+    """Of the best measured strategy among the predictions, from 1; where several are alike, of the first of them."""
+    least_s = (1 + _ALIKE) * min(row.measured_s for row in rows)
+    best_s = min(row.predicted_s for row in rows if row.measured_s <= least_s)
+    return 1 + sum(row.predicted_s < best_s for row in rows)
 
 
 def ordered_share(rows: Sequence[Row]) -> float:
     """Of the pairs that really differ, those predicted in the right order."""
     pairs = [(a, b) for a, b in combinations(rows, 2) if abs(a.measured_s / b.measured_s - 1) > _DIFFERENT]
-    right = [(a.measured_s < b.measured_s) == (a.predicted.step_s < b.predicted.step_s) for a, b in pairs]
+    right = [(a.measured_s < b.measured_s) == (a.predicted_s < b.predicted_s) for a, b in pairs]
     return sum(right) / len(right) if right else 1.0
 
 
 def described(subject: Subject, num_engines: int, rows: Sequence[Row], stolen: float) -> tuple[str, list[Comparison]]:
     """A table of the strategies, and what follows from it."""
     lines = [
-        [row.strategy.replace("|", "/"), f"{row.predicted.step_s * 1e3:.1f}", f"{row.measured_s * 1e3:.1f}",
+        [row.strategy.replace("|", "/"), f"{row.predicted_s * 1e3:.1f}", f"{row.measured_s * 1e3:.1f}",
          f"{row.time_error:+.0%}", f"{row.least_s * 1e3:.1f}", f"{row.least_error:+.0%}",
          f"{row.own_s * 1e3:.1f}", f"{row.own_error:+.0%}",
          format_bytes(row.predicted.peak_bytes), format_bytes(row.tensor_bytes), f"{row.memory_error:+.0%}",
@@ -308,21 +320,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     for num_engines in options.engines:
         with Session(engines=num_engines, device="cpu") as session:
-            started, stolen = time.perf_counter(), Stolen()
-            hardware = calibrate(session)
-            assert isinstance(hardware, Hardware)
-            took = time.perf_counter() - started
-            took_by_others = f"while the hypervisor gave {stolen.share():.0%} of the cores' time to others"
-            sections = [f"{show_hardware(hardware)} Calibrated in {took:.0f} s, {took_by_others}.\n"]
-            judged: list[Comparison] = []
+            sections, judged = list[str](), list[Comparison]()
             for subject in (subject for subject in SUBJECTS if subject.name in options.models):
                 chosen = {n: texts[: options.strategies] for n, texts in subject.strategies.items()}
                 subject = replace(subject, strategies=chosen)
-                rows, stolen = predict(subject, num_engines, hardware), Stolen()
+                rows, costs, stolen = [Row(text) for text in chosen[num_engines]], subject.costs(), Stolen()
+                calibrations = []
                 for _ in range(options.rounds):
+                    hardware = calibrate(session)
+                    assert isinstance(hardware, Hardware)
+                    calibrations.append(f"* {show_hardware(hardware)}")
+                    predict(subject, costs, num_engines, hardware, rows)
                     measure(session, subject, rows, hardware.alone_speedup)
                 section, comparisons = described(subject, num_engines, rows, stolen.share())
-                sections.append(section)
+                sections += [section, "\n".join(["Calibrated before each round:\n", *calibrations, ""])]
                 judged += comparisons
         title = f"Predicted and measured on this machine, {num_engines} engines"
         publish(f"planner-truth-{num_engines}-engines", title, "\n".join(sections), judged)
