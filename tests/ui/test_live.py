@@ -367,25 +367,6 @@ def test_an_unknown_number_of_steps_needs_no_progress_bar():
     assert view.progress.layout.visibility == "hidden" and "step 1<" in view.state.value
 
 
-def test_ranks_can_be_chosen_in_the_log(view: LiveView):
-    view.log.say("only me", "1", warns=True)
-    view.log_ranks.value = "0"
-    assert "only me" not in view.log_lines.value
-    view.log_ranks.value = "1"
-    assert "only me" in view.log_lines.value
-
-
-def test_a_log_that_is_not_followed_stands_still(view: LiveView):
-    view.log.say("one")
-    view.draw(everything=True)
-    view.log_follow.value = False
-    view.log.say("two")
-    view.draw(everything=True)
-    assert "two" not in view.log_lines.value and "1 new" in view.log_count.value
-    view.log_follow.value = True
-    assert "two" in view.log_lines.value and "new" not in view.log_count.value
-
-
 def test_one_device_is_seen_while_it_trains_before_the_run(view: LiveView):
     view.tick(1)
     view.add_one_device(block(0, (3.0, 2.0), time_s=(0.1,), boxing_s=(0.0,)))

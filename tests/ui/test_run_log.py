@@ -8,6 +8,7 @@ import pytest
 
 from tests.ui.reports import block
 from workbench.core.metrics import RunEvent
+from workbench.ui.live.part import LiveView
 from workbench.ui.live.run_log import MAX_LINES, RunLog
 
 
@@ -72,3 +73,26 @@ def test_only_the_last_lines_are_kept_and_all_are_counted(log: RunLog):
     assert "line 249 &lt;b&gt;" in log.html()
     short = log.head_and_tail(4)
     assert [line.text for line in short][2] == "\u2026 246 lines \u2026" and len(short) == 5
+
+
+def test_ranks_can_be_chosen_in_the_log():
+    view = LiveView(2)
+    view.begin("data", "*: data", 10)
+    view.log.say("only me", "1", warns=True)
+    view.log_ranks.value = "0"
+    assert "only me" not in view.log_lines.value
+    view.log_ranks.value = "1"
+    assert "only me" in view.log_lines.value
+
+
+def test_a_log_that_is_not_followed_stands_still():
+    view = LiveView(2)
+    view.begin("data", "*: data", 10)
+    view.log.say("one")
+    view.draw(everything=True)
+    view.log_follow.value = False
+    view.log.say("two")
+    view.draw(everything=True)
+    assert "two" not in view.log_lines.value and "1 new" in view.log_count.value
+    view.log_follow.value = True
+    assert "two" in view.log_lines.value and "new" not in view.log_count.value
