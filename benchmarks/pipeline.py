@@ -7,8 +7,9 @@ A GPT of 8 blocks of width 256, batch 8 x 64 in 4 micro-batches, forward, backwa
 ``Schedule1F1B`` and equally many blocks on each stage; the workbench with every schedule, as written and captured
 (``wb.capture``). The same again with a head as large as two blocks: torch with equally many blocks on each stage, the
 workbench with stages cut by ``wb.balance``; on paper, what any cut can give.
-Models start from the same weights, and must end with the same. Measured steps are compared with what the simulator
-makes of the measured actions.
+Both sides have AdamW as a user gets it: torch's loops over the parameters, the workbench's goes through memory once
+(`runtime/gradients/fused_steps`), 5% of a step here. Models start from the same weights, and must end with the same.
+Measured steps are compared with what the simulator makes of the measured actions.
 """
 
 from __future__ import annotations
