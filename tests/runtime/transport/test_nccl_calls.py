@@ -282,6 +282,16 @@ def test_what_nccl_does_not_know_travels_all_the_same(monkeypatch):
     assert assert_all_returned(results) == [expected, expected]
 
 
+def test_nothing_is_received_into_a_copy_that_nobody_sees(monkeypatch):
+    def program(transport, rank):
+        out = torch.empty(3, 2).t()
+        with pytest.raises(RuntimeError, match="view size is not compatible"):
+            transport.exchange([(1 - rank, torch.ones(2, 3))], [(1 - rank, out)], 0, "boxing")
+
+    results, _ = run_played(program, 2, monkeypatch)
+    assert_all_returned(results)
+
+
 def test_ranks_that_diverged_are_freed_and_hear_of_both_calls(monkeypatch):
     def program(transport, rank):
         transport.all_gather(torch.zeros(1), "a start")

@@ -60,7 +60,7 @@ class DistributedTransport(Asynchronous):
         """NCCL has no tags: sends and receives of one exchange go in one group call."""
         self._raise_if_aborted(header)
         operations = [dist.P2POp(dist.isend, _bytes_of(tensor), destination) for destination, tensor in sends]
-        operations += [dist.P2POp(dist.irecv, _bytes_of(out), source) for source, out in receives]
+        operations += [dist.P2POp(dist.irecv, _memory_of(out), source) for source, out in receives]
         works = dist.batch_isend_irecv(operations) if operations else []
         self.sent_bytes += sum(tensor.nbytes for _, tensor in sends)
         if works:
@@ -137,8 +137,13 @@ class DistributedTransport(Asynchronous):
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """What travels, since NCCL neither knows all dtypes nor sees torch's flags; of a plain tensor its own memory."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    """What travels, since NCCL neither knows all dtypes nor sees torch's flags."""
+    return _memory_of(tensor.detach().resolve_conj().resolve_neg().contiguous())
+
+
+def _memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor, never a copy of them: an error where there is none to write to."""
+    return tensor.detach().view(-1).view(torch.uint8)
 
 
 def abort_calls() -> None:
