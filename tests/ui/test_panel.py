@@ -208,10 +208,13 @@ def test_a_page_that_shows_the_panel_has_the_figure_before_the_first_run(panel: 
     finish(panel, trainer)
 
 
-def test_a_panel_without_engines_makes_no_figure(monkeypatch: pytest.MonkeyPatch):
-    panel = Panel(None, make_mlp, (32, 64), num_ranks=2, costs=gpt(1))
-    monkeypatch.setattr(panel._runs_part.live, "prepare", lambda: pytest.fail("5 MB for nothing"))
-    say(panel, event="theme", value="dark")
+def test_a_panel_without_engines_makes_no_figure(monkeypatch: pytest.MonkeyPatch, panel: Panel):
+    made: list[Panel] = []
+    without = Panel(None, make_mlp, (32, 64), num_ranks=2, costs=gpt(1))
+    for each in (without, panel):
+        monkeypatch.setattr(each._runs_part.live, "prepare", lambda each=each: made.append(each))
+        say(each, event="theme", value="dark")
+    assert made == [panel]  # 5 MB for nothing, else
 
 
 def test_figures_follow_the_page_s_theme(panel: Panel, trainer: FakeTrainer):
