@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -193,3 +195,21 @@ def test_tied_weights_and_blocks():
     batch = torch.zeros(4, 5, dtype=torch.int64), torch.zeros(4, 5, dtype=torch.int64)
     run = dry_run(Chain, "*: data | 1x2x1 zero=3", 2, *batch, next_word_loss)
     assert run.by_kind["all-gather"] > run.by_kind["reduce-scatter"] > 0 and "2 ranks send" in str(run)
+
+
+ALONE = """
+import torch
+from workbench.runtime.costs.dry_run import dry_run
+
+def chain():
+    return torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 6))
+
+batch = torch.empty(8, 4), torch.empty(8, dtype=torch.int64)
+print(dry_run(chain, "data | recompute", 2, *batch, torch.nn.functional.cross_entropy).by_kind)
+"""
+
+
+def test_it_needs_nothing_but_what_it_imports():
+    """Recomputation compares tensors by methods that no other import has brought along here."""
+    done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "{'gradients': 576}\n"), done.stderr[-500:]

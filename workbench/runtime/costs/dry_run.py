@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from workbench.core.boxing import LinkCost
 from workbench.core.rows import Layer
 from workbench.core.strategy import ResolvedLayer, ResolvedStrategy, Strategy
+from workbench.runtime import methods  # noqa: F401 - completes GlobalTensor
 from workbench.runtime.parallel import describe, parallelize
 from workbench.runtime.pipelining.step import forward_backward
 from workbench.runtime.tensor import GlobalTensor, local_torch, plain
