@@ -39,6 +39,13 @@ class LiveWidget(go.FigureWidget):
             self.unobserve(self._on_drawn, "_js2py_traceDeltas")
             self._on_page()
 
+    def set_state(self, sync_data: dict[str, Any]) -> None:
+        """Take in what a page says, and draw nothing meanwhile: traits hold back what changes while several are set, and
+        an update that another thread sends and takes back then is one that no page ever gets.
+        """
+        with self._drawing:
+            super().set_state(sync_data)
+
     @contextmanager
     def batch_update(self) -> Iterator[None]:
         """Changes inside are sent together, and no page is told of some of them only."""
