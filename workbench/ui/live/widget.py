@@ -40,7 +40,7 @@ class LiveWidget(go.FigureWidget):
             self._on_page()
 
     def set_state(self, sync_data: dict[str, Any]) -> None:
-        """Take in what a page says, and draw nothing meanwhile: traits hold back what changes while several are set, and
+        """Take in what a page says, and draw nothing meanwhile: traits hold back what changes while some are set, and
         an update that another thread sends and takes back then is one that no page ever gets.
         """
         with self._drawing:
