@@ -15,6 +15,7 @@ from workbench.core.presets import balanced_cuts
 from workbench.errors import StrategyError
 from workbench.pipeline.schedules import Action, make_table
 from workbench.pipeline.simulate import Span, Timeline, measured_durations, simulate
+from workbench.runtime.pipelining.cutting import shortest_step, step_s
 from workbench.testing import run_ranks
 
 
@@ -99,6 +100,7 @@ def test_stages_are_cut_by_what_layers_cost_not_by_their_number():
     assert list(found.costs_s) == ["0", "1", "2", "3"] and found.costs_s["3"] > 0.03
     assert found.stage_costs_s() == pytest.approx([sum(list(found.costs_s.values())[:3]), found.costs_s["3"]])
     assert "ms" in str(found)
+    assert str(found.strategy.options) == "2x1x1"
     assert torch.equal(model[0].weight.grad, torch.ones(4, 4)) and model[1].weight.grad is None
     assert torch.equal(torch.get_rng_state(), state) and not model[0]._forward_pre_hooks
 
@@ -137,3 +139,50 @@ def test_balanced_cuts_are_the_best_of_all():
         every = itertools.combinations(range(1, len(weights)), parts - 1)
         best = min(max(sum(weights[a:b]) for a, b in itertools.pairwise((0, *ends, len(weights)))) for ends in every)
         assert largest == best
+
+
+def test_a_cut_is_proposed_for_a_schedule_and_its_micro_batches():
+    model = slow_model(*[(0.004, 0.008)] * 5, (0.008, 0.016))
+    batch = torch.ones(2, 4), torch.ones(2, 4)
+    few = wb.balance(model, F.mse_loss, *batch, 3, num_micro_batches=2, schedule="1f1b", num_repeats=2)
+    assert str(few.strategy.options) == "3x1x1 mb=2 1f1b"
+    costs = list(few.costs_s.values())
+    assert list(few.stages.values()) == shortest_step(costs, 3, 2, "1f1b")
+    with pytest.raises(StrategyError, match="schedule 'fast' is not available"):
+        wb.balance(model, F.mse_loss, *batch, 3, schedule="fast", num_repeats=1)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero_bubble"])
+def test_of_few_cuts_the_one_with_the_shortest_step_is_found(schedule):
+    draw = random.Random(1)
+    for _ in range(15):
+        costs = [draw.randint(1, 9) for _ in range(draw.randint(3, 7))]
+        num_stages, micro_batches = draw.randint(2, min(4, len(costs))), draw.choice((1, 2, 5))
+        found = shortest_step(costs, num_stages, micro_batches, schedule)
+        assert sorted(set(found)) == list(range(num_stages)) and found == sorted(found)
+        every = (
+            [sum(end <= part for end in ends) for part in range(len(costs))]
+            for ends in itertools.combinations(range(1, len(costs)), num_stages - 1)
+        )
+        best = min(step_s(totals(costs, cut, num_stages), micro_batches, schedule) for cut in every)
+        assert step_s(totals(costs, found, num_stages), micro_batches, schedule) == pytest.approx(best, rel=1e-5)
+
+
+def test_of_many_cuts_a_descent_finds_one_no_slower_than_with_even_stages():
+    costs = [2.0, *[4.0] * 16, 7.0]
+    even, found = balanced_cuts(costs, 4), shortest_step(costs, 4, 4, "1f1b")
+    assert step_s(totals(costs, found, 4), 4, "1f1b") < step_s(totals(costs, even, 4), 4, "1f1b")
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_a_full_pipeline_goes_on_at_the_pace_of_its_slowest_stage(schedule):
+    """What is not simulated is what the simulator would say."""
+    stages, micro_batches = [3.0, 5.0, 4.0], 40
+    shares = {"F": 0.4, "B": 0.6}
+    table = make_table(schedule, 3, micro_batches)
+    paper = simulate(table, 3, lambda action: stages[action.stage] * shares[action.kind]).makespan_s
+    assert step_s(stages, micro_batches, schedule) == pytest.approx(paper)
+
+
+def totals(costs, cut, num_stages):
+    return [sum(c for c, stage in zip(costs, cut, strict=True) if stage == k) for k in range(num_stages)]

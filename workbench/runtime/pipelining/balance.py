@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from workbench.core.presets import balanced_cuts
 from workbench.core.rows import Row
 from workbench.core.strategy import Options, Strategy
 from workbench.errors import StrategyError
+from workbench.runtime.pipelining.cutting import shortest_step
 from workbench.runtime.pipelining.micro_batches import call
 from workbench.runtime.strategies.state import STATE, describe, layers_of
 from workbench.runtime.tensor import GlobalTensor
@@ -51,20 +51,31 @@ class Balance:
 
 
 def balance(
-    module: nn.Module, loss_fn: LossFunction, inputs: Any, targets: Any, num_stages: int, *, num_repeats: int = 5
+    module: nn.Module,
+    loss_fn: LossFunction,
+    inputs: Any,
+    targets: Any,
+    num_stages: int,
+    *,
+    num_micro_batches: int | None = None,
+    schedule: str | None = None,
+    num_repeats: int = 5,
 ) -> Balance:
-    """Cut a model into stages such that the slowest is as fast as can be, by measuring it. All ranks call it.
+    """Cut a model into stages such that a step takes as little time as can be, by measuring it. All ranks call it.
 
     Runs forward and backward of one micro-batch here, in plain torch, and takes the least time of every part over some
     repetitions and over the ranks: what else runs on a machine makes times longer only. The loss counts with the last
-    layer, the head. Cuts fall between blocks and layers, never inside a block, and the best ones are found (dynamic
-    programming).
+    layer, the head. Cuts fall between blocks and layers, never inside a block; they are compared by what a step of the
+    schedule takes on paper. With few micro-batches that is not the cut whose slowest stage is fastest: early stages may
+    be slower than late ones.
 
     Args:
         module: the whole model, before ``wb.parallelize``; parameters, gradients and buffers stay as they are.
         loss_fn: (output, targets) -> a scalar.
         inputs, targets: one micro-batch, as for ``wb.forward_backward``.
         num_stages: how many stages.
+        num_micro_batches: of a step; where it is not given, as many as stages.
+        schedule: of one stage per rank; ``1f1b`` where it is not given. What is given is among the strategy's options.
         num_repeats: repetitions, after one that does not count.
 
     Raises:
@@ -87,9 +98,10 @@ def balance(
         sum(min(sample[name] for sample in samples[1:]) for name in names if _part_of(name) == part) for part in parts
     ]
     costs = _least_over_ranks(own, current())
-    cuts = balanced_cuts(costs, num_stages)
+    cuts = shortest_step(costs, num_stages, num_micro_batches or num_stages, schedule or "1f1b")
     rows = [Row(part, "data", None, stage) for part, stage in zip(parts, cuts, strict=True)]
-    strategy = Strategy.from_rows(rows, Options(degrees=(num_stages, 1, 1)))
+    options = Options((num_stages, 1, 1), num_micro_batches=num_micro_batches or 1, schedule=schedule)
+    strategy = Strategy.from_rows(rows, options)
     return Balance(strategy, dict(zip(parts, costs, strict=True)), dict(zip(parts, cuts, strict=True)))
 
 
