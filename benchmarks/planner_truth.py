@@ -3,18 +3,19 @@
     python -m benchmarks.planner_truth
     python -m benchmarks.planner_truth --engines 2 --rounds 1 --models perceptron      # a short look
 
-Two models under twelve strategies each, on 2 and on 4 engines. The engines are calibrated before every round
-(`wb.calibrate`), because a virtual machine may be a fifth faster or slower some minutes later; the median of its
-rounds' predictions counts, as the median of the steps does. No run of the comparison goes into a calibration.
+Two models under twelve strategies each, on 2 and on 4 engines, in short rounds: the engines are calibrated
+(`wb.calibrate`), then every strategy takes a few steps, in the next round in the opposite order. A virtual machine may
+be a fifth faster or slower for some seconds, or some minutes later: of the rounds' predictions and of their steps'
+medians the median counts, and how far apart rounds are stands beside it. No run of the comparison goes into a
+calibration.
 Predicted and measured stand side by side: the time of a step; the most bytes that the fullest rank's tensors have at
 one moment of a step, as the allocator tells it in a run of its own (``benchmarks.allocated``); the bytes sent. Beside
 them the peak of that rank's process above where it stood before the model was made, which nobody predicts: sums of
 gradients in memory that ranks share, what the allocator keeps, and what runs before it in the same process have left
 there.
-Strategies take turns, round by round, and the median over all rounds' steps counts. The machine must be quiet; on a
-virtual one that is not ours alone to say, so what its hypervisor gave to other machines meanwhile is noted. Beside the
-median stand the tenth of the steps that was disturbed least, and the steps by the own clock of their busiest rank,
-which stands still while others have its core: times threads per core, that is a step in which nobody waits.
+The machine must be quiet; on a virtual one that is not ours alone to say, so what its hypervisor gave to other
+machines meanwhile is noted. Beside the times stand the steps by the own clock of their busiest rank, which stands still
+while others have its core: times threads per core, that is a step in which nobody waits.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import combinations, pairwise
 from statistics import median
 from typing import Any
@@ -54,6 +55,9 @@ _DIFFERENT, _ALIKE = 0.05, 0.02
 """Strategies whose times differ by less are not put into an order; those that are slower than the best by less than the
 second are the best as well: the medians of two rounds are further apart.
 """
+NUM_ROUNDS, _COUNTED_STEPS = 5, 5
+_FIRST = WARM_UP_STEPS + 1
+"""The step that counts first: in the one before, a run looks at its memory."""
 LENGTH, NUM_WORDS = 64, 2048
 
 PERCEPTRON = {
@@ -123,7 +127,6 @@ class Subject:
     make: Callable[[], nn.Module]
     loss: Callable[[Any, Any], torch.Tensor]
     batch_size: int
-    num_steps: int
     strategies: Mapping[int, tuple[str, ...]]
 
     def data(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -137,7 +140,7 @@ class Subject:
 
     def job(self) -> ClockedJob:
         """What the engines train."""
-        return ClockedJob(self.make, self.data(), self.loss, None, self.batch_size, self.num_steps)
+        return ClockedJob(self.make, self.data(), self.loss, None, self.batch_size, _FIRST + _COUNTED_STEPS)
 
     def costs(self) -> ModelCosts:
         """Counted on fake tensors."""
@@ -146,19 +149,23 @@ class Subject:
 
 
 SUBJECTS = (
-    Subject("perceptron", make_perceptron, F.cross_entropy, 256, 16, PERCEPTRON),
-    Subject("gpt", make_gpt, next_word_loss, 16, 12, TEXTS),
+    Subject("perceptron", make_perceptron, F.cross_entropy, 256, PERCEPTRON),
+    Subject("gpt", make_gpt, next_word_loss, 16, TEXTS),
 )
 
 
 @dataclass
 class Row:
-    """One strategy: predicted round by round, and measured so far."""
+    """One strategy: predicted and measured round by round.
+
+    Attributes:
+        rounds_s, own_rounds_s: medians of the rounds' steps, on the wall and by the clock of their busiest rank.
+    """
 
     strategy: str
     predictions: list[Estimate] = field(default_factory=list)
-    times_s: list[float] = field(default_factory=list)
-    own_times_s: list[float] = field(default_factory=list)
+    rounds_s: list[float] = field(default_factory=list)
+    own_rounds_s: list[float] = field(default_factory=list)
     tensor_bytes: int = 0
     process_bytes: int = 0
     sent_bytes: int = 0
@@ -175,13 +182,15 @@ class Row:
 
     @property
     def measured_s(self) -> float:
-        """Median over all steps."""
-        return median(self.times_s)
+        """Median over all rounds."""
+        return median(self.rounds_s)
 
     @property
-    def least_s(self) -> float:
-        """A tenth of the steps took no longer."""
-        return sorted(self.times_s)[len(self.times_s) // 10]
+    def spread(self) -> float:
+        """Of the middle half of the rounds, slowest over fastest, less one."""
+        ordered = sorted(self.rounds_s)
+        away = len(ordered) // 4
+        return ordered[-1 - away] / ordered[away] - 1
 
     @property
     def time_error(self) -> float:
@@ -189,14 +198,9 @@ class Row:
         return self.predicted_s / self.measured_s - 1
 
     @property
-    def least_error(self) -> float:
-        """The same of the steps that were disturbed least."""
-        return self.predicted_s / self.least_s - 1
-
-    @property
     def own_s(self) -> float:
-        """Median of the steps by the clock of their busiest rank."""
-        return median(self.own_times_s)
+        """Median of the rounds by the clock of their busiest rank."""
+        return median(self.own_rounds_s)
 
     @property
     def own_error(self) -> float:
@@ -215,8 +219,7 @@ def run_on_engine(job: ClockedJob, strategy: str) -> tuple[list[float], list[flo
     result = run_strategy(job, strategy)
     marks = job.__dict__["own_s"]
     own_times_s = [after - before for before, after in pairwise(marks)]
-    first = WARM_UP_STEPS + 1
-    return result.step_times_s[first:], own_times_s[first:], result.memory_bytes, result.boxed_bytes
+    return result.step_times_s[_FIRST:], own_times_s[_FIRST:], result.memory_bytes, result.boxed_bytes
 
 
 def measure(session: Session, subject: Subject, rows: Sequence[Row], crowding: float) -> None:
@@ -224,13 +227,18 @@ def measure(session: Session, subject: Subject, rows: Sequence[Row], crowding: f
     job = subject.job()
     for row in rows:
         reports = session.submit(run_on_engine, job, row.strategy).result()
-        row.times_s += [max(times) for times in zip(*(times for times, _, _, _ in reports), strict=True)]
-        row.own_times_s += [crowding * max(times) for times in zip(*(own for _, own, _, _ in reports), strict=True)]
+        row.rounds_s.append(_median_of_slowest([times for times, _, _, _ in reports]))
+        row.own_rounds_s.append(crowding * _median_of_slowest([own for _, own, _, _ in reports]))
         row.process_bytes = max(row.process_bytes, *(memory["peak"] for _, _, memory, _ in reports))
         row.sent_bytes = sum(sent for _, _, _, sent in reports)
         if not row.tensor_bytes:
             row.tensor_bytes = max(session.submit(peak_allocated, job, row.strategy).result())
-        print(f"  {row.strategy}: {row.measured_s * 1e3:.0f} ms", file=sys.stderr, flush=True)
+        print(f"  {row.strategy}: {row.rounds_s[-1] * 1e3:.0f} ms", file=sys.stderr, flush=True)
+
+
+def _median_of_slowest(ranks: Sequence[Sequence[float]]) -> float:
+    """A step is as long as its slowest rank's."""
+    return median(max(times) for times in zip(*ranks, strict=True))
 
 
 def predict(subject: Subject, costs: ModelCosts, num_engines: int, hardware: Hardware, rows: Sequence[Row]) -> None:
@@ -254,18 +262,18 @@ def ordered_share(rows: Sequence[Row]) -> float:
     return sum(right) / len(right) if right else 1.0
 
 
-def described(subject: Subject, num_engines: int, rows: Sequence[Row], stolen: float) -> tuple[str, list[Comparison]]:
+def described(subject: Subject, num_engines: int, rows: Sequence[Row]) -> tuple[str, list[Comparison]]:
     """A table of the strategies, and what follows from it."""
     lines = [
         [row.strategy.replace("|", "/"), f"{row.predicted_s * 1e3:.1f}", f"{row.measured_s * 1e3:.1f}",
-         f"{row.time_error:+.0%}", f"{row.least_s * 1e3:.1f}", f"{row.least_error:+.0%}",
+         f"{row.time_error:+.0%}", f"{min(row.rounds_s) * 1e3:.0f} to {max(row.rounds_s) * 1e3:.0f}",
          f"{row.own_s * 1e3:.1f}", f"{row.own_error:+.0%}",
          format_bytes(row.predicted.peak_bytes), format_bytes(row.tensor_bytes), f"{row.memory_error:+.0%}",
          format_bytes(row.process_bytes),
          format_bytes(row.predicted.boxed_bytes), format_bytes(row.sent_bytes)]
         for row in sorted(rows, key=lambda row: row.measured_s)
     ]  # fmt: skip
-    header = ["strategy", "predicted ms", "measured ms", "", "a tenth within", "", "own clock", "", "predicted tensors",
+    header = ["strategy", "predicted ms", "measured ms", "", "rounds", "own clock", "", "predicted tensors",
               "measured", "", "process", "predicted sent", "really sent"]  # fmt: skip
     times, memory = [abs(row.time_error) for row in rows], [abs(row.memory_error) for row in rows]
     name = f"{subject.name}, {num_engines} engines"
@@ -276,11 +284,10 @@ def described(subject: Subject, num_engines: int, rows: Sequence[Row], stolen: f
     ]
     worst = f"Worst error of a step {max(times):.0%}; median error of the memory {median(memory):.1%}; "
     worst += f"{ordered_share(rows):.0%} of the pairs that differ by more than {_DIFFERENT:.0%} in the right order. "
-    least = median(abs(row.least_error) for row in rows)
-    worst += f"Of the tenth of the steps that took least: median error {least:.0%}. "
+    spread = median(row.spread for row in rows)
+    worst += f"The middle half of a strategy's {len(rows[0].rounds_s)} rounds is {spread:.0%} wide in the median. "
     own = median(abs(row.own_error) for row in rows)
-    worst += f"Of steps by the busiest rank's own clock: median error {own:.0%}. "
-    worst += f"The hypervisor gave {stolen:.0%} of the cores' time to others."
+    worst += f"Of steps by the busiest rank's own clock: median error {own:.0%}."
     return f"## {name}\n\n{table(header, lines)}\n\n{worst}\n", judged
 
 
@@ -315,29 +322,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--models", nargs="+", default=[subject.name for subject in SUBJECTS])
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=NUM_ROUNDS)
     parser.add_argument("--strategies", type=int, default=12, help="of each model, the first so many")
     options = parser.parse_args(arguments)
+    subjects = [subject for subject in SUBJECTS if subject.name in options.models]
     for num_engines in options.engines:
-        with Session(engines=num_engines, device="cpu") as session:
-            sections, judged = list[str](), list[Comparison]()
-            for subject in (subject for subject in SUBJECTS if subject.name in options.models):
-                chosen = {n: texts[: options.strategies] for n, texts in subject.strategies.items()}
-                subject = replace(subject, strategies=chosen)
-                rows, costs, stolen = [Row(text) for text in chosen[num_engines]], subject.costs(), Stolen()
-                calibrations = []
-                for _ in range(options.rounds):
-                    hardware = calibrate(session)
-                    assert isinstance(hardware, Hardware)
-                    calibrations.append(f"* {show_hardware(hardware)}")
-                    predict(subject, costs, num_engines, hardware, rows)
-                    measure(session, subject, rows, hardware.alone_speedup)
-                section, comparisons = described(subject, num_engines, rows, stolen.share())
-                sections += [section, "\n".join(["Calibrated before each round:\n", *calibrations, ""])]
-                judged += comparisons
+        sections, judged = _compare(subjects, num_engines, options.rounds, options.strategies)
         title = f"Predicted and measured on this machine, {num_engines} engines"
         publish(f"planner-truth-{num_engines}-engines", title, "\n".join(sections), judged)
     return 0
+
+
+def _compare(
+    subjects: Sequence[Subject], num_engines: int, num_rounds: int, num_strategies: int
+) -> tuple[list[str], list[Comparison]]:
+    """Rounds of all models; (sections of the report, what is judged)."""
+    costs = [subject.costs() for subject in subjects]
+    tables = [[Row(text) for text in subject.strategies[num_engines][:num_strategies]] for subject in subjects]
+    calibrations, stolen = [], Stolen()
+    with Session(engines=num_engines, device="cpu") as session:
+        for number in range(num_rounds):
+            hardware = calibrate(session)
+            assert isinstance(hardware, Hardware)
+            calibrations.append(f"* {show_hardware(hardware)}")
+            for subject, known, rows in zip(subjects, costs, tables, strict=True):
+                predict(subject, known, num_engines, hardware, rows)
+                measure(session, subject, rows[:: -1 if number % 2 else 1], hardware.alone_speedup)
+    sections, judged = list[str](), list[Comparison]()
+    for subject, rows in zip(subjects, tables, strict=True):
+        section, comparisons = described(subject, num_engines, rows)
+        sections, judged = [*sections, section], [*judged, *comparisons]
+    gone = f"The hypervisor gave {stolen.share():.0%} of the cores' time to others. Calibrated before each round:\n"
+    return [*sections, "\n".join([gone, *calibrations, ""])], judged
 
 
 if __name__ == "__main__":
