@@ -184,6 +184,27 @@ def test_memory_grows_with_the_largest_messages_only_and_all_of_it_is_free_again
         assert all(empty)
 
 
+def test_a_tensor_of_any_dtype_in_the_segment_is_no_view_and_gives_its_memory_back_with_its_last_view():
+    def program(transport, rank):
+        shape, segment = (300, 1000), transport._segment
+        for dtype in FLOATS + OTHERS:
+            tensor = transport.empty(shape, dtype)
+            assert (tuple(tensor.shape), tensor.dtype, tensor.is_contiguous()) == (shape, dtype, True)
+            assert not tensor._is_view()
+            assert tensor.untyped_storage().nbytes() == tensor.nbytes
+            tensor.copy_(values(rank, tensor.numel(), dtype).view(shape))
+            assert segment.locate(tensor, tensor.nbytes) is not None
+            row = tensor[7]
+            del tensor
+            other = transport.empty(shape, dtype).zero_()  # lies elsewhere
+            assert row.equal(values(rank, 300_000, dtype).view(shape)[7])
+            del row, other
+        return segment.idle_bytes, [chunk.size for chunk in segment.chunks]
+
+    for idle_bytes, sizes in assert_all_returned(run_shared(program)):
+        assert sizes == [shared.FIRST_CHUNK_BYTES] and idle_bytes == shared.FIRST_CHUNK_BYTES
+
+
 def test_what_goes_to_several_ranks_is_copied_once():
     def program(transport, rank):
         if rank == 0:

@@ -229,10 +229,12 @@ class Link:
             self.arrived.setdefault(found, deque()).append(letter)
         return None
 
-    def expect_same(self, letter: bytes) -> bool:
-        """Take the next letter of the ring if it says exactly this; False if another one has come, or none."""
-        if self.arrived or self._try_take(self.letter_came) != 0:
-            return False
+    def take_announced(self) -> bool:
+        """Take the announcement of the next letter of the ring, if there is one."""
+        return self._try_take(self.letter_came) == 0
+
+    def is_same(self, letter: bytes) -> bool:
+        """Take the next letter of the ring, already announced, if it says exactly this; else it is kept."""
         at = self.num_read % NUM_SLOTS * LETTER_SLOT_BYTES
         if bytes(self._letters_in[at : at + len(letter)]) != letter:
             self.read_taken()

@@ -64,18 +64,18 @@ class Waiter:
 
     def wait_for_letter(self, link: Link, tag: int, header: bytes) -> Letter | None:
         """The letter of ``link`` with this tag; None if a letter came that may be another one."""
-        if self._yield_for(link, link.letter_came):
+        if self.take_letter(link, header):
             link.read_taken()
-        else:
-            self._sleep(link, header, for_receipt=False)
         return link.expect(tag)
+
+    def take_letter(self, link: Link, header: bytes) -> bool:
+        """Take the next letter's announcement; False if letters were read from the ring instead, maybe this one."""
+        return self._yield_for(link, link.letter_came) or self._sleep(link, header, for_receipt=False)
 
     def wait_for_receipt(self, link: Link, header: bytes) -> None:
         """Return when a receipt of ``link`` has come."""
-        if self._yield_for(link, link.receipt_came):
+        if self._yield_for(link, link.receipt_came) or self._sleep(link, header, for_receipt=True):
             link.collect_taken()
-        else:
-            self._sleep(link, header, for_receipt=True)
 
     def wait_for_room(self, link: Link, waited_s: float) -> None:
         """A short nap until the peer may have read some of the letters to it."""
@@ -119,12 +119,13 @@ class Waiter:
             return ON_OWN_CORES
         return AFTER_A_LONG_SLEEP if self._slept_long[link.peer] else ON_SHARED_CORES
 
-    def _sleep(self, link: Link, header: bytes, for_receipt: bool) -> None:
+    def _sleep(self, link: Link, header: bytes, for_receipt: bool) -> bool:
+        """As ``_sleep_on``."""
         came, started = link.receipt_came if for_receipt else link.letter_came, time.perf_counter()
         # Most waits end within the first slice: only a longer one is worth the words that others may read.
-        if self._semaphores.take_within(came, SLICE_S) or self._sleep_on(link, came, header, for_receipt):
-            link.collect_taken() if for_receipt else link.read_taken()
+        taken = self._semaphores.take_within(came, SLICE_S) or self._sleep_on(link, came, header, for_receipt)
         self._slept_long[link.peer] = time.perf_counter() - started > _LONG_S
+        return taken
 
     def _sleep_on(self, link: Link, came: int, header: bytes, for_receipt: bool) -> bool:
         """Whether ``came`` was taken; False if something came while looking for reasons against it."""

@@ -85,9 +85,8 @@ class Push:
         if block is not None:
             out = segment.tensor_in(block, program.out_shape, program.dtype)
         for link in self._partners:
-            if not link.expect_same(written):
+            if not mailbox.takes_same(link, written, self._header):
                 mailbox.take(link.peer, tag, self._header, 0)
-        mailbox.num_taken += len(self._partners)
         mailbox.read_bytes += program.read_bytes
         if block is None:
             out = segment.view(room, program.out_shape, program.dtype).clone()
@@ -106,11 +105,11 @@ class Push:
 
     def _write(self, shard: torch.Tensor, tag: int, room: Block) -> None:
         """Fill in this rank's slices when all places are known, copy behind copy."""
-        tag_bytes = TAG.pack(tag)
+        mailbox, tag_bytes = self._mailbox, TAG.pack(tag)
         for number, (link, target) in enumerate(self._targets):
             said = self._said[number]
-            if said is None or not link.expect_same(tag_bytes + said):
-                letter = self._mailbox.take(target.rank, tag, self._header, target.shard_bytes)
+            if said is None or not mailbox.takes_same(link, tag_bytes + said, self._header):
+                letter = mailbox.take(target.rank, tag, self._header, target.shard_bytes)
                 if content_of(letter) != said:
                     self._said[number], self._rooms[number], self._views = content_of(letter), letter, []
         if self._source != shard.data_ptr():

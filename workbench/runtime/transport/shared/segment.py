@@ -10,7 +10,10 @@ import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from typing import Any
 
+import numpy as np
 import torch
 
 from workbench.errors import WorldError
@@ -29,7 +32,7 @@ _IDLE_ALLOCATIONS = 256
 """A chunk in which nothing lies gives its pages back if it was not needed for so many allocations."""
 
 
-class _Lease(weakref.ref[memoryview]):
+class _Lease(weakref.ref["np.ndarray[Any, Any]"]):
     """Notices that a storage has let go of its memory."""
 
     __slots__ = ("address", "block")
@@ -95,11 +98,18 @@ class Segment:
     def tensor_in(self, block: Block, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A tensor that fills a block of ``room_for_tensor``; the block comes back with the tensor's storage."""
         chunk = self.chunks[block.chunk]
-        memory = chunk.data[block.offset : block.offset + block.num_bytes]
-        lease = _Lease(memory, self._take_back)
+        kind, memory = numpy_kind(dtype), chunk.data
+        # One call of torch's where numpy has the dtype: behind a large copy every other one takes 20 us.
+        if kind is None:
+            held = np.ndarray(block.num_bytes, np.uint8, memory, block.offset)
+            tensor = torch.frombuffer(held, dtype=dtype).resize_(shape)
+        else:
+            held = np.ndarray(shape, kind, memory, block.offset)
+            tensor = torch.from_numpy(held)
+        lease = _Lease(held, self._take_back)
         lease.block, lease.address = block, chunk.address + block.offset
         self._leases[lease.address] = lease
-        return torch.frombuffer(memory, dtype=dtype).resize_(shape)
+        return tensor
 
     def locate(self, tensor: torch.Tensor, num_bytes: int) -> tuple[int, int] | None:
         """Chunk and offset of a tensor that lies here, its elements as they are and one behind the other."""
@@ -189,6 +199,15 @@ class Segment:
         offset = self.arenas[-1].allocate(num_bytes)
         assert offset is not None
         return Block(self.arenas[-1], len(self.chunks) - 1, offset, num_bytes)
+
+
+@cache
+def numpy_kind(dtype: torch.dtype) -> np.dtype[Any] | None:
+    """What numpy calls a dtype; None if it has none such (bfloat16)."""
+    try:
+        return torch.empty(0, dtype=dtype).numpy().dtype
+    except TypeError:
+        return None
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

@@ -109,8 +109,7 @@ class Steady:
         contents, mailbox, tag_bytes = self._contents[turn], self._mailbox, message[:TAG_BYTES]
         for number, (read, link) in enumerate(self._reads):
             content = contents[number]
-            if content is not None and link.expect_same(tag_bytes + content):
-                mailbox.num_taken += 1
+            if content is not None and mailbox.takes_same(link, tag_bytes + content, self._header):
                 continue
             letter = mailbox.take(read.source, tag, self._header, read.shard_bytes, read.part.num_bytes)
             if letter.wants_receipt:
