@@ -15,7 +15,7 @@ from workbench.runtime.world import current
 
 def measure_a_little() -> list[tuple[str, float]]:
     """One pair of each kind at 4 KB and one large one, as the benchmark does."""
-    boxing.LIMIT_SIZE = 2**20
+    boxing.LIMIT_SIZE, boxing.shares_cores = 2**20, lambda: False
     gloo = boxing.gloo_world(os.environ["WORKBENCH_TEST_MEETING"])
     cases = [boxing.Case(4096, *pair) for pair in boxing.PAIRS] + [boxing.Case(2**20, "S(0)", "S(1)")]
     times = {case: boxing.measure(case, gloo, rounds=1, calls=2) for case in cases}
@@ -28,9 +28,16 @@ def measure_a_little() -> list[tuple[str, float]]:
     published: list[tuple[str, str, str, list[Comparison]]] = []
     original, boxing.publish = boxing.publish, lambda *result: published.append(result)
     boxing.report(times, planning, issue, 1)
+    boxing.shares_cores = lambda: True
+    boxing.report(times, planning, issue, 1)
     boxing.publish = original
-    ((_, _, body, comparisons),) = published
-    assert "S(0) -> S(1)" in body
+    (_, _, body, comparisons), (_, _, shared, fewer) = published
+    assert "S(0) -> S(1)" in body and "is therefore shown and not judged" in shared
+    assert [row for row in comparisons if "one copies" not in row.what] == fewer
+    assert boxing.on_the_slowest_rank({"a": [current().rank, 7], "b": [3, -current().rank]}) == {
+        "a": [1, 7],
+        "b": [3, 0],
+    }
     return [(row.what, row.value) for row in comparisons]
 
 
