@@ -57,6 +57,12 @@ def test_chains_of_layers_send_what_is_estimated(seed, num_ranks):
     assert_same_bytes("perceptron", random_strategy(random.Random(1000 + seed), "perceptron", num_ranks), num_ranks)
 
 
+@pytest.mark.parametrize(("seed", "num_ranks"), [(0, 2), (1, 4), (2, 2), (4, 4)])
+def test_chains_of_layers_under_autocast_send_what_is_estimated(seed, num_ranks):
+    strategy = Strategy(random_strategy(random.Random(1000 + seed), "perceptron", num_ranks))
+    assert_same_bytes("perceptron", str(strategy.with_options(precision="bf16")), num_ranks)
+
+
 def test_columns_that_become_rows_between_stages():
     assert_same_bytes("perceptron", "0: data@0; 2: model@0; 4: data@1; 6: model@1 | 2x1x2 mb=4 1f1b", 4)
 
@@ -94,6 +100,26 @@ CNNS = [
 def test_usual_strategies_send_what_is_estimated(name, num_ranks, text, hardware):
     """Data, model, sequence and pipeline parallelism, ZeRO and recomputation: equal to the byte."""
     assert_same_bytes(name, text, num_ranks, hardware=hardware)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "text"), [*(("gpt", *case) for case in GPTS), *(("cnn", *case) for case in CNNS)]
+)
+def test_autocast_sends_what_products_make_in_16_bits_and_residuals_in_32(name, num_ranks, text):
+    """ZeRO 3 brings the weights of products back for backward in 16 bits, batch norms need fewer numbers."""
+    assert_same_bytes(name, str(Strategy(text).with_options(precision="bf16")), num_ranks)
+
+
+def test_halves_of_all_bytes_would_be_seen():
+    """What programs do that keep everything in 16 bits: no autocast has been counted then."""
+    make, inputs, targets, loss_fn = MODELS["gpt"]
+    costs = layer_costs(make, inputs, loss_fn, targets)
+    resolved = Strategy("*: model | 1x1x4 sequence bf16").resolve(costs.layers, 4)
+    found, halved = (
+        estimate(model, resolved, RING, len(inputs), optimizer="momentum").boxed_bytes
+        for model in (costs, replace(costs, autocast=()))
+    )
+    assert halved < 0.7 * found
 
 
 def test_a_wrong_estimate_is_seen():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from workbench.core.rows import Layer
 
@@ -59,10 +59,12 @@ class LayerCost:
             behind the last layer, the loss.
         output_shape: of one sample, without the batch dim; None where it is not one tensor.
         itemsize: bytes of an element of the output.
+        left_itemsize: the same of what the functions behind it leave to the next layer; None where it is the output's.
         left_shape: of one sample, what the functions behind it leave to the next layer; None where that is of the
             output's shape.
         alike_shape: of an output that is alike for all samples, such as positions; it has no ``output_shape`` then.
         pieces: sizes of the slices into which its features are cut: queries, keys and values of one weight.
+        num_cast: of its weights, how many are kept for backward as copies in 16 bits (autocast's).
     """
 
     layer: Layer
@@ -73,6 +75,8 @@ class LayerCost:
     left_shape: tuple[int, ...] | None = None
     alike_shape: tuple[int, ...] | None = None
     pieces: tuple[int, ...] = ()
+    left_itemsize: int | None = None
+    num_cast: int = 0
 
     @property
     def flops(self) -> float:
@@ -95,6 +99,8 @@ class ModelCosts:
         dtype: "fp32", "bf16" or "fp16": what the rows were counted in.
         blocks: runs of equal blocks, (first row, rows per block, how many), so that a search may tie them.
         heads: how many heads attention has, and how many its keys and values have; empty where nothing tells.
+        autocast: the rows of a model in 32 bits as they are under autocast to 16 bits: products are cast, residuals,
+            norms and weights are not. Empty where nobody has counted them.
     """
 
     rows: tuple[LayerCost, ...]
@@ -102,6 +108,19 @@ class ModelCosts:
     dtype: str = "fp32"
     blocks: tuple[tuple[int, int, int], ...] = field(default=())
     heads: tuple[int, ...] = ()
+    autocast: tuple[LayerCost, ...] = ()
+
+    def under_autocast(self, precision: str) -> ModelCosts:
+        """The model at a precision whose casts torch makes; as it is, where they have not been counted.
+
+        >>> one, two = LayerCost(Layer("fc", "Linear")), LayerCost(Layer("fc", "Linear"), itemsize=2)
+        >>> costs = ModelCosts((one,), autocast=(two,))
+        >>> costs.under_autocast("bf16").rows[0].itemsize, costs.under_autocast("fp32").rows[0].itemsize
+        (2, 4)
+        """
+        if not self.autocast or precision not in ("bf16", "fp16"):
+            return self
+        return replace(self, rows=self.autocast, dtype=precision, autocast=())
 
     @property
     def layers(self) -> list[Layer]:

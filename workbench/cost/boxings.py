@@ -20,9 +20,9 @@ from workbench.cost.entries import TABLE, input_entry, left_entry, raw_entry
 from workbench.cost.setting import Setting
 
 Neighbour = tuple[LayerCost, ResolvedLayer]
-SUMS_OF_LOSS = ((1, 3), (3,))
-"""Numbers of 32 bits per row of logits that ranks with slices of the words sum, forward and backward: the largest
-logit; then the sum of exponentials, the target's logit, and the share of smoothed targets."""
+SUMS_OF_LOSS = (3, 3)
+"""Numbers of 32 bits per row of logits that ranks with slices of the words sum, forward and backward: the sum of
+exponentials, the target's logit, and the share of smoothed targets. Before them comes the largest logit as it is."""
 
 
 class Exchange(NamedTuple):
@@ -159,10 +159,10 @@ def _sums_of_loss(row: LayerCost, setting: Setting) -> tuple[list[Exchange], lis
     if row.output_shape is None or not any(work.name == "cross_entropy" for work in row.after):
         return [], []
     num_rows = prod(row.output_shape[:-1]) * setting.samples
-    forward, backward = (
-        [_exchange(("P", "B", 4 * numbers * num_rows), setting) for numbers in some] for some in SUMS_OF_LOSS
-    )
-    return forward, backward
+    keeps_type = not setting.software.has_master_weights
+    sizes = row.itemsize * setting.scale if keeps_type else 4.0, *(4.0 * numbers for numbers in SUMS_OF_LOSS)
+    largest, forward, backward = (_exchange(("P", "B", size * num_rows), setting) for size in sizes)
+    return [largest, forward], [backward]
 
 
 def num_dims(row: LayerCost) -> int:
@@ -182,7 +182,8 @@ def output_bytes(row: LayerCost, setting: Setting) -> float:
 def left_bytes(row: LayerCost, setting: Setting) -> float:
     """Of what the next layer takes of it."""
     shape = row.left_shape if row.left_shape is not None else row.output_shape
-    return prod(shape) * row.itemsize * setting.samples * setting.scale if shape else 0.0
+    itemsize = row.left_itemsize or row.itemsize
+    return prod(shape) * itemsize * setting.samples * setting.scale if shape else 0.0
 
 
 __all__ = [

@@ -15,7 +15,7 @@ from workbench.cost.hardware import Hardware
 from workbench.cost.memory import live_micro_batches, memory_of
 from workbench.cost.reduction import optimizer_s, reduced_bytes, reduction_s, statistics_of
 from workbench.cost.schedule import makespan_s, timeline_of
-from workbench.cost.setting import Setting, settings_of
+from workbench.cost.setting import Setting, counted_at, settings_of
 from workbench.cost.software import WORKBENCH, Software
 from workbench.cost.stages import StagePrice, prices_of, stage_prices
 from workbench.pipeline.simulate import Timeline
@@ -92,6 +92,7 @@ def estimate(
     Raises:
         StrategyError: fewer samples than micro-batches, or the hardware has no rate for the precision.
     """
+    model = counted_at(model, strategy.options.precision, software)
     settings = settings_of(model, strategy, hardware, batch_size, optimizer, software)
     prices = prices_of(model.rows, strategy.layers, settings)
     stages = stage_prices(model, strategy.layers, prices, settings)

@@ -5,7 +5,7 @@ Estimates are sums of these prices, and a search adds up the same ones.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from workbench.core.model_costs import LayerCost, Work
@@ -24,6 +24,9 @@ from workbench.cost.entries import input_entry, left_entry
 from workbench.cost.setting import Setting
 from workbench.cost.software import ITEMSIZES
 
+HALF = 2
+"""Bytes of a number of 16 bits."""
+
 
 @dataclass(frozen=True, slots=True)
 class LayerPrice:
@@ -41,6 +44,7 @@ class LayerPrice:
         kept_after_bytes: of these, those of the functions behind the layer.
         passing_bytes, passing_after_bytes: what backward takes and makes besides, in the layer's own function and in
             those behind it.
+        cast: of ``weights``, those of which ``kept_bytes`` has a copy in 16 bits.
         input_bytes: of its input alone: what a recomputed block keeps of its first layer.
         scores_s, scores_bytes: forward, and what is kept, of the functions from the first product behind the layer to
             the last one: the scores of attention, which selective recomputation computes again.
@@ -63,11 +67,16 @@ class LayerPrice:
     kept_after_bytes: float = 0.0
     passing_bytes: float = 0.0
     passing_after_bytes: float = 0.0
+    cast: float = 0.0
 
     @property
     def backward_s(self) -> float:
         """Compute of both halves."""
         return self.input_s + self.weight_s
+
+    def without_casts(self) -> LayerPrice:
+        """As it is under ZeRO 3, which gathers copies of weights again for backward."""
+        return replace(self, kept_bytes=self.kept_bytes - HALF * self.cast) if self.cast else self
 
 
 def layer_price(
@@ -112,10 +121,12 @@ def layer_price(
     if setting.software.keeps_exponentials and splits_words(row, choice, following, setting):
         kept[False] *= 2  # the logits, and their exponentials
     weights, shared = _weights(row, choice, setting)
+    cast = row.num_cast / (setting.model if choice.split else 1)
+    kept[True] += HALF * cast
     return LayerPrice(
         forward, first, second, boxing[0][0], boxing[1][0], sums_s,
         boxing[0][1] + boxing[1][1], weights, sum(kept.values()), _input_bytes(row, choice, before, setting),
-        scores, scores_kept, shared, boxing[0][1], kept[False], passing[True], passing[False],
+        scores, scores_kept, shared, boxing[0][1], kept[False], passing[True], passing[False], cast,
     )  # fmt: skip
 
 
@@ -202,4 +213,4 @@ def accumulation_s(weights: float, setting: Setting) -> float:
     return moved / setting.hardware.memory_bandwidth_bytes_per_s
 
 
-__all__ = ["LayerPrice", "accumulation_s", "layer_price", "state_bytes"]
+__all__ = ["HALF", "LayerPrice", "accumulation_s", "layer_price", "state_bytes"]

@@ -6,7 +6,8 @@ With W weights on each of d ranks, each rank receives (d - 1) / d times
     ZeRO 1   g W + p W              gradients to shards, parameters gathered after the update
     ZeRO 2   m g W + p W            the same, gradients after each of m micro-batches
     ZeRO 3   m g W + 2 m p W        parameters gathered for each forward and backward (3 m p W by software that lets
-                                    them go between recomputation and backward); tables for forward alone
+                                    them go between recomputation and backward); tables for forward alone, weights
+                                    that autocast casts in 16 bits for backward
 
 where g and p are bytes of a gradient and of a parameter. Weights that all t ranks of the model axis share are summed
 over d t ranks.
@@ -19,6 +20,7 @@ from collections.abc import Sequence
 from workbench.core.model_costs import ModelCosts
 from workbench.core.strategy import ResolvedStrategy
 from workbench.cost.collectives import exchange_s
+from workbench.cost.layers import HALF
 from workbench.cost.setting import Setting
 from workbench.cost.stages import StagePrice
 
@@ -29,8 +31,9 @@ _PASSES = 8
 waits for these also where an exchange runs beside it. Chosen among 4, 6 and 8 by published runs of FSDP."""
 _NEXT_TO_NOTHING = 1.0
 """Bytes of an exchange of which only the start counts."""
-_STATISTICS = 3 * 4
-"""Bytes of a channel's mean, variance and number of samples."""
+_STATISTICS = {4: 3 * 4, 2: 2 * 4}
+"""Bytes of a channel's mean, variance, and of what its mean lacks where samples are not in 16 bits, by those of an
+element."""
 _MASTER_PASSES = 6 + 8 + 12 + 6
 """Of 16-bit gradients and 32-bit weights: gradients to 32 bits, looked through for infinities, measured and clipped,
 weights back to 16 bits."""
@@ -42,7 +45,9 @@ def reduced_bytes(stage: StagePrice, setting: Setting) -> tuple[float, float]:
     g, p = software.gradient_bytes(setting.precision), software.parameter_bytes(setting.precision)
     gathers = 3 if software.gathers_again and setting.recompute else 2
     per_weight = {0: 2 * g, 1: g + p, 2: m * g + p, 3: m * (g + gathers * p)}[setting.zero]
-    across = per_weight * stage.weights - (m * p * stage.tables if setting.zero == 3 else 0.0)
+    across = per_weight * stage.weights
+    if setting.zero == 3:
+        across -= m * (p * stage.tables + (p - HALF) * stage.halves)
     return across * (1 - 1 / d), per_weight * stage.shared * (1 / d - 1 / (d * t))
 
 
@@ -89,7 +94,7 @@ def statistics_of(
         setting = settings[choice.stage]
         is_split = choice.parallel == "data"
         size, stride = (setting.data * setting.model, 1) if is_split else (setting.data, setting.model)
-        one_way = _STATISTICS * row.output_shape[0] * (size - 1)
+        one_way = _STATISTICS[4 if row.itemsize * setting.scale >= 4 else 2] * row.output_shape[0] * (size - 1)
         times = 3 if setting.recompute else 2
         seconds = exchange_s(setting.hardware, one_way, size, stride, "all-gather")
         before = found[choice.stage]

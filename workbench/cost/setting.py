@@ -49,6 +49,11 @@ class Setting:
         return self.samples / ceil(self.samples / self.model) if self.samples >= 1 else 1.0
 
 
+def counted_at(model: ModelCosts, precision: str, software: Software) -> ModelCosts:
+    """The model's rows at a precision: under autocast, unless the program keeps weights and activations in 16 bits."""
+    return model if software.has_master_weights else model.under_autocast(precision)
+
+
 def settings_of(
     model: ModelCosts,
     strategy: ResolvedStrategy,
@@ -85,4 +90,4 @@ def settings_of(
     return tuple(settings)
 
 
-__all__ = ["Setting", "settings_of"]
+__all__ = ["Setting", "counted_at", "settings_of"]

@@ -31,6 +31,7 @@ class StagePrice:
         shared: of these, those whose gradients are summed over the model axis, too.
         tables: of ``weights``, those of embeddings, which backward does not need.
         boxing_forward_s: of ``boxing_s``, that of a forward.
+        halves: of ``weights``, those that ZeRO 3 gathers for backward in 16 bits.
         num_units: blocks, and layers outside of blocks: what ZeRO 3 gathers at once.
         num_buckets: of gradients, and of parameters that come back after the update under ZeRO 1 and 2.
         parameters, gradients, optimizer: bytes that it holds.
@@ -53,6 +54,7 @@ class StagePrice:
     shared: float = 0.0
     tables: float = 0.0
     boxing_forward_s: float = 0.0
+    halves: float = 0.0
     num_units: float = 1
     num_buckets: tuple[int, int] = (1, 1)
 
@@ -71,6 +73,7 @@ def prices_of(
         if before is not None:
             key += (
                 before[0].left_shape or before[0].output_shape,
+                before[0].left_itemsize or before[0].itemsize,
                 _of_choice(before[1]),
                 are_siblings(before, (row, choice)),
             )
@@ -101,6 +104,8 @@ def _key(row: LayerCost, choice: ResolvedLayer) -> tuple[object, ...]:
         row.alike_shape,
         row.pieces,
         row.itemsize,
+        row.left_itemsize,
+        row.num_cast,
         shapes,
         row.layer.tied_to,
         _of_choice(choice),
@@ -145,6 +150,8 @@ def _added_up(
     model: ModelCosts, mine: Sequence[int], blocks: Sequence[int], units: Sequence[int], prices: Sequence[LayerPrice],
     setting: Setting, updated: Sequence[int],
 ) -> StagePrice:  # fmt: skip
+    if setting.zero == 3:
+        prices = [price.without_casts() for price in prices]
     forward = sum(prices[i].forward_s for i in mine)
     boxing = sum(prices[i].boxing_forward_s for i in mine)
     again = _recomputed(mine, blocks, model, prices, setting)
@@ -172,6 +179,7 @@ def _added_up(
         shared,
         sum(prices[i].weights for i in mine if model.rows[i].layer.kind == TABLE),
         boxing,
+        sum(prices[i].cast for i in updated if not setting.recompute or (blocks[i] < 0 and bool(model.blocks))),
         len({units[i] for i in mine}),
         _buckets(model, updated, prices, setting),
     )

@@ -71,7 +71,7 @@ class Ledger:
         prices = self.prices(candidate)
         settings = [with_options(prices.setting, candidate)] * candidate.num_stages
         priced = prices.of_strategy(candidate, strategy)
-        estimate = combine(self.problem.costs, strategy, priced, settings, self.problem.batch_size)
+        estimate = combine(self.problem.counted, strategy, priced, settings, self.problem.batch_size)
         found = Found(strategy, estimate, self.problem.value(strategy, estimate))
         self.num_priced += 1
         if self.leanest is None or estimate.peak_bytes < self.leanest.estimate.peak_bytes:

@@ -35,7 +35,15 @@ class RowClasses:
         for index, row in enumerate(problem.rows):
             layer = row.layer
             shapes = tuple(layer.shapes.items())
-            sizes = (row.output_shape, row.left_shape, row.alike_shape, row.pieces, row.itemsize)
+            sizes = (
+                row.output_shape,
+                row.left_shape,
+                row.alike_shape,
+                row.pieces,
+                row.itemsize,
+                row.left_itemsize,
+                row.num_cast,
+            )
             key = (row.own, row.after, sizes, shapes, layer.kind, layer.tied_to is None)
             self.of_row.append(known.setdefault(key, len(known)))
             before = (self.of_row[index - 1], parents[index - 1] == parents[index]) if index else None
@@ -59,10 +67,10 @@ class Prices:
     def __init__(
         self, problem: Problem, classes: RowClasses, model: int, samples: float, several: bool, sequence: bool
     ) -> None:
-        self._costs, self._rows, self._classes, self.model = problem.costs, problem.rows, classes, model
+        self._costs, self._rows, self._classes, self.model = problem.counted, problem.rows, classes, model
         options = Options((1, 1, model), 1, None, 0, False, sequence, problem.precision)
         alone = ResolvedStrategy((ResolvedLayer("", "data", None, 0),), (1, 1, model), options)
-        (setting,) = settings_of(problem.costs, alone, problem.hardware, 1, problem.optimizer, problem.software)
+        (setting,) = settings_of(problem.counted, alone, problem.hardware, 1, problem.optimizer, problem.software)
         self.setting = replace(setting, samples=samples, num_micro_batches=2 if several else 1)
         self._known: dict[tuple[object, ...], LayerPrice] = {}
 

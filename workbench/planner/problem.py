@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from math import inf, prod
+from numbers import Integral, Real
 
 from workbench.core.model_costs import LayerCost, ModelCosts
 from workbench.core.options import PRECISIONS, SCHEDULES, Options
@@ -14,6 +15,7 @@ from workbench.core.rows import Row
 from workbench.core.strategy import ResolvedLayer, ResolvedStrategy, Strategy
 from workbench.cost.estimate import Estimate, estimate
 from workbench.cost.hardware import Hardware
+from workbench.cost.setting import counted_at
 from workbench.cost.software import WORKBENCH, Software
 from workbench.errors import StrategyError
 
@@ -25,6 +27,18 @@ Choice = tuple[str, str | None]
 DATA: Choice = ("data", None)
 SPLITS: tuple[Choice, ...] = (DATA, ("model", "column"), ("model", "row"))
 WHOLE: tuple[Choice, ...] = (DATA, ("model", None))
+
+
+def refuse_unknown_wishes(asked: str, names: Collection[str]) -> None:
+    """A wish that nobody knows.
+
+    Raises:
+        StrategyError: naming it, and those that there are.
+    """
+    known = tuple(one.name for one in fields(Wishes))
+    unknown = sorted(set(names) - set(known))
+    if unknown:
+        raise StrategyError(f"{asked}({unknown[0]}=): no such wish; there are {', '.join(known)}.")
 
 
 @dataclass(frozen=True)
@@ -95,6 +109,13 @@ class Problem:
     wishes: Wishes = field(default_factory=Wishes)
 
     def __post_init__(self) -> None:
+        examples = (("num_ranks", Integral, "8"), ("batch_size", Integral, "64"), ("memory_bytes", Real, "80e9"))
+        for name, kind, example in examples:
+            value = getattr(self, name)
+            if not isinstance(value, kind):
+                raise StrategyError(
+                    f"{name}={value!r}: a {'whole ' if kind is Integral else ''}number, such as {example}."
+                )
         if self.objective not in OBJECTIVES:
             raise StrategyError(f"objective {self.objective!r} is none of {', '.join(OBJECTIVES)}.")
         if self.num_ranks < 1 or self.batch_size < 1 or not self.costs.rows:
@@ -111,10 +132,15 @@ class Problem:
             if value not in known:
                 raise StrategyError(f"{name}={value!r}: it is one of {', '.join(map(str, known))}.")
 
+    @cached_property
+    def counted(self) -> ModelCosts:
+        """What the model costs at the precision that is searched."""
+        return counted_at(self.costs, self.precision, self.software)
+
     @property
     def rows(self) -> tuple[LayerCost, ...]:
         """The layers."""
-        return self.costs.rows
+        return self.counted.rows
 
     @cached_property
     def pins(self) -> list[Row | None]:
@@ -195,4 +221,4 @@ class Problem:
         return (prod(strategy.degrees) if self.objective == "cost" else 1) * found.step_s, found.peak_bytes
 
 
-__all__ = ["DATA", "OBJECTIVES", "Choice", "Problem", "Wishes"]
+__all__ = ["DATA", "OBJECTIVES", "Choice", "Problem", "Wishes", "refuse_unknown_wishes"]

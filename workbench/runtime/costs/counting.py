@@ -32,6 +32,7 @@ NAMES = {
 }  # fmt: skip
 """aten's names as people write them; others only lose their underscores."""
 ATTENTION = "scaled_dot_product_attention"
+TO_COPY = torch.ops.aten._to_copy.default
 CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
@@ -82,7 +83,7 @@ class Counter(TorchDispatchMode):
         self, owners: Mapping[int, list[str]], num_samples: int, shapes: Collection[tuple[int, ...]] = ()
     ) -> None:
         super().__init__()
-        self._owners, self._num_samples = owners, num_samples
+        self._owners, self._num_samples = dict(owners), num_samples
         self._shapes = {way for shape in shapes for way in (_without_ones(shape), _without_ones(shape)[::-1])}
         self._entries: list[_Entry] = []
         self._by_node: dict[int, _Entry] = {}
@@ -94,6 +95,8 @@ class Counter(TorchDispatchMode):
         self._outputs: dict[str, torch.Tensor | None] = {}
         self._inputs: dict[str, torch.Tensor] = {}
         self._pieces: dict[str, tuple[int, ...]] = {}
+        self._num_cast: dict[str, int] = {}  # of weights that autocast casts, by layer
+        self._casts: list[torch.Tensor] = []  # held, so that addresses are theirs
         self._of_samples: dict[int, torch.UntypedStorage] = {}  # what follows from the batch, by address
         self._order: list[str] = []
         self._is_paused = False
@@ -152,9 +155,11 @@ class Counter(TorchDispatchMode):
         itemsize = 4 if output is None else output.element_size()
         is_alike = output is not None and bool(self._of_samples) and not self._is_of_samples(output)
         shape = None if is_alike else self._shape(output)
+        left = self._left(layer.name)
         return LayerCost(
-            layer, tuple(own), tuple(after), shape, itemsize, self._left(layer.name, shape),
+            layer, tuple(own), tuple(after), shape, itemsize, None if left is None or left[0] == shape else left[0],
             tuple(output.shape) if output is not None and is_alike else None, self._pieces.get(layer.name, ()),
+            None if left is None or left[1] == itemsize else left[1], self._num_cast.get(layer.name, 0),
         )  # fmt: skip
 
     def works(self) -> list[Work]:
@@ -168,12 +173,13 @@ class Counter(TorchDispatchMode):
         rest = tuple(output.shape[1:])
         return rest if output.shape[0] == self._num_samples else (output.shape[0] // self._num_samples, *rest)
 
-    def _left(self, name: str, shape: tuple[int, ...] | None) -> tuple[int, ...] | None:
-        """What the next layer takes, where that has another shape than this one's output."""
+    def _left(self, name: str) -> tuple[tuple[int, ...] | None, int] | None:
+        """Shape of one sample and bytes of an element of what the next layer takes; None where it is not known."""
         place = self._order.index(name) + 1 if name in self._order else len(self._order)
         taken = self._inputs.get(self._order[place]) if place < len(self._order) else None
-        left = self._shape(taken) if taken is not None and taken.is_floating_point() else None
-        return left if left != shape else None
+        if taken is None or not taken.is_floating_point() or self._shape(taken) is None:
+            return None
+        return self._shape(taken), taken.element_size()
 
     def _note_samples(self, values: Any) -> None:
         for leaf in torch.utils._pytree.tree_leaves(values):
@@ -202,6 +208,8 @@ class Counter(TorchDispatchMode):
             return out
         inputs, outputs = _distinct((args, kwargs)), _distinct(out)
         node: Any = torch._C._current_autograd_node()  # None in forward
+        if func is TO_COPY and self._is_cast_of_weight(node is None, inputs, out):
+            return out
         if node is not None:
             self._add_backward(node, func, inputs, outputs)
             return out
@@ -231,6 +239,23 @@ class Counter(TorchDispatchMode):
         if func._overloadpacket in flop_registry or _name(func, inputs) == ATTENTION:
             return
         entry.backward_bytes += max(0.0, self._moved(func, inputs, outputs) - sum(map(_bytes, of_weights.values())))
+
+    def _is_cast_of_weight(self, is_forward: bool, inputs: Mapping[int, torch.Tensor], out: torch.Tensor) -> bool:
+        """Whether autocast casts a weight, or its gradient: a batch has that once. The copy is the layer's weight, too.
+
+        Backward needs those of products alone, not of their biases.
+        """
+        if not is_forward:
+            return _without_ones(out.shape) in self._shapes
+        readers = [name for address in inputs for name in self._owners.get(address, ())]
+        if not readers:
+            return False
+        self._casts.append(out)
+        self._owners[out.untyped_storage()._cdata] = readers
+        if out.ndim > 1:
+            for name in readers:
+                self._num_cast[name] = self._num_cast.get(name, 0) + out.numel()
+        return True
 
     def _is_held(self, address: int) -> bool:
         """Whether it is a parameter, or kept for backward."""

@@ -7,7 +7,9 @@ the layers and the parameters that a function reads tell to whom it belongs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.func import functional_call
 
-from workbench.core.model_costs import ModelCosts, find_blocks
+from workbench.core.model_costs import LayerCost, ModelCosts, find_blocks
 from workbench.errors import StrategyError
 from workbench.runtime.costs.counting import Counter
 from workbench.runtime.costs.heads import heads_of
@@ -54,6 +56,25 @@ def layer_costs(
     layers = describe(module)
     if not layers:
         raise StrategyError(f"layer_costs({type(module).__name__}): 0 parameters; a plan needs at least 1 layer.")
+    name = dtype or _name_of(next(module.parameters()).dtype)
+    counter, sample_shape = _count(module, inputs, loss_fn, targets, dtype)
+    order = counter.order([layer.name for layer in layers])
+    layers = sorted(layers, key=lambda layer: order.index(layer.name))
+    rows = tuple(counter.row(layer) for layer in layers)
+    heads = tuple(sorted(counter.heads | heads_of(module)))
+    autocast: tuple[LayerCost, ...] = ()
+    if name == "fp32":
+        counter, _ = _count(module, inputs, loss_fn, targets, dtype, is_cast=True)
+        autocast = tuple(counter.row(layer) for layer in layers)
+    return ModelCosts(rows, sample_shape, name, find_blocks(rows), heads, autocast)
+
+
+def _count(
+    module: nn.Module, inputs: Inputs, loss_fn: Callable[..., torch.Tensor] | None, targets: Any, dtype: str | None,
+    is_cast: bool = False,
+) -> tuple[Counter, tuple[int, ...]]:  # fmt: skip
+    """A step under a counter, and the shape of a sample. ``is_cast``: forward runs under autocast, the loss does not,
+    as in strategies of 16 bits; on fake tensors it goes by what a CPU casts."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     cast_to = DTYPES[dtype] if dtype else None
     state, fakes = _fake_state(module, mode, cast_to), _Faker(mode, cast_to)
@@ -61,9 +82,10 @@ def layer_costs(
     num_samples = _num_samples(batch)
     counter = Counter(_owners(module, state), num_samples, {tuple(p.shape) for p in module.parameters()})
     try:
-        with mode, torch.enable_grad(), counter.watch(dict(layers_of(module)), batch):
+        with _without_log(), mode, torch.enable_grad(), counter.watch(dict(layers_of(module)), batch):
             positional, named = _call_of(batch)
-            output = functional_call(module, state, positional, named)
+            with torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
+                output = functional_call(module, state, positional, named)
             result = loss_fn(output, fakes(targets)) if loss_fn is not None else output
             counter.go_backward(result)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -74,14 +96,10 @@ def layer_costs(
     except Exception as error:  # whatever the model's own code raises
         raise StrategyError(
             f"layer_costs({type(module).__name__}): {counter.where()} fails on this batch with {type(error).__name__}: "
-            f"{error}. Give inputs (and targets, where loss_fn takes some) with which the model runs."
+            f"{str(error).rstrip('.')}. Give inputs (and targets, where loss_fn takes some) with which the model runs."
         ) from error
     del output, result
-    order = counter.order([layer.name for layer in layers])
-    rows = [counter.row(layer) for layer in sorted(layers, key=lambda layer: order.index(layer.name))]
-    name = dtype or _name_of(next(iter(state.values())).dtype)
-    heads = tuple(sorted(counter.heads | heads_of(module)))
-    return ModelCosts(tuple(rows), _sample_shape(batch), name, find_blocks(rows), heads)
+    return counter, _sample_shape(batch)
 
 
 def _build(make: Callable[[], nn.Module]) -> nn.Module:
@@ -91,6 +109,18 @@ def _build(make: Callable[[], nn.Module]) -> nn.Module:
             return make()
     except (NotImplementedError, RuntimeError):
         return make()
+
+
+@contextmanager
+def _without_log() -> Iterator[None]:
+    """Torch writes a traceback of its own where a function fails on fake tensors; who asked gets an error anyway."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 class _Faker:
