@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
 
 from tests.planner.test_search import decoder, hardware
 from workbench.core.strategy import Strategy
+from workbench.cost.estimate import estimate
 from workbench.errors import StrategyError
 from workbench.planner.plan import Plan
 from workbench.planner.problem import Wishes
@@ -102,6 +104,28 @@ def test_diff_names_options_layers_and_parts() -> None:
     same = plan().diff(plan())
     assert not same.options
     assert not same.layers
+
+
+def test_what_is_no_strategy_is_told() -> None:
+    assert "3 is of type int, not a strategy" in str(plan().why_not(3))  # type: ignore[arg-type]
+    with pytest.raises(StrategyError, match="3 is of type int, not a strategy"):
+        plan().diff(3)  # type: ignore[arg-type]
+
+
+def test_a_wish_that_nobody_knows_is_told() -> None:
+    with pytest.raises(StrategyError, match=r"again\(stages=\): no such wish; there are pipeline, data"):
+        plan().again(stages=2)
+
+
+def test_a_strategy_of_32_bits_beside_a_plan_in_16_costs_what_it_costs() -> None:
+    """Rows under autocast are not those of 32 bits at another scale."""
+    rows = plan().problem.costs.rows
+    halves = tuple(replace(row, itemsize=2, left_itemsize=4) for row in rows)
+    costs = replace(plan().problem.costs, autocast=halves)
+    text, machine = "*: model | 1x1x4 mb=8", plan().problem.hardware
+    found = search(costs, machine, 4, 8, precision="bf16").diff(text)
+    alone = estimate(costs, Strategy(text).resolve(costs.layers, 4), machine, 8)
+    assert found.step_s[1] == pytest.approx(alone.step_s)
 
 
 def test_again_keeps_the_question() -> None:

@@ -156,7 +156,8 @@ def test_memory_finds_the_leanest() -> None:
 @pytest.mark.parametrize(
     ("wishes", "words"),
     [
-        (Wishes(pipeline=3), r"pipeline=3 cannot be.*= 4 ranks.*Change it"),
+        (Wishes(pipeline=3), r"pipeline=3 cannot be: 3 does not divide .*= 4 ranks; 1, 2, 4 do. Change it"),
+        (Wishes(data=2, model=4), r"data=2 and model=4 cannot be: 2 x 4 = 8 does not divide .*= 4 ranks"),
         (Wishes(zero=1, data=1, model=1), r"data=1 and model=1 and zero=1.*Leave one of data, model, zero open"),
         (Wishes(data=4, micro_batches=4, zero=1), r"data=4 and micro_batches=4 cannot be.*batch_size=4"),
         (Wishes(sequence=True, model=1), r"model=1 and sequence=True.*sequence needs model above 1"),
@@ -183,6 +184,9 @@ def test_a_model_that_fits_nowhere_is_told_by_how_much_and_what_would_help() -> 
         ({"batch_size": 0}, "batch_size=0"),
         ({"num_ranks": 0}, "0 ranks"),
         ({"memory_bytes": 0}, "above 0"),
+        ({"num_ranks": "8"}, r"num_ranks='8': a whole number, such as 8"),
+        ({"batch_size": 8.5}, r"batch_size=8.5: a whole number"),
+        ({"memory_bytes": "80GB"}, r"memory_bytes='80GB': a number, such as 80e9"),
         ({"precision": "fp64"}, r"precision='fp64'.*fp32, bf16, fp16"),
         ({"wishes": Wishes(schedule="1F1B")}, r"schedule='1F1B'.*gpipe"),
         ({"wishes": Wishes(zero=(0, 7))}, r"zero=7.*0, 1, 2, 3"),

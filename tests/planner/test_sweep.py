@@ -111,3 +111,8 @@ def test_models_have_names_and_the_planner_chooses():
 def test_small_transformers_too():
     small = Transformer(hidden=256, heads=4, layers=4, vocab=1000, seq=64)
     assert simulate(small, "data", "h200", gpus=2, batch_size=8).estimate.step_s > 0
+
+
+def test_no_values_are_an_error():
+    with pytest.raises(StrategyError, match=r"simulate\(gpus=\[\]\): no value"):
+        simulate(layers(), "data", MACHINE, gpus=[], batch_size=8)

@@ -74,7 +74,7 @@ class Verdict:
 def judge(problem: Problem, best: Found, strategy: Strategy | str) -> Verdict:
     """Which limit a strategy breaks, or how it compares with the best one."""
     try:
-        written = Strategy(strategy) if isinstance(strategy, str) else strategy
+        written = _written(strategy)
         resolved = written.resolve(problem.costs.layers, problem.ranks_of(written))
         price = problem.estimate(resolved)
     except StrategyError as error:
@@ -113,14 +113,22 @@ def compare(problem: Problem, here: Strategy | str, there: Strategy | str) -> Di
     """From one strategy to another.
 
     Raises:
-        StrategyError: one of them does not fit the model or the ranks.
+        StrategyError: one of them is none, or does not fit the model or the ranks.
     """
     sides = []
     for side in (here, there):
-        strategy = Strategy(side) if isinstance(side, str) else side
+        strategy = _written(side)
         resolved = strategy.resolve(problem.costs.layers, problem.ranks_of(strategy))
         sides += [resolved, problem.estimate(resolved)]
     return _difference(*sides)  # type: ignore[arg-type]
+
+
+def _written(strategy: Strategy | str) -> Strategy:
+    if not isinstance(strategy, Strategy | str):
+        raise StrategyError(
+            f"{strategy!r} is of type {type(strategy).__name__}, not a strategy or its text, such as '*: data'."
+        )
+    return Strategy(strategy) if isinstance(strategy, str) else strategy
 
 
 def _difference(one: ResolvedStrategy, price: Estimate, other: ResolvedStrategy, other_price: Estimate) -> Difference:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import combinations
+from math import prod
 
 from workbench.errors import StrategyError
 from workbench.planner.problem import Problem, Wishes
@@ -45,9 +46,23 @@ def _contradiction(problem: Problem, names: dict[str, object]) -> str:
         "schedule zero_bubble excludes recompute",
         "schedule interleaved needs 2 layers on each rank of the pipeline",
     ]
-    rules = [rule for rule in rules if any(name in rule for name in names)] or rules
+    degrees = {"pipeline"} if {"data", "model"} <= set(names) else set[str]()  # what the two leave to the third
+    rules = [rule for rule in rules if any(name in rule for name in {*names, *degrees})] or rules
     fix = f"Leave one of {', '.join(names)} open" if len(names) > 1 else "Change it"
-    return f"{told} cannot be: no strategy is left. Rules: {'; '.join(rules)}. {fix}."
+    why = _indivisible(problem, names) or f"no strategy is left. Rules: {'; '.join(rules)}"
+    return f"{told} cannot be: {why}. {fix}."
+
+
+def _indivisible(problem: Problem, names: dict[str, object]) -> str:
+    """The plainest contradiction: degrees that do not divide the ranks; empty where it is another."""
+    wished = [value for value in names.values() if isinstance(value, int)]
+    if not set(names) <= {"pipeline", "data", "model"} or len(wished) < len(names) or min(wished, default=0) < 1:
+        return ""
+    number, divisors = prod(wished), [str(n) for n in range(1, problem.num_ranks + 1) if problem.num_ranks % n == 0]
+    if problem.objective == "cost" or str(number) in divisors:
+        return ""
+    told = " x ".join(map(str, wished)) + (f" = {number}" if len(wished) > 1 else "")
+    return f"{told} does not divide pipeline x data x model = {problem.num_ranks} ranks; {', '.join(divisors)} do"
 
 
 __all__ = ["refuse_contradictions"]

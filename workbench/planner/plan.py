@@ -12,7 +12,7 @@ from workbench.cost.estimate import Estimate, estimate
 from workbench.planner.comparing import PARTS, Difference, Verdict, compare, judge
 from workbench.planner.explain import Explanation, explain
 from workbench.planner.ledger import Found, Ledger
-from workbench.planner.problem import Problem
+from workbench.planner.problem import Problem, refuse_unknown_wishes
 from workbench.planner.writing import write
 from workbench.units import format_bytes, format_seconds
 
@@ -134,6 +134,7 @@ class Plan:
 
     def again(self, **wishes: Any) -> Plan:
         """Search again with further wishes: ``plan.again(zero=1, layers="head: data")``."""
+        refuse_unknown_wishes("again", wishes)
         return self.search(replace(self.problem, wishes=replace(self.problem.wishes, **wishes)))
 
     def __str__(self) -> str:

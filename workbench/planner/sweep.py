@@ -158,6 +158,11 @@ def simulate(
     """
     given = {"hardware": hardware, "gpus": gpus, "batch_size": batch_size, **sizes}
     swept = tuple(name for name, value in given.items() if _is_listed(value))
+    empty = [name for name in swept if not len(given[name])]
+    if empty:
+        raise StrategyError(
+            f"simulate({empty[0]}={given[empty[0]]!r}): no value, so there is no point; give at least 1."
+        )
     columns = [list(value) if name in swept else [value] for name, value in given.items()]
     settings = _Settings(model, strategy, optimizer, software, with_timeline)
     points = tuple(settings.point(dict(zip(given, values, strict=True))) for values in itertools.product(*columns))

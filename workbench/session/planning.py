@@ -13,7 +13,7 @@ from workbench.cost.software import WORKBENCH, Software
 from workbench.cost.transformer import Transformer, transformer_costs
 from workbench.errors import StrategyError
 from workbench.planner.plan import Plan
-from workbench.planner.problem import Wishes
+from workbench.planner.problem import Wishes, refuse_unknown_wishes
 from workbench.planner.search import search
 from workbench.planner.sizes import size
 
@@ -94,10 +94,7 @@ def plan(
     >>> plan("gpt2", "a100-80g-selene", 8, 64, precision="bf16", model=1, pipeline=1).resolved.degrees
     (1, 8, 1)
     """
-    unknown = sorted(set(wishes) - set(Wishes.__dataclass_fields__))
-    if unknown:
-        known = ", ".join(Wishes.__dataclass_fields__)
-        raise StrategyError(f"plan({unknown[0]}=): no such wish; there are {known}.")
+    refuse_unknown_wishes("plan", wishes)
     return search(
         _costs(model, inputs, loss_fn, targets),
         hardware if isinstance(hardware, Hardware) else load_hardware(hardware),
