@@ -157,6 +157,7 @@ def test_a_large_chunk_goes_back_when_it_is_idle_after_all_have_closed_it(monkey
 
     for sizes, num_opened in assert_all_returned(run_late(program)):
         assert min(sizes[::2]) >= pool.FIRST_CHUNK_BYTES + 24_000_000
+        assert all(size % (2 * 2**20) == 0 for size in sizes)  # a handle opens whole pages of a GPU
         assert sizes[1::2] == [pool.FIRST_CHUNK_BYTES] * 2 and num_opened == 1
 
 

@@ -27,6 +27,8 @@ from workbench.runtime.transport.processes import Processes
 
 FIRST_CHUNK_BYTES = 16 * 2**20
 _LARGEST_STEP_BYTES = 256 * 2**20
+_PAGE_BYTES = 2 * 2**20
+"""A chunk fills whole pages of the device: smaller pieces share one, and a handle opens all of it to others."""
 _IDLE_ALLOCATIONS = 256
 """A chunk in which nothing lies is retired if it was not needed for so many allocations."""
 RETIRE_TAG = -(1 << 61)
@@ -99,7 +101,7 @@ class Pool:
                 "a time, or set WORKBENCH_TRANSPORT=nccl or gloo."
             )
         has = sum(own.arena.size for own in self._chunks.values() if own.kind == kind)
-        size = -(-max(num_bytes, min(has, _LARGEST_STEP_BYTES), FIRST_CHUNK_BYTES) // 2**20) * 2**20
+        size = -(-max(num_bytes, min(has, _LARGEST_STEP_BYTES), FIRST_CHUNK_BYTES) // _PAGE_BYTES) * _PAGE_BYTES
         if kind == ON_HOST:
             mapping = Mapping.create(size, what)
             try:
