@@ -38,8 +38,9 @@ WEIGHT_BYTES = 2**26
 """Of the weights that products take by turns, and of what they make, because a step finds nothing of it in a cache."""
 EXCHANGE_BYTES = (2**12, 2**18, 2**22)
 """Of the logical tensors whose boxings are timed."""
-FUNCTION_BYTES = 2**23
-"""Of the activations that functions take by turns, all forward and then all backward: few caches hold a step's."""
+FUNCTION_BYTES, _FEW_TIMES = 2**25, 3
+"""Of the activations that functions take by turns, all forward and then all backward, since a step finds few of its own
+in a cache; that is so often in itself that a few times are enough."""
 COPY_BYTES = 2**26
 ROWS = {"cpu": 512, "cuda": 16384}
 """Of the activations on which functions are timed, each 512 wide."""
@@ -190,7 +191,7 @@ def _time_function(
         for result, row in reversed(results):
             torch.autograd.grad(result, row, grad)
 
-    time_s = watch.own_s(there_and_back) / len(rows)
+    time_s = watch.own_s(there_and_back, _FEW_TIMES) / len(rows)
     return FunctionTime(name, sum(work.flops for work in works), moved, time_s)
 
 

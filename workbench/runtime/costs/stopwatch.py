@@ -40,17 +40,17 @@ class Stopwatch:
         self._clock = time.thread_time if has_own_clock else time.perf_counter
         self._wall_s_per_own = self.crowding if has_own_clock else 1.0
 
-    def own_s(self, action: Callable[[], Any]) -> float:
+    def own_s(self, action: Callable[[], Any], least_times: int = _LEAST_TIMES) -> float:
         """Mean seconds on the wall of what a rank does by itself while all ranks do the same."""
         action()
         barrier()
-        return self.repeated_s(action)
+        return self.repeated_s(action, least_times)
 
-    def repeated_s(self, action: Callable[[], Any]) -> float:
+    def repeated_s(self, action: Callable[[], Any], least_times: int = _LEAST_TIMES) -> float:
         """The same, without a beginning that the ranks make together."""
         self._wait_for_device()
         number, started = 0, self._clock()
-        while (passed := self._clock() - started) < self.window_s or number < _LEAST_TIMES:
+        while (passed := self._clock() - started) < self.window_s or number < least_times:
             action()
             self._wait_for_device()
             number += 1
