@@ -49,7 +49,7 @@ PARITY, CUT_BY_COST, SIMULATED = Target(1.0, at_least=True), Target(1.1, at_leas
 THEIRS = "torch, Schedule1F1B, equal blocks"
 _LEARNING_RATE = 1e-4
 _LARGEST_WEIGHT_DIFFERENCE = 2e-3
-_STEPS_OF_TIMELINE = 5
+_STEPS_OF_TIMELINE = 15
 _REPEATS = 15
 _WARM_UP_STEPS = 3
 
@@ -218,7 +218,8 @@ def compare(
 def simulated_and_measured(strategy: Strategy) -> tuple[float, float]:
     """Seconds from the first action's start to the last one's end: on paper, of measured actions; and measured."""
     run = Ours(SMALL_HEAD, strategy)
-    run()
+    for _ in range(_WARM_UP_STEPS):
+        run()
     timelines = run.timelines()
     num_stages = 1 + max(span.action.stage for spans in timelines[0].spans for span in spans)
     actions = make_table(strategy.options.schedule or "1f1b", num_stages, NUM_MICRO_BATCHES, wb.world_size())
