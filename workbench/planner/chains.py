@@ -8,29 +8,32 @@ of the one before, and hundreds of layers take the time of a few.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import numpy as np
 
 from workbench.core.pairing import split_dim
 from workbench.planner.problem import Choice, Problem
 
-Cost = Callable[[int, Choice | None, Choice, Choice | None], float]
-"""Of a layer: its place, the choice of the layer before, its own, and that of the next one."""
+Costs = Callable[[int], np.ndarray]
+"""Of the layer at a place: by the choice of the layer before, its own, and that of the next one. A neighbour that there
+is not has one choice.
+"""
 
 
-def best_chain(problem: Problem, options: Sequence[Sequence[Choice]], cost: Cost) -> tuple[Choice, ...] | None:
+def best_chain(problem: Problem, options: Sequence[Sequence[Choice]], costs: Costs) -> tuple[Choice, ...] | None:
     """The choices with the smallest sum of costs; None where shared weights leave none.
 
     Args:
         problem: the layers, their blocks and shared weights.
         options: what each layer may do.
-        cost: of a layer between its neighbours.
+        costs: of a layer between its neighbours.
     """
     repeats = _repeats(problem, options)
-    tables: dict[int, np.ndarray] = {}
+    costs = cache(costs)
     best: tuple[float, list[int]] | None = None
     for barred in _ways_of_ties(problem, options):
-        found = _walk(options, repeats, cost, tables, barred)
+        found = _walk(options, repeats, costs, barred)
         if np.isfinite(found[0]) and (best is None or found[0] < best[0]):
             best = found
     if best is None:
@@ -51,8 +54,7 @@ def _ways_of_ties(problem: Problem, options: Sequence[Sequence[Choice]]) -> list
 def _walk(
     options: Sequence[Sequence[Choice]],
     repeats: dict[int, tuple[int, int]],
-    cost: Cost,
-    tables: dict[int, np.ndarray],
+    costs: Costs,
     barred: dict[int, np.ndarray],
 ) -> tuple[float, list[int]]:
     """(sum of costs, place of the choice of every layer)."""
@@ -61,9 +63,7 @@ def _walk(
     at_block: np.ndarray | None = None
     index = 0
     while index < len(options):
-        if index not in tables:
-            tables[index] = _table(index, options, cost)
-        total = value[:, :, None] + tables[index]
+        total = value[:, :, None] + costs(index)
         if index in barred:
             total = total + barred[index][None, :, None]
         decisions.append(total.argmin(0))
@@ -82,13 +82,6 @@ def _walk(
         places.append(int(decision[places[-1], following]))
         following = places[-2]
     return float(value[places[0], 0]), places[::-1]
-
-
-def _table(index: int, options: Sequence[Sequence[Choice]], cost: Cost) -> np.ndarray:
-    """Costs by choice before, choice, and choice after."""
-    befores: Sequence[Choice | None] = options[index - 1] if index else [None]
-    followings: Sequence[Choice | None] = options[index + 1] if index + 1 < len(options) else [None]
-    return np.array([[[cost(index, b, c, f) for f in followings] for c in options[index]] for b in befores])
 
 
 def _repeats(problem: Problem, options: Sequence[Sequence[Choice]]) -> dict[int, tuple[int, int]]:
@@ -111,4 +104,4 @@ def _step(value: np.ndarray, before: np.ndarray | None) -> float | None:
     return float(steps.flat[0]) if np.ptp(steps) <= 1e-9 * np.abs(steps).max() else None
 
 
-__all__ = ["Cost", "best_chain"]
+__all__ = ["Costs", "best_chain"]

@@ -10,8 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 from math import ceil, inf, log2
 from typing import NamedTuple
+
+import numpy as np
 
 from workbench.core.strategy import ResolvedLayer, ResolvedStrategy
 from workbench.cost.memory import live_micro_batches
@@ -62,6 +65,8 @@ class _LongSearch:
         self.problem, self.ledger, self._is_quick = problem, ledger, is_quick
         self._chains: dict[tuple[object, ...], tuple[Choice, ...] | None] = {}
         self._bare: dict[tuple[object, ...], list[Unit]] = {}
+        self._known_parts: dict[tuple[int, bool, int], np.ndarray] = {}
+        self._kinds_known: dict[int, list[int]] = {}
         self._tables: dict[int, list[list[Choice]]] = {}
         self._alive: dict[tuple[object, ...], list[float]] = {}
         self._parameters = sum(row.layer.num_parameters for row in problem.rows if row.layer.tied_to is None)
@@ -171,20 +176,50 @@ class _LongSearch:
         counts_s = 0.0 if way.byte_price == ONLY else 1.0
         key = (id(prices), recompute, counts_s, weight, shared, kept)
         if key not in self._chains:
-            has_rates = bool(weight or shared or kept)
 
-            def cost(index: int, before: Choice | None, choice: Choice, following: Choice | None) -> float:
-                price = prices.row(index, before, choice, following)
-                total = counts_s * prices.seconds(index, price, recompute)
-                if has_rates:
-                    is_again = recompute and prices.is_recomputed(index)
-                    total += kept * (price.input_bytes if is_again else price.kept_bytes)
-                    if self.problem.rows[index].layer.tied_to is None:
-                        total += weight * price.weights + shared * price.shared
-                return total
+            def costs(index: int) -> np.ndarray:
+                seconds, kept_bytes, weights, shares = self._parts(prices, recompute, index)
+                return counts_s * seconds + kept * kept_bytes + (weight * weights + shared * shares)
 
-            self._chains[key] = best_chain(self.problem, self._options(m), cost)
+            self._chains[key] = best_chain(self.problem, self._options(m), costs)
         return self._chains[key]
+
+    def _parts(self, prices: Prices, recompute: bool, index: int) -> np.ndarray:
+        """What a row's costs are made of: seconds, kept bytes, weights and shared ones, each by the choice of the row
+        before, its own, and that of the next one. Ways differ only in what each of these costs, equal rows in nothing.
+        """
+        options = self._options(prices.model)
+        key = (id(prices), recompute, self._kinds_of_rows(prices.model)[index])
+        if key not in self._known_parts:
+            befores: Sequence[Choice | None] = options[index - 1] if index else [None]
+            followings: Sequence[Choice | None] = options[index + 1] if index + 1 < len(options) else [None]
+            is_again = recompute and prices.is_recomputed(index)
+            is_own = self.problem.rows[index].layer.tied_to is None
+            parts = np.empty((4, len(befores), len(options[index]), len(followings)))
+            neighbours = befores, options[index], followings
+            for place, (before, choice, following) in zip(
+                np.ndindex(parts.shape[1:]), product(*neighbours), strict=True
+            ):
+                price = prices.row(index, before, choice, following)
+                kept = price.input_bytes if is_again else price.kept_bytes
+                own = (price.weights, price.shared) if is_own else (0.0, 0.0)
+                parts[:, *place] = prices.seconds(index, price, recompute), kept, *own
+            self._known_parts[key] = parts
+        return self._known_parts[key]
+
+    def _kinds_of_rows(self, model: int) -> list[int]:
+        """Numbers that are equal for rows of one class, between neighbours that may do the same."""
+        if model not in self._kinds_known:
+            classes, options = self.ledger.classes, [tuple(choices) for choices in self._options(model)]
+            known: dict[object, int] = {}
+            self._kinds_known[model] = [
+                known.setdefault(
+                    (number, tuple(classes.kinds[index + 1 : index + 2]), classes.blocks[index] >= 0, near), len(known)
+                )
+                for index, number in enumerate(classes.with_before)
+                for near in [tuple(options[max(index - 1, 0) : index + 2])]
+            ]
+        return self._kinds_known[model]
 
     def _rates(self, candidate: Candidate, way: Way) -> tuple[float, float, float]:
         """(of a weight, of a shared one besides, of a kept byte), in seconds of a micro-batch; bytes alone if ONLY."""
