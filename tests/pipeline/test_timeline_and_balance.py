@@ -150,6 +150,9 @@ def test_a_cut_is_proposed_for_a_schedule_and_its_micro_batches():
     assert list(few.stages.values()) == shortest_step(costs, 3, 2, "1f1b")
     with pytest.raises(StrategyError, match="schedule 'fast' is not available"):
         wb.balance(model, F.mse_loss, *batch, 3, schedule="fast", num_repeats=1)
+    for number in (0, 2.5):
+        with pytest.raises(StrategyError, match=f"num_micro_batches={number}, but a step has a whole number of them"):
+            wb.balance(model, F.mse_loss, *batch, 3, num_micro_batches=number)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero_bubble"])

@@ -79,7 +79,7 @@ def balance(
         num_repeats: repetitions, after one that does not count.
 
     Raises:
-        StrategyError: fewer parts than stages, or a module that is spread already.
+        StrategyError: fewer parts than stages, no number of micro-batches, or a module that is spread already.
 
     >>> model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 512), nn.Linear(512, 512))
     >>> str(wb.balance(model, F.mse_loss, torch.ones(64, 8), torch.ones(64, 512), 2).strategy)
@@ -92,6 +92,11 @@ def balance(
         raise StrategyError(
             f"balance: {num_stages} stages, but the model has {len(parts)} parts between which it can be cut (blocks "
             f"and single layers). Each stage needs one: use at most {len(parts)} stages."
+        )
+    if num_micro_batches is not None and not (isinstance(num_micro_batches, int) and num_micro_batches >= 1):
+        raise StrategyError(
+            f"balance: num_micro_batches={num_micro_batches!r}, but a step has a whole number of them, at least 1. "
+            "Leave it out for as many as stages."
         )
     samples = _without_lasting(module, lambda: _samples(module, loss_fn, inputs, targets, num_repeats + 1))
     own = [
