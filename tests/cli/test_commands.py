@@ -37,6 +37,15 @@ def test_what_it_does_not_understand_ends_with_2(arguments: str, capsys: pytest.
     assert "usage: workbench" in capsys.readouterr().err
 
 
+def test_an_unknown_option_is_told_with_the_usage_of_its_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["plan", "gpt2", "--gpus", "8"])
+    assert ended.value.code == cli.USER_ERROR
+    told = capsys.readouterr().err
+    assert told.startswith("usage: workbench plan") and "--ranks" in told
+    assert "unrecognized arguments: --gpus 8 (workbench plan --help lists all)" in told
+
+
 def test_our_errors_are_told_in_a_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(cli.doctor, "run", raising(StrategyError("2 stages, 1 layer.")))
     assert cli.main(["doctor"]) == cli.USER_ERROR

@@ -38,13 +38,15 @@ def make_parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         module.add_arguments(command)
-        command.set_defaults(run=module.run)
+        command.set_defaults(run=module.run, refuse=command.error)
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code (0 good, 1 the check failed, 2 a mistake in what was asked)."""
-    args = make_parser().parse_args(arguments)
+    args, unknown = make_parser().parse_known_args(arguments)
+    if unknown:  # the command's own usage helps, not that of all
+        args.refuse(f"unrecognized arguments: {' '.join(unknown)} (workbench {args.command} --help lists all)")
     try:
         return int(args.run(args))
     except WorkbenchError as error:
