@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from operator import attrgetter
 
 from workbench.core.rows import Layer
 
@@ -87,6 +88,14 @@ class LayerCost:
     def saved_bytes(self) -> float:
         """Kept for backward, of one sample."""
         return sum(work.saved_bytes for work in (*self.own, *self.after))
+
+    @property
+    def counted(self) -> tuple[object, ...]:
+        """All but its names: rows that are equal in this cost the same under equal choices."""
+        return (*_ALL_BUT_LAYER(self), *self.layer.shapes.items())
+
+
+_ALL_BUT_LAYER = attrgetter(*(each.name for each in fields(LayerCost) if each.name != "layer"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,21 +95,7 @@ def _neighbour(
 
 def _key(row: LayerCost, choice: ResolvedLayer) -> tuple[object, ...]:
     """What a price depends on, besides its neighbours."""
-    shapes = tuple(row.layer.shapes.items())
-    return (
-        row.own,
-        row.after,
-        row.output_shape,
-        row.left_shape,
-        row.alike_shape,
-        row.pieces,
-        row.itemsize,
-        row.left_itemsize,
-        row.num_cast,
-        shapes,
-        row.layer.tied_to,
-        _of_choice(choice),
-    )
+    return row.counted, row.layer.tied_to, _of_choice(choice)
 
 
 def _of_choice(choice: ResolvedLayer) -> tuple[object, ...]:

@@ -34,17 +34,7 @@ class RowClasses:
         parents = [(parent, short in COLUMN_NAMES) for parent, _, short in names]  # what tells siblings apart
         for index, row in enumerate(problem.rows):
             layer = row.layer
-            shapes = tuple(layer.shapes.items())
-            sizes = (
-                row.output_shape,
-                row.left_shape,
-                row.alike_shape,
-                row.pieces,
-                row.itemsize,
-                row.left_itemsize,
-                row.num_cast,
-            )
-            key = (row.own, row.after, sizes, shapes, layer.kind, layer.tied_to is None)
+            key = (row.counted, layer.kind, layer.tied_to is None)
             self.of_row.append(known.setdefault(key, len(known)))
             before = (self.of_row[index - 1], parents[index - 1] == parents[index]) if index else None
             self.with_before.append(known.setdefault((self.of_row[index], before), len(known)))
