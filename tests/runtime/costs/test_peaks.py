@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from benchmarks.allocated import peak_allocated
 from benchmarks.gpt import GPT, next_word_loss
 from tests.processes import run_processes
+from workbench.core.model_costs import ModelCosts
 from workbench.core.strategy import Strategy
 from workbench.cost.estimate import Estimate, estimate
 from workbench.cost.hardware_files import load_hardware
@@ -36,8 +38,13 @@ def peaks() -> list[int]:
     return [peak_allocated(job, text) for text in STRATEGIES]
 
 
+@cache
+def costs_of_model() -> ModelCosts:
+    return layer_costs(make, WORDS[:16], next_word_loss, WORDS[:16])
+
+
 def predicted(text: str) -> Estimate:
-    costs = layer_costs(make, WORDS[:16], next_word_loss, WORDS[:16])
+    costs = costs_of_model()
     return estimate(costs, Strategy(text).resolve(costs.layers, 2), HERE, 16, optimizer="momentum")
 
 
