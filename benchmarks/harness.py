@@ -4,19 +4,29 @@ Candidates take turns in short rounds, so that a machine that slows down or is s
 that changes from round to round: forwards and backwards, since a candidate leaves the caches warm or cold for the next.
 What is reported is the median over the rounds, and ratios of such medians. Many short rounds are better than few long
 ones: most of them are then not interrupted.
+
+Processes that are started anew have other memory and other threads, and some launches of one program are faster than
+others by more than what is compared. ``launch_often`` starts them several times; candidates are then compared within a
+launch, and what is reported is the median over the launches.
 """
 
 from __future__ import annotations
 
 import gc
+import json
 import math
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from statistics import median
+from typing import Any
+
+_HANDED_IN = "BENCHMARK_HANDED_IN"
 
 Action = Callable[[], object]
 
@@ -80,16 +90,45 @@ def together() -> Iterator[None]:
     dist.barrier()
 
 
-def launch(module: str, num_processes: int, arguments: Sequence[str]) -> int:
+def launch(module: str, num_processes: int, arguments: Sequence[str], hand_in_to: Path | None = None) -> int:
     """Start ``python -m module`` on so many processes with torch's launcher, one thread each, and wait for them."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", _HANDED_IN: str(hand_in_to or "")}
     return subprocess.run([*launcher, "-m", module, *arguments], env=environment, check=False).returncode
+
+
+def launch_often(module: str, num_processes: int, arguments: Sequence[str], num_launches: int) -> list[Any]:
+    """``launch`` several times, one after the other; gives what each has handed in.
+
+    Raises:
+        RuntimeError: a launch has failed.
+    """
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(num_launches):
+            path = Path(folder) / f"{number}.json"
+            code = launch(module, num_processes, arguments, path)
+            if code:
+                raise RuntimeError(
+                    f"{module} on {num_processes} processes: launch {number} ended with exit code {code}"
+                )
+            found.append(json.loads(path.read_text(encoding="utf-8")))
+    return found
+
+
+def hand_in(found: Any) -> None:
+    """What one of the processes of a launch has measured (plain numbers, words, lists, dictionaries)."""
+    Path(os.environ[_HANDED_IN]).write_text(json.dumps(found), encoding="utf-8")
 
 
 def is_launched() -> bool:
     """Whether this process is one of those that ``launch`` has started."""
     return "RANK" in os.environ
+
+
+def by_name(launches: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
+    """The values of each candidate, launch by launch."""
+    return {name: [launch[name] for launch in launches] for name in launches[0]}
 
 
 def medians(times: Mapping[str, Sequence[float]]) -> dict[str, float]:

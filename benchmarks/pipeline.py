@@ -10,6 +10,10 @@ workbench with stages cut by ``wb.balance``; on paper, what cuts can give.
 Both sides have AdamW as a user gets it: torch's loops over the parameters, the workbench's goes through memory once
 (`runtime/gradients/fused_steps`), 5% of a step here. Models start from the same weights, and must end with the same.
 Measured steps are compared with what the simulator makes of the measured actions.
+
+All of it is measured in several launches: processes that are started anew are faster or slower by some percent, torch's
+and ours not alike, which no number of rounds in one launch shows. Ratios are taken within a launch; what is judged is
+their median over the launches.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import itertools
 import sys
 from collections.abc import Callable, Sequence
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,8 +33,8 @@ from torch.distributed.pipelining.schedules import Schedule1F1B
 
 import workbench as wb
 from benchmarks.gpt import GPT, next_word_loss
-from benchmarks.harness import interleave, is_launched, launch, medians, together
-from benchmarks.reporting import Comparison, Target, publish, side_by_side, table
+from benchmarks.harness import by_name, hand_in, interleave, is_launched, launch_often, medians, together
+from benchmarks.reporting import Comparison, Target, over_launches, publish, ratios_side_by_side, table
 from workbench.core.presets import balanced_cuts
 from workbench.core.strategy import Strategy
 from workbench.pipeline.schedules import make_table
@@ -49,7 +54,7 @@ PARITY, CUT_BY_COST, SIMULATED = Target(1.0, at_least=True), Target(1.1, at_leas
 THEIRS = "torch, Schedule1F1B, equal blocks"
 _LEARNING_RATE = 1e-4
 _LARGEST_WEIGHT_DIFFERENCE = 2e-3
-_STEPS_OF_TIMELINE = 15
+_STEPS_OF_TIMELINE = 5
 _REPEATS = 15
 _WARM_UP_STEPS = 3
 
@@ -228,7 +233,7 @@ def simulated_and_measured(strategy: Strategy) -> tuple[float, float]:
 
 
 def work(rounds: int, calls: int) -> None:
-    """What each of the processes runs; the first one prints."""
+    """What each of the processes of a launch runs; the first one hands in."""
     wb.init()
     num = wb.world_size()
     even = {f"workbench, {name}": cut_evenly(num, name) for name in ("1f1b", "gpipe", "zero_bubble")}
@@ -242,41 +247,36 @@ def work(rounds: int, calls: int) -> None:
         by_cost = found.strategy.with_options(num_micro_batches=NUM_MICRO_BATCHES, schedule=schedule)
         cuts[f"workbench, {schedule}, cut by cost{', captured' * captured}"] = (by_cost, captured)
     large, large_difference = compare(LARGE_HEAD, cuts, rounds, calls)
-    measured = {name: simulated_and_measured(strategy) for name, strategy in even.items()}
+    timelines = {name: simulated_and_measured(strategy) for name, strategy in even.items()}
     if wb.rank() == 0:
-        difference = max(small_difference, large_difference)
-        how = (
-            f"{NUM_BLOCKS} blocks of width {WIDTH}, batch {BATCH} x {LENGTH} in {NUM_MICRO_BATCHES} micro-batches, "
-            f"AdamW, {num} processes over {wb.init().transport_name} (torch over gloo), one thread each; "
-            f"medians of {rounds} rounds of {calls} steps. Afterwards the weights differ by at most {difference:.0e}."
+        stages = list(found.stages.values())
+        hand_in(
+            {
+                "transport": wb.init().transport_name,
+                "difference": max(small_difference, large_difference),
+                "small": small,
+                "large": large,
+                "parts": [stages.count(stage) for stage in range(num)],
+                "stage_costs": found.stage_costs_s(),
+                "paper": on_paper(found),
+                "simulated": {name: paper for name, (paper, _) in timelines.items()},
+                "measured": {name: measured for name, (_, measured) in timelines.items()},
+            }
         )
-        report(how, small, large, found, measured)
     dist.barrier()
 
 
-def report(
-    how: str,
-    small: dict[str, float],
-    large: dict[str, float],
-    found: Balance,
-    measured: dict[str, tuple[float, float]],
-) -> None:
-    """Print and keep the tables."""
-
-    def rows(time_s: dict[str, float]) -> list[list[str]]:
-        return [[name, f"{time * 1e3:.1f}", f"{time_s[THEIRS] / time:.2f}"] for name, time in time_s.items()]
-
-    header = ["", "step, ms", "times torch"]
-    deviations = {name: max(a / b, b / a) for name, (a, b) in measured.items()}
-    simulated = [[n, f"{a * 1e3:.1f}", f"{b * 1e3:.1f}", f"{deviations[n]:.2f}"] for n, (a, b) in measured.items()]
-    paper = on_paper(found)
-    first = paper["1f1b, equal blocks"]
-    cuts = [[name, f"{time * 1e3:.1f}", f"{first / time:.2f}"] for name, time in paper.items()]
-    costs = ", ".join(f"{cost * 1e3:.1f}" for cost in found.stage_costs_s())
-    per_stage = ", ".join(str(list(found.stages.values()).count(stage)) for stage in range(wb.world_size()))
+def report(launches: Sequence[Any], num: int, rounds: int, calls: int) -> None:
+    """Print and keep the tables of what launches on ``num`` processes have handed in."""
+    parts = {key: by_name([launch[key] for launch in launches]) for key in ("small", "large", "simulated", "measured")}
+    small, large = parts["small"], parts["large"]
+    deviations = {
+        name: median(max(a / b, b / a) for a, b in zip(simulated, parts["measured"][name], strict=True))
+        for name, simulated in parts["simulated"].items()
+    }
     judged = [
         *(
-            side_by_side(name.removeprefix("workbench, "), time_s[name], "torch", time_s[THEIRS], target)
+            over_launches(name.removeprefix("workbench, "), time_s[name], "torch", time_s[THEIRS], target)
             for name, time_s, target in [
                 ("workbench, 1f1b", small, PARITY),
                 ("workbench, 1f1b, captured", small, PARITY),
@@ -287,31 +287,74 @@ def report(
         ),
         Comparison("1f1b, simulated / measured or measured / simulated", deviations["workbench, 1f1b"], SIMULATED),
     ]
+    how = (
+        f"{NUM_BLOCKS} blocks of width {WIDTH}, batch {BATCH} x {LENGTH} in {NUM_MICRO_BATCHES} micro-batches, "
+        f"AdamW, {num} processes over {launches[0]['transport']} (torch over gloo), one thread each. {len(launches)} "
+        f"launches, in each medians of {rounds} rounds of {calls} steps, all candidates in turns; below are medians "
+        "over the launches, of times and of their ratios to torch's in the same launch. Afterwards the weights differ "
+        f"by at most {max(launch['difference'] for launch in launches):.0e}."
+    )
     body = "\n\n".join(
         [
             how,
-            f"A head of {SMALL_HEAD} words:\n\n{table(header, rows(small))}",
-            f"A head of {LARGE_HEAD} words, as large as two blocks:\n\n{table(header, rows(large))}",
-            f"The cut puts {per_stage} parts on the stages, which take {costs} ms per micro-batch. On paper, by the "
-            "measured costs of parts, without optimizer and overhead:\n\n"
-            + table(["", "forwards and backwards, ms", "times 1f1b, equal blocks"], cuts),
+            f"A head of {SMALL_HEAD} words:\n\n{_times(small)}",
+            f"A head of {LARGE_HEAD} words, as large as two blocks:\n\n{_times(large)}",
+            _cuts(launches),
             "Forwards and backwards of a step, by the simulator from the measured work of actions, and measured:\n\n"
-            + table(["", "simulated, ms", "measured, ms", "deviation"], simulated),
+            + table(
+                ["", "simulated, ms", "measured, ms", "deviation"],
+                [
+                    [name, _ms(parts["simulated"][name]), _ms(parts["measured"][name]), f"{deviation:.2f}"]
+                    for name, deviation in deviations.items()
+                ],
+            ),
         ]
     )
-    publish(f"pipeline-{wb.world_size()}", f"Pipelines against torch, {wb.world_size()} processes", body, judged)
+    publish(f"pipeline-{num}", f"Pipelines against torch, {num} processes", body, judged)
+
+
+def _times(time_s: dict[str, list[float]]) -> str:
+    ratios = {name: ratios_side_by_side(times, time_s[THEIRS]) for name, times in time_s.items()}
+    rows = [
+        [name, _ms(time_s[name]), f"{median(found):.2f}", f"{min(found):.2f} to {max(found):.2f}"]
+        for name, found in ratios.items()
+    ]
+    return table(["", "step, ms", "times torch", "over launches"], rows)
+
+
+def _cuts(launches: Sequence[Any]) -> str:
+    """What cuts can give, by the costs that were measured."""
+    parts = (", ".join(map(str, launch["parts"])) for launch in launches)
+    costs = (", ".join(f"{cost * 1e3:.1f}" for cost in launch["stage_costs"]) for launch in launches)
+    cut = "; ".join(f"{numbers} parts, {times} ms" for numbers, times in zip(parts, costs, strict=True))
+    paper = by_name([launch["paper"] for launch in launches])
+    first = paper["1f1b, equal blocks"]
+    rows = [[name, _ms(times), f"{median(ratios_side_by_side(times, first)):.2f}"] for name, times in paper.items()]
+    return (
+        f"What the cuts put on the stages, and what these take per micro-batch, launch by launch: {cut}. On paper, by "
+        "the measured costs of parts, without optimizer and overhead, with a core per process:\n\n"
+        + table(["", "forwards and backwards, ms", "times 1f1b, equal blocks"], rows)
+    )
+
+
+def _ms(times_s: Sequence[float]) -> str:
+    return f"{median(times_s) * 1e3:.1f}"
 
 
 def main() -> int:
     """Launch on 2 and on 4 processes, or work if this process has been launched."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--launches", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=4, help="rounds in each launch")
     parser.add_argument("--calls", type=int, default=2, help="steps per round")
     parser.add_argument("--engines", type=int, nargs="+", default=NUM_PROCESSES, help="processes: 2, 4 or both")
     args = parser.parse_args()
-    if not is_launched():
-        return max(launch("benchmarks.pipeline", number, sys.argv[1:]) for number in args.engines)
-    work(args.rounds, args.calls)
+    if is_launched():
+        work(args.rounds, args.calls)
+        return 0
+    for number in args.engines:
+        launches = launch_often("benchmarks.pipeline", number, sys.argv[1:], args.launches)
+        report(launches, number, args.rounds, args.calls)
     return 0
 
 

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from statistics import median
 
 from workbench.units import format_seconds
 
@@ -79,6 +80,19 @@ def side_by_side(what: str, ours_s: float, name: str, theirs_s: float, target: T
     """Of two times: how many times faster ours is, if that should be at least so much; else how many times as long."""
     ratio = theirs_s / ours_s if target.at_least else ours_s / theirs_s
     return Comparison(what, ratio, target, format_seconds(ours_s), f"{name} {format_seconds(theirs_s)}")
+
+
+def ratios_side_by_side(ours_s: Sequence[float], theirs_s: Sequence[float]) -> list[float]:
+    """How many times faster ours is, pair by pair."""
+    return [theirs / ours for ours, theirs in zip(ours_s, theirs_s, strict=True)]
+
+
+def over_launches(
+    what: str, ours_s: Sequence[float], name: str, theirs_s: Sequence[float], target: Target
+) -> Comparison:
+    """How many times faster ours is: the median of the ratios of several launches, each with both times."""
+    words = format_seconds(median(ours_s)), f"{name} {format_seconds(median(theirs_s))}"
+    return Comparison(what, median(ratios_side_by_side(ours_s, theirs_s)), target, *words)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], num_left: int = 1) -> str:

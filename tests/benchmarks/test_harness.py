@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import time
 from contextlib import contextmanager
+from pathlib import Path
 
-from benchmarks.harness import interleave, medians
+import pytest
+
+from benchmarks import harness
+from benchmarks.harness import by_name, hand_in, interleave, launch_often, medians
 
 
 def test_candidates_take_turns_in_a_changing_order() -> None:
@@ -38,3 +42,21 @@ def test_every_turn_is_surrounded() -> None:
 
     interleave({"a": lambda: events.append("a")}, rounds=1, calls=1, around=around)
     assert events == ["in", "a", "out"] * 2
+
+
+def test_every_launch_hands_in_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = iter((0.25, 0.5))
+
+    def played(module: str, num_processes: int, arguments: list[str], hand_in_to: Path) -> int:
+        monkeypatch.setenv(harness._HANDED_IN, str(hand_in_to))
+        hand_in({"torch": next(numbers), "ours": 1.0})
+        return 0
+
+    monkeypatch.setattr(harness, "launch", played)
+    assert by_name(launch_often("m", 2, [], 2)) == {"torch": [0.25, 0.5], "ours": [1.0, 1.0]}
+
+
+def test_a_launch_that_failed_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "launch", lambda *args: 3)
+    with pytest.raises(RuntimeError, match="launch 0 ended with exit code 3"):
+        launch_often("m", 2, [], 2)

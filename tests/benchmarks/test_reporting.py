@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import reporting
-from benchmarks.reporting import HEADER, Comparison, Target, side_by_side, table
+from benchmarks.reporting import HEADER, Comparison, Target, over_launches, side_by_side, table
 
 
 def test_a_table_is_aligned() -> None:
@@ -52,6 +52,12 @@ def test_a_target_is_met_or_not(target: Target, ratio: float, met: bool, said: s
 def test_a_comparison_says_both_sides_and_the_verdict(comparison: Comparison, cells: list[str]) -> None:
     assert comparison.cells() == cells
     assert len(cells) == len(HEADER)
+
+
+def test_launches_are_compared_one_by_one() -> None:
+    ours, theirs = [0.010, 0.020, 0.030], [0.030, 0.020, 0.060]  # ratios 3, 1 and 2; of the medians it would be 1.5
+    judged = over_launches("a step", ours, "torch", theirs, Target(2, at_least=True))
+    assert judged.cells() == ["a step", "20.0 ms", "torch 30.0 ms", "2.00", "at least 2", "met"]
 
 
 def test_a_result_is_kept_with_its_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
