@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from workbench.core.layout import balanced_bounds
 from workbench.runtime.transport.letters.board import encode_header
 from workbench.runtime.transport.letters.link import (
     TAG,
@@ -29,6 +30,9 @@ from workbench.runtime.transport.letters.program import Program, Write
 from workbench.runtime.transport.letters.runs import views_of
 from workbench.runtime.transport.shared.segment import Segment, is_plain
 
+BLOCK_BYTES = 512 * 2**10
+"""A block of the shard goes to all ranks before the next one does: what is read for one of them brings what lies beside
+it into the cache, for the others."""
 _MAX_PREPARED = 64
 _Views = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
 """Of a slice's runs, here and there."""
@@ -104,7 +108,7 @@ class Push:
             link.send_without_receipt(letter)
 
     def _write(self, shard: torch.Tensor, tag: int, room: Block) -> None:
-        """Fill in this rank's slices when all places are known, copy behind copy."""
+        """Fill in this rank's slices when all places are known, block behind block of its shard."""
         mailbox, tag_bytes = self._mailbox, TAG.pack(tag)
         for number, (link, target) in enumerate(self._targets):
             said = self._said[number]
@@ -124,7 +128,8 @@ class Push:
         """Of the slices' runs here and there; of those whose runs are short, the places alone."""
         own = [(target, room) for target in self.program.targets if target.rank == self._mailbox.rank]
         others = [(target, letter) for (_, target), letter in zip(self._targets, self._rooms, strict=True)]
-        self._views, self._short = [], []
+        self._short = []
+        views: list[_Views] = []
         for target, lies in [*own, *others]:
             assert lies is not None
             memory = self._memory(target.rank, lies.chunk)
@@ -135,8 +140,20 @@ class Push:
                     self._short.append((write, place))
                 else:
                     places = self._source + write.source.start, memory.address + lies.offset + goal.start
-                    self._views.append(views_of(write.runs, *places))
+                    views.append(views_of(write.runs, *places))
+        self._views = _block_by_block(views, -(-self.program.shard_bytes // BLOCK_BYTES))
         return self._views
 
     def _memory(self, rank: int, chunk: int) -> Mapping:
         return self._segment.chunks[chunk] if rank == self._mailbox.rank else self._mailbox.links[rank].mapping(chunk)
+
+
+def _block_by_block(views: list[_Views], num_blocks: int) -> list[_Views]:
+    """The same copies, each cut into as many parts, in the order of the shard."""
+    cuts = [balanced_bounds(len(given), num_blocks) for _, given in views]
+    return [
+        (taken[start:stop], given[start:stop])
+        for bounds in zip(*cuts, strict=True)
+        for (taken, given), (start, stop) in zip(views, bounds, strict=True)
+        if start < stop
+    ]
