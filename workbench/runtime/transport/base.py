@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from workbench.core.boxing import LinkCost
+from workbench.core.layout import Region
 
 Message = tuple[int, torch.Tensor]
 """The other rank, and the tensor to send to it (of any strides) or the contiguous one to fill from it."""
@@ -138,6 +139,30 @@ class Mapped(Transport, Protocol):
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A tensor that the peers can read where it lies, if there is room for it; else an ordinary one."""
+
+
+class Common(Transport, Protocol):
+    """A transport whose ranks can have tensors in common: each writes a part of them, and all read them in place."""
+
+    def start_filling(
+        self,
+        group: tuple[int, ...],
+        wholes: Sequence[Sequence[int]],
+        regions: Sequence[Region],
+        parts: Sequence[torch.Tensor],
+        tag: int,
+        header: str,
+    ) -> tuple[bool, Callable[[], list[torch.Tensor]]]:
+        """Begin to put whole tensors together out of the parts of all ranks of ``group``, which all call it alike.
+
+        Args:
+            wholes: shapes of the whole tensors.
+            regions, parts: where this rank's parts lie in them; parts of one dtype, contiguous.
+
+        Returns:
+            whether there is room for them now, on all ranks or on none; and a function that waits for the others'
+            parts and gives the tensors, which nobody may write to, or none where there is no room. Call it either way.
+        """
 
 
 def pack(tensors: Sequence[torch.Tensor], out: torch.Tensor | None = None) -> torch.Tensor:

@@ -48,6 +48,7 @@ class Call:
         tag: of the messages for backward.
         parameters, shards: what this rank holds a part of, and has gathered.
         kept: what stood in the modules, to be put back.
+        put: what stands there meanwhile, and its versions at first.
         dtypes: in which each parameter comes again for backward; None for one that backward does not need.
         versions: of the parameters, when they were gathered.
         places: while the call lasts, by address: the number of a gathered parameter, or of its 16-bit copy.
@@ -60,6 +61,7 @@ class Call:
     parameters: list[GlobalTensor]
     shards: list[Shard]
     kept: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
+    put: tuple[list[GlobalTensor], list[int]] = field(default_factory=lambda: ([], []))
     dtypes: list[torch.dtype | None] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     places: dict[int, int] = field(default_factory=dict)
@@ -80,6 +82,20 @@ class Call:
         self.saving = _saving(self)
         self.saving.__enter__()
 
+    def put_in(self, places: Sequence[tuple[Member, GlobalTensor]]) -> None:
+        """Let whole parameters stand in the modules until ``put_back``."""
+        for member, whole in places:
+            self.kept.append((member.owner, member.name, member.owner._parameters[member.name]))
+            member.owner._parameters[member.name] = whole  # type: ignore[assignment]
+        wholes = [whole for _, whole in places]
+        self.put = wholes, versions_of(wholes)
+
+    def written(self) -> list[str]:
+        """Parameters to which forward has written meanwhile."""
+        wholes, versions = self.put
+        pairs = zip(self.kept, versions, versions_of(wholes), strict=False)  # none are left where all were put back
+        return [f"{name} of {type(owner).__name__}" for (owner, name, _), before, now in pairs if now != before]
+
     def put_back(self) -> None:
         """The call has ended: shards stand in their places again."""
         if self.saving is not None:
@@ -88,6 +104,7 @@ class Call:
         for owner, name, parameter in self.kept:
             owner._parameters[name] = parameter
         self.kept.clear()
+        self.put = [], []
         self.places.clear()
 
     def gather_again(self) -> dict[int, torch.Tensor]:
@@ -189,9 +206,9 @@ def _saving(call: Call) -> Any:
 
 
 def versions_of(parameters: Iterable[GlobalTensor]) -> list[int]:
-    """How often each was written."""
+    """How often each was written; nobody counts under inference mode."""
     with local_torch():
-        return [parameter._version for parameter in parameters]
+        return [0 if parameter.is_inference() else parameter._version for parameter in parameters]
 
 
 def autocast_dtype(world: World) -> torch.dtype | None:

@@ -7,16 +7,19 @@ that is made early finds the data there.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from workbench.runtime.boxing.assembling import slice_region
 from workbench.runtime.boxing.box import box_ghost
 from workbench.runtime.gradients.shard import Shard
 from workbench.runtime.gradients.shard_exchange import start_gather, start_scatter
 from workbench.runtime.tensor import GlobalTensor, label, local_torch, plain
 from workbench.runtime.world import World
+
+Finish = Callable[[], list[torch.Tensor]]
 
 
 class Flight:
@@ -32,39 +35,65 @@ class Flight:
         started = time.perf_counter()
         self._world, self._shards = world, shards
         self._parts = [part.contiguous() for part in parts]
-        self._starts = []
+        self._starts: list[tuple[list[int], Finish]] = []
         for numbers in _alike(shards, parts):
             chosen = [shards[i] for i in numbers]
-            sent, finish = start_gather(world, chosen, [self._parts[i] for i in numbers], tag)
+            sent, finish = _start(world, chosen, [self._parts[i] for i in numbers], tag)
             self._starts.append((numbers, finish))
             _trace(world, chosen, parts[numbers[0]].dtype, "S -> B", "all-gather", sent, "parameters")
             world.traffic.add("all-gather", sent, 0.0)
         world.traffic.time_s += time.perf_counter() - started
 
     def finish(self) -> list[torch.Tensor]:
-        """The whole local tensors, each in memory of its own."""
-        started, rank = time.perf_counter(), self._world.rank
-        wholes = [
-            room(shard, part.dtype, self._world.device) for shard, part in zip(self._shards, self._parts, strict=True)
-        ]
-        places = [_place(whole, shard, rank) for whole, shard in zip(wholes, self._shards, strict=True)]
-        torch._foreach_copy_(places, self._parts)
+        """The whole local tensors. Nobody may write to them: ranks of one host may have them in common."""
+        started = time.perf_counter()
+        wholes: dict[int, torch.Tensor] = {}
         for numbers, finish in self._starts:
-            finish([wholes[i] for i in numbers])
+            wholes |= zip(numbers, finish(), strict=True)
         self._parts, self._starts = [], []
         self._world.traffic.time_s += time.perf_counter() - started
+        return [wholes[i] for i in range(len(wholes))]
+
+
+def _start(world: World, shards: Sequence[Shard], parts: Sequence[torch.Tensor], tag: int) -> tuple[int, Finish]:
+    """Begin to gather what can travel together: the bytes that go to other ranks, and what waits for the wholes."""
+    group = shards[0].group
+    finish_filling: Finish = list
+    start_filling = _start_filling_among(world, group)
+    if start_filling is not None:
+        wholes, regions = [shard.of.local_shape for shard in shards], [shard.regions[world.rank] for shard in shards]
+        header = f"gathering of {len(shards)} parameters, {parts[0].dtype}, in place"
+        has_room, finish_filling = start_filling(group, wholes, regions, parts, tag, header)
+        if has_room:
+            return (len(group) - 1) * sum(part.nbytes for part in parts), finish_filling
+    sent, finish_gather = start_gather(world, shards, parts, tag)
+
+    def finish() -> list[torch.Tensor]:
+        finish_filling()
+        wholes = [room(shard, part.dtype, world.device) for shard, part in zip(shards, parts, strict=True)]
+        places = [slice_region(whole, shard.regions[world.rank]) for whole, shard in zip(wholes, shards, strict=True)]
+        torch._foreach_copy_(places, list(parts))
+        finish_gather(wholes)
         return wholes
+
+    return sent, finish
+
+
+def _start_filling_among(world: World, group: tuple[int, ...]) -> Any:
+    """See ``base.Common``; None for ranks that have no memory in common.
+
+    None while a step is recorded, too: whether there is room is found anew each time, and a replay asks nothing.
+    """
+    if len(group) == 1 or world.recorder is not None:
+        return None
+    transport: Any = world.transport
+    among = getattr(transport, "among", None)
+    return getattr(transport if among is None else among(group), "start_filling", None)
 
 
 def room(shard: Shard, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Memory for a whole local tensor."""
     return torch.empty(shard.of.local_shape, dtype=dtype, device=device)
-
-
-def _place(whole: torch.Tensor, shard: Shard, rank: int) -> torch.Tensor:
-    for dim, (start, stop) in enumerate(shard.regions[rank]):
-        whole = whole.narrow(dim, start, stop - start)
-    return whole
 
 
 def _alike(shards: Sequence[Shard], tensors: Sequence[torch.Tensor]) -> list[list[int]]:

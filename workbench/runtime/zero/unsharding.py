@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from workbench.errors import CollectiveAborted
+from workbench.errors import CollectiveAborted, StrategyError
 from workbench.runtime.gradients.shard import Shard
 from workbench.runtime.tensor import GlobalTensor, label, local_torch, plain
 from workbench.runtime.world import World, current
@@ -175,9 +175,7 @@ class Unit:
         chosen, shards = [p for p, _ in once.values()], [shard for _, shard in once.values()]
         found = gather(chosen, shards, flight, tag, lambda: _let_go(reference))
         wholes = dict(zip(once, found, strict=True))
-        for member, parameter, _ in present:
-            call.kept.append((member.owner, member.name, parameter))
-            member.owner._parameters[member.name] = wholes[id(parameter)]  # type: ignore[assignment]
+        call.put_in([(member, wholes[id(parameter)]) for member, parameter, _ in present])
         chain.active.append(call)
         if torch.is_grad_enabled() and not _is_recomputed():
             call.before, chain.last = chain.last, reference
@@ -198,8 +196,14 @@ class Unit:
         self.chain.active.remove(call)
         with local_torch():
             learns = any(parameter.requires_grad for parameter in call.parameters)
-        keeps_notes = call.saving is not None
+        keeps_notes, written = call.saving is not None, call.written()
         call.put_back()
+        if written:
+            raise StrategyError(
+                f"{type(module).__name__}: forward has written to {len(written)} of {len(call.parameters)} gathered "
+                f"parameters ({', '.join(written[:4])}). Under zero=3 a whole parameter is gone when the call ends, "
+                "and with it what was written. Change parameters between steps, or use zero=2."
+            )
         if keeps_notes and call.parameters:
             call.gather_at_the_end(args, output, learns)
 

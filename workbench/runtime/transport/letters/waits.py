@@ -17,8 +17,11 @@ from workbench.runtime.transport.letters.semaphores import Semaphores
 from workbench.runtime.transport.network.watch import LETTERS, RECEIPTS
 from workbench.runtime.transport.processes import Processes
 
-SLICE_S = 0.02
-"""How long a sleeping rank goes without looking for an abort, a dead peer or a deadlock."""
+SLICE_S = 0.05
+"""How long a sleeping rank goes without looking for an abort, a dead peer or a deadlock.
+
+Ranks that wait in a pipeline sleep for tens of milliseconds, and looking takes from others where they share cores.
+"""
 
 
 class Patience(NamedTuple):
@@ -32,7 +35,7 @@ ON_OWN_CORES = Patience(10_000, 5e-3)
 """Waking a rank that sleeps costs the other one up to 0.7 ms of its work, which a pipeline would pay at every handover.
 Where somebody else needs the core after all, a few yields take these 5 ms.
 """
-ON_SHARED_CORES, AFTER_A_LONG_SLEEP, _LONG_S = Patience(200, SLICE_S), Patience(10, SLICE_S), 1e-3
+ON_SHARED_CORES, AFTER_A_LONG_SLEEP, _LONG_S = Patience(200, 20e-3), Patience(10, 20e-3), 1e-3
 """Where ranks share cores, a yield hands the core to the one that is waited for, and the time for which that one
 computes does not count. After a sleep of more than ``_LONG_S``, the next wait for this peer is likely to be long, too.
 """

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from workbench.core.boxing import LinkCost
+from workbench.core.layout import Region
 from workbench.runtime.transport.base import Asynchronous, Message, Release, Wanted
 from workbench.runtime.transport.letters.board import Board, encode_header
 from workbench.runtime.transport.letters.ending import OverLetters, ends_the_transport
@@ -24,18 +25,19 @@ from workbench.runtime.transport.letters.mailbox import Mailbox
 from workbench.runtime.transport.letters.mapped import Mapping
 from workbench.runtime.transport.letters.program import ONE_STEP_BYTES, Program
 from workbench.runtime.transport.letters.semaphores import Semaphores
-from workbench.runtime.transport.letters.waits import SLICE_S, Waiter
+from workbench.runtime.transport.letters.waits import Waiter
 from workbench.runtime.transport.network.watch import receipts_key
 from workbench.runtime.transport.reducing import tag_in_group
 from workbench.runtime.transport.shared.pulling import pull
 from workbench.runtime.transport.shared.pushing import Pushes
+from workbench.runtime.transport.shared.rooms import Rooms, Use
 from workbench.runtime.transport.shared.segment import Segment
 from workbench.runtime.transport.shared.steady import STEADY_BYTES, SteadyPrograms
 from workbench.runtime.transport.shared.sums import Sum
 
 FIRST_CHUNK_BYTES = 8 * 2**20 + STEADY_BYTES
 """Memory for data that every rank starts with; more is added in growing steps when messages need it."""
-_LAST_LETTERS_S = 1.0
+_LAST_LETTERS_S, _LOOK_S = 1.0, 2e-3
 
 
 class SharedTransport(OverLetters, Asynchronous):
@@ -61,6 +63,7 @@ class SharedTransport(OverLetters, Asynchronous):
         self._mailbox = Mailbox(rank, links, self._waiter)
         self._pushes = Pushes(self._segment, self._mailbox)
         self._steady = SteadyPrograms(self._segment, self._mailbox)
+        self._rooms = Rooms(self._segment, self._mailbox)
 
     @property
     def idle_bytes(self) -> int:
@@ -118,6 +121,23 @@ class SharedTransport(OverLetters, Asynchronous):
         return self._segment.empty(shape, dtype)
 
     @ends_the_transport
+    def start_filling(
+        self,
+        group: tuple[int, ...],
+        wholes: Sequence[Sequence[int]],
+        regions: Sequence[Region],
+        parts: Sequence[torch.Tensor],
+        tag: int,
+        header: str,
+    ) -> tuple[bool, Callable[[], list[torch.Tensor]]]:
+        use = self._rooms.of(group).begin(wholes, regions, parts, tag << 1, header)
+        return use.memory is not None, lambda: self._end(use)
+
+    @ends_the_transport
+    def _end(self, use: Use) -> list[torch.Tensor]:
+        return use.end()
+
+    @ends_the_transport
     def start_all_reduce(
         self, tensors: Sequence[torch.Tensor], group: Sequence[int], reduction: str, tag: int, header: str
     ) -> Callable[[], torch.Tensor]:
@@ -157,7 +177,7 @@ class SharedTransport(OverLetters, Asynchronous):
         end = time.perf_counter() + _LAST_LETTERS_S
         for link in self._links.values():
             while link.has_files_to_open and time.perf_counter() < end and not self._waiter.is_gone(link):
-                time.sleep(SLICE_S / 10)
+                time.sleep(_LOOK_S)
                 link.collect()
 
     def _send(self, sends: Sequence[Message], tag: int, header: bytes) -> None:
