@@ -3,8 +3,9 @@
 Kinds that are counted apart (parameters, gradients, activations that autograd keeps) are never all there at once, and
 what functions take and make for a moment is none of them. The allocator knows. On CPUs its profiler tells of every
 tensor's memory as it comes and goes; what was made elsewhere (other threads, before the profiler) is what is held
-besides at the end of a step: parameters, gradients and the optimizer's state. Large results of boxings lie in memory
-that ranks share, where there is room; for this run there is none, so that the allocator sees them, too.
+besides at the end of a step: parameters, gradients and the optimizer's state. Large results of boxings, and what ranks
+gather, lie in memory that ranks share, where there is room; for this run there is none, so that the allocator sees
+them, too.
 """
 
 from __future__ import annotations
@@ -78,7 +79,8 @@ def _only_new_objects_collected() -> Iterator[None]:
 
 @contextmanager
 def _in_ordinary_memory(world: World) -> Iterator[None]:
-    segment: Any = getattr(world.transport, "_segment", None)
+    transport: Any = world.transport
+    segment: Any = getattr(transport, "_segment", None)
     if segment is None:
         yield
         return
@@ -87,11 +89,12 @@ def _in_ordinary_memory(world: World) -> Iterator[None]:
         """There is none: tensors lie in ordinary memory."""
 
     has_room = segment.room_for_tensor
-    segment.room_for_tensor = room_for_tensor
+    segment.room_for_tensor, transport.start_filling = room_for_tensor, None
     try:
         yield
     finally:
         segment.room_for_tensor = has_room
+        del transport.start_filling
 
 
 __all__ = ["peak_allocated"]
