@@ -344,8 +344,8 @@ def _ms(times_s: Sequence[float]) -> str:
 def main() -> int:
     """Launch on 2 and on 4 processes, or work if this process has been launched."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--launches", type=int, default=5)
-    parser.add_argument("--rounds", type=int, default=4, help="rounds in each launch")
+    parser.add_argument("--launches", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=3, help="rounds in each launch")
     parser.add_argument("--calls", type=int, default=2, help="steps per round")
     parser.add_argument("--engines", type=int, nargs="+", default=NUM_PROCESSES, help="processes: 2, 4 or both")
     args = parser.parse_args()
