@@ -12,6 +12,10 @@ The limit is a warm ``copy_`` of as many bytes as a rank's new shard has, betwee
 time in which every rank makes one: ranks that share cores share them here as in a boxing. *One copies* is the time of
 the first rank's while all others wait: it has a core and the caches to itself. Where ranks share cores this is shown
 but not judged, since the plain copies of all ranks cannot be made in that time either.
+
+All of it is measured in several launches: where the memory of new processes lies, and what else the host does, changes
+the ratios of large boxings to copies by a fifth, which no number of rounds in one launch shows. Ratios are taken within
+a launch; what is judged is their median over the launches.
 """
 
 from __future__ import annotations
@@ -34,13 +38,15 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 import workbench as wb
 from benchmarks.harness import (
     Action,
+    by_name,
     geometric_mean,
+    hand_in,
     interleave,
     is_launched,
-    launch,
+    launch_often,
     medians,
 )
-from benchmarks.reporting import Comparison, Target, publish, side_by_side, table
+from benchmarks.reporting import Comparison, Target, over_launches, publish, ratios_side_by_side, table
 from workbench.core.boxing import plan_boxing
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
@@ -255,50 +261,74 @@ def measure_planning() -> dict[str, float]:
     return {"cached": median(times)} | found
 
 
-def report(
-    times: dict[Case, dict[str, float]], planning: dict[str, float], issue: tuple[float, float], rounds: int
-) -> None:
-    """Print and keep the tables of one number of processes."""
-    num_processes = dist.get_world_size()
+def measure_all(cases: Sequence[Case], gloo: World, rounds: int) -> dict[str, Any]:
+    """What a launch hands in."""
+    return {
+        "times": [((case.size, *case.pair), measure(case, gloo, rounds, SIZES.get(case.size, 10))) for case in cases],
+        "issue": measure_issue(gloo, 10 * rounds),
+        "planning": measure_planning(),
+        "shares_cores": shares_cores(),
+    }
+
+
+Times = Mapping[Case, Mapping[str, Sequence[float]]]
+"""Seconds per call of every candidate for every case, launch by launch."""
+
+
+def report(launches: Sequence[Any], num_processes: int, rounds: int) -> None:
+    """Print and keep the tables of what launches on so many processes have handed in."""
+    times = {
+        Case(size, source, target): by_name([launch["times"][index][1] for launch in launches])
+        for index, ((size, source, target), _) in enumerate(launches[0]["times"])
+    }
     with_names = [*OURS, "DTensor", ALL_COPY, ONE_COPIES]
     rows = []
     for case, time_s in times.items():
-        cells = [f"{time_s[name] * 1e6:.0f}" if name in time_s else "" for name in with_names]
-        copies = [f"{time_s['in segment'] / time_s[name]:.2f}" for name in (ALL_COPY, ONE_COPIES)]
-        speed = f"{time_s['DTensor'] / time_s['in segment']:.1f}"
-        rows.append([f"{format_bytes(case.size)} {case}", *cells, speed, *copies])
-    ratios = ["DTensor / in segment", f"in segment / {ALL_COPY}", f"in segment / {ONE_COPIES}"]
-    header = ["", *(f"{name}, us" for name in with_names), *ratios]
-    judged = [*_speeds(times), *_limits(times)]
+        cells = [f"{median(time_s[name]) * 1e6:.0f}" for name in with_names]
+        speed = f"{median(ratios_side_by_side(time_s['in segment'], time_s['DTensor'])):.1f}"
+        ratios = [ratios_side_by_side(time_s[name], time_s["in segment"]) for name in (ALL_COPY, ONE_COPIES)]
+        copies = [f"{median(found):.2f}" for found in ratios]
+        spread = f"{min(ratios[0]):.2f} to {max(ratios[0]):.2f}"
+        rows.append([f"{format_bytes(case.size)} {case}", *cells, speed, *copies, spread])
+    names = ["DTensor / in segment", f"in segment / {ALL_COPY}", f"in segment / {ONE_COPIES}"]
+    header = ["", *(f"{name}, us" for name in with_names), *names, f"in segment / {ALL_COPY}, by launch"]
+    shares_cores = any(launch["shares_cores"] for launch in launches)
+    judged = [*_speeds(times), *_limits(times, shares_cores)]
     judged += [
-        Comparison(f"planning, {name}", time_s * 1e6, CACHED if name == "cached" else PLANNING)
-        for name, time_s in planning.items()
+        Comparison(f"planning, {name}", median(found) * 1e6, CACHED if name == "cached" else PLANNING)
+        for name, found in by_name([launch["planning"] for launch in launches]).items()
     ]
-    judged.append(side_by_side("CPU to issue", issue[0], "DTensor", issue[1], ISSUE))
+    ours, theirs = zip(*(launch["issue"] for launch in launches), strict=True)
+    judged.append(over_launches("CPU to issue", ours, "DTensor", theirs, ISSUE))
     body = (
-        f"Square float32 tensors on {num_processes} processes of one host, one thread each; medians over {rounds} "
-        f"rounds, in which the candidates take turns.\n\n{table(header, rows)}\n\nSpeeds are "
-        f"geometric means over all pairs but {APART[0]} -> {APART[1]}, which moves nothing.{_about_copies(times)}"
+        f"Square float32 tensors on {num_processes} processes of one host, one thread each. {len(launches)} launches, "
+        f"in each medians over {rounds} rounds, in which the candidates take turns; below are medians over the "
+        f"launches, of times and of ratios in the same launch.\n\n{table(header, rows)}\n\nSpeeds are "
+        f"geometric means over all pairs but {APART[0]} -> {APART[1]}, which moves nothing."
+        f"{_about_copies(times) if shares_cores else ''}"
     )
     publish(f"boxing-{num_processes}", f"Boxings on {num_processes} processes of one host", body, judged)
 
 
-def _speeds(times: dict[Case, dict[str, float]]) -> list[Comparison]:
+def _speeds(times: Times) -> list[Comparison]:
     found = []
     for size, target in SPEED.items():
         for where in ("in segment", "outside"):
             cases = [t for case, t in times.items() if case.size == size and case.pair != APART]
             if cases:
-                ours, theirs = (geometric_mean([t[name] for t in cases]) for name in (where, "DTensor"))
+                ours, theirs = (
+                    [geometric_mean(launch) for launch in zip(*(t[name] for t in cases), strict=True)]
+                    for name in (where, "DTensor")
+                )
                 aim = target if where == "in segment" else Target(1, at_least=True)
-                found.append(side_by_side(f"{format_bytes(size)} {where}", ours, "DTensor", theirs, aim))
+                found.append(over_launches(f"{format_bytes(size)} {where}", ours, "DTensor", theirs, aim))
     return found
 
 
-def _about_copies(times: dict[Case, dict[str, float]]) -> str:
-    """Why a lone copy is no limit here, if it is none."""
-    ratios = [t[ALL_COPY] / t[ONE_COPIES] for case, t in times.items() if case.has_limit]
-    if not ratios or not shares_cores():
+def _about_copies(times: Times) -> str:
+    """Why a lone copy is no limit where ranks share cores."""
+    ratios = [median(ratios_side_by_side(t[ONE_COPIES], t[ALL_COPY])) for case, t in times.items() if case.has_limit]
+    if not ratios:
         return ""
     return (
         f" Ranks share cores: the plain copies of all of them took {min(ratios):.2f} to {max(ratios):.2f} times as "
@@ -306,10 +336,10 @@ def _about_copies(times: dict[Case, dict[str, float]]) -> str:
     )
 
 
-def _limits(times: dict[Case, dict[str, float]]) -> list[Comparison]:
-    limits = [ALL_COPY] if shares_cores() else [ALL_COPY, ONE_COPIES]
+def _limits(times: Times, shares_cores: bool) -> list[Comparison]:
+    limits = [ALL_COPY] if shares_cores else [ALL_COPY, ONE_COPIES]
     return [
-        side_by_side(f"{format_bytes(case.size)} {case}, {where} / {what}", t[where], "copy", t[what], limit)
+        over_launches(f"{format_bytes(case.size)} {case}, {where} / {what}", t[where], "copy", t[what], limit)
         for case, t in times.items()
         if case.has_limit
         for what in limits
@@ -318,28 +348,30 @@ def _limits(times: dict[Case, dict[str, float]]) -> list[Comparison]:
 
 
 def work(rounds: int, sizes: Sequence[int]) -> None:
-    """What each of the processes runs; the first one prints."""
+    """What each of the processes of a launch runs; the first one hands in."""
     torch.set_num_threads(1)
     wb.init()
     gloo = gloo_world()
-    cases = [Case(size, *pair) for size in sizes for pair in PAIRS]
-    times = {case: measure(case, gloo, rounds, SIZES.get(case.size, 10)) for case in cases}
-    issue, planning = measure_issue(gloo, 10 * rounds), measure_planning()
+    found = measure_all([Case(size, *pair) for size in sizes for pair in PAIRS], gloo, rounds)
     if wb.rank() == 0:
-        report(times, planning, issue, rounds)
+        hand_in(found)
     dist.barrier()
 
 
 def main() -> int:
     """Launch on 2 and on 4 processes, or work if this process has been launched."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--launches", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="logical bytes")
+    parser.add_argument("--processes", type=int, nargs="+", default=NUM_PROCESSES)
     args = parser.parse_args()
     if is_launched():
         work(args.rounds, args.sizes)
         return 0
-    return max(launch("benchmarks.boxing", number, sys.argv[1:]) for number in NUM_PROCESSES)
+    for number in args.processes:
+        report(launch_often("benchmarks.boxing", number, sys.argv[1:], args.launches), number, args.rounds)
+    return 0
 
 
 if __name__ == "__main__":

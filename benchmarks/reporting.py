@@ -90,9 +90,10 @@ def ratios_side_by_side(ours_s: Sequence[float], theirs_s: Sequence[float]) -> l
 def over_launches(
     what: str, ours_s: Sequence[float], name: str, theirs_s: Sequence[float], target: Target
 ) -> Comparison:
-    """How many times faster ours is: the median of the ratios of several launches, each with both times."""
+    """``side_by_side`` of several launches, each with both times: the median of their ratios."""
     words = format_seconds(median(ours_s)), f"{name} {format_seconds(median(theirs_s))}"
-    return Comparison(what, median(ratios_side_by_side(ours_s, theirs_s)), target, *words)
+    pair = (ours_s, theirs_s) if target.at_least else (theirs_s, ours_s)
+    return Comparison(what, median(ratios_side_by_side(*pair)), target, *words)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], num_left: int = 1) -> str:

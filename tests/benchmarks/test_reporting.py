@@ -58,6 +58,8 @@ def test_launches_are_compared_one_by_one() -> None:
     ours, theirs = [0.010, 0.020, 0.030], [0.030, 0.020, 0.060]  # ratios 3, 1 and 2; of the medians it would be 1.5
     judged = over_launches("a step", ours, "torch", theirs, Target(2, at_least=True))
     assert judged.cells() == ["a step", "20.0 ms", "torch 30.0 ms", "2.00", "at least 2", "met"]
+    judged = over_launches("a step", ours, "a copy", theirs, Target(0.6))
+    assert judged.cells() == ["a step", "20.0 ms", "a copy 30.0 ms", "0.500", "at most 0.6", "met"]
 
 
 def test_a_result_is_kept_with_its_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
