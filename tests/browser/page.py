@@ -145,7 +145,21 @@ class LabPage:
             if self.points(name) > more_than:
                 return
             self.page.wait_for_timeout(100)
-        raise AssertionError(f"{name}: {self.points(name)} points after {timeout_s} s, wanted more than {more_than}")
+        raise AssertionError(
+            f"{name}: {self.points(name)} points after {timeout_s} s, wanted more than {more_than}; "
+            f"the page complained of {self.errors}, the kernel's figures: {self.ask_kernel(FIGURES_OF_KERNEL)}"
+        )
+
+    def ask_kernel(self, code: str) -> str:
+        """What the code prints in the notebook's kernel, beside its cells."""
+        script = """async code => {
+            const future = window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.requestExecute({code});
+            let printed = "";
+            future.onIOPub = message => { printed += message.content.text ?? message.content.evalue ?? ""; };
+            await future.done;
+            return printed;
+        }"""
+        return str(self.page.evaluate(script, code))
 
     def unreadable(self) -> list[str]:
         """Texts of the live view that are cut, or lie over one another."""
@@ -156,6 +170,16 @@ class LabPage:
         """The rows of the comparison."""
         return self.page.locator(".wb-panel .wb-comparison tbody tr")
 
+
+FIGURES_OF_KERNEL = """
+import gc
+from workbench.ui.live.widget import LiveWidget
+for figure in [found for found in gc.get_objects() if isinstance(found, LiveWidget)]:
+    sizes = {trace.name: len(trace.x) for trace in figure.data if trace.x is not None}
+    print(sizes, "edits:", figure._last_trace_edit_id, "waits for a page:",
+          figure._on_drawn in figure._trait_notifiers["_js2py_traceDeltas"]["change"])
+"""
+"""By trace how many points Python has drawn, how often, and whether a page still has to say that it has the figure."""
 
 UNREADABLE = """() => {
     const view = document.querySelector('.wb-live-view:has(.js-plotly-plot)');
