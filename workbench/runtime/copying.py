@@ -17,7 +17,10 @@ from workbench.errors import LayoutError
 from workbench.runtime.tensor import DERIVED, GlobalTensor, ghost_storage, label, local_torch, plain, spec_of
 from workbench.runtime.world import current
 
-_NOT_COPIED = ("_spec", "_is_param", "_is_grad", "_ghost_grad", "_grad_spec", "_owner", "_shard", "_watcher", *DERIVED)
+_NOT_COPIED = (
+    "_spec", "_is_param", "_is_grad", "_ghost_grad", "_ghost_grad_before", "_grad_spec", "_owner", "_shard", "_watcher",
+    *DERIVED,
+)  # fmt: skip
 
 
 def shallow_copy(tensor: GlobalTensor) -> GlobalTensor:

@@ -150,6 +150,14 @@ class GlobalTensor(torch.Tensor):
         """Whether this rank holds nothing of the tensor."""
         return self._spec.is_ghost
 
+    def _ghost_of_gradient(self, spec: Spec) -> GlobalTensor:
+        """The last step's, if nobody has made it something else: optimizers ask every parameter in every step."""
+        known: GlobalTensor | None = self.__dict__.get("_ghost_grad_before")
+        if known is None or known._spec is not spec or known.dtype != self.dtype or known.requires_grad:
+            known = self.__dict__["_ghost_grad_before"] = ghost_like(self, spec)
+            known._is_grad = True
+        return known
+
     @property
     def grad(self) -> torch.Tensor | None:
         """The gradient: a global tensor whose layout is the dual of this one's (B has P: one term on each rank)."""
@@ -163,8 +171,7 @@ class GlobalTensor(torch.Tensor):
                 if self._ghost_grad is True:
                     scattered = self.__dict__.get("_grad_spec")  # of the tensor as it was, and of its gradient's shards
                     here = scattered[1] if scattered is not None and scattered[0] is self._spec else self._spec.dual
-                    self._ghost_grad = ghost_like(self, here)
-                    self._ghost_grad._is_grad = True
+                    self._ghost_grad = self._ghost_of_gradient(here)
                 return self._ghost_grad
             if not isinstance(grad, GlobalTensor):
                 label(grad, self._spec.dual)._is_grad = True
