@@ -21,67 +21,65 @@ is not has one choice.
 """
 
 
-def best_chain(problem: Problem, options: Sequence[Sequence[Choice]], costs: Costs) -> tuple[Choice, ...] | None:
-    """The choices with the smallest sum of costs; None where shared weights leave none.
+class Chain:
+    """Layers that may do this or that.
 
     Args:
         problem: the layers, their blocks and shared weights.
         options: what each layer may do.
-        costs: of a layer between its neighbours.
     """
-    repeats = _repeats(problem, options)
-    costs = cache(costs)
-    best: tuple[float, list[int]] | None = None
-    for barred in _ways_of_ties(problem, options):
-        found = _walk(options, repeats, costs, barred)
-        if np.isfinite(found[0]) and (best is None or found[0] < best[0]):
-            best = found
-    if best is None:
-        return None
-    return tuple(option[place] for option, place in zip(options, best[1], strict=True))
+
+    def __init__(self, problem: Problem, options: Sequence[Sequence[Choice]]) -> None:
+        self.options = options
+        self._barred, self._num_ways = _barred(problem, options)
+        self._repeats = _repeats(problem, options)
+
+    def best(self, costs: Costs) -> tuple[Choice, ...] | None:
+        """The choices with the smallest sum of costs; None where shared weights leave none."""
+        if not self._num_ways:
+            return None
+        value, decisions = self._walk(cache(costs))
+        way, place = np.unravel_index(int(value[:, :, 0].argmin()), value.shape[:2])
+        places, following = [int(place)], 0
+        for decision in reversed(decisions[1:]):
+            places.append(int(decision[way, places[-1], following]))
+            following = places[-2]
+        return tuple(option[place] for option, place in zip(self.options, places[::-1], strict=True))
+
+    def _walk(self, costs: Costs) -> tuple[np.ndarray, list[np.ndarray]]:
+        """(sums of costs by way to cut shared weights and choice of the last layer, what each layer decided)."""
+        value = np.zeros((self._num_ways, 1, len(self.options[0])))  # so far, by way, choice before and choice
+        decisions: list[np.ndarray] = []
+        at_block: np.ndarray | None = None
+        index = 0
+        while index < len(self.options):
+            total = value[..., None] + costs(index)
+            if index in self._barred:
+                total += self._barred[index][:, None, :, None]
+            decisions.append(total.argmin(1))
+            value = total.min(1)
+            index += 1
+            period, left = self._repeats.get(index, (0, 0))
+            step = _step(value, at_block)
+            if left and step is not None:
+                decisions += decisions[-period:] * left
+                value, index, at_block = value + step * left, index + period * left, None
+            elif period:
+                at_block = value
+        return value, decisions
 
 
-def _ways_of_ties(problem: Problem, options: Sequence[Sequence[Choice]]) -> list[dict[int, np.ndarray]]:
-    """For each dim along which shared weights may be cut, the choices that this bars: infinity by row and choice."""
+def _barred(problem: Problem, options: Sequence[Sequence[Choice]]) -> tuple[dict[int, np.ndarray], int]:
+    """(by row, what each way to cut shared weights bars: infinity by way and choice; how many ways leave something).
+
+    A way is a dim along which all of them are cut, or none.
+    """
     tied = sorted({index for pair in problem.ties for index in pair})
-    layers = problem.costs.layers
-    return [
-        {i: np.array([0.0 if split_dim(layers[i], c[1]) == dim else np.inf for c in options[i]]) for i in tied}
-        for dim in ((None, 0, 1) if tied else (None,))
-    ]
-
-
-def _walk(
-    options: Sequence[Sequence[Choice]],
-    repeats: dict[int, tuple[int, int]],
-    costs: Costs,
-    barred: dict[int, np.ndarray],
-) -> tuple[float, list[int]]:
-    """(sum of costs, place of the choice of every layer)."""
-    value = np.zeros((1, len(options[0])))  # so far, by choice before and choice
-    decisions: list[np.ndarray] = []
-    at_block: np.ndarray | None = None
-    index = 0
-    while index < len(options):
-        total = value[:, :, None] + costs(index)
-        if index in barred:
-            total = total + barred[index][None, :, None]
-        decisions.append(total.argmin(0))
-        value = total.min(0)
-        index += 1
-        period, left = repeats.get(index, (0, 0))
-        step = _step(value, at_block)
-        if left and step is not None:
-            decisions += decisions[-period:] * left
-            value, index, at_block = value + step * left, index + period * left, None
-        elif period:
-            at_block = value
-    places = [int(value[:, 0].argmin())]
-    following = 0
-    for decision in reversed(decisions[1:]):
-        places.append(int(decision[places[-1], following]))
-        following = places[-2]
-    return float(value[places[0], 0]), places[::-1]
+    if not tied:
+        return {}, 1
+    cuts = {i: [split_dim(problem.costs.layers[i], split) for _, split in options[i]] for i in tied}
+    ways = [dim for dim in (None, 0, 1) if all(dim in dims for dims in cuts.values())]
+    return {i: np.array([[0.0 if cut == dim else np.inf for cut in cuts[i]] for dim in ways]) for i in tied}, len(ways)
 
 
 def _repeats(problem: Problem, options: Sequence[Sequence[Choice]]) -> dict[int, tuple[int, int]]:
@@ -96,12 +94,13 @@ def _repeats(problem: Problem, options: Sequence[Sequence[Choice]]) -> dict[int,
     return found
 
 
-def _step(value: np.ndarray, before: np.ndarray | None) -> float | None:
-    """By how much all states have grown since the last block, if by the same."""
+def _step(value: np.ndarray, before: np.ndarray | None) -> np.ndarray | None:
+    """By how much all states of a way have grown since the last block, if by the same."""
     if before is None or before.shape != value.shape or not np.isfinite(value).all():
         return None
     steps = value - before
-    return float(steps.flat[0]) if np.ptp(steps) <= 1e-9 * np.abs(steps).max() else None
+    is_same = np.ptp(steps, axis=(1, 2)) <= 1e-9 * np.abs(steps).max()
+    return steps[:, :1, :1] if is_same.all() else None
 
 
-__all__ = ["Costs", "best_chain"]
+__all__ = ["Chain", "Costs"]

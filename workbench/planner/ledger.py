@@ -50,7 +50,11 @@ class Ledger:
         """Of layers, shared by all candidates for which they are the same."""
         options, (_, data, model) = candidate.options, candidate.degrees
         samples = self.problem.batch_size / data / options.num_micro_batches
-        key = (model, samples, options.num_micro_batches > 1, options.sequence)
+        return self.prices_of(model, samples, options.num_micro_batches > 1, options.sequence)
+
+    def prices_of(self, model: int, samples: float, several: bool, sequence: bool) -> Prices:
+        """Of layers on a model axis of so many ranks; arguments are those of ``Prices``."""
+        key = (model, samples, several, sequence)
         if key not in self._prices:
             self._prices[key] = Prices(self.problem, self.classes, *key)
         return self._prices[key]

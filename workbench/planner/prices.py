@@ -6,7 +6,7 @@ computed once for all of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from math import inf
@@ -14,6 +14,7 @@ from math import inf
 from workbench.core.options import Options
 from workbench.core.pairing import COLUMN_NAMES
 from workbench.core.strategy import ResolvedLayer, ResolvedStrategy
+from workbench.cost.hardware import Hardware
 from workbench.cost.layers import LayerPrice, accumulation_s, layer_price, state_bytes
 from workbench.cost.reduction import optimizer_s, reduction_s
 from workbench.cost.setting import Setting, settings_of
@@ -22,6 +23,8 @@ from workbench.planner.problem import Choice, Problem
 from workbench.planner.settings import Candidate
 
 _EMPTY = StagePrice(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+WAITS: Mapping[str | None, float] = {"1f1b": 1.0, "gpipe": 1.0}
+"""By schedule: the part of a micro-batch's seconds on a rank for which the next ones wait before and behind theirs."""
 
 
 class RowClasses:
@@ -163,26 +166,30 @@ def seconds_of_weights(prices: Prices, candidate: Candidate, is_hidden: bool) ->
 
 
 def least_step_s(prices: Prices, candidate: Candidate, micro_batch_s: float, weights: float) -> float:
-    """A bound from below of a step: of one micro-batch through all layers, and the weights of all stages together.
+    """A bound from below of a step: of one micro-batch through all layers, and the weights of all stages together."""
+    makespan = stretch(candidate, prices.setting.hardware) * micro_batch_s
+    return makespan + least_update_s(prices, candidate, weights / candidate.degrees[0])
 
-    The slowest rank has at least the average work. Under 1F1B and GPipe, stage s also waits for those before it to go
-    forward at the start and backward at the end: with m micro-batches of t_s seconds, sum(t_i, i < s) + m t_s. The
-    largest of these is least when all are equal, and then T / (1 - (1 - 1/m)^p) for T = sum(t_s).
+
+def stretch(candidate: Candidate, hardware: Hardware, waits: Mapping[str | None, float] = WAITS) -> float:
+    """At least so many times as long as one micro-batch through all layers, a step's schedule takes.
+
+    The slowest rank has at least the average work. Besides, the rank of stage s waits for those before it to go forward
+    at the start, and backward at the end: for a part w of what a micro-batch takes on them, which is 1 under 1F1B and
+    GPipe. With m micro-batches of t_s seconds, it takes w sum(t_i, i < s) + m t_s. The largest of these is least when
+    all are equal, and then w T / (1 - (1 - w/m)^p) for T = sum(t_s); without waiting, m T / p.
     """
-    options, pipeline = candidate.options, candidate.degrees[0]
-    setting, m = prices.setting, options.num_micro_batches
-    busy = m * micro_batch_s / pipeline
-    makespan = busy
-    if options.schedule in ("1f1b", "gpipe"):
-        makespan = micro_batch_s / (1 - (1 - 1 / m) ** pipeline)
-    makespan = max(makespan / setting.hardware.alone_speedup, busy)
-    return makespan + least_update_s(prices, candidate, weights / pipeline)
+    pipeline, m = candidate.degrees[0], candidate.options.num_micro_batches
+    busy, waited = m / pipeline, waits.get(candidate.options.schedule, 0.0)
+    makespan = waited / (1 - (1 - waited / m) ** pipeline) if waited else busy
+    return max(makespan / hardware.alone_speedup, busy)
 
 
 def least_update_s(prices: Prices, candidate: Candidate, weights: float) -> float:
     """A bound from below of sums of gradients and optimizer, for a rank with so many weights."""
     setting = with_options(prices.setting, candidate)
-    stage = replace(_EMPTY, weights=weights, input_s=inf)  # as much backward to hide behind as anybody has
+    # as much backward to hide behind as anybody has; ZeRO 3 brings tables for forward alone, and no weight less often
+    stage = replace(_EMPTY, weights=weights, tables=weights, input_s=inf)
     return reduction_s([stage], setting) + optimizer_s(weights, setting) + setting.hardware.step_s
 
 
@@ -206,5 +213,6 @@ __all__ = [
     "least_step_s",
     "least_update_s",
     "seconds_of_weights",
+    "stretch",
     "with_options",
 ]
