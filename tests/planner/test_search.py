@@ -69,6 +69,37 @@ def test_short_cuts_are_close_to_the_best() -> None:
     assert sum(ratio < 1 + 1e-9 for ratio in ratios) >= 0.8 * len(ratios)
 
 
+def least_bytes(problem: Problem) -> float:
+    """The smallest peak of all strategies."""
+    problem = replace(problem, objective="memory", memory_bytes=inf)
+    search_all(problem, all_if_few(problem) or [], ledger := Ledger(problem))
+    return ledger.best_value
+
+
+@pytest.mark.parametrize("seed", [18, 22, 33, 34])
+def test_short_cuts_find_what_just_fits(seed: int) -> None:
+    """Bytes that add up do not tell the leanest of these, so nothing was found for them."""
+    problem = random_problem(seed)
+    problem = replace(problem, memory_bytes=least_bytes(problem) * 1.0001)
+    search_long(problem, ledger := Ledger(problem))
+    assert ledger.best is not None
+    assert ledger.best.estimate.peak_bytes <= problem.memory_bytes
+
+
+def test_short_cuts_find_what_fits_where_the_leanest_choices_do_not() -> None:
+    problem = random_problem(43)
+    search_long(problem, ledger := Ledger(problem))
+    assert ledger.best is not None
+
+
+@pytest.mark.parametrize("seed", QUICK)
+def test_what_is_hopeless_fits_nowhere(seed: int) -> None:
+    problem = random_problem(seed)
+    least = least_bytes(problem)
+    assert not replace(problem, memory_bytes=least).is_hopeless
+    assert replace(problem, memory_bytes=least / 100).is_hopeless
+
+
 def test_what_the_search_adds_up_is_the_estimate() -> None:
     problem = replace(random_problem(1), memory_bytes=inf, objective="throughput")
     plan = solve(problem)
@@ -175,6 +206,21 @@ def test_a_model_that_fits_nowhere_is_told_by_how_much_and_what_would_help() -> 
     with pytest.raises(StrategyError, match=r"fits into 100 kB.*holds .*too much.*It fits with \d+ ranks") as caught:
         search(decoder(), hardware(), 4, 4, memory_bytes=1e5)
     assert "optimizer='sgd'" in str(caught.value) or "ranks" in str(caught.value)
+
+
+def test_that_nothing_fits_is_said_only_where_it_is_certain() -> None:
+    """Of a large model, not every strategy is looked at; a small one's all are, or all weights are too much."""
+    large = search(decoder(), hardware(), 4, 4, objective="memory")
+    assert not large.is_exact
+    with pytest.raises(
+        StrategyError, match=r"none of the \d+ strategies that were priced fits .*others were not looked"
+    ):
+        solve(replace(large.problem, objective="throughput", memory_bytes=0.9 * large.estimate.peak_bytes))
+    with pytest.raises(StrategyError, match="no strategy fits into"):
+        solve(replace(large.problem, memory_bytes=0.01 * large.estimate.peak_bytes))
+    small = replace(random_problem(5), objective="throughput")
+    with pytest.raises(StrategyError, match="no strategy fits into"):
+        solve(replace(small, memory_bytes=0.99 * least_bytes(small)))
 
 
 @pytest.mark.parametrize(

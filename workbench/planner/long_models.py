@@ -3,7 +3,8 @@
 Every candidate (degrees, micro-batches, options) waits with a bound from below of its step. The one with the lowest is
 looked at: first its bound becomes a closer one, from the best choices of all its layers, which follow from prices that
 add up; then it is cut into stages and priced. That ends where no bound is below the best step found. Where a strategy
-does not fit into memory, bytes get a price in seconds, which is raised until it does.
+does not fit into memory, bytes get a price in seconds, which is raised until it does. Where none fits, the leanest are
+looked at whole, and changed a little at a time (``leaner``).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from math import inf
 from workbench.planner.bounds import Bounds
 from workbench.planner.choosing import FAST, LEAN, LEAN_WHOLE, Chooser, Way
 from workbench.planner.cuts import Unit, balanced_stages
+from workbench.planner.leaner import make_leaner
 from workbench.planner.ledger import Ledger
 from workbench.planner.prices import bytes_of_weights
 from workbench.planner.problem import Choice, Problem
@@ -28,7 +30,7 @@ MANY_GROUPS = 500
 MOST_OF_MEMORY = 200
 """Candidates that are priced for the objective "memory", the leanest first."""
 MOST_IF_QUICK = 12
-"""Where it is asked only whether anything fits."""
+"""Where it is asked only whether anything fits, or nothing was found that does."""
 
 
 def search_long(problem: Problem, ledger: Ledger, is_quick: bool = False) -> None:
@@ -53,8 +55,15 @@ class _LongSearch:
     def run(self) -> None:
         """Fill the ledger."""
         if self.problem.objective == "memory":
-            self._run_lean()
-            return
+            self._run_lean(MOST_IF_QUICK if self._is_quick else MOST_OF_MEMORY)
+        else:
+            self._run_bounded()
+        if self.ledger.best is None and not self._is_quick and not self.problem.is_hopeless:
+            self._run_lean(MOST_IF_QUICK)
+            make_leaner(self.problem, self.ledger, self._chooser.ranges)
+
+    def _run_bounded(self) -> None:
+        """The candidates in the order of their bounds, until none is better than what was found."""
         every = (candidate for group in self._groups for candidate in self._members(group))
         waiting = [(self._value(one, self._bounds.far(one)), place, False, one) for place, one in enumerate(every)]
         heapify(waiting)
@@ -70,15 +79,15 @@ class _LongSearch:
     def _value(self, candidate: Candidate, step_s: float) -> float:
         return self.ledger.num_counted(candidate.degrees) * step_s
 
-    def _run_lean(self) -> None:
+    def _run_lean(self, most: int) -> None:
         """By the bytes of an average stage."""
         ranked: list[tuple[float, int, Candidate]] = []
         for group in self._lean_groups():
             for candidate in self._members(group):
                 if not self._only_lean or self._is_lean(candidate):
                     ranked.append((self._average_bytes(candidate), len(ranked), candidate))
-        for _, _, candidate in sorted(ranked)[: MOST_IF_QUICK if self._is_quick else MOST_OF_MEMORY]:
-            self._place(candidate)
+        for _, _, candidate in sorted(ranked)[:most]:
+            self._place(candidate, is_lean=True)
             if self._is_quick and self.ledger.best is not None:
                 return
 
@@ -117,26 +126,26 @@ class _LongSearch:
         held = sum(own * unit.weights + shared * unit.shared for unit in units) / candidate.degrees[0]
         return held + max(live) * sum(unit.kept_bytes for unit in units) / candidate.num_stages
 
-    def _place(self, candidate: Candidate) -> None:
+    def _place(self, candidate: Candidate, is_lean: bool = False) -> None:
         """Cut into stages and price, for every way of choosing; of a large problem until one fits."""
         tried: dict[tuple[Choice, ...], bool] = {}
         lean = (LEAN_WHOLE, LEAN) if candidate.options.zero == 3 else (LEAN,)
-        for way in lean if self.problem.objective == "memory" else self._ways:
+        for way in lean if is_lean else self._ways:
             choices = self._chooser.choices(candidate, way)
             if choices is None:
                 continue
             if choices not in tried:
-                tried[choices] = self._try(candidate, choices)
+                tried[choices] = self._try(candidate, choices, is_lean)
             is_enough = tried[choices] and self._ways is FEW_WAYS
             if is_enough or (way == LEAN and not tried[choices]):
                 return
 
-    def _try(self, candidate: Candidate, choices: tuple[Choice, ...]) -> bool:
+    def _try(self, candidate: Candidate, choices: tuple[Choice, ...], is_lean: bool) -> bool:
         """Price the ways to cut that may be better than the best strategy; whether any way fits."""
         prices = self.ledger.prices(candidate)
         by_row = len(self._chooser.ranges) < candidate.num_stages
         units = self._chooser.units(prices, candidate.options.recompute, choices, by_row)
-        limit = inf if self.problem.objective == "memory" else self.problem.memory_bytes
+        limit = inf if is_lean else self.problem.memory_bytes
         fits, is_thorough = False, self._ways is not FEW_WAYS or self.ledger.best is None
         # gradients beside all activations, which is more than there is at once; or left out
         for is_least in (False, True) if is_thorough else (False,):

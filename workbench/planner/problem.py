@@ -142,6 +142,15 @@ class Problem:
         """The layers."""
         return self.counted.rows
 
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether nothing can fit: parameters and optimizer states are too much even where every rank has its share."""
+        software = self.software
+        each = software.parameter_bytes(self.precision) + software.optimizer_bytes(self.precision, self.optimizer)
+        if software.keeps_gradients:
+            each += software.gradient_bytes(self.precision)
+        return self.costs.num_parameters * each / self.num_ranks > self.memory_bytes
+
     @cached_property
     def pins(self) -> list[Row | None]:
         """For every layer the row of the wishes that decides for it.

@@ -72,7 +72,7 @@ def solve(problem: Problem) -> Plan:
     refuse_contradictions(problem)
     ledger, is_exact = run(problem)
     if ledger.best is None:
-        refuse_unfit(problem, ledger, run)
+        refuse_unfit(problem, ledger, is_exact, run)
     return Plan.of(problem, ledger, solve, is_exact, time.perf_counter() - started_s)
 
 

@@ -20,13 +20,15 @@ MOST_RANKS = 64
 """Times the ranks of the problem: more are not tried."""
 
 
-def refuse_unfit(problem: Problem, ledger: Ledger, run: Run) -> NoReturn:
+def refuse_unfit(problem: Problem, ledger: Ledger, is_exact: bool, run: Run) -> NoReturn:
     """Raise with the leanest strategy, what it lacks, and the ways out that were tried and work.
+
+    That no strategy fits is said only where it is certain: short cuts do not look at every one.
 
     Raises:
         StrategyError: always.
     """
-    leanest = _looked(problem, run).leanest or ledger.leanest
+    leanest = ledger.leanest or _looked(problem, run).leanest
     if leanest is None:
         raise StrategyError(
             f"layers={problem.wishes.layers!r} cannot be: no strategy puts these layers there. Leave out a stage "
@@ -35,8 +37,11 @@ def refuse_unfit(problem: Problem, ledger: Ledger, run: Run) -> NoReturn:
     peak, limit, stage = leanest.estimate.peak_bytes, problem.memory_bytes, leanest.estimate.fullest_stage
     parts = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in leanest.estimate.peak_kinds)
     ranks = f"{problem.num_ranks} rank{'s' * (problem.num_ranks > 1)}"
+    is_certain = is_exact or problem.is_hopeless
+    none = "no strategy fits" if is_certain else f"none of the {ledger.num_priced} strategies that were priced fits"
+    beside = "" if is_certain else " (others were not looked at)"
     raise StrategyError(
-        f"{ranks} with batch_size={problem.batch_size}: no strategy fits into {format_bytes(limit)} per rank. The "
+        f"{ranks} with batch_size={problem.batch_size}: {none} into {format_bytes(limit)} per rank{beside}. The "
         f"leanest one found, {_told(problem, leanest)}, holds {format_bytes(peak)} (stage {stage}: {parts}), "
         f"{format_bytes(peak - limit)} or {peak / limit - 1:.0%} too much. {_ways_out(problem, run)}"
     )
@@ -68,7 +73,8 @@ def _ways_out(problem: Problem, run: Run) -> str:
     if problem.optimizer != "sgd" and _fits(replace(problem, optimizer="sgd"), run):
         ways.append("optimizer='sgd'")
     if not ways:
-        return f"Nothing that was tried makes it fit: up to {MOST_RANKS} times the ranks, 16 bits, another optimizer."
+        tried = f"up to {MOST_RANKS} times the ranks, 16 bits, another optimizer"
+        return f"A short look found nothing that makes it fit: {tried}."
     return f"It fits with {', or with '.join(ways)}."
 
 
@@ -82,12 +88,7 @@ def _ranks_that_fit(problem: Problem, run: Run) -> int | None:
 
 
 def _fits(problem: Problem, run: Run) -> bool:
-    software, precision = problem.software, problem.precision
-    per_weight = software.parameter_bytes(precision) + software.gradient_bytes(precision)
-    per_weight += software.optimizer_bytes(precision, problem.optimizer)
-    if problem.costs.num_parameters * per_weight / problem.num_ranks > problem.memory_bytes:
-        return False  # not even if every rank holds its share of the weights and nothing else
-    return _looked(problem, run).best is not None
+    return not problem.is_hopeless and _looked(problem, run).best is not None
 
 
 __all__ = ["refuse_unfit"]
