@@ -5,15 +5,17 @@
 The digits network, a convolutional one on the same images (without batch norm: that of DistributedDataParallel sees
 one process's samples), and a GPT of 8 blocks of width 256 on 8 x 64 words. Both train from the same weights on the
 same batches, with one thread per process; at the end their weights must agree. Each DistributedDataParallel process
-is given its part of the batch, the workbench cuts the whole one itself.
+is given its part of the batch, the workbench cuts the whole one itself. Processes are started anew several times:
+launches differ by more than rounds of one do.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 import torch
 import torch.nn.functional as F
@@ -22,8 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import workbench as wb
 from benchmarks.gpt import GPT, next_word_loss
-from benchmarks.harness import interleave, is_launched, launch, medians, together
-from benchmarks.reporting import Comparison, Target, publish, side_by_side, table
+from benchmarks.harness import by_name, hand_in, interleave, is_launched, launch_often, medians, together
+from benchmarks.reporting import Target, over_launches, publish, ratios_side_by_side, table
 from workbench.cli.demo import digits, make_mlp
 
 NUM_PROCESSES = (2, 4)
@@ -82,7 +84,7 @@ TASKS = (
         texts,
         next_word_loss,
         Target(1.05, at_least=True),
-        share_of_rounds=0.05,
+        share_of_rounds=0.1,
     ),
 )
 
@@ -128,8 +130,8 @@ def full(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.full_tensor().detach()
 
 
-def compare(task: Task, rounds: int, calls: int) -> tuple[list[list[str]], Comparison]:
-    """Rows of the table, and the step beside DistributedDataParallel's."""
+def compare(task: Task, rounds: int, calls: int) -> dict[str, float]:
+    """Seconds of a step of each way to train, which must train alike."""
     trainings = make_trainings(task)
     rounds = max(1, round(rounds * task.share_of_rounds))
     for _ in range(_CHECKED_STEPS):
@@ -138,38 +140,53 @@ def compare(task: Task, rounds: int, calls: int) -> tuple[list[list[str]], Compa
     difference = largest_difference(trainings[_OURS].model, trainings[_THEIRS].model)
     if not difference <= _LARGEST_WEIGHT_DIFFERENCE:
         raise AssertionError(f"{task.name}: the two did not train alike: weights differ by {difference:.1e}")
-    time_s = medians(interleave(trainings, rounds, calls, around=together))
-    num_samples = len(next(task.batches())[0])
-    rows = [[f"{task.name}: {n}", f"{time * 1e3:.2f}", f"{num_samples / time:.0f}"] for n, time in time_s.items()]
-    return rows, side_by_side(task.name, time_s[_OURS], "DDP", time_s[_THEIRS], task.target)
+    return medians(interleave(trainings, rounds, calls, around=together))
 
 
 def work(rounds: int, calls: int) -> None:
-    """What each of the processes runs; the first one prints."""
+    """What each of the processes of a launch runs; the first one hands in."""
     wb.init()
-    found = [compare(task, rounds, calls) for task in TASKS]
+    found = {task.name: compare(task, rounds, calls) for task in TASKS}
     if wb.rank() == 0:
-        how = (
-            f"SGD with momentum on {wb.world_size()} processes, one thread each; batches of {BATCH_SIZE} images or "
-            f"{NUM_TEXTS} x {LENGTH} words; medians of up to {rounds} rounds of {calls} steps; after {_CHECKED_STEPS} "
-            f"steps the weights agree within {_LARGEST_WEIGHT_DIFFERENCE:.0e}."
-        )
-        rows = [row for rows, _ in found for row in rows]
-        body = f"{how}\n\n{table(['', 'step, ms', 'samples/s'], rows)}"
-        title = f"Data parallel against torch, {wb.world_size()} processes"
-        publish(f"data-parallel-{wb.world_size()}", title, body, [judged for _, judged in found])
+        hand_in(found)
     torch.distributed.barrier()
+
+
+def report(launches: Sequence[Mapping[str, Mapping[str, float]]], num: int, rounds: int, calls: int) -> None:
+    """Print and keep the table of what launches on ``num`` processes have handed in."""
+    rows, judged = [], []
+    for task in TASKS:
+        time_s = by_name([launch[task.name] for launch in launches])
+        num_samples = len(next(task.batches())[0])
+        for name, times in time_s.items():
+            ratios = ratios_side_by_side(times, time_s[_THEIRS])
+            span = f"{min(ratios):.2f} to {max(ratios):.2f}"
+            step_s = median(times)
+            rows.append([f"{task.name}: {name}", f"{step_s * 1e3:.2f}", f"{num_samples / step_s:.0f}", span])
+        judged.append(over_launches(task.name, time_s[_OURS], "DDP", time_s[_THEIRS], task.target))
+    how = (
+        f"SGD with momentum on {num} processes, one thread each; batches of {BATCH_SIZE} images or "
+        f"{NUM_TEXTS} x {LENGTH} words. {len(launches)} launches, in each medians of up to {rounds} rounds of {calls} "
+        "steps, in turns; below are medians over the launches, of times and of their ratios to "
+        f"DistributedDataParallel's in the same launch. After {_CHECKED_STEPS} steps the weights agree within "
+        f"{_LARGEST_WEIGHT_DIFFERENCE:.0e}."
+    )
+    body = f"{how}\n\n{table(['', 'step, ms', 'samples/s', 'speed / DDP, over launches'], rows)}"
+    publish(f"data-parallel-{num}", f"Data parallel against torch, {num} processes", body, judged)
 
 
 def main() -> int:
     """Launch, or work if this process has been launched."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--launches", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=20, help="rounds in each launch")
     parser.add_argument("--calls", type=int, default=5, help="steps per round")
     args = parser.parse_args()
-    if not is_launched():
-        return max(launch("benchmarks.data_parallel", number, sys.argv[1:]) for number in NUM_PROCESSES)
-    work(args.rounds, args.calls)
+    if is_launched():
+        work(args.rounds, args.calls)
+        return 0
+    for num in NUM_PROCESSES:
+        report(launch_often("benchmarks.data_parallel", num, sys.argv[1:], args.launches), num, args.rounds, args.calls)
     return 0
 
 
