@@ -156,6 +156,7 @@ class GlobalTensor(torch.Tensor):
         if known is None or known._spec is not spec or known.dtype != self.dtype or known.requires_grad:
             known = self.__dict__["_ghost_grad_before"] = ghost_like(self, spec)
             known._is_grad = True
+        forget_forms(known)  # of the last step's gradient
         return known
 
     @property

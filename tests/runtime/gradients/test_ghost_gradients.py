@@ -1,5 +1,6 @@
 """Gradients of parameters that live on other ranks: they say that the owner has one, and hold nothing."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -39,3 +40,23 @@ def test_a_ghosts_gradient_is_made_once():
         assert ghost.grad is not seen[0] and ghost.grad.dtype == torch.float64
 
     run_ranks(program, 2)
+
+
+def test_norms_of_gradients_are_those_of_this_step():
+    """A norm boxes the gradient and remembers the form; a rank without a part must not remember the last step's."""
+    ranks = models()
+
+    def program(rank):
+        model = wb.parallelize(ranks[rank], "0: data@0; 1: data@1 | 2x1x1 mb=2")
+        inputs, targets = torch.ones(4, 4), torch.zeros(4, 4)
+        seen = []
+        for step in (1, 2, 3):
+            model.zero_grad()
+            wb.forward_backward(model, lambda out, wanted, step=step: step * (out - wanted).sum(), inputs, targets)
+            seen.append([p.grad.square().sum().sqrt().item() for p in model.parameters()])
+        return seen
+
+    first, *later = run_ranks(program, 2)[0]
+    assert min(first) > 0
+    for step, norms in enumerate(later, 2):
+        assert norms == pytest.approx([step * norm for norm in first])
