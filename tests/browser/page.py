@@ -147,7 +147,8 @@ class LabPage:
             self.page.wait_for_timeout(100)
         raise AssertionError(
             f"{name}: {self.points(name)} points after {timeout_s} s, wanted more than {more_than}; "
-            f"the page complained of {self.errors}, the kernel's figures: {self.ask_kernel(FIGURES_OF_KERNEL)}"
+            f"the page complained of {self.errors}, its figures: {self.page.evaluate(FIGURES_OF_PAGE)}, "
+            f"the kernel's: {self.ask_kernel(FIGURES_OF_KERNEL)}"
         )
 
     def ask_kernel(self, code: str) -> str:
@@ -172,14 +173,20 @@ class LabPage:
 
 
 FIGURES_OF_KERNEL = """
-import gc
+import ipywidgets
 from workbench.ui.live.widget import LiveWidget
-for figure in [found for found in gc.get_objects() if isinstance(found, LiveWidget)]:
-    sizes = {trace.name: len(trace.x) for trace in figure.data if trace.x is not None}
-    print(sizes, "edits:", figure._last_trace_edit_id, "waits for a page:",
-          figure._on_drawn in figure._trait_notifiers["_js2py_traceDeltas"]["change"])
+for figure in [found for found in list(ipywidgets.widget._instances.values()) if isinstance(found, LiveWidget)]:
+    sizes = {trace.name: len(trace.x) for trace in figure.data if trace.x is not None and len(trace.x)}
+    print(sizes, "edits:", figure._last_trace_edit_id, "drawn:", figure._is_drawn, "lost:", figure._times_lost)
 """
-"""By trace how many points Python has drawn, how often, and whether a page still has to say that it has the figure."""
+"""By trace how many points Python has drawn, how often, and what a page said of it."""
+
+FIGURES_OF_PAGE = """() => [...document.querySelectorAll('.wb-live-view .js-plotly-plot')].map(plot => ({
+    shown: plot.getBoundingClientRect().height,
+    traces: Object.fromEntries((plot.data ?? []).filter(trace => trace.x?.length).map(
+        trace => [trace.name, trace.x.length])),
+    numTraces: plot.data?.length}))"""
+"""By figure how many points the page shows of a trace."""
 
 UNREADABLE = """() => {
     const view = document.querySelector('.wb-live-view:has(.js-plotly-plot)');

@@ -1,93 +1,114 @@
-"""The live figure's widget between the page's thread and the one that draws."""
+"""The live figure's widget: what a page is sent, and what one that comes later finds."""
 
 from __future__ import annotations
 
+import json
 import threading
 from typing import Any
 
+import numpy as np
+import plotly.graph_objects as go
 import pytest
 
 from workbench.ui.live import figure as live_figure
 from workbench.ui.live.widget import LiveWidget
 
 
-def test_what_is_drawn_while_the_page_speaks_reaches_the_page(monkeypatch: pytest.MonkeyPatch):
-    figure = LiveWidget(live_figure.live_figure(1, 10), lambda: None)
-    sent: list[Any] = []
-    figure.observe(lambda change: sent.append(change["new"]), "_py2js_update")
-    is_setting, is_drawn = threading.Event(), threading.Event()
-    set_trait = LiveWidget.set_trait
+@pytest.fixture
+def widget() -> LiveWidget:
+    return LiveWidget(live_figure.live_figure(1, 10))
 
-    def set_slowly(widget: LiveWidget, name: str, value: Any) -> None:
-        is_setting.set()
-        is_drawn.wait(0.2)
-        set_trait(widget, name, value)
 
-    monkeypatch.setattr(LiveWidget, "set_trait", set_slowly)
-    said = {"_js2py_traceDeltas": {"trace_deltas": [], "trace_edit_id": 0}}
-    page = threading.Thread(target=figure.set_state, args=(said,))
-    page.start()
-    assert is_setting.wait(5)
-    with figure.batch_update():
+@pytest.fixture
+def sent(widget: LiveWidget, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The states that pages are sent, message by message."""
+    messages: list[dict[str, Any]] = []
+    monkeypatch.setattr(widget, "_send", lambda message, buffers=None: messages.append(message["state"]))
+    return messages
+
+
+def names(widget: LiveWidget, *traces: str) -> set[str]:
+    return {f"trace_{index}" for index, trace in enumerate(widget.figure.data) if trace.name in traces}
+
+
+def test_one_message_has_what_was_changed_and_nothing_else(widget: LiveWidget, sent: list[dict[str, Any]]):
+    with widget.drawing() as figure:
         live_figure.show_one_device(figure, [2.0, 1.0])
-    is_drawn.set()
-    page.join(5)
-    assert any(update and [1, 2] in [list(x) for x in update["style_data"]["x"]] for update in sent)
+        live_figure.show_steps(figure, 30, 1000)
+    [state] = sent
+    assert set(state) == names(widget, "1 device") | {"outline"}
+    [trace] = (state[name] for name in names(widget, "1 device"))
+    assert trace["x"] == [1, 2] and trace["y"] == [2.0, 1.0] and state["outline"]["xaxis"]["range"] == [0, 30]
 
 
-def test_the_page_is_told_of_it_when_all_of_it_is_there(monkeypatch: pytest.MonkeyPatch):
-    told: list[Any] = []
-    opened = LiveWidget.__mro__[1].open
-    monkeypatch.setattr(LiveWidget.__mro__[1], "open", lambda widget: (told.append(widget.get_state()), opened(widget)))
-    figure = live_figure.live_figure(2, 10)
-    widget = LiveWidget(figure, lambda: None)
-    assert widget.comm is not None
-    [state] = told
-    assert [trace["name"] for trace in state["_widget_data"]] == [trace.name for trace in figure.data]
-    assert state["_widget_layout"]["annotations"] and not state["_config"]["displaylogo"] and state["_esm"]
+def test_what_stayed_as_it_was_is_not_sent(widget: LiveWidget, sent: list[dict[str, Any]]):
+    with widget.drawing() as figure:
+        live_figure.replace_all(figure, live_figure.live_figure(1, 10))
+    assert sent == []
 
 
-def report_of(figure: LiveWidget, hidden: Any = ()) -> dict[str, Any]:
-    """What a page says after the newest update; plotly hides traces that are empty there."""
-    deltas = [{"uid": trace.uid, "visible": trace.name not in hidden} for trace in figure.data]
-    return {"_js2py_traceDeltas": {"trace_deltas": deltas, "trace_edit_id": figure._last_trace_edit_id}}
+def test_drawings_inside_a_drawing_are_sent_with_it(widget: LiveWidget, sent: list[dict[str, Any]]):
+    with widget.drawing():
+        for losses in ([2.0], [2.0, 1.0]):
+            with widget.drawing() as figure:
+                live_figure.show_one_device(figure, losses)
+        assert sent == []
+    [state] = sent
+    assert set(state) == names(widget, "1 device")
 
 
-class TestWhatAPageShows:
-    @pytest.fixture
-    def drawn(self) -> list[str]:
-        return []
+def test_a_drawing_that_fails_sends_nothing_and_the_next_one_everything(widget: LiveWidget, sent: list[dict[str, Any]]):
+    with pytest.raises(StopIteration), widget.drawing() as figure:
+        next(live_figure.show_one_device(figure, [2.0]) or iter(()))
+    assert sent == []
+    with widget.drawing():
+        pass
+    assert [set(state) for state in sent] == [names(widget, "1 device")]
 
-    @pytest.fixture
-    def figure(self, drawn: list[str]) -> LiveWidget:
-        """A figure with the losses of one device, which a page has drawn."""
-        figure = LiveWidget(live_figure.live_figure(1, 10), lambda: drawn.append("anew"))
-        with figure.batch_update():
-            live_figure.show_one_device(figure, [2.0, 1.0])
-        figure.set_state(report_of(figure, [trace.name for trace in figure.data]))
-        assert drawn == ["anew"], "what was sent before the page had the figure's script is lost"
-        drawn.clear()
-        return figure
 
-    def test_a_page_that_shows_all_points_is_left_alone(self, figure: LiveWidget, drawn: list[str]):
-        figure.set_state(report_of(figure, ["throughput", "this run"]))  # which are empty in Python, too
-        assert drawn == []
+def test_gaps_are_sent_as_json_has_them():
+    widget = LiveWidget(go.Figure())
+    assert json.dumps(widget.outline, allow_nan=False)
+    values = np.array([1.0, np.nan, np.inf]), np.array([1, 2]), ["a", None]
+    widget = LiveWidget(go.Figure([go.Scatter(y=y) for y in values]))
+    told = [getattr(widget, f"trace_{index}")["y"] for index in range(widget.num_traces)]
+    assert json.dumps(told, allow_nan=False) == '[[1.0, null, null], [1, 2], ["a", null]]'
 
-    def test_a_view_that_comes_later_and_is_empty_gets_all_of_it(self, figure: LiveWidget, drawn: list[str]):
-        figure.set_state(report_of(figure, ["1 device"]))
-        assert drawn == ["anew"]
 
-    def test_a_report_on_an_update_that_is_not_the_newest_says_nothing(self, figure: LiveWidget, drawn: list[str]):
-        said = report_of(figure, ["1 device"])
-        with figure.batch_update():
-            live_figure.show_one_device(figure, [3.0, 2.0, 1.0])
-        figure.set_state(said)
-        assert drawn == []
+def test_a_page_that_comes_later_finds_everything(widget: LiveWidget):
+    with widget.drawing() as figure:
+        live_figure.show_one_device(figure, [2.0, 1.0])
+    state = widget.get_state()
+    assert [state[f"trace_{index}"]["name"] for index in range(state["num_traces"])] == [t.name for t in figure.data]
+    [trace] = (state[name] for name in names(widget, "1 device"))
+    assert trace["y"] == [2.0, 1.0] and state["outline"]["annotations"] and len(state["plotly_script"]) > 1_000_000
 
-    def test_a_page_that_never_shows_it_is_not_told_for_ever(self, figure: LiveWidget, drawn: list[str]):
-        for _ in range(10):
-            figure.set_state(report_of(figure, ["1 device"]))
-        assert drawn == ["anew"] * 2
-        figure.set_state(report_of(figure))
-        figure.set_state(report_of(figure, ["1 device"]))
-        assert drawn == ["anew"] * 3
+
+def test_its_module_loads_at_once():
+    assert len(LiveWidget._esm) < 10_000, "a model whose module takes two seconds to load never hears of a change"
+
+
+def test_threads_take_turns(widget: LiveWidget, sent: list[dict[str, Any]]):
+    def draw(length: int) -> None:
+        for _ in range(20):
+            with widget.drawing() as figure:
+                live_figure.show_one_device(figure, [1.0] * length)
+                live_figure.show_steps(figure, 20 * length, 1000)
+
+    threads = [threading.Thread(target=draw, args=(length,)) for length in (1, 2, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    [name] = names(widget, "1 device")
+    shown: dict[str, Any] = {}
+    ends = {1: 20, 2: 50, 3: 70}
+    for state in sent:
+        shown |= state
+        if name in shown and "outline" in shown:
+            assert shown["outline"]["xaxis"]["range"][1] == ends[len(shown[name]["y"])]
+    assert len(shown[name]["y"]) == len(trace_of(widget, name).y)
+
+
+def trace_of(widget: LiveWidget, name: str) -> Any:
+    return widget.figure.data[int(name.removeprefix("trace_"))]

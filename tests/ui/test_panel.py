@@ -198,13 +198,13 @@ def test_the_strategy_can_be_edited_while_a_run_goes_on(panel: Panel, trainer: F
 
 def test_a_page_that_shows_the_panel_has_the_figure_before_the_first_run(panel: Panel, trainer: FakeTrainer):
     live = panel._runs_part.live
-    assert live.figure is None, "nobody has seen the panel yet"
+    assert live.shown is None, "nobody has seen the panel yet"
     say(panel, event="theme", value="light")
-    wait_for(lambda: live.figure is not None)
+    wait_for(lambda: live.shown is not None)
     assert not live.box.children
-    figure = live.figure
+    shown = live.shown
     panel.run()
-    assert live.figure is figure and figure in live.box.children
+    assert live.shown is shown and shown in live.box.children
     finish(panel, trainer)
 
 

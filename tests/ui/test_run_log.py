@@ -79,10 +79,10 @@ def test_ranks_can_be_chosen_in_the_log():
     view = LiveView(2)
     view.begin("data", "*: data", 10)
     view.log.say("only me", "1", warns=True)
-    view.log_ranks.value = "0"
-    assert "only me" not in view.log_lines.value
-    view.log_ranks.value = "1"
-    assert "only me" in view.log_lines.value
+    view.log_part.ranks.value = "0"
+    assert "only me" not in view.log_part.lines.value
+    view.log_part.ranks.value = "1"
+    assert "only me" in view.log_part.lines.value
 
 
 def test_a_log_that_is_not_followed_stands_still():
@@ -90,9 +90,9 @@ def test_a_log_that_is_not_followed_stands_still():
     view.begin("data", "*: data", 10)
     view.log.say("one")
     view.draw(everything=True)
-    view.log_follow.value = False
+    view.log_part.follow.value = False
     view.log.say("two")
     view.draw(everything=True)
-    assert "two" not in view.log_lines.value and "1 new" in view.log_count.value
-    view.log_follow.value = True
-    assert "two" in view.log_lines.value and "new" not in view.log_count.value
+    assert "two" not in view.log_part.lines.value and "1 new" in view.log_part.count.value
+    view.log_part.follow.value = True
+    assert "two" in view.log_part.lines.value and "new" not in view.log_part.count.value

@@ -1,8 +1,7 @@
 """The live view of a run in ONE figure: throughput, loss, memory and time split side by side, the timeline below.
 
 One figure, because every plotly widget carries 5 MB of script. ``live_figure`` builds it; the functions that begin with
-``show`` put something new into it, and only what they change is sent to a page. They work on a plain Figure and on a
-FigureWidget alike.
+``show`` put something new into it, and only what they change is sent to a page (``widget.LiveWidget``).
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """What lies over the live figure's panes: changes of the strategy, a pause, the limit of memory, whose row is whose.
 
-Each ``show`` function replaces what it drew before, and leaves the others' alone. Call them in batches of their own:
-within one, plotly takes no part of a list that is set as a whole.
+Each ``show`` function replaces what it drew before, and leaves the others' alone.
 """
 
 from __future__ import annotations

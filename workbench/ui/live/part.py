@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from html import escape
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ from workbench.ui.live import figure as live_figure
 from workbench.ui.live import marks as live_marks
 from workbench.ui.live.history import History, Message
 from workbench.ui.live.layout import WIDE, Frame
+from workbench.ui.live.log_part import LogPart
 from workbench.ui.live.picture import live_picture
 from workbench.ui.live.run_log import RunLog
 from workbench.ui.live.timeline_bars import timeline_bars
@@ -28,6 +28,8 @@ from workbench.ui.page_link import PageLink
 from workbench.units import format_seconds
 
 if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
     from workbench.ui.live.widget import LiveWidget
 
 INTERVALS_S = {"curves": 0.1, "progress": 0.25, "shares": 0.5, "log": 0.2, "timeline": 1.0}
@@ -51,15 +53,14 @@ class LiveView:
         self._num_ranks, self._buttons, self._patience_s = num_ranks, tuple(buttons), patience_s
         self._colours, self._frame = LIGHT, WIDE
         self.history: History | None = None
-        self.log = RunLog(num_ranks)
+        self.log_part = LogPart(num_ranks)
         self._clock = time.monotonic
         self._started_s = self._paused_s = 0.0
         self._paused_at: float | None = None
         self._drawn_s = dict.fromkeys(INTERVALS_S, 0.0)
         self._versions: dict[str, int] = {}
-        self._log_shown: tuple[int, str] | None = None
         self._step_shown = -1
-        self._seen, self._label = True, ""
+        self._seen, self._label, self._num_runs = True, "", 0
         self._expected: Any = None
         self._peak_bytes: tuple[float, ...] = ()
         self._limit_bytes: float | None = None
@@ -68,77 +69,77 @@ class LiveView:
         self._one_device: list[float] = []
         self._record: RunRecord | None = None
         self._ended = ""
-        self.figure: LiveWidget | None = None
+        self.shown: LiveWidget | None = None
         self._making = threading.Lock()
         self.link = PageLink(self.use, self.fit, self._on_visible)
         self.title, self.state, self.elapsed, self.failure = html(), html(), html(), html()
         self.progress = widgets.IntProgress(value=0, min=0, max=1)
         self.progress.add_class("wb-progress")
-        choices = [("all ranks", ""), *((f"rank {rank}", str(rank)) for rank in range(num_ranks))]
-        self.log_ranks = widgets.Dropdown(options=choices, layout={"width": "110px"})
-        self.log_ranks.observe(lambda change: self._show_log(), "value")
-        self.log_follow = widgets.Checkbox(value=True, description="follow", indent=False)
-        self.log_follow.observe(lambda change: self._show_log(), "value")
-        self.log_count, self.log_lines = html(), html("", "wb-log")
         self.box = widgets.VBox()
         self.box.add_class(VIEW_CLASS)
 
     # ---- a run begins and ends ------------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Make the figure before a run needs it: plotly's import takes two seconds, the page loads a script of 5 MB."""
+        """Make the figure before a run needs it: the page has a script of 5 MB to load."""
         threading.Thread(target=self._make_figure, name="workbench-prepare-live-view", daemon=True).start()
 
     def _make_figure(self) -> LiveWidget:
         with self._making:
-            if self.figure is None:
+            if self.shown is None:
                 from workbench.ui.live import widget
 
-                blank = live_figure.live_figure(self._num_ranks, 0, self._colours, self._frame)
-                self.figure = widget.LiveWidget(blank, self._draw_anew)
-            return self.figure
+                self.shown = widget.LiveWidget(self._fresh_figure())
+            return self.shown
+
+    @property
+    def log(self) -> RunLog:
+        """What the current run did."""
+        return self.log_part.log
+
+    @property
+    def figure(self) -> go.Figure | None:
+        """What ``shown`` shows; None before it is made."""
+        return self.shown.figure if self.shown is not None else None
+
+    def _fresh_figure(self) -> go.Figure:
+        num_steps = self.history.num_steps if self.history is not None else 0
+        fresh = live_figure.live_figure(self._num_ranks, num_steps, self._colours, self._frame)
+        return fresh.update_layout(uirevision=self._num_runs)
 
     def begin(self, title: str, text: str, num_steps: int, hint: str = "waiting for the first step") -> None:
         """Clear everything for a run of ``num_steps``, 0 where nobody knows; ``title`` is its name."""
         self.history = History(num_steps, self._num_ranks, title)
-        self.log = RunLog(self._num_ranks)
+        self.log_part.clear()
         self.log.say(title if text in title else f"{title}: {text}")
         self._started_s, self._paused_s, self._paused_at = self._clock(), 0.0, None
         self._label, self._versions, self._one_device, self._ended = title, {}, [], ""
+        self._num_runs += 1
         self._expected = self._limit_at = self._record = None
         self._show_title([title], text)
         self.progress.max, self.progress.value = max(num_steps, 1), 0
         self.progress.layout.visibility = "visible" if num_steps else "hidden"
         self.failure.value = self.elapsed.value = ""
-        self._log_shown, self._step_shown = None, -1
+        self._step_shown = -1
         self.show_state("running", "running", hint)
         self._begin_figure()
-        self._show_log()
+        self.log_part.show()
 
     def _begin_figure(self) -> None:
-        assert self.history is not None
-        figure = self._make_figure()
-        fresh = live_figure.live_figure(self._num_ranks, self.history.num_steps, self._colours, self._frame)
-        with figure.batch_update():
-            live_figure.replace_all(figure, fresh)
-        self._draw_marks()
+        shown = self._make_figure()
+        with shown.drawing() as figure:
+            live_figure.replace_all(figure, self._fresh_figure())
+            self._draw_marks()
         if self.box.children:
             return
-        log = (
-            html('<b class="wb-title">Log</b>'),
-            self.log_ranks,
-            self.log_count,
-            html("", "wb-space"),
-            self.log_follow,
-        )
         self.box.children = (
             self.link,
             bar(self.title, css=("wb-bar", "wb-run-title")),
             bar(*self._buttons, self.state, self.progress, self.elapsed, css=("wb-bar",)),
             self.failure,
-            figure,
-            bar(*log, css=("wb-bar", "wb-log-bar")),
-            self.log_lines,
+            shown,
+            self.log_part.bar,
+            self.log_part.lines,
         )
 
     def finish(self, record: RunRecord) -> None:
@@ -153,10 +154,12 @@ class LiveView:
         self.progress.value = min(num_steps, self.progress.max)
 
     def _show_record(self) -> None:
-        if self.figure is not None and self._record is not None:
-            with self.figure.batch_update():
-                live_figure.show_record(self.figure, self._record, self._colours)
-        self._draw_marks()
+        if self.shown is None:
+            return
+        with self.shown.drawing() as figure:
+            if self._record is not None:
+                live_figure.show_record(figure, self._record, self._colours)
+            self._draw_marks()
 
     def leave(self, why: str) -> None:
         """The run was given up before its first step."""
@@ -194,12 +197,13 @@ class LiveView:
         """
         self._expected, self._peak_bytes = estimate, tuple(peak_bytes)
         self._places, self._limit_bytes = tuple(places), limit_bytes
-        self._draw_marks()
-        if self.figure is None or estimate is None or self.history is None:
+        if self.shown is None or self.history is None:
             return
-        with self.figure.batch_update():
-            steps = self.history.num_steps, estimate.samples_per_s, self.history.last_step
-            live_figure.show_expected(self.figure, *steps)
+        with self.shown.drawing() as figure:
+            self._draw_marks()
+            if estimate is not None:
+                steps = self.history.num_steps, estimate.samples_per_s, self.history.last_step
+                live_figure.show_expected(figure, *steps)
 
     def add_one_device(self, block: StepBlock) -> None:
         """Take in steps of the one-device run, which comes first where it is not known: its losses grow in the plot."""
@@ -220,11 +224,11 @@ class LiveView:
             self._show_one_device()
 
     def _show_one_device(self, last_step: int = 0) -> None:
-        if self.figure is None or self.history is None:
+        if self.shown is None or self.history is None:
             return
-        with self.figure.batch_update():
-            live_figure.show_one_device(self.figure, self._one_device)
-            live_figure.show_steps(self.figure, max(last_step, self.history.last_step), self.history.num_steps)
+        with self.shown.drawing() as figure:
+            live_figure.show_one_device(figure, self._one_device)
+            live_figure.show_steps(figure, max(last_step, self.history.last_step), self.history.num_steps)
 
     def add(self, messages: Sequence[Message], label: Callable[[str], str] = str) -> None:
         """Take in what was reported and draw what is due; ``label`` gives the name of a strategy's text."""
@@ -262,51 +266,48 @@ class LiveView:
 
     def draw(self, everything: bool = False) -> None:
         """Draw what has arrived and is due; ``everything``, whether due or not."""
-        if self.history is None or self.figure is None or not self._seen:
+        if self.history is None or self.shown is None or not self._seen:
             return
         if not everything and self.link.is_behind(self._clock(), self._patience_s):
             return
         due = {name for name in INTERVALS_S if everything or self._is_due(name)}
         if self.history.last_step:
-            with self.figure.batch_update() if due & {"curves", "shares", "timeline"} else nullcontext():
+            if due & {"curves", "shares", "timeline"}:
                 self._draw_figure(due)
-            if "shares" in due:
-                self._draw_marks()
             if "progress" in due:
                 self._show_progress()
             if due:
                 self.link.ask(self._clock())
         if "log" in due:
-            self._show_log()
+            self.log_part.show()
 
     def _draw_figure(self, due: set[str]) -> None:
         assert self.history is not None
-        assert self.figure is not None
-        figure, history = self.figure, self.history
-        if "curves" in due:
-            live_figure.show_curves(figure, history, self._versions, self._colours)
-            live_figure.show_steps(figure, history.last_step, history.num_steps)
-        if "shares" in due:
-            expected = self._limit_bytes, self._peak_bytes
-            self._limit_at = live_figure.show_memory(figure, history, self._colours, *expected)
-            live_figure.show_split(figure, history.split, history.boxed_bytes, self._colours)
-        if "timeline" in due and history.timeline and history.timeline[0].step != self._step_shown:
-            self._step_shown = history.timeline[0].step
-            simulated = getattr(self._expected, "timeline", None)
-            live_figure.show_timeline(figure, timeline_bars(history.timeline, simulated), self._colours)
+        assert self.shown is not None
+        history = self.history
+        with self.shown.drawing() as figure:
+            if "curves" in due:
+                live_figure.show_curves(figure, history, self._versions, self._colours)
+                live_figure.show_steps(figure, history.last_step, history.num_steps)
+            if "shares" in due:
+                expected = self._limit_bytes, self._peak_bytes
+                self._limit_at = live_figure.show_memory(figure, history, self._colours, *expected)
+                live_figure.show_split(figure, history.split, history.boxed_bytes, self._colours)
+                self._draw_marks()
+            if "timeline" in due and history.timeline and history.timeline[0].step != self._step_shown:
+                self._step_shown = history.timeline[0].step
+                simulated = getattr(self._expected, "timeline", None)
+                live_figure.show_timeline(figure, timeline_bars(history.timeline, simulated), self._colours)
 
     def _draw_marks(self) -> None:
         """What lies over the panes: changes of the strategy, a pause, the limit, whose row is whose."""
-        if self.figure is None or self.history is None:
+        if self.shown is None or self.history is None:
             return
-        with self.figure.batch_update():
-            live_marks.show_changes(self.figure, self.history.changes, self._colours)
-        with self.figure.batch_update():
-            live_marks.show_pause(self.figure, self._paused_at is not None, self._colours)
-        with self.figure.batch_update():
-            live_marks.show_limit(self.figure, self._limit_at, self._limit_bytes, self._colours)
-        with self.figure.batch_update():
-            live_marks.show_stages(self.figure, self._places, self._colours)
+        with self.shown.drawing() as figure:
+            live_marks.show_changes(figure, self.history.changes, self._colours)
+            live_marks.show_pause(figure, self._paused_at is not None, self._colours)
+            live_marks.show_limit(figure, self._limit_at, self._limit_bytes, self._colours)
+            live_marks.show_stages(figure, self._places, self._colours)
 
     def _is_due(self, name: str) -> bool:
         now = self._clock()
@@ -327,19 +328,6 @@ class LiveView:
             left = f", {format_seconds(so_far * (num_steps - step) / step)} left" if step < num_steps else ""
             text = f"<b>{100 * step // num_steps} %</b> {text}{left}"
         self.elapsed.value = f'<span class="wb-quiet">{text}</span>'
-
-    def _show_log(self) -> None:
-        chosen = self.log_ranks.value
-        lines = [line for line in self.log.lines if not chosen or line.ranks == "all" or chosen == line.ranks]
-        if (self.log.count, chosen) == self._log_shown:
-            return
-        follows = self.log_follow.value or self._log_shown is None or self._log_shown[1] != chosen
-        new = "" if follows or self._log_shown is None else f", {self.log.count - self._log_shown[0]} new"
-        self.log_count.value = f'<span class="wb-quiet">{len(lines)} of {self.log.count} lines{new}</span>'
-        if not follows:
-            return
-        self._log_shown = (self.log.count, chosen)
-        self.log_lines.value = f'<div class="wb-log-lines"><div>{self.log.html(lines)}</div></div>'
 
     def show_state(self, css: str, word: str, detail: str) -> None:
         """The dot, a word and how far the run is."""
@@ -384,17 +372,13 @@ class LiveView:
             self._draw_anew()
 
     def _draw_anew(self) -> None:
-        if self.figure is None or self.history is None:
+        if self.shown is None or self.history is None:
             return
-        fresh = live_figure.live_figure(self._num_ranks, self.history.num_steps, self._colours, self._frame)
-        # In batches of their own: within one, plotly drops a value that equals the one from before the batch, and takes
-        # no part of a list that is set as a whole.
-        with self.figure.batch_update():
-            live_figure.replace_all(self.figure, fresh, keep=("predicted",))
-        self._versions, self._step_shown = {}, -1
-        if self.history.last_step:
-            with self.figure.batch_update():
+        with self.shown.drawing() as figure:
+            live_figure.replace_all(figure, self._fresh_figure(), keep=("predicted",))
+            self._versions, self._step_shown = {}, -1
+            if self.history.last_step:
                 self._draw_figure({"curves", "shares", "timeline"})
-        if self._one_device:
-            self._show_one_device(0 if self.history.last_step else len(self._one_device))
-        self._show_record()
+            if self._one_device:
+                self._show_one_device(0 if self.history.last_step else len(self._one_device))
+            self._show_record()

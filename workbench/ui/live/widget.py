@@ -1,93 +1,92 @@
-"""The live figure in a page. Importing this takes two seconds, which go into plotly's widget."""
+"""The live figure in a page: a plotly figure that Python draws and a page shows, one way."""
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
+import anywidget
+import numpy as np
+import plotly
 import plotly.graph_objects as go
+import traitlets
+from plotly.offline import get_plotlyjs
 
-_CONFIG = {
-    "displaylogo": False,
-    "displayModeBar": "hover",
-    "modeBarButtonsToRemove": ["select2d", "lasso2d", "zoomIn2d", "zoomOut2d", "autoScale2d"],
-}
-_MAX_TIMES_LOST = 3
-"""A page that shows nothing, however often it is told, must not keep the kernel busy."""
+from workbench.ui.assets import asset
 
 
-class LiveWidget(go.FigureWidget):
-    """A FigureWidget that tells a page which comes later, or comes back, what has been drawn since.
+class LiveWidget(anywidget.AnyWidget):
+    """Shows ``figure`` as it stood at the end of the last ``drawing()``, in every page and whenever a page comes.
 
-    Plotly sends changes as messages and leaves the traits that a page asks for as they were in the beginning: after a
-    reload the figure would be empty, and so it would where it is shown in another place. Change it inside
-    ``batch_update``, so that no page gets it half drawn.
+    Every trace is a trait, and so is the layout: what is sent is what has changed, and what a page lacks it asks for.
+    (Plotly's own widget sends each change as a message instead, and lets pages change the figure: a page that missed a
+    message, as they do while 5 MB of script load, stays wrong.)
 
     Args:
-        draw_anew: called when a page has drawn it for the first time, as what was sent while the page still loaded the
-            figure's script is lost to it; and when a page shows nothing of a trace that has points.
+        figure: to be changed inside ``drawing()`` only, and to keep its number of traces.
+
+    >>> import plotly.graph_objects as go
+    >>> widget = LiveWidget(go.Figure(go.Scatter(y=[1.0])))
+    >>> with widget.drawing() as figure:
+    ...     figure.data[0].y = [2.0, float("nan")]
+    >>> widget.trace_0["y"]
+    [2.0, None]
     """
 
-    def __init__(self, figure: go.Figure, draw_anew: Callable[[], None]) -> None:
-        self._drawing, self._draw_anew = threading.RLock(), draw_anew
-        self._is_made, self._is_drawn, self._times_lost = False, False, 0
-        super().__init__(figure)
-        self.observe(self._on_drawn, "_js2py_traceDeltas")
-        self._config = self._config | _CONFIG  # type: ignore[has-type] # plotly's own
-        self._is_made = True
-        self.open()
+    _esm = asset("live_figure.js")
+    plotly_version = traitlets.Unicode(plotly.__version__).tag(sync=True)
+    plotly_script = traitlets.Unicode().tag(sync=True)
+    outline = traitlets.Dict().tag(sync=True)
+    num_traces = traitlets.Int().tag(sync=True)
 
-    def open(self) -> None:
-        """Tell the page of the figure when it is complete. Plotly would tell it of an empty one, and of the traces with
-        the next message: a page that misses that one has no traces that later ones could change.
-        """
-        if self._is_made:
-            super().open()
-
-    def _on_drawn(self, change: Any) -> None:
-        """A page says what it has drawn, after each update and where it shows the figure anew; what ``None`` tells is
-        that this was taken in.
-        """
-        report = change["new"]
-        if report is None:
-            return
-        is_lost = self._is_lost(report)
-        self._times_lost = self._times_lost + 1 if is_lost else 0
-        if not self._is_drawn or (is_lost and self._times_lost <= _MAX_TIMES_LOST):
-            self._is_drawn = True
-            self._draw_anew()
-
-    def _is_lost(self, report: dict[str, Any]) -> bool:
-        """Does the page hide, as plotly does with what is empty, a trace that has points? If more is on its way, ask
-        later.
-        """
-        if report["trace_edit_id"] != self._last_trace_edit_id:
-            return False
-        hidden = {trace["uid"] for trace in report["trace_deltas"] if trace.get("visible") is False}
-        return any(trace.uid in hidden and _num_points(trace) > 0 for trace in self.data)
-
-    def set_state(self, sync_data: dict[str, Any]) -> None:
-        """Take in what a page says, and draw nothing meanwhile: traits hold back what changes while some are set, and
-        an update that another thread sends and takes back then is one that no page ever gets.
-        """
-        with self._drawing:
-            super().set_state(sync_data)
+    def __init__(self, figure: go.Figure) -> None:
+        self.figure, self._one_at_a_time, self._depth = figure, threading.RLock(), 0
+        traces = dict(_traces_of(figure))
+        self.add_traits(**{name: traitlets.Dict().tag(sync=True) for name in traces})
+        super().__init__(
+            plotly_script=_script(), outline=_plain(figure.layout.to_plotly_json()), num_traces=len(traces), **traces
+        )
 
     @contextmanager
-    def batch_update(self) -> Iterator[None]:
-        """Changes inside are sent together, and no page is told of some of them only."""
-        with self._drawing, super().batch_update():
-            yield
+    def drawing(self) -> Iterator[go.Figure]:
+        """The figure, to be changed by one thread at a time; pages get all of the changes at once, at the end of the
+        outermost ``drawing()``.
+        """
+        with self._one_at_a_time:
+            self._depth += 1
+            try:
+                yield self.figure
+            finally:
+                self._depth -= 1
+            if self._depth == 0:
+                self._tell()
 
-    def get_state(self, key: Any = None, drop_defaults: bool = False) -> dict[str, Any]:
-        """What a page is told; all of it as it stands now where no ``key`` names a part."""
-        with self._drawing:
-            if key is None and self._trait_values.get("_widget_data"):
-                self._trait_values |= {"_widget_data": self._data, "_widget_layout": self._layout}
-            return dict(super().get_state(key, drop_defaults))
+    def _tell(self) -> None:
+        with self.hold_sync():  # one message
+            self.outline = _plain(self.figure.layout.to_plotly_json())
+            for name, trace in _traces_of(self.figure):
+                self.set_trait(name, trace)
 
 
-def _num_points(trace: Any) -> int:
-    return min((len(values) if values is not None else 0) for values in (trace.x, trace.y))
+@cache
+def _script() -> str:
+    return get_plotlyjs()
+
+
+def _traces_of(figure: go.Figure) -> Iterator[tuple[str, dict[str, Any]]]:
+    return ((f"trace_{index}", _plain(trace.to_plotly_json())) for index, trace in enumerate(figure.data))
+
+
+def _plain(value: Any) -> Any:
+    """Made of what JSON knows: it has neither arrays nor numbers that are not finite, which plotly takes as gaps."""
+    if isinstance(value, dict):
+        return {key: _plain(part) for key, part in value.items()}
+    if isinstance(value, np.ndarray):
+        return _plain(value.tolist())
+    if isinstance(value, (list, tuple)):
+        return [_plain(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -53,8 +53,8 @@ function render({ model, el }) {
   const report = (event, value, more) => model.send({ event, value, ...more });
   const receive = (message, buffers) => {
     if (message.event === "download") download(message, buffers[0]);
-    // Messages are handled in order: when this one is, the page has drawn what was sent before it.
-    if (message.event === "ping") setTimeout(() => report("pong", message.number), 0);
+    // Messages are handled in order: the frame that follows this one has drawn what was sent before it.
+    if (message.event === "ping") requestAnimationFrame(() => setTimeout(() => report("pong", message.number), 0));
   };
   model.on("msg:custom", receive);
   const ends = [watchTheme(report), watchWidth(el, report), watchVisibility(el, report)];

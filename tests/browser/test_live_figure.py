@@ -1,0 +1,80 @@
+"""The live figure alone, on a page that is slow, that is loaded again, and where the reader looks more closely."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.browser.page import LabPage
+from tests.browser.server import LabServer, write_notebook
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(240)]
+NOTEBOOK = "live-figure.ipynb"
+SHOW = """
+import ipywidgets
+from workbench.ui.live.widget import LiveWidget
+from workbench.ui.live.figure import live_figure, show_one_device, show_steps
+
+widget = LiveWidget(live_figure(2, 1000))
+box = ipywidgets.VBox([widget])
+box.add_class("wb-live-view")
+box
+"""
+DRAW = """
+for step in range(1, 8):
+    with widget.drawing() as figure:
+        show_one_device(figure, [1.0] * 10 * step)
+        show_steps(figure, 10 * step, 1000)
+"""
+SLOW_DOWN = 15
+"""What takes a page 0.3 seconds takes more than the two that a widget's module may take to load."""
+
+
+@pytest.fixture(scope="module")
+def opened(open_notebook: Any, lab: LabServer) -> LabPage:
+    """A notebook that shows a figure and then draws in it."""
+    write_notebook(lab.folder / NOTEBOOK, [SHOW, DRAW])
+    return open_notebook(NOTEBOOK)  # type: ignore[no-any-return]
+
+
+def test_a_slow_page_shows_what_was_drawn_while_it_loaded_plotly(opened: LabPage) -> None:
+    browser = opened.page.context.new_cdp_session(opened.page)
+    browser.send("Emulation.setCPUThrottlingRate", {"rate": SLOW_DOWN})
+    opened.run_cells(1)
+    opened.wait_for_points("1 device", 69, timeout_s=120)
+    browser.send("Emulation.setCPUThrottlingRate", {"rate": 1})
+
+
+def test_what_the_reader_looks_at_more_closely_stays_while_points_arrive(opened: LabPage) -> None:
+    opened.page.evaluate(DRAG, [0.2, 0.6])
+    near = opened.page.evaluate(AXIS)
+    assert 5 < near[0] < 20 < near[1] < 45
+    opened.ask_kernel(DRAW.replace("range(1, 8)", "range(1, 31)"))
+    opened.wait_for_points("1 device", 299)
+    assert opened.page.evaluate(AXIS) == near
+    opened.page.evaluate(DOUBLE_CLICK)
+    opened.page.wait_for_function(f"() => ({AXIS})().join() === '0,300'")
+
+
+def test_a_page_that_is_loaded_again_shows_all_of_it(opened: LabPage) -> None:
+    opened.reload()
+    opened.wait_for_points("1 device", 299)
+
+
+PLOT = "document.querySelector('.wb-live-view .js-plotly-plot')"
+AXIS = f"() => {PLOT}._fullLayout.xaxis2.range"
+_MOUSE = f"""
+    const pane = {PLOT}.querySelector('.draglayer .x2y2 .nsewdrag');
+    const box = pane.getBoundingClientRect();
+    const mouse = (type, across, target) => target.dispatchEvent(new MouseEvent(type, {{
+        bubbles: true, clientX: box.left + across * box.width, clientY: box.top + box.height / 2, view: window}}));"""
+DRAG = f"""async ([from, to]) => {{{_MOUSE}
+    mouse('mousedown', from, pane);
+    for (const at of [from, (from + to) / 2, to]) mouse('mousemove', at, document);
+    mouse('mouseup', to, document);
+    await new Promise(done => setTimeout(done, 500));
+}}"""
+DOUBLE_CLICK = f"""() => {{{_MOUSE}
+    for (const type of ['mousedown', 'mouseup', 'click', 'mousedown', 'mouseup', 'click']) mouse(type, 0.5, pane);
+}}"""
