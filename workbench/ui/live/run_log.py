@@ -104,6 +104,10 @@ class RunLog:
 
 
 def _row(line: Line) -> str:
-    chip = element("span", element("b", text=line.ranks, css="wb-chip"), css="r") if line.ranks else element("span")
+    chip = (
+        element("span", element("b", text=line.ranks, css="wb-chip", title=line.ranks), css="r")
+        if line.ranks
+        else element("span")
+    )
     css = "l warn" if line.warns else "l"
     return element("div", element("span", text=line.time, css="t"), chip, element("span", text=line.text), css=css)
