@@ -150,14 +150,20 @@ class GlobalTensor(torch.Tensor):
         """Whether this rank holds nothing of the tensor."""
         return self._spec.is_ghost
 
+    @property
+    def _spec_of_ghost_grad(self) -> Spec:
+        """What the gradient is where it is held: terms of a sum, or under ZeRO its shards."""
+        scattered = self.__dict__.get("_grad_spec")  # of the tensor as it was, and of its gradient's shards
+        return scattered[1] if scattered is not None and scattered[0] is self._spec else self._spec.dual
+
     def _ghost_of_gradient(self, spec: Spec) -> GlobalTensor:
-        """The last step's, if nobody has made it something else: optimizers ask every parameter in every step."""
+        """A tensor of its own, as its owner has a new one; what is under it is the last step's, which takes less."""
         known: GlobalTensor | None = self.__dict__.get("_ghost_grad_before")
-        if known is None or known._spec is not spec or known.dtype != self.dtype or known.requires_grad:
+        if known is None or known._spec is not spec or known.dtype != self.dtype:
             known = self.__dict__["_ghost_grad_before"] = ghost_like(self, spec)
-            known._is_grad = True
-        forget_forms(known)  # of the last step's gradient
-        return known
+        made = label(_data_slot.__get__(known), spec)  # not detach(), which would share the count of writes
+        made._is_grad = True
+        return made
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -170,9 +176,7 @@ class GlobalTensor(torch.Tensor):
                 if self._ghost_grad is False:
                     return self.__dict__.get("_grad_shard")
                 if self._ghost_grad is True:
-                    scattered = self.__dict__.get("_grad_spec")  # of the tensor as it was, and of its gradient's shards
-                    here = scattered[1] if scattered is not None and scattered[0] is self._spec else self._spec.dual
-                    self._ghost_grad = self._ghost_of_gradient(here)
+                    self._ghost_grad = self._ghost_of_gradient(self._spec_of_ghost_grad)
                 return self._ghost_grad
             if not isinstance(grad, GlobalTensor):
                 label(grad, self._spec.dual)._is_grad = True
@@ -183,9 +187,14 @@ class GlobalTensor(torch.Tensor):
     def grad(self, value: torch.Tensor | None) -> None:
         shard: GlobalTensor | None = self.__dict__.pop("_grad_shard", None)
         self.__dict__.pop("_sum", None)
-        if shard is not None and isinstance(value, GlobalTensor) and value._spec is shard._spec:
-            keep_grad_shard(self, value, shard._spec)
-            return
+        if isinstance(value, GlobalTensor):
+            value._is_grad = True
+            if shard is not None and value._spec is shard._spec:
+                keep_grad_shard(self, value, shard._spec)
+                return
+            if self._ghost_grad is not False and value._spec is self._spec_of_ghost_grad:  # its owner keeps a shard
+                self._ghost_grad = value
+                return
         if value is None or not _torch_function_enabled():
             self._ghost_grad = False
             with local_torch():

@@ -5,20 +5,21 @@ import torch
 from torch import nn
 
 import workbench as wb
+from workbench.runtime.tensor import local_torch
 from workbench.testing import run_ranks
 
 
-def models():
+def models(count=2):
     torch.manual_seed(0)
     states = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).state_dict()
-    found = [nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2)]
+    found = [nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(count)]
     for model in found:
         model.load_state_dict(states)
     return found
 
 
-def test_a_ghosts_gradient_is_made_once():
-    """Optimizers ask every parameter in every step; what a step was told of is gone all the same."""
+def test_a_ghosts_gradient_has_the_memory_of_the_last_steps():
+    """Optimizers ask every parameter in every step; as on its owner, every step has a tensor of its own."""
     ranks = models()
 
     def program(rank):
@@ -33,7 +34,9 @@ def test_a_ghosts_gradient_is_made_once():
             seen.append(ghost.grad)
             optimizer.step()
             optimizer.zero_grad()
-        assert seen[0] is seen[1] is seen[2]
+        assert len(set(map(id, seen))) == 3
+        with local_torch():
+            assert len({grad.data_ptr() for grad in seen}) == 1
         assert seen[0].is_ghost and seen[0].sbp == ghost.layout_on_ranks.dual().sbp and seen[0].dtype == torch.float32
         model.double()
         wb.forward_backward(model, nn.functional.mse_loss, *(part.double() for part in batch))
@@ -60,3 +63,78 @@ def test_norms_of_gradients_are_those_of_this_step():
     assert min(first) > 0
     for step, norms in enumerate(later, 2):
         assert norms == pytest.approx([step * norm for norm in first])
+
+
+def size(grad):
+    """A number of a gradient, for which its terms are boxed."""
+    return grad.square().sum().item()
+
+
+def kept(model, step):
+    """Gradients of earlier steps are read before those of this one."""
+    found, before = [], []
+    for number in range(3):
+        model.zero_grad()
+        step(number)
+        now = [p.grad for p in model.parameters()]
+        found += [size(grad) for grad in (*before, *now)]
+        before = now
+    return found
+
+
+def accumulated(model, step):
+    """Gradients are read, added to, and read again."""
+    found = []
+    for number in range(4):
+        step(number)
+        found += [size(p.grad) for p in model.parameters()]
+        if number == 2:
+            model.zero_grad(set_to_none=False)
+            found += [size(p.grad) for p in model.parameters()]
+    return found
+
+
+def written(model, step):
+    """Gradients are written to between two readings, also behind autograd's back."""
+    found = []
+    for number in range(2):
+        step(number)
+        for change in (
+            lambda p: p.grad.mul_(0.5),
+            lambda p: p.grad.data.mul_(0.5),
+            lambda p: setattr(p, "grad", p.grad * 3),
+            lambda p: p.grad.data.add_(p.detach()),
+        ):
+            found += [size(p.grad) for p in model.parameters()]
+            for parameter in model.parameters():
+                change(parameter)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+        found += [size(p.grad) for p in model.parameters()]
+    return found
+
+
+PIPELINE = "0: data@0; 1: data@1"
+
+
+@pytest.mark.parametrize("program", [kept, accumulated, written])
+@pytest.mark.parametrize(
+    ("strategy", "num_ranks"),
+    [
+        ("*: data | 1x2x1 mb=2", 2),
+        (f"{PIPELINE} | 2x1x1 mb=2", 2),
+        (f"{PIPELINE} | 2x2x1 mb=2", 4),
+        (f"{PIPELINE} | 2x2x1 mb=2 zero=2", 4),
+    ],
+)
+def test_gradients_read_between_and_within_steps_are_those_of_one_device(program, strategy, num_ranks):
+    def run(model, text):
+        wb.parallelize(model, text)
+        inputs, targets = torch.arange(16.0).view(4, 4) / 16, torch.ones(4, 4)
+        return program(
+            model, lambda number: wb.forward_backward(model, nn.functional.mse_loss, inputs + number, targets)
+        )
+
+    ranks = models(num_ranks)
+    [truth] = run_ranks(lambda: run(models(1)[0], "*: data | 1x1x1 mb=2"), 1)
+    for found in run_ranks(lambda rank: run(ranks[rank], strategy), num_ranks):
+        assert found == pytest.approx(truth, rel=1e-4)

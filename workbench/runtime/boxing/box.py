@@ -118,6 +118,8 @@ def form_on(tensor: GlobalTensor, placement: Placement) -> GlobalTensor | None:
 
 def _state_of(tensor: GlobalTensor) -> tuple[Any, ...] | None:
     """What a remembered form of a tensor holds for; None for tensors whose forms are not remembered."""
+    if tensor._is_grad:  # autograd writes to it where it is held, and tells no other rank
+        return None
     with local_torch():
         # A leaf's form would keep the leaf alive through autograd, and the leaf its form.
         # A tensor of inference mode has no version that tells whether it was written since.
