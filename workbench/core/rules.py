@@ -209,6 +209,7 @@ def _is_allowed(operand: Operand, current: Sbp, wanted: Sbp) -> bool:
     return True
 
 
+@lru_cache(maxsize=4096)
 def _boxing_cost(operand: Operand, placement: Placement, sbp: NdSbp, cost: LinkCost) -> float:
     source, target = operand.layout, Layout(placement, sbp)
     if target == source:
