@@ -50,7 +50,7 @@ def deep_copy(tensor: GlobalTensor, memo: dict[int, Any]) -> GlobalTensor:
     made = label(copy.deepcopy(local, memo), tensor._spec)
     memo[id(tensor)] = made
     _finish(made, tensor, copy.deepcopy(_own_attributes(tensor), memo))
-    grad = tensor.grad
+    grad = None if tensor._is_param else tensor.grad  # torch's own parameters leave theirs behind
     if grad is not None:
         made.grad = copy.deepcopy(grad, memo)
     return made

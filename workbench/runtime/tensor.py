@@ -243,10 +243,13 @@ class GlobalTensor(torch.Tensor):
             grad = self.grad if value._spec is not self._spec else None
             if grad is not None:
                 self.grad = None
+            shard = self.__dict__.get("_grad_shard")
             with local_torch():
                 _data_slot.__set__(self, plain(value))
             forget_forms(self)
             self._spec = value._spec
+            if shard is not None:
+                self.__dict__["_grad_shard"] = shard
             if grad is not None and grad.shape == self.shape:
                 self.grad = grad.to(value.dtype)
 

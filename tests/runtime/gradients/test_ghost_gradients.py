@@ -138,3 +138,26 @@ def test_gradients_read_between_and_within_steps_are_those_of_one_device(program
     [truth] = run_ranks(lambda: run(models(1)[0], "*: data | 1x1x1 mb=2"), 1)
     for found in run_ranks(lambda rank: run(ranks[rank], strategy), num_ranks):
         assert found == pytest.approx(truth, rel=1e-4)
+
+
+@pytest.mark.parametrize("strategy", ["*: data | 1x2x1", "*: data | 1x2x1 zero=2", "*: data | 1x2x1 zero=3"])
+def test_a_gradient_outlives_new_values_and_types_of_its_parameter(strategy):
+    def run(model, text):
+        wb.parallelize(model, text)
+        inputs, targets = torch.arange(16.0).view(4, 4) / 16, torch.ones(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for number in range(2):
+            wb.forward_backward(model, nn.functional.mse_loss, inputs + number, targets)
+            for parameter in model.parameters():
+                parameter.data = parameter.data * 0.9
+            model.double()
+            model.float()
+            wb.forward_backward(model, nn.functional.mse_loss, inputs - number, targets)
+            optimizer.step()
+            optimizer.zero_grad()
+        return [size(p) for p in model.parameters()]
+
+    ranks = models()
+    [truth] = run_ranks(lambda: run(models(1)[0], "*: data | 1x1x1"), 1)
+    for found in run_ranks(lambda rank: run(ranks[rank], strategy), 2):
+        assert found == pytest.approx(truth, rel=1e-4)

@@ -71,6 +71,6 @@ get:grad_dtype set:grad_dtype get:_post_accumulate_grad_hooks set:_post_accumula
 is_floating_point is_complex is_signed is_inference is_contiguous is_pinned is_set_to is_shared is_neg is_conj
 stride storage_offset data_ptr untyped_storage element_size get_device requires_grad_
 has_names _is_view hash dim_order share_memory_ is_distributed
-_has_symbolic_sizes_strides
+_has_symbolic_sizes_strides _has_compatible_shallow_copy_type
 """
 handler(*_ASKED_OF_THE_SHARD.split())(_of_shard)
