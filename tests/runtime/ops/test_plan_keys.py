@@ -48,3 +48,21 @@ def test_calls_that_never_repeat_are_forgotten(monkeypatch):
         return len(x._spec.plans)
 
     assert on_two_ranks(program)[0] < 100
+
+
+def test_a_plan_is_for_tensors_of_all_types():
+    """Layouts and shapes are alike, the types of numbers are not: a model that changes its precision between steps."""
+
+    def program(placement):
+        found = []
+        for dtype in (torch.bfloat16, torch.float64, torch.float32):
+            x = wb.full((4, 6), 1 / 3, dtype=dtype, placement=placement, sbp="S(0)")
+            exact = torch.full((4, 6), 1 / 3, dtype=dtype)
+            pairs = [(x.mean(), exact.mean()), (torch.cat([x, x]), torch.cat([exact, exact]))]
+            pairs += [(nn.functional.mse_loss(x, 2 * x), nn.functional.mse_loss(exact, 2 * exact))]
+            found += [
+                (ours.dtype == theirs.dtype, torch.allclose(ours.full_tensor(), theirs)) for ours, theirs in pairs
+            ]
+        return found
+
+    assert on_two_ranks(program)[0] == [(True, True)] * 9

@@ -6,6 +6,7 @@ Dims that a function leaves alone keep their split. Along a split dim, rows move
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -135,8 +136,7 @@ def _cut_dim(call: Call, ndim: int) -> int:
 @rule("cat", parameters="tensors dim")
 def _cat(call: Call) -> Resolution:
     """All operands alike; along a split dim the rows are dealt out anew. An empty tensor of one dim counts for none."""
-    shape, dtype = call.outputs[0]
-    ndim = len(shape)
+    ndim = len(call.outputs[0][0])
     dim = int(call.arg(1, "dim", call.kwargs.get("axis", 0))) % max(1, ndim)
     counted = [k for k, other in enumerate(call.shapes) if len(other) == ndim]
     firsts = [0, *itertools.accumulate(call.shapes[k][dim] if ndim else 0 for k in counted)]
@@ -149,7 +149,7 @@ def _cat(call: Call) -> Resolution:
         taken = [inputs[k] for k in counted]
         if not splits_dim(outputs[0], dim):
             return None
-        return row_function(dim, segments, taken, outputs, prepare=_tensors_of(counted, dtype))
+        return row_function(dim, segments, taken, outputs, prepare=_tensors_of(counted))
 
     return Resolution(found, localize)
 
@@ -159,8 +159,9 @@ def _beside_empty(call: Call, counted: Sequence[int], entry: Sbp, letter: str) -
     return Signature(inputs, (entry,), letter)
 
 
-def _tensors_of(counted: Sequence[int], dtype: torch.dtype) -> Callable[..., list[torch.Tensor]]:
+def _tensors_of(counted: Sequence[int]) -> Callable[..., list[torch.Tensor]]:
     def prepare(tensors: Sequence[torch.Tensor], *_: Any, **__: Any) -> list[torch.Tensor]:
+        dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
         return [tensors[k].to(dtype) for k in counted]
 
     return prepare

@@ -48,19 +48,23 @@ def _mean(call: Call) -> Resolution:
     dims = _reduced_dims(call)
     letters = {chr(ord("a") + dim) for dim in dims}
     count = math.prod(call.shapes[0][dim] for dim in dims) if ndim else 1
-    result = call.outputs[0][1]
-    # The sum of a shard may exceed what the mean's dtype can hold.
-    adds_in = torch.float32 if result in LOW_PRECISION else result
+    wanted = call.kwargs.get("dtype")
 
     def localize(call: Call, inputs: list[Spec], outputs: list[Spec], split: tuple[str, ...]) -> LocalFunction | None:
         if not letters & set(split):
             return None
         keepdim = _keepdim(call, ndim)
-        if adds_in is result:
-            return lambda x, *_, **__: torch.sum(x, dims, keepdim, dtype=result) / count
-        return lambda x, *_, **__: (torch.sum(x, dims, keepdim, dtype=adds_in) / count).to(result)
 
-    linear = call.kwargs.get("dtype") is None
+        def mean(x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+            result = wanted or x.dtype  # a plan is for tensors of all dtypes
+            # The sum of a shard may exceed what the mean's dtype can hold.
+            if result in LOW_PRECISION:
+                return (torch.sum(x, dims, keepdim, dtype=torch.float32) / count).to(result)
+            return torch.sum(x, dims, keepdim, dtype=result) / count
+
+        return mean
+
+    linear = wanted is None
     return Resolution(reduction(ndim, dims, _keepdim(call, ndim), whole=False, addend=linear), localize)
 
 
