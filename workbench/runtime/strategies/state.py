@@ -46,6 +46,10 @@ class ParallelState:
     spans: list[Span] = field(default_factory=list)
     when_interrupted: list[Callable[[], None]] = field(default_factory=list)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies of the module: what steps have made of its modules and tensors is made anew of theirs."""
+        return {**self.__dict__, "stand_ins": None, "stage_ranks": None, "spans": []}
+
 
 def describe(model: nn.Module) -> list[Layer]:
     """The layers of a model as a strategy sees them: the modules that own parameters, in order."""
