@@ -184,6 +184,7 @@ class StageRank:
         self.placements = self._layouts.placements
         self._stand_ins = stand_ins_of(module, state, stage, self.placements[stage], self.world)
         self._views: list[tuple[dict[str, Any], str, GlobalTensor, GlobalTensor]] = []
+        self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._view_parameters(module, resolved)
         self._view_buffers(module, resolved)
 
@@ -242,9 +243,19 @@ class StageRank:
                 if view.requires_grad != own.requires_grad:
                     return False
                 if own._is_param:
+                    if own._backward_hooks:
+                        self._refuse_hooks(own)
                     view._ghost_grad = False
                     view.grad = None if view._spec.is_ghost or own.grad is None else plain(own.grad)
         return True
+
+    def _refuse_hooks(self, parameter: GlobalTensor) -> None:
+        """A stage's backward sees its view of a parameter, and would leave out what the parameter's hooks do."""
+        raise StrategyError(
+            f"{self._names[id(parameter)]}: {len(parameter._backward_hooks or ())} hooks on a parameter, 0 would be "
+            f"called: with several stages per rank gradients come from each stage's view of it. Change the gradient "
+            f"after the step, or use a schedule with 1 stage per rank (1f1b)."
+        )
 
     @contextmanager
     def entered(self) -> Iterator[None]:
