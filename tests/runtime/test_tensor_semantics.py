@@ -41,6 +41,21 @@ def data(make):
 
 
 @program
+def writes_through_data(make):
+    """What was boxed for an earlier product is not what the tensor holds now."""
+    a = make("a", False)
+    found = [(a * a).sum()]
+    a.data.mul_(3)
+    found.append((a * a).sum())
+    kept = a.data
+    found.append((kept * kept).sum())
+    a.mul_(2)
+    found.append((kept * kept).sum())
+    kept.mul_(2)
+    return *found, (a * a).sum(), a
+
+
+@program
 def grad(make):
     a, b, c = make("a"), make("b", False), make("a")
     a.grad = b

@@ -18,8 +18,8 @@ from workbench.runtime.tensor import DERIVED, GlobalTensor, ghost_storage, label
 from workbench.runtime.world import current
 
 _NOT_COPIED = (
-    "_spec", "_is_param", "_is_grad", "_ghost_grad", "_ghost_grad_before", "_grad_spec", "_owner", "_shard", "_watcher",
-    *DERIVED,
+    "_spec", "_is_param", "_is_grad", "_has_twin", "_ghost_grad", "_ghost_grad_before", "_grad_spec", "_owner",
+    "_shard", "_watcher", *DERIVED,
 )  # fmt: skip
 
 

@@ -116,6 +116,8 @@ class GlobalTensor(torch.Tensor):
     """On a ghost: whether its owner has a gradient; the ghost of it, once somebody has asked."""
     _is_grad = False
     """Whether this is the ``.grad`` of a tensor, which has its dual layout whatever it is set to."""
+    _has_twin = False
+    """Whether somebody has taken its ``.data``, or it is that: nothing tells one of the two of writes to the other."""
     dispatch: Callable[[Any, tuple[Any, ...], dict[str, Any] | None], Any]
 
     @classmethod
@@ -226,7 +228,11 @@ class GlobalTensor(torch.Tensor):
             forget_sum_of(self)  # no version tells of writes through it
         with local_torch():
             found = _data_slot.__get__(self)
-        return label(found, self._spec) if _torch_function_enabled() else found
+        if not _torch_function_enabled():
+            return found
+        twin = label(found, self._spec)
+        self._has_twin = twin._has_twin = True
+        return twin
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:

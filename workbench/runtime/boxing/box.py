@@ -118,7 +118,8 @@ def form_on(tensor: GlobalTensor, placement: Placement) -> GlobalTensor | None:
 
 def _state_of(tensor: GlobalTensor) -> tuple[Any, ...] | None:
     """What a remembered form of a tensor holds for; None for tensors whose forms are not remembered."""
-    if tensor._is_grad:  # autograd writes to it where it is held, and tells no other rank
+    # Autograd writes to a gradient where it is held, and tells no other rank; a write through ``.data`` has no version.
+    if tensor._is_grad or tensor._has_twin:
         return None
     with local_torch():
         # A leaf's form would keep the leaf alive through autograd, and the leaf its form.
