@@ -54,17 +54,19 @@ lab: $(STAMP_TO_RUN)
 # Every engine, kernel and worker is a process of its own, which would compile the whole package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Two parts: on all cores what starts processes, engines and browsers beside what computes, since more than half of the first
-# is waiting (tests/sharing_out.py); and one by one what promises a time or looks at the whole machine. Exit code 5 of pytest
-# means that ARGS has chosen no test of that part.
+# Three parts: simulated ranks, on all cores; what starts processes, engines and browsers, three files at a time, because more
+# than half of it waits; and one by one what promises a time or looks at the whole machine. Exit code 5 of pytest means that
+# ARGS has chosen no test of that part.
 PYTEST := env OMP_NUM_THREADS=1 $(PY) -m pytest -q -rs
-TOGETHER := $(PYTEST) -n auto
+SIMULATED := $(PYTEST) -n auto --dist worksteal
+REAL := $(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder --files-that-say="mark\.(engines|procs|browser)"
 ALONE := $(PYTEST) --files-that-say="mark\.timed"
 
-# $(call run_tests,condition): both parts of the tests for which it holds, whatever the first one says.
+# $(call run_tests,condition): all three parts of the tests for which it holds, whatever the first one says.
 define run_tests
 	@status=0; part() { "$$@" || [ $$? -eq 5 ] || status=1; }; \
-	part $(TOGETHER) -m "$(1) and not timed" $(ARGS); \
+	part $(SIMULATED) -m "$(1) and not timed and not (engines or procs or browser)" $(ARGS); \
+	part $(REAL) -m "$(1) and not timed and (engines or procs or browser)" $(ARGS); \
 	part $(ALONE) -m "$(1) and timed" $(ARGS); \
 	exit $$status
 endef

@@ -6,16 +6,12 @@ import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-
-from workbench.core.cores import num_cores
 
 _LATER = ("procs", "engines", "browser", "slow")
 
 
-@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What takes milliseconds first, so that a mistake shows before a browser has started; in the order of the files.
 
@@ -44,19 +40,6 @@ def pytest_unconfigure() -> None:
 
 def _cost(item: pytest.Item) -> int:
     return max((1 + place for place, name in enumerate(_LATER) if item.get_closest_marker(name)), default=0)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers() -> int:
-    """``-n auto``: one more than there are cores, as half of the time of files that start processes is waiting."""
-    return num_cores() + 1
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    from tests.sharing_out import SharingOut
-
-    return SharingOut(config, log)
 
 
 @pytest.fixture(scope="session", autouse=True)
