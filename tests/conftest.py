@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -15,16 +14,10 @@ _LATER = ("procs", "engines", "browser", "slow")
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What takes milliseconds first, so that a mistake shows before a browser has started; in the order of the files.
 
-    Shared out between workers, the files that take longest come first, else one of them would end alone with it; the
-    tests of a file stay in their order.
+    Shared out between workers, what takes longest comes first: else one of them would end alone with it.
     """
-    if not hasattr(config, "workerinput"):
-        items.sort(key=_cost)
-        return
-    of_file: dict[Path, int] = {}
-    for item in items:
-        of_file[item.path] = max(_cost(item), of_file.get(item.path, 0))
-    items.sort(key=lambda item: of_file[item.path], reverse=True)
+    shared_out = hasattr(config, "workerinput")
+    items.sort(key=_cost, reverse=shared_out)
 
 
 def pytest_collection_finish() -> None:

@@ -49,7 +49,7 @@ def test_a_click_changes_the_strategy_and_buttons_undo_it(opened: LabPage) -> No
     choice.locator(".wb-opt", has_text="model").click()
     opened.wait_for_text(GPT_HYBRID.replace(" |", "; tok_emb: model |"))
     expect(choice.locator("[aria-checked='true']")).to_have_text("model")
-    page.locator(".wb-panel button[title^='Undo']").click()
+    page.locator(".wb-panel button[title^='Undo']").first.click()
     opened.wait_for_text(GPT_HYBRID)
     expect(choice.locator("[aria-checked='true']")).to_have_text("data")
 
