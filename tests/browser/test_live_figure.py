@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.browser.page import SECONDS, LabPage
+from tests.browser.page import LabPage
 from tests.browser.server import LabServer, write_notebook
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(240)]
@@ -42,10 +42,8 @@ def test_a_slow_page_shows_what_was_drawn_while_it_loaded_plotly(opened: LabPage
     browser = opened.page.context.new_cdp_session(opened.page)
     browser.send("Emulation.setCPUThrottlingRate", {"rate": SLOW_DOWN})
     opened.run_cells(1)
-    opened.page.wait_for_selector(".wb-live-view", state="attached", timeout=60 * SECONDS)
-    opened.page.wait_for_timeout(4 * SECONDS)
+    opened.wait_for_points("1 device", 69, timeout_s=120)
     browser.send("Emulation.setCPUThrottlingRate", {"rate": 1})
-    opened.wait_for_points("1 device", 69, timeout_s=60)
 
 
 def test_what_the_reader_looks_at_more_closely_stays_while_points_arrive(opened: LabPage) -> None:
