@@ -44,6 +44,7 @@ def test_a_slow_page_shows_what_was_drawn_while_it_loaded_plotly(opened: LabPage
     opened.run_cells(1)
     opened.wait_for_points("1 device", 69, timeout_s=120)
     browser.send("Emulation.setCPUThrottlingRate", {"rate": 1})
+    assert opened.points("1 device") == 70 and opened.errors == []
 
 
 def test_what_the_reader_looks_at_more_closely_stays_while_points_arrive(opened: LabPage) -> None:
@@ -60,6 +61,7 @@ def test_what_the_reader_looks_at_more_closely_stays_while_points_arrive(opened:
 def test_a_page_that_is_loaded_again_shows_all_of_it(opened: LabPage) -> None:
     opened.reload()
     opened.wait_for_points("1 device", 299)
+    assert opened.points("1 device") == 300
 
 
 PLOT = "document.querySelector('.wb-live-view .js-plotly-plot')"

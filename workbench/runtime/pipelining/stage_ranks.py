@@ -252,8 +252,8 @@ class StageRank:
     def _refuse_hooks(self, parameter: GlobalTensor) -> None:
         """A stage's backward sees its view of a parameter, and would leave out what the parameter's hooks do."""
         raise StrategyError(
-            f"{self._names[id(parameter)]}: {len(parameter._backward_hooks or ())} hooks on a parameter, 0 would be "
-            f"called: with several stages per rank gradients come from each stage's view of it. Change the gradient "
+            f"{self._names[id(parameter)]}: hooks registered: {len(parameter._backward_hooks or ())}, called: 0. With "
+            f"several stages per rank a parameter's gradient comes from each stage's view of it. Change the gradient "
             f"after the step, or use a schedule with 1 stage per rank (1f1b)."
         )
 
