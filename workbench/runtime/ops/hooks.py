@@ -21,6 +21,7 @@ from workbench.runtime.boxing.box import box
 from workbench.runtime.entry import enter_as_broadcast
 from workbench.runtime.ops.registry import handler
 from workbench.runtime.tensor import GlobalTensor, Spec, ghost_storage, label, local_torch, mark_ghost_leaves
+from workbench.runtime.world import World
 
 
 class GradientDoor:
@@ -77,31 +78,55 @@ def register_post_accumulate_grad_hook(func: Any, args: Any, kwargs: Any) -> Any
     """``leaf.register_post_accumulate_grad_hook(hook)``; the hooks run when the backward ends, as registered.
 
     Which of two leaves gets its gradient first may differ between ranks, and a hook may communicate (an optimizer's
-    step does): so they wait for one another.
+    step does): so they wait for one another. In a scheduled step they wait for the end of the micro-batch, whose
+    gradients may come in two halves and are scattered behind the backward (ZeRO 2).
     """
     tensor, hook = args[0], kwargs.get("hook", args[1] if len(args) > 1 else None)
-    world = tensor._spec.world
-
-    def at_the_end(leaf: GlobalTensor) -> None:
-        waiting = _waiting.setdefault((id(world), torch._C._current_graph_task_id()), {})
-        if not waiting:
-            key, grad_mode = next(reversed(_waiting)), torch.is_grad_enabled()
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: _run_waiting(key, grad_mode))
-        waiting[handle.id] = lambda: hook(leaf)
-
+    at_the_end = AfterAccumulation(hook, tensor._spec.world)
     with local_torch():
         handle = func(tensor, at_the_end)
+    at_the_end.number = handle.id
     return handle
+
+
+class AfterAccumulation:
+    """A hook after accumulation, as torch calls it: it puts off what it stands for."""
+
+    number: int
+
+    def __init__(self, hook: Callable[[Any], None], world: World) -> None:
+        self._hook, self._world = hook, world
+
+    def __call__(self, leaf: GlobalTensor) -> None:
+        running = self._world.running
+        waiting = _behind_this_backward(self._world) if running is None else running.hooks
+        waiting[self.number] = functools.partial(self._hook, leaf)
 
 
 _waiting: dict[tuple[int, int], dict[int, Callable[[], None]]] = {}
 """Hooks to run when a backward ends, by world and backward."""
 
 
-def _run_waiting(key: tuple[int, int], grad_mode: bool) -> None:
+def _behind_this_backward(world: World) -> dict[int, Callable[[], None]]:
+    key = id(world), torch._C._current_graph_task_id()
+    if key not in _waiting:
+        _waiting[key], grad_mode = {}, torch.is_grad_enabled()
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: run_hooks(_waiting.pop(key), grad_mode))
+    return _waiting[key]
+
+
+def run_hooks(waiting: dict[int, Callable[[], None]], grad_mode: bool = False) -> None:
+    """Run hooks after accumulation, in the order in which they were registered."""
     with torch.set_grad_enabled(grad_mode):
-        for _, run in sorted(_waiting.pop(key).items()):
+        for _, run in sorted(waiting.items()):
             run()
+
+
+def hooks_of(parameter: GlobalTensor) -> list[Any]:
+    """What users have hung on a parameter's gradient."""
+    with local_torch():
+        before, after = parameter._backward_hooks or {}, parameter._post_accumulate_grad_hooks or {}
+    return [*before.values(), *(hook for hook in after.values() if isinstance(hook, AfterAccumulation))]
 
 
 @handler("retain_grad")

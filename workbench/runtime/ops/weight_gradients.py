@@ -14,7 +14,7 @@ import torch
 from torch.autograd.graph import _engine_run_backward as _run_backward
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from workbench.runtime.tensor import GlobalTensor, local_torch
+from workbench.runtime.tensor import GlobalTensor
 from workbench.runtime.world import World
 
 
@@ -42,10 +42,9 @@ class WeightGradients:
     def accumulate(self) -> None:
         """Add what was left over to the parameters' gradients."""
         left, self._left = self._left, []
-        with local_torch():
-            for results, grads, parameters in left:
-                ends, seeds, leaves = tuple(results), tuple(grads), tuple(parameters)
-                _run_backward(ends, seeds, False, False, leaves, allow_unreachable=True, accumulate_grad=True)
+        for results, grads, parameters in left:
+            ends, seeds, leaves = tuple(results), tuple(grads), tuple(parameters)
+            _run_backward(ends, seeds, False, False, leaves, allow_unreachable=True, accumulate_grad=True)
 
 
 class _Split(torch.autograd.Function):

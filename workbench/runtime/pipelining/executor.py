@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 
 from workbench.pipeline.schedules import Action
 from workbench.pipeline.simulate import Span
+from workbench.runtime.ops.hooks import run_hooks
 from workbench.runtime.ops.reading import everywhere
 from workbench.runtime.ops.weight_gradients import WeightGradients
 from workbench.runtime.pipelining.running import RunningStep
@@ -77,13 +78,14 @@ class Executor:
         self.spans: list[Span] = []
         self._graphs: dict[tuple[int, int], torch.Tensor] = {}
         self._kept_back: dict[tuple[int, int], WeightGradients] = {}
+        self._hooks: dict[tuple[int, int], dict[int, Callable[[], None]]] = {}
 
     def train(
         self, actions: Sequence[Action], program: Program, after_backward: Sequence[Callable[[], None]]
     ) -> list[torch.Tensor]:
         """Run forwards and backwards; the losses of the micro-batches, detached, in their order."""
         losses: dict[int, torch.Tensor] = {}
-        keeps_back = {(action.stage, action.micro_batch) for action in actions if action.kind == "I"}
+        keeps_back = {_key(action) for action in actions if action.kind == "I"}
         with self._scheduled():
             for action in actions:
                 with self._running(action) as stage:
@@ -96,6 +98,7 @@ class Executor:
                         stage.hand_over_gradients()
                         for call in after_backward:
                             call()
+                        run_hooks(self._hooks.pop(_key(action), {}))
         return [losses[index] for index in sorted(losses)]
 
     def evaluate(self, actions: Sequence[Action], program: Program, take: Callable[[Stage, int, Any], None]) -> None:
@@ -119,6 +122,7 @@ class Executor:
         return loss.detach()
 
     def _backward(self, action: Action) -> None:
+        self.running.hooks = self._hooks.setdefault(_key(action), {})
         if action.kind == "W":
             self._kept_back.pop(_key(action)).accumulate()
             return

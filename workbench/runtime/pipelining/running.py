@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from workbench.core.placement import Placement
@@ -27,6 +28,7 @@ class RunningStep:
         losses: where the program itself calls ``backward``, those it was called on: they wait for the schedule's
             backward. None where a backward runs when it is called.
         runs_backward: whether the backward that runs is the schedule's own, which gives all leaves their gradients.
+        hooks: those after accumulation that wait for the end of this micro-batch's backward, by number.
     """
 
     placements: tuple[Placement, ...]
@@ -38,6 +40,7 @@ class RunningStep:
     weight_gradients: Any = None
     losses: list[Any] | None = None
     runs_backward: bool = False
+    hooks: dict[int, Callable[[], None]] = field(default_factory=dict)
 
     def postpones(self, losses: list[Any], *, is_plain: bool) -> bool:
         """Whether a backward from ``losses`` waits for the schedule; ``is_plain``: it has no gradients or inputs given.

@@ -24,6 +24,7 @@ from workbench.core.strategy import ResolvedStrategy
 from workbench.errors import CollectiveAborted, StrategyError
 from workbench.runtime.gradients.overlap import Watcher
 from workbench.runtime.gradients.shard import Shard
+from workbench.runtime.ops.hooks import hooks_of
 from workbench.runtime.pipelining.local_modules import stand_ins_of
 from workbench.runtime.pipelining.stand_ins import standing_in
 from workbench.runtime.strategies.layouts import StageLayouts
@@ -243,16 +244,17 @@ class StageRank:
                 if view.requires_grad != own.requires_grad:
                     return False
                 if own._is_param:
-                    if own._backward_hooks:
-                        self._refuse_hooks(own)
+                    self._refuse_hooks(own)
                     view._ghost_grad = False
                     view.grad = None if view._spec.is_ghost or own.grad is None else plain(own.grad)
         return True
 
     def _refuse_hooks(self, parameter: GlobalTensor) -> None:
         """A stage's backward sees its view of a parameter, and would leave out what the parameter's hooks do."""
+        if not (num_hooks := len(hooks_of(parameter))):
+            return
         raise StrategyError(
-            f"{self._names[id(parameter)]}: hooks registered: {len(parameter._backward_hooks or ())}, called: 0. With "
+            f"{self._names[id(parameter)]}: hooks registered: {num_hooks}, called: 0. With "
             f"several stages per rank a parameter's gradient comes from each stage's view of it. Change the gradient "
             f"after the step, or use a schedule with 1 stage per rank (1f1b)."
         )
