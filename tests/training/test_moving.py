@@ -160,3 +160,35 @@ def test_state_that_cannot_be_cut_anew_is_an_error():
             wb.parallelize(model, "*: data", optimizer=optimizer)
 
     run_ranks(program, 2)
+
+
+def test_a_loss_that_is_still_held_does_not_hold_on_to_the_old_shards():
+    def train(module, texts, optimizer):
+        losses = []
+        for text in texts:
+            if text:
+                wb.parallelize(module, text, optimizer=optimizer)
+            optimizer.zero_grad()
+            loss = module(torch.linspace(-1, 1, 12).reshape(3, 4)).square().mean()  # alive in the next round
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.full_tensor().detach() if text else loss.detach())
+        return losses
+
+    def run(texts):
+        module = torch.nn.Linear(4, 6).double()
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.copy_(torch.linspace(-1, 1, parameter.numel()).reshape(parameter.shape))
+        return train(module, texts, torch.optim.SGD(module.parameters(), lr=0.1))
+
+    def program():
+        return run(["*: model | 1x1x2", "*: data | 1x2x1", "*: data | 1x2x1 zero=3", "*: model | 1x1x2"])
+
+    torch.set_default_dtype(torch.float64)
+    try:
+        expected = run([None] * 4)
+        for found in run_ranks(program):
+            torch.testing.assert_close(torch.stack(found), torch.stack(expected), rtol=1e-12, atol=1e-12)
+    finally:
+        torch.set_default_dtype(torch.float32)

@@ -251,7 +251,12 @@ class GlobalTensor(torch.Tensor):
                 self.grad = None
             shard = self.__dict__.get("_grad_shard")
             with local_torch():
-                _data_slot.__set__(self, plain(value))
+                local = plain(value)
+                if self.requires_grad and self.is_leaf and self.shape != local.shape:
+                    # A graph that somebody still holds keeps the old shape alive; another type ends that.
+                    other = torch.float32 if self.dtype == torch.float64 else torch.float64
+                    _data_slot.__set__(self, torch.empty(0, dtype=other, device=local.device))
+                _data_slot.__set__(self, local)
             forget_forms(self)
             self._spec = value._spec
             if shard is not None:
