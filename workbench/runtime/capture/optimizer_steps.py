@@ -7,6 +7,7 @@ would be frozen in a recording. So the recording stops where an optimizer begins
 from __future__ import annotations
 
 import inspect
+import operator
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +24,7 @@ from torch.optim.optimizer import (
 
 from workbench.errors import CaptureError
 from workbench.runtime.gradients.fused_steps import fuse, unfuse
-from workbench.runtime.gradients.optim import install_hooks, is_elementwise
+from workbench.runtime.gradients.optim import adopt_loaded_state, install_hooks, is_elementwise
 from workbench.runtime.tensor import GlobalTensor
 
 
@@ -40,13 +41,22 @@ class Step:
         self.sizes = [len(group["params"]) for group in optimizer.param_groups]
         self.parts: list[torch.Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
         swap = optimizer.__dict__.get("_workbench_swap")
+        self._swap = swap
         owners = {} if swap is None else {id(part): owner for owner, part in swap.pairs}
         self.owners: list[Any] = [owners.get(id(part)) for part in self.parts]
         self._settings = _settings_of(optimizer)
         self._step: Callable[..., Any] = inspect.unwrap(type(optimizer).step)
 
+    def fits(self) -> bool:
+        """Whether the optimizer has the parameters that it had, in the layouts that they had."""
+        if self._swap is not None:
+            return self._swap.fits(self.optimizer)
+        params = [p for group in self.optimizer.param_groups for p in group["params"]]
+        return len(params) == len(self.parts) and all(map(operator.is_, params, self.parts))
+
     def __call__(self, parts: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> None:
         """Step on the parts with these gradients."""
+        adopt_loaded_state(self.optimizer)
         optimizer, owned = self.optimizer, self.optimizer.state
         groups = optimizer.param_groups
         held = [group["params"] for group in groups]

@@ -13,11 +13,13 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from workbench.errors import CaptureError
+from workbench.runtime.capture.circumstances import Circumstances, end_sums
 from workbench.runtime.capture.gradients import Leaves, held_grad, hold_grad, shard_spec
-from workbench.runtime.capture.optimizer_steps import told_to
+from workbench.runtime.capture.optimizer_steps import Step, told_to
 from workbench.runtime.capture.program import Program
 from workbench.runtime.capture.reading import RefusesReading
 from workbench.runtime.capture.recording import RecordedTransport, Recorder
+from workbench.runtime.strategies.state import calls_noted
 from workbench.runtime.tensor import GlobalTensor, Spec, label, local_torch, plain
 from workbench.runtime.transport.base import Traffic
 from workbench.runtime.world import World, current
@@ -64,6 +66,7 @@ class _Recording:
         results: for every leaf of the step's result: whether it is a tensor, and the spec of a global one, or the
             constant itself.
         addresses: what the step works on, and where it lay.
+        steps: the optimizers' steps.
         traffic: exchanges and bytes of one step.
     """
 
@@ -76,6 +79,7 @@ class _Recording:
     results: list[tuple[bool, Any]]
     structure: TreeSpec
     addresses: list[tuple[torch.Tensor, int]]
+    steps: list[Step]
     traffic: _Sent
 
     def fits(self) -> bool:
@@ -83,10 +87,14 @@ class _Recording:
         with local_torch():
             return all(tensor.data_ptr() == address for tensor, address in self.addresses)
 
+    def has_its_optimizers(self) -> bool:
+        """Whether optimizers have the parameters that they had, in the layouts that they had."""
+        return all(step.fits() for step in self.steps)
+
 
 @dataclass(slots=True)
 class _Kind:
-    """What is known of one kind of inputs.
+    """What is known of one kind of inputs, under the same circumstances.
 
     Attributes:
         leaves: of autograd, that the step works on.
@@ -112,13 +120,13 @@ def capture(step: Callable[..., Any], *, max_recordings: int = 8) -> CapturedSte
     A step that is cut into micro-batches is replayed in the order of its schedule's table; ``wb.timeline`` shows the
     last one that ran as written.
 
-    Inputs of another shape or layout, other values of arguments that are no tensors, and parameters that have moved are
+    Inputs of another shape or layout, other values of arguments that are no tensors, parameters that have moved, and
+    parallelized modules that have another strategy, mode (``train()``, ``eval()``) or other frozen parameters now are
     recorded anew, up to ``max_recordings`` times in all; after that calls run as written, with a warning. All ranks
     call it alike, with inputs of the same logical shapes.
 
-    A replay runs no Python of the step: what depends on the time of day, counts calls, prints, or switches between
-    ``train()`` and ``eval()`` stays as it was in the recording. Gradients are what the step leaves in ``.grad``;
-    results have no history.
+    A replay runs no Python of the step: what depends on the time of day, counts calls or prints stays as it was in the
+    recording. Gradients are what the step leaves in ``.grad``; results have no history.
 
     Args:
         step: takes tensors (global or plain, also in lists and dicts) and other values, and returns the same.
@@ -149,6 +157,7 @@ class CapturedStep:
         functools.update_wrapper(self, step)
         self._step, self._max_recordings = step, max_recordings
         self._kinds: dict[Any, _Kind] = {}
+        self._circumstances = Circumstances()
         self.num_recordings = self.num_replays = 0
 
     @property
@@ -163,11 +172,14 @@ class CapturedStep:
         if world.tracer is not None or world.recorder is not None:
             return self._step(*args, **kwargs)  # somebody wants to see every call
         key = (structure, torch.is_grad_enabled(), _autocast_state(world), *map(_kind_of, leaves))
-        kind = self._kinds.get(key)
+        kind = self._kinds.get((key, self._circumstances.now()))
+        if kind is not None and not all(recording.has_its_optimizers() for recording in kind.recordings.values()):
+            kind = None
         if kind is None:
-            with Leaves() as seen:
+            with Leaves() as seen, calls_noted() as modules:
                 result = self._step(*args, **kwargs)
-            self._kinds[key] = _Kind(list(seen.found.values()), {})
+            self._circumstances.add(modules)
+            self._kinds[key, self._circumstances.now()] = _Kind(list(seen.found.values()), {})
             return result
         graded = kind.graded()
         recording = kind.recordings.get(graded)
@@ -235,8 +247,9 @@ def _record(
     before, transport = _Sent.so_far(world.traffic), world.transport
     world.recorder, world.transport = recorder, RecordedTransport(recorder, transport)
     try:
-        with told_to(recorder), RefusesReading(), recorder:
+        with told_to(recorder), RefusesReading(), recorder, calls_noted() as modules:
             result = step(*args, **kwargs)
+            end_sums(modules)
     finally:
         world.recorder, world.transport = None, transport
     parts, result_structure = tree_flatten(result)
@@ -256,7 +269,7 @@ def _record(
     made = [(leaf, output, shard_spec(leaf)) for leaf, output in zip(leaves, left, strict=True) if output is not None]
     recording = _Recording(
         program, program.compile(), made, used, cleared, ghosts, results, result_structure, addresses,
-        before.until(world.traffic),
+        recorder.steps, before.until(world.traffic),
     )  # fmt: skip
     return result, recording
 

@@ -273,6 +273,14 @@ def _adopt_state(optimizer: Optimizer, swap: _Swap) -> None:
             state.update((name, _own_part(parameter, value)) for name, value in state.items())
 
 
+def adopt_loaded_state(optimizer: Optimizer) -> None:
+    """The same for an optimizer that is stepped without its hooks, as in a replay of ``wb.capture``."""
+    swap: _Swap | None = optimizer.__dict__.get("_workbench_swap")
+    if swap is not None and optimizer.state is not swap.state:
+        _adopt_state(optimizer, swap)
+        swap.state = optimizer.state
+
+
 def _own_part(parameter: GlobalTensor, value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value

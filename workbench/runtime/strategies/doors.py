@@ -16,6 +16,7 @@ from workbench.core.strategy import ResolvedLayer
 from workbench.runtime.boxing.box import box, box_implicitly
 from workbench.runtime.entry import enter_as_broadcast
 from workbench.runtime.strategies.layouts import StageLayouts
+from workbench.runtime.strategies.state import note_call
 from workbench.runtime.tensor import GlobalTensor
 from workbench.runtime.world import OUTSIDE, ModuleCall
 
@@ -118,6 +119,7 @@ def hook_root(module: nn.Module, layouts: StageLayouts, when_interrupted: list[C
         num_samples = max(rows - {1}, default=1) if len(rows - {1}) < 2 else None
         stage_order = (layouts.everywhere, *layouts.placements) if has_stages else ()
         layouts.world.call = ModuleCall(stage_order, num_samples)
+        note_call(module)
 
     def leave(*_: Any) -> None:
         layouts.world.call = OUTSIDE

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +22,27 @@ ROOT = "(root)"
 """Row name of parameters that belong to the model itself and to no layer of it."""
 
 
-@dataclass
+_noting = threading.local()
+
+
+@contextmanager
+def calls_noted() -> Iterator[list[nn.Module]]:
+    """While this lasts, the parallelized modules that this thread calls are put into a list."""
+    _noting.modules = found = list[nn.Module]()
+    try:
+        yield found
+    finally:
+        _noting.modules = None
+
+
+def note_call(module: nn.Module) -> None:
+    """A parallelized module is being called."""
+    found: list[nn.Module] | None = getattr(_noting, "modules", None)
+    if found is not None:
+        found.append(module)
+
+
+@dataclass(eq=False)
 class ParallelState:
     """The strategy in force on a module and what carries it.
 
