@@ -1,5 +1,6 @@
 """What people do with optimizers: schedules of the learning rate, groups added later, states saved and loaded."""
 
+import contextlib
 import copy
 
 import pytest
@@ -149,3 +150,36 @@ def test_which_optimizers_work_element_by_element():
     own = Own(parameters)
     own.elementwise = True
     assert is_elementwise(own)
+
+
+def train_past_errors(module):
+    """Two of five steps raise in a hook of the user's, and are caught; the gradients of those steps are dropped."""
+    optimizer, fails = torch.optim.AdamW(module.parameters(), lr=0.1), []
+
+    def refuse(*_):
+        if fails.pop():
+            raise ZeroDivisionError
+
+    optimizer.register_step_pre_hook(refuse)
+    for number in range(5):
+        optimizer.zero_grad()
+        module(torch.linspace(-1, 1, 12).reshape(3, 4) * (number + 1)).square().mean().backward()
+        fails.append(number % 2 == 1)
+        with contextlib.suppress(ZeroDivisionError):
+            optimizer.step()
+    return module
+
+
+@pytest.mark.parametrize("options", ["", "zero=1", "zero=3"])
+def test_training_goes_on_after_a_step_that_raised(options):
+    torch.manual_seed(0)
+    module = torch.nn.Linear(4, 6)
+    expected = train_past_errors(copy.deepcopy(module))
+
+    def program():
+        mine = wb.parallelize(copy.deepcopy(module), f"*: data | 1x2x1 {options}")
+        return [parameter.full_tensor().detach() for parameter in train_past_errors(mine).parameters()]
+
+    for found in run_ranks(program):
+        for one, other in zip(found, expected.parameters(), strict=True):
+            torch.testing.assert_close(one, other.detach(), rtol=1e-5, atol=1e-6)

@@ -9,6 +9,7 @@ True`` (or the class attribute) says that it may have the local parts.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import operator
 import weakref
@@ -50,6 +51,7 @@ def install_hooks() -> None:
         register_optimizer_step_pre_hook(_before_step)
         register_optimizer_step_post_hook(_after_step)
         world.at_rebuild(settle)
+        Optimizer.zero_grad = _zero_grad  # type: ignore[method-assign]
         _installed = True
 
 
@@ -119,6 +121,16 @@ def settle() -> None:
     """
     for optimizer in list(_stepping):
         _put_back(optimizer, sends=False)
+
+
+_torch_zero_grad: Callable[..., None] = Optimizer.zero_grad
+
+
+@functools.wraps(_torch_zero_grad)
+def _zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
+    """A step that raised has left local tensors behind, of whose gradients nobody asks."""
+    _put_back(self)
+    _torch_zero_grad(self, set_to_none)
 
 
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
