@@ -60,7 +60,7 @@ from workbench.runtime.world import World, current
 from workbench.units import format_bytes
 
 NUM_PROCESSES = (2, 4)
-SIZES = {4 * 2**10: 40, 64 * 2**10: 40, 2**20: 10, 4 * 2**20: 6, 16 * 2**20: 4}
+SIZES = {4 * 2**10: 20, 64 * 2**10: 20, 2**20: 6, 4 * 2**20: 6, 16 * 2**20: 4}
 """Logical bytes, and calls per turn."""
 PAIRS = [("S(0)", "B"), ("S(1)", "B"), ("P", "B"), ("P", "S(0)"), ("S(0)", "S(1)"), ("B", "S(0)")]
 APART = ("B", "S(0)")
@@ -361,8 +361,8 @@ def work(rounds: int, sizes: Sequence[int]) -> None:
 def main() -> int:
     """Launch on 2 and on 4 processes, or work if this process has been launched."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--launches", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--launches", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="logical bytes")
     parser.add_argument("--processes", type=int, nargs="+", default=NUM_PROCESSES)
     args = parser.parse_args()
