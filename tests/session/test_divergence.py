@@ -1,5 +1,6 @@
 """Ranks that run different programs: the cell fails with both calls, and the next cell works in a new world."""
 
+import dataclasses
 import time
 
 import pytest
@@ -19,6 +20,8 @@ def test_what_leaves_exchanges_open():
     assert not Outcome((0, 1), failures={0: failure(), 1: failure()}).left_exchanges_open
     assert Outcome((0, 1), failures={1: failure()}).left_exchanges_open
     assert Outcome((0, 1), failures={0: failure(True), 1: failure(True)}).left_exchanges_open
+    broken = dataclasses.replace(failure(), broke_off_step=True)
+    assert Outcome((0, 1), failures={0: broken, 1: broken}).left_exchanges_open
 
 
 @pytest.mark.engines
@@ -30,6 +33,40 @@ def test_a_cell_whose_ranks_diverge_names_both_calls_and_the_next_one_works(sess
     text = str(caught.value)
     assert "diverged" in text and "boxing" in text and "barrier()" in text
     assert session.run("x.sum().item()").values == [4.0, 4.0]
+
+
+BROKEN_STEP = """
+import torch.nn.functional as F
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4))
+inputs, targets = torch.randn(8, 6), torch.randn(8, 4)
+whole = float(F.mse_loss(model(inputs), targets))
+model = wb.parallelize(model, "0: data@0; 2: data@1 | 2x1x1 mb=4 1f1b")
+calls = []
+def loss_fn(output, target):
+    calls.append(1)
+    if len(calls) == 3:
+        raise ZeroDivisionError("a mistake in the third micro-batch")
+    return F.mse_loss(output, target)
+"""
+
+
+@pytest.mark.engines
+@pytest.mark.timeout(120)
+def test_after_a_mistake_in_a_pipelines_step_the_same_cell_runs_again(session):
+    """All ranks raise the same error, at different points of the schedule: what they have sent is not read later."""
+    session.run(BROKEN_STEP)
+    with pytest.raises(CellError, match="a mistake in the third micro-batch"):
+        session.run("wb.forward_backward(model, loss_fn, 3 * inputs, targets)")
+    [loss, again] = session.run("wb.forward_backward(model, loss_fn, inputs, targets).item(), whole").values[0]
+    assert loss == pytest.approx(again, rel=1e-6)
+    session.run(
+        "try: calls.clear(); wb.forward_backward(model, loss_fn, 3 * inputs, targets)\nexcept ZeroDivisionError: pass"
+    )
+    with pytest.raises(CellError, match=r"broken off by ZeroDivisionError.*run the next cell"):
+        session.run("wb.forward_backward(model, loss_fn, inputs, targets).item()")
+    [loss, again] = session.run("wb.forward_backward(model, loss_fn, inputs, targets).item(), whole").values[0]
+    assert loss == pytest.approx(again, rel=1e-6)
 
 
 def at(divergence, now, **waits):

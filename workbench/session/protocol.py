@@ -71,6 +71,7 @@ class Failure:
     was_stopped: bool = False  #: ended by an interrupt or an abort, not by its own mistake
     chain: tuple[str, ...] = ()  #: "KeyError: 'x'" of the exceptions that led to this one
     syntax: str = ""  #: for syntax errors: the marked line, as Python shows it
+    broke_off_step: bool = False  #: in the middle of a schedule: messages of it may be under way
 
     @property
     def cell_line(self) -> int | None:

@@ -64,10 +64,10 @@ class Outcome:
 
     @property
     def left_exchanges_open(self) -> bool:
-        """Whether a rank may have sent, or may wait for, what the others have not: its wait was ended, or it failed
-        where others did not."""
+        """Whether a rank may have sent, or may wait for, what the others have not: its wait was ended, a pipeline's
+        step was broken off, or it failed where others did not."""
         only_some = 0 < len(self.failures) < len(self.ranks)
-        return only_some or any(failure.was_stopped for failure in self.failures.values())
+        return only_some or any(failure.was_stopped or failure.broke_off_step for failure in self.failures.values())
 
 
 class Listener(Protocol):

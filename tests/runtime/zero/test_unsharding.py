@@ -120,6 +120,43 @@ def test_ranks_that_were_interrupted_at_different_points_go_on_alike():
         assert_alike(weights, truth[1])
 
 
+def test_a_backward_that_raises_leaves_nothing_for_the_next_step():
+    """The block before the one that raises is under way already, under the tag that it has in the next step, too."""
+    models = [made(Chain) for _ in range(3)]
+
+    def program(rank, options):
+        model = wb.parallelize(models.pop(), f"*: data | mb=2 {options}")
+        optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.05), []
+        for number in range(5):
+            optimizer.zero_grad()
+            handle = raising_in_backward(list(model.modules())[-2]) if number in (1, 2) else None
+            try:
+                losses.append(wb.forward_backward(model, loss_of_words, IDS, IDS).item())
+                optimizer.step()
+            except ZeroDivisionError:
+                losses.append(0.0)
+            if handle is not None:
+                handle.remove()
+        return losses, [value(p) for p in model.parameters()]
+
+    [truth] = run_ranks(lambda rank: program(rank, "1x1x1"), 1)
+    assert truth[0].count(0.0) == 2
+    for losses, weights in run_ranks(lambda rank: program(rank, "1x2x1 zero=3"), 2):
+        assert losses == pytest.approx(truth[0], rel=1e-9)
+        assert_alike(weights, truth[1])
+
+
+def loss_of_words(output, ids):
+    return nn.functional.cross_entropy(output.flatten(0, 1), ids.flatten())
+
+
+def raising_in_backward(module):
+    def fail(grad):
+        raise ZeroDivisionError
+
+    return module.register_forward_hook(lambda module, args, output: output.register_hook(fail) and None)
+
+
 def test_a_block_is_one_exchange():
     """Of 7 units, forward gathers each; backward does so but for the table, and scatters one gradient of the tie."""
 

@@ -22,6 +22,7 @@ from workbench.runtime.capture.recording import RecordedTransport, Recorder
 from workbench.runtime.strategies.state import calls_noted
 from workbench.runtime.tensor import GlobalTensor, Spec, label, local_torch, plain
 from workbench.runtime.transport.base import Traffic
+from workbench.runtime.transport.ended import put_back
 from workbench.runtime.world import World, current
 
 _log = logging.getLogger("workbench.capture")
@@ -251,7 +252,8 @@ def _record(
             result = step(*args, **kwargs)
             end_sums(modules)
     finally:
-        world.recorder, world.transport = None, transport
+        world.recorder = None
+        put_back(world, transport)
     parts, result_structure = tree_flatten(result)
     leaves = _with_those_of(recorder.originals, leaves)
     left = recorder.finish([part for part in parts if isinstance(part, torch.Tensor)], leaves)

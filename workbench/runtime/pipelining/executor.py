@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils._pytree import tree_map
 
+from workbench.errors import StrategyError
 from workbench.pipeline.schedules import Action
 from workbench.pipeline.simulate import Span
 from workbench.runtime.ops.hooks import run_hooks
@@ -23,6 +24,7 @@ from workbench.runtime.ops.weight_gradients import WeightGradients
 from workbench.runtime.pipelining.running import RunningStep
 from workbench.runtime.pipelining.stand_ins import StandIn, standing_in
 from workbench.runtime.tensor import GlobalTensor
+from workbench.runtime.transport.ended import end_exchanges
 from workbench.runtime.world import World
 
 Program = Callable[[int], Any]
@@ -146,9 +148,18 @@ class Executor:
         world, generator = self.world, self.world.generator
         try:
             yield
+        except BaseException as error:
+            self._break_off(error)
+            raise
         finally:
             world.micro_batch, world.running, world.generator = 0, None, generator
         world.transport.flush()
+
+    def _break_off(self, error: BaseException) -> None:
+        """Ranks are at different micro-batches now, unless a strategy was refused, which all see in their first one."""
+        num_stages, is_refusal = len(self.running.placements), isinstance(error, StrategyError) and not self.spans
+        if num_stages > 1 and not is_refusal:
+            end_exchanges(self.world, error, f"a step of {num_stages} stages")
 
     @contextmanager
     def _running(self, action: Action) -> Iterator[Stage]:

@@ -181,6 +181,7 @@ class StageRank:
         self.world = World(own, len(numbering.rank_of), rank_world.device, transport)
         self.world.traffic, self.world.splits_backward = rank_world.traffic, rank_world.splits_backward
         self.world.checks_agreement = False  # compares over all ranks
+        self.world.num_rebuilds = rank_world.num_rebuilds
         self._layouts = _as_seen(state.layouts, self.world, numbering)
         self.placements = self._layouts.placements
         self._stand_ins = stand_ins_of(module, state, stage, self.placements[stage], self.world)
@@ -229,8 +230,13 @@ class StageRank:
             return label(local.requires_grad_(own.requires_grad), spec)
 
     def refresh(self) -> bool:
-        """Before a step: take over the gradients that parameters have. False if the module holds other tensors now."""
+        """Before a step: take over the gradients that parameters have.
+
+        False if the module holds other tensors now, or the world was rebuilt: letters of a broken step are void.
+        """
         recorder = self.rank_world.recorder
+        if self.world.num_rebuilds != self.rank_world.num_rebuilds:
+            return False
         for stand_in in self._stand_ins:
             stand_in.begin_step()
         for holder, name, own, view in self._views:

@@ -54,6 +54,8 @@ class Call:
         places: while the call lasts, by address: the number of a gathered parameter, or of its 16-bit copy.
         before: the call that ran before this one in the same call of the model.
         saving: the context in which notes are saved; None where none are.
+        under_way: what calls of this model gather for backward and have not used yet; how often the world had been
+            rebuilt when each began.
     """
 
     world: World
@@ -67,6 +69,7 @@ class Call:
     places: dict[int, int] = field(default_factory=dict)
     before: Callable[[], Call | None] = lambda: None
     saving: Any = None
+    under_way: dict[Flight, int] = field(default_factory=dict)
     _first_node: int = 0
     _coming: tuple[list[int], Flight] | None = None
     _again: dict[int, torch.Tensor] | None = None
@@ -109,10 +112,13 @@ class Call:
 
     def gather_again(self) -> dict[int, torch.Tensor]:
         """The values for backward, by number."""
+        if self._coming is not None and self._coming[1] not in self.under_way:
+            self._coming = None  # a later forward has ended it
         if self._again is None:
             self._start_again()
         if self._coming is not None:
             (numbers, flight), self._coming = self._coming, None
+            self.under_way.pop(flight)
             with torch.no_grad(), local_torch():
                 self._again = dict(zip(numbers, flight.finish(), strict=True))
         assert self._again is not None
@@ -127,8 +133,9 @@ class Call:
     def drop(self) -> None:
         """End what is under way, if it has not been used."""
         if self._coming is not None:
-            self._coming[1].finish()
-            self._coming = None
+            (_, flight), self._coming = self._coming, None
+            if self.under_way.pop(flight, None) is not None:  # else a later forward has ended it
+                flight.finish()
 
     def begin_backward(self, grads: Any = None) -> None:
         """Gather before the first node of the unit's results runs; and send what the unit before will need."""
@@ -153,7 +160,9 @@ class Call:
             )
         with torch.no_grad(), local_torch():
             parts = [plain(self.parameters[i]).to(self.dtypes[i]) for i in numbers]
-            self._coming = numbers, Flight(self.world, [self.shards[i] for i in numbers], parts, self.tag)
+            flight = Flight(self.world, [self.shards[i] for i in numbers], parts, self.tag)
+        self._coming = numbers, flight
+        self.under_way[flight] = self.world.num_rebuilds
 
     def gather_at_the_end(self, inputs: Any, output: Any, learns: bool) -> None:
         """Hook the results, so that all ranks gather at the same point of the backward.

@@ -33,7 +33,7 @@ class Flight:
 
     def __init__(self, world: World, shards: Sequence[Shard], parts: Sequence[torch.Tensor], tag: int) -> None:
         started = time.perf_counter()
-        self._world, self._shards = world, shards
+        self.world, self._shards = world, shards
         self._parts = [part.contiguous() for part in parts]
         self._starts: list[tuple[list[int], Finish]] = []
         for numbers in _alike(shards, parts):
@@ -51,7 +51,7 @@ class Flight:
         for numbers, finish in self._starts:
             wholes |= zip(numbers, finish(), strict=True)
         self._parts, self._starts = [], []
-        self._world.traffic.time_s += time.perf_counter() - started
+        self.world.traffic.time_s += time.perf_counter() - started
         return [wholes[i] for i in range(len(wholes))]
 
 

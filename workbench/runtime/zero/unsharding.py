@@ -32,11 +32,13 @@ class Chain:
     Attributes:
         active: the calls of units that have not ended, the innermost last.
         last: the last call of a unit that keeps notes for backward, in the model's call that is in progress.
+        under_way: see ``Call``.
     """
 
     def __init__(self) -> None:
         self.active: list[Call] = []
         self.last: Callable[[], Call | None] = lambda: None
+        self.under_way: dict[Flight, int] = {}
         self._depth = 0
         self._order: list[Unit] = []
         self._now: list[Unit] = []
@@ -66,8 +68,19 @@ class Chain:
     def _begin(self, module: nn.Module, args: Any) -> None:
         if self._depth == 0:
             self.interrupted()  # what a recomputation in backward has left
+            self._end_a_backward_that_raised()
             self._order = self._known_order(current())
         self._depth += 1
+
+    def _end_a_backward_that_raised(self) -> None:
+        """Take what it had gathered ahead: this forward may have the same tags, and would take that for its own."""
+        if torch._C._current_graph_task_id() != -1:  # a forward inside of a backward, which may need it
+            return
+        left = list(self.under_way.items())
+        self.under_way.clear()
+        for flight, num_rebuilds in left:
+            if num_rebuilds == flight.world.num_rebuilds:
+                flight.finish()
 
     def _known_order(self, world: World) -> list[Unit]:
         """What all ranks know of the order, if they know it at all.
@@ -168,7 +181,7 @@ class Unit:
     def _gather(self, present: list[tuple[Member, GlobalTensor, Shard]]) -> Call:
         chain, world = self.chain, present[0][1]._spec.world
         tag, tag_again = world.next_tag(), world.next_tag()
-        call = Call(world, tag_again, *self.needs())
+        call = Call(world, tag_again, *self.needs(), under_way=chain.under_way)
         flight = chain.arrive(self, call.parameters, call.shards, tag)
         once = {id(p): (p, shard) for _, p, shard in present}
         reference = weakref.ref(call)

@@ -73,7 +73,15 @@ def failure_of(error: BaseException) -> protocol.Failure:
         was_stopped=isinstance(error, (KeyboardInterrupt, CollectiveAborted)),
         chain=tuple(_chain(error)),
         syntax="".join(traceback.format_exception_only(error)) if isinstance(error, SyntaxError) else "",
+        broke_off_step=_broke_off_step(),
     )
+
+
+def _broke_off_step() -> bool:
+    """Looked up, not imported: a cell that failed without the runtime needs no torch for it."""
+    worlds, ended = (sys.modules.get(f"workbench.runtime.{name}") for name in ("world", "transport.ended"))
+    world = worlds.joined() if worlds is not None else None
+    return world is not None and ended is not None and bool(ended.has_ended(world))
 
 
 def frames_of_traceback(tb: TracebackType | None) -> tuple[protocol.Frame, ...]:
