@@ -1,5 +1,6 @@
 """Autocast by strategy, and a scaler that decides for all ranks: the losses of one device under the same autocast."""
 
+import copy
 import itertools
 
 import pytest
@@ -131,6 +132,23 @@ def test_an_overflow_on_one_rank_alone_is_everybodys(strategy, fused, scaler_cla
 
     for found in run_ranks(program, 2):
         assert found == [(True, 2.0**99), (False, 2.0**99), (False, 2.0**98)]
+
+
+@pytest.mark.parametrize("strategy", ["*: data | 1x2x1", "*: data | 1x2x1 zero=2", "*: model | 1x1x2"])
+def test_a_step_without_gradients_is_an_error_as_on_one_device(strategy):
+    models = [copy.deepcopy(model) for model in [nn.Linear(4, 4)] * 2]
+
+    def program(rank):
+        model = wb.parallelize(models[rank], strategy)
+        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), wb.GradScaler("cpu")
+        scaler.scale(model(torch.ones(2, 4)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        with pytest.raises(AssertionError, match="No inf checks were recorded"):
+            scaler.step(optimizer)
+
+    run_ranks(program, 2)
 
 
 def test_the_one_device_scaler_is_as_before():

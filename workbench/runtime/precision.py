@@ -96,8 +96,9 @@ def unscale_gradients(
             torch._amp_foreach_non_finite_check_and_unscale_([t for t in sums if t.dtype == dtype], found, inverse)
 
     change_gradients(present, lambda terms: torch._foreach_mul_(terms, inverse) if terms else None, check_and_unscale)
-    everywhere = torch.stack(world.transport.all_gather(found, "overflow of gradients")).amax(0)
-    return {world.device: everywhere}
+    own = torch.stack([found, torch.full_like(found, any(p.grad is not None for p in present))])
+    overflow, checked = torch.stack(world.transport.all_gather(own, "overflow of gradients")).amax(0)
+    return {world.device: overflow} if checked else {}  # none, of which torch's step tells
 
 
 def _refuse_half(parameters: list[GlobalTensor]) -> None:

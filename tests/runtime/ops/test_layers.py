@@ -221,3 +221,24 @@ def test_an_index_that_no_rank_has_is_an_error():
 
     with pytest.raises(IndexError, match="index 5 is out of range for a table of 5 rows"):
         run_ranks(program, 2)
+
+
+@pytest.mark.parametrize("layer", [nn.Embedding, nn.EmbeddingBag])
+@pytest.mark.parametrize("table", ["B", "S(0)", "S(1)"])
+def test_tables_with_sparse_gradients_have_dense_ones(layer, table):
+    """A rank's sparse gradient could be neither summed nor cut; the numbers are those of one device."""
+    torch.manual_seed(0)
+    ids = torch.randint(0, 9, (6, 3))
+    module = layer(9, 4, padding_idx=2, sparse=True)
+    module(ids).square().sum().backward()
+
+    def program():
+        p = wb.placement("cpu", ranks=[0, 1])
+        copy = layer(9, 4, padding_idx=2, sparse=True)
+        copy.load_state_dict(module.state_dict())
+        globalize(copy, p, {"weight": table})
+        copy(wb.to_global(ids, placement=p, sbp="B").to_global(sbp="S(0)")).square().sum().backward()
+        return copy.weight.grad.full_tensor()
+
+    for found in run_ranks(program, 2):
+        torch.testing.assert_close(found, module.weight.grad.to_dense())

@@ -136,8 +136,10 @@ def _embedding_bag(call: Call) -> Resolution | None:
 
 @composite("embedding_bag")
 def embedding_bag(input: Any, weight: Any, offsets: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """Bags over rows of a split table: every row looked up on its own rank, then summed."""
+    """Bags over rows of a split table: every row looked up on its own rank, then summed. Gradients are dense."""
     options = dict(zip(_BAG.split()[3:], args, strict=False)) | kwargs
+    if options.get("sparse"):
+        return F.embedding_bag(input, weight, offsets, **{**options, "sparse": False})
     mode = options.get("mode", "mean")
     rows_split = isinstance(weight, GlobalTensor) and Split(0) in weight._spec.layout.sbp
     simple = not options.get("scale_grad_by_freq") and options.get("max_norm") is None
