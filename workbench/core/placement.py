@@ -108,6 +108,15 @@ class Placement:
         """How many ranks hold (a part of) the tensor."""
         return len(self.grid)
 
+    def has_ranks_of(self, other: Placement) -> bool:
+        """Whether both are grids of one shape of the same ranks, in whatever order.
+
+        >>> Placement.of("cpu", [0, 1]).has_ranks_of(Placement.of("cpu", [1, 0]))
+        True
+        """
+        alike = self.device_type == other.device_type and self.shape == other.shape
+        return alike and (self.grid == other.grid or set(self.grid) == set(other.grid))
+
     @property
     def num_axes(self) -> int:
         """How many entries an nd-sbp on this placement has."""

@@ -109,6 +109,25 @@ def test_two_placements_in_one_operation():
     run_ranks(program, 2)
 
 
+@pytest.mark.parametrize(("left", "right"), [("B", "P"), ("S(0)", "S(1)"), ("P", "S(0)"), ("P", "P")])
+def test_the_same_ranks_in_another_order_meet_in_the_order_of_the_first(left, right):
+    """Parameters under ZeRO 3 whose rows do not divide begin at different ranks, and users sum their norms."""
+    x = torch.arange(35, dtype=torch.float64).reshape(7, 5)
+
+    def program(rank):
+        here, there = (wb.placement("cpu", ranks=ranks) for ranks in ([0, 1, 2], [2, 0, 1]))
+        a = wb.to_global(x, placement=here, sbp="B").to_global(sbp=left).requires_grad_()
+        b = wb.to_global(x, placement=there, sbp="B").to_global(sbp=right).requires_grad_()
+        total = sum(t.square().sum() for t in (a, b)) + (2 * a + b).square().sum()
+        total.backward()
+        assert (2 * a + b).placement == here and b.grad.placement == there
+        return total.item(), a.grad.full_tensor(), b.grad.full_tensor()
+
+    for total, of_a, of_b in run_ranks(program, 3):
+        assert total == pytest.approx(float(11 * x.square().sum()))
+        torch.testing.assert_close((of_a, of_b), (14 * x, 8 * x))
+
+
 def test_bad_layouts_are_refused_before_anything_moves():
     def program(rank):
         p = wb.placement("cpu", ranks=[0, 1])

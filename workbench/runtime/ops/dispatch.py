@@ -176,7 +176,8 @@ def _first_global(args: Any, kwargs: Any) -> GlobalTensor:
 def _join_operands(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     """The arguments with all tensors global and on one placement; None where they are already.
 
-    Plain tensors count as broadcast on the placement of the global ones. Between the stages of a parallelized module,
+    Plain tensors count as broadcast on the placement of the global ones. The same ranks in another order (parameters
+    under ZeRO 3 begin at different ones) take that of the first operand. Between the stages of a parallelized module,
     operands go to the latest stage among them; elsewhere two placements are an error.
     """
     leaves, structure = tree_flatten((args, kwargs))
@@ -186,9 +187,11 @@ def _join_operands(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     if len(known) == len(tensors) and len(placements) == 1:
         return None
     world = known[0]._spec.world
-    if len(placements) > 1 and not placements <= set(world.call.stage_order):
-        refuse_two_placements(func, args, kwargs, known)
-    placement = max(placements, key=world.call.stage_order.index) if len(placements) > 1 else next(iter(placements))
+    placement = known[0]._spec.layout.placement
+    if not all(placement.has_ranks_of(other) for other in placements):
+        if not placements <= set(world.call.stage_order):
+            refuse_two_placements(func, args, kwargs, known)
+        placement = max(placements, key=world.call.stage_order.index)
     if fold_name(func).in_place and isinstance(leaves[0], GlobalTensor):
         placement = leaves[0]._spec.layout.placement  # what is written stays where it is
     layout = Layout(placement, (broadcast,) * placement.num_axes)
@@ -209,6 +212,8 @@ def _to_placement(tensor: GlobalTensor, placement: Placement) -> GlobalTensor:
         return tensor
     if (there := form_on(tensor, placement)) is not None:
         return there  # a residual: its stage has it since a layer's door
+    if layout.placement.has_ranks_of(placement):
+        return box_implicitly(tensor, Layout(placement, layout.sbp), "an operation on the same ranks in another order")
     splits_batch = Split(0) in layout.sbp or (layout.has_partial and tensor._spec.shape)
     entries = [Split(0) if splits_batch else layout.broadcast().sbp[0]] * placement.num_axes
     target = Layout.of(placement, entries)
