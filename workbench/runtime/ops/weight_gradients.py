@@ -81,8 +81,8 @@ def split_backward(local: Callable[..., Any], world: World) -> Callable[..., Any
     """``local``, whose parameters get their gradients later wherever the world's running step keeps them back."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        kept = None if world.running is None else world.running.weight_gradients
-        if kept is None or not torch.is_grad_enabled():
+        kept = None if world.running is None or not torch.is_grad_enabled() else world.running.keeping_back()
+        if kept is None:
             return local(*args, **kwargs)
         leaves, structure = tree_flatten((args, kwargs))
         learns = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]

@@ -88,6 +88,7 @@ class Executor:
         """Run forwards and backwards; the losses of the micro-batches, detached, in their order."""
         losses: dict[int, torch.Tensor] = {}
         keeps_back = {_key(action) for action in actions if action.kind == "I"}
+        self.running.has_halves = bool(keeps_back)
         with self._scheduled():
             for action in actions:
                 with self._running(action) as stage:

@@ -84,7 +84,7 @@ class LocalModule(StandIn):
 
     def _run(self, record: Record, args: Any, kwargs: Any) -> Any:
         running = self.world.running
-        kept = None if running is None or not torch.is_grad_enabled() else running.weight_gradients
+        kept = None if running is None or not torch.is_grad_enabled() else running.keeping_back()
         with local_torch(), self._without_hooks():
             forward = self.forward if kept is None else split_block(self.forward, kept, self.world.device)
             result = forward(*args, **kwargs)

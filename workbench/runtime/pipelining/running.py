@@ -24,6 +24,7 @@ class RunningStep:
         num_micro_batches: of this step.
         edges: (from stage, to stage) of what the forward that runs now has handed over; None in a backward.
         watch: told of every boxing while a ghost module is noted; else None.
+        has_halves: whether backwards of this step come in two halves.
         weight_gradients: what keeps back the gradients of the weights of this micro-batch; None where nobody does.
         losses: where the program itself calls ``backward``, those it was called on: they wait for the schedule's
             backward. None where a backward runs when it is called.
@@ -37,10 +38,24 @@ class RunningStep:
     num_micro_batches: int
     edges: list[tuple[int, int]] | None = None
     watch: Any = None
+    has_halves: bool = False
     weight_gradients: Any = None
     losses: list[Any] | None = None
     runs_backward: bool = False
     hooks: dict[int, Callable[[], None]] = field(default_factory=dict)
+
+    def keeping_back(self) -> Any:
+        """The ``weight_gradients`` of a function of parameters that runs now, with gradients.
+
+        Raises:
+            StrategyError: it runs in a backward that comes in two halves: something computes it again for that.
+        """
+        if self.has_halves and self.edges is None:
+            raise StrategyError(
+                f"{self.schedule}: a layer runs again in a backward (torch.utils.checkpoint), which comes in 2 halves "
+                "here: each would run it, at other times on other ranks. Use 1f1b, or leave the checkpoint out."
+            )
+        return self.weight_gradients
 
     def postpones(self, losses: list[Any], *, is_plain: bool) -> bool:
         """Whether a backward from ``losses`` waits for the schedule; ``is_plain``: it has no gradients or inputs given.

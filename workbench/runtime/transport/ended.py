@@ -47,11 +47,7 @@ def end_exchanges(world: Any, error: BaseException, what: str) -> None:
 
 
 def has_ended(world: Any) -> bool:
-    """Whether a world only waits to be rebuilt, because a step in it was broken off.
-
-    >>> has_ended(current())
-    False
-    """
+    """Whether a world only waits to be rebuilt, because a step in it was broken off."""
     return isinstance(world.transport, EndedTransport)
 
 
