@@ -52,6 +52,7 @@ def test_a_click_changes_the_strategy_and_buttons_undo_it(opened: LabPage) -> No
     page.locator(".wb-panel button[title^='Undo']").first.click()
     opened.wait_for_text(GPT_HYBRID)
     expect(choice.locator("[aria-checked='true']")).to_have_text("data")
+    assert choice.locator("[aria-checked='true']").count() == 1
 
 
 def test_keys_of_the_grid_reach_the_grid_and_not_the_notebook(opened: LabPage) -> None:

@@ -80,3 +80,4 @@ def test_a_run_goes_on_and_is_followed_after_a_reload(opened: LabPage) -> None:
     opened.button("Stop").click()
     opened.wait_for_state("done")
     expect(opened.rows).to_have_count(max(finished, 1) + 1, timeout=30 * SECONDS)
+    assert opened.strategy == strategy

@@ -123,3 +123,4 @@ def test_a_run_that_fails_says_why_and_another_can_be_started(opened: Any) -> No
         expect(panel.locator(".wb-state.failed")).to_have_count(1, timeout=60 * SECONDS)
         expect(panel.locator(".wb-failure")).to_contain_text("this loss is broken")
     expect(run).to_be_enabled()
+    assert panel.locator(".wb-failure").count() == 1
