@@ -31,19 +31,20 @@ from workbench.runtime.tensor import GlobalTensor
 class Step:
     """One optimizer's step in a program.
 
+    It keeps none of the parts that are not parameters themselves: a step under ZeRO may make them anew each time.
+
     Attributes:
-        parts: what it changes, in the order of its groups: this rank's part of every parameter that it has here.
+        owners: whose part each is that it changes, in the order of its groups; of a plain parameter, itself.
     """
 
     def __init__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         _check(optimizer, args, kwargs)
         self.optimizer = optimizer
         self.sizes = [len(group["params"]) for group in optimizer.param_groups]
-        self.parts: list[torch.Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
         swap = optimizer.__dict__.get("_workbench_swap")
         self._swap = swap
         owners = {} if swap is None else {id(part): owner for owner, part in swap.pairs}
-        self.owners: list[Any] = [owners.get(id(part)) for part in self.parts]
+        self.owners: list[Any] = [owners.get(id(part), part) for part in parts_of(optimizer)]
         self._settings = _settings_of(optimizer)
         self._step: Callable[..., Any] = inspect.unwrap(type(optimizer).step)
 
@@ -51,8 +52,8 @@ class Step:
         """Whether the optimizer has the parameters that it had, in the layouts that they had."""
         if self._swap is not None:
             return self._swap.fits(self.optimizer)
-        params = [p for group in self.optimizer.param_groups for p in group["params"]]
-        return len(params) == len(self.parts) and all(map(operator.is_, params, self.parts))
+        params = parts_of(self.optimizer)
+        return len(params) == len(self.owners) and all(map(operator.is_, params, self.owners))
 
     def __call__(self, parts: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> None:
         """Step on the parts with these gradients."""
@@ -63,7 +64,7 @@ class Step:
         state: Any = defaultdict(dict)
         for part, grad, owner in zip(parts, grads, self.owners, strict=True):
             part.grad = grad
-            known = owned.get(part if owner is None else owner)
+            known = owned.get(owner)
             if known is not None:
                 state[part] = known
         start = 0
@@ -81,8 +82,8 @@ class Step:
             optimizer.state = owned
             for part, owner in zip(parts, self.owners, strict=True):
                 if part in state:
-                    owned[part if owner is None else owner] = state[part]
-                if owner is not None:
+                    owned[owner] = state[part]
+                if owner is not part:
                     part.grad = None
         optimizer.__dict__["_opt_called"] = True  # a scheduler warns where it sees no step
 
@@ -103,6 +104,11 @@ class Step:
                 "scheduler's step() does. A replay runs no Python, so it would change in the recording and never "
                 "again. Call the scheduler outside of the captured function."
             )
+
+
+def parts_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    """What an optimizer changes now, in the order of its groups."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _equal(one: Any, other: Any) -> bool:

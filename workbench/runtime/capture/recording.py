@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -21,7 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from workbench.errors import CaptureError
 from workbench.runtime.caller import user_frame
 from workbench.runtime.capture.gradients import held_grad
-from workbench.runtime.capture.optimizer_steps import Step
+from workbench.runtime.capture.optimizer_steps import Step, parts_of
 from workbench.runtime.capture.program import Call, Program, Slot
 from workbench.runtime.capture.reading import refuse_reading
 from workbench.runtime.tensor import GlobalTensor, local_torch, plain
@@ -67,6 +68,9 @@ class Recorder(TorchDispatchMode):
         self.steps: list[Step] = []
         self.ghosts: list[GlobalTensor] = []
         self._slots: Any = WeakTensorKeyDictionary()
+        # What the step made, by memory and place; None for memory that was there before. A weak reference keeps the
+        # address of a memory from being another one's.
+        self._memory: dict[int, tuple[StorageWeakRef, dict[Any, Slot] | None]] = {}
         self._num_slots = 0
         self._keys: dict[int, Slot] = {}
         self._keys_used: set[int] = set()
@@ -165,12 +169,13 @@ class Recorder(TorchDispatchMode):
 
     def optimizer_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """From here to ``optimizer_ends`` a replay calls the optimizer itself."""
-        step = self._stepping = Step(optimizer, args, kwargs)
+        step, parts = Step(optimizer, args, kwargs), parts_of(optimizer)
+        self._stepping = step
         self.steps.append(step)
         with self.paused(), local_torch():
-            grads = [part.grad for part in step.parts]
+            grads = [part.grad for part in parts]
         self.program.calls.append(
-            Call(step, (self._known(step.parts), self._known(grads)), {}, None, is_kept=True,
+            Call(step, (self._known(parts), self._known(grads)), {}, None, is_kept=True,
                  name=f"{type(optimizer).__name__}.step")
         )  # fmt: skip
         self._is_paused += 1
@@ -239,17 +244,30 @@ class Recorder(TorchDispatchMode):
 
     def _new(self, tensor: torch.Tensor) -> Slot:
         slot = self._slots[tensor] = self._next()
+        storage = tensor.untyped_storage()
+        _, places = self._memory.setdefault(storage._cdata, (StorageWeakRef(storage), {}))
+        if places is not None:
+            places[_place_of(tensor)] = slot
         return slot
 
     def _slot(self, tensor: torch.Tensor) -> Slot:
         """The value that a tensor is; one that the step did not make becomes a constant."""
         slot: Slot | None = self._slots.get(tensor)
+        if slot is None and (slot := self._made_before(tensor)) is not None:
+            self._slots[tensor] = slot
         if slot is None:
-            slot = self._new(tensor)
+            slot = self._slots[tensor] = self._next()
             self.originals.append(tensor)
+            storage = tensor.untyped_storage()
+            self._memory[storage._cdata] = StorageWeakRef(storage), None
             with self.paused():
                 self.program.constants[slot] = plain(tensor)
         return slot
+
+    def _made_before(self, tensor: torch.Tensor) -> Slot | None:
+        """What the step made, in another tensor object: ``as_subclass`` and ``.data`` make one without an operator."""
+        _, places = self._memory.get(tensor.untyped_storage()._cdata, (None, None))
+        return None if places is None else places.get(_place_of(tensor))
 
     def _known(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -306,6 +324,11 @@ def _referred_to(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 def _holders(tensors: list[torch.Tensor], some: list[torch.Tensor]) -> list[Any]:
     """Objects other than these two lists that hold one of ``some``."""
     return [holder for holder in gc.get_referrers(*some) if holder is not tensors and holder is not some]
+
+
+def _place_of(tensor: torch.Tensor) -> Any:
+    """Where in its memory a tensor lies."""
+    return tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _is_ghost(tensor: torch.Tensor) -> bool:

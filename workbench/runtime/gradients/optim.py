@@ -271,7 +271,7 @@ def _write_back(swap: _Swap, sends: bool) -> None:
                 continue
             place = slice_region(plain(owner), shard.regions[owner._spec.world.rank])
             if place.numel() and place.data_ptr() != part.data_ptr():
-                place.copy_(part.as_subclass(torch.Tensor))
+                place.copy_(plain(part))
             stepped.append(owner)
         if sends:
             start_write_back(stepped)()
