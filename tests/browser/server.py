@@ -18,8 +18,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import nbformat
-
 TOKEN = "workbench-test"
 CHROMIUM_OPTIONS = [
     "--no-sandbox",
@@ -45,6 +43,8 @@ def find_chromium() -> str | None:
 
 def write_notebook(path: Path, cells: Sequence[str]) -> None:
     """A notebook of code cells."""
+    import nbformat  # takes seconds, which every worker would need that only looks for its tests
+
     notebook = nbformat.v4.new_notebook(
         cells=[nbformat.v4.new_code_cell(source, id=f"cell-{number}") for number, source in enumerate(cells)]
     )

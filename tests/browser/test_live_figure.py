@@ -27,7 +27,7 @@ for step in range(1, 8):
         show_one_device(figure, [1.0] * 10 * step)
         show_steps(figure, 10 * step, 1000)
 """
-SLOW_DOWN = 15
+SLOW_DOWN = 8
 """What takes a page 0.3 seconds takes more than the two that a widget's module may take to load."""
 
 
