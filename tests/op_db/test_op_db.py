@@ -1,6 +1,6 @@
 """torch's own sample inputs for every function, on random layouts, against one device.
 
-The unmarked part runs one sample of every eighth entry, as all of them take minutes; the slow one runs several of each
+The unmarked part runs one sample of every twelfth entry, as all of them take minutes; the slow one runs several of each
 under other seeds, and methods and in-place forms.
 """
 
@@ -11,7 +11,7 @@ from tests.op_db.compare import Wrong, assert_close
 from tests.op_db.samples import EXEMPT, SHAPES_ONLY, entries
 from tests.op_db.sweep import run_entry
 
-PARTS = 8
+PARTS = 12
 
 
 def run(part, form, count, seed):
@@ -22,7 +22,7 @@ def failures(results):
     return [f"{r.name}: {o.state}: {o.message} <{o.where}>" for r in results for o in r.failures]
 
 
-def test_a_sample_of_every_eighth_function():
+def test_a_sample_of_every_twelfth_function():
     results = run(0, "function", count=1, seed=0)
     assert not failures(results)
     fallen = [result.name for result in results if result.by == "fallback"]

@@ -57,8 +57,16 @@ def test_bounds_are_below_every_strategy_of_many_problems() -> None:
         assert_bounds_are_below(seed)
 
 
-@pytest.mark.parametrize("batch_size", [24, 60])
-@pytest.mark.parametrize("name", ["a100-80g-selene", "made up"])
+# Neither knows of the other: what a machine does is in the prices, how samples share out is in the candidates.
+@pytest.mark.parametrize(
+    ("name", "batch_size"),
+    [
+        ("a100-80g-selene", 60),
+        ("made up", 24),
+        pytest.param("a100-80g-selene", 24, marks=pytest.mark.slow),
+        pytest.param("made up", 60, marks=pytest.mark.slow),
+    ],
+)
 def test_far_bounds_are_below_close_ones_of_a_transformer(name: str, batch_size: int) -> None:
     """Under all options, where samples share out evenly among the ranks of the model axis or not; mostly near them."""
     hardware = load_hardware(name) if name != "made up" else replace(machine(random.Random(1)), one_shot_bytes=1e5)

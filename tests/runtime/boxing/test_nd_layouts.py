@@ -143,7 +143,7 @@ def assert_same(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_part_of_the_layouts(case):
-    assert_layouts_agree(case, "3x2 permuted", at_most=2)
+    assert_layouts_agree(case, "3x2 permuted", at_most=1)
     assert_layouts_agree(case, "2x2x2 permuted", at_most=1)
 
 
