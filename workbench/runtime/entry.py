@@ -13,6 +13,7 @@ from workbench.core.sbp import Broadcast, Partial, Split, broadcast, dual, parti
 from workbench.errors import LayoutError, SbpError
 from workbench.runtime.agreement import check_plain_operand, content_hash
 from workbench.runtime.boxing.box import box
+from workbench.runtime.ghost_storage import spread_zero
 from workbench.runtime.tensor import (
     GlobalTensor,
     Spec,
@@ -44,7 +45,7 @@ class _Enter(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         spec, dual, local = ctx.spec, ctx.spec.dual, grads[0]
         if local is None:
-            local = ghost_storage(dual.local_shape, ctx.dtype, spec.world.device)
+            local = spread_zero(dual.local_shape, ctx.dtype, spec.world.device)
         with local_torch():
             grad = label(local.view_as(local), dual)
         if spec.layout.is_broadcast:

@@ -19,6 +19,7 @@ from workbench.core.boxing import plan_boxing
 from workbench.core.layout import Layout, Shape
 from workbench.core.placement import Placement
 from workbench.core.sbp import NdSbp
+from workbench.runtime.ghost_storage import ghost_storage as ghost_storage
 from workbench.runtime.world import World
 
 _torch_function_enabled = torch._C._is_torch_function_enabled
@@ -350,12 +351,6 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()
     with local_torch():
         return tensor.detach()
-
-
-def ghost_storage(shape: Shape, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor of any shape over one zero: what a rank holds of a tensor that is not placed on it."""
-    # Not expand(): an expanded tensor is a view, and views refuse the in-place operations that a ghost mirrors.
-    return torch.zeros((), dtype=dtype, device=device).as_strided_(shape, (0,) * len(shape))
 
 
 def ghost_like(tensor: torch.Tensor, spec: Spec) -> GlobalTensor:

@@ -18,6 +18,7 @@ from workbench.core.sbp import Partial
 from workbench.errors import LayoutError
 from workbench.runtime.boxing.exchange import exchange_between
 from workbench.runtime.boxing.explicit import Need, check_explicit
+from workbench.runtime.ghost_storage import spread_zero
 from workbench.runtime.tensor import (
     GlobalTensor,
     Spec,
@@ -52,7 +53,7 @@ def box_to(tensor: GlobalTensor, target: Spec, function: str = "") -> GlobalTens
     with local_torch():
         if tensor.requires_grad and torch.is_grad_enabled():
             check_differentiable(source, target, function)
-            return label(_Box.apply(tensor, source, target, tag, site), target)
+            return label(_apply_box(tensor, source, target, tag, site), target)
         return label(exchange_between(source, target, tensor.dtype).run(tensor, tag), target)
 
 
@@ -61,7 +62,7 @@ def box_ghost(ghost: torch.Tensor, target: Spec, tag: int) -> GlobalTensor:
     source: Spec = ghost._spec  # type: ignore[attr-defined]
     with local_torch():
         if ghost.requires_grad and torch.is_grad_enabled():
-            return label(_Box.apply(ghost, source, target, tag), target)
+            return label(_apply_box(ghost, source, target, tag), target)
         return label(ghost_storage(target.shape, ghost.dtype, source.world.device), target)
 
 
@@ -155,12 +156,28 @@ class _Box(torch.autograd.Function):
         incoming, outgoing = target.dual, source.dual
         grad = grads[0]
         if grad is None:  # a ghost's gradient, or none at all: either way this rank contributes nothing
-            grad = ghost_storage(incoming.local_shape, dtype, device)
+            grad = spread_zero(incoming.local_shape, dtype, device)
         tracer = source.world.tracer
         if tracer is not None:
             tracer.add(site or tracer.site(), "backward", _plan(incoming, outgoing, grad), dtype)
-        result = _Box.apply(grad, incoming, outgoing, tag | 1, site)
+        result = box_gradient(grad, incoming, outgoing, tag | 1, site)
         # A ghost has no gradient to keep, and autograd would clone one for a leaf into full storage; only a gradient
         # that is differentiated again must be linked to this boxing.
         is_lost = outgoing.is_ghost and not torch.is_grad_enabled()
         return (None if is_lost else result), None, None, None, None
+
+
+_apply_in_c = super(torch.autograd.Function, _Box).apply
+
+
+def _apply_box(*args: Any) -> torch.Tensor:
+    """``_Box.apply`` without a look through its arguments, in vain where no transform is active."""
+    made: torch.Tensor = (_Box.apply if torch._C._are_functorch_transforms_active() else _apply_in_c)(*args)
+    return made
+
+
+def box_gradient(grad: torch.Tensor, incoming: Spec, outgoing: Spec, tag: int, site: Any = None) -> torch.Tensor:
+    """The boxing of a gradient, linked to it where it is differentiated again."""
+    if torch.is_grad_enabled():
+        return _apply_box(grad, incoming, outgoing, tag, site)
+    return exchange_between(incoming, outgoing, grad.dtype).run(grad, tag)

@@ -20,6 +20,7 @@ from workbench.core.placement import Placement
 from workbench.errors import LayoutError
 from workbench.runtime.boxing.assembling import assemble, region_shape, slice_region
 from workbench.runtime.boxing.box import box_to, check_differentiable
+from workbench.runtime.ghost_storage import spread_zero
 from workbench.runtime.tensor import GlobalTensor, Spec, ghost_storage, label, local_torch, mark_ghost_leaves, spec_of
 from workbench.runtime.transport.base import Message, pack
 from workbench.runtime.world import World
@@ -60,7 +61,8 @@ def to_global_many(
     Args:
         tensors: of any shapes and layouts.
         placement, sbp: as for ``to_global``; what is left out stays as each tensor has it.
-        async_op: return a handle whose ``wait()`` gives the results. The tensors may be written meanwhile.
+        async_op: return a handle whose ``wait()`` gives the results. The tensors may be written meanwhile, but for
+            those that have their layout already: these are results themselves, as of ``to_global``.
 
     Raises:
         LayoutError: no tensors, or one that is not a global tensor; or a maximum that requires a gradient.
@@ -83,6 +85,8 @@ def to_global_async(tensor: GlobalTensor, placement: Placement | None = None, sb
     """``to_global`` that sends now and receives in the handle's ``wait()``. All ranks of the world call both.
 
     What the tensor holds now is sent: it may be written before the wait. The result has a gradient like any boxing's.
+    To the layout that it has already nothing is sent: the result is the tensor itself, as ``to_global``'s is, and shows
+    what is written meanwhile.
 
     ``handle = x.to_global_async(sbp="B"); y = f(z); x = handle.wait()`` computes ``y`` while data is under way.
     """
@@ -289,7 +293,7 @@ class _BoxMany(torch.autograd.Function):
             mark_ghost_leaves(ctx)
         duals = [(target.dual, source.dual) for source, target in pairs]
         whole = [
-            ghost_storage(incoming.local_shape, dtype, world.device) if grad is None else grad
+            spread_zero(incoming.local_shape, dtype, world.device) if grad is None else grad
             for grad, (incoming, _) in zip(grads, duals, strict=True)
         ]
         flight = _Flight(duals, world, dtype, tag | 1, False)

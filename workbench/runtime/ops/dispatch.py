@@ -247,6 +247,10 @@ def _run(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
 def _box_operands(plan: Plan, args: Any, kwargs: Any) -> tuple[Any, Any, list[GlobalTensor]]:
     """The arguments with every operand in the layout that the plan wants, and the operands."""
     name = plan.name.folded
+    if plan.lies_right:
+        if plan.positions is not None:
+            return args, kwargs, [args[position] for position in plan.positions]
+        return args, kwargs, operands_of(args, kwargs)
     if plan.positions is not None:
         boxed = list(args)
         for position, target in zip(plan.positions, plan.targets, strict=True):

@@ -54,6 +54,8 @@ def outputs_info(result: Any, operands: list[torch.Tensor]) -> tuple[list[Output
 
 def autocast_state() -> tuple[Any, ...]:
     """What autocast does now; the dtypes of results depend on it."""
+    if not torch._C._is_any_autocast_enabled():
+        return ()
     return tuple([torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)])
 
 
@@ -141,11 +143,8 @@ class _Ghost(torch.autograd.Function):
     ) -> Any:
         ctx.set_materialize_grads(False)
         ctx.num_inputs, ctx.second_order, ctx.on_backward = len(inputs), second_order, on_backward
-        ctx.leaves = [tensor for tensor in inputs if isinstance(tensor, GlobalTensor) and tensor.is_leaf]
-        outputs = tuple(ghost_storage(shape, dtype, device) for shape, dtype, _ in infos)
-        if not all(info[2] for info in infos):
-            ctx.mark_non_differentiable(*(out for out, info in zip(outputs, infos, strict=True) if not info[2]))
-        return outputs
+        ctx.leaves = [tensor for tensor in inputs if tensor.is_leaf and isinstance(tensor, GlobalTensor)]
+        return tuple([ghost_storage(shape, dtype, device) for shape, dtype, _ in infos])
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -244,38 +243,47 @@ def ghost_outputs(
     device: torch.device,
     recipe: Recipe | None = None,
     on_backward: Callable[[], None] | None = None,
-) -> list[torch.Tensor]:
+) -> Sequence[torch.Tensor]:
     """Plain ghost tensors for the results, each linked to the operands that its owner's result is linked to.
 
     Without a ``recipe`` the gradient of the gradient is linked to everything. ``on_backward`` is called when a backward
     comes by.
     """
     with local_torch():
+        if len(infos) == 1:  # nearly always
+            return _alike(infos, operands, device, recipe, on_backward)
         results: dict[int, torch.Tensor] = {}
         for links in dict.fromkeys([info[2] for info in infos]):
             chosen = [i for i, info in enumerate(infos) if info[2] == links]
-            linked = [
-                t
-                for i, t in enumerate(operands)
-                if t.requires_grad and (links is True or (links is not False and i in links))
-            ]
-            if linked and links:
-                of_these = _only(recipe, chosen)
-                again = _second_order(linked, [id(t) for t in linked], of_these, device)
-                made = _apply_ghost([infos[i] for i in chosen], device, again, on_backward, *linked)
-            else:
-                made = [ghost_storage(infos[i][0], infos[i][1], device) for i in chosen]
+            of_these = None if recipe is None else _only(recipe, chosen)
+            made = _alike([infos[i] for i in chosen], operands, device, of_these, on_backward)
             results.update(zip(chosen, made, strict=True))
         return [results[i] for i in range(len(infos))]
 
 
-def _only(recipe: Recipe | None, chosen: list[int]) -> Recipe | None:
-    if recipe is None:
-        return None
-    whole = recipe
+def _alike(
+    infos: list[OutputInfo],
+    operands: list[GlobalTensor],
+    device: torch.device,
+    recipe: Recipe | None,
+    on_backward: Callable[[], None] | None,
+) -> Sequence[torch.Tensor]:
+    """Results that are all linked to the same operands, by one node."""
+    links = infos[0][2]
+    if links is True:
+        linked = [operand for operand in operands if operand.requires_grad]
+    else:
+        linked = [operands[i] for i in links if operands[i].requires_grad] if links else []
+    if not linked:
+        return [ghost_storage(shape, dtype, device) for shape, dtype, _ in infos]
+    again = _second_order(linked, [id(t) for t in linked], recipe, device)
+    made: Sequence[torch.Tensor] = _apply_ghost(infos, device, again, on_backward, *linked)
+    return made
 
+
+def _only(recipe: Recipe, chosen: list[int]) -> Recipe:
     def some(metas: dict[int, torch.Tensor]) -> list[torch.Tensor]:
-        results = whole(metas)
+        results = recipe(metas)
         return [results[i] for i in chosen]
 
     return some

@@ -39,6 +39,7 @@ class Plan:
         local: the function to run on the shards.
         name: folded name, for messages.
         num_tags: how many exchanges ``local`` makes; ranks outside the placement count them.
+        lies_right: whether all operands lie in ``targets`` already.
         copies_view: whether the function gives a view on one device, but had to copy here.
         depends_on_data: whether the shapes of the operands do not tell those of the results.
         infos: what ghosts know of the results, by the operands' dtypes, by which of them learn, and by modes.
@@ -53,6 +54,7 @@ class Plan:
     world: World
     num_tags: int = 0
     copies_view: bool = False
+    lies_right: bool = False
     depends_on_data: bool = False
     infos: dict[Any, Any] = field(default_factory=dict)
 
@@ -146,13 +148,8 @@ def _plan_by_rule(
         local = split_backward(local or call.func, world)
     stays = num_tags == 0 and inputs[0] is call.operands[0]._spec
     copies_view = not stays and not name.in_place and name.folded in ALIASING | PERHAPS_ALIASING
-    is_direct = (
-        returns_tensor
-        and not copies_view
-        and not name.in_place
-        and not outputs[0].is_ghost
-        and all(spec is operand._spec for spec, operand in zip(inputs, call.operands, strict=True))
-    )
+    lies_right = all(spec is operand._spec for spec, operand in zip(inputs, call.operands, strict=True))
+    is_direct = returns_tensor and not copies_view and not name.in_place and not outputs[0].is_ghost and lies_right
     positions = tuple(i for i, arg in enumerate(call.args) if isinstance(arg, GlobalTensor))
     stands_bare = len(positions) == len(call.operands)
     return Plan(
@@ -165,6 +162,7 @@ def _plan_by_rule(
         world,
         num_tags,
         copies_view,
+        lies_right,
     )
 
 

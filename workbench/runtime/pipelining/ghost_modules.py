@@ -71,6 +71,8 @@ class GhostModule(StandIn):
             tell = partial(_tell_parameters, record.parameters, world.running)
             infos = record.infos_beside_parameters
             ghosts = ghost_outputs(infos, operands, record.specs, world.device, on_backward=tell)
+        if record.structure.is_leaf() and len(ghosts) == 1:
+            return label(ghosts[0], record.specs[0])
         made = iter(label(ghost, spec) for ghost, spec in zip(ghosts, record.specs, strict=True))
         return tree_unflatten([next(made) if leaf is TENSOR else leaf for leaf in record.leaves], record.structure)
 

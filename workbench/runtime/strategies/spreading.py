@@ -11,6 +11,7 @@ from workbench.core.layout import Layout
 from workbench.core.sbp import broadcast
 from workbench.core.strategy import ResolvedLayer
 from workbench.runtime.boxing.box import box
+from workbench.runtime.ghost_storage import spread_zero
 from workbench.runtime.strategies.layouts import StageLayouts
 from workbench.runtime.strategies.state import ROOT
 from workbench.runtime.tensor import GlobalTensor, ghost_storage, label, spec_of
@@ -61,7 +62,7 @@ def spread(tensor: torch.Tensor, layout: Layout, world: World) -> GlobalTensor:
         if spec.is_ghost:
             return label(ghost_storage(spec.shape, tensor.dtype, world.device), spec)
         if tensor.is_meta:
-            return label(ghost_storage(spec.local_shape, tensor.dtype, world.device), spec)
+            return label(spread_zero(spec.local_shape, tensor.dtype, world.device), spec)
         region = spec.layout.region(spec.shape, world.rank)
         part = tensor.detach()[tuple(slice(start, stop) for start, stop in region)]
         return label(part.to(world.device, copy=True).contiguous(), spec)

@@ -18,9 +18,10 @@ import torch
 from workbench.core.boxing import plan_boxing
 from workbench.core.layout import Layout, Shape
 from workbench.core.sbp import Partial, Split, broadcast
-from workbench.runtime.boxing.box import _Box, box_implicitly
+from workbench.runtime.boxing.box import box_gradient, box_implicitly
+from workbench.runtime.ghost_storage import spread_zero
 from workbench.runtime.ops.ghost import OutputInfo, ghost_outputs
-from workbench.runtime.tensor import GlobalTensor, Spec, ghost_storage, label, local_torch, spec_of
+from workbench.runtime.tensor import GlobalTensor, Spec, label, local_torch, spec_of
 
 Out = tuple[Layout, Shape, torch.dtype]
 """Layout, logical shape and dtype of one result."""
@@ -203,12 +204,12 @@ class _Known(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         source, target, tag, dtype, device = ctx.boxing
         incoming, outgoing = target.dual, source.dual
-        grad = grads[0] if grads[0] is not None else ghost_storage(incoming.local_shape, dtype, device)
+        grad = grads[0] if grads[0] is not None else spread_zero(incoming.local_shape, dtype, device)
         tracer = source.world.tracer
         if tracer is not None:
             plan = plan_boxing(incoming.layout, outgoing.layout, incoming.shape, grad.element_size())
             tracer.add(tracer.site(), "backward", plan, dtype)
-        result = _Box.apply(grad, incoming, outgoing, tag | 1)
+        result = box_gradient(grad, incoming, outgoing, tag | 1)
         is_lost = outgoing.is_ghost and not torch.is_grad_enabled()
         return (None if is_lost else result), None, None, None, None
 
