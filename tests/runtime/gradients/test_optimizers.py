@@ -183,3 +183,29 @@ def test_training_goes_on_after_a_step_that_raised(options):
     for found in run_ranks(program):
         for one, other in zip(found, expected.parameters(), strict=True):
             torch.testing.assert_close(one, other.detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("options", ["", "zero=1", "zero=2", "zero=3"])
+def test_hooks_behind_a_step_see_new_weights_whether_they_raise_or_not(options):
+    torch.manual_seed(0)
+    module = torch.nn.Linear(4, 6)
+
+    def train(module):
+        """Weights in the hook, and after a step whose hook has raised."""
+        optimizer, found = torch.optim.SGD(module.parameters(), lr=0.5), []
+
+        def look(*_):
+            found.extend(weights_of(module))
+            raise ZeroDivisionError
+
+        optimizer.register_step_post_hook(look)
+        module(torch.linspace(-1, 1, 12).reshape(3, 4)).square().mean().backward()
+        with pytest.raises(ZeroDivisionError):
+            optimizer.step()
+        assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], module.parameters(), strict=True))
+        return [weight.clone() for weight in (*found, *weights_of(module))]
+
+    expected = train(copy.deepcopy(module))
+    for found in run_ranks(lambda: train(wb.parallelize(copy.deepcopy(module), f"*: data | 1x2x1 {options}"))):
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)

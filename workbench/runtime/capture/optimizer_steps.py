@@ -16,15 +16,11 @@ from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    _global_optimizer_post_hooks,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from workbench.errors import CaptureError
 from workbench.runtime.gradients.fused_steps import fuse, unfuse
-from workbench.runtime.gradients.optim import adopt_loaded_state, install_hooks, is_elementwise
+from workbench.runtime.gradients.optim import adopt_loaded_state, after_steps, install_hooks, is_elementwise
 from workbench.runtime.tensor import GlobalTensor
 
 
@@ -177,14 +173,12 @@ def _begins(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         listener.optimizer_begins(optimizer, args[1:], kwargs)
 
 
-def _ends(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _ends(optimizer: Optimizer) -> None:
     listener: Listener | None = getattr(_listening, "to", None)
     if listener is not None:
         listener.optimizer_ends(optimizer)
 
 
 install_hooks()
-# Behind the hook that puts the parts in place, and before the one that takes them out.
-register_optimizer_step_pre_hook(_begins)
-_handle = register_optimizer_step_post_hook(_ends)
-_global_optimizer_post_hooks.move_to_end(_handle.id, last=False)  # type: ignore[attr-defined]
+register_optimizer_step_pre_hook(_begins)  # behind the hook that puts the parts in place
+after_steps.append(_ends)

@@ -1,7 +1,8 @@
 """Plain torch optimizers on global parameters: gradients reduced in buckets, the step on local shards.
 
-Before an optimizer's step, torch's global step hooks (registered here once) put the local part with the reduced
-gradient in the place of each global parameter; after it, the parameters come back. Whatever an elementwise optimizer
+Before an optimizer's step, a global step hook of torch (registered here once) puts the local part with the reduced
+gradient in the place of each global parameter; after it, before hooks of the user's run, the parameters come back: what
+such a hook reads is new, and what it raises leaves no rank with old weights. Whatever an elementwise optimizer
 does, fused or foreach, it does to plain local tensors. An optimizer that is not known to work element by element (norms
 per layer, factored moments) steps on global tensors instead, so its norms are of the whole; ``optimizer.elementwise =
 True`` (or the class attribute) says that it may have the local parts.
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from workbench.core.layout import Layout
 from workbench.errors import LayoutError
@@ -33,6 +34,8 @@ from workbench.runtime.gradients.shard import shard_of, state_spec
 from workbench.runtime.tensor import GlobalTensor, ghost_storage, label, local_torch, plain, set_reduced_grad
 
 _installed = False
+after_steps: list[Callable[[Optimizer], None]] = []
+"""Called when an optimizer has stepped, while its local parts are still in the place of its parameters."""
 _stepping: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """Optimizers that have local parts in the place of their parameters."""
 _ELEMENTWISE = {
@@ -49,8 +52,8 @@ def install_hooks() -> None:
     global _installed
     if not _installed:
         register_optimizer_step_pre_hook(_before_step)
-        register_optimizer_step_post_hook(_after_step)
         world.at_rebuild(settle)
+        Optimizer._optimizer_step_code = _after_step  # type: ignore[method-assign]
         Optimizer.zero_grad = _zero_grad  # type: ignore[method-assign]
         _installed = True
 
@@ -130,7 +133,12 @@ _torch_zero_grad: Callable[..., None] = Optimizer.zero_grad
 def _zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
     """A step that raised has left local tensors behind, of whose gradients nobody asks."""
     _put_back(self)
-    _torch_zero_grad(self, set_to_none)
+    parameters = [p for group in self.param_groups for p in group["params"]]
+    if not set_to_none or not all(isinstance(p, GlobalTensor) for p in parameters):
+        _torch_zero_grad(self, set_to_none)
+        return
+    for parameter in parameters:  # torch asks for each gradient first, which takes as long as all else for a ghost
+        parameter.grad = None
 
 
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
@@ -231,8 +239,14 @@ def _exchange_places(optimizer: Optimizer, swap: _Swap, pairs: list[tuple[Any, t
         swap.fused = fuse(optimizer)
 
 
-def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    _put_back(optimizer)
+def _after_step(self: Optimizer) -> None:
+    """In the place of an empty method of torch's, which it calls between a step and the hooks behind it.
+
+    torch's profiler looks for that method, and in it for ``self``.
+    """
+    for listener in after_steps:
+        listener(self)
+    _put_back(self)
 
 
 def _put_back(optimizer: Optimizer, sends: bool = True) -> None:
