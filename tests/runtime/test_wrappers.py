@@ -5,10 +5,11 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
 import workbench as wb
 from tests.processes import run_processes
-from workbench.errors import StrategyError
+from workbench.errors import LayoutError, StrategyError
 from workbench.testing import run_ranks
 
 
@@ -88,3 +89,45 @@ def test_a_compiled_function_runs_global_tensors_uncompiled():
         return loss.item(), x.grad.full_tensor().tolist()
 
     assert run_ranks(program, 1) == [(31.0, [2.0] * 6)]
+
+
+STRATEGIES = ("*: data | 1x2x1", "0: data@0; 2: data@1 | 2x1x1", "*: model | 1x1x2")
+
+
+def average_of(model, move):
+    """The average over three strategies, under which weights grow."""
+    averaged = AveragedModel(model)
+    for strategy in STRATEGIES:
+        move(model, averaged, strategy)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.5)
+        averaged.update_parameters(model)
+    return averaged.module
+
+
+def test_an_average_moves_with_its_model():
+    models = [net() for _ in range(2)]
+    expected = average_of(net(), lambda *_: None)
+
+    def move(model, averaged, strategy):
+        wb.parallelize(model, strategy)
+        wb.parallelize(averaged.module, strategy)
+
+    def program(rank):
+        model = wb.parallelize(models[rank], STRATEGIES[0])
+        return [parameter.full_tensor().detach() for parameter in average_of(model, move).parameters()]
+
+    for found in run_ranks(program):
+        torch.testing.assert_close(found, [parameter.detach() for parameter in expected.parameters()])
+
+
+def test_an_average_that_stays_where_its_model_was_is_an_error():
+    models = [net() for _ in range(2)]
+
+    def program(rank):
+        average_of(wb.parallelize(models[rank], STRATEGIES[0]), lambda model, _, s: wb.parallelize(model, s))
+
+    asked = r"AveragedModel.update_parameters\(Sequential\): 4 of 4 parameters lie on other ranks"
+    with pytest.raises(LayoutError, match=asked + r".*'0.weight', B on cpu:\[0\], .* wb.parallelize\(averaged.module"):
+        run_ranks(program)

@@ -1,5 +1,7 @@
 """What else can be put around a module: torch.compile, DistributedDataParallel, FSDP. Each of them is refused.
 
+An average of a model's weights (``AveragedModel``) is a copy that works, where the model is.
+
 Two systems cannot both own a module's parameters: DistributedDataParallel and FSDP would sum or cut what is a term or a
 shard already, without a word. torch.compile cannot look into layouts; ``wb.capture`` records a step without them. (A
 compiled function that meets global tensors on its way runs those parts uncompiled.)
@@ -15,8 +17,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import swa_utils
 
-from workbench.errors import StrategyError
+from workbench.errors import LayoutError, StrategyError
 from workbench.runtime.tensor import GlobalTensor
 
 _INSTEAD = {
@@ -85,8 +88,45 @@ def _replace(owner: Any, name: str, what: str, place: int) -> None:
         setattr(owner, name, _refusing(what, function, place))
 
 
+def _check_averaged(self: swa_utils.AveragedModel, model: nn.Module) -> None:
+    """Raise ``LayoutError`` if the copy stayed where the model was before it got another strategy."""
+    pairs = [
+        (name, mean, parameter)
+        for (name, mean), parameter in zip(self.module.named_parameters(), model.parameters(), strict=False)
+        if isinstance(mean, GlobalTensor) and isinstance(parameter, GlobalTensor)
+    ]
+    apart = [
+        (name, mean._spec.layout, parameter._spec.layout)
+        for name, mean, parameter in pairs
+        if set(mean._spec.layout.placement.grid) != set(parameter._spec.layout.placement.grid)
+    ]
+    if apart:
+        name, old, new = apart[0]
+        raise LayoutError(
+            f"AveragedModel.update_parameters({type(model).__name__}): {len(apart)} of {len(pairs)} parameters lie on "
+            f"other ranks than their averages, the first is {name!r}, {new}, with its average {old}. An average is "
+            "taken where both are, and wb.parallelize(model, strategy) moves the model alone. Give the copy the same "
+            "strategy: wb.parallelize(averaged.module, strategy)."
+        )
+
+
+def _watch_averages() -> None:
+    update = swa_utils.AveragedModel.update_parameters
+    if hasattr(update, "_looks"):
+        return
+
+    @functools.wraps(update)
+    def update_parameters(self: swa_utils.AveragedModel, model: nn.Module) -> None:
+        _check_averaged(self, model)
+        update(self, model)
+
+    update_parameters._looks = True  # type: ignore[attr-defined]
+    swa_utils.AveragedModel.update_parameters = update_parameters  # type: ignore[method-assign]
+
+
 def install() -> None:
     """Let wrappers look at what they are given; called again, it also finds those that were loaded since."""
+    _watch_averages()
     _replace(torch, "compile", "torch.compile", 0)
     _replace(nn.Module, "compile", "torch.compile", 0)
     _replace(nn.parallel.DistributedDataParallel, "__init__", "DistributedDataParallel", 1)
