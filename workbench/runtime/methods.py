@@ -27,6 +27,8 @@ _MAX_TARGETS = 64
 def to_global(tensor: GlobalTensor, placement: Placement | None = None, sbp: Any = None) -> GlobalTensor:
     """The same logical tensor in another layout: a boxing. All ranks of the world call it.
 
+    In the layout that it has already it is the tensor itself; in every other one the result has memory of its own.
+
     Args:
         placement: the ranks that hold the result; default those of the tensor.
         sbp: one entry per axis of the placement; default those of the tensor.

@@ -121,3 +121,20 @@ def on_processes():
 @pytest.mark.parametrize("transport", ["shared", "gloo"])
 def test_fused_boxings_on_processes(transport):
     assert run_processes(on_processes, 2, environment={"WORKBENCH_TRANSPORT": transport}) == [transport] * 2
+
+
+@pytest.mark.parametrize("ranks", [[0], [0, 1]])
+def test_only_a_result_in_its_own_layout_shows_what_is_written_meanwhile(ranks):
+    def program():
+        for source, target in CHANGES:
+            x = make((4, 6), source, ranks)
+            before, alone = make((4, 6), source, ranks), x.to_global(sbp=target)
+            handle = x.to_global_async(sbp=target)
+            x.mul_(2)
+            later = handle.wait()
+            is_same = alone is x
+            assert (later is x) == is_same == (str(x.sbp) == str(alone.sbp))
+            for found in (alone, later) if wb.rank() in ranks else ():
+                torch.testing.assert_close(found.full_tensor(), before.full_tensor() * (2 if is_same else 1))
+
+    run_ranks(program)
