@@ -1,5 +1,7 @@
 """Functions of torch that would read a shard without asking: wrapped, or refused; and the list of them, once more."""
 
+import subprocess
+import sys
 import warnings
 from typing import ClassVar
 
@@ -124,3 +126,18 @@ def test_every_wrapped_function_takes_the_logical_value_on_every_rank():
         warnings.simplefilter("ignore", UserWarning)
         found = run_ranks(program, 3)
     assert found[0] == found[1] == found[2] and found[0][:2] == ([0, 1, 2, 3], [4, 4])
+
+
+UNDER_A_DEVICE = """
+import torch, workbench.runtime.methods
+with torch.device("meta"):
+    made = [torch.arange(3), torch.eye(2), torch.full((2,), 1), torch.randint(3, (2,)), torch.randperm(3)]
+    made += [torch.tensor([1]), torch.as_tensor([1]), torch.asarray([1]), torch.scalar_tensor(1)]
+print(*{tensor.device.type for tensor in made})
+"""
+
+
+def test_wrapped_functions_heed_the_device_in_force():
+    """Torch tells them by identity, from the first use on: in a process where that comes after they were wrapped."""
+    done = subprocess.run([sys.executable, "-c", UNDER_A_DEVICE], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["meta"]

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch.autograd import Function
+from torch.utils._device import _device_constructors
 
 from workbench.errors import LayoutError
 from workbench.runtime.tensor import GlobalTensor
@@ -125,6 +126,8 @@ def install() -> None:
     if _installed:
         return
     _installed = True
+    # ``with torch.device(...)`` knows the functions that make tensors by what they are when it is first asked.
+    _device_constructors()
     Function.apply = classmethod(_guarded_apply)  # type: ignore[method-assign, assignment]
     for name in MAKERS:
         setattr(torch, name, _reading_whole(getattr(torch, name)))
