@@ -85,7 +85,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
         shutil.copyfile(ROOT / name, folder / "checkout" / name)
     source = build("sdist", folder / "checkout", folder / "sdist")
     with tarfile.open(source) as archive:
-        archive.extractall(folder / "unpacked", filter="data")
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11 before 3.11.4 knows no filters
+        archive.extractall(folder / "unpacked")
     (unpacked,) = (folder / "unpacked").iterdir()
     return Built(source, build("wheel", unpacked, folder / "wheel"))
 
