@@ -42,7 +42,11 @@ class LabPage:
         self.page.wait_for_function(IDLE, timeout=60 * SECONDS)
 
     def reload(self) -> None:
-        """Save and load the page again; the kernel lives on."""
+        """Save and load the page again, once the kernel is idle; it lives on.
+
+        A manager of widgets that gets no answer from a kernel within 4 s shows none of them (ipywidgets).
+        """
+        self.page.wait_for_function(IDLE, timeout=60 * SECONDS)
         self.page.evaluate("() => window.jupyterapp.commands.execute('docmanager:save').then(() => 1)")
         self.page.reload()
         self.page.wait_for_function(IDLE, timeout=60 * SECONDS)

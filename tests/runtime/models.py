@@ -89,6 +89,30 @@ class Dropping(nn.Module):
         return self.head(self.drop(torch.relu(self.b(x))))
 
 
+class Centred(nn.Module):
+    """A linear layer less the running mean of its outputs: a forward reads what the one before has written."""
+
+    def __init__(self, size, is_replaced):
+        super().__init__()
+        self.linear, self.is_replaced = nn.Linear(size, size), is_replaced
+        self.register_buffer("mean", torch.zeros(size))
+
+    def forward(self, x):
+        y = self.linear(x)
+        if self.is_replaced:
+            self.mean = 0.9 * self.mean + 0.1 * y.detach().mean(0)
+        else:
+            self.mean.mul_(0.9).add_(y.detach().mean(0), alpha=0.1)
+        return torch.tanh(y - self.mean)
+
+
+def remembering() -> nn.Sequential:
+    """Blocks whose forwards depend on buffers that they write: spectral norms (both of torch's) and running means."""
+    norms = nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm
+    spectral = [nn.Sequential(norm(nn.Linear(12, 12)), nn.Tanh()) for norm in norms]
+    return nn.Sequential(*spectral, Centred(12, is_replaced=False), Centred(12, is_replaced=True), nn.Linear(12, 10))
+
+
 def mlp() -> nn.Sequential:
     """Four linear layers."""
     sizes = [16, 32, 24, 20, 10]
@@ -98,7 +122,15 @@ def mlp() -> nn.Sequential:
     return nn.Sequential(*layers[:-1])
 
 
-MODELS = {"mlp": mlp, "cnn": CNN, "encoder": Encoder, "attention": Attention, "skip": Skip, "dropping": Dropping}
+MODELS = {
+    "mlp": mlp,
+    "cnn": CNN,
+    "encoder": Encoder,
+    "attention": Attention,
+    "skip": Skip,
+    "dropping": Dropping,
+    "remembering": remembering,
+}
 
 
 def make(kind: str) -> nn.Module:
@@ -113,9 +145,9 @@ def make(kind: str) -> nn.Module:
 def batch_for(kind: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs and labels; the number of samples is odd."""
     generator = torch.Generator().manual_seed(1)
-    shapes = {"mlp": (23, 16), "cnn": (23, 1, 8, 8), "encoder": (23, 5, 4), "skip": (23, 12), "dropping": (23, 12)}
+    shapes = {"mlp": (23, 16), "cnn": (23, 1, 8, 8), "encoder": (23, 5, 4)}
     if kind == "attention":
         inputs = torch.randint(0, 10, (23, 5), generator=generator)
     else:
-        inputs = torch.randn(shapes[kind], generator=generator)
+        inputs = torch.randn(shapes.get(kind, (23, 12)), generator=generator)
     return inputs, torch.randint(0, 10, (23,), generator=generator)

@@ -37,6 +37,25 @@ def test_training_equals_one_device(kind, strategy, num_ranks):
         assert losses < 1e-5 and weights < 1e-5
 
 
+STAGES = "0: data; 1: data; 2: data; 3: data@1; 4: data@1"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "num_ranks"),
+    [
+        ("*: data | 1x2x1 mb=3 zero=2 recompute", 2),
+        (f"{STAGES} | 2x1x1 mb=2 1f1b recompute", 2),
+        pytest.param("*: data | 1x1x1 recompute", 1, marks=pytest.mark.slow),
+        pytest.param("*: data | 1x3x1 mb=2 zero=3 recompute", 3, marks=pytest.mark.slow),
+        pytest.param("*: model | 1x1x2 recompute", 2, marks=pytest.mark.slow),
+        pytest.param(f"{STAGES} | 2x2x1 mb=3 gpipe zero=1 recompute", 4, marks=pytest.mark.slow),
+    ],
+)
+def test_a_block_runs_again_from_the_buffers_of_its_first_run(strategy, num_ranks):
+    for losses, weights in run_ranks(lambda: training_equals_one_device("remembering", strategy, num_ranks), num_ranks):
+        assert losses < 1e-5 and weights < 1e-5
+
+
 class Block(nn.Module):
     """Two layers with dropout and a residual."""
 

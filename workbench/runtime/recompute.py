@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -70,14 +71,17 @@ class Recomputed:
         if not torch.is_grad_enabled():
             return self.block._call_impl(*args, **kwargs)
         args, kwargs = self._without_caches(args, kwargs)
-        has_run: list[bool] = []
+        buffers, has_run = _BuffersBefore(self.block), False
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            if not has_run:
-                has_run.append(True)
-                return self.block._call_impl(*args, **kwargs)
-            with _CopiedBuffers(self.block):
-                return self.block._call_impl(*args, **kwargs)
+            nonlocal has_run
+            if has_run:
+                with buffers.put_back():
+                    return self.block._call_impl(*args, **kwargs)
+            has_run = True
+            result = self.block._call_impl(*args, **kwargs)
+            buffers.forget_unchanged()
+            return result
 
         return checkpoint(run, *args, use_reentrant=False, **kwargs)
 
@@ -109,20 +113,47 @@ def _is_cache(value: Any, of_transformers: Any) -> bool:
     return isinstance(value, of_transformers) or isinstance(getattr(value, "is_updated", None), dict)
 
 
-class _CopiedBuffers:
-    """Context in which a block writes to copies of its buffers: statistics are of the first forward, not of both."""
+class _BuffersBefore:
+    """What a block's buffers held before its first forward, of those that this forward has changed.
+
+    The second forward starts from that: a spectral norm that began with what the first has left in its buffers would
+    iterate once more and give other weights. It writes to copies: what stays is what the first has written.
+    """
 
     def __init__(self, block: nn.Module) -> None:
         self.block = block
-
-    def __enter__(self) -> None:
-        self.kept = [
-            (part, name, buffer) for part in self.block.modules() for name, buffer in part.named_buffers(recurse=False)
-        ]
         with torch.no_grad():
-            for part, name, buffer in self.kept:
-                part._buffers[name] = buffer.clone()
+            self.before = [(*held, None if held[2] is None else held[2].clone()) for held in self._held()]
+        self.versions = [_version(buffer) for *_, buffer, _ in self.before]
 
-    def __exit__(self, *exc: object) -> None:
-        for part, name, buffer in self.kept:
-            part._buffers[name] = buffer
+    def _held(self) -> list[tuple[dict[str, Any], str, Any]]:
+        return [
+            (part._buffers, name, buffer) for part in self.block.modules() for name, buffer in part._buffers.items()
+        ]
+
+    def forget_unchanged(self) -> None:
+        """After the first forward: copies of what it has left alone need no memory."""
+        self.before = [
+            (holder, name, buffer, copy)
+            for (holder, name, buffer, copy), version in zip(self.before, self.versions, strict=True)
+            if holder.get(name) is not buffer or _version(buffer) != version
+        ]
+
+    @contextmanager
+    def put_back(self) -> Iterator[None]:
+        """Copies of the buffers as the first forward found them, and afterwards the buffers themselves."""
+        now = self._held()
+        with torch.no_grad():
+            for holder, name, buffer in now:
+                holder[name] = None if buffer is None else buffer.clone()
+            for holder, name, _, copy in self.before:
+                holder[name] = None if copy is None else copy.clone()
+        try:
+            yield
+        finally:
+            for holder, name, buffer in now:
+                holder[name] = buffer
+
+
+def _version(buffer: torch.Tensor | None) -> int:
+    return 0 if buffer is None else buffer._version

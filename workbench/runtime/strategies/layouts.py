@@ -105,13 +105,14 @@ class StageLayouts:
     def placement_of_buffers(self, name: str, module: nn.Module, nearest: ResolvedLayer) -> Placement:
         """Where the buffers of a module lie; ``nearest`` is the module as a layer, or the layer before it.
 
-        A layer's lie on its stage, and so do running statistics, which forward writes. Those of another module
-        without parameters (rotary frequencies, masks) lie on the one stage of the layers around it, or everywhere
-        where those are on several.
+        A layer's lie on its stage, and so do running statistics, which forward writes. Those of another module lie
+        on the one stage of the layers in it, or around it where it has none (rotary frequencies, masks), and
+        everywhere where those are on several.
         """
         if name == nearest.name or isinstance(module, _NormBase):
             return self.placements[nearest.stage]
-        parent = name.rpartition(".")[0]
-        inside = [layer for layer in self.resolved.layers if not parent or layer.name.startswith(f"{parent}.")]
-        stages = {layer.stage for layer in inside}
+        stages = self._stages_inside(name) or self._stages_inside(name.rpartition(".")[0])
         return self.placements[stages.pop()] if len(stages) == 1 else self.everywhere
+
+    def _stages_inside(self, name: str) -> set[int]:
+        return {layer.stage for layer in self.resolved.layers if not name or layer.name.startswith(f"{name}.")}
