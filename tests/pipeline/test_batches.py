@@ -1,8 +1,11 @@
 """Batches of every kind: keywords of transformers with labels among them, a loader's global tensors, bad cuts."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import workbench as wb
 from tests.models.zoo import batch_for
@@ -103,3 +106,40 @@ def test_how_a_batch_is_cut():
 def test_what_cannot_be_cut_says_why(inputs, targets, message):
     with pytest.raises(StrategyError, match=message):
         cut(inputs, targets, 2)
+
+
+class Auxiliary(nn.Module):
+    """Results of two heads, on different stages."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.first, self.b, self.second = (nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x):
+        x = torch.tanh(self.a(x))
+        return self.first(x), self.second(torch.tanh(self.b(x)))
+
+
+def auxiliary_loss(outputs, targets):
+    early, late = outputs
+    return 0.3 * F.mse_loss(early, targets) + F.mse_loss(late, targets) + 0.1 * (early * late).mean()
+
+
+@pytest.mark.parametrize("schedule", STAGES)
+def test_a_loss_is_made_of_results_on_several_stages(schedule):
+    torch.manual_seed(0)
+    one, inputs, targets = Auxiliary(), torch.randn(7, 6), torch.randn(7, 6)
+    models = [copy.deepcopy(one) for _ in range(2)]
+    expected = auxiliary_loss(one(inputs), targets)
+    expected.backward()
+
+    def program(rank):
+        model = wb.parallelize(models[rank], strategy_of(models[rank], schedule))
+        loss = wb.forward_backward(model, auxiliary_loss, inputs, targets)
+        everywhere = wb.placement.all("cpu")
+        grads = [p.grad.to_global(placement=everywhere, sbp="B").to_local() for p in model.parameters()]
+        return loss.item(), grads
+
+    for loss, grads in run_ranks(program, 2):
+        assert loss == pytest.approx(expected.item(), rel=1e-6)
+        torch.testing.assert_close(grads, [p.grad for p in one.parameters()], rtol=1e-5, atol=1e-6)

@@ -224,6 +224,26 @@ def test_tied_parameters_stay_one_object():
     run_ranks(program, 2)
 
 
+def test_buffers_lie_on_the_stage_of_their_layers():
+    """Also those of modules that have no parameters of their own: around a layer, or inside one (parametrizations)."""
+    stages = "0: data; 1: data@1; 2: data@1; 3: data@1; 4: data@1"
+
+    def program():
+        buffers = wb.parallelize(make("remembering"), f"{stages} | 2x1x1").named_buffers()
+        return {name: list(buffer.placement) for name, buffer in buffers}
+
+    for placements in run_ranks(program, 2):
+        assert set(placements) == {
+            "0.0.weight_u",
+            "0.0.weight_v",
+            "1.0.parametrizations.weight.0._u",
+            "1.0.parametrizations.weight.0._v",
+            "2.mean",
+            "3.mean",
+        }
+        assert all(ranks == [int(name[0] != "0")] for name, ranks in placements.items())
+
+
 def test_weights_that_differ_between_ranks_are_named():
     models = [make("mlp") for _ in range(2)]
     with torch.no_grad():

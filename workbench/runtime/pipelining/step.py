@@ -40,7 +40,8 @@ def forward_backward(
 
     Args:
         module: a module after ``wb.parallelize``; its strategy says how many micro-batches (``mb=``), and the schedule.
-        loss_fn: (output, targets) -> a scalar; the output is whatever the module returns.
+        loss_fn: (output, targets) -> a scalar; the output is whatever the module returns. Results of different stages
+            (an auxiliary loss) meet on the latest of them, as inside the module.
         inputs: a tensor, a tuple for several arguments, or a dict for keywords; tensors are cut along dim 0.
         targets: a tensor, or dicts and tuples of them, cut in the same way; None if the loss needs none.
         count: (inputs, targets) of a micro-batch -> of how many terms its loss is the mean.
@@ -75,7 +76,9 @@ def train_micro_batches(
     def program(index: int) -> torch.Tensor:
         part = parts[index]
         with around_forward():
-            loss = loss_fn(call(module, part.inputs), part.targets)
+            output = call(module, part.inputs)
+            with state.layouts.meeting_on_the_latest():  # an auxiliary loss may come from an earlier stage
+                loss = loss_fn(output, part.targets)
         _check_loss(loss)
         if part.share == 1.0:
             return loss

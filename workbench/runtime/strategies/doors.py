@@ -112,13 +112,11 @@ def hook_root(module: nn.Module, layouts: StageLayouts, when_interrupted: list[C
     """Inside the module's call, the rows of its inputs are the samples, and operands on different stages meet on the
     latest of them.
     """
-    has_stages = len(layouts.placements) > 1
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
         rows = {leaf.shape[0] for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.dim()}
         num_samples = max(rows - {1}, default=1) if len(rows - {1}) < 2 else None
-        stage_order = (layouts.everywhere, *layouts.placements) if has_stages else ()
-        layouts.world.call = ModuleCall(stage_order, num_samples)
+        layouts.world.call = ModuleCall(layouts.stage_order, num_samples)
         note_call(module)
 
     def leave(*_: Any) -> None:

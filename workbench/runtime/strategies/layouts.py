@@ -14,7 +14,7 @@ from workbench.core.pairing import TABLE, TRANSPOSED_KINDS, feature_dim
 from workbench.core.placement import Placement
 from workbench.core.sbp import Sbp, broadcast, split
 from workbench.core.strategy import ResolvedLayer, ResolvedStrategy
-from workbench.runtime.world import World
+from workbench.runtime.world import ModuleCall, World
 
 
 class StageLayouts:
@@ -102,6 +102,21 @@ class StageLayouts:
             return self.layout(choice, split(0), broadcast)
         return self.input_layout(following, ndim)
 
+    @property
+    def stage_order(self) -> tuple[Placement, ...]:
+        """For ``ModuleCall``: where operands of different stages may meet; empty for a single stage."""
+        return (self.everywhere, *self.placements) if len(self.placements) > 1 else ()
+
+    @contextmanager
+    def meeting_on_the_latest(self) -> Iterator[None]:
+        """Outside of the module's call, operands of different stages meet as they do inside it."""
+        world, before = self.world, self.world.call
+        world.call = ModuleCall(self.stage_order)
+        try:
+            yield
+        finally:
+            world.call = before
+
     def placement_of_buffers(self, name: str, module: nn.Module, nearest: ResolvedLayer) -> Placement:
         """Where the buffers of a module lie; ``nearest`` is the module as a layer, or the layer before it.
 
@@ -115,4 +130,4 @@ class StageLayouts:
         return self.placements[stages.pop()] if len(stages) == 1 else self.everywhere
 
     def _stages_inside(self, name: str) -> set[int]:
-        return {layer.stage for layer in self.resolved.layers if not name or layer.name.startswith(f"{name}.")}
+        return {layer.stage for layer in self.resolved.layers if not name or f"{layer.name}.".startswith(f"{name}.")}
