@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.reporting import HEADER, table
+from benchmarks.reporting import HEADER, processor_words, table
 
 TITLE = "All comparisons"
 MET, NOT_MET = "met", "NOT met"
@@ -44,7 +44,9 @@ def read_result(path: Path) -> Result | None:
     title = lines[0].removeprefix("# ")
     if named is None or title == TITLE or not heads:
         return None
-    return Result(named[2], named[1], title, lines[2].partition(", ")[2], tuple(rows[heads[-1] + 2 :]))
+    machine = lines[2].partition(", ")[2]
+    name = named[2].removesuffix(f"-{processor_words(machine)}")
+    return Result(name, named[1], title, machine, tuple(rows[heads[-1] + 2 :]))
 
 
 def cells_of(line: str) -> tuple[str, ...]:
@@ -85,6 +87,5 @@ def score(results: Sequence[Result]) -> str:
 
 def file_name(result: Result) -> str:
     """Of the table of all on this machine: ``2026-11-22-intel-xeon-2-cores.md``."""
-    processor, cores = result.hardware.split(", ")[:2]
-    words = re.sub(r"\(\w+\)|processor|cpu|@.*", " ", processor.lower())
-    return "-".join([result.date, *re.findall(r"[a-z0-9]+", f"{words} {cores}")]) + ".md"
+    cores = result.hardware.split(", ")[1].replace(" ", "-")
+    return f"{result.date}-{processor_words(result.hardware)}-{cores}.md"

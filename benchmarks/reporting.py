@@ -11,6 +11,7 @@ own choice. ``python -m benchmarks --table`` puts the tables of the newest resul
 from __future__ import annotations
 
 import platform
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -114,11 +115,18 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], num_left: int = 
 
 
 def publish(name: str, title: str, body: str, comparisons: Sequence[Comparison]) -> bool:
-    """Print a result and keep it as ``results/<date>-<name>.md``; returns whether all targets are met."""
+    """Print a result and keep it as ``results/<date>-<name>.md``; returns whether all targets are met.
+
+    The processor's name is added where a result of another machine on the same day has that name already.
+    """
     text = f"# {title}\n\n{today()}, {machine()}\n\n{body}\n\n{table(HEADER, [row.cells() for row in comparisons])}\n"
     print(text)
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{today()}-{name}.md").write_text(text, encoding="utf-8")
+    path = RESULTS / f"{today()}-{name}.md"
+    hardware = machine().partition(";")[0]
+    if path.exists() and hardware not in path.read_text(encoding="utf-8"):
+        path = path.with_stem(f"{path.stem}-{processor_words(hardware)}")
+    path.write_text(text, encoding="utf-8")
     return all(row.is_met for row in comparisons)
 
 
@@ -137,6 +145,16 @@ def machine() -> str:
         f"{_processor()}, {psutil.cpu_count()} cores, {memory_gb:.0f} GB memory, {platform.system()}; "
         f"Python {platform.python_version()}, torch {torch.__version__}"
     )
+
+
+def processor_words(hardware: str) -> str:
+    """The processor of a machine, for a file's name.
+
+    >>> processor_words("AMD EPYC-Milan Processor, 2 cores, 24 GB memory, Linux")
+    'amd-epyc-milan'
+    """
+    words = re.sub(r"\(\w+\)|processor|cpu|@.*", " ", hardware.partition(",")[0].lower())
+    return "-".join(re.findall(r"[a-z0-9]+", words))
 
 
 def _processor() -> str:

@@ -79,3 +79,12 @@ def test_help_is_given() -> None:
         capture_output=True, text=True, timeout=60, check=True, cwd=ROOT, env={**os.environ, "COLUMNS": "120"},
     )  # fmt: skip
     assert "--table" in done.stdout
+
+
+def test_a_result_of_another_machine_on_the_same_day_stays(folder: Path) -> None:
+    before = (folder / "2026-11-21-steps-2.md").read_text(encoding="utf-8")
+    for _ in range(2):
+        reporting.publish("steps-2", "Steps", "", ROWS)
+    assert (folder / "2026-11-21-steps-2.md").read_text(encoding="utf-8") == before
+    other = read_result(folder / "2026-11-21-steps-2-other.md")
+    assert other is not None and (other.name, other.hardware.partition(",")[0]) == ("steps-2", "Other")
