@@ -56,6 +56,32 @@ def test_a_block_runs_again_from_the_buffers_of_its_first_run(strategy, num_rank
         assert losses < 1e-5 and weights < 1e-5
 
 
+def test_buffers_may_be_made_in_inference_mode():
+    """A first evaluation does so where a forward caches what it computes."""
+
+    class Caching(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("table", None)
+
+        def forward(self, x):
+            if self.table is None:
+                self.table = torch.arange(4.0)
+            return self.linear(x) + self.table
+
+    one = nn.Sequential(Caching(), Caching())
+
+    def program():
+        model = wb.parallelize(copy.deepcopy(one), "*: data | recompute")
+        with torch.inference_mode():
+            model(torch.ones(2, 4))
+        model(torch.ones(2, 4)).sum().backward()
+        return model[0].linear.weight.grad is not None
+
+    assert all(run_ranks(program, 2))
+
+
 class Block(nn.Module):
     """Two layers with dropout and a residual."""
 

@@ -156,4 +156,5 @@ class _BuffersBefore:
 
 
 def _version(buffer: torch.Tensor | None) -> int:
-    return 0 if buffer is None else buffer._version
+    """How often it was written to; tensors made in inference mode do not count, and cannot be written to here."""
+    return 0 if buffer is None or buffer.is_inference() else buffer._version

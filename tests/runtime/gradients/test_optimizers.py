@@ -116,7 +116,7 @@ def test_a_step_that_raised_leaves_the_optimizer_usable():
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def test_another_strategy_without_its_optimizer_is_an_error():
+def test_state_of_another_layout_that_is_loaded_is_an_error():
     models = [make("mlp") for _ in range(2)]
 
     def program(rank):
@@ -124,6 +124,7 @@ def test_another_strategy_without_its_optimizer_is_an_error():
         optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
         step(model, optimizer)
         wb.parallelize(model, "*: data")
+        optimizer.load_state_dict(optimizer.state_dict())
         with pytest.raises(LayoutError, match=r"shape \(16, 16\) for a parameter of shape \(32, 16\).*optimizer="):
             step(model, optimizer)
 

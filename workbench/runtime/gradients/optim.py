@@ -28,6 +28,7 @@ from workbench.runtime import world
 from workbench.runtime.boxing.assembling import slice_region
 from workbench.runtime.boxing.box import box
 from workbench.runtime.gradients.fused_steps import fuse, unfuse
+from workbench.runtime.gradients.left_behind import MOVE_STATE, refuse_replaced, refuse_state
 from workbench.runtime.gradients.overlap import Watcher
 from workbench.runtime.gradients.reduction import forget_sums, start_reduction, start_write_back
 from workbench.runtime.gradients.shard import shard_of, state_spec
@@ -56,6 +57,11 @@ def install_hooks() -> None:
         Optimizer._optimizer_step_code = _after_step  # type: ignore[method-assign]
         Optimizer.zero_grad = _zero_grad  # type: ignore[method-assign]
         _installed = True
+
+
+def forget_layouts(optimizer: Optimizer) -> None:
+    """What an optimizer has as state is new: it lies where its parameters lie now."""
+    optimizer.__dict__.pop("_workbench_swap", None)
 
 
 def state_layout(parameter: GlobalTensor) -> Layout:
@@ -145,7 +151,11 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     _put_back(optimizer)  # a step that raised has left its local tensors behind
     swap: _Swap | None = optimizer.__dict__.get("_workbench_swap")
     if swap is None or not swap.fits(optimizer):
+        if swap is not None and optimizer.state is swap.state:
+            refuse_state(optimizer, swap.parameters, swap.specs)
         swap = optimizer.__dict__["_workbench_swap"] = _Swap(optimizer)
+    if swap.plain:
+        refuse_replaced(optimizer, swap.plain, len(swap.parameters))
     if not swap.parameters or _is_left_alone(optimizer):
         return None
     args, kwargs = _run_closure_first(args, kwargs)
@@ -326,9 +336,7 @@ def _part_of_state(parameter: GlobalTensor, value: torch.Tensor) -> torch.Tensor
     if value.dim() == len(spec.shape) > 0 and tuple(value.shape) != tuple(spec.local_shape):
         raise LayoutError(
             f"optimizer.step(): state of shape {tuple(value.shape)} for a parameter of shape {tuple(spec.shape)}, of "
-            f"which this rank steps on {tuple(spec.local_shape)} ({spec.layout}). State lies where its parameter does: "
-            "give the optimizer when the strategy changes, wb.parallelize(module, strategy, optimizer=optimizer), or "
-            "make a new one."
+            f"which this rank steps on {tuple(spec.local_shape)} ({spec.layout}). {MOVE_STATE}"
         )
     return value
 

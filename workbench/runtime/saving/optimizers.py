@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from workbench.core.layout import Layout, Shape
 from workbench.core.sbp import Split, broadcast
 from workbench.errors import CheckpointError
-from workbench.runtime.gradients.optim import is_elementwise, state_layout
+from workbench.runtime.gradients.optim import forget_layouts, is_elementwise, state_layout
 from workbench.runtime.saving.flat import name_of
 from workbench.runtime.saving.reading import Checkpoint, shape_of
 from workbench.runtime.tensor import GlobalTensor, Spec, ghost_storage, label, local_torch, plain, spec_of
@@ -152,6 +152,7 @@ def assign(
     for ours, saved in zip(optimizer.param_groups, checkpoint.value(part, "param_groups"), strict=True):
         ours.update({key: value for key, value in saved.items() if key != "params"})
     optimizer.state.clear()
+    forget_layouts(optimizer)
     keeps_local = is_elementwise(optimizer)
     for parameter in _with_state(optimizer):
         path = (part, "state", _name(parameter, names, part))

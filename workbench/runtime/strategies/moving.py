@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from workbench.errors import StrategyError
 from workbench.runtime.boxing.box import box
 from workbench.runtime.coordination import gather
-from workbench.runtime.gradients.optim import state_layout
+from workbench.runtime.gradients.optim import forget_layouts, state_layout
 from workbench.runtime.strategies.spreading import spread
 from workbench.runtime.tensor import GlobalTensor, Spec, ghost_storage, label, plain, spec_of
 from workbench.runtime.world import World
@@ -67,7 +67,7 @@ class OptimizerState:
         remaining = iter(new)
         for group in self.optimizer.param_groups:
             group["params"] = [next(remaining) for _ in group["params"]]
-        self.optimizer.__dict__.pop("_workbench_swap", None)  # what it knows of the parameters' layouts is old
+        forget_layouts(self.optimizer)
 
     def _moved(
         self, values: dict[str, Any], parameter: torch.Tensor, spec: Spec | None, described: dict[str, Any]

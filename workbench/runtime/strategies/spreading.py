@@ -12,6 +12,7 @@ from workbench.core.sbp import broadcast
 from workbench.core.strategy import ResolvedLayer
 from workbench.runtime.boxing.box import box
 from workbench.runtime.ghost_storage import spread_zero
+from workbench.runtime.gradients.left_behind import mark_replaced
 from workbench.runtime.strategies.layouts import StageLayouts
 from workbench.runtime.strategies.state import ROOT
 from workbench.runtime.tensor import GlobalTensor, ghost_storage, label, spec_of
@@ -34,6 +35,7 @@ def convert_parameters(
                 continue
             new = nn.Parameter(moved, parameter.requires_grad)
             converted[id(parameter)] = converted[id(new)] = new
+            mark_replaced(parameter)
             new.__dict__["_tied_source"] = parameter  # keeps the id from being used again while we convert
         layer._parameters[name] = converted[id(parameter)]
 
