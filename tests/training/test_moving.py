@@ -135,6 +135,28 @@ def test_gradients_move_with_their_parameters():
             torch.testing.assert_close(found, truth, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("after", ["*: data", "*: data | zero=1", "*: data | zero=2", "*: model", "*: data | zero=3"])
+def test_shards_of_gradients_are_added_to_after_a_change(after):
+    """Under ZeRO 2 a gradient is a shard; where its parameter lies as before, the next term came in its place."""
+    setup = Setup("mlp", rate=0.0)
+    models, batches = [setup.model() for _ in range(3)], [setup.batch(step) for step in range(2)]
+    loss = torch.nn.functional.cross_entropy
+    for inputs, targets in batches:
+        loss(models[2](inputs), targets).backward()
+    expected = [parameter.grad for parameter in models[2].parameters()]
+
+    def program(rank):
+        model = wb.parallelize(models[rank], "*: data | zero=2")
+        wb.forward_backward(model, loss, *batches[0])
+        wb.parallelize(model, after)
+        wb.forward_backward(model, loss, *batches[1])
+        return [whole(parameter.grad) for parameter in model.parameters()]
+
+    for grads in run_ranks(program, 2):
+        for found, truth in zip(grads, expected, strict=True):
+            torch.testing.assert_close(found, truth, rtol=1e-4, atol=1e-6)
+
+
 def test_an_optimizer_of_another_model_is_an_error():
     setup = Setup("mlp")
     models, others = ([setup.model() for _ in range(2)] for _ in range(2))

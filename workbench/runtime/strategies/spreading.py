@@ -30,7 +30,9 @@ def convert_parameters(
         if id(parameter) not in converted:
             moved = spread(parameter, layouts.parameter_layout(choice, parameter.dim()), layouts.world)
             if isinstance(parameter, GlobalTensor):
+                grad, parameter.grad = parameter.grad, None  # under ZeRO a shard, which the next strategy may not have
                 parameter.data = moved
+                parameter.grad = grad
                 converted[id(parameter)] = parameter
                 continue
             new = nn.Parameter(moved, parameter.requires_grad)
