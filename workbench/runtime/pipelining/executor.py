@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -36,6 +36,9 @@ class Stage(Protocol):
 
     world: World
 
+    def stepping(self) -> AbstractContextManager[None]:
+        """Around all of the step's actions."""
+
     def entered(self) -> AbstractContextManager[None]:
         """While this lasts, the module holds what the stage sees of it."""
 
@@ -54,8 +57,11 @@ class OnlyStage:
         for stand_in in stand_ins:
             stand_in.begin_step()
 
-    def entered(self) -> AbstractContextManager[None]:
+    def stepping(self) -> AbstractContextManager[None]:
         return standing_in(self._stand_ins)
+
+    def entered(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def leave(self, result: torch.Tensor) -> torch.Tensor:
         return result
@@ -148,7 +154,10 @@ class Executor:
     def _scheduled(self) -> Iterator[None]:
         world, generator = self.world, self.world.generator
         try:
-            yield
+            with ExitStack() as around:
+                for stage in self.stages.values():
+                    around.enter_context(stage.stepping())
+                yield
         except BaseException as error:
             self._break_off(error)
             raise

@@ -1,4 +1,4 @@
-"""Blocks of other stages in one step: what a block does on ghosts is noted once, then told to the graph by one node.
+"""Blocks and layers of other stages: what one does on ghosts is noted once, then told to the graph by one node.
 
 A rank runs the whole program, and a block that lies on another stage costs it twenty calls that do nothing. What the
 call of such a block leaves behind on this rank is little: ghosts of known layouts, linked to some of its inputs and
@@ -22,6 +22,7 @@ from workbench.runtime.ops.ghost import TENSOR, OutputInfo, ghost_outputs
 from workbench.runtime.pipelining.running import RunningStep
 from workbench.runtime.pipelining.stand_ins import InputBoxing, Noted, StandIn, Watch, blocks, has_hooks
 from workbench.runtime.random import draw_key
+from workbench.runtime.strategies.doors import Door
 from workbench.runtime.tensor import GlobalTensor, Spec, label, local_torch, mark_ghost
 from workbench.runtime.world import World
 
@@ -98,6 +99,45 @@ class GhostModule(StandIn):
             structure,
             [TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves],
         )
+
+
+class GhostLayer(GhostModule):
+    """A layer on another stage that is in no block, with its door: inputs need not enter, or be boxed, by themselves.
+
+    A layer that anybody else has hooked stays as it is: hooks get what the door lets in.
+    """
+
+    def __init__(self, module: nn.Module, world: World) -> None:
+        super().__init__(module, world)
+        self.takes_plain = type(module).__module__.startswith("torch.nn.")  # no value decides what those return
+        self._door: Door | None = None
+
+    def install(self) -> None:
+        """Take the door's place, too."""
+        self._door = _only_door(self.module)
+        if self._door is None:
+            return
+        super().install()
+        forward, door = self.forward, self._door
+
+        def through_the_door(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = door.box_inputs(args, kwargs)
+            return forward(*args, **kwargs)
+
+        self.forward, door.stands_open = through_the_door, True
+
+    def remove(self) -> None:
+        """Give both back."""
+        if self._door is not None:
+            self._door.stands_open = False
+            super().remove()
+
+
+def _only_door(module: nn.Module) -> Door | None:
+    """The door of a layer that has no other hook."""
+    before = list(module._forward_pre_hooks.values())
+    is_alone = len(before) == 1 and not (module._forward_hooks or module._backward_hooks or module._backward_pre_hooks)
+    return before[0] if is_alone and isinstance(before[0], Door) else None
 
 
 def _beside_parameters(
@@ -181,7 +221,8 @@ class _Links:
 
 
 def ghost_modules(root: nn.Module, stage_of: Mapping[int, int], stage: int, world: World) -> list[GhostModule]:
-    """The largest modules that can stand in for themselves: all their parameters lie on one other stage.
+    """The largest modules that can stand in for themselves, and layers in none of them: all their parameters lie on one
+    other stage.
 
     ``stage_of`` gives the stage of a parameter by its id.
     """
@@ -192,4 +233,5 @@ def ghost_modules(root: nn.Module, stage_of: Mapping[int, int], stage: int, worl
             return None
         return len(stages) == 1
 
-    return [GhostModule(module, world) for module in blocks(root, is_wanted)]
+    found = blocks(root, is_wanted, with_layers=True)
+    return [GhostModule(m, world) if any(m.children()) else GhostLayer(m, world) for m in found]

@@ -43,6 +43,10 @@ class RunningStep:
     losses: list[Any] | None = None
     runs_backward: bool = False
     hooks: dict[int, Callable[[], None]] = field(default_factory=dict)
+    _stages: dict[Placement, int] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._stages = {placement: stage for stage, placement in reversed(list(enumerate(self.placements)))}
 
     def keeping_back(self) -> Any:
         """The ``weight_gradients`` of a function of parameters that runs now, with gradients.
@@ -100,7 +104,7 @@ class RunningStep:
                 )
 
     def _stage_of(self, placement: Placement) -> int | None:
-        return self.placements.index(placement) if placement in self.placements else None
+        return self._stages.get(placement)
 
     def check_reading(self, tensor: GlobalTensor) -> None:
         """Refuse ``item()`` and its like: the ranks of other stages would stop to wait for the value."""

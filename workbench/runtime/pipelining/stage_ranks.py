@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -264,6 +264,10 @@ class StageRank:
             f"several stages per rank a parameter's gradient comes from each stage's view of it. Change the gradient "
             f"after the step, or use a schedule with 1 stage per rank (1f1b)."
         )
+
+    def stepping(self) -> AbstractContextManager[None]:
+        """The module has the stage's views, and its stand-ins, during an action only."""
+        return nullcontext()
 
     @contextmanager
     def entered(self) -> Iterator[None]:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cache
 from typing import Any
 
 import torch
@@ -36,6 +35,7 @@ _MAX_KEYS = 256
 _AS_WRITTEN = object()
 _OF_TORCH = frozenset(nn.Module().__dict__) - {"training"}
 """Attributes that every module has."""
+_KINDS_OF_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +103,7 @@ class StandIn(ABC):
         self.module, self.world = module, world
         self._parts = list(module.modules())
         self._records: dict[Any, Any] = {}
+        self._names: list[tuple[Any, tuple[str, ...]]] = [((), ()) for _ in self._parts]
         self._settings: int | None = None
         self._known_settings: dict[Any, int] = {}
 
@@ -139,7 +140,8 @@ class StandIn(ABC):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward."""
         world = self.world
-        is_watched = world.tracer is not None or world.recorder is not None  # by somebody who wants every boxing
+        # Somebody wants to see every boxing, or every plain tensor that enters.
+        is_watched = world.tracer is not None or world.recorder is not None or world.checks_agreement
         if is_watched or world.running is None or world.running.watch is not None:
             return self.forward(*args, **kwargs)
         leaves, structure = _flattened(args, kwargs)
@@ -177,7 +179,7 @@ class StandIn(ABC):
 
     def _key(self, leaves: Sequence[Any], structure: Any) -> Any:
         """All that the outcome depends on, or None where a value cannot be compared."""
-        parts: list[Any] = [structure, torch.is_grad_enabled(), autocast_state()]
+        parts: list[Any] = [structure, torch.is_grad_enabled(), autocast_state(), self.world.call.num_samples]
         with local_torch():
             if self._settings is None:
                 if len(self._known_settings) >= _MAX_RECORDS:
@@ -202,16 +204,22 @@ class StandIn(ABC):
     def _settings_now(self) -> Any:
         """Whatever somebody may change between steps: modes, numbers, hooks, which parameters learn."""
         found: list[Any] = []
-        for part in self._parts:
+        for number, part in enumerate(self._parts):
             attributes = part.__dict__
-            for name in _names_beside_torchs(tuple(attributes)):
+            known, names = self._names[number]
+            if known != (present := tuple(attributes)):
+                names = tuple([name for name in present if name not in _OF_TORCH])
+                self._names[number] = present, names
+            for name in names:
                 value = attributes[name]
                 if isinstance(value, VALUES):
                     found += (name, type(value), value)
-            for hooks in (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks):
-                found.append(tuple(hooks))
-            for parameter in part._parameters.values():
-                found.append(parameter is not None and (id(parameter), parameter.requires_grad, has_hooks(parameter)))
+            for kind in _KINDS_OF_HOOKS:
+                if hooks := attributes[kind]:
+                    found += (number, kind, *hooks)
+            for parameter in attributes["_parameters"].values():
+                if parameter is not None:
+                    found += (id(parameter), parameter.requires_grad, has_hooks(parameter))
         return tuple(found)
 
     def _note(self, inputs: list[GlobalTensor], args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -248,14 +256,10 @@ def has_hooks(parameter: torch.Tensor) -> bool:
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
-@cache
-def _names_beside_torchs(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Of a module's attributes, those that not every module has."""
-    return tuple(name for name in names if name not in _OF_TORCH)
-
-
 def _flattened(args: Any, kwargs: Any) -> tuple[Sequence[Any], Any]:
     """Leaves of a call's arguments, and how many or how they are arranged."""
+    if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):  # nearly always
+        return args, 1
     if kwargs or not all(isinstance(arg, (torch.Tensor, *VALUES)) for arg in args):
         return tree_flatten((args, kwargs))
     return args, len(args)
@@ -302,11 +306,19 @@ def runs_once(options: Options) -> bool:
     return not options.recompute and options.zero < 3
 
 
-def blocks(root: nn.Module, is_wanted: Callable[[nn.Module], bool | None]) -> Iterator[nn.Module]:
-    """The largest modules with parts of their own that ``is_wanted``; it says None of what need not be looked into."""
+def blocks(
+    root: nn.Module, is_wanted: Callable[[nn.Module], bool | None], with_layers: bool = False
+) -> Iterator[nn.Module]:
+    """The largest modules with parts of their own that ``is_wanted``, each once; it says None of what need not be
+    looked into. ``with_layers``: also modules without parts that are in none of these.
+    """
+    yield from dict.fromkeys(_blocks(root, is_wanted, with_layers))
+
+
+def _blocks(root: nn.Module, is_wanted: Callable[[nn.Module], bool | None], with_layers: bool) -> Iterator[nn.Module]:
     for child in root.children():
         wanted = is_wanted(child)
-        if wanted and not isinstance(child, CONTAINERS) and any(child.children()):
+        if wanted and not isinstance(child, CONTAINERS) and (with_layers or any(child.children())):
             yield child
         elif wanted is not None:
-            yield from blocks(child, is_wanted)
+            yield from _blocks(child, is_wanted, with_layers)

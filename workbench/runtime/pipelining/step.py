@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -134,7 +135,7 @@ def evaluate(module: nn.Module, inputs: Any) -> Any:
 
 def _prepare(module: nn.Module, state: ParallelState, world: World, num_micro_batches: int) -> tuple[Executor, Table]:
     resolved = state.resolved
-    table = _table(resolved, num_micro_batches)
+    table = _table(resolved.schedule, resolved.num_stages, num_micro_batches, resolved.degrees[0])
     own = _stages_of(world.rank, resolved)
     if state.stand_ins is None:
         placement = state.placements[own[0]]
@@ -148,10 +149,11 @@ def _prepare(module: nn.Module, state: ParallelState, world: World, num_micro_ba
     return Executor(world, stages, running, draw_key(world)), table
 
 
-def _table(resolved: ResolvedStrategy, num_micro_batches: int) -> Table:
-    if resolved.num_stages == 1:
+@lru_cache(maxsize=64)
+def _table(schedule: str, num_stages: int, num_micro_batches: int, num_ranks: int) -> Table:
+    if num_stages == 1:
         return [[Action(0, kind, index) for index in range(num_micro_batches) for kind in "FB"]]
-    return make_table(resolved.schedule, resolved.num_stages, num_micro_batches, resolved.degrees[0])
+    return make_table(schedule, num_stages, num_micro_batches, num_ranks)
 
 
 def _slice_of(rank: int, resolved: ResolvedStrategy) -> int:

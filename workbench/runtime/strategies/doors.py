@@ -21,6 +21,24 @@ from workbench.runtime.tensor import GlobalTensor
 from workbench.runtime.world import OUTSIDE, ModuleCall
 
 
+class Door:
+    """The hook before a layer. While it ``stands_open``, whoever has the layer's forward boxes the inputs."""
+
+    def __init__(self, enter: Callable[[Any], Any]) -> None:
+        self._enter, self.stands_open = enter, False
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """The arguments as the layer gets them; None where they go in as they are."""
+        return None if self.stands_open else self.box_inputs(args, kwargs)
+
+    def box_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The arguments, with every tensor as the layer means it."""
+        if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):  # nearly always
+            return (self._enter(args[0]),), kwargs
+        args, kwargs = tree_map(self._enter, (args, kwargs))
+        return args, kwargs
+
+
 class Doors:
     """Puts the hooks on layers."""
 
@@ -41,12 +59,7 @@ class Doors:
         that has not ended by itself.
         """
 
-        def box_inputs(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):  # nearly always
-                return (self._enter(args[0], choice),), kwargs
-            return tree_map(lambda value: self._enter(value, choice), (args, kwargs))
-
-        handles = [layer.register_forward_pre_hook(box_inputs, with_kwargs=True)]
+        handles = [layer.register_forward_pre_hook(Door(lambda value: self._enter(value, choice)), with_kwargs=True)]
         if foreign:
             handles += _hook_tied(
                 layer, foreign, lambda ndim: self.layouts.parameter_layout(choice, ndim), when_interrupted
@@ -114,7 +127,10 @@ def hook_root(module: nn.Module, layouts: StageLayouts, when_interrupted: list[C
     """
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-        rows = {leaf.shape[0] for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.dim()}
+        leaves = (
+            args if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor) else tree_leaves((args, kwargs))
+        )
+        rows = {leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()}
         num_samples = max(rows - {1}, default=1) if len(rows - {1}) < 2 else None
         layouts.world.call = ModuleCall(layouts.stage_order, num_samples)
         note_call(module)
