@@ -1,4 +1,4 @@
-"""Adam in one pass over memory, where the user leaves it to torch: the numbers of torch's own choice."""
+"""Adam and SGD in one pass over memory, where the user leaves it to torch: the numbers of torch's own choice."""
 
 import copy
 
@@ -51,6 +51,46 @@ def test_a_fused_step_has_the_numbers_of_torchs_choice(kind, options, dtype):
 
 
 @pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"nesterov": True},
+        {"dampening": 0.3},
+        {"maximize": True, "weight_decay": 0.1},
+        {"nesterov": True, "maximize": True, "weight_decay": 0.1},
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_fused_step_of_sgd_has_the_numbers_of_torchs_choice(options, dtype):
+    found, wanted = parameters(dtype), parameters(dtype)
+    options = {"lr": 0.1, "momentum": 0.9, **options}
+    optimizer, plain = torch.optim.SGD(found, **options), torch.optim.SGD(wanted, **options)
+    assert all(train(found, optimizer))
+    train(wanted, plain, may_fuse=False)
+    tolerance = 1e-6 if dtype is torch.float32 else 1e-12
+    torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(optimizer.state_dict(), plain.state_dict(), rtol=tolerance, atol=tolerance)
+
+
+def test_sgd_is_not_fused_while_some_parameters_have_a_momentum_and_others_have_none():
+    found, wanted, fused = parameters(), parameters(), []
+    optimizers = [torch.optim.SGD(ps, lr=0.1, momentum=0.9) for ps in (found, wanted)]
+    for step in range(4):
+        for params, optimizer in zip((found, wanted), optimizers, strict=True):
+            for number, p in enumerate(params):
+                p.grad = None if number == 1 and step in (0, 3) else torch.full_like(p, 1.0 + step)
+            if params is found:
+                groups = fuse(optimizer)
+                fused.append(bool(groups))
+                optimizer.step()
+                unfuse(groups)
+            else:
+                optimizer.step()
+    assert fused == [True, False, True, True]
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize(
     "optimizer",
     [
         lambda p: torch.optim.AdamW(p, foreach=True),
@@ -58,6 +98,9 @@ def test_a_fused_step_has_the_numbers_of_torchs_choice(kind, options, dtype):
         lambda p: torch.optim.AdamW(p, fused=False),
         lambda p: torch.optim.AdamW(p, differentiable=True),
         lambda p: torch.optim.SGD(p, lr=0.1),
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=False),
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, differentiable=True),
+        lambda p: torch.optim.SGD(p, lr=torch.tensor(0.1), momentum=0.9),
         lambda p: torch.optim.NAdam(p, lr=0.1),
     ],
 )
