@@ -144,6 +144,24 @@ def test_a_layer_of_another_stage_is_not_run_again():
     assert calls == [1, 1, 6]
 
 
+def test_another_forward_that_somebody_has_given_a_layer_runs_on_every_rank():
+    torch.manual_seed(0)
+    calls = []
+
+    def before_step(model, step):
+        def forward(x):
+            calls.append((wb.rank(), type(x)))
+            return nn.LayerNorm.forward(model.norm, x)
+
+        if step == 1:
+            model.norm.forward = forward
+
+    one = Model()
+    models = [copy.deepcopy(one) for _ in range(3)]
+    run_ranks(lambda rank: trained(models[rank], STAGES, [words_of(6, 5)] * 3, before_step), 3)
+    assert sorted(calls, key=lambda call: call[0]) == [(rank, wb.GlobalTensor) for rank in range(3) for _ in range(4)]
+
+
 def test_hooks_of_users_get_what_the_door_lets_in_on_every_rank():
     torch.manual_seed(0)
     seen = []

@@ -40,6 +40,20 @@ class Counting(Block):
         return super().forward(x, side)
 
 
+class Logging(Block):
+    """Keeps what it has seen."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen, self.by_name = [], {}
+
+    def forward(self, x, side):
+        found = super().forward(x, side)
+        self.seen.append(found[0].detach())
+        self.by_name[len(self.by_name)] = side.shape
+        return found
+
+
 class Normed(Block):
     """Writes running statistics."""
 
@@ -104,7 +118,7 @@ def program_of(models, strategy, steps=3):
 
 @pytest.mark.parametrize(
     ("kind", "is_noted"),
-    [(Block, True), (Cutting, True), (Counting, False), (Normed, False), (Writing, True)],
+    [(Block, True), (Cutting, True), (Counting, False), (Logging, False), (Normed, False), (Writing, True)],
 )
 def test_numbers_are_those_of_one_device_whether_a_block_is_noted_or_not(kind, is_noted):
     torch.manual_seed(0)

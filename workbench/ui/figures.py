@@ -83,8 +83,18 @@ def _difference(run: RunRecord, baseline: RunRecord) -> tuple[np.ndarray, np.nda
 
 
 def _limit_label(tolerance: float, colours: Palette) -> dict[str, Any]:
-    """The limit's number above its line. Annotations on a logarithmic axis are placed by exponent."""
-    place = {"x": 1, "xref": "paper", "xanchor": "right", "y": float(np.log10(tolerance)), "yanchor": "bottom"}
+    """The limit's number above its line, on the left: on the right are the buttons of a figure that is pointed at.
+
+    Annotations on a logarithmic axis are placed by exponent.
+    """
+    place = {
+        "x": 0,
+        "xref": "paper",
+        "xanchor": "left",
+        "xshift": 4,
+        "y": float(np.log10(tolerance)),
+        "yanchor": "bottom",
+    }
     return place | {
         "text": f"limit {short_difference(tolerance)}",
         "font": {"color": colours.error},

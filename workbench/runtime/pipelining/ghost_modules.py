@@ -104,7 +104,7 @@ class GhostModule(StandIn):
 class GhostLayer(GhostModule):
     """A layer on another stage that is in no block, with its door: inputs need not enter, or be boxed, by themselves.
 
-    A layer that anybody else has hooked stays as it is: hooks get what the door lets in.
+    A layer that anybody else has hooked, or given another forward, stays as it is: these get what the door lets in.
     """
 
     def __init__(self, module: nn.Module, world: World) -> None:
@@ -134,10 +134,10 @@ class GhostLayer(GhostModule):
 
 
 def _only_door(module: nn.Module) -> Door | None:
-    """The door of a layer that has no other hook."""
+    """The door of a layer that has no other hook, and the forward of its class."""
     before = list(module._forward_pre_hooks.values())
-    is_alone = len(before) == 1 and not (module._forward_hooks or module._backward_hooks or module._backward_pre_hooks)
-    return before[0] if is_alone and isinstance(before[0], Door) else None
+    others = (module._forward_hooks, module._backward_hooks, module._backward_pre_hooks, "forward" in module.__dict__)
+    return before[0] if len(before) == 1 and isinstance(before[0], Door) and not any(others) else None
 
 
 def _beside_parameters(

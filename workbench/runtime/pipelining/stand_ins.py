@@ -8,6 +8,7 @@ stand-in's kind (``ghost_modules``, ``local_modules``). A block of which that ca
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.
 """Modules of whose parts the program calls some by themselves."""
 VALUES = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum)
 """Arguments that can be compared and never change."""
+_HOLDERS = (list, dict, set, deque)
 _MAX_RECORDS = 64
 _MAX_KEYS = 256
 _AS_WRITTEN = object()
@@ -245,10 +247,17 @@ class StandIn(ABC):
         with local_torch():
             found += [tensor._version for tensor in inputs]
             for part in self._parts:
-                found += [(name, value) for name, value in part.__dict__.items() if name != "forward"]
+                attributes = [(name, value) for name, value in part.__dict__.items() if name != "forward"]
+                found += attributes
+                found += [_contents(value) for _, value in attributes if isinstance(value, _HOLDERS)]
                 held = (*part._parameters.values(), *part._buffers.values())
                 found += [(id(tensor), tensor._version) for tensor in held if tensor is not None]
         return found
+
+
+def _contents(holder: Any) -> tuple[int, ...]:
+    """What a list, a set or a dict holds, by identity: a forward may append to one."""
+    return tuple(map(id, (*holder, *holder.values()) if isinstance(holder, dict) else holder))
 
 
 def has_hooks(parameter: torch.Tensor) -> bool:
