@@ -183,7 +183,9 @@ def test_positions_as_many_as_rows_are_another_call(rows):
     """With as many positions as samples in a micro-batch, a door takes positions for samples."""
     torch.manual_seed(0)
     hybrid = "words: data; positions: data; blocks.0: data; blocks.1: data@1; norm: data@1; head: data@1 | 2x2x1 mb=2"
-    compare(Model(), hybrid, 4, [words_of(count, 4) for count in rows] * 2)
+    models = compare(Model(), hybrid, 4, [words_of(count, 4) for count in rows] * 2)
+    told = [record for layer in layers_of(models[0]).values() for record in layer.records]
+    assert told and None not in told
 
 
 @pytest.mark.parametrize("strategy", [
@@ -201,7 +203,8 @@ def test_under_every_schedule_weights_may_be_frozen_and_learn_again(strategy):
         model.words.weight.requires_grad_(step != 1)
         model.norm.bias.requires_grad_(step % 2 == 0)
 
-    compare(Model(), strategy, 2 if "2x1x1" in strategy else 3, [words_of(8, 5)] * 4, before_step)
+    models = compare(Model(), strategy, 2 if "2x1x1" in strategy else 3, [words_of(8, 5)] * 4, before_step)
+    assert all(map(is_as_it_was, models))
 
 
 def test_a_block_or_layer_in_two_places_gets_its_forward_back():
