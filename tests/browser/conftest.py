@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,10 @@ def lab(chromium: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab
 
 @pytest.fixture(scope="module")
 def open_notebook(chromium: str, lab: LabServer, request: pytest.FixtureRequest) -> Iterator[Any]:
-    """A function that opens a notebook and waits for its kernel; console errors fail the module's last test."""
+    """A function that opens a notebook and waits for its kernel; console errors fail the module's last test.
+
+    What JupyterLab's server could not answer JupyterLab itself is a warning, with the end of the server's log.
+    """
     from playwright.sync_api import sync_playwright
 
     opened: list[LabPage] = []
@@ -56,4 +60,8 @@ def open_notebook(chromium: str, lab: LabServer, request: pytest.FixtureRequest)
             lab_page.page.screenshot(path=lab.folder / f"{Path(request.node.name).stem}.png")
         browser.close()
     lab.shut_down_kernels()
+    for error in [error for page in opened for error in page.server_errors]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            warnings.warn(f"{error}\n{lab.log_lines()}", stacklevel=1)
     assert [error for page in opened for error in page.errors] == []

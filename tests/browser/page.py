@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ IDLE = """() => window.jupyterapp?.shell?.currentWidget?.sessionContext?.session
 
 OWN_ERRORS = {"lab": (), "notebook": ("Cannot read properties of undefined (reading 'schema')",)}
 """What a front end complains about by itself, with a notebook of plain numbers, too (Notebook 7.6.5)."""
+OF_THE_SERVER = re.compile(r"https?://[^/]+/(api|lab/api|lsp|ipyparallel)/")
+"""What front ends ask their server by themselves, again and again; nothing of ours is loaded from there."""
 
 
 @dataclass
@@ -25,10 +28,21 @@ class LabPage:
     page: Any
     app: str = "lab"
     errors: list[str] = field(default_factory=list)
+    server_errors: list[str] = field(default_factory=list)
+    """What the server failed to answer; a busy one may, and its front end asks again."""
 
     def __post_init__(self) -> None:
-        self.page.on("console", lambda said: self._complain(said.text) if said.type == "error" else None)
+        self.page.on("console", self._hear)
         self.page.on("pageerror", lambda error: self._complain(str(error)))
+
+    def _hear(self, said: Any) -> None:
+        if said.type != "error":
+            return
+        address = said.location.get("url", "")
+        if "status of 5" in said.text and OF_THE_SERVER.match(address):
+            self.server_errors.append(f"{said.text}: {address}")
+        else:
+            self._complain(f"{said.text}: {address}" if said.text.startswith("Failed to load") else said.text)
 
     def _complain(self, text: str) -> None:
         if text not in OWN_ERRORS[self.app]:

@@ -31,6 +31,7 @@ CHROMIUM_OPTIONS = [
 ]
 APPS = {"lab": "lab/tree", "notebook": "notebooks"}
 """Front ends and the paths under which they open a notebook."""
+LOG = "server.log"
 
 
 def find_chromium() -> str | None:
@@ -64,6 +65,10 @@ class LabServer:
         """Where a front end shows a notebook."""
         return f"{self.url}/{APPS[app]}/{name}?token={TOKEN}&reset"
 
+    def log_lines(self, last: int = 60) -> str:
+        """The end of its log."""
+        return "\n".join((self.folder / LOG).read_text(errors="replace").splitlines()[-last:])
+
     def shut_down_kernels(self) -> None:
         """End all kernels (and with them their engines), so that the next page starts afresh."""
         for session in json.loads(self._ask("GET", "/api/sessions")):
@@ -79,7 +84,7 @@ class LabServer:
 def running_lab(folder: Path, environment: Mapping[str, str] | None = None) -> Iterator[LabServer]:
     """A server that ends with the context, and with it its kernels and their engines."""
     _refuse_news(folder)
-    port, log = _free_port(), folder / "server.log"
+    port, log = _free_port(), folder / LOG
     with log.open("wb") as output:
         process = subprocess.Popen(
             _command(port, folder),
