@@ -199,7 +199,7 @@ def on_paper(found: Balance) -> dict[str, float]:
     }
 
 
-def _take_a_step(step: Callable[[], None]) -> None:
+def _take_a_step(step: Callable[[], object]) -> None:
     """In training a step follows a step of the same model; in turns the first one follows another candidate's."""
     step()
 
