@@ -104,6 +104,7 @@ def test_a_class_of_characters_is_told_as_what_it_is_not():
 @pytest.mark.parametrize(
     ("text", "num_ranks", "fix"),
     [("*: data; fc2: data@1; fc3: data@2", 2, "number the stages 0 to 1"),
+     ("*: data; fc2: data@1; fc3: data@2 | 2x1x1 mb=4 interleaved", 2, "number the stages 0 to 1"),
      ("*: data; fc2: data@1; fc3: data@2 | 3x1x1", 4, "write 2x1+1x1+1x1 instead")],
 )  # fmt: skip
 def test_no_fix_is_offered_that_does_not_fit_the_ranks(text, num_ranks, fix):

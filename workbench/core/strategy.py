@@ -327,6 +327,8 @@ def _check_degrees(strategy: Strategy, layers: Sequence[Layer], num_ranks: int) 
 
 def _fitting_degrees(num_stages: int, model: int, num_ranks: int) -> str:
     """A fix whose degrees multiply to the ranks, with the model degree that was asked for if it divides them."""
+    if num_stages > num_ranks:
+        return f"number the stages 0 to {num_ranks - 1}"
     if num_ranks % num_stages:
         widths = [(num_ranks + stage) // num_stages for stage in reversed(range(num_stages))]
         return f"write {format_widths([(width, 1) for width in widths])} instead"
