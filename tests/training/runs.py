@@ -9,6 +9,8 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -109,19 +111,25 @@ class Run:
 
 
 def strategy_text(kind: str, parallel: str, options: str, model: nn.Module | None = None) -> str:
-    """Rows ``parallel`` for all layers, cut by parameters into as many stages as the options' first degree says.
+    """Rows ``parallel`` for all layers, cut into the stages of the options (``rows_of``); one row where that is one."""
+    if num_stages_of(options) == 1:
+        return f"{Strategy.from_rows([Row('*', parallel)], Options())} | {options}"
+    return rows_of(model or _built(kind, 0.2, torch.float32), options, lambda: parallel)
 
-    Interleaved, every rank gets two stages.
-    """
+
+def rows_of(model: nn.Module, options: str, parallel_of: Callable[[], str]) -> str:
+    """A row for every layer, of what ``parallel_of`` says, cut by parameters into the stages of the options."""
+    layers = describe(model)
+    cuts = stage_cuts(layers, num_stages_of(options, len(layers)))
+    rows = [Row(layer.name, parallel_of(), None, cut) for layer, cut in zip(layers, cuts, strict=True)]
+    return f"{Strategy.from_rows(rows, Options())} | {options}"
+
+
+def num_stages_of(options: str, num_layers: float = math.inf) -> int:
+    """As many as the options' first degree says; interleaved, two for every rank where there are layers for them."""
     degrees = options.split()[0]
     stages = degrees.count("+") + 1 if "+" in degrees else int(degrees.partition("x")[0])
-    stages *= 2 if "interleaved" in options else 1
-    layers = describe(model or _built(kind, 0.2, torch.float32))
-    cuts = stage_cuts(layers, stages)
-    rows = [Row(layer.name, parallel, None, cut) for layer, cut in zip(layers, cuts, strict=True)]
-    if stages == 1:
-        rows = [Row("*", parallel)]
-    return f"{Strategy.from_rows(rows, Options())} | {options}"
+    return 2 * stages if "interleaved" in options and 2 * stages <= num_layers else stages
 
 
 def train(setup: Setup, model: nn.Module, optimizer: Any, run: Run, steps: range, graded: tuple[int, ...]) -> None:

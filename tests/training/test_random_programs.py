@@ -17,11 +17,9 @@ from torch import nn
 import workbench as wb
 from tests.models.training import whole
 from tests.training.odd_models import MODELS, NUM_CLASSES, inputs_of
-from workbench.core.presets import stage_cuts
-from workbench.core.rows import Row
-from workbench.core.strategy import Options, Strategy
+from tests.training.runs import rows_of
+from workbench.core.strategy import Strategy
 from workbench.runtime.ops.dispatch import FallbackWarning
-from workbench.runtime.parallel import describe
 from workbench.testing import run_ranks
 
 NUM_STEPS, CHANGES_AT = 5, 3
@@ -128,18 +126,8 @@ def draw(seed: int) -> Program:
 
 
 def strategy_of(model: nn.Module, parallel: str, options: str, draws: random.Random) -> str:
-    """Rows for all layers, cut by parameters into the stages of the options."""
-    degrees = options.split()[0]
-    num_stages = degrees.count("+") + 1 if "+" in degrees else int(degrees.partition("x")[0])
-    layers = describe(model)
-    if "interleaved" in options and len(layers) >= 2 * num_stages:
-        num_stages *= 2
-    cuts = stage_cuts(layers, num_stages)
-    rows = [
-        Row(layer.name, draws.choice(("data", "model")) if parallel == "either" else parallel, None, cut)
-        for layer, cut in zip(layers, cuts, strict=True)
-    ]
-    return f"{Strategy.from_rows(rows, Options())} | {options}"
+    """Rows for all layers, each drawn where either is allowed, cut by parameters into the stages of the options."""
+    return rows_of(model, options, lambda: draws.choice(("data", "model")) if parallel == "either" else parallel)
 
 
 Step = Callable[[Program, nn.Module, str, torch.Tensor, torch.Tensor], float]

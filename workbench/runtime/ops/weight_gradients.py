@@ -106,3 +106,8 @@ def split_backward(local: Callable[..., Any], world: World) -> Callable[..., Any
 def is_parameter(tensor: Any) -> bool:
     """Whether a tensor is a parameter itself, and not something made of one."""
     return isinstance(tensor, GlobalTensor) and tensor._is_param and tensor.is_leaf
+
+
+def has_hooks(parameter: torch.Tensor) -> bool:
+    """Whether somebody waits for a parameter's gradient."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)

@@ -19,8 +19,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from workbench.core.boxing import plan_boxing
 from workbench.runtime.ops.ghost import TENSOR, OutputInfo, ghost_outputs
+from workbench.runtime.ops.weight_gradients import has_hooks
 from workbench.runtime.pipelining.running import RunningStep
-from workbench.runtime.pipelining.stand_ins import InputBoxing, Noted, StandIn, Watch, blocks, has_hooks
+from workbench.runtime.pipelining.stand_ins import InputBoxing, Noted, StandIn, Watch, blocks
 from workbench.runtime.random import draw_key
 from workbench.runtime.strategies.doors import Door
 from workbench.runtime.tensor import GlobalTensor, Spec, label, local_torch, mark_ghost

@@ -23,6 +23,7 @@ from workbench.core.layout import Layout
 from workbench.core.strategy import Options
 from workbench.runtime.boxing.box import box_implicitly
 from workbench.runtime.ops.ghost import autocast_state
+from workbench.runtime.ops.weight_gradients import has_hooks
 from workbench.runtime.random import draw_key
 from workbench.runtime.tensor import GlobalTensor, Spec, local_torch
 from workbench.runtime.world import World
@@ -258,11 +259,6 @@ class StandIn(ABC):
 def _contents(holder: Any) -> tuple[int, ...]:
     """What a list, a set or a dict holds, by identity: a forward may append to one."""
     return tuple(map(id, (*holder, *holder.values()) if isinstance(holder, dict) else holder))
-
-
-def has_hooks(parameter: torch.Tensor) -> bool:
-    """Whether somebody waits for a parameter's gradient."""
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def _flattened(args: Any, kwargs: Any) -> tuple[Sequence[Any], Any]:

@@ -12,6 +12,7 @@ from workbench.core.rules import Signature, signatures
 from workbench.core.sbp import Sbp, Split, broadcast, partial_sum
 from workbench.kernels.embedding_rows import embedding_rows
 from workbench.kernels.launch import can_launch
+from workbench.runtime.ops import large_weights
 from workbench.runtime.ops.local import can_read
 from workbench.runtime.ops.registry import Call, LocalFunction, Resolution, composite, rule
 from workbench.runtime.ops.rules.shards import zeros, zeros_where_empty
@@ -61,7 +62,10 @@ def _operands(by_function: bool, args: Any, kwargs: Any) -> tuple[torch.Tensor, 
 
 def _whole_table(by_function: bool, padding: int | None, scales: bool) -> Callable[..., torch.Tensor]:
     def look_up(*args: Any, **kwargs: Any) -> torch.Tensor:
-        return F.embedding(*_operands(by_function, args, kwargs), padding, scale_grad_by_freq=scales)
+        indices, weight = _operands(by_function, args, kwargs)
+        if scales:
+            return F.embedding(indices, weight, padding, scale_grad_by_freq=True)
+        return large_weights.embedding(indices, weight, padding)
 
     return look_up
 
@@ -80,7 +84,7 @@ def _own_rows(
             found = embedding_rows(weight, indices.reshape(-1).long(), start, -1 if padding is None else padding)
             return found.view(*indices.shape, weight.shape[1])
         elsewhere = (indices < start) | (indices >= stop)
-        found = F.embedding((indices - start).masked_fill(elsewhere, 0), weight, own_padding)
+        found = large_weights.embedding((indices - start).masked_fill(elsewhere, 0), weight, own_padding)
         return found.masked_fill(elsewhere.unsqueeze(-1), 0)
 
     return look_up

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from workbench.core.layout import Shape
 from workbench.core.rules import Signature
 from workbench.core.sbp import Sbp, Split, broadcast, partial_sum
+from workbench.runtime.ops import large_weights
 from workbench.runtime.ops.equation_text import term
 from workbench.runtime.ops.registry import Call, LocalFunction, Resolution, composite, equations, rule
 from workbench.runtime.ops.rules.shards import zeros_and_bias
@@ -27,7 +29,13 @@ def _linear(call: Call) -> Resolution:
     if len(call.shapes[1]) == 1:
         return Resolution("...k, k, + -> ...")
     bias = "+" if len(call.shapes) == 3 and not call.shapes[2] else "+n"
-    return Resolution(f"...k, nk, {bias} -> ...n")
+    return Resolution(f"...k, nk, {bias} -> ...n", _with_large_weight)
+
+
+def _with_large_weight(
+    call: Call, inputs: list[Spec], outputs: list[Spec], letters: tuple[str, ...]
+) -> LocalFunction | None:
+    return large_weights.linear if math.prod(inputs[1].local_shape) >= large_weights.SMALLEST_NUMEL else None
 
 
 _SUMMED = {

@@ -1,0 +1,181 @@
+"""Large weights whose gradients are added up where they lie: the numbers of one device, and who does without."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import workbench as wb
+from tests.models.training import whole
+from tests.training.test_random_programs import assert_like_one_device
+from workbench.runtime.ops import large_weights
+from workbench.testing import run_ranks
+
+NUM_WORDS, WIDTH, NUM_SAMPLES, LENGTH = 11, 8, 8, 5
+PIPELINE = "words: data; body: data; norm: data@1; head: data@1 | 2x1x1 mb=4 {}"
+
+
+class Words(nn.Module):
+    """Words with a padding word, a layer, a head; tied, the head's weight is the table."""
+
+    def __init__(self, is_tied: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(NUM_WORDS, WIDTH, padding_idx=2)
+        self.body, self.norm, self.head = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, NUM_WORDS)
+        if is_tied:
+            self.head.weight = self.words.weight
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(torch.tanh(self.body(self.words(x)))))
+
+
+def loss_of(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(scores.flatten(0, 1), targets.flatten())
+
+
+def batch_of(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    words = torch.randint(0, NUM_WORDS, (NUM_SAMPLES, LENGTH + 1), generator=torch.Generator().manual_seed(step))
+    return words[:, :-1], words[:, 1:].contiguous()
+
+
+def by_hand(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    losses = [loss_of(model(part), labels) / 4 for part, labels in zip(inputs.chunk(4), targets.chunk(4), strict=True)]
+    sum(losses).backward()  # type: ignore[union-attr]
+    return torch.stack(losses).sum()
+
+
+def train(model: nn.Module, step_of: Callable[..., torch.Tensor], keeps_zeros: bool = False) -> dict[str, torch.Tensor]:
+    """Losses, gradients and weights of three steps."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    found: dict[str, torch.Tensor] = {}
+    for step in range(3):
+        optimizer.zero_grad(set_to_none=not keeps_zeros)
+        found[f"loss {step}"] = whole(step_of(model, *batch_of(step)))
+        found |= {f"{name}'s gradient {step}": whole(p.grad).clone() for name, p in model.named_parameters()}
+        optimizer.step()
+    return found | {name: whole(p) for name, p in model.named_parameters()}
+
+
+def parallel_step(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return wb.forward_backward(model, loss_of, inputs, targets)
+
+
+def on_ranks(model: nn.Module, strategy: str, num_ranks: int, **how: Any) -> list[dict[str, torch.Tensor]]:
+    models = [copy.deepcopy(model) for _ in range(num_ranks)]
+    return run_ranks(lambda rank: train(wb.parallelize(models[rank], strategy), parallel_step, **how), num_ranks)
+
+
+@pytest.fixture
+def num_added(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Every weight counts as large; filled with a word for every gradient that was added to another in place."""
+    found: list[str] = []
+    ask = large_weights._gradient_to_add_to
+
+    def note(weight: Any, running: Any) -> torch.Tensor | None:
+        total = ask(weight, running)
+        if total is not None:
+            found.append("added")
+        return total
+
+    monkeypatch.setattr(large_weights, "SMALLEST_NUMEL", 1)
+    monkeypatch.setattr(large_weights, "_gradient_to_add_to", note)
+    return found
+
+
+@pytest.mark.parametrize("keeps_zeros", [False, True])
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize(("strategy", "num_ranks", "adds"), [
+    (PIPELINE.format("1f1b"), 2, True),
+    (PIPELINE.format("gpipe"), 2, True),
+    (PIPELINE.format("1f1b recompute"), 2, False),  # a checkpoint saves tensors of torch's functions
+    (PIPELINE.format("1f1b zero=1"), 2, True),
+    (PIPELINE.format("zero_bubble"), 2, True),
+    ("words: data; body: data@1; norm: data@2; head: data@3 | 2x1x1 mb=4 interleaved", 2, True),
+    ("words: data@0; body: data@1; norm: data@1; head: data@1 | 2x1x1 mb=4 zero_bubble zero=1", 2, True),
+    ("*: data | 1x1x1 mb=4", 1, True),
+    ("*: model | 1x1x2 mb=4", 2, True),
+    ("*: data | 1x2x1 mb=4", 2, False),  # the sums of its gradients wait for each of them
+    ("*: data | 1x2x1 mb=4 zero=2", 2, False),
+    ("*: data | 1x2x1 mb=4 zero=3", 2, False),
+])  # fmt: skip
+def test_numbers_are_those_of_one_device(num_added, strategy, num_ranks, adds, is_tied, keeps_zeros):
+    expected = train(Words(is_tied), by_hand, keeps_zeros)
+    for found in on_ranks(Words(is_tied), strategy, num_ranks, keeps_zeros=keeps_zeros):
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(
+                found[name], value, rtol=1e-9, atol=1e-11, msg=lambda text, n=name: f"{n}: {text}"
+            )
+    assert bool(num_added) == adds
+
+
+def test_every_micro_batch_but_the_first_adds_to_its_gradient(num_added):
+    on_ranks(Words(), "*: data | 1x1x1 mb=4", 1)
+    assert len(num_added) == 3 * 3 * 3  # steps, later micro-batches, weights with a product or rows
+
+
+def test_a_gradient_that_is_there_before_the_step_is_added_to_at_once(num_added):
+    on_ranks(Words(), "*: data | 1x1x1 mb=4", 1, keeps_zeros=True)
+    assert len(num_added) == (3 + 4 + 4) * 3
+
+
+def test_who_waits_for_a_gradient_gets_each_of_them(num_added):
+    """A hook after accumulation sees the gradient of every micro-batch, as with torch alone."""
+    sums: dict[str, list[float]] = {"torch": [], "ranks": []}
+
+    def listen(model: nn.Module, name: str) -> nn.Module:
+        for layer in (model.words, model.head):
+            layer.weight.register_post_accumulate_grad_hook(lambda p: sums[name].append(float(p.grad.abs().sum())))
+        return model
+
+    def torch_step(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        losses = []
+        for part, labels in zip(inputs.chunk(4), targets.chunk(4), strict=True):
+            losses.append(loss_of(model(part), labels) / 4)
+            losses[-1].backward()
+        return torch.stack(losses).sum()
+
+    train(listen(Words(), "torch"), torch_step)
+    model = Words()
+    run_ranks(lambda rank: train(listen(wb.parallelize(model, "*: data | 1x1x1 mb=4"), "ranks"), parallel_step), 1)
+    assert sorted(sums["ranks"]) == pytest.approx(sorted(sums["torch"]))
+    assert len(sums["ranks"]) == 3 * 4 * 2
+    assert len(num_added) == 3 * 3  # the layer between them, which nobody listens to
+
+
+def test_a_captured_step_stays_with_torch(num_added):
+    def captured(rank: int) -> list[float]:
+        model = wb.parallelize(Words(), "*: data | 1x1x1 mb=4")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+        @wb.capture
+        def step(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = parallel_step(model, inputs, targets)
+            optimizer.step()
+            return loss
+
+        return [float(whole(step(*batch_of(number)))) for number in range(4)]
+
+    [found] = run_ranks(captured, 1)
+    expected = train(Words(), by_hand)
+    assert found[:3] == pytest.approx([float(expected[f"loss {number}"]) for number in range(3)], rel=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(0, 40, 4))
+def test_random_programs_whose_weights_all_count_as_large(num_added, seed):
+    assert_like_one_device(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(40, 240))
+def test_many_random_programs_whose_weights_all_count_as_large(num_added, seed):
+    assert_like_one_device(seed)
