@@ -151,7 +151,7 @@ def test_who_waits_for_a_gradient_gets_each_of_them(num_added):
     assert len(num_added) == 3 * 3  # the layer between them, which nobody listens to
 
 
-def test_a_captured_step_stays_with_torch(num_added):
+def test_a_captured_step_adds_as_it_was_recorded(num_added):
     def captured(rank: int) -> list[float]:
         model = wb.parallelize(Words(), "*: data | 1x1x1 mb=4")
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -168,6 +168,7 @@ def test_a_captured_step_stays_with_torch(num_added):
     [found] = run_ranks(captured, 1)
     expected = train(Words(), by_hand)
     assert found[:3] == pytest.approx([float(expected[f"loss {number}"]) for number in range(3)], rel=1e-9)
+    assert len(num_added) == 2 * 3 * 3  # a step that runs before the recording, and the recording itself
 
 
 @pytest.mark.parametrize("seed", range(0, 40, 4))

@@ -44,9 +44,8 @@ def _step_that_adds(weight: Any) -> Any:
     """The step whose later micro-batches find the gradient of the first; None where a weight gets it from torch."""
     if weight.numel() < SMALLEST_NUMEL or not is_parameter(weight) or not weight.requires_grad:
         return None
-    world = weight._spec.world
-    running = world.running
-    if running is None or running.num_micro_batches == 1 or not torch.is_grad_enabled() or world.recorder is not None:
+    running = weight._spec.world.running
+    if running is None or running.num_micro_batches == 1 or not torch.is_grad_enabled():
         return None
     # A block that is being noted must show torch's functions; a checkpoint that runs again must save the same tensors.
     return None if running.watch is not None or _saves_through_hooks(True) else running
