@@ -47,8 +47,10 @@ def _step_that_adds(weight: Any) -> Any:
     running = weight._spec.world.running
     if running is None or running.num_micro_batches == 1 or not torch.is_grad_enabled():
         return None
-    # A block that is being noted must show torch's functions; a checkpoint that runs again must save the same tensors.
-    return None if running.watch is not None or _saves_through_hooks(True) else running
+    # A block that is being noted must show torch's functions, a checkpoint that runs again save the same tensors, and
+    # a transform see functions that it knows.
+    is_watched = running.watch is not None or _saves_through_hooks(True) or torch._C._are_functorch_transforms_active()
+    return None if is_watched else running
 
 
 def _gradient_to_add_to(weight: Any, running: Any) -> torch.Tensor | None:
