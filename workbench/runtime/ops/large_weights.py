@@ -49,7 +49,7 @@ def _step_that_adds(weight: Any) -> Any:
         return None
     # A block that is being noted must show torch's functions, a checkpoint that runs again save the same tensors, and
     # a transform see functions that it knows.
-    is_watched = running.watch is not None or _saves_through_hooks(True) or torch._C._are_functorch_transforms_active()
+    is_watched = running.watch is not None or torch._C._are_functorch_transforms_active() or _saves_through_hooks(True)
     return None if is_watched else running
 
 
