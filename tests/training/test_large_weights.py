@@ -79,8 +79,8 @@ def num_added(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
     ask = large_weights._gradient_to_add_to
 
-    def note(weight: Any, running: Any) -> torch.Tensor | None:
-        total = ask(weight, running)
+    def note(weight: Any, running: Any, ctx: Any) -> torch.Tensor | None:
+        total = ask(weight, running, ctx)
         if total is not None:
             found.append("added")
         return total
@@ -97,7 +97,7 @@ def num_added(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     (PIPELINE.format("gpipe"), 2, True),
     (PIPELINE.format("1f1b recompute"), 2, False),  # a checkpoint saves tensors of torch's functions
     (PIPELINE.format("1f1b zero=1"), 2, True),
-    (PIPELINE.format("zero_bubble"), 2, True),
+    (PIPELINE.format("zero_bubble"), 2, True),  # the first stage, whose backwards are whole
     ("words: data; body: data@1; norm: data@2; head: data@3 | 2x1x1 mb=4 interleaved", 2, True),
     ("words: data@0; body: data@1; norm: data@1; head: data@1 | 2x1x1 mb=4 zero_bubble zero=1", 2, True),
     ("*: data | 1x1x1 mb=4", 1, True),
@@ -149,6 +149,108 @@ def test_who_waits_for_a_gradient_gets_each_of_them(num_added):
     assert sorted(sums["ranks"]) == pytest.approx(sorted(sums["torch"]))
     assert len(sums["ranks"]) == 3 * 4 * 2
     assert len(num_added) == 3 * 3  # the layer between them, which nobody listens to
+
+
+class OwnBias(nn.Module):
+    """A bias that is computed, as a layer's is that is split by rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, NUM_WORDS)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(self.first(x).tanh(), self.second.weight, self.second.bias * 2)
+
+
+class Latents(nn.Module):
+    """A product of two parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.latents, self.weight = nn.Parameter(torch.randn(1, WIDTH)), nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.head = nn.Linear(WIDTH, NUM_WORDS)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x * F.linear(self.latents, self.weight))
+
+
+class Probed(nn.Module):
+    """A hook asks for another gradient while the backward runs: it leaves those of the weights alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, NUM_WORDS)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def probe(_: torch.Tensor) -> None:
+            again = x.detach().clone().requires_grad_()
+            with torch.enable_grad():
+                torch.autograd.grad(self.first(again).sum(), again)
+
+        hidden = self.first(x).tanh()
+        hidden.register_hook(probe)
+        return self.head(hidden)
+
+
+class Clamped(nn.Module):
+    """A first layer whose weight is written between forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, NUM_WORDS)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.first.weight.clamp_(-0.3, 0.3)
+        return self.head(self.first(x).tanh())
+
+
+class ComplexNumbers(nn.Module):
+    """Linear layers of complex numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH, dtype=torch.complex128)
+        self.head = nn.Linear(WIDTH, NUM_WORDS, dtype=torch.complex128)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.first(x.to(torch.complex128))).abs()
+
+
+@pytest.mark.parametrize(("made", "strategy", "num_ranks"), [
+    (OwnBias, "*: data | 1x1x1 mb=4", 1),
+    (OwnBias, "first: data; second: data@1 | 2x1x1 mb=4 zero_bubble", 2),
+    (OwnBias, "first: data; second: model@1 | 2x1x2 mb=4 zero_bubble", 4),
+    (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, NUM_WORDS)),
+     "0: data; 1: model@1; 2: model@1 | 2x1x2 mb=4 zero_bubble", 4),
+    (Latents, "*: data | 1x1x1 mb=4", 1),
+    (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Latents()),
+     "0: data; 1: data@1; 1.head: data@1 | 2x1x1 mb=4 zero_bubble", 2),
+    (Probed, "*: data | 1x1x1 mb=4", 1),
+    (Clamped, "first: data; head: data@1 | 2x1x1 mb=4 gpipe", 2),
+    (ComplexNumbers, "*: data | 1x1x1 mb=4", 1),
+])  # fmt: skip
+def test_gradients_of_odd_products_are_those_of_one_device(num_added, made, strategy, num_ranks):
+    torch.manual_seed(0)
+    model = made()
+    model = model if made is ComplexNumbers else model.double()
+    inputs, targets = torch.randn(NUM_SAMPLES, WIDTH).double(), torch.randint(0, NUM_WORDS, (NUM_SAMPLES,))
+
+    def gradients(rank: int) -> dict[str, torch.Tensor]:
+        parallel = wb.parallelize(models[rank], strategy)
+        for _ in range(2):
+            wb.forward_backward(parallel, F.cross_entropy, inputs, targets)
+        return {name: whole(p.grad) for name, p in parallel.named_parameters()}
+
+    models = [copy.deepcopy(model) for _ in range(num_ranks)]
+    for _ in range(2):
+        for part, labels in zip(inputs.chunk(4), targets.chunk(4), strict=True):
+            (F.cross_entropy(model(part), labels) / 4).backward()
+    for found in run_ranks(gradients, num_ranks):
+        for name, p in model.named_parameters():
+            torch.testing.assert_close(
+                found[name], p.grad, rtol=1e-9, atol=1e-11, msg=lambda text, n=name: f"{n}: {text}"
+            )
 
 
 def test_a_captured_step_adds_as_it_was_recorded(num_added):

@@ -363,7 +363,7 @@ def mark_ghost_leaves(node: Any) -> None:
     for before, _ in node.next_functions:
         leaf = getattr(before, "variable", None)
         if isinstance(leaf, GlobalTensor) and leaf._ghost_grad is False and leaf._spec.is_ghost:  # noqa: SIM102
-            if _will_accumulate(before):
+            if will_accumulate(before):
                 mark_ghost(leaf)
 
 
@@ -375,7 +375,8 @@ def mark_ghost(leaf: GlobalTensor) -> None:
         recorder.ghosts.append(leaf)
 
 
-def _will_accumulate(node: Any) -> bool:
+def will_accumulate(node: Any) -> bool:
+    """Whether the backward that runs adds to the gradient of the leaf of this node."""
     try:
         return torch._C._will_engine_execute_node(node)
     except RuntimeError:  # torch.autograd.grad takes this leaf's gradient and leaves its .grad alone

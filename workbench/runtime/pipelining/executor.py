@@ -132,7 +132,6 @@ class Executor:
 
     def _backward(self, action: Action) -> None:
         self.running.hooks = self._hooks.setdefault(_key(action), {})
-        self.running.half = _HALVES.get(action.kind, 0)
         if action.kind == "W":
             self._kept_back.pop(_key(action)).accumulate()
             return
@@ -185,12 +184,9 @@ class Executor:
                 world.num_edges.pop(action.micro_batch, None)
                 self._seed(action.micro_batch)
             yield stage
-        self.running.edges, self.running.weight_gradients, self.running.half = None, None, 0
+        self.running.edges = self.running.weight_gradients = None
         moved = (traffic.time_s - waited, traffic.num_exchanges - exchanges, traffic.sent_bytes - sent)
         self.spans.append(Span(self.world.rank, action, started, time.perf_counter(), *moved))
-
-
-_HALVES = {"I": 1, "W": 2}
 
 
 def _key(action: Action) -> tuple[int, int]:

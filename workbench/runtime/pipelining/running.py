@@ -29,7 +29,6 @@ class RunningStep:
         losses: where the program itself calls ``backward``, those it was called on: they wait for the schedule's
             backward. None where a backward runs when it is called.
         runs_backward: whether the backward that runs is the schedule's own, which gives all leaves their gradients.
-        half: which half of a backward runs, 1 (of inputs) or 2 (of weights); 0 where none or a whole one does.
         hooks: those after accumulation that wait for the end of this micro-batch's backward, by number.
     """
 
@@ -43,7 +42,6 @@ class RunningStep:
     weight_gradients: Any = None
     losses: list[Any] | None = None
     runs_backward: bool = False
-    half: int = 0
     hooks: dict[int, Callable[[], None]] = field(default_factory=dict)
     _stages: dict[Placement, int] = field(init=False, repr=False)
 
