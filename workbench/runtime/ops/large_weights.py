@@ -51,10 +51,12 @@ def _step_that_adds(weight: Any) -> Any:
     running = weight._spec.world.running
     if running is None or running.num_micro_batches == 1 or running.has_halves or not torch.is_grad_enabled():
         return None
+    if not weight.is_floating_point():
+        return None
     # A block that is being noted must show torch's functions, a checkpoint that runs again save the same tensors, and
     # a transform see functions that it knows.
     is_watched = running.watch is not None or torch._C._are_functorch_transforms_active() or _saves_through_hooks(True)
-    return None if is_watched or not weight.is_floating_point() else running
+    return None if is_watched else running
 
 
 def _gradient_to_add_to(weight: Any, running: Any, ctx: Any) -> torch.Tensor | None:
