@@ -205,6 +205,31 @@ class Clamped(nn.Module):
         return self.head(self.first(x).tanh())
 
 
+class Stop(torch.autograd.Function):
+    """A function whose gradient is none."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> None:
+        return None
+
+
+class Stopped(nn.Module):
+    """A table and a product whose results nobody learns from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.side = nn.Embedding(NUM_WORDS, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, NUM_WORDS)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        stop = wb.local_map(Stop.apply, in_sbp=[wb.sbp.split(0)], out_sbp=wb.sbp.split(0))
+        return self.head(x + stop(self.side(x)) + stop(self.words((x[:, 0] > 0).long())))
+
+
 class ComplexNumbers(nn.Module):
     """Linear layers of complex numbers."""
 
@@ -251,6 +276,18 @@ def test_gradients_of_odd_products_are_those_of_one_device(num_added, made, stra
             torch.testing.assert_close(
                 found[name], p.grad, rtol=1e-9, atol=1e-11, msg=lambda text, n=name: f"{n}: {text}"
             )
+
+
+def test_a_gradient_that_was_stopped_is_none_instead_of_zeros(num_added):
+    model = Stopped().double()
+
+    def learnt(rank: int) -> set[str]:
+        parallel = wb.parallelize(model, "*: data | 1x1x1 mb=4")
+        inputs, targets = torch.randn(NUM_SAMPLES, WIDTH).double(), torch.randint(0, NUM_WORDS, (NUM_SAMPLES,))
+        wb.forward_backward(parallel, F.cross_entropy, inputs, targets)
+        return {name for name, p in parallel.named_parameters() if p.grad is not None}
+
+    assert run_ranks(learnt, 1) == [{"head.weight", "head.bias"}]
 
 
 def test_a_captured_step_adds_as_it_was_recorded(num_added):

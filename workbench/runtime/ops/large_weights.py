@@ -8,7 +8,8 @@ Python takes as long as it saves.
 
 So do weights with hooks (sums over ranks wait for each gradient), backwards in two halves, checkpoints, autocast,
 transforms of torch.func, complex numbers, blocks that run as plain torch, and tables on a GPU, where additions to rows
-come in any order.
+come in any order, or of 16 bits, in which a sum of many is lost beside few. A hook on the node that accumulates a
+gradient, which nothing tells of, gets None from the second micro-batch on.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _saves_through_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 def embedding(indices: torch.Tensor, weight: torch.Tensor, padding: int | None = None) -> torch.Tensor:
     """``F.embedding`` of plain indices or shards, and a local table."""
     running = _step_that_adds(weight)
-    if running is None or weight.device.type == "cuda":
+    if running is None or weight.device.type == "cuda" or weight.element_size() < 4:
         return F.embedding(indices, weight, padding)
     found: torch.Tensor = _Embedding.apply(indices, weight, -1 if padding is None else padding, running)
     return found
@@ -76,6 +77,7 @@ def _gradient_to_add_to(weight: Any, running: Any, ctx: Any) -> torch.Tensor | N
 class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, indices: torch.Tensor, weight: torch.Tensor, padding: int, running: Any) -> Any:
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(indices)
         ctx.weight, ctx.padding, ctx.running = weight, padding, running
         return torch.embedding(weight, indices, padding)
@@ -83,6 +85,8 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (indices,), weight, (grad,) = ctx.saved_tensors, ctx.weight, grads
+        if grad is None:  # whoever took the result has stopped the gradient: the weight gets none, instead of zeros
+            return None, None, None, None
         with local_torch():
             total = _gradient_to_add_to(weight, ctx.running, ctx)
             if total is None:
@@ -98,6 +102,7 @@ class _Embedding(torch.autograd.Function):
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: Any, running: Any) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight if ctx.needs_input_grad[0] else None)  # as torch: who needs it not may write it
         ctx.weight, ctx.running = weight, running
         return F.linear(x, weight, bias)
@@ -105,6 +110,8 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (x, weight), (grad,) = ctx.saved_tensors, grads
+        if grad is None:
+            return None, None, None, None
         with local_torch():
             rows, inputs = grad.reshape(-1, ctx.weight.shape[0]), x.reshape(-1, ctx.weight.shape[1])
             of_x = (rows @ weight).view(x.shape) if ctx.needs_input_grad[0] else None
@@ -112,5 +119,5 @@ class _Linear(torch.autograd.Function):
             total = _gradient_to_add_to(ctx.weight, ctx.running, ctx)
             if total is None:
                 return of_x, rows.t() @ inputs, of_bias, None
-            total.addmm_(rows.t(), inputs)
+            torch.addmm(total, rows.t(), inputs, out=total)  # which torch's counter of operations knows, unlike addmm_
         return of_x, None, of_bias, None
