@@ -12,7 +12,10 @@ Names are loaded when they are first used: importing the package loads neither t
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from workbench.session import current as current
 
 __version__ = "0.1.0"
 
@@ -28,7 +31,7 @@ _WHERE = {
         "rule", "save", "tensor", "timeline", "to_global", "to_global_many", "trace", "world_size", "zeros",
     ],
     "workbench.runtime.runs.own_loops": ["log"],
-    "workbench.session": ["Session"],
+    "workbench.session": ["Session", "current"],
     "workbench.session.calibrating": ["calibrate"],
     "workbench.planner.sweep": ["simulate"],
     "workbench.session.comparing.compare": ["compare"],

@@ -17,14 +17,13 @@ _SOURCE = """%load_ext workbench
 import time
 import workbench as wb
 from workbench.cli.demo import digits, make_mlp
-from workbench.session import current
 from torch.nn.functional import cross_entropy
 
 def slow_loss(output, target):
     time.sleep(0.01)
     return cross_entropy(output, target)
 ---
-panel = wb.Panel(current(), make_mlp, digits(), slow_loss, strategy="data", batch_size=128, steps=1000)
+panel = wb.Panel(wb.current(), make_mlp, digits(), slow_loss, strategy="data", batch_size=128, steps=1000)
 panel
 ---
 wb.LiveView()
@@ -40,7 +39,7 @@ def broken_loss(output, target):
         raise ValueError("this loss is broken")
     return cross_entropy(output, target)
 
-wb.Panel(current(), make_mlp, digits(), broken_loss, strategy="data", batch_size=128, steps=10)
+wb.Panel(wb.current(), make_mlp, digits(), broken_loss, strategy="data", batch_size=128, steps=10)
 """
 CELLS = _SOURCE.split("---\n")
 

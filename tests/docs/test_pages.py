@@ -65,7 +65,7 @@ def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     shell = InteractiveShell.instance()
     yield shell
-    session = cluster.current()
+    session = cluster.find_current()
     if session is not None:
         session.close()
     if magic.read_comment_spelling in shell.input_transformers_cleanup:

@@ -16,7 +16,7 @@ from tests.flow.job_programs import BATCH_SIZE, losses_of, made_up_digits
 from tests.flow.running import source_of
 from workbench import flow
 from workbench.errors import CellError
-from workbench.session import Session, current
+from workbench.session import Session, current, find_current
 from workbench.testing import run_ranks
 
 pytestmark = [pytest.mark.engines, pytest.mark.filterwarnings("ignore:.*older spelling:DeprecationWarning")]
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.engines, pytest.mark.filterwarnings("ignore:.*older sp
 def _no_session_before_and_after() -> Iterator[None]:
     yield
     flow.config.reset()
-    session = current()
+    session = find_current()
     if session is not None:
         session.close()
 
@@ -56,7 +56,7 @@ def test_programs_drive_the_engines_of_one_session(tmp_path: Path, capsys: pytes
     with mock.patch.object(Session, "submit", noted):
         hybrid = program("hybrid_mlp", tmp_path)
     session = current()
-    assert session is not None and session.num_engines == 2  # started by the first call
+    assert session.num_engines == 2  # started by the first call
     assert sent == ["keep_job", "run_job", "run_job", "run_job"]  # a job is sent once
     expected = losses_of("hybrid_mlp", 2)
     np.testing.assert_allclose(hybrid["loss"], expected[-1], rtol=1e-5)

@@ -158,7 +158,7 @@ def test_close_is_idempotent_and_ends_everything():
     assert time.monotonic() - started < 6
     assert not any(process.find() for process in processes)
     assert not session._folder.path.exists()
-    assert session_package.current() is not session
+    assert session_package.find_current() is not session
     with pytest.raises(CellError, match="died while running"):
         call.result(timeout=5)
     with pytest.raises(NotStartedError, match=r"wb\.Session"):

@@ -10,6 +10,7 @@ from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
 
+import workbench as wb
 from workbench.errors import CellError, NotStartedError
 from workbench.session import assist, cluster, magic
 
@@ -161,10 +162,12 @@ def test_push_and_pull(run, shell):
         ("%push no_such_thing", "no variable 'no_such_thing'"),
         ("%push", "no variable is named"),
         ("%pull a-b", "'a-b' is not a name"),
-        ("%workbench dance", "invalid choice"),
+        ("%workbench dance", "%workbench dance: argument action: invalid choice"),
+        ("%workbench dance", "%workbench? explains every option"),
         ("%workbench start --engines 3", "2 engines is running"),
         ("%global", "needs a line"),
         ("%%global --ranks\n1", "expected one argument"),
+        ("%%global --ranks\n1", "%%global [-o SAVE_NAME]"),
         ("%%global --label 'open\n1", "quot"),
     ],
 )
@@ -172,6 +175,20 @@ def test_usage_errors_say_what_to_do(run, line, words):
     captured, error = run(line)
     assert isinstance(error, UsageError)
     assert words in captured.stdout + captured.stderr
+
+
+@pytest.mark.parametrize("line", ["%workbench", "%workbench help", "%workbench --help"])
+def test_help_is_asked_for_in_every_usual_way(run, line):
+    captured, error = run(line)
+    assert error is None
+    assert captured.stdout.startswith("%workbench [--engines N]")
+    assert "``%workbench start --engines 2``" in captured.stdout
+    assert "--lines N" in captured.stdout
+
+
+@pytest.mark.parametrize(("magics", "name"), [("line_workbench", "%workbench"), ("cell_global", "%%global")])
+def test_shift_tab_shows_a_magic_by_its_name(magics, name):
+    assert getattr(magic.SessionMagics, magics).__doc__.splitlines()[2].startswith(f"  {name} [")
 
 
 def test_a_rank_that_does_not_exist(run):
@@ -194,12 +211,18 @@ def test_status(run):
     assert transport.startswith("ranks [0, 1]: shared (one host, ")
 
 
+def test_the_current_session_is_the_one_that_was_opened_last(session):
+    assert wb.current() is session
+
+
 def test_before_start_the_error_says_how_to_start(run, monkeypatch):
     monkeypatch.setattr(cluster, "_open", [])
     captured, error = run("%%global\n1")
     assert isinstance(error, NotStartedError)
     assert "%workbench start --engines 2" in captured.stdout
     assert len(captured.stdout.splitlines()) == 1
+    with pytest.raises(NotStartedError, match=r"No engines are running.*wb\.Session\(engines=2\)"):
+        wb.current()
 
 
 class TestGlobalTensors:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.ui.reports import block
 from workbench.core.metrics import RunEvent
-from workbench.errors import SessionError
+from workbench.errors import NotStartedError
 from workbench.ui.live.own_live import LiveView
 
 
@@ -43,5 +43,5 @@ def test_loops_are_shown_one_after_the_other():
 
 
 def test_without_a_session_it_says_so():
-    with pytest.raises(SessionError, match=r"0 sessions are open, 1 is needed.*%workbench start"):
+    with pytest.raises(NotStartedError, match=r"No engines are running.*%workbench start"):
         LiveView()

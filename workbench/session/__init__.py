@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from workbench.session.calls import RemoteCall
-    from workbench.session.cluster import Session, current
+    from workbench.session.cluster import Session, current, find_current
     from workbench.session.run import CellResult
 
-__all__ = ["CellResult", "RemoteCall", "Session", "current"]
+__all__ = ["CellResult", "RemoteCall", "Session", "current", "find_current"]
 
 _HOMES = {
     "Session": "workbench.session.cluster",
     "current": "workbench.session.cluster",
+    "find_current": "workbench.session.cluster",
     "CellResult": "workbench.session.run",
     "RemoteCall": "workbench.session.calls",
 }

@@ -87,7 +87,7 @@ class _Inspector:
 
 def _ask(options: str, operation: str, **arguments: Any) -> Any:
     """The answer of the first rank that the cell runs on; None without a session, or without an answer in time."""
-    session = cluster.current()
+    session = cluster.find_current()
     if session is None:
         return None
     with contextlib.suppress(WorkbenchError, ValueError):

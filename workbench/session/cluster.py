@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from workbench.core.metrics import RunEvent
-from workbench.errors import SessionError
+from workbench.errors import NotStartedError, SessionError
 from workbench.session import engine, protocol
 from workbench.session.adapter import Engines, Request
 from workbench.session.calls import RemoteCall
@@ -309,8 +309,26 @@ class Session:
         return self._fleet.live
 
 
-def current() -> Session | None:
-    """The session started last that is still open, or None."""
+def current() -> Session:
+    """The session that ``%workbench start`` or ``wb.Session`` has opened last.
+
+    Raises:
+        NotStartedError: none is open.
+
+    >>> wb.current().num_engines                                # doctest: +SKIP
+    2
+    """
+    found = find_current()
+    if found is None:
+        raise NotStartedError(
+            "No engines are running, so there is nothing to run this on. Start them: %workbench start --engines 2 in a "
+            "notebook, wb.Session(engines=2) in a script."
+        )
+    return found
+
+
+def find_current() -> Session | None:
+    """The session opened last that is still open, or None."""
     return _open[-1] if _open else None
 
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from IPython.core.error import UsageError
 
-from workbench.errors import NotStartedError
 from workbench.session import cluster, protocol
 from workbench.session.output.log import tail
 from workbench.session.processes import kept
@@ -18,23 +17,9 @@ from workbench.units import counted, format_bytes, format_count, format_seconds
 _DEBUGGER_START_S = 15.0
 
 
-def session() -> cluster.Session:
-    """The session that magics act on.
-
-    Raises:
-        NotStartedError: there is none.
-    """
-    found = cluster.current()
-    if found is None:
-        raise NotStartedError(
-            "No engines are running, so there is nothing to run this on. Start them with: %workbench start --engines 2"
-        )
-    return found
-
-
 def start(options: Namespace) -> None:
     """Start a session, unless the same one runs."""
-    running = cluster.current()
+    running = cluster.find_current()
     if running is not None and options.engines in (None, running.num_engines):
         print(f"workbench: a session with {counted(running.num_engines, 'engine')} is running already")
         return
@@ -56,7 +41,7 @@ def start(options: Namespace) -> None:
 
 def attach(options: Namespace) -> None:
     """Go on with the engines that an earlier notebook has left."""
-    if cluster.current() is not None:
+    if cluster.find_current() is not None:
         raise UsageError(
             "%workbench attach: a session runs here already. End it (%workbench stop), or leave it (detach)."
         )
@@ -73,7 +58,7 @@ def attach(options: Namespace) -> None:
 
 def detach(options: Namespace) -> None:
     """Leave the engines to another notebook."""
-    here = session()
+    here = cluster.current()
     here.detach()
     left = counted(here.num_engines, "engine")
     print(f"workbench: left {left}; a notebook of yours goes on there by %workbench attach")
@@ -86,19 +71,19 @@ def clean(options: Namespace) -> None:
 
 def stop(options: Namespace) -> None:
     """End the session and its engines."""
-    session().close()
+    cluster.current().close()
     print("workbench: stopped")
 
 
 def restart(options: Namespace) -> None:
     """Replace engines; all of them, or those named."""
-    here = session()
+    here = cluster.current()
     here.restart(parse_ranks(options.ranks, here.num_engines) if options.ranks is not None else None)
 
 
 def status(options: Namespace) -> None:
     """One line about every rank, and how they exchange."""
-    found = session().status()
+    found = cluster.current().status()
     for each in found:
         print(describe(each))
     for line in dict.fromkeys(line for each in found for line in each.transport_groups):
@@ -125,13 +110,13 @@ def describe(status: protocol.RankStatus) -> str:
 
 
 def _ranks_of(options: Namespace) -> tuple[int, ...]:
-    num_ranks = session().num_engines
+    num_ranks = cluster.current().num_engines
     return parse_ranks(options.ranks, num_ranks) if options.ranks is not None else tuple(range(num_ranks))
 
 
 def log(options: Namespace) -> None:
     """The end of what each rank printed in the last cell that printed, and the files that have all of it."""
-    output = session().logs.last()
+    output = cluster.current().logs.last()
     if output is None:
         print("workbench: no cell has printed anything yet")
         return
@@ -149,7 +134,7 @@ def log(options: Namespace) -> None:
 
 def dump(options: Namespace) -> None:
     """The stack of every rank's main thread, from the cell inwards."""
-    found = {each.rank: each for each in session().status()}
+    found = {each.rank: each for each in cluster.current().status()}
     for rank in _ranks_of(options):
         print(describe(found[rank]))
         for frame in found[rank].stack:
@@ -161,7 +146,7 @@ def dump(options: Namespace) -> None:
 
 def debug(options: Namespace) -> None:
     """Have debugpy listen on loopback on the ranks named."""
-    here = session()
+    here = cluster.current()
     ranks = _ranks_of(options)
     if options.ranks is None:
         raise UsageError(

@@ -19,12 +19,13 @@ from IPython.core.magic_arguments import argument, magic_arguments, parse_argstr
 from IPython.display import display
 
 from workbench.session import assist, cluster
-from workbench.session.commands import COMMANDS, describe_times, session
+from workbench.session.commands import COMMANDS, describe_times
 from workbench.session.output.merging import Block, as_text
 from workbench.session.ranks import parse_ranks
 
 _WIDGET = "application/vnd.jupyter.widget-view+json"
 """ipyparallel relays widgets of engines to a notebook; a terminal gets their text."""
+_ASKS_FOR_HELP = ("", "help", "-h", "--help")
 _COMMENT_SPELLING = re.compile(r"^#\s*(%%global\b.*)$")
 
 
@@ -43,7 +44,7 @@ def unload_ipython_extension(ipython: Any) -> None:
     if read_comment_spelling in ipython.input_transformers_cleanup:
         ipython.input_transformers_cleanup.remove(read_comment_spelling)
     assist.uninstall(ipython)
-    session = cluster.current()
+    session = cluster.find_current()
     if session is not None:
         session.close()
 
@@ -60,7 +61,7 @@ class SessionMagics(Magics):
 
     shell: Any
 
-    @magic_arguments()
+    @magic_arguments("%global")
     @output_args
     @argument("--ranks", help="run on these ranks only, e.g. 0,2-3; collectives of all ranks are then not possible")
     @argument("--timeout", type=float, metavar="S", help="stop the cell on all ranks after S seconds")
@@ -81,7 +82,7 @@ class SessionMagics(Magics):
         code = cell if cell.lstrip().startswith("%%") else f"# %%global {line}".rstrip() + f"\n{cell}"
         _run(self.shell, code, options)
 
-    @magic_arguments()
+    @magic_arguments("global")
     @argument("code", nargs="*", help="one line of Python")
     @no_var_expand
     @line_magic("global")  # type: ignore[arg-type]
@@ -91,7 +92,7 @@ class SessionMagics(Magics):
             raise UsageError("%global needs a line of Python, e.g. %global x = wb.rank()")
         _run(self.shell, line, _DEFAULTS)
 
-    @magic_arguments()
+    @magic_arguments("workbench")
     @argument("action", choices=list(COMMANDS), help="what to do")
     @argument("--engines", type=int, metavar="N", help="start: number of engines (default: one per GPU, or 2)")
     @argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="start: where tensors live")
@@ -111,6 +112,9 @@ class SessionMagics(Magics):
         ``log`` shows the end of what each rank printed in the last cell, and the file that has all of it; ``dump``
         shows where each rank is now, also while a cell runs; ``debug --ranks 1`` has a debugger listen on loopback.
         """
+        if line.strip() in _ASKS_FOR_HELP:
+            print(_help(self.line_workbench.parser.format_help()))
+            return
         options = _parse(self.line_workbench, line)
         COMMANDS[options.action](options)
 
@@ -121,13 +125,13 @@ class SessionMagics(Magics):
         missing = [name for name in names if name not in self.shell.user_ns]
         if missing:
             raise UsageError(f"%push {line}: the notebook has no variable {missing[0]!r}")
-        session().push(**{name: self.shell.user_ns[name] for name in names})
+        cluster.current().push(**{name: self.shell.user_ns[name] for name in names})
 
     @line_magic("pull")  # type: ignore[arg-type]
     def line_pull(self, line: str) -> None:
         """Copy variables of the engines here: a list by rank, or the logical tensor of a global one."""
         for name in _names("%pull", line):
-            self.shell.user_ns[name] = session().pull(name)
+            self.shell.user_ns[name] = cluster.current().pull(name)
 
 
 class Shower:
@@ -174,7 +178,7 @@ _DEFAULTS = Namespace(
 
 
 def _run(shell: Any, code: str, options: Namespace) -> None:
-    here = session()
+    here = cluster.current()
     ranks = parse_ranks(options.ranks, here.num_engines) if options.ranks is not None else None
     by_rank = options.groupby == "engine"
     in_notebook = getattr(shell, "kernel", None) is not None
@@ -203,9 +207,15 @@ def _parse(magic: Any, line: str) -> Namespace:
     try:
         return parse_argstring(magic, line)
     except UsageError as error:
-        raise UsageError(f"{error}\n\n{magic.parser.format_help()}") from None
+        usage, name = _help(magic.parser.format_usage()), f"%{magic.parser.prog}"
+        raise UsageError(f"{name} {line.strip()}: {error}\n{usage}\n{name}? explains every option.") from None
     except ValueError as error:  # an open quote
         raise UsageError(f"{line!r}: {error}") from None
+
+
+def _help(text: str) -> str:
+    """What IPython makes of a magic's options, without the marks that it puts there for Sphinx."""
+    return text.removeprefix("::\n\n  ").rstrip()
 
 
 def _names(magic: str, line: str) -> list[str]:

@@ -16,7 +16,7 @@ from workbench.errors import CellError, JobError
 from workbench.flow.config import Use
 from workbench.flow.jobs import remote
 from workbench.flow.jobs.run import Job, zip_results
-from workbench.session import Session, current, protocol
+from workbench.session import Session, find_current, protocol
 
 
 @dataclass
@@ -60,7 +60,7 @@ def on_engines(function: Callable[..., Any], use: Use, *args: Any) -> None:
 
 def session_or_none() -> Session | None:
     """The session in which jobs run, if one is open."""
-    return current()
+    return find_current()
 
 
 def _pickled(job: Job) -> bytes:
@@ -74,7 +74,7 @@ def _pickled(job: Job) -> bytes:
 
 
 def _session(use: Use) -> Session:
-    return current() or Session(engines=use.num_devices)
+    return find_current() or Session(engines=use.num_devices)
 
 
 def _submit(session: Session, function: Callable[..., Any], *args: Any) -> list[Any]:

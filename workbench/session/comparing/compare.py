@@ -13,7 +13,7 @@ from workbench.core.metrics import RunRecord
 from workbench.core.presets import PRESETS
 from workbench.core.strategy import Strategy
 from workbench.errors import SessionError, StrategyError
-from workbench.session.cluster import Session, current
+from workbench.session.cluster import Session, find_current
 from workbench.session.comparing.comparison import Comparison
 from workbench.session.comparing.saved_runs import SavedRuns
 from workbench.session.comparing.subject import StrategyLike, Subject
@@ -134,7 +134,7 @@ def compare(
     subject = Subject.of(
         model_fn, dataset, loss_fn, optimizer_fn=optimizer_fn, batch_size=batch_size, steps=steps, seed=seed
     )
-    running = session or current()
+    running = session or find_current()
     num_ranks = engines if running is None else running.num_engines
     checked = {name: subject.strategy(strategy, num_ranks) for name, strategy in named.items()}
     with (

@@ -9,7 +9,6 @@ import ipywidgets as widgets
 from IPython.display import display
 
 from workbench.core.metrics import RunEvent, StepBlock, StepSpans
-from workbench.errors import SessionError
 from workbench.session.cluster import current
 from workbench.theme import style_sheet
 from workbench.ui.assets import asset, element
@@ -27,7 +26,7 @@ class LiveView(widgets.VBox):
         session: whose cells it listens to; default: the current one.
 
     Raises:
-        SessionError: there is no session.
+        NotStartedError: no session is open.
 
     >>> wb.LiveView()                                            # doctest: +SKIP
     """
@@ -36,8 +35,6 @@ class LiveView(widgets.VBox):
 
     def __init__(self, session: Any = None) -> None:
         session = session or current()
-        if session is None:
-            raise SessionError("LiveView(): 0 sessions are open, 1 is needed. Start one: %workbench start --engines 2")
         # A cell that runs keeps the notebook from hearing the page, so there is no use in waiting for it.
         self.live = live.LiveView(session.num_engines, patience_s=0.5)
         self._number = 0
