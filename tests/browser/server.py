@@ -89,7 +89,7 @@ def running_lab(folder: Path, environment: Mapping[str, str] | None = None) -> I
         process = subprocess.Popen(
             _command(port, folder),
             cwd=folder,
-            env=_environment(folder) | dict(environment or {}),
+            env=isolated_environment(folder) | dict(environment or {}),
             stdout=output,
             stderr=output,
             start_new_session=True,
@@ -98,7 +98,7 @@ def running_lab(folder: Path, environment: Mapping[str, str] | None = None) -> I
             _wait_for(f"http://127.0.0.1:{port}/api/status?token={TOKEN}", process, log)
             yield LabServer(f"http://127.0.0.1:{port}", folder, process)
         finally:
-            _stop(process)
+            stop(process)
 
 
 def _command(port: int, folder: Path) -> list[str]:
@@ -123,7 +123,8 @@ def _command(port: int, folder: Path) -> list[str]:
     return command + (["--allow-root"] if os.geteuid() == 0 else [])
 
 
-def _environment(folder: Path) -> dict[str, str]:
+def isolated_environment(folder: Path) -> dict[str, str]:
+    """Variables under which Jupyter and IPython read and write below a folder only."""
     places = {
         name: str(folder / name.lower()) for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR")
     }
@@ -160,7 +161,8 @@ def _wait_for(url: str, server: subprocess.Popen[bytes], log: Path, timeout_s: f
     raise AssertionError(f"JupyterLab did not answer within {timeout_s} s:\n{log.read_text()[-3000:]}")
 
 
-def _stop(server: subprocess.Popen[bytes]) -> None:
+def stop(server: subprocess.Popen[bytes]) -> None:
+    """End a server, and whatever it has left in its process group."""
     server.send_signal(signal.SIGTERM)
     try:
         server.wait(20)

@@ -68,7 +68,7 @@ def test_lab_opens_the_first_notebook() -> None:
     assert notebook.name == lab.FIRST_NOTEBOOK
     command = lab.lab_command(notebook, ["--no-browser"])
     assert command[:3] == [sys.executable, "-m", "jupyterlab"]
-    assert command[-2:] == ["--no-browser", str(notebook)]
+    assert f"--LabApp.default_url=/lab/tree/{notebook.name}" in command and command[-1] == "--no-browser"
 
 
 def test_lab_copies_the_notebooks_of_an_installed_package_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +96,7 @@ def test_lab_says_where_it_looked(tmp_path: Path) -> None:
 
 
 def test_lab_replaces_this_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    notebook = tmp_path / "mine.ipynb"
+    notebook = tmp_path / "my own.ipynb"
     notebook.touch()
     started: list[list[str]] = []
 
@@ -106,8 +106,13 @@ def test_lab_replaces_this_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
     monkeypatch.setattr(lab.os, "execv", execv)
     with pytest.raises(SystemExit):
-        cli.main(["lab", "--notebook", str(notebook), "--", "--port=9999"])
-    assert started[0][-2:] == ["--port=9999", str(notebook)]
+        cli.main(["lab", "--no-browser", "--notebook", str(notebook), "--", "--port=9999"])
+    assert started[0][-4:] == [
+        f"--ServerApp.root_dir={tmp_path}",
+        "--LabApp.default_url=/lab/tree/my%20own.ipynb",
+        "--no-browser",
+        "--port=9999",
+    ]
 
 
 @pytest.mark.parametrize(

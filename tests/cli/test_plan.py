@@ -8,6 +8,7 @@ import pytest
 
 from workbench.cli import main
 from workbench.cli.plan import parse_wish
+from workbench.core.strategy import Strategy
 from workbench.errors import CommandError
 
 FILE = """
@@ -49,6 +50,17 @@ def test_a_file_is_planned(file: Path, capsys: pytest.CaptureFixture[str]) -> No
     output = capsys.readouterr().out
     for words in ("plan for 2 layers on 2 ranks of a100", "every strategy was looked at", "cannot run", "step_s", "* "):
         assert words in output
+
+
+def test_the_strategy_is_written_to_a_file(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "mine.strategy"
+    assert main(["plan", str(file), "--ranks", "2", "--batch", "8", "--out", str(out)]) == 0
+    assert f"strategy written to {out}" in capsys.readouterr().out
+    strategy = Strategy(out.read_text(encoding="utf-8"))
+    assert str(strategy) + "\n" == out.read_text(encoding="utf-8")
+    nowhere = tmp_path / "missing" / "mine.strategy"
+    assert main(["plan", str(file), "--ranks", "2", "--batch", "8", "--out", str(nowhere)]) == 2
+    assert f"--out {nowhere}: No such file or directory" in capsys.readouterr().err
 
 
 def test_the_loss_is_part_of_the_model(file: Path, capsys: pytest.CaptureFixture[str]) -> None:

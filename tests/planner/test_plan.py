@@ -9,6 +9,7 @@ import pytest
 
 from tests.planner.test_search import decoder, hardware
 from workbench.core.strategy import Strategy
+from workbench.cost.hardware import Link
 from workbench.cost.estimate import estimate
 from workbench.errors import StrategyError
 from workbench.planner.plan import Plan
@@ -37,10 +38,49 @@ def test_the_strategy_can_be_read_back() -> None:
 def test_the_table_has_the_best_of_every_degrees() -> None:
     table = plan().table
     assert list(table["best"]) == [True] + [False] * (len(table) - 1)
-    assert table["step_s"].is_monotonic_increasing
+    assert table[table["fits"]]["step_s"].is_monotonic_increasing
     assert not table.duplicated(["pipeline", "data", "model"]).any()
-    assert (table["peak_bytes"] <= 2e6).all()
+    assert ((table["peak_bytes"] <= 2e6) == table["fits"]).all()
     assert set(plan().layers["layer"]) == {layer.name for layer in plan().problem.costs.layers}
+
+
+def test_one_device_is_a_row_that_need_not_fit() -> None:
+    table = plan().table
+    alone = table[(table["pipeline"] == 1) & (table["data"] == 1) & (table["model"] == 1)]
+    (row,) = alone.to_dict("records")
+    assert not row["fits"] and not row["best"] and row["boxing_s"] == row["gradient_s"] == row["bubble_s"] == 0
+    assert "one device: step" in str(plan()) and "does not fit into 2.00 MB" in str(plan())
+
+
+def test_it_says_that_nothing_beats_one_device() -> None:
+    slow = replace(hardware(), links=(Link(4, 10.0, 1e3),))
+    found = search(decoder(), slow, 4, 8)
+    assert found.table.iloc[0][["pipeline", "data", "model"]].tolist() == [1, 1, 1]
+    assert not found.table.iloc[0]["best"]
+    assert "nothing on 4 ranks beats it" in str(found)
+    fast = search(decoder(), replace(hardware(), links=(Link(4, 0.0, 1e12),)), 4, 8)
+    assert "nothing on" not in str(fast) and "times as long a step" in str(fast)
+
+
+def test_one_device_has_the_cores_that_four_ranks_share() -> None:
+    alone = search(decoder(), hardware(), 4, 8).one_device.estimate
+    sharing = search(decoder(), replace(hardware(), alone_speedup=3.0), 4, 8).one_device.estimate
+    assert sharing.step_s == pytest.approx(alone.step_s / 3)
+    assert sharing.samples_per_s == pytest.approx(alone.samples_per_s * 3)
+
+
+def test_a_search_on_one_rank_has_one_row() -> None:
+    found = search(decoder(), hardware(), 1, 8)
+    assert found.one_device is found.found
+    assert len(found.table) == 1
+
+
+def test_it_prints_every_row_of_the_strategy() -> None:
+    wished = "; ".join(f"b.{n}.up: data; b.{n}.down: model" for n in range(2)) + "; head: model"
+    found = search(decoder(), hardware(), 4, 8, wishes=Wishes(layers=wished))
+    lines = str(found).splitlines()
+    last = next(index for index, line in enumerate(lines) if line.lstrip().startswith("step "))
+    assert Strategy("\n".join(lines[1:last])) == found.strategy
 
 
 def test_explain_lists_every_choice_with_its_seconds() -> None:

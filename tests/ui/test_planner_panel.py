@@ -119,6 +119,31 @@ def test_why_this_one_shows_the_best_of_every_split_of_the_ranks(plan: Plan):
     assert "They are the planner's choice" in text
 
 
+def test_one_device_is_a_row_that_cannot_be_opened(plan: Plan):
+    html = answer_html(Answer.of(plan, MACHINE), plan.strategy)
+    assert html.count("one device") == 1
+    assert html.index("one device") > html.index('class="chosen"')
+    assert "1x1x1" not in html
+    assert "nothing on 4 ranks beats it" not in html
+
+
+def test_nothing_beats_one_device_over_slow_links(plan: Plan):
+    slow = Assumed(links=1e-3).of(MACHINE)
+    answer = Answer.of(plan, slow)
+    html = answer_html(answer, plan.strategy)
+    assert "nothing on 4 ranks beats it" in words(html)
+    assert html.index("one device") < html.index('class="chosen"')
+    assert answer.alone.estimate.step_s == pytest.approx(plan.one_device.estimate.step_s), "it exchanges nothing"
+
+
+def test_one_device_without_the_memory_is_the_last_row(plan: Plan):
+    limit = (plan.estimate.peak_bytes + plan.one_device.estimate.peak_bytes) / 2
+    html = answer_html(Answer.of(plan, Assumed(memory=limit / MACHINE.memory_bytes).of(MACHINE)), plan.strategy)
+    first_table = html[: html.index("</table>")]
+    assert first_table.rindex("<tr") < first_table.index("one device")
+    assert "over" in first_table[first_table.index("one device") :]
+
+
 def test_why_not_says_by_how_much_and_in_which_part(plan: Plan):
     answer = Answer.of(plan, MACHINE)
     shown = Strategy("*: model")

@@ -3,7 +3,8 @@
 Outside of a checkout the notebooks that came with the package are copied into the current folder first, where they can
 be changed; those that are there already stay as they are.
 
-What follows the options is passed on to JupyterLab: workbench lab -- --no-browser --port 8890
+On a machine without a browser, ``--no-browser`` only prints the address, which opens the notebook itself. What follows
+``--`` is passed on to JupyterLab: workbench lab --no-browser -- --port 8890
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import sys
 from importlib.metadata import files
 from pathlib import Path
 from typing import NoReturn
+from urllib.parse import quote
 
 from workbench.cli.results import require
 from workbench.errors import CommandError
@@ -27,6 +29,7 @@ COPIES = Path("workbench-notebooks")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``workbench lab``."""
     parser.add_argument("--notebook", type=Path, help=f"what to open (default: {FIRST_NOTEBOOK})")
+    parser.add_argument("--no-browser", action="store_true", help="print the notebook's address, open no browser")
     parser.add_argument("jupyter", nargs="*", metavar="-- OPTIONS", help="options for JupyterLab")
 
 
@@ -55,10 +58,15 @@ def copy_notebooks(folder: Path) -> Path:
 
 
 def lab_command(notebook: Path, options: list[str]) -> list[str]:
-    """The command line that opens ``notebook`` with this interpreter's JupyterLab."""
+    """The command line that opens ``notebook`` with this interpreter's JupyterLab.
+
+    The notebook is the server's default address, not its argument: so the addresses that the server prints open it, too.
+    """
+    path = notebook.resolve()
+    place = [f"--ServerApp.root_dir={path.parent}", f"--LabApp.default_url=/lab/tree/{quote(path.name)}"]
     # Only root is refused by JupyterLab, which then says so in a long log: a container's usual user.
     as_root = ["--allow-root"] if getattr(os, "geteuid", lambda: 1)() == 0 else []
-    return [sys.executable, "-m", "jupyterlab", *as_root, *options, str(notebook)]
+    return [sys.executable, "-m", "jupyterlab", *as_root, *place, *options]
 
 
 def run(args: argparse.Namespace) -> NoReturn:
@@ -72,6 +80,8 @@ def run(args: argparse.Namespace) -> NoReturn:
     else:
         require("lab", "jupyterlab")
     notebook = find_notebook(args.notebook)
-    command = lab_command(notebook, args.jupyter)
-    print(f"opening {notebook}; press Ctrl-C twice to end", flush=True)
+    command = lab_command(notebook, ["--no-browser"] * args.no_browser + args.jupyter)
+    doing = "serving" if args.no_browser else "opening"
+    then = "open the last address printed below in a browser; " if args.no_browser else ""
+    print(f"{doing} {notebook}; {then}press Ctrl-C twice to end", flush=True)
     os.execv(command[0], command)

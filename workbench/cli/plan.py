@@ -16,6 +16,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from workbench.core.strategy import Strategy
 from workbench.errors import CommandError
 
 
@@ -34,7 +35,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                              "sequence=, layers=, heads=; commas give several values")  # fmt: skip
     parser.add_argument("--explain", metavar="LAYER", help="what else a layer could do, and what it would cost")
     parser.add_argument("--why-not", metavar="STRATEGY", help="why it is not this one")
-    parser.add_argument("--table", action="store_true", help="the best strategy for every triple of degrees")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the strategy there, e.g. plan.strategy")
+    parser.add_argument(
+        "--table", action="store_true", help="the best strategy for every triple of degrees, and one device"
+    )
     parser.add_argument("--models", action="store_true", help="list the transformers that are known by name, and stop")
 
 
@@ -62,6 +66,8 @@ def run(args: argparse.Namespace) -> int:
         **wishes,
     )
     print(found)
+    if args.out:
+        write_strategy(args.out, found.strategy)
     if args.table:
         print(f"\n{found.table.to_string(index=False)}")
     if args.explain:
@@ -69,6 +75,19 @@ def run(args: argparse.Namespace) -> int:
     if args.why_not:
         print(f"\nwhy not {args.why_not}?\n{found.why_not(args.why_not)}")
     return 0
+
+
+def write_strategy(path: Path, strategy: Strategy) -> None:
+    """A strategy as a file of text.
+
+    Raises:
+        CommandError: it cannot be written there.
+    """
+    try:
+        path.write_text(f"{strategy}\n", encoding="utf-8")
+    except OSError as error:
+        raise CommandError(f"--out {path}: {error.strerror}.") from error
+    print(f"strategy written to {path}")
 
 
 def parse_wish(text: str) -> tuple[str, Any]:

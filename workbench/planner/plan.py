@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from workbench.core.strategy import ResolvedStrategy, Strategy
@@ -12,6 +13,7 @@ from workbench.cost.estimate import Estimate, estimate
 from workbench.planner.comparing import PARTS, Difference, Verdict, compare, judge
 from workbench.planner.explain import Explanation, explain
 from workbench.planner.ledger import Found, Ledger
+from workbench.planner.one_device import DEGREES, fits, one_device, told
 from workbench.planner.problem import Problem, refuse_unknown_wishes
 from workbench.planner.writing import write
 from workbench.units import format_bytes, format_seconds
@@ -19,8 +21,8 @@ from workbench.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     import pandas as pd
 
-MOST_PRINTED = 160
-"""Characters of a strategy's rows on one line of a printed plan."""
+_WIDTH = 118
+"""Characters of a printed strategy's lines."""
 
 
 @dataclass(frozen=True)
@@ -86,12 +88,24 @@ class Plan:
             with_timeline=True,
         )
 
+    @cached_property
+    def one_device(self) -> Found:
+        """The same step on one device, whether it fits there or not."""
+        others = (found for found in self.others if found.strategy.degrees == DEGREES)
+        return self.found if self.resolved.degrees == DEGREES else next(others, one_device(self.problem))
+
     @property
     def table(self) -> pd.DataFrame:
-        """The best strategy for every triple of degrees, best first; seconds, bytes, and whether it is the plan."""
+        """The best strategy for every triple of degrees, and one device (1 x 1 x 1), best first.
+
+        Seconds, bytes, whether it fits into memory, and whether it is the plan: one device may be above it.
+        """
         import pandas
 
-        return pandas.DataFrame([_row(found, found is self.found) for found in (self.found, *self.others)])
+        rows = [self.found, *self.others]
+        rows += [self.one_device] if self.one_device not in rows else []
+        rows.sort(key=lambda found: (not fits(self.problem, found), found.value))
+        return pandas.DataFrame([_row(found, fits(self.problem, found), found is self.found) for found in rows])
 
     @property
     def layers(self) -> pd.DataFrame:
@@ -139,16 +153,14 @@ class Plan:
 
     def __str__(self) -> str:
         problem, found = self.problem, self.found.estimate
-        rows = "; ".join(map(str, self.strategy.rows))
-        rows = rows if len(rows) <= MOST_PRINTED else f"{rows[:MOST_PRINTED]} ... ({len(self.strategy.rows)} rows)"
         how = "every strategy was looked at" if self.is_exact else f"{self.num_priced} strategies were priced"
         title = f"plan for {len(problem.rows)} layers on {problem.num_ranks} ranks of {problem.hardware.name}"
         lines = [
             f"{title}, batch {problem.batch_size}, best {problem.objective}",
-            f"  {self.strategy.options}",
-            f"  {rows}",
+            *_wrapped(self.strategy),
             f"  step {format_seconds(found.step_s)}, {found.samples_per_s:.4g} samples/s: {_parts(found)}",
             f"  {_memory(found, problem.memory_bytes)}",
+            f"  one device: {told(problem, self.one_device, self.found)}",
             *self._next_best(),
             f"  searched in {format_seconds(self.search_s)}: {how}",
         ]
@@ -167,7 +179,14 @@ class Plan:
         return f"<pre>{escape(str(self))}</pre>"
 
 
-def _row(found: Found, is_best: bool) -> dict[str, Any]:
+def _wrapped(strategy: Strategy) -> list[str]:
+    """All of a strategy, on lines that can be copied together; a row stays in one piece."""
+    text = str(strategy).replace(": ", ":\xa0")
+    lines = wrap(text, _WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
+    return [line.replace("\xa0", " ") for line in lines]
+
+
+def _row(found: Found, has_memory: bool, is_best: bool) -> dict[str, Any]:
     pipeline, data, model = found.strategy.degrees
     options, price = found.strategy.options, found.estimate
     return {
@@ -184,6 +203,7 @@ def _row(found: Found, is_best: bool) -> dict[str, Any]:
         "samples_per_s": price.samples_per_s,
         **{part: getattr(price, part) for part in PARTS},
         "peak_bytes": price.peak_bytes,
+        "fits": has_memory,
         "best": is_best,
     }
 

@@ -16,15 +16,18 @@ from workbench.planner.comparing import PARTS, Difference, Verdict, judge
 from workbench.planner.explain import Alternative, Explanation, explain
 from workbench.planner.ledger import Found
 from workbench.planner.plan import Plan
+from workbench.planner.one_device import DEGREES, beats, fits, one_device
 from workbench.planner.problem import Problem
 from workbench.planner.writing import write
 from workbench.ui.assets import element
-from workbench.ui.numbers import MINUS, signed_percent, three_digits
+from workbench.ui.numbers import MINUS, TIMES, signed_percent, three_digits
 from workbench.units import format_bytes, format_seconds
 
 _MOST_OTHERS = 6
 _BAR = 84
 _CHANGE = 30
+_MANY_TIMES = 10
+"""As slow: told as a factor, not in percent."""
 _NAMES = {
     "compute_s": "compute",
     "boxing_s": "boxing of activations",
@@ -49,12 +52,14 @@ class Answer:
         plan: what the search found.
         problem: its question, with the machine that is predicted for.
         ranked: the plan's strategy and the best with other degrees, best first on that machine.
+        alone: one device.
         is_stale: the machine is another one than the plan was made for.
     """
 
     plan: Plan
     problem: Problem
     ranked: tuple[Found, ...]
+    alone: Found
     is_stale: bool = False
 
     @classmethod
@@ -62,11 +67,11 @@ class Answer:
         """Price the best strategies of a plan for a machine."""
         shown = (plan.found, *plan.others[: _MOST_OTHERS - 1])
         if hardware == plan.problem.hardware:
-            return cls(plan, plan.problem, shown)
+            return cls(plan, plan.problem, shown, plan.one_device)
         problem = replace(plan.problem, hardware=hardware, memory_bytes=hardware.memory_bytes)
         priced = [_priced(problem, found) for found in shown]
-        ranked = sorted(priced, key=lambda found: (not _fits(problem, found.estimate), found.value))
-        return cls(plan, problem, tuple(ranked), is_stale=True)
+        ranked = sorted(priced, key=lambda found: (not fits(problem, found), found.value))
+        return cls(plan, problem, tuple(ranked), one_device(problem), is_stale=True)
 
     @property
     def chosen(self) -> Found:
@@ -111,10 +116,6 @@ def _priced(problem: Problem, found: Found) -> Found:
     return Found(found.strategy, estimate, problem.value(found.strategy, estimate))
 
 
-def _fits(problem: Problem, estimate: Estimate) -> bool:
-    return estimate.peak_bytes <= problem.memory_bytes
-
-
 def _section(title: str, detail: str, *parts: str) -> str:
     head = element("h4", element("span", text=title), element("span", text=detail, css="wb-quiet"))
     return element("section", head, *parts)
@@ -134,14 +135,35 @@ def _number(text: str, css: str = "") -> str:
 
 def _why(answer: Answer) -> str:
     chosen = answer.chosen
-    slowest = max(found.estimate.step_s for found in answer.ranked)
-    rows = [_other(answer, found, chosen, slowest) for found in answer.ranked]
+    shown = list(answer.ranked)
+    if answer.plan.resolved.degrees != DEGREES:
+        shown.insert(_place_of_one_device(answer), answer.alone)
+    slowest = max(found.estimate.step_s for found in answer.ranked)  # of these ranks: one device may take for ever
+    rows = [_other(answer, found, chosen, slowest) for found in shown]
     titles = ("pipe \u00d7 data \u00d7 model", "", "step", "", "peak per rank")
     rate = f"{three_digits(chosen.estimate.samples_per_s)} samples/s"
     how = "every strategy was looked at" if answer.plan.is_exact else f"{answer.plan.num_priced} strategies were priced"
     note = f"The best of every split of the ranks. {how[0].upper()}{how[1:]} in {format_seconds(answer.plan.search_s)}."
+    told = _alone_text(answer)
+    alone = element("p", element("b", text=told), css="verdict") if told else ""
     stale = element("p", text=_stale_text(answer), css="stale") if answer.is_stale else ""
-    return _section("Planner's choice", rate, _table(titles, rows), element("p", text=note, css="wb-quiet"), stale)
+    return _section(
+        "Planner's choice", rate, _table(titles, rows), alone, element("p", text=note, css="wb-quiet"), stale
+    )
+
+
+def _place_of_one_device(answer: Answer) -> int:
+    """How many of the strategies, which are sorted, are better."""
+    own = (not fits(answer.problem, answer.alone), answer.alone.value)
+    return sum((not fits(answer.problem, found), found.value) < own for found in answer.ranked)
+
+
+def _alone_text(answer: Answer) -> str:
+    """What has to be said when more ranks do not help."""
+    best, num_ranks = answer.ranked[0], answer.problem.num_ranks
+    if num_ranks == 1 or not beats(answer.problem, answer.alone, best):
+        return ""
+    return f"One device is predicted to be as fast: nothing on {num_ranks} ranks beats it."
 
 
 def _stale_text(answer: Answer) -> str:
@@ -153,15 +175,19 @@ def _stale_text(answer: Answer) -> str:
 def _other(answer: Answer, found: Found, chosen: Found, slowest: float) -> str:
     estimate, is_chosen = found.estimate, found is chosen
     degrees = " \u00d7 ".join(map(str, found.strategy.degrees))
+    is_alone = found is answer.alone and answer.problem.num_ranks > 1
     options = str(replace(found.strategy.options, degrees=None)) or "\u00a0"
-    more = "" if is_chosen else signed_percent(estimate.step_s / chosen.estimate.step_s - 1)
+    ratio = estimate.step_s / chosen.estimate.step_s
+    more = "" if is_chosen else f"{three_digits(ratio)}{TIMES}" if ratio >= _MANY_TIMES else signed_percent(ratio - 1)
     text = str(write(answer.problem, found.strategy))
     name = element("button", text=degrees, type="button", css="wb-link wb-open", data_text=text, title=f"show {text}")
-    over = "" if _fits(answer.problem, estimate) else "over"
+    if is_alone:  # no strategy of these ranks, that rows could show
+        name = element("span", text="one device")
+    over = "" if fits(answer.problem, found) else "over"
     return element(
         "tr",
         element("td", name, element("small", text=options)),
-        element("td", _split(estimate, slowest), css="split"),
+        element("td", _split(estimate, slowest) if estimate.step_s <= slowest else "", css="split"),
         _number(format_seconds(estimate.step_s)),
         _number(more, "change"),
         _number(format_bytes(estimate.peak_bytes), over),
