@@ -9,8 +9,8 @@ import pytest
 
 from tests.planner.test_search import decoder, hardware
 from workbench.core.strategy import Strategy
-from workbench.cost.hardware import Link
 from workbench.cost.estimate import estimate
+from workbench.cost.hardware import Link
 from workbench.errors import StrategyError
 from workbench.planner.plan import Plan
 from workbench.planner.problem import Wishes

@@ -60,7 +60,7 @@ def copy_notebooks(folder: Path) -> Path:
 def lab_command(notebook: Path, options: list[str]) -> list[str]:
     """The command line that opens ``notebook`` with this interpreter's JupyterLab.
 
-    The notebook is the server's default address, not its argument: so the addresses that the server prints open it, too.
+    The notebook is the server's default address, not its argument: the addresses that the server prints then open it.
     """
     path = notebook.resolve()
     place = [f"--ServerApp.root_dir={path.parent}", f"--LabApp.default_url=/lab/tree/{quote(path.name)}"]

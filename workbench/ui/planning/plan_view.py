@@ -15,8 +15,8 @@ from workbench.errors import StrategyError
 from workbench.planner.comparing import PARTS, Difference, Verdict, judge
 from workbench.planner.explain import Alternative, Explanation, explain
 from workbench.planner.ledger import Found
-from workbench.planner.plan import Plan
 from workbench.planner.one_device import DEGREES, beats, fits, one_device
+from workbench.planner.plan import Plan
 from workbench.planner.problem import Problem
 from workbench.planner.writing import write
 from workbench.ui.assets import element
