@@ -17,7 +17,8 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from workbench.runtime.runs.job import Batch, Job
+from workbench.runtime.batches import Batch
+from workbench.runtime.runs.job import Job
 from workbench.runtime.runs.train import run_strategy
 from workbench.runtime.world import World, current
 

@@ -45,7 +45,8 @@ def train(rounds: int, steps: int) -> list[list[float]]:
     from torch import nn
 
     from workbench.core.strategy import Strategy
-    from workbench.runtime.runs.job import Batch, Job
+    from workbench.runtime.batches import Batch
+    from workbench.runtime.runs.job import Job
     from workbench.runtime.runs.live_run import LiveRun
     from workbench.session.on_engine import orders as engine_orders
     from workbench.session.on_engine import shell as engine_shell

@@ -41,8 +41,8 @@ from workbench.core.model_costs import ModelCosts
 from workbench.core.strategy import Strategy
 from workbench.cost.estimate import Estimate, estimate
 from workbench.cost.hardware import Hardware
+from workbench.runtime.batches import Batch
 from workbench.runtime.costs.layer_costs import layer_costs
-from workbench.runtime.runs.job import Batch
 from workbench.runtime.runs.train import WARM_UP_STEPS, Job, run_strategy, warm_up
 from workbench.session import Session
 from workbench.session.calibrating import calibrate

@@ -12,9 +12,9 @@ from tests.models.zoo import batch_for
 from tests.models.zoo import make as make_transformer
 from tests.runtime.models import make
 from workbench.core.presets import stage_cuts
-from workbench.errors import StrategyError
+from workbench.errors import RunError
+from workbench.runtime.batches import Batch, count_samples
 from workbench.runtime.parallel import describe
-from workbench.runtime.pipelining.micro_batches import cut
 from workbench.testing import run_ranks
 
 STAGES = {"1f1b": 2, "zero_bubble": 2, "interleaved": 4}
@@ -25,10 +25,6 @@ def strategy_of(model, schedule):
     cuts = stage_cuts(layers, STAGES[schedule])
     rows = "; ".join(f"{layer.name}: data@{stage}" for layer, stage in zip(layers, cuts, strict=True))
     return f"{rows} | 2x1x1 mb=2 {schedule}"
-
-
-def own_loss(output, targets):
-    return output.loss
 
 
 @pytest.mark.parametrize(
@@ -56,7 +52,7 @@ def test_transformers_are_called_with_keywords_and_have_their_own_loss(name, sch
 
     def program(rank):
         model = wb.parallelize(models[rank], strategy_of(models[rank], schedule))
-        loss = wb.forward_backward(model, own_loss, batch, None).item()
+        loss = wb.forward_backward(model, inputs=batch).item()
         found = next(p for p in reversed(list(model.parameters())) if p.grad is not None).grad
         everywhere = wb.placement.all("cpu")
         output = wb.evaluate(model, batch)
@@ -86,26 +82,54 @@ def test_a_loaders_batches_are_cut_too(schedule):
 
 def test_how_a_batch_is_cut():
     inputs = {"x": torch.arange(10).view(5, 2), "mask": torch.ones(1, 2), "scale": torch.tensor(2.0), "name": "a"}
-    parts = cut(inputs, (torch.arange(5),), 2)
+    parts = Batch(inputs, (torch.arange(5),)).cut(2)
     assert [part.inputs["x"].shape[0] for part in parts] == [3, 2] and [part.share for part in parts] == [0.6, 0.4]
     assert all(part.inputs["mask"] is inputs["mask"] and part.inputs["scale"] is inputs["scale"] for part in parts)
     assert torch.equal(torch.cat([part.targets[0] for part in parts]), torch.arange(5))
-    assert len(cut(torch.ones(2, 3), None, 8)) == 2 and len(cut(torch.ones(1, 3), torch.ones(1), 4)) == 1
-    counted = cut(torch.ones(4), torch.tensor([1, 0, 0, 0]), 2, lambda inputs, targets: targets.sum())
+    assert len(Batch(torch.ones(2, 3)).cut(8)) == 2 and len(Batch(torch.ones(1, 3), torch.ones(1)).cut(4)) == 1
+    counted = Batch(torch.ones(4), torch.tensor([1, 0, 0, 0])).cut(2, lambda inputs, targets: targets.sum())
     assert [part.share for part in counted] == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("shapes", "expected"),
+    [
+        ([(8, 32), (32,), (1, 32), (32, 32), (8,)], 8),  # words, positions, masks, weights
+        ([(8, 8), (1, 8), (8,)], 8),  # as many words as samples
+        ([(1, 32), (32,)], 1),  # the last sample of an epoch beside positions
+        ([(8, 16), (8, 12), (16,), (12,)], 8),  # encoder and decoder
+        ([(32, 4), (1, 32)], 32),
+        ([(4, 2), (3,)], None),
+        ([(4, 6), (6, 4)], None),
+        ([()], 1),
+    ],
+)
+def test_which_rows_are_samples(shapes, expected):
+    assert count_samples([torch.empty(shape) for shape in shapes]) == expected
+
+
+def test_what_goes_to_the_model_and_what_to_the_loss():
+    x, y, z = torch.ones(2, 3), torch.zeros(2), torch.ones(2)
+    assert Batch.of((x, y), F.mse_loss) == Batch(x, y) and Batch.of([x, z, y], F.mse_loss) == Batch((x, z), y)
+    assert Batch.of((x, y), None) == Batch((x, y)) and Batch.of(x, F.mse_loss) == Batch(x)
+    whole = {"x": x, "labels": y}
+    assert Batch.of(whole, None) == Batch(whole) and Batch.of(whole, F.mse_loss) == Batch({"x": x}, y)
+    assert Batch.of({**whole, "target": z}, F.mse_loss).targets == {"labels": y, "target": z}
+    assert Batch.of_arguments(whole, z, F.mse_loss) == Batch(whole, z)
+    assert Batch.of((x.numpy(), y), F.mse_loss).inputs.equal(x)
 
 
 @pytest.mark.parametrize(
     ("inputs", "targets", "message"),
     [
-        (torch.ones(4, 2), torch.ones(3), "3 and 4 rows.*dim of 1"),
+        (torch.ones(4, 2), torch.ones(3), r"inputs \(4, 2\), targets \(3,\).*dim of 1"),
         (torch.ones(0, 2), torch.ones(0), "0 samples.*at least 1"),
         (torch.tensor(1.0), None, "0 samples"),
     ],
 )
 def test_what_cannot_be_cut_says_why(inputs, targets, message):
-    with pytest.raises(StrategyError, match=message):
-        cut(inputs, targets, 2)
+    with pytest.raises(RunError, match=message):
+        Batch(inputs, targets).cut(2)
 
 
 class Auxiliary(nn.Module):

@@ -64,7 +64,7 @@ def test_the_order_is_that_of_the_training_runs():
     job = Job(nn.Identity, (inputs, targets), F.mse_loss, None, batch_size=3, num_steps=6, seed=11)
     loader = wb.GlobalDataLoader(TensorDataset(inputs, targets), 3, shuffle=True, seed=11)
     ours = [everywhere(batch[1]).tolist() for _ in range(2) for batch in loader]
-    assert ours == [batch[1].tolist() for batch in job.batches()]
+    assert ours == [batch.targets.tolist() for batch in job.batches()]
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,9 @@ from tests.ui.reports import FakeTrainer
 from workbench.cost.hardware import Hardware
 from workbench.cost.hardware_files import load_hardware
 from workbench.errors import HardwareError, SessionError, StrategyError
+from workbench.session.planning import first_batch
 from workbench.theme import DARK
 from workbench.ui.planning.predicting import Predictor
-from workbench.ui.runs.trainer import sample_shape_of
 from workbench.ui.strategy_part import StrategyPart, facts_of
 from workbench.ui.widgets import Panel
 from workbench.units import format_bytes
@@ -249,10 +249,10 @@ def test_sample_shape_of_every_kind_of_data(shape: tuple[int, ...]):
     import torch
 
     inputs, targets = torch.zeros(5, *shape), torch.zeros(5)
-    assert sample_shape_of((inputs, targets)) == shape
-    assert sample_shape_of((inputs.numpy(), targets.numpy())) == shape
-    assert sample_shape_of(torch.utils.data.TensorDataset(inputs, targets)) == shape
-    assert sample_shape_of([(inputs[0], 1)]) == shape
+    columns, samples = {"x": inputs, "label": targets}, [{"x": inputs[0].numpy(), "label": 1}]
+    pairs = [(inputs, targets), (inputs.numpy(), targets.numpy()), torch.utils.data.TensorDataset(inputs, targets)]
+    for dataset in (*pairs, [(inputs[0], 1)], columns, samples):
+        assert first_batch(dataset, torch.nn.functional.cross_entropy).sample_shape == shape
 
 
 # ---- no cluster at all -----------------------------------------------------------------------------------------------

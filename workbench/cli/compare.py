@@ -2,8 +2,10 @@
 
 The file defines
     model_fn()              makes the torch module
-    dataset                 (inputs, targets) or a torch Dataset, or a function that returns one
-    loss_fn(out, target)    a scalar, the mean over the samples
+    dataset                 arrays in a tuple or dict, e.g. (inputs, targets), or a torch Dataset; or a function that
+                            returns one. A dict gives the model keyword arguments
+    loss_fn(out, target)    a scalar, the mean over the samples; of a tuple the target is the last entry, of a dict
+                            its labels. Optional where the model returns its own loss (transformers)
     optimizer_fn(params)    optional; default SGD with lr 0.1 and momentum 0.9
 
     workbench compare mine.py data model "encoder*: data@0; head: model@1 | mb=4 1f1b"
@@ -29,16 +31,18 @@ def load_job(path: Path) -> Job:
     """Run the file and take what it defines.
 
     Raises:
-        CommandError: there is no such file, or it does not define ``model_fn``, ``dataset`` and ``loss_fn``.
+        CommandError: there is no such file, or it does not define ``model_fn`` and ``dataset``.
     """
     module = run_file(path)
-    missing = [name for name in ("model_fn", "dataset", "loss_fn") if not hasattr(module, name)]
+    missing = [name for name in ("model_fn", "dataset") if not hasattr(module, name)]
     if missing:
         raise CommandError(
             f"{path}: {', '.join(missing)} not defined there. "
-            "The file needs model_fn, dataset and loss_fn; see workbench compare --help."
+            "The file needs model_fn and dataset, and a loss_fn unless the model returns its own loss; see workbench "
+            "compare --help."
         )
-    return Job(module.model_fn, dataset_of(module), module.loss_fn, getattr(module, "optimizer_fn", None))
+    loss_fn, optimizer_fn = (getattr(module, name, None) for name in ("loss_fn", "optimizer_fn"))
+    return Job(module.model_fn, dataset_of(module), loss_fn, optimizer_fn)
 
 
 def dataset_of(module: ModuleType) -> Any:
@@ -79,7 +83,7 @@ def _send_by_value(module: ModuleType) -> None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``workbench compare``."""
-    parser.add_argument("file", type=Path, help="Python file with model_fn, dataset and loss_fn")
+    parser.add_argument("file", type=Path, help="Python file with model_fn, dataset and maybe loss_fn")
     parser.add_argument(
         "strategies",
         nargs="*",

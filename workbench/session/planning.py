@@ -20,6 +20,8 @@ from workbench.planner.sizes import size
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from workbench.runtime.batches import Batch
+
     Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
     Model = nn.Module | Callable[[], nn.Module]
 
@@ -37,8 +39,9 @@ def layer_costs(
     Args:
         model: a module, or a function that makes it; nothing of it is computed.
         inputs: a batch: a tensor, several, or keyword arguments; or the shape of a tensor.
-        loss_fn: ``(output, targets) -> scalar``; its functions are counted as a layer of their own.
-        targets: what ``loss_fn`` compares with.
+        loss_fn: ``(output, targets) -> scalar``; its functions are counted as a layer of their own. None: the model's
+            own loss, or all that it returns.
+        targets: what ``loss_fn`` compares with; None: a dict's ``labels``, as for ``wb.forward_backward``.
         dtype: ``"fp32"``, ``"bf16"`` or ``"fp16"``; default as the model is.
 
     Returns:
@@ -50,6 +53,13 @@ def layer_costs(
     from workbench.runtime.costs.layer_costs import layer_costs as count
 
     return count(model, inputs, loss_fn, targets, dtype=dtype)
+
+
+def first_batch(dataset: Any, loss_fn: Callable[..., Any] | None) -> Batch:
+    """Two samples of a data set as a batch: what of them goes to the model, what to the loss, and their shape."""
+    from workbench.runtime.runs.job import first_batch as take
+
+    return take(dataset, loss_fn)
 
 
 def plan(
@@ -122,4 +132,4 @@ def _costs(model: Any, inputs: Inputs | None, loss_fn: Callable[..., Tensor] | N
     return layer_costs(model, inputs, loss_fn, targets)
 
 
-__all__ = ["layer_costs", "plan"]
+__all__ = ["first_batch", "layer_costs", "plan"]

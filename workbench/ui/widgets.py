@@ -41,8 +41,13 @@ class Panel(widgets.VBox):
     Args:
         session: the engines to train on; None for a panel that only predicts, for ``hardware`` and ``num_ranks``.
         model_fn: makes the model, ``() -> nn.Module``.
-        dataset: a (inputs, targets) pair of tensors or arrays, or a torch Dataset of such pairs.
-        loss_fn: ``(output, target) -> scalar``, a mean over the samples.
+        dataset: all samples in tensors or arrays: a tuple or dict of them, nested or not; or a Dataset whose items are
+            tuples or dicts of such. A dict gives the model keyword arguments, a tuple positional ones.
+        loss_fn: (output, targets) -> scalar, a mean over the samples. It gets, and the model does not, a tuple's last
+            entry, or a dict's ``label``, ``labels``, ``label_ids``, ``target`` or ``targets`` (several: as a dict).
+            None where the model returns its own loss: as its result, as ``.loss`` or ``["loss"]`` (transformers), or
+            as a tuple's scalar; all entries are then arguments of the model. With micro-batches, the losses of these
+            count by their samples, on one device too.
         strategy: where to start: a preset (data, model, pipeline, hybrid), a strategy's text, or a ``wb.Strategy``.
         batch_size: samples per step, all ranks together.
         steps: steps per run.
@@ -90,7 +95,7 @@ class Panel(widgets.VBox):
             if num_ranks is None:
                 raise ValueError("Panel(None, ...): without a session, num_ranks= says for how many ranks to plan.")
             costs = costs or paper.costs_of(*job)
-            trainer = paper.PaperTrainer(costs, num_ranks, dataset)
+            trainer = paper.PaperTrainer(costs, num_ranks, dataset, loss_fn)
         saved = SavedRuns() if keep is True else keep or None
         if trainer is None:
             options = {"batch_size": batch_size, "steps": steps, "optimizer_fn": optimizer_fn, "seed": seed}

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import workbench as wb
-from workbench.runtime.pipelining.micro_batches import cut
+from workbench.runtime.batches import Batch
 from workbench.runtime.pipelining.step import train_micro_batches
 from workbench.runtime.watching.memory import ActivationMeter
 from workbench.testing import run_ranks
@@ -23,7 +23,7 @@ def measured(strategy, num_ranks):
         model.load_state_dict(state)
         model = wb.parallelize(model, strategy)
         meter = ActivationMeter(model)
-        parts = cut(INPUTS, TARGETS, wb.Strategy(strategy).options.num_micro_batches)
+        parts = Batch(INPUTS, TARGETS).cut(wb.Strategy(strategy).options.num_micro_batches)
         train_micro_batches(model, F.cross_entropy, parts, meter.measure)
         return meter.size_bytes
 

@@ -20,9 +20,9 @@ from workbench.flow.nn.graph_config import GraphConfig
 from workbench.flow.nn.module_config import ModuleConfig as GraphModule
 from workbench.flow.nn.module_config import is_recomputed
 from workbench.flow.nn.stages import disjoint_placements, stages_of
+from workbench.runtime.batches import Batch
+from workbench.runtime.batches import join as join_outputs
 from workbench.runtime.gradients.optim import install_hooks
-from workbench.runtime.pipelining.micro_batches import cut
-from workbench.runtime.pipelining.micro_batches import join as join_outputs
 from workbench.runtime.pipelining.programs import run_program, stand_ins_for, train_program
 from workbench.runtime.pipelining.timeline import timeline_of
 from workbench.runtime.tensor import GlobalTensor
@@ -222,7 +222,7 @@ def _cut(inputs: Any, num_micro_batches: int) -> tuple[list[Any], list[float]]:
     """The inputs of micro-batches, and their shares of the samples; parts of a global tensor lie as it does."""
     if num_micro_batches == 1:
         return [inputs], [1.0]
-    parts = cut(inputs, None, num_micro_batches)
+    parts = Batch(inputs).cut(num_micro_batches)
     return [tree_map(_as_it_lay, part.inputs, inputs) for part in parts], [part.share for part in parts]
 
 

@@ -23,12 +23,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map, tree_map_only
 
 from workbench.core.boxing import LinkCost
 from workbench.core.rows import Layer
 from workbench.core.strategy import ResolvedLayer, ResolvedStrategy, Strategy
 from workbench.runtime import methods  # noqa: F401 - completes GlobalTensor
+from workbench.runtime.batches import Batch, LossFunction
 from workbench.runtime.parallel import describe, parallelize
 from workbench.runtime.pipelining.step import forward_backward
 from workbench.runtime.tensor import GlobalTensor, local_torch, plain
@@ -75,8 +76,8 @@ def dry_run(
     strategy: Strategy | str,
     num_ranks: int,
     inputs: Any,
-    targets: Any,
-    loss_fn: Callable[[Any, Any], torch.Tensor],
+    targets: Any = None,
+    loss_fn: LossFunction | None = None,
     *,
     optimizer_fn: Callable[[Any], torch.optim.Optimizer] | None = None,
     cost: LinkCost = ThreadTransport.cost,
@@ -87,8 +88,7 @@ def dry_run(
 
     Args:
         model_fn: makes the model; called with ``meta`` as the default device.
-        inputs, targets: of a whole batch; only shapes and dtypes are looked at.
-        loss_fn: (output, targets) -> scalar.
+        inputs, targets, loss_fn: a whole batch, as for ``wb.forward_backward``; only shapes and dtypes are looked at.
         optimizer_fn: parameters -> torch optimizer; default SGD.
         cost: of the link that boxing decides by: routes, and in how many steps sums are made.
 
@@ -104,8 +104,9 @@ def dry_run(
     with META:
         layers = describe(model_fn())
     resolved = strategy.resolve(layers, num_ranks)
-    batch = tree_map(lambda leaf: leaf.to(META) if isinstance(leaf, torch.Tensor) else leaf, (inputs, targets))
-    program = _Program(model_fn, loss_fn, optimizer_fn, num_ranks, cost, strategy, batch)
+    given = Batch.of_arguments(inputs, targets, loss_fn)
+    batch = tree_map_only(torch.Tensor, lambda leaf: leaf.to(META), (given.inputs, given.targets))
+    program = _Program(model_fn, loss_fn, optimizer_fn, num_ranks, cost, strategy, batch, given.num_samples)
     asked: dict[Any, dict[int, Kinds]] = {}
     grids: dict[Any, Grid] = {}
     by_rank: dict[int, Kinds] = {}
@@ -233,12 +234,13 @@ class _Program:
     """A training step, as one rank of many runs it."""
 
     model_fn: Callable[[], nn.Module]
-    loss_fn: Callable[[Any, Any], torch.Tensor]
+    loss_fn: LossFunction | None
     optimizer_fn: Callable[[Any], torch.optim.Optimizer] | None
     num_ranks: int
     cost: LinkCost
     strategy: Strategy
     batch: Any
+    num_samples: int
 
     def boxings(self, rank: int) -> dict[int, Kinds]:
         """What all ranks of its stage, and maybe others, send in the boxings of a step, as ``rank`` is told of them."""
@@ -261,8 +263,7 @@ class _Program:
 
     def _of_all_micro_batches(self, run: Callable[[Strategy, Any], dict[int, Kinds]]) -> dict[int, Kinds]:
         """Of many equal micro-batches two are run, and what the second adds is what each one adds."""
-        num = self.strategy.options.num_micro_batches
-        rows = max(leaf.shape[0] for leaf in tree_leaves(self.batch) if isinstance(leaf, torch.Tensor) and leaf.dim())
+        num, rows = self.strategy.options.num_micro_batches, self.num_samples
         if num <= 2 or rows % num:
             return run(self.strategy, self.batch)
         one, two = (

@@ -19,6 +19,7 @@ from torch.func import functional_call
 
 from workbench.core.model_costs import LayerCost, ModelCosts, find_blocks
 from workbench.errors import StrategyError
+from workbench.runtime.batches import Batch, arguments, count_samples, own_loss
 from workbench.runtime.costs.counting import Counter
 from workbench.runtime.costs.heads import heads_of
 from workbench.runtime.strategies.state import ROOT, describe, layers_of
@@ -41,8 +42,8 @@ def layer_costs(
         model: a module, on any device or on meta, or a function that makes it (called under ``torch.device("meta")``).
         inputs: a batch: a tensor, several, keyword arguments as a dict, or the shape of a tensor of floats. Figures
             are divided by its first dim; nobody reads the values.
-        loss_fn: of output and targets; counted with the last layer. None: what the model returns is all.
-        targets: of the same batch.
+        loss_fn: of output and targets; counted with the last layer. None: the model's own loss, or all that it returns.
+        targets: of the same batch; None: a dict's ``labels``, as for ``wb.forward_backward``.
         dtype: "fp32", "bf16" or "fp16": parameters and inputs are taken to be of it. None: as they are.
 
     Raises:
@@ -78,16 +79,17 @@ def _count(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     cast_to = DTYPES[dtype] if dtype else None
     state, fakes = _fake_state(module, mode, cast_to), _Faker(mode, cast_to)
-    batch = fakes(_as_shape(inputs))
+    given = Batch.of_arguments(_as_shape(inputs), targets, loss_fn)
+    batch = fakes(given.inputs)
     num_samples = _num_samples(batch)
     counter = Counter(_owners(module, state), num_samples, {tuple(p.shape) for p in module.parameters()})
     try:
         with _without_log(), mode, torch.enable_grad(), counter.watch(dict(layers_of(module)), batch):
-            positional, named = _call_of(batch)
+            positional, named = arguments(batch)
             with torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
                 output = functional_call(module, state, positional, named)
-            result = loss_fn(output, fakes(targets)) if loss_fn is not None else output
-            counter.go_backward(result)
+            result = own_loss(output) if loss_fn is None else loss_fn(output, fakes(given.targets))
+            counter.go_backward(output if result is None else result)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise StrategyError(
             f"layer_costs({type(module).__name__}): {error.func} reads values of tensors in {counter.where()}. Costs "
@@ -169,23 +171,17 @@ def _tensors(batch: Any) -> list[torch.Tensor]:
 
 
 def _num_samples(batch: Any) -> int:
-    first = next(iter(_tensors(batch)), None)
-    if first is None or first.ndim == 0 or first.shape[0] == 0:
+    first = next((leaf for leaf in _tensors(batch) if leaf.ndim), None)
+    if first is None or first.shape[0] == 0:
         told = "no tensor" if first is None else f"a tensor of shape {tuple(first.shape)}"
         raise StrategyError(
             f"layer_costs: the inputs hold {told}; a batch of at least 1 sample is needed, e.g. (1, 784)."
         )
-    return first.shape[0]
+    return count_samples(_tensors(batch)) or first.shape[0]
 
 
 def _sample_shape(batch: Any) -> tuple[int, ...]:
     return tuple(_tensors(batch)[0].shape[1:])
-
-
-def _call_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(batch, Mapping):
-        return (), dict(batch)
-    return (tuple(batch), {}) if isinstance(batch, Sequence) else ((batch,), {})
 
 
 def _name_of(dtype: torch.dtype) -> str:

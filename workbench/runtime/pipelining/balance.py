@@ -14,13 +14,11 @@ from torch.utils._pytree import tree_leaves
 from workbench.core.rows import Row
 from workbench.core.strategy import Options, Strategy
 from workbench.errors import StrategyError
+from workbench.runtime.batches import Batch, LossFunction
 from workbench.runtime.pipelining.cutting import shortest_step
-from workbench.runtime.pipelining.micro_batches import call
 from workbench.runtime.strategies.state import STATE, describe, layers_of
 from workbench.runtime.tensor import GlobalTensor
 from workbench.runtime.world import World, current
-
-LossFunction = Callable[[Any, Any], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,7 @@ class Balance:
 
 def balance(
     module: nn.Module,
-    loss_fn: LossFunction,
+    loss_fn: LossFunction | None,
     inputs: Any,
     targets: Any,
     num_stages: int,
@@ -71,8 +69,7 @@ def balance(
 
     Args:
         module: the whole model, before ``wb.parallelize``; parameters, gradients and buffers stay as they are.
-        loss_fn: (output, targets) -> a scalar.
-        inputs, targets: one micro-batch, as for ``wb.forward_backward``.
+        loss_fn, inputs, targets: the loss and one micro-batch, as for ``wb.forward_backward``.
         num_stages: how many stages.
         num_micro_batches: of a step; where it is not given, as many as stages.
         schedule: of one stage per rank; ``1f1b`` where it is not given. What is given is among the strategy's options.
@@ -98,7 +95,8 @@ def balance(
             f"balance: num_micro_batches={num_micro_batches!r}, but a step has a whole number of them, at least 1. "
             "Leave it out for as many as stages."
         )
-    samples = _without_lasting(module, lambda: _samples(module, loss_fn, inputs, targets, num_repeats + 1))
+    batch = Batch.of_arguments(inputs, targets, loss_fn)
+    samples = _without_lasting(module, lambda: _samples(module, loss_fn, batch, num_repeats + 1))
     own = [
         sum(min(sample[name] for sample in samples[1:]) for name in names if _part_of(name) == part) for part in parts
     ]
@@ -125,9 +123,7 @@ def _part_of(name: str) -> str:
     return ".".join(words[: at + 1])
 
 
-def _samples(
-    module: nn.Module, loss_fn: LossFunction, inputs: Any, targets: Any, num_samples: int
-) -> list[dict[str, float]]:
+def _samples(module: nn.Module, loss_fn: LossFunction | None, batch: Batch, num_samples: int) -> list[dict[str, float]]:
     """Costs of layers, measured several times, between pauses that keep the ranks of a host out of step.
 
     In step they all go through the largest layer at once, and share the memory's bandwidth as stages never do.
@@ -136,17 +132,17 @@ def _samples(
     for number in range(num_samples):
         quarters = number * (current().rank + 1) % 4
         time.sleep(quarters / 4 * sum(found[-1].values()) if found else 0.0)
-        found.append(_measure(module, loss_fn, inputs, targets))
+        found.append(_measure(module, loss_fn, batch))
     return found
 
 
-def _measure(module: nn.Module, loss_fn: LossFunction, inputs: Any, targets: Any) -> dict[str, float]:
+def _measure(module: nn.Module, loss_fn: LossFunction | None, batch: Batch) -> dict[str, float]:
     """Seconds of forward and backward by layer; what lies between two layers counts with the one before."""
     marks: list[tuple[str, float]] = []
     grads: list[tuple[str, float]] = []
     handles = [_mark(layer, name, marks, grads) for name, layer in layers_of(module)]
     try:
-        loss = loss_fn(call(module, inputs), targets)
+        loss = batch.loss(module, loss_fn)
         forward_end = time.perf_counter()
         loss.backward()
         end = time.perf_counter()

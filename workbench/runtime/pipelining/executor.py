@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils._pytree import tree_map
 
-from workbench.errors import StrategyError
+from workbench.errors import RunError, StrategyError
 from workbench.pipeline.schedules import Action
 from workbench.pipeline.simulate import Span
 from workbench.runtime.ops.hooks import run_hooks
@@ -166,8 +166,9 @@ class Executor:
         world.transport.flush()
 
     def _break_off(self, error: BaseException) -> None:
-        """Ranks are at different micro-batches now, unless a strategy was refused, which all see in their first one."""
-        num_stages, is_refusal = len(self.running.placements), isinstance(error, StrategyError) and not self.spans
+        """Ranks are at different micro-batches now, unless all saw in their first one what was refused."""
+        is_refusal = isinstance(error, (StrategyError, RunError)) and not self.spans
+        num_stages = len(self.running.placements)
         if num_stages > 1 and not is_refusal:
             end_exchanges(self.world, error, f"a step of {num_stages} stages")
 

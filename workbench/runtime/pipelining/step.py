@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import lru_cache
@@ -13,11 +13,11 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from workbench.core.strategy import ResolvedStrategy
-from workbench.errors import StrategyError
+from workbench.errors import RunError
 from workbench.pipeline.schedules import Action, Table, make_table
+from workbench.runtime.batches import Batch, Count, LossFunction, as_tensors, call, join, loss_of
 from workbench.runtime.pipelining.executor import Executor, OnlyStage, Stage
 from workbench.runtime.pipelining.local_modules import stand_ins_of
-from workbench.runtime.pipelining.micro_batches import Count, MicroBatch, call, cut, join
 from workbench.runtime.pipelining.running import RunningStep
 from workbench.runtime.pipelining.stage_ranks import stage_ranks
 from workbench.runtime.random import draw_key
@@ -25,49 +25,69 @@ from workbench.runtime.strategies.state import ParallelState, state_of
 from workbench.runtime.tensor import GlobalTensor
 from workbench.runtime.world import World, current
 
-LossFunction = Callable[[Any, Any], torch.Tensor]
 Around = Callable[[], AbstractContextManager[Any]]
 
 
 def forward_backward(
-    module: nn.Module, loss_fn: LossFunction, inputs: Any, targets: Any, *, count: Count | None = None
+    module: nn.Module,
+    loss_fn: LossFunction | None = None,
+    inputs: Any = None,
+    targets: Any = None,
+    *,
+    count: Count | None = None,
 ) -> torch.Tensor:
     """Forward and backward of one step: all micro-batches of the module's strategy, in the order of its schedule.
 
     Gradients are added to those the parameters have, as by ``backward()``; an optimizer's step follows. All ranks call
     it with the same batch. The loss of a step is the mean over its samples: each micro-batch's loss, a mean itself,
-    counts with its share of them. Where a loss is a mean of something else (``ignore_index``, padding), say of how many
-    terms with ``count``; a micro-batch with none of them runs forward, and has no part in loss and gradients.
+    counts with its share of them. That of a model which takes its mean over something else (transformers': over the
+    words that are not ignored) does so too, since nobody can tell from outside; where these are not equally many in
+    all micro-batches, say how many there are with ``count``, and the step's loss is the mean over them. A micro-batch
+    with none of them runs forward, and has no part in loss and gradients.
 
     Args:
         module: a module after ``wb.parallelize``; its strategy says how many micro-batches (``mb=``), and the schedule.
         loss_fn: (output, targets) -> a scalar; the output is whatever the module returns. Results of different stages
-            (an auxiliary loss) meet on the latest of them, as inside the module.
-        inputs: a tensor, a tuple for several arguments, or a dict for keywords; tensors are cut along dim 0.
-        targets: a tensor, or dicts and tuples of them, cut in the same way; None if the loss needs none.
+            (an auxiliary loss) meet on the latest of them, as inside the module. None for a module that returns its
+            own loss: as its result, as ``.loss`` or ``["loss"]`` (transformers), or as a tuple's scalar.
+        inputs: a tensor, a tuple for several arguments, or a dict for keywords (``BatchEncoding`` too). Samples lie
+            along dim 0, where tensors are cut; positions, masks and numbers that all samples share go whole.
+        targets: a tensor, or dicts and tuples of them, cut in the same way. None: a ``loss_fn`` gets a dict's entries
+            ``label``, ``labels``, ``label_ids``, ``target`` or ``targets`` (the only one by itself, several as a dict),
+            and the module the others; None if there is none.
         count: (inputs, targets) of a micro-batch -> of how many terms its loss is the mean.
 
     Returns:
         The loss of the step, without history: one scalar, the same on all ranks. Reading it (``item``) is an exchange.
 
     Raises:
-        StrategyError: no strategy, a batch that cannot be cut, a loss that is not a scalar or learns nothing, a forward
-            that reads a value that other stages hold, an edge that goes back where the schedule does not let it.
+        StrategyError: no strategy, a forward that reads a value that other stages hold, an edge that goes back where
+            the schedule does not let it.
+        RunError: a batch that cannot be cut or that the module does not take, no loss, a loss that is not a scalar or
+            learns nothing.
 
     >>> model = wb.parallelize(nn.Linear(4, 2), "*: data | mb=2")
     >>> wb.forward_backward(model, F.mse_loss, torch.ones(8, 4), torch.ones(8, 2)).shape
     torch.Size([])
 
+    Of a model of transformers it is ``wb.forward_backward(model, inputs={"input_ids": ids, "labels": ids})``.
+
     The same numbers, on one device, are those of the same micro-batches one after the other. (Huang et al., arXiv
     1811.06965; Narayanan et al., arXiv 2104.04473; Qi et al., arXiv 2401.10241.)
     """
     state = state_of(module)
-    parts = cut(inputs, targets, state.resolved.num_micro_batches, count)
+    if loss_fn is not None and not callable(loss_fn):
+        raise RunError(
+            f"forward_backward: loss_fn is a {type(loss_fn).__name__}, not a function (output, targets) -> loss. The "
+            "batch of a module that computes its own loss is given by name: wb.forward_backward(model, inputs=batch)."
+        )
+    batch = Batch.of_arguments(inputs, targets, loss_fn)
+    parts = batch.cut(state.resolved.num_micro_batches, count)
     return train_micro_batches(module, loss_fn, parts)
 
 
 def train_micro_batches(
-    module: nn.Module, loss_fn: LossFunction, parts: list[MicroBatch], around_forward: Around = nullcontext
+    module: nn.Module, loss_fn: LossFunction | None, parts: Sequence[Batch], around_forward: Around = nullcontext
 ) -> torch.Tensor:
     """Forward and backward of micro-batches that are cut already; ``around_forward`` is entered around each forward."""
     state, world = state_of(module), current()
@@ -79,8 +99,7 @@ def train_micro_batches(
         with around_forward():
             output = call(module, part.inputs)
             with state.layouts.meeting_on_the_latest():  # an auxiliary loss may come from an earlier stage
-                loss = loss_fn(output, part.targets)
-        _check_loss(loss)
+                loss = loss_of(output, part.targets, loss_fn)
         if part.share == 1.0:
             return loss
         return loss * part.share if part.share else torch.zeros_like(loss.detach())
@@ -105,13 +124,14 @@ def evaluate(module: nn.Module, inputs: Any) -> Any:
         global and lie on the stage that made them; ``full_tensor`` and ``item`` read them.
 
     Raises:
-        StrategyError: no strategy, or a batch that cannot be cut.
+        StrategyError: no strategy.
+        RunError: a batch that cannot be cut, or that the module does not take.
 
     >>> wb.evaluate(wb.parallelize(nn.Linear(4, 2), "*: data | mb=2"), torch.ones(5, 4)).shape
     torch.Size([5, 2])
     """
     state, world = state_of(module), current()
-    parts = cut(inputs, None, state.resolved.num_micro_batches)
+    parts = Batch(as_tensors(inputs)).cut(state.resolved.num_micro_batches)
     executor, table = _prepare(module, state, world, len(parts))
     parts = [replace(part, inputs=executor.enter(part.inputs)) for part in parts]
     outputs: dict[int, Any] = {}
@@ -167,24 +187,6 @@ def _stages_of(rank: int, resolved: ResolvedStrategy) -> range:
 
 def _actions_of(rank: int, table: Table, resolved: ResolvedStrategy) -> list[Action]:
     return table[_slice_of(rank, resolved)]
-
-
-def _check_loss(loss: Any) -> None:
-    if not isinstance(loss, torch.Tensor):
-        raise StrategyError(
-            f"forward_backward: loss_fn returned a {type(loss).__name__}, a step needs one scalar tensor. For a sum "
-            f"and a count return sum / count, and give count=lambda inputs, targets: ... as well."
-        )
-    if loss.dim() != 0:
-        raise StrategyError(
-            f"forward_backward: loss_fn returned a tensor of shape {tuple(loss.shape)} with {loss.dim()} dims, a loss "
-            f"has 0. Reduce it to a mean over the samples, e.g. loss.mean()."
-        )
-    if not loss.requires_grad:
-        raise StrategyError(
-            "forward_backward: the loss depends on no parameter that requires a gradient (0 of them), so there is no "
-            "backward. Do not detach the output, and call it outside of torch.no_grad()."
-        )
 
 
 def _present(known: Any, found: Any) -> Any:

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from workbench.errors import RunError
+from workbench.runtime.batches import Batch, LossFunction, as_columns, collate, num_samples
 
 WARM_UP_STEPS = 3
 """Steps that plan and cache; left out of throughput."""
 CHECKED_STEPS = 20
 """Steps after which weights are compared with one device's; later, rounding alone drives any two runs apart."""
 _seeding = threading.Lock()  # torch's default generator is one for all simulated ranks
-Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,9 @@ class Job:
 
     Attributes:
         model_fn: makes the model; called after ``torch.manual_seed(seed)``.
-        dataset: a (inputs, targets) pair of tensors or arrays, or any torch Dataset of pairs.
-        loss_fn: (output, target) -> scalar, a mean over the samples.
+        dataset: all samples in tensors or arrays (a tuple or dict of them, nested or not), or a Dataset whose items are
+            tuples or dicts of such; what of them goes to the model and what to the loss: see ``batches``.
+        loss_fn: (output, targets) -> scalar, a mean over the samples; None where the model returns its own loss.
         optimizer_fn: parameters -> torch optimizer; default SGD with lr 0.1 and momentum 0.9.
         batch_size: samples per step, over all ranks.
         num_steps: training steps; the data set starts anew as often as that takes.
@@ -39,7 +41,7 @@ class Job:
 
     model_fn: Callable[[], nn.Module]
     dataset: Any
-    loss_fn: Callable[[Any, Any], torch.Tensor]
+    loss_fn: LossFunction | None
     optimizer_fn: Callable[[Any], torch.optim.Optimizer] | None
     batch_size: int
     num_steps: int
@@ -75,6 +77,10 @@ class Job:
             return self.optimizer_fn(model.parameters())
         return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
+    def first_batch(self) -> Batch:
+        """A small batch, to see whether model and loss take it."""
+        return first_batch(self.dataset, self.loss_fn)
+
     def batches(self) -> Iterator[Batch]:
         """The batches of the run, epoch after epoch, each in its own order that follows from the seed alone."""
         num_samples = num_samples_of(self.dataset)
@@ -83,7 +89,7 @@ class Job:
         while step < self.num_steps:
             order = torch.randperm(num_samples, generator=generator)
             for indices in order.split(self.batch_size)[: self.num_steps - step]:
-                yield take(self.dataset, indices)
+                yield Batch.of(take(self.dataset, indices), self.loss_fn)
                 step += 1
 
 
@@ -107,20 +113,41 @@ class RankResult:
 
 
 def num_samples_of(dataset: Any) -> int:
-    """Samples in a dataset or in a pair of arrays."""
-    return len(dataset[0]) if isinstance(dataset, tuple) else len(dataset)
+    """Samples in a data set.
+
+    Raises:
+        RunError: tensors of unlike numbers of samples.
+    """
+    columns = _columns_of(dataset)
+    return len(dataset) if columns is None else num_samples(columns)
 
 
-def take(dataset: Any, indices: torch.Tensor) -> Batch:
-    """The samples at ``indices`` as a pair of tensors."""
-    if isinstance(dataset, tuple):
-        inputs, targets = (torch.as_tensor(part) for part in dataset)
-        return inputs[indices], targets[indices]
+def take(dataset: Any, indices: torch.Tensor) -> Any:
+    """The samples at ``indices``, as a batch of tensors.
+
+    >>> take({"x": torch.ones(9, 3), "label": [0, 1] * 4 + [0]}, torch.arange(3))["label"]
+    tensor([0, 1, 0])
+    """
+    columns = _columns_of(dataset)
+    if columns is None:
+        return collate([dataset[int(index)] for index in indices])
+    rows = num_samples(columns)
+    return tree_map_only(
+        torch.Tensor, lambda part: part[indices] if part.dim() and part.shape[0] == rows else part, columns
+    )
+
+
+def first_batch(dataset: Any, loss_fn: LossFunction | None, num_samples: int = 2) -> Batch:
+    """The first samples of a data set, as many as there are up to ``num_samples``."""
+    indices = torch.arange(min(num_samples, num_samples_of(dataset)))
+    return Batch.of(take(dataset, indices), loss_fn)
+
+
+def _columns_of(dataset: Any) -> Any:
+    """A data set whose samples all lie in tensors, as these tensors; None for one that is read sample by sample."""
     if isinstance(dataset, torch.utils.data.TensorDataset):
-        inputs, targets = dataset.tensors
-        return inputs[indices], targets[indices]
-    inputs, targets = torch.utils.data.default_collate([dataset[int(index)] for index in indices])
-    return inputs, targets
+        return dataset.tensors
+    return as_columns(dataset) if isinstance(dataset, (tuple, Mapping)) else None
 
 
 def checked_step(job: Job) -> int:
@@ -128,4 +155,13 @@ def checked_step(job: Job) -> int:
     return min(CHECKED_STEPS, job.num_steps) - 1
 
 
-__all__ = ["CHECKED_STEPS", "WARM_UP_STEPS", "Batch", "Job", "RankResult", "checked_step", "num_samples_of", "take"]
+__all__ = [
+    "CHECKED_STEPS",
+    "WARM_UP_STEPS",
+    "Job",
+    "RankResult",
+    "checked_step",
+    "first_batch",
+    "num_samples_of",
+    "take",
+]

@@ -14,13 +14,13 @@ from workbench.core.orders import Order
 from workbench.core.strategy import Strategy
 from workbench.errors import StrategyError
 from workbench.runtime import methods  # noqa: F401 - completes GlobalTensor
+from workbench.runtime.batches import Batch
 from workbench.runtime.ops.reading import everywhere
 from workbench.runtime.parallel import parallelize, state_of
-from workbench.runtime.pipelining.micro_batches import cut
 from workbench.runtime.pipelining.step import train_micro_batches
 from workbench.runtime.pipelining.timeline import clock_offset
 from workbench.runtime.runs.collecting import Collector, Listener, Measured, action_spans
-from workbench.runtime.runs.job import WARM_UP_STEPS, Batch, Job, RankResult, checked_step
+from workbench.runtime.runs.job import WARM_UP_STEPS, Job, RankResult, checked_step
 from workbench.runtime.runs.layer_times import LayerTimes, is_measured
 from workbench.runtime.tensor import GlobalTensor
 from workbench.runtime.watching.memory import ActivationMeter, PeakMeter, model_memory
@@ -83,7 +83,7 @@ class LiveRun:
         started = time.perf_counter()
         traffic = self.world.traffic
         sent_before, boxing_before = traffic.sent_bytes, traffic.time_s
-        parts = cut(*batch, state_of(self.model).resolved.num_micro_batches)
+        parts = batch.cut(state_of(self.model).resolved.num_micro_batches)
         self.optimizer.zero_grad()
         around = self.meter.measure if step in self._measures_at else contextlib.nullcontext
         is_timed = self._listen is not None and is_measured(step - self._layers_since)
@@ -95,7 +95,7 @@ class LiveRun:
         moved = (traffic.time_s - before[1], traffic.num_exchanges - before[2], traffic.sent_bytes - before[3])
         self._optimizing = (before[0], stopped, *moved)
         sent = traffic.sent_bytes - sent_before
-        measured = Measured(len(batch[0]), stopped - started, traffic.time_s - boxing_before, sent)
+        measured = Measured(batch.num_samples, stopped - started, traffic.time_s - boxing_before, sent)
         self._collector.add(measured, loss)
         self._sent.append(sent)
         self.result.step_times_s.append(measured.time_s)

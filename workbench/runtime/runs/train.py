@@ -17,9 +17,8 @@ from torch import nn
 from workbench.core.metrics import StepBlock
 from workbench.core.orders import Order
 from workbench.core.strategy import Strategy
-from workbench.runtime.pipelining.micro_batches import call, cut
 from workbench.runtime.runs.collecting import INTERVAL_S, Listener
-from workbench.runtime.runs.job import CHECKED_STEPS, WARM_UP_STEPS, Job, RankResult, checked_step, num_samples_of, take
+from workbench.runtime.runs.job import CHECKED_STEPS, WARM_UP_STEPS, Job, RankResult, checked_step
 from workbench.runtime.runs.layer_times import LayerTimes, is_measured
 from workbench.runtime.runs.live_run import LiveRun, is_simulated, logical_state
 from workbench.runtime.transport.threads import ThreadHub, ThreadTransport
@@ -52,8 +51,8 @@ def run_one_device(
         optimizer.zero_grad()
         total = 0.0
         with layers.measure() if listen is not None and is_measured(step) else nullcontext():
-            for part in cut(*batch, num_micro_batches):
-                loss = job.loss_fn(call(model, part.inputs), part.targets) * part.share
+            for part in batch.cut(num_micro_batches):
+                loss = part.loss(model, job.loss_fn) * part.share
                 loss.backward()
                 total += float(loss.detach())
         optimizer.step()
@@ -100,8 +99,7 @@ def warm_up(job: Job) -> None:
     """One small step in plain torch, so that what torch loads on first use counts in nobody's memory."""
     model = job.model()
     optimizer = job.optimizer(model)
-    inputs, targets = take(job.dataset, torch.arange(min(2, num_samples_of(job.dataset))))
-    job.loss_fn(model(inputs), targets).backward()
+    job.first_batch().loss(model, job.loss_fn).backward()
     optimizer.step()
 
 
@@ -153,9 +151,7 @@ __all__ = [
     "drops_out",
     "largest_difference",
     "logical_state",
-    "num_samples_of",
     "run_one_device",
     "run_strategy",
-    "take",
     "warm_up",
 ]

@@ -13,6 +13,7 @@ from workbench.core.layout import Layout
 from workbench.core.pairing import TABLE
 from workbench.core.sbp import NdSbp, Partial, split
 from workbench.core.strategy import ResolvedLayer
+from workbench.runtime.batches import count_samples
 from workbench.runtime.boxing.box import box, box_implicitly
 from workbench.runtime.entry import enter_as_broadcast
 from workbench.runtime.strategies.layouts import StageLayouts
@@ -130,9 +131,7 @@ def hook_root(module: nn.Module, layouts: StageLayouts, when_interrupted: list[C
         leaves = (
             args if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor) else tree_leaves((args, kwargs))
         )
-        rows = {leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()}
-        num_samples = max(rows - {1}, default=1) if len(rows - {1}) < 2 else None
-        layouts.world.call = ModuleCall(layouts.stage_order, num_samples)
+        layouts.world.call = ModuleCall(layouts.stage_order, count_samples(leaves))
         note_call(module)
 
     def leave(*_: Any) -> None:

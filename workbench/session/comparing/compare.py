@@ -89,8 +89,8 @@ def _table_row(run: RunRecord, is_baseline: bool) -> dict[str, Any]:
 def compare(
     model_fn: Callable[[], Any],
     dataset: Any,
-    loss_fn: Callable[[Any, Any], Any],
-    strategies: Iterable[StrategyLike] | Mapping[str, StrategyLike],
+    loss_fn: Callable[[Any, Any], Any] | None = None,
+    strategies: Iterable[StrategyLike] | Mapping[str, StrategyLike] = PRESETS,
     *,
     optimizer_fn: Callable[[Any], Any] | None = None,
     batch_size: int,
@@ -106,10 +106,15 @@ def compare(
 
     Args:
         model_fn: makes the model; called on every engine after seeding.
-        dataset: an (inputs, targets) pair of tensors or arrays, or a torch Dataset of pairs.
-        loss_fn: (output, target) -> scalar, a mean over the samples.
+        dataset: all samples in tensors or arrays: a tuple or dict of them, nested or not; or a Dataset whose items are
+            tuples or dicts of such. A dict gives the model keyword arguments, a tuple positional ones.
+        loss_fn: (output, targets) -> scalar, a mean over the samples. It gets, and the model does not, a tuple's last
+            entry, or a dict's ``label``, ``labels``, ``label_ids``, ``target`` or ``targets`` (several: as a dict).
+            None where the model returns its own loss: as its result, as ``.loss`` or ``["loss"]`` (transformers), or
+            as a tuple's scalar; all entries are then arguments of the model. With micro-batches, the losses of these
+            count by their samples, on one device too.
         strategies: preset names (data, model, pipeline, hybrid), texts or ``wb.Strategy``; or a dict from names to
-            such.
+            such. Default: all presets.
         optimizer_fn: parameters -> torch optimizer; default SGD with lr 0.1 and momentum 0.9.
         batch_size: samples per step, over all engines.
         steps: training steps per strategy.

@@ -32,7 +32,7 @@ class Subject:
         cls,
         model_fn: Callable[[], Any],
         dataset: Any,
-        loss_fn: Callable[[Any, Any], Any],
+        loss_fn: Callable[[Any, Any], Any] | None,
         *,
         optimizer_fn: Callable[[Any], Any] | None = None,
         batch_size: int,
@@ -47,6 +47,11 @@ class Subject:
         job = Job(model_fn, dataset, loss_fn, optimizer_fn, batch_size, steps, seed)
         model = job.model()
         return cls(job, describe(model), type(job.optimizer(model)).__name__ == "SGD")
+
+    @property
+    def sample_shape(self) -> tuple[int, ...]:
+        """Shape of one sample of the model's first input."""
+        return self.job.first_batch().sample_shape
 
     def with_steps(self, steps: int) -> Subject:
         """The same for a longer or shorter run."""

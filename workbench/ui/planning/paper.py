@@ -9,10 +9,9 @@ from workbench.core.metrics import RunRecord
 from workbench.core.model_costs import ModelCosts
 from workbench.cost.hardware import Hardware
 from workbench.errors import SessionError
-from workbench.ui.runs.trainer import sample_shape_of
+from workbench.session.planning import first_batch, layer_costs
 
 NO_ENGINES = "this panel has no engines: it predicts only. Give it a session to train with it."
-_NUM_SAMPLES = 2
 
 
 def costs_of(model_fn: Callable[[], Any], dataset: Any, loss_fn: Callable[..., Any] | None) -> ModelCosts:
@@ -21,12 +20,10 @@ def costs_of(model_fn: Callable[[], Any], dataset: Any, loss_fn: Callable[..., A
     Args:
         dataset: as for ``wb.Panel``, or the shape of a batch, ``(32, 128)``.
     """
-    from workbench.session.planning import layer_costs
-
     if _is_shape(dataset):
         return layer_costs(model_fn, dataset)
-    inputs, targets = first_samples(dataset)
-    return layer_costs(model_fn, inputs, loss_fn, targets)
+    batch = first_batch(dataset, loss_fn)
+    return layer_costs(model_fn, batch.inputs, loss_fn, batch.targets)
 
 
 def measured(session: Any) -> Hardware:
@@ -40,19 +37,6 @@ def measured(session: Any) -> Hardware:
 
 def _is_shape(dataset: Any) -> bool:
     return isinstance(dataset, tuple) and all(isinstance(size, int) for size in dataset)
-
-
-def first_samples(dataset: Any) -> tuple[Any, Any]:
-    """A batch of two samples, ``(inputs, targets)`` as tensors."""
-    import torch
-
-    arrays = dataset if isinstance(dataset, tuple) else getattr(dataset, "tensors", None)
-    if arrays is not None:
-        first, second = (torch.as_tensor(array[:_NUM_SAMPLES]) for array in arrays)
-        return first, second
-    samples = [dataset[index] for index in range(_NUM_SAMPLES)]
-    first, second = (torch.stack([torch.as_tensor(sample[place]) for sample in samples]) for place in (0, 1))
-    return first, second
 
 
 def optimizer_name(optimizer_fn: Callable[[Any], Any] | None) -> str:
@@ -71,9 +55,9 @@ def optimizer_name(optimizer_fn: Callable[[Any], Any] | None) -> str:
 class PaperTrainer:
     """Describes a model on ``num_ranks`` ranks that are not there."""
 
-    def __init__(self, costs: ModelCosts, num_ranks: int, dataset: Any) -> None:
+    def __init__(self, costs: ModelCosts, num_ranks: int, dataset: Any, loss_fn: Any = None) -> None:
         self.layers, self.num_ranks = costs.layers, num_ranks
-        self.sample_shape = tuple(dataset[1:]) if _is_shape(dataset) else sample_shape_of(dataset)
+        self.sample_shape = tuple(dataset[1:]) if _is_shape(dataset) else first_batch(dataset, loss_fn).sample_shape
         self.baseline: RunRecord | None = None
 
     def start(self, *_args: Any) -> Any:

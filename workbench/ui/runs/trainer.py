@@ -54,7 +54,7 @@ class SessionTrainer:
         session: Any,
         model_fn: Callable[[], Any],
         dataset: Any,
-        loss_fn: Callable[[Any, Any], Any],
+        loss_fn: Callable[[Any, Any], Any] | None,
         *,
         batch_size: int,
         steps: int,
@@ -69,7 +69,7 @@ class SessionTrainer:
         self._comparison = Comparison(session, subject, keep)
         self.layers = subject.layers
         self.num_ranks: int = session.num_engines
-        self.sample_shape = sample_shape_of(dataset)
+        self.sample_shape = subject.sample_shape
         self.baseline: RunRecord | None = None
 
     def start(
@@ -154,10 +154,3 @@ class _BackgroundRun:
         if self._run is None:
             raise RuntimeError("result(): the run has not begun. Ask once done() is true.")
         return self._run.result()
-
-
-def sample_shape_of(dataset: Any) -> tuple[int, ...]:
-    """Shape of one input of a data set: of an (inputs, targets) pair, a TensorDataset or any Dataset of pairs."""
-    arrays = dataset if isinstance(dataset, tuple) else getattr(dataset, "tensors", None)
-    first = arrays[0][0] if arrays is not None else dataset[0][0]
-    return tuple(getattr(first, "shape", ()))
