@@ -160,7 +160,7 @@ def test_a_dataset_may_be_a_value(job_file: Path) -> None:
 
 def test_missing_names_are_told(job_file: Path) -> None:
     job_file.write_text("def model_fn(): ...")
-    with pytest.raises(CommandError, match="dataset not defined there.*loss_fn unless the model returns its own"):
+    with pytest.raises(CommandError, match=r"dataset not defined there.*loss_fn unless the model returns its own"):
         compare.load_job(job_file)
 
 
