@@ -15,7 +15,7 @@ from workbench.core.boxing import plan_boxing
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.core.strategy import Strategy
-from workbench.cost.crossings import Stages, crossings, known_shapes, wire_bytes
+from workbench.cost.crossings import Stages, crossings, of_linear_layers, traced, wire_bytes
 from workbench.cost.estimate import estimate
 from workbench.cost.hardware_files import load_hardware
 from workbench.runtime.costs.dry_run import dry_run
@@ -27,7 +27,7 @@ from workbench.units import format_bytes
 
 
 def mlp_facts(batch_size: int = 128, sample_shape: tuple[int, ...] = (64,)) -> Facts:
-    return Facts(batch_size, known_shapes(MLP, sample_shape), sample_shape, "cross_entropy")
+    return Facts(batch_size, of_linear_layers(MLP, sample_shape), "cross_entropy")
 
 
 def view_of(strategy: str, num_ranks: int = 2, sample_shape: tuple[int, ...] = (64,)) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def view_of(strategy: str, num_ranks: int = 2, sample_shape: tuple[int, ...] = (
 
 def gpt_state(strategy: str = GPT_HYBRID, num_ranks: int = 4, num_blocks: int = 8) -> tuple[PanelState, Facts]:
     costs = gpt(num_blocks)
-    facts = Facts(32, [row.output_shape for row in costs.rows], (64,), "cross_entropy")
+    facts = Facts(32, traced(costs.layers, costs.rows, (64,)), "cross_entropy")
     return PanelState(costs.layers, num_ranks, strategy), facts
 
 
@@ -103,13 +103,13 @@ def test_stages_send_and_micro_batches_make_it_less():
 
 def test_partial_sums_are_summed_where_they_arise():
     resolved = Strategy("*: model:row").resolve(MLP, 2)
-    steps = crossings(MLP, resolved, known_shapes(MLP, (64,)), 128, sample_shape=(64,))
+    steps = crossings(MLP, resolved, of_linear_layers(MLP, (64,)), 128)
     assert [[plan.kind for plan in step.plans] for step in steps[1:]] == [["all-reduce", "slice"]] * 3
 
 
 def test_the_gradient_goes_the_other_way_with_dual_layouts():
     resolved = Strategy("fc1: data; fc2: model").resolve(MLP, 2)
-    step = crossings(MLP, resolved, known_shapes(MLP, (64,)), 128, sample_shape=(64,))[1]
+    step = crossings(MLP, resolved, of_linear_layers(MLP, (64,)), 128)[1]
     [back] = step.back
     assert (str(step.plans[0].kind), back.kind) == ("all-gather", "reduce-scatter")
     assert back.source.has_partial and not back.destination.has_partial
@@ -257,7 +257,7 @@ def test_the_chain_of_bytes_is_that_of_boxing_plans():
     resolved = Strategy("fc1: data; fc2: model").resolve(MLP, 2)
     placement = Placement.of("cpu", resolved.stage_grid(0))
     plan = plan_boxing(Layout.of(placement, ("B", "S(0)")), Layout.of(placement, ("B", "B")), (128, 256), itemsize=4)
-    step = crossings(MLP, resolved, known_shapes(MLP, (64,)), 128, sample_shape=(64,))[1]
+    step = crossings(MLP, resolved, of_linear_layers(MLP, (64,)), 128)[1]
     assert step.bytes_forward == plan.wire_bytes
     assert Stages(resolved).placements[0].shape == (1, 2)
 
@@ -266,7 +266,7 @@ def test_the_chain_of_bytes_is_that_of_boxing_plans():
 def test_what_arrives_is_what_was_sent(strategy: str):
     layers = gpt(8).layers
     resolved = PanelState(layers, 4, strategy).resolved
-    steps = crossings(layers, resolved, [row.output_shape for row in gpt(8).rows], 8)
+    steps = crossings(layers, resolved, traced(layers, gpt(8).rows, (64,)), 8)
     plans = {plan for step in steps for plan in (*step.plans, *step.back)}
     assert plans
     for plan in plans:

@@ -50,6 +50,38 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
+class Extent:
+    """How large an activation is.
+
+    Attributes:
+        sizes: of one sample; of all of it where it is alike for all samples, such as positions.
+        batch_dim: the dim that counts samples; None where it is alike for all.
+
+    >>> Extent((8, 16)).whole(32), Extent((8, 16), batch_dim=1).whole(32), Extent((8, 16), batch_dim=None).whole(32)
+    ((32, 8, 16), (8, 32, 16), (8, 16))
+    """
+
+    sizes: tuple[int, ...]
+    batch_dim: int | None = 0
+
+    def whole(self, num_samples: int) -> tuple[int, ...]:
+        """The logical shape for a batch of so many samples."""
+        if self.batch_dim is None:
+            return self.sizes
+        return (*self.sizes[: self.batch_dim], num_samples, *self.sizes[self.batch_dim :])
+
+    @property
+    def num_dims(self) -> int:
+        """With the dim that counts samples."""
+        return len(self.sizes) + (self.batch_dim is not None)
+
+    @property
+    def is_alike(self) -> bool:
+        """Is it alike for all samples?"""
+        return self.batch_dim is None
+
+
+@dataclass(frozen=True, slots=True)
 class LayerCost:
     """A layer with parameters, and the functions between it and the next one, which are counted with it.
 
@@ -66,6 +98,8 @@ class LayerCost:
         alike_shape: of an output that is alike for all samples, such as positions; it has no ``output_shape`` then.
         pieces: sizes of the slices into which its features are cut: queries, keys and values of one weight.
         num_cast: of its weights, how many are kept for backward as copies in 16 bits (autocast's).
+        batch_dim: of its output, the dim that counts samples: 1 in (sequence, batch, features).
+        taken: of its input; None where it is not known.
     """
 
     layer: Layer
@@ -78,6 +112,15 @@ class LayerCost:
     pieces: tuple[int, ...] = ()
     left_itemsize: int | None = None
     num_cast: int = 0
+    batch_dim: int = 0
+    taken: Extent | None = None
+
+    @property
+    def given(self) -> Extent | None:
+        """Of its output; None where that is not one tensor."""
+        if self.alike_shape is not None:
+            return Extent(self.alike_shape, None)
+        return None if self.output_shape is None else Extent(self.output_shape, self.batch_dim)
 
     @property
     def flops(self) -> float:
@@ -173,4 +216,4 @@ def _covered(keys: Sequence[object], start: int, period: int) -> int:
     return end - start if end > start + period else 0
 
 
-__all__ = ["LayerCost", "ModelCosts", "Work", "find_blocks"]
+__all__ = ["Extent", "LayerCost", "ModelCosts", "Work", "find_blocks"]

@@ -181,8 +181,10 @@ def output_bytes(row: LayerCost, setting: Setting) -> float:
 
 def left_bytes(row: LayerCost, setting: Setting) -> float:
     """Of what the next layer takes of it."""
-    shape = row.left_shape if row.left_shape is not None else row.output_shape
     itemsize = row.left_itemsize or row.itemsize
+    if row.left_shape is None and row.alike_shape is not None:
+        return prod(row.alike_shape) * itemsize * setting.scale
+    shape = row.left_shape if row.left_shape is not None else row.output_shape
     return prod(shape) * itemsize * setting.samples * setting.scale if shape else 0.0
 
 

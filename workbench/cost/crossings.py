@@ -7,13 +7,13 @@ tables are boxed where they arise, to what the next layer expects.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from workbench.core.boxing import BoxingPlan, plan_boxing
 from workbench.core.layout import Layout
+from workbench.core.model_costs import Extent, LayerCost
 from workbench.core.pairing import TABLE, TRANSPOSED_KINDS, feature_dim
 from workbench.core.placement import Placement
 from workbench.core.rows import Layer
@@ -21,8 +21,17 @@ from workbench.core.sbp import Sbp, Split, broadcast, dual, partial_sum
 from workbench.core.strategy import ResolvedLayer, ResolvedStrategy
 
 Shape = tuple[int, ...]
-_USUAL_DIMS = 2
+_UNKNOWN = Extent((1,))
+"""Of what nobody knows: layouts are said of it as of a matrix, and nothing about bytes."""
 _LINEAR = ("Linear", "NonDynamicallyQuantizableLinear", *TRANSPOSED_KINDS)
+
+
+@dataclass(frozen=True, slots=True)
+class Passing:
+    """What passes through a layer: how large its input and its output are; None where that is not known."""
+
+    takes: Extent | None = None
+    gives: Extent | None = None
 
 
 @dataclass(frozen=True)
@@ -32,7 +41,7 @@ class Crossing:
     Attributes:
         enters: layout that the layer's input has to have.
         leaves: layout of its output as its function gives it: P behind a row-split layer.
-        shape: logical shape of the input, batch first; None where it is not known, and nothing is said about bytes.
+        shape: logical shape of the input; None where sizes are not known, and nothing is said about bytes.
         plans: the boxings, in order, from what the layer before leaves to ``enters``; none at the first layer.
         itemsize: bytes of an element.
     """
@@ -54,12 +63,12 @@ class Crossing:
     @property
     def bytes_forward(self) -> int:
         """On the wire, all ranks together, of one micro-batch."""
-        return sum(map(wire_bytes, self.plans)) if self.shape else 0
+        return sum(map(wire_bytes, self.plans)) if self.shape is not None else 0
 
     @property
     def bytes_back(self) -> int:
         """The same of the gradient."""
-        return sum(map(wire_bytes, self.back)) if self.shape else 0
+        return sum(map(wire_bytes, self.back)) if self.shape is not None else 0
 
 
 @lru_cache(maxsize=4096)
@@ -91,48 +100,76 @@ class Stages:
             entry = Split(0 if outputs_last else 1)
         return self.layout(choice.stage, broadcast, entry)
 
-    def enters(self, choice: ResolvedLayer, num_dims: int) -> Layout:
-        """How a layer's input has to lie."""
-        if choice.parallel == "data":
-            return self.layout(choice.stage, Split(0), Split(0))
-        if self.resolved.options.sequence and "Norm" in choice.kind and num_dims > 2:
-            return self.layout(choice.stage, Split(0), Split(1))
-        takes_slices = choice.split == "row" and choice.kind != TABLE
-        return self.layout(
-            choice.stage, Split(0), Split(feature_dim(choice.kind, num_dims)) if takes_slices else broadcast
-        )
+    def enters(self, choice: ResolvedLayer, taken: Extent, arriving: Layout | None = None) -> Layout:
+        """How a layer's input has to lie, which arrives so: what is alike for all samples stays on all ranks."""
+        if taken.num_dims == 0 or (taken.is_alike and (arriving is None or arriving.is_broadcast)):
+            return self.layout(choice.stage, broadcast, broadcast)
+        return self._wanted(choice, taken)
 
-    def leaves(self, choice: ResolvedLayer, num_dims: int) -> Layout:
-        """How a layer's function leaves its output."""
+    def _wanted(self, choice: ResolvedLayer, taken: Extent) -> Layout:
+        samples, model = Split(taken.batch_dim or 0), broadcast
+        if choice.parallel == "data":
+            return self.layout(choice.stage, samples, Split(0))
+        if self.resolved.options.sequence and "Norm" in choice.kind and taken.num_dims > 2:
+            return self.layout(choice.stage, samples, Split(1))
+        if choice.split == "row" and choice.kind != TABLE:
+            model = Split(feature_dim(choice.kind, taken.num_dims))
+        return self.layout(choice.stage, samples, model)
+
+    def leaves(self, choice: ResolvedLayer, enters: Layout, taken: Extent, given: Extent) -> Layout:
+        """How a layer's function leaves its output, whose input lies so."""
         if choice.split is None:
-            return self.enters(choice, num_dims)
-        model: Sbp = Split(feature_dim(choice.kind, num_dims)) if choice.split == "column" else partial_sum
-        return self.layout(choice.stage, Split(0), model)
+            return _Behind(enters, choice.kind, taken).as_taken(choice.kind, given)
+        model: Sbp = Split(feature_dim(choice.kind, given.num_dims)) if choice.split == "column" else partial_sum
+        data = broadcast if given.is_alike else Split(given.batch_dim or 0)
+        return self.layout(choice.stage, data, model)
 
     def behind_door(
-        self, choice: ResolvedLayer, following: ResolvedLayer | None, leaves: Layout, num_dims: int
+        self, choice: ResolvedLayer, following: ResolvedLayer | None, leaves: Layout, given: Extent
     ) -> Layout:
         """Where sums and columns of a table go at once; other outputs stay as they are."""
         if choice.split is None or (choice.split == "column" and choice.kind != TABLE):
             return leaves
-        if self.resolved.options.sequence and num_dims > 2:
+        if self.resolved.options.sequence and given.num_dims > 2:
             wanted = self.layout(choice.stage, Split(0), Split(1))
         elif following is None or following.stage != choice.stage:
             wanted = self.layout(choice.stage, Split(0), Split(0))
         elif following.split == "row":
             wanted = self.layout(choice.stage, Split(0), broadcast)
         else:
-            wanted = self.enters(following, num_dims)
+            wanted = self._wanted(following, given)
         return leaves.with_sbp((leaves.sbp[0], wanted.sbp[1]))
+
+
+@dataclass(frozen=True, slots=True)
+class _Behind:
+    """What lies behind a layer's door, for the layers after it."""
+
+    layout: Layout
+    kind: str
+    extent: Extent
+
+    def as_taken(self, kind: str, taken: Extent) -> Layout:
+        """The layout as it is after functions that make ``taken`` of it: samples stay samples, features features."""
+        names = {feature_dim(self.kind, self.extent.num_dims): feature_dim(kind, taken.num_dims)}
+        if self.extent.batch_dim is not None and taken.batch_dim is not None:
+            names[self.extent.batch_dim] = taken.batch_dim
+        return self.layout.with_sbp(tuple(_renamed(entry, names, taken.num_dims) for entry in self.layout.sbp))
+
+
+def _renamed(entry: Sbp, names: Mapping[int, int], num_dims: int) -> Sbp:
+    if not isinstance(entry, Split):
+        return entry
+    dim = names.get(entry.dim, entry.dim)
+    return Split(dim) if dim < num_dims else broadcast
 
 
 def crossings(
     layers: Sequence[Layer],
     resolved: ResolvedStrategy,
-    shapes: Sequence[Shape | None],
+    passings: Sequence[Passing],
     micro_batch: int,
     *,
-    sample_shape: Shape | None = None,
     itemsize: int = 4,
 ) -> list[Crossing]:
     """The way through the model, layer by layer.
@@ -140,58 +177,76 @@ def crossings(
     Args:
         layers: in the order of the forward.
         resolved: what each of them does.
-        shapes: of the output of each layer, of one sample; None where it is not known (see ``known_shapes``).
+        passings: how large their inputs and outputs are (see ``traced`` and ``of_linear_layers``).
         micro_batch: samples per micro-batch, all ranks together.
-        sample_shape: of one sample of the model's input.
         itemsize: bytes of an element of an activation.
 
     >>> from workbench.core.strategy import Strategy
     >>> layers = [Layer("fc1", "Linear", {"weight": (8, 4)}), Layer("fc2", "Linear", {"weight": (2, 8)})]
     >>> resolved = Strategy("fc1: data; fc2: model").resolve(layers, num_ranks=2)
-    >>> [plan.kind for plan in crossings(layers, resolved, [(8,), (2,)], 16)[1].plans]
+    >>> [plan.kind for plan in crossings(layers, resolved, of_linear_layers(layers, (4,)), 16)[1].plans]
     ['all-gather']
     """
-    stages = Stages(resolved)
-    found: list[Crossing] = []
-    arriving = sample_shape
-    for index, (layer, choice) in enumerate(zip(layers, resolved.layers, strict=True)):
-        sizes = _input_sizes(layer, arriving)
-        num_dims = len(sizes) + 1 if sizes is not None else _USUAL_DIMS
-        enters = stages.enters(choice, num_dims)
-        whole = (micro_batch, *sizes) if sizes is not None else None
-        plans: tuple[BoxingPlan, ...] = ()
+    stages, found = Stages(resolved), list[Crossing]()
+    behind: dict[bool, _Behind] = {}  # positions beside the way arrive where a layer takes what is alike for all
+    for index, (layer, choice, passing) in enumerate(zip(layers, resolved.layers, passings, strict=True)):
+        taken, given = passing.takes or _UNKNOWN, passing.gives or passing.takes or _UNKNOWN
+        known, plans, arriving = passing.takes is not None, list[BoxingPlan](), None
         if index:
-            left = found[-1].leaves
-            door = stages.behind_door(resolved.layers[index - 1], choice, left, num_dims)
-            way = (left, door) if layer.kind == TABLE else (left, door, enters)  # tables take ids, not what is before
-            plans = _plans(way, whole or (micro_batch,) * num_dims, itemsize)
-        arriving = shapes[index]
-        num_dims = len(arriving) + 1 if arriving is not None else num_dims
-        found.append(Crossing(enters, stages.leaves(choice, num_dims), whole, plans, itemsize))
+            before, last = passings[index - 1], resolved.layers[index - 1]
+            out = before.gives or before.takes or _UNKNOWN
+            door = stages.behind_door(last, choice, found[-1].leaves, out)
+            plans += _plans(found[-1].leaves, door, out.whole(micro_batch), itemsize)
+            known = known and (before.gives is not None or not plans)
+            behind[out.is_alike] = _Behind(door, layers[index - 1].kind, out)
+            if layer.kind != TABLE and taken.is_alike in behind:  # a table takes ids, not what is before
+                arriving = behind[taken.is_alike].as_taken(layer.kind, taken)
+        enters = stages.enters(choice, taken, arriving)
+        if arriving is not None:
+            plans += _plans(arriving, enters, taken.whole(micro_batch), itemsize)
+        leaves = stages.leaves(choice, enters, taken, given)
+        found.append(Crossing(enters, leaves, taken.whole(micro_batch) if known else None, tuple(plans), itemsize))
     return found
 
 
-def known_shapes(layers: Sequence[Layer], sample_shape: Shape | None) -> list[Shape | None]:
-    """Output shapes of one sample as far as linear layers on flat samples tell them; the rest is None."""
-    arriving = sample_shape if sample_shape is not None and len(sample_shape) == 1 else None
-    shapes: list[Shape | None] = []
+def traced(layers: Sequence[Layer], rows: Sequence[LayerCost], sample_shape: Shape | None) -> list[Passing]:
+    """What passes through the layers of a model whose costs are known. A layer of which nobody has counted what it
+    takes takes what the one before gives.
+    """
+    arriving = None if sample_shape is None else Extent(sample_shape)
+    found: dict[str, Passing] = {}
+    for row in rows:
+        given = row.given
+        takes = row.taken or _own_features(row.layer, arriving)
+        found[row.layer.name] = Passing(takes, given)
+        arriving = given
+    return [found.get(layer.name, Passing()) for layer in layers]
+
+
+def of_linear_layers(layers: Sequence[Layer], sample_shape: Shape | None) -> list[Passing]:
+    """What is known before costs are: sizes as far as linear layers on flat samples tell them."""
+    arriving = Extent(sample_shape) if sample_shape is not None and len(sample_shape) == 1 else None
+    found = []
     for layer in layers:
-        arriving = (layer.shapes["weight"][0],) if arriving and layer.kind == "Linear" else None
-        shapes.append(arriving)
-    return shapes
+        is_linear = arriving is not None and layer.kind == "Linear"
+        gives = Extent((layer.shapes["weight"][0],)) if is_linear else None
+        found.append(Passing(_own_features(layer, arriving), gives))
+        arriving = gives
+    return found
 
 
-def _input_sizes(layer: Layer, arriving: Shape | None) -> Shape | None:
-    """What a layer takes: what the one before leaves, with its own number of features where that says one."""
-    if not arriving or layer.kind not in _LINEAR or "weight" not in layer.shapes:
+def _own_features(layer: Layer, arriving: Extent | None) -> Extent | None:
+    """What the layer before leaves, with the layer's own number of features where that says one."""
+    if arriving is None or not arriving.sizes or layer.kind not in _LINEAR or "weight" not in layer.shapes:
         return arriving
-    return (*arriving[:-1], layer.shapes["weight"][0 if layer.kind in TRANSPOSED_KINDS else 1])
+    inputs = layer.shapes["weight"][0 if layer.kind in TRANSPOSED_KINDS else 1]
+    return replace(arriving, sizes=(*arriving.sizes[:-1], inputs))
 
 
-def _plans(route: Sequence[Layout], shape: Shape, itemsize: int) -> tuple[BoxingPlan, ...]:
-    """The boxings along a route, without those that change nothing."""
-    plans = (plan_boxing(a, b, shape, itemsize) for a, b in itertools.pairwise(route) if a != b)
-    return tuple(plan for plan in plans if plan.kind not in ("none", "relabel"))
+def _plans(source: Layout, target: Layout, shape: Shape, itemsize: int) -> tuple[BoxingPlan, ...]:
+    """The boxing from one layout to the other; none where nothing changes."""
+    plan = plan_boxing(source, target, shape, itemsize) if source != target else None
+    return (plan,) if plan is not None and plan.kind not in ("none", "relabel") else ()
 
 
 def _dual(layout: Layout) -> Layout:
@@ -200,4 +255,4 @@ def _dual(layout: Layout) -> Layout:
     return layout.with_sbp(tuple(dual(entry) if size > 1 else entry for entry, size in entries))
 
 
-__all__ = ["Crossing", "Stages", "crossings", "known_shapes", "wire_bytes"]
+__all__ = ["Crossing", "Passing", "Stages", "crossings", "of_linear_layers", "traced", "wire_bytes"]

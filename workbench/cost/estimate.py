@@ -8,7 +8,7 @@ from math import prod
 
 from workbench.core.model_costs import ModelCosts
 from workbench.core.strategy import ResolvedStrategy
-from workbench.cost.boxings import left_bytes
+from workbench.cost.boxings import left_bytes, num_dims
 from workbench.cost.collectives import exchange_s
 from workbench.cost.entries import input_entry, left_entry
 from workbench.cost.hardware import Hardware
@@ -183,7 +183,7 @@ def _hops(model: ModelCosts, strategy: ResolvedStrategy, settings: Sequence[Sett
             continue
         setting, row = settings[before], model.rows[index - 1]
         whole = left_bytes(row, setting)
-        dims = len(row.output_shape or ()) + 1
+        dims = num_dims(row)
         left = left_entry(layers[index - 1], None, dims, setting.sequence)
         taken = input_entry(layers[index], dims, setting.sequence)
         parts = 1 if taken == "B" else settings[stage].model

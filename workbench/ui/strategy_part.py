@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from workbench.core.model_costs import ModelCosts
 from workbench.core.rows import Layer
 from workbench.core.strategy import Strategy
-from workbench.cost.crossings import known_shapes
+from workbench.cost.crossings import of_linear_layers, traced
 from workbench.cost.estimate import Estimate
 from workbench.cost.hardware import Hardware
 from workbench.errors import StrategyError, WorkbenchError
@@ -239,11 +240,10 @@ class StrategyPart:
 
     def _facts_now(self) -> Facts:
         """The facts with the shapes that are known by now."""
-        shapes = self._predictor.shapes
-        if not shapes:
+        costs = self._predictor.costs
+        if costs is None:
             return self._facts
-        found = [shapes.get(layer.name) for layer in self.state.layers]
-        return Facts(self._facts.batch_size, found, self._facts.sample_shape, self._facts.loss)
+        return replace(self._facts, passings=traced(self.state.layers, costs.rows, costs.sample_shape))
 
     def _show_tensor(self) -> None:
         self.tensor.value = self._tensor_html() if self._shows_tensor else ""
@@ -265,4 +265,4 @@ def facts_of(
 ) -> Facts:
     """What is known of a model before its costs are: shapes behind linear layers on flat samples."""
     loss = getattr(loss_fn, "__name__", type(loss_fn).__name__) if loss_fn is not None else ""
-    return Facts(batch_size, known_shapes(layers, sample_shape), sample_shape, loss)
+    return Facts(batch_size, of_linear_layers(layers, sample_shape), loss)

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-from workbench.core.model_costs import LayerCost, Work
+from workbench.core.model_costs import Extent, LayerCost, Work
 from workbench.core.rows import Layer
 from workbench.runtime.strategies.state import ROOT
 
@@ -93,7 +93,8 @@ class Counter(TorchDispatchMode):
         self._active: list[str] = []
         self._last: str | None = None
         self._outputs: dict[str, torch.Tensor | None] = {}
-        self._inputs: dict[str, torch.Tensor] = {}
+        self._inputs: dict[str, torch.Tensor | None] = {}  # the first one; None where there is none
+        self._containers: set[str] = set()  # layers in whose forward others run: what enters these is not theirs alone
         self._pieces: dict[str, tuple[int, ...]] = {}
         self._num_cast: dict[str, int] = {}  # of weights that autocast casts, by layer
         self._casts: list[torch.Tensor] = []  # held, so that addresses are theirs
@@ -111,7 +112,7 @@ class Counter(TorchDispatchMode):
         for path, layer in layers.items():
             name = path or ROOT
             handles += [
-                layer.register_forward_pre_hook(lambda _, args, name=name: self._enter(name, args)),
+                layer.register_forward_pre_hook(lambda _, *given, name=name: self._enter(name, given), with_kwargs=True),
                 layer.register_forward_hook(lambda _, __, output, name=name: self._leave(name, output)),
             ]
         try:
@@ -153,33 +154,49 @@ class Counter(TorchDispatchMode):
         own, after = ([e.work(self._num_samples) for e in mine if e.is_own is which] for which in (True, False))
         output = self._outputs.get(layer.name)
         itemsize = 4 if output is None else output.element_size()
-        is_alike = output is not None and bool(self._of_samples) and not self._is_of_samples(output)
-        shape = None if is_alike else self._shape(output)
-        left = self._left(layer.name)
+        given, left = self._extent(output), self._left(layer.name)
+        shape = None if given is None or given.is_alike else given.sizes
         return LayerCost(
             layer, tuple(own), tuple(after), shape, itemsize, None if left is None or left[0] == shape else left[0],
-            tuple(output.shape) if output is not None and is_alike else None, self._pieces.get(layer.name, ()),
+            given.sizes if given is not None and given.is_alike else None, self._pieces.get(layer.name, ()),
             None if left is None or left[1] == itemsize else left[1], self._num_cast.get(layer.name, 0),
+            (given.batch_dim or 0) if given is not None else 0, self._taken(layer.name),
         )  # fmt: skip
 
     def works(self) -> list[Work]:
         """All functions that were counted, in order, of one sample."""
         return [entry.work(self._num_samples) for entry in self._entries if entry.is_work]
 
-    def _shape(self, output: torch.Tensor | None) -> tuple[int, ...] | None:
-        """Of one sample; a batch whose samples are flattened into the first dim is cut again."""
-        if output is None or output.ndim == 0 or output.shape[0] % self._num_samples:
-            return None
-        rest = tuple(output.shape[1:])
-        return rest if output.shape[0] == self._num_samples else (output.shape[0] // self._num_samples, *rest)
+    def _extent(self, tensor: torch.Tensor | None) -> Extent | None:
+        """How large an activation is; None where there is none, or where its samples cannot be told apart.
 
-    def _left(self, name: str) -> tuple[tuple[int, ...] | None, int] | None:
+        Samples flattened into the first dim with others (tokens) are cut again.
+        """
+        if tensor is None:
+            return None
+        shape, count = tuple(tensor.shape), self._num_samples
+        if self._of_samples and not self._is_of_samples(tensor):
+            return Extent(shape, None)
+        if count in shape:
+            dim = shape.index(count)
+            return Extent((*shape[:dim], *shape[dim + 1 :]), dim)
+        return Extent((shape[0] // count, *shape[1:])) if shape and shape[0] % count == 0 else None
+
+    def _left(self, name: str) -> tuple[tuple[int, ...], int] | None:
         """Shape of one sample and bytes of an element of what the next layer takes; None where it is not known."""
         place = self._order.index(name) + 1 if name in self._order else len(self._order)
         taken = self._inputs.get(self._order[place]) if place < len(self._order) else None
-        if taken is None or not taken.is_floating_point() or self._shape(taken) is None:
+        found = self._extent(taken)
+        if taken is None or found is None or found.is_alike or not taken.is_floating_point():
             return None
-        return self._shape(taken), taken.element_size()
+        return found.sizes, taken.element_size()
+
+    def _taken(self, name: str) -> Extent | None:
+        """What a layer takes; not known of a container, whose forward runs others first, and of one never called."""
+        if name in self._containers or name not in self._inputs:
+            return None
+        taken = self._inputs[name]
+        return Extent((), None) if taken is None else self._extent(taken)
 
     def _note_samples(self, values: Any) -> None:
         for leaf in torch.utils._pytree.tree_leaves(values):
@@ -191,14 +208,16 @@ class Counter(TorchDispatchMode):
         return tensor.untyped_storage()._cdata in self._of_samples
 
     def _enter(self, name: str, args: Any) -> None:
+        self._containers.update(self._active)
         self._active.append(name)
         self._last = name
-        first = next((leaf for leaf in torch.utils._pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)), None)
-        if first is not None:
-            self._inputs.setdefault(name, first)
+        leaves = torch.utils._pytree.tree_leaves(args)
+        self._inputs.setdefault(name, next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), None))
 
     def _leave(self, name: str, output: Any) -> None:
         self._active.pop()
+        if name in self._containers:  # it gives what the last layer in it gives; its own is what it adds on the way
+            return
         tensors = [leaf for leaf in torch.utils._pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
         self._outputs[name] = tensors[0] if len(tensors) == 1 else None
 
@@ -222,8 +241,8 @@ class Counter(TorchDispatchMode):
             self.heads |= {tensor.shape[1] for tensor in args[:2] if tensor.ndim == 4}
         entry.flops, entry.inner = _matmul(func, args, kwargs or {}, out)
         entry.moved_bytes = self._moved(func, inputs, outputs)
-        if entry.is_own and entry.layer is not None and entry.layer not in self._outputs and outputs:
-            self._last_output(entry.layer, outputs)
+        if entry.is_own and entry.layer is not None and not set(outputs) <= set(inputs):
+            self._note_output(entry.layer, outputs)
         return out
 
     def _add_backward(
@@ -271,9 +290,9 @@ class Counter(TorchDispatchMode):
         if is_its and all(isinstance(p, torch.Tensor) and p.shape[:-1] == output.shape[:-1] for p in pieces):
             self._pieces.setdefault(self._last or "", tuple(piece.shape[-1] for piece in pieces))
 
-    def _last_output(self, name: str, outputs: Mapping[int, torch.Tensor]) -> None:
-        """A layer whose parameters others read gives what was made of them."""
-        if name not in self._active:
+    def _note_output(self, name: str, outputs: Mapping[int, torch.Tensor]) -> None:
+        """A layer whose parameters others read, or a container, gives what was first made of them."""
+        if name not in self._outputs and (name not in self._active or name in self._containers):
             self._outputs[name] = next(iter(outputs.values()))
 
     def _place(self, inputs: Mapping[int, torch.Tensor]) -> _Entry:

@@ -15,18 +15,17 @@ from typing import Any
 
 from workbench.core.boxing import BoxingPlan, plan_boxing
 from workbench.core.layout import Layout
+from workbench.core.model_costs import Extent
 from workbench.core.rows import Layer
 from workbench.core.sbp import broadcast
 from workbench.core.strategy import ResolvedLayer, ResolvedStrategy
-from workbench.cost.crossings import Crossing, Stages, crossings, wire_bytes
+from workbench.cost.crossings import Crossing, Passing, Stages, crossings, wire_bytes
 from workbench.ui.numbers import TIMES
 from workbench.ui.strategy.grouping import Node
 from workbench.units import format_bytes, format_ranks
 
 ARROW = "\u2192"
-Shape = tuple[int, ...]
 _MAX_DESCRIBED_RANKS = 16
-_USUAL_DIMS = 2
 _LONGEST_RANKS = 1
 
 
@@ -38,14 +37,16 @@ class Flow:
         crossings: by layer.
         num_micro_batches: how often the way is gone in a step.
         gradient_bytes: by layer, on the wire in a step, all ranks together; under ZeRO, of its weights, too.
-        output_shape: of the model's output, batch first; None where it is not known.
+        output: how large the model's output is; None where it is not known.
+        micro_batch: samples of a micro-batch.
         has_zero: are weights gathered where each rank holds a shard?
     """
 
     crossings: Sequence[Crossing]
     num_micro_batches: int
     gradient_bytes: Sequence[int]
-    output_shape: Shape | None = None
+    output: Extent | None = None
+    micro_batch: int = 1
     has_zero: bool = False
 
     @property
@@ -60,21 +61,17 @@ class Flow:
 
 
 def flow_of(
-    layers: Sequence[Layer],
-    resolved: ResolvedStrategy,
-    shapes: Sequence[Shape | None],
-    batch_size: int,
-    sample_shape: Shape | None,
+    layers: Sequence[Layer], resolved: ResolvedStrategy, passings: Sequence[Passing], batch_size: int
 ) -> Flow:
-    """The way of one micro-batch. ``shapes``: of every layer's output, of one sample; None where it is not known."""
+    """The way of one micro-batch. ``passings``: how large the inputs and outputs of every layer are."""
     micro_batch = max(batch_size // resolved.num_micro_batches, 1)
     itemsize = 4 if resolved.options.precision == "fp32" else 2
-    found = crossings(layers, resolved, shapes, micro_batch, sample_shape=sample_shape, itemsize=itemsize)
+    found = crossings(layers, resolved, passings, micro_batch, itemsize=itemsize)
     stages = Stages(resolved)
     zero, times = resolved.options.zero, _halves_of_sums(resolved)
     sums = [times * _bytes_to_sum(layer, choice, stages) for layer, choice in zip(layers, resolved.layers, strict=True)]
-    output = (micro_batch, *shapes[-1]) if shapes and shapes[-1] is not None else None
-    return Flow(found, resolved.num_micro_batches, sums, output, has_zero=zero > 0)
+    output = passings[-1].gives if passings else None
+    return Flow(found, resolved.num_micro_batches, sums, output, micro_batch, has_zero=zero > 0)
 
 
 def _halves_of_sums(resolved: ResolvedStrategy) -> int:
@@ -222,8 +219,8 @@ def end_of(flow: Flow, resolved: ResolvedStrategy, is_cross_entropy: bool) -> En
     Counted are those of CPUs: a maximum and three sums, whose gradients come back. The kernel for GPUs has three.
     """
     last, choice = flow.crossings[-1], resolved.layers[-1]
-    door = Stages(resolved).behind_door(choice, None, last.leaves, _USUAL_DIMS)
-    shape = flow.output_shape
+    door = Stages(resolved).behind_door(choice, None, last.leaves, flow.output or Extent((1,)))
+    shape = None if flow.output is None else flow.output.whole(flow.micro_batch)
     if door != last.leaves and shape is not None:
         plan = plan_boxing(last.leaves, door, shape, last.itemsize)
         met = Crossing(door, door, shape, (plan,), last.itemsize)

@@ -10,7 +10,7 @@ from typing import Any
 
 from workbench.core.rows import Layer
 from workbench.core.strategy import Mistake
-from workbench.cost.crossings import Stages
+from workbench.cost.crossings import Passing, Stages
 from workbench.ui.grid import columns, flow
 from workbench.ui.grid.columns import Column
 from workbench.ui.grid.flow import End, Flow
@@ -33,14 +33,12 @@ class Facts:
 
     Attributes:
         batch_size: samples of a step, all ranks together.
-        shapes: of every layer's output, of one sample; None where it is not known.
-        sample_shape: of one sample of the input.
+        passings: how large the inputs and outputs of every layer are.
         loss: name of the loss function, shown as the last row.
     """
 
     batch_size: int
-    shapes: Sequence[tuple[int, ...] | None]
-    sample_shape: tuple[int, ...] | None = None
+    passings: Sequence[Passing]
     loss: str = ""
 
 
@@ -71,7 +69,7 @@ def grid_view(state: PanelState, facts: Facts) -> dict[str, Any]:
 
 def flow_of(state: PanelState, facts: Facts) -> Flow:
     """The boxings of the last valid strategy."""
-    return flow.flow_of(state.layers, state.resolved, facts.shapes, facts.batch_size, facts.sample_shape)
+    return flow.flow_of(state.layers, state.resolved, facts.passings, facts.batch_size)
 
 
 def _stage_options(state: PanelState) -> list[int]:

@@ -60,11 +60,6 @@ class Predictor:
         return None if self.machine is None else self.machine.memory_bytes
 
     @property
-    def shapes(self) -> dict[str, tuple[int, ...] | None]:
-        """Output shape of one sample, by layer."""
-        return {row.layer.name: row.output_shape for row in self.costs.rows} if self.costs else {}
-
-    @property
     def missing(self) -> str:
         """Why nothing can be predicted; empty where something can."""
         if self.hardware is None:
