@@ -109,9 +109,9 @@ class Stages:
     def _wanted(self, choice: ResolvedLayer, taken: Extent) -> Layout:
         samples, model = Split(taken.batch_dim or 0), broadcast
         if choice.parallel == "data":
-            return self.layout(choice.stage, samples, Split(0))
+            return self.layout(choice.stage, samples, samples)
         if self.resolved.options.sequence and "Norm" in choice.kind and taken.num_dims > 2:
-            return self.layout(choice.stage, samples, Split(1))
+            return self.layout(choice.stage, samples, Split(0 if taken.batch_dim == 1 else 1))
         if choice.split == "row" and choice.kind != TABLE:
             model = Split(feature_dim(choice.kind, taken.num_dims))
         return self.layout(choice.stage, samples, model)

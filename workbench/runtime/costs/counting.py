@@ -112,7 +112,9 @@ class Counter(TorchDispatchMode):
         for path, layer in layers.items():
             name = path or ROOT
             handles += [
-                layer.register_forward_pre_hook(lambda _, *given, name=name: self._enter(name, given), with_kwargs=True),
+                layer.register_forward_pre_hook(
+                    lambda _, *given, name=name: self._enter(name, given), with_kwargs=True
+                ),
                 layer.register_forward_hook(lambda _, __, output, name=name: self._leave(name, output)),
             ]
         try:

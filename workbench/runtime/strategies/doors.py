@@ -10,15 +10,15 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from workbench.core.layout import Layout
-from workbench.core.pairing import TABLE
-from workbench.core.sbp import NdSbp, Partial, split
+from workbench.core.pairing import TABLE, feature_dim
+from workbench.core.sbp import NdSbp, Partial, Split, split
 from workbench.core.strategy import ResolvedLayer
 from workbench.runtime.batches import count_samples
 from workbench.runtime.boxing.box import box, box_implicitly
 from workbench.runtime.entry import enter_as_broadcast
 from workbench.runtime.strategies.layouts import StageLayouts
 from workbench.runtime.strategies.state import note_call
-from workbench.runtime.tensor import GlobalTensor
+from workbench.runtime.tensor import GlobalTensor, Spec
 from workbench.runtime.world import OUTSIDE, ModuleCall
 
 
@@ -81,8 +81,9 @@ class Doors:
             world = self.layouts.world
             value = enter_as_broadcast(value.to(world.device), world, layout, lambda: origin)
         shape = value._spec.shape
-        layout = self.layouts.input_layout(choice, len(shape))
-        is_alike = shape and (shape[0] == 1 or shape[0] != (self.layouts.world.call.num_samples or shape[0]))
+        num_samples = self.layouts.world.call.num_samples or (shape[0] if shape else 0)
+        layout = self.layouts.input_layout(choice, len(shape), _batch_dim(value._spec, choice.kind, num_samples))
+        is_alike = shape and (shape[0] == 1 or shape[0] != num_samples)
         if is_alike and value._spec.layout.is_broadcast:
             layout = layout.broadcast()  # positions and masks, alike for all samples
         return box_implicitly(value, layout, choice.name)
@@ -98,6 +99,18 @@ class Doors:
             for a, b in zip(layout.sbp, wanted.sbp, strict=True)
         )
         return box_implicitly(output, layout.with_sbp(target), choice.name)
+
+
+def _batch_dim(spec: Spec, kind: str, num_samples: int) -> int:
+    """The dim that counts samples: the first, or the one of their number by which the tensor is split, as in (sequence,
+    batch, features). Features that are as many are none.
+    """
+    shape = spec.shape
+    if not shape or shape[0] == num_samples:
+        return 0
+    features = feature_dim(kind, len(shape))
+    dims = (entry.dim for entry in spec.layout.sbp if isinstance(entry, Split))
+    return next((dim for dim in dims if dim != features and shape[dim] == num_samples), 0)
 
 
 def _hook_tied(

@@ -28,7 +28,7 @@ class StageLayouts:
 
     def __init__(self, world: World, resolved: ResolvedStrategy) -> None:
         self.world, self.resolved = world, resolved
-        self._input_layouts: dict[tuple[str, int], Layout] = {}
+        self._input_layouts: dict[tuple[str, int, int], Layout] = {}
         self.axes = [self._axes(*resolved.stage_width(stage)) for stage in range(resolved.num_stages)]
         self.placements = tuple(self._placement(stage) for stage in range(resolved.num_stages))
         ranks = [rank for placement in dict.fromkeys(self.placements) for rank in placement]
@@ -64,22 +64,23 @@ class StageLayouts:
         axes = self.axes[choice.stage]
         return Layout(self.placements[choice.stage], tuple(data if axis == "data" else model for axis in axes))
 
-    def input_layout(self, choice: ResolvedLayer, ndim: int) -> Layout:
-        """What the layer's choice means for its input; a scalar is everywhere."""
-        known = self._input_layouts.get((choice.name, ndim))
+    def input_layout(self, choice: ResolvedLayer, ndim: int, batch_dim: int = 0) -> Layout:
+        """What the layer's choice means for its input; a scalar is everywhere. ``batch_dim`` counts samples."""
+        known = self._input_layouts.get((choice.name, ndim, batch_dim))
         if known is None:
-            known = self._input_layouts[choice.name, ndim] = self._input_layout(choice, ndim)
+            known = self._input_layouts[choice.name, ndim, batch_dim] = self._input_layout(choice, ndim, batch_dim)
         return known
 
-    def _input_layout(self, choice: ResolvedLayer, ndim: int) -> Layout:
+    def _input_layout(self, choice: ResolvedLayer, ndim: int, batch_dim: int) -> Layout:
         if ndim == 0:
             return self.layout(choice, broadcast, broadcast)
+        samples = split(batch_dim)
         if choice.parallel == "data":
-            return self.layout(choice, split(0), split(0))
+            return self.layout(choice, samples, samples)
         if self.resolved.options.sequence and "Norm" in choice.kind and ndim > 2:
-            return self.layout(choice, split(0), split(1))
+            return self.layout(choice, samples, split(0 if batch_dim == 1 else 1))
         takes_slices = choice.split == "row" and choice.kind != TABLE
-        return self.layout(choice, split(0), split(feature_dim(choice.kind, ndim)) if takes_slices else broadcast)
+        return self.layout(choice, samples, split(feature_dim(choice.kind, ndim)) if takes_slices else broadcast)
 
     def parameter_layout(self, choice: ResolvedLayer, ndim: int) -> Layout:
         """Where a parameter's slices lie; see the table at the top of ``runtime/parallel.py``."""

@@ -60,9 +60,7 @@ class Flow:
         return all(crossing.shape is not None for crossing in self.crossings if crossing.plans)
 
 
-def flow_of(
-    layers: Sequence[Layer], resolved: ResolvedStrategy, passings: Sequence[Passing], batch_size: int
-) -> Flow:
+def flow_of(layers: Sequence[Layer], resolved: ResolvedStrategy, passings: Sequence[Passing], batch_size: int) -> Flow:
     """The way of one micro-batch. ``passings``: how large the inputs and outputs of every layer are."""
     micro_batch = max(batch_size // resolved.num_micro_batches, 1)
     itemsize = 4 if resolved.options.precision == "fp32" else 2

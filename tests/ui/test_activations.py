@@ -1,0 +1,119 @@
+"""Activations of any shape in the panel: who holds what, and bytes that a step on the real runtime sends, too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch.nn.functional import cross_entropy
+
+from tests.ui.odd_activations import (
+    LENGTH,
+    MODELS,
+    WIDTH,
+    Attention,
+    Flat,
+    OwnPositions,
+    Positions,
+    Recurrent,
+    Twice,
+    Words,
+    batches,
+)
+from workbench.core.model_costs import Extent
+from workbench.runtime.costs.dry_run import dry_run
+from workbench.runtime.runs.train import Job, run_one_device, run_strategy
+from workbench.testing import run_ranks
+from workbench.ui.grid.view import flow_of
+from workbench.ui.planning import paper
+from workbench.ui.widgets import Panel
+from workbench.units import format_bytes
+
+BATCH = 16
+
+
+def panel_of(model: type[Words], strategy: str, num_ranks: int = 2) -> Panel:
+    costs = paper.costs_of(model, batches(), cross_entropy)
+    return Panel(
+        None, model, batches(), cross_entropy, strategy=strategy, num_ranks=num_ranks, costs=costs, batch_size=BATCH,
+        hardware="v100-dgx1", keep=False,
+    )  # fmt: skip
+
+
+def select(panel: Panel, pattern: str) -> None:
+    panel._upper.grid._handle_custom_msg({"event": "select", "rows": [pattern]}, [])
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("strategy", ["data", "model", "*: model | sequence", "hybrid"])
+def test_every_row_is_shown_whatever_shapes_its_activations_have(model: type[Words], strategy: str):
+    panel = panel_of(model, "data")
+    panel.load(strategy)
+    select(panel, "tensor")
+    panel._upper.grid._handle_custom_msg({"event": "tensor"}, [])
+    for layer in panel.state.layers:
+        select(panel, layer.name)
+    assert [row["pattern"] for row in panel._upper.grid.view["rows"]] == [row.node.pattern for row in panel.state.rows]
+
+
+@pytest.mark.parametrize("model", [model for model in MODELS if model not in (Twice, Flat)])
+@pytest.mark.parametrize(("strategy", "num_ranks"), [("data", 2), ("model", 2), ("*: model | 1x2x2", 4)])
+def test_the_panel_and_the_planner_count_what_a_step_sends(model: type[Words], strategy: str, num_ranks: int):
+    panel = panel_of(model, strategy, num_ranks)
+    words, targets = (part[:BATCH] for part in batches())
+    sent = sum(dry_run(model, str(panel.strategy), num_ranks, words, targets, cross_entropy).sent_bytes)
+    assert panel._upper.grid.view["total"][0] == format_bytes(sent)
+    estimate = panel.estimate()
+    assert estimate is not None and estimate.boxed_bytes == pytest.approx(sent)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_run_has_the_numbers_of_one_device(model: type[Words]):
+    job = Job(model, batches(), cross_entropy, None, BATCH, 3)
+    losses = run_one_device(job).losses
+    for strategy in ("*: data", "*: model", "*: model | sequence"):
+        for result in run_ranks(lambda strategy=strategy: run_strategy(job, strategy), 2):
+            assert result.losses == pytest.approx(losses, abs=2e-6), strategy
+
+
+def crossing(model: type[Words], strategy: str, layer: str) -> Any:
+    panel = panel_of(model, strategy)
+    index = [each.name for each in panel.state.layers].index(layer)
+    return flow_of(panel.state, panel._upper._facts_now()).crossings[index]
+
+
+def test_positions_lie_on_all_ranks_and_join_the_way_of_the_samples():
+    pos, norm = crossing(Positions, "*: data | 1x2x1", "pos"), crossing(Positions, "*: data | 1x2x1", "block.ln")
+    assert str(pos.enters.sbp) == str(pos.leaves.sbp) == "(B, B)"
+    assert norm.shape == (BATCH, LENGTH, WIDTH) and str(norm.enters.sbp) == "(S(0), B)" and not norm.plans
+    split = crossing(Positions, "*: model", "block.ln")
+    assert [(plan.kind, tuple(plan.shape)) for plan in split.plans] == [("all-gather", (LENGTH, WIDTH))]
+
+
+def test_samples_in_the_second_dim_are_split_there():
+    rnn, head = (crossing(Recurrent, "*: data | 1x2x1", name) for name in ("rnn", "head"))
+    assert rnn.shape == (LENGTH, BATCH, WIDTH) and str(rnn.enters.sbp) == "(S(1), B)"
+    assert head.shape == (BATCH, LENGTH, WIDTH) and not head.plans
+
+
+def extents(model: type[Words]) -> dict[str, tuple[Extent | None, Extent | None]]:
+    rows = paper.costs_of(model, batches(), cross_entropy).rows
+    return {row.layer.name: (row.taken, row.given) for row in rows}
+
+
+def test_sizes_are_those_of_the_trace():
+    sample, alike, second = Extent((LENGTH, WIDTH)), Extent((LENGTH, WIDTH), None), Extent((LENGTH, WIDTH), 1)
+    assert extents(Positions)["pos"] == (Extent((LENGTH,), None), alike)
+    assert extents(Recurrent)["rnn"] == (second, None)
+    assert extents(Attention)["attention"] == (second, second)
+    assert extents(Attention)["attention.out_proj"] == (None, sample)  # called by a function, on tokens in one dim
+    assert extents(Flat)["block.ln"] == (sample, sample)
+    assert extents(OwnPositions)["(root)"] == (None, sample)  # what it adds on the way
+
+
+def test_exchanges_of_a_batch_in_the_second_dim_are_those_of_one_in_the_first():
+    """The door leaves samples where they are: only gradients are exchanged."""
+    words, targets = (part[:BATCH] for part in batches())
+    sent = dry_run(Attention, "*: data | 1x2x1", 2, words, targets, cross_entropy)
+    gradients = sum(parameter.numel() for parameter in Attention().parameters()) * 4 * 2
+    assert sum(sent.sent_bytes) == gradients
