@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import cast
 
 from workbench.core.boxing import BoxingPlan, plan_boxing
 from workbench.core.layout import Layout
@@ -107,7 +108,7 @@ class Stages:
         return self._wanted(choice, taken)
 
     def _wanted(self, choice: ResolvedLayer, taken: Extent) -> Layout:
-        samples, model = Split(taken.batch_dim or 0), broadcast
+        samples, model = Split(taken.batch_dim or 0), cast(Sbp, broadcast)
         if choice.parallel == "data":
             return self.layout(choice.stage, samples, samples)
         if self.resolved.options.sequence and "Norm" in choice.kind and taken.num_dims > 2:
