@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
+
+from workbench.core.plain import Plain
+from workbench.core.verdict import TOLERANCES, Verdict
 
 MEMORY_KINDS = ("parameters", "gradients", "optimizer", "activations", "buffers")
 """Kinds of live storage that are counted on every rank, in the order in which they are drawn."""
-TOLERANCE = 1e-5
-"""Largest ``difference`` to one device of a run that counts as equal."""
+TOLERANCE = TOLERANCES["fp32"].loss
+"""Largest ``difference`` to one device that counts as equal without a question in 32 bits, see ``core.verdict``."""
 
 
 def difference(value: float, truth: float) -> float:
@@ -30,27 +33,8 @@ def difference(value: float, truth: float) -> float:
     return apart if math.isfinite(apart) else math.inf
 
 
-class _Plain:
-    """Data classes that are written to JSON and read back."""
-
-    __slots__ = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """The record as plain data, for JSON."""
-        return asdict(self)  # type: ignore[call-overload]
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Any:
-        """The record that ``to_dict`` wrote; unknown keys are ignored, so that files of other versions load."""
-        return cls(**{f.name: _frozen(data[f.name]) for f in fields(cls) if f.name in data})  # type: ignore[arg-type]
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(map(_frozen, value)) if isinstance(value, list) else value
-
-
 @dataclass(frozen=True, slots=True)
-class StepBlock(_Plain):
+class StepBlock(Plain):
     """Consecutive steps as all ranks saw them: what is sent about three times a second, however fast the steps are.
 
     Attributes:
@@ -90,7 +74,7 @@ class StepBlock(_Plain):
 
 
 @dataclass(frozen=True, slots=True)
-class ActionSpan(_Plain):
+class ActionSpan(Plain):
     """What one rank did in a step from ``start_s`` to ``stop_s``: a forward, a backward, the optimizer's step.
 
     ``kind`` is a schedule's letter (F, B, I, W) or ``"O"``. Of the time, ``boxing_s`` was spent in ``num_exchanges``
@@ -108,7 +92,7 @@ class ActionSpan(_Plain):
 
 
 @dataclass(frozen=True, slots=True)
-class StepSpans(_Plain):
+class StepSpans(Plain):
     """One rank's actions of one step. All ranks' seconds are on one clock."""
 
     rank: int
@@ -137,7 +121,7 @@ def bubble(ranks: Sequence[StepSpans]) -> float | None:
 
 
 @dataclass(frozen=True, slots=True)
-class RunEvent(_Plain):
+class RunEvent(Plain):
     """Something that happened to a run before ``step``: it was paused, went on, got another strategy, was refused one.
 
     ``text`` is the new strategy, or why it was refused; ``time_s`` and ``boxed_bytes`` what the change took.
@@ -151,12 +135,13 @@ class RunEvent(_Plain):
 
 
 @dataclass(frozen=True, slots=True)
-class RunRecord(_Plain):
+class RunRecord(Plain):
     """One finished run of one strategy, over all ranks.
 
     ``samples_per_s`` is the batch size over the median step time, warm-up steps left out; ``speedup`` is over one
     engine. Tuples ``peak_memory_bytes`` and ``memory_by_kind`` have one entry per rank. ``loss_difference`` and
-    ``weight_difference`` are the largest ``difference`` to one device; ``equal`` says whether the run passed.
+    ``weight_difference`` are the largest ``difference`` to one device, of losses in the first steps and of weights
+    after two of them; ``equal`` says whether that is rounding, ``verdict`` what shows it.
     A run that failed has its reason in ``error`` and empty figures.
 
     ``bubble`` is the part of the ranks' time without work, 0 to 1, in the last step whose actions were noted.
@@ -181,6 +166,7 @@ class RunRecord(_Plain):
     loss_difference: float | None = None
     weight_difference: float | None = None
     equal: bool | None = None
+    verdict: Verdict = Verdict(None)
     error: str | None = None
     bubble: float | None = None
     changes: tuple[tuple[int, str], ...] = ()
@@ -195,3 +181,9 @@ class RunRecord(_Plain):
     def step_s(self) -> float | None:
         """Seconds of a step, None without a measurement."""
         return self.batch_size / self.samples_per_s if self.samples_per_s else None
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> RunRecord:
+        """The record that ``to_dict`` wrote; one of an older version has no verdict beyond ``equal``."""
+        verdict = Verdict.from_dict(data.get("verdict") or {"equal": data.get("equal")})
+        return super(RunRecord, cls).from_dict({**data, "verdict": verdict})

@@ -1,0 +1,295 @@
+"""Is a run equal to one device? Rounding alone parts any two runs of a model; a mistake parts them differently.
+
+A verdict compares the losses of the first steps, step by step, and how every tensor of the model has changed after two
+of them. Evidence is asked for in the order of its cost, and only while the question is open:
+
+1. **Tolerance.** Everything lies within a fixed tolerance of the precision: equal. This costs nothing.
+2. **Noise.** One device trains once more from weights that are disturbed by one rounding unit. If the run is not further
+   from one device than one device is from itself, and that noise is small enough to show a mistake of half a per
+   cent: equal.
+3. **float64.** One device and the strategy train the first steps in 64 bits. A difference that is rounding shrinks with
+   the rounding unit (2**29 between 32 and 64 bits); that of a mistake stays.
+
+Where a model cannot run in float64, noise decides.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from workbench.core.plain import Plain
+
+CHECKED_STEPS = 20
+"""Steps whose losses are compared with one device's."""
+WEIGHT_STEPS = 2
+"""Steps after which weights are compared: the second one uses the optimizer's state. Later, rounding grows."""
+Evidence = Literal["noise", "float64"]
+
+_NOISE_FACTOR = 10.0
+"""How much further from one device than its own noise a run may be. Noise is one sample of it."""
+_HARD_FACTOR = 100.0
+"""Beyond so many times the noise float64 excuses nothing: the mistake may be one of the precision's own path."""
+_LENGTH = 1e-3
+"""Relative difference in the length of the first updates that counts as none."""
+_SHARP = 5e-3
+"""A limit on that length above this one would hide a learning rate that is wrong by one per cent."""
+_SHRINKS = 1e-4
+"""What of a difference that is rounding is left in float64, with a wide margin: the units differ by 2**29 and more."""
+_LOOK_AHEAD = 3
+"""Noise of so many steps around the one in question: a single one may happen to be zero."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """What counts as equal without a question, in one precision.
+
+    Attributes:
+        loss: difference of a loss (``core.metrics.difference``).
+        change: difference of a tensor's change, over the change.
+        unit: the rounding unit: the distance from 1 to the next number.
+    """
+
+    loss: float
+    change: float
+    unit: float
+
+
+TOLERANCES = {
+    "float64": Tolerance(1e-9, 1e-6, 2.0**-52),
+    "fp32": Tolerance(1e-5, 1e-3, 2.0**-23),
+    "fp16": Tolerance(2.0**-9, 1e-3, 2.0**-10),
+    "bf16": Tolerance(2.0**-6, 1e-3, 2.0**-7),
+}
+"""By the precision in which the model computes."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorChange(Plain):
+    """How a tensor of the model has changed in a run and on one device; norms over its elements.
+
+    Attributes:
+        apart: of the difference between both changes; infinite where the tensor is missing or not finite.
+        change: of the change on one device.
+        own_change: of the change in the run.
+        rounding: what storing the tensor rounds away: its norm times the rounding unit of its dtype.
+    """
+
+    name: str
+    apart: float
+    change: float
+    own_change: float
+    rounding: float
+    is_parameter: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Distance(Plain):
+    """How far a run is from one device: by step the difference of the loss, by tensor that of its change."""
+
+    losses: tuple[float, ...] = ()
+    tensors: tuple[TensorChange, ...] = ()
+
+    def parted(self, tolerance: Tolerance) -> int | None:
+        """The first step whose loss is beyond the tolerance."""
+        return next((step for step, apart in enumerate(self.losses) if not apart <= tolerance.loss), None)
+
+    def length(self) -> float:
+        """How much longer the first updates are than one device's, over all parameters: 0.01 is one per cent."""
+        parameters = [tensor for tensor in self.tensors if tensor.is_parameter]
+        ours = math.sqrt(sum(tensor.own_change**2 for tensor in parameters))
+        theirs = math.sqrt(sum(tensor.change**2 for tensor in parameters))
+        return ours / theirs - 1 if theirs else (math.inf if ours else 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict(Plain):
+    """Whether a run equals one device, and what shows it.
+
+    Attributes:
+        equal: None where there was nothing to compare.
+        by: what decided: ``"tolerance"``, ``"noise"`` or ``"float64"``.
+        first_step: difference of the first loss.
+        largest: largest difference of a loss in the first ``CHECKED_STEPS`` steps.
+        growth: by which factor the difference of the loss grows in a step, None where there are too few to say.
+        noise: the largest difference of a loss between one device and itself, its rounding disturbed; None where
+            nobody had to ask.
+        float64: the largest difference of a loss in float64, likewise.
+        text: a sentence: what differs, by how much, and what rounding explains.
+    """
+
+    equal: bool | None
+    by: str = ""
+    first_step: float | None = None
+    largest: float | None = None
+    growth: float | None = None
+    noise: float | None = None
+    float64: float | None = None
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run's distance from one device, and the evidence about it that is there so far.
+
+    ``no_float64`` says why the model could not run in float64; empty while it can, or nobody has tried.
+    """
+
+    found: Distance
+    tolerance: Tolerance
+    noise: Distance | None = None
+    exact: Distance | None = None
+    no_float64: str = ""
+
+    # ---- what is asked for next -----------------------------------------------------------------------------------
+
+    def missing(self) -> Evidence | None:
+        """The evidence that a verdict still needs, None once there is enough."""
+        if self._within(self._tolerated):
+            return None
+        if self.noise is None:
+            return "noise"
+        if self._within(self._explained(_NOISE_FACTOR)) and self._is_sharp():
+            return None
+        has_float64 = self.exact is None and not self.no_float64 and self.tolerance is not TOLERANCES["float64"]
+        return "float64" if has_float64 and self._within(self._explained(_HARD_FACTOR)) else None
+
+    def num_steps(self, evidence: Evidence) -> int:
+        """How many steps that evidence has to cover."""
+        parted = self.found.parted(self.tolerance) or 0
+        steps = max(WEIGHT_STEPS, parted + 1)
+        return steps + (_LOOK_AHEAD - 1 if evidence == "noise" else 0)
+
+    def verdict(self) -> Verdict:
+        """The verdict on the evidence so far."""
+        if not self.found.losses and not self.found.tensors:
+            return Verdict(None, text="there was nothing to compare")
+        if self._within(self._tolerated):
+            return self._verdict(True, "tolerance", "")
+        reason = self._reason(self._tolerated)
+        if self.exact is not None:
+            return self._verdict(self._is_rounding(), "float64", reason)
+        limit = self._explained(_NOISE_FACTOR) if self.noise is not None else self._tolerated
+        is_equal = self.noise is not None and self._within(limit)
+        return self._verdict(is_equal, "noise", reason if is_equal else self._reason(limit))
+
+    # ---- limits ---------------------------------------------------------------------------------------------------
+
+    def _within(self, limit: _Limit) -> bool:
+        return next(self._beyond(limit), None) is None
+
+    def _beyond(self, limit: _Limit):  # type: ignore[no-untyped-def]
+        """What lies beyond a limit, as (what it is, its size, the limit). Written so that NaN lies beyond."""
+        for step in self._judged_steps():
+            apart, most = self.found.losses[step], limit(step)
+            if not apart <= most:
+                yield f"the loss of step {step + 1} differs by", apart, most
+        for tensor in self.found.tensors:
+            most = limit(tensor)
+            if not tensor.apart <= most:
+                size = tensor.change or math.inf
+                yield f"the change of {tensor.name!r} in {WEIGHT_STEPS} steps differs by", tensor.apart / size, most / size
+        length, most = abs(self.found.length()), limit(None)
+        if self.found.tensors and not length <= most:
+            yield "the first updates differ in length by", length, most
+
+    def _judged_steps(self) -> range:
+        """Up to the first step that parted. What follows is what training makes of that difference."""
+        parted = self.found.parted(self.tolerance)
+        return range(len(self.found.losses) if parted is None else parted + 1)
+
+    def _tolerated(self, of: int | TensorChange | None) -> float:
+        if of is None:
+            return _LENGTH
+        return self.tolerance.loss if isinstance(of, int) else max(self.tolerance.change * of.change, of.rounding)
+
+    def _explained(self, factor: float) -> _Limit:
+        """Limits that the noise sets; never below what is tolerated."""
+        noise = self.noise or Distance()
+        own = {tensor.name: tensor.apart for tensor in noise.tensors}
+        ratios = [tensor.apart / tensor.change for tensor in noise.tensors if tensor.change]
+        typical = statistics.median(ratios) if ratios else 0.0
+
+        def limit(of: int | TensorChange | None) -> float:
+            if of is None:
+                return max(self._tolerated(None), factor / 2 * abs(noise.length()) if noise.tensors else 0.0)
+            if isinstance(of, int):
+                return max(self._tolerated(of), factor * max(noise.losses[: of + _LOOK_AHEAD], default=0.0))
+            return max(self._tolerated(of), factor * max(own.get(of.name, 0.0), typical * of.change))
+
+        return limit
+
+    def _is_sharp(self) -> bool:
+        return self._explained(_NOISE_FACTOR)(None) <= _SHARP
+
+    def _is_rounding(self) -> bool:
+        """Has the difference gone in float64?"""
+        exact = self.exact or Distance()
+        num_steps = len(exact.losses)
+        seen = max(self.found.losses[:num_steps], default=0.0)
+        apart = {tensor.name: tensor.apart for tensor in self.found.tensors}
+        return max(exact.losses, default=0.0) <= _SHRINKS * max(seen, self.tolerance.loss) and all(
+            tensor.apart <= _SHRINKS * max(apart.get(tensor.name, 0.0), self.tolerance.change * tensor.change)
+            for tensor in exact.tensors
+        )
+
+    # ---- words ----------------------------------------------------------------------------------------------------
+
+    def _reason(self, limit: _Limit) -> str:
+        """What lies furthest beyond a limit, with both numbers."""
+        worst = max(self._beyond(limit), key=lambda row: row[1] / row[2] if row[2] else math.inf, default=None)
+        if worst is None:
+            return ""
+        what, size, most = worst
+        return f"{what} {size:.1e}, where at most {most:.0e} is rounding"
+
+    def _verdict(self, equal: bool, by: str, reason: str) -> Verdict:
+        losses = self.found.losses
+        noise = max(self.noise.losses, default=None) if self.noise is not None else None
+        exact = max(self.exact.losses, default=None) if self.exact is not None else None
+        largest = max(losses, default=None)
+        first = losses[0] if losses else None
+        return Verdict(equal, by, first, largest, _growth(losses), noise, exact, self._text(equal, by, reason))
+
+    def _text(self, equal: bool, by: str, reason: str) -> str:
+        if by == "tolerance":
+            return "every loss and every weight lies within the tolerance"
+        if equal and by == "noise":
+            return "it is as far from one device as one device is from itself when its rounding is disturbed"
+        if equal:
+            return f"in float64 the difference is {_largest(self.exact):.0e}: what is seen here is rounding"
+        told = f"; in float64 {_largest(self.exact):.0e} is left" if self.exact is not None else ""
+        failed = f"; the model does not run in float64: {self.no_float64}" if self.no_float64 else ""
+        return f"{reason or 'float64 differs too'}{told}{failed}"
+
+
+_Limit = Callable[[int | TensorChange | None], float]
+
+
+def _largest(distance: Distance | None) -> float:
+    return max(distance.losses, default=0.0) if distance is not None else 0.0
+
+
+def _growth(losses: Sequence[float]) -> float | None:
+    """The factor per step between the first and the last difference that is not zero."""
+    seen = [(step, apart) for step, apart in enumerate(losses) if apart > 0 and math.isfinite(apart)]
+    if len(seen) < 2:
+        return None
+    (start, first), (stop, last) = seen[0], seen[-1]
+    return float((last / first) ** (1 / (stop - start)))
+
+
+__all__ = [
+    "CHECKED_STEPS",
+    "TOLERANCES",
+    "WEIGHT_STEPS",
+    "Case",
+    "Distance",
+    "Evidence",
+    "TensorChange",
+    "Tolerance",
+    "Verdict",
+]
