@@ -101,7 +101,7 @@ def test_a_strategy_that_does_not_fit_runs_nothing(session):
 )
 def test_mistakes_are_told_before_any_engine_is_started(monkeypatch, mistake, error, words):
     compare = importlib.import_module("workbench.session.comparing.compare")
-    monkeypatch.setattr(compare, "current", lambda: None)
+    monkeypatch.setattr(compare, "find_current", lambda: None)
     monkeypatch.setattr(compare, "Session", lambda *_: pytest.fail("engines were started"))
     asked = {"model_fn": make_model, "strategies": ["data"], "batch_size": 16} | mistake
     with pytest.raises(error, match=words):

@@ -8,9 +8,11 @@ from html.parser import HTMLParser
 import pytest
 
 from workbench.core.metrics import RunRecord
+from workbench.core.verdict import Verdict
 from workbench.ui.assets import element
 from workbench.ui.numbers import grouped, short_difference, speedup_text
-from workbench.ui.runs.tables import by_throughput, comparison_table_html, comparison_table_text, equal_text
+from workbench.ui.runs.rows import equal_text
+from workbench.ui.runs.tables import by_throughput, comparison_table_html, comparison_table_text
 
 
 class Rows(HTMLParser):
@@ -65,6 +67,13 @@ def test_attributes_are_escaped():
 )
 def test_equal_to_one_device(runs: list[RunRecord], equal: bool | None, difference: float | None, text: str):
     assert equal_text(replace(runs[0], equal=equal, loss_difference=difference)) == text
+
+
+def test_rounding_that_grew_is_called_noise(runs: list[RunRecord]):
+    verdict = Verdict(True, "noise", largest=0.2, text="rounding: the loss differs", grown=True)
+    run = replace(runs[0], equal=True, loss_difference=0.2, verdict=verdict)
+    assert equal_text(run) == "\u2713 2e-1 noise"
+    assert 'title="rounding: the loss differs"' in comparison_table_html([run])
 
 
 def test_numbers():

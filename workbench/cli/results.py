@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from workbench.core.metrics import TOLERANCE
 from workbench.errors import CommandError
 
 if TYPE_CHECKING:
@@ -88,7 +87,6 @@ def compare_and_present(job: Job, strategies: Sequence[str], args: argparse.Name
 
 def present(result: CompareResult, report: Path | None, json_file: Path | None = None) -> int:
     """Print the table and the verdict, write the files; returns the exit code."""
-    from workbench.session.comparing.comparison import why_unequal
     from workbench.ui.runs.tables import comparison_table_text
 
     print(comparison_table_text(result.runs, result.baseline))
@@ -98,29 +96,25 @@ def present(result: CompareResult, report: Path | None, json_file: Path | None =
             write(result, Path(path))
             print(f"written: {path}")
     mistakes = differences(result.runs)
-    told = [*mistakes, why_unequal(result.baseline)] if mistakes else [_all_equal(result.runs)]
-    print(*filter(None, told), sep="\n")
+    print(*(mistakes or [_all_equal(result.runs)]), sep="\n")
     return UNEQUAL if mistakes else EQUAL
 
 
 def differences(runs: Sequence[RunRecord]) -> list[str]:
     """A sentence for every run that did not give the numbers of one device."""
-    return [f"{run.name}: {_difference(run, TOLERANCE)}." for run in runs if run.error is not None or not run.equal]
+    return [f"{run.name}: {_difference(run)}." for run in runs if run.error is not None or not run.equal]
 
 
 def _all_equal(runs: Sequence[RunRecord]) -> str:
     return f"All {len(runs)} strategies train as one device does." if len(runs) > 1 else "It trains as one device does."
 
 
-def _difference(run: RunRecord, tolerance: float) -> str:
+def _difference(run: RunRecord) -> str:
     if run.error is not None:
         return f"did not run: {run.error.strip().splitlines()[0].rstrip('.')}"
-    if run.loss_difference is None:
+    if run.equal is None:
         return "was not compared with one device"
-    measured = {"losses": run.loss_difference, "final weights": run.weight_difference or 0.0}
-    # Written this way round so that NaN counts as different.
-    apart = [f"{what} differ by {size:.1e}" for what, size in measured.items() if not size <= tolerance]
-    return f"{' and '.join(apart) or 'differs'} from those of one device; at most {tolerance:.0e} is allowed"
+    return f"does not train as one device does: {run.verdict.text or 'its losses or weights differ'}"
 
 
 def _legend(runs: Sequence[RunRecord]) -> str:

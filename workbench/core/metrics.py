@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from workbench.core.plain import Plain
-from workbench.core.verdict import TOLERANCES, Verdict
+from workbench.core.verdict import TOLERANCES, UNKNOWN, Verdict
 
 MEMORY_KINDS = ("parameters", "gradients", "optimizer", "activations", "buffers")
 """Kinds of live storage that are counted on every rank, in the order in which they are drawn."""
@@ -166,7 +166,7 @@ class RunRecord(Plain):
     loss_difference: float | None = None
     weight_difference: float | None = None
     equal: bool | None = None
-    verdict: Verdict = Verdict(None)
+    verdict: Verdict = UNKNOWN
     error: str | None = None
     bubble: float | None = None
     changes: tuple[tuple[int, str], ...] = ()

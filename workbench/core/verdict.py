@@ -4,9 +4,9 @@ A verdict compares the losses of the first steps, step by step, and how every te
 of them. Evidence is asked for in the order of its cost, and only while the question is open:
 
 1. **Tolerance.** Everything lies within a fixed tolerance of the precision: equal. This costs nothing.
-2. **Noise.** One device trains once more from weights that are disturbed by one rounding unit. If the run is not further
-   from one device than one device is from itself, and that noise is small enough to show a mistake of half a per
-   cent: equal.
+2. **Noise.** One device trains once more from weights that are disturbed by one rounding unit. If the run is not
+   further from one device than one device is from itself, and that noise is small enough to show a mistake of half a
+   per cent: equal.
 3. **float64.** One device and the strategy train the first steps in 64 bits. A difference that is rounding shrinks with
    the rounding unit (2**29 between 32 and 64 bits); that of a mistake stays.
 
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -119,6 +119,7 @@ class Verdict(Plain):
             nobody had to ask.
         float64: the largest difference of a loss in float64, likewise.
         text: a sentence: what differs, by how much, and what rounding explains.
+        grown: whether rounding has grown beyond the tolerance.
     """
 
     equal: bool | None
@@ -129,6 +130,11 @@ class Verdict(Plain):
     noise: float | None = None
     float64: float | None = None
     text: str = ""
+    grown: bool = False
+
+
+UNKNOWN = Verdict(None)
+"""Of a run that was not compared with one device."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +187,7 @@ class Case:
     def _within(self, limit: _Limit) -> bool:
         return next(self._beyond(limit), None) is None
 
-    def _beyond(self, limit: _Limit):  # type: ignore[no-untyped-def]
+    def _beyond(self, limit: _Limit) -> Iterator[tuple[str, float, float]]:
         """What lies beyond a limit, as (what it is, its size, the limit). Written so that NaN lies beyond."""
         for step in self._judged_steps():
             apart, most = self.found.losses[step], limit(step)
@@ -191,7 +197,11 @@ class Case:
             most = limit(tensor)
             if not tensor.apart <= most:
                 size = tensor.change or math.inf
-                yield f"the change of {tensor.name!r} in {WEIGHT_STEPS} steps differs by", tensor.apart / size, most / size
+                yield (
+                    f"the change of {tensor.name!r} in {WEIGHT_STEPS} steps differs by",
+                    tensor.apart / size,
+                    most / size,
+                )
         length, most = abs(self.found.length()), limit(None)
         if self.found.tensors and not length <= most:
             yield "the first updates differ in length by", length, most
@@ -232,7 +242,10 @@ class Case:
         seen = max(self.found.losses[:num_steps], default=0.0)
         apart = {tensor.name: tensor.apart for tensor in self.found.tensors}
         return max(exact.losses, default=0.0) <= _SHRINKS * max(seen, self.tolerance.loss) and all(
-            tensor.apart <= _SHRINKS * max(apart.get(tensor.name, 0.0), self.tolerance.change * tensor.change)
+            tensor.apart
+            <= max(
+                _SHRINKS * max(apart.get(tensor.name, 0.0), self.tolerance.change * tensor.change), 4 * tensor.rounding
+            )
             for tensor in exact.tensors
         )
 
@@ -252,18 +265,29 @@ class Case:
         exact = max(self.exact.losses, default=None) if self.exact is not None else None
         largest = max(losses, default=None)
         first = losses[0] if losses else None
-        return Verdict(equal, by, first, largest, _growth(losses), noise, exact, self._text(equal, by, reason))
+        return Verdict(
+            equal,
+            by,
+            first,
+            largest,
+            _growth(losses),
+            noise,
+            exact,
+            self._text(equal, by, reason),
+            equal and self.found.parted(self.tolerance) is not None,
+        )
 
     def _text(self, equal: bool, by: str, reason: str) -> str:
         if by == "tolerance":
             return "every loss and every weight lies within the tolerance"
-        if equal and by == "noise":
-            return "it is as far from one device as one device is from itself when its rounding is disturbed"
-        if equal:
-            return f"in float64 the difference is {_largest(self.exact):.0e}: what is seen here is rounding"
-        told = f"; in float64 {_largest(self.exact):.0e} is left" if self.exact is not None else ""
-        failed = f"; the model does not run in float64: {self.no_float64}" if self.no_float64 else ""
-        return f"{reason or 'float64 differs too'}{told}{failed}"
+        exact = f"; in float64 {_largest(self.exact):.0e} is left" if self.exact is not None else ""
+        if not equal:
+            failed = f"; the model does not run in float64: {self.no_float64}" if self.no_float64 else ""
+            return f"{reason or 'in float64 it differs'}{exact}{failed}"
+        growth = _growth(self.found.losses)
+        grown = f", and grows {growth:.1f} times in a step" if growth is not None and growth > 1 else ""
+        own = f"; one device differs from itself by {_largest(self.noise):.0e} when its rounding is disturbed"
+        return f"rounding: the loss differs by {_first(self.found.losses):.0e} at first{grown}{own}{exact}"
 
 
 _Limit = Callable[[int | TensorChange | None], float]
@@ -271,6 +295,11 @@ _Limit = Callable[[int | TensorChange | None], float]
 
 def _largest(distance: Distance | None) -> float:
     return max(distance.losses, default=0.0) if distance is not None else 0.0
+
+
+def _first(losses: Sequence[float]) -> float:
+    """The first difference that is not zero."""
+    return next((apart for apart in losses if apart), 0.0)
 
 
 def _growth(losses: Sequence[float]) -> float | None:
@@ -285,6 +314,7 @@ def _growth(losses: Sequence[float]) -> float | None:
 __all__ = [
     "CHECKED_STEPS",
     "TOLERANCES",
+    "UNKNOWN",
     "WEIGHT_STEPS",
     "Case",
     "Distance",

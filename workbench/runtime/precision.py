@@ -19,19 +19,27 @@ from workbench.runtime.strategies.state import ParallelState
 from workbench.runtime.tensor import GlobalTensor, local_torch
 from workbench.runtime.world import World
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""What a module's forward computes in, by the strategy's word for it; 32 bits have none."""
 _torch_unscale: Callable[..., Any] = grad_scaler.GradScaler._unscale_grads_
 
 
 def install(module: nn.Module, state: ParallelState) -> list[Any]:
     """Let ``module`` run under autocast, as ``bf16`` or ``fp16`` of the strategy says."""
-    dtype = _DTYPES.get(state.strategy.options.precision)
+    dtype = AUTOCAST_DTYPES.get(state.strategy.options.precision)
     if dtype is None:
         return []
+    handles, leave_all = autocast_forward(module, state.layouts.world.autocast_type, dtype)
+    state.when_interrupted.append(leave_all)
+    return handles
+
+
+def autocast_forward(module: nn.Module, device: str, dtype: torch.dtype) -> tuple[list[Any], Callable[[], None]]:
+    """Let a module's forward run under ``torch.autocast``; returns the hooks, and what ends calls broken off."""
     entered: list[Any] = []  # calls may be nested
 
     def enter(*_: Any) -> None:
-        entered.append(torch.autocast(state.layouts.world.autocast_type, dtype=dtype))
+        entered.append(torch.autocast(device, dtype=dtype))
         entered[-1].__enter__()
 
     def leave(*_: Any) -> None:
@@ -42,11 +50,10 @@ def install(module: nn.Module, state: ParallelState) -> list[Any]:
         while entered:
             leave()
 
-    state.when_interrupted.append(leave_all)
     return [
         module.register_forward_pre_hook(enter, prepend=True),
         module.register_forward_hook(leave, always_call=True),
-    ]
+    ], leave_all
 
 
 class GradScaler(torch.amp.GradScaler):

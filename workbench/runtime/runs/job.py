@@ -12,13 +12,13 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from workbench.core.verdict import WEIGHT_STEPS, Tolerance
 from workbench.errors import RunError
-from workbench.runtime.batches import Batch, LossFunction, as_columns, collate, num_samples
+from workbench.runtime.batches import Batch, LossFunction, as_columns, as_tensors, collate, num_samples
+from workbench.runtime.runs.changes import disturb
 
 WARM_UP_STEPS = 3
 """Steps that plan and cache; left out of throughput."""
-CHECKED_STEPS = 20
-"""Steps after which weights are compared with one device's; later, rounding alone drives any two runs apart."""
 _seeding = threading.Lock()  # torch's default generator is one for all simulated ranks
 
 
@@ -34,6 +34,8 @@ class Job:
         optimizer_fn: parameters -> torch optimizer; default SGD with lr 0.1 and momentum 0.9.
         batch_size: samples per step, over all ranks.
         num_steps: training steps; the data set starts anew as often as that takes.
+        dtype: of the floating-point numbers in model and data; default as they are.
+        disturbed: change the first weights by up to one rounding unit of this precision.
 
     Raises:
         RunError: a model instead of a function that makes one, a number below 1, or a batch larger than the data set.
@@ -46,6 +48,8 @@ class Job:
     batch_size: int
     num_steps: int
     seed: int = 0
+    dtype: torch.dtype | None = None
+    disturbed: Tolerance | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.model_fn, nn.Module):
@@ -69,7 +73,9 @@ class Job:
         """A fresh model with the job's weights."""
         with _seeding:
             torch.manual_seed(self.seed)
-            return self.model_fn()
+            model = self.model_fn()
+        model = model.to(self.dtype) if self.dtype is not None else model
+        return disturb(model, self.disturbed) if self.disturbed is not None else model
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """The optimizer over a model's parameters."""
@@ -89,15 +95,21 @@ class Job:
         while step < self.num_steps:
             order = torch.randperm(num_samples, generator=generator)
             for indices in order.split(self.batch_size)[: self.num_steps - step]:
-                yield Batch.of(take(self.dataset, indices), self.loss_fn)
+                yield Batch.of(self._cast(take(self.dataset, indices)), self.loss_fn)
                 step += 1
+
+    def _cast(self, samples: Any) -> Any:
+        if self.dtype is None:
+            return samples
+        wide = lambda tensor: tensor.to(self.dtype) if tensor.is_floating_point() else tensor  # noqa: E731
+        return tree_map_only(torch.Tensor, wide, as_tensors(samples))
 
 
 @dataclass
 class RankResult:
     """What one rank brings home from a run.
 
-    ``weights`` is the model's logical state after ``CHECKED_STEPS`` steps (or the last), where it was asked for.
+    ``weights`` is the model's logical state after ``WEIGHT_STEPS`` steps (or the last), where it was asked for.
     ``changes`` has (step, strategy) for every change of strategy on the way. ``layer_forward_s`` and
     ``layer_backward_s`` say how long layers compute in a step, see ``LayerTimes``; empty where nobody listened.
     """
@@ -152,11 +164,10 @@ def _columns_of(dataset: Any) -> Any:
 
 def checked_step(job: Job) -> int:
     """The step after which weights are compared."""
-    return min(CHECKED_STEPS, job.num_steps) - 1
+    return min(WEIGHT_STEPS, job.num_steps) - 1
 
 
 __all__ = [
-    "CHECKED_STEPS",
     "WARM_UP_STEPS",
     "Job",
     "RankResult",

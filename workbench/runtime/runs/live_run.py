@@ -19,6 +19,7 @@ from workbench.runtime.ops.reading import everywhere
 from workbench.runtime.parallel import parallelize, state_of
 from workbench.runtime.pipelining.step import train_micro_batches
 from workbench.runtime.pipelining.timeline import clock_offset
+from workbench.runtime.runs.changes import state_tensors
 from workbench.runtime.runs.collecting import Collector, Listener, Measured, action_spans
 from workbench.runtime.runs.job import WARM_UP_STEPS, Job, RankResult, checked_step
 from workbench.runtime.runs.layer_times import LayerTimes, is_measured
@@ -191,10 +192,10 @@ def is_simulated(world: World) -> bool:
 
 
 def logical_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers as plain logical tensors, on every rank of the world. All ranks call it."""
+    """Parameters and kept buffers as plain logical tensors, on every rank of the world. All ranks call it."""
     return {
         name: (everywhere(value) if isinstance(value, GlobalTensor) else value.detach()).clone()
-        for name, value in (*model.named_parameters(), *model.named_buffers())
+        for name, value in state_tensors(model).items()
     }
 
 

@@ -12,13 +12,14 @@ from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
-from torch import nn
 
 from workbench.core.metrics import StepBlock
 from workbench.core.orders import Order
 from workbench.core.strategy import Strategy
+from workbench.runtime.precision import AUTOCAST_DTYPES, autocast_forward
+from workbench.runtime.runs.changes import State, copied_state
 from workbench.runtime.runs.collecting import INTERVAL_S, Listener
-from workbench.runtime.runs.job import CHECKED_STEPS, WARM_UP_STEPS, Job, RankResult, checked_step
+from workbench.runtime.runs.job import WARM_UP_STEPS, Job, RankResult, checked_step
 from workbench.runtime.runs.layer_times import LayerTimes, is_measured
 from workbench.runtime.runs.live_run import LiveRun, is_simulated, logical_state
 from workbench.runtime.transport.threads import ThreadHub, ThreadTransport
@@ -31,22 +32,25 @@ def run_one_device(
     num_micro_batches: int = 1,
     listen: Listener | None = None,
     orders: Callable[[], list[Order]] = list,
+    precision: str = "fp32",
 ) -> RankResult:
     """The run on one device in plain torch, with the same micro-batches in the same order.
 
-    A model that drops out runs as the only rank of a world of its own instead: plain torch draws other random numbers.
-    ``listen`` gets a ``StepBlock`` about three times a second; layers are timed where somebody listens. Of
-    ``orders``, what was asked of it so far, it follows a stop, after the step in which it comes.
+    A model that draws random numbers in its first step runs as the only rank of a world of its own instead: plain torch
+    draws other ones. ``listen`` gets a ``StepBlock`` about three times a second; layers are timed where somebody
+    listens. Of ``orders``, what was asked of it so far, it follows a stop, after the step in which it comes.
+    ``precision`` is that of a strategy: its word for what the model's forward computes in.
     """
     peak = PeakMeter(torch.device("cpu"), shares_process=is_simulated(current()))
     model = job.model()
-    if drops_out(model):
-        return _run_on_one_rank(job, num_micro_batches, listen, orders)
     optimizer = job.optimizer(model)
     layers = LayerTimes(model)
+    if precision in AUTOCAST_DTYPES:
+        autocast_forward(model, "cpu", AUTOCAST_DTYPES[precision])
     losses, times, weights = [], [], {}
     told, told_s = 0, time.perf_counter()
     for step, batch in enumerate(job.batches()):
+        random = torch.get_rng_state() if step == 0 else None
         started = time.perf_counter()
         optimizer.zero_grad()
         total = 0.0
@@ -55,6 +59,8 @@ def run_one_device(
                 loss = part.loss(model, job.loss_fn) * part.share
                 loss.backward()
                 total += float(loss.detach())
+        if random is not None and not torch.equal(random, torch.get_rng_state()):
+            return _run_on_one_rank(job, num_micro_batches, listen, orders, precision)
         optimizer.step()
         losses.append(total)
         stopped = time.perf_counter()
@@ -64,7 +70,7 @@ def run_one_device(
             listen(_steps_alone(job, told, losses, times))
             told, told_s = step + 1, stopped
         if step == checked_step(job):
-            weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
+            weights = copied_state(model)
         if is_last:
             break
     memory = {**model_memory(model, optimizer), "peak": peak.peak_bytes()}
@@ -81,17 +87,12 @@ def _steps_alone(job: Job, first_step: int, losses: list[float], times_s: list[f
     )
 
 
-def drops_out(model: nn.Module) -> bool:
-    """Whether training the model draws random numbers, as far as its modules tell."""
-    return any(isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in model.modules())
-
-
 def _run_on_one_rank(
-    job: Job, num_micro_batches: int, listen: Listener | None, orders: Callable[[], list[Order]]
+    job: Job, num_micro_batches: int, listen: Listener | None, orders: Callable[[], list[Order]], precision: str
 ) -> RankResult:
     world = World(0, 1, current().device, ThreadTransport(ThreadHub(1), 0))
     with Simulated(world):
-        strategy = Strategy("*: data").with_options(num_micro_batches=num_micro_batches)
+        strategy = Strategy("*: data").with_options(num_micro_batches=num_micro_batches, precision=precision)
         return run_strategy(job, strategy, listen=listen, orders=orders, keeps_weights=True)
 
 
@@ -127,7 +128,7 @@ def run_strategy(
     return run.train(keeps_weights)
 
 
-def largest_difference(ours: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> float:
+def largest_difference(ours: State, truth: State) -> float:
     """Largest difference between two states, each tensor's over its largest element where that is beyond 1.
 
     So it is measured as losses are (``core.metrics.difference``). Infinite where a name is missing, or one is NaN.
@@ -137,18 +138,18 @@ def largest_difference(ours: dict[str, torch.Tensor], truth: dict[str, torch.Ten
         if name not in truth:
             return math.inf
         if value.numel():
-            expected = truth[name].double()
-            difference = float((value.double() - expected).abs().max() / expected.abs().max().clamp(min=1))
+            expected = truth[name].to("cpu", torch.float64)
+            difference = float(
+                (value.to("cpu", torch.float64) - expected).abs().max() / expected.abs().max().clamp(min=1)
+            )
             worst = max(worst, math.inf if math.isnan(difference) else difference)
     return worst
 
 
 __all__ = [
-    "CHECKED_STEPS",
     "WARM_UP_STEPS",
     "Job",
     "RankResult",
-    "drops_out",
     "largest_difference",
     "logical_state",
     "run_one_device",

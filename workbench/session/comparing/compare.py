@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from workbench.core.metrics import RunRecord
 from workbench.core.presets import PRESETS
 from workbench.core.strategy import Strategy
+from workbench.core.verdict import CHECKED_STEPS
 from workbench.errors import SessionError, StrategyError
 from workbench.session.cluster import Session, find_current
 from workbench.session.comparing.comparison import Comparison
@@ -28,12 +29,12 @@ class CompareResult:
     """Finished runs of one comparison.
 
     Attributes:
-        baseline: the one-device run.
+        baseline: the one-device run; None where nothing was to be compared with it.
         runs: one record per strategy, in the order in which they ran; failed ones carry their reason.
         settings: what was compared: batch size, steps, engines, optimizer, versions.
     """
 
-    baseline: RunRecord
+    baseline: RunRecord | None
     runs: list[RunRecord]
     settings: dict[str, Any] = field(default_factory=dict)
 
@@ -47,19 +48,23 @@ class CompareResult:
         """One row per strategy, the one-device run last; bytes and seconds in SI units, differences absolute."""
         import pandas
 
-        return pandas.DataFrame([_table_row(run, run is self.baseline) for run in [*self.runs, self.baseline]])
+        rows = [*self.runs, *([self.baseline] if self.baseline is not None else [])]
+        return pandas.DataFrame([_table_row(run, run is self.baseline) for run in rows])
 
     def to_json(self) -> str:
         """The whole result as JSON text."""
         runs = [run.to_dict() for run in self.runs]
-        return json.dumps({"baseline": self.baseline.to_dict(), "runs": runs, "settings": self.settings}, indent=1)
+        return json.dumps(
+            {"baseline": self.baseline and self.baseline.to_dict(), "runs": runs, "settings": self.settings}, indent=1
+        )
 
     @classmethod
     def from_json(cls, text: str) -> CompareResult:
         """The result that ``to_json`` wrote."""
         data = json.loads(text)
         runs = [RunRecord.from_dict(run) for run in data["runs"]]
-        return cls(RunRecord.from_dict(data["baseline"]), runs, data.get("settings", {}))
+        baseline = RunRecord.from_dict(data["baseline"]) if data["baseline"] else None
+        return cls(baseline, runs, data.get("settings", {}))
 
     def _repr_html_(self) -> str:
         return str(self.table.to_html(index=False, float_format=lambda value: f"{value:.3g}"))
@@ -82,6 +87,7 @@ def _table_row(run: RunRecord, is_baseline: bool) -> dict[str, Any]:
         "loss_difference": 0.0 if is_baseline else run.loss_difference,
         "weight_difference": 0.0 if is_baseline else run.weight_difference,
         "equal": True if is_baseline else run.equal,
+        "verdict": "" if is_baseline else run.verdict.text,
         "error": run.error,
     }
 
@@ -100,6 +106,7 @@ def compare(
     seed: int = 0,
     progress: bool = True,
     keep: bool | SavedRuns = True,
+    check_steps: int = CHECKED_STEPS,
 ) -> CompareResult:
     """Train a model under several strategies, from the same weights on the same batches, and check each against one
     device.
@@ -123,6 +130,7 @@ def compare(
         seed: of the weights and of the order of the data.
         progress: print a line per strategy, in a notebook below the cell, elsewhere to standard error.
         keep: keep the runs on disk, see ``wb.SavedRuns``; a ``SavedRuns`` says where.
+        check_steps: first steps that one device trains too, to be compared with; 0 for none.
 
     Returns:
         A result whose ``.table`` is a pandas table.
@@ -144,7 +152,7 @@ def compare(
     checked = {name: subject.strategy(strategy, num_ranks) for name, strategy in named.items()}
     with (
         Session(engines) if running is None else nullcontext(running) as used,
-        Comparison(used, subject, saved) as comparison,
+        Comparison(used, subject, saved, check_steps) as comparison,
     ):
         say = _Progress(len(checked)) if progress else None
         baseline = comparison.baseline()
@@ -176,6 +184,9 @@ def _run_to_end(comparison: Comparison, name: str, strategy: Strategy, say: _Pro
     return record
 
 
+_VERDICTS = {True: "equal to one device", False: "NOT equal to one device", None: "not compared with one device"}
+
+
 class _Progress:
     """A line per finished strategy."""
 
@@ -184,7 +195,7 @@ class _Progress:
 
     def __call__(self, run: RunRecord, time_s: float) -> None:
         self.done += 1
-        verdict = "failed" if run.error else "equal to one device" if run.equal else "NOT equal to one device"
+        verdict = "failed" if run.error else _VERDICTS[run.equal]
         print(
             f"[{self.done}/{self.total}] {run.name}: {run.samples_per_s:.0f} samples/s, {verdict} ({time_s:.1f} s)",
             file=progress_stream(),

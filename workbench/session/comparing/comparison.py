@@ -10,56 +10,47 @@ import inspect
 import itertools
 import os
 import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
-from workbench.core.metrics import TOLERANCE, RunEvent, RunRecord, StepBlock, StepSpans, bubble, difference
+from workbench.core.metrics import TOLERANCE, RunEvent, RunRecord, StepBlock, StepSpans, bubble
 from workbench.core.presets import PRESETS
 from workbench.core.strategy import Strategy
-from workbench.errors import SessionError
-from workbench.runtime.runs.train import CHECKED_STEPS, WARM_UP_STEPS
+from workbench.core.verdict import CHECKED_STEPS
+from workbench.runtime.runs.train import WARM_UP_STEPS
 from workbench.session.calls import RemoteCall
 from workbench.session.cluster import Session
 from workbench.session.comparing import training
+from workbench.session.comparing.checking import Checker, RunStopped, Watch, one_device_of
 from workbench.session.comparing.machine import machine_text, versions
 from workbench.session.comparing.saved_runs import RunFile, SavedRuns
 from workbench.session.comparing.subject import StrategyLike, Subject
-from workbench.session.comparing.training import RankReport
+from workbench.session.comparing.training import OneDevice, RankReport
 
 NO_STRATEGY = "plain torch, no parallelism"
 """What the one-device run has in the place of a strategy."""
 Message = StepBlock | StepSpans | RunEvent
-_GROWN = 10.0
-"""A loss that ends above so many times its first value is that of a training that diverges."""
-_POLL_S = 0.1
 _keys = itertools.count()
-
-
-class RunStopped(SessionError):
-    """A run was stopped before its first step, while one device trained."""
-
-
-@dataclass(frozen=True)
-class Watch:
-    """Who waits while one device trains: ``listen`` gets its steps, ``is_stopped`` says that nobody wants them now."""
-
-    listen: Callable[[StepBlock], None]
-    is_stopped: Callable[[], bool]
 
 
 class Comparison:
     """A job on the engines of a session, its one-device runs, and the strategies tried on it so far.
 
     ``wb.compare`` and the panel are both made of this. Close it (or use it as a context) to free the engines' copies.
+
+    Args:
+        check_steps: steps that one device trains, and that strategies are compared with; 0 for no comparison.
     """
 
-    def __init__(self, session: Session, subject: Subject, keep: SavedRuns | None = None) -> None:
+    def __init__(
+        self, session: Session, subject: Subject, keep: SavedRuns | None = None, check_steps: int = CHECKED_STEPS
+    ) -> None:
         self.session, self.subject, self.job = session, subject, subject.job
         self.key = f"{os.getpid()}-{next(_keys)}"
-        self._truths: dict[int, RankReport] = {}
+        self._checker = Checker(session, self.key)
+        self._check_steps = check_steps
         self._keep = keep
         self._baseline: RunRecord | None = None
         session.submit(training.keep_job, self.key, self.job).result()
@@ -78,50 +69,57 @@ class Comparison:
         """A strategy checked against the model and the number of engines; raises as `Subject.strategy` does."""
         return self.subject.strategy(wanted, self.session.num_engines)
 
-    def truth(self, num_micro_batches: int = 1, watch: Watch | None = None) -> RankReport:
-        """The one-device run with so many micro-batches, made on engine 0 when it is first asked for.
+    def truth(
+        self, strategy: Strategy | None = None, watch: Watch | None = None, num_steps: int | None = None
+    ) -> RankReport | None:
+        """The first steps of one device, with a strategy's micro-batches and precision; made when first asked for.
+
+        None where nothing is to be compared.
 
         Raises:
             RunStopped: ``watch`` did not want it any more; it is made anew when it is next asked for.
         """
-        if num_micro_batches not in self._truths:
-            call = self.session.submit(training.train_one_device, self.key, num_micro_batches, ranks=[0])
-            if watch is not None:
-                _watch(call, watch)
-            report = call.result()[0]
-            if len(report.losses) < self.job.num_steps:
-                raise RunStopped(f"stopped while one device trained, after its step {len(report.losses)}")
-            self._truths[num_micro_batches] = report
-        return self._truths[num_micro_batches]
+        which = one_device_of(strategy) if strategy is not None else OneDevice()
+        steps = min(self._check_steps, num_steps or self.job.num_steps)
+        return self._checker.one_device(which, steps, watch) if steps else None
 
-    def baseline(self, watch: Watch | None = None) -> RunRecord:
-        """The one-device run as a record; kept on disk like the others.
+    def baseline(self, watch: Watch | None = None, num_steps: int | None = None) -> RunRecord | None:
+        """The one-device run as a record; kept on disk like the others. None where nothing is to be compared.
 
         Raises:
             RunStopped: as ``truth``.
         """
-        if self._baseline is None:
-            truth = self.truth(1, watch)
+        truth = self.truth(None, watch, num_steps)
+        if truth is None:
+            return None
+        if self._baseline is None or len(self._baseline.losses) < len(truth.losses):
             record = self._record("one device", NO_STRATEGY, [truth], num_ranks=1)
             self._baseline = self._keep.begin(record).finish(record) if self._keep is not None else record
         return self._baseline
 
     def start(
-        self, wanted: StrategyLike, name: str | None = None, predicted: Mapping[str, float] | None = None
+        self,
+        wanted: StrategyLike,
+        name: str | None = None,
+        predicted: Mapping[str, float] | None = None,
+        num_steps: int | None = None,
     ) -> TrainingRun:
         """Start a run and return at once; the truth it is checked against is trained first, if it is not there yet.
 
-        ``predicted`` is kept with the record: what was expected of the run, see ``RunRecord``.
+        ``predicted`` is kept with the record: what was expected of the run, see ``RunRecord``. ``num_steps`` is
+        another number of steps than the job's.
         """
         strategy = self.strategy(wanted)
+        steps = num_steps or self.job.num_steps
         label = name or (wanted if isinstance(wanted, str) and wanted in PRESETS else str(strategy))
-        self.truth(1)
-        self.truth(strategy.options.num_micro_batches)
+        self.truth(None, None, steps)
+        self.truth(strategy, None, steps)
         planned = self.planned(label, strategy, predicted)
         file = self._keep.begin(planned) if self._keep is not None else None
-        micro_batches = strategy.options.num_micro_batches
         told = f"training run {label!r}"
-        call = self.session.submit(training.train_strategy, self.key, str(strategy), micro_batches, label=told)
+        call = self.session.submit(
+            training.train_strategy, self.key, str(strategy), one_device_of(strategy), steps, label=told
+        )
         return TrainingRun(self, planned, strategy, call, file)
 
     def planned(
@@ -157,20 +155,23 @@ class Comparison:
         }
 
     def record(self, planned: RunRecord, strategy: Strategy, reports: Sequence[RankReport]) -> RunRecord:
-        """A finished run, compared with one device: losses of the first steps and, under SGD, weights after them."""
+        """A finished run, compared with one device: the losses of the first steps, and how they change the weights."""
         run = self._record(planned.name, planned.strategy, reports, planned.num_ranks)
-        run = replace(run, predicted=planned.predicted, started=planned.started, changes=reports[0].changes)
-        truth = self.truth(strategy.options.num_micro_batches)
-        pairs = list(zip(run.losses, truth.losses, strict=False))[:CHECKED_STEPS]
-        loss_difference = max((difference(a, b) for a, b in pairs), default=None)
-        weight_difference = next((r.weight_difference for r in reports if r.weight_difference is not None), None)
-        compared = [loss_difference] + ([weight_difference] if self.subject.checks_weights else [])
-        equal = None if loss_difference is None else all(d is None or d <= TOLERANCE for d in compared)
-        return replace(run, loss_difference=loss_difference, weight_difference=weight_difference, equal=equal)
+        verdict = self._checker.verdict(strategy, reports, self._check_steps)
+        return replace(
+            run,
+            predicted=planned.predicted,
+            started=planned.started,
+            changes=reports[0].changes,
+            loss_difference=verdict.largest,
+            weight_difference=next((r.weight_difference for r in reports if r.weight_difference is not None), None),
+            equal=verdict.equal,
+            verdict=verdict,
+        )
 
     def _record(self, name: str, text: str, reports: Sequence[RankReport], num_ranks: int) -> RunRecord:
         slowest = [max(times) for times in zip(*(report.step_times_s for report in reports), strict=False)]
-        rate = self._samples_per_s(slowest)
+        rate, truth = self._samples_per_s(slowest), self._checker.known(OneDevice())
         return RunRecord(
             name,
             text,
@@ -179,7 +180,7 @@ class Comparison:
             reports[0].losses,
             tuple(slowest),
             rate,
-            rate / self._samples_per_s(self.truth().step_times_s),
+            rate / self._samples_per_s(truth.step_times_s) if truth is not None else None,
             tuple(report.memory_bytes["peak"] for report in reports),
             tuple({k: v for k, v in report.memory_bytes.items() if k != "peak"} for report in reports),
             sum(report.boxed_bytes for report in reports),
@@ -275,34 +276,6 @@ class TrainingRun:
         return file.finish(record) if file is not None else record
 
 
-def why_unequal(baseline: RunRecord) -> str:
-    """A sentence where the one-device run itself diverges, so that rounding alone parts any two runs; else empty.
-
-    >>> why_unequal(RunRecord("one device", "", 1, 8, losses=(2.0, 1.5)))
-    ''
-    """
-    first, last = (baseline.losses[0], baseline.losses[-1]) if baseline.losses else (0.0, 0.0)
-    if last <= _GROWN * abs(first):  # written this way round so that NaN has not passed
-        return ""
-    return (
-        f"One device's own loss goes from {first:.3g} to {last:.3g}: training diverges, and then rounding alone parts "
-        "any two runs. Give an optimizer with a smaller learning rate (optimizer_fn)."
-    )
-
-
-def _watch(call: RemoteCall, watch: Watch) -> None:
-    """Hand on the steps of a one-device run until it ends, and a stop to it."""
-    is_told = False
-    while not call.done():
-        time.sleep(_POLL_S)
-        if watch.is_stopped() and not is_told:
-            is_told = True
-            call.order("stop")
-        for _, message in call.messages():
-            if isinstance(message, StepBlock):
-                watch.listen(message)
-
-
 def _now() -> str:
     return datetime.now().astimezone().isoformat(timespec="seconds")
 
@@ -331,5 +304,4 @@ __all__ = [
     "StrategyLike",
     "TrainingRun",
     "Watch",
-    "why_unequal",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from workbench.core.presets import PRESETS, preset
@@ -17,15 +17,10 @@ StrategyLike = Strategy | str
 
 @dataclass(frozen=True)
 class Subject:
-    """A job and the layers of its model.
-
-    Attributes:
-        checks_weights: whether weights have to equal those of one device; under Adam, for one, rounding parts them.
-    """
+    """A job and the layers of its model."""
 
     job: Job
     layers: list[Layer]
-    checks_weights: bool
 
     @classmethod
     def of(
@@ -46,16 +41,13 @@ class Subject:
         """
         job = Job(model_fn, dataset, loss_fn, optimizer_fn, batch_size, steps, seed)
         model = job.model()
-        return cls(job, describe(model), type(job.optimizer(model)).__name__ == "SGD")
+        job.optimizer(model)  # a mistake in it is told now
+        return cls(job, describe(model))
 
     @property
     def sample_shape(self) -> tuple[int, ...]:
         """Shape of one sample of the model's first input."""
         return self.job.first_batch().sample_shape
-
-    def with_steps(self, steps: int) -> Subject:
-        """The same for a longer or shorter run."""
-        return replace(self, job=replace(self.job, num_steps=steps))
 
     def strategy(self, wanted: StrategyLike, num_ranks: int) -> Strategy:
         """A strategy from a preset's name, a text or itself, checked against the model.

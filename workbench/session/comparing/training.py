@@ -5,22 +5,44 @@ Loaded on engines, so it imports no part of the notebook's side.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import torch
 
+from workbench.core.verdict import TOLERANCES, TensorChange
+from workbench.runtime.runs.changes import Course, changes_apart, copied_state, precision_of
+from workbench.runtime.runs.float64 import KeepsFloat64
 from workbench.runtime.runs.train import Job, RankResult, largest_difference, run_one_device, run_strategy, warm_up
 from workbench.session.on_engine import orders as engine_orders
 from workbench.session.on_engine import shell as engine_shell
 
-_truth: dict[tuple[Any, int], RankResult] = {}
+
+@dataclass(frozen=True)
+class OneDevice:
+    """Which one-device run: strategies are compared with one of as many micro-batches and the same precision.
+
+    Attributes:
+        way: ``"plain"``; ``"disturbed"``, with its first weights changed by a rounding unit; or ``"float64"``.
+    """
+
+    num_micro_batches: int = 1
+    precision: str = "fp32"
+    way: Literal["plain", "disturbed", "float64"] = "plain"
+
+
 _jobs: dict[str, Job] = {}
+_courses: dict[tuple[str, OneDevice], Course] = {}
 
 
 @dataclass(frozen=True)
 class RankReport:
-    """One rank's figures of a run, small enough to send."""
+    """One rank's figures of a run, small enough to send.
+
+    ``changes`` are those of the strategy. ``tensors`` says how far the model's tensors are from one device's after the
+    first steps, where this rank knows; ``precision`` is the coarsest one in which the model computes.
+    """
 
     losses: tuple[float, ...]
     step_times_s: tuple[float, ...]
@@ -30,6 +52,8 @@ class RankReport:
     changes: tuple[tuple[int, str], ...] = ()
     layer_forward_s: dict[str, float] = field(default_factory=dict)
     layer_backward_s: dict[str, float] = field(default_factory=dict)
+    tensors: tuple[TensorChange, ...] = ()
+    precision: str = "fp32"
 
 
 def keep_job(key: str, job: Job) -> None:
@@ -41,45 +65,70 @@ def keep_job(key: str, job: Job) -> None:
 def forget_job(key: str) -> None:
     """Free a job and its one-device runs."""
     _jobs.pop(key, None)
-    for known in [k for k in _truth if k[0] == key]:
-        del _truth[known]
+    for known in [k for k in _courses if k[0] == key]:
+        del _courses[known]
 
 
-def train_one_device(key: str, num_micro_batches: int) -> RankReport:
-    """The one-device run of a job, kept on this engine for the comparisons that follow; publishes its steps.
+def train_one_device(key: str, which: OneDevice, num_steps: int) -> RankReport:
+    """A one-device run of a job; publishes its steps. Its weights are kept for the comparisons that follow, unless it
+    was stopped before it had compared ones.
 
-    One that was stopped is not kept.
+    One that is disturbed says how far it is from the plain one.
     """
-    job = _jobs[key]
-    result = run_one_device(job, num_micro_batches, engine_shell.publish, engine_orders.orders)
-    if len(result.losses) == job.num_steps:
-        _truth[key, num_micro_batches] = result
-    return _report(result)
+    job, before = _variant(key, which.way, num_steps, which.precision), None
+    model = job.model()
+    start, parameters = copied_state(model), frozenset(name for name, _ in model.named_parameters())
+    precision = precision_of(model, which.precision)
+    del model
+    with _mode(job):
+        result = run_one_device(
+            job, which.num_micro_batches, engine_shell.publish, engine_orders.orders, which.precision
+        )
+    course = Course(start, result.weights or {}, parameters)
+    if which.way == "disturbed":
+        before = _courses.get((key, replace(which, way="plain")))
+    elif result.weights:
+        _courses[key, which] = course
+    return _report(result, course, before, precision)
 
 
-def train_strategy(key: str, strategy: str, num_micro_batches: int = 1) -> RankReport:
-    """Train under a strategy, publish this rank's steps; where the truth is kept, say how far the weights
-    are from it.
+def train_strategy(key: str, strategy: str, which: OneDevice, num_steps: int) -> RankReport:
+    """Train under a strategy, publish this rank's steps; the rank that has the one-device run ``which`` says how far
+    the weights are from its own.
     """
     torch.manual_seed(0)
-    result = run_strategy(
-        _jobs[key], strategy, listen=engine_shell.publish, orders=engine_orders.orders, keeps_weights=True
-    )
-    truth = _truth.get((key, num_micro_batches))
-    difference = None
-    if truth is not None and truth.weights is not None and result.weights is not None:
-        difference = largest_difference(result.weights, truth.weights)
-    return _report(result, difference)
+    job = _variant(key, which.way, num_steps, which.precision)
+    with _mode(job):
+        result = run_strategy(
+            job, strategy, listen=engine_shell.publish, orders=engine_orders.orders, keeps_weights=True
+        )
+    truth = _courses.get((key, which))
+    course = Course(truth.start, result.weights, truth.parameters) if truth is not None and result.weights else None
+    return _report(result, course, truth)
 
 
-def _report(result: RankResult, difference: float | None = None) -> RankReport:
+def _variant(key: str, way: str, num_steps: int, precision: str) -> Job:
+    job = replace(_jobs[key], num_steps=num_steps)
+    if way == "disturbed":
+        return replace(job, disturbed=TOLERANCES[precision_of(job.model(), precision)])
+    return replace(job, dtype=torch.float64) if way == "float64" else job
+
+
+def _mode(job: Job) -> AbstractContextManager[Any]:
+    return KeepsFloat64() if job.dtype == torch.float64 else nullcontext()
+
+
+def _report(result: RankResult, own: Course | None, truth: Course | None, precision: str = "fp32") -> RankReport:
+    compared = own is not None and truth is not None and own is not truth and bool(own.end)
     return RankReport(
         tuple(result.losses),
         tuple(result.step_times_s),
         result.memory_bytes,
         result.boxed_bytes,
-        difference,
+        largest_difference(own.end, truth.end) if compared and own and truth else None,
         tuple(result.changes),
         result.layer_forward_s,
         result.layer_backward_s,
+        changes_apart(own, truth) if compared and own and truth else (),
+        precision,
     )

@@ -13,7 +13,6 @@ import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
 from workbench.core.metrics import TOLERANCE, RunRecord
-from workbench.session.comparing.comparison import why_unequal
 from workbench.session.comparing.machine import machine_text, versions_text
 from workbench.theme import DARK, LIGHT, Palette, style_sheet
 from workbench.ui.assets import asset, element
@@ -34,7 +33,7 @@ from workbench.units import format_count
 class Comparison(Protocol):
     """What a report needs of ``wb.compare``'s result."""
 
-    baseline: RunRecord
+    baseline: RunRecord | None
     runs: list[RunRecord]
     settings: dict[str, Any]
 
@@ -56,14 +55,12 @@ def write_report(result: Comparison, path: str | os.PathLike[str], *, title: str
 def report_html(result: Comparison, title: str = "Comparison of strategies") -> str:
     """The whole page as a string."""
     state, sentence = verdict(result.runs)
-    why = why_unequal(result.baseline) if state == "unequal" else ""
     figures = _figures(result)
     boxes = [element("div", element("div", id=name), css="frame") for name in figures]
     body = element(
         "main",
         element("h1", text=title),
         element("p", text=sentence, css=f"verdict {state}"),
-        element("p", text=why) if why else "",
         _facts(result),
         element(
             "section", element("h2", text="Runs"), comparison_table_html(result.runs, result.baseline), css="frame"
@@ -83,40 +80,49 @@ class _Runs:
     """Runs from anywhere, for a report."""
 
     runs: list[RunRecord]
-    baseline: RunRecord
+    baseline: RunRecord | None
     settings: dict[str, Any]
 
 
 def runs_report_html(
     runs: Sequence[RunRecord], truth: RunRecord | None, title: str = "Comparison of strategies"
 ) -> str:
-    """The page for runs that need not be of one comparison; without a run on one device the first stands for it."""
+    """The page for runs that need not be of one comparison, with the one-device run if there is one."""
     settings = next((run.settings for run in runs if run.settings), {})
-    baseline = truth or (runs[0] if runs else RunRecord("none", "", 0, 0))
-    return report_html(_Runs(list(runs), baseline, settings), title)
+    return report_html(_Runs(list(runs), truth, settings), title)
 
 
 def verdict(runs: Sequence[RunRecord]) -> tuple[str, str]:
     """``("equal" | "unequal" | "unknown", sentence)``: do all runs equal one device?"""
     failed = [run.name for run in runs if run.error is not None]
-    unequal = [run.name for run in runs if run.error is None and run.equal is False]
+    unequal = [
+        f"{run.name} ({run.verdict.text})" if run.verdict.text else run.name
+        for run in runs
+        if run.error is None and run.equal is False
+    ]
     if unequal:
-        return "unequal", f"Not equal to one device: {', '.join(unequal)}"
+        return "unequal", f"Not equal to one device: {'; '.join(unequal)}"
     if failed or not runs:
         return "unknown", f"Not run: {', '.join(failed)}" if failed else "No runs"
+    grown = [run.name for run in runs if run.verdict.grown]
     largest = max((run.loss_difference or 0.0 for run in runs), default=0.0)
-    sentence = f"largest loss difference {short_difference(largest)}, limit {short_difference(TOLERANCE)}"
+    sentence = (
+        f"rounding grows in {', '.join(grown)}: see the table"
+        if grown
+        else f"largest loss difference {short_difference(largest)}, limit {short_difference(TOLERANCE)}"
+    )
     return "equal", f"All {len(runs)} strategies equal one device ({sentence})"
 
 
 def _figures(result: Comparison) -> dict[str, Callable[[Palette], go.Figure]]:
     names = short_names([run.name for run in result.runs])
     runs, baseline = [replace(run, name=name) for run, name in zip(result.runs, names, strict=True)], result.baseline
+    difference = (lambda colours: loss_difference_figure(runs, baseline, colours=colours)) if baseline else None
     return {
         "throughput": lambda colours: comparison_figure(runs, baseline, colours),
         "scatter": lambda colours: scatter_figure(runs, baseline, colours),
         "loss": lambda colours: loss_figure(runs, baseline, colours),
-        "difference": lambda colours: loss_difference_figure(runs, baseline, colours=colours),
+        **({"difference": difference} if difference is not None else {}),
         "throughput-by-step": lambda colours: throughput_figure(runs, colours),
         "memory": lambda colours: memory_figure(runs, colours),
     }
@@ -133,13 +139,15 @@ def _figures_as_json(figures: dict[str, Callable[[Palette], go.Figure]]) -> str:
 
 
 def _facts(result: Comparison) -> str:
-    baseline = result.baseline
+    first = next((run for run in (*result.runs, result.baseline) if run is not None), None)
     num_ranks = sorted({run.num_ranks for run in result.runs})
     settings = result.settings
     facts = {
         "Model": _model_text(settings),
-        "What": f"{len(result.runs)} strategies, {len(baseline.losses)} steps each, batch {baseline.batch_size}, "
-        "from the same weights in the same data order",
+        "What": f"{len(result.runs)} strategies, {len(first.losses)} steps each, batch {first.batch_size}, "
+        "from the same weights in the same data order"
+        if first is not None
+        else "no runs",
         "Optimizer": settings.get("optimizer", ""),
         "Ranks": ", ".join(map(str, num_ranks)) or "none",
         "Machine": machine_text(),

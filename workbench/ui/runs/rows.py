@@ -43,7 +43,7 @@ COLUMNS = (
 @dataclass(frozen=True)
 class Row:
     """A run in the comparison. ``values`` are numbers in SI units or None, ``texts`` what people read, ``changes`` by
-    how much numbers are more or less than the chosen baseline's."""
+    how much numbers are more or less than the chosen baseline's, ``verdict`` why the run equals one device or not."""
 
     key: str
     name: str
@@ -54,6 +54,7 @@ class Row:
     is_truth: bool = False
     on_front: bool = False
     equal: bool | None = None
+    verdict: str = ""
     failure: str = ""
     started: str = ""
     changes: Mapping[str, str] = field(default_factory=dict)
@@ -92,6 +93,7 @@ def run_rows(
                 is_truth=key == truth,
                 on_front=key in on_front,
                 equal=run.equal,
+                verdict=run.verdict.text,
                 failure=one_line(run.error or ""),
                 started=run.started,
                 changes=_changes(values, _values(base, base)) if base is not None and run is not base else {},
@@ -149,8 +151,18 @@ def _texts(values: Mapping[str, float | None], run: RunRecord, is_truth: bool) -
     for key, write in writers.items():
         value = values[key]
         texts[key] = DASH if value is None else write(value)
-    mark = DASH if run.equal is None else f"{TICK if run.equal else CROSS} {short_difference(run.loss_difference)}"
-    return texts | {"loss_difference": "truth" if is_truth else mark}
+    return texts | {"loss_difference": "truth" if is_truth else equal_text(run)}
+
+
+def equal_text(run: RunRecord) -> str:
+    """Whether the run equals one device, with its largest loss difference: ``'\u2713 2e-7'``.
+
+    ``'\u2713 2e-2 noise'`` where rounding has grown beyond the tolerance.
+    """
+    if run.equal is None:
+        return DASH
+    noise = " noise" if run.verdict.grown else ""
+    return f"{TICK if run.equal else CROSS} {short_difference(run.loss_difference)}{noise}"
 
 
 def sorted_rows(rows: Sequence[Row], key: str = "samples_per_s", ascending: bool | None = None) -> list[Row]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from workbench.core.metrics import RunRecord
 from workbench.theme import style_sheet
 from workbench.ui.assets import asset, element
-from workbench.ui.numbers import DASH, percent, short_difference
+from workbench.ui.numbers import DASH, percent
 from workbench.ui.runs.pictures import layers_picture, prediction_picture
 from workbench.ui.runs.rows import (
     COLUMNS,
@@ -15,6 +15,7 @@ from workbench.ui.runs.rows import (
     TICK,
     Column,
     Row,
+    equal_text,
     key_of,
     one_line,
     prediction_errors,
@@ -92,18 +93,10 @@ def rows_table_html(
     return element("table", columns.replace("></col>", "/>"), head, body, css="wb-table", role="grid")
 
 
-def equal_text(run: RunRecord) -> str:
-    """Whether the run equals one device, with its largest loss difference: ``'\u2713 2e-7'``."""
-    if run.equal is None:
-        return DASH
-    mark = TICK if run.equal else CROSS
-    return f"{mark} {short_difference(run.loss_difference)}"
-
-
 def comparison_table_text(runs: Sequence[RunRecord], baseline: RunRecord | None = None) -> str:
     """The table in at most 80 columns of plain text; a name that is too long for its column has a line of its own."""
     lines = [
-        f"{'strategy':<{_NAME_CHARS}}{'samples/s':>10}{'speed-up':>10}{'peak/rank':>11}{'boxed/step':>12}{'equal':>9}"
+        f"{'strategy':<{_NAME_CHARS}}{'samples/s':>10}{'speed-up':>10}{'peak/rank':>11}{'boxed/step':>12}{'equal':>13}"
     ]
     for run in [*by_throughput(runs), *([baseline] if baseline else [])]:
         if run.error is not None:
@@ -113,7 +106,7 @@ def comparison_table_text(runs: Sequence[RunRecord], baseline: RunRecord | None 
         difference = "baseline" if run is baseline else equal_text(run).replace(DASH, "-")
         lines.append(
             f"{_named(run)}{run.samples_per_s:>10.0f}{speedup:>10}{_peak(run):>11}"
-            f"{format_bytes(run.boxed_bytes_per_step):>12}{difference:>9}"
+            f"{format_bytes(run.boxed_bytes_per_step):>12}{difference:>13}"
         )
     return "\n".join(lines)
 
@@ -188,7 +181,7 @@ def _rate_cell(row: Row, fastest: float) -> str:
 
 def _equal_cell(row: Row) -> str:
     css = "muted" if row.is_truth else {True: "equal", False: "unequal", None: "muted"}[row.equal]
-    return element("td", text=row.texts["loss_difference"], css=f"number {css}")
+    return element("td", text=row.texts["loss_difference"], css=f"number {css}", title=row.verdict)
 
 
 def _peak(run: RunRecord) -> str:
@@ -203,7 +196,7 @@ def footnote_html(rows: Sequence[Row]) -> str:
         "p",
         element("i", css="front"),
         element("span", text="on the Pareto line: no other run is faster with less memory"),
-        element("span", text=f"{TICK} losses as on one device, {CROSS} not (first 20 steps)"),
+        element("span", text=f"{TICK} trains as one device does but for rounding, {CROSS} does not (first steps)"),
         element("span", text=told, css="right"),
         css="note",
     )

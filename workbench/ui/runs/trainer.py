@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from workbench.core.metrics import RunRecord, StepBlock
 from workbench.core.rows import Layer
 from workbench.core.strategy import Strategy
+from workbench.core.verdict import CHECKED_STEPS
 from workbench.session.comparing.comparison import Comparison, Message, TrainingRun, Watch
 from workbench.session.comparing.saved_runs import SavedRuns
 from workbench.session.comparing.subject import Subject
@@ -47,7 +48,7 @@ class Trainer(Protocol):
 
 
 class SessionTrainer:
-    """Trains on a session's engines. Model, data and the one-device run stay there between runs of equal length."""
+    """Trains on a session's engines. Model, data and the one-device runs stay there between runs."""
 
     def __init__(
         self,
@@ -61,12 +62,12 @@ class SessionTrainer:
         optimizer_fn: Callable[[Any], Any] | None = None,
         seed: int = 0,
         keep: SavedRuns | None = None,
+        check_steps: int = CHECKED_STEPS,
     ) -> None:
         subject = Subject.of(
             model_fn, dataset, loss_fn, optimizer_fn=optimizer_fn, batch_size=batch_size, steps=steps, seed=seed
         )
-        self._session, self._keep = session, keep
-        self._comparison = Comparison(session, subject, keep)
+        self._comparison = Comparison(session, subject, keep, check_steps)
         self.layers = subject.layers
         self.num_ranks: int = session.num_engines
         self.sample_shape = subject.sample_shape
@@ -86,15 +87,10 @@ class SessionTrainer:
         predicted: Mapping[str, float] | None,
         watch: Watch,
     ) -> tuple[TrainingRun, Sequence[float]]:
-        subject = self._comparison.subject
-        if num_steps != subject.job.num_steps:
-            self._comparison.close()
-            subject = subject.with_steps(num_steps)
-            self._comparison, self.baseline = Comparison(self._session, subject, self._keep), None
-        if self.baseline is None:
-            self.baseline = self._comparison.baseline(watch)
-        losses = self._comparison.truth(strategy.options.num_micro_batches, watch).losses
-        return self._comparison.start(strategy, name, predicted), losses
+        self.baseline = self._comparison.baseline(watch, num_steps)
+        truth = self._comparison.truth(strategy, watch, num_steps)
+        run = self._comparison.start(strategy, name, predicted, num_steps)
+        return run, truth.losses if truth is not None else ()
 
 
 class _BackgroundRun:

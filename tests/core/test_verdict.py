@@ -1,0 +1,109 @@
+"""Verdicts on made-up distances: what counts as rounding, what does not, and which evidence is asked for."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from workbench.core.metrics import RunRecord
+from workbench.core.verdict import TOLERANCES, Case, Distance, TensorChange, Verdict
+
+FP32 = TOLERANCES["fp32"]
+UNIT = 2.0**-23
+
+
+def tensor(name: str = "w", apart: float = 1e-7, change: float = 1.0, longer: float = 0.0) -> TensorChange:
+    return TensorChange(name, apart, change, change * (1 + longer), 1e-7)
+
+
+def case(*losses: float, tensors: tuple[TensorChange, ...] = (tensor(),)) -> Case:
+    return Case(Distance(losses, tensors), FP32)
+
+
+def decided(case: Case) -> Verdict:
+    assert case.missing() is None
+    return case.verdict()
+
+
+def test_within_the_tolerance_nothing_more_is_asked():
+    verdict = decided(case(0.0, 1e-7, 9e-6))
+    assert verdict.equal and verdict.by == "tolerance"
+    assert verdict.first_step == 0.0 and verdict.largest == 9e-6 and verdict.growth == pytest.approx(90)
+
+
+def test_rounding_that_grows_is_explained_by_the_noise_of_one_device():
+    grown = case(1e-7, 1e-6, 1e-4, 2e-1)
+    assert grown.missing() == "noise" and grown.num_steps("noise") == 5
+    noisy = replace(grown, noise=Distance((0.0, 2e-6, 3e-5, 1e-3, 1e-2), (tensor(apart=1e-6),)))
+    verdict = decided(noisy)
+    assert verdict.equal and verdict.by == "noise" and verdict.noise == 1e-2 and verdict.largest == 2e-1
+
+
+def test_a_difference_beyond_the_noise_is_looked_at_in_float64():
+    odd = replace(case(1e-7, 1e-3), noise=Distance((0.0, 0.0, 2e-5, 0.0), (tensor(),)))
+    assert odd.missing() == "float64" and odd.num_steps("float64") == 2
+    rounding = replace(odd, exact=Distance((1e-16, 1e-12), (tensor(apart=1e-15),)))
+    assert decided(rounding).equal and decided(rounding).by == "float64"
+    mistake = decided(replace(odd, exact=Distance((1e-16, 1e-3), (tensor(apart=1e-3),))))
+    assert mistake.equal is False
+    assert "the loss of step 2 differs by 1.0e-03" in mistake.text and "in float64 1e-03 is left" in mistake.text
+
+
+def test_float64_excuses_no_first_step_that_is_far_beyond_the_noise():
+    """The mistake may be one of the path that 32 bits take."""
+    wrong = replace(case(1e-2), noise=Distance((0.0, 1e-7, 1e-7), (tensor(),)))
+    assert decided(wrong).equal is False
+
+
+def test_a_learning_rate_that_is_wrong_by_one_per_cent_is_seen_where_losses_cannot_show_it():
+    slow = case(0.0, 1e-7, tensors=(tensor(apart=1e-2, longer=0.01),))
+    assert slow.missing() == "noise"
+    assert decided(replace(slow, noise=Distance((0.0,), (tensor(),)))).equal is False
+
+
+def test_noise_that_would_hide_such_a_learning_rate_decides_nothing():
+    noisy = Distance((0.0,) * 4, (tensor(apart=0.5, longer=2e-3),))
+    blunt = replace(case(1e-7, tensors=(tensor(apart=0.4, longer=4e-3),)), noise=noisy)
+    assert blunt.missing() == "float64"
+    assert decided(replace(blunt, exact=Distance((0.0,), (tensor(apart=1e-12),)))).equal
+    assert decided(replace(blunt, exact=Distance((0.0,), (tensor(apart=1e-2),)))).equal is False
+
+
+def test_a_tensor_whose_gradient_is_rounding_is_compared_with_that_rounding():
+    """The bias of keys in attention: its gradient is zero in exact numbers."""
+    bias = TensorChange("k.bias", 2e-9, 1e-9, 1e-9, 0.0)
+    found = case(0.0, tensors=(tensor(), bias))
+    assert found.missing() == "noise"
+    assert decided(replace(found, noise=Distance((0.0,), (tensor(), replace(bias, apart=1e-9))))).equal
+
+
+def test_a_model_that_does_not_run_in_float64_is_judged_by_its_noise():
+    far = replace(case(1e-7, 1e-3), noise=Distance((0.0, 2e-5, 0.0, 0.0), (tensor(),)), no_float64="no double kernel")
+    verdict = decided(far)
+    assert verdict.equal is False and "does not run in float64: no double kernel" in verdict.text
+
+
+@pytest.mark.parametrize("apart", [math.inf, math.nan])
+def test_missing_tensors_and_numbers_that_are_none_are_never_equal(apart: float):
+    for wrong in (case(apart), case(0.0, tensors=(tensor(apart=apart),))):
+        noisy = replace(wrong, noise=Distance((0.0, 0.0, 0.0), (tensor(),)))
+        assert decided(noisy).equal is False
+
+
+def test_float64_models_are_held_to_their_own_tolerance():
+    found = Case(Distance((1e-7,), (tensor(apart=1e-7),)), TOLERANCES["float64"])
+    assert found.missing() == "noise"
+    assert decided(replace(found, noise=Distance((1e-15,), (tensor(apart=1e-15),)))).equal is False
+
+
+def test_nothing_to_compare_is_no_verdict():
+    assert Case(Distance(), FP32).verdict().equal is None
+
+
+def test_records_keep_their_verdict_and_older_ones_load():
+    record = RunRecord("a", "*: data", 2, 8, equal=True, verdict=Verdict(True, "noise", 1e-7, text="rounding"))
+    assert RunRecord.from_dict(record.to_dict()) == record
+    older = {"name": "a", "strategy": "", "num_ranks": 2, "batch_size": 8, "equal": False}
+    assert RunRecord.from_dict(older).verdict.equal is False

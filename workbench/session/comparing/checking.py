@@ -1,0 +1,128 @@
+"""One device's runs of a job, and the verdicts on strategies that are compared with them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from workbench.core.metrics import StepBlock, difference
+from workbench.core.strategy import Strategy
+from workbench.core.verdict import TOLERANCES, UNKNOWN, Case, Distance, Verdict
+from workbench.errors import SessionError
+from workbench.session.calls import RemoteCall
+from workbench.session.cluster import Session
+from workbench.session.comparing import training
+from workbench.session.comparing.training import OneDevice, RankReport
+
+_POLL_S = 0.1
+
+
+class RunStopped(SessionError):
+    """A run was stopped before its first step, while one device trained."""
+
+
+@dataclass(frozen=True)
+class Watch:
+    """Who waits while one device trains: ``listen`` gets its steps, ``is_stopped`` says that nobody wants them now."""
+
+    listen: Callable[[StepBlock], None]
+    is_stopped: Callable[[], bool]
+
+
+class Checker:
+    """Trains a job on one device, on engine 0, as far as a check needs it, and remembers the results.
+
+    Args:
+        key: under which the engines keep the job.
+    """
+
+    def __init__(self, session: Session, key: str) -> None:
+        self._session, self._key = session, key
+        self._reports: dict[OneDevice, RankReport] = {}
+
+    def one_device(self, which: OneDevice, num_steps: int, watch: Watch | None = None) -> RankReport:
+        """A one-device run of at least so many steps, made when it is first asked for.
+
+        Raises:
+            RunStopped: ``watch`` did not want it any more; it is made anew when it is next asked for.
+        """
+        known = self._reports.get(which)
+        if known is not None and len(known.losses) >= num_steps:
+            return known
+        call = self._session.submit(training.train_one_device, self._key, which, num_steps, ranks=[0])
+        if watch is not None:
+            _watch(call, watch)
+        report: RankReport = call.result()[0]
+        if len(report.losses) < num_steps:
+            raise RunStopped(f"stopped while one device trained, after its step {len(report.losses)}")
+        self._reports[which] = report
+        return report
+
+    def known(self, which: OneDevice) -> RankReport | None:
+        """That one-device run if it has been made."""
+        return self._reports.get(which)
+
+    def verdict(self, strategy: Strategy, reports: Sequence[RankReport], num_steps: int) -> Verdict:
+        """Whether the run that came home with these reports equals one device in its first steps.
+
+        Runs one device with disturbed weights, and both in float64, only where the question is open without them.
+        """
+        which = one_device_of(strategy)
+        truth = self.known(which)
+        if truth is None:
+            return UNKNOWN
+        case = Case(_distance(reports, truth, num_steps), TOLERANCES[truth.precision])
+        while (evidence := case.missing()) is not None:
+            steps = min(case.num_steps(evidence), num_steps)
+            if evidence == "noise":
+                case = replace(case, noise=self._noise(which, truth, steps))
+            else:
+                case = self._in_float64(case, strategy, reports, steps)
+        return case.verdict()
+
+    def _noise(self, which: OneDevice, truth: RankReport, num_steps: int) -> Distance:
+        """How far one device is from itself, its first weights changed by a rounding unit."""
+        report = self.one_device(replace(which, way="disturbed"), num_steps)
+        return _distance([report], truth, num_steps)
+
+    def _in_float64(self, case: Case, strategy: Strategy, reports: Sequence[RankReport], num_steps: int) -> Case:
+        """The case with one device and the strategy in float64, or with why that is not to be had."""
+        changed = reports[0].changes[0][0] if reports[0].changes else num_steps
+        if changed < num_steps:
+            return replace(case, no_float64=f"the strategy changed after step {changed}")
+        which = OneDevice(strategy.options.num_micro_batches, way="float64")
+        wide = strategy.with_options(precision="fp32")
+        try:
+            truth = self.one_device(which, num_steps)
+            found = self._session.submit(training.train_strategy, self._key, str(wide), which, num_steps).result()
+        except SessionError as error:
+            return replace(case, no_float64=str(error).strip().splitlines()[-1])
+        return replace(case, exact=_distance(found, truth, num_steps))
+
+
+def one_device_of(strategy: Strategy) -> OneDevice:
+    """The one-device run that a strategy's run is compared with."""
+    return OneDevice(strategy.options.num_micro_batches, strategy.options.precision)
+
+
+def _distance(reports: Sequence[RankReport], truth: RankReport, num_steps: int) -> Distance:
+    pairs = list(zip(reports[0].losses, truth.losses, strict=False))[:num_steps]
+    tensors = next((report.tensors for report in reports if report.tensors), ())
+    return Distance(tuple(difference(own, other) for own, other in pairs), tensors)
+
+
+def _watch(call: RemoteCall, watch: Watch) -> None:
+    """Hand on the steps of a one-device run until it ends, and a stop to it."""
+    is_told = False
+    while not call.done():
+        time.sleep(_POLL_S)
+        if watch.is_stopped() and not is_told:
+            is_told = True
+            call.order("stop")
+        for _, message in call.messages():
+            if isinstance(message, StepBlock):
+                watch.listen(message)
+
+
+__all__ = ["Checker", "RunStopped", "Watch", "one_device_of"]
