@@ -76,6 +76,10 @@ class FakeRun:
         self.orders.append("stop")
         self.ended.set()
 
+    def interrupt(self) -> None:
+        self.orders.append("interrupt")
+        self.ended.set()
+
     def pause(self) -> None:
         self.orders.append("pause")
         self.waiting.append(RunEvent("paused", 1))

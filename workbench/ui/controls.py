@@ -12,6 +12,7 @@ from workbench.core.options import PRECISIONS, SCHEDULES
 from workbench.core.presets import PRESETS
 from workbench.core.strategy import Mistake
 from workbench.ui.assets import element
+from workbench.ui.failures import guarded
 from workbench.ui.strategy.editing import clauses
 from workbench.ui.strategy.placing import Degrees
 from workbench.ui.strategy.state import FIXES, PLANNED, PanelState
@@ -37,10 +38,15 @@ _OPTION_TIPS = {
 def button(description: str, on_click: Callable[[], None], *css: str, **traits: Any) -> widgets.Button:
     """A button in the panel's style."""
     made = widgets.Button(description=description, **traits)
-    made.on_click(lambda _: on_click())
+    made.on_click(guarded(lambda _: on_click()))
     for name in css:
         made.add_class(name)
     return made
+
+
+def on_value(control: widgets.Widget, handler: Callable[[Any], None]) -> None:
+    """Have ``handler`` called with every change of a control's value, by the user or by Python."""
+    control.observe(guarded(handler), "value")
 
 
 def html(text: str = "", *css: str) -> widgets.HTML:
@@ -123,7 +129,7 @@ class Controls:
     def _observe(self) -> None:
         self.text.add_class("wb-text")
         for number in self.degrees.values():
-            number.observe(self._on_degrees, "value")
+            on_value(number, self._on_degrees)
         options = {
             "num_micro_batches": self.micro_batches,
             "schedule": self.schedule,
@@ -133,8 +139,8 @@ class Controls:
             "precision": self.precision,
         }
         for name, control in options.items():
-            control.observe(lambda change, name=name: self._on_option(**{name: change["new"]}), "value")
-        self.text.observe(lambda change: self._on_user(lambda state: state.set_text(change["new"])), "value")
+            on_value(control, lambda change, name=name: self._on_option(**{name: change["new"]}))  # type: ignore[misc]
+        on_value(self.text, lambda change: self._on_user(lambda state: state.set_text(change["new"])))
 
     def _lay_out(self, facts: str) -> list[widgets.Widget]:
         pipeline, data, model = self.degrees.values()

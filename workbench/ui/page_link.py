@@ -10,6 +10,7 @@ import anywidget
 from workbench import theme
 from workbench.theme import Palette
 from workbench.ui.assets import asset
+from workbench.ui.failures import guarded
 
 
 class PageLink(anywidget.AnyWidget):
@@ -37,7 +38,7 @@ class PageLink(anywidget.AnyWidget):
         self._asked_s = 0.0
         self._has_page = False
         self._seen_in: set[str] = set()
-        self.on_msg(self._receive)
+        self.on_msg(guarded(self._receive))
 
     def download(self, name: str, content: str, mime_type: str = "text/plain") -> None:
         """Have the browser save a file of that name."""

@@ -16,6 +16,7 @@ from workbench.cost.hardware import Hardware
 from workbench.errors import StrategyError, WorkbenchError
 from workbench.theme import Palette, palette
 from workbench.ui.controls import PLANNING, Controls, button, html
+from workbench.ui.failures import guarded
 from workbench.ui.grid.view import Facts, flow_of, grid_view
 from workbench.ui.grid.widget import LayerGrid
 from workbench.ui.planning.machine_bar import MachineBar
@@ -75,6 +76,7 @@ class StrategyPart:
         self.machine = MachineBar(predictor, num_ranks, self.refresh, self._set_num_ranks)
         self.measure = button("Measure this machine", self.calibrate, "wb-measure")
         self.machine.box.children = [*self.machine.box.children, self.measure]
+        self._in_thread = guarded(self._measure)
         self.planner = PlannerPart(predictor, self._take_plan, self.refresh, search)
         below = (self.machine.box, self.predictions, self.planner.box)
         self.children = [*self.controls.bars, self.grid, self.tensor, *below]
@@ -124,7 +126,7 @@ class StrategyPart:
         if self._calibrate is not None and not self._is_measuring and not self.busy():
             self._is_measuring = True
             self.refresh()
-            threading.Thread(target=self._measure, args=(self._calibrate,), name="workbench-calibrate").start()
+            threading.Thread(target=self._in_thread, args=(self._calibrate,), name="workbench-calibrate").start()
 
     def _measure(self, calibrate: Callable[[], Hardware]) -> None:
         try:
@@ -147,10 +149,15 @@ class StrategyPart:
     # ---- the user does something --------------------------------------------------------------------------------
 
     def edit(self, action: Callable[[PanelState], Any]) -> None:
-        """Change the state and show it."""
+        """Change the state and show it. What cannot be shown is not done."""
         with self._lock:
-            action(self.state)
-            self.refresh()
+            try:
+                with self.state.unless_it_fails():
+                    action(self.state)
+                    self.refresh()
+            except Exception:
+                self._show_controls()
+                raise
         self._on_change()
 
     def _on_event(self, event: dict[str, Any]) -> None:
@@ -195,15 +202,19 @@ class StrategyPart:
     # ---- showing ------------------------------------------------------------------------------------------------
 
     def refresh(self) -> None:
-        """Show the state in every part."""
+        """Show the state in every part: all of it is made before any of it is shown."""
         with self._lock:
-            self.controls.refresh(self.state, self.busy(), self._no_plan(), self._no_run_now)
-            self.machine.refresh(self.state.num_ranks, self.state.options.precision)
-            self.grid.view = self.view() | {"tensor": self._shows_tensor}
-            self.predictions.value = self.predictions_html()
+            view, predictions = self.view(), self.predictions_html()
+            self._show_controls()
+            self.grid.view = view | {"tensor": self._shows_tensor}
+            self.predictions.value = predictions
             self._show_measure()
             self._show_tensor()
             self._show_plan()
+
+    def _show_controls(self) -> None:
+        self.controls.refresh(self.state, self.busy(), self._no_plan(), self._no_run_now)
+        self.machine.refresh(self.state.num_ranks, self.state.options.precision)
 
     @property
     def _other_ranks(self) -> str:

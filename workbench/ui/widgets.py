@@ -17,6 +17,7 @@ from workbench.cost.hardware import Hardware
 from workbench.errors import SessionError
 from workbench.session.comparing.saved_runs import SavedRuns
 from workbench.theme import Palette
+from workbench.ui.failures import Failures
 from workbench.ui.grid.widget import PANEL_CLASS
 from workbench.ui.planning import paper
 from workbench.ui.planning.predicting import Predictor
@@ -104,25 +105,30 @@ class Panel(widgets.VBox):
         self._handle: Any = None
         self._timer: threading.Timer | None = None
         self._no_run = paper.NO_ENGINES if is_paper else ""
-        hooks = Hooks(self.wanted, self.estimate, self.changed, self.load, lambda: predictor.memory_bytes)
-        self._runs_part = RunsPart(trainer, steps, hooks, saved)
-        self._upper = StrategyPart(
-            trainer.layers,
-            trainer.num_ranks,
-            strategy,
-            facts_of(trainer.layers, batch_size, trainer.sample_shape, loss_fn),
-            predictor,
-            title=_title(model_fn, trainer, batch_size),
-            on_run=self.run,
-            on_theme=self._on_page,
-            on_change=self._keep_static,
-            no_run=self._no_run,
-            calibrate=None if session is None else lambda: paper.measured(session),
-        )
+        self._failures = Failures()
+        guard = self._failures.guard
+        self._write_soon = guard(self._write_static)
+        hooks = Hooks(self.wanted, guard(self.estimate), guard(self.changed), self.load, lambda: predictor.memory_bytes)
+        with self._failures.collecting():
+            self._runs_part = RunsPart(trainer, steps, hooks, saved)
+            self._upper = StrategyPart(
+                trainer.layers,
+                trainer.num_ranks,
+                strategy,
+                facts_of(trainer.layers, batch_size, trainer.sample_shape, loss_fn),
+                predictor,
+                title=_title(model_fn, trainer, batch_size),
+                on_run=self.run,
+                on_theme=self._on_page,
+                on_change=self._keep_static,
+                no_run=self._no_run,
+                calibrate=None if session is None else lambda: paper.measured(session),
+            )
         self._upper.busy = lambda: self.running
-        super().__init__([*self._upper.children, self._runs_part.box])
+        super().__init__([self._failures.box, *self._upper.children, self._runs_part.box])
         self.add_class(PANEL_CLASS)
-        self._counting = threading.Thread(target=self._count, args=job, name="workbench-count-layers", daemon=True)
+        count = guard(self._count)
+        self._counting = threading.Thread(target=count, args=job, name="workbench-count-layers", daemon=True)
         if session is not None and costs is None:
             self._counting.start()
 
@@ -164,6 +170,11 @@ class Panel(widgets.VBox):
         """The run on one device, once there is one."""
         return self._runs_part.baseline
 
+    @property
+    def error(self) -> BaseException | None:
+        """What ended the last run, as the panel shows it, too; None where nothing did."""
+        return self._runs_part.error
+
     def run(self, steps: int | None = None) -> None:
         """Train with the panel's strategy; returns at once. ``wait`` waits, ``stop`` stops, ``runs`` has the results.
 
@@ -177,7 +188,9 @@ class Panel(widgets.VBox):
         self._runs_part.run(steps)
 
     def stop(self) -> None:
-        """Ask the run to end after its current step; its weights and figures stay."""
+        """Ask the run to end after its current step; its weights and figures stay. Once more: end it now, in the middle
+        of its step.
+        """
         self._runs_part.stop()
 
     def pause(self) -> None:
@@ -246,7 +259,7 @@ class Panel(widgets.VBox):
         """Bring the static copy up to date soon, between runs only: it is what a saved notebook shows."""
         if self._handle is None or self._timer is not None or self.running:
             return
-        self._timer = threading.Timer(_STATIC_DELAY_S, self._write_static)
+        self._timer = threading.Timer(_STATIC_DELAY_S, self._write_soon)
         self._timer.daemon = True
         self._timer.start()
 

@@ -24,10 +24,13 @@ class RunStopped(SessionError):
 
 @dataclass(frozen=True)
 class Watch:
-    """Who waits while one device trains: ``listen`` gets its steps, ``is_stopped`` says that nobody wants them now."""
+    """Who waits while one device trains: ``listen`` gets its steps, ``is_stopped`` says that nobody wants them now,
+    ``is_interrupted`` that nobody waits for the step that it takes either.
+    """
 
     listen: Callable[[StepBlock], None]
     is_stopped: Callable[[], bool]
+    is_interrupted: Callable[[], bool] = lambda: False
 
 
 class Checker:
@@ -120,6 +123,9 @@ def _watch(call: RemoteCall, watch: Watch) -> None:
         if watch.is_stopped() and not is_told:
             is_told = True
             call.order("stop")
+        if watch.is_interrupted():
+            call.cancel()
+            raise RunStopped("stopped while one device trained, in the middle of a step")
         for _, message in call.messages():
             if isinstance(message, StepBlock):
                 watch.listen(message)

@@ -236,6 +236,10 @@ class TrainingRun:
         """Ask the run to end at the next step; its figures so far are kept."""
         self.call.order("stop")
 
+    def interrupt(self) -> None:
+        """End the run now, in the middle of whatever the engines do."""
+        self.call.cancel()
+
     def pause(self) -> None:
         """Ask the run to wait after its current step."""
         self.call.order("pause")

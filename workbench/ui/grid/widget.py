@@ -10,6 +10,7 @@ import traitlets
 
 from workbench.theme import style_sheet
 from workbench.ui.assets import asset
+from workbench.ui.failures import guarded
 
 EVENTS = (
     *("parallel", "choice", "stage", "fold", "select", "find", "tensor", "fix"),
@@ -35,7 +36,7 @@ class LayerGrid(anywidget.AnyWidget):
     def __init__(self, on_event: Callable[[dict[str, Any]], None], **traits: Any) -> None:
         super().__init__(**traits)
         self._on_event = on_event
-        self.on_msg(self._receive)
+        self.on_msg(guarded(self._receive))
 
     def _receive(self, _widget: Any, content: dict[str, Any], _buffers: Any) -> None:
         if content.get("event") in EVENTS:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipywidgets as widgets
 
-from workbench.ui.controls import bar, html
+from workbench.ui.controls import bar, html, on_value
 from workbench.ui.live.run_log import RunLog
 
 
@@ -23,7 +23,7 @@ class LogPart:
         self.ranks = widgets.Dropdown(options=choices, layout={"width": "110px"})
         self.follow = widgets.Checkbox(value=True, description="follow", indent=False)
         for control in (self.ranks, self.follow):
-            control.observe(lambda change: self.show(), "value")
+            on_value(control, lambda change: self.show())
         self.count, self.lines = html(), html("", "wb-log")
         title = html('<b class="wb-title">Log</b>')
         controls = (title, self.ranks, self.count, html("", "wb-space"), self.follow)

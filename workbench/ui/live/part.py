@@ -15,6 +15,7 @@ from workbench.core.metrics import RunEvent, RunRecord, StepBlock
 from workbench.theme import LIGHT, Palette
 from workbench.ui.assets import element
 from workbench.ui.controls import bar, html
+from workbench.ui.failures import failure_html, guarded
 from workbench.ui.live import figure as live_figure
 from workbench.ui.live import marks as live_marks
 from workbench.ui.live.history import History, Message
@@ -70,7 +71,7 @@ class LiveView:
         self._record: RunRecord | None = None
         self._ended = ""
         self.shown: LiveWidget | None = None
-        self._making = threading.Lock()
+        self._making, self._in_thread = threading.Lock(), guarded(self._make_figure)
         self.link = PageLink(self.use, self.fit, self._on_visible)
         self.title, self.state, self.elapsed, self.failure = html(), html(), html(), html()
         self.progress = widgets.IntProgress(value=0, min=0, max=1)
@@ -82,7 +83,7 @@ class LiveView:
 
     def prepare(self) -> None:
         """Make the figure before a run needs it: the page has a script of 5 MB to load."""
-        threading.Thread(target=self._make_figure, name="workbench-prepare-live-view", daemon=True).start()
+        threading.Thread(target=self._in_thread, name="workbench-prepare-live-view", daemon=True).start()
 
     def _make_figure(self) -> LiveWidget:
         with self._making:
@@ -169,14 +170,14 @@ class LiveView:
     def end(self, word: str, detail: str, css: str = "done") -> None:
         """No more steps come: show all of them, also to those who look later."""
         self._ended, self._paused_at, self._seen = word, None, True
+        self.show_state(css, word, detail)
         self.draw(everything=True)
         self._draw_marks()
-        self.show_state(css, word, detail)
 
     def fail(self, error: BaseException) -> None:
         """Show what ended the run, once."""
+        self.failure.value = failure_html(error)
         self.end("failed", type(error).__name__, "failed")
-        self.failure.value = f'<div class="wb-failure">{escape(str(error).strip() or repr(error))}</div>'
 
     # ---- a run goes on --------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 from workbench.core.metrics import RunRecord
@@ -21,6 +22,9 @@ class Run(Protocol):
 
     def stop(self) -> None:
         """Ask the run to end after its current step."""
+
+    def interrupt(self) -> None:
+        """End the run now, in the middle of whatever it does."""
 
     def pause(self) -> None:
         """Ask the run to wait after its current step."""
@@ -40,7 +44,7 @@ class Pump:
 
     ``on_metrics`` gets what is new; ``on_end`` is called once, with the record or the error.
     Both are called from the pump's thread. An error inside ``on_metrics`` ends the pump and is handed to ``on_end``,
-    so that a broken view never looks like a run that goes on.
+    so that a broken view never looks like a run that goes on; the run is asked to stop.
     """
 
     def __init__(
@@ -79,6 +83,9 @@ class Pump:
                 pause.wait(self._interval_s)
             self._finish(self.run.result(), None)
         except BaseException as error:  # noqa: BLE001 - whatever ended the run is handed on, never lost in a thread
+            with suppress(Exception):  # it may be the run itself that cannot be asked any more
+                if not self.run.done():
+                    self.run.stop()
             self._finish(None, error)
 
     def _finish(self, record: RunRecord | None, error: BaseException | None) -> None:

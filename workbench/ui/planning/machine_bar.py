@@ -10,7 +10,7 @@ import ipywidgets as widgets
 
 from workbench.cost.hardware import Hardware
 from workbench.cost.hardware_files import known_machines, load_hardware
-from workbench.ui.controls import bar, button, html, label
+from workbench.ui.controls import bar, button, html, label, on_value
 from workbench.ui.planning.assumed import Assumed, factor_text, told
 from workbench.ui.planning.predicting import Predictor
 
@@ -52,10 +52,10 @@ class MachineBar:
         self.ranks = widgets.SelectionSlider(options=_ranks(num_ranks), value=num_ranks, layout={"width": "112px"})
         self.ranks.tooltip = _TIPS["ranks"]
         self.reset = button("Reset", self._on_reset, tooltip="the machine as it is, and the ranks that there are")
-        self.machine.observe(self._on_chosen, "value")
-        self.ranks.observe(lambda change: self._user(lambda: self._on_ranks(change["new"])), "value")
+        on_value(self.machine, self._on_chosen)
+        on_value(self.ranks, lambda change: self._user(lambda: self._on_ranks(change["new"])))
         for name, slider in self.sliders.items():
-            slider.observe(lambda change, name=name: self._user(lambda: self._assume(name, change["new"])), "value")
+            on_value(slider, lambda change, name=name: self._user(lambda: self._assume(name, change["new"])))  # type: ignore[misc]
         fields = [bar(label(_LABELS[name]), self.sliders[name], self.told[name], css=("wb-field",)) for name in _LABELS]
         self.box = bar(
             bar(label("machine"), self.machine, css=("wb-field",)),

@@ -9,6 +9,7 @@ from workbench.core.strategy import Strategy
 from workbench.errors import WorkbenchError
 from workbench.planner.plan import Plan
 from workbench.ui.controls import html
+from workbench.ui.failures import guarded
 from workbench.ui.planning.plan_view import Answer, answer_html, note_html, problem_html
 from workbench.ui.planning.predicting import Predictor
 
@@ -59,6 +60,7 @@ class PlannerPart:
         self.is_searching = False
         self._answer: Answer | None = None
         self.box = html("", "wb-plan-host")
+        self._in_thread = guarded(self._find)
 
     def ask(self, num_ranks: int, precision: str) -> None:
         """Search, seconds for many ranks; the panel can be used meanwhile."""
@@ -67,7 +69,7 @@ class PlannerPart:
         self.is_searching, self.problem = True, ""
         self._on_change()
         asked = (self._predictor, num_ranks, precision)
-        threading.Thread(target=self._find, args=asked, name="workbench-plan", daemon=True).start()
+        threading.Thread(target=self._in_thread, args=asked, name="workbench-plan", daemon=True).start()
 
     def _find(self, predictor: Predictor, num_ranks: int, precision: str) -> None:
         try:

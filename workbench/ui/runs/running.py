@@ -18,6 +18,7 @@ from workbench.session.comparing.comparison import RunStopped
 from workbench.session.comparing.saved_runs import SavedRuns
 from workbench.theme import Palette
 from workbench.ui.controls import button
+from workbench.ui.failures import guarded
 from workbench.ui.live.chrome_trace import chrome_trace
 from workbench.ui.live.history import Message
 from workbench.ui.live.part import LiveView
@@ -48,7 +49,7 @@ class Hooks:
 
 class RunsPart:
     """Follows one run at a time and keeps the finished ones. ``box`` is what is shown; ``saved`` has those of other
-    days.
+    days; ``error`` is what ended the last run, None where nothing did.
     """
 
     def __init__(self, trainer: Trainer, steps: int, hooks: Hooks, saved: SavedRuns | None = None) -> None:
@@ -58,8 +59,10 @@ class RunsPart:
         self._run: PanelRun | None = None
         self._names: dict[str, str] = {}
         self._spans: list[StepSpans] = []
-        self._is_changing = False
-        self.is_paused = False
+        self._is_changing = self._is_stopping = self.is_paused = False
+        self.error: BaseException | None = None
+        self._end_shown = guarded(self._show_end)
+        self._rest_shown = [guarded(show) for show in (self._show_buttons, self.show_runs)]
         self.runs: list[RunRecord] = []
         self.baseline: RunRecord | None = None
         self.pause_button = button("Pause", self._on_pause, icon="pause", disabled=True)
@@ -111,20 +114,37 @@ class RunsPart:
             num_steps = int(asked)
             name = self._free_name(label)
             self._names = {str(strategy): name}
-            self._spans, self.is_paused, self._is_changing = [], False, False
-            estimate = self._hooks.estimate()
-            self.live.begin(name, str(strategy), num_steps)
-            self._expect(estimate, strategy)
-            self._run = self._trainer.start(strategy, name, num_steps, predictions(estimate))
-            self._pump = Pump(self._run, self._on_messages, self._on_end)
-            self._show_buttons()
-            self._hooks.changed()
-            self._pump.start()
+            self._spans, self.is_paused, self._is_changing, self._is_stopping = [], False, False, False
+            self.error = None
+            try:
+                self._begin(strategy, name, num_steps)
+            except Exception as error:  # noqa: BLE001 - shown where the run is, like those of its thread
+                self._on_end(None, error)
+
+    def _begin(self, strategy: Strategy, name: str, num_steps: int) -> None:
+        estimate = self._hooks.estimate()
+        self.live.begin(name, str(strategy), num_steps)
+        self._expect(estimate, strategy)
+        self._run = self._trainer.start(strategy, name, num_steps, predictions(estimate))
+        self._pump = Pump(self._run, self._on_messages, self._on_end)
+        self._pump.start()
+        self._show_buttons()
+        self._hooks.changed()
 
     def stop(self) -> None:
-        """Ask the run to end after its current step; its weights and figures stay."""
-        if self._pump is not None:
-            self._pump.run.stop()
+        """Ask the run to end after its current step; its weights and figures stay. Once more: end it now, in the middle
+        of its step.
+        """
+        pump = self._pump
+        if pump is None:
+            return
+        if self._is_stopping:
+            pump.run.interrupt()
+            return
+        self._is_stopping = True
+        pump.run.stop()
+        self.live.show_state("running", "stopping", "after this step")
+        self._show_buttons()
 
     def pause(self) -> None:
         """Ask the run to wait after its current step."""
@@ -208,18 +228,24 @@ class RunsPart:
     def _on_end(self, record: RunRecord | None, error: BaseException | None) -> None:
         with self._lock:
             self._pump = None
-            self.is_paused = self._is_changing = False
+            self.is_paused = self._is_changing = self._is_stopping = False
             self.baseline = self._trainer.baseline or self.baseline
-            if isinstance(error, RunStopped):
-                self.live.leave(str(error))
-            elif error is not None or record is None:
-                self.live.fail(error or RuntimeError("the run ended without a result"))
-            else:
+            if record is not None:
                 self.runs.append(record)
-                self.live.finish(record)
-            self._show_buttons()
-            self.show_runs()
+            elif not isinstance(error, RunStopped):
+                self.error = error or RuntimeError("the run ended without a result")
+            self._end_shown(record, error)
+            for show in self._rest_shown:
+                show()
             self._hooks.changed()
+
+    def _show_end(self, record: RunRecord | None, error: BaseException | None) -> None:
+        if self.error is not None:
+            self.live.fail(self.error)
+        elif record is not None:
+            self.live.finish(record)
+        else:
+            self.live.leave(str(error))
 
     def show_runs(self) -> None:
         """Bring the comparison up to date."""
@@ -271,7 +297,9 @@ class RunsPart:
         self.pause_button.description = "Go on" if self.is_paused else "Pause"
         self.pause_button.icon = "play" if self.is_paused else "pause"
         self.pause_button.tooltip = "takes effect at the next step" if busy else waits
-        self.stop_button.tooltip = "end the run after its current step; weights stay" if busy else waits
+        polite, now = "end the run after its current step; weights stay", "do not wait for the end of this step"
+        self.stop_button.description = "Stop now" if self._is_stopping else "Stop"
+        self.stop_button.tooltip = (now if self._is_stopping else polite) if busy else waits
         self.change_button.tooltip = "pause, choose another strategy above, go on with the same weights"
         self.apply_button.tooltip = "go on with the strategy above and the same weights"
         self.change_button.layout.display = "none" if changing else ""

@@ -15,7 +15,8 @@ import traitlets
 from workbench.core.metrics import RunRecord
 from workbench.session.comparing.saved_runs import SavedRuns
 from workbench.ui.assets import asset, element
-from workbench.ui.controls import bar, button, html, label
+from workbench.ui.controls import bar, button, html, label, on_value
+from workbench.ui.failures import guarded
 from workbench.ui.runs.rows import COLUMNS, Row, filter_rows, key_of, rows_csv, run_rows, sorted_rows
 from workbench.ui.runs.scatter_picture import scatter_picture
 from workbench.ui.runs.tables import (
@@ -41,7 +42,7 @@ class RunsPage(anywidget.AnyWidget):
     def __init__(self, on_event: Callable[[dict[str, Any]], None], **traits: Any) -> None:
         super().__init__(**traits)
         self._on_event = on_event
-        self.on_msg(lambda _widget, content, _buffers: self._on_event(content))
+        self.on_msg(guarded(lambda _widget, content, _buffers: self._on_event(content)))
 
     def download(self, name: str, content: str, mime_type: str) -> None:
         """Have the browser save a file of that name."""
@@ -90,9 +91,9 @@ class RunTable:
         self.hide_button = button("Hide", self.hide, tooltip="leave the selected run out of the table")
         self.show_button = button("Show hidden", self.show_all)
         self.baseline_field = widgets.Dropdown(options=[(ONE_DEVICE, "")], layout={"width": "130px"})
-        self.baseline_field.observe(lambda change: self.set_baseline(change["new"] or ""), "value")
+        on_value(self.baseline_field, lambda change: self.set_baseline(change["new"] or ""))
         self.filter_field = widgets.Text(placeholder="e.g. memory < 300", layout={"width": "150px"})
-        self.filter_field.observe(lambda change: self.refresh(), "value")
+        on_value(self.filter_field, lambda change: self.refresh())
         exports = bar(*(self._export_button(kind) for kind in ("csv", "html", "json")), css=("wb-group",))
         self.load_button = button("Load runs\u2026", self._toggle_loader)
         first = [self.open_button] if self._opened else []

@@ -12,7 +12,7 @@ from workbench.core.metrics import RunRecord, StepBlock
 from workbench.core.rows import Layer
 from workbench.core.strategy import Strategy
 from workbench.core.verdict import CHECKED_STEPS
-from workbench.session.comparing.comparison import Comparison, Message, TrainingRun, Watch
+from workbench.session.comparing.comparison import Comparison, Message, RunStopped, TrainingRun, Watch
 from workbench.session.comparing.saved_runs import SavedRuns
 from workbench.session.comparing.subject import Subject
 from workbench.ui.live.pump import Run
@@ -102,20 +102,22 @@ class _BackgroundRun:
         self._run: TrainingRun | None = None
         self._error: BaseException | None = None
         self._asked: list[Callable[[TrainingRun], None]] = []
-        self._stopped = threading.Event()
+        self._stopped, self._interrupted = threading.Event(), threading.Event()
         self._lock = threading.Lock()
         self.one_device_losses: Sequence[float] | None = None
         threading.Thread(target=self._start, name="workbench-start-run", daemon=True).start()
 
     def _start(self) -> None:
+        watch = Watch(self._first.put, self._stopped.is_set, self._interrupted.is_set)
         try:
-            run, self.one_device_losses = self._begin(Watch(self._first.put, self._stopped.is_set))
+            run, losses = self._begin(watch)
             with self._lock:
                 for order in self._asked:
                     order(run)
-                self._run = run
+                if self._error is None:
+                    self._run, self.one_device_losses = run, losses
         except BaseException as error:  # noqa: BLE001 - raised again by result(), in the thread that asks
-            self._error = error
+            self._error = self._error or error
 
     def _ask(self, order: Callable[[TrainingRun], None]) -> None:
         with self._lock:
@@ -134,6 +136,17 @@ class _BackgroundRun:
     def stop(self) -> None:
         self._stopped.set()
         self._ask(TrainingRun.stop)
+
+    def interrupt(self) -> None:
+        """End it now. What has not begun yet, because a cell holds the engines for example, is over at once, and is
+        interrupted when it begins.
+        """
+        self._stopped.set()
+        self._interrupted.set()
+        self._ask(TrainingRun.interrupt)
+        with self._lock:
+            if self._run is None and self._error is None:
+                self._error = RunStopped("stopped before it began")
 
     def pause(self) -> None:
         self._ask(TrainingRun.pause)

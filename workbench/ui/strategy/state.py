@@ -6,7 +6,8 @@ Every edit goes in as a method call and leaves the state consistent; views are c
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from workbench.core.presets import PRESETS, preset
@@ -236,6 +237,19 @@ class PanelState:
     def redo(self) -> None:
         """Do the edit again that was taken back."""
         self._travel(self._after, self._before)
+
+    @contextmanager
+    def unless_it_fails(self) -> Iterator[None]:
+        """Edits inside are as if they had never been made where an exception comes out of it."""
+        moment, before, after = self._now, list(self._before), list(self._after)
+        draft = self.draft, self.text_problem
+        try:
+            yield
+        except BaseException:
+            self._now, self._before, self._after = moment, before, after
+            self.draft, self.text_problem = draft
+            self._check()
+            raise
 
     # ---- inside -------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,288 @@
+"""Whatever fails in the panel is seen in the panel: every callback is broken once, and works again afterwards."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.ui.reports import FakeRun, FakeTrainer, block
+from workbench.core.metrics import RunRecord
+from workbench.core.model_costs import LayerCost, ModelCosts
+from workbench.cost.hardware_files import load_hardware
+from workbench.errors import StrategyError
+from workbench.session.comparing.saved_runs import SavedRuns
+from workbench.ui import strategy_part, widgets
+from workbench.ui.failures import Failures, failure_html, guarded
+from workbench.ui.live.part import LiveView
+from workbench.ui.planning import machine_bar
+from workbench.ui.planning.predicting import Predictor
+from workbench.ui.runs.running import RunsPart
+from workbench.ui.runs.table import RunTable
+from workbench.ui.strategy.state import PanelState
+from workbench.ui.widgets import Panel
+
+
+class Broken(Exception):
+    """What nobody has foreseen."""
+
+
+def make_mlp() -> None:
+    """Only its name is shown."""
+
+
+@pytest.fixture
+def trainer() -> FakeTrainer:
+    return FakeTrainer()
+
+
+@pytest.fixture
+def panel(trainer: FakeTrainer) -> Panel:
+    costs = ModelCosts(tuple(LayerCost(layer, output_shape=(8,)) for layer in trainer.layers), (64,))
+    made = Panel(None, make_mlp, None, None, steps=3, trainer=trainer, keep=False, costs=costs, hardware="v100-dgx1")
+    made._upper._calibrate = lambda: load_hardware("h200")
+    return made
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+def say(panel: Panel, **event: object) -> None:
+    panel._upper.grid._handle_custom_msg(event, [])
+
+
+def tell_table(panel: Panel, **event: object) -> None:
+    panel._runs_part.table.page._handle_custom_msg(event, [])
+
+
+def run_once(panel: Panel) -> None:
+    """A finished run, so that there is one to choose."""
+    panel.run()
+    panel._runs_part._pump.run.ended.set()  # type: ignore[union-attr]
+    assert panel.wait(10)
+    panel._runs_part.table.selected = panel._runs_part.table.rows[0].key
+
+
+def runs(panel: Panel) -> RunsPart:
+    return panel._runs_part
+
+
+def start(panel: Panel) -> None:
+    panel.run()
+    wait_for(lambda: runs(panel).live.history is not None and runs(panel).live.history.last_step > 0)  # type: ignore[union-attr]
+
+
+Target = tuple[Any, str]
+CALLBACKS: list[tuple[str, Callable[[Panel], None], Target, Callable[[Panel], None]]] = [
+    ("a toggle", lambda p: None, (strategy_part, "grid_view"),
+     lambda p: say(p, event="parallel", rows=["fc2"], value="model")),
+    ("undo in the grid", lambda p: None, (PanelState, "undo"), lambda p: say(p, event="undo")),
+    ("a search", lambda p: None, (PanelState, "look_for"), lambda p: say(p, event="find", value="fc1")),
+    ("a selected row", lambda p: None, (strategy_part.StrategyPart, "_show_tensor"),
+     lambda p: say(p, event="select", rows=["fc1"])),
+    ("the static copy", lambda p: None, (widgets.Panel, "_static_bundle"), lambda p: p._write_soon()),
+    ("a preset", lambda p: None, (strategy_part, "grid_view"), lambda p: p._upper.controls.presets["model"].click()),
+    ("undo", lambda p: say(p, event="parallel", rows=["fc2"], value="model"), (strategy_part, "grid_view"),
+     lambda p: p._upper.controls.undo.click()),
+    ("degrees", lambda p: None, (PanelState, "set_degrees"),
+     lambda p: setattr(p._upper.controls.degrees["model"], "value", 2)),
+    ("an option", lambda p: None, (PanelState, "set_options"), lambda p: setattr(p._upper.controls.zero, "value", 1)),
+    ("a text", lambda p: None, (strategy_part, "grid_view"),
+     lambda p: setattr(p._upper.controls.text, "value", "*: model")),
+    ("the planner's button", lambda p: None, (strategy_part.PlannerPart, "ask"),
+     lambda p: p._upper.controls.planned.click()),
+    ("the planner's thread", lambda p: None, (PanelState, "set_planned"),
+     lambda p: p._upper.controls.planned.click()),
+    ("another machine", lambda p: None, (machine_bar, "load_hardware"),
+     lambda p: setattr(p._upper.machine.machine, "value", "h200")),
+    ("a slider of the machine", lambda p: None, (Predictor, "predict"),
+     lambda p: setattr(p._upper.machine.sliders["links"], "value", 2.0)),
+    ("the ranks", lambda p: None, (PanelState, "set_num_ranks"), lambda p: setattr(p._upper.machine.ranks, "value", 4)),
+    ("measuring", lambda p: None, (machine_bar.MachineBar, "adopt"), lambda p: p._upper.calibrate()),
+    ("counting", lambda p: None, (strategy_part, "grid_view"), lambda p: p._counting.run()),
+    ("Run", lambda p: None, (strategy_part.StrategyPart, "wanted"), lambda p: p._upper.controls.run.click()),
+    ("Pause", start, (FakeRun, "pause"), lambda p: runs(p).pause_button.click()),
+    ("Stop", start, (FakeRun, "stop"), lambda p: runs(p).stop_button.click()),
+    ("Change strategy", start, (FakeRun, "pause"), lambda p: runs(p).change_button.click()),
+    ("Apply", start, (FakeRun, "change"), lambda p: runs(p).apply_button.click()),
+    ("Keep", lambda p: (start(p), runs(p).change()), (FakeRun, "go_on"), lambda p: runs(p).keep_button.click()),  # type: ignore[func-returns-value]
+    ("the trace", run_once, (RunsPart, "trace"), lambda p: runs(p).trace_button.click()),
+    ("sorting", run_once, (RunTable, "sort_by"), lambda p: tell_table(p, event="sort", value="peak_bytes")),
+    ("Open in panel", run_once, (strategy_part.StrategyPart, "open"), lambda p: runs(p).table.open_button.click()),
+    ("Run again", run_once, (strategy_part.StrategyPart, "open"), lambda p: runs(p).table.again_button.click()),
+    ("Hide", run_once, (RunTable, "refresh"), lambda p: runs(p).table.hide_button.click()),
+    ("a baseline", run_once, (RunTable, "set_baseline"),
+     lambda p: setattr(runs(p).table.baseline_field, "value", runs(p).table.baseline_field.options[1][1])),
+    ("a filter", run_once, (RunTable, "refresh"),
+     lambda p: setattr(runs(p).table.filter_field, "value", "memory < 300")),
+    ("Load runs", run_once, (SavedRuns, "__iter__"), lambda p: runs(p).table.load_button.click()),
+    ("the width", start, (LiveView, "_draw_anew"),
+     lambda p: runs(p).live.link._handle_custom_msg({"event": "width", "value": 700}, [])),
+    ("the theme", start, (LiveView, "_draw_anew"),
+     lambda p: runs(p).live.link._handle_custom_msg({"event": "theme", "value": "dark"}, [])),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("prepare", "target", "act"), [case[1:] for case in CALLBACKS], ids=[c[0] for c in CALLBACKS])
+def test_a_callback_that_fails_is_shown(
+    panel: Panel,
+    monkeypatch: pytest.MonkeyPatch,
+    prepare: Callable[[Panel], None],
+    target: Target,
+    act: Callable[[Panel], None],
+):
+    prepare(panel)
+    panel._handle = FakePage()
+    with monkeypatch.context() as broken:
+        broken.setattr(*target, fail)
+        act(panel)
+        wait_for(lambda: panel._failures.error is not None)
+    shown = panel._failures
+    assert isinstance(shown.error, Broken) and shown.box.layout.display == ""
+    assert (
+        "Broken: what failed &lt;here&gt;" in shown._text.value and "<summary>traceback</summary>" in shown._text.value
+    )
+    shown.box.children[1].click()
+    assert shown.error is None and shown.box.layout.display == "none"
+    for run in panel._runs_part._trainer.runs:  # type: ignore[attr-defined]
+        run.ended.set()
+    assert panel.wait(10) and not panel._upper.planner.is_searching and not panel._upper._is_measuring
+    run_once(panel)
+
+
+def fail(*args: Any, **kwargs: Any) -> Any:
+    raise Broken("what failed <here>")
+
+
+class FakePage:
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+def test_what_works_again_is_no_failure_any_more(panel: Panel, monkeypatch: pytest.MonkeyPatch):
+    model = panel._upper.controls.presets["model"]
+    with monkeypatch.context() as broken:
+        broken.setattr(strategy_part, "grid_view", fail)
+        model.click()
+    assert panel._failures.error is not None
+    panel._upper.controls.presets["data"].click()
+    assert panel._failures.error is not None, "something else works"
+    model.click()
+    assert panel._failures.error is None and str(panel.strategy) == "*: model"
+
+
+def test_a_click_that_cannot_be_shown_is_not_done(panel: Panel, monkeypatch: pytest.MonkeyPatch):
+    before = panel._upper.grid.view
+    with monkeypatch.context() as broken:
+        broken.setattr(strategy_part, "grid_view", lambda state, facts: fail() if "model" in state.text else before)
+        panel._upper.controls.presets["model"].click()
+        panel._upper.controls.zero.value = 1  # shown as before
+    assert str(panel.strategy) == "*: data | zero=1" and panel._upper.controls.text.value == "*: data | zero=1"
+    assert not panel._upper.controls.undo.disabled
+    panel._upper.controls.undo.click()
+    assert str(panel.strategy) == "*: data" and panel._upper.controls.undo.disabled
+
+
+# ---- runs -----------------------------------------------------------------------------------------------------------
+
+
+def failure_of(panel: Panel) -> str:
+    return runs(panel).live.failure.value
+
+
+def assert_over_and_can_run(panel: Panel, error: str) -> None:
+    assert panel.wait(10) and not panel.running
+    assert isinstance(panel.error, Broken) and error in failure_of(panel) and "<details>" in failure_of(panel)
+    assert "failed" in runs(panel).live.state.value and runs(panel).stop_button.disabled
+    assert not panel._upper.controls.run.disabled
+    panel.run()
+    assert failure_of(panel) == "" and panel.error is None
+    runs(panel)._pump.run.ended.set()  # type: ignore[union-attr]
+    assert panel.wait(10) and isinstance(panel.runs[-1], RunRecord)
+
+
+def test_a_run_that_cannot_begin(panel: Panel, trainer: FakeTrainer, monkeypatch: pytest.MonkeyPatch):
+    with monkeypatch.context() as broken:
+        broken.setattr(trainer, "start", fail)
+        panel._upper.controls.run.click()
+    assert_over_and_can_run(panel, "what failed")
+
+
+@pytest.mark.parametrize("target", [(FakeRun, "poll"), (FakeRun, "done"), (LiveView, "add"), (LiveView, "draw")])
+def test_a_run_that_cannot_be_followed_is_stopped(panel: Panel, monkeypatch: pytest.MonkeyPatch, target: Target):
+    with monkeypatch.context() as broken:
+        broken.setattr(*target, fail)
+        panel.run()
+        run = panel._runs_part._trainer.runs[-1]  # type: ignore[attr-defined]
+        assert panel.wait(10)
+    if target[1] != "done":
+        assert run.orders == ["stop"], "nobody would see how it goes on"
+    assert_over_and_can_run(panel, "what failed")
+
+
+def test_a_prediction_that_fails_is_shown_and_the_run_goes_on(panel: Panel, monkeypatch: pytest.MonkeyPatch):
+    with monkeypatch.context() as broken:
+        broken.setattr(Predictor, "estimate", fail)
+        panel.run()
+        assert panel.running and isinstance(panel._failures.error, Broken)
+    runs(panel)._pump.run.ended.set()  # type: ignore[union-attr]
+    assert panel.wait(10) and panel.error is None and len(panel.runs) == 1
+
+
+def test_a_drawing_that_fails_does_not_keep_a_run_from_ending(panel: Panel, monkeypatch: pytest.MonkeyPatch):
+    panel.run()
+    with monkeypatch.context() as broken:
+        for name in ("finish", "fail"):
+            broken.setattr(LiveView, name, fail)
+        runs(panel)._pump.run.ended.set()  # type: ignore[union-attr]
+        assert panel.wait(10)
+    assert not panel.running and len(panel.runs) == 1 and isinstance(panel._failures.error, Broken)
+    assert runs(panel).stop_button.disabled and not panel._upper.controls.run.disabled
+
+
+def test_stop_asks_and_asked_once_more_does_not_wait(panel: Panel, trainer: FakeTrainer):
+    class Stuck(FakeRun):
+        """In a step that never ends."""
+
+        def stop(self) -> None:
+            self.orders.append("stop")
+
+    def start_stuck(*args: object) -> FakeRun:
+        trainer.runs.append(Stuck("stuck", "*: data", [block(0, (1.0,))]))
+        return trainer.runs[-1]
+
+    trainer.start = start_stuck  # type: ignore[method-assign, assignment]
+    panel.run()
+    stop = runs(panel).stop_button
+    stop.click()
+    assert panel.running and stop.description == "Stop now" and "stopping" in runs(panel).live.state.value
+    stop.click()
+    assert panel.wait(10) and trainer.runs[-1].orders == ["stop", "interrupt"] and stop.description == "Stop"
+
+
+# ---- how they are shown ---------------------------------------------------------------------------------------------
+
+
+def test_words_come_first_and_the_rest_is_behind_a_fold():
+    words, _, fold = failure_html(StrategyError("\n".join(f"line {number}" for number in range(30)))).partition("<det")
+    assert "line 11" in words and "line 12" not in words and "line 29" in fold
+    assert "StrategyError" not in words, "ours are sentences"
+    assert "KeyError: &#x27;1-2&#x27;" in failure_html(KeyError("1-2")) or "KeyError: '1-2'" in failure_html(
+        KeyError("1-2")
+    )
+
+
+def test_outside_of_a_panel_nothing_is_caught():
+    with pytest.raises(Broken):
+        guarded(fail)()
+    sink = Failures()
+    with sink.collecting():
+        inside = guarded(fail)
+    inside()
+    assert isinstance(sink.error, Broken)

@@ -1,0 +1,103 @@
+"""What fails in a callback of the panel is shown in the panel.
+
+An exception in a widget's handler or in a thread goes to a log that nobody reads, and the panel looks as if nothing had
+been asked of it. So every handler is ``guarded``: the panel that is being made where it is guarded shows its failures.
+"""
+
+from __future__ import annotations
+
+import functools
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import ipywidgets as widgets
+
+from workbench.errors import WorkbenchError
+from workbench.ui.assets import element
+
+_LONGEST_WORDS = 12
+"""Lines of an error that are shown at once; the rest is behind the fold."""
+
+
+class Failures:
+    """The newest failure, in words, with its traceback behind a fold; ``box`` is what is shown, nothing before one.
+
+    It goes when what failed has worked, or when the user has read it.
+    """
+
+    def __init__(self) -> None:
+        self._text = widgets.HTML()
+        dismiss = widgets.Button(icon="times", tooltip="I have read it")
+        dismiss.add_class("wb-icon")
+        dismiss.on_click(lambda _: self.clear())
+        self._source: object = None
+        self.error: BaseException | None = None
+        self.box = widgets.HBox([self._text, dismiss])
+        self.box.add_class("wb-failures")
+        self.clear()
+
+    def show(self, error: BaseException, source: object = None) -> None:
+        """Show an error until ``source`` works, or until the user has read it."""
+        self._text.value = failure_html(error)
+        self.box.layout.display = ""
+        self.error, self._source = error, source
+
+    def clear(self) -> None:
+        """Show none."""
+        self.error = self._source = None
+        self._text.value = ""
+        self.box.layout.display = "none"
+
+    def guard(self, action: Callable[..., Any]) -> Callable[..., Any]:
+        """The same function, whose exceptions are shown here and go no further: it returns None then."""
+
+        @functools.wraps(action)
+        def guarded_action(*args: Any, **kwargs: Any) -> Any:
+            try:
+                result = action(*args, **kwargs)
+            except Exception as error:  # noqa: BLE001 - whatever failed is shown; nobody above could do more
+                self.show(error, guarded_action)
+                return None
+            if self._source is guarded_action:
+                self.clear()
+            return result
+
+        return guarded_action
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Handlers that are guarded inside show their failures here."""
+        token = _collecting.set(self)
+        try:
+            yield
+        finally:
+            _collecting.reset(token)
+
+
+_collecting: ContextVar[Failures | None] = ContextVar("workbench_failures", default=None)
+
+
+def guarded(action: Callable[..., Any]) -> Callable[..., Any]:
+    """``action`` as a handler of the panel that is being made; outside of one it stays as it is, and raises."""
+    failures = _collecting.get()
+    return action if failures is None else failures.guard(action)
+
+
+def failure_html(error: BaseException) -> str:
+    """An error for people: its words, and behind a fold the rest of them and the traceback.
+
+    >>> print(failure_html(ValueError("a < b")).partition("<details")[0])
+    <div class="wb-failure"><div>ValueError: a &lt; b</div>
+    """
+    text = str(error).strip()
+    is_ours = isinstance(error, WorkbenchError) and text
+    lines = (text if is_ours else f"{type(error).__name__}: {text}".removesuffix(": ")).splitlines()
+    rest = "\n".join([*lines[_LONGEST_WORDS:], "".join(traceback.format_exception(error))])
+    fold = element("details", element("summary", text="traceback"), element("pre", text=rest))
+    return element("div", element("div", text="\n".join(lines[:_LONGEST_WORDS])), fold, css="wb-failure")
+
+
+__all__ = ["Failures", "failure_html", "guarded"]
