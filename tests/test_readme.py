@@ -22,9 +22,12 @@ def block_with(text: str) -> str:
 
 
 @pytest.mark.procs
-def test_the_script_runs_under_torchrun(tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["fc*: data; head: model", "fc*: data; head: data@1"])
+def test_the_script_runs_under_torchrun(tmp_path: Path, strategy: str) -> None:
     script = tmp_path / "script.py"
-    script.write_text(block_with("wb.init()"))
+    text = block_with("wb.init()")
+    assert "fc*: data; head: model" in text
+    script.write_text(text.replace("fc*: data; head: model", strategy))
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     launcher += ["--redirects=1", f"--log-dir={tmp_path / 'logs'}"]  # else two ranks may write into one line
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}

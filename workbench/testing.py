@@ -78,7 +78,7 @@ def _raise_first_cause(failures: list[tuple[int, BaseException]]) -> None:
 
 
 def assert_equal_to_one_device(actual: Any, expected: torch.Tensor, rtol: float = 1e-5, atol: float = 1e-6) -> None:
-    """Assert that a global tensor's logical value is ``expected``; all ranks of its placement call it.
+    """Assert that a global tensor's logical value is ``expected``; all ranks of the world call it.
 
     ``run_ranks(lambda: assert_equal_to_one_device(program(), expected))`` is the shape of most tests here.
     """

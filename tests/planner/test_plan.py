@@ -112,9 +112,13 @@ def test_explain_says_why_a_choice_is_not_there() -> None:
         ("nothing: data", "cannot run", "no layer matches"),
         ("*: data | 1x1x4", "memory", "too much. Most of it is"),
         ("*: model | 1x1x4 mb=8", "slower", "slower by"),
+        ("pipelin", "cannot run", "did you mean 'pipeline'"),
+        ("data", "memory", "too much"),
+        ({"*": "data"}, "memory", "too much"),
+        ({"nothing": "data"}, "cannot run", "no layer matches"),
     ],
 )
-def test_why_not(strategy: str, reason: str, words: str) -> None:
+def test_why_not(strategy: str | dict[str, str], reason: str, words: str) -> None:
     verdict = plan().why_not(strategy)
     assert verdict.reason == reason
     assert words in str(verdict)

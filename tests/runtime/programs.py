@@ -14,7 +14,7 @@ from tests.oracle import assert_holds, shard
 from tests.runtime.models import batch_for, make
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
-from workbench.core.presets import preset
+from workbench.core.presets import strategy_of
 from workbench.runtime.parallel import describe
 from workbench.runtime.runs.train import Job, largest_difference, run_one_device, run_strategy
 from workbench.runtime.tensor import label, spec_of
@@ -84,17 +84,12 @@ def _assert_shard(tensor, full: np.ndarray, layout: Layout) -> None:
 
 
 def training_equals_one_device(kind: str, strategy: str, num_ranks: int, steps: int = 6) -> tuple[float, float]:
-    """Train a model under a strategy (a preset's name or a text); returns the differences to one device."""
+    """Train a model under a strategy (a preset's name, a text or rows); returns the differences to one device."""
     inputs, targets = batch_for(kind)
     job = Job(lambda: make(kind), (inputs, targets), F.cross_entropy, None, batch_size=7, num_steps=steps)
-    layers = describe(make(kind))
-    chosen = (
-        preset(strategy, layers, num_ranks)
-        if strategy in ("data", "model", "pipeline", "hybrid")
-        else wb.Strategy(strategy)
-    )
-    truth = run_one_device(job, chosen.options.num_micro_batches)
-    ours = run_strategy(job, chosen, keeps_weights=True)
+    num_micro_batches = strategy_of(strategy, describe(make(kind)), num_ranks).options.num_micro_batches
+    truth = run_one_device(job, num_micro_batches)
+    ours = run_strategy(job, strategy, keeps_weights=True)
     assert len(ours.losses) == steps
     losses = max(abs(a - b) for a, b in zip(ours.losses, truth.losses, strict=True))
     return losses, largest_difference(ours.weights, truth.weights)

@@ -1,14 +1,34 @@
-"""The classic strategies for a model, by name."""
+"""The classic strategies for a model, by name, and whatever else a strategy may be given as."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from workbench.core.covering import cover
 from workbench.core.options import PRESETS
 from workbench.core.rows import Layer, Row
 from workbench.core.strategy import Options, Strategy
 from workbench.errors import StrategyError
+
+StrategyLike = Strategy | str | Mapping[str, str]
+"""A strategy, its text, the name of a preset, or a dict of rows."""
+
+
+def strategy_of(wanted: StrategyLike, layers: Sequence[Layer], num_ranks: int) -> Strategy:
+    """The strategy that is meant by itself, its text, a preset's name or a dict of rows, for a model on so many ranks.
+
+    Raises:
+        StrategyError: it is none of these; the nearest preset is named.
+
+    >>> layers = [Layer("fc1", "Linear"), Layer("head", "Linear")]
+    >>> strategy_of("pipeline", layers, 2), strategy_of({"fc*": "data", "head": "model"}, layers, 2)
+    (Strategy('fc1: data@0; head: data@1 | 2x1x1 mb=4 1f1b'), Strategy('fc*: data; head: model'))
+    """
+    if isinstance(wanted, Strategy):
+        return wanted
+    if isinstance(wanted, str) and wanted.strip() in PRESETS:
+        return preset(wanted.strip(), layers, num_ranks)
+    return Strategy(wanted)
 
 
 def preset(name: str, layers: Sequence[Layer], num_ranks: int) -> Strategy:
@@ -98,4 +118,4 @@ def balanced_cuts(weights: Sequence[float], num_parts: int) -> list[int]:
     return result
 
 
-__all__ = ["PRESETS", "balanced_cuts", "block_of", "preset", "stage_cuts"]
+__all__ = ["PRESETS", "StrategyLike", "balanced_cuts", "block_of", "preset", "stage_cuts", "strategy_of"]

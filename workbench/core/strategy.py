@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -97,24 +97,36 @@ class Strategy:
     """Which layer is data parallel, model parallel, and on which pipeline stage.
 
     Args:
-        text: rows and options as described in this module; ``"data"`` alone means ``"*: data"``.
+        rows: the text of rows and options as described in this module (``"data"`` alone means ``"*: data"``), or the
+            rows as a dict, ``{pattern: choice}``; ``with_options`` adds options.
 
     Raises:
-        StrategyError: the text does not parse; all mistakes are listed at once.
+        StrategyError: a row or an option does not parse; all mistakes are listed at once.
 
     >>> Strategy("conv*: data; fc*: model; head: model@1 | 2x1x2 mb=4 1f1b").options.degrees
     (2, 1, 2)
+    >>> Strategy({"fc*": "data", "head": "model@1"}).with_options(num_micro_batches=4)
+    Strategy('fc*: data; head: model@1 | mb=4')
     """
 
     __slots__ = ("options", "rows")
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, rows: str | Mapping[str, str]) -> None:
         mistakes: list[str] = []
-        rows_text, _, options_text = text.partition("|")
-        self.rows: tuple[Row, ...] = _parse_rows(rows_text, mistakes)
+        if isinstance(rows, Mapping):
+            clauses, options_text = [f"{pattern}: {choice}" for pattern, choice in rows.items()], ""
+        elif isinstance(rows, str):
+            rows_text, _, options_text = rows.partition("|")
+            clauses = rows_text.split(";")
+        else:
+            raise StrategyError(
+                f"{rows!r} is of type {type(rows).__name__}, not a strategy: give its text, such as '*: data', or its "
+                "rows as a dict, such as {'*': 'data'}."
+            )
+        self.rows: tuple[Row, ...] = _parse_rows(clauses, mistakes)
         self.options: Options = parse_options(options_text, mistakes)
         if mistakes:
-            raise StrategyError(f"strategy {text!r}: " + "; ".join(mistakes))
+            raise StrategyError(f"strategy {rows!r}: " + "; ".join(mistakes))
 
     @classmethod
     def from_rows(cls, rows: Iterable[Row], options: Options | None = None) -> Strategy:
@@ -188,9 +200,9 @@ _OTHER_CLASS = re.compile(r"\[(?!\d+-\d+\])|\?|\{")
 _CHOICE = re.compile(r"(data|model)(?::(column|row))?(?:@(\d+))?")
 
 
-def _parse_rows(text: str, mistakes: list[str]) -> tuple[Row, ...]:
+def _parse_rows(clauses: Iterable[str], mistakes: list[str]) -> tuple[Row, ...]:
     rows = []
-    for clause in filter(None, (part.strip() for part in text.split(";"))):
+    for clause in filter(None, (part.strip() for part in clauses)):
         pattern, colon, choice = (part.strip() for part in clause.partition(":"))
         if clause in ("data", "model", "model:column", "model:row"):
             pattern, colon, choice = "*", ":", clause

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 
 from workbench.core.covering import cover
 from workbench.core.options import Options
+from workbench.core.presets import StrategyLike, strategy_of
 from workbench.core.rows import Row
 from workbench.core.strategy import ResolvedStrategy, Strategy
 from workbench.cost.estimate import Estimate
@@ -71,10 +72,10 @@ class Verdict:
         return self.text
 
 
-def judge(problem: Problem, best: Found, strategy: Strategy | str) -> Verdict:
+def judge(problem: Problem, best: Found, strategy: StrategyLike) -> Verdict:
     """Which limit a strategy breaks, or how it compares with the best one."""
     try:
-        written = _written(strategy)
+        written = _written(problem, strategy)
         resolved = written.resolve(problem.costs.layers, problem.ranks_of(written))
         price = problem.estimate(resolved)
     except StrategyError as error:
@@ -109,7 +110,7 @@ def judge(problem: Problem, best: Found, strategy: Strategy | str) -> Verdict:
     return Verdict(word, f"It is {word} by {ratio:.1%}: {figures}", price, difference)
 
 
-def compare(problem: Problem, here: Strategy | str, there: Strategy | str) -> Difference:
+def compare(problem: Problem, here: StrategyLike, there: StrategyLike) -> Difference:
     """From one strategy to another.
 
     Raises:
@@ -117,18 +118,14 @@ def compare(problem: Problem, here: Strategy | str, there: Strategy | str) -> Di
     """
     sides = []
     for side in (here, there):
-        strategy = _written(side)
+        strategy = _written(problem, side)
         resolved = strategy.resolve(problem.costs.layers, problem.ranks_of(strategy))
         sides += [resolved, problem.estimate(resolved)]
     return _difference(*sides)  # type: ignore[arg-type]
 
 
-def _written(strategy: Strategy | str) -> Strategy:
-    if not isinstance(strategy, Strategy | str):
-        raise StrategyError(
-            f"{strategy!r} is of type {type(strategy).__name__}, not a strategy or its text, such as '*: data'."
-        )
-    return Strategy(strategy) if isinstance(strategy, str) else strategy
+def _written(problem: Problem, strategy: StrategyLike) -> Strategy:
+    return strategy_of(strategy, problem.costs.layers, problem.num_ranks)
 
 
 def _difference(one: ResolvedStrategy, price: Estimate, other: ResolvedStrategy, other_price: Estimate) -> Difference:

@@ -8,6 +8,7 @@ from functools import cached_property
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
+from workbench.core.presets import StrategyLike
 from workbench.core.strategy import ResolvedStrategy, Strategy
 from workbench.cost.estimate import Estimate, estimate
 from workbench.planner.comparing import PARTS, Difference, Verdict, compare, judge
@@ -138,11 +139,11 @@ class Plan:
         """
         return explain(self.problem, self.found, layer)
 
-    def why_not(self, strategy: Strategy | str) -> Verdict:
+    def why_not(self, strategy: StrategyLike) -> Verdict:
         """Why the plan is not this strategy: which limit it breaks, or how much slower it is, and where."""
         return judge(self.problem, self.found, strategy)
 
-    def diff(self, other: Plan | Strategy | str) -> Difference:
+    def diff(self, other: Plan | StrategyLike) -> Difference:
         """In what another plan or strategy differs: options, layers, seconds and bytes."""
         return compare(self.problem, self.strategy, other.strategy if isinstance(other, Plan) else other)
 

@@ -10,7 +10,8 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from workbench.core.model_costs import ModelCosts
-from workbench.core.strategy import ResolvedStrategy, Strategy
+from workbench.core.presets import StrategyLike, strategy_of
+from workbench.core.strategy import ResolvedStrategy
 from workbench.cost.estimate import Estimate, estimate
 from workbench.cost.hardware import Hardware
 from workbench.cost.hardware_files import load_hardware
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 Model = ModelCosts | Transformer | str
-StrategyLike = Strategy | ResolvedStrategy | str
+SweptStrategy = StrategyLike | ResolvedStrategy
 HardwareLike = Hardware | str | PathLike[str]
 BEST = "best"
 """In a strategy's place: the one that the planner finds, at every point anew."""
@@ -116,7 +117,7 @@ class Sweep:
 
 def simulate(
     model: Model | Callable[..., Model],
-    strategy: StrategyLike | Callable[..., StrategyLike],
+    strategy: SweptStrategy | Callable[..., SweptStrategy],
     hardware: HardwareLike | Sequence[HardwareLike],
     *,
     gpus: int | Sequence[int],
@@ -180,7 +181,7 @@ class _Settings:
     """What all points have in common."""
 
     model: Model | Callable[..., Model]
-    strategy: StrategyLike | Callable[..., StrategyLike]
+    strategy: SweptStrategy | Callable[..., SweptStrategy]
     optimizer: str
     software: Software
     with_timeline: bool
@@ -215,10 +216,8 @@ class _Settings:
             return search(
                 costs, machine, values["gpus"], values["batch_size"], optimizer=self.optimizer, software=self.software
             ).resolved
-        if isinstance(strategy, str):
-            strategy = Strategy(strategy)
-        if isinstance(strategy, Strategy):
-            return strategy.resolve(costs.layers, values["gpus"])
+        if not isinstance(strategy, ResolvedStrategy):
+            return strategy_of(strategy, costs.layers, values["gpus"]).resolve(costs.layers, values["gpus"])
         pipeline, data, model = strategy.degrees
         if pipeline * data * model != values["gpus"] and not strategy.options.widths:
             raise StrategyError(

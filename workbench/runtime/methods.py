@@ -11,12 +11,12 @@ from workbench.core.boxing import BoxingPlan
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.core.route import BoxingRoute, route_boxing
-from workbench.errors import LayoutError
 from workbench.runtime import checkpoint, copying, guards, ops, precision, wrappers
 from workbench.runtime.boxing.box import box, box_to
 from workbench.runtime.boxing.fused import to_global_async
 from workbench.runtime.entry import enter_as_broadcast, leave
 from workbench.runtime.gradients import clip
+from workbench.runtime.ops.reading import check_reading, on_all_ranks
 from workbench.runtime.saving import chunks
 from workbench.runtime.tensor import GlobalTensor, local_torch, spec_of
 
@@ -81,19 +81,21 @@ def to_local(tensor: GlobalTensor, *, grad_sbp: Any = None) -> torch.Tensor:
 
 
 def full_tensor(tensor: GlobalTensor) -> torch.Tensor:
-    """The logical tensor as a plain one, on every rank of the placement. All ranks of the world call it.
+    """The logical tensor as a plain one, on every rank of the world, those outside its placement too. All ranks call
+    it.
+
+    It keeps its history: a loss made of it counts once if all ranks make it.
 
     Raises:
-        LayoutError: on a rank outside the placement (after it has taken part).
+        StrategyError: inside a scheduled step of several stages, where ranks are at different micro-batches.
+        ExplicitBoxingError: under ``wb.explicit_boxing()``, of a tensor that some rank has no part of.
+
+    >>> last = wb.placement("cpu", ranks=[0])
+    >>> wb.ones(2, 3, placement=last, sbp="B").full_tensor().sum()
+    tensor(6.)
     """
-    whole = box(tensor, tensor._spec.layout.broadcast())
-    if whole._spec.is_ghost:
-        raise LayoutError(
-            f"full_tensor(): rank {whole._spec.world.rank} is not in {whole._spec.layout.placement}. "
-            "Box the tensor to a placement that has it: x.to_global(placement=wb.placement.all(...), "
-            "sbp=wb.sbp.broadcast)."
-        )
-    return leave(whole)
+    check_reading(tensor, "full_tensor")
+    return leave(on_all_ranks(tensor))
 
 
 def _layout(tensor: GlobalTensor, placement: Placement | None, sbp: Any) -> Layout:

@@ -21,7 +21,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from workbench.core.strategy import Strategy
+from workbench.core.presets import StrategyLike, strategy_of
 from workbench.runtime import precision, recompute, wrappers
 from workbench.runtime.agreement import check_same_everywhere
 from workbench.runtime.gradients import optim
@@ -45,7 +45,7 @@ INSTALLERS: tuple[Callable[[nn.Module, ParallelState], list[Any]], ...] = (
 
 
 def parallelize(
-    module: nn.Module, strategy: Strategy | str, *, optimizer: Optimizer | None = None, init: Init = None
+    module: nn.Module, strategy: StrategyLike, *, optimizer: Optimizer | None = None, init: Init = None
 ) -> nn.Module:
     """Spread ``module`` over the ranks of the world. All ranks call it with equal weights; it works in place.
 
@@ -55,7 +55,9 @@ def parallelize(
 
     Args:
         module: any nn.Module on the CPU, on this rank's device, or built under ``torch.device("meta")``.
-        strategy: a ``wb.Strategy`` or its text, e.g. ``"fc1: data; fc2: model"``.
+        strategy: a ``wb.Strategy``, its text, e.g. ``"fc1: data; fc2: model"``, its rows as a dict, e.g.
+            ``{"fc1": "data", "fc2": "model"}``, or the name of a preset, which is made for the module: ``"data"``,
+            ``"model"``, ``"pipeline"``, ``"hybrid"``.
         optimizer: one over the module's parameters, whose state is to move with them.
         init: where a module on meta gets its values, shard by shard. None: from its modules' ``reset_parameters``
             (of ``transformers``: ``_init_weights``), with the same numbers for every strategy; a path: from
@@ -71,11 +73,12 @@ def parallelize(
     ``wb.parallelize(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), "*: model")`` splits both weights.
     """
     world = current()
-    strategy = Strategy(strategy) if isinstance(strategy, str) else strategy
     wrappers.install()
     wrappers.refuse_wrapped(module)
+    described = describe(module)
+    strategy = strategy_of(strategy, described, world.world_size)
     check_combination(strategy)
-    resolved = strategy.resolve(describe(module), world.world_size)
+    resolved = strategy.resolve(described, world.world_size)
     check_same_everywhere(module, world)
     optimizer_state = OptimizerState(optimizer, module, world) if optimizer is not None else None
     on_meta = names_on_meta(module)

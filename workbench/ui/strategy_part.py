@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from workbench.core.model_costs import ModelCosts
+from workbench.core.presets import StrategyLike
 from workbench.core.rows import Layer
 from workbench.core.strategy import Strategy
 from workbench.cost.crossings import of_linear_layers, traced
@@ -48,7 +49,7 @@ class StrategyPart:
         self,
         layers: list[Layer],
         num_ranks: int,
-        strategy: Strategy | str | None,
+        strategy: StrategyLike | None,
         facts: Facts,
         predictor: Predictor,
         *,

@@ -11,6 +11,7 @@ from IPython.display import display
 
 from workbench.core.metrics import RunRecord
 from workbench.core.model_costs import ModelCosts
+from workbench.core.presets import StrategyLike
 from workbench.core.strategy import Strategy
 from workbench.cost.estimate import Estimate
 from workbench.cost.hardware import Hardware
@@ -49,7 +50,8 @@ class Panel(widgets.VBox):
             None where the model returns its own loss: as its result, as ``.loss`` or ``["loss"]`` (transformers), or
             as a tuple's scalar; all entries are then arguments of the model. With micro-batches, the losses of these
             count by their samples, on one device too.
-        strategy: where to start: a preset (data, model, pipeline, hybrid), a strategy's text, or a ``wb.Strategy``.
+        strategy: where to start: a preset (data, model, pipeline, hybrid), a strategy's text, a dict of rows, or a
+            ``wb.Strategy``.
         batch_size: samples per step, all ranks together.
         steps: steps per run.
         optimizer_fn: ``parameters -> optimizer``; default SGD with lr 0.1 and momentum 0.9.
@@ -78,7 +80,7 @@ class Panel(widgets.VBox):
         dataset: Any,
         loss_fn: Callable[[Any, Any], Any] | None = None,
         *,
-        strategy: Strategy | str | None = None,
+        strategy: StrategyLike | None = None,
         batch_size: int = 128,
         steps: int = 200,
         optimizer_fn: Callable[[Any], Any] | None = None,

@@ -295,3 +295,25 @@ def test_describe_lists_the_modules_that_own_parameters():
     layers = describe(make("cnn"))
     assert [layer.name for layer in layers] == ["conv1", "bn1", "conv2", "bn2", "fc1", "fc2"]
     assert layers[0].kind == "Conv2d" and layers[0].shapes["weight"] == (6, 1, 3, 3) and layers[0].num_parameters == 60
+
+
+@pytest.mark.parametrize("strategy", [{"*": "data", "2": "model"}, {"*": "data@0", "6": "data@1"}])
+def test_rows_are_given_as_a_dict_too(strategy):
+    for losses, weights in run_ranks(lambda: training_equals_one_device("mlp", strategy, 2), 2):
+        assert losses < 1e-5 and weights < 1e-5
+
+
+def test_presets_are_made_for_the_module_and_the_ranks():
+    models = [make("mlp") for _ in range(3)]
+
+    def program(rank):
+        with pytest.raises(StrategyError, match="did you mean 'pipeline'"):
+            wb.parallelize(models[rank], "pipline")
+        model = wb.parallelize(models[rank], "pipeline")
+        inputs, targets = batch_for("mlp")
+        loss = wb.forward_backward(model, F.cross_entropy, inputs, targets)
+        return {tuple(parameter.placement.ranks) for parameter in model.parameters()}, loss.item()
+
+    found = run_ranks(program, 3)
+    expected = F.cross_entropy(make("mlp")(batch_for("mlp")[0]), batch_for("mlp")[1]).item()
+    assert all(places == {(0,), (1,), (2,)} and loss == pytest.approx(expected, rel=1e-5) for places, loss in found)

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map, tree_map_only
 
 from workbench.core.boxing import LinkCost
+from workbench.core.presets import StrategyLike, strategy_of
 from workbench.core.rows import Layer
 from workbench.core.strategy import ResolvedLayer, ResolvedStrategy, Strategy
 from workbench.runtime import methods  # noqa: F401 - completes GlobalTensor
@@ -73,7 +74,7 @@ class DryRun:
 
 def dry_run(
     model_fn: Callable[[], nn.Module],
-    strategy: Strategy | str,
+    strategy: StrategyLike,
     num_ranks: int,
     inputs: Any,
     targets: Any = None,
@@ -100,9 +101,9 @@ def dry_run(
     >>> run.by_kind                                     # 30 gradients of 4 bytes, from each rank to the other
     {'gradients': 240}
     """
-    strategy = Strategy(strategy) if isinstance(strategy, str) else strategy
     with META:
         layers = describe(model_fn())
+    strategy = strategy_of(strategy, layers, num_ranks)
     resolved = strategy.resolve(layers, num_ranks)
     given = Batch.of_arguments(inputs, targets, loss_fn)
     batch = tree_map_only(torch.Tensor, lambda leaf: leaf.to(META), (given.inputs, given.targets))

@@ -1,4 +1,4 @@
-"""Reading values: ``item``, ``tolist``, ``bool``, printing. They give the logical value on every rank of the world."""
+"""Reading values: ``item``, ``tolist``, ``bool``, printing, ``full_tensor``: the logical value on every rank."""
 
 from __future__ import annotations
 
@@ -10,21 +10,49 @@ from workbench.core.layout import Layout, format_sbp
 from workbench.core.placement import Placement
 from workbench.core.sbp import broadcast
 from workbench.runtime.boxing.box import box
+from workbench.runtime.boxing.explicit import Need, check_explicit
 from workbench.runtime.ops.registry import handler
 from workbench.runtime.tensor import GlobalTensor, local_torch
 
 
 def everywhere(tensor: GlobalTensor) -> torch.Tensor:
     """The logical value as a plain tensor on every rank of the world; all ranks call it."""
-    spec = tensor._spec
-    if spec.world.running is not None:
-        spec.world.running.check_reading(tensor)
-    ranks = Placement.of(spec.layout.placement.device_type, list(range(spec.world.world_size)))
     with torch.no_grad():
         detached: Any = tensor.detach()
-        value = box(detached, Layout(ranks, (broadcast,)))
+        value = on_all_ranks(detached)
     with local_torch():
         return value.detach().as_subclass(torch.Tensor)
+
+
+def on_all_ranks(tensor: GlobalTensor) -> GlobalTensor:
+    """The tensor as B on every rank of the world, wherever it lies; all ranks call it.
+
+    Raises:
+        StrategyError: inside a scheduled step of several stages.
+    """
+    running = tensor._spec.world.running
+    if running is not None:
+        running.check_reading(tensor)
+    return box(tensor, _whole(tensor))
+
+
+def check_reading(tensor: GlobalTensor, function: str) -> None:
+    """Under ``wb.explicit_boxing()``, refuse what reads the value on ranks that have no part of it.
+
+    Raises:
+        ExplicitBoxingError: it has to move from one placement to another.
+    """
+    spec, whole = tensor._spec, _whole(tensor)
+    if not spec.world.implicit_boxing_allowed and whole.placement != spec.layout.placement:
+        check_explicit(function, [Need("the tensor", tensor, whole)])
+
+
+def _whole(tensor: GlobalTensor) -> Layout:
+    """B on all ranks of the world: in the placement that the tensor has, if that is all of them."""
+    layout, world_size = tensor._spec.layout, tensor._spec.world.world_size
+    if len(layout.placement.ranks) == world_size:
+        return layout.broadcast()
+    return Layout(Placement.of(layout.placement.device_type, list(range(world_size))), (broadcast,))
 
 
 @handler(
@@ -47,6 +75,9 @@ def read(func: Any, args: Any, kwargs: Any) -> Any:
     """Plain Python or numpy value of the whole tensor."""
     if func.__name__ in ("bool", "float", "int", "complex"):  # Tensor.float(), torch.complex: conversions, not reads
         return NotImplemented
+    for arg in args:
+        if isinstance(arg, GlobalTensor):
+            check_reading(arg, func.__name__)
     plain_args = [everywhere(arg) if isinstance(arg, GlobalTensor) else arg for arg in args]
     return func(*plain_args, **kwargs)
 
@@ -61,6 +92,7 @@ def format_value(func: Any, args: Any, kwargs: Any) -> str:
 def show(tensor: GlobalTensor) -> str:
     """The logical values and the layout, the same text on every rank; all ranks call it."""
     spec = tensor._spec
+    check_reading(tensor, "print")
     values = str(everywhere(tensor))
     grad = ", requires_grad" if tensor.requires_grad else ""
     return (

@@ -11,7 +11,7 @@ from torch import nn
 
 from workbench.core.metrics import ActionSpan, RunEvent, StepSpans
 from workbench.core.orders import Order
-from workbench.core.strategy import Strategy
+from workbench.core.presets import StrategyLike
 from workbench.errors import StrategyError
 from workbench.runtime import methods  # noqa: F401 - completes GlobalTensor
 from workbench.runtime.batches import Batch
@@ -39,7 +39,7 @@ class LiveRun:
     def __init__(
         self,
         job: Job,
-        strategy: Strategy,
+        strategy: StrategyLike,
         listen: Listener | None = None,
         orders: Callable[[], list[Order]] | None = None,
     ) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from workbench.core.metrics import StepBlock
 from workbench.core.orders import Order
+from workbench.core.presets import StrategyLike
 from workbench.core.strategy import Strategy
 from workbench.runtime.precision import AUTOCAST_DTYPES, autocast_forward
 from workbench.runtime.runs.changes import State, copied_state
@@ -106,7 +107,7 @@ def warm_up(job: Job) -> None:
 
 def run_strategy(
     job: Job,
-    strategy: Strategy | str,
+    strategy: StrategyLike,
     *,
     listen: Listener | None = None,
     orders: Callable[[], list[Order]] | None = None,
@@ -124,7 +125,7 @@ def run_strategy(
     Raises:
         StrategyError: the strategy does not fit.
     """
-    run = LiveRun(job, Strategy(strategy) if isinstance(strategy, str) else strategy, listen, orders)
+    run = LiveRun(job, strategy, listen, orders)
     return run.train(keeps_weights)
 
 

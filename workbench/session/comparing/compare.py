@@ -120,8 +120,8 @@ def compare(
             None where the model returns its own loss: as its result, as ``.loss`` or ``["loss"]`` (transformers), or
             as a tuple's scalar; all entries are then arguments of the model. With micro-batches, the losses of these
             count by their samples, on one device too.
-        strategies: preset names (data, model, pipeline, hybrid), texts or ``wb.Strategy``; or a dict from names to
-            such. Default: all presets.
+        strategies: preset names (data, model, pipeline, hybrid), texts, ``wb.Strategy`` or dicts of rows, in a list;
+            or a dict from names to such. Default: all presets.
         optimizer_fn: parameters -> torch optimizer; default SGD with lr 0.1 and momentum 0.9.
         batch_size: samples per step, over all engines.
         steps: training steps per strategy.
@@ -165,7 +165,7 @@ def _named(strategies: Iterable[StrategyLike] | Mapping[str, StrategyLike]) -> d
         named = dict(strategies)
     else:
         listed = [strategies] if isinstance(strategies, (str, Strategy)) else list(strategies)
-        named = {str(strategy): strategy for strategy in listed}
+        named = {str(Strategy(one) if isinstance(one, Mapping) else one): one for one in listed}
     if not named:
         raise StrategyError(
             f"compare: no strategy given. Give some of {', '.join(PRESETS)}, or texts such as '*: data'."

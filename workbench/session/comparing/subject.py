@@ -6,13 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from workbench.core.presets import PRESETS, preset
+from workbench.core.presets import StrategyLike, strategy_of
 from workbench.core.rows import Layer
 from workbench.core.strategy import Strategy
 from workbench.runtime.parallel import describe
 from workbench.runtime.runs.train import Job
-
-StrategyLike = Strategy | str
 
 
 @dataclass(frozen=True)
@@ -50,15 +48,14 @@ class Subject:
         return self.job.first_batch().sample_shape
 
     def strategy(self, wanted: StrategyLike, num_ranks: int) -> Strategy:
-        """A strategy from a preset's name, a text or itself, checked against the model.
+        """A strategy from a preset's name, a text, a dict of rows or itself, checked against the model.
 
         Raises:
             StrategyError: it does not fit the model or the number of ranks.
         """
-        if isinstance(wanted, str):
-            wanted = preset(wanted, self.layers, num_ranks) if wanted in PRESETS else Strategy(wanted)
-        wanted.resolve(self.layers, num_ranks)
-        return wanted
+        strategy = strategy_of(wanted, self.layers, num_ranks)
+        strategy.resolve(self.layers, num_ranks)
+        return strategy
 
 
 __all__ = ["StrategyLike", "Subject"]

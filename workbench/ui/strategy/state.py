@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from workbench.core.presets import PRESETS, preset
+from workbench.core.presets import PRESETS, StrategyLike, preset, strategy_of
 from workbench.core.rows import Layer, Row
 from workbench.core.strategy import Mistake, Options, ResolvedStrategy, Strategy
 from workbench.errors import StrategyError
@@ -53,7 +53,7 @@ class PanelState:
     ('*: data; fc2: model', 'data, edited')
     """
 
-    def __init__(self, layers: Sequence[Layer], num_ranks: int, strategy: Strategy | str | None = None) -> None:
+    def __init__(self, layers: Sequence[Layer], num_ranks: int, strategy: StrategyLike | None = None) -> None:
         self.layers = list(layers)
         self.text_problem = ""
         self.draft = ""
@@ -253,12 +253,12 @@ class PanelState:
 
     # ---- inside -------------------------------------------------------------------------------------------------
 
-    def _opening(self, strategy: Strategy | str, num_ranks: int) -> _Moment:
+    def _opening(self, strategy: StrategyLike, num_ranks: int) -> _Moment:
         if isinstance(strategy, str) and strategy.strip() in PRESETS:
             name = strategy.strip()
             made = preset(name, self.layers, num_ranks)
             return _Moment(made, num_ranks, name, made, own_degrees=False)
-        value = Strategy(strategy) if isinstance(strategy, str) else strategy
+        value = strategy_of(strategy, self.layers, num_ranks)
         return _Moment(value, num_ranks, "", None, own_degrees=value.options.degrees is not None)
 
     def _edit_rows(self, names: Iterable[str], change: Callable[[Row], Row]) -> None:
