@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any
@@ -162,6 +163,14 @@ def _columns_of(dataset: Any) -> Any:
     return as_columns(dataset) if isinstance(dataset, (tuple, Mapping)) else None
 
 
+@contextmanager
+def watch_draws() -> Iterator[Callable[[], bool]]:
+    """A context whose value says whether torch's default generator was drawn from; no other job is seeded meanwhile."""
+    with _seeding:
+        before = torch.get_rng_state()
+        yield lambda: not torch.equal(before, torch.get_rng_state())
+
+
 def checked_step(job: Job) -> int:
     """The step after which weights are compared."""
     return min(WEIGHT_STEPS, job.num_steps) - 1
@@ -175,4 +184,5 @@ __all__ = [
     "first_batch",
     "num_samples_of",
     "take",
+    "watch_draws",
 ]

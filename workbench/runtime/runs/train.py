@@ -20,7 +20,7 @@ from workbench.core.strategy import Strategy
 from workbench.runtime.precision import AUTOCAST_DTYPES, autocast_forward
 from workbench.runtime.runs.changes import State, copied_state
 from workbench.runtime.runs.collecting import INTERVAL_S, Listener
-from workbench.runtime.runs.job import WARM_UP_STEPS, Job, RankResult, checked_step
+from workbench.runtime.runs.job import WARM_UP_STEPS, Job, RankResult, checked_step, watch_draws
 from workbench.runtime.runs.layer_times import LayerTimes, is_measured
 from workbench.runtime.runs.live_run import LiveRun, is_simulated, logical_state
 from workbench.runtime.transport.threads import ThreadHub, ThreadTransport
@@ -51,16 +51,17 @@ def run_one_device(
     losses, times, weights = [], [], {}
     told, told_s = 0, time.perf_counter()
     for step, batch in enumerate(job.batches()):
-        random = torch.get_rng_state() if step == 0 else None
         started = time.perf_counter()
         optimizer.zero_grad()
         total = 0.0
-        with layers.measure() if listen is not None and is_measured(step) else nullcontext():
+        measured = layers.measure() if listen is not None and is_measured(step) else nullcontext()
+        with measured, watch_draws() if step == 0 else nullcontext(bool) as has_drawn:
             for part in batch.cut(num_micro_batches):
                 loss = part.loss(model, job.loss_fn) * part.share
                 loss.backward()
                 total += float(loss.detach())
-        if random is not None and not torch.equal(random, torch.get_rng_state()):
+            draws = has_drawn()
+        if draws:
             return _run_on_one_rank(job, num_micro_batches, listen, orders, precision)
         optimizer.step()
         losses.append(total)
