@@ -33,8 +33,6 @@ _NOISE_FACTOR = 10.0
 """How much further from one device than its own noise a run may be. Noise is one sample of it."""
 _HARD_FACTOR = 100.0
 """Beyond so many times the noise float64 excuses nothing: the mistake may be one of the precision's own path."""
-_LENGTH = 1e-3
-"""Relative difference in the length of the first updates that counts as none."""
 _SHARP = 5e-3
 """A limit on that length above this one would hide a learning rate that is wrong by one per cent."""
 _SHRINKS = 1e-4
@@ -49,7 +47,7 @@ class Tolerance:
 
     Attributes:
         loss: difference of a loss (``core.metrics.difference``).
-        change: difference of a tensor's change, over the change.
+        change: difference of a tensor's change, over the change; and of the length of all changes.
         unit: the rounding unit: the distance from 1 to the next number.
     """
 
@@ -59,8 +57,8 @@ class Tolerance:
 
 
 TOLERANCES = {
-    "float64": Tolerance(1e-9, 1e-6, 2.0**-52),
-    "fp32": Tolerance(1e-5, 1e-3, 2.0**-23),
+    "float64": Tolerance(1e-9, 1e-9, 2.0**-52),
+    "fp32": Tolerance(1e-5, 1e-4, 2.0**-23),
     "fp16": Tolerance(2.0**-9, 1e-3, 2.0**-10),
     "bf16": Tolerance(2.0**-6, 1e-3, 2.0**-7),
 }
@@ -213,7 +211,7 @@ class Case:
 
     def _tolerated(self, of: int | TensorChange | None) -> float:
         if of is None:
-            return _LENGTH
+            return self.tolerance.change
         return self.tolerance.loss if isinstance(of, int) else max(self.tolerance.change * of.change, of.rounding)
 
     def _explained(self, factor: float) -> _Limit:

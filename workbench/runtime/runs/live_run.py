@@ -65,6 +65,7 @@ class LiveRun:
 
     def train(self, keeps_weights: bool = False) -> RankResult:
         """Take the job's steps. All ranks call it."""
+        torch.manual_seed(self.job.seed)  # of what the model draws for plain tensors: alike on all ranks
         with _drawing_from(self.world, self.generator):
             for step, batch in enumerate(self.job.batches()):
                 self._step(step, batch)

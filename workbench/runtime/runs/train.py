@@ -48,6 +48,7 @@ def run_one_device(
     layers = LayerTimes(model)
     if precision in AUTOCAST_DTYPES:
         autocast_forward(model, "cpu", AUTOCAST_DTYPES[precision])
+    torch.manual_seed(job.seed)  # of what the model draws for plain tensors
     losses, times, weights = [], [], {}
     told, told_s = 0, time.perf_counter()
     for step, batch in enumerate(job.batches()):

@@ -96,7 +96,6 @@ def train_strategy(key: str, strategy: str, which: OneDevice, num_steps: int) ->
     """Train under a strategy, publish this rank's steps; the rank that has the one-device run ``which`` says how far
     the weights are from its own.
     """
-    torch.manual_seed(0)
     job = _variant(key, which.way, num_steps, which.precision)
     with _mode(job):
         result = run_strategy(
