@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ def nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def is_spread(value: Any) -> bool:
-    """Whether this is a strategy's run: only there the planted mistakes happen. One device may be a world of one rank."""
+    """Whether this is a strategy's run: planted mistakes happen only there. One device may be a world of one rank."""
     return isinstance(value, wb.GlobalTensor) and wb.world_size() > 1
 
 
@@ -49,7 +50,7 @@ class Block(nn.Module):
 def resnet() -> nn.Module:
     """Deep enough, and trained fast enough, that rounding doubles from step to step."""
     widths = (3, 8, 8, 16, 16, 24, 24)
-    blocks = [Block(a, b) for a, b in zip(widths, widths[1:], strict=False)]
+    blocks = [Block(a, b) for a, b in pairwise(widths)]
     return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(24, 10))
 
 
@@ -123,7 +124,7 @@ def judged(
         return comparison.start(strategy).result()
 
 
-# ---- right runs -------------------------------------------------------------------------------------------------------
+# ---- right runs ----------------------------------------------------------------------------------------------------
 
 STRATEGIES = (
     "*: data",
@@ -208,7 +209,7 @@ def test_without_steps_to_check_there_is_no_one_device_run():
     assert run.equal is None and run.speedup is None and "train_one_device" not in session.submitted
 
 
-# ---- wrong runs -------------------------------------------------------------------------------------------------------
+# ---- wrong runs ----------------------------------------------------------------------------------------------------
 
 
 def changed_sgd(**changes: float) -> Callable[[Any], torch.optim.Optimizer]:
