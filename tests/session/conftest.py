@@ -35,6 +35,6 @@ def session(shared_session: Session) -> Session:
 kept = {"wb", "torch", "In", "Out", "exit", "quit", "open", "get_ipython"}
 for name in [name for name in globals() if not name.startswith("_") and name not in kept]:
     del globals()[name]
-del name
+globals().pop("name", None)
 """)
     return shared_session

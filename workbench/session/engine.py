@@ -16,6 +16,7 @@ from workbench.session.on_engine import bars as engine_bars
 from workbench.session.on_engine import control as engine_control
 from workbench.session.on_engine import debug as engine_debug
 from workbench.session.on_engine import failures as engine_failures
+from workbench.session.on_engine import imports as engine_imports
 from workbench.session.on_engine import values as engine_values
 from workbench.session.on_engine import waits as engine_waits
 from workbench.session.on_engine.shell import current_tag, publish, shell, stop_requested
@@ -92,6 +93,7 @@ def _install() -> None:
     here = shell()
     if getattr(here, "workbench_installed", False):
         return
+    engine_imports.install(here.kernel)
     engine_modes.install(here)  # before what lets go of errors
     engine_values.install(here)
     engine_failures.install(here)

@@ -125,6 +125,7 @@ class RankStatus:
     busy: bool = False
     doing: str = ""  #: where the main thread is, e.g. ``at cell line 3``; empty when idle
     stack: tuple[Frame, ...] = ()  #: of the main thread, outermost first, from the cell inwards
+    importing: str = ""  #: the module that the main thread imports now; interrupts wait for the end of an import
     waits: str = ""  #: which wait for other ranks the main thread is in: ``"near 17"``, ``"far 3"``; empty if in none
 
 

@@ -1,7 +1,7 @@
 """One request to the engines from sending to its last reply; nobody waits for a rank that cannot come.
 
 When a rank fails, is interrupted or is out of time, the ranks that still run are stopped by the `Ladder`,
-so that control comes back within about two seconds whatever the engines are doing.
+so that control comes back within about two seconds whatever the engines are doing. Only an import may take longer.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from workbench.session.ladder import Ladder
 
 #: After a rank failed, how long the others may take to fail by themselves, alike or otherwise.
 FAILURE_GRACE_S = 0.2
+#: How long ranks that should stop may go on with an import that they are in.
+IMPORT_LIMIT_S = 10.0
 #: How long after the last reply output may still arrive.
 OUTPUT_GRACE_S = 1.0
 _POLL_S = 1.0
@@ -55,6 +57,7 @@ class Outcome:
     stopped: tuple[int, ...] = ()  #: ranks that had to be stopped
     stop_reason: str = ""  #: "failure", "interrupt", "timeout", "divergence" or ""
     killed: tuple[int, ...] = ()
+    killed_in_import: tuple[int, ...] = ()  #: those of them whose import took too long
     elapsed_s: float = 0.0
     replied_s: dict[int, float] = field(default_factory=dict)  #: rank -> seconds after which it replied
 
@@ -118,7 +121,9 @@ class Run:
         self._last_reply_s = self._started_s
         self._first_failure_s: float | None = None
         self._ladder: Ladder | None = None
+        self._stopping_s = 0.0  # when the ladder was begun for the first time
         self._places: dict[int, ControlCall] = {}
+        self._importing: set[int] = set()  # ranks that imported something when they were last asked
         self._stop_wanted = threading.Event()
         self.outcome = Outcome(request.ranks)
 
@@ -215,7 +220,7 @@ class Run:
                 self._begin_stopping(reason, now)
         if self._ladder is not None:
             for step in self._ladder.due(now):
-                self._take(step)
+                self._take(step, now)
 
     def _reason_to_stop(self, now: float) -> str:
         if self._stop_wanted.is_set():
@@ -242,22 +247,41 @@ class Run:
     def _begin_stopping(self, reason: str, now: float) -> None:
         self.outcome.stop_reason = reason
         self.outcome.stopped = tuple(sorted(self._pending))
-        self._ladder = Ladder(now)
+        self._ladder, self._stopping_s = Ladder(now), now
         self._places = self._engines.control(self.outcome.stopped, "status")
-        for rank, call in self._places.items():
-            status = call.answer(timeout_s=0.1)
-            if status is not None:
-                self.outcome.places[rank] = status.doing
+        for rank, status in self._look_at_places(timeout_s=0.1).items():
+            self.outcome.places[rank] = status.doing
 
-    def _take(self, step: str) -> None:
+    def _look_at_places(self, timeout_s: float = 0.0) -> dict[int, protocol.RankStatus]:
+        """What the ranks have answered that were asked last, and that do not wait for longer than ``timeout_s``."""
+        found = {rank: call.answer(timeout_s) for rank, call in self._places.items()}
+        answered = {rank: status for rank, status in found.items() if status is not None}
+        self._importing -= set(answered)
+        self._importing |= {rank for rank, status in answered.items() if status.importing}
+        return answered
+
+    def _take(self, step: str, now: float) -> None:
         ranks = sorted(self._pending)
         if step == "interrupt":
+            self._look_at_places()
+            self._places = self._engines.control(ranks, "status")
             self._kill([rank for rank in ranks if self._processes.is_stopped(rank)])
             self._engines.signal(ranks, "SIGINT")
         elif step == "abort":
             self._engines.control(ranks, "abort", reason=f"stopped by the notebook ({self.outcome.stop_reason})")
         else:
-            self._kill(ranks)
+            self._kill_unless_importing(ranks, now)
+
+    def _kill_unless_importing(self, ranks: Sequence[int], now: float) -> None:
+        """A rank that imports something reacts at the end of that (`on_engine.imports`), and gets some time for it."""
+        self._look_at_places()
+        importing = self._importing & set(ranks)
+        if importing and now < self._stopping_s + IMPORT_LIMIT_S:
+            self._ladder = Ladder(now)
+            ranks = [rank for rank in ranks if rank not in importing]
+        else:
+            self.outcome.killed_in_import = tuple(sorted(importing))
+        self._kill(ranks)
 
     def _kill(self, ranks: Sequence[int]) -> None:
         self.outcome.killed = tuple(sorted({*self.outcome.killed, *ranks}))

@@ -20,6 +20,7 @@ from workbench.errors import WorldError
 from workbench.session import protocol
 from workbench.session.on_engine import assist as engine_assist
 from workbench.session.on_engine import debug as engine_debug
+from workbench.session.on_engine import imports as engine_imports
 from workbench.session.on_engine import orders as engine_orders
 from workbench.session.on_engine import shell as engine_shell
 from workbench.session.on_engine import waits as engine_waits
@@ -53,6 +54,7 @@ def status() -> protocol.RankStatus:
     import psutil
 
     stack = frames_of_stack(sys._current_frames().get(_main_thread_id()))
+    importing = engine_imports.importing()
     world = _world()
     return protocol.RankStatus(
         rank=int(os.environ.get("RANK", "-1")),
@@ -63,8 +65,9 @@ def status() -> protocol.RankStatus:
         transport_groups=world.transport_groups if world is not None else (),
         memory_bytes=psutil.Process().memory_info().rss,
         busy=bool(stack),
-        doing=describe_place(stack),
+        doing=describe_place(stack, importing),
         stack=stack,
+        importing=importing,
         waits=_wait_of(sys._current_frames().get(_main_thread_id()), world),
     )
 
@@ -87,8 +90,8 @@ def _wait_of(frame: FrameType | None, world: Any) -> str:
     return f"far {number}" if any(file.endswith(_FAR_WAITS) for file in files) else ""
 
 
-def describe_place(stack: tuple[protocol.Frame, ...]) -> str:
-    """``at cell line 3, in all_reduce (distributed_c10d.py:2501)``: the cell's line and what it called.
+def describe_place(stack: tuple[protocol.Frame, ...], importing: str = "") -> str:
+    """``at cell line 3, in all_reduce (distributed_c10d.py:2501)``: the cell's line and what it called or imports.
 
     Empty without frames.
     """
@@ -97,6 +100,8 @@ def describe_place(stack: tuple[protocol.Frame, ...]) -> str:
     last_cell = max((index for index, frame in enumerate(stack) if frame.in_cell), default=-1)
     called = stack[last_cell + 1] if last_cell + 1 < len(stack) else None
     inside = f"in {called.function} ({os.path.basename(called.file)}:{called.line})" if called else ""
+    if importing:
+        inside = f"importing {importing}"
     line = f"at cell line {stack[last_cell].line}" if last_cell >= 0 else ""
     return ", ".join(part for part in (line, inside) if part)
 
