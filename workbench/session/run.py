@@ -19,11 +19,13 @@ from workbench.session import protocol
 from workbench.session.adapter import ControlCall, Engines, Event, Request
 from workbench.session.divergence import FIRST_LOOK_S, Divergence
 from workbench.session.ladder import Ladder
+from workbench.session.output.progress import progress_stream
+from workbench.session.ranks import say_ranks
 
 #: After a rank failed, how long the others may take to fail by themselves, alike or otherwise.
 FAILURE_GRACE_S = 0.2
-#: How long ranks that should stop may go on with an import that they are in.
-IMPORT_LIMIT_S = 10.0
+#: How long ranks that should stop may go on with an import that they are in; torch's own takes 3 s of processor time.
+IMPORT_LIMIT_S = 60.0
 #: How long after the last reply output may still arrive.
 OUTPUT_GRACE_S = 1.0
 _POLL_S = 1.0
@@ -124,6 +126,7 @@ class Run:
         self._stopping_s = 0.0  # when the ladder was begun for the first time
         self._places: dict[int, ControlCall] = {}
         self._importing: set[int] = set()  # ranks that imported something when they were last asked
+        self._has_told_of_import, self._is_patient = False, True
         self._stop_wanted = threading.Event()
         self.outcome = Outcome(request.ranks)
 
@@ -138,6 +141,7 @@ class Run:
             try:
                 self._step()
             except KeyboardInterrupt:
+                self._is_patient = not self._has_told_of_import
                 self.stop()
             except BaseException as raised:  # noqa: BLE001 - raised again below
                 error = error or raised
@@ -275,13 +279,20 @@ class Run:
     def _kill_unless_importing(self, ranks: Sequence[int], now: float) -> None:
         """A rank that imports something reacts at the end of that (`on_engine.imports`), and gets some time for it."""
         self._look_at_places()
-        importing = self._importing & set(ranks)
-        if importing and now < self._stopping_s + IMPORT_LIMIT_S:
+        importing = sorted(self._importing & set(ranks))
+        if importing and self._is_patient and now < self._stopping_s + IMPORT_LIMIT_S:
+            self._tell_of_import(importing)
             self._ladder = Ladder(now)
             ranks = [rank for rank in ranks if rank not in importing]
         else:
-            self.outcome.killed_in_import = tuple(sorted(importing))
+            self.outcome.killed_in_import = tuple(importing)
         self._kill(ranks)
+
+    def _tell_of_import(self, ranks: Sequence[int]) -> None:
+        if not self._has_told_of_import:
+            what = f"workbench: {say_ranks(ranks)} must end an import first (at most {IMPORT_LIMIT_S:.0f} s)"
+            print(f"{what}. Another interrupt kills {'it' if len(ranks) == 1 else 'them'} now.", file=progress_stream())
+        self._has_told_of_import = True
 
     def _kill(self, ranks: Sequence[int]) -> None:
         self.outcome.killed = tuple(sorted({*self.outcome.killed, *ranks}))

@@ -15,15 +15,16 @@ from __future__ import annotations
 import _frozen_importlib
 import contextlib
 import importlib
+import math
 import signal
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
-#: What first operations load lazily: shapes of results are checked with sympy, optimizers ask dynamo not to trace them.
-NEEDED_SOON = ("torch.fx.experimental.symbolic_shapes", "torch._dynamo")
-#: Without a request for so long, an engine loads the next of them.
+#: torch checks the shapes of results with it, so the first product loads it.
+NEEDED_SOON = "sympy"
+#: Without a request for so long, an engine does that by itself.
 IDLE_S = 2.0
 
 _names: list[str] = []
@@ -32,22 +33,23 @@ _is_interrupted = False
 
 
 def install(kernel: Any) -> None:
-    """Hold interrupts of requests during imports, and load in idle time what the first operations need."""
+    """Hold interrupts of requests during imports, and load in idle time what the first operation needs."""
     _count_imports()
     plain_before, plain_after = kernel.pre_handler_hook, kernel.post_handler_hook
-    last_request_s = [time.monotonic()]
+    idle_since_s = [math.inf]
 
     def before() -> None:
+        idle_since_s[0] = math.inf
         plain_before()
         signal.signal(signal.SIGINT, interrupt)
 
     def after() -> None:
-        last_request_s[0] = time.monotonic()
         plain_after()
+        idle_since_s[0] = time.monotonic()
 
     kernel.pre_handler_hook, kernel.post_handler_hook = before, after
     signal.signal(signal.SIGINT, interrupt)  # of this request, whose end restores what was before
-    _load_when_idle(list(NEEDED_SOON), last_request_s)
+    _load_when_idle(lambda: idle_since_s[0])
 
 
 def importing() -> str:
@@ -96,14 +98,15 @@ def _counted(load: Callable[..., Any], name_of: Callable[[Any], str]) -> Callabl
     return load_whole
 
 
-def _load_when_idle(modules: list[str], last_request_s: list[float]) -> None:
-    """Import the modules one by one on the main thread, each after a while without a request."""
-    from tornado.ioloop import IOLoop
+def _load_when_idle(idle_since_s: Callable[[], float]) -> None:
+    """Import sympy on a thread of its own, so that a cell which comes meanwhile runs at once.
 
-    def look() -> None:
-        if time.monotonic() - last_request_s[0] >= IDLE_S:
-            importlib.import_module(modules.pop(0))
-        if modules:
-            IOLoop.current().call_later(IDLE_S, look)
+    Two threads that import wait for each other in turn only in a circle, and sympy imports nothing that imports it.
+    """
 
-    IOLoop.current().call_later(IDLE_S, look)
+    def load() -> None:
+        while time.monotonic() - idle_since_s() < IDLE_S:
+            time.sleep(IDLE_S)
+        importlib.import_module(NEEDED_SOON)
+
+    threading.Thread(target=load, name="workbench-imports", daemon=True).start()

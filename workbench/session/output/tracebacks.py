@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from workbench.errors import CellError
 from workbench.session import protocol
 from workbench.session.ranks import rank_label, say_ranks
-from workbench.session.run import IMPORT_LIMIT_S, Outcome
+from workbench.session.run import Outcome
 from workbench.units import format_seconds
 
 _MAX_SHOWN = 4
@@ -102,7 +102,7 @@ def consequences(outcome: Outcome) -> list[str]:
     for place, ranks in _by_place(outcome, outcome.killed).items():
         at = f" (it was {place})" if place else ""
         in_import = set(ranks) <= set(outcome.killed_in_import)
-        deaf = f"did not end an import within {IMPORT_LIMIT_S:.0f} s of" if in_import else "did not react to"
+        deaf = "did not end an import after" if in_import else "did not react to"
         lines.append(
             f"{say_ranks(ranks)} {deaf} an interrupt{at} and had to be killed: "
             f"{'its' if len(ranks) == 1 else 'their'} variables are lost. {restart_hint(ranks)}"
