@@ -12,7 +12,7 @@ from workbench.errors import EngineStartError, NotStartedError
 from workbench.session import engine, protocol
 from workbench.session.adapter import Engines, Request
 from workbench.session.output.listeners import OutputListener
-from workbench.session.output.progress import StartProgress
+from workbench.session.output.progress import StartProgress, tell
 from workbench.session.output.tracebacks import Interrupted, cell_error
 from workbench.session.processes.folder import Kept, SessionFolder
 from workbench.session.processes.launch import LocalProcesses
@@ -104,7 +104,8 @@ class Fleet:
         ``is_users``: it runs code of the user, whose ranks may wait for others that are done.
         """
         live = self.live
-        run = Run(live, request, listener, self._processes, timeout_s, label, self.num_engines if is_users else 0)
+        num_ranks = self.num_engines if is_users else 0
+        run = Run(live, request, listener, self._processes, timeout_s, label, num_ranks, tell)
         self.active.add(run)
         try:
             outcome = wait(run)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -19,7 +19,6 @@ from workbench.session import protocol
 from workbench.session.adapter import ControlCall, Engines, Event, Request
 from workbench.session.divergence import FIRST_LOOK_S, Divergence
 from workbench.session.ladder import Ladder
-from workbench.session.output.progress import progress_stream
 from workbench.session.ranks import say_ranks
 
 #: After a rank failed, how long the others may take to fail by themselves, alike or otherwise.
@@ -110,8 +109,9 @@ class Run:
         timeout_s: float | None = None,
         label: str = "",
         num_ranks: int = 0,
+        tell: Callable[[str], None] = print,
     ) -> None:
-        self.label = label
+        self.label, self._tell = label, tell
         self._num_ranks = num_ranks  # of the session, if ranks that wait for ranks that are done are to be stopped
         self._divergence, self._looks, self._next_look_s = Divergence(), dict[int, ControlCall](), 0.0
         self._engines, self._request, self._listener = engines, request, listener
@@ -291,7 +291,7 @@ class Run:
     def _tell_of_import(self, ranks: Sequence[int]) -> None:
         if not self._has_told_of_import:
             what = f"workbench: {say_ranks(ranks)} must end an import first (at most {IMPORT_LIMIT_S:.0f} s)"
-            print(f"{what}. Another interrupt kills {'it' if len(ranks) == 1 else 'them'} now.", file=progress_stream())
+            self._tell(f"{what}. Another interrupt kills {'it' if len(ranks) == 1 else 'them'} now.")
         self._has_told_of_import = True
 
     def _kill(self, ranks: Sequence[int]) -> None:

@@ -23,6 +23,11 @@ def progress_stream() -> TextIO:
     return sys.stdout if in_notebook() else sys.stderr
 
 
+def tell(text: str) -> None:
+    """Say in a line of its own what is waited for."""
+    print(text, file=progress_stream())
+
+
 class StartProgress:
     """Writes over its line where that is possible (terminals, notebooks), else one line at the start and end."""
 
