@@ -116,9 +116,9 @@ class TestEngines:
     def test_while_it_imports_status_says_what(self, session):
         call = session.submit(_import_slow)
         deadline = time.monotonic() + 20
-        while not any(each.importing == "slow" for each in session.status()):
+        while not (found := [each for each in session.status() if each.importing == "slow"]):
             assert time.monotonic() < deadline
-        assert "importing slow" in next(each.doing for each in session.status() if each.importing)
+        assert "importing slow" in found[0].doing
         call.result(30)
         assert [each.importing for each in session.status()] == ["", ""]
 
