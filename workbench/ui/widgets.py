@@ -13,6 +13,7 @@ from workbench.core.metrics import RunRecord
 from workbench.core.model_costs import ModelCosts
 from workbench.core.presets import StrategyLike
 from workbench.core.strategy import Strategy
+from workbench.core.verdict import CHECKED_STEPS
 from workbench.cost.estimate import Estimate
 from workbench.cost.hardware import Hardware
 from workbench.errors import SessionError
@@ -62,6 +63,7 @@ class Panel(widgets.VBox):
         num_ranks: where there is no session.
         costs: of the model's layers; default: counted from the model on metadata.
         keep: keep the runs on disk, see ``wb.SavedRuns``; a ``SavedRuns`` says where.
+        check_steps: first steps that one device trains too, to be compared with; 0 for none.
 
     Raises:
         StrategyError: ``strategy`` does not parse. One that does not fit the model is shown with its mistakes.
@@ -90,6 +92,7 @@ class Panel(widgets.VBox):
         costs: ModelCosts | None = None,
         trainer: Trainer | None = None,
         keep: bool | SavedRuns = True,
+        check_steps: int = CHECKED_STEPS,
     ) -> None:
         job = (model_fn, dataset, loss_fn)
         is_paper = session is None and trainer is None
@@ -102,6 +105,7 @@ class Panel(widgets.VBox):
         saved = SavedRuns() if keep is True else keep or None
         if trainer is None:
             options = {"batch_size": batch_size, "steps": steps, "optimizer_fn": optimizer_fn, "seed": seed}
+            options["check_steps"] = check_steps
             trainer = SessionTrainer(session, *job, **options, keep=saved)  # type: ignore[arg-type]
         predictor.costs, predictor.problem = costs, predictor.problem if session else "costs of the layers: not known"
         self._handle: Any = None
