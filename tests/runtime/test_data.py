@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import UserDict
 
 import pytest
 import torch
@@ -11,9 +12,11 @@ from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
 
 import workbench as wb
-from workbench.errors import LayoutError
+from workbench.errors import LayoutError, RunError
+from workbench.runtime.batches import Batch
 from workbench.runtime.ops.reading import everywhere
 from workbench.runtime.runs.train import Job
+from workbench.runtime.samples import collate
 from workbench.testing import run_ranks
 
 
@@ -195,7 +198,111 @@ def test_sizes_and_a_placement_of_ones_own():
     assert run_ranks(program, 4)[0] == [[0, 1, 2], [3, 4, 5]]
 
 
+def sentences():
+    ids = torch.arange(7 * 5).view(7, 5)
+    return {"input_ids": ids, "attention_mask": (ids % 4 > 0).long(), "labels": torch.arange(7) % 3}
+
+
+def as_encoding(samples):
+    """A collator as of transformers: a BatchEncoding, with positions that all samples share."""
+    import transformers
+
+    positions = {"position_ids": torch.arange(5)[None], "vector": torch.arange(5), "scale": 0.5, "none": None}
+    return transformers.BatchEncoding({**collate(samples), **positions})
+
+
+class TestDicts:
+    """Batches as dicts, from arrays, from samples with lists of numbers (``datasets``), from collators."""
+
+    def datasets(self):
+        data = sentences()
+        rows = [{key: value[i].tolist() for key, value in data.items()} for i in range(7)]
+        return {
+            "columns": ((data,), {}),
+            "arrays": (({key: value.numpy() for key, value in data.items()},), {}),
+            "lists of numbers": ((rows,), {}),
+            "mappings": (([UserDict(row) for row in rows],), {}),
+            "an encoding": ((rows,), {"collate_fn": as_encoding}),
+        }
+
+    @pytest.mark.parametrize("num_ranks", [1, 2, 3])
+    @pytest.mark.parametrize("how", ["columns", "arrays", "lists of numbers", "mappings", "an encoding"])
+    def test_batches_are_those_of_one_device(self, how, num_ranks):
+        (data,), options = self.datasets()[how]
+
+        def program():
+            loader = wb.GlobalDataLoader(data, 3, shuffle=True, seed=2, **options)
+            assert len(loader) == 3
+            batches = list(loader)
+            assert all(type(batch) is dict for batch in batches)
+            read = lambda leaf: everywhere(leaf) if isinstance(leaf, wb.GlobalTensor) else leaf  # noqa: E731
+            return [{key: read(leaf) for key, leaf in batch.items()} for batch in batches]
+
+        order = torch.randperm(7, generator=torch.Generator().manual_seed(2))
+        for found in run_ranks(program, num_ranks):
+            for batch, rows in zip(found, order.split(3), strict=True):
+                assert all(torch.equal(batch[key], value[rows]) for key, value in sentences().items())
+                if how == "an encoding":
+                    assert batch["scale"] == 0.5 and batch["none"] is None
+                    assert (batch["position_ids"] == torch.arange(5)).all()  # a row each where ranks read one sample
+                    assert torch.equal(batch["vector"], torch.arange(5))
+
+    def test_tuples_of_several_and_nested_ones(self):
+        x = torch.arange(12.0).view(6, 2)
+        for data in [(x, x + 1, torch.arange(6)), TensorDataset(x, x + 1, torch.arange(6))]:
+            _, second, classes = next(iter(wb.GlobalDataLoader(data, 4)))
+            assert torch.equal(everywhere(second), x[:4] + 1) and everywhere(classes).tolist() == [0, 1, 2, 3]
+        nested = {"pair": (x, {"deep": x * 2})}
+        batch = next(iter(wb.GlobalDataLoader(nested, 4)))
+        assert torch.equal(everywhere(batch["pair"][1]["deep"]), x[:4] * 2)
+
+    @pytest.mark.parametrize("strategy", ["*: data", "*: model", "fc*: data@0; head: data@1 | 2x1x1 mb=2 1f1b"])
+    def test_a_model_with_its_own_loss_takes_them(self, strategy):
+        class Classifier(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.fc, self.head = nn.Linear(5, 6), nn.Linear(6, 3)
+
+            def forward(self, input_ids, attention_mask, labels, position_ids, **kwargs):
+                assert kwargs["scale"] == 0.5 and kwargs["none"] is None
+                x = (input_ids * attention_mask + position_ids).float() / 30
+                logits = self.head(torch.tanh(self.fc(x)))
+                return F.cross_entropy(logits, labels), logits
+
+        rows = self.datasets()["an encoding"][0][0]
+        torch.manual_seed(0)
+        one = Classifier()
+        order = [as_encoding(rows[start : start + 3]) for start in (0, 3, 6)]
+        halves = [Batch.of(batch, None).cut(2 if "mb=2" in strategy else 1) for batch in order]
+        expected = [sum(part.loss(one, None).item() * part.share for part in parts) for parts in halves]
+
+        def program():
+            model = Classifier()
+            model.load_state_dict(one.state_dict())
+            wb.parallelize(model, strategy)
+            loader = wb.GlobalDataLoader(rows, 3, module=model, collate_fn=as_encoding)
+            return [wb.forward_backward(model, inputs=batch).item() for batch in loader]
+
+        assert run_ranks(program, 2) == [pytest.approx(expected, rel=1e-5)] * 2
+
+
 class TestMistakes:
+    def test_what_is_shared_must_be_alike(self):
+        def unlike(samples):
+            return {"x": torch.ones(len(samples), 5), "longest": torch.full((1,), wb.rank())}
+
+        def program():
+            with pytest.raises(LayoutError, match=r"what all samples share one value"):
+                next(iter(wb.GlobalDataLoader([1] * 4, 4, collate_fn=unlike)))
+
+        run_ranks(program, 2)
+
+    def test_ragged_samples_and_arrays_with_a_collator(self):
+        with pytest.raises(RunError, match=r"2 samples are no batch.*pad them in the dataset"):
+            next(iter(wb.GlobalDataLoader([{"x": [1]}, {"x": [1, 2]}], 2)))
+        with pytest.raises(ValueError, match="lie in arrays already"):
+            wb.GlobalDataLoader(sentences(), 2, collate_fn=as_encoding)
+
     def test_iterable_datasets(self):
         class Stream(IterableDataset):
             def __iter__(self):

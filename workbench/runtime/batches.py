@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_leaves, tree_unflatten
-from torch.utils.data import default_collate
 
 from workbench.core.guessing import guesses
 from workbench.errors import RunError
@@ -136,32 +135,6 @@ def as_tensors(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(map(as_tensors, value))
     return torch.as_tensor(value) if isinstance(value, np.ndarray) and value.dtype.kind in "biufc" else value
-
-
-def as_columns(value: Any) -> Any:
-    """The same of a data set that lies in arrays; its lists are such, with one entry per sample."""
-    if isinstance(value, Mapping):
-        return {key: as_columns(entry) for key, entry in value.items()}
-    return tuple(map(as_columns, value)) if isinstance(value, tuple) else torch.as_tensor(value)
-
-
-def collate(samples: Sequence[Any]) -> Any:
-    """Samples as one batch: torch's ``default_collate``, where mappings are dicts and lists of numbers are tensors.
-
-    >>> collate([{"input_ids": [1, 2, 3], "label": 0}, {"input_ids": [4, 5, 6], "label": 1}])
-    {'input_ids': tensor([[1, 2, 3],
-            [4, 5, 6]]), 'label': tensor([0, 1])}
-    """
-    return default_collate([_as_sample(sample) for sample in samples])
-
-
-def _as_sample(sample: Any) -> Any:
-    if isinstance(sample, Mapping):
-        return {key: _as_sample(entry) for key, entry in sample.items()}
-    if isinstance(sample, tuple):
-        return tuple(map(_as_sample, sample))
-    is_array = isinstance(sample, list) and sample and not any(isinstance(leaf, torch.Tensor) for leaf in sample)
-    return torch.as_tensor(sample) if is_array else as_tensors(sample)
 
 
 def _without_targets(samples: dict[str, Any]) -> tuple[dict[str, Any], Any]:

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Number
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_with_path, tree_unflatten
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.core.sbp import Broadcast, Split, broadcast, split
 from workbench.errors import LayoutError
+from workbench.runtime.batches import TARGET_KEYS, as_tensors, count_samples
 from workbench.runtime.coordination import gather
+from workbench.runtime.samples import collate, num_samples_of, take
 from workbench.runtime.strategies.state import state_of
-from workbench.runtime.tensor import GlobalTensor, ghost_storage, label, spec_of
+from workbench.runtime.tensor import ghost_storage, label, spec_of
 from workbench.runtime.world import World, current
 
-TARGET_KEYS = ("label", "labels", "label_ids", "target", "targets")
-"""Entries of a dict batch that are needed where the loss is: on the last stage."""
 _generator_lock = threading.Lock()  # simulated ranks share torch's generator
 Rows = tuple[int, int]
 
@@ -36,8 +37,9 @@ class GlobalDataLoader:
     next.
 
     Args:
-        dataset: a map-style dataset of tensors, or tuples or dicts of them. Iterable datasets are refused: they have no
-            positions, so every rank would have to read everything.
+        dataset: all samples in arrays (a tuple or dict of them), or a map-style dataset of tensors, arrays or numbers,
+            or of tuples or dicts of them. Iterable datasets are refused: they have no positions, so every rank would
+            have to read everything.
         batch_size: samples of a global batch, over all ranks.
         module: a parallelized module, whose strategy says who reads what: inputs are split over the data axis of the
             first stage, targets over that of the last (of a tuple its last entry, of a dict the ``TARGET_KEYS``).
@@ -45,7 +47,9 @@ class GlobalDataLoader:
         shuffle: another order in every epoch; else that of the dataset.
         drop_last: leave out an uneven last batch.
         num_workers, collate_fn, pin_memory: as for ``torch.utils.data.DataLoader``; what ``collate_fn`` makes of a
-            rank's samples is that rank's part of the batch, so it must not depend on the other samples.
+            rank's samples is that rank's part of the batch, so it must not depend on the other samples. Mappings
+            (``BatchEncoding``) become dicts. Numbers and what all samples share (no dims, one row, positions ``(T,)``
+            beside words ``(N, T)``) must be alike on all ranks, and come as they are; one row may come once per sample.
 
     Raises:
         TypeError: an iterable dataset.
@@ -67,11 +71,12 @@ class GlobalDataLoader:
         seed: int = 0,
         drop_last: bool = False,
         num_workers: int = 0,
-        collate_fn: Callable[[list[Any]], Any] = default_collate,
+        collate_fn: Callable[[list[Any]], Any] = collate,
         pin_memory: bool = False,
     ) -> None:
-        _check_arguments(dataset, batch_size, module, placement)
+        _check_arguments(dataset, batch_size, module, placement, collate_fn)
         self.dataset, self.batch_size, self.module = dataset, batch_size, module
+        self._num_samples = num_samples_of(dataset)
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
         self.num_workers, self.collate_fn = num_workers, collate_fn
         self.pin_memory = pin_memory and torch.cuda.is_available()
@@ -83,18 +88,18 @@ class GlobalDataLoader:
 
     def __len__(self) -> int:
         """Batches of a whole epoch."""
-        count, rest = divmod(len(self.dataset), self.batch_size)
+        count, rest = divmod(self._num_samples, self.batch_size)
         return count + (rest > 0 and not self.drop_last)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loader is: behind the batch that was handed out last."""
-        order = {"seed": self.seed, "shuffle": self.shuffle, "num_samples": len(self.dataset)}
+        order = {"seed": self.seed, "shuffle": self.shuffle, "num_samples": self._num_samples}
         if self._is_at_end():
             return {**order, "epoch": self.epoch + 1, "position": 0}
         return {**order, "epoch": self.epoch, "position": self._position}
 
     def _is_at_end(self) -> bool:
-        left = len(self.dataset) - self._position
+        left = self._num_samples - self._position
         return left <= 0 or (self.drop_last and left < self.batch_size)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -134,7 +139,7 @@ class GlobalDataLoader:
             self.epoch, self._position, self._starts_anew = epoch + 1, 0, False
 
     def _order(self, epoch: int) -> torch.Tensor:
-        num_samples = len(self.dataset)
+        num_samples = self._num_samples
         if not self.shuffle:
             return torch.arange(num_samples)
         generator = torch.Generator().manual_seed(self.seed)
@@ -143,8 +148,10 @@ class GlobalDataLoader:
             last = order
         return last
 
-    def _reader(self, epoch: int, batches: list[torch.Tensor]) -> DataLoader[Any]:
+    def _reader(self, epoch: int, batches: list[torch.Tensor]) -> Iterable[Any]:
         """Reads this rank's samples; it may not touch torch's own generator, which all ranks advance alike."""
+        if isinstance(self.dataset, (tuple, Mapping)):
+            return (take(self.dataset, batch) for batch in batches if len(batch))
         keys = [[(epoch, int(index)) for index in batch] for batch in batches if len(batch)]
         return DataLoader(
             _Reproducible(self.dataset, self.seed),
@@ -169,11 +176,16 @@ class _Layouts:
     targets: Layout
 
 
-def _check_arguments(dataset: Any, batch_size: int, module: Any, placement: Any) -> None:
+def _check_arguments(dataset: Any, batch_size: int, module: Any, placement: Any, collate_fn: Any) -> None:
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         raise TypeError(
             f"GlobalDataLoader({type(dataset).__name__}): an iterable dataset has no positions, so each rank would "
             "have to read all samples to find its own. Give one with __getitem__ and __len__, e.g. list(dataset)."
+        )
+    if collate_fn is not collate and isinstance(dataset, (tuple, Mapping)):
+        raise ValueError(
+            f"GlobalDataLoader({type(dataset).__name__}, collate_fn=...): samples lie in arrays already, and a "
+            "batch is some rows of them. Leave out collate_fn, or give a list of samples."
         )
     if batch_size < 1:
         raise ValueError(f"GlobalDataLoader(batch_size={batch_size}): a batch has at least 1 sample.")
@@ -217,40 +229,82 @@ def _needed_rows(layouts: _Layouts, num_rows: int, rank: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Leaf:
-    """What the ranks that hold nothing of a batch must know of one of its tensors."""
+    """What the ranks that hold nothing of a batch must know of one of its tensors with a row per sample."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
 
+    def may_be(self, value: Any) -> bool:
+        """Whether it may be ``value``, of which a rank has as many rows as samples by chance."""
+        return isinstance(value, torch.Tensor) and (value.dtype, tuple(value.shape[1:])) == (self.dtype, self.shape)
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """A number, or a tensor that belongs to all samples: on every rank the same."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, _Leaf):
+            return other.may_be(self.value)
+        mine, others = self.value, getattr(other, "value", None)
+        if isinstance(mine, torch.Tensor) and isinstance(others, torch.Tensor):
+            return mine.dtype == others.dtype and torch.equal(mine, others)
+        return type(mine) is type(others) and mine == others
+
+    def __hash__(self) -> int:
+        return hash(type(self.value))
+
 
 def _assemble(part: Any, rows: torch.Tensor, num_rows: int, layouts: _Layouts, world: World, what: str) -> Any:
     """A batch of global tensors from what this rank has read (None: nothing); ``rows`` says which rows those are."""
-    leaves = None if part is None else tree_map(lambda leaf: _describe(leaf, len(rows), what), part)
-    known = [found for found in gather(leaves, world, what) if found is not None]
-    for other in known[1:]:
-        if other != known[0]:
-            raise LayoutError(
-                f"GlobalDataLoader, {what}: ranks have read {known[0]} and {other}. The parts of one batch must have "
-                "one dtype and shape, up to dim 0: pad in the dataset to a size that does not depend on the batch."
-            )
-    targets = _target_leaves(known[0])
-    described, structure = tree_flatten(known[0])
-    values = tree_leaves(part) if part is not None else [None] * len(described)
+    part = as_tensors(part)
+    known = [found for found in gather(_described(part, len(rows), what), world, what) if found is not None]
+    leaves = [_agreed(several, what) for several in zip(*(tree_leaves(one) for one in known), strict=True)]
+    targets, structure = _target_leaves(known[0]), tree_flatten(known[0])[1]
+    values = tree_leaves(part) if part is not None else [None] * len(leaves)
     made = [
-        _label(value, leaf, rows, num_rows, layouts.targets if is_target else layouts.inputs, world)
-        for value, leaf, is_target in zip(values, described, targets, strict=True)
+        _made(value, leaf, rows, num_rows, layouts.targets if is_target else layouts.inputs, world)
+        for value, leaf, is_target in zip(values, leaves, targets, strict=True)
     ]
     return tree_unflatten(made, structure)
 
 
-def _describe(leaf: Any, num_rows: int, what: str) -> _Leaf:
-    if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0 or leaf.shape[0] != num_rows:
+def _described(part: Any, num_rows: int, what: str) -> Any:
+    """Every leaf of a rank's part as a ``_Leaf`` or as ``_Shared``; None of no part."""
+    if part is None:
+        return None
+    is_clear = count_samples(tree_leaves(part)) == num_rows
+
+    def describe(leaf: Any) -> _Leaf | _Shared:
+        if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == num_rows:
+            return _Leaf(leaf.dtype, tuple(leaf.shape[1:]))
+        if isinstance(leaf, torch.Tensor) and (is_clear or not leaf.dim()):
+            return _Shared(leaf)
+        if isinstance(leaf, Number) or leaf is None:
+            return _Shared(leaf)
         found = f"a tensor {tuple(leaf.shape)}" if isinstance(leaf, torch.Tensor) else f"a {type(leaf).__name__}"
         raise LayoutError(
             f"GlobalDataLoader, {what}: collate_fn made {found} of {num_rows} samples. A global batch is made of "
-            "tensors with one row per sample: leave everything else out of the dataset or in collate_fn."
+            "tensors with one row per sample, and of what all samples share: leave everything else out of the dataset "
+            "or in collate_fn."
         )
-    return _Leaf(leaf.dtype, tuple(leaf.shape[1:]))
+
+    return tree_map(describe, part)
+
+
+def _agreed(several: Sequence[_Leaf | _Shared], what: str) -> _Leaf | _Shared:
+    """One leaf as all ranks that read it know it; it is shared if it is so on any of them."""
+    first = next((one for one in several if isinstance(one, _Shared)), several[0])
+    for other in several:
+        if first != other:
+            raise LayoutError(
+                f"GlobalDataLoader, {what}: ranks have read {first} and {other}. The parts of one batch must have "
+                "one dtype and shape, up to dim 0, and what all samples share one value: pad in the dataset to a size "
+                "that does not depend on the batch."
+            )
+    return first
 
 
 def _target_leaves(described: Any) -> list[bool]:
@@ -263,9 +317,12 @@ def _target_leaves(described: Any) -> list[bool]:
     return [False] * len(tree_leaves(described))
 
 
-def _label(
-    value: torch.Tensor | None, leaf: _Leaf, rows: torch.Tensor, num_rows: int, layout: Layout, world: World
-) -> GlobalTensor:
+def _made(
+    value: torch.Tensor | None, leaf: _Leaf | _Shared, rows: torch.Tensor, num_rows: int, layout: Layout, world: World
+) -> Any:
+    """One entry of the batch: a global tensor, or what all samples share, as it is."""
+    if isinstance(leaf, _Shared):
+        return leaf.value.to(world.device) if isinstance(leaf.value, torch.Tensor) else leaf.value
     spec = spec_of(world, layout, (num_rows, *leaf.shape))
     if spec.is_ghost:
         return label(ghost_storage(spec.shape, leaf.dtype, world.device), spec)

@@ -57,7 +57,7 @@ def layer_costs(
 
 def first_batch(dataset: Any, loss_fn: Callable[..., Any] | None) -> Batch:
     """Two samples of a data set as a batch: what of them goes to the model, what to the loss, and their shape."""
-    from workbench.runtime.runs.job import first_batch as take
+    from workbench.runtime.samples import first_batch as take
 
     return take(dataset, loss_fn)
 

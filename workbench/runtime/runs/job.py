@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from numbers import Integral
@@ -15,8 +15,9 @@ from torch.utils._pytree import tree_map_only
 
 from workbench.core.verdict import WEIGHT_STEPS, Tolerance
 from workbench.errors import RunError
-from workbench.runtime.batches import Batch, LossFunction, as_columns, as_tensors, collate, num_samples
+from workbench.runtime.batches import Batch, LossFunction, as_tensors
 from workbench.runtime.runs.changes import disturb
+from workbench.runtime.samples import first_batch, num_samples_of, take
 
 WARM_UP_STEPS = 3
 """Steps that plan and cache; left out of throughput."""
@@ -125,44 +126,6 @@ class RankResult:
     layer_backward_s: dict[str, float] = field(default_factory=dict)
 
 
-def num_samples_of(dataset: Any) -> int:
-    """Samples in a data set.
-
-    Raises:
-        RunError: tensors of unlike numbers of samples.
-    """
-    columns = _columns_of(dataset)
-    return len(dataset) if columns is None else num_samples(columns)
-
-
-def take(dataset: Any, indices: torch.Tensor) -> Any:
-    """The samples at ``indices``, as a batch of tensors.
-
-    >>> take({"x": torch.ones(9, 3), "label": [0, 1] * 4 + [0]}, torch.arange(3))["label"]
-    tensor([0, 1, 0])
-    """
-    columns = _columns_of(dataset)
-    if columns is None:
-        return collate([dataset[int(index)] for index in indices])
-    rows = num_samples(columns)
-    return tree_map_only(
-        torch.Tensor, lambda part: part[indices] if part.dim() and part.shape[0] == rows else part, columns
-    )
-
-
-def first_batch(dataset: Any, loss_fn: LossFunction | None, num_samples: int = 2) -> Batch:
-    """The first samples of a data set, as many as there are up to ``num_samples``."""
-    indices = torch.arange(min(num_samples, num_samples_of(dataset)))
-    return Batch.of(take(dataset, indices), loss_fn)
-
-
-def _columns_of(dataset: Any) -> Any:
-    """A data set whose samples all lie in tensors, as these tensors; None for one that is read sample by sample."""
-    if isinstance(dataset, torch.utils.data.TensorDataset):
-        return dataset.tensors
-    return as_columns(dataset) if isinstance(dataset, (tuple, Mapping)) else None
-
-
 @contextmanager
 def watch_draws() -> Iterator[Callable[[], bool]]:
     """A context whose value says whether torch's default generator was drawn from; no other job is seeded meanwhile."""
@@ -181,8 +144,5 @@ __all__ = [
     "Job",
     "RankResult",
     "checked_step",
-    "first_batch",
-    "num_samples_of",
-    "take",
     "watch_draws",
 ]
