@@ -189,3 +189,30 @@ def test_compare_runs_a_file_end_to_end(job_file: Path, capsys: pytest.CaptureFi
     said = capsys.readouterr().out
     assert code == 0, said
     assert "All 2 strategies train as one device does." in said
+
+
+OWN_LOSS = """
+import torch
+from torch import nn
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(11, 6), nn.Linear(6, 11)
+
+    def forward(self, ids, labels):
+        logits = self.head(self.table(ids))
+        return logits, nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+model_fn = Words
+dataset = {"ids": torch.arange(60).view(12, 5) % 11, "labels": torch.arange(1, 61).view(12, 5) % 11}
+"""
+
+
+@pytest.mark.engines
+def test_compare_runs_a_model_with_its_own_loss(job_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job_file.write_text(OWN_LOSS)
+    code = main(["compare", str(job_file), "data", "pipeline", "--steps", "3", "--batch", "7"])
+    said = capsys.readouterr().out
+    assert code == 0, said
+    assert "All 2 strategies train as one device does." in said

@@ -14,6 +14,7 @@ from traitlets.config import Config
 
 from tests.ui.models import GPT_HYBRID, gpt
 from tests.ui.reports import FakeTrainer
+from workbench.core.strategy import Strategy
 from workbench.cost.hardware import Hardware
 from workbench.cost.hardware_files import load_hardware
 from workbench.errors import HardwareError, SessionError, StrategyError
@@ -367,3 +368,19 @@ def test_a_real_model_is_counted_on_metadata():
     assert upper(panel).grid.view["end"]["label"] == "cross_entropy"
     estimate = panel.estimate()
     assert estimate is not None and estimate.boxed_bytes > 0
+
+
+def test_a_model_with_its_own_loss_is_counted_on_metadata():
+    import torch
+
+    from tests.models.zoo import batch_for, make
+
+    costs = {}
+    for way in ("dict", "tuple"):
+        data = batch_for("gpt2") if way == "dict" else (batch_for("gpt2"), torch.zeros(5, dtype=torch.long))
+        loss_fn = None if way == "dict" else lambda output, targets: output.loss + 0 * targets.sum()
+        rows = {"transformer.h.*": "model"}
+        panel = Panel(None, lambda: make("gpt2"), data, loss_fn, hardware="h200", num_ranks=2, strategy=rows)
+        assert panel.strategy == Strategy(rows)
+        costs[way] = panel.estimate()
+    assert costs["dict"].compute_s == pytest.approx(costs["tuple"].compute_s, rel=0.05)

@@ -44,6 +44,30 @@ MODELS = {
 }
 
 
+def test_a_model_with_its_own_loss():
+    from tests.models.zoo import batch_for, make
+
+    batch, models = batch_for("gpt2", size=6), [make("gpt2") for _ in range(2)]
+    rows = {"*": "data", "transformer.h.*": "model"}
+
+    def program(rank):
+        model, world = parallelize(models[rank], rows), current()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        world.traffic.reset()
+        forward_backward(model, inputs=batch)
+        optimizer.step()
+        return world.traffic.sent_bytes
+
+    def on_meta(attention="eager"):
+        model = make("gpt2", attention)
+        return type(model)(model.config)
+
+    assert tuple(run_ranks(program, 2)) == dry_run(on_meta, rows, 2, batch).sent_bytes
+    masked = {**batch, "attention_mask": torch.ones(6, 7, dtype=torch.long)}
+    with pytest.raises(StrategyError, match=r"reads values of tensors.*attention_mask"):
+        dry_run(lambda: on_meta("sdpa"), rows, 2, masked)
+
+
 def really_sent(name, strategy, num_ranks, batch_size=8):
     """Bytes that simulated ranks send in a step, and by rank."""
     make, inputs, targets, loss_fn = MODELS[name]

@@ -29,6 +29,7 @@ from workbench.core.boxing import LinkCost
 from workbench.core.presets import StrategyLike, strategy_of
 from workbench.core.rows import Layer
 from workbench.core.strategy import ResolvedLayer, ResolvedStrategy, Strategy
+from workbench.errors import StrategyError
 from workbench.runtime import methods  # noqa: F401 - completes GlobalTensor
 from workbench.runtime.batches import Batch, LossFunction
 from workbench.runtime.parallel import describe, parallelize
@@ -94,7 +95,7 @@ def dry_run(
         cost: of the link that boxing decides by: routes, and in how many steps sums are made.
 
     Raises:
-        StrategyError: the strategy does not fit the model or the number of ranks.
+        StrategyError: the strategy does not fit the model or the number of ranks, or the forward reads values.
 
     >>> batch = torch.empty(8, 4), torch.empty(8, dtype=torch.int64)
     >>> run = dry_run(lambda: nn.Linear(4, 6), "data", 2, *batch, nn.functional.cross_entropy)
@@ -230,6 +231,20 @@ class _Watcher:
         return found
 
 
+@contextmanager
+def _telling_of_values() -> Iterator[None]:
+    """Metadata has no values; say so where a forward asks for some."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "meta tensors" not in str(error):
+            raise
+        raise StrategyError(
+            f"dry_run: the forward reads values of tensors, and on metadata there are 0 ({error}). Compute it from "
+            "shapes, or leave the input out: models of transformers look whether an attention_mask hides anything."
+        ) from error
+
+
 @dataclass(frozen=True)
 class _Program:
     """A training step, as one rank of many runs it."""
@@ -286,7 +301,8 @@ class _Program:
             model, optimizer = self._made(strategy)
             world.tracer = watcher
             world.traffic.reset()
-            forward_backward(model, self.loss_fn, *batch)
+            with _telling_of_values():
+                forward_backward(model, self.loss_fn, *batch)
             optimizer.step()
             sent = watcher.sent
             return sent, _sum_of(dict(world.traffic.by_kind), sent.get(rank, {}), -1)
