@@ -40,7 +40,7 @@ TRAFFIC = {
     "cumsum": (lambda x: x.cumsum(0), (1, ROW), (1, ROW)),
     "layer_norm": (lambda x: F.layer_norm(x.T, (ROWS,)), (1, 3 * ROW), (1, 3 * ROW)),
     "rms_norm": (lambda x: F.rms_norm(x.T, (ROWS,)), (1, ROW), (1, ROW)),
-    "batch_norm": (lambda x: F.batch_norm(x, None, None, training=True), (1, 3 * ROW), (1, 3 * ROW)),
+    "batch_norm": (lambda x: F.batch_norm(x, None, None, training=True), (1, 2 * ROW), (1, 2 * ROW)),
     "cross_entropy of rows": (lambda x: F.cross_entropy(x, torch.zeros(ROWS, dtype=torch.int64)), (0, 0), (0, 0)),
     "cross_entropy of classes": (lambda x: F.cross_entropy(x.T, TARGETS), (2, 4 * ROW), (1, 3 * ROW)),
     "nll_loss of classes": (lambda x: F.nll_loss(x.T, TARGETS), (0, 0), (0, 0)),

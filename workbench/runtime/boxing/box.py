@@ -157,9 +157,6 @@ class _Box(torch.autograd.Function):
         grad = grads[0]
         if grad is None:  # a ghost's gradient, or none at all: either way this rank contributes nothing
             grad = spread_zero(incoming.local_shape, dtype, device)
-        tracer = source.world.tracer
-        if tracer is not None:
-            tracer.add(site or tracer.site(), "backward", _plan(incoming, outgoing, grad), dtype)
         result = box_gradient(grad, incoming, outgoing, tag | 1, site)
         # A ghost has no gradient to keep, and autograd would clone one for a leaf into full storage; only a gradient
         # that is differentiated again must be linked to this boxing.
@@ -177,7 +174,10 @@ def _apply_box(*args: Any) -> torch.Tensor:
 
 
 def box_gradient(grad: torch.Tensor, incoming: Spec, outgoing: Spec, tag: int, site: Any = None) -> torch.Tensor:
-    """The boxing of a gradient, linked to it where it is differentiated again."""
+    """The boxing of a gradient, linked to it where it is differentiated again; ``site`` is its line in traces."""
+    tracer = incoming.world.tracer
+    if tracer is not None:
+        tracer.add(site or tracer.site(), "backward", _plan(incoming, outgoing, grad), grad.dtype)
     if torch.is_grad_enabled():
         return _apply_box(grad, incoming, outgoing, tag, site)
     return exchange_between(incoming, outgoing, grad.dtype).run(grad, tag)

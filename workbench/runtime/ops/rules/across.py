@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from workbench.core.boxing import plan_boxing
 from workbench.core.layout import Layout, Shape
 from workbench.core.sbp import Partial, Split, broadcast
 from workbench.runtime.boxing.box import box_gradient, box_implicitly
@@ -205,10 +204,6 @@ class _Known(torch.autograd.Function):
         source, target, tag, dtype, device = ctx.boxing
         incoming, outgoing = target.dual, source.dual
         grad = grads[0] if grads[0] is not None else spread_zero(incoming.local_shape, dtype, device)
-        tracer = source.world.tracer
-        if tracer is not None:
-            plan = plan_boxing(incoming.layout, outgoing.layout, incoming.shape, grad.element_size())
-            tracer.add(tracer.site(), "backward", plan, dtype)
         result = box_gradient(grad, incoming, outgoing, tag | 1)
         is_lost = outgoing.is_ghost and not torch.is_grad_enabled()
         return (None if is_lost else result), None, None, None, None

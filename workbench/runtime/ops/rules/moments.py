@@ -51,10 +51,10 @@ def moments(x: GlobalTensor, dims: Sequence[int]) -> tuple[GlobalTensor, GlobalT
             rest = (t - mean).mean(listed, keepdim=True) if t.numel() else torch.zeros_like(mean)
         return torch.stack([mean, square, rest])
 
-    layout, gathered = (_behind_new_dim(each) for each in (stages.layout, stages.gathered))
+    layout, gathered = (behind_new_dim(each) for each in (stages.layout, stages.gathered))
     rows_shape = (2 + sends_rest, *stages.rows_shape)
     rows = on_shards(rows_of, [x], [stages.layout], [(layout, rows_shape, dtype)], "var")
-    share = _shares(x, stages, dtype)
+    share = shares_of(x, stages, dtype)
 
     def combine(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         weight = share.to(rows.device)
@@ -81,12 +81,12 @@ def _own_moments(t: torch.Tensor, dims: list[int]) -> tuple[torch.Tensor, torch.
     return mean, variance
 
 
-def _behind_new_dim(layout: Layout) -> Layout:
+def behind_new_dim(layout: Layout) -> Layout:
     """The layout of a stack of tensors along a new first dim."""
     return layout.with_sbp(tuple(Split(e.dim + 1) if isinstance(e, Split) else e for e in layout.sbp))
 
 
-def _shares(x: GlobalTensor, stages: Stages, dtype: torch.dtype) -> torch.Tensor:
+def shares_of(x: GlobalTensor, stages: Stages, dtype: torch.dtype) -> torch.Tensor:
     """The part of the reduced elements that each shard has, in the shape of the rows."""
     shares = torch.ones([1] * len(stages.rows_shape), dtype=dtype)
     for dim in stages.dims:

@@ -1,4 +1,4 @@
-"""Norms: layer, rms, group, instance, batch. Their moments are those of the logical tensor.
+"""Norms: layer, rms, group, instance (``batch_norm`` is beside). Their moments are those of the logical tensor.
 
 Where what is averaged over lies whole on every rank, torch's own function runs on the shards; else the moments come
 from ``moments``, one exchange of two rows per rank, and the rest works element by element.
@@ -16,12 +16,12 @@ import torch.nn.functional as F
 from workbench.core.layout import Layout
 from workbench.core.rules import Signature
 from workbench.core.sbp import Sbp, Split, broadcast
-from workbench.runtime.boxing.box import box_implicitly
 from workbench.runtime.entry import enter_as_broadcast
 from workbench.runtime.ops.equation_text import term
 from workbench.runtime.ops.local import whole
 from workbench.runtime.ops.registry import Call, LocalFunction, Resolution, composite, rule
 from workbench.runtime.ops.rules.across import complete, on_shards, splits, stages_of, terms
+from workbench.runtime.ops.rules.batch_norm import move_running
 from workbench.runtime.ops.rules.moments import accumulation_dtype, moments
 from workbench.runtime.tensor import GlobalTensor, Spec
 
@@ -167,40 +167,9 @@ def instance_norm(
     x = whole(input)
     mean, variance = moments(x, list(range(2, input.dim())))
     if running_mean is not None:
-        _update(running_mean, mean, momentum, 1.0)
-        _update(running_var, variance, momentum, count / (count - 1))
+        move_running(running_mean, mean.detach().mean(0).reshape(-1), momentum)
+        move_running(running_var, variance.detach().mean(0).reshape(-1) * (count / (count - 1)), momentum)
     return _normalize_channels(x, mean, variance, weight, bias, eps, "instance_norm")
-
-
-@rule("batch_norm", parameters="input running_mean running_var weight bias training momentum eps")
-def _batch_norm_frozen(call: Call) -> Resolution | None:
-    """With given statistics every channel is on its own."""
-    if call.arg(5, "training", False) or len(call.shapes[0]) < 2:
-        return None
-    return Resolution(f"nc...{', c' * (len(call.operands) - 1)} -> nc...", filled="nc")
-
-
-@composite("batch_norm")
-def batch_norm(
-    input: Any, running_mean: Any = None, running_var: Any = None, weight: Any = None, bias: Any = None,
-    training: bool = False, momentum: float = 0.1, eps: float = 1e-5, *_: Any,
-) -> Any:  # fmt: skip
-    """Batch norm from the moments of the logical batch, so that data parallelism gives one device's numbers."""
-    if not training or type(input) is not GlobalTensor or input.dim() < 2:
-        return NotImplemented
-    shape = input._spec.shape
-    count = math.prod(shape) // max(1, shape[1])
-    if count == 1:
-        raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.shape}")
-    if 0 in shape:
-        return NotImplemented
-    x = whole(input)
-    mean, variance = moments(x, [dim for dim in range(len(shape)) if dim != 1])
-    if running_mean is not None:
-        _update(running_mean, mean, momentum, 1.0)
-    if running_var is not None:
-        _update(running_var, variance, momentum, count / (count - 1))
-    return _normalize_channels(x, mean, variance, weight, bias, eps, "batch_norm")
 
 
 def _normalize_channels(
@@ -222,18 +191,6 @@ def _normalize_channels(
 
     layouts = [layout, _aligned(layout, x, mean), _aligned(layout, x, variance), *[per_channel] * len(weights)]
     return on_shards(local, [x, mean, variance, *weights], layouts, [(layout, x._spec.shape, dtype)], name)[0]
-
-
-def _update(running: Any, batch: GlobalTensor, momentum: float, correction: float) -> None:
-    """Move a running statistic towards the batch's; over the samples of a batch, towards their mean."""
-    with torch.no_grad():
-        value: Any = batch.detach()
-        if batch._spec.shape[0] > 1:
-            value = value.mean(0)
-        value = value.reshape(-1).to(running.dtype)
-        if type(running) is GlobalTensor:
-            value = box_implicitly(value, whole(running)._spec.layout, "batch_norm")
-        running.mul_(1 - momentum).add_(value, alpha=momentum * correction)
 
 
 @rule("_weight_norm", parameters="v g dim")
