@@ -13,9 +13,8 @@ from typing import NamedTuple
 from workbench.core.layout import balanced_bounds
 from workbench.core.model_costs import LayerCost
 from workbench.core.pairing import COLUMN_NAMES
-from workbench.core.route import WORTHWHILE
 from workbench.core.strategy import ResolvedLayer
-from workbench.cost.collectives import DUAL, exchange_s, kind_of, received_parts
+from workbench.cost.collectives import DUAL, exchange_s, kind_of, received_parts, summed_bytes
 from workbench.cost.entries import TABLE, input_entry, left_entry, raw_entry
 from workbench.cost.setting import Setting
 
@@ -98,21 +97,9 @@ def splits_words(row: LayerCost, choice: ResolvedLayer, following: ResolvedLayer
 
 def _exchange(change: tuple[str, str, float], setting: Setting) -> Exchange:
     source, target, size = change
-    parts = received_parts(source, target, setting.model)
-    if (source, target) == ("P", "B") and _is_one_shot(size, setting):
-        parts = setting.model - 1
-    return Exchange(kind_of(source, target), parts * size)
-
-
-def _is_one_shot(size: float, setting: Setting) -> bool:
-    """Whether every rank adds up all terms by itself: more bytes, but one start. As boxings are routed at run time."""
-    t, hardware = setting.model, setting.hardware
-    if size > hardware.one_shot_bytes:
-        return False
-    link = hardware.link(t)
-    others, bandwidth = (t - 1) * size, link.bandwidth_bytes_per_s
-    two_steps = 2 * link.latency_s + 2 * others / t / bandwidth
-    return t == 2 or two_steps >= WORTHWHILE * (link.latency_s + others / bandwidth)
+    if (source, target) == ("P", "B"):
+        return Exchange(kind_of(source, target), summed_bytes(setting.hardware, size, setting.model))
+    return Exchange(kind_of(source, target), received_parts(source, target, setting.model) * size)
 
 
 def are_siblings(one: Neighbour, two: Neighbour) -> bool:

@@ -12,6 +12,7 @@ of the whole activation (of one data-parallel rank) on t ranks, every rank recei
 
 from __future__ import annotations
 
+from workbench.core.route import WORTHWHILE
 from workbench.cost.hardware import Hardware
 
 DUAL = {"B": "P", "P": "B"}
@@ -30,6 +31,20 @@ def received_parts(source: str, target: str, num_ranks: int) -> float:
     if target == "B":
         return 2 * others if source == "P" else others
     return others if source == "P" else others / num_ranks
+
+
+def summed_bytes(hardware: Hardware, num_bytes: float, num_ranks: int) -> float:
+    """What a rank receives for a sum of ``num_bytes``, as boxings are routed at run time.
+
+    Of few bytes every rank adds up all terms by itself: more bytes, but one start.
+    """
+    others, link = (num_ranks - 1) * num_bytes, hardware.link(num_ranks)
+    two_steps = 2 * link.latency_s + 2 * others / num_ranks / link.bandwidth_bytes_per_s
+    one_step = link.latency_s + others / link.bandwidth_bytes_per_s
+    is_one_shot = num_ranks == 2 or two_steps >= WORTHWHILE * one_step
+    if num_bytes <= hardware.one_shot_bytes and is_one_shot:
+        return others
+    return received_parts("P", "B", num_ranks) * num_bytes
 
 
 def kind_of(source: str, target: str) -> str:
@@ -82,4 +97,4 @@ def exchange_s(
     return latency + num_hops * link.hop_s + num_bytes / bandwidth
 
 
-__all__ = ["DUAL", "change_s", "exchange_s", "group_link", "kind_of", "received_parts"]
+__all__ = ["DUAL", "change_s", "exchange_s", "group_link", "kind_of", "received_parts", "summed_bytes"]

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from workbench.core.model_costs import ModelCosts
 from workbench.core.strategy import ResolvedStrategy
-from workbench.cost.collectives import exchange_s
+from workbench.cost.collectives import exchange_s, summed_bytes
 from workbench.cost.layers import HALF
 from workbench.cost.setting import Setting
 from workbench.cost.stages import StagePrice
@@ -31,9 +31,8 @@ _PASSES = 8
 waits for these also where an exchange runs beside it. Chosen among 4, 6 and 8 by published runs of FSDP."""
 _NEXT_TO_NOTHING = 1.0
 """Bytes of an exchange of which only the start counts."""
-_STATISTICS = {4: 3 * 4, 2: 2 * 4}
-"""Bytes of a channel's mean, variance, and of what its mean lacks where samples are not in 16 bits, by those of an
-element."""
+_STATISTICS_BYTES = 2 * 4
+"""Of a channel's mean and variance forward, and of its gradient's two sums backward."""
 _MASTER_PASSES = 6 + 8 + 12 + 6
 """Of 16-bit gradients and 32-bit weights: gradients to 32 bits, looked through for infinities, measured and clipped,
 weights back to 16 bits."""
@@ -85,7 +84,7 @@ def statistics_of(
 ) -> list[tuple[float, float]]:
     """For every stage, what batch norms exchange of one micro-batch where samples are split: (seconds, bytes received).
 
-    Forward, every rank gets sums, squares and counts of all channels from each other one; backward, their gradients.
+    Forward, every rank gathers mean and variance of all channels from each other one; backward, two sums are added.
     """
     found = [(0.0, 0.0)] * len(settings)
     for row, choice in zip(model.rows, strategy.layers, strict=True):
@@ -94,11 +93,13 @@ def statistics_of(
         setting = settings[choice.stage]
         is_split = choice.parallel == "data"
         size, stride = (setting.data * setting.model, 1) if is_split else (setting.data, setting.model)
-        one_way = _STATISTICS[4 if row.itemsize * setting.scale >= 4 else 2] * row.output_shape[0] * (size - 1)
-        times = 3 if setting.recompute else 2
-        seconds = exchange_s(setting.hardware, one_way, size, stride, "all-gather")
+        own = _STATISTICS_BYTES * row.output_shape[0]
+        times = 2 if setting.recompute else 1
+        forward, backward = own * (size - 1), summed_bytes(setting.hardware, own, size)
+        seconds = times * exchange_s(setting.hardware, forward, size, stride, "all-gather")
+        seconds += exchange_s(setting.hardware, backward, size, stride, "all-reduce")
         before = found[choice.stage]
-        found[choice.stage] = before[0] + times * seconds, before[1] + times * one_way
+        found[choice.stage] = before[0] + seconds, before[1] + times * forward + backward
     return found
 
 

@@ -62,7 +62,7 @@ def gradient_sums(dy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, invstd:
         return torch.stack([sums[0], sums[1] * invstd])
     # The training kernel, asked for the sums only; it takes the statistics as they are.
     _, of_weight, of_bias = _backward(dy, x, None, None, None, mean, invstd, True, 0.0, [False, True, True])
-    return torch.stack([of_bias, of_weight])
+    return torch.stack([of_bias, of_weight]).to(mean.dtype)
 
 
 def input_gradient(
