@@ -140,11 +140,11 @@ class LabPage:
         figure = self.page.locator(".wb-live-view .js-plotly-plot").first
         figure.wait_for(state="attached", timeout=timeout_s * SECONDS)
         figure.scroll_into_view_if_needed()
-        self.page.wait_for_selector(f".wb-live-view .wb-state.{word}", timeout=timeout_s * SECONDS)
+        self.page.wait_for_selector(f".wb-panel .wb-state.{word}", timeout=timeout_s * SECONDS)
 
     def wait_for_step(self, step: int, timeout_s: float = 150) -> None:
         """Wait until the run itself has come so far (one device may come first)."""
-        script = """step => [...document.querySelectorAll('.wb-live-view .wb-state:not(.first)')].some(
+        script = """step => [...document.querySelectorAll('.wb-panel .wb-state:not(.first)')].some(
             state => Number(state.innerText.match(/step (\\d+)/)?.[1] ?? 0) >= step)"""
         self.page.wait_for_function(script, arg=step, timeout=timeout_s * SECONDS)
 
@@ -180,6 +180,12 @@ class LabPage:
         }"""
         return str(self.page.evaluate(script, code))
 
+    def open_tab(self, name: str, number: int = 0) -> None:
+        """Show a part of the panel: strategy, live or compare."""
+        panel = self.page.locator(".wb-panel").nth(number)
+        panel.locator(f"[role='tab'][data-tab='{name}']").click()
+        panel.locator(f".wb-on-{name}").wait_for(timeout=10 * SECONDS)
+
     def unreadable(self) -> list[str]:
         """Texts of the live view that are cut, or lie over one another."""
         return list(self.page.evaluate(UNREADABLE))
@@ -212,7 +218,8 @@ UNREADABLE = """() => {
     const problems = [];
     const shown = [];
     const parts = '.js-plotly-plot svg text, .wb-bar button, .wb-bar .wb-state, .wb-bar .wb-title, .wb-bar .wb-quiet';
-    for (const element of view.querySelectorAll(parts)) {
+    const bar = view.closest('.wb-panel').querySelector(':scope > .wb-stays');
+    for (const element of [view, bar].flatMap(part => [...(part?.querySelectorAll(parts) ?? [])])) {
         const words = element.textContent.trim();
         const box = element.getBoundingClientRect();
         if (!words || !box.width || getComputedStyle(element).visibility === 'hidden') continue;

@@ -33,7 +33,7 @@ def shown(lab_page: LabPage) -> dict[str, Any]:
             strategy: document.querySelector('.wb-panel .wb-text input').value,
             points: Object.fromEntries(plot.data.map(trace => [trace.name, trace.x?.length ?? 0])),
             titles: plot.layout.annotations.slice(0, 5).map(note => note.text),
-            state: text('.wb-live-view .wb-state'),
+            state: text('.wb-panel .wb-state'),
             log: text('.wb-live-view .wb-log'),
             rows: text('.wb-panel .wb-comparison tbody tr'),
         };

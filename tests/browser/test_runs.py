@@ -66,7 +66,7 @@ def lines_at_changes(page: Any) -> int:
 def test_run_change_the_strategy_go_on_and_stop(opened: Any) -> None:
     page = opened.page
     opened.run_button.click()
-    page.wait_for_selector(".wb-live-view .wb-state.first", timeout=150 * SECONDS)
+    page.wait_for_selector(".wb-panel .wb-state.first", timeout=150 * SECONDS)
     opened.wait_for_points("1 device", 1)
     opened.wait_for_step(4)
     opened.wait_for_points("throughput", 3)

@@ -56,20 +56,41 @@ def test_layers_of_equal_blocks_are_one_row():
     assert times["head"].total_s == pytest.approx(0.18)
 
 
-def test_layers_are_bars_the_slowest_first_a_column_per_run():
+def test_of_many_layers_the_slowest_are_drawn_in_the_model_s_order():
+    seconds = {f"{letter}": 0.01 * number for number, letter in enumerate("abcdefghijkl", 1)}
+    html = layers_picture([make_record("data", layer_forward_s=seconds)], {})
+    names = [name for name in seconds if f">{name}<" in html]
+    assert names == list("cdefghijkl") and "2 faster layers not shown" in html
+    assert [html.index(f">{name}<") for name in names] == sorted(html.index(f">{name}<") for name in names)
+
+
+def test_a_layer_s_time_is_its_own():
+    forward = {"(root)": 1.0, "h.0": 0.5, "h.0.fc": 0.4, "head": 0.2}
+    times = layer_times(make_record("data", layer_forward_s=forward))
+    own = {name: round(layer.forward_s, 6) for name, layer in times.items()}
+    assert own == {"(root)": 0.3, "h.0": 0.1, "h.0.fc": 0.4, "head": 0.2}
+
+
+def test_long_names_of_layers_are_not_cut_where_there_is_room():
+    name = "encoder.layer.attention.output.dense"
+    assert f">{name}<" in layers_picture([make_record("data", layer_forward_s={name: 0.1})], {})
+
+
+def test_layers_are_bars_in_the_model_s_order_a_column_per_run():
     fast = {name: seconds / 2 for name, seconds in FORWARD.items() if name != "head"}
     runs = [
         make_record("data", layer_forward_s=FORWARD, layer_backward_s=BACKWARD),
         make_record("model", layer_forward_s=fast, layer_backward_s={}),
     ]
     html = layers_picture(runs, {"model": "my model"})
-    assert html.index(">head<") < html.index(">h.*.fc \u00d72<")
+    assert html.index(">h.*.fc \u00d72<") < html.index(">head<")
     assert ">my model<" in html
-    widths = [
-        float(width) for width in re.findall(r'width="([\d.]+)" height="12.0" style="fill: var\(--wb-forward\)', html)
+    lengths = [float(share) for share in re.findall(r"calc\(\(100% - 56px\) \* ([\d.]+)\)", html)]
+    assert lengths == pytest.approx([0.5, 0.0833, 1.0], abs=1e-3), "90 ms, 15 ms of the other run, 180 ms"
+    assert re.findall(r"width: ([\d.]+)%; background: var\(--wb-(\w+)\)", html)[:2] == [
+        ("33.33", "forward"),
+        ("66.67", "backward"),
     ]
-    assert widths[0] / widths[1] == pytest.approx(2, rel=0.01), "60 ms against 30 ms"
-    assert widths[1] / widths[2] == pytest.approx(2, rel=0.02), "30 ms against 15 ms of the other run"
     assert "\u2013" in html, "the other run has no head"
 
 

@@ -199,7 +199,7 @@ def failure_of(panel: Panel) -> str:
 def assert_over_and_can_run(panel: Panel, error: str) -> None:
     assert panel.wait(10) and not panel.running
     assert isinstance(panel.error, Broken) and error in failure_of(panel) and "<details>" in failure_of(panel)
-    assert "failed" in runs(panel).live.state.value and runs(panel).stop_button.disabled
+    assert "failed" in runs(panel).live.status.state.value and runs(panel).stop_button.disabled
     assert not panel._upper.controls.run.disabled
     panel.run()
     assert failure_of(panel) == "" and panel.error is None
@@ -261,7 +261,7 @@ def test_stop_asks_and_asked_once_more_does_not_wait(panel: Panel, trainer: Fake
     panel.run()
     stop = runs(panel).stop_button
     stop.click()
-    assert panel.running and stop.description == "Stop now" and "stopping" in runs(panel).live.state.value
+    assert panel.running and stop.description == "Stop now" and "stopping" in runs(panel).live.status.state.value
     stop.click()
     assert panel.wait(10) and trainer.runs[-1].orders == ["stop", "interrupt"] and stop.description == "Stop"
 

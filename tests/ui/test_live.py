@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import plotly.graph_objects as go
@@ -196,8 +197,8 @@ def view() -> LiveView:
 def test_a_view_shows_state_progress_and_log(view: LiveView):
     view.tick(1)
     view.add([block(0, (2.0, 1.5), memory=MEMORY), spans(0), spans(1)])
-    assert "step 2 of 10" in view.state.value and view.progress.value == 2
-    assert "20 %" in view.elapsed.value and "400 ms so far, 1.60 s left" in view.elapsed.value, (
+    assert "step 2 of 10" in view.status.state.value and view.status.progress.value == 2
+    assert "20 %" in view.status.elapsed.value and "400 ms so far, 1.60 s left" in view.status.elapsed.value, (
         "without what came before"
     )
     assert "data: *: data" in view.log_part.lines.value and "step 2" in view.log_part.lines.value
@@ -302,25 +303,99 @@ def test_names_that_are_texts_have_room_beside_the_change(view: LiveView):
 def test_a_pause_stops_the_clock(view: LiveView):
     view.tick(1)
     view.add([block(0, (2.0,)), RunEvent("paused", 1)])
-    assert "paused" in view.state.value and len(marks(view.figure, "annotations", "pause")) == 2
+    assert "paused" in view.status.state.value and len(marks(view.figure, "annotations", "pause")) == 2
     view.tick(50)
     view.add([RunEvent("running", 1)])
     assert not marks(view.figure, "annotations", "pause")
     view.tick(1)
     view.add([block(1, (2.0,))])
-    assert "1.20 s so far" in view.elapsed.value and "running" in view.state.value
+    assert "1.20 s so far" in view.status.elapsed.value and "running" in view.status.state.value
 
 
 def test_the_end_shows_the_record(view: LiveView):
     view.add([block(0, (2.0,))])
     view.finish(make_record("data"))
-    assert "stopped" in view.state.value and len(trace(view.figure, "throughput").x) == 3
+    assert "stopped" in view.status.state.value and len(trace(view.figure, "throughput").x) == 3
     assert "5\u202f000 samples/s, median" in titles(view.figure)[0]
+
+
+def test_what_was_stopped_has_no_time_left(view: LiveView):
+    view.tick(1)
+    view.add([block(0, (2.0,))])
+    assert " left" in view.status.elapsed.value
+    view.finish(make_record("data"))
+    assert "left" not in view.status.elapsed.value and "so far" not in view.status.elapsed.value
+
+
+def test_the_state_is_shown_while_only_the_bar_is_in_sight(view: LiveView):
+    outside = LiveView(2, has_status=False)
+    outside.begin("data", "*: data", 10)
+    assert not any(
+        part in bar.children
+        for bar in outside.box.children
+        if hasattr(bar, "children")
+        for part in outside.status.parts
+    )
+    outside.link._receive(None, {"event": "visible", "value": False}, None)
+    outside.add([block(0, (2.0,))])
+    assert "step 1 of 10" in outside.status.state.value and outside.status.progress.value == 1
+    assert len(trace(outside.figure, "throughput, newest").x) == 0, "its tab is closed"
+    outside.see_status(False)
+    outside._drawn_s["progress"] = 0.0
+    outside.add([block(1, (2.0,))])
+    assert "step 1 of 10" in outside.status.state.value, "nobody sees the bar either"
+    outside._drawn_s["progress"] = 0.0
+    outside.see_status(True)
+    assert "step 2 of 10" in outside.status.state.value
+
+
+def test_predicted_is_in_the_legend_only_where_something_is(view: LiveView):
+    def legend() -> str:
+        return view.figure.layout.annotations[live_layout.RATE_LEGEND].text
+
+    assert "median of 1 s" in legend() and "predicted" not in legend()
+    view.expect(None)
+    assert "predicted" not in legend()
+    view.expect(SimpleNamespace(samples_per_s=500.0, timeline=None))
+    assert "predicted" in legend()
+    view.use(DARK)
+    assert "predicted" in legend() and DARK.muted in legend()
+    view.begin("model", "*: model", 10)
+    assert "predicted" not in legend()
+
+
+def test_the_loss_can_be_seen_on_a_log_scale(view: LiveView):
+    axis = view.figure.layout.yaxis2
+    assert (axis.type, axis.rangemode) == ("linear", "tozero")
+    view.log_scale.value = True
+    assert view.figure.layout.yaxis2.type == "log"
+    view.begin("model", "*: model", 10)
+    assert view.figure.layout.yaxis2.type == "log", "the next run, too"
+    view.log_scale.value = False
+    assert view.figure.layout.yaxis2.type == "linear"
+
+
+def test_memory_of_no_kind_is_drawn_up_to_the_peak():
+    figure = live_figure.live_figure(2, 10)
+    history = History(10, 2)
+    history.add([block(0, (2.0,), memory=({"parameters": 2_000_000, "peak": 5_000_000},) * 2)])
+    live_figure.show_memory(figure, history)
+    other = trace(figure, "other")
+    assert list(other.base) == [2.0, 2.0] and list(other.x) == [3.0, 3.0]
+    assert "hatched: other" in figure.layout.annotations[2].text
+
+
+def test_what_comes_first_has_its_own_number_of_steps(view: LiveView):
+    view.add_one_device(block(0, (3.0, 2.0), num_steps=5))
+    assert (view.status.progress.value, view.status.progress.max) == (2, 5)
+    view.tick(1)
+    view.add([block(0, (2.0,))])
+    assert (view.status.progress.value, view.status.progress.max) == (1, 10)
 
 
 def test_a_failure_is_shown_once(view: LiveView):
     view.fail(RuntimeError("rank 1 <died>"))
-    assert "rank 1 &lt;died&gt;" in view.failure.value and "failed" in view.state.value
+    assert "rank 1 &lt;died&gt;" in view.failure.value and "failed" in view.status.state.value
 
 
 def test_a_new_run_starts_from_an_empty_figure(view: LiveView):
@@ -349,20 +424,21 @@ def test_an_unknown_number_of_steps_needs_no_progress_bar():
     view = LiveView(2)
     view.begin("own loop", "", 0)
     view.add([block(0, (2.0,), num_steps=0)])
-    assert view.progress.layout.visibility == "hidden" and "step 1<" in view.state.value
+    assert view.status.progress.layout.visibility == "hidden" and "step 1<" in view.status.state.value
 
 
 def test_one_device_is_seen_while_it_trains_before_the_run(view: LiveView):
     view.tick(1)
     view.add_one_device(block(0, (3.0, 2.0), time_s=(0.1,), boxing_s=(0.0,)))
-    assert "one device first" in view.state.value and "step 2 of 10, 1\u202f000 samples/s" in view.state.value
-    assert list(trace(view.figure, "1 device").y) == [3.0, 2.0] and view.progress.value == 2
+    assert "one device first: <b>step 2 of 10<" in view.status.state.value
+    assert "20 %</b> 1\u202f000 samples/s, 800 ms left" in view.status.elapsed.value
+    assert list(trace(view.figure, "1 device").y) == [3.0, 2.0] and view.status.progress.value == 2
     view.tick(1)
     view.add_one_device(block(2, (1.0,), time_s=(0.1,), boxing_s=(0.0,)))
     assert list(trace(view.figure, "1 device").y) == [3.0, 2.0, 1.0]
     view.tick(1)
     view.add([block(0, (3.0,))])
-    assert "step 1 of 10" in view.state.value and view.progress.value == 1
+    assert "step 1 of 10" in view.status.state.value and view.status.progress.value == 1
 
 
 def test_the_throughput_has_a_steady_line(view: LiveView):

@@ -17,7 +17,7 @@ from workbench.ui.page_link import PageLink
 MEMORY = ({"parameters": 2_000_000, "peak": 4_000_000},) * 2
 
 
-@pytest.mark.parametrize("width", [600, 840, 1080, 1176])
+@pytest.mark.parametrize("width", [600, 840, 1080, 1176, 1680])
 def test_panes_share_what_width_there_is(width: int):
     layout = live_figure(4, 10, frame=Frame.within(width)).layout
     assert layout.width == width and layout.height == Frame(width).height(4)
@@ -29,7 +29,7 @@ def test_panes_share_what_width_there_is(width: int):
 
 
 def test_frames_fit_and_are_neither_too_wide_nor_too_narrow():
-    assert [Frame.within(pixels).width for pixels in (100, 847, 1000.5, 1178, 3000)] == [600, 840, 984, 1176, 1176]
+    assert [Frame.within(pixels).width for pixels in (100, 847, 1000.5, 1178, 3000)] == [600, 840, 984, 1176, 1680]
 
 
 def test_a_narrow_page_gets_two_rows_of_panes_and_loses_nothing():
@@ -46,7 +46,7 @@ def test_a_narrow_page_gets_two_rows_of_panes_and_loses_nothing():
     assert {trace.name: len(trace.x) for trace in view.figure.data} == before and before["predicted"] == 2
     assert sorted(str(each.name) for kind in ("shapes", "annotations") for each in view.figure.layout[kind]) == marks
     view.link._receive(None, {"event": "width", "value": 1300}, None)
-    assert view.figure.layout.width == 1176 and "wb-narrow" not in view.box._dom_classes
+    assert view.figure.layout.width == 1296 and "wb-narrow" not in view.box._dom_classes
     view.fit(700)
     view.begin("model", "*: model", 10)
     assert view.figure.layout.width == 696, "the next run, too"

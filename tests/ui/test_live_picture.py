@@ -31,6 +31,21 @@ def test_all_parts_are_drawn_with_their_numbers():
     assert f'height="{WIDE.height(2)}"' in svg
 
 
+def test_the_loss_is_drawn_on_the_scale_that_was_chosen():
+    history = History(10, 1)
+    history.add([block(0, (100.0, 10.0, 1.0), time_s=(0.1,), boxing_s=(0.0,))])
+    lines = list(ElementTree.fromstring(live_picture(history, log_loss=True)).iter("polyline"))
+    heights = [float(point.split(",")[1]) for point in lines[-1].get("points").split()]
+    assert heights[1] - heights[0] == heights[2] - heights[1], "each step is a tenth"
+    assert "100" in texts(live_picture(history)) and "1.00" in texts(live_picture(history, log_loss=True))
+
+
+def test_memory_of_no_kind_is_hatched_up_to_the_peak():
+    history = History(10, 2)
+    history.add([block(0, (2.0,), memory=MEMORY)])
+    assert live_picture(history).count("url(#wb-hatch)") >= 2
+
+
 def test_the_limit_is_a_line_or_a_number_at_the_edge():
     history = History(10, 2)
     history.add([block(0, (2.0,), memory=MEMORY)])

@@ -33,9 +33,9 @@ def test_loops_are_shown_one_after_the_other():
     hear(0, block(0, (2.0, 1.5), num_steps=0))
     hear(0, block(2, (1.25,), num_steps=0))
     hear(-1, RunEvent("ended", 0))
-    assert "own loop 1" in view.live.title.value and "ended <b>last report: step 3" in view.live.state.value
+    assert "own loop 1" in view.live.title.value and "ended <b>last report: step 3" in view.live.status.state.value
     view.live.link._receive(None, {"event": "visible", "value": True, "view": "page"}, [])
-    assert "ended <b>last report: step 3" in view.live.state.value, "also for a page that looks later"
+    assert "ended <b>last report: step 3" in view.live.status.state.value, "also for a page that looks later"
     hear(0, block(0, (2.0,), num_steps=0))
     assert "own loop 2" in view.live.title.value and view.live.history.last_step == 1
     view.close()

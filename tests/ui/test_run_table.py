@@ -232,6 +232,13 @@ def test_any_runs_can_be_shown(runs: list[RunRecord], baseline: RunRecord, tmp_p
     assert len(shown(view.table)) == 1 and "limit 10" in view.table.static_html()
 
 
-def test_nothing_is_shown_before_the_first_run(tmp_path):
-    table = RunTable(saved=SavedRuns(tmp_path))
-    assert table.box.children == () and table.static_html() == ""
+def test_before_the_first_run_runs_of_other_days_can_be_loaded(runs: list[RunRecord], tmp_path):
+    saved = SavedRuns(tmp_path)
+    saved.begin(runs[0]).finish(runs[0])
+    table = RunTable(saved=saved)
+    assert "No finished runs yet" in str(table.box.children[0].children[0].value) and table.static_html() == ""
+    assert table.load_button in table.box.children[0].children
+    table.load_button.click()
+    table.saved_list.value = [table.saved_list.options[0][1]]
+    table.add_button.click()
+    assert len(shown(table)) == 1 and table.page in table.box.children

@@ -86,11 +86,11 @@ def test_pause_and_go_on(part: RunsPart, trainer: FakeTrainer):
     part.run()
     part.pause_button.click()
     assert trainer.runs[0].orders == ["pause"] and part.pause_button.description == "Go on"
-    wait_for(lambda: "paused" in part.live.state.value)
+    wait_for(lambda: "paused" in part.live.status.state.value)
     part.pause()
     part.pause_button.click()
     assert trainer.runs[0].orders == ["pause", "go on"] and part.pause_button.description == "Pause"
-    wait_for(lambda: "running" in part.live.state.value)
+    wait_for(lambda: "running" in part.live.status.state.value)
     finish(part, trainer)
 
 
@@ -141,7 +141,7 @@ def test_a_failed_run_says_why(part: RunsPart, trainer: FakeTrainer):
 def test_a_run_that_was_stopped_before_its_first_step_is_no_failure(part: RunsPart, trainer: FakeTrainer):
     part.run()
     finish(part, trainer, RunStopped("stopped while one device trained, after its step 7"))
-    assert "stopped" in part.live.state.value and "before the first step" in part.live.state.value
+    assert "stopped" in part.live.status.state.value and "before the first step" in part.live.status.state.value
     assert part.live.failure.value == "" and "after its step 7" in part.live.log_part.lines.value
     assert part.runs == [] and part.stop_button.disabled
 

@@ -49,7 +49,7 @@ def test_rows_are_sorted_with_failures_and_one_device_last(runs: list[RunRecord]
     dashes = "|".join("\u2013" * 2)
     assert rows[1] == f"data|*: data|5\u202f000|1.25\u00d7|8.00 MB|1.23 MB|{dashes}|20.0 ms|\u2013|\u2713 2e-7|"
     assert "not run: stage 9 of 2 stages" in rows[3]
-    assert rows[4].endswith("|truth|")
+    assert rows[4].endswith("|reference|")
 
 
 def test_names_from_users_are_escaped(runs: list[RunRecord]):

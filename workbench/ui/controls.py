@@ -77,7 +77,7 @@ def field(text: str, control: widgets.Widget) -> widgets.HBox:
 
 
 class Controls:
-    """All bars above the grid.
+    """All bars above the grid. ``run`` and ``problems`` are in none of them: they belong where they stay in sight.
 
     Args:
         edit: is called with a function of the state for everything that the user does here.
@@ -100,7 +100,7 @@ class Controls:
         self.undo = self._icon("undo", "Undo (Ctrl+Z in the grid)", PanelState.undo)
         self.redo = self._icon("repeat", "Redo (Ctrl+Shift+Z in the grid)", PanelState.redo)
         self.problems = html()
-        self.run = button("Run", run, "wb-primary", icon="play")
+        self.run = button("Run", run, "wb-primary", "wb-run", icon="play")
         self.degrees = {name: self._number(1, 4096) for name in ("pipeline", "data", "model")}
         self.sum = html()
         self.micro_batches = self._number(1, 4096)
@@ -144,7 +144,6 @@ class Controls:
 
     def _lay_out(self, facts: str) -> list[widgets.Widget]:
         pipeline, data, model = self.degrees.values()
-        title = html('<span class="wb-title">Strategy</span>')
         presets = bar(*self.presets.values(), self.planned, css=("wb-group",))
         history = bar(self.undo, self.redo, css=("wb-group",))
         degrees = bar(
@@ -152,15 +151,13 @@ class Controls:
             *(label(_TIMES), label("model"), model, self.sum),
             css=("wb-field",),
         )
-        options = (
-            *(field("micro-batches", self.micro_batches), field("schedule", self.schedule)),
-            html("", "wb-rule"),
-            *(field("ZeRO", self.zero), self.recompute, self.sequence, field("precision", self.precision)),
-        )
+        parts = bar(field("micro-batches", self.micro_batches), field("schedule", self.schedule), css=("wb-field",))
+        memory = (field("ZeRO", self.zero), self.recompute, self.sequence, field("precision", self.precision))
+        groups = (degrees, parts, bar(*memory, css=("wb-field",)))  # what belongs together wraps together
         text = bar(self.text, self.pieces, css=("wb-text-field",))
         return [
-            bar(title, presets, history, html("", "wb-space"), label(facts, "wb-facts"), self.problems, self.run),
-            bar(degrees, html("", "wb-rule"), *options, css=("wb-bar", "wb-wrap")),
+            bar(presets, history, html("", "wb-space"), label(facts, "wb-facts")),
+            bar(*groups, css=("wb-bar", "wb-wrap")),
             bar(label("as text"), text, self.copy),
             self.mistakes,
         ]

@@ -76,7 +76,7 @@ class StrategyPart:
         self.predictions = html("", "wb-predictions-host")
         self.machine = MachineBar(predictor, num_ranks, self.refresh, self._set_num_ranks)
         self.measure = button("Measure this machine", self.calibrate, "wb-measure")
-        self.machine.box.children = [*self.machine.box.children, self.measure]
+        self.machine.which.children = [*self.machine.which.children, self.measure]
         self._in_thread = guarded(self._measure)
         self.planner = PlannerPart(predictor, self._take_plan, self.refresh, search)
         below = (self.machine.box, self.predictions, self.planner.box)

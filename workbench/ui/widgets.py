@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ipywidgets as widgets
@@ -19,8 +19,10 @@ from workbench.cost.hardware import Hardware
 from workbench.errors import SessionError
 from workbench.session.comparing.saved_runs import SavedRuns
 from workbench.theme import Palette
+from workbench.ui.controls import bar, button, html
 from workbench.ui.failures import Failures
 from workbench.ui.grid.widget import PANEL_CLASS
+from workbench.ui.panel_bar import Tabs, tab_class
 from workbench.ui.planning import paper
 from workbench.ui.planning.predicting import Predictor
 from workbench.ui.runs.running import Hooks, RunsPart
@@ -33,6 +35,9 @@ from workbench.units import format_count
 _STATIC_DELAY_S = 0.5
 _COUNTING_S = 10.0
 """A run that starts right after the panel waits so long for its prediction."""
+
+
+_NO_RUN_YET = "No run yet. Run trains with the chosen strategy and shows here how it goes."
 
 
 class Panel(widgets.VBox):
@@ -124,19 +129,41 @@ class Panel(widgets.VBox):
                 facts_of(trainer.layers, batch_size, trainer.sample_shape, loss_fn),
                 predictor,
                 title=_title(model_fn, trainer, batch_size),
-                on_run=self.run,
+                on_run=self._on_run,
                 on_theme=self._on_page,
                 on_change=self._keep_static,
                 no_run=self._no_run,
                 calibrate=None if session is None else lambda: paper.measured(session),
             )
         self._upper.busy = lambda: self.running
-        super().__init__([self._failures.box, *self._upper.children, self._runs_part.box])
+        self.tabs = Tabs(guard(self._runs_part.live.see_status))
+        self._was = (False, False)
+        parts = {
+            "strategy": self._upper.children,
+            "live": [html(_NO_RUN_YET, "wb-nothing-yet"), self._runs_part.live.box],
+            "compare": [self._runs_part.table.box],
+        }
+        super().__init__([self._bar(), *(_part(tab, widgets) for tab, widgets in parts.items())])
         self.add_class(PANEL_CLASS)
         count = guard(self._count)
         self._counting = threading.Thread(target=count, args=job, name="workbench-count-layers", daemon=True)
         if session is not None and costs is None:
             self._counting.start()
+
+    def _bar(self) -> widgets.VBox:
+        """What stays in sight, whatever is shown below it."""
+        controls, runs = self._upper.controls, self._runs_part
+        legend = button("?", lambda: None, "wb-legend-button", "wb-icon", tooltip="what the words mean")
+        buttons = (controls.problems, controls.run, *runs.steering, legend)
+        stays = widgets.VBox(
+            [
+                bar(self.tabs, html("", "wb-space"), *buttons),
+                bar(*runs.live.status.parts, css=("wb-bar", "wb-status")),
+                self._failures.box,
+            ]
+        )
+        stays.add_class("wb-stays")
+        return stays
 
     def _count(self, *job: Any) -> None:
         """Learn what the layers cost, beside the notebook."""
@@ -232,14 +259,26 @@ class Panel(widgets.VBox):
             self._counting.join(_COUNTING_S)
         return self._upper.estimate()
 
+    def _on_run(self) -> None:
+        try:
+            self.run()
+        finally:
+            self.tabs.heard += 1
+
     def changed(self) -> None:
-        """Show the state in every part of the panel."""
+        """Show the state in every part of the panel, and the part where something has begun."""
         self._upper.refresh()
+        now = (self.running, self._runs_part.changing)
+        if now != self._was and self.running:
+            self.tabs.chosen = "strategy" if self._runs_part.changing else "live"
+        self._was = now
+        self.tabs.show_counts(len(self.runs))
         self._keep_static()
 
     def load(self, text: str) -> None:
         """Load a strategy's text; undo brings the old one back."""
         self._upper.open(text)
+        self.tabs.chosen = "strategy"
 
     # ---- display ------------------------------------------------------------------------------------------------
 
@@ -274,6 +313,14 @@ class Panel(widgets.VBox):
         if self._handle is None or self.running:
             return
         self._handle.update(self._static_bundle(), raw=True)
+
+
+def _part(tab: str, children: Sequence[widgets.Widget]) -> widgets.VBox:
+    """What a tab shows."""
+    made = widgets.VBox(children)
+    for name in ("wb-tab", tab_class(tab)):
+        made.add_class(name)
+    return made
 
 
 def _title(model_fn: Callable[[], Any], trainer: Trainer, batch_size: int) -> str:

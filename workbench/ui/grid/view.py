@@ -116,8 +116,8 @@ class _Drawing:
     def note(self) -> str:
         """How to read the pictures."""
         if any(len(column.ranks) > 1 for column in self.columns):
-            return f"one picture per stage: its slices, and how many copies ({TIMES}) \u00b7 \u2013 not on this stage"
-        return "coloured slice: the part of the weight that the rank holds \u00b7 \u2013 not on this rank"
+            return f"a picture per stage: its slices, and how many copies ({TIMES}) \u00b7 \u2013 nothing there"
+        return "coloured: the part of the weight that the rank holds \u00b7 \u2013 nothing there"
 
     def rows(self) -> list[dict[str, Any]]:
         """One entry per row that is shown."""

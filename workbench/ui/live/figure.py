@@ -18,6 +18,7 @@ from workbench.ui.decimate import decimate
 from workbench.ui.live import layout as live_layout
 from workbench.ui.live.history import History, Split
 from workbench.ui.live.layout import (
+    RATE_LEGEND,
     TIMELINE_TITLE,
     TITLES,
     WIDE,
@@ -30,7 +31,7 @@ from workbench.ui.live.layout import (
 )
 from workbench.ui.live.steady import steady
 from workbench.ui.live.timeline_bars import KINDS, Bars, TimelineBars
-from workbench.ui.live.traces import curve_traces, memory_traces, split_traces, timeline_traces
+from workbench.ui.live.traces import OTHER, curve_traces, memory_traces, split_traces, timeline_traces
 from workbench.ui.numbers import percent, three_digits
 from workbench.ui.traces import MEMORY_LABELS, byte_scale
 from workbench.units import format_bytes
@@ -85,13 +86,14 @@ def show_memory(
     if not any(peaks):
         return None
     divisor, unit = byte_scale(max(history.peak_bytes))
-    starts = np.zeros(len(ranks))
+    places, starts = np.array(peaks, dtype=float) / divisor, np.zeros(len(ranks))
     for kind in MEMORY_KINDS:
         trace = _trace(figure, MEMORY_LABELS[kind])
         lengths = np.array([history.memory_by_kind[rank].get(kind, 0) for rank in ranks], dtype=float) / divisor
         trace.base, trace.x = starts, lengths
         starts = starts + lengths
-    places = np.array(peaks, dtype=float) / divisor
+    other = _trace(figure, OTHER)
+    other.base, other.x = starts, np.maximum(places - starts, 0.0)
     expected = np.array([expected_bytes[rank] if expected_bytes else np.nan for rank in ranks]) / divisor
     _trace(figure, "peak of the process").x = places
     _trace(figure, "predicted peak").x = expected
@@ -101,7 +103,7 @@ def show_memory(
     end, limit = 1.5 * float(max(right.max(), starts.max())), (limit_bytes or 0.0) / divisor
     is_near = 0 < limit <= _NEAR * end
     figure.layout.xaxis3.range = [0, max(end, 1.08 * limit) if is_near else end]
-    _entitle(figure, 2, f"tick: peak, {format_bytes(max(history.peak_bytes))}", colours)
+    _entitle(figure, 2, f"hatched: {OTHER}, tick: peak, {format_bytes(max(history.peak_bytes))}", colours)
     return limit if is_near else None
 
 
@@ -142,8 +144,10 @@ def show_one_device(figure: go.Figure, losses: Sequence[float]) -> None:
     _set(figure, "1 device", *decimate(np.arange(1, len(values) + 1), values))
 
 
-def show_expected(figure: go.Figure, num_steps: int, samples_per_s: float | None, from_step: int = 0) -> None:
-    """What was predicted: a dashed line of throughput from ``from_step`` on."""
+def show_expected(
+    figure: go.Figure, num_steps: int, samples_per_s: float | None, from_step: int = 0, colours: Palette = LIGHT
+) -> None:
+    """What was predicted: a dashed line of throughput from ``from_step`` on, and its name in the legend."""
     trace = _trace(figure, "predicted")
     x, y = (list(values) if values is not None else [] for values in (trace.x, trace.y))
     if samples_per_s is not None:
@@ -153,6 +157,19 @@ def show_expected(figure: go.Figure, num_steps: int, samples_per_s: float | None
             x, y = [*x, from_step], [*y, y[-1]]
         trace.x = np.array([*x, from_step, num_steps], dtype=float)
         trace.y = np.array([*y, samples_per_s, samples_per_s], dtype=float)
+    show_rate_legend(figure, colours)
+
+
+def show_rate_legend(figure: go.Figure, colours: Palette = LIGHT) -> None:
+    """Name the lines of the throughput that there are."""
+    points = _trace(figure, "predicted").x
+    text = live_layout.rate_legend(colours, has_prediction=points is not None and len(points) > 0)
+    figure.layout.annotations[RATE_LEGEND].text = text
+
+
+def show_loss_scale(figure: go.Figure, is_log: bool) -> None:
+    """Let the loss's axis be logarithmic, or linear from 0."""
+    figure.layout.yaxis2.update(live_layout.loss_axis(is_log))
 
 
 def show_record(figure: go.Figure, record: RunRecord, colours: Palette = LIGHT) -> None:
@@ -168,9 +185,7 @@ def show_record(figure: go.Figure, record: RunRecord, colours: Palette = LIGHT) 
         _set(figure, f"{name}, newest", np.zeros(0), np.zeros(0))
     figure.layout.xaxis.range = figure.layout.xaxis2.range = [0, max(len(rates), 1)]
     _entitle(figure, 0, f"{three_digits(record.samples_per_s)} samples/s, median", colours)
-    difference = (
-        f" \u00b7 largest difference to 1 device {record.loss_difference:.0e}" if record.loss_difference else ""
-    )
+    difference = f" \u00b7 at most {record.loss_difference:.0e} from 1 device" if record.loss_difference else ""
     _entitle(figure, 1, f"{record.losses[-1]:.4g}{difference}" if record.losses else "", colours)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from workbench.theme import Palette
 from workbench.ui.traces import axis, base_layout
 
-WIDEST, NARROWEST = 1176, 600
+ONE_ROW, WIDEST, NARROWEST = 1176, 1680, 600
 PANES_HEIGHT = 212
 _MARGINS = ((48, 16), (48, 16), (62, 16), (60, 30))
 """Left and right of every pane's plot, within its column: numbers and labels."""
@@ -22,19 +22,20 @@ MEASURED, SIMULATED = 18, 6
 MAX_ROWS = 16
 _LEAST_STEPS = 20
 TIMELINE_TITLE = 4
-"""Index of the timeline's title among the annotations; before it come the panes'."""
+"""Index of the timeline's title among the annotations; before it come the panes', after it their legends."""
+RATE_LEGEND = TIMELINE_TITLE + 1
 PLOT_HEIGHT = PANES_HEIGHT - TOP - BOTTOM
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A figure of ``width`` pixels, and where its parts are: only the widest has room for all panes in one row.
+    """A figure of ``width`` pixels, and where its parts are: a narrow one has no room for all panes in one row.
 
     >>> Frame(1176).pane(1), Frame(840).pane(1)
     ((342, 572, 42), (468, 824, 42))
     """
 
-    width: int = WIDEST
+    width: int = ONE_ROW
 
     @classmethod
     def within(cls, width_px: float) -> Frame:
@@ -44,7 +45,7 @@ class Frame:
     @property
     def num_columns(self) -> int:
         """Panes in a row."""
-        return 4 if self.width >= WIDEST else 2
+        return 4 if self.width >= ONE_ROW else 2
 
     @property
     def panes_bottom(self) -> int:
@@ -188,12 +189,21 @@ def title(name: str, detail: str, colours: Palette) -> str:
     return f"<b>{name}</b>" + (f' <span style="font-size:12px;color:{colours.muted}">{detail}</span>' if detail else "")
 
 
+def rate_legend(colours: Palette, has_prediction: bool) -> str:
+    """What the lines of the throughput are."""
+    keys = _key("\u2501", colours.ink, "median of 1 s") + _key("\u2501", colours.idle, "each step")
+    return keys + (_key("\u2504", colours.muted, "predicted") if has_prediction else "")
+
+
+def loss_axis(is_log: bool) -> dict[str, Any]:
+    """What makes the loss's axis linear, from 0, or logarithmic."""
+    return {"type": "log" if is_log else "linear", "rangemode": "normal" if is_log else "tozero"}
+
+
 def _legends(colours: Palette) -> tuple[str, ...]:
     memory = zip(("param.", "grad.", "optim.", "activ.", "boxing"), colours.memory.values(), strict=True)
     return (
-        _key("\u2501", colours.ink, "median of 1 s")
-        + _key("\u2501", colours.idle, "each step")
-        + _key("\u2504", colours.muted, "predicted"),
+        rate_legend(colours, has_prediction=False),
         _key("\u2501", colours.ink, "this run") + _key("\u2501", colours.idle, "1 device"),
         "".join(_key("\u25a0", colour, name) for name, colour in memory),
         _key("\u25a0", colours.compute, "compute")

@@ -14,7 +14,7 @@ import ipywidgets as widgets
 from workbench.core.metrics import RunEvent, RunRecord, StepBlock
 from workbench.theme import LIGHT, Palette
 from workbench.ui.assets import element
-from workbench.ui.controls import bar, html
+from workbench.ui.controls import bar, html, on_value
 from workbench.ui.failures import failure_html, guarded
 from workbench.ui.live import figure as live_figure
 from workbench.ui.live import marks as live_marks
@@ -23,10 +23,10 @@ from workbench.ui.live.layout import WIDE, Frame
 from workbench.ui.live.log_part import LogPart
 from workbench.ui.live.picture import live_picture
 from workbench.ui.live.run_log import RunLog
+from workbench.ui.live.status import RunStatus, title_html
 from workbench.ui.live.timeline_bars import timeline_bars
 from workbench.ui.numbers import three_digits
 from workbench.ui.page_link import PageLink
-from workbench.units import format_seconds
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -46,12 +46,20 @@ class LiveView:
 
     Args:
         num_ranks: of the world.
-        buttons: what stands before the state, from left to right.
+        buttons: what stands behind the title.
         patience_s: how long to wait for a page that has not drawn the last update yet, before the next is sent.
+        has_status: whether ``status`` is part of the view; without it somebody else shows it.
     """
 
-    def __init__(self, num_ranks: int, buttons: Sequence[widgets.Widget] = (), patience_s: float = 5.0) -> None:
+    def __init__(
+        self,
+        num_ranks: int,
+        buttons: Sequence[widgets.Widget] = (),
+        patience_s: float = 5.0,
+        has_status: bool = True,
+    ) -> None:
         self._num_ranks, self._buttons, self._patience_s = num_ranks, tuple(buttons), patience_s
+        self._has_status = has_status
         self._colours, self._frame = LIGHT, WIDE
         self.history: History | None = None
         self.log_part = LogPart(num_ranks)
@@ -61,7 +69,7 @@ class LiveView:
         self._drawn_s = dict.fromkeys(INTERVALS_S, 0.0)
         self._versions: dict[str, int] = {}
         self._step_shown = -1
-        self._seen, self._label, self._num_runs = True, "", 0
+        self._seen, self._status_seen, self._label, self._num_runs = True, True, "", 0
         self._expected: Any = None
         self._peak_bytes: tuple[float, ...] = ()
         self._limit_bytes: float | None = None
@@ -73,9 +81,9 @@ class LiveView:
         self.shown: LiveWidget | None = None
         self._making, self._in_thread = threading.Lock(), guarded(self._make_figure)
         self.link = PageLink(self.use, self.fit, self._on_visible)
-        self.title, self.state, self.elapsed, self.failure = html(), html(), html(), html()
-        self.progress = widgets.IntProgress(value=0, min=0, max=1)
-        self.progress.add_class("wb-progress")
+        self.title, self.failure, self.status = html(), html(), RunStatus()
+        self.log_scale = widgets.Checkbox(description="loss on a log scale", indent=False)
+        on_value(self.log_scale, lambda change: self._draw_loss_scale())
         self.box = widgets.VBox()
         self.box.add_class(VIEW_CLASS)
 
@@ -106,6 +114,7 @@ class LiveView:
     def _fresh_figure(self) -> go.Figure:
         num_steps = self.history.num_steps if self.history is not None else 0
         fresh = live_figure.live_figure(self._num_ranks, num_steps, self._colours, self._frame)
+        live_figure.show_loss_scale(fresh, self.log_scale.value)
         return fresh.update_layout(uirevision=self._num_runs)
 
     def begin(self, title: str, text: str, num_steps: int, hint: str = "waiting for the first step") -> None:
@@ -117,12 +126,11 @@ class LiveView:
         self._label, self._versions, self._one_device, self._ended = title, {}, [], ""
         self._num_runs += 1
         self._expected = self._limit_at = self._record = None
-        self._show_title([title], text)
-        self.progress.max, self.progress.value = max(num_steps, 1), 0
-        self.progress.layout.visibility = "visible" if num_steps else "hidden"
-        self.failure.value = self.elapsed.value = ""
+        self.title.value = title_html([title], text)
+        self.status.clear(num_steps)
+        self.failure.value = ""
         self._step_shown = -1
-        self.show_state("running", "running", hint)
+        self.status.show_state("running", "running", hint)
         self._begin_figure()
         self.log_part.show()
 
@@ -135,8 +143,8 @@ class LiveView:
             return
         self.box.children = (
             self.link,
-            bar(self.title, css=("wb-bar", "wb-run-title")),
-            bar(*self._buttons, self.state, self.progress, self.elapsed, css=("wb-bar",)),
+            bar(self.title, html("", "wb-space"), self.log_scale, *self._buttons, css=("wb-bar", "wb-run-title")),
+            *([bar(*self.status.parts, css=("wb-bar", "wb-stays"))] if self._has_status else []),
             self.failure,
             shown,
             self.log_part.bar,
@@ -152,7 +160,7 @@ class LiveView:
         self.end(word, f"after {num_steps} steps")
         self._record = record if num_steps else None
         self._show_record()
-        self.progress.value = min(num_steps, self.progress.max)
+        self._show_progress(num_steps)
 
     def _show_record(self) -> None:
         if self.shown is None:
@@ -170,7 +178,7 @@ class LiveView:
     def end(self, word: str, detail: str, css: str = "done") -> None:
         """No more steps come: show all of them, also to those who look later."""
         self._ended, self._paused_at, self._seen = word, None, True
-        self.show_state(css, word, detail)
+        self.status.show_state(css, word, detail)
         self.draw(everything=True)
         self._draw_marks()
 
@@ -204,18 +212,21 @@ class LiveView:
             self._draw_marks()
             if estimate is not None:
                 steps = self.history.num_steps, estimate.samples_per_s, self.history.last_step
-                live_figure.show_expected(figure, *steps)
+                live_figure.show_expected(figure, *steps, self._colours)
 
     def add_one_device(self, block: StepBlock) -> None:
         """Take in steps of the one-device run, which comes first where it is not known: its losses grow in the plot."""
         if block.first_step == 0:
             self._one_device = []
         self._one_device += [loss for loss in block.losses if loss is not None]
-        if not (block.stop_step == block.num_steps or (self._seen and self._is_due("progress"))):
+        if not (block.stop_step == block.num_steps or (self._status_seen and self._is_due("progress"))):
             return
-        self.progress.value = min(block.stop_step, self.progress.max)
-        rate = f"{three_digits(block.samples[-1] / max(median(block.step_times_s), 1e-9))} samples/s"
-        self.show_state("running first", "one device first", f"step {block.stop_step} of {block.num_steps}, {rate}")
+        step_s = max(median(block.step_times_s), 1e-9)
+        rate, left_s = (
+            f"{three_digits(block.samples[-1] / step_s)} samples/s",
+            step_s * (block.num_steps - block.stop_step),
+        )
+        self.status.show_phase("one device first", block.stop_step, block.num_steps, rate, left_s)
         self._show_one_device(block.stop_step)
 
     def show_one_device(self, losses: Sequence[float]) -> None:
@@ -253,30 +264,32 @@ class LiveView:
             self._label = after
             self.history.change(event.step, after)
             names = [self.history.changes[0].before, *(change.after for change in self.history.changes)]
-            self._show_title(names, event.text)
+            self.title.value = title_html(names, event.text)
             self._draw_marks()
         elif event.kind == "paused":
             self._paused_at = self._clock()
-            self.show_state("paused", "paused", f"after step {event.step}")
+            self.status.show_state("paused", "paused", f"after step {event.step}")
             self._draw_marks()
         elif event.kind == "running" and self._paused_at is not None:
             self._paused_s += self._clock() - self._paused_at
             self._paused_at = None
-            self.show_state("running", "running", f"step {event.step}")
+            self.status.show_state("running", "running", f"step {event.step}")
             self._draw_marks()
 
     def draw(self, everything: bool = False) -> None:
         """Draw what has arrived and is due; ``everything``, whether due or not."""
-        if self.history is None or self.shown is None or not self._seen:
+        if self.history is None or self.shown is None:
+            return
+        if self.history.last_step and (everything or (self._status_seen and self._is_due("progress"))):
+            self._show_progress()
+        if not self._seen:
             return
         if not everything and self.link.is_behind(self._clock(), self._patience_s):
             return
-        due = {name for name in INTERVALS_S if everything or self._is_due(name)}
+        due = {name for name in INTERVALS_S if name != "progress" and (everything or self._is_due(name))}
         if self.history.last_step:
             if due & {"curves", "shares", "timeline"}:
                 self._draw_figure(due)
-            if "progress" in due:
-                self._show_progress()
             if due:
                 self.link.ask(self._clock())
         if "log" in due:
@@ -317,44 +330,34 @@ class LiveView:
         self._drawn_s[name] = now
         return True
 
-    def _show_progress(self) -> None:
+    def _show_progress(self, last_step: int = 0) -> None:
         assert self.history is not None
-        step, num_steps = self.history.last_step, self.history.num_steps
-        self.progress.value = min(step, self.progress.max)
+        step, num_steps = last_step or self.history.last_step, self.history.num_steps
         if self._paused_at is None and not self._ended:
-            self.show_state("running", "running", f"step {step}" + (f" of {num_steps}" if num_steps else ""))
-        so_far = self._clock() - self._started_s - self._paused_s
-        text = format_seconds(so_far) if self._ended else f"{format_seconds(so_far)} so far"
-        if num_steps:
-            left = f", {format_seconds(so_far * (num_steps - step) / step)} left" if step < num_steps else ""
-            text = f"<b>{100 * step // num_steps} %</b> {text}{left}"
-        self.elapsed.value = f'<span class="wb-quiet">{text}</span>'
-
-    def show_state(self, css: str, word: str, detail: str) -> None:
-        """The dot, a word and how far the run is."""
-        value = f'<span class="wb-state {css}"><i></i>{word} <b>{escape(detail)}</b></span>'
-        if self.state.value != value:
-            self.state.value = value
-
-    def _show_title(self, names: Sequence[str], text: str) -> None:
-        """The strategies by name, and the text of the last one where that is not its name."""
-        title, written = " \u2192 ".join(names), "" if text in names[-1] else text
-        self.title.value = (
-            f'<span class="wb-title">{escape(title)}</span> <span class="wb-run-text">{escape(written)}</span>'
-        )
+            self.status.show_state("running", "running", f"step {step}" + (f" of {num_steps}" if num_steps else ""))
+        so_far_s = self._clock() - self._started_s - self._paused_s
+        self.status.show_steps(step, num_steps, so_far_s, bool(self._ended))
 
     def static_html(self) -> str:
         """The view as it is, without scripts: title, picture, the log's first and last lines. Empty before a run."""
         if self.history is None or not self.history.last_step:
             return ""
         log = element("pre", text="\n".join(f"{x.time}  {x.ranks:<5} {x.text}" for x in self.log.head_and_tail()))
-        picture = live_picture(self.history, self._one_device, self._limit_bytes)
+        picture = live_picture(self.history, self._one_device, self._limit_bytes, self.log_scale.value)
         return element("div", self.title.value, picture, log, css="wb-static-run")
 
     # ---- the page -------------------------------------------------------------------------------------------------
 
+    def see_status(self, seen: bool) -> None:
+        """Whether anybody can see ``status``, where it is no part of the view."""
+        self._status_seen = seen
+        if seen and not self._ended:
+            self.draw()
+
     def _on_visible(self, seen: bool) -> None:
         self._seen = seen
+        if self._has_status:
+            self._status_seen = seen
         if seen and not self._ended:  # what has ended was drawn at its end
             self.draw(everything=True)
 
@@ -372,11 +375,17 @@ class LiveView:
             (self.box.remove_class if frame.num_columns == 4 else self.box.add_class)("wb-narrow")
             self._draw_anew()
 
+    def _draw_loss_scale(self) -> None:
+        if self.shown is not None:
+            with self.shown.drawing() as figure:
+                live_figure.show_loss_scale(figure, self.log_scale.value)
+
     def _draw_anew(self) -> None:
         if self.shown is None or self.history is None:
             return
         with self.shown.drawing() as figure:
             live_figure.replace_all(figure, self._fresh_figure(), keep=("predicted",))
+            live_figure.show_rate_legend(figure, self._colours)
             self._versions, self._step_shown = {}, -1
             if self.history.last_step:
                 self._draw_figure({"curves", "shares", "timeline"})

@@ -5,6 +5,7 @@ Colours are style-sheet variables (``theme.style_sheet``), so it reads in both t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from html import escape
 
@@ -44,9 +45,11 @@ _PANES = [WIDE.pane(index)[:2] for index in range(len(TITLES))]
 _TITLES_LEFT = [WIDE.corner(index)[0] + 12 for index in range(len(TITLES))]
 
 
-def live_picture(history: History, one_device: Sequence[float] = (), limit_bytes: float | None = None) -> str:
-    """Throughput, loss, memory (and a rank's limit), time split, and the timeline of the last noted step, with the
-    numbers in words.
+def live_picture(
+    history: History, one_device: Sequence[float] = (), limit_bytes: float | None = None, log_loss: bool = False
+) -> str:
+    """Throughput, loss (on a logarithmic scale if wanted), memory (and a rank's limit), time split, and the timeline of
+    the last noted step, with the numbers in words.
     """
     ranks = shown_ranks(history.num_ranks)
     bars = timeline_bars(history.timeline) if history.timeline else None
@@ -61,7 +64,7 @@ def live_picture(history: History, one_device: Sequence[float] = (), limit_bytes
     parts = [_title(left, 24, title, detail) for left, title, detail in zip(_TITLES_LEFT, TITLES, details, strict=True)]
     behind = np.arange(1, len(one_device) + 1), np.asarray(one_device, dtype=float)
     parts += _curve(0, history, history.steady_rate.points, (history.rate.points, 1), "median of 1 s, pale: each step")
-    parts += _curve(1, history, history.loss.points, (behind, 6), "pale: 1 device")
+    parts += _curve(1, history, history.loss.points, (behind, 6), "pale: 1 device", log_loss)
     parts += _memory(history, ranks, limit_bytes)
     parts += _split(history, ranks)
     if bars is not None:
@@ -79,18 +82,21 @@ def live_picture(history: History, one_device: Sequence[float] = (), limit_bytes
 Points = tuple[np.ndarray, np.ndarray]
 
 
-def _curve(pane: int, history: History, points: Points, behind: tuple[Points, int], legend: str) -> list[str]:
+def _curve(
+    pane: int, history: History, points: Points, behind: tuple[Points, int], legend: str, is_log: bool = False
+) -> list[str]:
     """A curve, and behind it a pale one with its width."""
     steps = steps_shown(history.last_step, history.num_steps)
     drawn, pale = (decimate(x[x <= steps], y[x <= steps], _MOST_POINTS) for x, y in (points, behind[0]))
-    top = max([*drawn[1].tolist(), *pale[1].tolist()], default=1.0) or 1.0
+    low, top = _ends([*drawn[1].tolist(), *pale[1].tolist()], is_log)
     left, right = _PANES[pane]
     bottom = PANES_HEIGHT - BOTTOM
 
     def path(values: Points, css: str) -> str:
         places = " ".join(
-            f"{left + (right - left) * a / steps:.1f},{bottom - PLOT_HEIGHT * b / top:.1f}"
+            f"{left + (right - left) * a / steps:.1f},{bottom - PLOT_HEIGHT * _share(b, low, top, is_log):.1f}"
             for a, b in zip(*values, strict=True)
+            if b > 0 or not is_log
         )
         return f'<polyline points="{places}" style="fill:none;{css}"/>' if places else ""
 
@@ -99,7 +105,7 @@ def _curve(pane: int, history: History, points: Points, behind: tuple[Points, in
         _rule(left, bottom, right, bottom),
         _text(left - 6, TOP + 4, _short(top), "end"),
     ]
-    parts += [_text(left - 6, bottom + 4, "0", "end"), _text(left, bottom + 16, "0", "middle")]
+    parts += [_text(left - 6, bottom + 4, _short(low) if low else "0", "end"), _text(left, bottom + 16, "0", "middle")]
     parts.append(_text(right, bottom + 16, f"step {steps}", "end"))
     parts.append(path(pale, f"stroke:var(--wb-idle);stroke-width:{behind[1]}"))
     parts.append(path(drawn, "stroke:var(--wb-ink);stroke-width:1.5"))
@@ -112,6 +118,18 @@ def _curve(pane: int, history: History, points: Points, behind: tuple[Points, in
                 _text(at + 5, bottom - 8, change.after, "start", "--wb-ink"),
             ]
     return [*parts, _text(_TITLES_LEFT[pane], PANES_HEIGHT - 16, legend, "start")]
+
+
+def _ends(values: Sequence[float], is_log: bool) -> tuple[float, float]:
+    """From where to where an axis goes: from 0, or from the smallest that has a logarithm."""
+    known = [value for value in values if value > 0]
+    low, top = (min(known, default=0.1), max(known, default=1.0)) if is_log else (0.0, max(values, default=1.0) or 1.0)
+    return (low, top) if low < top else (low / 2, top * 2)
+
+
+def _share(value: float, low: float, top: float, is_log: bool) -> float:
+    """How far up an axis a value is, 0 to 1."""
+    return math.log(value / low) / math.log(top / low) if is_log else value / top
 
 
 def _short(value: float) -> str:
@@ -144,13 +162,14 @@ def _memory(history: History, ranks: Sequence[int], limit_bytes: float | None) -
             parts.append(_rect(x, y, width, size, f"--wb-memory-{kind}"))
             x += width
         at = left + (right - left) * history.peak_bytes[rank] / largest
+        parts.append(_rect(x, y, at - x, size, ""))
         parts += [
             _line(at, y - 2, at, y + size + 2, "--wb-ink"),
             _text(at + 6, y + size / 2 + 4, format_bytes(history.peak_bytes[rank]), "start", "--wb-ink"),
         ]
     return [
         *parts,
-        _text(_TITLES_LEFT[2], PANES_HEIGHT - 16, "param., grad., optim., activ., boxing", "start"),
+        _text(_TITLES_LEFT[2], PANES_HEIGHT - 16, "param., grad., optim., activ., boxing, other (hatched)", "start"),
     ]
 
 

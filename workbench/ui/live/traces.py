@@ -13,6 +13,9 @@ from workbench.ui.live import layout as live_layout
 from workbench.ui.live.layout import measured_y, shown_ranks
 from workbench.ui.traces import MEMORY_LABELS
 
+OTHER = "other"
+"""Memory of a process at its peak that is none of the kinds: temporaries, what the allocator keeps, libraries."""
+
 
 def curve_traces(colours: Palette) -> list[go.Scatter]:
     """Throughput, its running median, loss: each as a settled part and its newest points; and what is behind them."""
@@ -64,6 +67,22 @@ def memory_traces(num_ranks: int, colours: Palette) -> list[Any]:
         )
         for kind in MEMORY_KINDS
     ]
+    bars.append(
+        go.Bar(
+            name=OTHER,
+            x=zeros,
+            base=zeros,
+            orientation="h",
+            width=_bar_width(len(labels)),
+            marker={
+                "color": "rgba(0,0,0,0)",
+                "pattern": _hatch(colours),
+                "line": {"color": colours.idle, "width": 0.5},
+            },
+            hovertemplate=f"%{{y}}, {OTHER}: temporaries, the allocator's spare, libraries: %{{x:.3g}}<extra></extra>",
+            **place,
+        )
+    )
     tick = {"symbol": "line-ns", "size": 18, "color": colours.ink, "line": {"color": colours.ink, "width": 2}}
     dashed = {"symbol": "line-ns", "size": 12, "color": colours.muted, "line": {"color": colours.muted, "width": 2}}
     peaks = go.Scatter(

@@ -57,11 +57,12 @@ class MachineBar:
         for name, slider in self.sliders.items():
             on_value(slider, lambda change, name=name: self._user(lambda: self._assume(name, change["new"])))  # type: ignore[misc]
         fields = [bar(label(_LABELS[name]), self.sliders[name], self.told[name], css=("wb-field",)) for name in _LABELS]
+        self.which = bar(label("machine"), self.machine, css=("wb-field",))
+        self.numbers = bar(*fields, css=("wb-field", "wb-wrap"))
         self.box = bar(
-            bar(label("machine"), self.machine, css=("wb-field",)),
-            *fields,
-            bar(label("ranks"), self.ranks, css=("wb-field",)),
-            self.reset,
+            self.which,
+            self.numbers,
+            bar(label("ranks"), self.ranks, self.reset, css=("wb-field",)),
             css=("wb-bar", "wb-wrap", "wb-machine"),
         )
 
@@ -82,6 +83,7 @@ class MachineBar:
         self._refreshing = True
         try:
             machine, assumed = self._predictor.hardware, self._predictor.assumed
+            self.numbers.layout.display = "none" if machine is None else ""
             self.machine.value = machine.name if machine else NO_MACHINE
             for name, slider in self.sliders.items():
                 slider.disabled = machine is None

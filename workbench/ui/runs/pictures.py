@@ -6,7 +6,7 @@ Pure functions, rows or records -> HTML with SVG in the page's colours.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -23,8 +23,9 @@ _WIDTH, _HEIGHT = 396.0, 250.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 44.0, 384.0, 26.0, 214.0
 _MOST_LAYERS = 10
 _MOST_RUNS = 8
-_LAYER_NAME, _BAR_GAP, _ROW = 124.0, 12.0, 20.0
-_LAYERS_WIDTH = 732.0
+_ROOT = "(root)"
+"""The name of a model that has weights of its own."""
+_NUMBER_WIDTH = 56
 
 
 # ---- prediction against measurement ----------------------------------------------------------------------------------
@@ -89,7 +90,8 @@ class LayerTime:
 
 
 def layer_times(run: RunRecord) -> dict[str, LayerTime]:
-    """By name, in the order of the model; names that differ in numbers only are one, with how many there are.
+    """By name, in the order of the model; names that differ in numbers only are one, with how many there are. A layer
+    that has others inside, as a module with weights of its own may, has its time without theirs.
 
     >>> run = RunRecord("data", "*: data", 2, 8, layer_forward_s={"h.0.fc": 0.1, "h.1.fc": 0.1, "head": 0.3})
     >>> [(layer.name, layer.forward_s) for layer in layer_times(run).values()]
@@ -98,16 +100,37 @@ def layer_times(run: RunRecord) -> dict[str, LayerTime]:
     alike: dict[str, list[str]] = {}
     for name in run.layer_forward_s:
         alike.setdefault(re.sub(r"\b\d+\b", "*", name), []).append(name)
+    own = [_without_inner(times) for times in (run.layer_forward_s, run.layer_backward_s)]
     found = {}
     for pattern, names in alike.items():
         told = names[0] if len(names) == 1 else f"{pattern} \u00d7{len(names)}"
-        forward = sum(run.layer_forward_s[name] for name in names)
-        found[told] = LayerTime(told, forward, sum(run.layer_backward_s.get(name, 0.0) for name in names))
+        forward, backward = (sum(times.get(name, 0.0) for name in names) for times in own)
+        found[told] = LayerTime(told, forward, backward)
     return found
 
 
+def _without_inner(times: Mapping[str, float]) -> dict[str, float]:
+    """Every layer's seconds without those of the layers inside it."""
+    found = dict(times)
+    for name, seconds in times.items():
+        outer = _outer(name, times)
+        if outer is not None:
+            found[outer] -= seconds
+    return {name: max(seconds, 0.0) for name, seconds in found.items()}
+
+
+def _outer(name: str, names: Container[str]) -> str | None:
+    """The nearest layer that has this one inside; None where there is none."""
+    parts = name.split(".")
+    around = (".".join(parts[:count]) for count in range(len(parts) - 1, 0, -1))
+    own = () if name == _ROOT else (_ROOT,)
+    return next((each for each in (*around, *own) if each in names), None)
+
+
 def layers_picture(runs: Sequence[RunRecord], names: Mapping[str, str], selected: str = "") -> str:
-    """A column per run, a row per layer, the slowest layers first; empty where no run has measured its layers."""
+    """A column per run, a row per layer in the model's order, only the slowest where there are many; empty where no run
+    has measured its layers.
+    """
     drawn = [(run, layer_times(run)) for run in runs if run.layer_forward_s][:_MOST_RUNS]
     if not drawn:
         return ""
@@ -115,49 +138,40 @@ def layers_picture(runs: Sequence[RunRecord], names: Mapping[str, str], selected
     for _, layers in drawn:
         for layer in layers.values():
             slowest[layer.name] = max(slowest.get(layer.name, 0.0), layer.total_s)
-    shown = sorted(slowest, key=lambda name: -slowest[name])[:_MOST_LAYERS]
-    column = (_LAYERS_WIDTH - _LAYER_NAME) / len(drawn)
-    number_width = 52.0
-    scale = max(column - number_width - _BAR_GAP, 12.0) / (max(slowest.values()) or 1.0)
-    parts: list[str] = []
-    for place, (run, _) in enumerate(drawn):
-        name = names.get(key_of(run), run.name)
+    most = sorted(slowest, key=lambda name: -slowest[name])[:_MOST_LAYERS]
+    shown = [name for name in slowest if name in most]
+    longest_s = max(slowest.values()) or 1.0
+    cells = [element("span")]
+    for run, _ in drawn:
         css = "strong" if key_of(run) == selected else "quiet"
-        parts.append(marks.text(_LAYER_NAME + place * column, 12, _cut(name, column), css))
-    for index, layer_name in enumerate(shown):
-        top = 20 + index * _ROW
-        parts += [
-            marks.line(0, top, _LAYERS_WIDTH, top, "rule"),
-            marks.text(0, top + 14, _cut(layer_name, _LAYER_NAME)),
-        ]
-        for place, (_, layers) in enumerate(drawn):
-            parts += _layer_bar(layers.get(layer_name), _LAYER_NAME + place * column, top, scale)
-    height = 24 + len(shown) * _ROW
-    told = f"time by layer of {len(drawn)} runs; slowest {shown[0]}, {format_seconds(slowest[shown[0]])}"
+        name = names.get(key_of(run), run.name)
+        cells.append(element("span", text=name, css=css, title=name))
+    for name in shown:
+        cells.append(element("span", text=name, css="row layer", title=name))
+        cells += [_layer_cell(layers.get(name), longest_s) for _, layers in drawn]
+    told = f"time by layer of {len(drawn)} runs; slowest {most[0]}, {format_seconds(slowest[most[0]])}"
     legend = marks.swatch("var(--wb-forward)", "forward") + marks.swatch("var(--wb-backward)", "backward")
     left_out = len(slowest) - len(shown)
     rest = f" \u00b7 {counted(left_out, 'faster layer')} not shown" if left_out else ""
     note = f"computing in a step, slowest rank{rest}"
-    picture = marks.svg(_LAYERS_WIDTH, height, told, *parts)
+    columns = f"grid-template-columns: fit-content(45%) repeat({len(drawn)}, minmax(0, 1fr))"
+    picture = element("div", *cells, css="wb-layers", style=columns, role="img", aria_label=told)
     return marks.section("Time by layer", note, picture, marks.legend(legend), "layers")
 
 
-def _layer_bar(layer: LayerTime | None, left: float, top: float, scale: float) -> list[str]:
+def _layer_cell(layer: LayerTime | None, longest_s: float) -> str:
+    """Two bars as long as forward and backward took, and the sum of both in words."""
     if layer is None:
-        return [marks.text(left, top + 14, "\u2013", "quiet")]
-    forward, backward = layer.forward_s * scale, layer.backward_s * scale
+        return element("span", element("span", text="\u2013", css="quiet"), css="row")
     tip = f"{layer.name}: forward {format_seconds(layer.forward_s)}, backward {format_seconds(layer.backward_s)}"
+    length = f"width: calc((100% - {_NUMBER_WIDTH}px) * {layer.total_s / longest_s:.4f})"
+    total_s = layer.total_s or 1.0
+    kinds = (("forward", layer.forward_s), ("backward", layer.backward_s))
     bars = [
-        marks.bar(left, top + 4, forward, 12, "var(--wb-forward)", data_tip=tip),
-        marks.bar(left + forward, top + 4, backward, 12, "var(--wb-backward)", data_tip=tip),
+        element("i", style=f"width: {seconds / total_s:.2%}; background: var(--wb-{kind})") for kind, seconds in kinds
     ]
-    return [*bars, marks.text(left + forward + backward + 4, top + 14, format_seconds(layer.total_s), "quiet")]
-
-
-def _cut(name: str, width: float) -> str:
-    """As much of a name as has room."""
-    most = max(int(width / 6.8) - 1, 3)
-    return name if len(name) <= most else f"{name[: most - 1]}\u2026"
+    number = element("span", text=format_seconds(layer.total_s), css="quiet")
+    return element("span", element("span", *bars, css="bars", style=length), number, css="row", data_tip=tip)
 
 
 __all__ = ["LayerTime", "layer_times", "layers_picture", "prediction_picture"]

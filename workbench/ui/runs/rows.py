@@ -151,7 +151,7 @@ def _texts(values: Mapping[str, float | None], run: RunRecord, is_truth: bool) -
     for key, write in writers.items():
         value = values[key]
         texts[key] = DASH if value is None else write(value)
-    return texts | {"loss_difference": "truth" if is_truth else equal_text(run)}
+    return texts | {"loss_difference": "reference" if is_truth else equal_text(run)}
 
 
 def equal_text(run: RunRecord) -> str:

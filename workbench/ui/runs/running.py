@@ -9,15 +9,13 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
-import ipywidgets as widgets
-
 from workbench.core.metrics import RunRecord, StepSpans
 from workbench.core.strategy import Strategy
 from workbench.errors import RunError
 from workbench.session.comparing.comparison import RunStopped
 from workbench.session.comparing.saved_runs import SavedRuns
 from workbench.theme import Palette
-from workbench.ui.controls import button
+from workbench.ui.controls import bar, button
 from workbench.ui.failures import guarded
 from workbench.ui.live.chrome_trace import chrome_trace
 from workbench.ui.live.history import Message
@@ -48,8 +46,9 @@ class Hooks:
 
 
 class RunsPart:
-    """Follows one run at a time and keeps the finished ones. ``box`` is what is shown; ``saved`` has those of other
-    days; ``error`` is what ended the last run, None where nothing did.
+    """Follows one run at a time and keeps the finished ones. ``live.box`` and ``table.box`` are what is shown,
+    ``steering`` and ``live.status.parts`` what stays in sight beside them; ``saved`` has the runs of other days,
+    ``error`` what ended the last run.
     """
 
     def __init__(self, trainer: Trainer, steps: int, hooks: Hooks, saved: SavedRuns | None = None) -> None:
@@ -72,17 +71,10 @@ class RunsPart:
         self.keep_button = button("Keep the old one", self.keep)
         self.trace_button = button("Trace", self._on_trace, icon="download", disabled=True)
         self.trace_button.tooltip = "save the noted steps for chrome://tracing or ui.perfetto.dev"
-        buttons = (
-            widgets.HBox([self.pause_button, self.stop_button]),
-            self.change_button,
-            self.apply_button,
-            self.keep_button,
-            self.trace_button,
-        )
-        buttons[0].add_class("wb-group")
-        self.live = LiveView(trainer.num_ranks, buttons)
+        both = bar(self.pause_button, self.stop_button, css=("wb-group",))
+        self.steering = (both, self.change_button, self.apply_button, self.keep_button)
+        self.live = LiveView(trainer.num_ranks, (self.trace_button,), has_status=False)
         self.table = RunTable(hooks.opened, self._run_again, saved)
-        self.box = widgets.VBox([self.live.box, self.table.box])
         self._show_buttons()
 
     # ---- what users call ------------------------------------------------------------------------------------------
@@ -122,8 +114,8 @@ class RunsPart:
                 self._on_end(None, error)
 
     def _begin(self, strategy: Strategy, name: str, num_steps: int) -> None:
+        self.live.begin(name, str(strategy), num_steps)  # first: an estimate may have to wait for the layers' costs
         estimate = self._hooks.estimate()
-        self.live.begin(name, str(strategy), num_steps)
         self._expect(estimate, strategy)
         self._run = self._trainer.start(strategy, name, num_steps, predictions(estimate))
         self._pump = Pump(self._run, self._on_messages, self._on_end)
@@ -143,7 +135,7 @@ class RunsPart:
             return
         self._is_stopping = True
         pump.run.stop()
-        self.live.show_state("running", "stopping", "after this step")
+        self.live.status.show_state("running", "stopping", "after this step")
         self._show_buttons()
 
     def pause(self) -> None:

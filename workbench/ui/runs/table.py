@@ -102,14 +102,19 @@ class RunTable:
             *first,
             self.hide_button,
             self.show_button,
-            *(label("baseline"), self.baseline_field, label("filter"), self.filter_field),
+            *(
+                bar(label("baseline"), self.baseline_field, css=("wb-field",)),
+                bar(label("filter"), self.filter_field, css=("wb-field",)),
+            ),
             html("", "wb-space"),
-            *(label("export"), exports, self.load_button),
+            bar(label("export"), exports, self.load_button, css=("wb-field",)),
         )
         self.saved_list = widgets.SelectMultiple(options=[], rows=8, layout={"width": "620px"})
         self.add_button = button("Add to the table", self._add_chosen)
         self._loader = bar(self.saved_list, self.add_button, css=("wb-bar", "wb-loader"))
         self._loader.layout.display = "none"
+        none = '<span class="wb-quiet">No finished runs yet: each run that ends is a row here.</span>'
+        self._empty = bar(html(none), self.load_button)
 
     def _export_button(self, kind: str) -> widgets.Button:
         return button(kind.upper(), lambda: self.page.download(f"comparison.{kind}", self.exported(kind), _TYPES[kind]))
@@ -145,6 +150,7 @@ class RunTable:
     def refresh(self) -> None:
         """Show the table as it stands."""
         if not self.runs:
+            self.box.children = (self._empty, self._loader)
             return
         self.box.children = self._parts
         rows = self.rows
@@ -157,7 +163,8 @@ class RunTable:
             css="wb-scatter-box",
         )
         both = element("div", element("div", table, css="wb-table-box"), picture, css="wb-comparison-grid")
-        self.page.page = both + below_html(rows, self._every, self.selected) + footnote_html(rows)
+        below = below_html(rows, self._every, self.selected)
+        self.page.page = element("div", both, below, footnote_html(rows), css="wb-comparison-page")
         self._show_controls()
         self.facts.value = f'<span class="wb-quiet">{_facts(self.runs)}</span>'
 

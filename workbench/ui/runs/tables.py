@@ -25,8 +25,8 @@ from workbench.ui.runs.rows import (
 from workbench.ui.runs.scatter_picture import scatter_picture
 from workbench.units import format_bytes
 
-WIDTHS = (178, 152, 66, 72, 68, 54, 56, 60, 54, 86)
-"""Pixels of the columns, 846 in all."""
+WIDTHS = (152, 66, 72, 68, 54, 60, 60, 54, 104)
+"""Pixels of the columns behind the first, which has the names and all the width that is left."""
 _BAR_WIDTH = 92
 _NAME_CHARS = 18
 """Of the first column in a terminal."""
@@ -65,7 +65,8 @@ def comparison_html(rows: Sequence[Row], selected: str = "", limit_bytes: float 
     )
     table = element("div", rows_table_html(sorted_rows(rows), selected=selected), css="wb-table-box")
     both = element("div", table, picture, css="wb-comparison-grid")
-    return element("div", table_style(), both, below, footnote_html(rows), css="wb-comparison")
+    page = element("div", both, below, footnote_html(rows), css="wb-comparison-page")
+    return element("div", table_style(), page, css="wb-comparison")
 
 
 def below_html(rows: Sequence[Row], runs: Sequence[RunRecord], selected: str = "") -> str:
@@ -87,7 +88,7 @@ def rows_table_html(
     """The table alone, rows in their order; headers carry ``data-sort``, rows ``data-key``."""
     rates = [row.values[key] or 0.0 for row in rows for key in ("samples_per_s", "predicted_samples_per_s")]
     fastest = max(rates, default=0.0) or 1.0
-    columns = element("colgroup", *(element("col", style=f"width:{width}px") for width in WIDTHS))
+    columns = element("colgroup", element("col"), *(element("col", style=f"width:{width}px") for width in WIDTHS))
     head = element("thead", element("tr", *(_header(column, sort, ascending) for column in COLUMNS)))
     body = element("tbody", *(_row(row, fastest, row.key == selected) for row in rows))
     return element("table", columns.replace("></col>", "/>"), head, body, css="wb-table", role="grid")

@@ -43,3 +43,31 @@ function watchTheme(report) {
   check();
   return () => observer.disconnect();
 }
+
+// Tells whether anybody sees the part of the page around `el` that the selector finds. Returns what ends it.
+function watchVisibility(el, selector, report) {
+  const view = crypto.randomUUID?.() ?? String(Math.random()); // one model may be shown in several places
+  let inView = true;
+  let known = null;
+  const check = () => {
+    const seen = inView && document.visibilityState === "visible";
+    if (seen !== known) report("visible", (known = seen), { view });
+  };
+  const leave = () => {
+    if (known) report("visible", (known = false), { view });
+  };
+  const observer = new IntersectionObserver((entries) => {
+    inView = entries[entries.length - 1].isIntersecting;
+    check();
+  });
+  requestAnimationFrame(() => observer.observe(el.closest(selector) ?? el)); // the element itself may be empty
+  document.addEventListener("visibilitychange", check);
+  window.addEventListener("pagehide", leave);
+  check();
+  return () => {
+    observer.disconnect();
+    document.removeEventListener("visibilitychange", check);
+    window.removeEventListener("pagehide", leave);
+    leave();
+  };
+}

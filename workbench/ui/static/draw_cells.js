@@ -125,6 +125,15 @@ function nameCell(row) {
   return cell;
 }
 
+// How wide the names are, with what stands before them: the column takes so much where the page has it.
+function namesWidth(rows) {
+  const canvas = (namesWidth.canvas ??= document.createElement("canvas")).getContext("2d");
+  canvas.font = `13px ${getComputedStyle(document.body).getPropertyValue("--jp-ui-font-family") || "sans-serif"}`;
+  const indent = [24, 40, 56, 74];
+  const widths = rows.map((row) => indent[Math.min(row.depth, 3)] + canvas.measureText(row.label).width + 10);
+  return Math.ceil(Math.min(Math.max(164, ...widths), 420));
+}
+
 // ---- who holds what --------------------------------------------------------------------------------------------
 
 function ranksCell(row, view) {
@@ -202,6 +211,8 @@ function slicesText(row, view) {
 function flowCell(row) {
   const cell = make("div", { role: "gridcell", class: "flow" }, make("span", { class: "thread" }), make("span", { class: "dot" }));
   const flow = row.flow;
+  const facts = [row.weight, row.params && `${row.params} parameters`, row.sbp && `sbp ${row.sbp}`].filter(Boolean).join(" \u00b7 ");
+  cell.append(make("span", { class: "facts", "aria-hidden": "true" }, facts)); // shown where the columns have no room
   cell.append(make("span", { class: "act", "data-tip": flow.layout_tip }, flow.layout));
   if (flow.note) cell.append(make("span", { class: "note", "data-tip": flow.note }, flow.note));
   if (flow.boxing) {

@@ -2,34 +2,6 @@
 // what it cannot do: hand the reader a file. Reports {event: "theme", value}, {event: "width", value}, in pixels,
 // {event: "visible", value, view} and {event: "pong", value}; takes {event: "ping", number} and {event: "download", name, type}.
 
-function watchVisibility(el, report) {
-  const view = crypto.randomUUID?.() ?? String(Math.random()); // one model may be shown in several places
-  let inView = true;
-  let known = null;
-  const check = () => {
-    const seen = inView && document.visibilityState === "visible";
-    if (seen !== known) report("visible", (known = seen), { view });
-  };
-  const leave = () => {
-    if (known) report("visible", (known = false), { view });
-  };
-  const observer = new IntersectionObserver((entries) => {
-    inView = entries[entries.length - 1].isIntersecting;
-    check();
-  });
-  // The element itself is empty; what counts is the view that it is part of.
-  requestAnimationFrame(() => observer.observe(el.closest(".wb-live-view") ?? el));
-  document.addEventListener("visibilitychange", check);
-  window.addEventListener("pagehide", leave);
-  check();
-  return () => {
-    observer.disconnect();
-    document.removeEventListener("visibilitychange", check);
-    window.removeEventListener("pagehide", leave);
-    leave();
-  };
-}
-
 const SETTLED = 150; // milliseconds: while a window is dragged nothing is drawn anew
 
 function watchWidth(el, report) {
@@ -57,7 +29,7 @@ function render({ model, el }) {
     if (message.event === "ping") requestAnimationFrame(() => setTimeout(() => report("pong", message.number), 0));
   };
   model.on("msg:custom", receive);
-  const ends = [watchTheme(report), watchWidth(el, report), watchVisibility(el, report)];
+  const ends = [watchTheme(report), watchWidth(el, report), watchVisibility(el, ".wb-live-view", report)];
   return () => {
     model.off("msg:custom", receive);
     for (const end of ends) end();
