@@ -100,6 +100,15 @@ class LabPage:
         self.page.wait_for_selector(f"body[data-jp-theme-light='{'false' if on else 'true'}']", state="attached")
         self.page.wait_for_timeout(500)
 
+    def close_sidebar(self) -> None:
+        """Leave the whole width to the notebook."""
+        script = """() => {
+            const { shell, commands } = window.jupyterapp;
+            if (!shell.leftCollapsed) commands.execute('application:toggle-left-area');
+        }"""
+        self.page.evaluate(script)
+        self.page.wait_for_function("() => window.jupyterapp.shell.leftCollapsed", timeout=10 * SECONDS)
+
     def screenshot(self, name: str, locator: Any) -> None:
         """Keep a picture in docs/images, if pictures are wanted: tests change no file."""
         if os.environ.get("WORKBENCH_SCREENSHOTS") == "1":
@@ -180,9 +189,9 @@ class LabPage:
         }"""
         return str(self.page.evaluate(script, code))
 
-    def open_tab(self, name: str, number: int = 0) -> None:
-        """Show a part of the panel: strategy, live or compare."""
-        panel = self.page.locator(".wb-panel").nth(number)
+    def open_tab(self, name: str, panel: Any = None) -> None:
+        """Show a part of the (first) panel: strategy, live or compare."""
+        panel = panel or self.page.locator(".wb-panel").first
         panel.locator(f"[role='tab'][data-tab='{name}']").click()
         panel.locator(f".wb-on-{name}").wait_for(timeout=10 * SECONDS)
 

@@ -60,7 +60,7 @@ def test_all_runs_equal_one_device_and_were_predicted(opened: LabPage) -> None:
     texts = opened.page.locator(".wb-panel .wb-comparison tbody tr").all_inner_texts()
     assert sum("\u2713" in text for text in texts) == NUM_RUNS, texts
     assert opened.page.locator(".wb-panel .wb-comparison .predicted circle.hollow").count() == NUM_RUNS
-    assert opened.page.locator(".wb-panel .wb-comparison .layers svg").count() == 1
+    assert opened.page.locator(".wb-panel .wb-comparison .layers .wb-layers").count() == 1
 
 
 def test_runs_are_renamed_and_the_picture_follows(opened: LabPage) -> None:

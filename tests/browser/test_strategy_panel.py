@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,6 +27,7 @@ def opened(open_notebook: Any, lab: LabServer) -> Any:
     """A page with two panels: 8 blocks on 4 ranks, 24 blocks on 64."""
     write_notebook(lab.folder / NOTEBOOK, [SETUP, PANEL, DEEP, ""])
     lab_page = open_notebook(NOTEBOOK)
+    lab_page.close_sidebar()
     lab_page.run_cells(2)
     lab_page.wait_for_output(".wb-row[data-row='lm_head']")
     lab_page.wait_for_output(".wb-row[data-row='blocks.[0-23]']")
@@ -159,14 +162,66 @@ def test_sixty_four_ranks_and_finding_a_layer(lab_page: Any) -> None:
     deep.locator(".wb-row[data-row='tok_emb']").wait_for(timeout=10_000)
 
 
-@pytest.mark.parametrize("width", [1680, 1280, 1000])
+@pytest.fixture(params=[1920, 1680, 1280, 1000, 800])
+def width(lab_page: Any, request: pytest.FixtureRequest) -> Iterator[int]:
+    """A page as wide as that."""
+    lab_page.page.set_viewport_size({"width": request.param, "height": 1400})
+    lab_page.page.wait_for_timeout(300)
+    yield int(request.param)
+    lab_page.page.set_viewport_size({"width": 1680, "height": 1400})
+
+
 def test_nothing_overlaps_or_is_cut_at_any_width(lab_page: Any, width: int) -> None:
+    if width in (800, 1280, 1920):
+        lab_page.screenshot(f"panel-{width}.png", panel(lab_page))
+    assert lab_page.page.evaluate(OVERLAPS) == []
+
+
+def test_every_number_of_a_row_is_shown_at_any_width(lab_page: Any, width: int) -> None:
+    """Weight, parameters and sbp in columns or in a line; the boxing with its bytes."""
+    shown = row(lab_page, "lm_head").inner_text()
+    parts = set(re.split(r"\n|\t| \u00b7 | parameters|sbp ", shown))
+    assert {"4096 \u00d7 256", "1.05 M", "S(0)", "524 + 524 kB"} <= parts, shown
+
+
+def test_no_control_stands_alone_in_a_line(lab_page: Any, width: int) -> None:
+    assert lab_page.page.evaluate(ALONE) == []
+
+
+def test_tabs_are_chosen_with_keys_and_stay_chosen(lab_page: Any) -> None:
     page = lab_page.page
-    page.set_viewport_size({"width": width, "height": 1400})
-    page.wait_for_timeout(300)
-    found = page.evaluate(OVERLAPS)
+    first = panel(lab_page)
+    first.locator("[role='tab'][aria-selected='true']").focus()
+    press(lab_page, "ArrowRight", "ArrowRight")
+    first.locator(".wb-on-compare", has_text="No finished runs yet").wait_for(timeout=10_000)
+    assert page.evaluate("() => document.activeElement.dataset.tab") == "compare"
+    assert first.locator("[role='tab'][tabindex='0']").count() == 1
+    assert not first.locator(".wb-grid").is_visible()
+    press(lab_page, "Home")
+    first.locator(".wb-grid").wait_for(timeout=10_000)
+
+
+def test_the_bar_stays_in_sight_while_the_page_scrolls(lab_page: Any) -> None:
+    page = lab_page.page
+    page.set_viewport_size({"width": 1280, "height": 600})
+    row(lab_page, "cross_entropy").or_(panel(lab_page).locator(".wb-predictions")).first.scroll_into_view_if_needed()
+    tops = page.evaluate(TOPS)
     page.set_viewport_size({"width": 1680, "height": 1400})
-    assert found == []
+    assert tops["panel"] < tops["page"] - 100, "it is scrolled"
+    assert abs(tops["bar"] - tops["page"]) <= 1
+
+
+def test_the_legend_says_what_the_words_mean(lab_page: Any) -> None:
+    question = panel(lab_page).locator(".wb-legend-button")
+    question.focus()
+    press(lab_page, "Enter")
+    legend = panel(lab_page).locator(".wb-legend")
+    legend.wait_for(timeout=10_000)
+    for word in ("boxing", "S(0)", "sequence", "links", "products"):
+        assert word in legend.inner_text()
+    press(lab_page, "Escape")
+    assert legend.count() == 0
+    assert lab_page.page.evaluate("() => document.activeElement.classList.contains('wb-legend-button')")
 
 
 def test_the_dark_theme_reaches_everything(lab_page: Any) -> None:
@@ -178,6 +233,29 @@ def test_the_dark_theme_reaches_everything(lab_page: Any) -> None:
     lab_page.dark(False)
     assert (dark, lab_page.page.evaluate(script)) == ("#a45cff", "#6a1b9a")
 
+
+TOPS = """() => {
+    const top = (selector) => document.querySelector(selector).getBoundingClientRect().top;
+    return { bar: top('.wb-stays'), panel: top('.wb-panel'), page: top('.jp-WindowedPanel-outer') };
+}"""
+ALONE = """() => {
+    const alone = [];
+    for (const bar of document.querySelectorAll('.wb-panel .wb-bar.wb-wrap')) {
+        const lines = new Map();
+        const controls = [...bar.querySelectorAll('button, input, select, .slider')].filter(each => each.offsetParent);
+        for (const control of controls) {
+            const box = control.getBoundingClientRect();
+            const line = [...lines.keys()].find(top => Math.abs(top - (box.top + box.bottom) / 2) < 14);
+            const key = line ?? (box.top + box.bottom) / 2;
+            lines.set(key, [...(lines.get(key) ?? []), control]);
+        }
+        for (const found of lines.values()) {
+            if (lines.size > 1 && found.length === 1) alone.push(found[0].outerHTML.slice(0, 120));
+        }
+    }
+    return alone;
+}"""
+"""Controls that have wrapped into a line of their own."""
 
 OVERLAPS = """() => {
     const problems = [];

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from html import escape
 from statistics import median
 from typing import TYPE_CHECKING, Any
 

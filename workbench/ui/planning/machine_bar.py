@@ -58,13 +58,9 @@ class MachineBar:
             on_value(slider, lambda change, name=name: self._user(lambda: self._assume(name, change["new"])))  # type: ignore[misc]
         fields = [bar(label(_LABELS[name]), self.sliders[name], self.told[name], css=("wb-field",)) for name in _LABELS]
         self.which = bar(label("machine"), self.machine, css=("wb-field",))
-        self.numbers = bar(*fields, css=("wb-field", "wb-wrap"))
-        self.box = bar(
-            self.which,
-            self.numbers,
-            bar(label("ranks"), self.ranks, self.reset, css=("wb-field",)),
-            css=("wb-bar", "wb-wrap", "wb-machine"),
-        )
+        ranks = bar(label("ranks"), self.ranks, self.reset, css=("wb-field",))
+        self.numbers = bar(*fields, css=("wb-field",))
+        self.box = bar(bar(self.which, ranks, css=("wb-field",)), self.numbers, css=("wb-bar", "wb-wrap", "wb-machine"))
 
     @property
     def has_own(self) -> bool:
