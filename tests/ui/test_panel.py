@@ -189,39 +189,6 @@ def test_a_run_is_followed_and_compared(panel: Panel, trainer: FakeTrainer):
     assert repr(panel) == "<Panel '*: data': 2 finished runs>"
 
 
-def test_the_page_shows_where_something_begins(panel: Panel, trainer: FakeTrainer):
-    tabs = panel.tabs
-    assert tabs.chosen == "strategy"
-    upper(panel).controls.run.click()
-    assert (tabs.chosen, tabs.heard) == ("live", 1)
-    panel._runs_part.change()
-    assert tabs.chosen == "strategy", "where another one is chosen"
-    panel.apply()
-    assert tabs.chosen == "live"
-    tabs.chosen = "compare"
-    finish(panel, trainer)
-    assert tabs.chosen == "compare", "the end of a run takes nobody away from what he reads"
-    assert tabs.names["compare"] == "Compare (1)"
-    panel.load("*: model")
-    assert tabs.chosen == "strategy"
-
-
-def test_a_click_on_run_is_answered_also_where_it_fails(panel: Panel, trainer: FakeTrainer, monkeypatch):
-    def start(*_: object, **__: object) -> None:
-        raise RuntimeError("no engines")
-
-    monkeypatch.setattr(trainer, "start", start)
-    upper(panel).controls.run.click()
-    assert panel.tabs.heard == 1 and "no engines" in panel._runs_part.live.failure.value
-
-
-def test_run_and_the_state_stand_in_the_bar_that_stays_in_sight(panel: Panel):
-    stays, status = panel.children[0], panel._runs_part.live.status
-    assert "wb-stays" in stays._dom_classes
-    there = {child for bar in stays.children for child in bar.children}
-    assert {upper(panel).controls.run, upper(panel).controls.problems, *status.parts} <= there
-
-
 def test_the_strategy_can_be_edited_while_a_run_goes_on(panel: Panel, trainer: FakeTrainer):
     panel.run()
     say(panel, event="parallel", rows=["fc2"], value="model")

@@ -1,0 +1,56 @@
+"""The panel's tabs, and the bar that stays in sight."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.ui.reports import FakeTrainer
+from workbench.ui.widgets import Panel
+
+
+def make_mlp() -> None:
+    """Only its name is shown."""
+
+
+@pytest.fixture
+def trainer() -> FakeTrainer:
+    return FakeTrainer()
+
+
+@pytest.fixture
+def panel(trainer: FakeTrainer) -> Panel:
+    return Panel(None, make_mlp, None, None, steps=3, trainer=trainer, keep=False)
+
+
+def test_the_page_shows_where_something_begins(panel: Panel, trainer: FakeTrainer):
+    tabs = panel.tabs
+    assert tabs.chosen == "strategy"
+    panel._upper.controls.run.click()
+    assert (tabs.chosen, tabs.heard) == ("live", 1)
+    panel._runs_part.change()
+    assert tabs.chosen == "strategy", "where another one is chosen"
+    panel.apply()
+    assert tabs.chosen == "live"
+    tabs.chosen = "compare"
+    trainer.runs[-1].ended.set()
+    assert panel.wait(10)
+    assert tabs.chosen == "compare", "the end of a run takes nobody away from what he reads"
+    assert tabs.names["compare"] == "Compare (1)"
+    panel.load("*: model")
+    assert tabs.chosen == "strategy"
+
+
+def test_a_click_on_run_is_answered_also_where_it_fails(panel: Panel, trainer: FakeTrainer, monkeypatch):
+    def start(*_: object, **__: object) -> None:
+        raise RuntimeError("no engines")
+
+    monkeypatch.setattr(trainer, "start", start)
+    panel._upper.controls.run.click()
+    assert panel.tabs.heard == 1 and "no engines" in panel._runs_part.live.failure.value
+
+
+def test_run_and_the_state_stand_in_the_bar_that_stays_in_sight(panel: Panel):
+    stays, status = panel.children[0], panel._runs_part.live.status
+    assert "wb-stays" in stays._dom_classes
+    there = {child for bar in stays.children for child in bar.children}
+    assert {panel._upper.controls.run, panel._upper.controls.problems, *status.parts} <= there
