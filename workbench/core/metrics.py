@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from workbench.core.plain import Plain
@@ -118,6 +118,76 @@ def bubble(ranks: Sequence[StepSpans]) -> float | None:
     total = len(ranks) * (max(span.stop_s for span in spans) - min(span.start_s for span in spans))
     busy = sum(span.stop_s - span.start_s - span.boxing_s for span in spans)
     return max(0.0, 1 - busy / total) if total else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class LossTerm(Plain):
+    """What one rank has of a loss without asking the others: a number of which ``num_copies`` ranks have a copy. Where
+    ``is_term``, the loss is the sum of the different numbers that ``num_holders`` ranks have.
+    """
+
+    value: float
+    num_copies: int = 1
+    is_term: bool = False
+    num_holders: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class LastSteps(Plain):
+    """The last steps of a loop as one rank saw them: what the ranks had not exchanged when the loop ended, each perhaps
+    at another point. Attributes are those of ``StepBlock``, of this rank alone; a loss is None where it has nothing.
+    """
+
+    rank: int
+    num_ranks: int
+    first_step: int
+    samples: tuple[int, ...]
+    losses: tuple[LossTerm | None, ...]
+    time_s: tuple[float, ...]
+    boxing_s: tuple[float, ...]
+    boxed_bytes: tuple[int, ...]
+    memory_bytes: dict[str, int] = field(default_factory=dict)
+
+    def cut(self, first_step: int, count: int) -> LastSteps:
+        """Only ``count`` steps from ``first_step`` on."""
+        part = slice(first_step - self.first_step, first_step - self.first_step + count)
+        each = ("samples", "losses", "time_s", "boxing_s", "boxed_bytes")
+        return replace(self, first_step=first_step, **{name: getattr(self, name)[part] for name in each})
+
+
+def joined(parts: Sequence[LastSteps]) -> StepBlock | None:
+    """The steps of which all ranks tell, None where there are none. A rank that is lost tells nothing, and counts as
+    idle.
+
+    >>> half = (LossTerm(0.25, 1, is_term=True, num_holders=2),)
+    >>> joined([LastSteps(rank, 2, 7, (8,), half, (0.5,), (0.0,), (0,)) for rank in (0, 1)]).losses
+    (0.5,)
+    """
+    first = max(part.first_step for part in parts)
+    count = min(part.first_step + len(part.samples) for part in parts) - first
+    if count <= 0:
+        return None
+    by_rank = {part.rank: part.cut(first, count) for part in parts}
+    idle = LastSteps(-1, 0, first, (), (None,) * count, (0.0,) * count, (0.0,) * count, (0,) * count)
+    there = [by_rank.get(rank, idle) for rank in range(parts[0].num_ranks)]
+    return StepBlock(
+        first,
+        next(iter(by_rank.values())).samples,
+        tuple(_logical(terms) for terms in zip(*(part.losses for part in there), strict=True)),
+        tuple(part.time_s for part in there),
+        tuple(part.boxing_s for part in there),
+        tuple(part.boxed_bytes for part in there),
+        tuple(part.memory_bytes for part in there) if all(part.memory_bytes for part in there) else (),
+    )
+
+
+def _logical(terms: Sequence[LossTerm | None]) -> float | None:
+    """The logical loss of what each rank has of it; None where a term of the sum is missing."""
+    known = [term for term in terms if term is not None]
+    if not known or not known[0].is_term:
+        return known[0].value if known else None
+    total = sum(term.value / term.num_copies for term in known)
+    return total if len(known) == known[0].num_holders else None
 
 
 @dataclass(frozen=True, slots=True)

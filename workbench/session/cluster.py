@@ -209,7 +209,9 @@ class Session:
         return pulled
 
     def subscribe(self, hear: Hear) -> Callable[[], None]:
-        """Have ``hear(rank, object)`` called with what cells publish while they run; returns how to end that."""
+        """Have ``hear(rank, object)`` called with what cells publish while they run, and as rank -1 with a ``RunEvent``
+        when a cell has ended and when the session is closed; returns how to end that.
+        """
         self._subscribers.append(hear)
         return lambda: self._subscribers.remove(hear)
 
@@ -241,6 +243,7 @@ class Session:
         if self._forget():
             self._fleet.close()
             self._folder.remove()
+            self._tell_subscribers(-1, RunEvent("closed", 0))
 
     def detach(self) -> None:
         """Leave the engines to another notebook, which goes on with them by `attach`; safe to call twice.
@@ -256,6 +259,7 @@ class Session:
         if self._forget():
             self._fleet.leave()
             self._folder.release()
+            self._tell_subscribers(-1, RunEvent("closed", 0))
 
     def _end(self) -> None:
         """What happens when the notebook ends, or the context."""

@@ -94,6 +94,7 @@ def _install() -> None:
     if getattr(here, "workbench_installed", False):
         return
     engine_imports.install(here.kernel)
+    here.events.register("post_run_cell", _tell_the_rest)
     engine_modes.install(here)  # before what lets go of errors
     engine_values.install(here)
     engine_failures.install(here)
@@ -104,6 +105,13 @@ def _install() -> None:
     engine_debug.install()
     _offer_names(here.user_ns)
     here.workbench_installed = True
+
+
+def _tell_the_rest(_result: Any) -> None:
+    """Loops of a cell that has ended report their last steps."""
+    own_loops = sys.modules.get("workbench.runtime.runs.own_loops")
+    if own_loops is not None:
+        own_loops.tell_the_rest()
 
 
 def _offer_names(namespace: dict[str, Any]) -> None:

@@ -112,6 +112,12 @@ class StrategyPart:
             self._predictor.costs, self._predictor.problem = costs, problem
             self.refresh()
 
+    def forbid_runs(self, why: str) -> None:
+        """Nothing can be run from now on."""
+        with self._lock:
+            self._no_run = why
+            self.refresh()
+
     def plan(self) -> None:
         """Put the planner's choice into the panel; it is searched for beside the notebook, seconds for many ranks."""
         self.planner.ask(self.state.num_ranks, self.state.options.precision)

@@ -9,7 +9,7 @@ from typing import Any
 import ipywidgets as widgets
 from IPython.display import display
 
-from workbench.core.metrics import RunRecord
+from workbench.core.metrics import RunEvent, RunRecord
 from workbench.core.model_costs import ModelCosts
 from workbench.core.presets import StrategyLike
 from workbench.core.strategy import Strategy
@@ -32,6 +32,10 @@ from workbench.ui.strategy.state import PanelState
 from workbench.ui.strategy_part import StrategyPart, facts_of
 from workbench.units import format_count
 
+_CLOSED = (
+    "the session of this panel is closed, and its engines have ended. Start engines again (%workbench start, or "
+    "wb.Session()), and run the cell that makes the panel once more, with them."
+)
 _STATIC_DELAY_S = 0.5
 _COUNTING_S = 10.0
 """A run that starts right after the panel waits so long for its prediction."""
@@ -149,6 +153,14 @@ class Panel(widgets.VBox):
         self._counting = threading.Thread(target=count, args=job, name="workbench-count-layers", daemon=True)
         if session is not None and costs is None:
             self._counting.start()
+        if session is not None:
+            session.subscribe(guard(self._hear))
+
+    def _hear(self, _rank: int, message: object) -> None:
+        """The session tells that it is closed."""
+        if isinstance(message, RunEvent) and message.kind == "closed":
+            self._no_run = _CLOSED
+            self._upper.forbid_runs(_CLOSED)
 
     def _bar(self) -> widgets.VBox:
         """What stays in sight, whatever is shown below it."""

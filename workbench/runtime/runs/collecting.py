@@ -85,6 +85,15 @@ class Collector:
             self.interval = min(max(1, round(INTERVAL_S / typical)), _MOST_STEPS)
         return block, [row[0] for row in rows]
 
+    def take(self) -> tuple[int, list[Measured], list[Any]]:
+        """The steps since the last exchange as this rank saw them, without one: their first number, what was measured,
+        their losses.
+        """
+        first, steps, losses = self._first_step, self._steps, self._losses
+        self._first_step += len(steps)
+        self._steps, self._losses = [], []
+        return first, steps, losses
+
     def _exchange(self, memory: dict[str, int], number: float) -> list[list[float]]:
         own = [number, *(float(memory.get(kind, -1)) for kind in _KINDS)]
         for step in self._steps:

@@ -62,6 +62,10 @@ class Checker:
         self._reports[which] = report
         return report
 
+    def forget(self) -> None:
+        """Make all of them anew: the engine that had them is another one now."""
+        self._reports.clear()
+
     def known(self, which: OneDevice) -> RankReport | None:
         """That one-device run if it has been made."""
         return self._reports.get(which)

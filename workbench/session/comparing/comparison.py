@@ -10,7 +10,7 @@ import inspect
 import itertools
 import os
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from typing import Any
@@ -19,6 +19,7 @@ from workbench.core.metrics import TOLERANCE, RunEvent, RunRecord, StepBlock, St
 from workbench.core.presets import PRESETS
 from workbench.core.strategy import Strategy
 from workbench.core.verdict import CHECKED_STEPS
+from workbench.errors import NotStartedError
 from workbench.runtime.runs.train import WARM_UP_STEPS
 from workbench.session.calls import RemoteCall
 from workbench.session.cluster import Session
@@ -53,13 +54,36 @@ class Comparison:
         self._check_steps = check_steps
         self._keep = keep
         self._baseline: RunRecord | None = None
-        session.submit(training.keep_job, self.key, self.job).result()
+        self.prepare()
 
     def __enter__(self) -> Comparison:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def prepare(self) -> None:
+        """Send the job to engines that do not have it: to all of them at first, later to those that are new because the
+        world was restarted or a lost engine replaced. One device trains again where its engine is new.
+
+        Raises:
+            NotStartedError: the session is closed.
+        """
+        has_job = self._on_engines(training.has_job, self.key)
+        missing = [rank for rank, has in enumerate(has_job) if not has]
+        if missing:
+            self._on_engines(training.keep_job, self.key, self.job, ranks=missing)
+        if 0 in missing:
+            self._checker.forget()
+
+    def _on_engines(self, function: Callable[..., Any], *args: Any, ranks: Sequence[int] | None = None) -> list[Any]:
+        try:
+            return self.session.submit(function, *args, ranks=ranks).result()
+        except NotStartedError as error:
+            raise NotStartedError(
+                "These runs are of a session that is closed: its engines have ended. Start engines again (%workbench "
+                "start, or wb.Session()), and run the cell that makes this panel or comparison once more, with them."
+            ) from error
 
     def close(self) -> None:
         """Free the engines' copies of the job."""
@@ -79,6 +103,7 @@ class Comparison:
         Raises:
             RunStopped: ``watch`` did not want it any more; it is made anew when it is next asked for.
         """
+        self.prepare()
         which = one_device_of(strategy) if strategy is not None else OneDevice()
         steps = min(self._check_steps, num_steps or self.job.num_steps)
         return self._checker.one_device(which, steps, watch) if steps else None
@@ -112,6 +137,7 @@ class Comparison:
         strategy = self.strategy(wanted)
         steps = num_steps or self.job.num_steps
         label = name or (wanted if isinstance(wanted, str) and wanted in PRESETS else str(strategy))
+        self.prepare()  # also where nothing is to be compared
         self.truth(None, None, steps)
         self.truth(strategy, None, steps)
         planned = self.planned(label, strategy, predicted)

@@ -62,6 +62,11 @@ def keep_job(key: str, job: Job) -> None:
     warm_up(job)
 
 
+def has_job(key: str) -> bool:
+    """Is the job here? Not on an engine that was started after it was sent."""
+    return key in _jobs
+
+
 def forget_job(key: str) -> None:
     """Free a job and its one-device runs."""
     _jobs.pop(key, None)

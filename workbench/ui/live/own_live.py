@@ -8,7 +8,7 @@ from typing import Any
 import ipywidgets as widgets
 from IPython.display import display
 
-from workbench.core.metrics import RunEvent, StepBlock, StepSpans
+from workbench.core.metrics import LastSteps, RunEvent, StepBlock, StepSpans, joined
 from workbench.session.cluster import current
 from workbench.theme import style_sheet
 from workbench.ui.assets import asset, element
@@ -16,6 +16,11 @@ from workbench.ui.controls import html
 from workbench.ui.grid.widget import PANEL_CLASS
 from workbench.ui.live import part as live
 from workbench.ui.page_link import PageLink
+
+_CLOSED = (
+    '<div class="wb-section wb-quiet">The session of this view is closed: nothing more comes here. After %workbench '
+    "start, make a new view: wb.LiveView()</div>"
+)
 
 
 class LiveView(widgets.VBox):
@@ -39,6 +44,7 @@ class LiveView(widgets.VBox):
         self.live = live.LiveView(session.num_engines, patience_s=0.5)
         self._number = 0
         self._is_going = False
+        self._last: list[LastSteps] = []  # of each rank, what it had not told when the cell ended
         self._copy: Any = None
         style = html(f"<style>{style_sheet(f'.{PANEL_CLASS}')}{asset('panel.css')}</style>")
         self._hint = html('<div class="wb-section wb-quiet">waits for wb.log(loss=..., samples=...) in a cell</div>')
@@ -49,12 +55,17 @@ class LiveView(widgets.VBox):
 
     def hear(self, rank: int, message: object) -> None:
         """Take in what a rank has published."""
+        if isinstance(message, RunEvent) and message.kind == "closed":
+            self._hint.value = _CLOSED
+            self._hint.layout.display = ""
         if isinstance(message, StepBlock) and (message.first_step == 0 or self.live.history is None):
             self._begin()
         if not self._is_going:
             return
         if isinstance(message, RunEvent) and message.kind == "ended":
             self._end()
+        elif isinstance(message, LastSteps):
+            self._last.append(message)
         elif isinstance(message, (StepBlock, StepSpans)):
             self.live.add([message])
 
@@ -66,6 +77,10 @@ class LiveView(widgets.VBox):
 
     def _end(self) -> None:
         self._is_going = False
+        block = joined(self._last) if self._last else None
+        if block is not None:
+            self.live.add([block])
+        self._last = []
         self.live.end("ended", f"last report: step {self._num_steps}")
         if self._copy is not None:
             self._copy.update(self._static_bundle(), raw=True)

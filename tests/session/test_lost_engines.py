@@ -1,0 +1,99 @@
+"""Panels, comparisons and live views of engines that are others by now: restarted, lost, closed."""
+
+import os
+import signal
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import workbench as wb
+from workbench.core.strategy import Strategy
+from workbench.errors import NotStartedError, SessionError
+from workbench.session.comparing.comparison import Comparison
+from workbench.session.comparing.subject import Subject
+from workbench.ui.widgets import Panel
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(240)]
+
+
+def make_model():
+    return nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))
+
+
+def data():
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(50, 8, generator=generator), torch.randint(0, 4, (50,), generator=generator)
+
+
+@pytest.fixture(scope="module")
+def own_session():
+    """Of this module alone: its engines are killed, and the last test closes it."""
+    with wb.Session(engines=2, device="cpu") as session:
+        yield session
+
+
+@pytest.fixture(scope="module")
+def panel(own_session):
+    return Panel(own_session, make_model, data(), F.cross_entropy, batch_size=16, steps=6, keep=False)
+
+
+@pytest.fixture(scope="module")
+def comparison(own_session):
+    return Comparison(own_session, Subject.of(make_model, data(), F.cross_entropy, batch_size=16, steps=6))
+
+
+def assert_runs(panel, comparison):
+    """A run of each, checked against one device."""
+    num_runs = len(panel.runs)
+    panel.run()
+    assert panel.wait(120)
+    assert panel.error is None, panel.error
+    assert len(panel.runs) == num_runs + 1 and panel.runs[-1].equal is True
+    record = comparison.start(Strategy("*: model")).result()
+    assert record.equal is True and record.weight_difference is not None
+
+
+def kill(session, rank):
+    """As when the machine runs out of memory; nobody has told the panel."""
+    (pid,) = session.run("import os; os.getpid()", ranks=[rank]).values
+    os.kill(pid, signal.SIGKILL)
+
+
+def test_after_a_restart_the_job_is_sent_again(own_session, panel, comparison):
+    assert_runs(panel, comparison)
+    own_session.restart()
+    assert_runs(panel, comparison)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_lost_engine_gets_the_job_when_it_is_replaced(own_session, panel, comparison, rank):
+    """Rank 0 has one device's runs as well: they are made again."""
+    kill(own_session, rank)
+    assert_runs(panel, comparison)
+    assert wb.compare(
+        make_model, data(), F.cross_entropy, ["data"], batch_size=16, steps=4, session=own_session, keep=False
+    ).all_equal
+
+
+def test_an_engine_that_is_lost_while_a_run_goes_on(own_session, panel, comparison):
+    (pid,) = own_session.run("import os; os.getpid()", ranks=[1]).values
+    panel.run(steps=100_000)
+    while panel._runs_part.live.history.last_step == 0:
+        panel.wait(0.1)
+    os.kill(pid, signal.SIGKILL)
+    assert panel.wait(60)
+    assert "rank 1 died" in str(panel.error) and "rank 1 died" in panel._runs_part.live.failure.value
+    assert_runs(panel, comparison)
+
+
+def test_a_closed_session_is_said_with_what_to_do(own_session, panel, comparison):
+    view = wb.LiveView(own_session)
+    own_session.close()
+    with pytest.raises(SessionError, match=r"is closed.*%workbench start.*run the cell that makes the panel"):
+        panel.run()
+    with pytest.raises(NotStartedError, match="session that is closed"):
+        comparison.start(Strategy("*: model"))
+    assert "is closed" in view._hint.value and "wb.LiveView()" in view._hint.value
+    assert "is closed" in panel._upper.controls.run.tooltip and panel._upper.controls.run.disabled
