@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import workbench as wb
-from workbench.core.metrics import TOLERANCE, RunEvent, StepBlock, StepSpans
+from workbench.core.metrics import TOLERANCE, RunEvent, RunRecord, StepBlock, StepSpans
+from workbench.core.segments import by_strategy
 from workbench.core.strategy import Strategy
 from workbench.core.verdict import CHECKED_STEPS
 from workbench.errors import RunError, StrategyError
@@ -170,7 +171,7 @@ def test_pause_change_the_strategy_go_on_and_stop(session):
         held = followed.steps
         with pytest.raises(StrategyError):
             run.change("nope: model")
-        run.change("0: data; 2: data@1; 4: data@1 | 2x1x1 mb=2")
+        run.change("0: data; 2: data@1; 4: data@1 | 2x1x1 mb=2", "stages", {"step_s": 0.5})
         followed.until(lambda: followed.happened("strategy"))
         assert followed.steps == held, "it waits while it is changed"
         run.go_on()
@@ -180,6 +181,12 @@ def test_pause_change_the_strategy_go_on_and_stop(session):
     ((step, text),) = record.changes
     assert step == held and text.startswith("0: data; 2: data@1") and len(record.losses) < 3000
     assert record.equal, "losses as on one device, before and after"
+    data, stages = by_strategy([RunRecord.from_dict(json.loads(json.dumps(record.to_dict())))])
+    assert (data.name, data.strategy) == (f"data, steps 1-{held}", "*: data")
+    assert (stages.name, stages.strategy) == (f"data \u2192 stages, steps {held + 1}-{len(record.losses)}", text)
+    assert data.boxed_bytes_per_step > stages.boxed_bytes_per_step > 0 and stages.predicted == {"step_s": 0.5}
+    assert data.bubble == 0 < stages.bubble < 1 and len(stages.losses) + held == len(record.losses)
+    assert data.memory_by_kind[0]["parameters"] > stages.memory_by_kind[0]["parameters"]
 
 
 def test_a_stop_reaches_the_one_device_run_that_comes_first(session):

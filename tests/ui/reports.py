@@ -88,7 +88,8 @@ class FakeRun:
         self.orders.append("go on")
         self.waiting.append(RunEvent("running", 1))
 
-    def change(self, strategy: Strategy) -> None:
+    def change(self, strategy: Strategy, name: str = "", predicted: object = None) -> None:
+        self.later = name, predicted
         self.orders.append(f"strategy {strategy}")
         self.waiting.append(RunEvent("strategy", 1, str(strategy), 0.25, 1000))
 

@@ -12,13 +12,16 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.core.test_segments import RUN as CHANGED
 from tests.ui.conftest import make_record
 from workbench.core.metrics import RunRecord
+from workbench.core.segments import by_strategy
 from workbench.session.comparing.saved_runs import SavedRuns
-from workbench.ui.runs.rows import filter_rows, prediction_errors, rows_csv, run_rows, sorted_rows
+from workbench.ui.runs.rows import filter_rows, key_of, prediction_errors, rows_csv, run_rows, sorted_rows
 from workbench.ui.runs.scatter_picture import HEIGHT, WIDTH, scatter_picture
 from workbench.ui.runs.showing import show_runs
 from workbench.ui.runs.table import RunTable
+from workbench.ui.static_view import static_text
 
 
 def names(rows) -> list[str]:
@@ -242,3 +245,38 @@ def test_before_the_first_run_runs_of_other_days_can_be_loaded(runs: list[RunRec
     table.saved_list.value = [table.saved_list.options[0][1]]
     table.add_button.click()
     assert len(shown(table)) == 1 and table.page in table.box.children
+
+
+# ---- a run whose strategy changed on the way ------------------------------------------------------------------------
+
+
+def test_every_strategy_of_a_run_has_its_row_in_table_picture_and_report():
+    table = RunTable()
+    table.add([make_record("plain"), CHANGED])
+    parts = ["data, steps 1-40", "data \u2192 model, steps 41-100"]
+    assert set(names(table.rows)) == {"plain", *parts}
+    rows = {row.name: row for row in table.rows}
+    assert rows[parts[0]].values["boxed_bytes"] == 64 and rows[parts[1]].values["boxed_bytes"] == 16
+    assert rows[parts[0]].values["predicted_s"] == 0.01 and rows[parts[1]].values["predicted_s"] == 0.03
+    assert rows[parts[1]].texts["loss_difference"] == "\u2013"
+    table.add([CHANGED])
+    assert len(table.rows) == 3, "known already"
+    for page in (table.page.page, table.static_html(), table.exported("html"), static_text("", [CHANGED], None)):
+        assert all(part in page for part in parts)
+    opened = []
+    table = RunTable(opened.append)
+    table.add([CHANGED])
+    table.select(key_of(by_strategy([CHANGED])[1]))
+    table.open_button.click()
+    assert opened == ["*: model"], "its own strategy"
+
+
+def test_the_whole_run_is_saved_exported_and_loaded_again(tmp_path):
+    saved = SavedRuns(tmp_path)
+    kept = saved.begin(replace(CHANGED, run_id="")).finish(replace(CHANGED, run_id=""))
+    table = RunTable(saved=saved)
+    table.add(saved)
+    (exported,) = json.loads(table.exported("json"))["runs"]
+    assert RunRecord.from_dict(exported) == kept and len(table.rows) == 2
+    table.rename(table.rows[0].key, "mine")
+    assert "mine" in names(table.rows) and saved[kept.run_id].name == "data", "a part has its name on the page only"

@@ -105,6 +105,7 @@ def test_another_strategy_and_on_with_the_same_weights(part: RunsPart, trainer: 
     wait_for(lambda: sum(shape.name == "change" for shape in part.live.figure.layout.shapes) == 2)
     (change,) = part.live.history.changes
     assert (change.before, change.after) == ("data", "model")
+    assert trainer.runs[0].later == ("model", {}), "the name of its part of the run, and what is predicted"
     finish(part, trainer)
 
 

@@ -205,6 +205,21 @@ class RunEvent(Plain):
 
 
 @dataclass(frozen=True, slots=True)
+class Segment(Plain):
+    """What a run did under one of its strategies, from ``first_step`` to the next segment; see ``RunRecord``."""
+
+    first_step: int
+    name: str
+    strategy: str
+    samples_per_s: float
+    peak_memory_bytes: tuple[int, ...] = ()
+    memory_by_kind: tuple[dict[str, int], ...] = ()
+    boxed_bytes_per_step: int = 0
+    bubble: float | None = None
+    predicted: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class RunRecord(Plain):
     """One finished run of one strategy, over all ranks.
 
@@ -216,8 +231,10 @@ class RunRecord(Plain):
 
     ``bubble`` is the part of the ranks' time without work, 0 to 1, in the last step whose actions were noted.
     ``layer_forward_s`` and ``layer_backward_s`` have the seconds that a layer computes in a step, on the slowest of its
-    ranks, under the last strategy. ``changes`` has (step, strategy) for every change on the way. ``predicted`` holds
-    what was expected before: step_s, samples_per_s, peak_bytes, boxed_bytes, bubble. ``settings`` says what was trained
+    ranks, under the last strategy. ``changes`` has (step, strategy) for every change on the way, and ``segments`` then
+    what belongs to each strategy (``core.segments.by_strategy``); other figures are of the whole run, ``strategy`` and
+    ``predicted`` of its first one. ``predicted`` holds what was
+    expected before: step_s, samples_per_s, peak_bytes, boxed_bytes, bubble. ``settings`` says what was trained
     with what: model, seed, optimizer, versions, machine. ``started`` is local time (ISO 8601), ``run_id`` names the
     run's file.
     """
@@ -246,6 +263,7 @@ class RunRecord(Plain):
     settings: dict[str, Any] = field(default_factory=dict)
     started: str = ""
     run_id: str = ""
+    segments: tuple[Segment, ...] = ()
 
     @property
     def step_s(self) -> float | None:
@@ -256,4 +274,5 @@ class RunRecord(Plain):
     def from_dict(cls, data: dict[str, Any]) -> RunRecord:
         """The record that ``to_dict`` wrote; one of an older version has no verdict beyond ``equal``."""
         verdict = Verdict.from_dict(data.get("verdict") or {"equal": data.get("equal")})
-        return super(RunRecord, cls).from_dict({**data, "verdict": verdict})
+        segments = tuple(map(Segment.from_dict, data.get("segments", ())))
+        return super(RunRecord, cls).from_dict({**data, "verdict": verdict, "segments": segments})

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from workbench.core.metrics import RunRecord
+from workbench.core.segments import by_strategy
 from workbench.theme import style_sheet
 from workbench.ui.assets import asset, element
 from workbench.ui.grid.static import static_grid_html
@@ -26,4 +27,4 @@ def static_html(text: str, view: dict[str, Any], predictions: str = "", runs: st
 
 def static_text(text: str, runs: Sequence[RunRecord], baseline: RunRecord | None) -> str:
     """The strategy and the table of runs in 80 columns."""
-    return "\n".join([f"Strategy: {text}", *([comparison_table_text(runs, baseline)] if runs else [])])
+    return "\n".join([f"Strategy: {text}", *([comparison_table_text(by_strategy(runs), baseline)] if runs else [])])

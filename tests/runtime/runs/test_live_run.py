@@ -125,7 +125,12 @@ def test_a_strategy_changes_on_the_way_and_the_numbers_stay():
     assert (event.kind, event.step, event.text) == ("strategy", step, "*: model") and event.time_s > 0
     assert_like_one_device(results[0])
     after = blocks_of(messages)[-1]
-    assert after.memory_bytes[0]["parameters"] < sum(p.numel() for p in make_model().parameters()) * 4
+    whole = sum(p.numel() for p in make_model().parameters()) * 4
+    assert after.memory_bytes[0]["parameters"] < whole
+    data, model = results[0].segments
+    assert data.memory_bytes["parameters"] == whole > model.memory_bytes["parameters"]
+    assert data.boxed_bytes == whole != model.boxed_bytes, "half of a sum, twice, is what a rank sends of gradients"
+    assert results[0].memory_bytes["peak"] == max(part.memory_bytes["peak"] for part in results[0].segments)
 
 
 @pytest.mark.usefixtures("exchanges_every_step")
@@ -147,7 +152,7 @@ def test_a_strategy_that_does_not_fit_is_refused_and_the_run_goes_on():
 
     results, messages = train("*: data", orders)
     (event,) = events_of(messages)
-    assert event.kind == "refused" and "no layer matches" in event.text
+    assert event.kind == "refused" and "no layer matches" in event.text and results[0].segments == []
     assert results[0].changes == [] and len(results[0].losses) == STEPS
     assert_like_one_device(results[0])
 

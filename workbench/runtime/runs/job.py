@@ -107,12 +107,21 @@ class Job:
         return tree_map_only(torch.Tensor, wide, as_tensors(samples))
 
 
+@dataclass(frozen=True)
+class RankSegment:
+    """What one rank held and sent in a step under one of the strategies of a run; ``memory_bytes`` has its peak."""
+
+    memory_bytes: dict[str, int]
+    boxed_bytes: int
+
+
 @dataclass
 class RankResult:
     """What one rank brings home from a run.
 
     ``weights`` is the model's logical state after ``WEIGHT_STEPS`` steps (or the last), where it was asked for.
-    ``changes`` has (step, strategy) for every change of strategy on the way. ``layer_forward_s`` and
+    ``changes`` has (step, strategy) for every change of strategy on the way, ``segments`` what was measured under each
+    of them, where there are several; other figures are those of the whole run. ``layer_forward_s`` and
     ``layer_backward_s`` say how long layers compute in a step, see ``LayerTimes``; empty where nobody listened.
     """
 
@@ -124,6 +133,7 @@ class RankResult:
     changes: list[tuple[int, str]] = field(default_factory=list)
     layer_forward_s: dict[str, float] = field(default_factory=dict)
     layer_backward_s: dict[str, float] = field(default_factory=dict)
+    segments: list[RankSegment] = field(default_factory=list)
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from workbench.runtime.pipelining.step import train_micro_batches
 from workbench.runtime.pipelining.timeline import clock_offset
 from workbench.runtime.runs.changes import state_tensors
 from workbench.runtime.runs.collecting import Collector, Listener, Measured, action_spans
-from workbench.runtime.runs.job import WARM_UP_STEPS, Job, RankResult, checked_step
+from workbench.runtime.runs.job import WARM_UP_STEPS, Job, RankResult, RankSegment, checked_step
 from workbench.runtime.runs.layer_times import LayerTimes, is_measured
 from workbench.runtime.tensor import GlobalTensor
 from workbench.runtime.watching.memory import ActivationMeter, PeakMeter, model_memory
@@ -60,6 +60,7 @@ class LiveRun:
         self._optimizing: tuple[float, float, float, int, int]  # start, end, seconds in exchanges, exchanges, bytes
         self._num_orders = 0
         self._sent: list[int] = []
+        self._segment_start = 0
         self._measures_at = {1}  # steps in which activations are counted
         self._layers, self._layers_since = LayerTimes(self.model), 0
 
@@ -73,8 +74,11 @@ class LiveRun:
                     self.result.weights = logical_state(self.model)
                 if self._is_time_to_collect(step) and not self._collect(step):
                     break
-        self._measure_memory()
-        self.result.memory_bytes, self.result.boxed_bytes = self.memory, _median(self._sent)
+        last = self._segment()
+        segments = [*self.result.segments, last]
+        peak = max(segment.memory_bytes["peak"] for segment in segments)
+        self.result.segments = segments if self.result.changes else []
+        self.result.memory_bytes, self.result.boxed_bytes = {**last.memory_bytes, "peak": peak}, _median(self._sent)
         self.result.layer_forward_s, self.result.layer_backward_s = self._layers.forward_s, self._layers.backward_s
         return self.result
 
@@ -168,6 +172,7 @@ class LiveRun:
     def _change(self, text: str, step: int) -> None:
         """Go on under another strategy, with the same weights and the optimizer's state."""
         started, sent = time.perf_counter(), self.world.traffic.sent_bytes
+        before = self._segment()
         try:
             parallelize(self.model, text, optimizer=self.optimizer)
         except StrategyError as error:  # found before anything has moved, on all ranks alike
@@ -176,10 +181,18 @@ class LiveRun:
         self.meter = ActivationMeter(self.model)
         self._measures_at = {step}
         self._layers, self._layers_since = LayerTimes(self.model), step
+        self.result.segments.append(before)
+        self._segment_start = len(self._sent)
+        self.peak.start_again()
         self.result.changes.append((step, text))
         moved = torch.tensor([float(self.world.traffic.sent_bytes - sent)], device=self.world.device)
         total = sum(int(part) for part in self.world.transport.all_gather(moved, "what a change has moved"))
         self._say(RunEvent("strategy", step, text, time.perf_counter() - started, total))
+
+    def _segment(self) -> RankSegment:
+        """What was measured since the last change of strategy."""
+        self._measure_memory()
+        return RankSegment(dict(self.memory), _median(self._sent[self._segment_start :]))
 
     def _say(self, what: object) -> None:
         """Report what all ranks know: one of them does."""

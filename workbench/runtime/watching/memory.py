@@ -120,8 +120,17 @@ class PeakMeter:
         self._baseline = psutil.Process().memory_info().rss
         self._largest = 0
 
+    def start_again(self) -> None:
+        """Forget the highest point so far; the baseline stays."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+            return
+        _return_freed_pages()
+        _reset_peak()
+        self._largest = 0
+
     def peak_bytes(self) -> int:
-        """Bytes above the baseline, at the highest point since the meter was made."""
+        """Bytes above the baseline, at the highest point since the meter was made or started again."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device) - self._baseline
         resident = _peak_resident_bytes() if self._can_reset else psutil.Process().memory_info().rss

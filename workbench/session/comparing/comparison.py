@@ -11,11 +11,11 @@ import itertools
 import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
 
-from workbench.core.metrics import TOLERANCE, RunEvent, RunRecord, StepBlock, StepSpans, bubble
+from workbench.core.metrics import TOLERANCE, RunEvent, RunRecord, Segment, StepBlock, StepSpans, bubble
 from workbench.core.presets import PRESETS
 from workbench.core.strategy import Strategy
 from workbench.core.verdict import CHECKED_STEPS
@@ -180,7 +180,9 @@ class Comparison:
             **{name.lower(): number for name, number in versions().items()},
         }
 
-    def record(self, planned: RunRecord, strategy: Strategy, reports: Sequence[RankReport]) -> RunRecord:
+    def record(
+        self, planned: RunRecord, strategy: Strategy, reports: Sequence[RankReport], later: Mapping[str, Later]
+    ) -> RunRecord:
         """A finished run, compared with one device: the losses of the first steps, and how they change the weights."""
         run = self._record(planned.name, planned.strategy, reports, planned.num_ranks)
         verdict = self._checker.verdict(strategy, reports, self._check_steps)
@@ -193,6 +195,29 @@ class Comparison:
             weight_difference=next((r.weight_difference for r in reports if r.weight_difference is not None), None),
             equal=verdict.equal,
             verdict=verdict,
+            segments=self._segments(planned, run, reports, later),
+        )
+
+    def _segments(
+        self, planned: RunRecord, run: RunRecord, reports: Sequence[RankReport], later: Mapping[str, Later]
+    ) -> tuple[Segment, ...]:
+        """What belongs to each strategy of a run that had several."""
+        first = (0, Later(planned.name, planned.predicted), planned.strategy)
+        begun = [first, *((step, later.get(text, Later(text)), text) for step, text in reports[0].changes)]
+        stops = [*(step for step, *_ in begun[1:]), len(run.step_times_s)]
+        measured = zip(*(report.segments for report in reports), strict=True)
+        return tuple(
+            Segment(
+                start,
+                told.name,
+                text,
+                self._samples_per_s(run.step_times_s[start:stop]) if stop > start else 0.0,
+                tuple(rank.memory_bytes["peak"] for rank in ranks),
+                tuple({k: v for k, v in rank.memory_bytes.items() if k != "peak"} for rank in ranks),
+                sum(rank.boxed_bytes for rank in ranks),
+                predicted=dict(told.predicted),
+            )
+            for (start, told, text), stop, ranks in zip(begun, stops, measured, strict=False)
         )
 
     def _record(self, name: str, text: str, reports: Sequence[RankReport], num_ranks: int) -> RunRecord:
@@ -221,6 +246,14 @@ class Comparison:
         return self.job.batch_size / statistics.median(steady)
 
 
+@dataclass(frozen=True)
+class Later:
+    """What is known of a strategy to which a run changes on the way."""
+
+    name: str
+    predicted: Mapping[str, float] = field(default_factory=dict)
+
+
 class TrainingRun:
     """One strategy being trained; the notebook goes on meanwhile."""
 
@@ -231,6 +264,8 @@ class TrainingRun:
         self._file = file
         self._spans: dict[int, StepSpans] = {}
         self._record: RunRecord | None = None
+        self._later: dict[str, Later] = {}
+        self._bubbles: list[float | None] = []  # of the strategies before the one that goes on
 
     @property
     def name(self) -> str:
@@ -250,6 +285,9 @@ class TrainingRun:
         for message in found:
             if isinstance(message, StepSpans):
                 self._spans[message.rank] = message
+            elif isinstance(message, RunEvent) and message.kind == "strategy":
+                self._bubbles.append(bubble(list(self._spans.values())))
+                self._spans.clear()
             elif isinstance(message, StepBlock):
                 self.call.describe(f"training run {self.name!r}, step {message.stop_step} of {message.num_steps}")
         return found
@@ -274,13 +312,19 @@ class TrainingRun:
         """Ask a paused run to go on."""
         self.call.order("go on")
 
-    def change(self, strategy: StrategyLike) -> None:
+    def change(self, strategy: StrategyLike, name: str = "", predicted: Mapping[str, float] | None = None) -> None:
         """Ask the run to go on under another strategy from its next step, with the same weights and optimizer state.
+
+        Args:
+            name: what its part of the run is called in tables; default the strategy's text.
+            predicted: what is expected of it, see ``RunRecord``.
 
         Raises:
             StrategyError: it does not fit the model or the number of engines.
         """
-        self.call.order("strategy", str(self.comparison.strategy(strategy)))
+        text = str(self.comparison.strategy(strategy))
+        self._later[text] = Later(name or text, predicted or {})
+        self.call.order("strategy", text)
 
     def result(self, timeout: float | None = None) -> RunRecord:
         """The finished run, compared with one device; waits for it.
@@ -297,13 +341,19 @@ class TrainingRun:
                 self._finish(replace(self.planned, error=str(error).strip() or repr(error)))
                 raise
             self.poll()
-            record = self.comparison.record(self.planned, self.strategy, reports)
-            self._record = self._finish(replace(record, bubble=bubble(list(self._spans.values()))))
+            record = self.comparison.record(self.planned, self.strategy, reports, self._later)
+            waited = [*self._bubbles, bubble(list(self._spans.values()))]
+            segments = tuple(map(_with_bubble, record.segments, waited))
+            self._record = self._finish(replace(record, bubble=waited[-1], segments=segments))
         return self._record
 
     def _finish(self, record: RunRecord) -> RunRecord:
         file, self._file = self._file, None
         return file.finish(record) if file is not None else record
+
+
+def _with_bubble(segment: Segment, waited: float | None) -> Segment:
+    return replace(segment, bubble=waited)
 
 
 def _now() -> str:
@@ -329,6 +379,7 @@ def _optimizer_text(optimizer_fn: Any) -> str:
 __all__ = [
     "NO_STRATEGY",
     "Comparison",
+    "Later",
     "Message",
     "RunStopped",
     "StrategyLike",

@@ -14,6 +14,7 @@ import torch
 from workbench.core.verdict import TOLERANCES, TensorChange
 from workbench.runtime.runs.changes import Course, changes_apart, copied_state, precision_of
 from workbench.runtime.runs.float64 import KeepsFloat64
+from workbench.runtime.runs.job import RankSegment
 from workbench.runtime.runs.train import Job, RankResult, largest_difference, run_one_device, run_strategy, warm_up
 from workbench.session.on_engine import orders as engine_orders
 from workbench.session.on_engine import shell as engine_shell
@@ -40,8 +41,9 @@ _courses: dict[tuple[str, OneDevice], Course] = {}
 class RankReport:
     """One rank's figures of a run, small enough to send.
 
-    ``changes`` are those of the strategy. ``tensors`` says how far the model's tensors are from one device's after the
-    first steps, where this rank knows; ``precision`` is the coarsest one in which the model computes.
+    ``changes`` are those of the strategy, ``segments`` what was measured between them. ``tensors`` says how far the
+    model's tensors are from one device's after the first steps, where this rank knows; ``precision`` is the coarsest
+    one in which the model computes.
     """
 
     losses: tuple[float, ...]
@@ -54,6 +56,7 @@ class RankReport:
     layer_backward_s: dict[str, float] = field(default_factory=dict)
     tensors: tuple[TensorChange, ...] = ()
     precision: str = "fp32"
+    segments: tuple[RankSegment, ...] = ()
 
 
 def keep_job(key: str, job: Job) -> None:
@@ -135,4 +138,5 @@ def _report(result: RankResult, own: Course | None, truth: Course | None, precis
         result.layer_backward_s,
         changes_apart(own, truth) if compared and own and truth else (),
         precision,
+        tuple(result.segments),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Protocol
 
@@ -32,8 +32,10 @@ class Run(Protocol):
     def go_on(self) -> None:
         """Ask a paused run to go on."""
 
-    def change(self, strategy: Strategy) -> None:
-        """Ask the run to go on under another strategy, with the same weights."""
+    def change(self, strategy: Strategy, name: str = "", predicted: Mapping[str, float] | None = None) -> None:
+        """Ask the run to go on under another strategy, with the same weights; its part of the run is called ``name``,
+        and ``predicted`` is kept with it.
+        """
 
     def result(self) -> RunRecord:
         """The finished run; raises what ended it."""

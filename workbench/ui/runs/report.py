@@ -13,6 +13,7 @@ import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
 from workbench.core.metrics import TOLERANCE, RunRecord
+from workbench.core.segments import by_strategy
 from workbench.session.comparing.machine import machine_text, versions_text
 from workbench.theme import DARK, LIGHT, Palette, style_sheet
 from workbench.ui.assets import asset, element
@@ -63,7 +64,10 @@ def report_html(result: Comparison, title: str = "Comparison of strategies") -> 
         element("p", text=sentence, css=f"verdict {state}"),
         _facts(result),
         element(
-            "section", element("h2", text="Runs"), comparison_table_html(result.runs, result.baseline), css="frame"
+            "section",
+            element("h2", text="Runs"),
+            comparison_table_html(by_strategy(result.runs), result.baseline),
+            css="frame",
         ),
         element("section", *boxes, css="figures"),
         element("footer", text="Bytes are decimal: 1 MB = 1 000 000 bytes. Peak: resident size above the warm engine."),
@@ -115,17 +119,21 @@ def verdict(runs: Sequence[RunRecord]) -> tuple[str, str]:
 
 
 def _figures(result: Comparison) -> dict[str, Callable[[Palette], go.Figure]]:
-    names = short_names([run.name for run in result.runs])
-    runs, baseline = [replace(run, name=name) for run, name in zip(result.runs, names, strict=True)], result.baseline
+    runs, parts, baseline = _shortly_named(result.runs), _shortly_named(by_strategy(result.runs)), result.baseline
     difference = (lambda colours: loss_difference_figure(runs, baseline, colours=colours)) if baseline else None
     return {
-        "throughput": lambda colours: comparison_figure(runs, baseline, colours),
-        "scatter": lambda colours: scatter_figure(runs, baseline, colours),
+        "throughput": lambda colours: comparison_figure(parts, baseline, colours),
+        "scatter": lambda colours: scatter_figure(parts, baseline, colours),
         "loss": lambda colours: loss_figure(runs, baseline, colours),
         **({"difference": difference} if difference is not None else {}),
         "throughput-by-step": lambda colours: throughput_figure(runs, colours),
-        "memory": lambda colours: memory_figure(runs, colours),
+        "memory": lambda colours: memory_figure(parts, colours),
     }
+
+
+def _shortly_named(runs: Sequence[RunRecord]) -> list[RunRecord]:
+    names = short_names([run.name for run in runs])
+    return [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
 
 
 def _figures_as_json(figures: dict[str, Callable[[Palette], go.Figure]]) -> str:

@@ -10,6 +10,7 @@ from numbers import Integral
 from typing import Any
 
 from workbench.core.metrics import RunRecord, StepSpans
+from workbench.core.segments import by_strategy
 from workbench.core.strategy import Strategy
 from workbench.errors import RunError
 from workbench.session.comparing.comparison import RunStopped
@@ -171,8 +172,9 @@ class RunsPart:
             raise RuntimeError("panel.apply(): no run is going on whose strategy could change. Start one: panel.run().")
         strategy, label = self._hooks.wanted()
         self._names[str(strategy)] = label
-        self._pump.run.change(strategy)
-        self._expect(self._hooks.estimate(), strategy)
+        estimate = self._hooks.estimate()
+        self._pump.run.change(strategy, label, predictions(estimate))
+        self._expect(estimate, strategy)
         self.is_paused = True  # also where nobody has paused it: then going on changes nothing
         self.go_on()
         self._hooks.changed()
@@ -241,7 +243,7 @@ class RunsPart:
 
     def show_runs(self) -> None:
         """Bring the comparison up to date."""
-        self.table.selected = key_of(self.runs[-1]) if self.runs else ""
+        self.table.selected = key_of(by_strategy(self.runs)[-1]) if self.runs else ""
         self.table.add(self.runs, self.baseline)
 
     def _run_again(self, text: str) -> None:

@@ -13,6 +13,7 @@ import ipywidgets as widgets
 import traitlets
 
 from workbench.core.metrics import RunRecord
+from workbench.core.segments import by_strategy
 from workbench.session.comparing.saved_runs import SavedRuns
 from workbench.ui.assets import asset, element
 from workbench.ui.controls import bar, button, html, label, on_value
@@ -67,6 +68,7 @@ class RunTable:
         limit_bytes: float | None = None,
     ) -> None:
         self.runs: list[RunRecord] = []
+        self._whole: dict[str, RunRecord] = {}  # by the key of a part
         self.truth: RunRecord | None = None
         self.sort, self.ascending = "samples_per_s", False
         self.selected = self.baseline = ""
@@ -122,9 +124,12 @@ class RunTable:
     # ---- what is shown --------------------------------------------------------------------------------------------
 
     def add(self, runs: Iterable[RunRecord], truth: RunRecord | None = None) -> None:
-        """Append runs that are not there yet; ``truth`` is the run on one device."""
+        """Append runs that are not there yet, one row per strategy; ``truth`` is the run on one device."""
         known = {key_of(run) for run in self.runs}
-        self.runs += [run for run in runs if key_of(run) not in known]
+        for run in runs:
+            parts = [part for part in by_strategy([run]) if key_of(part) not in known]
+            self.runs += parts
+            self._whole |= {key_of(part): run for part in parts}
         if truth is not None:
             self.truth = truth
         self.refresh()
@@ -250,8 +255,7 @@ class RunTable:
         rows = self.rows
         if kind == "csv":
             return rows_csv(rows)
-        shown = [(row.name, self._run(row.key)) for row in rows]
-        runs = [replace(run, name=name) for name, run in shown if run is not None and run is not self.truth]
+        runs = self._whole_runs(rows)
         if kind == "json":
             truth = self.truth.to_dict() if self.truth is not None else None
             return json.dumps({"baseline": truth, "runs": [run.to_dict() for run in runs]}, indent=1)
@@ -260,6 +264,15 @@ class RunTable:
 
             return runs_report_html(runs, self.truth)
         raise ValueError(f"export {kind!r}: there are {', '.join(_TYPES)}.")
+
+    def _whole_runs(self, rows: Iterable[Row]) -> list[RunRecord]:
+        """The runs that these rows show, under the names that they have here."""
+        found: dict[str, RunRecord] = {}
+        for row in rows:
+            run = self._whole.get(row.key)
+            if run is not None:
+                found.setdefault(key_of(run), run if run.segments else replace(run, name=row.name))
+        return list(found.values())
 
     def export(self, path: str) -> Path:
         """Write a file; its ending says what: .csv, .json or .html.

@@ -154,8 +154,8 @@ class _BackgroundRun:
     def go_on(self) -> None:
         self._ask(TrainingRun.go_on)
 
-    def change(self, strategy: Strategy) -> None:
-        self._ask(lambda run: run.change(strategy))
+    def change(self, strategy: Strategy, name: str = "", predicted: Mapping[str, float] | None = None) -> None:
+        self._ask(lambda run: run.change(strategy, name, predicted))
 
     def result(self) -> RunRecord:
         if self._error is not None:

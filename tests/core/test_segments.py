@@ -1,0 +1,50 @@
+"""A run whose strategy changed on the way: one record per strategy, each with what belongs to it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from workbench.core.metrics import RunRecord, Segment
+from workbench.core.segments import by_strategy
+from workbench.core.verdict import UNKNOWN, Verdict
+
+FAST = Segment(0, "data", "*: data", 800.0, (30, 20), ({"parameters": 8},) * 2, 64, 0.0, {"step_s": 0.01})
+SLOW = Segment(40, "model", "*: model", 400.0, (15, 15), ({"parameters": 4},) * 2, 16, 0.5, {"step_s": 0.03})
+RUN = RunRecord(
+    "data", "*: data", 2, 8, tuple(range(100)), (0.01,) * 40 + (0.02,) * 60, 500.0, 2.0, (30, 20), (), 32,
+    loss_difference=1e-7, equal=True, verdict=Verdict(equal=True), changes=((40, "*: model"),), run_id="7",
+    layer_forward_s={"fc": 1.0}, predicted={"step_s": 0.01}, segments=(FAST, SLOW),
+)  # fmt: skip
+
+
+def test_each_strategy_has_its_own_steps_figures_and_prediction():
+    before, after = by_strategy([RUN])
+    assert (before.name, after.name) == ("data, steps 1-40", "data \u2192 model, steps 41-100")
+    assert (before.strategy, after.strategy) == ("*: data", "*: model")
+    assert before.losses == tuple(range(40)) and after.losses == tuple(range(40, 100)) and after.step_times_s[0] == 0.02
+    assert (before.samples_per_s, after.samples_per_s) == (800.0, 400.0)
+    assert (before.speedup, after.speedup) == pytest.approx((3.2, 1.6)), "over the same one device"
+    assert before.predicted["step_s"] == 0.01 and after.predicted["step_s"] == 0.03
+    assert (before.boxed_bytes_per_step, after.boxed_bytes_per_step, after.bubble) == (64, 16, 0.5)
+    assert before.layer_forward_s == {} and after.layer_forward_s == {"fc": 1.0}, "measured under the last strategy"
+    assert len({before.run_id, after.run_id, RUN.run_id}) == 3 and not after.changes and not after.segments
+
+
+def test_what_was_not_compared_with_one_device_says_so():
+    before, after = by_strategy([RUN])
+    assert before.equal is True and after.equal is None and after.verdict is UNKNOWN and after.loss_difference is None
+    early = replace(RUN, segments=(FAST, replace(SLOW, first_step=4)))
+    assert [part.equal for part in by_strategy([early])] == [True, True], "the compared steps are of both"
+
+
+def test_other_runs_stay_as_they_are_and_empty_parts_are_left_out():
+    plain = replace(RUN, segments=(), changes=())
+    assert by_strategy([plain, plain]) == [plain, plain]
+    at_once = replace(RUN, segments=(replace(FAST), replace(SLOW, first_step=0)))
+    assert [part.name for part in by_strategy([at_once])] == ["data \u2192 model, steps 1-100"]
+
+
+def test_a_record_survives_json():
+    assert RunRecord.from_dict(RUN.to_dict()) == RUN
