@@ -18,7 +18,7 @@ from benchmarks.reporting import RESULTS, machine
 
 BENCHMARKS = (
     "overhead", "boxing", "data_parallel", "tensor_parallel", "pipeline", "optimizer", "capture", "memory", "saving",
-    "session", "live", "panel", "choose_parallelism", "planner", "planner_truth",
+    "session", "live", "panel", "choose_parallelism", "planner", "planner_truth", "equality",
 )  # fmt: skip
 NEED_CUDA = {"kernels": "kernels-loss", "one_gpu": "one-gpu"}
 """Benchmarks that say so where there is none, and the name of a result of each."""
