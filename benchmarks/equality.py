@@ -55,7 +55,7 @@ class Clock:
             finally:
                 self.seconds += time.perf_counter() - started
 
-        Checker.verdict = timed  # type: ignore[method-assign]
+        Checker.verdict = timed  # type: ignore[assignment, method-assign]
         try:
             yield
         finally:
