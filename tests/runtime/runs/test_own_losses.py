@@ -154,3 +154,29 @@ def test_a_wrong_weight_of_a_micro_batch_is_noticed(monkeypatch):
     monkeypatch.setattr(Batch, "cut", lambda batch, number: [replace(part, share=0.5) for part in CUT(batch, number)])
     wrong = run_one_device(job_of(name), 2)
     assert wrong.losses[0] != pytest.approx(expected.losses[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("strategy", ["*: data | mb=3", "pipeline"])
+def test_counted_terms_make_micro_batches_the_whole_batch(strategy):
+    """The loss of the whole batch in one go: its mean is over words, of which micro-batches have unlike numbers."""
+    batch, one = words(), make("gpt2")
+    expected = one(**batch).loss
+    expected.backward()
+    models = [make("gpt2") for _ in range(2)]
+
+    def program(rank):
+        model = wb.parallelize(models[rank], strategy)
+        by_samples = wb.forward_backward(model, inputs=batch).item()
+        model.zero_grad()
+        loss = wb.forward_backward(model, inputs=batch, count=lambda inputs, _: (inputs["labels"][:, 1:] != -100).sum())
+        return by_samples, loss.item(), model.transformer.ln_f.weight.grad.full_tensor()
+
+    for by_samples, loss, grad in run_ranks(program, 2):
+        assert loss == pytest.approx(expected.item(), rel=1e-6) != pytest.approx(by_samples, rel=1e-4)
+        torch.testing.assert_close(grad, one.transformer.ln_f.weight.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_a_batch_by_itself_is_given_by_name():
+    model = wb.parallelize(nn.Linear(4, 1), "data")
+    with pytest.raises(RunError, match=r"loss_fn is a dict, not a function.*inputs=batch"):
+        wb.forward_backward(model, {"input": torch.ones(2, 4)})
