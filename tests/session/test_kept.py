@@ -1,11 +1,7 @@
 """Engines that outlive their notebook: a second one finds them with their variables, or ends them."""
 
-import json
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 from types import SimpleNamespace
@@ -14,47 +10,12 @@ import psutil
 import pytest
 from IPython.core.error import UsageError
 
+from tests.session.another_notebook import first_notebook, kill, own_folder  # noqa: F401
 from workbench.errors import SessionError
 from workbench.session import Session, cluster, commands
 from workbench.session.processes import folder, kept
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(120)]
-
-
-def first_notebook(tmp_path, program):
-    """Runs a program that starts `session` with one kept engine, in a process that is then killed."""
-    script = tmp_path / "first.py"
-    script.write_text(
-        textwrap.dedent("""
-        import json, sys, time
-        from workbench.session import Session
-        session = Session(engines=1, device="cpu", keep=True)
-        """)
-        + textwrap.dedent(program)
-        + textwrap.dedent("""
-        print(json.dumps({"pid": session.status()[0].pid, "folder": str(session._folder.path)}), flush=True)
-        time.sleep(60)
-        """)
-    )
-    process = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    return SimpleNamespace(**json.loads(process.stdout.readline()), process=process)
-
-
-def kill(notebook):
-    notebook.process.kill()
-    notebook.process.wait(10)
-    notebook.process.stdout.close()
-
-
-@pytest.fixture(autouse=True)
-def _own_folder(tmp_path, monkeypatch):
-    """Sessions of these tests are not seen by others, and the other way round."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr("tempfile.tempdir", None)
-    monkeypatch.setattr(cluster, "_open", [])
-    yield
-    for each in folder.all_folders():
-        each.reap()
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(120), pytest.mark.usefixtures("own_folder")]
 
 
 def options(**given):
@@ -102,7 +63,7 @@ def test_a_cell_that_outlives_its_notebook_is_seen_and_can_be_interrupted(tmp_pa
     commands.attach(SimpleNamespace(name=None))
     shown = capsys.readouterr().out
     assert "busy: at cell line 1" in shown and "the next cell waits for it" in shown
-    session = commands.session()
+    session = cluster.current()
     try:
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
         began = time.monotonic()
@@ -134,7 +95,7 @@ def test_detach_replace_and_clean(tmp_path, capsys):
     time.sleep(1.2)
     assert psutil.pid_exists(replaced)  # it, too, watches the controller and not the notebook that has started it
     commands.clean(SimpleNamespace())
-    assert "ended 1 sessions" in capsys.readouterr().out
+    assert "ended 1 session of" in capsys.readouterr().out
     assert not psutil.pid_exists(replaced) or psutil.Process(replaced).status() == psutil.STATUS_ZOMBIE
 
 

@@ -4,6 +4,7 @@
     workbench compare     the same for a model of your own, from a Python file
     workbench plan        the best strategy for a model on a machine that need not be there
     workbench simulate    training steps of transformers in a table, predicted without devices
+    workbench status      what the engines of a notebook do now, also while a cell is stuck; also: dump, interrupt
     workbench doctor      what works on this machine, and what to do about what does not
     workbench lab         JupyterLab on the first notebook
 
@@ -17,10 +18,20 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from workbench.cli import compare, demo, doctor, lab, plan, simulate
+from workbench.cli import compare, demo, doctor, dump, interrupt, lab, plan, simulate, status
 from workbench.errors import WorkbenchError
 
-_COMMANDS = {"demo": demo, "compare": compare, "plan": plan, "simulate": simulate, "doctor": doctor, "lab": lab}
+_COMMANDS = {
+    "demo": demo,
+    "compare": compare,
+    "plan": plan,
+    "simulate": simulate,
+    "status": status,
+    "dump": dump,
+    "interrupt": interrupt,
+    "doctor": doctor,
+    "lab": lab,
+}
 USER_ERROR = 2
 INTERRUPTED = 130
 

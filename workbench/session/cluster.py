@@ -70,7 +70,7 @@ class Session:
         except BaseException:
             self.close()
             raise
-        _open.append(self)
+        self._make_current()
 
     @classmethod
     def attach(cls, name: str | None = None) -> Session:
@@ -88,8 +88,8 @@ class Session:
         session = cls.__new__(cls)
         device = "cuda" if facts.gpus else "cpu"
         session._use(Fleet(processes, len(facts.engines), device, folder), folder, keep=True, profile=None)
-        session._fleet.attach(facts)
-        _open.append(session)
+        session._fleet.attach(processes.attach(facts))
+        session._make_current()
         return session
 
     def _use(self, fleet: Fleet, folder: SessionFolder, keep: bool, profile: str | None) -> None:
@@ -149,7 +149,7 @@ class Session:
         targets = self._check(ranks)
         check_syntax(code)
         tag = self._fleet.tag(targets, wants_values=values, label=label)
-        log = self.logs.begin(tag.run, label)
+        log = self.logs.begin(tag.run)
         hear = self._tell_subscribers
         listener = OutputListener(targets, self.num_engines, show, merge, log, hear, show_unfinished)
         started_s = time.monotonic()
@@ -227,6 +227,19 @@ class Session:
         """What a rank's control thread answers, also while a cell runs; None when no answer comes in time."""
         return self._fleet.ask(rank, operation, timeout_s, **arguments)
 
+    def interrupt(self) -> Outcome:
+        """Stop what the engines run: a call of `submit`, or a cell that another thread has sent; waits until it ends.
+
+        Returns:
+            How the ranks ended; of no ranks where nothing ran.
+        """
+        active = list(self._fleet.active)
+        for run in active:
+            run.stop()
+        for run in active:
+            run.ended.wait()
+        return active[0].outcome if active else Outcome(())
+
     def restart(self, ranks: Iterable[int] | None = None) -> None:
         """Replace engines by new ones, all of them by default; what runs on them ends, their variables are lost.
 
@@ -267,6 +280,9 @@ class Session:
             self.detach()
         else:
             self.close()
+
+    def _make_current(self) -> None:
+        _open.append(self)
 
     def _forget(self) -> bool:
         """Make this session one that is over; False where it is already, or belongs to another process (a fork)."""

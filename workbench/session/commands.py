@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 from IPython.core.error import UsageError
 
-from workbench.session import cluster, protocol
-from workbench.session.output.log import tail
+from workbench.session import cluster, showing
+from workbench.session.observing import ObservedSession, observe
 from workbench.session.processes import kept
 from workbench.session.ranks import parse_ranks
 from workbench.session.run import CellResult
-from workbench.units import counted, format_bytes, format_count, format_seconds
+from workbench.units import counted, format_seconds
 
 _DEBUGGER_START_S = 15.0
 
@@ -20,6 +20,10 @@ _DEBUGGER_START_S = 15.0
 def start(options: Namespace) -> None:
     """Start a session, unless the same one runs."""
     running = cluster.find_current()
+    if isinstance(running, ObservedSession):
+        raise UsageError(
+            f"%workbench start: this notebook looks at engines that serve {running.user}. First: %workbench detach"
+        )
     if running is not None and options.engines in (None, running.num_engines):
         print(f"workbench: a session with {counted(running.num_engines, 'engine')} is running already")
         return
@@ -32,34 +36,51 @@ def start(options: Namespace) -> None:
     if found:
         raise UsageError(
             "%workbench start: engines of an earlier notebook are still there, with their variables:\n"
-            + "".join(f"    {session}\n" for session in found)
-            + "Go on with them: %workbench attach. End them: %workbench clean. "
+            f"{kept.list_of(found)}\n"
+            "Go on with them: %workbench attach. End them: %workbench clean. "
             "Leave them alone and start others: %workbench start --new"
         )
     cluster.Session(engines=options.engines, profile=options.profile, device=options.device, keep=options.keep)
 
 
 def attach(options: Namespace) -> None:
-    """Go on with the engines that an earlier notebook has left."""
+    """Go on with the engines that an earlier notebook has left, or look at those that serve another one."""
     if cluster.find_current() is not None:
         raise UsageError(
             "%workbench attach: a session runs here already. End it (%workbench stop), or leave it (detach)."
         )
+    if not _may_take_over(options.name):
+        _look_at(observe(options.name, "%workbench attach", "--name"))
+        return
     session = cluster.Session.attach(options.name)
     found = session.status()
     busy = [each for each in found if each.busy]
     engines = counted(session.num_engines, "engine")
     print(f"workbench: attached to {engines} on {session.device}, with the variables held there")
     for each in busy:
-        print(describe(each))
+        print(showing.describe(each))
     if busy:
         print("What an earlier notebook has started still runs; the next cell waits for it, and an interrupt ends it.")
+
+
+def _may_take_over(name: str | None) -> bool:
+    """Whether there are engines that no notebook uses, by this name if one is given."""
+    return any(name in (None, free.name) for free in kept.free_sessions())
+
+
+def _look_at(session: ObservedSession) -> None:
+    engines = counted(session.num_engines, "engine")
+    print(f"workbench: looks at {engines} on {session.device} that serve {session.user}")
+    print("%workbench status, dump, log and interrupt work here; cells run only there.")
 
 
 def detach(options: Namespace) -> None:
     """Leave the engines to another notebook."""
     here = cluster.current()
     here.detach()
+    if isinstance(here, ObservedSession):
+        print(f"workbench: no longer looks at the engines that serve {here.user}")
+        return
     left = counted(here.num_engines, "engine")
     print(f"workbench: left {left}; a notebook of yours goes on there by %workbench attach")
 
@@ -71,7 +92,10 @@ def clean(options: Namespace) -> None:
 
 def stop(options: Namespace) -> None:
     """End the session and its engines."""
-    cluster.current().close()
+    here = cluster.current()
+    if isinstance(here, ObservedSession):
+        raise UsageError(f"%workbench stop: these engines serve {here.user}. To look no longer: %workbench detach")
+    here.close()
     print("workbench: stopped")
 
 
@@ -83,11 +107,7 @@ def restart(options: Namespace) -> None:
 
 def status(options: Namespace) -> None:
     """One line about every rank, and how they exchange."""
-    found = cluster.current().status()
-    for each in found:
-        print(describe(each))
-    for line in dict.fromkeys(line for each in found for line in each.transport_groups):
-        print(line)
+    _print(showing.status_lines(cluster.current()))
 
 
 def describe_times(result: CellResult, ranks: Sequence[int]) -> str:
@@ -100,54 +120,27 @@ def describe_times(result: CellResult, ranks: Sequence[int]) -> str:
     return f"{total}; rank {last} was slowest, rank {first} was done after {format_seconds(times[first])}"
 
 
-def describe(status: protocol.RankStatus) -> str:
-    """One line about a rank: ``rank 0  pid 4711  cpu  259 MB  idle``."""
-    if not status.alive:
-        return f"rank {status.rank}  does not answer"
-    memory = format_bytes(status.memory_bytes) if status.memory_bytes is not None else "unknown memory"
-    doing = f"busy: {status.doing}" if status.busy else "idle"
-    return f"rank {status.rank}  pid {status.pid}  {status.device}  {memory}  {doing}"
-
-
-def _ranks_of(options: Namespace) -> tuple[int, ...]:
-    num_ranks = cluster.current().num_engines
-    return parse_ranks(options.ranks, num_ranks) if options.ranks is not None else tuple(range(num_ranks))
-
-
 def log(options: Namespace) -> None:
     """The end of what each rank printed in the last cell that printed, and the files that have all of it."""
-    output = cluster.current().logs.last()
-    if output is None:
-        print("workbench: no cell has printed anything yet")
-        return
-    output.flush()
-    paths = output.paths
-    for rank in _ranks_of(options):
-        if rank not in paths:
-            print(f"rank {rank}  printed nothing")
-            continue
-        lines, num_lines = tail(paths[rank], max(0, options.lines))
-        hidden = num_lines - len(lines)
-        print(f"rank {rank}  {format_count(num_lines)} lines, all of them in {paths[rank]}")
-        print("\n".join([*([f"  ... {format_count(hidden)} lines ..."] if hidden else []), *(f"  {s}" for s in lines)]))
+    here = cluster.current()
+    _print(showing.log_lines(here, showing.ranks_of(here, options.ranks), options.lines))
 
 
 def dump(options: Namespace) -> None:
     """The stack of every rank's main thread, from the cell inwards."""
-    found = {each.rank: each for each in cluster.current().status()}
-    for rank in _ranks_of(options):
-        print(describe(found[rank]))
-        for frame in found[rank].stack:
-            print(f"  {'cell' if frame.in_cell else frame.file}:{frame.line}  in {frame.function}")
-            source = dict(frame.source).get(frame.line)
-            if source:
-                print(f"      {source.strip()}")
+    here = cluster.current()
+    _print(showing.dump_lines(here, showing.ranks_of(here, options.ranks)))
+
+
+def interrupt(options: Namespace) -> None:
+    """Stop what the engines run, here or in the notebook that they serve."""
+    _print(showing.interrupt_lines(cluster.current()))
 
 
 def debug(options: Namespace) -> None:
     """Have debugpy listen on loopback on the ranks named."""
     here = cluster.current()
-    ranks = _ranks_of(options)
+    ranks = showing.ranks_of(here, options.ranks)
     if options.ranks is None:
         raise UsageError(
             f"%workbench debug: name the ranks, of 0 to {here.num_engines - 1}, e.g. %workbench debug --ranks 1"
@@ -162,6 +155,11 @@ def debug(options: Namespace) -> None:
     print("Then breakpoint() in a %%global cell stops there. Anybody who may connect to this port may run code.")
 
 
+def _print(lines: Sequence[str]) -> None:
+    print("\n".join(lines))
+
+
 COMMANDS = {
-    command.__name__: command for command in (start, status, stop, restart, attach, detach, clean, log, dump, debug)
+    command.__name__: command
+    for command in (start, status, stop, restart, interrupt, attach, detach, clean, log, dump, debug)
 }

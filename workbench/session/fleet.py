@@ -8,13 +8,15 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import ipyparallel as ipp
+
 from workbench.errors import EngineStartError, NotStartedError
 from workbench.session import engine, protocol
 from workbench.session.adapter import Engines, Request
 from workbench.session.output.listeners import OutputListener
 from workbench.session.output.progress import StartProgress, tell
 from workbench.session.output.tracebacks import Interrupted, cell_error
-from workbench.session.processes.folder import Kept, SessionFolder
+from workbench.session.processes.folder import SessionFolder
 from workbench.session.processes.launch import LocalProcesses
 from workbench.session.processes.launch_profile import ProfileProcesses
 from workbench.session.processes.meeting_point import find_meeting_point, store_for
@@ -62,10 +64,9 @@ class Fleet:
         engines = counted(self.num_engines, "engine")
         progress.finish(f"{engines} ready on {self.device} ({', '.join(transports)})")
 
-    def attach(self, facts: Kept) -> None:
-        """Use engines that an earlier notebook has left; they join a new world before the next request."""
-        assert isinstance(self._processes, LocalProcesses)
-        self._engines = Engines(self._processes.attach(facts))
+    def attach(self, client: ipp.Client) -> None:
+        """Use engines that another notebook has started; they join a new world before the next request."""
+        self._engines = Engines(client)
         self._world_is_stale = True
 
     @property

@@ -98,7 +98,7 @@ class SessionMagics(Magics):
     @argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="start: where tensors live")
     @argument("--keep", action="store_true", help="start: engines outlive this notebook, for another one to attach to")
     @argument("--new", action="store_true", help="start: beside engines that an earlier notebook has left")
-    @argument("--name", help="attach: which engines, where there are several")
+    @argument("--name", help="attach: which session, where there are several")
     @argument("--profile", help="start: an ipyparallel profile, for engines on other hosts")
     @argument("--ranks", help="restart, log, dump, debug: these ranks only, e.g. 1 or 0,2-3")
     @argument("--lines", type=int, default=20, metavar="N", help="log: how many lines of each rank (default: 20)")
@@ -107,10 +107,12 @@ class SessionMagics(Magics):
         """Start, look at, stop or restart the session: ``%workbench start --engines 2``.
 
         Engines started with ``--keep`` outlive the notebook: ``detach`` leaves them, ``attach`` in another notebook
-        goes on with them and their variables, ``clean`` ends those that nobody uses.
+        goes on with them and their variables, ``clean`` ends those that nobody uses. While a notebook uses its engines,
+        ``attach`` in another one looks at them: ``status``, ``dump``, ``log`` and ``interrupt`` answer there.
 
         ``log`` shows the end of what each rank printed in the last cell, and the file that has all of it; ``dump``
-        shows where each rank is now, also while a cell runs; ``debug --ranks 1`` has a debugger listen on loopback.
+        shows where each rank is now, also while a cell runs; ``interrupt`` stops what runs; ``debug --ranks 1`` has a
+        debugger listen on loopback.
         """
         if line.strip() in _ASKS_FOR_HELP:
             print(_help(self.line_workbench.parser.format_help()))

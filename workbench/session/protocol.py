@@ -123,6 +123,7 @@ class RankStatus:
     transport_groups: tuple[str, ...] = ()  #: which ranks use what, and why; the same on all ranks
     memory_bytes: int | None = None  #: resident size of the process
     busy: bool = False
+    num_requests: int = 0  #: how many it has begun: another number is another cell
     doing: str = ""  #: where the main thread is, e.g. ``at cell line 3``; empty when idle
     stack: tuple[Frame, ...] = ()  #: of the main thread, outermost first, from the cell inwards
     importing: str = ""  #: the module that the main thread imports now; interrupts wait for the end of an import

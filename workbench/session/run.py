@@ -127,7 +127,7 @@ class Run:
         self._places: dict[int, ControlCall] = {}
         self._importing: set[int] = set()  # ranks that imported something when they were last asked
         self._has_told_of_import, self._is_patient = False, True
-        self._stop_wanted = threading.Event()
+        self._stop_wanted, self.ended = threading.Event(), threading.Event()
         self.outcome = Outcome(request.ranks)
 
     def wait(self) -> Outcome:
@@ -136,6 +136,12 @@ class Run:
         Whatever else is raised meanwhile (output that cannot be shown, a test's time limit) also stops the
         engines before it goes on.
         """
+        try:
+            return self._follow()
+        finally:
+            self.ended.set()
+
+    def _follow(self) -> Outcome:
         error: BaseException | None = None
         while not self._finished():
             try:
@@ -145,7 +151,7 @@ class Run:
                 self.stop()
             except BaseException as raised:  # noqa: BLE001 - raised again below
                 error = error or raised
-                self._listener = _Deaf()
+                self._listener = NullListener()
                 self.stop()
         if error is not None:
             raise error
@@ -299,8 +305,8 @@ class Run:
         self._processes.kill(ranks)
 
 
-class _Deaf:
-    """Stands in for a listener that has failed."""
+class NullListener:
+    """Takes the place of a listener that has failed, or where there is nothing to hear."""
 
     def on_event(self, event: Event) -> None:
         pass

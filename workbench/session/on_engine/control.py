@@ -27,17 +27,25 @@ from workbench.session.on_engine import waits as engine_waits
 from workbench.session.on_engine.failures import frames_of_stack
 
 _NEAR_WAITS = os.path.join("runtime", "transport", "letters", "waits.py")
+_num_requests = 0
 _FAR_WAITS = (os.path.join("network", "waiting.py"), os.path.join("session", "engine_waits.py"))
 
 
 def install(shell: Any) -> None:
-    """Register the handler; ipyparallel's nanny relays message types that it does not know."""
+    """Register the handler, and count requests; ipyparallel's nanny relays message types that it does not know."""
     kernel = shell.kernel
+    plain_before = kernel.pre_handler_hook
+
+    def before() -> None:
+        global _num_requests
+        _num_requests += 1
+        plain_before()
 
     def handle(stream: Any, ident: Any, parent: dict[str, Any]) -> None:
         reply, buffers = _answer(parent["content"])
         kernel.session.send(stream, protocol.CONTROL_REPLY, reply, parent=parent, ident=ident, buffers=buffers)
 
+    kernel.pre_handler_hook = before
     kernel.control_handlers[protocol.CONTROL_REQUEST] = handle
 
 
@@ -65,6 +73,7 @@ def status() -> protocol.RankStatus:
         transport_groups=world.transport_groups if world is not None else (),
         memory_bytes=psutil.Process().memory_info().rss,
         busy=bool(stack),
+        num_requests=_num_requests,
         doing=describe_place(stack, importing),
         stack=stack,
         importing=importing,

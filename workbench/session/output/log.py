@@ -1,12 +1,13 @@
 """Everything that ranks print, in full, on disk: what a fold leaves out of a cell can be read here.
 
-One file per rank and request in the session's private folder; files are made when a rank first prints, and the oldest
-requests' files are removed when there are many.
+One file per rank and request in the session's private folder, in which another process of the user may read at any
+time; files are made when a rank first prints, and the oldest requests' files are removed when there are many.
 """
 
 from __future__ import annotations
 
 import contextlib
+import re
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,65 +15,59 @@ from typing import TextIO
 
 MAX_RUNS = 100
 """Requests whose output is kept."""
+_NAME = re.compile(r"cell-(\d+)-rank-(\d+)\.log")
 
 
+@dataclass
 class RunLog:
     """The output of one request; `close` when it is over."""
 
-    def __init__(self, folder: Path, run: int, label: str) -> None:
-        self.run, self.label = run, label
-        self._folder = folder
-        self._files: dict[int, TextIO] = {}
+    folder: Path
+    run: int
+    _files: dict[int, TextIO] = field(default_factory=dict)
 
     def write(self, rank: int, text: str) -> None:
         """Append what a rank has printed. A disk that is full costs the log, not the cell."""
         with contextlib.suppress(OSError):
             if rank not in self._files:
-                self._folder.mkdir(mode=0o700, exist_ok=True)
-                self._files[rank] = self.path(rank).open("a", encoding="utf-8", newline="")
+                self.folder.mkdir(mode=0o700, exist_ok=True)
+                path = self.folder / f"cell-{self.run:05d}-rank-{rank}.log"
+                self._files[rank] = path.open("a", encoding="utf-8", newline="")
             self._files[rank].write(text)
-
-    def path(self, rank: int) -> Path:
-        return self._folder / f"cell-{self.run:05d}-rank-{rank}.log"
-
-    @property
-    def paths(self) -> dict[int, Path]:
-        """The file of every rank that has printed something."""
-        return {rank: self.path(rank) for rank in sorted(self._files)}
-
-    def flush(self) -> None:
-        for file in self._files.values():
-            with contextlib.suppress(OSError, ValueError):
-                file.flush()
+            self._files[rank].flush()
 
     def close(self) -> None:
         for file in self._files.values():
             with contextlib.suppress(OSError):
                 file.close()
 
-    def remove(self) -> None:
-        self.close()
-        for path in self.paths.values():
-            path.unlink(missing_ok=True)
-
 
 @dataclass
 class OutputLogs:
-    """The logs of a session, newest last."""
+    """The logs of a session, also those that an earlier notebook has written."""
 
     folder: Path
-    runs: deque[RunLog] = field(default_factory=deque)
 
-    def begin(self, run: int, label: str) -> RunLog:
-        log = RunLog(self.folder, run, label)
-        self.runs.append(log)
-        while len(self.runs) > MAX_RUNS:
-            self.runs.popleft().remove()
-        return log
+    def begin(self, run: int) -> RunLog:
+        found = self._files()
+        for old in sorted(found)[: -MAX_RUNS + 1]:
+            for path in found[old].values():
+                path.unlink(missing_ok=True)
+        return RunLog(self.folder, run)
 
-    def last(self) -> RunLog | None:
-        """The newest that holds something."""
-        return next((log for log in reversed(self.runs) if log.paths), None)
+    def last(self) -> dict[int, Path]:
+        """The files by rank of the newest request that has printed something."""
+        found = self._files()
+        return found[max(found)] if found else {}
+
+    def _files(self) -> dict[int, dict[int, Path]]:
+        """All files, by request and rank."""
+        found: dict[int, dict[int, Path]] = {}
+        for path in sorted(self.folder.glob("cell-*")):
+            name = _NAME.fullmatch(path.name)
+            if name is not None:
+                found.setdefault(int(name[1]), {})[int(name[2])] = path
+        return found
 
 
 def tail(path: Path, num_lines: int) -> tuple[list[str], int]:

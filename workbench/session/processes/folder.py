@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 import stat
+import sys
 import tempfile
 from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass
@@ -63,8 +64,8 @@ class ProcessId:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """Engines that outlive their notebook: what another one must know to go on with them."""
+class EngineFacts:
+    """The engines of a session on this host: what another process of the user must know to reach them."""
 
     controller: ProcessId
     engines: dict[int, ProcessId]
@@ -76,7 +77,7 @@ class Kept:
         return self.controller.find() is not None
 
     @classmethod
-    def parse(cls, state: dict) -> Kept:
+    def parse(cls, state: dict) -> EngineFacts:
         """What `dataclasses.asdict` and JSON have made of one."""
         engines = {int(rank): ProcessId(**process) for rank, process in state["engines"].items()}
         return cls(ProcessId(**state["controller"]), engines, tuple(state["gpus"]), state["since_s"])
@@ -123,17 +124,18 @@ class SessionFolder:
         os.unlink(name)
         return f"file://{name}"
 
-    def record(self, processes: Collection[ProcessId], kept: Kept | None = None) -> None:
-        """Write down whose session this is, which processes belong to it, and what another notebook could use."""
+    def record(self, processes: Collection[ProcessId], engines: EngineFacts | None = None, keep: bool = False) -> None:
+        """Write down whose session this is, which processes belong to it, and whether its engines outlive it."""
         self._write(
-            owner=asdict(ProcessId.of(os.getpid())),
+            **_ownership(),
             processes=[asdict(process) for process in processes],
-            kept=asdict(kept) if kept is not None else None,
+            engines=asdict(engines) if engines is not None else None,
+            keep=keep,
         )
 
     def release(self) -> None:
         """Leave the session to another notebook."""
-        self._write(owner=None)
+        self._write(owner=None, notebook="")
 
     def claim(self) -> ProcessId | None:
         """Become the owner of a session that has none; the owner where somebody else has it."""
@@ -142,7 +144,7 @@ class SessionFolder:
             owner = self.owner()
             if owner is not None and owner.find() is not None:
                 return owner
-            self._write(owner=asdict(ProcessId.of(os.getpid())))
+            self._write(**_ownership())
             return None
 
     def owner(self) -> ProcessId | None:
@@ -151,16 +153,33 @@ class SessionFolder:
             return ProcessId(**self._state()["owner"])
         return None
 
+    def notebook(self) -> str:
+        """The notebook or script that has this session, as far as it is known."""
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            return str(self._state()["notebook"])
+        return ""
+
+    def is_in_use(self) -> bool:
+        """Whether the notebook that has this session still runs."""
+        owner = self.owner()
+        return owner is not None and owner.find() is not None
+
     def processes(self) -> list[ProcessId]:
         """All processes of the session, as far as they are written down."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             return [ProcessId(**process) for process in self._state()["processes"]]
         return []
 
-    def kept(self) -> Kept | None:
-        """What another notebook needs to go on with the engines; None where they end with their own."""
+    def engines(self) -> EngineFacts | None:
+        """The engines, once all have been started; None where a profile has started them."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-            return Kept.parse(self._state()["kept"])
+            return EngineFacts.parse(self._state()["engines"])
+        return None
+
+    def kept(self) -> EngineFacts | None:
+        """The engines if another notebook may go on with them; None where they end with their own."""
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            return self.engines() if self._state()["keep"] else None
         return None
 
     def reap(self, spare: Collection[int] = ()) -> None:
@@ -184,6 +203,12 @@ class SessionFolder:
         text = self.path / f"{_STATE}.new"
         text.write_text(json.dumps(state | changes))
         text.replace(self.path / _STATE)
+
+
+def _ownership() -> dict[str, object]:
+    """This process as the owner of a session, and the notebook that it runs: Jupyter tells its kernels."""
+    notebook = os.environ.get("JPY_SESSION_NAME") or sys.argv[0]
+    return {"owner": asdict(ProcessId.of(os.getpid())), "notebook": notebook}
 
 
 def all_folders() -> list[SessionFolder]:

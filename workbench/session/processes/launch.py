@@ -26,7 +26,7 @@ from traitlets.config import Config
 from workbench.core.cores import num_cores
 from workbench.errors import EngineStartError
 from workbench.session.processes import guard, memory_kills
-from workbench.session.processes.folder import Kept, ProcessId, SessionFolder
+from workbench.session.processes.folder import EngineFacts, ProcessId, SessionFolder
 from workbench.session.processes.meeting_point import INTERFACE_VARIABLES, interface_of
 from workbench.session.ranks import say_ranks
 from workbench.units import counted
@@ -164,14 +164,23 @@ class LocalProcesses:
         self._wait_for(client, range(self.num_ranks), on_progress)
         return client
 
-    def attach(self, facts: Kept) -> ipp.Client:
+    def attach(self, facts: EngineFacts) -> ipp.Client:
         """A client for engines that an earlier notebook has started and left (``keep``)."""
         self._controller, self._since_s = facts.controller, facts.since_s
-        found = {rank: process.find() for rank, process in facts.engines.items()}
-        self.engines = {rank: process for rank, process in found.items() if process is not None}
+        client = self.observe(facts)
         self._known = set(self.folder.processes())
         self._record()
+        return client
+
+    def observe(self, facts: EngineFacts) -> ipp.Client:
+        """A client for engines that serve another notebook; writes nothing down."""
+        self.find_engines(facts)
         return ipp.Client(str(self.folder.path / "profile" / "security" / "ipcontroller-client.json"))
+
+    def find_engines(self, facts: EngineFacts) -> None:
+        """The engines' processes are those written down, as far as they run."""
+        found = {rank: process.find() for rank, process in facts.engines.items()}
+        self.engines = {rank: process for rank, process in found.items() if process is not None}
 
     def start_engines(self, client: ipp.Client, ranks: Sequence[int], on_progress: Callable[[int], None]) -> None:
         """Start engines for these ranks and wait until the client sees them; raises as `start` does."""
@@ -306,14 +315,14 @@ class LocalProcesses:
                 continue
         self._known = {process for process in self._known if process.find() is not None}
         if self.folder.path.exists():
-            self.folder.record(self._known, self._kept())
+            self.folder.record(self._known, self._facts(), self.keep)
 
-    def _kept(self) -> Kept | None:
-        """What another notebook needs to know, once all engines have been started."""
-        if not self.keep or self._controller is None or len(self.engines) < self.num_ranks:
+    def _facts(self) -> EngineFacts | None:
+        """What others need to know, once all engines have been started."""
+        if self._controller is None or len(self.engines) < self.num_ranks:
             return None
         engines = {rank: ProcessId(process.pid, process.create_time()) for rank, process in self.engines.items()}
-        return Kept(self._controller, engines, tuple(self.gpus), self._since_s)
+        return EngineFacts(self._controller, engines, tuple(self.gpus), self._since_s)
 
 
 def _is_running(process: psutil.Process) -> bool:

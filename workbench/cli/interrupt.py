@@ -1,0 +1,22 @@
+"""Interrupt the cell that a notebook's engines run, as its own interrupt does.
+
+What does not react within two seconds is killed, and loses its variables; an import that is under way ends first.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from workbench.cli.engines import add_session_option, show
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of ``workbench interrupt``."""
+    add_session_option(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Interrupt, and say what became of the ranks."""
+    from workbench.session import showing
+
+    return show(args, showing.interrupt_lines)
