@@ -86,6 +86,18 @@ def test_spans_of_one_step_come_from_every_rank_with_the_optimizer_last():
     assert forward.num_exchanges >= 1 and forward.sent_bytes == 4 * 16 * 4, "4 samples of 16 floats to the next stage"
 
 
+@pytest.mark.usefixtures("exchanges_every_step")
+@pytest.mark.parametrize("stops", [False, True])
+def test_the_last_step_has_its_timeline_however_short_the_run_is(stops: bool):
+    def orders(messages):
+        return [Order("stop")] if stops and len(blocks_of(messages)) > 2 else []
+
+    results, messages = train("*: data", orders)
+    last = [message for message in messages if isinstance(message, StepSpans)][-2:]
+    assert {message.step for message in last} == {len(results[0].losses) - 1} and {m.rank for m in last} == {0, 1}
+    assert len(results[0].losses) < STEPS or not stops
+
+
 def test_without_anybody_listening_nothing_is_exchanged_for_it():
     results = run_ranks(lambda: run_strategy(make_job(), "*: data"))
     assert results[0].losses == pytest.approx(run_one_device(make_job()).losses, abs=1e-5)

@@ -140,10 +140,19 @@ class LiveRun:
         self.result.losses += [loss for loss in block.losses if loss is not None]
         self._say(block)
         self._until_spans_s -= sum(block.step_times_s)
-        if self._until_spans_s <= 0 and self._listen is not None:
+        is_due = self._until_spans_s <= 0 or step == self.job.num_steps - 1
+        if is_due:
+            self._say_spans(step)
+        goes_on = self._follow(heard, counts, step + 1)
+        if not (goes_on or is_due):
+            self._say_spans(step)
+        return goes_on
+
+    def _say_spans(self, step: int) -> None:
+        """Report this rank's actions of the step."""
+        if self._listen is not None:
             self._until_spans_s = _SPANS_INTERVAL_S
             self._listen(StepSpans(self.world.rank, step, self._noted()))
-        return self._follow(heard, counts, step + 1)
 
     def _heard(self) -> list[Order]:
         return self._orders() if self._orders is not None else []

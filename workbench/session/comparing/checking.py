@@ -70,30 +70,38 @@ class Checker:
         """That one-device run if it has been made."""
         return self._reports.get(which)
 
-    def verdict(self, strategy: Strategy, reports: Sequence[RankReport], num_steps: int) -> Verdict:
+    def verdict(
+        self, strategy: Strategy, reports: Sequence[RankReport], num_steps: int, watch: Watch | None = None
+    ) -> Verdict:
         """Whether the run that came home with these reports equals one device in its first steps.
 
-        Runs one device with disturbed weights, and both in float64, only where the question is open without them.
+        Runs one device with disturbed weights, and both in float64, only where the question is open without them, and
+        ``watch`` wants an answer.
         """
         which = one_device_of(strategy)
         truth = self.known(which)
         if truth is None:
             return UNKNOWN
         case = Case(_distance(reports, truth, num_steps), TOLERANCES[truth.precision])
-        while (evidence := case.missing()) is not None:
-            steps = min(case.num_steps(evidence), num_steps)
-            if evidence == "noise":
-                case = replace(case, noise=self._noise(which, truth, steps))
-            else:
-                case = self._in_float64(case, strategy, reports, steps)
+        try:
+            while (evidence := case.missing()) is not None:
+                steps = min(case.num_steps(evidence), num_steps)
+                if evidence == "noise":
+                    case = replace(case, noise=self._noise(which, truth, steps, watch))
+                else:
+                    case = self._in_float64(case, strategy, reports, steps, watch)
+        except RunStopped:
+            return Verdict(None, text="not judged: stopped before the question was settled")
         return case.verdict()
 
-    def _noise(self, which: OneDevice, truth: RankReport, num_steps: int) -> Distance:
+    def _noise(self, which: OneDevice, truth: RankReport, num_steps: int, watch: Watch | None) -> Distance:
         """How far one device is from itself, its first weights changed by a rounding unit."""
-        report = self.one_device(replace(which, way="disturbed"), num_steps)
+        report = self.one_device(replace(which, way="disturbed"), num_steps, watch)
         return _distance([report], truth, num_steps)
 
-    def _in_float64(self, case: Case, strategy: Strategy, reports: Sequence[RankReport], num_steps: int) -> Case:
+    def _in_float64(
+        self, case: Case, strategy: Strategy, reports: Sequence[RankReport], num_steps: int, watch: Watch | None
+    ) -> Case:
         """The case with one device and the strategy in float64, or with why that is not to be had."""
         changed = reports[0].changes[0][0] if reports[0].changes else num_steps
         if changed < num_steps:
@@ -101,8 +109,13 @@ class Checker:
         which = OneDevice(strategy.options.num_micro_batches, way="float64")
         wide = strategy.with_options(precision="fp32")
         try:
-            truth = self.one_device(which, num_steps)
-            found = self._session.submit(training.train_strategy, self._key, str(wide), which, num_steps).result()
+            truth = self.one_device(which, num_steps, watch)
+            call = self._session.submit(training.train_strategy, self._key, str(wide), which, num_steps)
+            if watch is not None:
+                _watch(call, watch)
+            found = call.result()
+        except RunStopped:
+            raise
         except SessionError as error:
             return replace(case, no_float64=str(error).strip().splitlines()[-1])
         return replace(case, exact=_distance(found, truth, num_steps))

@@ -10,6 +10,7 @@ import inspect
 import itertools
 import os
 import statistics
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -181,11 +182,16 @@ class Comparison:
         }
 
     def record(
-        self, planned: RunRecord, strategy: Strategy, reports: Sequence[RankReport], later: Mapping[str, Later]
+        self,
+        planned: RunRecord,
+        strategy: Strategy,
+        reports: Sequence[RankReport],
+        later: Mapping[str, Later],
+        watch: Watch | None = None,
     ) -> RunRecord:
         """A finished run, compared with one device: the losses of the first steps, and how they change the weights."""
         run = self._record(planned.name, planned.strategy, reports, planned.num_ranks)
-        verdict = self._checker.verdict(strategy, reports, self._check_steps)
+        verdict = self._checker.verdict(strategy, reports, self._check_steps, watch)
         return replace(
             run,
             predicted=planned.predicted,
@@ -264,6 +270,7 @@ class TrainingRun:
         self._file = file
         self._spans: dict[int, StepSpans] = {}
         self._record: RunRecord | None = None
+        self._interrupted = threading.Event()
         self._later: dict[str, Later] = {}
         self._bubbles: list[float | None] = []  # of the strategies before the one that goes on
 
@@ -301,7 +308,8 @@ class TrainingRun:
         self.call.order("stop")
 
     def interrupt(self) -> None:
-        """End the run now, in the middle of whatever the engines do."""
+        """End the run now, in the middle of whatever the engines do: a step, or the check of a run that has ended."""
+        self._interrupted.set()
         self.call.cancel()
 
     def pause(self) -> None:
@@ -341,7 +349,8 @@ class TrainingRun:
                 self._finish(replace(self.planned, error=str(error).strip() or repr(error)))
                 raise
             self.poll()
-            record = self.comparison.record(self.planned, self.strategy, reports, self._later)
+            watch = Watch(lambda block: None, self._interrupted.is_set, self._interrupted.is_set)
+            record = self.comparison.record(self.planned, self.strategy, reports, self._later, watch)
             waited = [*self._bubbles, bubble(list(self._spans.values()))]
             segments = tuple(map(_with_bubble, record.segments, waited))
             self._record = self._finish(replace(record, bubble=waited[-1], segments=segments))

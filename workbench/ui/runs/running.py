@@ -142,15 +142,15 @@ class RunsPart:
     def pause(self) -> None:
         """Ask the run to wait after its current step."""
         if self._pump is not None and not self.is_paused:
-            self.is_paused = True
             self._pump.run.pause()
+            self.is_paused = True
             self._show_buttons()
 
     def go_on(self) -> None:
         """Let a paused run go on, under the strategy that it has."""
         if self._pump is not None and self.is_paused:
-            self.is_paused = self._is_changing = False
             self._pump.run.go_on()
+            self.is_paused = self._is_changing = False
             self._show_buttons()
 
     def change(self) -> None:
