@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.ui.conftest import make_record
 from tests.ui.reports import FakeRun, FakeTrainer, block
 from workbench.core.metrics import RunRecord
 from workbench.core.model_costs import LayerCost, ModelCosts
@@ -20,6 +21,7 @@ from workbench.ui.live.part import LiveView
 from workbench.ui.planning import machine_bar
 from workbench.ui.planning.predicting import Predictor
 from workbench.ui.runs.running import RunsPart
+from workbench.ui.runs.showing import show_runs
 from workbench.ui.runs.table import RunTable
 from workbench.ui.strategy.state import PanelState
 from workbench.ui.widgets import Panel
@@ -286,3 +288,10 @@ def test_outside_of_a_panel_nothing_is_caught():
         inside = guarded(fail)
     inside()
     assert isinstance(sink.error, Broken)
+
+
+def test_a_table_by_itself_shows_its_failures_too(monkeypatch: pytest.MonkeyPatch):
+    view = show_runs([make_record("data")])
+    monkeypatch.setattr(RunTable, "sort_by", fail)
+    view.table.page._handle_custom_msg({"event": "sort", "value": "peak_bytes"}, [])
+    assert isinstance(view.failures.error, Broken) and view.failures.box in view.children

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.ui.reports import block
-from workbench.core.metrics import RunEvent
+from workbench.core.metrics import LastSteps, LossTerm, RunEvent
 from workbench.errors import NotStartedError
 from workbench.ui.live.own_live import LiveView
 
@@ -45,3 +45,36 @@ def test_loops_are_shown_one_after_the_other():
 def test_without_a_session_it_says_so():
     with pytest.raises(NotStartedError, match=r"No engines are running.*%workbench start"):
         LiveView()
+
+
+def test_the_last_steps_of_all_ranks_are_shown_when_the_cell_ends():
+    session = FakeSession()
+    view = LiveView(session)
+    (hear,) = session.listeners
+    last = [LastSteps(rank, 2, 2, (64,), (LossTerm(0.5, 2),), (0.25,), (0.0,), (0,)) for rank in (0, 1)]
+    hear(1, last[1])  # before what rank 0 has to tell
+    hear(0, block(0, (2.0, 1.5), num_steps=0))
+    hear(0, last[0])
+    assert view.live.history.last_step == 2
+    hear(-1, RunEvent("ended", 0))
+    assert (view.live.history.last_step, view.live.history.latest_loss) == (3, 0.5)
+    hear(0, block(0, (2.0,), num_steps=0))
+    hear(-1, RunEvent("ended", 0))
+    assert view.live.history.last_step == 1, "of the loop before nothing is left"
+
+
+def test_a_view_that_cannot_draw_says_so_and_the_cell_goes_on(monkeypatch: pytest.MonkeyPatch):
+    session = FakeSession()
+    view = LiveView(session)
+    (hear,) = session.listeners
+    with monkeypatch.context() as broken:
+        broken.setattr(view.live, "begin", lambda *args: 1 / 0)
+        hear(0, block(0, (2.0,), num_steps=0))
+    assert isinstance(view.failures.error, ZeroDivisionError) and view.failures.box.layout.display == ""
+
+
+def test_a_closed_session_is_said():
+    session = FakeSession()
+    view = LiveView(session)
+    session.listeners[0](-1, RunEvent("closed", 0))
+    assert "session of this view is closed" in view._hint.value and view._hint.layout.display == ""

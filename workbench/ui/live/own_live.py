@@ -13,6 +13,7 @@ from workbench.session.cluster import current
 from workbench.theme import style_sheet
 from workbench.ui.assets import asset, element
 from workbench.ui.controls import html
+from workbench.ui.failures import Failures
 from workbench.ui.grid.widget import PANEL_CLASS
 from workbench.ui.live import part as live
 from workbench.ui.page_link import PageLink
@@ -41,17 +42,19 @@ class LiveView(widgets.VBox):
     def __init__(self, session: Any = None) -> None:
         session = session or current()
         # A cell that runs keeps the notebook from hearing the page, so there is no use in waiting for it.
-        self.live = live.LiveView(session.num_engines, patience_s=0.5)
+        self.failures = Failures()
+        with self.failures.collecting():
+            self.live = live.LiveView(session.num_engines, patience_s=0.5)
+            page = PageLink(on_width=self.live.fit)  # before a loop begins; nobody hears the page while its cell runs
         self._number = 0
         self._is_going = False
         self._last: list[LastSteps] = []  # of each rank, what it had not told when the cell ended
         self._copy: Any = None
         style = html(f"<style>{style_sheet(f'.{PANEL_CLASS}')}{asset('panel.css')}</style>")
         self._hint = html('<div class="wb-section wb-quiet">waits for wb.log(loss=..., samples=...) in a cell</div>')
-        page = PageLink(on_width=self.live.fit)  # before a loop begins; while its cell runs, nobody hears the page
-        super().__init__([style, page, self._hint, self.live.box])
+        super().__init__([style, page, self.failures.box, self._hint, self.live.box])
         self.add_class(PANEL_CLASS)
-        self._end_subscription = session.subscribe(self.hear)
+        self._end_subscription = session.subscribe(self.failures.guard(self.hear))
 
     def hear(self, rank: int, message: object) -> None:
         """Take in what a rank has published."""
@@ -60,12 +63,12 @@ class LiveView(widgets.VBox):
             self._hint.layout.display = ""
         if isinstance(message, StepBlock) and (message.first_step == 0 or self.live.history is None):
             self._begin()
-        if not self._is_going:
-            return
-        if isinstance(message, RunEvent) and message.kind == "ended":
-            self._end()
-        elif isinstance(message, LastSteps):
+        if isinstance(message, LastSteps):  # of another rank, perhaps before the first steps, which rank 0 tells
             self._last.append(message)
+        elif not self._is_going:
+            return
+        elif isinstance(message, RunEvent) and message.kind == "ended":
+            self._end()
         elif isinstance(message, (StepBlock, StepSpans)):
             self.live.add([message])
 

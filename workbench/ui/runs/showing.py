@@ -13,6 +13,7 @@ from workbench.session.comparing.saved_runs import SavedRuns
 from workbench.theme import style_sheet
 from workbench.ui.assets import asset, element
 from workbench.ui.controls import html
+from workbench.ui.failures import Failures
 from workbench.ui.grid.widget import PANEL_CLASS
 from workbench.ui.runs.table import RunTable
 from workbench.ui.runs.tables import comparison_table_text
@@ -28,10 +29,10 @@ class Compared(Protocol):
 class RunsView(widgets.VBox):
     """The comparison table by itself; ``table`` has its methods (sort, filter, hide, rename, export)."""
 
-    def __init__(self, table: RunTable) -> None:
-        self.table = table
+    def __init__(self, table: RunTable, failures: Failures) -> None:
+        self.table, self.failures = table, failures
         style = html(f"<style>{style_sheet(f'.{PANEL_CLASS}')}{asset('panel.css')}{asset('runs.css')}</style>")
-        super().__init__([style, table.box])
+        super().__init__([style, failures.box, table.box])
         self.add_class(PANEL_CLASS)
 
     def _ipython_display_(self) -> None:
@@ -52,9 +53,11 @@ def show_runs(runs: Compared | Iterable[RunRecord], *, limit_bytes: float | None
     ``wb.show_runs(wb.SavedRuns())`` shows everything that was kept.
     """
     found: Any = runs
-    table = RunTable(saved=found if isinstance(found, SavedRuns) else None, limit_bytes=limit_bytes)
+    failures = Failures()
+    with failures.collecting():
+        table = RunTable(saved=found if isinstance(found, SavedRuns) else None, limit_bytes=limit_bytes)
     if hasattr(found, "baseline"):
         table.add(found.runs, found.baseline)
     else:
         table.add(found)
-    return RunsView(table)
+    return RunsView(table, failures)
