@@ -177,6 +177,17 @@ def test_mistakes_of_no_row_have_their_fixes_above_the_grid(panel: Panel):
     assert controls.mistakes.value == "" and not controls.run.disabled
 
 
+def test_a_pipeline_of_one_micro_batch_is_said_with_a_way_out(panel: Panel):
+    controls = upper(panel).controls
+    assert controls.mistakes.value == ""
+    controls.presets["pipeline"].click()
+    controls.micro_batches.value = 1
+    assert "the 2 stages work one after another" in controls.mistakes.value and not controls.run.disabled
+    assert 'data-fix="use mb=4"' in controls.mistakes.value
+    say(panel, event="fix", row=None, value="use mb=4")
+    assert controls.micro_batches.value == 4 and controls.mistakes.value == ""
+
+
 def test_a_run_is_followed_and_compared(panel: Panel, trainer: FakeTrainer):
     for _ in range(2):
         upper(panel).controls.run.click()

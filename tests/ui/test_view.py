@@ -20,6 +20,7 @@ from workbench.cost.estimate import estimate
 from workbench.cost.hardware_files import load_hardware
 from workbench.runtime.costs.dry_run import dry_run
 from workbench.runtime.parallel import describe
+from workbench.ui.grid.static import static_grid_html
 from workbench.ui.grid.view import Facts, flow_of, grid_view
 from workbench.ui.strategy.state import PanelState
 from workbench.ui.strategy_part import facts_of
@@ -289,3 +290,14 @@ def test_the_panel_and_the_cost_model_count_the_same_bytes(strategy: str, num_ra
     way = flow_of(state, facts)
     shown = way.num_micro_batches * way.bytes_per_micro_batch + sum(way.gradient_bytes)
     assert shown == pytest.approx(estimate(gpt(), state.resolved, load_hardware("v100-dgx1"), 32).boxed_bytes, rel=1e-9)
+
+
+def test_a_choice_without_effect_is_said_at_its_row():
+    state, facts = gpt_state("*: model", num_ranks=2, num_blocks=2)
+    norm = row(grid_view(state, facts), "ln_f")
+    assert norm["hint"] == "not split" and "every rank holds all of this layer's weights" in norm["hint_tip"]
+    assert norm["flow"]["note"].startswith("not split")
+    assert row(grid_view(state, facts), "lm_head")["hint"] == ""
+    folded = next(entry for entry in grid_view(state, facts)["rows"] if entry["open"] is False)
+    assert folded["hint"] == "", "some of its layers are split"
+    assert "model, not split" in static_grid_html(grid_view(state, facts))

@@ -237,9 +237,23 @@ class Controls:
         self.problems.value = chip if count else ""
         lines = [element("div", text=state.text_problem)] if state.text_problem else []
         lines += [_mistake_line(mistake) for mistake in state.mistakes if mistake.layer is None]
-        self.mistakes.value = element("div", *lines, css="wb-mistakes") if lines else ""
+        self.mistakes.value = element("div", *lines, css="wb-mistakes") if lines else "" if count else _hints(state)
         self.run.disabled = bool(reason) or not state.can_run
         self.run.tooltip = f"fix {problems} first" if count else reason or "train with this strategy (Alt+Enter)"
+
+
+def _hints(state: PanelState) -> str:
+    """What of the whole strategy has no effect, each with a way out."""
+    lines = [
+        element("div", element("span", text=f"{hint.message}: {hint.reason}."), _fix_button(hint.fix))
+        for hint in state.hints
+        if hint.layer is None
+    ]
+    return element("div", *lines, css="wb-hints") if lines else ""
+
+
+def _fix_button(fix: str) -> str:
+    return element("button", text=fix, css="fix", data_fix=fix)
 
 
 def _mistake_line(mistake: Mistake) -> str:
@@ -247,5 +261,5 @@ def _mistake_line(mistake: Mistake) -> str:
     fixes = []
     for fix in mistake.fixes[:2]:
         can = fix.startswith(FIXES)
-        fixes.append(element("button", text=fix, css="fix", data_fix=fix) if can else element("span", text=fix))
+        fixes.append(_fix_button(fix) if can else element("span", text=fix))
     return element("div", element("span", text=mistake.message), *fixes)

@@ -34,7 +34,7 @@ def _row(row: dict[str, Any], view: dict[str, Any]) -> str:
         "\u2003" * row["depth"] + row["label"],
         row["weight"],
         row["params"],
-        row["parallel"] if mixed else row["choice_text"],
+        ", ".join(filter(None, (row["parallel"] if mixed else row["choice_text"], row["hint"]))),
         row["sbp"],
         row["stages_text"],
     )

@@ -111,6 +111,7 @@ class _Drawing:
     def __post_init__(self) -> None:
         self.drawn = self.state.drawn
         self.problems = _problems_by_layer(self.state.mistakes)
+        self.hints = {hint.layer: hint for hint in self.state.hints}
 
     @property
     def note(self) -> str:
@@ -128,7 +129,16 @@ class _Drawing:
             is_first_below = before is not None and before.depth < row.depth
             found.append(self._row(index, row, is_first_below))
         self._note_between_blocks(shown, found)
+        for row, view in zip(shown, found, strict=True):
+            view |= self._hint(row)
+            view["flow"]["note"] = " \u00b7 ".join(filter(None, (view["hint"], view["flow"]["note"])))
         return found
+
+    def _hint(self, row: Row) -> dict[str, str]:
+        """What the choice of a row does not do, and why; empty unless that is so for all of its layers."""
+        found = [self.hints.get(self.state.layers[index].name) for index in row.node.layers]
+        first = found[0] if not row.unfolded and None not in found else None
+        return {"hint": first.message if first else "", "hint_tip": first.reason if first else ""}
 
     def _row(self, index: int, row: Row, is_first_below: bool) -> dict[str, Any]:
         node, state = row.node, self.state

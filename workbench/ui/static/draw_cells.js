@@ -74,7 +74,7 @@ function choiceCell(row) {
     event: "parallel",
     on: row.parallel === value,
     bad: row.bad === "parallel",
-    tip: CHOICE_TIPS[value],
+    tip: (value === "model" && row.hint_tip) || CHOICE_TIPS[value],
   }));
   cell.append(segment(`${row.label}: data or model`, options, "choice"));
   return cell;
@@ -214,7 +214,7 @@ function flowCell(row) {
   const facts = [row.weight, row.params && `${row.params} parameters`, row.sbp && `sbp ${row.sbp}`].filter(Boolean).join(" \u00b7 ");
   cell.append(make("span", { class: "facts", "aria-hidden": "true" }, facts)); // shown where the columns have no room
   cell.append(make("span", { class: "act", "data-tip": flow.layout_tip }, flow.layout));
-  if (flow.note) cell.append(make("span", { class: "note", "data-tip": flow.note }, flow.note));
+  if (flow.note) cell.append(make("span", { class: "note", "data-tip": [flow.note, row.hint_tip].filter(Boolean).join("\n") }, flow.note));
   if (flow.boxing) {
     const label = `boxing before ${row.label}: ${flow.boxing.change} ${flow.boxing.kind} ${flow.boxing.bytes}`;
     cell.append(badge(flow.boxing, label));

@@ -141,7 +141,7 @@ function servePanel(root, grid) {
     const stopNames = serveNames(panel);
     const click = (event) => {
       if (event.target.closest(".wb-problem")) grid.nextProblem();
-      const fix = event.target.closest(".wb-mistakes [data-fix]");
+      const fix = event.target.closest(".wb-mistake-list [data-fix]");
       if (fix) grid.send("fix", { row: null, value: fix.dataset.fix });
       const open = event.target.closest(".wb-open");
       if (open) grid.send("open", { value: open.dataset.text });

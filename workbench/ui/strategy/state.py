@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+from workbench.core.hints import Hint, hints
 from workbench.core.presets import PRESETS, StrategyLike, preset, strategy_of
 from workbench.core.rows import Layer, Row
 from workbench.core.strategy import Mistake, Options, ResolvedStrategy, Strategy
@@ -118,6 +119,11 @@ class PanelState:
         return [Choice(layer.parallel, layer.split, layer.stage) for layer in self.resolved.layers]
 
     @property
+    def hints(self) -> list[Hint]:
+        """Choices of the last valid strategy that have no effect."""
+        return hints(self.resolved)
+
+    @property
     def degrees(self) -> Degrees:
         """Degrees of the last valid strategy."""
         return Degrees(*self.resolved.degrees)
@@ -209,11 +215,13 @@ class PanelState:
             self.draft, self.text_problem = text, str(error)
 
     def apply_fix(self, fix: str, row: str | None = None) -> bool:
-        """Do what a mistake's fix says; False where only the user can."""
+        """Do what the fix of a mistake or a hint says; False where only the user can."""
         if (match := re.fullmatch(r"use stage (\d+)", fix)) and row is not None:
             self.set_stage([row], int(match[1]))
         elif match := re.fullmatch(r"use (\d+)x(\d+)x(\d+)", fix):
             self.set_degrees(Degrees(*map(int, match.groups())))
+        elif match := re.fullmatch(r"use mb=(\d+)", fix):
+            self.set_options(num_micro_batches=int(match[1]))
         elif match := re.fullmatch(r"write '(.+)'", fix):
             self._write(Strategy(match[1]).rows[0])
         else:

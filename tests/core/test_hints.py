@@ -1,0 +1,49 @@
+"""Choices without effect are said, and only those."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.ui.models import gpt
+from workbench.core.hints import hints
+from workbench.core.rows import Layer
+from workbench.core.strategy import Strategy
+
+LAYERS = [
+    Layer("fc1", "Linear", {"weight": (8, 8), "bias": (8,)}),
+    Layer("norm", "LayerNorm", {"weight": (8,)}),
+    Layer("fc2", "Linear", {"weight": (8, 8)}),
+]
+
+
+def found(text: str, num_ranks: int) -> dict[str | None, str]:
+    return {hint.layer: hint.reason for hint in hints(Strategy(text).resolve(LAYERS, num_ranks))}
+
+
+def test_data_and_split_layers_have_none():
+    assert found("*: data", 2) == {}
+    assert found("fc1: model; norm: data; fc2: model", 2) == {}
+
+
+def test_a_layer_of_which_nothing_is_split_is_named():
+    (reason,) = found("*: model", 2).values()
+    assert list(found("*: model", 2)) == ["norm"] and "every rank holds all of this layer's weights" in reason
+
+
+def test_a_pipeline_of_one_micro_batch_is_named_with_a_way_out():
+    (hint,) = hints(Strategy("fc1: data; norm: data; fc2: data@1").resolve(LAYERS, 2))
+    assert hint.layer is None and "the 2 stages work one after another" in hint.message
+    assert hint.fix == "use mb=4"
+    assert found("fc1: data; norm: data; fc2: data@1 | mb=4", 2) == {}
+
+
+@pytest.mark.parametrize("text", ["*: data | 1x2x1", "*: data | 1x2x1 mb=4"])
+def test_without_stages_micro_batches_are_no_matter(text: str):
+    assert found(text, 2) == {}
+
+
+def test_every_hint_is_about_a_layer_that_no_rank_holds_a_part_of():
+    layers = gpt(2).layers
+    resolved = Strategy("*: model").resolve(layers, 2)
+    whole = {layer.name for layer in resolved.layers if layer.split is None}
+    assert {hint.layer for hint in hints(resolved)} == whole and whole
