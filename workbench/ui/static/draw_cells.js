@@ -131,7 +131,7 @@ function namesWidth(rows) {
   canvas.font = `13px ${getComputedStyle(document.body).getPropertyValue("--jp-ui-font-family") || "sans-serif"}`;
   const indent = [24, 40, 56, 74];
   const widths = rows.map((row) => indent[Math.min(row.depth, 3)] + canvas.measureText(row.label).width + 10);
-  return Math.ceil(Math.min(Math.max(164, ...widths), 420));
+  return Math.ceil(Math.min(Math.max(130, ...widths), 420));
 }
 
 // ---- who holds what --------------------------------------------------------------------------------------------
