@@ -54,16 +54,31 @@ Every target that is missed:
 """
 
 
+_TABLE = re.compile(
+    r"^(?P<title>[^\n]+:)\n(?P<rows>strategy .*?)\npeak: .*?\n(?P<threads>\d+ engines? with [^\n]*)$",
+    re.DOTALL | re.MULTILINE,
+)
+"""One network's part of what the demo prints."""
+
+
 def demo_part() -> str:
-    """The table that the demo prints, in a code block, with date and machine."""
+    """The tables that the demo prints, in code blocks, with the threads of its processes, date and machine."""
     command = [sys.executable, "-m", "workbench", "demo"]
     printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    rows = printed[printed.index("strategy ") : printed.index("peak: ")].rstrip().splitlines()
+    return quoted_demo(printed, f"Measured on {today()}: {machine()}.")
+
+
+def quoted_demo(printed: str, measured: str) -> str:
+    """What the README quotes of the demo's output."""
+    tables = list(_TABLE.finditer(printed))
+    parts = []
+    for table in tables:
+        parts += [table["title"], "", *(f"    {row}" for row in table["rows"].splitlines()), ""]
     legend = (
-        "*peak* is the process's memory above the warm engine, *boxed* what all ranks send in a step, *equal* the "
-        "largest\ndifference of a loss to one device."
+        f"{tables[0]['threads']}.\n*peak* is the process's memory above the warm engine, *boxed* what all ranks send "
+        "in a step, *equal* the largest\ndifference of a loss to one device."
     )
-    return "\n".join([*(f"    {row}" for row in rows), "", f"Measured on {today()}: {machine()}.", legend, ""])
+    return "\n".join([*parts, measured, legend, ""])
 
 
 def main() -> int:

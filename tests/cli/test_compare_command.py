@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -157,6 +158,22 @@ def test_what_is_no_python_file_is_told(tmp_path: Path, name: str) -> None:
     (tmp_path / "notes.txt").touch()
     with pytest.raises(CommandError, match="not a Python file"):
         compare.load_job(tmp_path / name)
+
+
+def test_the_network_that_wins_has_two_convolutions() -> None:
+    model = demo.make_cnn()
+    names = [name for name, module in model.named_children() if list(module.parameters())]
+    assert names == ["conv1", "conv2", "fc", "head"]
+    assert model(torch.zeros(3, 64)).shape == (3, 10)
+    assert next(iter(demo.NETWORKS.values())) is demo.make_cnn  # its table comes first, and its report is written
+
+
+def test_the_threads_of_both_sides_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    result = result_of(record("data"))
+    results.present(replace(result, settings={"engines": 2, "threads": 1}), None)
+    assert "2 engines with 1 thread each; one device is one of them with 1 thread" in capsys.readouterr().out
+    results.present(result, None)
+    assert "thread" not in capsys.readouterr().out
 
 
 def test_defaults_of_the_commands() -> None:

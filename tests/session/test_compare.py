@@ -154,6 +154,7 @@ def test_a_run_is_followed_to_its_end_and_kept_on_disk(session, tmp_path):
     assert record.equal and record.bubble == 0.0 and record.predicted == {"step_s": 0.5}
     assert [run for run in saved if run.run_id == record.run_id] == [record]
     assert {run.name for run in saved} == {"data", baseline.name}
+    assert record.settings["threads"] >= 1
     assert record.settings["seed"] == 0 and record.settings["torch"] == torch.__version__ and record.settings["machine"]
     blocks = [message for message in saved.messages(record.run_id) if isinstance(message, StepBlock)]
     assert [loss for block in blocks for loss in block.losses] == list(record.losses)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workbench.errors import CommandError
+from workbench.units import counted
 
 if TYPE_CHECKING:
     from workbench.core.metrics import RunRecord
+    from workbench.session.cluster import Session
     from workbench.session.comparing.compare import CompareResult
 
 STRATEGIES = ("data", "model", "pipeline", "hybrid")
@@ -65,8 +67,10 @@ def add_output_arguments(parser: argparse.ArgumentParser, report: str | None) ->
     parser.add_argument("--json", metavar="FILE", type=Path, help="the result as data, for CompareResult.from_json")
 
 
-def compare_and_present(job: Job, strategies: Sequence[str], args: argparse.Namespace) -> int:
-    """Compare the strategies in a session of their own and show the result; returns the exit code."""
+def compare_and_present(
+    job: Job, strategies: Sequence[str], args: argparse.Namespace, session: Session | None = None
+) -> int:
+    """Compare the strategies, in a session of their own where none is given; show the result, return the exit code."""
     from workbench.session.comparing.compare import compare
 
     if args.out is not None:
@@ -79,6 +83,7 @@ def compare_and_present(job: Job, strategies: Sequence[str], args: argparse.Name
         optimizer_fn=job.optimizer_fn,
         batch_size=args.batch,
         steps=args.steps,
+        session=session,
         engines=args.engines,
         seed=args.seed,
     )
@@ -91,6 +96,8 @@ def present(result: CompareResult, report: Path | None, json_file: Path | None =
 
     print(comparison_table_text(result.runs, result.baseline))
     print(_legend(result.runs))
+    for line in _threads(result.settings):
+        print(line)
     for path, write in ((report, _write_report), (json_file, _write_json)):
         if path is not None:
             write(result, Path(path))
@@ -124,6 +131,14 @@ def _legend(runs: Sequence[RunRecord]) -> str:
         "peak: process memory above the warm engine; boxed: bytes sent by all ranks; equal: largest loss difference"
     )
     return "\n".join([columns, *(f"  {run.name:<{width}}  {run.strategy}" for run in named)])
+
+
+def _threads(settings: Mapping[str, Any]) -> list[str]:
+    """What a speed-up compares: the threads of the engines, and of one device; empty for results without them."""
+    if "threads" not in settings:
+        return []
+    engines, threads = (counted(settings[key], word) for key, word in (("engines", "engine"), ("threads", "thread")))
+    return [f"{engines} with {threads} each; one device is one of them with {threads}, while no other works"]
 
 
 def _write_report(result: CompareResult, path: Path) -> None:

@@ -173,6 +173,7 @@ class Comparison:
             "batch_size": job.batch_size,
             "steps": job.num_steps,
             "engines": self.session.num_engines,
+            "threads": max(self._on_engines(training.num_threads)),
             "device": self.session.device,
             "optimizer": _optimizer_text(job.optimizer_fn),
             "seed": job.seed,

@@ -65,6 +65,11 @@ def keep_job(key: str, job: Job) -> None:
     warm_up(job)
 
 
+def num_threads() -> int:
+    """How many threads torch computes with in this process."""
+    return torch.get_num_threads()
+
+
 def has_job(key: str) -> bool:
     """Is the job here? Not on an engine that was started after it was sent."""
     return key in _jobs
