@@ -117,6 +117,7 @@ def test_what_goes_to_the_model_and_what_to_the_loss():
     assert Batch.of({**whole, "target": z}, F.mse_loss).targets == {"labels": y, "target": z}
     assert Batch.of_arguments(whole, z, F.mse_loss) == Batch(whole, z)
     assert Batch.of((x.numpy(), y), F.mse_loss).inputs.equal(x)
+    assert Batch({"positions": torch.ones(1, 7), "x": x}).sample_shape == (3,)
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,7 @@ def test_inside_a_scheduled_step_it_stays_an_error(how):
     run_ranks(program, 2)
 
 
-@pytest.mark.parametrize("how", ["item", "full_tensor", "print"])
+@pytest.mark.parametrize("how", ["item", "full_tensor", "bool", "print"])
 def test_explicit_mode_says_what_moves(how):
     x, y = batch()
 

@@ -84,9 +84,10 @@ class Batch:
 
     @property
     def sample_shape(self) -> tuple[int, ...]:
-        """Shape of one sample of the first input; () if there is none."""
+        """Shape of one sample of the first input that has a row for each; () if there is none."""
         shapes = [tuple(leaf.shape) for leaf in tree_leaves(self.inputs) if isinstance(leaf, torch.Tensor)]
-        return shapes[0][1:] if shapes else ()
+        rows = count_samples(tree_leaves(self.inputs))
+        return next((shape[1:] for shape in shapes if shape and shape[0] == rows), ())
 
     def loss(self, model: nn.Module, loss_fn: LossFunction | None) -> torch.Tensor:
         """The batch's own loss, without its share; see ``loss_of``."""

@@ -101,7 +101,7 @@ def _count(
             f"{str(error).rstrip('.')}. Give inputs (and targets, where loss_fn takes some) with which the model runs."
         ) from error
     del output, result
-    return counter, _sample_shape(batch)
+    return counter, given.sample_shape
 
 
 def _build(make: Callable[[], nn.Module]) -> nn.Module:
@@ -178,10 +178,6 @@ def _num_samples(batch: Any) -> int:
             f"layer_costs: the inputs hold {told}; a batch of at least 1 sample is needed, e.g. (1, 784)."
         )
     return count_samples(_tensors(batch)) or first.shape[0]
-
-
-def _sample_shape(batch: Any) -> tuple[int, ...]:
-    return tuple(_tensors(batch)[0].shape[1:])
 
 
 def _name_of(dtype: torch.dtype) -> str:
