@@ -151,8 +151,8 @@ def _without_targets(samples: dict[str, Any]) -> tuple[dict[str, Any], Any]:
 def count_samples(values: Iterable[Any]) -> int | None:
     """Rows that the tensors among ``values`` share; 1 without any, None where it is not clear which dim 0 that is.
 
-    Tensors of one row belong to all samples, and so do those that begin with what is dim 1 of the samples (positions
-    ``(T,)``, masks ``(T, T)`` beside words ``(N, T)``), unless that is N itself.
+    Tensors of one row belong to all samples, and so do those whose dims are all dim 1 of samples (positions ``(T,)``,
+    masks ``(T, T)`` beside words ``(N, T)``), unless that is N itself.
 
     >>> count_samples([torch.ones(8, 32), torch.arange(32), torch.ones(1, 32), torch.tensor(0.5)])
     8
@@ -161,14 +161,17 @@ def count_samples(values: Iterable[Any]) -> int | None:
     rows = {shape[0] for shape in shapes}
     if len(rows) < 2:
         return next(iter(rows), 1)
-    fitting = {n for n in rows if all(other in (1, n) or _has_dims(shapes, n, other) for other in rows)}
+    fitting = {n for n in rows if _share_the_others(n, shapes)}
     if len(fitting) > 1:  # one sample beside vectors, or samples beside what has one row
         fitting &= {1} if all(shape[0] == 1 or len(shape) == 1 for shape in shapes) else rows - {1}
     return fitting.pop() if len(fitting) == 1 else None
 
 
-def _has_dims(shapes: Iterable[tuple[int, ...]], first: int, second: int) -> bool:
-    return any(shape[:2] == (first, second) for shape in shapes)
+def _share_the_others(num_samples: int, shapes: Iterable[tuple[int, ...]]) -> bool:
+    """Whether so many samples would share every tensor that has not a row for each."""
+    lengths = {shape[1] for shape in shapes if shape[0] == num_samples and len(shape) > 1}
+    others = [set(shape) for shape in shapes if shape[0] not in (num_samples, 1)]
+    return all(len(dims) == 1 and dims <= lengths for dims in others)
 
 
 def num_samples(batch: Any) -> int:
