@@ -111,7 +111,7 @@ def test_stderr_goes_to_stderr(run):
 def test_widgets_of_an_engine_are_shown_as_text(run):
     captured, error = run(
         "%%global\nimport workbench as wb\nfrom tqdm.auto import trange\n"
-        "for i in trange(2, desc=f'bar of {wb.rank()}'): pass"  # else two alike are shown as one
+        "for i in trange(2, desc=f'bar of {wb.rank()}'): pass"  # else two alike are one
     )
     assert error is None and captured.outputs == []
     assert all(f"bar of {rank}: 100%" in captured.stderr for rank in range(2))

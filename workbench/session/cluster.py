@@ -16,7 +16,7 @@ from workbench.session.adapter import Engines, Request
 from workbench.session.calls import RemoteCall
 from workbench.session.code import check_syntax
 from workbench.session.fleet import Fleet, raise_unless_ok
-from workbench.session.output.listeners import Hear, OutputListener, Show, ShowUnfinished
+from workbench.session.output.listeners import Hear, OutputListener, Show, ShowBars, ShowUnfinished
 from workbench.session.output.log import OutputLogs
 from workbench.session.processes import kept
 from workbench.session.processes.folder import SessionFolder, reap_leftovers
@@ -136,6 +136,7 @@ class Session:
         values: bool = True,
         label: str = "",
         show_unfinished: ShowUnfinished | None = None,
+        show_bars: ShowBars | None = None,
     ) -> CellResult:
         """`run` with what a front end needs besides.
 
@@ -144,14 +145,15 @@ class Session:
             merge: give alike output of several ranks once.
             values: bring back the last expression's value.
             label: a name for this cell, shown while others wait for it.
-            show_unfinished: called with all unfinished lines (progress bars) as one text, whenever they have changed.
+            show_unfinished: called with all unfinished lines as one text, whenever they have changed.
+            show_bars: the same with progress bars; without it they are text, shown once at the end.
         """
         targets = self._check(ranks)
         check_syntax(code)
         tag = self._fleet.tag(targets, wants_values=values, label=label)
         log = self.logs.begin(tag.run)
         hear = self._tell_subscribers
-        listener = OutputListener(targets, self.num_engines, show, merge, log, hear, show_unfinished)
+        listener = OutputListener(targets, self.num_engines, show, merge, log, hear, show_unfinished, show_bars)
         started_s = time.monotonic()
         name = label or "a cell"
         try:

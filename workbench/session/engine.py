@@ -6,13 +6,13 @@ nor plotly, pandas, ipywidgets or ipyparallel's client.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from typing import Any
 
 from workbench.session import protocol
 from workbench.session.on_engine import assist as engine_assist
-from workbench.session.on_engine import bars as engine_bars
 from workbench.session.on_engine import control as engine_control
 from workbench.session.on_engine import debug as engine_debug
 from workbench.session.on_engine import failures as engine_failures
@@ -101,7 +101,10 @@ def _install() -> None:
     engine_control.install(here)
     engine_assist.install(here)
     engine_waits.install()
-    engine_bars.install()
+    if importlib.util.find_spec("tqdm") is not None:
+        from workbench.session.on_engine import bars as engine_bars
+
+        engine_bars.install(here)
     engine_debug.install()
     _offer_names(here.user_ns)
     here.workbench_installed = True

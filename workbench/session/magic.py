@@ -20,6 +20,9 @@ from IPython.display import display
 
 from workbench.session import assist, cluster
 from workbench.session.commands import COMMANDS, describe_times
+from workbench.session.output.bars import MergedBar
+from workbench.session.output.bars import as_html as bars_as_html
+from workbench.session.output.bars import as_text as bars_as_text
 from workbench.session.output.merging import Block, as_text
 from workbench.session.ranks import parse_ranks
 
@@ -142,6 +145,7 @@ class Shower:
     def __init__(self, num_ranks: int, in_notebook: bool) -> None:
         self._num_ranks = num_ranks
         self._hidden = () if in_notebook else (_WIDGET,)
+        self._unfinished: Any = None
         self._bars: Any = None
         self.held: list[tuple[str, Block]] = []
 
@@ -157,12 +161,20 @@ class Shower:
             print(as_text(block, self._num_ranks), file=sys.stderr if stream == "stderr" else sys.stdout)
 
     def show_unfinished(self, text: str) -> None:
-        """One place in the cell's output that changes, for progress bars."""
-        bundle = {"text/plain": text} if text else {"text/plain": "", "text/html": ""}
-        if self._bars is None:
-            self._bars = display(bundle, raw=True, display_id=True)
-        else:
-            self._bars.update(bundle, raw=True)
+        """One place in the cell's output that changes, for lines that are written over."""
+        self._unfinished = self._put(self._unfinished, {"text/plain": text, **({} if text else {"text/html": ""})})
+
+    def show_bars(self, bars: list[MergedBar]) -> None:
+        """One place in the cell's output for the progress bars of all ranks."""
+        self._bars = self._put(self._bars, {"text/plain": bars_as_text(bars), "text/html": bars_as_html(bars)})
+
+    @staticmethod
+    def _put(place: Any, bundle: dict[str, str]) -> Any:
+        """Show something, or put it in the place of what is there; the place."""
+        if place is None:
+            return display(bundle, raw=True, display_id=True)
+        place.update(bundle, raw=True)
+        return place
 
     def hold(self, stream: str, block: Block) -> None:
         self.held.append((stream, block))
@@ -196,6 +208,7 @@ def _run(shell: Any, code: str, options: Namespace) -> None:
             values=options.save_name is not None,
             label=options.label,
             show_unfinished=shower.show_unfinished if show == shower.show and in_notebook else None,
+            show_bars=shower.show_bars if show == shower.show and in_notebook else None,
         )
     finally:
         shower.show_held(by_rank)

@@ -112,6 +112,22 @@ class Published:
 
 
 @dataclass(frozen=True, slots=True)
+class Bar:
+    """A progress bar of one rank as it is now."""
+
+    number: int  #: of the rank's bars in this request, in the order in which they were made
+    name: str  #: its description when it was made: bars that ranks call differently are different bars
+    left: str  #: what stands before the bar: ``epochs:  40%``
+    right: str  #: and behind it: `` 4/10 [00:01<00:02,  3.10it/s]``
+    done: float
+    total: float | None
+    depth: int = 0  #: 1 inside another bar
+    state: str = (
+        "runs"  #: or "finished", "left" (closed before its end), "failed" (by an error), "gone" (not to be kept)
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class RankStatus:
     """What one rank says about itself; ``alive=False`` and the rest empty when it does not answer."""
 

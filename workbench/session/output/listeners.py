@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 
 from workbench.session import protocol
 from workbench.session.adapter import Event
+from workbench.session.output.bars import Bars, MergedBar
+from workbench.session.output.bars import as_text as bars_as_text
 from workbench.session.output.lines import Unfinished
 from workbench.session.output.log import RunLog
 from workbench.session.output.merging import Block, OutputMerger, as_text, tagged
@@ -17,6 +19,8 @@ from workbench.session.output.merging import Block, OutputMerger, as_text, tagge
 Show = Callable[[str, Block], None]
 #: Receives all unfinished lines as one text, again whenever they have changed; an empty one when there are none.
 ShowUnfinished = Callable[[str], None]
+#: Receives all progress bars of the run, again whenever they have changed.
+ShowBars = Callable[[list[MergedBar]], None]
 #: Receives every object that a rank has published: the rank and the object.
 Hear = Callable[[int, object], None]
 
@@ -37,7 +41,9 @@ class OutputListener:
         log: RunLog | None = None,
         hear: Hear | None = None,
         show_unfinished: ShowUnfinished | None = None,
+        show_bars: ShowBars | None = None,
     ) -> None:
+        self._show_bars, self._bars = show_bars, Bars(ranks)
         self._show_unfinished, self._unfinished = show_unfinished, Unfinished()
         self._hear = hear
         self._ranks, self._num_ranks, self._show, self._log = tuple(ranks), num_ranks, show, log
@@ -54,6 +60,8 @@ class OutputListener:
                 self._log.write(event.rank, text)
         elif event.kind in ("display", "result"):
             self._output.feed_bundle(event.rank, event.kind, event.content, event.time_s)
+        elif isinstance(event.content, protocol.Bar):
+            self._bars.take(event.rank, event.content)
         elif isinstance(event.content, protocol.Published) and self._hear is not None:
             self._hear(event.rank, protocol.load(event.content.payload))
         elif isinstance(event.content, protocol.Published):
@@ -62,13 +70,15 @@ class OutputListener:
 
     def on_idle(self, now: float) -> None:
         self._give_out(now, final=False)
+        self._draw_bars(now, final=False)
         if self._show_unfinished is not None:
             lines = self._unfinished.take(self._output.unfinished(), now)
             if lines is not None:
                 self._show_unfinished("\n".join(tagged(ranks, text, self._num_ranks) for ranks, text in lines))
 
     def wakeup(self) -> float | None:
-        times = (self._output.wakeup(), self._unfinished.wakeup())
+        bars = self._bars.wakeup() if self._show_bars is not None else None
+        times = (self._output.wakeup(), self._unfinished.wakeup(), bars)
         return min((time for time in times if time is not None), default=None)
 
     def finish(self) -> None:
@@ -77,6 +87,7 @@ class OutputListener:
         for rank in self._ranks:
             self._output.finish(rank, now)
         self._give_out(now, final=True)
+        self._draw_bars(now, final=True)
         if self._show_unfinished is not None and self._unfinished.take([], math.inf) is not None:
             self._show_unfinished("")
         if self._log is not None:
@@ -92,6 +103,17 @@ class OutputListener:
         with self._lock:
             taken, self._published = self._published, []
         return [(rank, protocol.load(payload)) for rank, payload in taken]
+
+    def _draw_bars(self, now: float, final: bool) -> None:
+        """Show the bars as they are now; what keeps text gets them once, at the end."""
+        if self._show_bars is not None:
+            bars = self._bars.due(now, final)
+            if bars is not None:
+                self._show_bars(bars)
+        if final and (bars := self._bars.merged()):
+            self._lines.append(bars_as_text(bars))
+            if self._show is not None and self._show_bars is None:
+                self._show("stderr", Block("line", self._ranks, bars_as_text(bars)))
 
     def _give_out(self, now: float, final: bool) -> None:
         for stream, block in self._output.take(now, final):
