@@ -13,7 +13,7 @@ CELLS = [
     "%load_ext workbench\n%workbench start --engines 2 --device cpu",
     "%%global\nimport time\nfrom tqdm.auto import tqdm\nfor _ in tqdm(range(30), 'auto'): time.sleep(0.02)",
     "%%global\nfrom tqdm.notebook import tqdm as bars\nfor _ in bars(range(10), 'notebook'): time.sleep(0.02)",
-    "%%global\nfrom tqdm import tqdm, trange\nfor _ in trange(2, desc='epochs'):\n  for _ in trange(10): time.sleep(0.02)",
+    "%%global\nfrom tqdm import tqdm, trange\nfor _ in trange(2):\n  for _ in trange(9): time.sleep(0.02)",
     "%%global\nfor i in tqdm(range(100), 'break'):\n    if i == 20 * (1 + wb.rank()): break\nprint('printed after it')",
     "%%global\nfor i in tqdm(range(50), 'broken'):\n    if i == 20: raise ValueError('mine')",
     "%%global\nfor _ in tqdm(range(60), 'slow'): time.sleep(0.2 if wb.rank() else 0.01)",
@@ -37,6 +37,7 @@ def test_bars(open_notebook: Any, lab: LabServer) -> None:
         assert [bar.get_attribute("data-state") for bar in bars.all()] == states, CELLS[number]
         texts = "".join(cells.nth(number).locator("pre").all_inner_texts())
         assert "%|" not in texts, "a bar as text, too"
-    assert page.locator(".jp-OutputArea-output[data-mime-type='application/vnd.jupyter.stderr']").count() == 0
+        reds = cells.nth(number).locator("[data-mime-type='application/vnd.jupyter.stderr']").all_inner_texts()
+        assert all("ValueError on ranks 0-1" in red for red in reds) and len(reds) == (number == 5), reds
     red = page.locator("[data-state=failed]").first.evaluate(RED)
     assert red != page.locator("[data-state=finished]").first.evaluate(RED)
