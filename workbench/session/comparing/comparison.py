@@ -55,6 +55,7 @@ class Comparison:
         self._check_steps = check_steps
         self._keep = keep
         self._baseline: RunRecord | None = None
+        self._num_threads = 0
         self.prepare()
 
     def __enter__(self) -> Comparison:
@@ -73,7 +74,7 @@ class Comparison:
         has_job = self._on_engines(training.has_job, self.key)
         missing = [rank for rank, has in enumerate(has_job) if not has]
         if missing:
-            self._on_engines(training.keep_job, self.key, self.job, ranks=missing)
+            self._num_threads = max(self._on_engines(training.keep_job, self.key, self.job, ranks=missing))
         if 0 in missing:
             self._checker.forget()
 
@@ -173,7 +174,7 @@ class Comparison:
             "batch_size": job.batch_size,
             "steps": job.num_steps,
             "engines": self.session.num_engines,
-            "threads": max(self._on_engines(training.num_threads)),
+            "threads": self._num_threads,
             "device": self.session.device,
             "optimizer": _optimizer_text(job.optimizer_fn),
             "seed": job.seed,

@@ -59,14 +59,10 @@ class RankReport:
     segments: tuple[RankSegment, ...] = ()
 
 
-def keep_job(key: str, job: Job) -> None:
-    """Keep a job under a key, so that its data set travels to the engines once."""
+def keep_job(key: str, job: Job) -> int:
+    """Keep a job under a key, so that its data set travels to the engines once; returns how many threads it has."""
     _jobs[key] = job
     warm_up(job)
-
-
-def num_threads() -> int:
-    """How many threads torch computes with in this process."""
     return torch.get_num_threads()
 
 
