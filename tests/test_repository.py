@@ -53,6 +53,36 @@ def test_no_file_is_very_long() -> None:
     assert not long
 
 
+OWN_LIMITS = re.compile(
+    r"wait_for_timeout\(|\b(?:timeout|timeout_s)\s*[=:]\s*(?:float\s*=\s*)?[\d.]|time\.sleep\([1-9]"
+)
+"""A wait that goes by the clock and not by what the page says, or is less patient than the others."""
+
+
+def test_browser_tests_wait_for_the_page_and_not_for_the_clock() -> None:
+    """What takes a second takes a minute where others have the cores; tests/patience.py has the only limit."""
+    found = {
+        str(path.relative_to(ROOT)): lines
+        for path in (ROOT / "tests" / "browser").glob("*.py")
+        if (lines := [line.strip() for line in text_of(path).splitlines() if OWN_LIMITS.search(line)])
+    }
+    assert not found
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "page.wait_for_timeout(500)",
+        "wait_for(timeout=10_000)",
+        "timeout=5 * SECONDS",
+        "timeout_s: float = 90",
+        "time.sleep(2)",
+    ],
+)
+def test_a_limit_of_its_own_is_found(line: str) -> None:
+    assert OWN_LIMITS.search(line) and not OWN_LIMITS.search("timeout=PAGE_PATIENCE_S")
+
+
 def test_the_changelog_tells_of_this_version() -> None:
     told = re.findall(r"^## \[(.+)\] - \d{4}-\d\d-\d\d$", text_of(ROOT / "CHANGELOG.md"), re.MULTILINE)
     assert told[0] == workbench.__version__

@@ -11,8 +11,16 @@ from typing import Any
 
 import pytest
 
-from tests.browser.page import ROOT, LabPage
+from tests.browser.page import ROOT, WIDE, LabPage, new_page
 from tests.browser.server import CHROMIUM_OPTIONS, LabServer, find_chromium, running_lab
+from tests.patience import PAGE_PATIENCE_S
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A test waits several times, and is given up after the last of them."""
+    for item in items:
+        if item.get_closest_marker("browser"):
+            item.add_marker(pytest.mark.timeout(4 * PAGE_PATIENCE_S))
 
 
 @pytest.fixture(scope="session")
@@ -38,27 +46,36 @@ def lab(chromium: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab
 
 
 @pytest.fixture(scope="module")
-def open_notebook(chromium: str, lab: LabServer, request: pytest.FixtureRequest) -> Iterator[Any]:
+def browser(chromium: str) -> Iterator[Any]:
+    """For the tests of one file: while playwright runs, nothing else in this process may use asyncio."""
+    from playwright.sync_api import expect, sync_playwright
+
+    milliseconds = PAGE_PATIENCE_S * 1000
+    expect.set_options(timeout=milliseconds)
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=CHROMIUM_OPTIONS, timeout=milliseconds)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def open_notebook(browser: Any, lab: LabServer, request: pytest.FixtureRequest) -> Iterator[Any]:
     """A function that opens a notebook and waits for its kernel; console errors fail the module's last test.
 
     What JupyterLab's server could not answer JupyterLab itself is a warning, with the end of the server's log.
     """
-    from playwright.sync_api import sync_playwright
-
     opened: list[LabPage] = []
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=CHROMIUM_OPTIONS)
 
-        def open_page(name: str, app: str = "lab") -> LabPage:
-            lab_page = LabPage(browser.new_page(viewport={"width": 1680, "height": 1400}), app)
-            opened.append(lab_page)
-            lab_page.open(lab.notebook_url(name, app))
-            return lab_page
+    def open_page(name: str, app: str = "lab") -> LabPage:
+        lab_page = LabPage(new_page(browser, viewport=WIDE), app)
+        opened.append(lab_page)
+        lab_page.open(lab.notebook_url(name, app))
+        return lab_page
 
-        yield open_page
-        for lab_page in opened:  # to look at after a failure
-            lab_page.page.screenshot(path=lab.folder / f"{Path(request.node.name).stem}.png")
-        browser.close()
+    yield open_page
+    for number, lab_page in enumerate(opened):  # to look at after a failure
+        lab_page.page.screenshot(path=lab.folder / f"{Path(request.node.name).stem}-{number}.png")
+        lab_page.page.close()
     lab.shut_down_kernels()
     for error in [error for page in opened for error in page.server_errors]:
         with warnings.catch_warnings():

@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.patience import PAGE_PATIENCE_S
+
 ROOT = Path(__file__).parents[2]
 IMAGES = ROOT / "docs" / "images"
-SECONDS = 1000
-"""Playwright counts milliseconds."""
+WIDE = {"width": 1680, "height": 1400}
+"""Of the window in which notebooks are opened."""
 IDLE = """() => window.jupyterapp?.shell?.currentWidget?.sessionContext?.session?.kernel?.status === 'idle'
     && document.querySelectorAll('.jp-Cell').length > 1"""
 
@@ -53,17 +55,17 @@ class LabPage:
     def open(self, url: str) -> None:
         """Go there and wait for the kernel."""
         self.page.goto(url)
-        self.page.wait_for_function(IDLE, timeout=60 * SECONDS)
+        self.page.wait_for_function(IDLE)
 
     def reload(self) -> None:
         """Save and load the page again, once the kernel is idle; it lives on.
 
         A manager of widgets that gets no answer from a kernel within 4 s shows none of them (ipywidgets).
         """
-        self.page.wait_for_function(IDLE, timeout=60 * SECONDS)
+        self.page.wait_for_function(IDLE)
         self.page.evaluate("() => window.jupyterapp.commands.execute('docmanager:save').then(() => 1)")
         self.page.reload()
-        self.page.wait_for_function(IDLE, timeout=60 * SECONDS)
+        self.page.wait_for_function(IDLE)
 
     def run_cells(self, last: int) -> None:
         """Run the cells up to number ``last`` (counted from 0, text cells too)."""
@@ -85,10 +87,25 @@ class LabPage:
         }"""
         self.page.evaluate(script, [command, first, last])
 
-    def wait_for_output(self, selector: str, timeout_s: float = 90) -> None:
+    def show(self, cell: int, selector: str, last: int | None = None) -> None:
+        """Run this cell, or these, anew and wait for what they show, as the first reader of the page sees it.
+
+        Nothing that an earlier test did is left: what the cells showed is gone, the window is wide, the theme light.
+        """
+        self.page.set_viewport_size(WIDE)
+        if self.page.locator(DARK_PAGE).count():
+            self.dark(False)
+        cells = [cell, cell if last is None else last]
+        self.page.evaluate(MARK_OUTPUTS, cells)
+        self.run_cell(*cells)
+        self.page.wait_for_function("() => !document.querySelector('[data-shown-before]')")
+        self.wait_for_output(selector)
+        self.wait_for_kernel()
+
+    def wait_for_output(self, selector: str) -> None:
         """Wait for something that a cell shows; an error in a cell fails at once, with its text."""
         error = ".jp-OutputArea-output[data-mime-type='application/vnd.jupyter.error']"
-        self.page.wait_for_selector(f"{selector}, {error}", timeout=timeout_s * SECONDS)
+        self.page.wait_for_selector(f"{selector}, {error}")
         shown = self.page.locator(error)
         assert shown.count() == 0, shown.first.inner_text()
 
@@ -98,7 +115,7 @@ class LabPage:
         script = "theme => { window.jupyterapp.commands.execute('apputils:change-theme', {theme}); return 1 }"
         self.page.evaluate(script, theme)
         self.page.wait_for_selector(f"body[data-jp-theme-light='{'false' if on else 'true'}']", state="attached")
-        self.page.wait_for_timeout(500)
+        self.settle()
 
     def close_sidebar(self) -> None:
         """Leave the whole width to the notebook."""
@@ -107,13 +124,13 @@ class LabPage:
             if (!shell.leftCollapsed) commands.execute('application:toggle-left-area');
         }"""
         self.page.evaluate(script)
-        self.page.wait_for_function("() => window.jupyterapp.shell.leftCollapsed", timeout=10 * SECONDS)
+        self.page.wait_for_function("() => window.jupyterapp.shell.leftCollapsed")
 
     def screenshot(self, name: str, locator: Any) -> None:
         """Keep a picture in docs/images, if pictures are wanted: tests change no file."""
         if os.environ.get("WORKBENCH_SCREENSHOTS") == "1":
             self.page.mouse.move(0, 0)  # what shows under the mouse only is not in the picture
-            self.page.wait_for_timeout(500)  # and takes a moment to fade
+            self.settle()  # it fades
             locator.screenshot(path=IMAGES / name)
 
     # ---- the panel ------------------------------------------------------------------------------------------------
@@ -140,43 +157,51 @@ class LabPage:
         self.wait_for_text(text)
 
     def wait_for_text(self, text: str) -> None:
-        """Wait until the strategy reads so."""
-        script = "text => document.querySelector('.wb-panel .wb-text input')?.value === text"
-        self.page.wait_for_function(script, arg=text, timeout=10 * SECONDS)
+        """Wait until the strategy reads so, in the field and in the coloured copy that the kernel makes of it."""
+        script = """text => document.querySelector('.wb-panel .wb-text input')?.value === text
+            && document.querySelector('.wb-panel .wb-pieces')?.textContent.trim() === text"""
+        self.page.wait_for_function(script, arg=text)
+        self.wait_for_kernel()
 
-    def wait_for_state(self, word: str, timeout_s: float = 150) -> None:
+    def wait_for_kernel(self) -> None:
+        """Wait until the kernel has heard all that the page has said, and the page what the kernel has answered."""
+        self.ask_kernel("")
+
+    def settle(self) -> None:
+        """Wait until sizes and colours are applied, what fades has faded, and the kernel has answered the page."""
+        self.page.evaluate(FADED)
+        self.wait_for_kernel()
+        self.page.evaluate(FADED)
+
+    def wait_for_state(self, word: str) -> None:
         """Wait for a state of the run, with the view in sight: what nobody sees is not drawn."""
         figure = self.page.locator(".wb-live-view .js-plotly-plot").first
-        figure.wait_for(state="attached", timeout=timeout_s * SECONDS)
+        figure.wait_for(state="attached")
         figure.scroll_into_view_if_needed()
-        self.page.wait_for_selector(f".wb-panel .wb-state.{word}", timeout=timeout_s * SECONDS)
+        self.page.wait_for_selector(f".wb-panel .wb-state.{word}")
 
-    def wait_for_step(self, step: int, timeout_s: float = 150) -> None:
+    def wait_for_step(self, step: int) -> None:
         """Wait until the run itself has come so far (one device may come first)."""
         script = """step => [...document.querySelectorAll('.wb-panel .wb-state:not(.first)')].some(
             state => Number(state.innerText.match(/step (\\d+)/)?.[1] ?? 0) >= step)"""
-        self.page.wait_for_function(script, arg=step, timeout=timeout_s * SECONDS)
+        self.page.wait_for_function(script, arg=step)
 
     def points(self, name: str) -> int:
         """Points of the live figure's traces whose names begin so."""
-        script = """name => {
-            const plots = [...document.querySelectorAll('.wb-live-view .js-plotly-plot')];
-            const traces = plots.flatMap(plot => plot.data ?? []).filter(trace => trace.name?.startsWith(name));
-            return traces.reduce((sum, trace) => sum + (trace.x?.length ?? 0), 0);
-        }"""
-        return int(self.page.evaluate(script, name))
+        return int(self.page.evaluate(POINTS, name))
 
-    def wait_for_points(self, name: str, more_than: int = 0, timeout_s: float = 180) -> None:
+    def wait_for_points(self, name: str, more_than: int = 0) -> None:
         """Wait until there are more points than so many."""
-        for _ in range(int(timeout_s * 10)):
-            if self.points(name) > more_than:
-                return
-            self.page.wait_for_timeout(100)
-        raise AssertionError(
-            f"{name}: {self.points(name)} points after {timeout_s} s, wanted more than {more_than}; "
-            f"the page complained of {self.errors}, its figures: {self.page.evaluate(FIGURES_OF_PAGE)}, "
-            f"the kernel's: {self.ask_kernel(FIGURES_OF_KERNEL)}"
-        )
+        from playwright.sync_api import TimeoutError as TookTooLong
+
+        try:
+            self.page.wait_for_function(f"([name, least]) => ({POINTS})(name) > least", arg=[name, more_than])
+        except TookTooLong:
+            raise AssertionError(
+                f"{name}: {self.points(name)} points after {PAGE_PATIENCE_S} s, wanted more than {more_than}; "
+                f"the page complained of {self.errors}, its figures: {self.page.evaluate(FIGURES_OF_PAGE)}, "
+                f"the kernel's: {self.ask_kernel(FIGURES_OF_KERNEL)}"
+            ) from None
 
     def ask_kernel(self, code: str) -> str:
         """What the code prints in the notebook's kernel, beside its cells."""
@@ -193,7 +218,7 @@ class LabPage:
         """Show a part of the (first) panel: strategy, live or compare."""
         panel = panel or self.page.locator(".wb-panel").first
         panel.locator(f"[role='tab'][data-tab='{name}']").click()
-        panel.locator(f".wb-on-{name}").wait_for(timeout=10 * SECONDS)
+        panel.locator(f".wb-on-{name}").wait_for()
 
     def unreadable(self) -> list[str]:
         """Texts of the live view that are cut, or lie over one another."""
@@ -204,6 +229,34 @@ class LabPage:
         """The rows of the comparison."""
         return self.page.locator(".wb-panel .wb-comparison tbody tr")
 
+
+def new_page(browser: Any, **options: Any) -> Any:
+    """A page of a fresh context, whose waits are all as patient as those of the others."""
+    page = browser.new_page(**options)
+    page.set_default_timeout(PAGE_PATIENCE_S * 1000)
+    return page
+
+
+DARK_PAGE = "body[data-jp-theme-light='false']"
+
+MARK_OUTPUTS = """([first, last]) => {
+    for (const cell of window.jupyterapp.shell.currentWidget.content.widgets.slice(first, last + 1))
+        for (const output of cell.node.querySelectorAll('.jp-OutputArea-child')) output.dataset.shownBefore = '';
+}"""
+
+FADED = """async () => {
+    const frame = () => new Promise(requestAnimationFrame);
+    const ends = animation => animation.effect?.getComputedTiming().endTime !== Infinity;
+    await frame();
+    await Promise.allSettled(document.getAnimations().filter(ends).map(animation => animation.finished));
+    await frame();
+}"""
+
+POINTS = """name => {
+    const plots = [...document.querySelectorAll('.wb-live-view .js-plotly-plot')];
+    const traces = plots.flatMap(plot => plot.data ?? []).filter(trace => trace.name?.startsWith(name));
+    return traces.reduce((sum, trace) => sum + (trace.x?.length ?? 0), 0);
+}"""
 
 FIGURES_OF_KERNEL = """
 import ipywidgets

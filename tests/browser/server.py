@@ -18,6 +18,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.patience import PAGE_PATIENCE_S
+
 TOKEN = "workbench-test"
 CHROMIUM_OPTIONS = [
     "--no-sandbox",
@@ -76,7 +78,7 @@ class LabServer:
 
     def _ask(self, method: str, path: str) -> bytes:
         request = urllib.request.Request(self.url + path, method=method, headers={"Authorization": f"token {TOKEN}"})
-        with urllib.request.urlopen(request, timeout=30) as answer:
+        with urllib.request.urlopen(request, timeout=PAGE_PATIENCE_S) as answer:
             return bytes(answer.read())
 
 
@@ -149,16 +151,16 @@ def _free_port() -> int:
             return port
 
 
-def _wait_for(url: str, server: subprocess.Popen[bytes], log: Path, timeout_s: float = 60) -> None:
-    deadline = time.monotonic() + timeout_s
+def _wait_for(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + PAGE_PATIENCE_S
     while time.monotonic() < deadline:
         assert server.poll() is None, f"JupyterLab ended:\n{log.read_text()[-3000:]}"
         try:
-            with urllib.request.urlopen(url, timeout=5):
+            with urllib.request.urlopen(url, timeout=PAGE_PATIENCE_S):
                 return
         except (urllib.error.URLError, ConnectionError):
             time.sleep(0.2)
-    raise AssertionError(f"JupyterLab did not answer within {timeout_s} s:\n{log.read_text()[-3000:]}")
+    raise AssertionError(f"JupyterLab did not answer within {PAGE_PATIENCE_S} s:\n{log.read_text()[-3000:]}")
 
 
 def stop(server: subprocess.Popen[bytes]) -> None:

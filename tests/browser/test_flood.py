@@ -14,7 +14,7 @@ import pytest
 
 from tests.browser.server import LabServer, write_notebook
 
-pytestmark = [pytest.mark.browser, pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.browser, pytest.mark.engines, pytest.mark.slow, pytest.mark.timed]
 NUM_LINES = 100_000
 MOST_GROWTH_MB = 50
 CELLS = [
@@ -64,8 +64,8 @@ def peak_memory_mb(process: psutil.Process) -> Iterator[list[float]]:
         thread.join()
 
 
-def wait_for_text(page: Any, text: str, timeout_s: float = 200) -> None:
-    page.locator(".jp-OutputArea-output", has_text=text).first.wait_for(timeout=timeout_s * 1000)
+def wait_for_text(page: Any, text: str) -> None:
+    page.locator(".jp-OutputArea-output", has_text=text).first.wait_for()
 
 
 def test_a_flood_of_output(open_notebook: Any, notebook: str) -> None:

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from tests.browser.cells import PANEL, SETUP
-from tests.browser.page import SECONDS, LabPage
+from tests.browser.page import LabPage
 from tests.browser.server import LabServer, running_lab, write_notebook
 from tests.browser.test_runs import CELLS
 from tests.ui.models import GPT_HYBRID
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.browser
 NOTEBOOK = "notebook-7.ipynb"
 
 
@@ -25,13 +25,19 @@ def lab(chromium: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab
 
 
 @pytest.fixture(scope="module")
-def opened(open_notebook: Any, lab: LabServer) -> LabPage:
+def notebook(open_notebook: Any, lab: LabServer) -> LabPage:
     pytest.importorskip("notebook", reason="Notebook 7 is not installed: pip install workbench[test]")
     write_notebook(lab.folder / NOTEBOOK, [SETUP, PANEL, "", *CELLS[:3]])
     lab_page = open_notebook(NOTEBOOK, "notebook")
-    lab_page.run_cells(1)
-    lab_page.wait_for_output(".wb-row[data-row='lm_head']")
+    lab_page.run_cell(0)
     return lab_page  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def opened(notebook: LabPage) -> LabPage:
+    """A panel that nobody has touched."""
+    notebook.show(1, ".wb-row[data-row='lm_head']")
+    return notebook
 
 
 def cells(lab_page: LabPage) -> list[str]:
@@ -74,13 +80,13 @@ def test_keys_of_the_grid_reach_the_grid_and_not_the_notebook(opened: LabPage) -
 @pytest.mark.engines
 @pytest.mark.slow
 def test_a_run_is_followed_and_stopped(opened: LabPage) -> None:
-    opened.run_cell(3, 5)
+    opened.show(3, ".wb-panel button.wb-primary:not([disabled])", last=5)
     run = opened.page.locator(".wb-panel").nth(1).locator("button.wb-primary", has_text="Run")
-    run.click(timeout=120 * SECONDS)
+    run.click()
     opened.wait_for_step(10)
     opened.page.locator(".wb-live-view .js-plotly-plot").scroll_into_view_if_needed()
     opened.wait_for_points("this run", 10)
     opened.wait_for_points("forward, measured", 1)
     assert opened.unreadable() == []
     opened.page.locator(".wb-panel .wb-stays button", has_text="Stop").click()
-    opened.page.wait_for_selector(".wb-panel .wb-comparison tr[data-key]", timeout=150 * SECONDS)
+    opened.page.wait_for_selector(".wb-panel .wb-comparison tr[data-key]")

@@ -8,37 +8,42 @@ from typing import Any
 import pytest
 
 from tests.browser.cells import PANEL, SETUP
-from tests.browser.page import SECONDS, LabPage
+from tests.browser.page import LabPage
 from tests.browser.server import LabServer, write_notebook
 from tests.ui.models import GPT_HYBRID
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.browser
 NOTEBOOK = "planner-panel.ipynb"
 
 
 @pytest.fixture(scope="module")
-def opened(open_notebook: Any, lab: LabServer) -> LabPage:
+def notebook(open_notebook: Any, lab: LabServer) -> LabPage:
     write_notebook(lab.folder / NOTEBOOK, [SETUP, PANEL, ""])
     lab_page = open_notebook(NOTEBOOK)
-    lab_page.run_cells(1)
-    lab_page.wait_for_output(".wb-row[data-row='lm_head']")
+    lab_page.run_cell(0)
     return lab_page  # type: ignore[no-any-return]
 
 
+@pytest.fixture
+def opened(notebook: LabPage) -> LabPage:
+    """A panel that nobody has touched."""
+    notebook.show(1, ".wb-row[data-row='lm_head']")
+    return notebook
+
+
 def wait_for(lab_page: LabPage, selector: str, words: str) -> None:
-    lab_page.page.locator(selector, has_text=words).first.wait_for(timeout=30 * SECONDS)
+    lab_page.page.locator(selector, has_text=words).first.wait_for()
 
 
 def plan(lab_page: LabPage) -> None:
     lab_page.button("planner's choice").click()
-    lab_page.page.locator(".wb-plan").first.wait_for(timeout=120 * SECONDS)
+    lab_page.page.locator(".wb-plan").first.wait_for()
 
 
 @pytest.fixture
 def planned(opened: LabPage) -> LabPage:
     """The panel with a plan, and a strategy that is not the planner's choice."""
-    if not opened.page.locator(".wb-plan").count():
-        plan(opened)
+    plan(opened)
     opened.write_strategy(GPT_HYBRID)
     return opened
 
@@ -81,7 +86,7 @@ def test_sliders_ask_for_another_machine(planned: LabPage) -> None:
     wait_for(planned, ".wb-plan-note", "The plan is for 4 ranks, and there are 8 now")
     page.locator(".wb-machine button", has_text="Reset").click()
     planned.wait_for_text(GPT_HYBRID)
-    expect(page.locator(".wb-machine b")).to_have_count(0, timeout=10 * SECONDS)  # what differs is written bold
+    expect(page.locator(".wb-machine b")).to_have_count(0)  # what differs is written bold
     assert page.locator(".wb-machine [role='slider']").count() >= 2
 
 
@@ -105,7 +110,7 @@ def test_undo_and_text_go_on_after_the_page_was_loaded_again(planned: LabPage) -
     page = planned.page
     planned.write_strategy("*: model")
     planned.reload()
-    page.locator(".wb-panel .wb-row[data-row='lm_head']").wait_for(timeout=60 * SECONDS)
+    page.locator(".wb-panel .wb-row[data-row='lm_head']").wait_for()
     planned.wait_for_text("*: model")
     wait_for(planned, ".wb-plan", "It is slower by")
     page.locator(".wb-panel button[title^='Undo']").click()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from tests.browser.server import CHROMIUM_OPTIONS
+from tests.browser.page import new_page
 from tests.ui.conftest import make_record
 from workbench.ui.runs.report import write_report
 
@@ -16,24 +17,20 @@ NUM_FIGURES = 6
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_the_report_draws_everything_by_itself(chromium: str, tmp_path: Path, theme: str) -> None:
-    from playwright.sync_api import sync_playwright
-
+def test_the_report_draws_everything_by_itself(browser: Any, tmp_path: Path, theme: str) -> None:
     runs = [make_record("data"), make_record("model", samples_per_s=3000.0, peak_memory_bytes=(4_000_000,) * 2)]
     result = SimpleNamespace(baseline=make_record("one device", num_ranks=1), runs=runs, settings={})
     path = write_report(result, tmp_path / "report.html")
     problems: list[str] = []
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=CHROMIUM_OPTIONS)
-        page = browser.new_page(viewport={"width": 1240, "height": 900}, color_scheme=theme)
-        page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
-        page.on("pageerror", lambda error: problems.append(str(error)))
-        page.on("request", lambda request: problems.append(request.url) if request.url.startswith("http") else None)
-        page.goto(path.as_uri())
-        page.wait_for_function(f"() => document.querySelectorAll('.js-plotly-plot .main-svg').length >= {NUM_FIGURES}")
-        overflow = page.evaluate("() => document.documentElement.scrollWidth - document.documentElement.clientWidth")
-        background = page.evaluate("() => getComputedStyle(document.body).backgroundColor")
-        browser.close()
+    page = new_page(browser, viewport={"width": 1240, "height": 900}, color_scheme=theme)
+    page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.on("request", lambda request: problems.append(request.url) if request.url.startswith("http") else None)
+    page.goto(path.as_uri())
+    page.wait_for_function(f"() => document.querySelectorAll('.js-plotly-plot .main-svg').length >= {NUM_FIGURES}")
+    overflow = page.evaluate("() => document.documentElement.scrollWidth - document.documentElement.clientWidth")
+    background = page.evaluate("() => getComputedStyle(document.body).backgroundColor")
+    page.close()
     assert problems == []
     assert overflow <= 0, "nothing is cut off at the right"
     assert background == {"light": "rgb(255, 255, 255)", "dark": "rgb(33, 33, 33)"}[theme]

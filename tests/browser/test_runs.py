@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.browser.page import SECONDS
+from tests.browser.page import LabPage
 from tests.browser.server import LabServer, write_notebook
 
-pytestmark = [pytest.mark.browser, pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.browser, pytest.mark.engines, pytest.mark.slow]
 NOTEBOOK = "runs.ipynb"
 _SOURCE = """%load_ext workbench
 %workbench start --engines 2
@@ -42,16 +43,25 @@ def broken_loss(output, target):
 wb.Panel(wb.current(), make_mlp, digits(), broken_loss, strategy="data", batch_size=128, steps=10)
 """
 CELLS = _SOURCE.split("---\n")
+RUN_BUTTON = ".wb-panel button.wb-primary"
+LAST_STEP = "print(panel._runs_part.live.history.last_step)"
 
 
 @pytest.fixture(scope="module")
-def opened(open_notebook: Any, lab: LabServer) -> Any:
+def notebook(open_notebook: Any, lab: LabServer) -> Any:
+    """A page with engines."""
     write_notebook(lab.folder / NOTEBOOK, CELLS)
     lab_page = open_notebook(NOTEBOOK)
-    lab_page.page.set_default_timeout(120 * SECONDS)
-    lab_page.run_cells(2)
-    lab_page.wait_for_output(".wb-panel button.wb-primary", timeout_s=180)
+    lab_page.run_cells(1)
     return lab_page
+
+
+@pytest.fixture
+def opened(notebook: Any) -> Iterator[LabPage]:
+    """A panel without a run; whatever runs after the test is ended."""
+    notebook.show(2, RUN_BUTTON)
+    yield notebook
+    notebook.ask_kernel("panel.stop() if panel.running else None\npanel.wait()")
 
 
 def lines_at_changes(page: Any) -> int:
@@ -66,7 +76,6 @@ def lines_at_changes(page: Any) -> int:
 def test_run_change_the_strategy_go_on_and_stop(opened: Any) -> None:
     page = opened.page
     opened.run_button.click()
-    page.wait_for_selector(".wb-panel .wb-state.first", timeout=150 * SECONDS)
     opened.wait_for_points("1 device", 1)
     opened.wait_for_step(4)
     opened.wait_for_points("throughput", 3)
@@ -74,9 +83,9 @@ def test_run_change_the_strategy_go_on_and_stop(opened: Any) -> None:
 
     opened.button("Change strategy").click()
     opened.wait_for_state("paused")
+    steps = {opened.ask_kernel(LAST_STEP) for _ in range(50)}
+    assert len(steps) == 1, "nothing happens while it is paused"
     held = opened.points("this run")
-    page.wait_for_timeout(1000)
-    assert opened.points("this run") == held, "nothing happens while it is paused"
     opened.button("model").click()
     opened.button("Apply").click()
     opened.wait_for_state("running")
@@ -89,23 +98,22 @@ def test_run_change_the_strategy_go_on_and_stop(opened: Any) -> None:
     opened.button("Go on").click()
     opened.wait_for_state("running")
     opened.button("Stop").click()
-    page.wait_for_selector(".wb-panel .wb-comparison tr[data-key]", timeout=150 * SECONDS)
+    page.wait_for_selector(".wb-panel .wb-comparison tr[data-key]")
     opened.wait_for_state("done")
     assert opened.rows.count() == 2
 
 
 def test_own_loops_are_followed(opened: Any) -> None:
     page = opened.page
-    for number in (3, 4):
-        opened.run_cell(number)
-        page.wait_for_timeout(2 * SECONDS)
+    opened.show(
+        3, ".wb-panel .wb-quiet:has-text('waits for wb.log')"
+    )  # while the loop's cell runs the kernel does not hear the page
+    opened.run_cell(4)
     page.wait_for_function(
         "() => [...document.querySelectorAll('.wb-live-view')].some(view => view.innerText.includes('own loop 1'))",
-        timeout=60 * SECONDS,
     )
     page.wait_for_function(
         "() => [...document.querySelectorAll('.wb-state')].some(state => state.innerText.includes('ended'))",
-        timeout=60 * SECONDS,
     )
     assert page.locator(".wb-live-view", has_text="own loop 1").count() >= 1
 
@@ -117,9 +125,9 @@ def test_a_run_that_fails_says_why_and_another_can_be_started(opened: Any) -> No
     panel = opened.page.locator(".wb-panel", has_text="broken_loss").last
     run = panel.locator("button.wb-primary", has_text="Run")
     for _ in range(2):
-        expect(run).to_be_enabled(timeout=60 * SECONDS)
+        expect(run).to_be_enabled()
         run.click()
-        expect(panel.locator(".wb-state.failed")).to_have_count(1, timeout=60 * SECONDS)
+        expect(panel.locator(".wb-state.failed")).to_have_count(1)
         expect(panel.locator(".wb-failure")).to_contain_text("this loss is broken")
     expect(run).to_be_enabled()
     assert panel.locator(".wb-failure").count() == 1

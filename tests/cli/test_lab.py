@@ -13,8 +13,9 @@ from urllib.parse import urlsplit
 import pytest
 
 from tests.browser.server import LOG, isolated_environment, stop, write_notebook
+from tests.patience import PAGE_PATIENCE_S
 
-pytestmark = [pytest.mark.procs, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.procs, pytest.mark.timeout(2 * PAGE_PATIENCE_S)]
 
 
 def test_the_printed_address_opens_the_notebook(tmp_path: Path) -> None:
@@ -28,9 +29,11 @@ def test_the_printed_address_opens_the_notebook(tmp_path: Path) -> None:
     try:
         address = _printed_address(server, tmp_path / LOG)
         assert urlsplit(address).path == "/lab/tree/my%20own.ipynb"
-        with urllib.request.urlopen(address, timeout=60) as page:
+        with urllib.request.urlopen(address, timeout=PAGE_PATIENCE_S) as page:
             assert page.status == 200 and "login" not in page.url
-        with urllib.request.urlopen(address.replace("/lab/tree/", "/api/contents/"), timeout=60) as contents:
+        with urllib.request.urlopen(
+            address.replace("/lab/tree/", "/api/contents/"), timeout=PAGE_PATIENCE_S
+        ) as contents:
             assert b'"type": "notebook"' in contents.read()
     finally:
         stop(server)

@@ -8,6 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from tests.patience import PAGE_PATIENCE_S
+
 FOLDER = Path(__file__).parents[2] / "notebooks"
 SEEDS = FOLDER / "seeds"
 
@@ -24,7 +26,7 @@ def execute(notebook: Any, folder: Path = FOLDER) -> Any:
     from nbclient import NotebookClient
 
     where = {"metadata": {"path": str(folder)}}
-    NotebookClient(notebook, timeout=200, store_widget_state=False, resources=where).execute()
+    NotebookClient(notebook, timeout=PAGE_PATIENCE_S, store_widget_state=False, resources=where).execute()
     return notebook
 
 

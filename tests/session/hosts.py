@@ -4,11 +4,12 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+
+from tests.patience import wait_until
 
 NETWORK = "10.77.0"
 
@@ -115,12 +116,9 @@ class Network:
     def ssh(self, host, command):
         return _run("ssh", "-F", str(self.folder / "ssh_config"), f"root@{host.address}", command, check=False)
 
-    def _wait_for(self, host, timeout_s=20):
-        deadline = time.monotonic() + timeout_s
-        while (answer := self.ssh(host, "hostname")).returncode != 0:
-            assert time.monotonic() < deadline, answer.stderr
-            time.sleep(0.2)
-        assert answer.stdout.strip() == host.name
+    def _wait_for(self, host):
+        wait_until(lambda: self.ssh(host, "hostname").returncode == 0, lambda: self.ssh(host, "hostname").stderr)
+        assert self.ssh(host, "hostname").stdout.strip() == host.name
 
     def profile(self, documented: str, ipython_dir: Path, engines: dict[int, int]) -> None:
         """The documented profile, with these hosts, this Python, and our keys."""

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import workbench as wb
+from tests.patience import PATIENCE_S, wait_until
 from workbench.core.metrics import TOLERANCE, RunEvent, RunRecord, StepBlock, StepSpans
 from workbench.core.segments import by_strategy
 from workbench.core.strategy import Strategy
@@ -128,13 +129,15 @@ class Followed:
     def __init__(self, run) -> None:
         self.run, self.seen = run, []
 
-    def until(self, condition, timeout_s: float = 30.0) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            assert time.monotonic() < deadline, f"waited in vain; {len(self.seen)} messages"
+    def until(self, condition) -> None:
+        def holds() -> bool:
+            if condition():
+                return True
             assert not self.run.done() or condition == self.run.done, self.run.call.exception()
             self.seen += self.run.poll()
-            time.sleep(0.01)
+            return False
+
+        wait_until(holds, lambda: f"what is waited for, in {len(self.seen)} messages,")
 
     @property
     def steps(self) -> int:
@@ -178,7 +181,7 @@ def test_pause_change_the_strategy_go_on_and_stop(session):
         run.go_on()
         followed.until(lambda: followed.steps > held + 5)
         run.stop()
-        record = run.result(30)
+        record = run.result(PATIENCE_S)
     ((step, text),) = record.changes
     assert step == held and text.startswith("0: data; 2: data@1") and len(record.losses) < 3000
     assert record.equal, "losses as on one device, before and after"
@@ -223,4 +226,4 @@ def test_a_cell_that_has_to_wait_says_for_what(session, capsys):
         session.run("pass")
         told = capsys.readouterr().err
         assert "training run 'hybrid, edited', step " in told and "of 600; this waits its turn" in told
-        run.result(30)
+        run.result(PATIENCE_S)

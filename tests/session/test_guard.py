@@ -6,6 +6,7 @@ import threading
 import time
 
 import workbench.runtime.world  # noqa: F401 - what an engine loads first
+from tests.patience import PATIENCE_S
 from workbench.session.processes import guard
 
 
@@ -20,5 +21,5 @@ def test_an_engine_waits_until_the_controller_has_written_where_it_listens(tmp_p
         if part != text:
             time.sleep(0.05)
             assert waiting.is_alive() and not os.environ["IPP_CONNECTION_INFO"]
-    waiting.join(10)
+    waiting.join(PATIENCE_S)
     assert json.loads(os.environ["IPP_CONNECTION_INFO"]) == told

@@ -10,12 +10,13 @@ import psutil
 import pytest
 from IPython.core.error import UsageError
 
+from tests.patience import wait_until
 from tests.session.another_notebook import first_notebook, kill, own_folder  # noqa: F401
 from workbench.errors import SessionError
 from workbench.session import Session, cluster, commands
 from workbench.session.processes import folder, kept
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(120), pytest.mark.usefixtures("own_folder")]
+pytestmark = [pytest.mark.engines, pytest.mark.usefixtures("own_folder")]
 
 
 def options(**given):
@@ -83,9 +84,7 @@ def test_detach_replace_and_clean(tmp_path, capsys):
     assert psutil.pid_exists(pid)  # the context's end has left it
     session = Session.attach()
     psutil.Process(pid).kill()
-    deadline = time.monotonic() + 10
-    while session._live().ids() and time.monotonic() < deadline:
-        time.sleep(0.02)
+    wait_until(lambda: not session._live().ids(), "the death of the engine")
     assert session.run("'kept' in globals()").values == [False]
     assert "rank 0 died" in capsys.readouterr().err
     replaced = session.status()[0].pid
@@ -105,10 +104,7 @@ def test_engines_end_with_their_controller(tmp_path):
         made = session._folder
     facts = made.kept()
     facts.controller.kill()
-    deadline = time.monotonic() + 5
-    while any(process.find() for process in facts.engines.values()):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: not any(process.find() for process in facts.engines.values()), "the end of the engines")
     assert kept.kept_sessions() == []
     assert folder.reap_leftovers() == 1
     assert not made.path.exists()

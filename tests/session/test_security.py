@@ -13,7 +13,7 @@ import pytest
 import zmq
 from jupyter_client.session import Session as MessageSession
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.engines
 NOBODY = 65534
 
 

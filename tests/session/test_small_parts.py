@@ -9,6 +9,7 @@ import time
 import psutil
 import pytest
 
+from tests.patience import PATIENCE_S
 from workbench.errors import SessionError
 from workbench.session import protocol
 from workbench.session.ladder import STEPS, Ladder
@@ -73,7 +74,7 @@ def test_turns_are_first_come_first_served():
     assert order == []
     use(0)
     for thread in threads:
-        thread.join(5)
+        thread.join(PATIENCE_S)
     assert order == [0, 1, 2]
 
 
@@ -119,7 +120,7 @@ def test_leftovers_of_a_dead_owner_are_reaped(temp_base, sleeper):
     state = made.path / "session.json"
     state.write_text(state.read_text().replace(f'"pid": {os.getpid()}', '"pid": 999999999'))
     assert folder.reap_leftovers() == 1
-    assert sleeper.wait(5) == -9
+    assert sleeper.wait(PATIENCE_S) == -9
     assert not made.path.exists()
 
 

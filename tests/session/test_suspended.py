@@ -11,6 +11,8 @@ import time
 import psutil
 import pytest
 
+from tests.patience import PATIENCE_S
+
 pytestmark = pytest.mark.engines
 
 BOXINGS = """
@@ -68,7 +70,7 @@ def test_a_sleep_longer_than_ten_heartbeats(tmp_path):
         assert facts["boxings"][0] == facts["boxings"][1] > 0
         assert facts["kept"] == [17, 17]
         assert facts["after"] == facts["before"]
-        assert process.wait(20) == 0
+        assert process.wait(PATIENCE_S) == 0
     finally:
         process.kill()
         process.wait()

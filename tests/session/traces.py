@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 from contextlib import suppress
 from dataclasses import dataclass
 
 import psutil
 
+from tests.patience import wait_until
 from workbench.session.processes.folder import ProcessId, all_folders
 
 
@@ -44,11 +44,8 @@ class Traces:
             "folders": [path for path in self.folders if os.path.exists(path)],
         }
 
-    def assert_gone(self, within_s: float = 5.0) -> None:
-        deadline_s = time.monotonic() + within_s
-        while any((left := self.left()).values()):
-            assert time.monotonic() < deadline_s, f"still there after {within_s:g} s: {left}"
-            time.sleep(0.05)
+    def assert_gone(self) -> None:
+        wait_until(lambda: not any(self.left().values()), lambda: f"the end of {self.left()}")
         more = set(os.listdir("/dev/shm")) - set(self.shared_memory)
         assert not {name for name in more if "workbench" in name or "torch" in name}, more
 

@@ -10,6 +10,7 @@ import numpy as np
 import plotly.graph_objects as go
 import pytest
 
+from tests.patience import PATIENCE_S
 from workbench.ui.live import figure as live_figure
 from workbench.ui.live.widget import LiveWidget
 
@@ -99,7 +100,7 @@ def test_threads_take_turns(widget: LiveWidget, sent: list[dict[str, Any]]):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(PATIENCE_S)
     [name] = names(widget, "1 device")
     shown: dict[str, Any] = {}
     ends = {1: 20, 2: 50, 3: 70}

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
 from traitlets.config import Config
 
+from tests.patience import PATIENCE_S, wait_until
 from tests.ui.models import GPT_HYBRID, gpt
 from tests.ui.reports import FakeTrainer
 from workbench.core.strategy import Strategy
@@ -44,7 +44,7 @@ def finish(panel: Panel, trainer: FakeTrainer, error: Exception | None = None) -
     """Let the current run end and wait until the panel has shown it."""
     trainer.runs[-1].error = error
     trainer.runs[-1].ended.set()
-    assert panel.wait(10)
+    assert panel.wait(PATIENCE_S)
 
 
 def upper(panel: Panel) -> StrategyPart:
@@ -212,7 +212,7 @@ def test_a_page_that_shows_the_panel_has_the_figure_before_the_first_run(panel: 
     live = panel._runs_part.live
     assert live.shown is None, "nobody has seen the panel yet"
     say(panel, event="theme", value="light")
-    wait_for(lambda: live.shown is not None)
+    wait_until(lambda: live.shown is not None)
     assert not live.box.children
     shown = live.shown
     panel.run()
@@ -337,7 +337,7 @@ def test_a_panel_with_engines_offers_to_measure_the_machine(trainer: FakeTrainer
     measured = threading.Event()
 
     def calibrate() -> Hardware:
-        assert measured.wait(10)
+        assert measured.wait(PATIENCE_S)
         return load_hardware("v100-dgx1")
 
     facts = facts_of(gpt(1).layers, 32, (64,), None)
@@ -346,15 +346,8 @@ def test_a_panel_with_engines_offers_to_measure_the_machine(trainer: FakeTrainer
     part.measure.click()
     assert part.measure.disabled and "Measuring" in part.measure.description
     measured.set()
-    wait_for(lambda: part.measure.layout.display == "none")
+    wait_until(lambda: part.measure.layout.display == "none")
     assert "Predicted step time" in part.predictions.value
-
-
-def wait_for(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
 
 
 def test_bad_arguments_are_named():

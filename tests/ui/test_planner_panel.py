@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 import threading
-import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from tests.patience import PATIENCE_S, wait_until
 from tests.ui.models import GPT_HYBRID, gpt
 from workbench.core.strategy import Strategy
 from workbench.cost.hardware_files import load_hardware
@@ -41,20 +40,13 @@ def plan() -> Plan:
     return search_for(make_part()._predictor, 4, "fp32")
 
 
-def wait_for(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
-
-
 def words(html: str) -> str:
     return re.sub(r"\s+", " ", re.sub("<[^>]*>", " ", html))
 
 
 def ask(part: StrategyPart) -> None:
     part.controls.planned.click()
-    wait_for(lambda: not part.planner.is_searching and part.planner.box.value != "")
+    wait_until(lambda: not part.planner.is_searching and part.planner.box.value != "")
 
 
 # ---- searching ------------------------------------------------------------------------------------------------------
@@ -65,7 +57,7 @@ def test_the_planner_s_choice_is_searched_for_beside_the_notebook(plan: Plan):
 
     def search(predictor: Predictor, num_ranks: int, precision: str) -> Plan:
         asked.append((num_ranks, precision))
-        assert go.wait(10)
+        assert go.wait(PATIENCE_S)
         return plan
 
     part = make_part(strategy="*: data | bf16", search=search)
@@ -73,7 +65,7 @@ def test_the_planner_s_choice_is_searched_for_beside_the_notebook(plan: Plan):
     assert part.controls.planned.disabled
     assert part.controls.planned.description == "planning\u2026"
     go.set()
-    wait_for(lambda: part.state.text == str(plan.strategy))
+    wait_until(lambda: part.state.text == str(plan.strategy))
     assert asked == [(4, "bf16")]
     assert part.controls.planned.description == "planner's choice"
     assert not part.controls.planned.disabled

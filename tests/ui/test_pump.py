@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
+from tests.patience import PATIENCE_S
 from tests.ui.conftest import make_record
 from tests.ui.reports import FakeRun, block
 from workbench.ui.live.pump import Pump
@@ -37,7 +38,7 @@ def follow(run: FakeRun, on_metrics=lambda messages: None) -> tuple[object, obje
 
     pump = Pump(run, note, lambda record, error: ended.append((record, error)))
     pump.start()
-    assert pump.join(10)
+    assert pump.join(PATIENCE_S)
     assert len(ended) == 1
     return (*ended[0], threads)
 
@@ -67,7 +68,7 @@ def test_the_pump_asks_at_most_ten_times_a_second():
     started = time.monotonic()
     pump = Pump(Polled(4), lambda messages: None, lambda record, error: None, interval_s=0.001)
     pump.start()
-    assert pump.join(10)
+    assert pump.join(PATIENCE_S)
     assert time.monotonic() - started >= 0.25
 
 
@@ -76,4 +77,4 @@ def test_join_says_when_time_ran_out():
     pump.start()
     assert not pump.join(0.05)
     pump.run.stop()
-    assert pump.join(10)
+    assert pump.join(PATIENCE_S)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from types import SimpleNamespace
 
 import pytest
 
+from tests.patience import PATIENCE_S, wait_until
 from tests.ui.reports import FakeTrainer
 from workbench.core.strategy import Strategy
 from workbench.errors import RunError, StrategyError
@@ -48,14 +48,7 @@ def part(trainer: FakeTrainer, upper: Upper) -> RunsPart:
 def finish(part: RunsPart, trainer: FakeTrainer, error: Exception | None = None) -> None:
     trainer.runs[-1].error = error
     trainer.runs[-1].ended.set()
-    assert part.wait(10)
-
-
-def wait_for(condition, timeout_s: float = 5.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
+    assert part.wait(PATIENCE_S)
 
 
 def test_a_run_is_followed_to_its_end(part: RunsPart, trainer: FakeTrainer, upper: Upper):
@@ -86,11 +79,11 @@ def test_pause_and_go_on(part: RunsPart, trainer: FakeTrainer):
     part.run()
     part.pause_button.click()
     assert trainer.runs[0].orders == ["pause"] and part.pause_button.description == "Go on"
-    wait_for(lambda: "paused" in part.live.status.state.value)
+    wait_until(lambda: "paused" in part.live.status.state.value)
     part.pause()
     part.pause_button.click()
     assert trainer.runs[0].orders == ["pause", "go on"] and part.pause_button.description == "Pause"
-    wait_for(lambda: "running" in part.live.status.state.value)
+    wait_until(lambda: "running" in part.live.status.state.value)
     finish(part, trainer)
 
 
@@ -102,7 +95,7 @@ def test_another_strategy_and_on_with_the_same_weights(part: RunsPart, trainer: 
     part.apply_button.click()
     assert trainer.runs[0].orders == ["pause", "strategy *: model", "go on"]
     assert not part.changing and part.apply_button.layout.display == "none"
-    wait_for(lambda: sum(shape.name == "change" for shape in part.live.figure.layout.shapes) == 2)
+    wait_until(lambda: sum(shape.name == "change" for shape in part.live.figure.layout.shapes) == 2)
     (change,) = part.live.history.changes
     assert (change.before, change.after) == ("data", "model")
     assert trainer.runs[0].later == ("model", {}), "the name of its part of the run, and what is predicted"

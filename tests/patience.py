@@ -1,0 +1,33 @@
+"""How long tests wait: for what has to happen, until it has. No test has a limit of its own.
+
+A machine that others use takes ten times as long for everything; a short limit finds no mistake that a long one does
+not. A promise of a time is another matter: such tests are marked ``timed`` and run when nothing else does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+PATIENCE_S = 90.0
+"""For processes, threads and messages. Below the limit of a whole test in pyproject.toml: the wait says what for."""
+PAGE_PATIENCE_S = 240.0
+"""For a page, its server and its kernel, which load half of what is installed."""
+
+
+def wait_until(condition: Callable[[], object], what: object = "what was waited for") -> None:
+    """Wait until a condition holds.
+
+    Args:
+        what: did not happen, for the error's text; called for it, where it is a function.
+
+    Raises:
+        AssertionError: it did not happen.
+
+    >>> wait_until(lambda: True)
+    """
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not condition():
+        told = what() if callable(what) else what
+        assert time.monotonic() < deadline_s, f"{told} did not happen within {PATIENCE_S:g} s"
+        time.sleep(0.02)
