@@ -35,6 +35,27 @@ def test_a_strategy_is_given_as_itself_its_text_a_preset_or_a_dict_of_rows():
         assert strategy_of(f" {name} ", LAYERS, 2) == preset(name, LAYERS, 2)
 
 
+def test_a_strategy_is_given_as_a_file(tmp_path):
+    text = "embed: data; layers.*: model; head: model:column@1 | 2x1x1 mb=4"
+    path = tmp_path / "mine.strategy"
+    path.write_text(text.replace("; ", ";\n  ") + "\n")
+    assert strategy_of(path, LAYERS, 2) == strategy_of(str(path), LAYERS, 2) == Strategy(text)
+    path.write_text("pipeline\n")
+    assert strategy_of(path, LAYERS, 2) == preset("pipeline", LAYERS, 2)
+    (tmp_path / "other.txt").write_text(text)
+    assert strategy_of(tmp_path / "other.txt", LAYERS, 2) == Strategy(text)
+
+
+def test_a_file_that_is_none_is_told(tmp_path):
+    with pytest.raises(StrategyError, match=r"strategy 'missing\.strategy': No such file.*workbench plan --out FILE"):
+        strategy_of("missing.strategy", LAYERS, 2)
+    with pytest.raises(StrategyError, match="Is a directory"):
+        strategy_of(tmp_path, LAYERS, 2)
+    (tmp_path / "picture.strategy").write_bytes(b"\x89PNG\xff")
+    with pytest.raises(StrategyError, match="it is not text"):
+        strategy_of(tmp_path / "picture.strategy", LAYERS, 2)
+
+
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from workbench.core.covering import cover
 from workbench.core.options import PRESETS
@@ -10,15 +12,16 @@ from workbench.core.rows import Layer, Row
 from workbench.core.strategy import Options, Strategy
 from workbench.errors import StrategyError
 
-StrategyLike = Strategy | str | Mapping[str, str]
-"""A strategy, its text, the name of a preset, or a dict of rows."""
+StrategyLike = Strategy | str | Mapping[str, str] | os.PathLike[str]
+"""A strategy, its text, the name of a preset, a dict of rows, or a file of its text: a path, or a name in .strategy."""
+_FILE_SUFFIX = ".strategy"
 
 
 def strategy_of(wanted: StrategyLike, layers: Sequence[Layer], num_ranks: int) -> Strategy:
-    """The strategy that is meant by itself, its text, a preset's name or a dict of rows, for a model on so many ranks.
+    """The strategy that is meant by itself, its text, a preset's name, a dict of rows or a file, for a model.
 
     Raises:
-        StrategyError: it is none of these; the nearest preset is named.
+        StrategyError: it is none of these (the nearest preset is named), or the file cannot be read.
 
     >>> layers = [Layer("fc1", "Linear"), Layer("head", "Linear")]
     >>> strategy_of("pipeline", layers, 2), strategy_of({"fc*": "data", "head": "model"}, layers, 2)
@@ -26,9 +29,27 @@ def strategy_of(wanted: StrategyLike, layers: Sequence[Layer], num_ranks: int) -
     """
     if isinstance(wanted, Strategy):
         return wanted
+    if isinstance(wanted, os.PathLike) or (isinstance(wanted, str) and wanted.strip().endswith(_FILE_SUFFIX)):
+        wanted = read_strategy(Path(wanted.strip() if isinstance(wanted, str) else wanted))
     if isinstance(wanted, str) and wanted.strip() in PRESETS:
         return preset(wanted.strip(), layers, num_ranks)
     return Strategy(wanted)
+
+
+def read_strategy(path: Path) -> str:
+    """The text in a file that ``workbench plan --out`` or an editor wrote; rows may stand on lines of their own.
+
+    Raises:
+        StrategyError: there is no such file, or it is not text.
+    """
+    try:
+        return " ".join(path.read_text(encoding="utf-8").split())
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise StrategyError(
+            f"strategy {str(path)!r}: {why}. A file of a strategy holds its text, such as '*: data'; "
+            f"workbench plan --out FILE writes one."
+        ) from error
 
 
 def preset(name: str, layers: Sequence[Layer], num_ranks: int) -> Strategy:
@@ -118,4 +139,6 @@ def balanced_cuts(weights: Sequence[float], num_parts: int) -> list[int]:
     return result
 
 
-__all__ = ["PRESETS", "StrategyLike", "balanced_cuts", "block_of", "preset", "stage_cuts", "strategy_of"]
+__all__ = [
+    "PRESETS", "StrategyLike", "balanced_cuts", "block_of", "preset", "read_strategy", "stage_cuts", "strategy_of",
+]  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
@@ -120,8 +121,8 @@ def compare(
             None where the model returns its own loss: as its result, as ``.loss`` or ``["loss"]`` (transformers), or
             as a tuple's scalar; all entries are then arguments of the model. With micro-batches, the losses of these
             count by their samples, on one device too.
-        strategies: preset names (data, model, pipeline, hybrid), texts, ``wb.Strategy`` or dicts of rows, in a list;
-            or a dict from names to such. Default: all presets.
+        strategies: preset names (data, model, pipeline, hybrid), texts, ``wb.Strategy``, dicts of rows or files of a
+            text (``Path``), in a list; or a dict from names to such. Default: all presets.
         optimizer_fn: parameters -> torch optimizer; default SGD with lr 0.1 and momentum 0.9.
         batch_size: samples per step, over all engines.
         steps: training steps per strategy.
@@ -164,7 +165,7 @@ def _named(strategies: Iterable[StrategyLike] | Mapping[str, StrategyLike]) -> d
     if isinstance(strategies, Mapping):
         named = dict(strategies)
     else:
-        listed = [strategies] if isinstance(strategies, (str, Strategy)) else list(strategies)
+        listed = [strategies] if isinstance(strategies, (str, Strategy, os.PathLike)) else list(strategies)
         named = {str(Strategy(one) if isinstance(one, Mapping) else one): one for one in listed}
     if not named:
         raise StrategyError(

@@ -42,7 +42,7 @@ class PanelState:
     Edits name rows: layers, or the patterns of rows that stand for several (``nodes``).
 
     Args:
-        strategy: a preset's name, a strategy's text, a ``Strategy``, or None for the preset ``data``.
+        strategy: whatever `strategy_of` takes, or None for the preset ``data``.
 
     Raises:
         StrategyError: the text does not parse. A strategy that parses but does not fit is accepted: its mistakes are
