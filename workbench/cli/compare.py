@@ -89,7 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         default=list(STRATEGIES),
         metavar="STRATEGY",
-        help=f"presets ({', '.join(STRATEGIES)}) strategy texts, or files in .strategy; default: all presets",
+        help=f"presets ({', '.join(STRATEGIES)}), strategy texts, or files in .strategy; default: all presets",
     )
     results.add_run_arguments(parser, batch_size=64)
     results.add_output_arguments(parser, report=None)
