@@ -145,7 +145,11 @@ def test_nothing_outlives_a_killed_notebook(tmp_path):
 def test_close_is_idempotent_and_ends_everything():
     session = Session(engines=1, device="cpu")
     processes = session._folder.processes()
-    call = session.submit(time.sleep, 600)
+
+    def doze():
+        time.sleep(600)
+
+    call = session.submit(doze)
     wait_until(lambda: session.status()[0].busy, session.status)
     session.close()
     session.close()

@@ -241,3 +241,15 @@ def test_blocks_are_the_longest_runs() -> None:
     assert find_blocks(names("a", "b", "c")) == ()
     assert find_blocks(names("0", "1", "2")) == ((0, 1, 3),)
     assert find_blocks([*names("a.0", "a.1"), *names("b.0", "b.1", "b.2")]) == ((0, 1, 2), (2, 1, 3))
+
+
+def test_a_function_that_loads_weights_is_counted_without_a_warning() -> None:
+    """Warnings are errors here."""
+    start = nn.Linear(4, 8).state_dict()
+
+    def make() -> nn.Module:
+        model = nn.Linear(4, 8)
+        model.load_state_dict(start)
+        return model
+
+    assert layer_costs(make, (2, 4)).num_parameters == 40

@@ -8,6 +8,7 @@ the layers and the parameters that a function reads tell to whom it belongs.
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -107,7 +108,9 @@ def _count(
 def _build(make: Callable[[], nn.Module]) -> nn.Module:
     """On meta; for real where its making needs values (``linspace(...).tolist()``)."""
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), warnings.catch_warnings():
+            # A function that loads weights is told that they go nowhere, which nobody has asked for here.
+            warnings.filterwarnings("ignore", "for .*: copying from a non-meta parameter", UserWarning)
             return make()
     except (NotImplementedError, RuntimeError):
         return make()
