@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from tests.patience import PATIENCE_S, wait_until
 from tests.ui.conftest import make_record
 from tests.ui.reports import FakeRun, FakeTrainer, block
 from workbench.core.metrics import RunRecord
@@ -48,13 +48,6 @@ def panel(trainer: FakeTrainer) -> Panel:
     return made
 
 
-def wait_for(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
-
-
 def say(panel: Panel, **event: object) -> None:
     panel._upper.grid._handle_custom_msg(event, [])
 
@@ -67,7 +60,7 @@ def run_once(panel: Panel) -> None:
     """A finished run, so that there is one to choose."""
     panel.run()
     panel._runs_part._pump.run.ended.set()  # type: ignore[union-attr]
-    assert panel.wait(10)
+    assert panel.wait(PATIENCE_S)
     panel._runs_part.table.selected = panel._runs_part.table.rows[0].key
 
 
@@ -77,7 +70,7 @@ def runs(panel: Panel) -> RunsPart:
 
 def start(panel: Panel) -> None:
     panel.run()
-    wait_for(lambda: runs(panel).live.history is not None and runs(panel).live.history.last_step > 0)  # type: ignore[union-attr]
+    wait_until(lambda: runs(panel).live.history is not None and runs(panel).live.history.last_step > 0)  # type: ignore[union-attr]
 
 
 Target = tuple[Any, str]
@@ -144,7 +137,7 @@ def test_a_callback_that_fails_is_shown(
     with monkeypatch.context() as broken:
         broken.setattr(*target, fail)
         act(panel)
-        wait_for(lambda: panel._failures.error is not None)
+        wait_until(lambda: panel._failures.error is not None)
     shown = panel._failures
     assert isinstance(shown.error, Broken) and shown.box.layout.display == ""
     assert (
@@ -154,7 +147,7 @@ def test_a_callback_that_fails_is_shown(
     assert shown.error is None and shown.box.layout.display == "none"
     for run in panel._runs_part._trainer.runs:  # type: ignore[attr-defined]
         run.ended.set()
-    assert panel.wait(10) and not panel._upper.planner.is_searching and not panel._upper._is_measuring
+    assert panel.wait(PATIENCE_S) and not panel._upper.planner.is_searching and not panel._upper._is_measuring
     run_once(panel)
 
 
@@ -199,14 +192,14 @@ def failure_of(panel: Panel) -> str:
 
 
 def assert_over_and_can_run(panel: Panel, error: str) -> None:
-    assert panel.wait(10) and not panel.running
+    assert panel.wait(PATIENCE_S) and not panel.running
     assert isinstance(panel.error, Broken) and error in failure_of(panel) and "<details>" in failure_of(panel)
     assert "failed" in runs(panel).live.status.state.value and runs(panel).stop_button.disabled
     assert not panel._upper.controls.run.disabled
     panel.run()
     assert failure_of(panel) == "" and panel.error is None
     runs(panel)._pump.run.ended.set()  # type: ignore[union-attr]
-    assert panel.wait(10) and isinstance(panel.runs[-1], RunRecord)
+    assert panel.wait(PATIENCE_S) and isinstance(panel.runs[-1], RunRecord)
 
 
 def test_a_run_that_cannot_begin(panel: Panel, trainer: FakeTrainer, monkeypatch: pytest.MonkeyPatch):
@@ -222,7 +215,7 @@ def test_a_run_that_cannot_be_followed_is_stopped(panel: Panel, monkeypatch: pyt
         broken.setattr(*target, fail)
         panel.run()
         run = panel._runs_part._trainer.runs[-1]  # type: ignore[attr-defined]
-        assert panel.wait(10)
+        assert panel.wait(PATIENCE_S)
     if target[1] != "done":
         assert run.orders == ["stop"], "nobody would see how it goes on"
     assert_over_and_can_run(panel, "what failed")
@@ -234,7 +227,7 @@ def test_a_prediction_that_fails_is_shown_and_the_run_goes_on(panel: Panel, monk
         panel.run()
         assert panel.running and isinstance(panel._failures.error, Broken)
     runs(panel)._pump.run.ended.set()  # type: ignore[union-attr]
-    assert panel.wait(10) and panel.error is None and len(panel.runs) == 1
+    assert panel.wait(PATIENCE_S) and panel.error is None and len(panel.runs) == 1
 
 
 def test_a_drawing_that_fails_does_not_keep_a_run_from_ending(panel: Panel, monkeypatch: pytest.MonkeyPatch):
@@ -243,7 +236,7 @@ def test_a_drawing_that_fails_does_not_keep_a_run_from_ending(panel: Panel, monk
         for name in ("finish", "fail"):
             broken.setattr(LiveView, name, fail)
         runs(panel)._pump.run.ended.set()  # type: ignore[union-attr]
-        assert panel.wait(10)
+        assert panel.wait(PATIENCE_S)
     assert not panel.running and len(panel.runs) == 1 and isinstance(panel._failures.error, Broken)
     assert runs(panel).stop_button.disabled and not panel._upper.controls.run.disabled
 
@@ -265,7 +258,7 @@ def test_stop_asks_and_asked_once_more_does_not_wait(panel: Panel, trainer: Fake
     stop.click()
     assert panel.running and stop.description == "Stop now" and "stopping" in runs(panel).live.status.state.value
     stop.click()
-    assert panel.wait(10) and trainer.runs[-1].orders == ["stop", "interrupt"] and stop.description == "Stop"
+    assert panel.wait(PATIENCE_S) and trainer.runs[-1].orders == ["stop", "interrupt"] and stop.description == "Stop"
 
 
 # ---- how they are shown ---------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from tests.ui.reports import FakeTrainer
 from workbench.ui.widgets import Panel
 
@@ -33,7 +34,7 @@ def test_the_page_shows_where_something_begins(panel: Panel, trainer: FakeTraine
     assert tabs.chosen == "live"
     tabs.chosen = "compare"
     trainer.runs[-1].ended.set()
-    assert panel.wait(10)
+    assert panel.wait(PATIENCE_S)
     assert tabs.chosen == "compare", "the end of a run takes nobody away from what he reads"
     assert tabs.names["compare"] == "Compare (1)"
     panel.load("*: model")
