@@ -19,6 +19,8 @@ IDLE = """() => window.jupyterapp?.shell?.currentWidget?.sessionContext?.session
 
 OWN_ERRORS = {"lab": (), "notebook": ("Cannot read properties of undefined (reading 'schema')",)}
 """What a front end complains about by itself, with a notebook of plain numbers, too (Notebook 7.6.5)."""
+TOO_LATE = "[anywidget] Failed to initialize model."
+"""anywidget gives a module two seconds to load; on a busy machine it may take longer."""
 OF_THE_SERVER = re.compile(r"https?://[^/]+/(api|lab/api|lsp|ipyparallel)/")
 """What front ends ask their server by themselves, again and again; nothing of ours is loaded from there."""
 
@@ -31,7 +33,7 @@ class LabPage:
     app: str = "lab"
     errors: list[str] = field(default_factory=list)
     server_errors: list[str] = field(default_factory=list)
-    """What the server failed to answer; a busy one may, and its front end asks again."""
+    """What a busy machine was too late for: answers of the server, modules of widgets."""
 
     def __post_init__(self) -> None:
         self.page.on("console", self._hear)
@@ -41,7 +43,9 @@ class LabPage:
         if said.type != "error":
             return
         address = said.location.get("url", "")
-        if "status of 5" in said.text and OF_THE_SERVER.match(address):
+        if said.text.startswith(TOO_LATE):
+            self.server_errors.append(said.text)
+        elif "status of 5" in said.text and OF_THE_SERVER.match(address):
             self.server_errors.append(f"{said.text}: {address}")
         else:
             self._complain(f"{said.text}: {address}" if said.text.startswith("Failed to load") else said.text)
@@ -174,10 +178,7 @@ class LabPage:
         self.page.evaluate(FADED)
 
     def wait_for_state(self, word: str) -> None:
-        """Wait for a state of the run, with the view in sight: what nobody sees is not drawn."""
-        figure = self.page.locator(".wb-live-view .js-plotly-plot").first
-        figure.wait_for(state="attached")
-        figure.scroll_into_view_if_needed()
+        """Wait for a state of the run, which the bar says whatever part of the panel is shown."""
         self.page.wait_for_selector(f".wb-panel .wb-state.{word}")
 
     def wait_for_step(self, step: int) -> None:
@@ -191,10 +192,11 @@ class LabPage:
         return int(self.page.evaluate(POINTS, name))
 
     def wait_for_points(self, name: str, more_than: int = 0) -> None:
-        """Wait until there are more points than so many."""
+        """Wait until there are more points than so many, with the view in sight: what nobody sees is not drawn."""
         from playwright.sync_api import TimeoutError as TookTooLong
 
         try:
+            self.page.locator(".wb-live-view .js-plotly-plot").first.scroll_into_view_if_needed()
             self.page.wait_for_function(f"([name, least]) => ({POINTS})(name) > least", arg=[name, more_than])
         except TookTooLong:
             raise AssertionError(

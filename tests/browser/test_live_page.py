@@ -51,7 +51,7 @@ def test_a_run_can_be_read_while_it_goes_on(opened: LabPage) -> None:
     assert opened.unreadable() == []
     take_pictures(opened)
     opened.button("Stop").click()
-    opened.page.wait_for_selector(".wb-panel .wb-comparison tr[data-key]")
+    opened.page.wait_for_selector(".wb-panel .wb-comparison tr[data-key]", state="attached")
     opened.wait_for_state("done")
     assert opened.unreadable() == []
 

@@ -89,4 +89,4 @@ def test_a_run_is_followed_and_stopped(opened: LabPage) -> None:
     opened.wait_for_points("forward, measured", 1)
     assert opened.unreadable() == []
     opened.page.locator(".wb-panel .wb-stays button", has_text="Stop").click()
-    opened.page.wait_for_selector(".wb-panel .wb-comparison tr[data-key]")
+    opened.page.wait_for_selector(".wb-panel .wb-comparison tr[data-key]", state="attached")

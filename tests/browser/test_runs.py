@@ -98,16 +98,15 @@ def test_run_change_the_strategy_go_on_and_stop(opened: Any) -> None:
     opened.button("Go on").click()
     opened.wait_for_state("running")
     opened.button("Stop").click()
-    page.wait_for_selector(".wb-panel .wb-comparison tr[data-key]")
+    page.wait_for_selector(".wb-panel .wb-comparison tr[data-key]", state="attached")
     opened.wait_for_state("done")
     assert opened.rows.count() == 2
 
 
 def test_own_loops_are_followed(opened: Any) -> None:
     page = opened.page
-    opened.show(
-        3, ".wb-panel .wb-quiet:has-text('waits for wb.log')"
-    )  # while the loop's cell runs the kernel does not hear the page
+    # While the loop's cell runs, the kernel does not hear the page.
+    opened.show(3, ".wb-panel .wb-quiet:has-text('waits for wb.log')")
     opened.run_cell(4)
     page.wait_for_function(
         "() => [...document.querySelectorAll('.wb-live-view')].some(view => view.innerText.includes('own loop 1'))",

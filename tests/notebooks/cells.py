@@ -5,6 +5,8 @@ Jupyter's libraries take two seconds to load, so they are loaded when a notebook
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from tests.patience import PAGE_PATIENCE_S
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
 SEEDS = FOLDER / "seeds"
+GALLERY = FOLDER / "gallery"
 
 
 def read(path: Path) -> Any:
@@ -27,6 +30,22 @@ def execute(notebook: Any, folder: Path = FOLDER) -> Any:
 
     where = {"metadata": {"path": str(folder)}}
     NotebookClient(notebook, timeout=PAGE_PATIENCE_S, store_widget_state=False, resources=where).execute()
+    return notebook
+
+
+def joined(paths: Sequence[Path], shorter: Sequence[tuple[str, str]]) -> Any:
+    """One notebook of the code of all of them, that starts its engines once; patterns say what is replaced in it."""
+    import nbformat
+
+    cells = [cell for path in paths for cell in read(path).cells if cell.cell_type == "code"]
+    starts = ("%load_ext", "%workbench start")
+    setup = [next(cell for cell in cells if cell.source.startswith(start)) for start in starts]
+    rest = [cell for cell in cells if not cell.source.startswith((*starts, "%workbench stop"))]
+    notebook = nbformat.v4.new_notebook(metadata=read(paths[0]).metadata)
+    sources = [cell.source for cell in [*setup, *rest]]
+    for pattern, replacement in shorter:
+        sources = [re.sub(pattern, replacement, source) for source in sources]
+    notebook.cells = [nbformat.v4.new_code_cell(source) for source in [*sources, "%workbench stop"]]
     return notebook
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.notebooks.cells import SEEDS, execute, read, stored_size, texts_of
+from tests.notebooks.cells import SEEDS, execute, joined, read, stored_size, texts_of
 
 NOTEBOOKS = sorted(SEEDS.glob("*.ipynb"))
 
@@ -19,22 +18,6 @@ _SHORTER = [
     (r"measured = \[", "SHAPES = {name: tuple(n // 8 for n in shape) for name, shape in SHAPES.items()}\nmeasured = ["),
 ]
 """What is replaced for the quick run: fewer epochs and batches, smaller layers. The programs stay as they are."""
-
-
-def joined(paths: list[Path]) -> Any:
-    """One notebook of all of them, that starts its engines once."""
-    import nbformat
-
-    cells = [cell for path in paths for cell in read(path).cells if cell.cell_type == "code"]
-    starts = ("%load_ext", "%workbench start")
-    setup = [next(cell for cell in cells if cell.source.startswith(start)) for start in starts]
-    rest = [cell for cell in cells if not cell.source.startswith((*starts, "%workbench stop"))]
-    notebook = nbformat.v4.new_notebook(metadata=read(paths[0]).metadata)
-    sources = [cell.source for cell in [*setup, *rest]]
-    for pattern, replacement in _SHORTER:
-        sources = [re.sub(pattern, replacement, source) for source in sources]
-    notebook.cells = [nbformat.v4.new_code_cell(source) for source in [*sources, "%workbench stop"]]
-    return notebook
 
 
 def pictures(notebook: Any) -> list[str]:
@@ -77,7 +60,7 @@ def test_there_is_a_notebook_for_every_document() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_all_run_in_one_kernel() -> None:
-    notebook = execute(joined(NOTEBOOKS), SEEDS)
+    notebook = execute(joined(NOTEBOOKS, _SHORTER), SEEDS)
     assert_right(notebook, [path.stem for path in NOTEBOOKS])
     assert stored_size(notebook) < 1_000_000
 
