@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from tests.browser.page import ROOT, SECONDS
+from tests.browser.page import ROOT
 from tests.browser.server import LabServer, write_notebook
 
-pytestmark = [pytest.mark.browser, pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.browser, pytest.mark.engines, pytest.mark.slow]
 NOTEBOOK = "failures.ipynb"
 _SOURCE = f"""import sys
 sys.path.insert(0, {str(ROOT)!r})
@@ -53,9 +53,8 @@ wb.Panel(wb.current(), make_broken, batches(), loss_fn, batch_size=16, steps=30,
 def lab_page(open_notebook: Any, lab: LabServer) -> Any:
     write_notebook(lab.folder / NOTEBOOK, _SOURCE.split("---\n"))
     opened = open_notebook(NOTEBOOK)
-    opened.page.set_default_timeout(120 * SECONDS)
     opened.run_cells(1)
-    opened.wait_for_output(".wb-row[data-row='pos']", timeout_s=180)
+    opened.wait_for_output(".wb-row[data-row='pos']")
     return opened
 
 
