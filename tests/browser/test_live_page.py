@@ -42,7 +42,9 @@ def test_a_run_can_be_read_while_it_goes_on(opened: LabPage) -> None:
     assert opened.page.evaluate(LIMIT) == 1
     opened.button("Change strategy").click()
     opened.wait_for_state("paused")
+    opened.open_tab("live")
     assert opened.unreadable() == []
+    opened.open_tab("strategy")
     held = opened.points("this run")
     opened.button("pipeline").click()
     opened.button("Apply").click()
@@ -58,7 +60,7 @@ def test_a_run_can_be_read_while_it_goes_on(opened: LabPage) -> None:
 
 def take_pictures(opened: LabPage) -> None:
     """In both themes, as wide as the panel may be, with a timeline that is newer than the change."""
-    view = opened.page.locator(".wb-live-view").first
+    view = opened.page.locator(".wb-panel").first
     opened.page.set_viewport_size(WIDE)
     opened.page.wait_for_function(AS_WIDE_AS_ITS_VIEW)
     opened.screenshot("live.png", view)

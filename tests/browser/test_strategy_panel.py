@@ -158,7 +158,7 @@ def test_sixty_four_ranks_and_finding_a_layer(lab_page: Any) -> None:
 @pytest.fixture(params=[1920, 1680, 1280, 1000, 800])
 def width(lab_page: Any, request: pytest.FixtureRequest) -> int:
     """A page as wide as that."""
-    lab_page.page.set_viewport_size({"width": request.param, "height": 1400})
+    lab_page.page.set_viewport_size({"width": request.param, "height": 2200})
     lab_page.settle()
     return int(request.param)
 

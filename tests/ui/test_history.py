@@ -91,3 +91,9 @@ def test_only_a_full_tail_changes_what_is_settled():
     assert curve.version == 1 and len(curve.settled[0]) == TAIL_POINTS + 1
     curve.add([200], [5.0])
     assert curve.version == 1 and list(curve.tail[0]) == [TAIL_POINTS, 200], "the tail begins where the rest ends"
+
+
+def test_a_peak_is_at_least_what_is_alive():
+    history = History(10, 2)
+    history.add([block(0, (2.0,), memory=({"parameters": 2_000, "peak": 0}, {"parameters": 2_000, "peak": 5_000}))])
+    assert history.peak_bytes == [2_000, 5_000]

@@ -116,8 +116,10 @@ class History:
 
     @property
     def peak_bytes(self) -> list[int]:
-        """By rank: the process's peak where it was measured, else what is alive."""
-        return [memory.get("peak", live_bytes(memory)) for memory in self.memory_by_kind]
+        """By rank: the process's peak where it was measured, and at least what is alive: a process that was larger
+        before, while a machine was measured, say, has grown by nothing.
+        """
+        return [max(memory.get("peak", 0), live_bytes(memory)) for memory in self.memory_by_kind]
 
     @property
     def split(self) -> list[Split]:

@@ -140,9 +140,10 @@ class LiveView:
             self._draw_marks()
         if self.box.children:
             return
+        switches = bar(self.log_scale, *self._buttons, css=("wb-field",))
         self.box.children = (
             self.link,
-            bar(self.title, html("", "wb-space"), self.log_scale, *self._buttons, css=("wb-bar", "wb-run-title")),
+            bar(self.title, html("", "wb-space"), switches, css=("wb-bar", "wb-run-title")),
             *([bar(*self.status.parts, css=("wb-bar", "wb-stays"))] if self._has_status else []),
             self.failure,
             shown,
