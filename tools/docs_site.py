@@ -39,7 +39,11 @@ def copied() -> dict[str, str]:
         "CHANGELOG.md": "project/changelog.md",
         "benchmarks/published_runs.csv": "project/published_runs.csv",
     }
-    folders = {"benchmarks/results": ("*.md", "project/results"), "notebooks": ("*.ipynb", "project/notebooks")}
+    folders = {
+        "benchmarks/results": ("*.md", "project/results"),
+        "notebooks": ("*.ipynb", "project/notebooks"),
+        "notebooks/gallery": ("*.ipynb", "project/notebooks/gallery"),
+    }
     for folder, (pattern, place) in folders.items():
         files |= {f"{folder}/{path.name}": f"{place}/{path.name}" for path in sorted((ROOT / folder).glob(pattern))}
     return files
