@@ -57,6 +57,13 @@ def test_float64_excuses_no_first_step_that_is_far_beyond_the_noise():
     assert decided(wrong).equal is False
 
 
+def test_float64_excuses_runs_that_part_later_all_at_once():
+    """One rounding flips a comparison, in the run and not in the sample of noise."""
+    jumped = replace(case(*[1e-7] * 8, 2e-3), noise=Distance((1e-7,) * 11, (tensor(),)))
+    assert jumped.missing() == "float64" and jumped.num_steps("float64") == 9
+    assert decided(replace(jumped, exact=Distance((1e-16,) * 9, (tensor(apart=1e-15),)))).equal
+
+
 def test_a_learning_rate_that_is_wrong_by_one_per_cent_is_seen_where_losses_cannot_show_it():
     slow = case(0.0, 1e-7, tensors=(tensor(apart=1e-2, longer=0.01),))
     assert slow.missing() == "noise"

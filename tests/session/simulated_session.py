@@ -33,7 +33,7 @@ class Finished:
 
 
 class SimulatedSession:
-    """As much of a ``Session`` as ``Comparison`` needs. ``submitted`` has the names of what was run, but no questions."""
+    """As much of a ``Session`` as ``Comparison`` needs. ``submitted`` names what was run, but no questions."""
 
     device = "cpu"
 

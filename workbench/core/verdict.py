@@ -32,7 +32,8 @@ Evidence = Literal["noise", "float64"]
 _NOISE_FACTOR = 10.0
 """How much further from one device than its own noise a run may be. Noise is one sample of it."""
 _HARD_FACTOR = 100.0
-"""Beyond so many times the noise float64 excuses nothing: the mistake may be one of the precision's own path."""
+"""A first step beyond so many times the noise is not excused by float64: the mistake may be in the path that the precision
+takes. Later losses are: one rounding that flips a comparison can part two runs at once, in either of them."""
 _SHARP = 5e-3
 """A limit on that length above this one would hide a learning rate that is wrong by one per cent."""
 _SHRINKS = 1e-4
@@ -159,7 +160,8 @@ class Case:
         if self._within(self._explained(_NOISE_FACTOR)) and self._is_sharp():
             return None
         has_float64 = self.exact is None and not self.no_float64 and self.tolerance is not TOLERANCES["float64"]
-        return "float64" if has_float64 and self._within(self._explained(_HARD_FACTOR)) else None
+        begins_alike = self._within(self._explained(_HARD_FACTOR), num_steps=1)
+        return "float64" if has_float64 and begins_alike else None
 
     def num_steps(self, evidence: Evidence) -> int:
         """How many steps that evidence has to cover."""
@@ -182,12 +184,12 @@ class Case:
 
     # ---- limits ---------------------------------------------------------------------------------------------------
 
-    def _within(self, limit: _Limit) -> bool:
-        return next(self._beyond(limit), None) is None
+    def _within(self, limit: _Limit, num_steps: int | None = None) -> bool:
+        return next(self._beyond(limit, num_steps), None) is None
 
-    def _beyond(self, limit: _Limit) -> Iterator[tuple[str, float, float]]:
+    def _beyond(self, limit: _Limit, num_steps: int | None = None) -> Iterator[tuple[str, float, float]]:
         """What lies beyond a limit, as (what it is, its size, the limit). Written so that NaN lies beyond."""
-        for step in self._judged_steps():
+        for step in self._judged_steps()[:num_steps]:
             apart, most = self.found.losses[step], limit(step)
             if not apart <= most:
                 yield f"the loss of step {step + 1} differs by", apart, most
