@@ -32,8 +32,8 @@ Evidence = Literal["noise", "float64"]
 _NOISE_FACTOR = 10.0
 """How much further from one device than its own noise a run may be. Noise is one sample of it."""
 _HARD_FACTOR = 100.0
-"""A first step beyond so many times the noise is not excused by float64: the mistake may be in the path that the precision
-takes. Later losses are: one rounding that flips a comparison can part two runs at once, in either of them."""
+"""A first step beyond so many times the noise is not excused by float64: the mistake may be in the path that the
+precision takes. Later losses are: one rounding that flips a comparison can part two runs at once."""
 _SHARP = 5e-3
 """A limit on that length above this one would hide a learning rate that is wrong by one per cent."""
 _SHRINKS = 1e-4
