@@ -96,6 +96,7 @@ CASES = [
     _case("maximum", torch.maximum, (5, 4), (5, 4)),
     _case("clamp", lambda x: x.clamp(-0.5, 0.5), (5, 4)),
     _case("lerp", torch.lerp, (5, 4), (5, 4), (5, 4)),
+    _case("lerp by a number", lambda x, y: torch.lerp(x, y, 0.3), (5, 4), (5, 4)),
     Case("where", lambda m, x: torch.where(m, x, -x), (), _mask),
     Case("masked_fill", lambda m, x: x.masked_fill(m, 7.0), (), _mask),
     _case("sum", lambda x: x.sum(), (5, 4)),

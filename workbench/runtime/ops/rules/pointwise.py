@@ -24,7 +24,7 @@ modified_bessel_k1 scaled_modified_bessel_k0 scaled_modified_bessel_k1 spherical
 _NARY = """
 pow float_power rpow rdiv rtruediv atan2 hypot fmod remainder floor_divide rfloordiv rmod maximum minimum fmax fmin
 copysign nextafter eq ne lt le gt ge isclose logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor
-bitwise_left_shift bitwise_right_shift where lerp clamp clamp_min clamp_max addcmul addcdiv
+bitwise_left_shift bitwise_right_shift where clamp clamp_min clamp_max addcmul addcdiv
 masked_fill xlogy xlog1py logaddexp logaddexp2 heaviside gcd lcm ldexp copy zeta igamma igammac complex polar
 chebyshev_polynomial_t chebyshev_polynomial_u chebyshev_polynomial_v chebyshev_polynomial_w hermite_polynomial_h
 hermite_polynomial_he laguerre_polynomial_l legendre_polynomial_p shifted_chebyshev_polynomial_t
@@ -51,6 +51,14 @@ def _add(call: Call) -> Resolution:
     if len(call.operands) == 2 and _is_finite_number(call.kwargs.get("alpha", 1)):
         return Resolution("+..., +... -> ...")
     return Resolution("..., ... -> ...")
+
+
+@rule("lerp")
+def _lerp(call: Call) -> Resolution:
+    """A weighted mean of two: linear in both where the weight is a number."""
+    if len(call.operands) == 2 and _is_finite_number(call.arg(2, "weight")):
+        return Resolution("+..., +... -> ...")
+    return Resolution("..., ..., ... -> ...")
 
 
 @rule("mul")
