@@ -49,6 +49,19 @@ def test_the_pump_hands_on_everything_from_its_own_thread():
     assert threads == ["workbench-pump"] * 3
 
 
+def test_the_end_of_the_steps_is_told_before_the_result_is_asked_for():
+    told: list[str] = []
+
+    class Asked(Polled):
+        def result(self):
+            told.append("result")
+            return super().result()
+
+    pump = Pump(Asked(1), lambda _: None, lambda *_: told.append("end"), on_trained=lambda: told.append("trained"))
+    pump.start()
+    assert pump.join(PATIENCE_S) and told == ["trained", "result", "end"]
+
+
 def test_an_error_of_the_run_is_handed_on():
     run = Polled(1)
     run.error = RuntimeError("rank 1 failed")

@@ -44,9 +44,10 @@ class Run(Protocol):
 class Pump:
     """Polls ``run`` every ``interval_s`` seconds (at most 10 times a second) until it is done.
 
-    ``on_metrics`` gets what is new; ``on_end`` is called once, with the record or the error.
-    Both are called from the pump's thread. An error inside ``on_metrics`` ends the pump and is handed to ``on_end``,
-    so that a broken view never looks like a run that goes on; the run is asked to stop.
+    ``on_metrics`` gets what is new; ``on_trained`` is called when the steps are done, before the result is asked for,
+    which may compare the run with one device; ``on_end`` is called once, with the record or the error. All of them are
+    called from the pump's thread. An error inside ``on_metrics`` ends the pump and is handed to ``on_end``, so that a
+    broken view never looks like a run that goes on; the run is asked to stop.
     """
 
     def __init__(
@@ -55,10 +56,12 @@ class Pump:
         on_metrics: Callable[[Sequence[object]], None],
         on_end: Callable[[RunRecord | None, BaseException | None], None],
         interval_s: float = 0.1,
+        on_trained: Callable[[], None] = lambda: None,
     ) -> None:
         self.run = run
         self._on_metrics = on_metrics
         self._on_end = on_end
+        self._on_trained = on_trained
         self._interval_s = max(interval_s, 0.1)
         self._thread = threading.Thread(target=self._loop, name="workbench-pump", daemon=True)
         self._ended = threading.Event()
@@ -83,6 +86,7 @@ class Pump:
         try:
             while not self.tick():
                 pause.wait(self._interval_s)
+            self._on_trained()
             self._finish(self.run.result(), None)
         except BaseException as error:  # noqa: BLE001 - whatever ended the run is handed on, never lost in a thread
             with suppress(Exception):  # it may be the run itself that cannot be asked any more

@@ -119,7 +119,7 @@ class RunsPart:
         estimate = self._hooks.estimate()
         self._expect(estimate, strategy)
         self._run = self._trainer.start(strategy, name, num_steps, predictions(estimate))
-        self._pump = Pump(self._run, self._on_messages, self._on_end)
+        self._pump = Pump(self._run, self._on_messages, self._on_end, on_trained=self._on_trained)
         self._pump.start()
         self._show_buttons()
         self._hooks.changed()
@@ -218,6 +218,9 @@ class RunsPart:
             found = [message for message in messages if isinstance(message, Message)]
             self._spans += [message for message in found if isinstance(message, StepSpans)]
             self.live.add(found, lambda text: self._names.get(text, text))
+
+    def _on_trained(self) -> None:
+        self.live.status.show_state("running", "comparing", "with one device")
 
     def _on_end(self, record: RunRecord | None, error: BaseException | None) -> None:
         with self._lock:
