@@ -10,7 +10,7 @@ import torch
 import workbench as wb
 from tests.models.spread import MODES, ranks_of, spread
 from tests.models.training import Setup, assert_close, assert_records_agree, on_one_device, on_ranks, whole
-from tests.models.zoo import NAMES
+from tests.models.zoo import NAMES, cache_argument
 from workbench.testing import run_ranks
 
 one_device = functools.cache(on_one_device)
@@ -223,7 +223,7 @@ def test_a_cache_of_keys_is_continued(name, mode):
 
     def last_logits(model, batch, first, second):
         start = model(**batch, **{key: first}, use_cache=True)
-        return model(**batch, **{key: second}, past_key_values=start.past_key_values, return_dict=False)[0]
+        return model(**batch, **{key: second}, **cache_argument(model, start.past_key_values), return_dict=False)[0]
 
     if name != "t5":
         batch.pop("attention_mask")

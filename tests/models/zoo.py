@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import threading
 from typing import Any
 
@@ -93,3 +94,9 @@ def batch_for(name: str, padded: bool = False, size: int = BATCH) -> dict[str, t
         lengths = torch.tensor([LENGTH - row % 4 for row in range(size)])
         batch["attention_mask"] = (torch.arange(LENGTH) < lengths[:, None]).long()
     return batch
+
+
+def cache_argument(model: nn.Module, cache: Any) -> dict[str, Any]:
+    """A cache of keys and values under the name that the model has for it; ``transformers`` 5.24 has a new one."""
+    names = inspect.signature(model.forward).parameters
+    return {"cache" if "cache" in names else "past_key_values": cache}

@@ -255,9 +255,9 @@ def test_a_cache_that_holds_words_is_refused():
     model = zoo.make("gpt2", "sdpa")
     words = torch.ones(1, 4, dtype=torch.long)
     with torch.no_grad():
-        filled = model(words, use_cache=True).past_key_values
+        cached = zoo.cache_argument(model, model(words, use_cache=True).past_key_values)
     with pytest.raises(StrategyError, match=r"GPT2Block was given 1 cache .*\(DynamicCache\).*use_cache=False"):
-        run_ranks(lambda: wb.parallelize(model, "*: data | recompute")(words, past_key_values=filled), 1)
+        run_ranks(lambda: wb.parallelize(model, "*: data | recompute")(words, **cached), 1)
 
 
 class Caching(nn.Module):
