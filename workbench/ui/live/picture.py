@@ -169,7 +169,7 @@ def _memory(history: History, ranks: Sequence[int], limit_bytes: float | None) -
         ]
     return [
         *parts,
-        _text(_TITLES_LEFT[2], PANES_HEIGHT - 16, "param., grad., optim., activ., boxing, other (hatched)", "start"),
+        _text(_TITLES_LEFT[2], PANES_HEIGHT - 16, "param., grad., optim., activ., boxing, other", "start"),
     ]
 
 
