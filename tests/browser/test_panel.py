@@ -100,9 +100,11 @@ def test_toggle_run_and_compare(lab_page: Any) -> None:
 
     run_to_the_end(lab_page, num_runs=1)
     assert lab_page.points("this run") == 300 and lab_page.points("1 device") == CHECKED_STEPS
+    lab_page.open_tab("strategy")
     option(page, "fc2", "model").click()
     lab_page.wait_for_text("fc1: data; fc2: model; fc3: model; head: model")
     run_to_the_end(lab_page, num_runs=2)
+    lab_page.open_tab("compare")
     rows = lab_page.rows.all_inner_texts()
     assert sum("\u2713" in row for row in rows) == 2, rows
 

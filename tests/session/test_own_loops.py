@@ -37,7 +37,7 @@ def assert_all_of_it(view, session, num_steps=40):
     assert history.last_step == num_steps
     assert history.latest_loss == pytest.approx(session.pull("losses", ranks=[0])[0][-1], rel=1e-6)
     assert history.timeline[0].step == num_steps - 1 and len(history.timeline) == 2
-    assert f"step {num_steps}" in view.live.state.value
+    assert f"step {num_steps}" in view.live.status.state.value
     assert [kinds["parameters"] for kinds in history.memory_by_kind] == [160, 72]
 
 

@@ -131,3 +131,9 @@ def test_a_process_with_the_same_number_but_another_start_is_left_alone(temp_bas
     assert other.find() is None
     assert real.find() is not None
     assert psutil.pid_exists(sleeper.pid)
+
+
+def test_functions_that_travel_keep_the_name_of_their_file():
+    """cloudpickle 3.1.3 leaves it out, and tracebacks would show no lines of the user's."""
+    outer = protocol.load_strictly(protocol.dump(lambda: lambda: 1))
+    assert outer.__code__.co_filename == outer().__code__.co_filename == __file__

@@ -164,17 +164,15 @@ class _LimitedBuffer(io.BytesIO):
 
 
 def dump(value: object, limit_bytes: int | None = None) -> bytes:
-    """Pickle a value by cloudpickle.
+    """Pickle a value by cloudpickle, see `pickling`.
 
     Raises:
         TooLarge: the pickle would be larger than ``limit_bytes``.
     """
-    import cloudpickle
+    from workbench.session import pickling
 
-    if limit_bytes is None:
-        return bytes(cloudpickle.dumps(value))
-    buffer = _LimitedBuffer(limit_bytes)
-    cloudpickle.dump(value, buffer)
+    buffer = io.BytesIO() if limit_bytes is None else _LimitedBuffer(limit_bytes)
+    pickling.dump(value, buffer)
     return buffer.getvalue()
 
 
