@@ -14,7 +14,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -28,6 +28,7 @@ from benchmarks.reporting import Comparison, Target, publish, table
 from workbench.core.metrics import RunRecord
 from workbench.core.presets import strategy_of
 from workbench.core.strategy import Strategy
+from workbench.errors import StrategyError
 from workbench.runtime.parallel import describe
 from workbench.session.comparing.checking import Checker
 
@@ -84,7 +85,12 @@ def compared(session: Any, subject: Subject, strategies: Any, optimizer_fn: Any)
 def in_both_precisions(subject: Subject) -> dict[str, Strategy]:
     """The strategies, each in 32 bits and in bf16."""
     layers = describe(subject.make())
-    found = {text: strategy_of(text, layers, ENGINES) for text in STRATEGIES}
+    found = {}
+    for text in STRATEGIES:
+        with suppress(StrategyError):  # refused with a fix, as for tied weights: nothing runs that could be judged
+            strategy = strategy_of(text, layers, ENGINES)
+            strategy.resolve(layers, ENGINES)
+            found[text] = strategy
     return found | {f"{text}, bf16": strategy.with_options(precision="bf16") for text, strategy in found.items()}
 
 

@@ -64,10 +64,17 @@ def test_float64_excuses_runs_that_part_later_all_at_once():
     assert decided(replace(jumped, exact=Distance((1e-16,) * 9, (tensor(apart=1e-15),)))).equal
 
 
+def test_float64_excuses_a_gradient_that_one_rounding_has_flipped():
+    flipped = replace(case(1e-7, tensors=(tensor(apart=1e-2),)), noise=Distance((1e-7,) * 4, (tensor(),)))
+    assert flipped.missing() == "float64"
+    assert decided(replace(flipped, exact=Distance((1e-16,) * 2, (tensor(apart=1e-13),)))).equal
+
+
 def test_a_learning_rate_that_is_wrong_by_one_per_cent_is_seen_where_losses_cannot_show_it():
     slow = case(0.0, 1e-7, tensors=(tensor(apart=1e-2, longer=0.01),))
     assert slow.missing() == "noise"
-    assert decided(replace(slow, noise=Distance((0.0,), (tensor(),)))).equal is False
+    slow = replace(slow, noise=Distance((0.0,), (tensor(),)))
+    assert decided(slow).equal is False and "differ in length by 1.0e-02" in slow.verdict().text
 
 
 def test_noise_that_would_hide_such_a_learning_rate_decides_nothing():

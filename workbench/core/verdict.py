@@ -32,9 +32,10 @@ Evidence = Literal["noise", "float64"]
 _NOISE_FACTOR = 10.0
 """How much further from one device than its own noise a run may be. Noise is one sample of it."""
 _HARD_FACTOR = 100.0
-"""A first step beyond so many times the noise is not excused by float64: the mistake may be in the path that the
-precision takes. Later losses are: one rounding that flips a comparison can part two runs at once."""
-_SHARP = 5e-3
+"""A first loss, or a length of updates, beyond so many times the noise is not excused by float64: the mistake may be in
+the path that the precision takes. The rest is: one rounding that flips a comparison (the sign of what enters a ReLU)
+changes a gradient at once, and parts two runs later."""
+_SHARP = 8e-3
 """A limit on that length above this one would hide a learning rate that is wrong by one per cent."""
 _SHRINKS = 1e-4
 """What of a difference that is rounding is left in float64, with a wide margin: the units differ by 2**29 and more."""
@@ -160,8 +161,7 @@ class Case:
         if self._within(self._explained(_NOISE_FACTOR)) and self._is_sharp():
             return None
         has_float64 = self.exact is None and not self.no_float64 and self.tolerance is not TOLERANCES["float64"]
-        begins_alike = self._within(self._explained(_HARD_FACTOR), num_steps=1)
-        return "float64" if has_float64 and begins_alike else None
+        return "float64" if has_float64 and self._begins_alike() else None
 
     def num_steps(self, evidence: Evidence) -> int:
         """How many steps that evidence has to cover."""
@@ -184,12 +184,19 @@ class Case:
 
     # ---- limits ---------------------------------------------------------------------------------------------------
 
-    def _within(self, limit: _Limit, num_steps: int | None = None) -> bool:
-        return next(self._beyond(limit, num_steps), None) is None
+    def _begins_alike(self) -> bool:
+        """Whether what no single rounding can change is explained: the first loss, and the length of the updates."""
+        limit = self._explained(_HARD_FACTOR)
+        is_finite = all(math.isfinite(tensor.apart) for tensor in self.found.tensors)
+        first = all(apart <= limit(0) for apart in self.found.losses[:1])
+        return is_finite and first and (not self.found.tensors or abs(self.found.length()) <= limit(None))
 
-    def _beyond(self, limit: _Limit, num_steps: int | None = None) -> Iterator[tuple[str, float, float]]:
+    def _within(self, limit: _Limit) -> bool:
+        return next(self._beyond(limit), None) is None
+
+    def _beyond(self, limit: _Limit) -> Iterator[tuple[str, float, float]]:
         """What lies beyond a limit, as (what it is, its size, the limit). Written so that NaN lies beyond."""
-        for step in self._judged_steps()[:num_steps]:
+        for step in self._judged_steps():
             apart, most = self.found.losses[step], limit(step)
             if not apart <= most:
                 yield f"the loss of step {step + 1} differs by", apart, most
