@@ -5,8 +5,8 @@ of them. Evidence is asked for in the order of its cost, and only while the ques
 
 1. **Tolerance.** Everything lies within a fixed tolerance of the precision: equal. This costs nothing.
 2. **Noise.** One device trains once more from weights that are disturbed by one rounding unit. If the run is not
-   further from one device than one device is from itself, and that noise is small enough to show a mistake of half a
-   per cent: equal.
+   further from one device than one device is from itself, and that noise is small enough to show a learning rate that
+   is wrong by one per cent: equal.
 3. **float64.** One device and the strategy train the first steps in 64 bits. A difference that is rounding shrinks with
    the rounding unit (2**29 between 32 and 64 bits); that of a mistake stays.
 
