@@ -35,6 +35,34 @@ def test_a_strategy_is_given_as_itself_its_text_a_preset_or_a_dict_of_rows():
         assert strategy_of(f" {name} ", LAYERS, 2) == preset(name, LAYERS, 2)
 
 
+@pytest.mark.parametrize(
+    ("text", "num_ranks", "rows", "options"),
+    [
+        ("data | mb=4", 2, "*: data", "mb=4"),
+        ("model|sequence bf16", 2, "*: model", "sequence bf16"),
+        (" pipeline  |  mb=8 ", 2, "pipeline", "2x1x1 mb=8 1f1b"),
+        ("pipeline | gpipe zero=1", 2, "pipeline", "2x1x1 mb=4 gpipe zero=1"),
+        ("hybrid | recompute", 2, "hybrid", "1x1x2 recompute"),
+        ("hybrid | 1x2x2", 4, "hybrid", "1x2x2"),
+        ("pipeline |", 2, "pipeline", "2x1x1 mb=4 1f1b"),
+    ],
+)
+def test_a_preset_takes_options(text, num_ranks, rows, options):
+    found = strategy_of(text, LAYERS, num_ranks)
+    assert found.rows == (Strategy(rows) if ":" in rows else preset(rows, LAYERS, num_ranks)).rows
+    assert str(found.options) == options
+    assert found.check(LAYERS, num_ranks) == []
+
+
+def test_degrees_behind_a_pipeline_say_how_many_stages_there_are():
+    found = strategy_of("pipeline | 2x2x1", LAYERS, 4)
+    assert (found.rows, str(found.options)) == (preset("pipeline", LAYERS, 2).rows, "2x2x1 mb=4 1f1b")
+    uneven = strategy_of("pipeline | 2x1+1x1 mb=2", LAYERS, 3)
+    assert (uneven.rows, str(uneven.options)) == (preset("pipeline", LAYERS, 2).rows, "2x1+1x1 mb=2 1f1b")
+    rounds = strategy_of("pipeline | interleaved", LAYERS, 2).resolve(LAYERS, 2)
+    assert (rounds.num_stages, rounds.degrees, rounds.num_micro_batches) == (4, (2, 1, 1), 4)
+
+
 def test_a_strategy_is_given_as_a_file(tmp_path):
     text = "embed: data; layers.*: model; head: model:column@1 | 2x1x1 mb=4"
     path = tmp_path / "mine.strategy"
@@ -42,6 +70,8 @@ def test_a_strategy_is_given_as_a_file(tmp_path):
     assert strategy_of(path, LAYERS, 2) == strategy_of(str(path), LAYERS, 2) == Strategy(text)
     path.write_text("pipeline\n")
     assert strategy_of(path, LAYERS, 2) == preset("pipeline", LAYERS, 2)
+    path.write_text("pipeline\n| mb=8\n")
+    assert strategy_of(path, LAYERS, 2) == preset("pipeline", LAYERS, 2).with_options(num_micro_batches=8)
     (tmp_path / "other.txt").write_text(text)
     assert strategy_of(tmp_path / "other.txt", LAYERS, 2) == Strategy(text)
 
@@ -61,6 +91,12 @@ def test_a_file_that_is_none_is_told(tmp_path):
     [
         ("pipline", "did you mean 'pipeline'"),
         ("hybird", "did you mean 'hybrid'"),
+        ("pipline | mb=8", r"did you mean 'pipeline \| mb=8'\?"),
+        ("pipline|mb=8 bf61", r"did you mean 'pipeline \| mb=8 bf61'\?; option 'bf61' is none of"),
+        ("pipeline | mb", r"strategy 'pipeline \| mb': option 'mb' is none of .*mb=N"),
+        ("pipeline | mb=0", "mb=0: a step has at least 1 micro-batch"),
+        ("pipeline; head: model", "'pipeline' is a preset, which is a whole strategy: no other row"),
+        ("modle; head: data | mb=2", r"did you mean 'model'\?"),
         ({"embed": "modle"}, r"row 'embed: modle' is not .*did you mean 'embed: model'"),
         ({"embed": "data | mb=2"}, r"row 'embed: data . mb=2' is not"),
         ({}, "no row"),

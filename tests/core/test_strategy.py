@@ -83,6 +83,7 @@ def test_mistakes_name_both_numbers(text, message):
         ("dat", "did you mean 'data'"),
         ("pipelin", "did you mean 'pipeline'"),
         ("hybrid", "'hybrid' is a preset, which is made for a model"),
+        ("hybrid | mb=2", r"'hybrid' is a preset, .* wb.parallelize\(model, 'hybrid \| mb=2'\)"),
     ],
 )
 def test_a_row_that_is_none_says_what_was_meant(text, meant):

@@ -54,9 +54,9 @@ def columns():
 
 
 def test_transformers_are_compared_with_one_device(session):
-    strategies = [ROWS, "pipeline"]
+    strategies = [ROWS, "pipeline | mb=2"]
     result = wb.compare(make_bert, samples(), strategies=strategies, batch_size=7, steps=4, session=session, keep=False)
-    assert [run.name for run in result.runs] == [str(wb.Strategy(ROWS)), "pipeline"]
+    assert [run.name for run in result.runs] == [str(wb.Strategy(ROWS)), "pipeline | mb=2"]
     assert result.all_equal, result
     assert all(len(run.losses) == 4 for run in result.runs)
 

@@ -129,6 +129,18 @@ def test_text_may_name_a_preset():
     assert state.base == "hybrid" and not state.is_edited
 
 
+def test_text_may_be_a_preset_with_options():
+    state = make()
+    state.set_text("pipeline|mb=8")
+    assert (state.base, state.label, state.options.num_micro_batches) == ("pipeline | mb=8", "pipeline | mb=8", 8)
+    state.set_num_ranks(4)
+    assert (state.label, str(state.options)) == ("pipeline | mb=8", "4x1x1 mb=8 1f1b")
+    state.set_options(num_micro_batches=4)
+    assert state.label == "pipeline | mb=8, edited"
+    state.set_text("pipline | mb=8")
+    assert "did you mean 'pipeline | mb=8'?" in state.text_problem
+
+
 @pytest.mark.parametrize("choice", ["model:column", "model:row", "model", "data"])
 def test_every_choice_can_be_set(choice: str):
     state = make("hybrid")

@@ -89,7 +89,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         default=list(STRATEGIES),
         metavar="STRATEGY",
-        help=f"presets ({', '.join(STRATEGIES)}), strategy texts, or files in .strategy; default: all presets",
+        help=f"presets ({', '.join(STRATEGIES)}), also with options ('pipeline | mb=8'), strategy texts, or files in "
+        ".strategy; default: all presets",
     )
     results.add_run_arguments(parser, batch_size=64)
     results.add_output_arguments(parser, report=None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 PRESETS = ("data", "model", "pipeline", "hybrid")
@@ -48,8 +48,12 @@ def format_widths(widths: Sequence[tuple[int, int]]) -> str:
     return "+".join(f"{data}x{model}" for data, model in widths)
 
 
-def parse_options(text: str, mistakes: list[str]) -> Options:
-    """The options that a text gives; what is wrong with it is added to ``mistakes``."""
+def parse_options(text: str, mistakes: list[str], base: Options | None = None) -> Options:
+    """The options that a text gives, the others from ``base``; what is wrong with it is added to ``mistakes``.
+
+    >>> str(parse_options("mb=8", [], Options((2, 1, 1), num_micro_batches=4, schedule="1f1b")))
+    '2x1x1 mb=8 1f1b'
+    """
     found: dict[str, Any] = {}
     for word in text.split():
         degrees = re.fullmatch(r"(\d+)x(\d+)x(\d+)", word)
@@ -70,7 +74,10 @@ def parse_options(text: str, mistakes: list[str]) -> Options:
             known = f"PxDxM, DxM+DxM, mb=N, {', '.join(SCHEDULES)}, zero=N, recompute, sequence, bf16, fp16"
             mistakes.append(f"option {word!r} is none of {known}")
     mistakes += _out_of_range(found)
-    return Options(**found)
+    base = base or Options()
+    if "degrees" in found or "widths" in found:  # one of them says where the ranks are
+        base = replace(base, degrees=None, widths=None)
+    return replace(base, **found)
 
 
 def _out_of_range(found: dict[str, Any]) -> list[str]:

@@ -1,4 +1,7 @@
-"""The classic strategies for a model, by name, and whatever else a strategy may be given as."""
+"""The classic strategies for a model, by name, and whatever else a strategy may be given as.
+
+A preset's name may have options behind it, as a text of rows has: ``"pipeline | mb=8"``.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from workbench.core.covering import cover
-from workbench.core.options import PRESETS
+from workbench.core.options import PRESETS, parse_options
 from workbench.core.rows import Layer, Row
 from workbench.core.strategy import Options, Strategy
 from workbench.errors import StrategyError
 
 StrategyLike = Strategy | str | Mapping[str, str] | os.PathLike[str]
-"""A strategy, its text, the name of a preset, a dict of rows, or a file of its text: a path, or a name in .strategy."""
+"""A strategy, its text, a preset's name (maybe with options), a dict of rows, or a file of text: a path, or a name in
+.strategy."""
 _FILE_SUFFIX = ".strategy"
 
 
@@ -26,14 +30,26 @@ def strategy_of(wanted: StrategyLike, layers: Sequence[Layer], num_ranks: int) -
     >>> layers = [Layer("fc1", "Linear"), Layer("head", "Linear")]
     >>> strategy_of("pipeline", layers, 2), strategy_of({"fc*": "data", "head": "model"}, layers, 2)
     (Strategy('fc1: data@0; head: data@1 | 2x1x1 mb=4 1f1b'), Strategy('fc*: data; head: model'))
+    >>> strategy_of("pipeline | mb=8", layers, 2)
+    Strategy('fc1: data@0; head: data@1 | 2x1x1 mb=8 1f1b')
     """
     if isinstance(wanted, Strategy):
         return wanted
     if isinstance(wanted, os.PathLike) or (isinstance(wanted, str) and wanted.strip().endswith(_FILE_SUFFIX)):
         wanted = read_strategy(Path(wanted.strip() if isinstance(wanted, str) else wanted))
-    if isinstance(wanted, str) and wanted.strip() in PRESETS:
-        return preset(wanted.strip(), layers, num_ranks)
+    if isinstance(wanted, str) and (name := preset_name(wanted)):
+        return preset(name, layers, num_ranks, wanted.partition("|")[2])
     return Strategy(wanted)
+
+
+def preset_name(wanted: object) -> str | None:
+    """The preset that a text names, with or without options behind it; None where it has rows, or is no text.
+
+    >>> preset_name("pipeline | mb=8"), preset_name("*: data | mb=8")
+    ('pipeline', None)
+    """
+    name = wanted.partition("|")[0].strip() if isinstance(wanted, str) else ""
+    return name if name in PRESETS else None
 
 
 def read_strategy(path: Path) -> str:
@@ -52,30 +68,39 @@ def read_strategy(path: Path) -> str:
         ) from error
 
 
-def preset(name: str, layers: Sequence[Layer], num_ranks: int) -> Strategy:
+def preset(name: str, layers: Sequence[Layer], num_ranks: int, options: str = "") -> Strategy:
     """One of the classic strategies for a model.
 
-    data: every layer data parallel. model: every weight split. pipeline: as many stages as ranks, cut by parameters.
-    hybrid: the first layers data, the last ones (with most of the parameters, usually) model parallel.
+    data: every layer data parallel. model: every weight split. pipeline: as many stages as ranks (or as the degrees
+    among the options say; under ``interleaved`` two on every rank), cut by parameters. hybrid: the first layers data,
+    the last ones (with most of the parameters, usually) model parallel.
+
+    Args:
+        options: words that say more than the preset, or something else: ``"mb=8 gpipe"``.
 
     Raises:
-        StrategyError: an unknown name, or more stages than layers.
+        StrategyError: an unknown name, an option that is none, or more stages than layers.
     """
+    mistakes: list[str] = []
+    given = parse_options(options, mistakes)
+    if mistakes:
+        raise StrategyError(f"strategy {f'{name} |{options}'!r}: " + "; ".join(mistakes))
     if name == "data" or name == "model":
-        return Strategy(f"*: {name}")
+        return Strategy.from_rows([Row("*", name)], given)
     names = [layer.name for layer in layers]
     if name == "hybrid":
         half = (len(layers) + 1) // 2
         choices = {layer.name: "data" if i < half else "model" for i, layer in enumerate(layers)}
         rows = [Row(layer.name, choices[layer.tied_to or layer.name]) for layer in layers]
-        return Strategy.from_rows(cover(names, rows), Options(degrees=(1, 1, num_ranks)))
+        base = Options(degrees=(1, 1, num_ranks))
+        return Strategy.from_rows(cover(names, rows), parse_options(options, [], base))
     if name != "pipeline":
         raise StrategyError(f"preset {name!r} is none of {', '.join(PRESETS)}.")
-    cuts = stage_cuts(layers, num_ranks)
+    degree = given.degrees[0] if given.degrees else len(given.widths or range(num_ranks))
+    cuts = stage_cuts(layers, 2 * degree if given.schedule == "interleaved" else degree)
     rows = [Row(layer.name, "data", None, stage) for layer, stage in zip(layers, cuts, strict=True)]
-    return Strategy.from_rows(
-        cover(names, rows), Options((num_ranks, 1, 1), num_micro_batches=2 * num_ranks, schedule="1f1b")
-    )
+    base = Options((degree, 1, 1), num_micro_batches=2 * degree, schedule="1f1b")
+    return Strategy.from_rows(cover(names, rows), parse_options(options, [], base))
 
 
 def stage_cuts(layers: Sequence[Layer], num_stages: int) -> list[int]:
@@ -140,5 +165,6 @@ def balanced_cuts(weights: Sequence[float], num_parts: int) -> list[int]:
 
 
 __all__ = [
-    "PRESETS", "StrategyLike", "balanced_cuts", "block_of", "preset", "read_strategy", "stage_cuts", "strategy_of",
+    "PRESETS", "StrategyLike", "balanced_cuts", "block_of", "preset", "preset_name", "read_strategy", "stage_cuts",
+    "strategy_of",
 ]  # fmt: skip

@@ -123,7 +123,7 @@ class Strategy:
                 f"{rows!r} is of type {type(rows).__name__}, not a strategy: give its text, such as '*: data', or its "
                 "rows as a dict, such as {'*': 'data'}."
             )
-        self.rows: tuple[Row, ...] = _parse_rows(clauses, mistakes)
+        self.rows: tuple[Row, ...] = _parse_rows(clauses, mistakes, options_text.strip())
         self.options: Options = parse_options(options_text, mistakes)
         if mistakes:
             raise StrategyError(f"strategy {rows!r}: " + "; ".join(mistakes))
@@ -200,17 +200,17 @@ _OTHER_CLASS = re.compile(r"\[(?!\d+-\d+\])|\?|\{")
 _CHOICE = re.compile(r"(data|model)(?::(column|row))?(?:@(\d+))?")
 
 
-def _parse_rows(clauses: Iterable[str], mistakes: list[str]) -> tuple[Row, ...]:
+def _parse_rows(clauses: Iterable[str], mistakes: list[str], options: str) -> tuple[Row, ...]:
     rows = []
-    for clause in filter(None, (part.strip() for part in clauses)):
+    written = [clause for part in clauses if (clause := part.strip())]
+    for clause in written:
         pattern, colon, choice = (part.strip() for part in clause.partition(":"))
         if clause in ("data", "model", "model:column", "model:row"):
             pattern, colon, choice = "*", ":", clause
         match = _CHOICE.fullmatch(choice.replace(" ", ""))
         if not colon or not pattern or match is None or (match[2] and match[1] == "data"):
-            mistakes.append(
-                f"row {clause!r} is not 'pattern: data | model | model:column | model:row [@stage]'{_hint(clause)}"
-            )
+            hint = _hint(clause, options if len(written) == 1 else None)
+            mistakes.append(f"row {clause!r} is not 'pattern: data | model | model:column | model:row [@stage]'{hint}")
             continue
         rows.append(Row(pattern, match[1], match[2], None if match[3] is None else int(match[3])))
     if not rows and not mistakes:
@@ -218,16 +218,19 @@ def _parse_rows(clauses: Iterable[str], mistakes: list[str]) -> tuple[Row, ...]:
     return tuple(rows)
 
 
-def _hint(clause: str) -> str:
-    """What was probably meant by a row that is none."""
+def _hint(clause: str, options: str | None) -> str:
+    """What was probably meant by a row that is none; ``options`` of a row that is alone, else None."""
     pattern, colon, choice = (part.strip() for part in clause.partition(":"))
+    behind = f" | {options}" if options and not colon else ""
     if not colon and clause in PRESETS:
-        return f"; {clause!r} is a preset, which is made for a model: wb.parallelize(model, {clause!r})"
+        if options is None:
+            return f"; {clause!r} is a preset, which is a whole strategy: no other row stands beside it"
+        return f"; {clause!r} is a preset, which is made for a model: wb.parallelize(model, {clause + behind!r})"
     kind, rest = re.fullmatch(r"(\w*)(.*)", choice if colon else clause, re.DOTALL).groups()  # type: ignore[union-attr]
-    meant = guesses(kind, ("data", "model") if colon else PRESETS)
+    meant = guesses(kind, PRESETS if not colon and options is not None else ("data", "model"))
     if not meant or kind in meant:
         return ""
-    row = f"{pattern}: {meant[0]}{rest}" if colon else meant[0] + rest
+    row = f"{pattern}: {meant[0]}{rest}" if colon else meant[0] + rest + behind
     return f"; did you mean {row!r}?"
 
 

@@ -57,7 +57,8 @@ def parallelize(
         module: any nn.Module on the CPU, on this rank's device, or built under ``torch.device("meta")``.
         strategy: a ``wb.Strategy``, its text, e.g. ``"fc1: data; fc2: model"``, its rows as a dict, e.g.
             ``{"fc1": "data", "fc2": "model"}``, a file of its text (``Path``), or the name of a preset, which
-            is made for the module: ``"data"``, ``"model"``, ``"pipeline"``, ``"hybrid"``.
+            is made for the module: ``"data"``, ``"model"``, ``"pipeline"``, ``"hybrid"``, maybe with options:
+            ``"pipeline | mb=8"``.
         optimizer: one over the module's parameters, whose state is to move with them.
         init: where a module on meta gets its values, shard by shard. None: from its modules' ``reset_parameters``
             (of ``transformers``: ``_init_weights``), with the same numbers for every strategy; a path: from

@@ -9,7 +9,7 @@ from typing import Any
 import ipywidgets as widgets
 
 from workbench.core.options import PRECISIONS, SCHEDULES
-from workbench.core.presets import PRESETS
+from workbench.core.presets import PRESETS, preset_name
 from workbench.core.strategy import Mistake
 from workbench.ui.assets import element
 from workbench.ui.failures import guarded
@@ -194,7 +194,7 @@ class Controls:
 
     def _show_presets(self, state: PanelState, no_plan: str) -> None:
         for name, preset in [*self.presets.items(), (PLANNED, self.planned)]:
-            on = name == state.base
+            on = name == (preset_name(state.base) or state.base)
             preset.description = state.label if on else name
             (preset.add_class if on else preset.remove_class)("wb-on")
             if name == PLANNED and no_plan == PLANNING:

@@ -60,8 +60,9 @@ class Panel(widgets.VBox):
             None where the model returns its own loss: as its result, as ``.loss`` or ``["loss"]`` (transformers), or
             as a tuple's scalar; all entries are then arguments of the model. With micro-batches, the losses of these
             count by their samples, on one device too.
-        strategy: where to start: a preset (data, model, pipeline, hybrid), a strategy's text, a dict of rows, a file
-            (``Path``, or a name in .strategy; ``workbench plan --out`` writes one), or a ``wb.Strategy``.
+        strategy: where to start: a preset (data, model, pipeline, hybrid; also ``"pipeline | mb=8"``), a strategy's
+            text, a dict of rows, a file (``Path``, or a name in .strategy; ``workbench plan --out`` writes one), or a
+            ``wb.Strategy``.
         batch_size: samples per step, all ranks together.
         steps: steps per run.
         optimizer_fn: ``parameters -> optimizer``; default SGD with lr 0.1 and momentum 0.9.

@@ -309,7 +309,9 @@ def test_presets_are_made_for_the_module_and_the_ranks():
     def program(rank):
         with pytest.raises(StrategyError, match="did you mean 'pipeline'"):
             wb.parallelize(models[rank], "pipline")
-        model = wb.parallelize(models[rank], "pipeline")
+        with pytest.raises(StrategyError, match=r"did you mean 'pipeline \| mb=2'"):
+            wb.parallelize(models[rank], "pipline | mb=2")
+        model = wb.parallelize(models[rank], "pipeline | mb=2")
         inputs, targets = batch_for("mlp")
         loss = wb.forward_backward(model, F.cross_entropy, inputs, targets)
         return {tuple(parameter.placement.ranks) for parameter in model.parameters()}, loss.item()

@@ -121,8 +121,8 @@ def compare(
             None where the model returns its own loss: as its result, as ``.loss`` or ``["loss"]`` (transformers), or
             as a tuple's scalar; all entries are then arguments of the model. With micro-batches, the losses of these
             count by their samples, on one device too.
-        strategies: preset names (data, model, pipeline, hybrid), texts, ``wb.Strategy``, dicts of rows or files of a
-            text (``Path``), in a list; or a dict from names to such. Default: all presets.
+        strategies: preset names (data, model, pipeline, hybrid; also ``"pipeline | mb=8"``), texts, ``wb.Strategy``,
+            dicts of rows or files of a text (``Path``), in a list; or a dict from names to such. Default: all presets.
         optimizer_fn: parameters -> torch optimizer; default SGD with lr 0.1 and momentum 0.9.
         batch_size: samples per step, over all engines.
         steps: training steps per strategy.

@@ -17,7 +17,7 @@ from datetime import datetime
 from typing import Any
 
 from workbench.core.metrics import TOLERANCE, RunEvent, RunRecord, Segment, StepBlock, StepSpans, bubble
-from workbench.core.presets import PRESETS
+from workbench.core.presets import preset_name
 from workbench.core.strategy import Strategy
 from workbench.core.verdict import CHECKED_STEPS
 from workbench.errors import NotStartedError
@@ -138,7 +138,7 @@ class Comparison:
         """
         strategy = self.strategy(wanted)
         steps = num_steps or self.job.num_steps
-        label = name or (wanted if isinstance(wanted, str) and wanted in PRESETS else str(strategy))
+        label = name or (wanted if isinstance(wanted, str) and preset_name(wanted) else str(strategy))
         self.prepare()  # also where nothing is to be compared
         self.truth(None, None, steps)
         self.truth(strategy, None, steps)

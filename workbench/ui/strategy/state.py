@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from workbench.core.hints import Hint, hints
-from workbench.core.presets import PRESETS, StrategyLike, preset, strategy_of
+from workbench.core.options import parse_options
+from workbench.core.presets import PRESETS, StrategyLike, preset_name, strategy_of
 from workbench.core.rows import Layer, Row
 from workbench.core.strategy import Mistake, Options, ResolvedStrategy, Strategy
 from workbench.errors import StrategyError
@@ -90,7 +91,7 @@ class PanelState:
 
     @property
     def base(self) -> str:
-        """Name of the preset that the strategy started from; empty where it was written as text."""
+        """The preset that the strategy started from, with its options if it has any; empty where rows were written."""
         return self._now.base
 
     @property
@@ -183,7 +184,7 @@ class PanelState:
         """Plan for another number of ranks: a preset is made anew, else the data axis takes what the others leave."""
         if num_ranks == self.num_ranks:
             return
-        if self.base in PRESETS and not self.is_edited and not _try_preset(self.base, self.layers, num_ranks):
+        if preset_name(self.base) and not self.is_edited and not _try_preset(self.base, self.layers, num_ranks):
             self._become(self._opening(self.base, num_ranks))
             return
         options = _for_ranks(self.options, num_ranks)
@@ -262,11 +263,11 @@ class PanelState:
     # ---- inside -------------------------------------------------------------------------------------------------
 
     def _opening(self, strategy: StrategyLike, num_ranks: int) -> _Moment:
-        if isinstance(strategy, str) and strategy.strip() in PRESETS:
-            name = strategy.strip()
-            made = preset(name, self.layers, num_ranks)
-            return _Moment(made, num_ranks, name, made, own_degrees=False)
         value = strategy_of(strategy, self.layers, num_ranks)
+        if isinstance(strategy, str) and preset_name(strategy):
+            name, _, options = map(str.strip, strategy.partition("|"))
+            base = f"{name} | {options}" if options else name
+            return _Moment(value, num_ranks, base, value, own_degrees=bool(parse_options(options, []).degrees))
         return _Moment(value, num_ranks, "", None, own_degrees=value.options.degrees is not None)
 
     def _edit_rows(self, names: Iterable[str], change: Callable[[Row], Row]) -> None:
@@ -346,7 +347,7 @@ def _resolved(strategy: Strategy, layers: Sequence[Layer], num_ranks: int) -> Re
 def _try_preset(name: str, layers: Sequence[Layer], num_ranks: int) -> str:
     """Why a preset cannot be made for this model; empty where it can."""
     try:
-        preset(name, layers, num_ranks)
+        strategy_of(name, layers, num_ranks)
     except StrategyError as error:
         return str(error)
     return ""
