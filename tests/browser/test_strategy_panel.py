@@ -61,6 +61,18 @@ def unfold(lab_page: Any, pattern: str, inside: str) -> None:
     row(lab_page, inside).wait_for()
 
 
+def test_a_click_draws_only_the_rows_that_it_changes(lab_page: Any) -> None:
+    lab_page.page.evaluate("() => document.querySelectorAll('.wb-row').forEach(row => { row.wasThere = true; })")
+    row(lab_page, "ln_f").locator(".wb-opt[data-value='model']").click()
+    lab_page.wait_for_text(GPT_HYBRID.replace("ln_f: data@1", "ln_f: model@1"))
+    anew = lab_page.page.evaluate(
+        "() => [...document.querySelector('.wb-panel').querySelectorAll('.wb-row')].filter(row => !row.wasThere)"
+        ".map(row => row.dataset.row)"
+    )
+    assert anew == ["ln_f"]
+    assert focused(lab_page) == ["ln_f", "model"]
+
+
 def test_everything_can_be_done_with_keys(lab_page: Any) -> None:
     row(lab_page, "tok_emb").locator(".label").click()
     press(lab_page, "ArrowDown", "ArrowDown")

@@ -209,11 +209,11 @@ class StrategyPart:
     # ---- showing ------------------------------------------------------------------------------------------------
 
     def refresh(self) -> None:
-        """Show the state in every part: all of it is made before any of it is shown."""
+        """Show the state in every part: all pictures are made before any of them is shown."""
         with self._lock:
             view, predictions = self.view(), self.predictions_html()
+            self.grid.view = view | {"tensor": self._shows_tensor}  # first: there the user has clicked
             self._show_controls()
-            self.grid.view = view | {"tensor": self._shows_tensor}
             self.predictions.value = predictions
             self._show_measure()
             self._show_tensor()

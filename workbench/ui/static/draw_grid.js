@@ -125,17 +125,27 @@ function windowOf(rows, tops, scroll, height) {
   return [Math.max(0, first - MARGIN), Math.min(rows.length, last + MARGIN)];
 }
 
-function drawRows(view, [first, last], tops) {
+// `kept(key, make)` hands out the nodes that stand in the page for what has not changed: a click changes one row of many.
+function drawRows(view, [first, last], tops, kept) {
+  const shared = JSON.stringify([view.ranks_width, view.columns, view.stages, view.stage_options, view.new_stage]);
   const nodes = [make("div", { class: "wb-spacer", style: `height: ${tops[first]}px` })];
   for (let index = first; index < last; index += 1) {
     const row = view.rows[index];
-    nodes.push(layerRow(row, index, view));
-    row.mistakes.forEach((mistake, number) => nodes.push(errorLine(row, mistake, number)));
+    nodes.push(...kept(`${index} ${JSON.stringify(row)} ${shared}`, () => [layerRow(row, index, view), ...row.mistakes.map((mistake, number) => errorLine(row, mistake, number))]));
   }
   nodes.push(make("div", { class: "wb-spacer", style: `height: ${tops[view.rows.length] - tops[last]}px` }));
-  if (last === view.rows.length && view.end) nodes.push(endRow(view.end));
+  if (last === view.rows.length && view.end) nodes.push(...kept(JSON.stringify(view.end), () => [endRow(view.end)]));
   if (!view.rows.length) nodes.push(make("div", { class: "wb-nothing quiet" }, `no layer matches ${view.find.text}`));
   return nodes;
+}
+
+// Like replaceChildren, but nodes that stay are not taken out of the page: they keep their focus, and are not laid out anew.
+function putChildren(parent, nodes) {
+  const wanted = new Set(nodes);
+  for (const child of [...parent.childNodes]) if (!wanted.has(child)) child.remove();
+  nodes.forEach((node, index) => {
+    if (parent.childNodes[index] !== node) parent.insertBefore(node, parent.childNodes[index] ?? null);
+  });
 }
 
 function totalLine(view) {

@@ -13,6 +13,7 @@ class Grid {
     this.selection = new Set();
     this.control = 0;
     this.headKey = "";
+    this.drawn = new Map(); // by key: the nodes of rows that stand in the page
     this.head = make("div", { class: "wb-head-host", role: "rowgroup" });
     this.body = make("div", { class: "wb-body", role: "rowgroup" });
     this.scroller = make("div", { class: "wb-rows" }, this.head, this.body);
@@ -51,7 +52,9 @@ class Grid {
     this.tops = offsets(view.rows);
     this.keepRow();
     this.drawBody();
-    this.foot.replaceChildren(totalLine(view));
+    const footKey = JSON.stringify([view.total, view.note, view.tensor]);
+    if (footKey !== this.footKey) this.foot.replaceChildren(totalLine(view));
+    this.footKey = footKey;
     this.mark(hadFocus);
   }
 
@@ -69,7 +72,13 @@ class Grid {
 
   drawBody() {
     this.range = windowOf(this.view.rows, this.tops, this.scroller.scrollTop, this.scroller.clientHeight || 520);
-    this.body.replaceChildren(...drawRows(this.view, this.range, this.tops));
+    const drawn = new Map();
+    const nodes = drawRows(this.view, this.range, this.tops, (key, make) => {
+      drawn.set(key, this.drawn.get(key) ?? make());
+      return drawn.get(key);
+    });
+    this.drawn = drawn;
+    putChildren(this.body, nodes);
   }
 
   onScroll() {
