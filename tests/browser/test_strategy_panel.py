@@ -69,7 +69,7 @@ def test_a_click_draws_only_the_rows_that_it_changes(lab_page: Any) -> None:
         "() => [...document.querySelector('.wb-panel').querySelectorAll('.wb-row')].filter(row => !row.wasThere)"
         ".map(row => row.dataset.row)"
     )
-    assert anew == ["ln_f"]
+    assert anew == ["ln_f", "lm_head"], "the row, and the one that takes its output"
     assert focused(lab_page) == ["ln_f", "model"]
 
 
