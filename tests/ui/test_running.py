@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.patience import PATIENCE_S, wait_until
-from tests.ui.reports import FakeTrainer
+from tests.ui.reports import FakeTrainer, block
 from workbench.core.strategy import Strategy
 from workbench.errors import RunError, StrategyError
 from workbench.session.comparing.comparison import RunStopped
@@ -175,3 +175,26 @@ def test_what_was_predicted_goes_with_the_run(trainer: FakeTrainer, upper: Upper
     drawn = {trace.name: trace for trace in part.live.figure.data}
     assert list(drawn["predicted"].y) == [200, 200] and list(drawn["predicted peak"].x) == [3000, 1000]  # in kB
     assert predictions(None) == {}
+
+
+def test_the_check_against_one_device_is_a_switch(part: RunsPart, trainer: FakeTrainer, upper: Upper):
+    assert part.check.value and part.check.description == "check against one device"
+    part.check.value = False
+    assert (trainer.check_steps, upper.changes) == (0, 1)
+    part.run()
+    assert part.check.disabled, "a run keeps what it has begun with"
+    finish(part, trainer)
+    part.check.value = True
+    assert trainer.check_steps == 20
+
+
+def test_steps_that_arrive_after_a_stop_do_not_hide_it(part: RunsPart, trainer: FakeTrainer, monkeypatch):
+    part.run()
+    run = trainer.runs[-1]
+    monkeypatch.setattr(run, "stop", lambda: run.waiting.append(block(2, (1.0,), num_steps=3)))
+    part.stop()
+    wait_until(lambda: part.live.history.last_step == 3, "the run reports its last step")
+    part.live.draw(everything=True)
+    assert "stopping <b>after this step</b>" in part.live.status.state.value
+    finish(part, trainer)
+    assert "stopping" not in part.live.status.state.value

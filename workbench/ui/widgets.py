@@ -27,7 +27,7 @@ from workbench.ui.planning import paper
 from workbench.ui.planning.predicting import Predictor
 from workbench.ui.runs.running import Hooks, RunsPart
 from workbench.ui.runs.trainer import SessionTrainer, Trainer
-from workbench.ui.static_view import static_html, static_text
+from workbench.ui.static_view import check_text, static_html, static_text
 from workbench.ui.strategy.state import PanelState
 from workbench.ui.strategy_part import StrategyPart, facts_of
 from workbench.units import format_count
@@ -73,7 +73,8 @@ class Panel(widgets.VBox):
         num_ranks: where there is no session.
         costs: of the model's layers; default: counted from the model on metadata.
         keep: keep the runs on disk, see ``wb.SavedRuns``; a ``SavedRuns`` says where.
-        check_steps: first steps that one device trains too, to be compared with; 0 for none.
+        check_steps: first steps that one device trains too, to be compared with; 0 for none. The panel's switch
+            "check against one device" turns it off and on.
 
     Raises:
         StrategyError: ``strategy`` does not parse. One that does not fit the model is shown with its mistakes.
@@ -105,7 +106,7 @@ class Panel(widgets.VBox):
         check_steps: int = CHECKED_STEPS,
     ) -> None:
         job = (model_fn, dataset, loss_fn)
-        is_paper = session is None and trainer is None
+        self._is_paper = is_paper = session is None and trainer is None
         predictor = Predictor(hardware, batch_size, paper.optimizer_name(optimizer_fn))
         if is_paper:
             if num_ranks is None:
@@ -167,11 +168,12 @@ class Panel(widgets.VBox):
         """What stays in sight, whatever is shown below it."""
         controls, runs = self._upper.controls, self._runs_part
         legend = button("?", lambda: None, "wb-legend-button", "wb-icon", tooltip="what the words mean")
+        checks = () if self._is_paper else (runs.check,)
         buttons = (controls.problems, controls.run, *runs.steering, legend)
         stays = widgets.VBox(
             [
                 bar(self.tabs, html("", "wb-space"), *buttons),
-                bar(*runs.live.status.parts, css=("wb-bar", "wb-status")),
+                bar(*runs.live.status.parts, *checks, css=("wb-bar", "wb-status")),
                 self._failures.box,
             ]
         )
@@ -205,6 +207,11 @@ class Panel(widgets.VBox):
     def running(self) -> bool:
         """Does a run hold the engines?"""
         return self._runs_part.busy
+
+    @property
+    def check_steps(self) -> int:
+        """First steps of the next run that one device trains too, to be compared with; 0 for none."""
+        return self._runs_part.check_steps
 
     @property
     def runs(self) -> list[RunRecord]:
@@ -310,8 +317,9 @@ class Panel(widgets.VBox):
     def _static_bundle(self) -> dict[str, str]:
         runs = self._runs_part.static_html()
         predicted = self._upper.predictions_html("static") + self._upper.plan_html()
-        html = static_html(self.state.text, self._upper.view(), predicted, runs)
-        return {"text/html": html, "text/plain": static_text(self.state.text, self.runs, self.baseline)}
+        check = "" if self._is_paper else check_text(self.check_steps)
+        html = static_html(self.state.text, self._upper.view(), predicted, runs, check)
+        return {"text/html": html, "text/plain": static_text(self.state.text, self.runs, self.baseline, check)}
 
     def _keep_static(self) -> None:
         """Bring the static copy up to date soon, between runs only: it is what a saved notebook shows."""

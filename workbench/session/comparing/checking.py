@@ -80,7 +80,7 @@ class Checker:
         """
         which = one_device_of(strategy)
         truth = self.known(which)
-        if truth is None:
+        if truth is None or not num_steps:
             return UNKNOWN
         case = Case(_distance(reports, truth, num_steps), TOLERANCES[truth.precision])
         try:

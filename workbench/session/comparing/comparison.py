@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
 
-from workbench.core.metrics import TOLERANCE, RunEvent, RunRecord, Segment, StepBlock, StepSpans, bubble
+from workbench.core.metrics import RunEvent, RunRecord, Segment, StepBlock, StepSpans, bubble
 from workbench.core.presets import preset_name
 from workbench.core.strategy import Strategy
 from workbench.core.verdict import CHECKED_STEPS
@@ -43,7 +43,7 @@ class Comparison:
     ``wb.compare`` and the panel are both made of this. Close it (or use it as a context) to free the engines' copies.
 
     Args:
-        check_steps: steps that one device trains, and that strategies are compared with; 0 for no comparison.
+        check_steps: steps that one device trains, and that runs begun from now on are compared with; 0 for none.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Comparison:
         self.session, self.subject, self.job = session, subject, subject.job
         self.key = f"{os.getpid()}-{next(_keys)}"
         self._checker = Checker(session, self.key)
-        self._check_steps = check_steps
+        self.check_steps = check_steps
         self._keep = keep
         self._baseline: RunRecord | None = None
         self._num_threads = 0
@@ -107,7 +107,7 @@ class Comparison:
         """
         self.prepare()
         which = one_device_of(strategy) if strategy is not None else OneDevice()
-        steps = min(self._check_steps, num_steps or self.job.num_steps)
+        steps = min(self.check_steps, num_steps or self.job.num_steps)
         return self._checker.one_device(which, steps, watch) if steps else None
 
     def baseline(self, watch: Watch | None = None, num_steps: int | None = None) -> RunRecord | None:
@@ -178,7 +178,7 @@ class Comparison:
             "device": self.session.device,
             "optimizer": _optimizer_text(job.optimizer_fn),
             "seed": job.seed,
-            "tolerance": TOLERANCE,
+            "check_steps": self.check_steps,
             "machine": machine_text(),
             **{name.lower(): number for name, number in versions().items()},
         }
@@ -193,10 +193,11 @@ class Comparison:
     ) -> RunRecord:
         """A finished run, compared with one device: the losses of the first steps, and how they change the weights."""
         run = self._record(planned.name, planned.strategy, reports, planned.num_ranks)
-        verdict = self._checker.verdict(strategy, reports, self._check_steps, watch)
+        verdict = self._checker.verdict(strategy, reports, planned.settings["check_steps"], watch)
         return replace(
             run,
             predicted=planned.predicted,
+            settings=planned.settings,
             started=planned.started,
             changes=reports[0].changes,
             loss_difference=verdict.largest,

@@ -18,6 +18,7 @@ class RunStatus:
         state: a dot, a word, and where the run is.
         progress: how many of all steps.
         elapsed: percent, how long it has taken, and how long it will.
+        is_stopping: a stop is asked for; until the run has ended, that is its state, whatever step it reports.
     """
 
     def __init__(self) -> None:
@@ -25,15 +26,24 @@ class RunStatus:
         self.progress = widgets.IntProgress(value=0, min=0, max=1)
         self.progress.add_class("wb-progress")
         self.parts = (self.state, self.progress, self.elapsed)
+        self.is_stopping = False
         self.clear(0)
 
     def clear(self, num_steps: int) -> None:
         """Nothing is done of so many steps; 0 where nobody knows how many there are."""
+        self.is_stopping = False
         self._show_bar(0, num_steps)
         self.elapsed.value = ""
 
+    def show_stopping(self) -> None:
+        """A stop is asked for."""
+        self.is_stopping = True
+        self.show_state("running", "stopping", "")
+
     def show_state(self, css: str, word: str, detail: str) -> None:
         """``css`` is one of running, paused, done, failed."""
+        if self.is_stopping and css.startswith("running"):
+            word, detail = "stopping", "after this step"
         value = f'<span class="wb-state {css}"><i></i>{escape(word)} <b>{escape(detail)}</b></span>'
         if self.state.value != value:
             self.state.value = value

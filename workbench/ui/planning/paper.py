@@ -55,6 +55,8 @@ def optimizer_name(optimizer_fn: Callable[[Any], Any] | None) -> str:
 class PaperTrainer:
     """Describes a model on ``num_ranks`` ranks that are not there."""
 
+    check_steps = 0
+
     def __init__(self, costs: ModelCosts, num_ranks: int, dataset: Any, loss_fn: Any = None) -> None:
         self.layers, self.num_ranks = costs.layers, num_ranks
         self.sample_shape = tuple(dataset[1:]) if _is_shape(dataset) else first_batch(dataset, loss_fn).sample_shape

@@ -9,7 +9,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from workbench.core.metrics import RunRecord
-from workbench.ui.numbers import DASH, percent, short_difference, signed_percent, speedup_text, three_digits
+from workbench.ui.numbers import (
+    DASH,
+    NOT_CHECKED,
+    percent,
+    short_difference,
+    signed_percent,
+    speedup_text,
+    three_digits,
+)
 from workbench.ui.runs.scatter import pareto_front
 from workbench.units import format_bytes, format_seconds
 
@@ -157,10 +165,10 @@ def _texts(values: Mapping[str, float | None], run: RunRecord, is_truth: bool) -
 def equal_text(run: RunRecord) -> str:
     """Whether the run equals one device, with its largest loss difference: ``'\u2713 2e-7'``.
 
-    ``'\u2713 2e-2 noise'`` where rounding has grown beyond the tolerance.
+    ``'\u2713 2e-2 noise'`` where rounding has grown beyond the tolerance, ``'not checked'`` where nobody asked.
     """
     if run.equal is None:
-        return DASH
+        return NOT_CHECKED if run.settings.get("check_steps") == 0 else DASH
     noise = " noise" if run.verdict.grown else ""
     return f"{TICK if run.equal else CROSS} {short_difference(run.loss_difference)}{noise}"
 

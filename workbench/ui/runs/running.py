@@ -9,14 +9,17 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
+import ipywidgets as widgets
+
 from workbench.core.metrics import RunRecord, StepSpans
 from workbench.core.segments import by_strategy
 from workbench.core.strategy import Strategy
+from workbench.core.verdict import CHECKED_STEPS
 from workbench.errors import RunError
 from workbench.session.comparing.comparison import RunStopped
 from workbench.session.comparing.saved_runs import SavedRuns
 from workbench.theme import Palette
-from workbench.ui.controls import bar, button
+from workbench.ui.controls import bar, button, on_value
 from workbench.ui.failures import guarded
 from workbench.ui.live.chrome_trace import chrome_trace
 from workbench.ui.live.history import Message
@@ -48,8 +51,8 @@ class Hooks:
 
 class RunsPart:
     """Follows one run at a time and keeps the finished ones. ``live.box`` and ``table.box`` are what is shown,
-    ``steering`` and ``live.status.parts`` what stays in sight beside them; ``saved`` has the runs of other days,
-    ``error`` what ended the last run.
+    ``steering``, ``check`` and ``live.status.parts`` what stays in sight beside them; ``saved`` has the runs of other
+    days, ``error`` what ended the last run.
     """
 
     def __init__(self, trainer: Trainer, steps: int, hooks: Hooks, saved: SavedRuns | None = None) -> None:
@@ -74,6 +77,9 @@ class RunsPart:
         self.trace_button.tooltip = "save the noted steps for chrome://tracing or ui.perfetto.dev"
         both = bar(self.pause_button, self.stop_button, css=("wb-group",))
         self.steering = (both, self.change_button, self.apply_button, self.keep_button)
+        self.check = widgets.Checkbox(trainer.check_steps > 0, description="check against one device", indent=False)
+        self._checked_steps = trainer.check_steps or CHECKED_STEPS
+        on_value(self.check, self._on_check)
         self.live = LiveView(trainer.num_ranks, (self.trace_button,), has_status=False)
         self.table = RunTable(hooks.opened, self._run_again, saved)
         self._show_buttons()
@@ -84,6 +90,11 @@ class RunsPart:
     def busy(self) -> bool:
         """Does a run hold the engines?"""
         return self._pump is not None
+
+    @property
+    def check_steps(self) -> int:
+        """First steps of the next run that one device trains too."""
+        return self._trainer.check_steps
 
     def run(self, steps: int | None = None) -> None:
         """Train with the strategy of the upper half; returns at once.
@@ -136,7 +147,7 @@ class RunsPart:
             return
         self._is_stopping = True
         pump.run.stop()
-        self.live.status.show_state("running", "stopping", "after this step")
+        self.live.status.show_stopping()
         self._show_buttons()
 
     def pause(self) -> None:
@@ -220,7 +231,9 @@ class RunsPart:
             self.live.add(found, lambda text: self._names.get(text, text))
 
     def _on_trained(self) -> None:
-        self.live.status.show_state("running", "comparing", "with one device")
+        self.live.status.is_stopping = False
+        if self._trainer.check_steps:
+            self.live.status.show_state("running", "comparing", "with one device")
 
     def _on_end(self, record: RunRecord | None, error: BaseException | None) -> None:
         with self._lock:
@@ -278,6 +291,10 @@ class RunsPart:
     def _on_pause(self) -> None:
         (self.go_on if self.is_paused else self.pause)()
 
+    def _on_check(self, change: Any) -> None:
+        self._trainer.check_steps = self._checked_steps if change["new"] else 0
+        self._hooks.changed()
+
     def _on_trace(self) -> None:
         name = f"{self._run_name()}-trace.json"
         self.live.link.download(name, json.dumps(self.trace()), "application/json")
@@ -290,6 +307,8 @@ class RunsPart:
         busy, changing = self.busy, self._is_changing
         for each in (self.pause_button, self.stop_button, self.change_button):
             each.disabled = not busy
+        self.check.disabled = busy
+        self.check.tooltip = "a run's first steps are trained on one device too, from the same weights, and compared"
         waits = "no run is going on"
         self.pause_button.description = "Go on" if self.is_paused else "Pause"
         self.pause_button.icon = "play" if self.is_paused else "pause"

@@ -34,12 +34,16 @@ class PanelRun(Run, Protocol):
 
 
 class Trainer(Protocol):
-    """Describes one model and starts runs of it; ``baseline`` is the one-device run once there is one."""
+    """Describes one model and starts runs of it; ``baseline`` is the one-device run once there is one.
+
+    ``check_steps`` of a run's first steps are trained on one device too, to compare them; 0 for none.
+    """
 
     layers: list[Layer]
     num_ranks: int
     sample_shape: tuple[int, ...]
     baseline: RunRecord | None
+    check_steps: int
 
     def start(
         self, strategy: Strategy, name: str, num_steps: int, predicted: Mapping[str, float] | None = None
@@ -72,6 +76,15 @@ class SessionTrainer:
         self.num_ranks: int = session.num_engines
         self.sample_shape = subject.sample_shape
         self.baseline: RunRecord | None = None
+
+    @property
+    def check_steps(self) -> int:
+        """First steps of a run that one device trains too; a run keeps the number that it has begun with."""
+        return self._comparison.check_steps
+
+    @check_steps.setter
+    def check_steps(self, number: int) -> None:
+        self._comparison.check_steps = number
 
     def start(
         self, strategy: Strategy, name: str, num_steps: int, predicted: Mapping[str, float] | None = None
