@@ -21,7 +21,10 @@ def static_html(text: str, view: dict[str, Any], predictions: str = "", runs: st
     The class ``wb-static`` lets the live panel hide it where both are on one page.
     """
     strategy = element(
-        "p", element("b", text="Strategy "), element("code", text=text), element("span", text=f" {check}")
+        "p",
+        element("b", text="Strategy "),
+        element("code", text=text),
+        element("span", text=f" \u00b7 {check}" if check else ""),
     )
     style = element("style", style_sheet(".wb-static"), *map(asset, _SHEETS))
     return element("div", style, strategy, static_grid_html(view), predictions, runs, css="wb-static")
@@ -29,11 +32,10 @@ def static_html(text: str, view: dict[str, Any], predictions: str = "", runs: st
 
 def static_text(text: str, runs: Sequence[RunRecord], baseline: RunRecord | None, check: str = "") -> str:
     """The strategy, whether it is checked, and the table of runs in 80 columns."""
-    return "\n".join(
-        [f"Strategy: {text} {check}".rstrip(), *([comparison_table_text(by_strategy(runs), baseline)] if runs else [])]
-    )
+    table = [comparison_table_text(by_strategy(runs), baseline)] if runs else []
+    return "\n".join([f"Strategy: {text}", *filter(None, [check]), *table])
 
 
 def check_text(num_steps: int) -> str:
-    """Whether runs are compared with one device: ``"(20 steps checked against one device)"``."""
-    return f"({num_steps} steps checked against one device)" if num_steps else "(not checked against one device)"
+    """Whether runs are compared with one device: ``"20 steps checked against one device"``."""
+    return f"{num_steps} steps checked against one device" if num_steps else "not checked against one device"
