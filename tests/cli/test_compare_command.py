@@ -134,6 +134,13 @@ def test_a_file_gives_the_job(job_file: Path) -> None:
     assert job.optimizer_fn is None
 
 
+def test_a_file_may_say_how_samples_become_a_batch(job_file: Path) -> None:
+    assert compare.load_job(job_file).collate_fn is None
+    job_file.write_text(JOB + "\ncollate_fn = list\ndef count(inputs, targets): return 3\n")
+    job = compare.load_job(job_file)
+    assert job.collate_fn is list and job.count(None, None) == 3
+
+
 def test_functions_of_the_file_travel_by_value(job_file: Path) -> None:
     import cloudpickle
 

@@ -308,7 +308,7 @@ class TestMistakes:
             def __iter__(self):
                 return iter(range(3))
 
-        with pytest.raises(TypeError, match=r"has no positions.*__getitem__"):
+        with pytest.raises(RunError, match=r"GlobalDataLoader\(Stream\): .* has no positions.*__getitem__"):
             wb.GlobalDataLoader(Stream(), 2)
 
     def test_sizes_and_layouts(self):

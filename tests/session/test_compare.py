@@ -16,7 +16,7 @@ from workbench.core.metrics import TOLERANCE, RunEvent, RunRecord, StepBlock, St
 from workbench.core.segments import by_strategy
 from workbench.core.strategy import Strategy
 from workbench.core.verdict import CHECKED_STEPS
-from workbench.errors import RunError, StrategyError
+from workbench.errors import CellError, RunError, StrategyError
 from workbench.session.comparing.compare import CompareResult, Comparison
 from workbench.session.comparing.comparison import RunStopped, Watch
 from workbench.session.comparing.saved_runs import SavedRuns
@@ -97,6 +97,8 @@ def test_a_strategy_that_does_not_fit_runs_nothing(session):
     [
         ({"batch_size": 64}, RunError, "batch_size=64, but the data set has 50 samples.*batch_size=50"),
         ({"steps": 0}, RunError, "steps=0: a whole number of at least 1"),
+        ({"dataset": iter([1, 2])}, RunError, "has no positions"),
+        ({"optimizer_fn": lambda p: []}, RunError, "returned a list of 0"),
         ({"model_fn": make_model()}, RunError, "model_fn is a Sequential.*without calling it"),
         ({"strategies": ["data", "nope: model"]}, StrategyError, "no layer matches 'nope'"),
         ({"strategies": "*: data | 1x3x1", "engines": 2}, StrategyError, "there are 2 ranks"),
@@ -106,9 +108,52 @@ def test_mistakes_are_told_before_any_engine_is_started(monkeypatch, mistake, er
     compare = importlib.import_module("workbench.session.comparing.compare")
     monkeypatch.setattr(compare, "find_current", lambda: None)
     monkeypatch.setattr(compare, "Session", lambda *_: pytest.fail("engines were started"))
-    asked = {"model_fn": make_model, "strategies": ["data"], "batch_size": 16} | mistake
+    asked = {"model_fn": make_model, "dataset": data(), "strategies": ["data"], "batch_size": 16} | mistake
     with pytest.raises(error, match=words):
-        wb.compare(dataset=data(), loss_fn=F.cross_entropy, **asked)
+        wb.compare(loss_fn=F.cross_entropy, **asked)
+
+
+def padded(samples):
+    words, classes = zip(*samples, strict=True)
+    return nn.utils.rnn.pad_sequence(words, batch_first=True), torch.stack(classes)
+
+
+def unlike_sentences():
+    return [(torch.arange(2 + index % 5) % 7, torch.tensor(index % 3)) for index in range(20)]
+
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.head = nn.Embedding(7, 8), nn.Linear(8, 3)
+
+    def forward(self, ids):
+        return self.head(self.words(ids).mean(1))
+
+
+def test_a_collate_fn_travels_to_the_engines(session):
+    words = {"dataset": unlike_sentences(), "loss_fn": F.cross_entropy, "collate_fn": padded, "shuffle": False}
+    result = wb.compare(Words, strategies=["data", "pipeline"], batch_size=6, steps=3, session=session, **words)
+    assert result.all_equal, result
+
+
+def test_a_sum_runs_without_micro_batches_only(session):
+    def total(output, target):
+        return F.cross_entropy(output, target, reduction="sum") / 100
+
+    strategies = {"data": "data", "stages": "pipeline"}
+    found = wb.compare(make_model, data(), total, strategies, batch_size=16, steps=3, session=session, keep=False)
+    assert found.runs[0].equal and found.runs[1].equal is None
+    assert "no mean over the samples" in found.runs[1].error and "this one has 4" in found.runs[1].error
+
+
+def test_what_a_loss_was_called_with_is_told_beside_its_own_error(session):
+    class Pairs(nn.Linear):
+        def forward(self, x):
+            return super().forward(x), x
+
+    with pytest.raises(CellError, match=r"must be Tensor, not tuple(?s:.*)output is a tuple of \(float32 \(2, 4\)"):
+        wb.compare(lambda: Pairs(8, 4), data(), F.cross_entropy, ["data"], batch_size=16, session=session)
 
 
 def test_a_strategy_that_fails_keeps_the_others(session):

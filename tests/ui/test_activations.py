@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 from torch.nn.functional import cross_entropy
 
 from tests.ui.odd_activations import (
@@ -117,3 +119,16 @@ def test_exchanges_of_a_batch_in_the_second_dim_are_those_of_one_in_the_first():
     sent = dry_run(Attention, "*: data | 1x2x1", 2, words, targets, cross_entropy)
     gradients = sum(parameter.numel() for parameter in Attention().parameters()) * 4 * 2
     assert sum(sent.sent_bytes) == gradients
+
+
+def test_a_panel_that_only_predicts_makes_batches_of_samples_too():
+    samples = [(torch.arange(3 + index), torch.tensor(index)) for index in range(4)]
+    words = lambda: nn.Sequential(nn.Embedding(9, 8), nn.Flatten(), nn.Linear(32, 4))  # noqa: E731
+
+    def padded(some):
+        ids, classes = zip(*some, strict=True)
+        return nn.utils.rnn.pad_sequence(ids, batch_first=True), torch.stack(classes)
+
+    costs = paper.costs_of(words, samples, cross_entropy, padded)
+    assert costs.sample_shape == (4,) and [row.given.sizes for row in costs.rows] == [(4, 8), (4,)]
+    assert paper.PaperTrainer(costs, 2, samples, cross_entropy, padded).sample_shape == (4,)

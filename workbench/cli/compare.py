@@ -7,6 +7,8 @@ The file defines
     loss_fn(out, target)    a scalar, the mean over the samples; of a tuple the target is the last entry, of a dict
                             its labels. Optional where the model returns its own loss (transformers)
     optimizer_fn(params)    optional; default SGD with lr 0.1 and momentum 0.9
+    collate_fn(samples)     optional: a batch of a list of samples, as for torch's DataLoader
+    count(inputs, targets)  optional: how many terms a micro-batch's mean loss has, where that is not its samples
 
     workbench compare mine.py data model "encoder*: data@0; head: model@1 | mb=4 1f1b"
 """
@@ -41,8 +43,8 @@ def load_job(path: Path) -> Job:
             "The file needs model_fn and dataset, and a loss_fn unless the model returns its own loss; see workbench "
             "compare --help."
         )
-    loss_fn, optimizer_fn = (getattr(module, name, None) for name in ("loss_fn", "optimizer_fn"))
-    return Job(module.model_fn, dataset_of(module), loss_fn, optimizer_fn)
+    others = [getattr(module, name, None) for name in ("loss_fn", "optimizer_fn", "collate_fn", "count")]
+    return Job(module.model_fn, dataset_of(module), *others)
 
 
 def dataset_of(module: ModuleType) -> Any:

@@ -128,7 +128,7 @@ def _model(name: str) -> Any:
         return layer_costs(module.model_fn, module.inputs, loss_fn, getattr(module, "targets", None))
     from workbench.ui.planning.paper import costs_of
 
-    return costs_of(module.model_fn, dataset_of(module), loss_fn)
+    return costs_of(module.model_fn, dataset_of(module), loss_fn, getattr(module, "collate_fn", None))
 
 
 def _list_models() -> int:

@@ -29,6 +29,8 @@ class Job:
     dataset: Any
     loss_fn: Any
     optimizer_fn: Any = None
+    collate_fn: Any = None
+    count: Any = None
 
 
 def require(extra: str, *modules: str) -> None:
@@ -81,6 +83,8 @@ def compare_and_present(
         job.loss_fn,
         strategies,
         optimizer_fn=job.optimizer_fn,
+        collate_fn=job.collate_fn,
+        count=job.count,
         batch_size=args.batch,
         steps=args.steps,
         session=session,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Number
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_with_path, tree_unflatten
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
@@ -19,7 +19,7 @@ from workbench.core.sbp import Broadcast, Split, broadcast, split
 from workbench.errors import LayoutError
 from workbench.runtime.batches import TARGET_KEYS, as_tensors, count_samples
 from workbench.runtime.coordination import gather
-from workbench.runtime.samples import collate, num_samples_of, take
+from workbench.runtime.samples import Collate, check_dataset, collate, num_samples_of, take
 from workbench.runtime.strategies.state import state_of
 from workbench.runtime.tensor import ghost_storage, label, spec_of
 from workbench.runtime.world import World, current
@@ -52,7 +52,7 @@ class GlobalDataLoader:
             beside words ``(N, T)``) must be alike on all ranks, and come as they are; one row may come once per sample.
 
     Raises:
-        TypeError: an iterable dataset.
+        RunError: a dataset without positions, such as an iterable one or a loader.
         LayoutError: a layout that splits another dim than 0, or parts of a batch that do not fit together.
 
     Of ``loader = wb.GlobalDataLoader(dataset, batch_size=2, module=model, shuffle=True)`` over 5 pairs, ``for inputs,
@@ -71,14 +71,15 @@ class GlobalDataLoader:
         seed: int = 0,
         drop_last: bool = False,
         num_workers: int = 0,
-        collate_fn: Callable[[list[Any]], Any] = collate,
+        collate_fn: Collate | None = None,
         pin_memory: bool = False,
     ) -> None:
-        _check_arguments(dataset, batch_size, module, placement, collate_fn)
+        check_dataset(dataset, collate_fn, f"GlobalDataLoader({type(dataset).__name__})")
+        _check_arguments(batch_size, module, placement)
         self.dataset, self.batch_size, self.module = dataset, batch_size, module
         self._num_samples = num_samples_of(dataset)
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
-        self.num_workers, self.collate_fn = num_workers, collate_fn
+        self.num_workers, self.collate_fn = num_workers, collate_fn or collate
         self.pin_memory = pin_memory and torch.cuda.is_available()
         self._given = None if placement is None else _checked_layout(placement, sbp)
         self.epoch = 0
@@ -176,17 +177,7 @@ class _Layouts:
     targets: Layout
 
 
-def _check_arguments(dataset: Any, batch_size: int, module: Any, placement: Any, collate_fn: Any) -> None:
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
-        raise TypeError(
-            f"GlobalDataLoader({type(dataset).__name__}): an iterable dataset has no positions, so each rank would "
-            "have to read all samples to find its own. Give one with __getitem__ and __len__, e.g. list(dataset)."
-        )
-    if collate_fn is not collate and isinstance(dataset, (tuple, Mapping)):
-        raise ValueError(
-            f"GlobalDataLoader({type(dataset).__name__}, collate_fn=...): samples lie in arrays already, and a "
-            "batch is some rows of them. Leave out collate_fn, or give a list of samples."
-        )
+def _check_arguments(batch_size: int, module: Any, placement: Any) -> None:
     if batch_size < 1:
         raise ValueError(f"GlobalDataLoader(batch_size={batch_size}): a batch has at least 1 sample.")
     if module is not None and placement is not None:

@@ -55,11 +55,13 @@ def layer_costs(
     return count(model, inputs, loss_fn, targets, dtype=dtype)
 
 
-def first_batch(dataset: Any, loss_fn: Callable[..., Any] | None) -> Batch:
+def first_batch(
+    dataset: Any, loss_fn: Callable[..., Any] | None, collate_fn: Callable[[list[Any]], Any] | None = None
+) -> Batch:
     """Two samples of a data set as a batch: what of them goes to the model, what to the loss, and their shape."""
     from workbench.runtime.samples import first_batch as take
 
-    return take(dataset, loss_fn)
+    return take(dataset, loss_fn, collate_fn=collate_fn)
 
 
 def plan(

@@ -67,6 +67,11 @@ class Panel(widgets.VBox):
         steps: steps per run.
         optimizer_fn: ``parameters -> optimizer``; default SGD with lr 0.1 and momentum 0.9.
         seed: of weights and data order.
+        collate_fn: list of samples -> batch, as for torch's ``DataLoader``; for a Dataset or a list of samples.
+        shuffle: another order of the samples in every epoch, which follows from the seed; else always their own.
+        drop_last: leave out the uneven batch at the end of an epoch.
+        count: (inputs, targets) -> how many terms the mean loss of a micro-batch has, where that is not its samples:
+            the words that count, for example.
         trainer: what describes the model and starts runs; default: the session's engines.
         hardware: the machine to predict for: ``wb.calibrate(session)``, a file, or a name ("h200"). None: nothing is
             predicted.
@@ -98,6 +103,10 @@ class Panel(widgets.VBox):
         steps: int = 200,
         optimizer_fn: Callable[[Any], Any] | None = None,
         seed: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        count: Callable[[Any, Any], Any] | None = None,
         hardware: Hardware | str | None = None,
         num_ranks: int | None = None,
         costs: ModelCosts | None = None,
@@ -105,19 +114,21 @@ class Panel(widgets.VBox):
         keep: bool | SavedRuns = True,
         check_steps: int = CHECKED_STEPS,
     ) -> None:
-        job = (model_fn, dataset, loss_fn)
+        job = (model_fn, dataset, loss_fn, collate_fn)
         self._is_paper = is_paper = session is None and trainer is None
-        predictor = Predictor(hardware, batch_size, paper.optimizer_name(optimizer_fn))
         if is_paper:
             if num_ranks is None:
                 raise ValueError("Panel(None, ...): without a session, num_ranks= says for how many ranks to plan.")
             costs = costs or paper.costs_of(*job)
-            trainer = paper.PaperTrainer(costs, num_ranks, dataset, loss_fn)
+            trainer = paper.PaperTrainer(costs, num_ranks, dataset, loss_fn, collate_fn)
         saved = SavedRuns() if keep is True else keep or None
         if trainer is None:
-            options = {"batch_size": batch_size, "steps": steps, "optimizer_fn": optimizer_fn, "seed": seed}
-            options["check_steps"] = check_steps
-            trainer = SessionTrainer(session, *job, **options, keep=saved)  # type: ignore[arg-type]
+            trainer = SessionTrainer(
+                session, model_fn, dataset, loss_fn, keep=saved, check_steps=check_steps,
+                batch_size=batch_size, steps=steps, optimizer_fn=optimizer_fn, seed=seed,
+                collate_fn=collate_fn, shuffle=shuffle, drop_last=drop_last, count=count,
+            )  # fmt: skip
+        predictor = Predictor(hardware, batch_size, paper.optimizer_name(optimizer_fn))
         predictor.costs, predictor.problem = costs, predictor.problem if session else "costs of the layers: not known"
         self._handle: Any = None
         self._timer: threading.Timer | None = None

@@ -11,7 +11,7 @@ from torch import nn
 
 import workbench as wb
 from tests.models.zoo import make
-from workbench.core.presets import preset
+from workbench.core.presets import strategy_of
 from workbench.errors import RunError
 from workbench.runtime.batches import Batch
 from workbench.runtime.parallel import describe
@@ -95,17 +95,11 @@ def job_of(name):
     return Job(model_fn, dataset, loss_fn, None, batch_size=7, num_steps=4)  # of 10 samples: 7, 3, 7, 3
 
 
-def strategy_of(text, layers):
-    name, _, options = text.partition(" | ")
-    found = preset(name, layers, 2) if "*" not in name else wb.Strategy(text)
-    return found.with_options(num_micro_batches=2) if options == "mb=2" else found
-
-
 @pytest.mark.parametrize("text", STRATEGIES)
 @pytest.mark.parametrize("name", JOBS)
 def test_every_strategy_equals_one_device(name, text):
     job = job_of(name)
-    strategy = strategy_of(text, describe(job.model()))
+    strategy = strategy_of(text, describe(job.model()), 2)
     runs = run_ranks(lambda rank: run_strategy(job, strategy, keeps_weights=True), 2)
     expected = truth(name, strategy.options.num_micro_batches)
     assert len(expected.losses) == 4 and len(set(expected.losses)) == 4
@@ -151,7 +145,9 @@ def test_a_wrong_weight_of_a_micro_batch_is_noticed(monkeypatch):
     """The shares of uneven micro-batches are what makes them equal to one device: 4 and 3 of 7, 2 and 1 of 3."""
     name = "gpt2, columns in a dict"
     expected = truth(name, 2)
-    monkeypatch.setattr(Batch, "cut", lambda batch, number: [replace(part, share=0.5) for part in CUT(batch, number)])
+    monkeypatch.setattr(
+        Batch, "cut", lambda batch, number, count: [replace(part, share=0.5) for part in CUT(batch, number)]
+    )
     wrong = run_one_device(job_of(name), 2)
     assert wrong.losses[0] != pytest.approx(expected.losses[0], rel=1e-5)
 

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -14,10 +13,16 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from workbench.core.verdict import WEIGHT_STEPS, Tolerance
-from workbench.errors import RunError
-from workbench.runtime.batches import Batch, LossFunction, as_tensors
+from workbench.runtime.batches import Batch, Count, LossFunction, as_tensors
 from workbench.runtime.runs.changes import disturb
-from workbench.runtime.samples import first_batch, num_samples_of, take
+from workbench.runtime.runs.job_checks import (
+    check_batch_size,
+    check_functions,
+    check_model,
+    check_numbers,
+    check_optimizer,
+)  # fmt: skip
+from workbench.runtime.samples import Collate, check_dataset, first_batch, num_samples_of, take
 
 WARM_UP_STEPS = 3
 """Steps that plan and cache; left out of throughput."""
@@ -36,11 +41,16 @@ class Job:
         optimizer_fn: parameters -> torch optimizer; default SGD with lr 0.1 and momentum 0.9.
         batch_size: samples per step, over all ranks.
         num_steps: training steps; the data set starts anew as often as that takes.
+        collate_fn: makes a batch of a list of samples, as for torch's ``DataLoader``; all ranks take the same batches.
+        shuffle: take the samples in another order in every epoch, which follows from the seed; else in their own.
+        drop_last: leave out the uneven batch at the end of an epoch.
+        count: how many terms a micro-batch's loss is the mean of, ``(inputs, targets) -> number``; None: its samples.
         dtype: of the floating-point numbers in model and data; default as they are.
         disturbed: change the first weights by up to one rounding unit of this precision.
 
     Raises:
-        RunError: a model instead of a function that makes one, a number below 1, or a batch larger than the data set.
+        RunError: a model instead of a function that makes one, a number below 1, a data set without positions, or a
+            batch larger than the data set.
     """
 
     model_fn: Callable[[], nn.Module]
@@ -50,54 +60,59 @@ class Job:
     batch_size: int
     num_steps: int
     seed: int = 0
+    collate_fn: Collate | None = None
+    shuffle: bool = True
+    drop_last: bool = False
+    count: Count | None = None
     dtype: torch.dtype | None = None
     disturbed: Tolerance | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.model_fn, nn.Module):
-            kind = type(self.model_fn).__name__
-            raise RunError(
-                f"model_fn is a {kind}, but every run starts from fresh weights. Give the function or class that makes "
-                f"the model, without calling it: make_model, not make_model()."
-            )
-        numbers: dict[str, Any] = {"batch_size": self.batch_size, "steps": self.num_steps}
-        for name, number in numbers.items():
-            if not isinstance(number, Integral) or number < 1:
-                raise RunError(f"{name}={number!r}: a whole number of at least 1, e.g. {name}=20.")
-        num_samples = num_samples_of(self.dataset)
-        if self.batch_size > num_samples:
-            raise RunError(
-                f"batch_size={self.batch_size}, but the data set has {num_samples} samples. "
-                f"A step takes each of them at most once: batch_size={num_samples} is the largest."
-            )
+        names = ("model_fn", "loss_fn", "optimizer_fn", "collate_fn", "count")
+        check_functions({name: getattr(self, name) for name in names})
+        check_numbers({"batch_size": self.batch_size, "steps": self.num_steps})
+        check_dataset(self.dataset, self.collate_fn, f"batch_size={self.batch_size}")
+        check_batch_size(self.batch_size, num_samples_of(self.dataset), self.dataset)
 
     def model(self) -> nn.Module:
-        """A fresh model with the job's weights."""
+        """A fresh model with the job's weights.
+
+        Raises:
+            RunError: ``model_fn`` makes something else.
+        """
         with _seeding:
             torch.manual_seed(self.seed)
             model = self.model_fn()
+        check_model(model)
         model = model.to(self.dtype) if self.dtype is not None else model
         return disturb(model, self.disturbed) if self.disturbed is not None else model
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """The optimizer over a model's parameters."""
-        if self.optimizer_fn is not None:
-            return self.optimizer_fn(model.parameters())
-        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        """The optimizer over a model's parameters.
+
+        Raises:
+            RunError: ``optimizer_fn`` makes something else.
+        """
+        if self.optimizer_fn is None:
+            return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer = self.optimizer_fn(model.parameters())
+        check_optimizer(optimizer, model)
+        return optimizer
 
     def first_batch(self) -> Batch:
         """A small batch, to see whether model and loss take it."""
-        return first_batch(self.dataset, self.loss_fn)
+        return first_batch(self.dataset, self.loss_fn, collate_fn=self.collate_fn)
 
     def batches(self) -> Iterator[Batch]:
-        """The batches of the run, epoch after epoch, each in its own order that follows from the seed alone."""
+        """The batches of the run, epoch after epoch."""
         num_samples = num_samples_of(self.dataset)
         generator = torch.Generator().manual_seed(self.seed)
         step = 0
         while step < self.num_steps:
-            order = torch.randperm(num_samples, generator=generator)
-            for indices in order.split(self.batch_size)[: self.num_steps - step]:
-                yield Batch.of(self._cast(take(self.dataset, indices)), self.loss_fn)
+            order = torch.randperm(num_samples, generator=generator) if self.shuffle else torch.arange(num_samples)
+            used = num_samples - num_samples % self.batch_size if self.drop_last else num_samples
+            for indices in order[:used].split(self.batch_size)[: self.num_steps - step]:
+                yield Batch.of(self._cast(take(self.dataset, indices, self.collate_fn)), self.loss_fn)
                 step += 1
 
     def _cast(self, samples: Any) -> Any:

@@ -17,10 +17,12 @@ from workbench.core.metrics import StepBlock
 from workbench.core.orders import Order
 from workbench.core.presets import StrategyLike
 from workbench.core.strategy import Strategy
+from workbench.runtime.batches import call, loss_of
 from workbench.runtime.precision import AUTOCAST_DTYPES, autocast_forward
 from workbench.runtime.runs.changes import State, copied_state
 from workbench.runtime.runs.collecting import INTERVAL_S, Listener
 from workbench.runtime.runs.job import WARM_UP_STEPS, Job, RankResult, checked_step, watch_draws
+from workbench.runtime.runs.job_checks import explained, unlike_a_mean
 from workbench.runtime.runs.layer_times import LayerTimes, is_measured
 from workbench.runtime.runs.live_run import LiveRun, is_simulated, logical_state
 from workbench.runtime.transport.threads import ThreadHub, ThreadTransport
@@ -57,7 +59,7 @@ def run_one_device(
         total = 0.0
         measured = layers.measure() if listen is not None and is_measured(step) else nullcontext()
         with measured, watch_draws() if step == 0 else nullcontext(bool) as has_drawn:
-            for part in batch.cut(num_micro_batches):
+            for part in batch.cut(num_micro_batches, job.count):
                 loss = part.loss(model, job.loss_fn) * part.share
                 loss.backward()
                 total += float(loss.detach())
@@ -99,12 +101,26 @@ def _run_on_one_rank(
         return run_strategy(job, strategy, listen=listen, orders=orders, keeps_weights=True)
 
 
-def warm_up(job: Job) -> None:
-    """One small step in plain torch, so that what torch loads on first use counts in nobody's memory."""
-    model = job.model()
+def warm_up(job: Job) -> str:
+    """One small step in plain torch: mistakes show, and what torch loads on first use counts in nobody's memory.
+
+    Returns:
+        Why the job's loss cannot be taken over micro-batches; empty where it can.
+
+    Raises:
+        RunError: the model does not take the batch, or there is no loss with a gradient.
+    """
+    model, batch = job.model(), job.first_batch()
     optimizer = job.optimizer(model)
-    job.first_batch().loss(model, job.loss_fn).backward()
+    with explained("the model", {"inputs": batch.inputs}, "It must run in plain torch: model_fn()(inputs)."):
+        output = call(model, batch.inputs)
+    given = {"output": output, "targets": batch.targets}
+    with explained("loss_fn(output, targets)", given, "Of a tuple take what the loss needs: output[0], for example."):
+        loss = loss_of(output, batch.targets, job.loss_fn)
+    problem = unlike_a_mean(job.loss_fn, output, batch, float(loss.detach())) if job.loss_fn is not None else ""
+    loss.backward()
     optimizer.step()
+    return problem
 
 
 def run_strategy(

@@ -14,7 +14,7 @@ from workbench.core.metrics import RunRecord
 from workbench.core.presets import PRESETS
 from workbench.core.strategy import Strategy
 from workbench.core.verdict import CHECKED_STEPS
-from workbench.errors import SessionError, StrategyError
+from workbench.errors import RunError, SessionError, StrategyError
 from workbench.session.cluster import Session, find_current
 from workbench.session.comparing.comparison import Comparison
 from workbench.session.comparing.saved_runs import SavedRuns
@@ -105,6 +105,10 @@ def compare(
     session: Session | None = None,
     engines: int = 2,
     seed: int = 0,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    shuffle: bool = True,
+    drop_last: bool = False,
+    count: Callable[[Any, Any], Any] | None = None,
     progress: bool = True,
     keep: bool | SavedRuns = True,
     check_steps: int = CHECKED_STEPS,
@@ -129,6 +133,11 @@ def compare(
         session: where to run; default the current one.
         engines: where there is none: how many are started for the time of the call.
         seed: of the weights and of the order of the data.
+        collate_fn: list of samples -> batch, as for torch's ``DataLoader``; for a Dataset or a list of samples.
+        shuffle: another order of the samples in every epoch, which follows from the seed; else always their own.
+        drop_last: leave out the uneven batch at the end of an epoch.
+        count: (inputs, targets) -> how many terms the mean loss of a micro-batch has, where that is not its samples:
+            the words that count, for example.
         progress: print a line per strategy, in a notebook below the cell, elsewhere to standard error.
         keep: keep the runs on disk, see ``wb.SavedRuns``; a ``SavedRuns`` says where.
         check_steps: first steps that one device trains too, to be compared with; 0 for none.
@@ -146,8 +155,9 @@ def compare(
     named = _named(strategies)
     saved = SavedRuns() if keep is True else keep or None
     subject = Subject.of(
-        model_fn, dataset, loss_fn, optimizer_fn=optimizer_fn, batch_size=batch_size, steps=steps, seed=seed
-    )
+        model_fn, dataset, loss_fn, optimizer_fn=optimizer_fn, batch_size=batch_size, steps=steps, seed=seed,
+        collate_fn=collate_fn, shuffle=shuffle, drop_last=drop_last, count=count,
+    )  # fmt: skip
     running = session or find_current()
     num_ranks = engines if running is None else running.num_engines
     checked = {name: subject.strategy(strategy, num_ranks) for name, strategy in named.items()}
@@ -178,7 +188,7 @@ def _run_to_end(comparison: Comparison, name: str, strategy: Strategy, say: _Pro
     started = time.perf_counter()
     try:
         record = comparison.start(strategy, name).result()
-    except SessionError as error:  # one strategy that fails must not take the others' results with it
+    except (SessionError, RunError) as error:  # one strategy that fails must not take the others' results with it
         record = comparison.planned(name, strategy, error=str(error))
     if say is not None:
         say(record, time.perf_counter() - started)

@@ -6,7 +6,6 @@ torch: that run is the truth, for losses and weights, and the measure of speed-u
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import os
 import statistics
@@ -20,7 +19,7 @@ from workbench.core.metrics import RunEvent, RunRecord, Segment, StepBlock, Step
 from workbench.core.presets import preset_name
 from workbench.core.strategy import Strategy
 from workbench.core.verdict import CHECKED_STEPS
-from workbench.errors import NotStartedError
+from workbench.errors import NotStartedError, RunError
 from workbench.runtime.runs.train import WARM_UP_STEPS
 from workbench.session.calls import RemoteCall
 from workbench.session.cluster import Session
@@ -55,7 +54,7 @@ class Comparison:
         self.check_steps = check_steps
         self._keep = keep
         self._baseline: RunRecord | None = None
-        self._num_threads = 0
+        self._num_threads, self._no_micro_batches = 0, ""
         self.prepare()
 
     def __enter__(self) -> Comparison:
@@ -74,7 +73,9 @@ class Comparison:
         has_job = self._on_engines(training.has_job, self.key)
         missing = [rank for rank, has in enumerate(has_job) if not has]
         if missing:
-            self._num_threads = max(self._on_engines(training.keep_job, self.key, self.job, ranks=missing))
+            prepared = self._on_engines(training.keep_job, self.key, self.job, ranks=missing)
+            self._num_threads = max(engine.num_threads for engine in prepared)
+            self._no_micro_batches = prepared[0].no_micro_batches
         if 0 in missing:
             self._checker.forget()
 
@@ -92,8 +93,17 @@ class Comparison:
         self.session.submit(training.forget_job, self.key).result()
 
     def strategy(self, wanted: StrategyLike) -> Strategy:
-        """A strategy checked against the model and the number of engines; raises as `Subject.strategy` does."""
-        return self.subject.strategy(wanted, self.session.num_engines)
+        """A strategy checked against the model, the number of engines and the loss.
+
+        Raises:
+            StrategyError: it does not fit, see `Subject.strategy`.
+            RunError: it has micro-batches, whose losses do not make that of the batch.
+        """
+        strategy = self.subject.strategy(wanted, self.session.num_engines)
+        number = strategy.options.num_micro_batches
+        if number > 1 and self._no_micro_batches:
+            raise RunError(f"{self._no_micro_batches}; this one has {number}: {strategy}.")
+        return strategy
 
     def truth(
         self, strategy: Strategy | None = None, watch: Watch | None = None, num_steps: int | None = None
@@ -167,17 +177,11 @@ class Comparison:
 
     def settings(self) -> dict[str, Any]:
         """What is trained, and with what."""
-        job = self.job
         return {
-            "model": getattr(job.model_fn, "__name__", type(job.model_fn).__name__),
-            "num_parameters": sum(layer.num_parameters for layer in self.subject.layers),
-            "batch_size": job.batch_size,
-            "steps": job.num_steps,
+            **self.subject.settings(),
             "engines": self.session.num_engines,
             "threads": self._num_threads,
             "device": self.session.device,
-            "optimizer": _optimizer_text(job.optimizer_fn),
-            "seed": job.seed,
             "check_steps": self.check_steps,
             "machine": machine_text(),
             **{name.lower(): number for name, number in versions().items()},
@@ -376,16 +380,6 @@ def _slowest(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """By layer, in the order of the ranks that hold them: the seconds of the slowest rank."""
     names = dict.fromkeys(name for seconds in ranks for name in seconds)
     return {name: max(seconds.get(name, 0.0) for seconds in ranks) for name in names}
-
-
-def _optimizer_text(optimizer_fn: Any) -> str:
-    """The optimizer's source line, where there is one to show."""
-    if optimizer_fn is None:
-        return "SGD(lr=0.1, momentum=0.9)"
-    try:
-        return inspect.getsource(optimizer_fn).strip()
-    except (OSError, TypeError):
-        return getattr(optimizer_fn, "__name__", repr(optimizer_fn))
 
 
 __all__ = [

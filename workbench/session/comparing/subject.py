@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -30,14 +31,17 @@ class Subject:
         optimizer_fn: Callable[[Any], Any] | None = None,
         batch_size: int,
         steps: int,
-        seed: int = 0,
+        **options: Any,
     ) -> Subject:
         """What ``wb.compare`` was given; the model is made once, on this side, to look at it.
+
+        Args:
+            options: others of `Job`: seed, collate_fn, shuffle, drop_last, count.
 
         Raises:
             RunError: it cannot be trained so, see `Job`.
         """
-        job = Job(model_fn, dataset, loss_fn, optimizer_fn, batch_size, steps, seed)
+        job = Job(model_fn, dataset, loss_fn, optimizer_fn, batch_size, steps, **options)
         model = job.model()
         job.optimizer(model)  # a mistake in it is told now
         return cls(job, describe(model))
@@ -46,6 +50,18 @@ class Subject:
     def sample_shape(self) -> tuple[int, ...]:
         """Shape of one sample of the model's first input."""
         return self.job.first_batch().sample_shape
+
+    def settings(self) -> dict[str, Any]:
+        """What is trained, for tables and files."""
+        job = self.job
+        return {
+            "model": getattr(job.model_fn, "__name__", type(job.model_fn).__name__),
+            "num_parameters": sum(layer.num_parameters for layer in self.layers),
+            "batch_size": job.batch_size,
+            "steps": job.num_steps,
+            "optimizer": _optimizer_text(job.optimizer_fn),
+            "seed": job.seed,
+        }
 
     def strategy(self, wanted: StrategyLike, num_ranks: int) -> Strategy:
         """A strategy from a preset's name, a text, a dict of rows or itself, checked against the model.
@@ -56,6 +72,16 @@ class Subject:
         strategy = strategy_of(wanted, self.layers, num_ranks)
         strategy.resolve(self.layers, num_ranks)
         return strategy
+
+
+def _optimizer_text(optimizer_fn: Any) -> str:
+    """The optimizer's source line, where there is one to show."""
+    if optimizer_fn is None:
+        return "SGD(lr=0.1, momentum=0.9)"
+    try:
+        return inspect.getsource(optimizer_fn).strip()
+    except (OSError, TypeError):
+        return getattr(optimizer_fn, "__name__", repr(optimizer_fn))
 
 
 __all__ = ["StrategyLike", "Subject"]

@@ -59,11 +59,19 @@ class RankReport:
     segments: tuple[RankSegment, ...] = ()
 
 
-def keep_job(key: str, job: Job) -> int:
-    """Keep a job under a key, so that its data set travels to the engines once; returns how many threads it has."""
+@dataclass(frozen=True)
+class Prepared:
+    """What an engine says of a job that it keeps: its threads, and why micro-batches cannot be (empty: they can)."""
+
+    num_threads: int
+    no_micro_batches: str = ""
+
+
+def keep_job(key: str, job: Job) -> Prepared:
+    """Keep a job under a key, so that its data set travels to the engines once; its first small step is taken."""
+    problem = warm_up(job)
     _jobs[key] = job
-    warm_up(job)
-    return torch.get_num_threads()
+    return Prepared(torch.get_num_threads(), problem)
 
 
 def has_job(key: str) -> bool:

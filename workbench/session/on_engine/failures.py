@@ -137,6 +137,6 @@ def _chain(error: BaseException) -> Iterable[str]:
 
 def _safe_str(error: BaseException) -> str:
     try:
-        return str(error)
+        return "\n".join([str(error), *getattr(error, "__notes__", ())])
     except Exception as failure:  # noqa: BLE001 - a broken __str__ must not hide the failure
         return f"(its message cannot be shown: {type(failure).__name__})"

@@ -14,15 +14,21 @@ from workbench.session.planning import first_batch, layer_costs
 NO_ENGINES = "this panel has no engines: it predicts only. Give it a session to train with it."
 
 
-def costs_of(model_fn: Callable[[], Any], dataset: Any, loss_fn: Callable[..., Any] | None) -> ModelCosts:
+def costs_of(
+    model_fn: Callable[[], Any],
+    dataset: Any,
+    loss_fn: Callable[..., Any] | None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+) -> ModelCosts:
     """Costs of a model's layers for samples of a data set; the model is made on metadata, and nothing is computed.
 
     Args:
         dataset: as for ``wb.Panel``, or the shape of a batch, ``(32, 128)``.
+        collate_fn: makes a batch of samples, as for ``wb.Panel``.
     """
     if _is_shape(dataset):
         return layer_costs(model_fn, dataset)
-    batch = first_batch(dataset, loss_fn)
+    batch = first_batch(dataset, loss_fn, collate_fn)
     return layer_costs(model_fn, batch.inputs, loss_fn, batch.targets)
 
 
@@ -57,9 +63,12 @@ class PaperTrainer:
 
     check_steps = 0
 
-    def __init__(self, costs: ModelCosts, num_ranks: int, dataset: Any, loss_fn: Any = None) -> None:
+    def __init__(
+        self, costs: ModelCosts, num_ranks: int, dataset: Any, loss_fn: Any = None, collate_fn: Any = None
+    ) -> None:
         self.layers, self.num_ranks = costs.layers, num_ranks
-        self.sample_shape = tuple(dataset[1:]) if _is_shape(dataset) else first_batch(dataset, loss_fn).sample_shape
+        is_shape = _is_shape(dataset)
+        self.sample_shape = tuple(dataset[1:]) if is_shape else first_batch(dataset, loss_fn, collate_fn).sample_shape
         self.baseline: RunRecord | None = None
 
     def start(self, *_args: Any) -> Any:

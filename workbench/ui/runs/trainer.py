@@ -61,16 +61,12 @@ class SessionTrainer:
         dataset: Any,
         loss_fn: Callable[[Any, Any], Any] | None,
         *,
-        batch_size: int,
-        steps: int,
-        optimizer_fn: Callable[[Any], Any] | None = None,
-        seed: int = 0,
         keep: SavedRuns | None = None,
         check_steps: int = CHECKED_STEPS,
+        **options: Any,
     ) -> None:
-        subject = Subject.of(
-            model_fn, dataset, loss_fn, optimizer_fn=optimizer_fn, batch_size=batch_size, steps=steps, seed=seed
-        )
+        """Arguments are those of ``wb.Panel``."""
+        subject = Subject.of(model_fn, dataset, loss_fn, **options)
         self._comparison = Comparison(session, subject, keep, check_steps)
         self.layers = subject.layers
         self.num_ranks: int = session.num_engines
@@ -100,6 +96,7 @@ class SessionTrainer:
         predicted: Mapping[str, float] | None,
         watch: Watch,
     ) -> tuple[TrainingRun, Sequence[float]]:
+        strategy = self._comparison.strategy(strategy)
         self.baseline = self._comparison.baseline(watch, num_steps)
         truth = self._comparison.truth(strategy, watch, num_steps)
         run = self._comparison.start(strategy, name, predicted, num_steps)

@@ -1,0 +1,179 @@
+"""Whether a job can be trained: what is seen before anything runs, and what a first small step tells."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from numbers import Integral
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from workbench.errors import RunError, WorkbenchError
+from workbench.runtime.batches import Batch, LossFunction
+
+_SAME = 0.02
+"""Two losses that differ by less are the same mean, also in 16 bits."""
+
+
+def check_functions(functions: Mapping[str, Any]) -> None:
+    """See whether the functions of a job are functions.
+
+    Raises:
+        RunError: a module or an optimizer instead of what makes it, a class of losses, or no function at all.
+    """
+    for name, value in functions.items():
+        kind = type(value).__name__
+        if isinstance(value, nn.Module) and name == "model_fn":
+            raise RunError(
+                f"model_fn is a {kind}, but every run starts from fresh weights. Give the function or class that makes "
+                f"the model, without calling it: make_model, not make_model()."
+            )
+        if isinstance(value, torch.optim.Optimizer):
+            raise RunError(
+                f"{name} is a {kind}, but every run has an optimizer of its own, over its own weights. Give what makes "
+                f"it: lambda parameters: torch.optim.{kind}(parameters, lr=0.1)."
+            )
+        if name == "loss_fn" and isinstance(value, type) and issubclass(value, nn.Module):
+            raise RunError(
+                f"loss_fn is the class {value.__name__}, which makes losses, and is called as loss_fn(output, targets) "
+                f"with 2 tensors. Give one of them: {value.__name__}()."
+            )
+        if value is not None and not callable(value):
+            raise RunError(f"{name} is a {kind}: {value!r:.60}. It is called in every run: give a function.")
+
+
+def check_numbers(numbers: Mapping[str, Any]) -> None:
+    """See whether numbers are whole and at least 1.
+
+    Raises:
+        RunError: one is not.
+    """
+    for name, number in numbers.items():
+        if not isinstance(number, Integral) or number < 1:
+            raise RunError(f"{name}={number!r}: a whole number of at least 1, e.g. {name}=20.")
+
+
+def check_batch_size(batch_size: int, num_samples: int, dataset: Any) -> None:
+    """See whether a batch is no larger than the data set.
+
+    Raises:
+        RunError: it is.
+    """
+    if batch_size <= num_samples:
+        return
+    is_pair = isinstance(dataset, list) and all(isinstance(entry, torch.Tensor) for entry in dataset)
+    hint = " A list has a sample in each entry: arrays of all samples stand in a tuple." if is_pair else ""
+    raise RunError(
+        f"batch_size={batch_size}, but the data set has {num_samples} samples. "
+        f"A step takes each of them at most once: batch_size={num_samples} is the largest.{hint}"
+    )
+
+
+def check_model(model: Any) -> None:
+    """See whether a model can be trained from its weights.
+
+    Raises:
+        RunError: it is no module, or some of its weights have no values.
+    """
+    if not isinstance(model, nn.Module):
+        told = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        raise RunError(f"model_fn() returned {told}, not an nn.Module. A run trains 1 module: return model.")
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    empty = [name for name, tensor in tensors.items() if tensor.device.type == "meta"]
+    if empty:
+        raise RunError(
+            f"model_fn() returned a {type(model).__name__} with {len(empty)} of {len(tensors)} tensors on meta, "
+            f"{empty[0]} first. All runs and one device start from the same weights, which have values: make the model "
+            "outside of torch.device('meta')."
+        )
+
+
+def check_optimizer(optimizer: Any, model: nn.Module) -> None:
+    """See whether an optimizer trains the model, and nothing else.
+
+    Raises:
+        RunError: it is no optimizer, several, or has tensors that are not the model's.
+    """
+    kind = type(optimizer).__name__
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        told = f"a {kind} of {len(optimizer)}" if isinstance(optimizer, (list, tuple, dict)) else f"a {kind}"
+        raise RunError(
+            f"optimizer_fn(parameters) returned {told}; a run has 1 torch.optim.Optimizer. Return one; different "
+            "settings for different parameters are its groups: torch.optim.SGD([{'params': ..., 'lr': ...}, ...])."
+        )
+    own = {id(parameter) for parameter in model.parameters()}
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    others = sum(id(parameter) not in own for parameter in held)
+    if others:
+        raise RunError(
+            f"optimizer_fn(parameters) returned a {kind} over {len(held)} tensors, {others} of which are not among the "
+            f"model's {len(own)}. Each run has a fresh model: make the optimizer of the parameters that are passed."
+        )
+
+
+@contextmanager
+def explained(call: str, given: Mapping[str, Any], fix: str) -> Iterator[None]:
+    """Errors of the user's own code inside stay as they are, and say what the code was called with."""
+    try:
+        yield
+    except WorkbenchError:
+        raise
+    except Exception as error:
+        told = "; ".join(f"{name} is {shown(value)}" for name, value in given.items())
+        error.add_note(f"{call} was called with the first samples of the data set: {told}. {fix}")
+        raise
+
+
+def shown(value: Any) -> str:
+    """Shapes and types of a batch or an output, for people.
+
+    >>> shown((torch.ones(2, 4), {"mask": torch.ones(2)}))
+    'a tuple of (float32 (2, 4), a dict of {mask: float32 (2,)})'
+    """
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+    kind = f"a {type(value).__name__}"
+    if isinstance(value, Mapping):
+        return f"{kind} of {{{', '.join(f'{key}: {shown(entry)}' for key, entry in value.items())}}}"
+    if isinstance(value, (list, tuple)):
+        return f"{kind} of ({', '.join(map(shown, value))})"
+    return "None" if value is None else kind
+
+
+def unlike_a_mean(loss_fn: LossFunction, output: Any, batch: Batch, loss: float) -> str:
+    """Why the losses of micro-batches do not make that of the batch; empty where they do, or nobody can tell.
+
+    A mean over samples (or words, or classes) stays what it is where every sample comes twice; a sum doubles.
+    """
+    rows = batch.num_samples
+
+    def twice(value: Any) -> Any:
+        double: Callable[[torch.Tensor], torch.Tensor] = lambda part: (  # noqa: E731
+            torch.cat([part, part]) if part.dim() and part.shape[0] == rows else part
+        )
+        return tree_map_only(torch.Tensor, double, value)
+
+    if not any(isinstance(leaf, torch.Tensor) and leaf.dim() for leaf in tree_leaves(output)):
+        return ""
+    before = torch.get_rng_state()
+    try:
+        with torch.no_grad():
+            doubled = float(loss_fn(twice(output), twice(batch.targets)))
+    except Exception:  # noqa: BLE001 - a loss for batches of one size only: nobody can tell
+        return ""
+    if not torch.equal(before, torch.get_rng_state()) or abs(doubled - loss) <= _SAME * max(abs(loss), abs(doubled)):
+        return ""
+    return (
+        f"loss_fn gives {loss:.6g} for {rows} samples and {doubled:.6g} where each of them comes twice, so it is no "
+        "mean over the samples. A step of micro-batches is the mean of their losses, each by its samples: return a "
+        "mean (reduction='mean', or a sum over len(targets)), or take strategies of one micro-batch"
+    )
+
+
+__all__ = [
+    "check_batch_size", "check_functions", "check_model", "check_numbers", "check_optimizer", "explained", "shown",
+    "unlike_a_mean",
+]  # fmt: skip
