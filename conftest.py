@@ -42,8 +42,8 @@ def _example_world(request: pytest.FixtureRequest) -> Iterator[None]:
     import workbench as wb
     from workbench import flow
     from workbench.core.placement import Placement
-    from workbench.runtime.transport.threads import ThreadHub, ThreadTransport
-    from workbench.runtime.world import Simulated, World
+    from workbench.tensors.world import Simulated, World
+    from workbench.transport.threads import ThreadHub, ThreadTransport
 
     sources = [example.source for example in request.node.dtest.examples]
     meets_others = any(name in source for source in sources for name in ("parallelize(", "balance(", ".to_global("))

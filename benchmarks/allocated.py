@@ -17,10 +17,10 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from workbench.runtime.batches import Batch
-from workbench.runtime.runs.job import Job
-from workbench.runtime.runs.train import run_strategy
-from workbench.runtime.world import World, current
+from workbench.tensors.world import World, current
+from workbench.training.batches import Batch
+from workbench.training.runs.job import Job
+from workbench.training.runs.train import run_strategy
 
 _MARK = "a step begins"
 NUM_STEPS = 4

@@ -50,13 +50,13 @@ from benchmarks.reporting import Comparison, Target, over_launches, publish, rat
 from workbench.core.boxing import plan_boxing
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
-from workbench.runtime.boxing.exchange import exchange_between
-from workbench.runtime.tensor import label, spec_of
-from workbench.runtime.transport.base import Transport
-from workbench.runtime.transport.meeting import meet
-from workbench.runtime.transport.network.gloo import GlooTransport
-from workbench.runtime.transport.network.watch import Watch
-from workbench.runtime.world import World, current
+from workbench.tensors.boxing.exchange import exchange_between
+from workbench.tensors.global_tensor import label, spec_of
+from workbench.tensors.world import World, current
+from workbench.transport.base import Transport
+from workbench.transport.meeting import meet
+from workbench.transport.network.gloo import GlooTransport
+from workbench.transport.network.watch import Watch
 from workbench.units import format_bytes
 
 NUM_PROCESSES = (2, 4)

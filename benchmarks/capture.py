@@ -27,7 +27,7 @@ from benchmarks.harness import (
     together,
 )
 from benchmarks.reporting import Target, publish, side_by_side, table
-from workbench.runtime.world import World, current
+from workbench.tensors.world import World, current
 
 MODELS = {"12 x 64": (12, 64, 8, 32), "8 x 256": (8, 256, 8, 64)}
 """Blocks, width, batch and length."""

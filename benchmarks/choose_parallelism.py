@@ -22,7 +22,7 @@ import torch.distributed as dist
 import workbench as wb
 from benchmarks.harness import Action, interleave, is_launched, launch, medians, together
 from benchmarks.reporting import Comparison, Target, publish, table
-from workbench.runtime.world import current
+from workbench.tensors.world import current
 from workbench.units import format_bytes
 
 TITLE = "Data or model parallelism, by layer shape"

@@ -8,7 +8,7 @@ the same batches, with one thread per process, and must agree. With batch norm t
 sees the samples of one process, ours all of them (torch's SyncBatchNorm has no CPU kernels), and must agree with one
 device. Each DistributedDataParallel process is given its part of the batch, the workbench cuts the whole one itself.
 Both sides have SGD as a user gets it: torch's loops over the parameters, the workbench's goes through memory once
-(`runtime/gradients/fused_steps`). Processes are started anew several times: launches differ by more than rounds of one
+(`training/gradients/fused_steps`). Processes are started anew several times: launches differ by more than rounds of one
 do.
 """
 

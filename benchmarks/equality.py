@@ -29,8 +29,8 @@ from workbench.core.metrics import RunRecord
 from workbench.core.presets import strategy_of
 from workbench.core.strategy import Strategy
 from workbench.errors import StrategyError
-from workbench.runtime.parallel import describe
 from workbench.session.comparing.checking import Checker
+from workbench.training.parallel import describe
 
 STRATEGIES = ("*: data", "*: model", "*: data | zero=3", "pipeline")
 ENGINES, STEPS, BATCH = 2, 20, 16

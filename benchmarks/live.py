@@ -45,11 +45,11 @@ def train(rounds: int, steps: int) -> list[list[float]]:
     from torch import nn
 
     from workbench.core.strategy import Strategy
-    from workbench.runtime.batches import Batch
-    from workbench.runtime.runs.job import Job
-    from workbench.runtime.runs.live_run import LiveRun
     from workbench.session.on_engine import orders as engine_orders
     from workbench.session.on_engine import shell as engine_shell
+    from workbench.training.batches import Batch
+    from workbench.training.runs.job import Job
+    from workbench.training.runs.live_run import LiveRun
 
     def make() -> nn.Module:
         return nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10))

@@ -22,8 +22,8 @@ import workbench as wb
 from benchmarks.harness import is_launched, launch
 from benchmarks.reporting import Comparison, Target, publish, table
 from benchmarks.tensor_parallel import SIZES, Training
-from workbench.runtime.watching.memory import model_memory
-from workbench.runtime.world import current
+from workbench.tensors.world import current
+from workbench.training.watching.memory import model_memory
 from workbench.units import format_bytes
 
 NUM_PROCESSES, NUM_BLOCKS = 2, 2

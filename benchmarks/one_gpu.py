@@ -22,11 +22,11 @@ from benchmarks.harness import Action, interleave, is_launched, launch, medians,
 from benchmarks.reporting import Comparison, Target, publish, side_by_side, table
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
-from workbench.runtime.tensor import label, spec_of
-from workbench.runtime.transport.meeting import meet
-from workbench.runtime.transport.network.gloo import GlooTransport
-from workbench.runtime.transport.network.watch import Watch
-from workbench.runtime.world import World, current
+from workbench.tensors.global_tensor import label, spec_of
+from workbench.tensors.world import World, current
+from workbench.transport.meeting import meet
+from workbench.transport.network.gloo import GlooTransport
+from workbench.transport.network.watch import Watch
 
 NUM_PROCESSES = 4
 SIZES = (2**20, 16 * 2**20, 256 * 2**20)

@@ -33,8 +33,8 @@ from benchmarks.reporting import (
     side_by_side,
     table,
 )
-from workbench.runtime.gradients.optim import install_hooks
-from workbench.runtime.watching.memory import storage_bytes
+from workbench.training.gradients.optim import install_hooks
+from workbench.training.watching.memory import storage_bytes
 from workbench.units import format_bytes
 
 NUM_PARAMETERS, SIZE = 300, 16

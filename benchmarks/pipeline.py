@@ -8,7 +8,7 @@ A GPT of 8 blocks of width 256, batch 8 x 64 in 4 micro-batches, forward, backwa
 (``wb.capture``). The same again with a head as large as two blocks: torch with equally many blocks on each stage, the
 workbench with stages cut by ``wb.balance``; on paper, what cuts can give.
 Both sides have AdamW as a user gets it: torch's loops over the parameters, the workbench's goes through memory once
-(`runtime/gradients/fused_steps`), 5% of a step here. Models start from the same weights, and must end with the same.
+(`training/gradients/fused_steps`), 5% of a step here. Models start from the same weights, and must end with the same.
 Measured steps are compared with what the simulator makes of the measured actions.
 
 All of it is measured in several launches: processes that are started anew are faster or slower by some percent, torch's
@@ -39,8 +39,8 @@ from workbench.core.presets import balanced_cuts
 from workbench.core.strategy import Strategy
 from workbench.pipeline.schedules import make_table
 from workbench.pipeline.simulate import Timeline, measured_durations, simulate
-from workbench.runtime.pipelining.balance import Balance
-from workbench.runtime.pipelining.cutting import step_s
+from workbench.training.pipelining.balance import Balance
+from workbench.training.pipelining.cutting import step_s
 
 NUM_PROCESSES = (2, 4)
 WIDTH, NUM_BLOCKS, BATCH, LENGTH, NUM_MICRO_BATCHES = 256, 8, 8, 64, 4

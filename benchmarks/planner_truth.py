@@ -41,11 +41,11 @@ from workbench.core.model_costs import ModelCosts
 from workbench.core.strategy import Strategy
 from workbench.cost.estimate import Estimate, estimate
 from workbench.cost.hardware import Hardware
-from workbench.runtime.batches import Batch
-from workbench.runtime.costs.layer_costs import layer_costs
-from workbench.runtime.runs.train import WARM_UP_STEPS, Job, run_strategy, warm_up
 from workbench.session import Session
 from workbench.session.calibrating import calibrate
+from workbench.training.batches import Batch
+from workbench.training.costs.layer_costs import layer_costs
+from workbench.training.runs.train import WARM_UP_STEPS, Job, run_strategy, warm_up
 from workbench.units import format_bytes
 
 TIME_TARGET, MEMORY_TARGET, PLACE_TARGET = Target(15, unit="%"), Target(10, unit="%"), Target(2)

@@ -29,9 +29,9 @@ import workbench as wb
 from benchmarks.gpt import GPT, next_word_loss
 from benchmarks.harness import interleave, is_launched, launch, medians, together
 from benchmarks.reporting import Comparison, Target, publish, side_by_side, table
-from workbench.runtime.saving.flat import name_of
-from workbench.runtime.saving.parts import collect
-from workbench.runtime.world import current
+from workbench.tensors.world import current
+from workbench.training.saving.flat import name_of
+from workbench.training.saving.parts import collect
 from workbench.units import format_seconds
 
 NUM_PROCESSES, WIDTH, NUM_WORDS, LENGTH = 2, 256, 4096, 64

@@ -13,9 +13,7 @@ from pathlib import Path
 from typing import Any
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
-    ["workbench.runtime.api", "workbench.runtime.runs.train", "torch.testing", "torch._dynamo"]
-)
+_context.set_forkserver_preload(["workbench.api", "workbench.training.runs.train", "torch.testing", "torch._dynamo"])
 
 
 class Failure:
@@ -120,8 +118,8 @@ def _run(
     import torch
 
     import workbench as wb
-    from tests.runtime.transport import late_device
-    from workbench.runtime.world import shutdown
+    from tests.transport import late_device
+    from workbench.tensors.world import shutdown
 
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
     os.environ["WORKBENCH_TEST_MEETING"] = meeting

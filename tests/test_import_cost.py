@@ -71,7 +71,7 @@ def test_the_command_line_answers_without_torch() -> None:
 
 def test_a_loaded_module_is_seen() -> None:
     assert {"json.tool", "workbench.units"} <= loaded_by("json.tool", "workbench.units")
-    assert "torch" in loaded_by("workbench.runtime.world")
+    assert "torch" in loaded_by("workbench.tensors.world")
 
 
 @pytest.mark.parametrize("name", workbench.__all__)

@@ -24,13 +24,16 @@ ALLOWED = {
     "pipeline": set(),
     "cost": {"pipeline", "core"},
     "planner": {"cost", "pipeline", "core"},
-    "runtime": {"kernels", "pipeline", "core"},
-    "session": {"runtime", "planner", "cost", "core"},
+    "transport": {"kernels", "core"},
+    "tensors": {"transport", "kernels", "core"},
+    "training": {"tensors", "transport", "kernels", "pipeline", "core"},
+    "api": {"training", "tensors", "core"},
+    "session": {"api", "training", "tensors", "transport", "planner", "cost", "core"},
     "ui": {"session", "planner", "cost", "pipeline", "core"},
-    "flow": {"session", "runtime", "core"},
-    "testing": {"runtime", "core"},
+    "flow": {"session", "training", "tensors", "transport", "core"},
+    "testing": {"training", "tensors", "transport", "core"},
     "cli": {"ui", "session", "planner", "cost", "core"},
-    "": {"cli", "core", "cost", "flow", "planner", "runtime", "session", "testing", "ui"},
+    "": {"cli", "core", "cost", "flow", "planner", "api", "training", "session", "testing", "ui"},
 }
 """Room -> rooms it may import. The room "" is the package itself: its lazy names, and ``python -m workbench``."""
 
@@ -198,15 +201,15 @@ def write_tree(root: Path, files: dict[str, str]) -> Path:
 @pytest.mark.parametrize(
     ("file", "statement"),
     [
-        ("core/a.py", "import workbench.runtime.world"),
-        ("core/a.py", "from workbench.runtime import world"),
-        ("core/a.py", "from workbench import runtime"),
-        ("core/a.py", "from ..runtime import world"),
-        ("core/a.py", "def f():\n    from workbench.runtime.world import init"),
-        ("core/a.py", "if TYPE_CHECKING:\n    from workbench.runtime.world import World"),
-        ("core/__init__.py", "from ..runtime import world"),
-        ("runtime/a.py", "from workbench.session import cluster"),
-        ("runtime/a.py", "import workbench as wb"),
+        ("core/a.py", "import workbench.tensors.world"),
+        ("core/a.py", "from workbench.tensors import world"),
+        ("core/a.py", "from workbench import tensors"),
+        ("core/a.py", "from ..tensors import world"),
+        ("core/a.py", "def f():\n    from workbench.tensors.world import init"),
+        ("core/a.py", "if TYPE_CHECKING:\n    from workbench.tensors.world import World"),
+        ("core/__init__.py", "from ..tensors import world"),
+        ("tensors/a.py", "from workbench.session import cluster"),
+        ("tensors/a.py", "import workbench as wb"),
         ("session/a.py", "from workbench.ui import figures"),
         ("errors.py", "from workbench.units import format_bytes\nimport workbench.core"),
     ],
@@ -214,8 +217,8 @@ def write_tree(root: Path, files: dict[str, str]) -> Path:
 def test_wrong_edge_is_found(tmp_path: Path, file: str, statement: str) -> None:
     tree = {
         "__init__.py": "",
-        "runtime/__init__.py": "",
-        "runtime/world.py": "",
+        "tensors/__init__.py": "",
+        "tensors/world.py": "",
         "core/__init__.py": "",
         file: statement,
     }
@@ -241,7 +244,7 @@ def test_unknown_room_is_found(tmp_path: Path) -> None:
 
 
 def test_right_edges_pass(tmp_path: Path) -> None:
-    tree = {"runtime/a.py": "from workbench.core import sbp\nfrom workbench.errors import WorldError\nimport torch"}
+    tree = {"tensors/a.py": "from workbench.core import sbp\nfrom workbench.errors import WorldError\nimport torch"}
     imports = read_imports(write_tree(tmp_path, tree))
     assert len(imports) == 2
     assert not wrong_edges(imports)

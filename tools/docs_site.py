@@ -73,7 +73,7 @@ def name_objects(text: str) -> str:
     """``::: wb.randn`` with the address of the function and the name that users write.
 
     >>> print(name_objects("::: wb.randn").strip())
-    ::: workbench.runtime.api.randn
+    ::: workbench.api.randn
         options:
           heading: wb.randn
           toc_label: randn

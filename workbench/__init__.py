@@ -22,7 +22,7 @@ __version__ = "0.1.0"
 _WHERE = {
     "workbench.core": ["sbp"],
     "workbench.core.strategy": ["Strategy"],
-    "workbench.runtime.api": [
+    "workbench.api": [
         "Checkpoints", "GlobalDataLoader", "GlobalTensor", "GradScaler", "arange", "balance", "barrier",
         "boxing_plan", "capture", "check_agreement", "dry_run", "empty", "evaluate", "explicit_boxing",
         "export_safetensors", "eye", "find_nonfinite", "forward_backward", "full", "init", "load",
@@ -30,7 +30,7 @@ _WHERE = {
         "placement", "prove", "rand", "randint", "randn", "randperm", "rank", "rebuild",
         "rule", "save", "tensor", "timeline", "to_global", "to_global_many", "trace", "world_size", "zeros",
     ],
-    "workbench.runtime.runs.own_loops": ["log"],
+    "workbench.training.runs.own_loops": ["log"],
     "workbench.session": ["Session", "current"],
     "workbench.session.calibrating": ["calibrate"],
     "workbench.planner.sweep": ["simulate"],

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from workbench.errors import CollectiveAborted
-from workbench.runtime import methods  # noqa: F401 - completes GlobalTensor
-from workbench.runtime.transport.threads import ThreadHub, ThreadTransport
-from workbench.runtime.world import Simulated, World
+from workbench.tensors.world import Simulated, World
+from workbench.training import torch_patches  # noqa: F401 - completes GlobalTensor and torch
+from workbench.transport.threads import ThreadHub, ThreadTransport
 
 _SEED = 0x5EED
 

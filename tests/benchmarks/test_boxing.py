@@ -11,7 +11,7 @@ import torch
 from benchmarks import boxing, harness
 from benchmarks.reporting import Comparison
 from tests.processes import run_processes
-from workbench.runtime.world import current
+from workbench.tensors.world import current
 
 
 def measure_a_little() -> list[tuple[str, float]]:

@@ -6,8 +6,8 @@ import pytest
 
 from benchmarks import one_gpu
 from tests.processes import run_processes
-from tests.runtime.transport import late_device
-from workbench.runtime.world import current
+from tests.transport import late_device
+from workbench.tensors.world import current
 
 
 def measured():

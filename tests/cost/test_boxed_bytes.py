@@ -11,15 +11,15 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.gpt import GPT, next_word_loss
-from tests.runtime.costs.test_dry_run import perceptron, random_strategy
-from tests.runtime.models import CNN
+from tests.training.costs.test_dry_run import perceptron, random_strategy
+from tests.training.models import CNN
 from workbench.core.strategy import Strategy
 from workbench.cost.estimate import estimate
 from workbench.cost.hardware import Link
 from workbench.cost.hardware_files import load_hardware
-from workbench.runtime.costs.dry_run import dry_run
-from workbench.runtime.costs.layer_costs import layer_costs
-from workbench.runtime.transport.threads import ThreadTransport
+from workbench.training.costs.dry_run import dry_run
+from workbench.training.costs.layer_costs import layer_costs
+from workbench.transport.threads import ThreadTransport
 
 RING = load_hardware("h200")
 ONE_SHOT = replace(

@@ -25,7 +25,7 @@ def run_program(page: str, blocks: Sequence[Block], folder: str = "") -> list[st
 
     ``folder`` is where the program's temporary files go.
     """
-    from workbench.runtime.ops.dispatch import FallbackWarning
+    from workbench.tensors.ops.dispatch import FallbackWarning
 
     warnings.simplefilter("ignore", FallbackWarning)
     tempfile.tempdir = folder or None

@@ -7,8 +7,8 @@ import torch
 
 import workbench as wb
 from tests.docs.pages import PAGES, name_of
-from workbench.runtime.transport.threads import ThreadHub, ThreadTransport
-from workbench.runtime.world import Simulated, World
+from workbench.tensors.world import Simulated, World
+from workbench.transport.threads import ThreadHub, ThreadTransport
 
 WITH_EXAMPLES = [page for page in PAGES if "\n    >>> " in page.read_text(encoding="utf-8")]
 

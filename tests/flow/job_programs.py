@@ -12,7 +12,7 @@ import numpy as np
 from tests.flow.running import run, source_of
 from workbench.flow import config, data, mnist_util, scope
 from workbench.flow.jobs.function import JobFunction
-from workbench.runtime.world import current
+from workbench.tensors.world import current
 from workbench.testing import run_ranks
 
 BATCH_SIZE = 12

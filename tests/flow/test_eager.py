@@ -10,7 +10,7 @@ import workbench as wb
 from tests.flow.running import run, source_of
 from workbench import flow
 from workbench.errors import LayoutError, PlacementError, SbpError
-from workbench.runtime.tensor import GlobalTensor
+from workbench.tensors.global_tensor import GlobalTensor
 from workbench.testing import run_ranks
 
 OLD = pytest.mark.filterwarnings("ignore:.*is the older spelling:DeprecationWarning")

@@ -14,7 +14,7 @@ import workbench.flow.typing as tp
 from tests.flow.small_job import COLUMNS, NORMAL, ROWS, Images, Labels, X, Y, torch_losses, train_with
 from workbench import flow
 from workbench.flow import hosts
-from workbench.runtime.world import current
+from workbench.tensors.world import current
 from workbench.testing import run_ranks
 
 

@@ -11,8 +11,8 @@ from torch import nn
 
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
-from workbench.runtime.tensor import GlobalTensor, label, spec_of
-from workbench.runtime.world import current
+from workbench.tensors.global_tensor import GlobalTensor, label, spec_of
+from workbench.tensors.world import current
 
 MODES = ("batch-2", "batch-3", "weights-2", "weights-3", "both-2x2")
 

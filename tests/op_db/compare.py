@@ -21,10 +21,10 @@ from tests.op_db.samples import SHAPES_ONLY, Entry
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.core.sbp import Partial, Split
-from workbench.runtime.ops import dispatch
-from workbench.runtime.ops.dispatch import FallbackWarning
-from workbench.runtime.tensor import GlobalTensor, ghost_storage, label, spec_of
-from workbench.runtime.world import current
+from workbench.tensors.global_tensor import GlobalTensor, ghost_storage, label, spec_of
+from workbench.tensors.ops import dispatch
+from workbench.tensors.ops.dispatch import FallbackWarning
+from workbench.tensors.world import current
 from workbench.testing import run_ranks
 
 PLACEMENTS = ((2, [0, 1]), (3, [0, 1, 2]), (4, [[0, 1], [2, 3]]), (4, [[3, 0], [1, 2]]), (3, [2, 0]))

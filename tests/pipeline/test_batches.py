@@ -10,12 +10,12 @@ from torch import nn
 import workbench as wb
 from tests.models.zoo import batch_for
 from tests.models.zoo import make as make_transformer
-from tests.runtime.models import make
+from tests.training.models import make
 from workbench.core.presets import stage_cuts
 from workbench.errors import RunError
-from workbench.runtime.batches import Batch, count_samples
-from workbench.runtime.parallel import describe
 from workbench.testing import run_ranks
+from workbench.training.batches import Batch, count_samples
+from workbench.training.parallel import describe
 
 STAGES = {"1f1b": 2, "zero_bubble": 2, "interleaved": 4}
 

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import workbench as wb
-from tests.runtime.models import batch_for, make
+from tests.training.models import batch_for, make
 from workbench.testing import run_ranks
 
 STRATEGIES = [

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import workbench as wb
-from workbench.runtime.parallel import state_of
-from workbench.runtime.pipelining.ghost_modules import GhostLayer
 from workbench.testing import run_ranks
+from workbench.training.parallel import state_of
+from workbench.training.pipelining.ghost_modules import GhostLayer
 
 STAGES = "words: data; positions: data; blocks.0: data; blocks.1: data@1; norm: data@2; head: data@2 | 3x1x1 mb=2 1f1b"
 WORDS, WIDTH = 11, 8

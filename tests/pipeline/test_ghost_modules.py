@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import workbench as wb
-from workbench.runtime.parallel import state_of
-from workbench.runtime.pipelining.ghost_modules import GhostModule
-from workbench.runtime.pipelining.stand_ins import same
-from workbench.runtime.world import current
+from workbench.tensors.world import current
 from workbench.testing import run_ranks
+from workbench.training.parallel import state_of
+from workbench.training.pipelining.ghost_modules import GhostModule
+from workbench.training.pipelining.stand_ins import same
 
 ROWS = "a: data; b: data@1; c: data@2; head: data@2 | 3x1x1 mb=2 1f1b"
 

@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 import workbench as wb
 from tests.models.zoo import WORDS
 from tests.models.zoo import make as make_transformer
-from tests.runtime.models import make
+from tests.training.models import make
 from workbench.errors import StrategyError
-from workbench.runtime.ops.weight_gradients import WeightGradients
+from workbench.tensors.ops.weight_gradients import WeightGradients
 from workbench.testing import run_ranks
 
 LINEAR = "0: data; 2: data; 4: data@1; 6: data@1 | 2x1x1 mb={} {}"

@@ -7,7 +7,7 @@ from torch import nn
 
 import workbench as wb
 from workbench.errors import StrategyError
-from workbench.runtime.ops.reading import everywhere
+from workbench.tensors.ops.reading import everywhere
 from workbench.testing import run_ranks
 
 STAGES = "0: data@0; 1: data@0; 3: data@1; 4: data@1 | "

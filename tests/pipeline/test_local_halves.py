@@ -9,11 +9,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import workbench as wb
-from workbench.runtime.ops.weight_gradients import WeightGradients
-from workbench.runtime.parallel import state_of
-from workbench.runtime.pipelining.halves import readers_of, split_block
-from workbench.runtime.pipelining.local_modules import LocalModule
+from workbench.tensors.ops.weight_gradients import WeightGradients
 from workbench.testing import run_ranks
+from workbench.training.parallel import state_of
+from workbench.training.pipelining.halves import readers_of, split_block
+from workbench.training.pipelining.local_modules import LocalModule
 
 ROWS = "blocks.0: data; blocks.[1-2]: data@1; head: data@1 | 2x1x1 mb=4 {}"
 PRODUCTS = ("aten.mm.default", "aten.addmm.default")

@@ -9,10 +9,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import workbench as wb
-from workbench.runtime.parallel import state_of
-from workbench.runtime.pipelining.local_modules import LocalModule
-from workbench.runtime.tensor import GlobalTensor
+from workbench.tensors.global_tensor import GlobalTensor
 from workbench.testing import run_ranks
+from workbench.training.parallel import state_of
+from workbench.training.pipelining.local_modules import LocalModule
 
 ROWS = "a: data; b: data@{}; c: data@{}; head: data@{} | 2x1x1 mb=2 {}"
 TWO_STAGES, INTERLEAVED = ROWS.format(0, 1, 1, "1f1b"), ROWS.format(1, 2, 3, "interleaved")

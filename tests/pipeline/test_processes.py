@@ -6,8 +6,8 @@ import torch.nn.functional as F
 
 import workbench as wb
 from tests.processes import Ranks, run_processes
-from tests.runtime.models import make
-from tests.runtime.programs import training_equals_one_device
+from tests.training.models import make
+from tests.training.programs import training_equals_one_device
 
 pytestmark = pytest.mark.procs
 

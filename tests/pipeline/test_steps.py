@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import workbench as wb
-from tests.runtime.models import Skip, make
+from tests.training.models import Skip, make
 from workbench.errors import RunError, StrategyError
 from workbench.testing import run_ranks
 
@@ -175,7 +175,7 @@ def test_what_acts_on_gradients_is_called_after_every_micro_batch():
     models, (batch,) = [make("mlp") for _ in range(3)], linear_batches(8)
 
     def program(rank):
-        from workbench.runtime.parallel import state_of
+        from workbench.training.parallel import state_of
 
         model, calls = wb.parallelize(models[rank], LINEAR.format(4, "1f1b")), []
         state_of(model).after_backward.append(lambda: calls.append(model[0].weight.grad is not None))

@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch import nn
 
 import workbench as wb
-from tests.runtime.models import make
+from tests.training.models import make
 from workbench.core.presets import balanced_cuts
 from workbench.errors import StrategyError
 from workbench.pipeline.schedules import Action, make_table
 from workbench.pipeline.simulate import Span, Timeline, measured_durations, simulate
-from workbench.runtime.pipelining.cutting import shortest_step, step_s
 from workbench.testing import run_ranks
+from workbench.training.pipelining.cutting import shortest_step, step_s
 
 
 class Slow(nn.Linear):

@@ -9,7 +9,7 @@ from tests.training.runs import KINDS, Setup, assert_runs_agree, on_one_device, 
 from workbench.core.presets import stage_cuts
 from workbench.core.rows import Row
 from workbench.core.strategy import Options, Strategy
-from workbench.runtime.parallel import describe
+from workbench.training.parallel import describe
 
 SCHEDULES = {"gpipe": 2, "1f1b": 2, "zero_bubble": 2, "interleaved": 4}
 """Stages on two slices of the pipeline axis."""

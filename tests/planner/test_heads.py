@@ -17,8 +17,8 @@ from workbench.cost.transformer import Transformer, transformer_costs
 from workbench.errors import StrategyError
 from workbench.planner.problem import Problem, Wishes
 from workbench.planner.settings import groups
-from workbench.runtime.costs.heads import heads_of
-from workbench.runtime.costs.layer_costs import layer_costs
+from workbench.training.costs.heads import heads_of
+from workbench.training.costs.layer_costs import layer_costs
 
 ODD = Transformer(hidden=768, heads=6, layers=4, vocab=512, seq=256, kv_heads=3)
 """Its degrees of 2 and 4 divide every width."""

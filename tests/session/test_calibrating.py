@@ -10,12 +10,12 @@ import workbench as wb
 from workbench.core.boxing import LinkCost
 from workbench.cost.hardware import Hardware
 from workbench.cost.hardware_files import load_hardware, save_hardware
-from workbench.runtime.costs import measuring
-from workbench.runtime.costs.measuring import PRODUCTS, default_spans
-from workbench.runtime.costs.stopwatch import Stopwatch
-from workbench.runtime.costs.times import ExchangeTime, FunctionTime, ProductTime, RankTimes
 from workbench.session.calibrating import hardware_from
 from workbench.testing import run_ranks
+from workbench.training.costs import measuring
+from workbench.training.costs.measuring import PRODUCTS, default_spans
+from workbench.training.costs.stopwatch import Stopwatch
+from workbench.training.costs.times import ExchangeTime, FunctionTime, ProductTime, RankTimes
 
 RATE, HALF, OPERANDS, LATENCY_S, BANDWIDTH = 5e10, 40.0, 7e9, 2e-5, 3e9
 

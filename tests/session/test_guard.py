@@ -5,7 +5,7 @@ import os
 import threading
 import time
 
-import workbench.runtime.world  # noqa: F401 - what an engine loads first
+import workbench.tensors.world  # noqa: F401 - what an engine loads first
 from tests.patience import PATIENCE_S
 from workbench.session.processes import guard
 

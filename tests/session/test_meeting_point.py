@@ -10,7 +10,6 @@ import pytest
 
 from tests.patience import PATIENCE_S
 from workbench.errors import EngineStartError, WorldError
-from workbench.runtime.transport import meeting
 from workbench.session.processes.folder import SessionFolder
 from workbench.session.processes.meeting_point import (
     INTERFACE_VARIABLES,
@@ -21,6 +20,7 @@ from workbench.session.processes.meeting_point import (
     interface_of,
     store_for,
 )
+from workbench.transport import meeting
 
 
 @pytest.fixture(autouse=True)

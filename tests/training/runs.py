@@ -25,9 +25,9 @@ from tests.models.zoo import make as make_transformer
 from workbench.core.presets import stage_cuts
 from workbench.core.rows import Row
 from workbench.core.strategy import Options, Strategy
-from workbench.runtime.parallel import describe
-from workbench.runtime.world import current
+from workbench.tensors.world import current
 from workbench.testing import run_ranks
+from workbench.training.parallel import describe
 
 BATCH, LENGTH = 7, 6
 OPTIMIZERS = {

@@ -14,7 +14,7 @@ from torch import nn
 import workbench as wb
 from tests.models.training import whole
 from tests.training.test_random_programs import assert_like_one_device
-from workbench.runtime.ops import large_weights
+from workbench.tensors.ops import large_weights
 from workbench.testing import run_ranks
 
 NUM_WORDS, WIDTH, NUM_SAMPLES, LENGTH = 11, 8, 8, 5

@@ -16,7 +16,7 @@ from tests.training.runs import (
     strategy_text,
 )
 from workbench.core.strategy import Strategy
-from workbench.runtime.ops.dispatch import FallbackWarning
+from workbench.tensors.ops.dispatch import FallbackWarning
 
 SHAPES = [
     ("data", "1x2x1", 2),

@@ -23,9 +23,9 @@ from tests.ui.odd_activations import (
     batches,
 )
 from workbench.core.model_costs import Extent
-from workbench.runtime.costs.dry_run import dry_run
-from workbench.runtime.runs.train import Job, run_one_device, run_strategy
 from workbench.testing import run_ranks
+from workbench.training.costs.dry_run import dry_run
+from workbench.training.runs.train import Job, run_one_device, run_strategy
 from workbench.ui.grid.view import flow_of
 from workbench.ui.planning import paper
 from workbench.ui.widgets import Panel

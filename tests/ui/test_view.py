@@ -18,8 +18,8 @@ from workbench.core.strategy import Strategy
 from workbench.cost.crossings import Stages, crossings, of_linear_layers, traced, wire_bytes
 from workbench.cost.estimate import estimate
 from workbench.cost.hardware_files import load_hardware
-from workbench.runtime.costs.dry_run import dry_run
-from workbench.runtime.parallel import describe
+from workbench.training.costs.dry_run import dry_run
+from workbench.training.parallel import describe
 from workbench.ui.grid.static import static_grid_html
 from workbench.ui.grid.view import Facts, flow_of, grid_view
 from workbench.ui.strategy.state import PanelState

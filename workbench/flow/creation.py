@@ -12,8 +12,8 @@ from workbench.flow.devices import torch_device
 from workbench.flow.joining import join
 from workbench.flow.local import local
 from workbench.flow.spellings import missing_layout
-from workbench.runtime import creation as layouts
-from workbench.runtime import random
+from workbench.tensors import creation as layouts
+from workbench.tensors import random
 
 GLOBAL = ("arange", "empty", "eye", "full", "ones", "rand", "randint", "randn", "randperm", "tensor", "zeros")
 """Names that make global tensors too."""

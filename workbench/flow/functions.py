@@ -121,7 +121,7 @@ def parallel_cast(input: Any, distribute: Any = None, gradient_distribute: Any =
     Gradients come back in the layout that ``input`` has.
     """
     from workbench.core.sbp import Broadcast
-    from workbench.runtime.boxing.box import box
+    from workbench.tensors.boxing.box import box
 
     job = running("parallel_cast")
     if job.is_mirrored:

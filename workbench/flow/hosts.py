@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from workbench.core.placement import Placement
 from workbench.errors import PlacementError
-from workbench.runtime.coordination import gather
-from workbench.runtime.transport.meeting import host_name
-from workbench.runtime.world import World
+from workbench.tensors.coordination import gather
+from workbench.tensors.world import World
+from workbench.transport.meeting import host_name
 
 _GRAMMAR = re.compile(r"@?(\d+):(\d+)(?:-(\d+))?")
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from workbench.runtime import random
-from workbench.runtime.random import Sampler
+from workbench.tensors import random
+from workbench.tensors.random import Sampler
 
 _STD_OF_TRUNCATED = 0.87962566103423978
 """Standard deviation of a standard normal number cut at two."""

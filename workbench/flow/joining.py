@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-from workbench.runtime import methods  # noqa: F401 - completes GlobalTensor
-from workbench.runtime.world import World, current, init, joined
+from workbench.tensors.world import World, current, init, joined
+from workbench.training import torch_patches  # noqa: F401 - completes GlobalTensor and torch
 
 
 def join() -> World:

@@ -11,8 +11,8 @@ from workbench.core.placement import Placement
 from workbench.flow import spellings
 from workbench.flow.devices import torch_device
 from workbench.flow.joining import join
-from workbench.runtime import entry
-from workbench.runtime.tensor import GlobalTensor
+from workbench.tensors import conversion as entry
+from workbench.tensors.global_tensor import GlobalTensor
 
 
 class LocalTensor(torch.Tensor):

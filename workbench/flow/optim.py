@@ -7,7 +7,7 @@ from typing import Any
 import torch.optim
 
 from workbench.flow.joining import join_if_launched
-from workbench.runtime.gradients.optim import install_hooks
+from workbench.training.gradients.optim import install_hooks
 
 install_hooks()
 join_if_launched()

@@ -10,9 +10,9 @@ from torch.utils._pytree import tree_map
 
 from workbench.flow.joining import join
 from workbench.flow.local import local
-from workbench.runtime.ops.reading import everywhere
-from workbench.runtime.tensor import GlobalTensor
-from workbench.runtime.world import barrier
+from workbench.tensors.global_tensor import GlobalTensor
+from workbench.tensors.ops.reading import everywhere
+from workbench.tensors.world import barrier
 
 
 def save(obj: Any, path: str | Path, global_dst_rank: int = 0) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 from workbench.core.placement import Placement
 from workbench.errors import LayoutError
-from workbench.runtime import methods
-from workbench.runtime.tensor import GlobalTensor
+from workbench.tensors import methods
+from workbench.tensors.global_tensor import GlobalTensor
 
 
 def warn_old(old: str, new: str, stacklevel: int = 3) -> None:

@@ -14,9 +14,9 @@ from workbench.core.boxing import LinkCost
 from workbench.cost.fitting import fit_link, fit_products
 from workbench.cost.hardware import Hardware, Link
 from workbench.cost.hardware_files import save_hardware
-from workbench.runtime.boxing import calibrating
-from workbench.runtime.costs.measuring import default_spans, measure
-from workbench.runtime.costs.times import ExchangeTime, FunctionTime, RankTimes
+from workbench.tensors.boxing import calibrating
+from workbench.training.costs.measuring import default_spans, measure
+from workbench.training.costs.times import ExchangeTime, FunctionTime, RankTimes
 
 if TYPE_CHECKING:
     from workbench.session.cluster import Session

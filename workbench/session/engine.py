@@ -39,8 +39,8 @@ def join(rank: int, world_size: int, init_method: str, device: str | None, searc
     _install()
     memory_kills.offer_this_process()
 
-    from workbench.runtime import world
-    from workbench.runtime.runs import own_loops
+    from workbench.tensors import world
+    from workbench.training.runs import own_loops
 
     own_loops.listen(publish, lambda: getattr(current_tag(), "run", 0))
     here = world.rebuild(rank, world_size, init_method=init_method, device=device, reason="the notebook said so")
@@ -54,7 +54,7 @@ def join(rank: int, world_size: int, init_method: str, device: str | None, searc
 
 def leave() -> None:
     """Leave the world; variables stay. Safe to call twice."""
-    world = sys.modules.get("workbench.runtime.world")
+    world = sys.modules.get("workbench.tensors.world")
     if world is not None:
         world.shutdown()
 
@@ -112,7 +112,7 @@ def _install() -> None:
 
 def _tell_the_rest(_result: Any) -> None:
     """Loops of a cell that has ended report their last steps."""
-    own_loops = sys.modules.get("workbench.runtime.runs.own_loops")
+    own_loops = sys.modules.get("workbench.training.runs.own_loops")
     if own_loops is not None:
         own_loops.tell_the_rest()
 

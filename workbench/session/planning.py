@@ -20,7 +20,7 @@ from workbench.planner.sizes import size
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from workbench.runtime.batches import Batch
+    from workbench.training.batches import Batch
 
     Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
     Model = nn.Module | Callable[[], nn.Module]
@@ -50,7 +50,7 @@ def layer_costs(
     >>> [layer.name for layer in wb.layer_costs(nn.Sequential(nn.Linear(4, 8), nn.ReLU()), (2, 4)).layers]
     ['0']
     """
-    from workbench.runtime.costs.layer_costs import layer_costs as count
+    from workbench.training.costs.layer_costs import layer_costs as count
 
     return count(model, inputs, loss_fn, targets, dtype=dtype)
 
@@ -59,7 +59,7 @@ def first_batch(
     dataset: Any, loss_fn: Callable[..., Any] | None, collate_fn: Callable[[list[Any]], Any] | None = None
 ) -> Batch:
     """Two samples of a data set as a batch: what of them goes to the model, what to the loss, and their shape."""
-    from workbench.runtime.samples import first_batch as take
+    from workbench.training.samples import first_batch as take
 
     return take(dataset, loss_fn, collate_fn=collate_fn)
 

@@ -8,10 +8,10 @@ from typing import Any
 from workbench.errors import CheckpointError
 from workbench.flow.jobs.store import PART, Store
 from workbench.flow.jobs.training import optimizer_part
-from workbench.runtime.coordination import together
-from workbench.runtime.saving import reading
-from workbench.runtime.saving.store import load as load_parts
-from workbench.runtime.saving.store import save as save_parts
+from workbench.tensors.coordination import together
+from workbench.training.saving import reading
+from workbench.training.saving.store import load as load_parts
+from workbench.training.saving.store import save as save_parts
 
 _STEPS = "steps"
 

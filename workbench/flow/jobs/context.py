@@ -15,8 +15,8 @@ from workbench.core.placement import Placement
 from workbench.core.sbp import Broadcast, Sbp, Split
 from workbench.errors import JobError, PlacementError
 from workbench.flow.jobs.micro_batches import MicroBatches, map_micro_batches
-from workbench.runtime.boxing.box import box
-from workbench.runtime.tensor import GlobalTensor
+from workbench.tensors.boxing.box import box
+from workbench.tensors.global_tensor import GlobalTensor
 
 if TYPE_CHECKING:
     from workbench.flow.jobs.store import Store

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 
 from workbench.flow.joining import join_if_launched
-from workbench.runtime import world as worlds
-from workbench.runtime.world import World
+from workbench.tensors import world as worlds
+from workbench.tensors.world import World
 
 
 def launched() -> World | None:

@@ -12,9 +12,9 @@ from workbench.flow.config import Use
 from workbench.flow.jobs import checkpoints
 from workbench.flow.jobs.run import Job, ranks_of, run
 from workbench.flow.jobs.store import common_store, known_store, store_of
-from workbench.runtime.world import current
 from workbench.session import protocol
 from workbench.session.on_engine import failures as engine_failures
+from workbench.tensors.world import current
 
 _jobs: dict[str, Job] = {}
 

@@ -21,10 +21,11 @@ from workbench.flow.jobs.micro_batches import MicroBatches
 from workbench.flow.jobs.settings import FunctionConfig
 from workbench.flow.jobs.store import Store
 from workbench.flow.typing import Placeholder
-from workbench.runtime import creation, methods  # noqa: F401 - the second one completes GlobalTensor
-from workbench.runtime.boxing.box import box
-from workbench.runtime.coordination import gather
-from workbench.runtime.tensor import GlobalTensor, plain
+from workbench.tensors import creation
+from workbench.tensors.boxing.box import box
+from workbench.tensors.coordination import gather
+from workbench.tensors.global_tensor import GlobalTensor, plain
+from workbench.training import torch_patches  # noqa: F401 - completes GlobalTensor and torch
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,11 @@ from workbench.core.layout import Layout
 from workbench.errors import CheckpointError, JobError
 from workbench.flow.hosts import Devices
 from workbench.flow.initializers import Initializer
-from workbench.runtime import creation, random
-from workbench.runtime.coordination import gather
-from workbench.runtime.saving.reading import Checkpoint, shape_of
-from workbench.runtime.tensor import GlobalTensor
-from workbench.runtime.world import World
+from workbench.tensors import creation, random
+from workbench.tensors.coordination import gather
+from workbench.tensors.global_tensor import GlobalTensor
+from workbench.tensors.world import World
+from workbench.training.saving.reading import Checkpoint, shape_of
 
 PART = "variables"
 """The name of the variables in a checkpoint."""

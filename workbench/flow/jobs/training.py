@@ -12,9 +12,9 @@ from workbench.flow.jobs.micro_batches import MicroBatches, add_up
 from workbench.flow.jobs.settings import FunctionConfig
 from workbench.flow.jobs.store import Store
 from workbench.flow.optimizer import Rule
-from workbench.runtime.gradients.optim import install_hooks
-from workbench.runtime.saving import optimizers
-from workbench.runtime.tensor import GlobalTensor, label
+from workbench.tensors.global_tensor import GlobalTensor, label
+from workbench.training.gradients.optim import install_hooks
+from workbench.training.saving import optimizers
 
 install_hooks()  # optimizers step on the ranks' own parts of variables
 

@@ -13,8 +13,8 @@ from workbench.flow.initializers import Initializer, zeros_initializer
 from workbench.flow.jobs.context import Running, running
 from workbench.flow.jobs.ranks import launched
 from workbench.flow.jobs.store import store_of
-from workbench.runtime.boxing.box import box
-from workbench.runtime.tensor import GlobalTensor, plain
+from workbench.tensors.boxing.box import box
+from workbench.tensors.global_tensor import GlobalTensor, plain
 
 
 def get_variable(

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from workbench.flow.jobs.context import in_scope, running_or_none
 from workbench.flow.nn.padding import Pads, edges, pad_window, pair, to_channels_first, to_channels_last
-from workbench.runtime import random
+from workbench.tensors import random
 
 
 @in_scope

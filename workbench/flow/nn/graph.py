@@ -20,12 +20,12 @@ from workbench.flow.nn.graph_config import GraphConfig
 from workbench.flow.nn.module_config import ModuleConfig as GraphModule
 from workbench.flow.nn.module_config import is_recomputed
 from workbench.flow.nn.stages import disjoint_placements, stages_of
-from workbench.runtime.batches import Batch
-from workbench.runtime.batches import join as join_outputs
-from workbench.runtime.gradients.optim import install_hooks
-from workbench.runtime.pipelining.programs import run_program, stand_ins_for, train_program
-from workbench.runtime.pipelining.timeline import timeline_of
-from workbench.runtime.tensor import GlobalTensor
+from workbench.tensors.global_tensor import GlobalTensor
+from workbench.training.batches import Batch
+from workbench.training.batches import join as join_outputs
+from workbench.training.gradients.optim import install_hooks
+from workbench.training.pipelining.programs import run_program, stand_ins_for, train_program
+from workbench.training.pipelining.timeline import timeline_of
 
 
 class Graph(ABC):

@@ -10,8 +10,8 @@ from torch.utils._pytree import tree_map
 
 from workbench.core.placement import Placement
 from workbench.errors import StrategyError
-from workbench.runtime.recompute import Recomputed
-from workbench.runtime.tensor import GlobalTensor
+from workbench.tensors.global_tensor import GlobalTensor
+from workbench.training.recompute import Recomputed
 
 
 class ModuleConfig:

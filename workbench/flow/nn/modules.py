@@ -19,9 +19,9 @@ from workbench.flow import spellings
 from workbench.flow.devices import torch_device
 from workbench.flow.joining import join, join_if_launched
 from workbench.flow.nn.module_config import ModuleConfig
-from workbench.runtime.boxing.box import box
-from workbench.runtime.entry import to_global
-from workbench.runtime.tensor import GlobalTensor
+from workbench.tensors.boxing.box import box
+from workbench.tensors.conversion import to_global
+from workbench.tensors.global_tensor import GlobalTensor
 
 Self = TypeVar("Self", bound="Module")
 

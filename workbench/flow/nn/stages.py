@@ -10,7 +10,7 @@ from torch import nn
 from workbench.core.placement import Placement
 from workbench.errors import StrategyError
 from workbench.flow.nn.module_config import config_of
-from workbench.runtime.tensor import GlobalTensor
+from workbench.tensors.global_tensor import GlobalTensor
 
 
 def stages_of(modules: Iterable[nn.Module]) -> dict[int, list[torch.Tensor]]:

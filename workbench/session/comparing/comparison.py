@@ -29,6 +29,7 @@ from workbench.session.comparing.machine import machine_text, versions
 from workbench.session.comparing.saved_runs import RunFile, SavedRuns
 from workbench.session.comparing.subject import StrategyLike, Subject
 from workbench.session.comparing.training import OneDevice, RankReport
+from workbench.training.runs.train import WARM_UP_STEPS
 
 NO_STRATEGY = "plain torch, no parallelism"
 """What the one-device run has in the place of a strategy."""

@@ -10,8 +10,8 @@ from typing import Any
 from workbench.core.presets import StrategyLike, strategy_of
 from workbench.core.rows import Layer
 from workbench.core.strategy import Strategy
-from workbench.runtime.parallel import describe
-from workbench.runtime.runs.train import Job
+from workbench.training.parallel import describe
+from workbench.training.runs.train import Job
 
 
 @dataclass(frozen=True)

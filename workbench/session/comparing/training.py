@@ -12,12 +12,12 @@ from typing import Any, Literal
 import torch
 
 from workbench.core.verdict import TOLERANCES, TensorChange
-from workbench.runtime.runs.changes import Course, changes_apart, copied_state, precision_of
-from workbench.runtime.runs.float64 import KeepsFloat64
-from workbench.runtime.runs.job import RankSegment
-from workbench.runtime.runs.train import Job, RankResult, largest_difference, run_one_device, run_strategy, warm_up
 from workbench.session.on_engine import orders as engine_orders
 from workbench.session.on_engine import shell as engine_shell
+from workbench.training.runs.changes import Course, changes_apart, copied_state, precision_of
+from workbench.training.runs.float64 import KeepsFloat64
+from workbench.training.runs.job import RankSegment
+from workbench.training.runs.train import Job, RankResult, largest_difference, run_one_device, run_strategy, warm_up
 
 
 @dataclass(frozen=True)

@@ -121,7 +121,7 @@ def _main_thread_id() -> int:
 
 def _world() -> Any:
     """The current world, or None before joining and after leaving."""
-    module = sys.modules.get("workbench.runtime.world")
+    module = sys.modules.get("workbench.tensors.world")
     if module is None:
         return None
     try:

@@ -79,7 +79,7 @@ def failure_of(error: BaseException) -> protocol.Failure:
 
 def _broke_off_step() -> bool:
     """Looked up, not imported: a cell that failed without the runtime needs no torch for it."""
-    worlds, ended = (sys.modules.get(f"workbench.runtime.{name}") for name in ("world", "transport.ended"))
+    worlds, ended = (sys.modules.get(f"workbench.{name}") for name in ("tensors.world", "transport.ended"))
     world = worlds.joined() if worlds is not None else None
     return world is not None and ended is not None and bool(ended.has_ended(world))
 

@@ -36,7 +36,7 @@ def install(shell: Any) -> None:
 
 def is_global(value: object) -> bool:
     """Whether this is a global tensor; loads nothing to find out."""
-    module = sys.modules.get("workbench.runtime.tensor")
+    module = sys.modules.get("workbench.tensors.global_tensor")
     return module is not None and isinstance(value, module.GlobalTensor)
 
 

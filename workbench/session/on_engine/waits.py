@@ -25,7 +25,7 @@ def install() -> None:
     import torch
     from torch.distributed import Work
 
-    from workbench.runtime.transport.network.waiting import Helper
+    from workbench.transport.network.waiting import Helper
 
     plain_wait: Callable[..., bool] = Work.wait
     helper = Helper("workbench-wait")

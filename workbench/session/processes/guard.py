@@ -89,7 +89,7 @@ def prepare_engine(connection_file: str) -> None:
 
     There is no time limit: this process ends with its owner, and the owner notices a controller that ends.
     """
-    import workbench.runtime.world  # noqa: F401
+    import workbench.tensors.world  # noqa: F401
 
     while True:
         try:

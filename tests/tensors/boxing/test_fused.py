@@ -1,0 +1,140 @@
+"""Many tensors in one exchange, and exchanges that are waited for later: the numbers of boxing one by one."""
+
+import pytest
+import torch
+
+import workbench as wb
+from tests.processes import run_processes
+from workbench.errors import LayoutError
+from workbench.tensors.world import current
+from workbench.testing import run_ranks
+
+SHAPES = [(5, 7), (1, 6), (0, 4), (8, 4), (2, 3), ()]
+CHANGES = [("S(0)", "B"), ("P", "B"), ("P", "S(0)"), ("S(0)", "S(1)"), ("B", "S(1)"), ("B", "P"), ("S(0)", "S(0)")]
+
+
+def make(shape, sbp, ranks, requires_grad=False):
+    """The same logical tensor on every rank; terms of sums differ by rank."""
+    sbp = sbp if len(shape) == 2 or not sbp.startswith("S") else "B"
+    full = torch.arange(1.0, 1.0 + torch.Size(shape).numel()).view(shape)
+    x = wb.tensor(full, placement=wb.placement("cpu", ranks=ranks), sbp="B").to_global(sbp=sbp)
+    return x.detach().requires_grad_(requires_grad)
+
+
+def messages_of(action):
+    """To whom this rank sends while ``action`` runs, and what it returns."""
+    transport, sent = current().transport, []
+    plain = transport.start
+
+    def start(sends, receives, tag, header):
+        sent.extend(destination for destination, _ in sends)
+        return plain(sends, receives, tag, header)
+
+    transport.start = start
+    try:
+        return sent, action()
+    finally:
+        del transport.start
+
+
+def assert_fused_equals_single(source, target, ranks, target_ranks):
+    placement = wb.placement("cpu", ranks=target_ranks)
+    alone = [make(shape, source, ranks, True) for shape in SHAPES]
+    fused = [make(shape, source, ranks, True) for shape in SHAPES]
+    to = [target if x.dim() == 2 or not target.startswith("S") else "B" for x in alone]
+    expected = [x.to_global(placement=placement, sbp=sbp) for x, sbp in zip(alone, to, strict=True)]
+    two = [i for i, x in enumerate(fused) if x.dim() == 2]
+    sent, some = messages_of(lambda: wb.to_global_many([fused[i] for i in two], placement=placement, sbp=target))
+    assert len(sent) == len(set(sent))  # one message for each rank, however many tensors
+    assert some[0].layout_on_ranks == expected[two[0]].layout_on_ranks
+    for result, i in zip(some, two, strict=True):
+        assert result.sbp == expected[i].sbp and result.placement == expected[i].placement
+        assert result.to_local().equal(expected[i].to_local())
+    weights = [torch.full(expected[i].shape, i + 1.0) for i in two]
+    sum((x * w).sum() for x, w in zip(some, weights, strict=True)).backward()
+    sum((expected[i] * w).sum() for i, w in zip(two, weights, strict=True)).backward()
+    for i in two:
+        ours, theirs = fused[i].grad, alone[i].grad
+        assert (ours is None) == (theirs is None)
+        if ours is not None:
+            assert ours.to_local().equal(theirs.to_local()) and ours.sbp == theirs.sbp
+
+
+@pytest.mark.parametrize(("source", "target"), CHANGES)
+def test_fused_boxings_equal_single_ones_with_one_message_per_pair(source, target):
+    run_ranks(lambda: assert_fused_equals_single(source, target, [0, 1, 2], [0, 1, 2]), 3)
+    run_ranks(lambda: assert_fused_equals_single(source, target, [0, 1], [2, 1]), 3)
+
+
+def test_results_wait_until_they_are_asked_for():
+    def program():
+        p = wb.placement("cpu", ranks=[0, 1])
+        x = wb.randn(6, 4, placement=p, sbp="S(0)", requires_grad=True)
+        y = x * 2
+        handle = y.to_global_async(sbp="B")
+        with torch.no_grad():
+            y.zero_()  # what was sent is as it was
+        other = (x * 3).to_global(sbp="B")
+        late = handle.wait()
+        assert handle.wait() is late and torch.equal(late.to_local() * 1.5, other.to_local())
+        late.sum().backward()
+        assert x.grad.full_tensor().eq(2).all()
+        many = wb.to_global_many([x, x], sbp="B", async_op=True)
+        assert all(torch.equal(z.to_local() * 2, late.to_local()) for z in many.wait())
+
+    run_ranks(program, 2)
+
+
+def test_double_backward():
+    def program():
+        p = wb.placement("cpu", ranks=[0, 1])
+        x = wb.tensor([[1.0, 2.0], [3.0, 4.0]], placement=p, sbp="S(0)").requires_grad_()
+        (boxed,) = wb.to_global_many([x], sbp="B")
+        (grad,) = torch.autograd.grad((boxed**3).sum(), x, create_graph=True)
+        grad.sum().backward()
+        return (x.grad.to_global(sbp="B").to_local() - 6 * x.detach().to_global(sbp="B").to_local()).abs().max()
+
+    assert max(run_ranks(program, 2)) < 1e-6
+
+
+def test_what_cannot_be_is_refused():
+    def program():
+        p = wb.placement("cpu", ranks=[0, 1])
+        with pytest.raises(LayoutError, match=r"to_global_many: 0 tensors .* 1 or more"):
+            wb.to_global_many([], placement=p, sbp="B")
+        with pytest.raises(LayoutError, match=r"to_global_many: tensor 1 of 2 is a Tensor.*wb.to_global"):
+            wb.to_global_many([wb.ones(2, placement=p, sbp="B"), torch.ones(2)], sbp="B")
+        x = wb.ones(2, placement=p, sbp="P(max)", requires_grad=True)
+        with pytest.raises(LayoutError, match="not differentiable"):
+            wb.to_global_many([x], sbp="B")
+
+    run_ranks(program, 2)
+
+
+def on_processes():
+    assert_fused_equals_single("P", "B", [0, 1], [0, 1])
+    assert_fused_equals_single("S(0)", "S(1)", [0, 1], [1, 0])
+    return current().transport_name
+
+
+@pytest.mark.procs
+@pytest.mark.parametrize("transport", ["shared", "gloo"])
+def test_fused_boxings_on_processes(transport):
+    assert run_processes(on_processes, 2, environment={"WORKBENCH_TRANSPORT": transport}) == [transport] * 2
+
+
+@pytest.mark.parametrize("ranks", [[0], [0, 1]])
+def test_only_a_result_in_its_own_layout_shows_what_is_written_meanwhile(ranks):
+    def program():
+        for source, target in CHANGES:
+            x = make((4, 6), source, ranks)
+            before, alone = make((4, 6), source, ranks), x.to_global(sbp=target)
+            handle = x.to_global_async(sbp=target)
+            x.mul_(2)
+            later = handle.wait()
+            is_same = alone is x
+            assert (later is x) == is_same == (str(x.sbp) == str(alone.sbp))
+            for found in (alone, later):
+                torch.testing.assert_close(found.full_tensor(), before.full_tensor() * (2 if is_same else 1))
+
+    run_ranks(program)

@@ -1,0 +1,255 @@
+"""What layers cost, counted on fake tensors: as many operations and saved bytes as a real run on the CPU has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+
+from workbench.core.model_costs import LayerCost, ModelCosts, find_blocks
+from workbench.core.rows import Layer
+from workbench.errors import StrategyError
+from workbench.training.costs.layer_costs import layer_costs
+from workbench.training.watching.memory import ActivationMeter
+
+CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+class Attention(nn.Module):
+    """A block whose layers are called in another order than they are listed, with a kernel between them."""
+
+    def __init__(self, width: int = 16, num_heads: int = 4) -> None:
+        super().__init__()
+        self.out = nn.Linear(width, width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.norm = nn.LayerNorm(width)
+        self.num_heads = num_heads
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, -1))
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out(y.transpose(1, 2).flatten(2))
+
+
+class TiedWords(nn.Module):
+    """The table of words is the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(20, 8)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(3))
+        self.head = nn.Linear(8, 20, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.words(ids)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def mean_square(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return nn.functional.mse_loss(output, target)
+
+
+Case = tuple[Callable[[], nn.Module], torch.Tensor]
+CASES: dict[str, Case] = {
+    "perceptron": (
+        lambda: nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Dropout(0.1), nn.Linear(16, 16), nn.ReLU()),
+        torch.randn(6, 8),
+    ),
+    "convolutions": (
+        lambda: nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),
+        torch.randn(6, 1, 8, 8),
+    ),
+    "attention": (Attention, torch.randn(3, 5, 16)),
+    "encoder": (lambda: nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), torch.randn(3, 5, 16)),
+    "tied words": (TiedWords, torch.randint(20, (3, 7))),
+}
+
+
+def real_run(make: Callable[[], nn.Module], inputs: torch.Tensor) -> tuple[int, int]:
+    """(floating point operations, saved bytes) of a forward on the CPU, by torch's counter and the activation meter."""
+    model = make()
+    meter = ActivationMeter(model)
+    formulas = {CPU_ATTENTION: lambda q, k, v, *args, out_shape=None, **options: sdpa_flop_count(q, k, v)}
+    with meter.measure(), FlopCounterMode(display=False, custom_mapping=formulas) as counter:
+        output = model(inputs)
+        loss = mean_square(output, torch.zeros_like(output))
+        del loss
+    return counter.get_total_flops(), meter.size_bytes
+
+
+def fake_run(make: Callable[[], nn.Module] | nn.Module, inputs: torch.Tensor) -> ModelCosts:
+    return layer_costs(make, inputs, lambda output, _: mean_square(output, torch.zeros_like(output)), inputs)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_operations_and_saved_bytes_are_those_of_a_real_run(name: str) -> None:
+    make, inputs = CASES[name]
+    costs = fake_run(make, inputs)
+    flops = round(sum(row.flops for row in costs.rows) * len(inputs))
+    saved = round(sum(row.saved_bytes for row in costs.rows) * len(inputs))
+    assert (flops, saved) == real_run(make, inputs)
+
+
+def test_a_wider_model_is_told_apart() -> None:
+    inputs = torch.randn(3, 5, 16)
+    costs = fake_run(lambda: Attention(num_heads=2), inputs)
+    assert round(sum(row.saved_bytes for row in costs.rows) * 3) != real_run(Attention, inputs)[1]
+
+
+def row(costs: ModelCosts, name: str) -> LayerCost:
+    return next(row for row in costs.rows if row.layer.name == name)
+
+
+def test_functions_belong_to_the_layer_that_they_follow() -> None:
+    costs = layer_costs(Attention, (2, 5, 16))
+    assert [row.layer.name for row in costs.rows] == ["norm", "qkv", "out"]
+    assert [work.name for work in row(costs, "qkv").own] == ["linear"]
+    assert [work.name for work in row(costs, "qkv").after] == ["split", "scaled_dot_product_attention"]
+    assert [work.name for work in row(costs, "out").after] == ["add"]
+    linear = row(costs, "qkv").own[0]
+    assert (linear.flops, linear.inner, linear.saved_bytes) == (2 * 5 * 16 * 48, 16, 5 * 16 * 4)
+    assert linear.moved_bytes == 5 * (16 + 48) * 4
+    assert row(costs, "qkv").output_shape == (5, 48)
+
+
+def test_backward_is_counted_where_its_forward_was() -> None:
+    """A bias sums a gradient over its rows; slices are put together again; what two layers take has two gradients."""
+    costs = layer_costs(lambda: nn.Sequential(Attention(), Attention()), (2, 5, 16))
+    size, statistics = 5 * 16 * 4, 2 * 5 * 4
+    split, attention = row(costs, "1.qkv").after
+    assert (split.moved_bytes, split.backward_bytes) == (0, 2 * 3 * size)
+    assert (row(costs, "1.qkv").own[0].backward_bytes, attention.backward_bytes) == (3 * size, 0)
+    assert row(costs, "1.norm").own[0].backward_bytes == 3 * size + statistics + 3 * size
+    assert row(costs, "1.out").after[0].backward_bytes == 0
+
+
+def test_what_is_saved_belongs_to_the_function_that_saves_it() -> None:
+    """A linear layer keeps its input, GELU too, ReLU its result: of two that keep one storage, the first has it."""
+    costs = layer_costs(lambda: nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 2), nn.ReLU()), (1, 4))
+    first, second = costs.rows
+    assert [work.saved_bytes for work in (*first.own, *first.after)] == [4 * 4, 8 * 4]
+    assert [work.saved_bytes for work in (*second.own, *second.after)] == [8 * 4, 2 * 4]
+
+
+def test_parameters_that_others_read_are_their_layers() -> None:
+    costs = layer_costs(lambda: nn.MultiheadAttention(16, 4, batch_first=True), _qkv())
+    assert [work.name for work in row(costs, "out_proj").own] == ["linear"]
+
+
+def _qkv() -> tuple[torch.Tensor, ...]:
+    return tuple(torch.randn(2, 5, 16) for _ in range(3))
+
+
+def test_tied_weights_stay_two_layers() -> None:
+    costs = layer_costs(TiedWords, torch.zeros(2, 7, dtype=torch.int64))
+    assert row(costs, "head").layer.tied_to == "words"
+    assert [work.name for work in row(costs, "head").own] == ["linear"]
+    assert costs.num_parameters == 20 * 8 + 3 * (8 * 16 + 16 + 16 * 8 + 8)
+    assert costs.blocks == ((1, 2, 3),)
+
+
+def test_figures_do_not_depend_on_the_batch() -> None:
+    assert layer_costs(Attention, (2, 5, 16)).rows == layer_costs(Attention, (7, 5, 16)).rows
+
+
+def test_the_module_stays_as_it_is_and_may_lie_on_meta() -> None:
+    module = Attention()
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    costs = layer_costs(module, (2, 5, 16))
+    assert all(torch.equal(before[name], tensor) for name, tensor in module.state_dict().items())
+    assert not any(sub._forward_hooks or sub._forward_pre_hooks for sub in module.modules())
+    assert layer_costs(module.to("meta"), (2, 5, 16)) == costs
+
+
+def test_other_numbers_take_other_bytes() -> None:
+    costs = layer_costs(Attention, (2, 5, 16), dtype="bf16")
+    assert costs.dtype == "bf16"
+    assert row(costs, "qkv").own[0].saved_bytes == 5 * 16 * 2
+    assert row(costs, "qkv").itemsize == 2
+
+
+def test_under_autocast_products_make_16_bits_and_norms_and_residuals_keep_32() -> None:
+    """Copies of weights are no activations, and a batch has them once; those of biases are not kept."""
+    costs = layer_costs(Attention, (2, 5, 16))
+    halves = {row.layer.name: row for row in costs.autocast}
+    assert halves["qkv"].itemsize == 2 and row(costs, "qkv").itemsize == 4
+    assert halves["qkv"].num_cast == 16 * 48
+    works = {work.name: work for work in halves["qkv"].own}
+    assert works["linear"].saved_bytes == 5 * 16 * 2
+    assert works["to"].moved_bytes == 5 * 16 * (4 + 2)
+    assert layer_costs(Attention, (7, 5, 16)).autocast == costs.autocast
+    assert costs.under_autocast("fp32") is costs and costs.under_autocast("fp16").dtype == "fp16"
+    assert layer_costs(Attention, (2, 5, 16), dtype="bf16").autocast == ()
+
+
+def test_nothing_is_allocated() -> None:
+    """A table of 40 GB."""
+    costs = layer_costs(lambda: nn.Embedding(10**9, 10), torch.zeros(1, 3, dtype=torch.int64))
+    assert costs.num_parameters == 10**10
+
+
+class Reads(nn.Linear):
+    """Looks at a value."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) if input.sum().item() > 0 else input
+
+
+class MadeOfValues(nn.Linear):
+    """Cannot be made on meta."""
+
+    def __init__(self) -> None:
+        super().__init__(int(torch.linspace(4, 5, 2).tolist()[0]), 8)
+
+
+def test_a_forward_that_reads_values_is_refused() -> None:
+    with pytest.raises(StrategyError, match=r"Reads.*reads values.*from shapes"):
+        layer_costs(lambda: Reads(4, 4), (2, 4))
+
+
+def test_a_model_that_is_made_of_values_is_made_for_real() -> None:
+    assert layer_costs(MadeOfValues, (2, 4)).rows[0].output_shape == (8,)
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "words"),
+    [
+        (nn.ReLU(), (2, 4), "0 parameters"),
+        (nn.Linear(4, 4), torch.tensor(1.0), "at least 1 sample"),
+        (nn.Linear(4, 4), (0, 4), "at least 1 sample"),
+        (nn.Linear(4, 4), {}, "no tensor"),
+    ],
+)
+def test_what_cannot_be_counted_is_said(model: nn.Module, inputs: object, words: str) -> None:
+    with pytest.raises(StrategyError, match=words):
+        layer_costs(model, inputs)  # type: ignore[arg-type]
+
+
+def names(*layers: str) -> list[LayerCost]:
+    return [LayerCost(Layer(name, "Linear", {})) for name in layers]
+
+
+def test_blocks_are_the_longest_runs() -> None:
+    rows = names("words", *(f"h.{i}.{part}" for i in range(4) for part in ("up", "gate", "down")), "head")
+    assert find_blocks(rows) == ((1, 3, 4),)
+    assert find_blocks(names("a", "b", "c")) == ()
+    assert find_blocks(names("0", "1", "2")) == ((0, 1, 3),)
+    assert find_blocks([*names("a.0", "a.1"), *names("b.0", "b.1", "b.2")]) == ((0, 1, 2), (2, 1, 3))
+
+
+def test_a_function_that_loads_weights_is_counted_without_a_warning() -> None:
+    """Warnings are errors here."""
+    start = nn.Linear(4, 8).state_dict()
+
+    def make() -> nn.Module:
+        model = nn.Linear(4, 8)
+        model.load_state_dict(start)
+        return model
+
+    assert layer_costs(make, (2, 4)).num_parameters == 40

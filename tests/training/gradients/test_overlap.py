@@ -1,0 +1,300 @@
+"""Sums of gradients that start during backward: the bits of those that start at the step, whatever happens between."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import workbench as wb
+from tests.training.models import batch_for, make
+from workbench.errors import StrategyError
+from workbench.tensors.global_tensor import local_torch
+from workbench.tensors.world import current
+from workbench.testing import run_ranks
+from workbench.training.gradients import overlap, reduction
+from workbench.training.gradients.overlap import Watcher
+
+
+class Events(list):
+    """What one rank did, in order: "start" of a sum, "backward" at the end of one, "step"."""
+
+
+def train(strategy, num_ranks, body, watched=True, kind="mlp", small_buckets=True):
+    """Run ``body(model, optimizer, batch, events)`` on every rank; weights and events of rank 0 and the last rank."""
+    models = [make(kind) for _ in range(num_ranks)]
+    batch = batch_for(kind)
+
+    def program(rank):
+        model = wb.parallelize(models[rank], strategy)
+        if not watched:
+            for watcher in {Watcher.of(p) for p in model.parameters()} - {None}:
+                watcher.remove()
+        events, transport = Events(), current().transport
+        start = transport.start_all_reduce
+
+        def noted(tensors, *rest):
+            events.append("start")
+            return start(tensors, *rest)
+
+        transport.start_all_reduce = noted
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        optimizer.register_step_pre_hook(lambda *_: events.append("step"))
+        body(model, optimizer, batch, events)
+        everywhere = wb.placement.all("cpu")
+        return events, [
+            p.detach().to_global(placement=everywhere, sbp="B").to_local().clone() for p in model.parameters()
+        ]
+
+    found = run_ranks(program, num_ranks)
+    for _, weights in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(weights, found[0][1], strict=True))
+    return found[0]
+
+
+@pytest.fixture(autouse=True)
+def small_buckets(monkeypatch):
+    monkeypatch.setattr(overlap, "_SMALLEST_BUCKET_BYTES", 512)
+
+
+def plain_steps(model, optimizer, batch, events, parts=1, steps=4, clip=None):
+    inputs, targets = batch
+    for _ in range(steps):
+        optimizer.zero_grad()
+        for part in range(parts):
+            F.cross_entropy(model(inputs[part::parts]), targets[part::parts]).backward()
+            events.append("backward")
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+
+
+STRATEGIES = [("*: data", 2), ("*: data", 3), ("*: data | 1x2x2", 4), ("*: model | 1x2x2", 4)]
+
+
+CASES = [(kind, *strategy) for kind in ("mlp", "cnn", "attention") for strategy in STRATEGIES]
+
+
+@pytest.mark.parametrize(
+    ("kind", "strategy", "num_ranks"),
+    [("mlp", "*: data", 3), *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES)],
+)
+def test_the_same_bits_as_without(kind, strategy, num_ranks):
+    def body(*args):
+        plain_steps(*args, parts=2, clip=0.5)
+
+    events, weights = train(strategy, num_ranks, body, kind=kind)
+    without, expected = train(strategy, num_ranks, body, watched=False, kind=kind)
+    assert all(torch.equal(a, b) for a, b in zip(weights, expected, strict=True))
+    assert len(without) <= len(events)
+
+
+def test_sums_start_in_the_last_backward_alone():
+    events, _ = train("*: data", 2, lambda *args: plain_steps(*args, parts=3))
+    steps = " ".join(events).split("step")
+    assert steps[0].split()[:3] == ["backward"] * 3  # nobody knows yet which is the last
+    for step in steps[2:-1]:
+        words = step.split()
+        assert words[:2] == ["backward"] * 2 and words[-1] == "backward"
+        assert words[2:-1] == ["start"] * len(words[2:-1]) and len(words) > 4
+
+
+def test_more_backwards_than_before_are_never_wrong():
+    def body(model, optimizer, batch, events):
+        for parts in (1, 1, 3, 1, 2, 2, 1):
+            plain_steps(model, optimizer, batch, events, parts=parts, steps=1)
+
+    weights = train("*: data", 3, body)[1]
+    expected = train("*: data", 3, body, watched=False)[1]
+    assert all(torch.equal(a, b) for a, b in zip(weights, expected, strict=True))
+
+
+def changed_in_place(model):
+    for p in model.parameters():
+        p.grad.mul_(0.5)
+
+
+def changed_through_data(model):
+    for p in model.parameters():
+        p.grad.data.mul_(0.5)
+
+
+def assigned(model):
+    for p in model.parameters():
+        p.grad = p.grad * 0.5
+
+
+def foreach(model):
+    torch._foreach_mul_([p.grad for p in model.parameters()], 0.5)
+
+
+def dropped(model):
+    for p in list(model.parameters())[::2]:
+        p.grad = None
+
+
+CHANGES = [changed_in_place, changed_through_data, assigned, foreach, dropped]
+OPTIONS = ["", " | zero=1", " | zero=2", " | zero=3"]
+
+
+@pytest.mark.parametrize(
+    ("change", "options"),
+    [
+        *((change, "") for change in CHANGES[:3]),
+        (assigned, " | zero=2"),
+        *(pytest.param(c, o, marks=pytest.mark.slow) for c in CHANGES for o in OPTIONS),
+    ],
+)
+def test_a_gradient_that_was_changed_after_backward_is_the_one_that_counts(change, options):
+    def body(model, optimizer, batch, events):
+        inputs, targets = batch
+        for _ in range(3):
+            optimizer.zero_grad()
+            F.cross_entropy(model(inputs), targets).backward()
+            change(model)
+            optimizer.step()
+
+    model = make("mlp")
+    body(model, torch.optim.AdamW(model.parameters(), lr=0.01), batch_for("mlp"), [])
+    _, weights = train("*: data" + options, 2, body)
+    for found, truth in zip(weights, model.parameters(), strict=True):
+        torch.testing.assert_close(found, truth.detach(), rtol=1e-4, atol=1e-4)
+
+
+class Branches(nn.Module):
+    """Layers of which a step uses some."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x, used):
+        for number in used:
+            x = torch.tanh(self.layers[number](x))
+        return x
+
+
+@pytest.mark.parametrize("options", ["", *(pytest.param(o, marks=pytest.mark.slow) for o in OPTIONS[1:])])
+def test_parameters_that_a_backward_does_not_reach(options):
+    used = [(0, 1, 2, 3), (0, 1, 2, 3), (3, 0), (1,), (2, 1, 0), (0, 1, 2, 3)]
+    torch.manual_seed(0)
+    models = [Branches() for _ in range(3)]
+    for model in models[1:]:
+        model.load_state_dict(models[0].state_dict())
+    inputs = torch.randn(7, 16)
+
+    def run(model):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+        for layers in used:
+            optimizer.zero_grad()
+            for part in (layers, layers[:1]):
+                model(inputs, part).square().mean().backward()
+            optimizer.step()
+        return [p.full_tensor().detach() if hasattr(p, "full_tensor") else p.detach() for p in model.parameters()]
+
+    found = run_ranks(lambda rank: run(wb.parallelize(models[rank], "*: data" + options)), 2)
+    for ours, theirs in zip(found[1], run(models[2]), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_no_sync_starts_nothing():
+    def body(model, optimizer, batch, events):
+        inputs, targets = batch
+        for _ in range(3):
+            optimizer.zero_grad()
+            with wb.no_sync(model):
+                F.cross_entropy(model(inputs), targets).backward()
+            events.append("backward")
+            optimizer.step()
+
+    events, _ = train("*: data", 2, body)
+    assert all(after != "backward" for before, after in itertools.pairwise(events) if before == "start")
+
+
+def test_no_sync_of_a_module_that_is_not_parallelized():
+    message = r"no_sync\(Linear\): 0 of its 2 parameters.*wb.parallelize"
+    with pytest.raises(StrategyError, match=message), wb.no_sync(nn.Linear(2, 2)):
+        pass
+
+
+def test_clipping_and_the_step_share_their_sums():
+    def sent(clip):
+        def body(model, optimizer, batch, events):
+            plain_steps(model, optimizer, batch, events, steps=1, clip=clip)
+            events.append(current().traffic.by_kind["gradients"])
+
+        return train("*: data", 2, body)[0][-1]
+
+    assert sent(clip=0.5) == sent(clip=None)
+
+
+def test_buckets_follow_the_order_in_which_gradients_become_ready():
+    class Backwards(nn.Module):
+        """Calls its layers against the order in which they are defined."""
+
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+        def forward(self, x):
+            for layer in reversed(self.layers):
+                x = layer(x)
+            return x
+
+    torch.manual_seed(0)
+    models = [Backwards() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+
+    def program(rank):
+        model = wb.parallelize(models[rank], "*: data")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            model(torch.ones(4, 16)).sum().backward()
+            optimizer.step()
+        names = {id(p): name for name, p in model.named_parameters()}
+        watcher = Watcher.of(model.layers[0].weight)
+        return [[names[id(p)] for p in bucket] for bucket in watcher._buckets]
+
+    first, second = run_ranks(program, 2)
+    assert first == second
+    assert [bucket[0].split(".")[1] for bucket in first] == ["0", "1", "2", "3"]
+
+
+def test_what_was_under_way_when_the_world_broke_is_forgotten():
+    """Ranks are stopped at different points: one behind its backward, with sums that cannot end any more."""
+
+    def never():
+        raise AssertionError("a sum of the broken world was waited for")
+
+    def broken(model, optimizer, batch, events):
+        plain_steps(model, optimizer, batch, events, steps=2)
+        parameters = list(model.parameters())
+        watcher = Watcher.of(parameters[0])
+        if current().rank == 1:
+            watcher._under_way.append(([], never))
+            watcher._num_backwards, watcher._has_agreed = 1, False
+            with local_torch():
+                reduction.keep([overlap.Term(p, p.grad, p._spec.term_ranks) for p in parameters], never)
+        current().num_rebuilds += 1
+        reduction.start_reduction(parameters)()
+        plain_steps(model, optimizer, batch, events, steps=3)
+
+    def whole(model, optimizer, batch, events):
+        plain_steps(model, optimizer, batch, events, steps=5)
+
+    for one, other in zip(train("*: data", 2, broken)[1], train("*: data", 2, whole)[1], strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_wrong_sum_would_be_seen(monkeypatch):
+    """The comparison above can fail: stamps that never tell a change give other weights."""
+    monkeypatch.setattr(reduction, "_is_current", lambda *args: True)
+
+    def body(model, optimizer, batch, events):
+        for parts in (1, 3):
+            plain_steps(model, optimizer, batch, events, parts=parts, steps=1)
+
+    weights = train("*: data", 2, body)[1]
+    expected = train("*: data", 2, body, watched=False)[1]
+    assert not all(torch.equal(a, b) for a, b in zip(weights, expected, strict=True))

@@ -1,0 +1,246 @@
+"""Training that reports and follows orders: what is collected, pause, another strategy, stop, on simulated ranks."""
+
+from __future__ import annotations
+
+import math
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from workbench.core.metrics import RunEvent, StepBlock, StepSpans
+from workbench.core.orders import Order
+from workbench.tensors.world import current
+from workbench.testing import run_ranks
+from workbench.training.runs import collecting
+from workbench.training.runs.collecting import Collector, Measured
+from workbench.training.runs.train import Job, largest_difference, run_one_device, run_strategy
+
+STEPS = 12
+
+
+def make_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3))
+
+
+def make_job(num_steps: int = STEPS) -> Job:
+    generator = torch.Generator().manual_seed(0)
+    data = (torch.randn(40, 6, generator=generator), torch.randint(0, 3, (40,), generator=generator))
+    adam = lambda parameters: torch.optim.Adam(parameters, lr=0.01)  # noqa: E731 - state that has to move
+    return Job(make_model, data, F.cross_entropy, adam, batch_size=8, num_steps=num_steps)
+
+
+def train(strategy: str, orders=lambda messages: [], num_ranks: int = 2, num_steps: int = STEPS):
+    """Results by rank and all messages; ``orders`` gets the messages so far and gives the orders so far."""
+    messages: list[object] = []
+    results = run_ranks(
+        lambda: run_strategy(
+            make_job(num_steps), strategy, listen=messages.append, orders=lambda: orders(messages), keeps_weights=True
+        ),
+        num_ranks,
+    )
+    return results, messages
+
+
+def blocks_of(messages) -> list[StepBlock]:
+    return [message for message in messages if isinstance(message, StepBlock)]
+
+
+def events_of(messages) -> list[RunEvent]:
+    return [message for message in messages if isinstance(message, RunEvent)]
+
+
+def assert_like_one_device(result, num_steps: int = STEPS) -> None:
+    truth = run_one_device(make_job(num_steps))
+    assert result.losses == pytest.approx(truth.losses, abs=1e-5)
+    assert largest_difference(result.weights, truth.weights) < 1e-5
+
+
+def test_every_step_of_every_rank_is_reported_once():
+    results, messages = train("*: data")
+    blocks = blocks_of(messages)
+    assert [step for block in blocks for step in range(block.first_step, block.stop_step)] == list(range(STEPS))
+    assert all(block.num_ranks == 2 and block.num_steps == STEPS for block in blocks)
+    assert [loss for block in blocks for loss in block.losses] == pytest.approx(results[0].losses)
+    for rank in (0, 1):
+        times = [time for block in blocks for time in block.time_s[rank]]
+        assert times == pytest.approx(results[rank].step_times_s)
+        assert all(sent > 0 for block in blocks for sent in block.boxed_bytes[rank])
+    assert blocks[-1].memory_bytes[1]["parameters"] == sum(p.numel() for p in make_model().parameters()) * 4
+    assert set(blocks[-1].memory_bytes[0]) == {"parameters", "gradients", "optimizer", "activations", "buffers", "peak"}
+
+
+def test_spans_of_one_step_come_from_every_rank_with_the_optimizer_last():
+    _, messages = train("0: data; 2: data@1; 4: data@1 | 2x1x1 mb=2 1f1b")
+    spans = [message for message in messages if isinstance(message, StepSpans)]
+    first = {message.rank: message for message in spans if message.step == 0}
+    assert set(first) == {0, 1}
+    assert [f"{s.kind}{s.micro_batch}" for s in first[0].spans] == ["F0", "F1", "B0", "B1", "O0"]
+    assert {s.stage for s in first[1].spans} == {1}
+    for rank in first.values():
+        assert all(s.start_s <= s.stop_s and 0 <= s.boxing_s <= s.stop_s - s.start_s + 1e-6 for s in rank.spans)
+    forward = first[0].spans[0]
+    assert forward.num_exchanges >= 1 and forward.sent_bytes == 4 * 16 * 4, "4 samples of 16 floats to the next stage"
+
+
+@pytest.mark.usefixtures("exchanges_every_step")
+@pytest.mark.parametrize("stops", [False, True])
+def test_the_last_step_has_its_timeline_however_short_the_run_is(stops: bool):
+    def orders(messages):
+        return [Order("stop")] if stops and len(blocks_of(messages)) > 2 else []
+
+    results, messages = train("*: data", orders)
+    last = [message for message in messages if isinstance(message, StepSpans)][-2:]
+    assert {message.step for message in last} == {len(results[0].losses) - 1} and {m.rank for m in last} == {0, 1}
+    assert len(results[0].losses) < STEPS or not stops
+
+
+def test_without_anybody_listening_nothing_is_exchanged_for_it():
+    results = run_ranks(lambda: run_strategy(make_job(), "*: data"))
+    assert results[0].losses == pytest.approx(run_one_device(make_job()).losses, abs=1e-5)
+
+
+@pytest.mark.parametrize(("drops_out", "at", "tried"), [(False, 4, 0), (True, 2, 1)], ids=["plain", "drops-out"])
+def test_one_device_stops_after_the_step_in_which_it_is_told(drops_out: bool, at: int, tried: int):
+    """``tried``: steps in plain torch before it is known that the model draws random numbers."""
+    taken, messages = [], []
+
+    def loss(output, target):
+        taken.append(1)
+        return F.cross_entropy(output, target)
+
+    model = lambda: nn.Sequential(make_model(), nn.Dropout(0.5)) if drops_out else make_model()  # noqa: E731
+    job = replace(make_job(), model_fn=model, loss_fn=loss)
+    result = run_one_device(job, 1, messages.append, lambda: [Order("stop")] if len(taken) == at else [])
+    assert len(result.losses) + tried == len(taken) == at < STEPS
+    assert blocks_of(messages)[-1].stop_step == len(result.losses), "the last steps are reported, too"
+
+
+@pytest.fixture
+def exchanges_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Orders are heard after the step in which they come, however fast steps are."""
+    monkeypatch.setattr(collecting, "INTERVAL_S", 0.0)
+
+
+@pytest.mark.usefixtures("exchanges_every_step")
+def test_a_strategy_changes_on_the_way_and_the_numbers_stay():
+    def orders(messages):
+        return [Order("strategy", "*: model")] if blocks_of(messages) else []
+
+    results, messages = train("*: data", orders)
+    ((step, text),) = results[0].changes
+    assert text == "*: model" and 1 <= step < STEPS
+    (event,) = events_of(messages)
+    assert (event.kind, event.step, event.text) == ("strategy", step, "*: model") and event.time_s > 0
+    assert_like_one_device(results[0])
+    after = blocks_of(messages)[-1]
+    whole = sum(p.numel() for p in make_model().parameters()) * 4
+    assert after.memory_bytes[0]["parameters"] < whole
+    data, model = results[0].segments
+    assert data.memory_bytes["parameters"] == whole > model.memory_bytes["parameters"]
+    assert data.boxed_bytes == whole != model.boxed_bytes, "half of a sum, twice, is what a rank sends of gradients"
+    assert results[0].memory_bytes["peak"] == max(part.memory_bytes["peak"] for part in results[0].segments)
+
+
+@pytest.mark.usefixtures("exchanges_every_step")
+def test_to_stages_and_back_again_on_three_orders():
+    texts = ["0: data; 2: data@1; 4: data@1 | 2x1x1 mb=2", "*: model", "*: data"]
+
+    def orders(messages):
+        return [Order("strategy", text) for text in texts[: len(blocks_of(messages))]]
+
+    results, _ = train("*: data", orders)
+    steps, changed_to = zip(*results[0].changes, strict=True)
+    assert list(changed_to) == texts and len(set(steps)) == 3
+    assert_like_one_device(results[0])
+
+
+def test_a_strategy_that_does_not_fit_is_refused_and_the_run_goes_on():
+    def orders(messages):
+        return [Order("strategy", "nothing: model")] if blocks_of(messages) else []
+
+    results, messages = train("*: data", orders)
+    (event,) = events_of(messages)
+    assert event.kind == "refused" and "no layer matches" in event.text and results[0].segments == []
+    assert results[0].changes == [] and len(results[0].losses) == STEPS
+    assert_like_one_device(results[0])
+
+
+def test_a_paused_run_waits_until_it_is_told_to_go_on():
+    given = [Order("pause")]
+    paused = threading.Event()
+
+    def orders(messages):
+        if any(event.kind == "paused" for event in events_of(messages)) and not paused.is_set():
+            paused.set()
+            threading.Timer(0.3, lambda: given.append(Order("go on"))).start()
+        return list(given)
+
+    results, messages = train("*: data", orders)
+    assert [event.kind for event in events_of(messages)] == ["paused", "running"]
+    assert len({event.step for event in events_of(messages)}) == 1, "no step was taken in between"
+    assert_like_one_device(results[0])
+
+
+def test_a_paused_run_can_be_stopped():
+    results, messages = train("*: data", lambda messages: [Order("pause"), Order("stop")])
+    assert len(results[0].losses) == 1 and [event.kind for event in events_of(messages)] == ["paused"]
+
+
+@pytest.mark.usefixtures("exchanges_every_step")
+def test_an_order_counts_once_every_rank_has_heard_of_it():
+    heard: list[int] = [0, 0]
+
+    def program(rank):
+        def orders():
+            heard[rank] += 1
+            late = rank == 1 and heard[1] < 4
+            return [] if late else [Order("stop")]
+
+        return run_strategy(make_job(), "*: data", listen=lambda message: None, orders=orders)
+
+    results = run_ranks(program)
+    assert len(results[0].losses) == len(results[1].losses) == 4
+
+
+@pytest.mark.parametrize(
+    ("ours", "truth", "expected"),
+    [((0.5, 0.25), (0.5, 0.5), 0.25), ((400.0, 5.0), (400.0, 1.0), 0.01), ((float("nan"),), (1.0,), math.inf)],
+)
+def test_weights_differ_relative_to_the_largest_of_their_tensor(
+    ours: tuple[float, ...], truth: tuple[float, ...], expected: float
+):
+    states = [{"w": torch.tensor(values), "none": torch.empty(0)} for values in (ours, truth)]
+    assert largest_difference(*states) == pytest.approx(expected)
+    assert largest_difference(states[0], {}) == math.inf
+
+
+def test_orders_are_of_known_kinds():
+    with pytest.raises(ValueError, match=r"no such order.*pause"):
+        Order("jump")
+
+
+@pytest.mark.parametrize(("time_s", "interval"), [(0.001, 300), (0.05, 6), (5.0, 1), (1e-7, 1000)])
+def test_steps_are_exchanged_about_three_times_a_second(time_s: float, interval: int):
+    def program():
+        collector = Collector(current())
+        collector.add(Measured(8, time_s, 0.0, 0), 1.5)
+        assert collector.is_due
+        block, numbers = collector.collect(number=7.0)
+        assert (block.losses, block.samples, block.num_steps, numbers) == ((1.5,), (8,), 0, [7.0, 7.0])
+        return collector.interval
+
+    assert run_ranks(program) == [interval, interval]
+
+
+def test_losses_are_numbers_tensors_or_missing():
+    def program():
+        collector = Collector(current())
+        for loss in (2.0, None, torch.tensor(3.0, requires_grad=True)):
+            collector.add(Measured(1, 0.1, 0.0, 0), loss)
+        return collector.collect()[0].losses
+
+    assert run_ranks(program, 1) == [(2.0, None, 3.0)]

@@ -1,0 +1,132 @@
+"""Weights as safetensors: what transformers and the safetensors library read, and what no rank ever holds."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import workbench as wb
+from workbench.errors import CheckpointError
+from workbench.testing import run_ranks
+from workbench.training import exporting
+
+
+class Mixed(nn.Module):
+    """Several dtypes and odd sizes, a tied weight, a buffer that is saved and one that is not."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(7, 5)
+        self.norm = nn.BatchNorm1d(5)
+        self.half = nn.Linear(5, 3).to(torch.bfloat16)
+        self.head = nn.Linear(5, 7, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("mask", torch.tensor([True, False, True]))
+        self.register_buffer("scratch", torch.zeros(3), persistent=False)
+
+
+STATE = Mixed().state_dict()
+
+
+def spread(strategy):
+    model = Mixed()
+    model.load_state_dict(STATE)
+    return wb.parallelize(model, strategy)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "num_ranks"),
+    [("*: data", 1), ("*: model", 3), ("*: data | 1x2x1 zero=3", 2), ("embed: data@0; norm: data@1; half: model@1", 4)],
+)
+@pytest.mark.parametrize("limit", [10**9, 120])
+def test_any_strategy_gives_the_logical_weights(tmp_path, strategy, num_ranks, limit):
+    run_ranks(lambda: wb.export_safetensors(spread(strategy), tmp_path, max_shard_bytes=limit) and None, num_ranks)
+    found = {name: value for path in tmp_path.glob("*.safetensors") for name, value in load_file(path).items()}
+    assert found.keys() == STATE.keys() - {"head.weight"}
+    for name, value in found.items():
+        assert torch.equal(value, STATE[name]) and value.dtype == STATE[name].dtype, name
+    files = sorted(path.name for path in tmp_path.iterdir())
+    if limit > 1000:
+        assert files == ["model.safetensors"]
+    else:
+        index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+        assert index["weight_map"].keys() == found.keys() and set(index["weight_map"].values()) < set(files)
+        assert index["metadata"]["total_size"] == sum(value.nbytes for value in found.values())
+
+
+def test_it_loads_back_under_another_strategy(tmp_path):
+    run_ranks(lambda: wb.export_safetensors(spread("*: model"), tmp_path, max_shard_bytes=200) and None, 2)
+
+    def program():
+        model = spread("embed: data@0; norm: data@1; half: data@2")
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        wb.load_safetensors(model, tmp_path)
+        everywhere = wb.placement("cpu", ranks=[0, 1, 2])
+        return [p.to_global(placement=everywhere, sbp="B").to_local().clone() for p in model.parameters()]
+
+    truth = Mixed()
+    truth.load_state_dict(STATE)
+    for values in run_ranks(program, 3):
+        assert all(torch.equal(a, b) for a, b in zip(values, truth.parameters(), strict=True))
+
+
+def test_earlier_weights_go_and_files_are_shared_out(tmp_path, monkeypatch):
+    writers = []
+    header = exporting._header
+    monkeypatch.setattr(exporting, "_header", lambda file, tensors: writers.append(wb.rank()) or header(file, tensors))
+    run_ranks(lambda: wb.export_safetensors(spread("*: data"), tmp_path, max_shard_bytes=60) and None, 2)
+    assert set(writers) == {0, 1}
+    assert len(list(tmp_path.glob("model-*.safetensors"))) == len(writers) > 2
+    run_ranks(lambda: wb.export_safetensors(spread("*: data"), tmp_path) and None, 2)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+@pytest.mark.parametrize("limit", [10**9, 20_000])
+def test_transformers_loads_it_and_gives_the_same_logits(tmp_path, limit):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=40, n_positions=12)
+    one = transformers.GPT2LMHeadModel(config).eval()
+    ids = torch.arange(8).view(1, 8)
+    expected = one(ids).logits
+
+    def program():
+        model = copy.deepcopy(one).train()  # transformers swaps torch's initializers meanwhile, for all threads
+        wb.parallelize(model, "*.h.*: model; *: data")
+        wb.export_safetensors(model, tmp_path, max_shard_bytes=limit)
+
+    run_ranks(program, 2)
+    loaded, told = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert type(loaded) is transformers.GPT2LMHeadModel and not told["missing_keys"] and not told["unexpected_keys"]
+    torch.testing.assert_close(loaded.eval()(ids).logits, expected, rtol=0, atol=0)
+
+
+def test_what_safetensors_cannot_hold(tmp_path):
+    class Extra(nn.Linear):
+        def get_extra_state(self):
+            return {"a": 1}
+
+        def set_extra_state(self, state):
+            pass
+
+    with pytest.raises(CheckpointError, match=r"_extra_state is a dict.*wb\.save"):
+        wb.export_safetensors(Extra(1, 1), tmp_path)
+    with pytest.raises(CheckpointError, match=r"complex128.*Cast it"):
+        wb.export_safetensors(nn.Linear(1, 1, dtype=torch.complex128), tmp_path)
+
+
+def test_a_rank_that_cannot_write_is_an_error_on_all(tmp_path):
+    (tmp_path / "file").touch()
+
+    def program():
+        with pytest.raises((OSError, CheckpointError), match="file"):
+            wb.export_safetensors(spread("*: data"), tmp_path / "file")
+
+    run_ranks(program, 2)

@@ -1,0 +1,285 @@
+"""Recomputation per block by strategy: the numbers of one device, dropout and statistics of batch norm alike."""
+
+import copy
+import gc
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import workbench as wb
+from tests.models import zoo
+from tests.training.models import batch_for, make
+from tests.training.programs import training_equals_one_device
+from workbench.errors import StrategyError
+from workbench.testing import run_ranks
+from workbench.training.recompute import blocks_of
+from workbench.training.watching.memory import ActivationMeter
+
+STRATEGIES = [
+    ("*: data | 1x2x1", 2),
+    ("*: data | 1x3x1 zero=3", 3),
+    ("*: model | 1x2x2", 4),
+]
+
+
+CASES = [(kind, *s) for kind in ("mlp", "cnn", "encoder", "attention", "dropping") for s in STRATEGIES]
+
+
+@pytest.mark.parametrize(
+    ("kind", "strategy", "num_ranks"),
+    [("dropping", *STRATEGIES[1]), *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES)],
+)
+def test_training_equals_one_device(kind, strategy, num_ranks):
+    text = f"{strategy} recompute"
+    for losses, weights in run_ranks(lambda: training_equals_one_device(kind, text, num_ranks), num_ranks):
+        assert losses < 1e-5 and weights < 1e-5
+
+
+STAGES = "0: data; 1: data; 2: data; 3: data@1; 4: data@1"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "num_ranks"),
+    [
+        ("*: data | 1x2x1 mb=3 zero=2 recompute", 2),
+        (f"{STAGES} | 2x1x1 mb=2 1f1b recompute", 2),
+        pytest.param("*: data | 1x1x1 recompute", 1, marks=pytest.mark.slow),
+        pytest.param("*: data | 1x3x1 mb=2 zero=3 recompute", 3, marks=pytest.mark.slow),
+        pytest.param("*: model | 1x1x2 recompute", 2, marks=pytest.mark.slow),
+        pytest.param(f"{STAGES} | 2x2x1 mb=3 gpipe zero=1 recompute", 4, marks=pytest.mark.slow),
+    ],
+)
+def test_a_block_runs_again_from_the_buffers_of_its_first_run(strategy, num_ranks):
+    for losses, weights in run_ranks(lambda: training_equals_one_device("remembering", strategy, num_ranks), num_ranks):
+        assert losses < 1e-5 and weights < 1e-5
+
+
+def test_buffers_may_be_made_in_inference_mode():
+    """A first evaluation does so where a forward caches what it computes."""
+
+    class Caching(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("table", None)
+
+        def forward(self, x):
+            if self.table is None:
+                self.table = torch.arange(4.0)
+            return self.linear(x) + self.table
+
+    one = nn.Sequential(Caching(), Caching())
+
+    def program():
+        model = wb.parallelize(copy.deepcopy(one), "*: data | recompute")
+        with torch.inference_mode():
+            model(torch.ones(2, 4))
+        model(torch.ones(2, 4)).sum().backward()
+        return model[0].linear.weight.grad is not None
+
+    assert all(run_ranks(program, 2))
+
+
+class Block(nn.Module):
+    """Two layers with dropout and a residual."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.a, self.b = nn.LayerNorm(16), nn.Linear(16, 64), nn.Linear(64, 16)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x, scale=1.0):
+        return x + self.drop(self.b(F.gelu(self.a(self.norm(x))))) * scale
+
+
+class Tower(nn.Module):
+    """Blocks between an embedding and the head tied to it."""
+
+    def __init__(self):
+        super().__init__()
+        self.tok = nn.Embedding(10, 16)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(16, 10, bias=False)
+        self.head.weight = self.tok.weight
+
+    def forward(self, ids):
+        x = self.tok(ids)
+        for block in self.blocks:
+            x = block(x, scale=0.5)
+        return self.head(x.mean(1))
+
+
+def towers(count):
+    torch.manual_seed(0)
+    model = Tower()
+    return [model, *(copy.deepcopy(model) for _ in range(count - 1))]
+
+
+def test_which_modules_are_blocks():
+    tower = Tower()
+    assert blocks_of(tower) == list(tower.blocks)
+    encoder = make("encoder")
+    assert blocks_of(encoder) == list(encoder.enc.layers)
+    cnn = make("cnn")
+    assert blocks_of(cnn) == [cnn.conv1, cnn.bn1, cnn.conv2, cnn.bn2, cnn.fc1, cnn.fc2]
+
+
+PIPELINE = "tok: data; blocks.[2-3]: data@1; head: data@1 | 2x1x1 mb=2 1f1b"
+
+
+SPLIT = "blocks.*.a: model:column; blocks.*.b: model:row; tok: data; head: data | 1x1x2"
+
+
+@pytest.mark.parametrize(
+    "strategy", ["*: data | zero=3", PIPELINE, *(pytest.param(s, marks=pytest.mark.slow) for s in ("*: data", SPLIT))]
+)
+def test_a_tower_with_dropout_saves_less_and_gives_the_same_gradients(strategy):
+    ids = torch.arange(60).reshape(6, 10) % 10
+    targets = torch.arange(6)
+
+    def gradients(rank, model, text):
+        model = wb.parallelize(model, text)
+        wb.manual_seed(5)
+        meter = ActivationMeter(model)
+        with meter.measure():
+            loss = F.cross_entropy(model(ids), targets)
+        loss.backward()
+        everywhere = wb.placement.all("cpu")
+        return meter.size_bytes, [
+            p.grad.to_global(placement=everywhere, sbp="B").to_local() for p in model.parameters()
+        ]
+
+    models = towers(4)
+    joint = " " if "|" in strategy else " | "
+    kept = run_ranks(lambda rank: gradients(rank, models[rank], strategy), 2)
+    again = run_ranks(lambda rank: gradients(rank, models[2 + rank], f"{strategy}{joint}recompute"), 2)
+    for (size, grads), (fewer, ours) in zip(kept, again, strict=True):
+        assert fewer < 0.5 * size
+        torch.testing.assert_close(ours, grads, rtol=1e-5, atol=1e-7)
+
+
+def test_statistics_of_batch_norm_are_written_once():
+    class Stem(nn.Module):
+        def __init__(self):
+            super().__init__()
+            part = lambda: nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16))  # noqa: E731
+            self.parts, self.head = nn.Sequential(part(), part()), nn.Linear(16, 10)
+
+        def forward(self, x):
+            return self.head(self.parts(x))
+
+    torch.manual_seed(0)
+    models = [Stem() for _ in range(3)]
+    for model in models[1:]:
+        model.load_state_dict(models[0].state_dict())
+    inputs, targets = batch_for("mlp")
+
+    def run(model):
+        for _ in range(2):
+            F.cross_entropy(model(inputs), targets).backward()
+        return [b.full_tensor() if hasattr(b, "full_tensor") else b for b in model.buffers()]
+
+    expected = run(models[2])
+    for found in run_ranks(lambda rank: run(wb.parallelize(models[rank], "*: data | recompute")), 2):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_copies_undoing_and_evaluation():
+    models = towers(2)
+    ids = torch.arange(60).reshape(6, 10) % 10
+
+    def program(rank):
+        model = wb.parallelize(models[rank], "*: data | recompute").eval()
+        assert copy.deepcopy(model).blocks[0]._compiled_call_impl is None
+        with torch.no_grad():
+            first = model(ids).full_tensor()
+        wb.parallelize(model, "*: data")
+        assert model.blocks[0]._compiled_call_impl is None
+        with torch.no_grad():
+            torch.testing.assert_close(model(ids).full_tensor(), first)
+
+    run_ranks(program, 2)
+
+
+def test_nothing_of_a_step_outlives_it():
+    """What a checkpoint keeps are the inputs of blocks: kept from step to step they would fill the memory."""
+    model, (inputs, targets) = make("mlp"), batch_for("mlp")
+
+    def count():
+        gc.collect()
+        return sum(type(thing) is torch.utils.checkpoint._CheckpointFrame for thing in gc.get_objects())
+
+    def program():
+        parallel, kept = wb.parallelize(model, "*: data | 1x1x1 recompute"), []
+        for _ in range(2):
+            loss = F.cross_entropy(parallel(inputs), targets)
+            kept.append(count())
+            loss.backward()
+            del loss
+            kept.append(count())
+        return kept
+
+    before = count()
+    assert [kept - before for kept in run_ranks(program, 1)[0]] == [4, 0, 4, 0]
+
+
+def grads_of(model, strategy, **batch):
+    """Gradients of a step of a model of transformers, and how many checkpoints outlive two steps."""
+
+    def program():
+        parallel = wb.parallelize(copy.deepcopy(model), strategy)
+        for _ in range(2):
+            parallel.zero_grad()
+            parallel(**batch).loss.backward()
+        gc.collect()
+        frames = sum(type(thing) is torch.utils.checkpoint._CheckpointFrame for thing in gc.get_objects())
+        return [p.grad.full_tensor() for p in parallel.parameters()], frames
+
+    return run_ranks(program, 1)[0]
+
+
+@pytest.mark.parametrize("name", ["gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "t5"))])
+def test_empty_caches_of_transformers_are_left_out(name):
+    model, batch = zoo.make(name, "sdpa"), zoo.batch_for(name)
+    (grads, before), (found, after) = (
+        grads_of(model, "*: data", **batch),
+        grads_of(model, "*: data | recompute", **batch),
+    )
+    assert all(torch.equal(a, b) for a, b in zip(grads, found, strict=True))
+    assert after == before
+
+
+def test_a_cache_that_holds_words_is_refused():
+    model = zoo.make("gpt2", "sdpa")
+    words = torch.ones(1, 4, dtype=torch.long)
+    with torch.no_grad():
+        cached = zoo.cache_argument(model, model(words, use_cache=True).past_key_values)
+    with pytest.raises(StrategyError, match=r"GPT2Block was given 1 cache .*\(DynamicCache\).*use_cache=False"):
+        run_ranks(lambda: wb.parallelize(model, "*: data | recompute")(words, **cached), 1)
+
+
+class Caching(nn.Module):
+    """A decoder that hands a cache to its blocks, which compute keys and values once."""
+
+    class Cache:
+        def __init__(self):
+            self.is_updated = {}
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x):
+        cache = self.Cache()
+        for block in self.blocks:
+            block(x, cache)
+
+
+def test_a_cache_that_a_block_fills_is_refused():
+    def program():
+        wb.parallelize(Caching(), "*: data | recompute")(torch.ones(2, 8))
+
+    with pytest.raises(StrategyError, match=r"Block was given 1 cache .*\(Cache\).*use_cache=False"):
+        run_ranks(program, 1)

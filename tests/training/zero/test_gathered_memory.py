@@ -1,0 +1,159 @@
+"""zero=3: what is here of parameters at any time, under autocast and after a call that ended early."""
+
+import pytest
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import workbench as wb
+from tests.transport.blocks import WIDTH, Chain, freeze, grads_of, loss_of, made, on_two, value
+from workbench.tensors.global_tensor import local_torch
+from workbench.tensors.world import current
+from workbench.testing import run_ranks
+from workbench.training.zero import gathering
+
+
+class Meter:
+    """How many units of rank 0 have whole parameters, now and at most: of storages that are alive."""
+
+    def __init__(self, monkeypatch):
+        self.flights, self.most = [], 0
+        finish = gathering.Flight.finish
+
+        def finished(flight):
+            wholes = finish(flight)
+            if current().rank == 0:
+                with local_torch():
+                    self.flights.append([StorageWeakRef(whole.untyped_storage()) for whole in wholes])
+                self.most = max(self.most, self.now())
+            return wholes
+
+        monkeypatch.setattr(gathering.Flight, "finish", finished)
+
+    def now(self):
+        return sum(not all(whole.expired() for whole in flight) for flight in self.flights)
+
+
+@pytest.mark.parametrize(("options", "prepare"), [("", None), ("bf16", None), ("recompute", None), ("", freeze)])
+def test_two_units_at_most_are_here(monkeypatch, options, prepare):
+    meter = Meter(monkeypatch)
+
+    def program(model):
+        if prepare is not None:
+            prepare(model)
+        for _ in range(2):
+            loss = loss_of(model)
+            between = meter.now() if wb.rank() == 0 else 0
+            loss.backward()
+            assert between == 0
+        left = meter.now() if wb.rank() == 0 else 0
+        return left, float(loss)
+
+    (left, _), _ = on_two(program, options=options, precision=torch.float32)
+    assert len(meter.flights) > 20
+    assert meter.most <= 2 and left == 0
+
+
+def kept_shapes(model):
+    """Shapes of all that autograd saves in forward; those of 16-bit numbers, and others."""
+    kept = {True: set(), False: set()}
+
+    def pack(tensor):
+        with local_torch():
+            kept[tensor.dtype == torch.bfloat16].add(tuple(sorted(tensor.shape)))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = loss_of(model)
+    loss.backward()
+    return kept[True], kept[False]
+
+
+def test_no_copies_of_weights_are_kept_under_autocast():
+    weights = {(WIDTH, 9), (WIDTH, 11)}
+    half, single = on_two(kept_shapes, options="bf16", precision=torch.float32)[0]
+    assert half and not weights & (half | single)
+    models = [made(Chain).float() for _ in range(2)]
+    half, _ = run_ranks(lambda rank: kept_shapes(wb.parallelize(models[rank], "*: data | 1x2x1 bf16")), 2)[0]
+    assert weights <= half
+
+
+class Mixed(nn.Module):
+    """What autocast casts: convolutions, attention of torch, linear layers; and a norm, which it does not."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv1d(4, 8, 3, padding=1), nn.LayerNorm(8)
+        self.attend = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True) for _ in range(2))
+        self.free = nn.Parameter(torch.linspace(-1, 1, 64).reshape(8, 8))
+
+    def forward(self, x):
+        x = self.norm(self.conv(x).transpose(1, 2))
+        x = x + self.attend(x, x, x, need_weights=False)[0]
+        for block in self.blocks:
+            x = block(x)
+        return (x @ self.free).float().square().mean()
+
+
+@pytest.mark.parametrize("recompute", ["", pytest.param("recompute", marks=pytest.mark.slow)])
+def test_autocast_gives_the_gradients_that_it_gives_without_shards(recompute):
+    torch.manual_seed(0)
+    models, x = [Mixed() for _ in range(4)], torch.randn(6, 4, 5)
+    for model in models[1:]:
+        model.load_state_dict(models[0].state_dict())
+
+    def program(rank, options):
+        model = wb.parallelize(models.pop(), f"*: data | 1x2x1 bf16 {options}")
+        model(x).backward()
+        return [value(p.grad) for p in model.parameters()]
+
+    plain = run_ranks(lambda rank: program(rank, ""), 2)[0]
+    sharded = run_ranks(lambda rank: program(rank, f"zero=3 {recompute}"), 2)[0]
+    for ours, theirs in zip(sharded, plain, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+
+
+class Failing(Chain):
+    error = None
+
+    def order(self):
+        yield from self.blocks[:2]
+        if self.error is not None:
+            raise self.error
+        yield from self.blocks[2:]
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt()], ids=["error", "interruption"])
+@pytest.mark.parametrize("where", ["between blocks", "inside a block"])
+def test_a_forward_that_ends_early_leaves_shards(error, where):
+    kind = type(error)
+
+    def fail(*args):
+        raise error
+
+    def program(model):
+        model.eval()  # dropout would draw anew
+        if kind is ValueError:  # an interruption finds ranks anywhere: what was sent ahead stays unread
+            loss_of(model).backward()
+            model.zero_grad()
+        handle = None
+        if where == "between blocks":
+            model.error = error
+        else:
+            handle = model.blocks[2].down.register_forward_pre_hook(fail)
+        with pytest.raises(kind):
+            loss_of(model)
+        is_cast = torch.is_autocast_enabled("cpu")
+        model.error = None
+        if handle is not None:
+            handle.remove()
+        stand = all(isinstance(p, nn.Parameter) for p in model.parameters())
+        loss_of(model).backward()
+        return stand and not is_cast, [value(p.grad) for p in model.parameters()]
+
+    stand, grads = on_two(program, Failing, "bf16", torch.float32)[0]
+    assert stand
+    truth = on_two(lambda m: (loss_of(m.eval()).backward(), grads_of(m))[1], Chain, "bf16", torch.float32)[0]
+    for ours, theirs in zip(grads, truth, strict=True):
+        torch.testing.assert_close(ours, theirs)

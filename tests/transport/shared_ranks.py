@@ -1,0 +1,81 @@
+"""Ranks that are threads of one process but exchange through real shared memory, each with mappings of its own."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+import workbench.tensors.methods  # noqa: F401 - completes global tensors
+from workbench.tensors.world import Simulated, World
+from workbench.transport import choice
+
+
+class Meeting:
+    """Collects equal tensors of all ranks, as a process group does; ``of(rank)`` is one rank's gather."""
+
+    def __init__(self, num_ranks):
+        self._barrier = threading.Barrier(num_ranks, timeout=20)
+        self._parts = [None] * num_ranks
+
+    def of(self, rank):
+        def gather(tensor):
+            self._parts[rank] = tensor.clone()
+            self._barrier.wait()
+            parts = [part.clone() for part in self._parts]
+            self._barrier.wait()
+            return parts
+
+        return gather
+
+
+def run_on_threads(fn, num_ranks):
+    """``fn(rank)`` on one thread per rank; returns what each returned or raised."""
+    results = [None] * num_ranks
+
+    def run(rank):
+        try:
+            results[rank] = fn(rank)
+        except BaseException as error:  # noqa: BLE001 - the test looks at it
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(num_ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    return results
+
+
+def run_shared(fn, num_ranks=2, timeout_s=20.0):
+    """``fn(transport, rank)`` on every rank; returns what each returned or raised."""
+    meeting = Meeting(num_ranks)
+
+    def program(rank):
+        transport, refusals, _ = choice.connect(meeting.of(rank), rank, num_ranks, timeout_s)
+        assert transport is not None, refusals
+        try:
+            return fn(transport, rank)
+        finally:
+            transport.close()
+
+    return run_on_threads(program, num_ranks)
+
+
+def run_in_worlds(fn, num_ranks=2):
+    """``fn(world)`` on ranks that are threads and exchange through real shared memory."""
+
+    def program(transport, rank):
+        world = World(rank, num_ranks, torch.device("cpu"), transport)
+        with Simulated(world):
+            return fn(world)
+
+    return run_shared(program, num_ranks)
+
+
+def assert_all_returned(results):
+    """No rank raised; gives the results back."""
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results

@@ -1,0 +1,52 @@
+"""gloo wakes nobody whose message broke off half way; what such a wait keeps is given back when its time is over."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+
+import workbench as wb
+from tests.processes import Ranks
+from tests.transport.chaos import facts, grown
+from workbench.errors import CollectiveAborted
+from workbench.tensors.world import shutdown
+
+pytestmark = pytest.mark.procs
+TIMEOUT_S = 3.0
+NUM_NUMBERS = 2**24
+"""A message far larger than the buffers of a connection."""
+
+
+def stop_while_sending():
+    """Rank 0 stops in the middle of a message; gives when rank 1 knew, and what it still had open later."""
+    os.environ["WORKBENCH_TRANSPORT"] = "gloo"
+    before = facts(None, 0, 1)
+    world = wb.init(init_method=os.environ["WORKBENCH_TEST_MEETING"], timeout_s=TIMEOUT_S)
+    members = world.transport.watch.members
+    numbers, started = torch.zeros(NUM_NUMBERS), time.monotonic()
+    if world.rank == 0:
+        time.sleep(0.3)  # the receiver waits by then, so that the sender begins at once
+        world.transport.exchange([(1, numbers)], [], 0, "half a message")
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return None
+    try:
+        with pytest.raises(CollectiveAborted, match=r"rank 0 is stopped \(SIGSTOP\)"):
+            world.transport.exchange([], [(0, numbers)], 0, "half a message")
+        told_s = time.monotonic() - started
+        shutdown()
+        while grown(before, facts(None, 0, 1)) and time.monotonic() - started < 3 * TIMEOUT_S:
+            time.sleep(0.05)
+        names = [thread.name for thread in threading.enumerate() if thread.name.startswith("workbench")]
+        return told_s, names, grown(before, facts(None, 0, 1))
+    finally:
+        os.kill(members[0].pid, signal.SIGCONT)
+
+
+def test_what_a_receive_that_broke_off_keeps_is_given_back_after_the_timeout():
+    with Ranks(stop_while_sending, 2, joins=False) as ranks:
+        _, (told_s, threads, left) = ranks.results()
+    assert told_s < 2 * TIMEOUT_S
+    assert not threads and not left

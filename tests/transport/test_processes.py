@@ -1,0 +1,102 @@
+"""The programs of the simulated ranks on real processes over shared memory and over gloo."""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+
+import pytest
+import torch
+
+import workbench as wb
+from tests.processes import run_processes
+from tests.training.programs import boxing_forward_and_backward, training_equals_one_device
+from workbench.errors import CollectiveAborted
+from workbench.tensors.ops.dispatch import FallbackWarning
+from workbench.tensors.world import current
+
+pytestmark = pytest.mark.procs
+
+
+def over(transport: str) -> dict[str, str]:
+    return {"WORKBENCH_TRANSPORT": transport}
+
+
+def boxing(count):
+    return boxing_forward_and_backward(wb.world_size(), count), current().transport_name
+
+
+@pytest.mark.parametrize("transport", ["shared", "gloo"])
+def test_boxing_between_sampled_layouts(transport):
+    assert run_processes(boxing, 4, 60, environment=over(transport)) == [(60, transport)] * 4
+
+
+def training(kind, strategies):
+    warnings.simplefilter("ignore", FallbackWarning)
+    for strategy in strategies:
+        losses, weights = training_equals_one_device(kind, strategy, wb.world_size())
+        assert losses < 1e-5 and weights < 1e-5, (strategy, losses, weights)
+    return current().transport_name
+
+
+@pytest.mark.parametrize("transport", ["shared", pytest.param("gloo", marks=pytest.mark.slow)])
+def test_training_equals_one_device_under_every_preset(transport):
+    presets = ["data", "model", "pipeline", "hybrid"]
+    assert run_processes(training, 2, "mlp", presets, environment=over(transport)) == [transport] * 2
+
+
+def test_a_convolutional_net_on_four_processes():
+    strategies = ["*: data | 1x2x2", "conv1: data; fc1: model@1 | 2x1x2 mb=3 1f1b"]
+    assert run_processes(training, 4, "cnn", strategies) == ["shared"] * 4
+
+
+def meeting_a_dead_rank():
+    if wb.rank() == 1:
+        time.sleep(0.5)
+        os._exit(0)
+    try:
+        wb.ones(4, placement=wb.placement("cpu", ranks=[0, 1]), sbp="S(0)").to_global(sbp="B")
+    except CollectiveAborted as error:
+        return str(error)
+    return "nothing happened"
+
+
+@pytest.mark.parametrize("transport", ["shared", "gloo"])
+def test_a_rank_that_dies_ends_the_others_waits_with_the_cause(transport):
+    message, nothing = run_processes(meeting_a_dead_rank, 2, environment=over(transport))
+    assert "lost" in message and nothing is None
+
+
+def traced():
+    """A trace counts the bytes that the transport has sent, and the plan's, also of an optimizer's step."""
+    p, traffic = wb.placement("cpu", ranks=[0, 1]), current().traffic
+    x = wb.randn(5, 7, placement=p, sbp="S(0)", requires_grad=True)
+    model = wb.parallelize(torch.nn.Linear(7, 3), "*: data")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = traffic.sent_bytes
+    with wb.trace() as trace:
+        (x.to_global(sbp="B") * 2).sum().backward()
+        model(x).sum().backward()
+        optimizer.step()
+    assert trace.sent_bytes == traffic.sent_bytes - before
+    written = next(record for record in trace.records if record.function == "to_global")
+    assert written.wire_bytes == x.boxing_plan(sbp="B").wire_bytes and written.site.line.startswith("test_processes.py")
+    return trace.wire_bytes
+
+
+def test_a_trace_counts_what_the_transport_sends():
+    first, second = run_processes(traced, 2)
+    assert first == second > 0
+
+
+def example():
+    p = wb.placement("cpu", ranks=[0, 1])
+    x = wb.randn(4, 5, placement=p, sbp=wb.sbp.split(0))
+    w = wb.randn(5, 8, placement=p, sbp=wb.sbp.broadcast)
+    torch.testing.assert_close((x @ w).full_tensor(), x.full_tensor() @ w.full_tensor())
+    return tuple((x @ w).shape)
+
+
+def test_the_example_of_the_readme():
+    assert run_processes(example, 2) == [(4, 8)] * 2

@@ -1,0 +1,342 @@
+"""Shared memory when something goes wrong: every wait ends with the cause, and nothing is left behind."""
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.transport.shared_ranks import Meeting, assert_all_returned, run_on_threads, run_shared
+from workbench.errors import CollectiveAborted, WorldError
+from workbench.transport import choice
+from workbench.transport.letters import mapped
+from workbench.transport.shared import transport as shared
+from workbench.transport.threads import ThreadHub, ThreadTransport
+
+ROOT = Path(__file__).parents[2]
+
+
+def timed(action):
+    """The ``CollectiveAborted`` that ``action`` raises, and after how many seconds."""
+    started = time.perf_counter()
+    with pytest.raises(CollectiveAborted) as caught:
+        action()
+    return str(caught.value), time.perf_counter() - started
+
+
+def receive(transport, source, header="receive"):
+    transport.exchange([], [(source, torch.zeros(3))], 1, header)
+
+
+def test_ranks_in_different_calls_are_told_both():
+    def program(transport, rank):
+        call = "boxing of x" if rank == 0 else "boxing of y"
+        return timed(lambda: transport.exchange([(1 - rank, torch.ones(2))], [(1 - rank, torch.ones(2))], 5, call))
+
+    for text, time_s in assert_all_returned(run_shared(program)):
+        assert "diverged" in text and "boxing of x" in text and "boxing of y" in text
+        assert time_s < 1
+
+
+def test_ranks_with_different_shapes_are_told_both_sizes():
+    def program(transport, rank):
+        return timed(lambda: transport.all_reduce(torch.ones(10 + rank), [0, 1], "sum", 5, "reduction"))
+
+    texts = [text for text, _ in assert_all_returned(run_shared(program))]
+    assert any("40" in text and "44" in text and "diverged" in text for text in texts)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_ranks_that_wait_for_one_another_are_found(num_ranks):
+    """Different tags: no message meets another, and without a search everybody would wait for the timeout."""
+
+    def program(transport, rank):
+        return timed(lambda: receive(transport, (rank + 1) % num_ranks, f"call {rank}"))
+
+    for text, time_s in assert_all_returned(run_shared(program, num_ranks)):
+        assert "diverged" in text and all(f"call {rank} at test_shared" in text for rank in range(num_ranks))
+        assert time_s < 1
+
+
+def test_a_slow_rank_is_no_deadlock():
+    def program(transport, rank):
+        for round_ in range(3):
+            if rank == round_ % 2:
+                time.sleep(0.15)
+            transport.all_gather(torch.zeros(1), "gather")
+            receives = [(1 - rank, torch.zeros(3))]
+            transport.exchange([(1 - rank, torch.zeros(3))], receives, round_, "exchange")
+        return "done"
+
+    assert assert_all_returned(run_shared(program)) == ["done", "done"]
+
+
+def test_a_waiting_rank_leaves_its_core_to_others():
+    def program(transport, rank):
+        if rank == 1:
+            time.sleep(0.6)
+        started = time.thread_time()
+        transport.all_gather(torch.zeros(1), "gather")
+        return time.thread_time() - started
+
+    assert max(assert_all_returned(run_shared(program))) < 0.1
+
+
+def test_an_abort_from_another_thread_ends_the_wait_and_the_world():
+    def program(transport, rank):
+        if rank == 1:
+            time.sleep(0.3)  # not waiting, so rank 0 cannot know that it waits in vain
+            return timed(lambda: receive(transport, 0))
+        aborted_s = []
+
+        def abort():
+            aborted_s.append(time.perf_counter())
+            transport.abort("the user said so")
+
+        threading.Timer(0.1, abort).start()
+        text, _ = timed(lambda: receive(transport, 1))
+        took_s = time.perf_counter() - aborted_s[0]
+        again, _ = timed(lambda: transport.all_gather(torch.zeros(1), "next"))
+        assert "the user said so" in again
+        return text, took_s
+
+    (text, took_s), (told, _) = assert_all_returned(run_shared(program))
+    assert "receive" in text and "the user said so" in text and took_s < 0.1
+    assert "rank 0 gave up" in told and "the user said so" in told
+
+
+def test_peers_of_a_rank_that_leaves_after_an_abort_are_told():
+    def program(transport, rank):
+        if rank == 1:
+            return timed(lambda: receive(transport, 0))
+        transport.abort("enough")
+        return None
+
+    text, time_s = assert_all_returned(run_shared(program))[1]
+    assert "rank 0 gave up: enough" in text and time_s < 1
+
+
+def test_a_wait_ends_after_the_timeout():
+    def program(transport, rank):
+        if rank == 1:
+            time.sleep(0.6)
+            return None
+        return timed(lambda: receive(transport, 1))
+
+    text, time_s = assert_all_returned(run_shared(program, timeout_s=0.2))[0]
+    assert (
+        "rank 0 stopped waiting for rank 1 in receive" in text
+        and "nothing came for 0.2 s; rank 1 waits for nobody" in text
+    )
+    assert 0.2 <= time_s < 0.5
+
+
+def test_a_rank_that_has_left_is_named_but_its_last_letters_are_read():
+    numel = shared.FIRST_CHUNK_BYTES // 4 + 5
+
+    def program(transport, rank):
+        if rank == 1:
+            transport.exchange([(0, torch.full((numel,), 3.0))], [], 1, "receive")
+            return None
+        time.sleep(0.2)
+        out = torch.zeros(numel)
+        transport.exchange([], [(1, out)], 1, "receive")
+        assert out.eq(3).all()
+        return timed(lambda: receive(transport, 1))[0]
+
+    assert "rank 1 has left the world" in assert_all_returned(run_shared(program))[0]
+
+
+def test_too_little_memory_is_an_error_with_both_figures_that_reaches_the_peers(monkeypatch):
+    def program(transport, rank):
+        transport.all_gather(torch.zeros(1), "start")
+        if rank == 0:
+            monkeypatch.setattr(mapped, "available_bytes", lambda: 20_000_000)
+            with pytest.raises(WorldError) as caught:
+                transport.exchange([(1, torch.zeros(10_000_000))], [], 1, "receive")
+            return str(caught.value)
+        return timed(lambda: receive(transport, 0))[0]
+
+    refused, told = assert_all_returned(run_shared(program))
+    assert "rank 0 in receive" in refused and "40.9 MB" in refused and "18.0 MB" in refused and "gloo" in refused
+    assert "40.9 MB" in told
+
+
+def choose(num_ranks, names=(), **broken):
+    """What each rank chooses; ``names`` are the values of WORKBENCH_TRANSPORT."""
+    meeting, hub = Meeting(num_ranks), ThreadHub(num_ranks)
+    with pytest.MonkeyPatch.context() as patch:
+        ranks = {}
+        patch.setattr(choice, "wanted_by_user", lambda: names[ranks[threading.get_ident()]] if names else "auto")
+        for name, value in broken.items():
+            patch.setattr(choice, name, lambda *args, value=value: value(ranks[threading.get_ident()]))
+
+        def program(rank):
+            ranks[threading.get_ident()] = rank
+            chosen = choice.choose(ThreadTransport(hub, rank), meeting.of(rank), rank, num_ranks, 5.0)
+            chosen.close()
+            return chosen.name
+
+        return run_on_threads(program, num_ranks)
+
+
+def test_shared_memory_is_chosen_where_all_ranks_can():
+    assert choose(3) == ["shared"] * 3
+
+
+def test_one_rank_that_refuses_or_lives_elsewhere_is_enough():
+    assert choose(2, names=["auto", "gloo"]) == ["threads"] * 2
+    assert choose(2, _host=lambda rank: f"host{rank}") == ["threads"] * 2
+    assert choose(2, _make=lambda rank: (None, "no memory")) == ["threads"] * 2
+
+
+def test_whoever_insists_on_shared_memory_gets_it_or_the_reason():
+    assert choose(2, names=["shared", "shared"]) == ["shared"] * 2
+    for error in choose(2, names=["shared", "auto"], _host=lambda rank: f"host{rank}"):
+        assert isinstance(error, WorldError)
+        assert "1 of 2 ranks" in str(error) and "host1" in str(error) and "Unset WORKBENCH_TRANSPORT" in str(error)
+
+
+def test_too_little_memory_to_join_is_told_with_both_figures(monkeypatch):
+    monkeypatch.setattr(mapped, "available_bytes", lambda: 1_000_000)
+    assert choose(2) == ["threads"] * 2
+    for error in choose(2, names=["shared", "shared"]):
+        assert isinstance(error, WorldError) and "2 of 2 ranks cannot share memory" in str(error)
+        assert f"{shared.FIRST_CHUNK_BYTES / 1e6:.1f} MB of shared memory are wanted, 900 kB can be had" in str(error)
+
+
+def test_a_process_that_is_not_the_peer_is_noticed(monkeypatch):
+    monkeypatch.setattr(choice.Board, "token", property(lambda board: int(time.perf_counter_ns())))
+    assert choose(2) == ["threads"] * 2
+
+
+def test_a_transport_that_does_not_exist_is_refused(monkeypatch):
+    monkeypatch.setenv(choice.VARIABLE, "pigeon")
+    with pytest.raises(WorldError, match="pigeon"):
+        choice.wanted_by_user()
+
+
+def test_memory_is_what_the_control_groups_leave(tmp_path):
+    inner = tmp_path / "job" / "rank"
+    inner.mkdir(parents=True)
+    own = tmp_path / "own"
+    own.write_text("0::/job/rank\n")
+    for folder, limit, used in [(inner, "max", 10), (inner.parent, "5000", 3000)]:
+        (folder / "memory.max").write_text(f"{limit}\n")
+        (folder / "memory.current").write_text(f"{used}\n")
+        (folder / "memory.stat").write_text("anon 7\ninactive_file 500\n")
+    assert list(mapped._room_in_control_groups(tmp_path, own)) == [2500]
+    own.write_text("12:memory:/job\n")
+    assert list(mapped._room_in_control_groups(tmp_path, own)) == []
+
+
+class Ranks:
+    """Processes that do what they are told (``obedient_rank``)."""
+
+    def __init__(self, num_ranks):
+        command = [sys.executable, "-m", "tests.transport.obedient_rank"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(num_ranks)}
+        self.processes = [
+            subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env={**environment, "RANK": str(rank)},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(num_ranks)
+        ]
+        self._answers = [queue.SimpleQueue() for _ in self.processes]
+        for process, answers in zip(self.processes, self._answers, strict=True):
+            threading.Thread(
+                target=lambda p=process, a=answers: [a.put(line) for line in p.stdout], daemon=True
+            ).start()
+        assert [self.answer(rank, 60) for rank in range(num_ranks)] == ["ready"] * num_ranks
+
+    def tell(self, command, *ranks):
+        for rank in ranks:
+            self.processes[rank].stdin.write(command + "\n")
+            self.processes[rank].stdin.flush()
+
+    def answer(self, rank, timeout_s=10):
+        return json.loads(self._answers[rank].get(timeout=timeout_s))
+
+    def ask(self, command, *ranks):
+        """What ``ranks`` answer to ``command``, by position."""
+        self.tell(command, *ranks)
+        return [self.answer(rank).get("result") for rank in ranks]
+
+    def signal(self, number, *ranks):
+        for rank in ranks:
+            self.processes[rank].send_signal(number)
+
+    def close(self):
+        for process in self.processes:
+            process.kill()
+            process.wait()
+            process.stdin.close()
+            process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def three_ranks():
+    ranks = Ranks(3)
+    yield ranks
+    ranks.close()
+
+
+@pytest.mark.procs
+@pytest.mark.timed
+def test_interrupted_stopped_and_killed_processes(three_ranks, tmp_path):
+    """One story, because processes take seconds to start: after each fault the ranks join a new world."""
+    before, ranks = set(os.listdir("/dev/shm")), three_ranks
+
+    def join(name):
+        assert ranks.ask(f"join {tmp_path / name} 20", 0, 1, 2) == ["shared"] * 3
+        assert ranks.ask("gather", 0, 1, 2) == [[0, 1, 2]] * 3
+
+    join("first")
+    for files in ranks.ask("files", 0, 1, 2):
+        assert len(files) == 6 and all("/memfd:workbench (deleted)" in file for file in files)
+    ranks.ask("patience 0.5", 0, 1, 2)
+
+    ranks.signal(signal.SIGSTOP, 2)
+    ranks.tell("gather", 0, 1)
+    answers = [ranks.answer(rank) for rank in (0, 1)]
+    ranks.signal(signal.SIGCONT, 2)
+    assert all("the test's gather" in answer["error"] and answer["time_s"] < 2 for answer in answers)
+    assert any("is stopped (SIGSTOP)" in answer["error"] for answer in answers)
+    ranks.ask("leave", 0, 1, 2)
+
+    join("second")
+    ranks.tell("gather", 0, 1)
+    time.sleep(0.3)
+    sent_s = time.perf_counter()
+    ranks.signal(signal.SIGINT, 0)
+    assert "KeyboardInterrupt" in ranks.answer(0)["error"]
+    assert time.perf_counter() - sent_s < 0.1
+    assert "rank 0 gave up: KeyboardInterrupt" in ranks.answer(1)["error"]
+    ranks.ask("leave", 0, 1, 2)
+
+    join("third")
+    assert {len(files) for files in ranks.ask("files", 0, 1, 2)} == {6}  # nothing is left of the worlds before
+    ranks.tell("gather", 0, 1)
+    time.sleep(0.2)
+    killed_s = time.perf_counter()
+    ranks.signal(signal.SIGKILL, 2)
+    answers = [ranks.answer(rank) for rank in (0, 1)]
+    assert time.perf_counter() - killed_s < 2
+    assert all(f"process {ranks.processes[2].pid} of rank 2 has ended" in answer["error"] for answer in answers)
+
+    ranks.signal(signal.SIGKILL, 0, 1)
+    for process in ranks.processes:
+        process.wait()
+    assert set(os.listdir("/dev/shm")) <= before

@@ -1,0 +1,124 @@
+"""Do all ranks hold the same? Of a model's weights one small exchange answers; plain operands are compared on demand.
+
+``WORKBENCH_CHECK=1`` (read when a rank joins its world) or ``wb.check_agreement()`` turns the second on:
+every plain tensor that meets a global one is hashed, and the hashes of the placement's ranks are compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from workbench.core.layout import Layout
+from workbench.errors import LayoutError
+from workbench.tensors.global_tensor import GlobalTensor
+from workbench.tensors.world import World, current
+from workbench.transport.caller import name_in_user_code
+
+_SUMMARY_BYTES = 160
+
+
+def content_hash(local: torch.Tensor) -> int:
+    """56 bits that tell whether two tensors hold the same bytes."""
+    data = local.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "little")
+
+
+@contextmanager
+def check_agreement() -> Iterator[None]:
+    """In this context, plain tensors that meet global ones are compared over the ranks; ``WORKBENCH_CHECK=1`` for all.
+
+    A plain tensor counts as B, the same value on every rank of the placement. Each one costs a hash of its bytes and an
+    exchange of eight bytes per rank, so this is for looking for a mistake, not for training runs.
+
+    Raises:
+        LayoutError: the ranks disagree; it names function, argument, ranks, both values and the fix.
+
+    >>> x = wb.ones(4, placement=wb.placement("cpu", ranks=[0]), sbp="B")
+    >>> with wb.check_agreement():      # compares torch.ones(4) over the ranks  # doctest: +SKIP
+    ...     y = x + torch.ones(4)
+    """
+    world = current()
+    before, world.checks_agreement = world.checks_agreement, True
+    try:
+        yield
+    finally:
+        world.checks_agreement = before
+
+
+def check_plain_operand(local: torch.Tensor, world: World, layout: Layout, origin: Callable[[], str] | None) -> None:
+    """Raise ``LayoutError`` if the ranks of the placement hold different bytes, dtypes or shapes. All ranks call it.
+
+    ``origin`` says which argument of which function the tensor is, e.g. ``"add: argument 2 (other)"``.
+    """
+    where = origin() if origin is not None else "a plain tensor that meets a global one"
+    identity = hashlib.blake2b(f"{local.dtype}{tuple(local.shape)}{content_hash(local)}".encode(), digest_size=7)
+    mine = torch.tensor([int.from_bytes(identity.digest(), "little")], device=world.device)
+    hashes = [int(value) for value in world.transport.all_gather(mine, f"check of {where}")]
+    first = layout.placement.grid[0]
+    odd = next((rank for rank in layout.placement if hashes[rank] != hashes[first]), None)
+    if odd is None:
+        return
+    summaries = _gather_summaries(local, world, where)
+    differing = [rank for rank in layout.placement if hashes[rank] != hashes[first]]
+    others = f"rank{'s' * (len(differing) > 1)} {', '.join(map(str, differing))}"
+    variable = name_in_user_code(local, "plain")
+    taken = f'wb.to_global({variable}, placement=wb.{layout.placement}, sbp="B", broadcast_from={first})'
+    raise LayoutError(
+        f"{where} is a plain tensor, and ranks {first} and {odd} hold different values: rank {first} has "
+        f"{summaries[first]}, rank {odd} has {summaries[odd]} (unlike rank {first}: {others}). A plain tensor that "
+        f"meets a global one counts as B, the same on all ranks of {layout.placement}. Make it the same on all, take "
+        f"one rank's with {taken}, or say that the ranks hold parts: sbp='S(0)' or sbp='P'."
+    )
+
+
+def _gather_summaries(local: torch.Tensor, world: World, where: str) -> list[str]:
+    text = _summary(local).encode()[:_SUMMARY_BYTES]
+    buffer = torch.zeros(_SUMMARY_BYTES, dtype=torch.uint8)
+    buffer[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+    parts = world.transport.all_gather(buffer.to(world.device), f"values of {where}")
+    return [bytes(part.tolist()).rstrip(b"\0").decode(errors="ignore") for part in parts]
+
+
+def _summary(local: torch.Tensor) -> str:
+    values = local.detach().cpu().reshape(-1)
+    head = ", ".join(f"{value:.6g}" if isinstance(value, float) else str(value) for value in values[:3].tolist())
+    more = ", ..." if values.numel() > 3 else ""
+    total = f", sum {values.double().sum().item():.6g}" if values.numel() and not values.is_complex() else ""
+    return f"{str(local.dtype).removeprefix('torch.')} {tuple(local.shape)} [{head}{more}]{total}"
+
+
+def check_same_everywhere(module: nn.Module, world: World) -> None:
+    """Raise ``LayoutError`` if the plain parameters and buffers of ``module`` differ between ranks. All
+    ranks call it.
+    """
+    if world.world_size == 1:
+        return
+    named = [
+        (name, tensor)
+        for name, tensor in (*module.named_parameters(), *module.named_buffers())
+        if not isinstance(tensor, GlobalTensor) and not tensor.is_meta
+    ]
+    mine = torch.tensor([content_hash(tensor) for _, tensor in named], dtype=torch.int64, device=world.device)
+    total = torch.stack([torch.tensor(len(named), device=world.device), mine.sum()])
+    totals = world.transport.all_gather(total, "parallelize")
+    counts = {int(t[0]) for t in totals}
+    if len(counts) > 1:
+        raise LayoutError(
+            f"parallelize: the ranks hold {sorted(counts)} parameters and buffers. All ranks build the same model."
+        )
+    if len({int(t[1]) for t in totals}) == 1:
+        return
+    hashes = world.transport.all_gather(mine, "parallelize")
+    for index, (name, _) in enumerate(named):
+        values = [int(h[index]) for h in hashes]
+        if len(set(values)) > 1:
+            odd = next(rank for rank, value in enumerate(values) if value != values[0])
+            raise LayoutError(
+                f"parallelize: {name!r} differs between rank 0 and rank {odd}. All ranks start from the same weights: "
+                "call wb.manual_seed(0) on all ranks before building the model, or load the same checkpoint."
+            )

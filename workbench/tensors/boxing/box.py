@@ -1,0 +1,183 @@
+"""Executes a boxing plan on this rank, as one differentiable function.
+
+The backward of ``a -> b`` is the boxing ``dual(b) -> dual(a)``: all-gather <-> reduce-scatter, slice <-> zero-fill,
+all-reduce <-> all-reduce, all-to-all <-> all-to-all; double backward follows because it is a boxing again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from workbench.core.boxing import BoxingPlan, describe_sbp_change
+from workbench.core.layout import Layout
+from workbench.core.placement import Placement
+from workbench.core.route import BoxingRoute, route_boxing
+from workbench.core.sbp import Partial
+from workbench.errors import LayoutError
+from workbench.tensors.boxing.exchange import exchange_between
+from workbench.tensors.boxing.explicit import Need, check_explicit
+from workbench.tensors.global_tensor import (
+    GlobalTensor,
+    Spec,
+    ghost_storage,
+    label,
+    local_torch,
+    mark_ghost_leaves,
+    spec_of,
+)
+from workbench.tensors.placeholder_storage import spread_zero
+
+
+def box(tensor: GlobalTensor, layout: Layout, function: str = "") -> GlobalTensor:
+    """``tensor`` in another layout; on ranks outside the new placement, a ghost. All ranks of the world call it.
+
+    The result owns its storage, unless the layout is the one the tensor has: then it is the tensor itself.
+    ``function`` is named by traces as what needed the boxing.
+    """
+    source = tensor._spec
+    return box_to(tensor, spec_of(source.world, layout, source.shape), function)
+
+
+def box_to(tensor: GlobalTensor, target: Spec, function: str = "") -> GlobalTensor:
+    """The same for the layout of a spec of the tensor's shape."""
+    source = tensor._spec
+    if target is source:
+        return tensor
+    world = source.world
+    tag = world.next_tag()
+    if world.running is not None:
+        world.running.add_edge(tensor, target, function, tag)
+    site = _trace_forward(tensor, source, target, function) if world.tracer is not None else None
+    with local_torch():
+        if tensor.requires_grad and torch.is_grad_enabled():
+            check_differentiable(source, target, function)
+            return label(_apply_box(tensor, source, target, tag, site), target)
+        return label(exchange_between(source, target, tensor.dtype).run(tensor, tag), target)
+
+
+def box_ghost(ghost: torch.Tensor, target: Spec, tag: int) -> GlobalTensor:
+    """``box_to`` of what this rank holds neither before nor after, under a tag that was drawn already."""
+    source: Spec = ghost._spec  # type: ignore[attr-defined]
+    with local_torch():
+        if ghost.requires_grad and torch.is_grad_enabled():
+            return label(_apply_box(ghost, source, target, tag), target)
+        return label(ghost_storage(target.shape, ghost.dtype, source.world.device), target)
+
+
+def _trace_forward(tensor: GlobalTensor, source: Spec, target: Spec, function: str) -> Any:
+    tracer = source.world.tracer
+    site = tracer.site(function)
+    in_backward = torch._C._current_graph_task_id() >= 0  # the gradient of a plain tensor that had entered
+    tracer.add(site, "backward" if in_backward else "forward", _plan(source, target, tensor), tensor.dtype)
+    return site
+
+
+def check_differentiable(source: Spec, target: Spec, function: str) -> None:
+    """A maximum of terms has no gradient that is linear; say so where the layout is made, not deep in backward."""
+    for entry in (*source.layout.sbp, *target.layout.sbp):
+        if isinstance(entry, Partial) and entry.reduction != "sum":
+            raise LayoutError(
+                f"{function or 'to_global'}: boxing {describe_sbp_change(source.layout, target.layout)} of "
+                f"{tuple(source.shape)}, a tensor that requires a gradient. {entry} is not differentiable: only sums "
+                f"are linear. Write x.detach().to_global(...), or take x.to_global(sbp=wb.sbp.broadcast) and "
+                f"torch.a{entry.reduction}, which has a gradient."
+            )
+
+
+def box_implicitly(tensor: GlobalTensor, layout: Layout, function: str) -> GlobalTensor:
+    """The boxing that an operation needs and nobody wrote; remembered by its source, so that q, k and v pay once.
+
+    The form is held strongly by the source: a weak memo would make communication depend on one rank's garbage
+    collector.
+    """
+    source = tensor._spec
+    if source.layout == layout:
+        return tensor
+    if not source.world.implicit_boxing_allowed:
+        check_explicit(function, [Need("an operand", tensor, layout)])
+    state = _state_of(tensor)
+    if state is None:
+        return box(tensor, layout, function)
+    forms: dict[Any, GlobalTensor] = tensor.__dict__.setdefault("_forms", {})
+    form = forms.get((layout, state))
+    if form is None:
+        forms.clear()
+        form = forms[layout, state] = box(tensor, layout, function)
+    return form
+
+
+def form_on(tensor: GlobalTensor, placement: Placement) -> GlobalTensor | None:
+    """What an implicit boxing has brought to a placement already, in whatever layout; None if nothing."""
+    if not tensor._spec.world.implicit_boxing_allowed:
+        return None
+    forms: dict[Any, GlobalTensor] = tensor.__dict__.get("_forms", {})
+    here = [key for key in forms if key[0].placement == placement]
+    return forms[here[0]] if here and here[0][1] == _state_of(tensor) else None
+
+
+def _state_of(tensor: GlobalTensor) -> tuple[Any, ...] | None:
+    """What a remembered form of a tensor holds for; None for tensors whose forms are not remembered."""
+    # Autograd writes to a gradient where it is held, and tells no other rank; a write through ``.data`` has no version.
+    if tensor._is_grad or tensor._has_twin:
+        return None
+    with local_torch():
+        # A leaf's form would keep the leaf alive through autograd, and the leaf its form.
+        # A tensor of inference mode has no version that tells whether it was written since.
+        if tensor._is_param or (tensor.is_leaf and tensor.requires_grad) or tensor.is_inference():
+            return None
+        # A step that is being recorded must box what an earlier one has boxed already.
+        recorder = tensor._spec.world.recorder
+        return tensor._version, torch.is_grad_enabled(), tensor.requires_grad, tensor.dtype, recorder
+
+
+def _plan(source: Spec, target: Spec, local: torch.Tensor) -> BoxingPlan | BoxingRoute:
+    """What ``exchange_between`` executes."""
+    with local_torch():
+        itemsize = local.element_size()
+    return route_boxing(source.layout, target.layout, source.shape, itemsize, source.world.transport.cost)
+
+
+class _Box(torch.autograd.Function):
+    """Boxing between two specs; every rank of the world has the node, so backward reaches it on every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, source: Spec, target: Spec, tag: int, site: Any = None) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.boxing = (source, target, tag, local.dtype, local.device, site)
+        return exchange_between(source, target, local.dtype).run(local, tag)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        source, target, tag, dtype, device, site = ctx.boxing
+        if source.is_ghost:
+            mark_ghost_leaves(ctx)
+        incoming, outgoing = target.dual, source.dual
+        grad = grads[0]
+        if grad is None:  # a ghost's gradient, or none at all: either way this rank contributes nothing
+            grad = spread_zero(incoming.local_shape, dtype, device)
+        result = box_gradient(grad, incoming, outgoing, tag | 1, site)
+        # A ghost has no gradient to keep, and autograd would clone one for a leaf into full storage; only a gradient
+        # that is differentiated again must be linked to this boxing.
+        is_lost = outgoing.is_ghost and not torch.is_grad_enabled()
+        return (None if is_lost else result), None, None, None, None
+
+
+_apply_in_c = super(torch.autograd.Function, _Box).apply
+
+
+def _apply_box(*args: Any) -> torch.Tensor:
+    """``_Box.apply`` without a look through its arguments, in vain where no transform is active."""
+    made: torch.Tensor = (_Box.apply if torch._C._are_functorch_transforms_active() else _apply_in_c)(*args)
+    return made
+
+
+def box_gradient(grad: torch.Tensor, incoming: Spec, outgoing: Spec, tag: int, site: Any = None) -> torch.Tensor:
+    """The boxing of a gradient, linked to it where it is differentiated again; ``site`` is its line in traces."""
+    tracer = incoming.world.tracer
+    if tracer is not None:
+        tracer.add(site or tracer.site(), "backward", _plan(incoming, outgoing, grad), grad.dtype)
+    if torch.is_grad_enabled():
+        return _apply_box(grad, incoming, outgoing, tag, site)
+    return exchange_between(incoming, outgoing, grad.dtype).run(grad, tag)

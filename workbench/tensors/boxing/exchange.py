@@ -1,0 +1,152 @@
+"""A boxing between two specs as this rank executes it: everything that does not depend on values, made once.
+
+A training step boxes between the same specs again and again, so the hot path is to look this object up and to run it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import Any
+
+import torch
+
+from workbench.core.boxing import BoxingPlan
+from workbench.core.layout import Region
+from workbench.core.placement import Placement
+from workbench.core.route import route_boxing
+from workbench.errors import LayoutError
+from workbench.tensors.boxing.assembling import assemble, packed, region_shape, slice_region
+from workbench.tensors.global_tensor import Spec, ghost_storage, spec_of
+from workbench.tensors.world import World
+from workbench.transport.letters.program import ONE_STEP_BYTES, Program, program_of
+
+_MAX_CACHED = 256
+"""Exchanges that a spec remembers: shapes that differ at every step must not fill the memory."""
+
+
+def exchange_between(source: Spec, target: Spec, dtype: torch.dtype) -> Exchange | Journey:
+    """The one exchange from ``source`` to ``target`` for this dtype; several in a row where that is faster."""
+    key = (target, dtype)
+    found: Exchange | Journey | None = source.exchanges.get(key)
+    if found is None:
+        cost = source.world.transport.cost
+        plan = route_boxing(source.layout, target.layout, source.shape, dtype.itemsize, cost)
+        if len(source.exchanges) >= _MAX_CACHED:
+            source.exchanges.clear()
+        if isinstance(plan, BoxingPlan):
+            found = Exchange(plan, source, target, dtype)
+        else:
+            found = Journey(plan.steps, source, target, dtype)
+        source.exchanges[key] = found
+    return found
+
+
+class Journey:
+    """The exchanges of a route, one after the other; messages of one tag arrive in the order of the steps."""
+
+    def __init__(self, steps: tuple[BoxingPlan, ...], source: Spec, target: Spec, dtype: torch.dtype) -> None:
+        between = [spec_of(source.world, step.destination, source.shape) for step in steps[:-1]]
+        specs = [source, *between, target]
+        self._exchanges = [
+            Exchange(step, *pair, dtype) for step, pair in zip(steps, itertools.pairwise(specs), strict=True)
+        ]
+
+    def run(self, local: torch.Tensor, tag: int) -> torch.Tensor:
+        """This rank's new shard, in memory of its own; a ghost outside the destination."""
+        for exchange in self._exchanges:
+            local = exchange.run(local, tag)
+        return local
+
+
+class Exchange:
+    """One plan, seen from one rank, for tensors of one dtype.
+
+    Attributes:
+        own_slice: where the new shard lies in the old one, if the boxing is a slice.
+    """
+
+    def __init__(self, plan: BoxingPlan, source: Spec, target: Spec, dtype: torch.dtype) -> None:
+        world = source.world
+        _check_devices(world, source.layout.placement, target.layout.placement)
+        self.plan, self._target, self._dtype, self._world = plan, target, dtype, world
+        self._is_ghost, self._is_local = source.is_ghost and target.is_ghost, plan.is_local
+        self._header = f"{plan.title}, {str(dtype).removeprefix('torch.')}"
+        self._bytes_sent = plan.bytes_sent.get(world.rank, 0)
+        self._to, self._from = plan.moves_to(world.rank), plan.moves_from(world.rank)
+        self._wanted = [(m.source, region_shape(m.source_region)) for m in self._to if m.source != world.rank]
+        is_slice = plan.kind == "slice" and self._to and not self._is_ghost
+        self.own_slice: Region | None = self._to[0].source_region if is_slice else None
+        self._ranks = frozenset((*plan.source.placement, *plan.destination.placement))
+        self._group = next((group for group in plan.groups if world.rank in group), ())
+        self._program = self._make_program()
+
+    def run(self, local: torch.Tensor, tag: int) -> torch.Tensor:
+        """This rank's new shard, in memory of its own; a ghost outside the destination."""
+        world = self._world
+        if self.own_slice is not None:
+            return slice_region(local, self.own_slice).clone(memory_format=torch.contiguous_format)
+        if self._is_ghost:
+            return ghost_storage(self._target.shape, self._dtype, world.device)
+        if self._is_local:
+            return self._borrow(local, tag)
+        started = time.perf_counter()
+        result = self._meet(local, tag)
+        world.traffic.add(self.plan.kind, self._bytes_sent, time.perf_counter() - started)
+        return result
+
+    def _make_program(self) -> Program | None:
+        """For transports whose ranks read one another's memory. Terms of sums are put together elsewhere."""
+        plan, world = self.plan, self._world
+        if self._is_ghost or self._is_local or self._target.layout.has_partial or world.device.type != "cpu":
+            return None
+        program = program_of(plan, world.rank, self._dtype, self._header)
+        return None if plan.kind == "all-reduce" and program.shard_bytes > ONE_STEP_BYTES else program
+
+    def _meet(self, local: torch.Tensor, tag: int) -> torch.Tensor:
+        transport = self._transport()
+        pull = getattr(transport, "pull", None) if self._program is not None else None  # see ``base.Mapped``
+        if pull is not None:
+            result = pull(self._program, local, tag)
+            return self._ghost() if result is None else result
+        if self.plan.kind == "all-reduce":
+            return transport.all_reduce(local, self._group, self.plan.reduction or "sum", tag, self._header)
+        return self._borrow(local, tag)
+
+    def _transport(self) -> Any:
+        """The world's, or what ranks of one host alone use in a world of several (``mixed``)."""
+        transport: Any = self._world.transport
+        among = getattr(transport, "among", None)
+        return transport if among is None else among(self._ranks)
+
+    def _borrow(self, local: torch.Tensor, tag: int) -> torch.Tensor:
+        rank, release = self._world.rank, None
+        borrowed: list[torch.Tensor] = []
+        sends = [(m.destination, slice_region(local, m.source_region)) for m in self._from if m.destination != rank]
+        if sends or self._wanted:
+            transport = self._transport()
+            sends = sends if getattr(transport, "packs", False) else packed(sends)
+            borrowed, release = transport.borrow(sends, self._wanted, self._dtype, tag, self._header)
+        if self._target.is_ghost:
+            return self._ghost()
+        others = iter(borrowed)
+        pieces = [
+            (move, next(others) if move.source != rank else slice_region(local, move.source_region))
+            for move in self._to
+        ]
+        result = assemble(self.plan, pieces, self._target, self._dtype, self._world.device)
+        if release is not None:
+            release()
+        return result
+
+    def _ghost(self) -> torch.Tensor:
+        return ghost_storage(self._target.shape, self._dtype, self._world.device)
+
+
+def _check_devices(world: World, *placements: Placement) -> None:
+    for placement in placements:
+        if placement.device_type != world.device.type and world.rank in placement:
+            raise LayoutError(
+                f"{placement}: rank {world.rank} works on {world.device}, not on {placement.device_type}. "
+                f'Use placement("{world.device.type}", ...).'
+            )

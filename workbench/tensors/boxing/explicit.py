@@ -1,0 +1,100 @@
+"""Explicit mode: a boxing that communicates and that nobody wrote is an error that says what to write."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from torch.utils._pytree import tree_leaves
+
+from workbench.core.boxing import describe_sbp_change
+from workbench.core.layout import Layout
+from workbench.core.route import route_boxing
+from workbench.errors import ExplicitBoxingError
+from workbench.tensors.global_tensor import GlobalTensor, local_torch
+from workbench.tensors.world import current
+from workbench.transport.caller import name_in_user_code, user_frame
+from workbench.units import format_bytes
+
+
+class Need(NamedTuple):
+    """A tensor that has to change its layout, and the argument it was given as, e.g. ``"argument 2 (weight)"``."""
+
+    argument: str
+    tensor: GlobalTensor
+    layout: Layout
+
+
+@contextmanager
+def explicit_boxing() -> Iterator[None]:
+    """In this context, a boxing that communicates and that the code did not write raises.
+
+    Boxings that move nothing between ranks (B to S, B to P) stay implicit, and so do the backwards of written ones.
+
+    Raises:
+        ExplicitBoxingError: names the function, the argument, both layouts and the ``to_global`` to write.
+
+    >>> p = wb.placement("cpu", ranks=[0, 1])
+    >>> x, w = wb.ones(4, 6, placement=p, sbp="S(0)"), wb.ones(6, 2, placement=p, sbp="B")
+    >>> with wb.explicit_boxing():
+    ...     y = x @ w                   # S(0) with B needs nothing
+    >>> y.sbp
+    (S(0),)
+    """
+    world = current()
+    before, world.implicit_boxing_allowed = world.implicit_boxing_allowed, False
+    try:
+        yield
+    finally:
+        world.implicit_boxing_allowed = before
+
+
+def check_explicit(function: str, needs: Sequence[Need]) -> None:
+    """Raise ``ExplicitBoxingError`` if any of the boxings communicates; all of them are named at once."""
+    given = _operands_of_users_call()
+    texts = [text for need in needs if (text := _describe(need, given))]
+    if texts:
+        raise ExplicitBoxingError(
+            f"{function}: needs a boxing {'; and '.join(texts)}. Under wb.explicit_boxing() only what moves nothing "
+            "happens by itself."
+        )
+
+
+def _describe(need: Need, given: list[GlobalTensor]) -> str | None:
+    source = need.tensor._spec
+    with local_torch():
+        itemsize = need.tensor.element_size()
+    plan = route_boxing(source.layout, need.layout, source.shape, itemsize, source.world.transport.cost)
+    if plan.is_local or not plan.wire_bytes:  # a sum over one rank, say
+        return None
+    change = describe_sbp_change(source.layout, need.layout)
+    moved = f"{tuple(source.shape)} on {source.layout.placement}"
+    price = f"({plan.kind}, {format_bytes(plan.wire_bytes)})"
+    cause = next((tensor for tensor in given if not tensor._spec.layout.is_broadcast), None)
+    if cause is None or any(tensor is need.tensor for tensor in given):
+        line = to_global_line(need.tensor, need.layout)
+        return f"{change} of {need.argument}, {moved}, that the code does not write {price}: write {line}"
+    line = to_global_line(cause, cause._spec.layout.broadcast())
+    return (
+        f"{change} of an intermediate result, {moved} {price}, because an operand lies as {cause._spec.layout}: where "
+        f"it lies as B, or split along another dim, nothing has to move inside; write {line}"
+    )
+
+
+def _operands_of_users_call() -> list[GlobalTensor]:
+    """The global tensors among the arguments of the torch function that the user's code called."""
+    _, ours = user_frame()
+    calls = [frame for frame in ours if frame.f_code.co_name == "__torch_function__"]
+    if not calls:
+        return []
+    outermost = calls[-1].f_locals
+    leaves = tree_leaves((outermost.get("args"), outermost.get("kwargs")))
+    return [leaf for leaf in leaves if isinstance(leaf, GlobalTensor)]
+
+
+def to_global_line(tensor: GlobalTensor, layout: Layout) -> str:
+    """The call that boxes ``tensor`` to ``layout``, with the name the user's code has for it."""
+    name = name_in_user_code(tensor, "x")
+    placement = "" if tensor._spec.layout.placement == layout.placement else f"placement=wb.{layout.placement!r}, "
+    return f'{name}.to_global({placement}sbp="{", ".join(map(repr, layout.sbp))}")'

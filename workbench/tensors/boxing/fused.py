@@ -1,0 +1,320 @@
+"""Boxings that share messages, and boxings whose wait comes later.
+
+A fused boxing sends what several tensors have for a rank in one message: sixteen small tensors cost the latency of
+one. An asynchronous one (``async_op``, as torch.distributed calls it) sends when it is called and receives when it is
+waited for. Both are one differentiable function; the backward is the fused boxing of the gradients.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from workbench.core.boxing import BoxingPlan, plan_boxing
+from workbench.core.layout import Layout
+from workbench.core.placement import Placement
+from workbench.errors import LayoutError
+from workbench.tensors.boxing.assembling import assemble, region_shape, slice_region
+from workbench.tensors.boxing.box import box_to, check_differentiable
+from workbench.tensors.global_tensor import (
+    GlobalTensor,
+    Spec,
+    ghost_storage,
+    label,
+    local_torch,
+    mark_ghost_leaves,
+    spec_of,
+)
+from workbench.tensors.placeholder_storage import spread_zero
+from workbench.tensors.world import World
+from workbench.transport.base import Message, pack
+
+BUCKET_BYTES = 25 * 2**20
+"""Logical bytes of the tensors that share one exchange, as for gradients."""
+
+T = TypeVar("T")
+Pair = tuple[Spec, Spec]
+"""Where a tensor comes from and where it goes."""
+
+
+class Handle(Generic[T]):
+    """A boxing under way. Every rank of the world waits for it, once."""
+
+    def __init__(self, finish: Callable[[], T]) -> None:
+        self._finish: Callable[[], T] | None = finish
+        self._result: T | None = None
+
+    def wait(self) -> T:
+        """The result, as soon as it is there; the wait can be interrupted, and ends if a rank dies."""
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            self._result = finish()
+        assert self._result is not None, "the wait was broken off"
+        return self._result
+
+
+def to_global_many(
+    tensors: Sequence[GlobalTensor], placement: Placement | None = None, sbp: Any = None, *, async_op: bool = False
+) -> list[GlobalTensor] | Handle[list[GlobalTensor]]:
+    """``x.to_global(placement, sbp)`` of several tensors at once: one message per pair of ranks for each dtype.
+
+    Numbers and gradients are those of boxing one by one; what saves time is that small tensors share the cost of a
+    message. All ranks of the world call it with the same tensors in the same order. A gradient comes back for every
+    tensor as soon as one of the results was used, zero for the others.
+
+    Args:
+        tensors: of any shapes and layouts.
+        placement, sbp: as for ``to_global``; what is left out stays as each tensor has it.
+        async_op: return a handle whose ``wait()`` gives the results. The tensors may be written meanwhile, but for
+            those that have their layout already: these are results themselves, as of ``to_global``.
+
+    Raises:
+        LayoutError: no tensors, or one that is not a global tensor; or a maximum that requires a gradient.
+
+    ``w, b = wb.to_global_many([layer.weight, layer.bias], sbp="B")`` gathers both in one exchange.
+    """
+    if not tensors:
+        raise LayoutError("to_global_many: 0 tensors were given, it takes 1 or more. Leave the call out.")
+    for i, tensor in enumerate(tensors):
+        if not isinstance(tensor, GlobalTensor):
+            raise LayoutError(
+                f"to_global_many: tensor {i} of {len(tensors)} is a {type(tensor).__name__}. All must be global "
+                "tensors; make one first: wb.to_global(tensor, placement=..., sbp=...)."
+            )
+    handle = box_many(tensors, [_target(tensor, placement, sbp) for tensor in tensors], async_op)
+    return handle if async_op else handle.wait()
+
+
+def to_global_async(tensor: GlobalTensor, placement: Placement | None = None, sbp: Any = None) -> Handle[GlobalTensor]:
+    """``to_global`` that sends now and receives in the handle's ``wait()``. All ranks of the world call both.
+
+    What the tensor holds now is sent: it may be written before the wait. The result has a gradient like any boxing's.
+    To the layout that it has already nothing is sent: the result is the tensor itself, as ``to_global``'s is, and shows
+    what is written meanwhile.
+
+    ``handle = x.to_global_async(sbp="B"); y = f(z); x = handle.wait()`` computes ``y`` while data is under way.
+    """
+    many = box_many([tensor], [_target(tensor, placement, sbp)], True)
+    return Handle(lambda: many.wait()[0])
+
+
+def _target(tensor: GlobalTensor, placement: Placement | None, sbp: Any) -> Spec:
+    current = tensor._spec.layout
+    layout = Layout.of(placement or current.placement, current.sbp if sbp is None else sbp)
+    layout.placement.check_world(tensor._spec.world.world_size)
+    return spec_of(tensor._spec.world, layout.normalized(tensor._spec.shape), tensor._spec.shape)
+
+
+def box_many(tensors: Sequence[GlobalTensor], targets: Sequence[Spec], is_later: bool) -> Handle[list[GlobalTensor]]:
+    """Begin to box each tensor to the layout of its spec. All ranks of the world call it with the same layouts.
+
+    ``is_later``: the tensors may be written before the wait.
+    """
+    world = tensors[0]._spec.world
+    if world.running is not None or world.recorder is not None:  # both follow single boxings
+        done = [box_to(tensor, target) for tensor, target in zip(tensors, targets, strict=True)]
+        return Handle(lambda: done)
+    moving = [i for i, target in enumerate(targets) if target is not tensors[i]._spec]
+    finishers = [
+        _start_bucket([tensors[i] for i in bucket], [targets[i] for i in bucket], is_later)
+        for bucket in _cut(tensors, moving)
+    ]
+
+    def finish() -> list[GlobalTensor]:
+        boxed = [result for finisher in finishers for result in finisher()]
+        order = [i for bucket in _cut(tensors, moving) for i in bucket]
+        found = dict(zip(order, boxed, strict=True))
+        return [found.get(i, tensor) for i, tensor in enumerate(tensors)]
+
+    return Handle(finish)
+
+
+def _cut(tensors: Sequence[GlobalTensor], moving: Sequence[int]) -> Iterator[list[int]]:
+    """Numbers of the tensors that share an exchange: of one dtype, up to ``BUCKET_BYTES``; the same on all ranks."""
+    by_dtype: dict[torch.dtype, list[int]] = {}
+    for i in moving:
+        by_dtype.setdefault(tensors[i].dtype, []).append(i)
+    for dtype, members in by_dtype.items():
+        bucket: list[int] = []
+        size = 0
+        for i in members:
+            bucket.append(i)
+            size += math.prod(tensors[i]._spec.shape) * dtype.itemsize
+            if size >= BUCKET_BYTES:
+                yield bucket
+                bucket, size = [], 0
+        if bucket:
+            yield bucket
+
+
+def _start_bucket(tensors: list[GlobalTensor], targets: list[Spec], is_later: bool) -> Callable[[], list[GlobalTensor]]:
+    pairs = [(tensor._spec, target) for tensor, target in zip(tensors, targets, strict=True)]
+    world, dtype = pairs[0][0].world, tensors[0].dtype
+    flight = _Flight(pairs, world, dtype, world.next_tag(), is_later)
+    if world.tracer is not None:
+        site = world.tracer.site("to_global_many")
+        for plan in flight.plans:
+            world.tracer.add(site, "forward", plan, dtype)
+    with local_torch():
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            for source, target in pairs:
+                check_differentiable(source, target, "to_global_many")
+            linked = _BoxMany.apply(flight, False, *tensors)
+
+            def fill() -> list[GlobalTensor]:
+                with local_torch(), torch.no_grad():
+                    for out, result, target in zip(linked, flight.finish(), targets, strict=True):
+                        if target.is_ghost:  # one zero, and stays so
+                            continue
+                        out.detach().copy_(result)
+                    return [label(out, target) for out, target in zip(linked, targets, strict=True)]
+
+            return fill
+        flight.start(tensors)
+
+    def finish() -> list[GlobalTensor]:
+        with local_torch():
+            return [label(result, target) for result, target in zip(flight.finish(), targets, strict=True)]
+
+    return finish
+
+
+class _Flight:
+    """One exchange of several tensors of one dtype: a message per pair of ranks, and one sum per group of ranks."""
+
+    def __init__(self, pairs: Sequence[Pair], world: World, dtype: torch.dtype, tag: int, is_later: bool) -> None:
+        self.pairs, self.world, self.dtype, self.tag = list(pairs), world, dtype, tag
+        self.is_later = is_later
+        self.plans = [plan_boxing(s.layout, t.layout, s.shape, dtype.itemsize) for s, t in pairs]
+        self._locals: list[torch.Tensor] = []
+        self._sums: list[tuple[list[int], Callable[[], torch.Tensor]]] = []
+        self._wait: Callable[[], None] = lambda: None
+        self._arrived: dict[int, torch.Tensor] = {}
+        self._time_s = 0.0
+
+    def start(self, locals_: Sequence[torch.Tensor]) -> None:
+        """Send what this rank has for others."""
+        started, rank = time.perf_counter(), self.world.rank
+        self._locals = [local.clone() for local in locals_] if self.is_later else list(locals_)
+        header = f"fused boxing of {len(self.plans)} tensors, {self._words()}, {str(self.dtype).removeprefix('torch.')}"
+        self._start_sums(header)
+        parts: dict[int, list[torch.Tensor]] = {}
+        numels: dict[int, int] = {}
+        for plan, local in self._exchanged(self._locals):
+            for move in plan.moves_from(rank):
+                if move.destination != rank and move.num_elements:
+                    parts.setdefault(move.destination, []).append(slice_region(local, move.source_region))
+            for move in plan.moves_to(rank):
+                if move.source != rank:
+                    numels[move.source] = numels.get(move.source, 0) + move.num_elements
+        sends: list[Message] = [(destination, pack(slices)) for destination, slices in parts.items()]
+        self._arrived = {
+            source: torch.empty(numel, dtype=self.dtype, device=self.world.device)
+            for source, numel in numels.items()
+            if numel
+        }
+        if sends or self._arrived:
+            transport: Any = self.world.transport  # see ``base.Asynchronous``
+            self._wait = transport.start(sends, list(self._arrived.items()), self.tag, header)
+        self._time_s = time.perf_counter() - started
+
+    def finish(self) -> list[torch.Tensor]:
+        """The new shards, in memory of their own."""
+        started, rank = time.perf_counter(), self.world.rank
+        results = self._finish_sums()
+        self._wait()
+        read = dict.fromkeys(self._arrived, 0)
+        for i, (plan, (_, target)) in enumerate(zip(self.plans, self.pairs, strict=True)):
+            if i in results:
+                continue
+            pieces = []
+            for move in plan.moves_to(rank):
+                if move.source == rank:
+                    piece = slice_region(self._locals[i], move.source_region)
+                else:
+                    flat = self._arrived.get(move.source, self._locals[i].new_empty(0))
+                    start = read.get(move.source, 0)
+                    piece = flat[start : start + move.num_elements].view(region_shape(move.source_region))
+                    read[move.source] = start + move.num_elements
+                pieces.append((move, piece))
+            if target.is_ghost:
+                results[i] = ghost_storage(target.shape, self.dtype, self.world.device)
+            else:
+                results[i] = assemble(plan, pieces, target, self.dtype, self.world.device)
+        sent = sum(plan.bytes_sent.get(rank, 0) for plan in self.plans)
+        self.world.traffic.add("fused", sent, self._time_s + time.perf_counter() - started)
+        self._locals, self._arrived = [], {}
+        return [results[i] for i in range(len(self.plans))]
+
+    def _words(self) -> str:
+        """What tells this call from another one: its plans, in short."""
+        titles = dict.fromkeys(plan.title for plan in self.plans)
+        return "; ".join(titles)
+
+    def _exchanged(self, locals_: Sequence[torch.Tensor]) -> Iterator[tuple[BoxingPlan, torch.Tensor]]:
+        return ((p, local) for p, local in zip(self.plans, locals_, strict=True) if p.kind != "all-reduce")
+
+    def _start_sums(self, header: str) -> None:
+        members: dict[tuple[tuple[int, ...], str], list[int]] = {}
+        for i, plan in enumerate(self.plans):
+            group = next((group for group in plan.groups if self.world.rank in group), None)
+            if plan.kind == "all-reduce" and group is not None:
+                members.setdefault((group, plan.reduction or "sum"), []).append(i)
+        for (group, reduction), numbers in members.items():
+            terms = [self._locals[i] for i in numbers]
+            transport = self.world.transport
+            self._sums.append((numbers, transport.start_all_reduce(terms, group, reduction, self.tag, header)))
+
+    def _finish_sums(self) -> dict[int, torch.Tensor]:
+        results: dict[int, torch.Tensor] = {}
+        for numbers, wait in self._sums:
+            shapes = [self.pairs[i][1].local_shape for i in numbers]
+            flats = wait().split([self._locals[i].numel() for i in numbers])
+            results |= {i: flat.reshape(shape).clone() for i, flat, shape in zip(numbers, flats, shapes, strict=True)}
+        self._sums = []
+        for i, (plan, (_, target)) in enumerate(zip(self.plans, self.pairs, strict=True)):
+            if plan.kind == "all-reduce" and i not in results:  # neither holds a term nor gets the sum
+                results[i] = ghost_storage(target.shape, self.dtype, self.world.device)
+        return results
+
+
+class _BoxMany(torch.autograd.Function):
+    """The boxings of one bucket; every rank of the world has the node, so backward reaches it on every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, flight: _Flight, is_now: bool, *locals_: torch.Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.flight = (flight.pairs, flight.world, flight.dtype, flight.tag)
+        flight.start([local.detach() for local in locals_])
+        if is_now:
+            return tuple(flight.finish())
+        return tuple(_room_for(target, flight) for _, target in flight.pairs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        pairs, world, dtype, tag = ctx.flight
+        if any(source.is_ghost for source, _ in pairs):
+            mark_ghost_leaves(ctx)
+        duals = [(target.dual, source.dual) for source, target in pairs]
+        whole = [
+            spread_zero(incoming.local_shape, dtype, world.device) if grad is None else grad
+            for grad, (incoming, _) in zip(grads, duals, strict=True)
+        ]
+        flight = _Flight(duals, world, dtype, tag | 1, False)
+        results = _BoxMany.apply(flight, True, *whole)
+        if world.tracer is not None:
+            for plan in flight.plans:
+                world.tracer.add(world.tracer.site(), "backward", plan, dtype)
+        keeps = torch.is_grad_enabled()
+        found = [r if keeps or not out.is_ghost else None for r, (_, out) in zip(results, duals, strict=True)]
+        return (None, None, *found)
+
+
+def _room_for(target: Spec, flight: _Flight) -> torch.Tensor:
+    if target.is_ghost:
+        return ghost_storage(target.shape, flight.dtype, flight.world.device)
+    return torch.empty(target.local_shape, dtype=flight.dtype, device=flight.world.device)

@@ -1,0 +1,292 @@
+"""Doors between plain tensors and global ones. Each is an autograd node, so that gradients are the whole ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from workbench.core.layout import Layout
+from workbench.core.placement import Placement
+from workbench.core.sbp import Broadcast, Partial, Split, broadcast, dual, partial_sum
+from workbench.errors import LayoutError, SbpError
+from workbench.tensors.agreement import check_plain_operand, content_hash
+from workbench.tensors.boxing.box import box
+from workbench.tensors.global_tensor import (
+    GlobalTensor,
+    Spec,
+    ghost_storage,
+    label,
+    local_torch,
+    mark_ghost_leaves,
+    spec_of,
+)
+from workbench.tensors.placeholder_storage import spread_zero
+from workbench.tensors.world import World, current
+
+_DTYPES = sorted((d for d in vars(torch).values() if isinstance(d, torch.dtype)), key=str)
+_MAX_DIMS = 8
+_is_of_transform = torch._C._functorch.is_functorch_wrapped_tensor
+
+
+class _Enter(torch.autograd.Function):
+    """Plain shard -> global tensor. A learnable plain tensor that enters as B gets the whole gradient, not one term."""
+
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, spec: Spec) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.spec, ctx.dtype, ctx.shape = spec, local.dtype, tuple(local.shape)
+        if spec.is_ghost:
+            return ghost_storage(spec.shape, local.dtype, spec.world.device)
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        spec, dual, local = ctx.spec, ctx.spec.dual, grads[0]
+        if local is None:
+            local = spread_zero(dual.local_shape, ctx.dtype, spec.world.device)
+        with local_torch():
+            grad = label(local.view_as(local), dual)
+        if spec.layout.is_broadcast:
+            everywhere = Placement.of(spec.layout.placement.device_type, list(range(spec.world.world_size)))
+            grad = box(grad, Layout(everywhere, (broadcast,)))
+        else:
+            grad = box(grad, _without_terms(spec.layout))
+        if ctx.shape != spec.local_shape or (spec.is_ghost and not spec.layout.is_broadcast):
+            return None, None  # what stood in for the shards of other ranks
+        return leave(grad), None
+
+
+def _without_terms(layout: Layout) -> Layout:
+    return layout.with_sbp(tuple(broadcast if isinstance(entry, Partial) else entry for entry in layout.sbp))
+
+
+class _Leave(torch.autograd.Function):
+    """Global tensor -> plain shard. A loss on a copy of B is computed by every rank: each contributes one n-th."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, spec: Spec, divisor: int) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.spec, ctx.divisor = spec, divisor
+        if spec.is_ghost:
+            return tensor.new_empty([0] * max(1, len(spec.shape)))
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        grad = grads[0]
+        spec = ctx.spec
+        mark_ghost_leaves(ctx)
+        if grad is None or ctx.divisor == 1:
+            return (None if spec.is_ghost else grad), None, None
+        if not torch.is_grad_enabled():
+            return (None if spec.is_ghost else grad / ctx.divisor), None, None
+        # The gradient is a plain tensor that becomes global, so the gradient of the gradient leaves and enters too.
+        with local_torch():
+            entered = box(label(_Enter.apply(grad, spec), spec), spec.layout.dual())
+            return entered.view_as(entered).as_subclass(torch.Tensor), None, None
+
+
+def enter_as_broadcast(
+    local: torch.Tensor, world: World, layout: Layout, origin: Callable[[], str] | None = None
+) -> GlobalTensor:
+    """A plain tensor that meets global ones: the same value on every rank of the placement, by agreement.
+
+    ``origin`` names its argument in the error of check mode.
+    """
+    if _is_of_transform(local):
+        raise LayoutError(
+            f"a global tensor on {layout.placement} meets a plain tensor of shape {tuple(local.shape)} inside a "
+            "function transform (torch.vmap, torch.func.grad). Transforms know nothing of layouts: use "
+            "torch.autograd.grad, or apply the transform to shards inside wb.local_map."
+        )
+    spec = spec_of(world, layout.broadcast(), tuple(local.shape))
+    if world.checks_agreement:
+        check_plain_operand(local, world, layout, origin)
+    if local.requires_grad and torch.is_grad_enabled():
+        return label(_Enter.apply(local, spec), spec)
+    return label(ghost_storage(spec.shape, local.dtype, world.device) if spec.is_ghost else local.detach(), spec)
+
+
+def leave(tensor: GlobalTensor, grad_sbp: Any = None) -> torch.Tensor:
+    """This rank's shard as a plain tensor, with its history; ``grad_sbp`` as in ``GlobalTensor.to_local``."""
+    spec = tensor._spec
+    divisor = spec.layout.num_replicas if grad_sbp is None else _copies_of_gradient(spec.layout, grad_sbp)
+    with local_torch():
+        return _Leave.apply(tensor, spec, divisor)
+
+
+def _copies_of_gradient(layout: Layout, grad_sbp: Any) -> int:
+    """On how many ranks the same gradient will arrive, if it lies as ``grad_sbp``."""
+    wanted, divisor = Layout.of(layout.placement, grad_sbp), 1
+    for entry, given, size in zip(layout.sbp, wanted.sbp, layout.placement.shape, strict=True):
+        legal = (broadcast, partial_sum) if isinstance(entry, Broadcast) else (dual(entry),)
+        if given not in legal:
+            raise SbpError(
+                f"to_local(grad_sbp={wanted}): the tensor has sbp {layout.sbp}, so the gradient of {entry} is "
+                f"{' or '.join(str(e) for e in legal)}, not {given}. B is for "
+                "the same loss on all ranks, P for a loss of each rank's own."
+            )
+        divisor *= size if isinstance(entry, Broadcast) and given == broadcast else 1
+    return divisor
+
+
+def to_global(
+    local: torch.Tensor,
+    placement: Placement,
+    sbp: Any,
+    *,
+    broadcast_from: int | None = None,
+) -> GlobalTensor:
+    """Plain tensors, one per rank, as one global tensor. All ranks of the world call it.
+
+    S concatenates the ranks' tensors (whatever their sizes; they are re-balanced where need be), P takes them as terms
+    of a sum, B says that they are equal: that is checked, and nobody's data is overwritten unless ``broadcast_from``
+    names the rank whose tensor counts.
+
+    Args:
+        local: this rank's tensor; ignored on ranks outside the placement.
+        placement: the ranks that hold the result.
+        sbp: one entry per axis of the placement.
+        broadcast_from: the rank whose tensor is taken by all, e.g. 0.
+
+    Raises:
+        LayoutError: ranks disagree about dtype, number of dims, or the value of a broadcast tensor.
+
+    On two ranks, ``wb.to_global(torch.ones(2, 3), placement=p, sbp=wb.sbp.split(0)).shape`` is (4, 3).
+    """
+    world = current()
+    if isinstance(local, GlobalTensor):
+        return box(local, Layout.of(placement, sbp).normalized(local._spec.shape))
+    placement.check_world(world.world_size)
+    layout = Layout.of(placement, sbp)
+    local = local.to(world.device)
+    if broadcast_from is not None:
+        return _from_one(local, world, layout, broadcast_from)
+    metadata = _gather_metadata(local, world, with_hash=any(isinstance(entry, Broadcast) for entry in layout.sbp))
+    shape, dtype = _logical_metadata(metadata, layout)
+    layout = layout.normalized(shape)
+    if world.rank not in placement:
+        local = ghost_storage(shape, dtype, world.device)
+    if torch.is_grad_enabled() and any(metadata[rank].requires_grad for rank in placement) and not local.requires_grad:
+        local = local.detach().requires_grad_()  # every rank has the same graph
+    spec = spec_of(world, layout, shape)
+    if any(metadata[rank].shape != layout.local_shape(shape, rank) for rank in placement):
+        return _rebalance(local, world, layout, shape, metadata)
+    return label(_Enter.apply(local, spec), spec)
+
+
+class _Metadata:
+    """Shape, dtype, content hash and requires_grad of one rank's tensor, as twelve integers on the wire."""
+
+    def __init__(self, numbers: list[int]) -> None:
+        self.dtype, self.hash = _DTYPES[numbers[0]], numbers[1]
+        self.requires_grad = bool(numbers[3])
+        self.shape = tuple(numbers[4 : 4 + numbers[2]])
+
+    @staticmethod
+    def encode(local: torch.Tensor, with_hash: bool) -> torch.Tensor:
+        shape = list(local.shape)
+        if len(shape) > _MAX_DIMS:
+            raise LayoutError(f"to_global: the tensor has {len(shape)} dims, at most {_MAX_DIMS} can enter.")
+        content = content_hash(local) if with_hash else 0
+        padding = [0] * (_MAX_DIMS - len(shape))
+        numbers = [_DTYPES.index(local.dtype), content, len(shape), int(local.requires_grad), *shape, *padding]
+        return torch.tensor(numbers)
+
+
+def _gather_metadata(local: torch.Tensor, world: World, with_hash: bool) -> list[_Metadata]:
+    encoded = _Metadata.encode(local, with_hash).to(world.device)
+    return [_Metadata(part.tolist()) for part in world.transport.all_gather(encoded, "to_global of a plain tensor")]
+
+
+def _logical_metadata(metadata: list[_Metadata], layout: Layout) -> tuple[tuple[int, ...], torch.dtype]:
+    """Shape and dtype of the whole: sizes add up along split axes, everything else must agree."""
+    placement = layout.placement
+    first = metadata[placement.grid[0]]
+    for rank in placement:
+        other = metadata[rank]
+        if (other.dtype, len(other.shape)) != (first.dtype, len(first.shape)):
+            raise LayoutError(
+                f"to_global: rank {placement.grid[0]} gives {first.dtype} {first.shape}, rank {rank} "
+                f"gives {other.dtype} "
+                f"{other.shape}. All ranks of {placement} give the same dtype and number of dims."
+            )
+    layout = layout.normalized(first.shape)
+    shape = list(first.shape)
+    for entry in layout.sbp:
+        if isinstance(entry, Split):
+            shape[entry.dim] = sum(metadata[r].shape[entry.dim] for r in _line(placement, entry, layout))
+    for rank in placement:
+        split = {entry.dim for entry in layout.sbp if isinstance(entry, Split)}
+        fixed = [d for d in range(len(shape)) if d not in split and metadata[rank].shape[d] != shape[d]]
+        if fixed:
+            raise LayoutError(
+                f"to_global: dim {fixed[0]} has {shape[fixed[0]]} rows on rank {placement.grid[0]} and "
+                f"{metadata[rank].shape[fixed[0]]} on rank {rank}. Only split dims may differ between ranks."
+            )
+    _check_copies(metadata, layout)
+    return tuple(shape), first.dtype
+
+
+def _line(placement: Placement, entry: Split, layout: Layout) -> list[int]:
+    """The ranks whose shards of dim ``entry.dim`` lie side by side: other axes at zero."""
+    axes = layout.axes_splitting(entry.dim)
+    return [r for r in placement if all(c == 0 for a, c in enumerate(placement.coordinates(r)) if a not in axes)]
+
+
+def _check_copies(metadata: list[_Metadata], layout: Layout) -> None:
+    """Ranks that differ only on broadcast axes must hold the same bytes."""
+    copies: dict[tuple[int, ...], int] = {}
+    for rank in layout.placement:
+        coordinates = layout.placement.coordinates(rank)
+        place = tuple(c for c, entry in zip(coordinates, layout.sbp, strict=True) if not isinstance(entry, Broadcast))
+        first = copies.setdefault(place, rank)
+        if any(isinstance(entry, Broadcast) for entry in layout.sbp) and metadata[first].hash != metadata[rank].hash:
+            raise LayoutError(
+                f"to_global(sbp={layout.sbp}): ranks {first} and {rank} hold different values, but B "
+                f"means the same value on "
+                f"all. Give broadcast_from={first} to take rank {first}'s, sbp.split(0) to concatenate, "
+                f"or sbp.partial_sum to add."
+            )
+
+
+def _rebalance(
+    local: torch.Tensor, world: World, layout: Layout, shape: tuple[int, ...], metadata: list[_Metadata]
+) -> GlobalTensor:
+    """Shards of other than balanced sizes: put each into a zero tensor at its place, and let the sum be cut evenly."""
+    if layout.placement.num_axes > 1:
+        raise LayoutError(
+            f"to_global: on {layout.placement} shards must have the balanced sizes of torch.tensor_split."
+        )
+    dim = next(entry.dim for entry in layout.sbp if isinstance(entry, Split))
+    start = 0
+    for rank in layout.placement:
+        if rank == world.rank:
+            break
+        start += metadata[rank].shape[dim]
+    if world.rank in layout.placement:
+        before, after = ((*shape[:dim], n, *shape[dim + 1 :]) for n in (start, shape[dim] - start - local.shape[dim]))
+        local = torch.cat([local.new_zeros(before), local, local.new_zeros(after)], dim)
+    spec = spec_of(world, layout.with_sbp(_all_partial(layout)), shape)
+    return box(label(_Enter.apply(local, spec), spec), layout)
+
+
+def _all_partial(layout: Layout) -> Any:
+    from workbench.core.sbp import partial_sum
+
+    return (partial_sum,) * layout.placement.num_axes
+
+
+def _from_one(local: torch.Tensor, world: World, layout: Layout, source: int) -> GlobalTensor:
+    metadata = _gather_metadata(local, world, with_hash=False)[source]
+    spec = spec_of(world, Layout(Placement.of(layout.placement.device_type, [source]), (broadcast,)), metadata.shape)
+    if world.rank != source:
+        learns = metadata.requires_grad and torch.is_grad_enabled()
+        local = ghost_storage(metadata.shape, metadata.dtype, world.device).requires_grad_(learns)
+    entered = label(_Enter.apply(local, spec), spec)
+    return box(entered, layout.normalized(metadata.shape))
+
+
+__all__ = ["enter_as_broadcast", "leave", "to_global"]

@@ -1,0 +1,244 @@
+"""Creation functions: torch's, with ``placement=`` and ``sbp=``. All ranks of the world call them.
+
+Values never depend on the layout: ``randn(..., sbp=split(0))`` holds the slices of ``randn(..., sbp=broadcast)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from workbench.core.layout import Layout, Shape
+from workbench.core.placement import Placement
+from workbench.core.sbp import Partial, Sbp, broadcast
+from workbench.errors import LayoutError
+from workbench.tensors import random
+from workbench.tensors.boxing.box import box
+from workbench.tensors.global_tensor import GlobalTensor, ghost_storage, label, spec_of
+from workbench.tensors.world import World, current
+
+SbpLike = Sbp | str | Sequence[Sbp | str]
+Fill = Callable[[Layout, World], torch.Tensor]
+"""Makes this rank's shard for a layout of splits and broadcasts."""
+
+
+def create(
+    shape: Shape, dtype: torch.dtype, placement: Placement, sbp: SbpLike, fill: Fill, requires_grad: bool = False
+) -> GlobalTensor:
+    """A global tensor whose shard on each rank ``fill`` makes; the terms of a partial sum are the whole and zeros."""
+    world = current()
+    if not isinstance(placement, Placement):
+        raise LayoutError(
+            f'placement={placement!r} is a {type(placement).__name__}. Write wb.placement("cpu", ranks=[0, 1]).'
+        )
+    wanted = Layout.of(placement, sbp).normalized(shape)
+    whole = wanted.with_sbp(tuple(broadcast if isinstance(entry, Partial) else entry for entry in wanted.sbp))
+    spec = spec_of(world, whole, shape)
+    _check_device(world, placement)
+    local = ghost_storage(shape, dtype, world.device) if spec.is_ghost else fill(whole, world)
+    result = box(label(local, spec), wanted)
+    if requires_grad:
+        result.requires_grad_()
+    return result
+
+
+def _check_device(world: World, placement: Placement) -> None:
+    if world.rank in placement and placement.device_type != world.device.type:
+        raise LayoutError(
+            f"{placement}: rank {world.rank} of this world works on {world.device}. "
+            f'Use placement("{world.device.type}", ...).'
+        )
+
+
+def _shape_of(size: tuple[Any, ...]) -> Shape:
+    if len(size) == 1 and not isinstance(size[0], int):
+        return tuple(size[0])
+    return tuple(size)
+
+
+def _constant(
+    make: Callable[..., torch.Tensor],
+    size: tuple[Any, ...],
+    placement: Placement,
+    sbp: SbpLike,
+    dtype: torch.dtype | None,
+    requires_grad: bool,
+) -> GlobalTensor:
+    """What ``make`` gives for the size of every rank's shard."""
+    shape, kind = _shape_of(size), dtype or torch.get_default_dtype()
+
+    def fill(layout: Layout, world: World) -> torch.Tensor:
+        return make(layout.local_shape(shape, world.rank), dtype=kind, device=world.device)
+
+    return create(shape, kind, placement, sbp, fill, requires_grad)
+
+
+def zeros(
+    *size: Any, placement: Placement, sbp: SbpLike, dtype: torch.dtype | None = None, requires_grad: bool = False
+) -> GlobalTensor:
+    """``torch.zeros`` as a global tensor.
+
+    >>> wb.zeros(7, 4, placement=wb.placement("cpu", ranks=[0, 1]), sbp="S(0)").to_local().shape    # of rank 0
+    torch.Size([4, 4])
+    """
+    return _constant(torch.zeros, size, placement, sbp, dtype, requires_grad)
+
+
+def ones(
+    *size: Any, placement: Placement, sbp: SbpLike, dtype: torch.dtype | None = None, requires_grad: bool = False
+) -> GlobalTensor:
+    """``torch.ones`` as a global tensor. As a partial sum one rank holds the ones, and the others hold zeros.
+
+    >>> wb.ones(2, 3, placement=wb.placement("cpu", ranks=[0, 1]), sbp="P").shape
+    torch.Size([2, 3])
+    """
+    return _constant(torch.ones, size, placement, sbp, dtype, requires_grad)
+
+
+def empty(
+    *size: Any, placement: Placement, sbp: SbpLike, dtype: torch.dtype | None = None, requires_grad: bool = False
+) -> GlobalTensor:
+    """``torch.empty`` as a global tensor: whatever lies in memory, on every rank other numbers.
+
+    >>> wb.empty(4, 5, placement=wb.placement("cpu", ranks=[0, 1]), sbp="S(1)").to_local().shape    # of rank 0
+    torch.Size([4, 3])
+    """
+    return _constant(torch.empty, size, placement, sbp, dtype, requires_grad)
+
+
+def full(
+    size: Sequence[int],
+    fill_value: float,
+    *,
+    placement: Placement,
+    sbp: SbpLike,
+    dtype: torch.dtype | None = None,
+    requires_grad: bool = False,
+) -> GlobalTensor:
+    """``torch.full`` as a global tensor.
+
+    >>> wb.full((4, 5), 0.5, placement=wb.placement("cpu", ranks=[0, 1]), sbp="B").dtype
+    torch.float32
+    """
+    shape, kind = tuple(size), dtype or torch.tensor(fill_value).dtype
+
+    def fill(layout: Layout, world: World) -> torch.Tensor:
+        return torch.full(layout.local_shape(shape, world.rank), fill_value, dtype=kind, device=world.device)
+
+    return create(shape, kind, placement, sbp, fill, requires_grad)
+
+
+def _cut(value: torch.Tensor, placement: Placement, sbp: SbpLike, requires_grad: bool) -> GlobalTensor:
+    """A tensor that every rank can make whole, cut to this rank's region."""
+    shape = tuple(value.shape)
+
+    def fill(layout: Layout, world: World) -> torch.Tensor:
+        region = layout.region(shape, world.rank)
+        return value[tuple(slice(start, stop) for start, stop in region)].clone().to(world.device)
+
+    return create(shape, value.dtype, placement, sbp, fill, requires_grad)
+
+
+def arange(
+    *args: float, placement: Placement, sbp: SbpLike, dtype: torch.dtype | None = None, requires_grad: bool = False
+) -> GlobalTensor:
+    """``torch.arange`` as a global tensor.
+
+    >>> wb.arange(7, placement=wb.placement("cpu", ranks=[0, 1]), sbp="S(0)").to_local()    # of rank 0
+    tensor([0, 1, 2, 3])
+    """
+    return _cut(torch.arange(*args, dtype=dtype), placement, sbp, requires_grad)
+
+
+def eye(
+    n: int,
+    m: int | None = None,
+    *,
+    placement: Placement,
+    sbp: SbpLike,
+    dtype: torch.dtype | None = None,
+    requires_grad: bool = False,
+) -> GlobalTensor:
+    """``torch.eye`` as a global tensor.
+
+    >>> wb.eye(3, placement=wb.placement("cpu", ranks=[0, 1]), sbp="S(1)").to_local().shape    # of rank 0
+    torch.Size([3, 2])
+    """
+    return _cut(torch.eye(n, n if m is None else m, dtype=dtype), placement, sbp, requires_grad)
+
+
+def tensor(
+    data: Any, *, placement: Placement, sbp: SbpLike, dtype: torch.dtype | None = None, requires_grad: bool = False
+) -> GlobalTensor:
+    """``torch.tensor`` as a global tensor; ``data`` is the logical value, the same on every rank.
+
+    >>> wb.tensor([[1, 2], [3, 4]], placement=wb.placement("cpu", ranks=[0, 1]), sbp="S(0)").to_local()    # of rank 0
+    tensor([[1, 2]])
+    """
+    return _cut(torch.as_tensor(data, dtype=dtype), placement, sbp, requires_grad)
+
+
+def _random(
+    shape: Shape, dtype: torch.dtype, placement: Placement, sbp: SbpLike, sampler: random.Sampler, requires_grad: bool
+) -> GlobalTensor:
+    key = random.draw_key(current())  # on every rank, outside the placement too
+
+    def fill(layout: Layout, world: World) -> torch.Tensor:
+        return random.sample_shard(sampler, key, layout, shape, dtype, world)
+
+    return create(shape, dtype, placement, sbp, fill, requires_grad)
+
+
+def randn(
+    *size: Any, placement: Placement, sbp: SbpLike, dtype: torch.dtype | None = None, requires_grad: bool = False
+) -> GlobalTensor:
+    """Standard normal numbers, the same for every layout.
+
+    >>> wb.randn(4, 5, placement=wb.placement("cpu", ranks=[0, 1]), sbp=wb.sbp.split(0)).shape
+    torch.Size([4, 5])
+    """
+    kind = dtype or torch.get_default_dtype()
+    return _random(_shape_of(size), kind, placement, sbp, random.normal_sampler(), requires_grad)
+
+
+def rand(
+    *size: Any, placement: Placement, sbp: SbpLike, dtype: torch.dtype | None = None, requires_grad: bool = False
+) -> GlobalTensor:
+    """Uniform numbers in [0, 1), the same for every layout.
+
+    >>> wb.rand(4, 5, placement=wb.placement("cpu", ranks=[0, 1]), sbp="B").shape
+    torch.Size([4, 5])
+    """
+    kind = dtype or torch.get_default_dtype()
+    return _random(_shape_of(size), kind, placement, sbp, random.uniform_sampler(), requires_grad)
+
+
+def randint(
+    low: int,
+    high: int | Sequence[int] | None = None,
+    size: Sequence[int] = (),
+    *,
+    placement: Placement,
+    sbp: SbpLike,
+    dtype: torch.dtype = torch.int64,
+) -> GlobalTensor:
+    """Integers in [low, high), or in [0, low) where ``high`` is missing, the same for every layout.
+
+    >>> wb.randint(10, (4, 5), placement=wb.placement("cpu", ranks=[0, 1]), sbp="S(0)").dtype
+    torch.int64
+    """
+    if not isinstance(high, int):
+        size = size if high is None else high
+        low, high = 0, low
+    return _random(tuple(size), dtype, placement, sbp, random.integer_sampler(low, high), requires_grad=False)
+
+
+def randperm(n: int, *, placement: Placement, sbp: SbpLike, dtype: torch.dtype = torch.int64) -> GlobalTensor:
+    """The numbers below ``n`` in random order, the same for every layout.
+
+    >>> wb.randperm(7, placement=wb.placement("cpu", ranks=[0, 1]), sbp="S(0)").to_local().shape    # of rank 0
+    torch.Size([4])
+    """
+    return _cut(random.permutation(random.draw_key(current()), n).to(dtype), placement, sbp, requires_grad=False)

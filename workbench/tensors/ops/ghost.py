@@ -1,0 +1,329 @@
+"""A function call on a rank outside the placement: no data, but the same links in the autograd graph.
+
+Every rank runs the whole program, so that boxings are reached in the same order everywhere, forward and backward. A
+ghost's gradient is None from end to end: autograd still visits every node, and nothing is allocated. Only where the
+graph of the gradients is wanted (``create_graph=True``) are they tensors, linked as the owner's: each function is run
+again on meta tensors and differentiated there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from workbench.core.layout import Shape
+from workbench.tensors.global_tensor import GlobalTensor, Spec, ghost_storage, local_torch, mark_ghost_leaves
+
+TENSOR = object()
+"""Stands among the leaves of a result where a tensor is."""
+OutputInfo = tuple[Shape, torch.dtype, bool | tuple[int, ...]]
+"""Logical shape and dtype of one result; the operands it is linked to by number, True for all, False for none."""
+Recipe = Callable[[dict[int, torch.Tensor]], Sequence[torch.Tensor]]
+"""Computes a function's results on meta tensors, given those that stand for its operands, by id."""
+
+
+def infer_outputs(
+    func: Callable[..., Any], args: Any, kwargs: Any, with_grad: bool = False
+) -> tuple[list[OutputInfo], Any, list[Any]]:
+    """Run ``func`` on meta tensors of the logical shapes.
+
+    Returns:
+        info of every tensor in the result, the result's structure, and its leaves with ``TENSOR`` for tensors.
+    """
+    memo: dict[int, torch.Tensor] = {}
+    with torch.set_grad_enabled(with_grad and torch.is_grad_enabled()), _without_data(), _saving_as_ever():
+        result = _run_without_data(func, args, kwargs, memo, with_grad)
+        operands = [memo[id(leaf)] for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, GlobalTensor)]
+        return outputs_info(result, operands)
+
+
+def outputs_info(result: Any, operands: list[torch.Tensor]) -> tuple[list[OutputInfo], Any, list[Any]]:
+    """Info of every tensor in a function's result; ``operands`` stand for the global ones that it was computed of."""
+    out_leaves, out_structure = tree_flatten(result)
+    infos: list[OutputInfo] = [
+        (tuple(leaf.shape), leaf.dtype, leaf.requires_grad and (_links(leaf, operands) or True))
+        for leaf in out_leaves
+        if isinstance(leaf, torch.Tensor)
+    ]
+    return infos, out_structure, [TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in out_leaves]
+
+
+def autocast_state() -> tuple[Any, ...]:
+    """What autocast does now; the dtypes of results depend on it."""
+    if not torch._C._is_any_autocast_enabled():
+        return ()
+    return tuple([torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)])
+
+
+def _without_data() -> Any:
+    """Where tensors without data live: meta, or, for autocast (which goes by the device), fake ones of this device."""
+    if not autocast_state():
+        return nullcontext()
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode()
+
+
+def _saving_as_ever() -> Any:
+    """No saved-tensor hooks: a checkpoint counts what is saved, and this happens the first time only."""
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+
+
+def _run_without_data(func: Any, args: Any, kwargs: Any, memo: dict[int, torch.Tensor], with_grad: bool) -> Any:
+    leaves, structure = tree_flatten((args, kwargs))
+    meta_args, meta_kwargs = tree_unflatten([_as_meta(leaf, memo, with_grad) for leaf in leaves], structure)
+    if meta_kwargs.get("device") is not None:
+        meta_kwargs = {**meta_kwargs, "device": _device_without_data(meta_kwargs["device"])}
+    with local_torch():
+        return func(*meta_args, **meta_kwargs)
+
+
+def _device_without_data(device: Any) -> Any:
+    """Under autocast this device; metadata has none of its own, a dry run's is the CPU's (``World.autocast_type``)."""
+    if not autocast_state():
+        return "meta"
+    return "cpu" if torch.device(device).type == "meta" else device
+
+
+def _as_meta(leaf: Any, memo: dict[int, torch.Tensor], with_grad: bool) -> Any:
+    if isinstance(leaf, torch.device):
+        return torch.device(_device_without_data(leaf))
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    if id(leaf) not in memo:
+        with local_torch():
+            shape = leaf._spec.shape if isinstance(leaf, GlobalTensor) else leaf.shape
+            meta = torch.empty(shape, dtype=leaf.dtype, device=_device_without_data(leaf.device))
+            if with_grad and leaf.requires_grad:
+                meta = meta.requires_grad_()
+                meta = meta if leaf.is_leaf else meta.clone()  # in-place is legal on what is no leaf
+            memo[id(leaf)] = meta
+    return memo[id(leaf)]
+
+
+def _links(result: torch.Tensor, operands: list[torch.Tensor]) -> tuple[int, ...]:
+    """Numbers of the operands that the history of ``result`` reaches."""
+    found, seen, waiting = {id(result)}, set(), [result.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        found.add(id(getattr(node, "variable", None)))
+        waiting += [edge for edge, _ in node.next_functions]
+    return tuple(i for i, t in enumerate(operands) if id(t) in found or (t.grad_fn is not None and t.grad_fn in seen))
+
+
+def recipe_of(func: Callable[..., Any], args: Any, kwargs: Any, in_place: bool = False) -> Recipe:
+    """How to compute the results of ``func(*args, **kwargs)`` on meta tensors; of an in-place function, its target."""
+
+    def run(metas: dict[int, torch.Tensor]) -> list[torch.Tensor]:
+        memo = dict(metas)
+        if in_place:
+            memo[id(args[0])] = target = _as_meta(args[0], memo, False).clone()
+        result = _run_without_data(func, args, kwargs, memo, with_grad=False)
+        return [target] if in_place else [t for t in tree_flatten(result)[0] if isinstance(t, torch.Tensor)]
+
+    return run
+
+
+class _Ghost(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        infos: list[OutputInfo],
+        device: torch.device,
+        second_order: Any,
+        on_backward: Callable[[], None] | None,
+        *inputs: torch.Tensor,
+    ) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.num_inputs, ctx.second_order, ctx.on_backward = len(inputs), second_order, on_backward
+        ctx.leaves = [tensor for tensor in inputs if tensor.is_leaf and isinstance(tensor, GlobalTensor)]
+        return tuple([ghost_storage(shape, dtype, device) for shape, dtype, _ in infos])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        if any(leaf._ghost_grad is False for leaf in ctx.leaves):  # the walk over all inputs is seldom needed
+            mark_ghost_leaves(ctx)
+        if ctx.on_backward is not None:
+            ctx.on_backward()
+        found = ctx.second_order(grads) if torch.is_grad_enabled() else (None,) * ctx.num_inputs
+        return None, None, None, None, *found
+
+
+_apply_in_c = super(torch.autograd.Function, _Ghost).apply
+
+
+def _apply_ghost(*args: Any) -> Any:
+    """``_Ghost.apply`` without a look at each of the parameters of a block, in vain where no transform is active."""
+    return (_Ghost.apply if torch._C._are_functorch_transforms_active() else _apply_in_c)(*args)
+
+
+class _GhostInPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, second_order: Any, target: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.num_inputs, ctx.second_order = 1 + len(inputs), second_order
+        ctx.mark_dirty(target)
+        return target
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        mark_ghost_leaves(ctx)
+        return None, *(ctx.second_order(grads) if torch.is_grad_enabled() else (None,) * ctx.num_inputs)
+
+
+class _ToMeta(torch.autograd.Function):
+    """A ghost as a meta tensor, so that torch's own functions can be differentiated for their links."""
+
+    @staticmethod
+    def forward(ctx: Any, ghost: torch.Tensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.device = ghost.device
+        return torch.empty(ghost.shape, dtype=ghost.dtype, device="meta")
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        mark_ghost_leaves(ctx)
+        linked = torch.is_grad_enabled() and grads[0] is not None
+        return _FromMeta.apply(grads[0], ctx.device) if linked else None
+
+
+class _FromMeta(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, meta: torch.Tensor, device: torch.device) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        return ghost_storage(tuple(meta.shape), meta.dtype, device)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return (None if grads[0] is None else _ToMeta.apply(grads[0])), None
+
+
+def _second_order(inputs: Sequence[torch.Tensor], keys: Sequence[int], recipe: Recipe | None, device: Any) -> Any:
+    """The differentiable gradient of a ghost function: ``grads -> grads of inputs``, linked as the owner's are."""
+
+    def gradient(grads: Sequence[Any]) -> Sequence[Any]:
+        with local_torch():
+            if recipe is None:
+                sources = [grad for grad in grads if grad is not None] + list(inputs)
+                infos: list[OutputInfo] = [(tuple(t.shape), t.dtype, True) for t in inputs]
+                again = _second_order(sources, [id(t) for t in sources], None, device)
+                return _Ghost.apply(infos, device, again, None, *sources)
+            metas = {key: _ToMeta.apply(t) for key, t in zip(keys, inputs, strict=True)}
+            results = recipe(metas)
+            pairs = [
+                (result, _ToMeta.apply(grad))
+                for result, grad in zip(results, grads, strict=False)
+                if grad is not None and result.requires_grad
+            ]
+            if not pairs:
+                return (None,) * len(inputs)
+            found = torch.autograd.grad(
+                [result for result, _ in pairs],
+                list(metas.values()),
+                [grad for _, grad in pairs],
+                create_graph=True,
+                allow_unused=True,
+            )
+            return [None if grad is None else _FromMeta.apply(grad, device) for grad in found]
+
+    return gradient
+
+
+def ghost_outputs(
+    infos: list[OutputInfo],
+    operands: list[GlobalTensor],
+    specs: list[Spec],
+    device: torch.device,
+    recipe: Recipe | None = None,
+    on_backward: Callable[[], None] | None = None,
+) -> Sequence[torch.Tensor]:
+    """Plain ghost tensors for the results, each linked to the operands that its owner's result is linked to.
+
+    Without a ``recipe`` the gradient of the gradient is linked to everything. ``on_backward`` is called when a backward
+    comes by.
+    """
+    with local_torch():
+        if len(infos) == 1:  # nearly always
+            return _alike(infos, operands, device, recipe, on_backward)
+        results: dict[int, torch.Tensor] = {}
+        for links in dict.fromkeys([info[2] for info in infos]):
+            chosen = [i for i, info in enumerate(infos) if info[2] == links]
+            of_these = None if recipe is None else _only(recipe, chosen)
+            made = _alike([infos[i] for i in chosen], operands, device, of_these, on_backward)
+            results.update(zip(chosen, made, strict=True))
+        return [results[i] for i in range(len(infos))]
+
+
+def _alike(
+    infos: list[OutputInfo],
+    operands: list[GlobalTensor],
+    device: torch.device,
+    recipe: Recipe | None,
+    on_backward: Callable[[], None] | None,
+) -> Sequence[torch.Tensor]:
+    """Results that are all linked to the same operands, by one node."""
+    links = infos[0][2]
+    if links is True:
+        linked = [operand for operand in operands if operand.requires_grad]
+    else:
+        linked = [operands[i] for i in links if operands[i].requires_grad] if links else []
+    if not linked:
+        return [ghost_storage(shape, dtype, device) for shape, dtype, _ in infos]
+    again = _second_order(linked, [id(t) for t in linked], recipe, device)
+    made: Sequence[torch.Tensor] = _apply_ghost(infos, device, again, on_backward, *linked)
+    return made
+
+
+def _only(recipe: Recipe, chosen: list[int]) -> Recipe:
+    def some(metas: dict[int, torch.Tensor]) -> list[torch.Tensor]:
+        results = recipe(metas)
+        return [results[i] for i in chosen]
+
+    return some
+
+
+def ghost_in_place(
+    target: GlobalTensor,
+    operands: list[GlobalTensor],
+    func: Callable[..., Any] | None = None,
+    args: Any = (),
+    kwargs: Any = None,
+) -> GlobalTensor:
+    """Mirror an in-place operation on a ghost: no data, but the target's history continues from here.
+
+    ``func(*args, **kwargs)`` is the operation, for the gradient of the gradient.
+    """
+    with local_torch():
+        others = [operand for operand in operands if operand is not target and operand.requires_grad]
+        differentiable = target.is_floating_point() or target.is_complex()
+        if torch.is_grad_enabled() and (others or target.requires_grad) and differentiable:
+            second_order = _second_order_in_place(target, others, func, args, kwargs or {})
+            _GhostInPlace.apply(second_order, target, *others)
+        torch.autograd.graph.increment_version(target)  # boxed forms are remembered by version, on every rank
+        base = target.__dict__.get("_ghost_base")
+    if base is not None:
+        ghost_in_place(base, [base, target])
+    return target
+
+
+def _second_order_in_place(target: GlobalTensor, others: list[Any], func: Any, args: Any, kwargs: Any) -> Any:
+    # The node must not hold its own result: what the recipe is given in place of the target is a stub.
+    stub = torch.empty(target._spec.shape, dtype=target.dtype, device="meta")
+    recipe = None
+    if func is not None:
+        args, kwargs = tree_map(lambda leaf: stub if leaf is target else leaf, (args, kwargs))
+        recipe = recipe_of(func, args, kwargs, in_place=True)
+    device, inputs, keys = target.device, list(others), [id(t) for t in others]
+    if not target.requires_grad:
+        of_others = _second_order(inputs, keys, recipe, device)
+        return lambda grads: (None, *of_others(grads))
+    info: OutputInfo = (tuple(target.shape), target.dtype, True)
+    before = _Ghost.apply([info], device, lambda grads: grads, None, target)[0]  # the target's history up to now
+    return _second_order([before, *inputs], [id(stub), *keys], recipe, device)

@@ -1,0 +1,34 @@
+"""Keys under which plans and inferred results are kept: everything of a call that they depend on, but no values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from workbench.tensors.global_tensor import GlobalTensor
+
+PLAIN = object()
+"""Stands in a key for a tensor that is not global; no plan has such a key."""
+PARAMETER = object()
+"""Stands in a key behind the spec of a parameter, which may not be boxed as others are."""
+
+
+def key_of(value: Any) -> Any:
+    """The part of a key that an argument gives."""
+    kind = type(value)
+    if kind is GlobalTensor:
+        return (value._spec, value._is_param)
+    if kind is int or kind is str:
+        return value
+    if kind is bool or kind is float:
+        return (repr(value),)  # True is 1 and 1.0 is 1 to a dictionary; nan is never itself
+    if isinstance(value, (list, tuple)):
+        return (kind, *map(key_of, value))
+    if isinstance(value, slice):
+        return ("slice", key_of(value.start), key_of(value.stop), key_of(value.step))
+    if isinstance(value, dict):
+        return tuple((name, key_of(item)) for name, item in value.items())
+    if isinstance(value, torch.Tensor):
+        return PLAIN
+    return value

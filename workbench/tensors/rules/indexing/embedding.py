@@ -1,0 +1,168 @@
+"""Tables of vectors: split by indices, by width, and by rows of the table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from workbench.core.rules import Signature, signatures
+from workbench.core.sbp import Sbp, Split, broadcast, partial_sum
+from workbench.kernels.embedding_rows import embedding_rows
+from workbench.kernels.launch import can_launch
+from workbench.tensors.global_tensor import GlobalTensor, Spec
+from workbench.tensors.ops import large_weights
+from workbench.tensors.ops.local import can_read
+from workbench.tensors.ops.registry import Call, LocalFunction, Resolution, composite, rule
+from workbench.tensors.rules.reduction.shards import zeros, zeros_where_empty
+
+
+@rule("embedding", parameters="input weight padding_idx max_norm norm_type scale_grad_by_freq sparse")
+def _embedding(call: Call) -> Resolution | None:
+    """Any dim of the indices, the width of the table, or its rows: then every rank finds its own rows, and zeros.
+
+    Gradients are dense whatever ``sparse`` says. Scaled by frequency they need all indices.
+    """
+    by_function = call.func is not torch.embedding
+    indices, table = (0, 1) if by_function else (1, 0)
+    scales = call.arg(5, "scale_grad_by_freq", False) if by_function else call.arg(3, "scale_grad_by_freq", False)
+    kept = "ABCDFGHIJKLMNOP"[: len(call.shapes[indices])] if scales else "..."
+    terms = [kept, "Ve"] if by_function else ["Ve", kept]
+    found = list(signatures(f"{', '.join(terms)} -> {kept}e", call.shapes, [len(call.outputs[0][0])]))
+    if not scales:
+        entries: list[Sbp] = [broadcast, broadcast]
+        entries[table] = Split(0)
+        found.insert(0, Signature(tuple(entries), (partial_sum,), "v"))
+
+    def localize(call: Call, inputs: list[Spec], outputs: list[Spec], letters: tuple[str, ...]) -> LocalFunction | None:
+        if 0 in inputs[table].local_shape:
+            return zeros(call, outputs)
+        padding = call.arg(2, "padding_idx", None if by_function else -1)
+        if padding is not None and padding < 0:
+            padding = padding + call.shapes[table][0] if by_function else None
+        if "v" in letters:
+            return _own_rows(by_function, _rows_of(inputs[table]), call.shapes[table][0], padding)
+        return _whole_table(by_function, padding, bool(scales))
+
+    return Resolution(found, localize)
+
+
+def _rows_of(spec: Spec) -> tuple[int, int]:
+    """First and last row (exclusive) of a table that this rank holds."""
+    return (0, spec.shape[0]) if spec.is_ghost else spec.layout.region(spec.shape, spec.world.rank)[0]
+
+
+def _operands(by_function: bool, args: Any, kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Indices and table, whose order differs between ``F.embedding`` and ``torch.embedding``."""
+    second = args[1] if len(args) > 1 else kwargs["weight" if by_function else "indices"]
+    return (args[0], second) if by_function else (second, args[0])
+
+
+def _whole_table(by_function: bool, padding: int | None, scales: bool) -> Callable[..., torch.Tensor]:
+    def look_up(*args: Any, **kwargs: Any) -> torch.Tensor:
+        indices, weight = _operands(by_function, args, kwargs)
+        if scales:
+            return F.embedding(indices, weight, padding, scale_grad_by_freq=True)
+        return large_weights.embedding(indices, weight, padding)
+
+    return look_up
+
+
+def _own_rows(
+    by_function: bool, rows: tuple[int, int], num_rows: int, padding: int | None
+) -> Callable[..., torch.Tensor]:
+    """Vectors of the rows that this rank has, zeros for the others."""
+    start, stop = rows
+    own_padding = padding - start if padding is not None and start <= padding < stop else None
+
+    def look_up(*args: Any, **kwargs: Any) -> torch.Tensor:
+        indices, weight = _operands(by_function, args, kwargs)
+        _check_range(indices, num_rows)
+        if can_launch(weight) and weight.is_floating_point():
+            found = embedding_rows(weight, indices.reshape(-1).long(), start, -1 if padding is None else padding)
+            return found.view(*indices.shape, weight.shape[1])
+        elsewhere = (indices < start) | (indices >= stop)
+        found = large_weights.embedding((indices - start).masked_fill(elsewhere, 0), weight, own_padding)
+        return found.masked_fill(elsewhere.unsqueeze(-1), 0)
+
+    return look_up
+
+
+def _check_range(indices: torch.Tensor, num_rows: int) -> None:
+    """What no rank has would be zeros everywhere; torch says so only where the table is whole."""
+    if not can_read(indices) or not indices.numel():
+        return
+    lowest, highest = (int(bound) for bound in indices.aminmax())
+    if lowest < 0 or highest >= num_rows:
+        raise IndexError(
+            f"embedding: index {lowest if lowest < 0 else highest} is out of range for a table of {num_rows} rows. "
+            f"Indices are at least 0 and less than {num_rows}: check them, or give the table more rows."
+        )
+
+
+@composite("embedding")
+def embedding(
+    input: Any,
+    weight: Any,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Any:
+    """With ``max_norm``, rows that are used are first scaled in place."""
+    if max_norm is None:
+        return NotImplemented
+    with torch.no_grad():
+        torch.embedding_renorm_(weight.detach(), input.contiguous(), max_norm, norm_type)
+    return F.embedding(input, weight, padding_idx, None, norm_type, scale_grad_by_freq, sparse)
+
+
+_BAG = "input weight offsets max_norm norm_type scale_grad_by_freq mode sparse per_sample_weights"
+
+
+@rule("embedding_bag", parameters=_BAG)
+def _embedding_bag(call: Call) -> Resolution | None:
+    """Bags that are rows of the indices split, and the width of the table; offsets keep the bags together."""
+    if call.func is torch.embedding_bag or call.arg(3, "max_norm") is not None:
+        return None
+    scales = call.arg(5, "scale_grad_by_freq", False)
+    bags = "B" if scales else "b"
+    indices = f"{bags}N" if len(call.shapes[0]) == 2 else "N"
+    weights = f", {indices}" if isinstance(call.arg(8, "per_sample_weights"), torch.Tensor) else ""
+    offsets = ", O" if isinstance(call.arg(2, "offsets"), torch.Tensor) else ""
+    width = "E" if weights else "e"  # the gradient of a weight is a sum over the width, which one device rounds as one
+    result = f"{bags}{width}" if len(call.shapes[0]) == 2 else f"Q{width}"
+    return Resolution(f"{indices}, V{width}{offsets}{weights} -> {result}", zeros_where_empty)
+
+
+@composite("embedding_bag")
+def embedding_bag(input: Any, weight: Any, offsets: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """Bags over rows of a split table: every row looked up on its own rank, then summed. Gradients are dense."""
+    options = dict(zip(_BAG.split()[3:], args, strict=False)) | kwargs
+    if options.get("sparse"):
+        return F.embedding_bag(input, weight, offsets, **{**options, "sparse": False})
+    mode = options.get("mode", "mean")
+    rows_split = isinstance(weight, GlobalTensor) and Split(0) in weight._spec.layout.sbp
+    simple = not options.get("scale_grad_by_freq") and options.get("max_norm") is None
+    if not (rows_split and simple and input.dim() == 2 and mode in ("sum", "mean")):
+        return NotImplemented
+    padding = options.get("padding_idx")
+    found = F.embedding(input, weight, padding)
+    each = options.get("per_sample_weights")
+    if padding is not None:
+        counts = input != padding % weight.shape[0]
+        each = counts.to(weight.dtype) if each is None else each * counts
+    total = found.sum(1) if each is None else (found * each.unsqueeze(-1)).sum(1)
+    if mode == "sum":
+        return total
+    if padding is None:
+        return total / input.shape[1] if input.shape[1] else total
+    return total / counts.sum(1, keepdim=True).clamp(min=1)
+
+
+@rule("one_hot")
+def _one_hot(call: Call) -> Resolution | None:
+    return Resolution("... -> ...C") if call.arg(1, "num_classes", -1) > 0 else None

@@ -1,0 +1,208 @@
+"""Indexing: numbers, slices, None, ``...``, masks and index tensors, read and assigned.
+
+Dims that are taken whole keep their split. A slice of a split dim is dealt out anew without a gather; one row of it is
+sent to all. An index tensor over a split dim is looked up on every rank in its own rows: the sum over the ranks is the
+result.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from workbench.core.rules import Signature, signatures
+from workbench.core.sbp import NdSbp, Sbp, Split, broadcast, partial_sum
+from workbench.tensors.global_tensor import Spec
+from workbench.tensors.ops.registry import Call, Resolution, rule
+from workbench.tensors.rules.views.joining import RowFunction, splits_dim
+from workbench.tensors.rules.views.rows import RowPlan, Segment, Side, own_rows, plan_rows
+
+_WHOLE = slice(None)
+BASIC = (int, slice, type(None), type(Ellipsis))
+
+
+def is_basic(item: Any) -> bool:
+    """A number, a slice, None or ``...``; True and False are masks."""
+    return isinstance(item, BASIC) and not isinstance(item, bool)
+
+
+def as_items(index: Any, ndim: int) -> list[Any]:
+    """The items of an index, one for every dim (and every None), ``...`` written out."""
+    items = list(index) if isinstance(index, tuple) else [index]
+    used = sum(_num_dims(item) for item in items)
+    at = next((i for i, item in enumerate(items) if item is Ellipsis), None)
+    filler = [_WHOLE] * (ndim - used)
+    if at is None:
+        return items + filler
+    return [*items[:at], *filler, *(item for item in items[at + 1 :] if item is not Ellipsis)]
+
+
+def _num_dims(item: Any) -> int:
+    if item is None or item is Ellipsis or isinstance(item, bool):
+        return 0
+    if isinstance(item, torch.Tensor) and item.dtype in (torch.bool, torch.uint8):
+        return item.dim()
+    return 1
+
+
+@rule("getitem")
+def _getitem(call: Call) -> Resolution | None:
+    items = as_items(call.args[1], len(call.shapes[0]))
+    if all(is_basic(item) for item in items):
+        return basic(call, items)
+    if all(isinstance(item, torch.Tensor) or item == _WHOLE for item in items):
+        return lookup(call, items)
+    return None
+
+
+@rule("select", parameters="input dim index")
+def _select(call: Call) -> Resolution | None:
+    if not isinstance(call.args[2], int):
+        return None
+    ndim = len(call.shapes[0])
+    return basic(call, _at(ndim, call.args[1] % ndim, call.args[2]))
+
+
+@rule("narrow", parameters="input dim start length")
+def _narrow(call: Call) -> Resolution | None:
+    ndim = len(call.shapes[0])
+    dim, start, length = call.args[1] % ndim, call.args[2], call.args[3]
+    if not isinstance(start, int):
+        return None
+    start = start + call.shapes[0][dim] if start < 0 else start
+    return basic(call, _at(ndim, dim, slice(start, start + length)))
+
+
+def _at(ndim: int, dim: int, item: Any) -> list[Any]:
+    return [item if d == dim else _WHOLE for d in range(ndim)]
+
+
+def basic(call: Call, items: list[Any]) -> Resolution:
+    """Numbers, slices and None: a row map for every split dim that is cut."""
+    shape = call.shapes[0]
+    parts = call.operands[0]._spec.layout.placement.num_ranks
+    found, cut = [], {}
+    dim = out_dim = 0
+    for item in items:
+        if item is None:
+            out_dim += 1
+            continue
+        after: Sbp = Split(out_dim)
+        if isinstance(item, slice):
+            rows = range(shape[dim])[item]
+            if rows != range(shape[dim]):
+                cut[dim] = Segment(0, rows.start, rows.step, 0, 0, len(rows))
+                after = after if len(rows) >= parts else broadcast
+        else:
+            cut[dim] = Segment(0, int(item) % max(1, shape[dim]), 1, 0, 0, 1)
+            after = broadcast
+        found.append(Signature((Split(dim),), (after,), chr(97 + dim)))
+        dim, out_dim = dim + 1, out_dim + isinstance(item, slice)
+    found += [Signature((entry,), (entry,)) for entry in (partial_sum, broadcast)]
+
+    def localize(call: Call, inputs: list[Spec], outputs: list[Spec], letters: tuple[str, ...]) -> Any:
+        split = [d for d in cut if splits_dim(inputs[0], d)]
+        if not split:
+            return (lambda x, *_, **__: x[place]) if call.name != "getitem" else None
+        plans, rest = _row_maps(inputs[0], outputs[0].layout.sbp, {d: cut[d] for d in split}, items)
+        return RowFunction(inputs[0].world, plans, [place], lambda x: x[rest])
+
+    place = tuple(items)
+    return Resolution(found, localize)
+
+
+def _row_maps(source: Spec, target: NdSbp, cut: dict[int, Segment], items: list[Any]) -> tuple[list[RowPlan], Any]:
+    """One row map per dim, and the index that is left to do on the shard."""
+    plans, layout, shape = [], source.layout, source.shape
+    for dim, segment in cut.items():
+        before = Side(layout, shape)
+        layout = layout.with_sbp(
+            tuple(
+                broadcast if entry == Split(dim) and not isinstance(after, Split) else entry
+                for entry, after in zip(layout.sbp, target, strict=True)
+            )
+        )
+        shape = (*shape[:dim], segment.length, *shape[dim + 1 :])
+        plans.append(plan_rows(dim, (segment,), (before,), (Side(layout, shape),)))
+    rest, dim = [], 0
+    for item in items:
+        rest.append(item if item is None or dim not in cut else _WHOLE if isinstance(item, slice) else 0)
+        dim += item is not None
+    return plans, tuple(rest)
+
+
+def lookup(call: Call, items: list[Any]) -> Resolution:
+    """Index tensors and whole dims. The index's own dims may be split too, if all index tensors have them."""
+    shape, operands = call.shapes[0], call.operands
+    indexed = [d for d, item in enumerate(items) if isinstance(item, torch.Tensor)]
+    index_shapes = call.shapes[1:]
+    common = torch.broadcast_shapes(*index_shapes)
+    names = [chr(110 + i) for i in range(len(common))]
+    terms = [
+        "".join(
+            name if size == whole else "1"
+            for name, size, whole in zip(names[len(names) - len(s) :], s, common[len(common) - len(s) :], strict=True)
+        )
+        for s in index_shapes
+    ]
+    source = "".join(chr(65 + d) if d in indexed else chr(97 + d) for d in range(len(shape)))
+    kept = "".join(chr(97 + d) for d in range(len(shape)) if d not in indexed)
+    at = indexed[0] if indexed[-1] - indexed[0] + 1 == len(indexed) else 0
+    text = f"{', '.join([source, *terms])} -> {kept[:at]}{''.join(names)}{kept[at:]}"
+    found = list(signatures(text, call.shapes, [len(call.outputs[0][0])]))
+    whole = (broadcast,) * len(index_shapes)
+    found.insert(-1, Signature((partial_sum, *whole), (partial_sum,)))
+    if operands[0].dtype != torch.bool:
+        found = [*(Signature((Split(d), *whole), (partial_sum,), chr(65 + d)) for d in indexed), *found]
+
+    def localize(call: Call, inputs: list[Spec], outputs: list[Spec], letters: tuple[str, ...]) -> Any:
+        split = [d for d in indexed if splits_dim(inputs[0], d)]
+        if not split:
+            return None
+        bounds = {d: (shape[d], *own_rows(inputs[0], d)) for d in split}
+        behind = len(kept) - at
+
+        def look_up(x: torch.Tensor, index: Any) -> torch.Tensor:
+            parts = list(index) if isinstance(index, tuple) else [index]
+            parts = as_items(tuple(parts), len(shape))
+            return masked_lookup(x, parts, bounds, behind)
+
+        return look_up
+
+    return Resolution(found, localize)
+
+
+def masked_lookup(
+    x: torch.Tensor, items: list[Any], bounds: dict[int, tuple[int, int, int]], behind: int
+) -> torch.Tensor:
+    """``x[items]`` where this rank has the rows, zero elsewhere; ``behind`` dims of the result follow the index's."""
+    valid: torch.Tensor | None = None
+    local = list(items)
+    for dim, (size, start, stop) in bounds.items():
+        local[dim], inside = shifted(items[dim], size, start, stop)
+        valid = inside if valid is None else valid & inside
+    assert valid is not None
+    if any(start == stop for _, start, stop in bounds.values()):  # nothing is found in no rows; one is needed to look
+        room = [int(d in bounds and x.shape[d] == 0) for d in reversed(range(x.dim()))]
+        x = torch.nn.functional.pad(x, [size for missing in room for size in (0, missing)])
+    found = x[tuple(local)]
+    return found.masked_fill(~valid.reshape(*valid.shape, *[1] * behind), 0)
+
+
+def shifted(index: torch.Tensor, size: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """An index into this rank's rows (0 where it has them not), and where it has them."""
+    check_bounds(index, size)
+    index = torch.where(index < 0, index + size, index)
+    valid = (index >= start) & (index < stop)
+    return torch.where(valid, index - start, 0), valid
+
+
+def check_bounds(index: torch.Tensor, size: int) -> None:
+    """A rank looks for rows of its own only, so an index that nobody has would go unnoticed."""
+    if index.device.type != "cpu" or not index.numel():
+        return
+    low, high = int(index.min()), int(index.max())
+    if low < -size or high >= size:
+        wrong = low if low < -size else high
+        raise IndexError(f"index {wrong} is out of bounds for dimension with size {size}")

@@ -1,0 +1,351 @@
+"""Cross entropy and negative log likelihood, with the batch split, the classes split, or both.
+
+The sum over a split batch is a partial sum; a mean divides it by the logical number (or weight) of the targets that
+count. Over split classes this is the vocabulary-parallel loss (Shoeybi et al., arXiv 1909.08053): every rank looks up
+the labels that fall among its classes, and three numbers per row are summed over the ranks; the logits never move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import _reduction
+
+from workbench.core.sbp import Split, broadcast, partial_sum
+from workbench.kernels.class_terms import class_terms
+from workbench.kernels.launch import accumulator, runs_on
+from workbench.tensors.conversion import enter_as_broadcast
+from workbench.tensors.global_tensor import GlobalTensor, Spec, label, local_torch, spec_of
+from workbench.tensors.ops.dispatch import call_by_plan
+from workbench.tensors.ops.ghost import ghost_outputs
+from workbench.tensors.ops.local import can_read, scale_terms, whole
+from workbench.tensors.ops.registry import Call, Resolution, composite, rule
+from workbench.tensors.rules.reduction.across import (
+    Out,
+    Stages,
+    complete,
+    first_row,
+    needs_grad,
+    on_shards,
+    splits,
+    stages_of,
+)
+from workbench.tensors.rules.reduction.extrema import extremum
+from workbench.tensors.rules.reduction.moments import accumulation_dtype
+
+_SUM = 2
+_local_cross_entropy: Any = torch._C._nn.cross_entropy_loss
+
+
+@rule(
+    "cross_entropy",
+    "nll_loss",
+    parameters="input target weight size_average ignore_index reduce reduction label_smoothing",
+)
+def _by_rows(call: Call) -> Resolution | None:
+    """``none`` keeps the batch, ``sum`` over a split batch is a partial sum; the classes stay whole."""
+    scores, target = call.shapes[0], call.shapes[1]
+    by_probability = len(scores) == len(target)
+    weights = ", C" * (len(call.operands) - 2)
+    text = (
+        f"C, {'C' if by_probability else ''}" if len(scores) == 1 else f"nC..., {'nC...' if by_probability else 'n...'}"
+    )
+    if call.arg(6, "reduction", "mean") == "mean":  # only reached where every operand is whole
+        text = text.replace("n", "N").replace("...", "XYZ"[: len(scores) - 2])
+    keeps_rows = call.arg(6, "reduction", "mean") == "none" and len(scores) > 1
+    return Resolution(f"{text}{weights} -> {'n...' if keeps_rows else ''}")
+
+
+@composite("cross_entropy")
+def cross_entropy(input: Any, target: Any, weight: Any = None, size_average: Any = None, ignore_index: int = -100,
+                  reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0) -> Any:  # fmt: skip
+    """``F.cross_entropy``; the mean is over the logical batch."""
+    if weight is None and type(target) is torch.Tensor and reduction == "mean" and size_average is reduce is None:
+        loss = _mean_of_split_batch(input, target, ignore_index, label_smoothing)
+        if loss is not None:
+            return loss
+    if size_average is not None or reduce is not None:
+        reduction = _reduction.legacy_get_string(size_average, reduce)
+    operands = _joined(input, target, weight)
+    if operands is None or reduction not in ("none", "mean", "sum"):
+        return NotImplemented
+    return _loss(torch.nn.functional.cross_entropy, operands, ignore_index, reduction, label_smoothing)
+
+
+@composite("nll_loss")
+def nll_loss(input: Any, target: Any, weight: Any = None, size_average: Any = None, ignore_index: int = -100,
+             reduce: Any = None, reduction: str = "mean") -> Any:  # fmt: skip
+    """``F.nll_loss``; the mean is over the logical batch."""
+    if size_average is not None or reduce is not None:
+        reduction = _reduction.legacy_get_string(size_average, reduce)
+    operands = _joined(input, target, weight)
+    if operands is None or reduction not in ("none", "mean", "sum"):
+        return NotImplemented
+    return _loss(torch.nn.functional.nll_loss, operands, ignore_index, reduction, 0.0)
+
+
+def _mean_of_split_batch(input: Any, target: torch.Tensor, ignore_index: int, label_smoothing: float) -> Any:
+    """The common case, data parallelism with labels that every rank holds, in one lookup; None in all others.
+
+    The count of the targets is known everywhere, so the loss is the sum of the shard's losses over it.
+    """
+    if type(input) is not GlobalTensor or target.is_floating_point():
+        return None
+    spec = input._spec
+    if torch.is_autocast_enabled(spec.world.autocast_type):
+        return None  # the loss has another dtype than the scores
+    key = ("mean over a split batch", spec, target.shape)
+    try:
+        known = spec.plans[key]
+    except KeyError:
+        known = spec.plans[key] = _place_of_labels(spec, tuple(target.shape))
+    if known is None or spec.world.checks_agreement:
+        return None
+    out, place = known
+    if out.is_ghost:
+        info = ((), input.dtype, needs_grad(input))
+        return label(ghost_outputs([info], [input], [out], out.world.device)[0], out)
+    count = torch.count_nonzero(target != ignore_index)
+    for dim, start, size in place:
+        target = target.narrow(dim, start, size)
+    with local_torch():
+        return label(_local_cross_entropy(input, target, None, _SUM, ignore_index, label_smoothing) / count, out)
+
+
+def _place_of_labels(spec: Spec, target: tuple[int, ...]) -> tuple[Spec, list[tuple[int, int, int]]] | None:
+    """Spec of the loss, and where this rank's labels lie: (dim, start, size). None where the classes are split,
+    something is a partial sum, or the shapes are not those of labels.
+    """
+    shape, layout = spec.shape, spec.layout
+    if len(shape) < 2 or layout.has_partial or layout.is_broadcast or target != (shape[0], *shape[2:]):
+        return None
+    if layout.axes_splitting(1):
+        return None
+    sbp = tuple(partial_sum if isinstance(entry, Split) else entry for entry in layout.sbp)
+    place = []
+    if not spec.is_ghost:
+        region = layout.region(shape, spec.world.rank)
+        rows = (region[0], *region[2:])
+        place = [(d, low, high - low) for d, (low, high) in enumerate(rows) if high - low != target[d]]
+    return spec_of(spec.world, layout.with_sbp(sbp), ()), place
+
+
+def _joined(input: Any, target: Any, weight: Any) -> list[Any] | None:
+    """(input, target, weight) with all tensors global on the input's placement; None where a rule has to see to it."""
+    if type(input) is not GlobalTensor or not isinstance(target, torch.Tensor):
+        return None
+    spec = input._spec
+    others = [t for t in (target, weight) if type(t) is GlobalTensor]
+    if any(t._spec.layout.placement != spec.layout.placement for t in others):
+        return None
+    if spec.layout.is_broadcast and all(t._spec.layout.is_broadcast for t in others):
+        return None
+    return [
+        t if t is None or type(t) is GlobalTensor else enter_as_broadcast(t, spec.world, spec.layout)
+        for t in (input, target, weight)
+    ]
+
+
+def _loss(
+    function: Callable[..., Any], operands: list[Any], ignore_index: int, reduction: str, label_smoothing: float
+) -> Any:
+    scores, target, weight = operands
+    shape = scores._spec.shape
+    by_index = len(target._spec.shape) < len(shape)
+    class_dim = 0 if len(shape) == 1 else 1
+    if splits(scores, [class_dim]):
+        if torch.is_autocast_enabled(scores._spec.world.autocast_type):
+            scores = scores.float()  # as autocast does with losses
+        is_likelihood = function is torch.nn.functional.nll_loss
+        by: Callable[..., GlobalTensor]
+        if is_likelihood:
+            by = _rows_of_likelihoods
+        elif by_index and weight is None and runs_on(scores._spec.world.device):
+            by = _rows_by_kernel
+        else:
+            by = _rows_of_split_classes
+        rows = by(whole(scores), target, weight, class_dim, ignore_index, label_smoothing)
+        if reduction == "none":
+            return rows
+        total: Any = rows.sum()
+    else:
+        arguments = [scores, target, weight, None, ignore_index, None, "none" if reduction == "none" else "sum"]
+        smoothing = {"label_smoothing": label_smoothing} if label_smoothing else {}
+        total = call_by_plan(function, tuple(arguments), smoothing)
+    if reduction != "mean":
+        return total
+    if not by_index:
+        rows_count = scores.numel() // max(1, shape[class_dim])
+        return total / rows_count if rows_count else total * float("nan")
+    weight_of_all = whole(_weight_of_targets(target, weight, ignore_index))
+    return scale_terms(total, whole(weight_of_all.to(total.dtype)))
+
+
+def _weight_of_targets(target: Any, weight: GlobalTensor | None, ignore_index: int) -> Any:
+    """How many targets count, or what they weigh together: what a mean divides by."""
+    counted: Any = target != ignore_index
+    if weight is None:
+        return counted.sum()
+    layout = whole(target)._spec.layout
+    out = (layout, target._spec.shape, weight.dtype)
+    weights = on_shards(
+        lambda t, kept, w: torch.where(kept, w[torch.where(kept, t, 0)], 0), [target, counted, weight],
+        [layout, layout, layout.broadcast()], [out], "cross_entropy",
+    )  # fmt: skip
+    return weights[0].sum()
+
+
+class _Lookup:
+    """The labels that fall among a rank's classes."""
+
+    def __init__(self, input: GlobalTensor, class_dim: int, ignore_index: int) -> None:
+        self.dim, self.ignore_index = class_dim, ignore_index
+        self.start, self.num_classes = first_row(input, class_dim), input._spec.shape[class_dim]
+
+    def check(self, target: torch.Tensor) -> torch.Tensor:
+        """Which targets count; one that is no class is an error, where reading it does not wait for a device."""
+        valid = target != self.ignore_index
+        if can_read(target) and bool((valid & ((target < 0) | (target >= self.num_classes))).any()):
+            wrong = target[valid & ((target < 0) | (target >= self.num_classes))][0].item()
+            raise IndexError(f"Target {wrong} is out of bounds.")
+        return valid
+
+    def own(self, target: torch.Tensor, num_own: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Whether a label is among the rank's ``num_own`` classes, and its number there (zero for others)."""
+        valid = self.check(target)
+        index = target - self.start
+        mine = valid & (index >= 0) & (index < num_own)
+        return mine, torch.where(mine, index, 0)
+
+    def pick(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """``x`` at the labels, zero where they are another rank's."""
+        if x.shape[self.dim] == 0:
+            self.own(target, 0)
+            return x.sum(self.dim)
+        mine, index = self.own(target, x.shape[self.dim])
+        return torch.where(mine, x.gather(self.dim, index.unsqueeze(self.dim)).squeeze(self.dim), 0)
+
+    def pick_weight(self, weight: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """The weight of the labels' classes, zero where they are another rank's."""
+        mine, index = self.own(target, len(weight))
+        return torch.where(mine, weight[index] if len(weight) else 0, 0)
+
+
+def _class_operands(
+    input: GlobalTensor, target: GlobalTensor, weight: GlobalTensor | None, stages: Stages
+) -> tuple[list[GlobalTensor], list[Any]]:
+    """The operands and the layouts in which every rank has its classes of its rows."""
+    by_index = len(target._spec.shape) < len(input._spec.shape)
+    operands, layouts = [input, target], [stages.layout, stages.dropped if by_index else stages.layout]
+    if weight is not None:
+        placed = [Split(0) if axis in stages.axes else broadcast for axis in range(len(stages.layout.sbp))]
+        operands.append(weight)
+        layouts.append(stages.layout.with_sbp(tuple(placed)))
+    return operands, layouts
+
+
+def _rows_of_likelihoods(
+    input: GlobalTensor, target: GlobalTensor, weight: GlobalTensor | None, class_dim: int, ignore_index: int, _: float
+) -> GlobalTensor:
+    """Minus the log likelihood of each row's label, as terms: one rank has it, the others zero."""
+    stages = stages_of(input, [class_dim])
+    lookup = _Lookup(input, class_dim, ignore_index)
+    operands, layouts = _class_operands(input, target, weight, stages)
+
+    def terms_of(x: torch.Tensor, t: torch.Tensor, w: torch.Tensor | None = None) -> torch.Tensor:
+        picked = -lookup.pick(x, t)
+        return picked if w is None else picked * lookup.pick_weight(w, t)
+
+    out = stages.result(False, input.dtype, "sum")
+    return on_shards(terms_of, operands, layouts, [out], "nll_loss")[0]
+
+
+def _rows_of_split_classes(
+    input: GlobalTensor, target: GlobalTensor, weight: GlobalTensor | None, class_dim: int, ignore_index: int,
+    label_smoothing: float,
+) -> GlobalTensor:  # fmt: skip
+    """The cross entropy of each row, whole along the axes that split the classes."""
+    stages, dtype = stages_of(input, [class_dim]), input.dtype
+    wide = accumulation_dtype(dtype)
+    by_index = len(target._spec.shape) < len(input._spec.shape)
+    peak = complete(extremum(input, [class_dim], True, largest=True), "cross_entropy")
+    lookup, num_classes = _Lookup(input, class_dim, ignore_index), input._spec.shape[class_dim]
+    operands, layouts = _class_operands(input, target, weight, stages)
+    smooths = label_smoothing > 0
+
+    def terms_of(m: torch.Tensor, x: torch.Tensor, t: torch.Tensor, w: torch.Tensor | None = None) -> torch.Tensor:
+        x = x.to(wide) - m.to(wide)
+        sizes = [x.shape[d] if d == class_dim else 1 for d in range(x.dim())]
+        weights = torch.ones(sizes, dtype=wide, device=x.device) if w is None else w.to(wide).reshape(sizes)
+        rows = [x.exp().sum(class_dim)]
+        if by_index:
+            picked = lookup.pick(x, t)
+            rows.append(picked)
+            rows.append(lookup.pick_weight(weights.flatten(), t))
+            if smooths:
+                rows += [(x * weights).sum(class_dim), weights.sum(class_dim).expand_as(picked)]
+        else:
+            t = t.to(wide) * (1 - label_smoothing) + label_smoothing / num_classes if smooths else t.to(wide)
+            rows += [(x * weights * t).sum(class_dim), (weights * t).sum(class_dim)]
+        return torch.stack(rows)
+
+    def finish(rows: torch.Tensor, *t: torch.Tensor) -> torch.Tensor:
+        log_total = rows[0].log()
+        if not by_index:
+            return (log_total * rows[2] - rows[1]).to(dtype)
+        loss = rows[2] * (log_total - rows[1])
+        if smooths:
+            smooth = log_total * rows[4] - rows[3]
+            loss = loss * (1 - label_smoothing) + smooth * (label_smoothing / num_classes)
+        return torch.where(t[0] == ignore_index, 0, loss).to(dtype)
+
+    num_numbers = 3 + 2 * (by_index and smooths)
+    summed = complete(
+        on_shards(
+            terms_of, [peak, *operands], [stages.gathered, *layouts],
+            [_stacked(stages.result(False, wide, "sum"), num_numbers)], "cross_entropy",
+        )[0], "cross_entropy",
+    )  # fmt: skip
+    asked = [target] if by_index else []
+    return on_shards(
+        finish, [summed, *asked], [summed._spec.layout, *([stages.dropped] if by_index else [])],
+        [stages.result(False, dtype)], "cross_entropy",
+    )[0]  # fmt: skip
+
+
+def _rows_by_kernel(
+    input: GlobalTensor, target: GlobalTensor, _: None, class_dim: int, ignore_index: int, label_smoothing: float
+) -> GlobalTensor:
+    """Each row's loss from three numbers per rank, made in one pass (``kernels.class_terms``)."""
+    stages, dtype = stages_of(input, [class_dim]), input.dtype
+    wide = accumulator(dtype)
+    lookup, num_classes = _Lookup(input, class_dim, ignore_index), input._spec.shape[class_dim]
+
+    def terms_of(x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        lookup.check(t)
+        rows = x.movedim(class_dim, -1)
+        terms = class_terms(rows.reshape(t.numel(), x.shape[class_dim]), t.reshape(-1), lookup.start)
+        return torch.stack(terms).view(3, *rows.shape[:-1]).unsqueeze(class_dim + 1)
+
+    def finish(rows: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        log_total = rows[0].logsumexp(class_dim)
+        picked, total = rows[1].sum(class_dim), rows[2].sum(class_dim)
+        loss = log_total - (1 - label_smoothing) * picked
+        if label_smoothing:  # else a class that cannot be, minus infinity, would make nan of zero times its logit
+            loss = loss - label_smoothing / num_classes * total
+        return torch.where(t == ignore_index, 0, loss).to(dtype)
+
+    out = _stacked((stages.layout, stages.rows_shape, wide), 3)
+    terms = on_shards(terms_of, [input, target], [stages.layout, stages.dropped], [out], "cross_entropy")[0]
+    gathered = _stacked((stages.gathered, stages.rows_shape, wide), 3)[0]
+    return on_shards(
+        finish, [terms, target], [gathered, stages.dropped], [stages.result(False, dtype)], "cross_entropy"
+    )[0]
+
+
+def _stacked(out: Out, count: int) -> Out:
+    layout, shape, dtype = out
+    sbp = tuple(Split(entry.dim + 1) if isinstance(entry, Split) else entry for entry in layout.sbp)
+    return layout.with_sbp(sbp), (count, *shape), dtype

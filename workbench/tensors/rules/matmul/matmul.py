@@ -1,0 +1,295 @@
+"""Products: linear layers, the matmul family, einsum, distances."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+
+from workbench.core.layout import Shape
+from workbench.core.rules import Signature
+from workbench.core.sbp import Sbp, Split, broadcast, partial_sum
+from workbench.tensors.global_tensor import Spec
+from workbench.tensors.ops import large_weights
+from workbench.tensors.ops.equation_text import term
+from workbench.tensors.ops.registry import Call, LocalFunction, Resolution, composite, equations, rule
+from workbench.tensors.rules.reduction.shards import zeros_and_bias
+
+equations("mm", "mk, kn -> mn")
+equations("bmm", "bmk, bkn -> bmn")
+equations("mv", "mk, k -> m")
+equations("dot vdot", "k, k ->")
+equations("outer ger", "m, n -> mn")
+
+
+@rule("linear", parameters="input weight bias")
+def _linear(call: Call) -> Resolution:
+    if len(call.shapes[1]) == 1:
+        return Resolution("...k, k, + -> ...")
+    bias = "+" if len(call.shapes) == 3 and not call.shapes[2] else "+n"
+    return Resolution(f"...k, nk, {bias} -> ...n", _with_large_weight)
+
+
+def _with_large_weight(
+    call: Call, inputs: list[Spec], outputs: list[Spec], letters: tuple[str, ...]
+) -> LocalFunction | None:
+    return large_weights.linear if math.prod(inputs[1].local_shape) >= large_weights.SMALLEST_NUMEL else None
+
+
+_SUMMED = {
+    "addmm": ("mn", "mk, kn"),
+    "addbmm": ("mn", "bmk, bkn"),
+    "baddbmm": ("bmn", "bmk, bkn"),
+    "addmv": ("m", "mk, k"),
+    "addr": ("mn", "m, n"),
+}
+
+
+@rule(*_SUMMED)
+def _added_product(call: Call) -> Resolution:
+    """``beta * input + alpha * product``; the input broadcasts to the result, and is an addend of its sum."""
+    result, factors = _SUMMED[call.name]
+    addend = result[len(result) - len(call.shapes[0]) :]
+    return Resolution(f"+{addend}, {factors} -> {result}")
+
+
+@rule("matmul", "rmatmul", "linalg_matmul")
+def _matmul(call: Call) -> Resolution:
+    """torch.matmul's cases by number of dims; ``...`` are the batch dims, which broadcast."""
+    left, right = (len(shape) for shape in call.shapes)
+    if call.name == "rmatmul":
+        left, right = right, left
+    if left == 1 and right == 1:
+        text = "k, k ->"
+    elif left == 1:
+        text = "k, ...kn -> ...n"
+    elif right == 1:
+        text = "...mk, k -> ...m"
+    else:
+        text = "...mk, ...kn -> ...mn"
+    if call.name == "rmatmul":
+        inputs, _, output = text.partition("->")
+        first, second = inputs.split(",")
+        text = f"{second}, {first} -> {output}"
+    return Resolution(text)
+
+
+@rule("linalg_vecdot", parameters="x y")
+def _vecdot(call: Call) -> Resolution:
+    """A sum over one dim of a broadcast product; names count the dims from the right."""
+    ndim = max(map(len, call.shapes))
+    summed = call.kwargs.get("dim", -1) % ndim - ndim
+    names = [list(range(-len(shape), 0)) for shape in call.shapes]
+    result = [name for name in range(-ndim, 0) if name != summed]
+    return Resolution(contraction(names, result, call.shapes))
+
+
+@rule("kron", parameters="input other")
+def _kron(call: Call) -> Resolution:
+    """A block of rows of the left factor makes a block of rows; slices have to be of equal size."""
+    left, right = call.shapes
+    ndim, num_ranks = max(len(left), len(right)), call.operands[0]._spec.layout.placement.num_ranks
+    found = [
+        Signature((Split(dim), broadcast), (Split(ndim - len(left) + dim),), "r")
+        for dim, size in enumerate(left)
+        if size % num_ranks == 0
+    ]
+    return Resolution([*found, Signature((broadcast, broadcast), (broadcast,))])
+
+
+@rule("inner", parameters="input other")
+def _inner(call: Call) -> Resolution:
+    left, right = (len(shape) for shape in call.shapes)
+    if not left or not right:
+        return Resolution("..., ... -> ...")
+    first, second = term(left - 1), term(left + right - 2)[left - 1 :]
+    return Resolution(f"{first}z, {second}z -> {first}{second}")
+
+
+@rule("bilinear", parameters="input1 input2 weight bias")
+def _bilinear(call: Call) -> Resolution:
+    def localize(call: Call, inputs: list[Spec], outputs: list[Spec], letters: tuple[str, ...]) -> LocalFunction | None:
+        if any(0 in spec.local_shape for spec in inputs):
+            return zeros_and_bias(call, outputs, bias_at=3)
+        return None
+
+    return Resolution("...i, ...j, oij, +o -> ...o", localize)
+
+
+@rule("tensordot", parameters="a b dims")
+def _tensordot(call: Call) -> Resolution | None:
+    dims: Any = call.arg(2, "dims", 2)
+    if isinstance(dims, torch.Tensor):
+        return None
+    left, right = (len(shape) for shape in call.shapes)
+    if isinstance(dims, int):
+        pairs = [(left - dims + i, i) for i in range(dims)]
+    else:
+        first, second = ([dim] if isinstance(dim, int) else list(dim) for dim in dims)
+        pairs = [(a % left, b % right) for a, b in zip(first, second, strict=True)]
+    names: list[list[Hashable]] = [[(0, dim) for dim in range(left)], [(1, dim) for dim in range(right)]]
+    for a, b in pairs:
+        names[1][b] = names[0][a]
+    summed = {names[0][a] for a, _ in pairs}
+    result = [name for operand in names for name in operand if name not in summed]
+    return Resolution(contraction(names, result, call.shapes))
+
+
+@rule("einsum")
+def _einsum(call: Call) -> Resolution:
+    """An einsum's own equation. A letter that repeats inside an operand takes its diagonal, so it stays whole."""
+    left, arrow, right = call.args[0].replace(" ", "").partition("->")
+    terms = left.split(",")
+    names = [_einsum_names(text, len(shape)) for text, shape in zip(terms, call.shapes, strict=True)]
+    if arrow:
+        num_free = max(sum(isinstance(name, int) for name in operand) for operand in names)
+        result = _einsum_names(right, len(right.replace("...", "")) + num_free * ("..." in right))
+    else:
+        letters = left.replace(".", "").replace(",", "")
+        free = sorted({name for operand in names for name in operand if isinstance(name, int)})
+        result = [*free, *sorted(letter for letter in set(letters) if letters.count(letter) == 1)]
+    whole = {name for operand in names for name in operand if operand.count(name) > 1}
+    return Resolution(contraction(names, result, call.shapes, whole), lambda *_: _einsum_of_shards)
+
+
+def _einsum_of_shards(equation: str, *operands: Any) -> torch.Tensor:
+    """torch multiplies where one row is contracted, which autocast does not cast; shards must not differ in dtype."""
+    tensors = operands[0] if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else operands
+    kind = "cpu" if tensors[0].is_meta else tensors[0].device.type  # a dry run's autocast
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        tensors = [t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors]
+    return torch.einsum(equation, *tensors)
+
+
+def _einsum_names(text: str, ndim: int) -> list[Hashable]:
+    """Letters of a term, and negative numbers counted from the right for the dims of its ellipsis."""
+    before, dots, after = text.partition("...")
+    num_free = ndim - len(before) - len(after) if dots else 0
+    return [*before, *range(-num_free, 0), *after]
+
+
+def contraction(
+    names: Sequence[Sequence[Hashable]],
+    result: Sequence[Hashable],
+    shapes: Sequence[Shape],
+    whole: Sequence[Hashable] | set[Hashable] = (),
+) -> list[Signature]:
+    """One-axis signatures of a product of tensors whose dims have these names, summed over what ``result`` lacks.
+
+    Like an equation's, for names of any number. Dims of size one broadcast. A single operand is taken linearly, so
+    its partial sums stay partial sums.
+    """
+    sizes: dict[Hashable, int] = {}
+    for operand, shape in zip(names, shapes, strict=True):
+        for name, size in zip(operand, shape, strict=True):
+            sizes[name] = size if sizes.get(name, 1) == 1 else sizes[name]
+    found = []
+    for name, size in sizes.items():
+        if name in whole:
+            continue
+        entries: list[Sbp] = [
+            Split(operand.index(name)) if name in operand and shape[operand.index(name)] == size else broadcast
+            for operand, shape in zip(names, shapes, strict=True)
+        ]
+        output: Sbp = Split(result.index(name)) if name in result else partial_sum
+        found.append(Signature(tuple(entries), (output,), str(name)))
+    if len(names) == 1:
+        found.append(Signature((partial_sum,), (partial_sum,)))
+    return [*found, Signature((broadcast,) * len(names), (broadcast,))]
+
+
+@composite("chain_matmul")
+def chain_matmul(*matrices: Any, out: Any = None) -> Any:
+    """``torch.chain_matmul``, an older name of ``multi_dot``."""
+    return NotImplemented if out is not None else torch.linalg.multi_dot(list(matrices))
+
+
+@composite("linalg_multi_dot")
+def multi_dot(tensors: Sequence[Any], *, out: Any = None) -> Any:
+    """A chain of products in the order that needs the fewest multiplications of the logical sizes."""
+    if out is not None or len(tensors) < 2:
+        return NotImplemented
+    first, last = tensors[0], tensors[-1]
+    chain = [
+        first.unsqueeze(0) if first.dim() == 1 else first,
+        *tensors[1:-1],
+        last.unsqueeze(1) if last.dim() == 1 else last,
+    ]
+    sizes = [chain[0].shape[0], *(matrix.shape[1] for matrix in chain)]
+    result = _multiply(chain, _cheapest_cuts(sizes), 0, len(chain) - 1)
+    if last.dim() == 1:
+        result = result.squeeze(1)
+    return result.squeeze(0) if first.dim() == 1 else result
+
+
+def _cheapest_cuts(sizes: Sequence[int]) -> dict[tuple[int, int], int]:
+    """Where to cut the products of matrices ``i`` to ``j`` of these sizes (Cormen et al., matrix-chain order)."""
+    count = len(sizes) - 1
+    cost = {(i, i): 0 for i in range(count)}
+    cuts = {}
+    for length in range(1, count):
+        for i in range(count - length):
+            j = i + length
+            options = [cost[i, k] + cost[k + 1, j] + sizes[i] * sizes[k + 1] * sizes[j + 1] for k in range(i, j)]
+            cost[i, j] = min(options)
+            cuts[i, j] = i + options.index(cost[i, j])
+    return cuts
+
+
+def _multiply(chain: Sequence[Any], cuts: dict[tuple[int, int], int], i: int, j: int) -> Any:
+    if i == j:
+        return chain[i]
+    cut = cuts[i, j]
+    return torch.mm(_multiply(chain, cuts, i, cut), _multiply(chain, cuts, cut + 1, j))
+
+
+@composite("matrix_power", "linalg_matrix_power")
+def matrix_power(input: Any, n: int, *, out: Any = None) -> Any:
+    """Powers by repeated squaring; the zeroth and the negative ones fall back."""
+    if out is not None or n < 1:
+        return NotImplemented
+    result: Any = None
+    square = input
+    while n:
+        if n & 1:
+            result = square if result is None else result @ square
+        n >>= 1
+        square = square @ square if n else square
+    return input.clone() if result is input else result
+
+
+@rule("cdist", parameters="x1 x2 p compute_mode")
+def _cdist(call: Call) -> Resolution:
+    """Distances between rows; which of two algorithms runs depends on the logical number of rows."""
+    rows = max(call.shapes[0][-2], call.shapes[1][-2])
+    by_product = call.arg(3, "compute_mode", "use_mm_for_euclid_dist_if_necessary")
+
+    def localize(call: Call, inputs: list[Spec], outputs: list[Spec], letters: tuple[str, ...]) -> LocalFunction | None:
+        if by_product != "use_mm_for_euclid_dist_if_necessary" or not {"p", "r"} & set(letters):
+            return None
+        mode = "use_mm_for_euclid_dist" if rows > 25 else "donot_use_mm_for_euclid_dist"
+        return lambda x1, x2, p=2.0, compute_mode=None: torch.cdist(x1, x2, p, mode)
+
+    return Resolution("...pK, ...rK -> ...pr", localize)
+
+
+@rule("cosine_similarity", parameters="x1 x2 dim eps")
+def _cosine_similarity(call: Call) -> Resolution:
+    ndim = max(len(shape) for shape in call.shapes)
+    dim = call.arg(2, "dim", 1) % max(1, ndim)
+    left = term(ndim, [dim])
+    inputs = ", ".join(left[ndim - len(shape) :] for shape in call.shapes)
+    return Resolution(f"{inputs} -> {term(ndim, dropped=[dim])}")
+
+
+@rule("pairwise_distance", parameters="x1 x2 p eps keepdim")
+def _pairwise_distance(call: Call) -> Resolution:
+    return Resolution(f"...K, ...K -> ...{'1' if call.arg(4, 'keepdim', False) else ''}")
+
+
+@rule("pdist")
+def _pdist(call: Call) -> Resolution:
+    return Resolution("NK -> M")

@@ -1,0 +1,250 @@
+"""Batch norm over the logical batch: one exchange of three numbers per channel forward, of two sums backward.
+
+Every rank runs torch's kernels on its shard (``kernels/batch_norm``). The statistics of the shards are gathered and put
+together as by Chan, Golub and LeVeque (1979), in 64 bits: shards may be uneven or empty. Backward, the two sums are
+added over the ranks. Channels that are split need no exchange.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from workbench.core.layout import Shape
+from workbench.core.sbp import Sbp, Split, broadcast, partial_sum
+from workbench.kernels.batch_norm import gradient_sums, input_gradient, normalize, per_channel, shard_statistics
+from workbench.tensors.boxing.box import box_gradient, box_implicitly
+from workbench.tensors.conversion import enter_as_broadcast
+from workbench.tensors.global_tensor import GlobalTensor, Spec, label, local_torch, spec_of
+from workbench.tensors.ops.ghost import ghost_outputs, recipe_of
+from workbench.tensors.ops.local import whole
+from workbench.tensors.ops.registry import Call, Resolution, composite, rule
+from workbench.tensors.placeholder_storage import ghost_storage, spread_zero
+from workbench.tensors.rules.reduction.across import needs_grad, stages_of
+from workbench.tensors.rules.reduction.moments import accumulation_dtype, behind_new_dim, shares_of
+
+
+@rule("batch_norm", parameters="input running_mean running_var weight bias training momentum eps")
+def _batch_norm_frozen(call: Call) -> Resolution | None:
+    """With given statistics every channel is on its own."""
+    if call.arg(5, "training", False) or len(call.shapes[0]) < 2:
+        return None
+    return Resolution(f"nc...{', c' * (len(call.operands) - 1)} -> nc...", filled="nc")
+
+
+@composite("batch_norm")
+def batch_norm(
+    input: Any, running_mean: Any = None, running_var: Any = None, weight: Any = None, bias: Any = None,
+    training: bool = False, momentum: float = 0.1, eps: float = 1e-5, *_: Any,
+) -> Any:  # fmt: skip
+    """Batch norm with the statistics of the logical batch, so that data parallelism gives one device's numbers."""
+    if not training or type(input) is not GlobalTensor or input.dim() < 2:
+        return NotImplemented
+    shape = input._spec.shape
+    count = math.prod(shape) // max(1, shape[1])
+    if count == 1:
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.shape}")
+    if 0 in shape:
+        return NotImplemented
+    x = whole(input)
+    way = _way_of(x)
+    mean, variance, unbiased = _statistics(x, way)
+    move_running(running_mean, mean, momentum)
+    move_running(running_var, unbiased, momentum)
+    return _normalized(x, mean, variance, weight, bias, eps, way)
+
+
+@dataclass(frozen=True)
+class _Way:
+    """How a batch norm of one spec is computed.
+
+    Attributes:
+        dtype: of the statistics.
+        dims: those that are averaged over.
+        rows, all_rows: of what the ranks say of their shards, one row for each; where it is found, and on every rank.
+        shares: the part of the batch that each shard has, in the shape of a row.
+        channel_terms, channel: of a sum per channel, as terms of the shards, and added over the axes that split the
+            batch: on all ranks that have the channel.
+        grad_terms, grad_sums: the same of the gradient's two sums per channel. Along axes on which the tensor is B its
+            gradient has terms, and they are terms before and after.
+        count: elements per channel of the logical batch.
+    """
+
+    dtype: torch.dtype
+    dims: list[int]
+    rows: Spec
+    all_rows: Spec
+    shares: torch.Tensor
+    channel_terms: Spec
+    channel: Spec
+    grad_terms: Spec
+    grad_sums: Spec
+    count: int
+
+
+def _way_of(x: GlobalTensor) -> _Way:
+    spec, dtype = x._spec, accumulation_dtype(x.dtype)
+    key = ("batch_norm", spec, dtype)
+    found: _Way | None = spec.plans.get(key)
+    if found is None:
+        found = spec.plans[key] = _make_way(x, dtype)
+    return found
+
+
+def _make_way(x: GlobalTensor, dtype: torch.dtype) -> _Way:
+    spec, shape, layout = x._spec, x._spec.shape, x._spec.layout
+    dims = [dim for dim in range(len(shape)) if dim != 1]
+    stages = stages_of(x, dims)
+
+    def placed(size: Shape, channels: Split, batch: Sbp, rest: Sbp) -> Spec:
+        """The entries for axes that split the channels, for those that split the batch, and for the others."""
+        entries = [batch if axis in stages.axes else rest for axis in range(len(layout.sbp))]
+        entries = [channels if old == Split(1) else new for old, new in zip(layout.sbp, entries, strict=True)]
+        return spec_of(spec.world, layout.with_sbp(tuple(entries)), size)
+
+    pairs = (2, shape[1])
+    return _Way(
+        dtype,
+        dims,
+        rows=spec_of(spec.world, behind_new_dim(stages.layout), (2, *stages.rows_shape)),
+        all_rows=spec_of(spec.world, behind_new_dim(stages.gathered), (2, *stages.rows_shape)),
+        shares=shares_of(x, stages, torch.float64).to(spec.world.device),
+        channel_terms=placed(shape[1:2], Split(0), partial_sum, broadcast),
+        channel=placed(shape[1:2], Split(0), broadcast, broadcast),
+        grad_terms=placed(pairs, Split(1), partial_sum, partial_sum),
+        grad_sums=placed(pairs, Split(1), broadcast, partial_sum),
+        count=math.prod(shape) // shape[1],
+    )
+
+
+def _statistics(x: GlobalTensor, way: _Way) -> list[GlobalTensor]:
+    """Mean, variance and unbiased variance of each channel of the logical batch, without a history."""
+    world = x._spec.world
+    with torch.no_grad():
+        with local_torch():
+            if way.rows.is_ghost:
+                rows = ghost_storage(way.rows.shape, way.dtype, world.device)
+            else:
+                rows = shard_statistics(x).reshape(way.rows.local_shape)
+        gathered = box_implicitly(label(rows, way.rows), way.all_rows.layout, "batch_norm")
+        with local_torch():
+            if way.rows.is_ghost:
+                found = [ghost_storage(way.channel.shape, way.dtype, world.device) for _ in range(3)]
+            else:
+                found = _combined(gathered, way)
+    return [label(each, way.channel) for each in found]
+
+
+def _combined(rows: torch.Tensor, way: _Way) -> list[torch.Tensor]:
+    """What ``_statistics`` gives, from means and variances of the shards."""
+    means, variances = rows
+    mean = (means * way.shares).sum(way.dims)
+    off = means - per_channel(mean, means.dim())
+    variance = off.square_().add_(variances).mul_(way.shares).sum(way.dims)
+    return [t.to(way.dtype) for t in (mean, variance, variance * (way.count / (way.count - 1)))]
+
+
+def _normalized(
+    x: GlobalTensor, mean: GlobalTensor, variance: GlobalTensor, weight: Any, bias: Any, eps: float, way: _Way
+) -> GlobalTensor:
+    spec = x._spec
+    weight, bias = _on_channels(weight, x, way), _on_channels(bias, x, way)
+    tag = spec.world.next_tag()
+    site = None if spec.world.tracer is None else spec.world.tracer.site("batch_norm")
+    with local_torch():
+        if not spec.is_ghost:
+            return label(_apply(x, weight, bias, mean, variance, eps, way, tag, site), spec)
+        operands = [each for each in (x, weight, bias) if each is not None]
+        info = (spec.shape, x.dtype, needs_grad(*operands))
+        recipe = recipe_of(F.batch_norm, (x, None, None, weight, bias, True, 0.0, eps), {})
+        return label(ghost_outputs([info], operands, [spec], spec.world.device, recipe)[0], spec)
+
+
+def _on_channels(weight: Any, x: GlobalTensor, way: _Way) -> GlobalTensor | None:
+    """A weight as each rank needs it: of the channels that it has."""
+    if weight is None:
+        return None
+    if type(weight) is not GlobalTensor:
+        weight = enter_as_broadcast(weight, x._spec.world, x._spec.layout)
+    return box_implicitly(weight, way.channel.layout, "batch_norm")
+
+
+class _BatchNorm(torch.autograd.Function):
+    """The output from given statistics, and a gradient that knows what they are statistics of."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: Any, bias: Any, mean: torch.Tensor, variance: torch.Tensor, eps: float,
+        way: _Way, tag: int, site: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, weight, mean, variance, torch.rsqrt(variance + eps))
+        ctx.call, ctx.dtypes = (eps, way, tag | 1, site), [t if t is None else t.dtype for t in (weight, bias)]
+        return normalize(x, mean, variance, weight, bias, eps)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (x, weight, *statistics), (eps, way, tag, site) = ctx.saved_tensors, ctx.call
+        with local_torch():
+            # Without a gradient this rank contributes nothing, but the others wait for its sums.
+            dy = spread_zero(x.shape, x.dtype, x.device) if grads[0] is None else grads[0]
+            if torch.is_grad_enabled():
+                dx, (of_bias, of_weight) = _gradients(dy, x, weight, eps, way, tag, site)
+            else:
+                mean, variance, invstd = statistics
+                of_bias, of_weight = sums = gradient_sums(dy, x, mean, invstd)
+                dx = None
+                if ctx.needs_input_grad[0]:
+                    totals = box_gradient(sums, way.grad_terms, way.grad_sums, tag, site)
+                    dx = input_gradient(dy, x, mean, variance, invstd, weight, eps, totals, way.count)
+            of_weight, of_bias = (
+                None if dtype is None else found.to(dtype)
+                for dtype, found in zip(ctx.dtypes, (of_weight, of_bias), strict=True)
+            )
+        return dx, of_weight, of_bias, None, None, None, None, None, None
+
+
+_apply_in_c = super(torch.autograd.Function, _BatchNorm).apply
+
+
+def _apply(*args: Any) -> torch.Tensor:
+    """``_BatchNorm.apply`` without a look through its arguments, in vain where no transform is active."""
+    made: torch.Tensor = (_BatchNorm.apply if torch._C._are_functorch_transforms_active() else _apply_in_c)(*args)
+    return made
+
+
+def _gradients(
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None, eps: float, way: _Way, tag: int, site: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradients of the shard, and of bias and weight, as functions that can be differentiated again."""
+    dims, ndim, dtype = way.dims, x.dim(), x.dtype
+    x, dy = x.to(way.dtype), dy.to(way.dtype)
+
+    def mean_of(t: torch.Tensor) -> torch.Tensor:
+        total = box_gradient(t.sum(dims), way.channel_terms, way.channel, tag, site)
+        return per_channel(total / way.count, ndim)
+
+    off = x - mean_of(x)
+    invstd = torch.rsqrt(mean_of(off.square()) + eps)
+    normal = off * invstd
+    sums = torch.stack([dy.sum(dims), (dy * normal).sum(dims)])
+    totals = box_gradient(sums, way.grad_terms, way.grad_sums, tag, site) / way.count
+    off = dy - per_channel(totals[0], ndim) - normal * per_channel(totals[1], ndim)
+    scale = invstd if weight is None else invstd * per_channel(weight, ndim)
+    return (off * scale).to(dtype), sums
+
+
+def move_running(running: Any, batch: Any, momentum: float) -> None:
+    """Move a running statistic, one number per channel, towards that of the batch."""
+    if running is None:
+        return
+    with torch.no_grad():
+        if batch.dtype != running.dtype:
+            batch = batch.to(running.dtype)
+        if type(running) is GlobalTensor:
+            batch = box_implicitly(batch, whole(running)._spec.layout, "batch_norm")
+        running.lerp_(batch, momentum)

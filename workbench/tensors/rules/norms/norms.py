@@ -1,0 +1,210 @@
+"""Norms: layer, rms, group, instance (``batch_norm`` is beside). Their moments are those of the logical tensor.
+
+Where what is averaged over lies whole on every rank, torch's own function runs on the shards; else the moments come
+from ``moments``, one exchange of two rows per rank, and the rest works element by element.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from workbench.core.layout import Layout
+from workbench.core.rules import Signature
+from workbench.core.sbp import Sbp, Split, broadcast
+from workbench.tensors.conversion import enter_as_broadcast
+from workbench.tensors.global_tensor import GlobalTensor, Spec
+from workbench.tensors.ops.equation_text import term
+from workbench.tensors.ops.local import whole
+from workbench.tensors.ops.registry import Call, LocalFunction, Resolution, composite, rule
+from workbench.tensors.rules.norms.batch_norm import move_running
+from workbench.tensors.rules.reduction.across import complete, on_shards, splits, stages_of, terms
+from workbench.tensors.rules.reduction.moments import accumulation_dtype, moments
+
+
+@rule("layer_norm", "rms_norm", parameters="input normalized_shape weight bias eps")
+def _layer_norm(call: Call) -> Resolution:
+    ndim, num_normalized = len(call.shapes[0]), len(call.args[1])
+    rest = term(ndim, range(ndim - num_normalized, ndim))
+    weight = rest[ndim - num_normalized :]
+    return Resolution(f"{rest}{f', {weight}' * (len(call.operands) - 1)} -> {rest}")
+
+
+def _normalized_dims(input: Any, normalized_shape: Sequence[int], *weights: Any) -> list[int] | None:
+    """The normalized dims where one of them is split, of the input or of a weight; else None."""
+    if type(input) is not GlobalTensor:
+        return None
+    ndim = len(input._spec.shape)
+    dims = list(range(ndim - len(normalized_shape), ndim))
+    if input._spec.shape[dims[0] :] != tuple(normalized_shape) or 0 in input._spec.shape:
+        return None
+    # A weight may not be gathered; one that is no parameter may.
+    follows = any(splits(weight) and weight._is_param for weight in weights)
+    return dims if follows or splits(input, dims) else None
+
+
+def _apply(
+    x: GlobalTensor, small: Sequence[GlobalTensor], factors: Sequence[Any], offset: Any, function: Any, name: str
+) -> GlobalTensor:
+    """``function(x, *small) * factors + offset`` on the shards of x, in at least 32 bits.
+
+    ``small`` have the dims of x, those of size one lying whole; factors and offset are weights aligned to the right.
+    """
+    layout, dtype = x._spec.layout, x.dtype
+    weights = [weight for weight in (*factors, offset) if weight is not None]
+    layouts = [_aligned(layout, x, operand) for operand in (*small, *weights)]
+    num_small, num_factors = len(small), sum(factor is not None for factor in factors)
+
+    def local(t: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        result = function(t.to(accumulation_dtype(dtype)), *rest[:num_small])
+        for factor in rest[num_small : num_small + num_factors]:
+            result = result * factor
+        for term_added in rest[num_small + num_factors :]:
+            result = result + term_added
+        return result.to(dtype)
+
+    return on_shards(local, [x, *small, *weights], [layout, *layouts], [(layout, x._spec.shape, dtype)], name)[0]
+
+
+def _aligned(layout: Layout, x: GlobalTensor, operand: GlobalTensor) -> Layout:
+    """The layout in which ``operand``, aligned to the right as in broadcasting, meets the shards of x."""
+    shape = operand._spec.shape
+    offset = len(x._spec.shape) - len(shape)
+    entries: list[Sbp] = []
+    for entry in layout.sbp:
+        meets = isinstance(entry, Split) and entry.dim >= offset and shape[entry.dim - offset] != 1
+        entries.append(Split(entry.dim - offset) if isinstance(entry, Split) and meets else broadcast)
+    return layout.with_sbp(tuple(entries))
+
+
+def _as_global(tensor: Any, like: GlobalTensor) -> Any:
+    if tensor is None or type(tensor) is GlobalTensor:
+        return tensor
+    return enter_as_broadcast(tensor, like._spec.world, like._spec.layout)
+
+
+@composite("layer_norm")
+def layer_norm(
+    input: Any, normalized_shape: Sequence[int], weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any
+) -> Any:
+    """Layer norm over split dims, from the moments of each logical row."""
+    dims = _normalized_dims(input, normalized_shape, weight, bias)
+    if dims is None:
+        return NotImplemented
+    x = whole(input)
+    mean, variance = moments(x, dims)
+    return _apply(
+        x, [mean, variance], [_as_global(weight, x)], _as_global(bias, x),
+        lambda t, m, v: (t - m) * torch.rsqrt(v + eps), "layer_norm",
+    )  # fmt: skip
+
+
+@composite("rms_norm")
+def rms_norm(input: Any, normalized_shape: Sequence[int], weight: Any = None, eps: float | None = None) -> Any:
+    """Root mean square norm over split dims: one sum of a number per row."""
+    dims = _normalized_dims(input, normalized_shape, weight)
+    if dims is None:
+        return NotImplemented
+    x = whole(input)
+    count = math.prod(normalized_shape)
+    wide = accumulation_dtype(x.dtype)
+    tiny = torch.finfo(wide).eps if eps is None else eps
+    stages = stages_of(x, dims)
+
+    def mean_square(t: torch.Tensor) -> torch.Tensor:
+        return t.to(wide).square().sum(dims, keepdim=True) / count
+
+    square = complete(terms(mean_square, [x], [stages.layout], stages, True, wide, "rms_norm"), "rms_norm")
+    return _apply(x, [square], [_as_global(weight, x)], None, lambda t, s: t * torch.rsqrt(s + tiny), "rms_norm")
+
+
+@rule("group_norm", parameters="input num_groups weight bias eps")
+def _group_norm(call: Call) -> Resolution:
+    """The batch splits; the channels split where every rank gets whole groups."""
+    shape, num_groups = call.shapes[0], call.args[1]
+    placement = call.operands[0]._spec.layout.placement
+    num_weights = len(call.operands) - 1
+    found = [Signature((Split(0), *[broadcast] * num_weights), (Split(0),), "n")]
+    if num_groups % placement.num_ranks == 0:
+        found.append(Signature((Split(1), *[Split(0)] * num_weights), (Split(1),), "c"))
+    found.append(Signature((broadcast,) * (1 + num_weights), (broadcast,)))
+
+    def localize(call: Call, inputs: list[Spec], outputs: list[Spec], letters: tuple[str, ...]) -> LocalFunction:
+        groups = num_groups * inputs[0].local_shape[1] // max(1, shape[1])
+        eps = call.arg(4, "eps", 1e-5)
+        # Not F.group_norm: what it says of too small a batch holds for the logical one, and torch has said it there.
+        return lambda x, _, weight=None, bias=None, *__, **___: torch.group_norm(x, groups, weight, bias, eps)
+
+    return Resolution(found, localize)
+
+
+@rule("instance_norm", parameters="input running_mean running_var weight bias use_input_stats momentum eps")
+def _instance_norm(call: Call) -> Resolution | None:
+    """Without running statistics every channel of every sample is on its own."""
+    space = "XYZ"[: len(call.shapes[0]) - 2]
+    return Resolution(f"nc{space}{', c' * (len(call.operands) - 1)} -> nc{space}", filled="nc")
+
+
+@composite("instance_norm")
+def instance_norm(
+    input: Any, running_mean: Any = None, running_var: Any = None, weight: Any = None, bias: Any = None,
+    use_input_stats: bool = True, momentum: float = 0.1, eps: float = 1e-5,
+) -> Any:  # fmt: skip
+    """Instance norm; running statistics take the mean over the logical batch."""
+    if type(input) is not GlobalTensor:
+        return NotImplemented
+    if not use_input_stats:
+        return F.batch_norm(input, running_mean, running_var, weight, bias, False, 0.0, eps)
+    if running_mean is None and not splits(input, range(2, input.dim())):
+        return NotImplemented
+    count = input.numel() // max(1, input.shape[0] * input.shape[1])
+    if count == 1:
+        raise ValueError(f"Expected more than 1 spatial element when training, got input size {input.size()}")
+    x = whole(input)
+    mean, variance = moments(x, list(range(2, input.dim())))
+    if running_mean is not None:
+        move_running(running_mean, mean.detach().mean(0).reshape(-1), momentum)
+        move_running(running_var, variance.detach().mean(0).reshape(-1) * (count / (count - 1)), momentum)
+    return _normalize_channels(x, mean, variance, weight, bias, eps, "instance_norm")
+
+
+def _normalize_channels(
+    x: GlobalTensor, mean: GlobalTensor, variance: GlobalTensor, weight: Any, bias: Any, eps: float, name: str
+) -> GlobalTensor:
+    """``(x - mean) / sqrt(variance + eps) * weight + bias`` with one weight per channel, dim 1."""
+    layout, dtype = x._spec.layout, x.dtype
+    per_channel = layout.with_sbp(tuple(Split(0) if entry == Split(1) else broadcast for entry in layout.sbp))
+    weights = [_as_global(w, x) for w in (weight, bias) if w is not None]
+    sizes = [1, -1, *[1] * (len(x._spec.shape) - 2)]
+    has_weight = weight is not None
+
+    def local(t: torch.Tensor, m: torch.Tensor, v: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        aligned = [w.reshape([1, len(w), *sizes[2:]]) for w in rest]
+        scale = torch.rsqrt(v + eps)
+        scale = scale * aligned[0] if has_weight else scale
+        result = (t.to(accumulation_dtype(dtype)) - m) * scale
+        return (result if len(aligned) == has_weight else result + aligned[-1]).to(dtype)
+
+    layouts = [layout, _aligned(layout, x, mean), _aligned(layout, x, variance), *[per_channel] * len(weights)]
+    return on_shards(local, [x, mean, variance, *weights], layouts, [(layout, x._spec.shape, dtype)], name)[0]
+
+
+@rule("_weight_norm", parameters="v g dim")
+def _weight_norm_rule(call: Call) -> Resolution:
+    """Every slice along ``dim`` has its own norm."""
+    ndim = len(call.shapes[0])
+    dim = call.arg(2, "dim", 0) % ndim
+    text = term(ndim, [d for d in range(ndim) if d != dim])
+    return Resolution(f"{text}, {term(ndim, ones=[d for d in range(ndim) if d != dim])} -> {text}", filled=text[dim])
+
+
+@composite("_weight_norm")
+def weight_norm(v: Any, g: Any, dim: int = 0) -> Any:
+    """``v * g / norm(v)`` with the norm over all dims but one."""
+    if type(v) is not GlobalTensor or not splits(v, [d for d in range(v.dim()) if d != dim % v.dim()]):
+        return NotImplemented
+    return v * (g / torch.norm_except_dim(v, 2, dim))

@@ -1,0 +1,55 @@
+"""Tensors made after others: ``zeros_like`` and its like keep the layout, ``new_zeros`` and its like are broadcast."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from workbench.tensors.global_tensor import ghost_storage, label, spec_of
+from workbench.tensors.ops.registry import handler
+from workbench.tensors.rules.random.randomness import without_partial
+
+
+def _constant_like(make: Any) -> Any:
+    def creation(func: Any, args: Any, kwargs: Any) -> Any:
+        tensor = args[0]
+        spec = spec_of(tensor._spec.world, without_partial(tensor), tensor._spec.shape)
+        dtype = kwargs.get("dtype") or tensor.dtype
+        if spec.is_ghost:
+            local = ghost_storage(spec.shape, dtype, spec.world.device)
+        else:
+            local = make(spec.local_shape, *args[1:], dtype=dtype, device=spec.world.device)
+        result = label(local, spec)
+        return result.requires_grad_() if kwargs.get("requires_grad") else result
+
+    return creation
+
+
+for _name, _make in (("zeros", torch.zeros), ("ones", torch.ones), ("empty", torch.empty), ("full", torch.full)):
+    handler(f"{_name}_like")(_constant_like(_make))
+
+
+def _new(make: Any) -> Any:
+    def creation(func: Any, args: Any, kwargs: Any) -> Any:
+        """``Tensor.new_zeros`` and its like: broadcast on the tensor's placement, as nothing else is known of it."""
+        tensor = args[0]
+        sizes = args[1:] if args[1:] and isinstance(args[1], int) else (tuple(args[1]), *args[2:])
+        shape = tuple(sizes) if isinstance(sizes[0], int) else tuple(sizes[0])
+        rest = () if isinstance(sizes[0], int) else sizes[1:]
+        spec = spec_of(tensor._spec.world, tensor._spec.layout.broadcast(), shape)
+        dtype = kwargs.get("dtype") or tensor.dtype
+        if spec.is_ghost:
+            return label(ghost_storage(shape, dtype, spec.world.device), spec)
+        return label(make(shape, *rest, dtype=dtype, device=spec.world.device), spec)
+
+    return creation
+
+
+for _name, _make in (
+    ("new_zeros", torch.zeros),
+    ("new_ones", torch.ones),
+    ("new_empty", torch.empty),
+    ("new_full", torch.full),
+):
+    handler(_name)(_new(_make))

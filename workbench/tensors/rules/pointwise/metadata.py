@@ -1,0 +1,76 @@
+"""What a tensor says about itself: logical sizes, and torch's own attributes of the shard."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from workbench.tensors.global_tensor import describe, local_torch
+from workbench.tensors.ops.registry import handler
+
+
+@handler("size")
+def size(func: Any, args: Any, kwargs: Any) -> Any:
+    """Logical size, of one dim or of all."""
+    dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    shape = torch.Size(args[0]._spec.shape)
+    return shape if dim is None else shape[dim]
+
+
+@handler("dim", "ndimension", "get:ndim", "get:shape")
+def num_dims(func: Any, args: Any, kwargs: Any) -> Any:
+    """Number of dims, or the shape where torch asks by its own getter."""
+    if func.__name__ == "__get__" and func.__self__.__name__ == "shape":
+        return torch.Size(args[0]._spec.shape)
+    return len(args[0]._spec.shape)
+
+
+@handler("numel", "nelement")
+def num_elements(func: Any, args: Any, kwargs: Any) -> int:
+    """Logical number of elements."""
+    return math.prod(args[0]._spec.shape)
+
+
+@handler("len")
+def length(func: Any, args: Any, kwargs: Any) -> int:
+    """Logical size of dim 0."""
+    if not args[0]._spec.shape:
+        raise TypeError("len() of a 0-d tensor")
+    return args[0]._spec.shape[0]
+
+
+@handler("repr")
+def representation(func: Any, args: Any, kwargs: Any) -> str:
+    """Shape, dtype and layout; never communicates."""
+    return describe(args[0])
+
+
+@handler("type")
+def type_or_cast(func: Any, args: Any, kwargs: Any) -> Any:
+    """``x.type()`` is the name of the shard's type, ``x.type(dtype)`` a cast; types have names and classes too."""
+    wanted = args[1] if len(args) > 1 else kwargs.get("dtype")
+    if wanted is None:
+        return _of_shard(func, args, kwargs)
+    dtype = wanted if isinstance(wanted, torch.dtype) else torch.empty(0).type(wanted).dtype
+    return args[0].to(dtype)
+
+
+def _of_shard(func: Any, args: Any, kwargs: Any) -> Any:
+    with local_torch():
+        return func(*args, **kwargs)
+
+
+_ASKED_OF_THE_SHARD = """
+get:dtype get:device get:requires_grad set:requires_grad get:is_leaf get:grad_fn get:layout get:names
+get:is_cuda get:is_cpu get:is_meta get:is_sparse get:is_sparse_csr get:is_quantized get:is_nested get:is_mkldnn
+get:is_xla get:is_xpu get:is_mps get:is_ipu get:is_maia get:is_vulkan get:is_mtia get:itemsize get:nbytes
+get:_version get:_base get:output_nr get:_backward_hooks set:_backward_hooks get:retains_grad get:_grad_fn
+get:grad_dtype set:grad_dtype get:_post_accumulate_grad_hooks set:_post_accumulate_grad_hooks get:_cdata
+is_floating_point is_complex is_signed is_inference is_contiguous is_pinned is_set_to is_shared is_neg is_conj
+stride storage_offset data_ptr untyped_storage element_size get_device requires_grad_
+has_names _is_view hash dim_order share_memory_ is_distributed
+_has_symbolic_sizes_strides _has_compatible_shallow_copy_type
+"""
+handler(*_ASKED_OF_THE_SHARD.split())(_of_shard)

@@ -1,0 +1,113 @@
+"""Functions that work element by element, with broadcasting."""
+
+from __future__ import annotations
+
+import cmath
+import math
+from typing import Any
+
+import torch
+
+from workbench.tensors.ops.equation_text import elementwise_except, normalize_dims, term
+from workbench.tensors.ops.registry import Call, Resolution, composite, equations, rule
+
+_UNARY = """
+relu relu6 gelu silu mish tanh sigmoid logsigmoid log_sigmoid softplus elu selu celu leaky_relu rrelu_with_noise
+hardtanh hardswish hardsigmoid softsign tanhshrink softshrink hardshrink threshold exp exp2 expm1 log log2 log10
+log1p sqrt rsqrt square reciprocal abs sign sgn sin cos tan asin acos atan sinh cosh asinh acosh atanh erf erfc
+erfinv lgamma digamma i0 sinc floor ceil round trunc frac isnan isinf isfinite isposinf isneginf signbit logical_not
+bitwise_not nan_to_num deg2rad rad2deg angle conj_physical logit to float double half bfloat16 long int short char
+byte bool type cpu cuda cdouble cfloat chalf isreal frexp polygamma mvlgamma i0e i1 i1e ndtr ndtri log_ndtr entr
+erfcx airy_ai bessel_j0 bessel_j1 bessel_y0 bessel_y1 modified_bessel_i0 modified_bessel_i1 modified_bessel_k0
+modified_bessel_k1 scaled_modified_bessel_k0 scaled_modified_bessel_k1 spherical_bessel_j0
+"""
+_NARY = """
+pow float_power rpow rdiv rtruediv atan2 hypot fmod remainder floor_divide rfloordiv rmod maximum minimum fmax fmin
+copysign nextafter eq ne lt le gt ge isclose logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor
+bitwise_left_shift bitwise_right_shift where clamp clamp_min clamp_max addcmul addcdiv
+masked_fill xlogy xlog1py logaddexp logaddexp2 heaviside gcd lcm ldexp copy zeta igamma igammac complex polar
+chebyshev_polynomial_t chebyshev_polynomial_u chebyshev_polynomial_v chebyshev_polynomial_w hermite_polynomial_h
+hermite_polynomial_he laguerre_polynomial_l legendre_polynomial_p shifted_chebyshev_polynomial_t
+shifted_chebyshev_polynomial_u shifted_chebyshev_polynomial_v shifted_chebyshev_polynomial_w
+"""
+_LINEAR = """
+clone detach contiguous neg positive alias detach_copy real imag get:real get:imag conj resolve_conj resolve_neg
+"""
+
+equations(_UNARY, "... -> ...")
+equations(_NARY, "..., ..., ..., ... -> ...")
+equations(_LINEAR, "+... -> ...")
+equations("view_as_real", "+... -> ...X")
+
+
+def _is_finite_number(value: Any, nonzero: bool = False) -> bool:
+    is_number = isinstance(value, (int, float, complex))
+    return is_number and cmath.isfinite(value) and not (nonzero and value == 0)
+
+
+@rule("add", "sub", "rsub")
+def _add(call: Call) -> Resolution:
+    """Partial sums add up term by term; a number would be added once per term, so it ends them."""
+    if len(call.operands) == 2 and _is_finite_number(call.kwargs.get("alpha", 1)):
+        return Resolution("+..., +... -> ...")
+    return Resolution("..., ... -> ...")
+
+
+@rule("lerp")
+def _lerp(call: Call) -> Resolution:
+    """A weighted mean of two: linear in both where the weight is a number."""
+    if len(call.operands) == 2 and _is_finite_number(call.arg(2, "weight")):
+        return Resolution("+..., +... -> ...")
+    return Resolution("..., ..., ... -> ...")
+
+
+@rule("mul")
+def _mul(call: Call) -> Resolution:
+    """A partial sum survives scaling by a finite number only: infinity times a term that happens to be zero is nan."""
+    factors = [arg for arg in call.args if not isinstance(arg, torch.Tensor)]
+    if len(call.operands) == 1 and all(map(_is_finite_number, factors)):
+        return Resolution("+... -> ...")
+    return Resolution("..., ... -> ...")
+
+
+@rule("div")
+def _div(call: Call) -> Resolution:
+    divisor = call.arg(1, "other")
+    exact = call.arg(2, "rounding_mode") is None
+    if len(call.operands) == 1 and exact and _is_finite_number(divisor, nonzero=True):
+        return Resolution("+... -> ...")
+    return Resolution("..., ... -> ...")
+
+
+@composite("to")
+def to(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    """``x.to(other)`` and ``x.type_as(other)`` take the other tensor's dtype; its layout and values do not matter."""
+    other = args[0] if args else kwargs.get("other")
+    return tensor.to(other.dtype) if isinstance(other, torch.Tensor) else NotImplemented
+
+
+@rule("zero")
+def _zero(call: Call) -> Resolution:
+    """Zero is zero in every layout."""
+    return Resolution(f"+{'abcdefghijklmnop'[: len(call.shapes[0])]} -> {'abcdefghijklmnop'[: len(call.shapes[0])]}")
+
+
+@rule("fill")
+def _fill(call: Call) -> Resolution:
+    return Resolution("..., ... -> ...")
+
+
+@rule("glu")
+def _glu(call: Call) -> Resolution:
+    """One half of ``dim`` gates the other."""
+    ndim = len(call.shapes[0])
+    return Resolution(elementwise_except(ndim, normalize_dims(call.arg(1, "dim", -1), ndim)))
+
+
+@rule("prelu", parameters="input weight")
+def _prelu(call: Call) -> Resolution:
+    """One slope for all, or one for each channel (dim 1)."""
+    shape, slopes = call.shapes
+    if math.prod(slopes) == 1 or len(shape) < 2:
+        return Resolution(f"..., {term(len(slopes), range(8))} -> ...")
+    return Resolution("ab..., b -> ab...")

@@ -1,0 +1,131 @@
+"""Cumulative functions over a split dim: scan every shard, and go on from what the shards before it add up to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from workbench.core.sbp import Split
+from workbench.tensors.global_tensor import GlobalTensor
+from workbench.tensors.ops.equation_text import normalize_dims
+from workbench.tensors.ops.local import whole
+from workbench.tensors.ops.registry import composite
+from workbench.tensors.rules.reduction.across import gathered_rows, on_shards, shard_sizes, splits, stages_of
+from workbench.tensors.rules.reduction.extrema import filled_shards
+
+Scan = Callable[..., torch.Tensor]
+Total = Callable[[torch.Tensor, int], torch.Tensor]
+
+
+def _scan(input: Any, dim: Any, dtype: torch.dtype | None, out: Any, scan: Scan, total: Total) -> Any:
+    """``scan`` along a split dim; ``total`` reduces a shard to the row that the shards behind it start from."""
+    if out is not None or type(input) is not GlobalTensor or not isinstance(dim, int) or not input._spec.shape:
+        return NotImplemented
+    dims = normalize_dims(dim, len(input._spec.shape))
+    if not splits(input, dims) or 0 in input._spec.shape:
+        return NotImplemented
+    dim, result_dtype = dims[0], _result_dtype(input.dtype, dtype)
+    x = whole(input if input.dtype == result_dtype else input.to(result_dtype))
+    stages = stages_of(x, dims)
+    rows = gathered_rows(x, stages, lambda t: total(t, dim), [result_dtype], "cumsum")[0]
+    number = shard_number(x, dim)
+
+    def go_on(t: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+        joined = torch.cat([before.narrow(dim, 0, number), t], dim)
+        return scan(joined, dim).narrow(dim, number, t.shape[dim]).contiguous()
+
+    out_spec = [(stages.layout, x._spec.shape, result_dtype)]
+    return on_shards(go_on, [x, rows], [stages.layout, stages.gathered], out_spec, "cumsum")[0]
+
+
+def _result_dtype(given: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
+    """Sums and products of integers are 64 bits wide."""
+    if asked is not None:
+        return asked
+    return given if given.is_floating_point or given.is_complex else torch.int64
+
+
+def shard_number(x: GlobalTensor, dim: int) -> int:
+    """How many shards of ``dim`` lie before this rank's."""
+    spec = x._spec
+    if spec.is_ghost:
+        return 0
+    placement = spec.layout.placement
+    coordinates = placement.coordinates(spec.world.rank)
+    number = 0
+    for axis, entry in enumerate(spec.layout.sbp):
+        if isinstance(entry, Split) and entry.dim == dim:
+            number = number * placement.shape[axis] + coordinates[axis]
+    return number
+
+
+@composite("cumsum")
+def cumsum(input: Any, dim: Any = None, *, dtype: torch.dtype | None = None, out: Any = None, axis: Any = None) -> Any:
+    """Running sums."""
+    along = axis if dim is None else dim
+    return _scan(input, along, dtype, out, torch.cumsum, lambda t, d: t.sum(d, keepdim=True))
+
+
+@composite("cumprod")
+def cumprod(input: Any, dim: Any = None, *, dtype: torch.dtype | None = None, out: Any = None, axis: Any = None) -> Any:
+    """Running products."""
+    along = axis if dim is None else dim
+    return _scan(input, along, dtype, out, torch.cumprod, lambda t, d: t.prod(d, keepdim=True))
+
+
+@composite("logcumsumexp")
+def logcumsumexp(input: Any, dim: Any = None, *, out: Any = None) -> Any:
+    """Logarithm of running sums of exponentials."""
+    if isinstance(input, torch.Tensor) and not (input.is_floating_point() or input.is_complex()):
+        return NotImplemented
+    return _scan(input, dim, None, out, torch.logcumsumexp, lambda t, d: torch.logsumexp(t, d, keepdim=True))
+
+
+def _extremes(input: Any, dim: Any, out: Any, name: str) -> Any:
+    if out is not None or type(input) is not GlobalTensor or not isinstance(dim, int) or not input._spec.shape:
+        return NotImplemented
+    dims = normalize_dims(dim, len(input._spec.shape))
+    if not splits(input, dims) or 0 in input._spec.shape or input.dtype == torch.bool:
+        return NotImplemented
+    dim, x = dims[0], whole(input)
+    scan: Any = getattr(torch, name)
+    stages, number = stages_of(x, dims), shard_number(x, dim)
+    start = sum(shard_sizes(x, dim)[:number])
+    filled = filled_shards(x, dim)
+    earlier = [n for n in (range(number) if filled is None else filled) if n < number]
+
+    def last(t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if t.shape[dim] == 0:
+            row = t.sum(dim, keepdim=True).to(t.dtype)
+            return row, torch.zeros_like(row, dtype=torch.int64)
+        values, indices = scan(t, dim)
+        return values.narrow(dim, t.shape[dim] - 1, 1), indices.narrow(dim, t.shape[dim] - 1, 1) + start
+
+    def go_on(t: torch.Tensor, rows: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        chosen = torch.tensor(earlier, dtype=torch.int64, device=t.device)
+        joined = torch.cat([rows.index_select(dim, chosen), t], dim)
+        own = torch.arange(start, start + t.shape[dim], device=t.device)
+        own = own.reshape([-1 if d == dim else 1 for d in range(t.dim())]).expand(t.shape)
+        origin = torch.cat([places.index_select(dim, chosen), own], dim)
+        values, indices = scan(joined, dim)
+        kept = [part.narrow(dim, len(earlier), t.shape[dim]) for part in (values, origin.gather(dim, indices))]
+        return kept[0].contiguous(), kept[1].contiguous()
+
+    pair = gathered_rows(x, stages, last, [x.dtype, torch.int64], name)
+    outs = [(stages.layout, x._spec.shape, d) for d in (x.dtype, torch.int64)]
+    found = on_shards(go_on, [x, *pair], [stages.layout, stages.gathered, stages.gathered], outs, name)
+    return getattr(torch.return_types, name)(tuple(found))
+
+
+@composite("cummax")
+def cummax(input: Any, dim: Any = None, *, out: Any = None) -> Any:
+    """Running maxima and where they stand; of equal ones the last, as in torch."""
+    return _extremes(input, dim, out, "cummax")
+
+
+@composite("cummin")
+def cummin(input: Any, dim: Any = None, *, out: Any = None) -> Any:
+    """Running minima and where they stand."""
+    return _extremes(input, dim, out, "cummin")

@@ -1,0 +1,220 @@
+"""Functions that remove dims or work along one: the rules for dims that no rank splits, and sums over split ones.
+
+What else can be reduced over split dims without gathering is in ``extrema``, ``moments``, ``exponentials``, ``scans``
+and ``vector_norms``, as composites that leave all other calls to the rules here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from workbench.core.rules import Signature
+from workbench.core.sbp import Split, broadcast, partial_sum
+from workbench.tensors.global_tensor import GlobalTensor, Spec
+from workbench.tensors.ops.equation_text import elementwise_except, normalize_dims, reduction, term
+from workbench.tensors.ops.local import whole
+from workbench.tensors.ops.registry import Call, LocalFunction, Resolution, composite, rule
+from workbench.tensors.rules.reduction.across import splits, stages_of, two_stages
+from workbench.tensors.rules.reduction.moments import LOW_PRECISION
+
+
+def _reduced_dims(call: Call) -> list[int]:
+    dims = call.arg(1, "dim", call.kwargs.get("axis"))
+    if isinstance(dims, (torch.dtype, bool)):
+        dims = None
+    return normalize_dims(dims, len(call.shapes[0]))
+
+
+def _keepdim(call: Call, ndim: int) -> bool:
+    return len(call.outputs[0][0]) == ndim and ndim > 0
+
+
+@rule("sum", "nansum", "count_nonzero")
+def _sum(call: Call) -> Resolution:
+    ndim = len(call.shapes[0])
+    linear = call.name == "sum" and call.kwargs.get("dtype") is None
+    linear = linear and call.operands[0].dtype != torch.bool  # terms of a bool are combined by "or"
+    return Resolution(reduction(ndim, _reduced_dims(call), _keepdim(call, ndim), whole=False, addend=linear))
+
+
+@rule("mean")
+def _mean(call: Call) -> Resolution:
+    """Over a split dim, a mean is the sum of the shard over the logical count, whatever the shards' sizes."""
+    ndim = len(call.shapes[0])
+    dims = _reduced_dims(call)
+    letters = {chr(ord("a") + dim) for dim in dims}
+    count = math.prod(call.shapes[0][dim] for dim in dims) if ndim else 1
+    wanted = call.kwargs.get("dtype")
+
+    def localize(call: Call, inputs: list[Spec], outputs: list[Spec], split: tuple[str, ...]) -> LocalFunction | None:
+        if not letters & set(split):
+            return None
+        keepdim = _keepdim(call, ndim)
+
+        def mean(x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+            result = wanted or x.dtype  # a plan is for tensors of all dtypes
+            # The sum of a shard may exceed what the mean's dtype can hold.
+            if result in LOW_PRECISION:
+                return (torch.sum(x, dims, keepdim, dtype=torch.float32) / count).to(result)
+            return torch.sum(x, dims, keepdim, dtype=result) / count
+
+        return mean
+
+    linear = wanted is None
+    return Resolution(reduction(ndim, dims, _keepdim(call, ndim), whole=False, addend=linear), localize)
+
+
+@composite("nanmean")
+def nanmean(input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, out: Any = None) -> Any:
+    """Sum of what is a number over how many there are."""
+    if type(input) is not GlobalTensor or out is not None:
+        return NotImplemented
+    dims = normalize_dims(dim, input.dim())
+    total = torch.nansum(input, dims, keepdim, dtype=dtype)
+    return whole(total) / whole(input.isnan().logical_not().sum(dims, keepdim))
+
+
+@rule(
+    "amax", "amin", "logsumexp", "prod", "all", "any", "argmax", "argmin", "median", "nanmedian",
+)  # fmt: skip
+@rule("var", "std", "var_mean", "std_mean")
+def _needs_whole_dims(call: Call) -> Resolution:
+    ndim = len(call.shapes[0])
+    return _several(call, reduction(ndim, _reduced_dims(call), _keepdim(call, ndim), whole=True))
+
+
+def _several(call: Call, text: str) -> Resolution:
+    """An equation for as many results as the call has, all alike."""
+    left, _, right = text.partition("->")
+    return Resolution(f"{left}->{','.join([right] * len(call.outputs))}")
+
+
+@rule("aminmax")
+def _aminmax(call: Call) -> Resolution:
+    ndim = len(call.shapes[0])
+    dims = normalize_dims(call.kwargs.get("dim"), ndim)
+    return _several(call, reduction(ndim, dims, _keepdim(call, ndim), whole=True))
+
+
+@rule("max", "min", parameters="input dim keepdim")
+def _extremum(call: Call) -> Resolution:
+    if len(call.operands) == 2:
+        return Resolution("..., ... -> ...")
+    ndim = len(call.shapes[0])
+    return _several(call, reduction(ndim, _reduced_dims(call), _keepdim(call, ndim), whole=True))
+
+
+@rule("mode")
+def _mode(call: Call) -> Resolution:
+    ndim = len(call.shapes[0])
+    dims = normalize_dims(call.arg(1, "dim", -1), ndim)
+    return _several(call, reduction(ndim, dims, _keepdim(call, ndim), whole=True))
+
+
+@rule("kthvalue")
+def _kthvalue(call: Call) -> Resolution:
+    ndim = len(call.shapes[0])
+    dims = normalize_dims(call.arg(2, "dim", -1), ndim)
+    return _several(call, reduction(ndim, dims, _keepdim(call, ndim), whole=True))
+
+
+@rule("quantile", "nanquantile", parameters="input q dim keepdim")
+def _quantile(call: Call) -> Resolution:
+    """A list of quantiles adds a dim in front of the result."""
+    ndim = len(call.shapes[0])
+    dims = normalize_dims(call.arg(2, "dim"), ndim)
+    many = isinstance(call.args[1], torch.Tensor) and call.args[1].dim() == 1
+    left, _, right = reduction(ndim, dims, len(call.outputs[0][0]) - many == ndim and ndim > 0, whole=True).partition(
+        "->"
+    )
+    listed = ["", ", Q" if many else ", "][len(call.operands) - 1]
+    kept = term(ndim, dropped=dims)
+    return Resolution(f"{left}{listed} -> {'Q' * many}{right}", filled=kept)
+
+
+@rule("topk")
+def _topk(call: Call) -> Resolution:
+    ndim = len(call.shapes[0])
+    return _several(call, elementwise_except(ndim, normalize_dims(call.arg(2, "dim", -1), ndim) if ndim else []))
+
+
+@rule("sort", "argsort", "msort", "cummax", "cummin")
+def _sort(call: Call) -> Resolution:
+    """Along a dim that stays whole; its other dims split."""
+    ndim = len(call.shapes[0])
+    dim = 0 if call.name == "msort" else call.arg(1, "dim", -1)
+    if isinstance(dim, bool):  # sort(stable, dim): torch takes them in this order too
+        dim = call.arg(2, "dim", -1)
+    return _several(call, elementwise_except(ndim, normalize_dims(dim, ndim) if ndim else []))
+
+
+@rule("diff", parameters="input n dim prepend append")
+def _diff(call: Call) -> Resolution:
+    ndim = len(call.shapes[0])
+    text = term(ndim, normalize_dims(call.arg(2, "dim", -1), ndim))
+    addend = "+" * (call.operands[0].dtype != torch.bool)  # of bools, a difference is an exclusive or
+    return Resolution(f"{', '.join([addend + text] * len(call.operands))} -> {text}")
+
+
+@rule("histc")
+def _histc(call: Call) -> Resolution:
+    """Counts of shards add up, where the bins do not depend on the values."""
+    ndim = len(call.shapes[0])
+    whole_only = Signature((broadcast,), (broadcast,))
+    if call.arg(2, "min", 0) == call.arg(3, "max", 0):
+        return Resolution([whole_only])
+    counted = [Signature((Split(d),), (partial_sum,), chr(97 + d)) for d in range(ndim)]
+    return Resolution([*counted, whole_only])
+
+
+def _along(call: Call, default: int | None = None, addend: bool = False) -> Resolution:
+    ndim = len(call.shapes[0])
+    dim: Any = call.arg(1, "dim", call.kwargs.get("axis", default))
+    whole_dims = normalize_dims(dim, ndim) if ndim else []
+    return Resolution(elementwise_except(ndim, whole_dims, addend))
+
+
+@rule("softmax", "log_softmax", "softmin", "cumprod", "logcumsumexp")
+def _softmax(call: Call) -> Resolution | None:
+    return None if call.arg(1, "dim", call.kwargs.get("axis")) is None else _along(call)
+
+
+@rule("cumsum")
+def _cumsum(call: Call) -> Resolution:
+    return _along(call, addend=call.kwargs.get("dtype") is None)
+
+
+def _in_two_stages(name: str, function: Callable[..., torch.Tensor]) -> None:
+    """A reduction of which the parts can be reduced again: a product of products, any of any."""
+
+    def reduce(input: Any, dim: Any = None, keepdim: bool = False, *, out: Any = None, **options: Any) -> Any:
+        dim = options.pop("axis", dim)
+        if type(input) is not GlobalTensor or out is not None:
+            return NotImplemented
+        dims = normalize_dims(dim, len(input._spec.shape))
+        if not splits(input, dims):
+            return NotImplemented
+        x = whole(input)
+        stages = stages_of(x, dims)
+        dtype = function(torch.empty([1] * max(1, len(dims)), dtype=x.dtype), [0], **options).dtype
+        return two_stages(
+            x, stages, keepdim, lambda t: function(t, dims, **options), lambda t: function(t, dims, **options),
+            (dtype, dtype), name,
+        )  # fmt: skip
+
+    composite(name)(reduce)
+
+
+def _product(x: torch.Tensor, dims: list[int], dtype: torch.dtype | None = None) -> torch.Tensor:
+    for dim in dims:
+        x = x.prod(dim, keepdim=True, dtype=dtype)
+    return x
+
+
+_in_two_stages("prod", _product)
+_in_two_stages("all", lambda x, dims: torch.all(x, dims, keepdim=True))
+_in_two_stages("any", lambda x, dims: torch.any(x, dims, keepdim=True))

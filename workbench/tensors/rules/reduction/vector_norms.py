@@ -1,0 +1,191 @@
+"""Norms and distances. The norm of the norms of the parts is the norm of the whole, for every order but zero."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from workbench.tensors.global_tensor import GlobalTensor
+from workbench.tensors.ops.equation_text import elementwise_except, normalize_dims, reduction, term
+from workbench.tensors.ops.local import whole
+from workbench.tensors.ops.registry import Call, Resolution, composite, equations, rule
+from workbench.tensors.rules.reduction.across import splits, stages_of, two_stages
+from workbench.tensors.rules.reduction.moments import accumulation_dtype
+
+
+def _vector_dims(dim: Any, ndim: int) -> list[int]:
+    return normalize_dims(dim, ndim)
+
+
+@rule("linalg_vector_norm")
+def _vector_norm(call: Call) -> Resolution:
+    ndim = len(call.shapes[0])
+    dims = _vector_dims(call.arg(2, "dim"), ndim)
+    keepdim = ndim > 0 and len(call.outputs[0][0]) == ndim
+    return Resolution(reduction(ndim, dims, keepdim, whole=True))
+
+
+@composite("linalg_vector_norm")
+def vector_norm(
+    x: Any, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None, out: Any = None
+) -> Any:
+    """Norm over split dims: each shard's norm, then the norm of these."""
+    if type(x) is not GlobalTensor or out is not None:
+        return NotImplemented
+    shape = x._spec.shape
+    dims = _vector_dims(dim, len(shape))
+    if not splits(x, dims) or 0 in shape or not (x.is_floating_point() or x.is_complex()):
+        return NotImplemented
+    x = whole(x if dtype is None else x.to(dtype))
+    if math.isinf(ord):
+        size = x.abs()
+        return size.amax(dims, keepdim=keepdim) if ord > 0 else size.amin(dims, keepdim=keepdim)
+    wide, result = accumulation_dtype(_real(x.dtype)), _real(x.dtype)
+    norm = torch.linalg.vector_norm
+
+    def first(t: torch.Tensor) -> torch.Tensor:
+        if t.numel() == 0 and ord < 0:  # a negative power of nothing adds up to nothing
+            return t.abs().sum(dims, keepdim=True).to(wide) + math.inf
+        return norm(t.to(accumulation_dtype(t.dtype)), ord, dims, keepdim=True)
+
+    def second(norms: torch.Tensor) -> torch.Tensor:
+        found = norm(norms, ord, dims, keepdim=True) if ord != 0 else norms.sum(dims, keepdim=True)
+        return found.to(result)
+
+    return two_stages(x, stages_of(x, dims), keepdim, first, second, (wide, result), "norm")
+
+
+def _real(dtype: torch.dtype) -> torch.dtype:
+    return torch.empty(0, dtype=dtype).real.dtype if dtype.is_complex else dtype
+
+
+@composite("linalg_norm")
+def linalg_norm(
+    A: Any,  # noqa: N803 - torch's name for the argument
+    ord: Any = None,
+    dim: Any = None,
+    keepdim: bool = False,
+    **options: Any,
+) -> Any:
+    """``torch.linalg.norm`` where it is a vector norm or a matrix norm with a formula."""
+    if type(A) is not GlobalTensor or options.get("out") is not None or isinstance(ord, str):
+        return NotImplemented
+    num_dims = A.dim() if dim is None else 1 if isinstance(dim, int) else len(dim)
+    dtype = options.get("dtype")
+    if ord is None:
+        return torch.linalg.vector_norm(A, 2, dim, keepdim, dtype=dtype)
+    if num_dims == 1:
+        return torch.linalg.vector_norm(A, ord, dim, keepdim, dtype=dtype)
+    return torch.linalg.matrix_norm(A, ord, (-2, -1) if dim is None else dim, keepdim, dtype=dtype)
+
+
+@composite("linalg_matrix_norm", "frobenius_norm")
+def matrix_norm(
+    A: Any,  # noqa: N803 - torch's name for the argument
+    ord: Any = "fro",
+    dim: Any = (-2, -1),
+    keepdim: bool = False,
+    **options: Any,
+) -> Any:
+    """Frobenius norm and the norms by rows and columns; those by singular values fall back."""
+    if type(A) is not GlobalTensor or options.get("out") is not None:
+        return NotImplemented
+    dtype = options.get("dtype")
+    if ord == "fro":
+        return torch.linalg.vector_norm(A, 2, dim, keepdim, dtype=dtype)
+    if isinstance(ord, str) or abs(ord) not in (1, math.inf):
+        return NotImplemented
+    first, second = normalize_dims(dim, A.dim())
+    summed, kept = (first, second) if abs(ord) == 1 else (second, first)
+    sums = torch.linalg.vector_norm(A, 1, summed, True, dtype=dtype)
+    found = sums.amax(kept, keepdim=True) if ord > 0 else sums.amin(kept, keepdim=True)
+    return found if keepdim else found.squeeze(max(first, second)).squeeze(min(first, second))
+
+
+@composite("norm_except_dim")
+def norm_except_dim(v: Any, pow: int = 2, dim: int = 0) -> Any:
+    """Norm over all dims but one, dims kept."""
+    if type(v) is not GlobalTensor:
+        return NotImplemented
+    dims = None if dim == -1 else [d for d in range(v.dim()) if d != dim % v.dim()]
+    return torch.linalg.vector_norm(v, pow, dims, keepdim=dim != -1)
+
+
+@composite("dist")
+def dist(input: Any, other: Any, p: float = 2) -> Any:
+    """Norm of the difference."""
+    return torch.linalg.vector_norm(input - other, p)
+
+
+@rule("normalize")
+def _normalize(call: Call) -> Resolution:
+    ndim = len(call.shapes[0])
+    return Resolution(elementwise_except(ndim, normalize_dims(call.arg(2, "dim", 1), ndim)))
+
+
+@composite("normalize")
+def normalize(input: Any, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, out: Any = None) -> Any:
+    """Unit vectors; over a split dim by the global norm."""
+    if type(input) is not GlobalTensor:
+        return NotImplemented
+    if out is not None:
+        return out.copy_(normalize(whole(input), p, dim, eps) if splits(input) else _divided(input, p, dim, eps))
+    return _divided(input, p, dim, eps) if splits(input, normalize_dims(dim, input.dim())) else NotImplemented
+
+
+def _divided(input: Any, p: float, dim: Any, eps: float) -> Any:
+    return input / torch.linalg.vector_norm(input, p, dim, keepdim=True).clamp_min(eps)
+
+
+equations("cdist", "...nK, ...mK -> ...nm")
+
+
+def _rows_of(call: Call, dims: Sequence[int]) -> Resolution:
+    """Two operands that broadcast, reduced over ``dims`` of the common shape, which stay whole."""
+    ndim = max(len(shape) for shape in call.shapes)
+    keepdim = len(call.outputs[0][0]) == ndim
+    texts = [term(ndim, dims)[ndim - len(shape) :] for shape in call.shapes]
+    right = term(ndim, ones=dims) if keepdim else term(ndim, dropped=dims)
+    return Resolution(f"{', '.join(texts)} -> {right}")
+
+
+@rule("cosine_similarity", parameters="x1 x2 dim eps")
+def _cosine_similarity(call: Call) -> Resolution:
+    ndim = max(len(shape) for shape in call.shapes)
+    return _rows_of(call, normalize_dims(call.arg(2, "dim", 1), ndim))
+
+
+@composite("cosine_similarity")
+def cosine_similarity(x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> Any:
+    """Cosine of the angle along ``dim``; over a split dim from global norms."""
+    ndim = max(x1.dim(), x2.dim())
+    along = normalize_dims(dim, ndim)[0] - ndim
+    if not any(splits(x, [along + x.dim()]) for x in (x1, x2)):
+        return NotImplemented
+    if x1.shape[along] != x2.shape[along]:  # a row of one counts as often as the other is long
+        common = torch.broadcast_shapes(x1.shape, x2.shape)
+        x1, x2 = x1.expand(common), x2.expand(common)
+    first, second = (_unit(x, along, eps) for x in (x1, x2))
+    return (first * second).sum(along)
+
+
+def _unit(x: Any, dim: int, eps: float) -> Any:
+    norm = torch.linalg.vector_norm(x, 2, dim, keepdim=True)
+    return x / norm.clamp_min(eps)
+
+
+@rule("pairwise_distance", parameters="x1 x2 p eps keepdim")
+def _pairwise_distance(call: Call) -> Resolution:
+    ndim = max(len(shape) for shape in call.shapes)
+    return _rows_of(call, [ndim - 1])
+
+
+@composite("pairwise_distance")
+def pairwise_distance(x1: Any, x2: Any, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False) -> Any:
+    """Norm of the difference along the last dim."""
+    if not any(splits(x, [x.dim() - 1]) for x in (x1, x2)):
+        return NotImplemented
+    return torch.linalg.vector_norm(x1 - x2 + eps, p, -1, keepdim)

@@ -1,0 +1,153 @@
+"""``torch.utils.checkpoint`` on global tensors: recomputation begins at the same point of the backward on every rank.
+
+torch recomputes when a rank first needs a saved tensor, and stops when it has all it needs. Ranks need different ones
+(a ghost needs none), so one would recompute, with its boxings, while another goes on. Here a saved token (the pin)
+stands before everything that the function saves, the last nodes of the function ask for it, and nothing stops early.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.utils.checkpoint as torch_checkpoint
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from workbench.tensors.global_tensor import GlobalTensor, Spec, label, local_torch
+from workbench.tensors.world import World, joined
+
+_original: Callable[..., Any] = torch_checkpoint.checkpoint.__wrapped__  # type: ignore[attr-defined]
+
+
+_CHECK = "default, of shards"
+_OPTIONS = frozenset({"use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop"})
+"""Keywords of ``checkpoint`` itself; all others are the function's."""
+
+
+def _metadata_of_shard(tensor: torch.Tensor) -> Any:
+    """What torch compares between forward and recomputation; a global tensor would tell its logical shape."""
+    with local_torch():
+        return torch_checkpoint._default_meta_extractor(tensor)
+
+
+class _Pin(torch.autograd.Function):
+    """Saves a token as the first of the tensors that the checkpoint keeps; asking for it starts the recomputation."""
+
+    @staticmethod
+    def forward(ctx: Any, token: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(token)
+        return token.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return None
+
+
+def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``torch.utils.checkpoint.checkpoint``; in a world of several ranks, on the terms above.
+
+    It recomputes without re-entering the engine whatever ``use_reentrant`` says: a reentrant checkpoint would hand
+    gradients on as plain terms.
+    """
+    world = joined()
+    if world is None or (world.world_size == 1 and not _is_global(function, args, kwargs)):
+        return _original(function, *args, **kwargs)
+    if world.running is not None and world.running.watch is not None:
+        world.running.watch.recomputes = True
+    options = {**kwargs, "use_reentrant": False, "early_stop": False}
+    if options.get("determinism_check", "default") == "default":
+        options["determinism_check"] = _CHECK
+    pins: list[Any] = []
+    call = world.call
+    given = {name: value for name, value in kwargs.items() if name not in _OPTIONS}
+    with local_torch():
+        specs = [
+            (leaf._spec, leaf.is_leaf) if isinstance(leaf, GlobalTensor) else None
+            for leaf in tree_leaves((args, given))
+        ]
+    random_state = _generator_state(world) if kwargs.get("preserve_rng_state", True) else None
+
+    def pinned(*inputs: Any, **named: Any) -> Any:
+        node = _Pin.apply(torch.zeros((), device=world.device, requires_grad=True)).grad_fn
+        if not pins:
+            pins.append(node)
+            return function(*inputs, **named)
+        inputs, named = _labelled(specs, inputs, named)
+        before, call_before = _generator_state(world), world.call
+        _set_generator_state(world, random_state)
+        world.call = call
+        try:
+            return function(*inputs, **named)
+        finally:
+            _set_generator_state(world, before)
+            world.call = call_before
+
+    result = _original(pinned, *args, **options)
+    # The function outlives the call, in what the pin has saved; a pin that it knew would keep it for ever.
+    pin, pins[0] = pins[0], None
+    if pin is not None:
+        _start_at_the_end(result, pin)
+    return result
+
+
+def _labelled(specs: list[tuple[Spec, bool] | None], args: Any, kwargs: Any) -> Any:
+    """The arguments of a recomputation, which come as plain shards: global again, and leaves only if they were.
+
+    A leaf that requires a gradient may not be written in place, and does not remember its boxed forms.
+    """
+    leaves, structure = tree_flatten((args, kwargs))
+    for position, (leaf, known) in enumerate(zip(leaves, specs, strict=True)):
+        if known is not None and type(leaf) is torch.Tensor:
+            spec, was_leaf = known
+            found = leaf.detach().requires_grad_(leaf.requires_grad)
+            leaves[position] = label(found if was_leaf else found.view_as(found), spec)
+    return tree_unflatten(leaves, structure)
+
+
+def _start_at_the_end(result: Any, pin: Any) -> None:
+    """Ask for the pin before the first node of a result runs; once per backward.
+
+    Not before nodes older than the pin: an argument that is handed on would then hold, by its node, what holds it.
+    """
+    asked: set[int] = set()
+
+    def ask(grads: Any) -> None:
+        task = torch._C._current_graph_task_id()
+        if task not in asked:
+            asked.add(task)
+            pin.saved_tensors  # noqa: B018 - unpacking is what recomputes
+
+    for leaf in tree_leaves(result):
+        if not isinstance(leaf, torch.Tensor):
+            continue
+        with local_torch():
+            node = leaf.grad_fn
+        if node is not None and node._sequence_nr() > pin._sequence_nr():
+            node.register_prehook(ask)
+
+
+def _is_global(function: Any, args: Any, kwargs: Any) -> bool:
+    if any(isinstance(leaf, GlobalTensor) for leaf in tree_leaves((args, kwargs))):
+        return True
+    module = function if isinstance(function, torch.nn.Module) else getattr(function, "__self__", None)
+    return isinstance(module, torch.nn.Module) and any(isinstance(p, GlobalTensor) for p in module.parameters())
+
+
+def _generator_state(world: World) -> torch.Tensor | None:
+    return None if world.generator is None else world.generator.get_state()
+
+
+def _set_generator_state(world: World, state: torch.Tensor | None) -> None:
+    if state is not None and world.generator is not None:
+        world.generator.set_state(state)
+
+
+def install() -> None:
+    """Put ``checkpoint`` in the place of torch's, also where somebody holds the name already.
+
+    torch's own is a shell that runs what its attribute ``__dynamo_disable`` holds, once set; to compile it is not our
+    concern.
+    """
+    _original.__dynamo_disable = checkpoint  # type: ignore[attr-defined]
+    torch_checkpoint._allowed_determinism_checks_to_fns[_CHECK] = _metadata_of_shard

@@ -1,0 +1,134 @@
+"""Copies of global tensors: copy, deepcopy, pickle, torch.save.
+
+A copy is local: every rank copies or saves its own shard, with the layout and its place in the world. What is loaded
+must be loaded by the same rank of a world of the same size.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+
+from workbench.core.layout import Layout
+from workbench.core.placement import Placement
+from workbench.errors import LayoutError
+from workbench.tensors.global_tensor import DERIVED, GlobalTensor, ghost_storage, label, local_torch, plain, spec_of
+from workbench.tensors.world import current
+
+_NOT_COPIED = (
+    "_spec", "_is_param", "_is_grad", "_has_twin", "_ghost_grad", "_ghost_grad_before", "_grad_spec", "_owner",
+    "_shard", "_watcher", *DERIVED,
+)  # fmt: skip
+
+
+def shallow_copy(tensor: GlobalTensor) -> GlobalTensor:
+    """``copy.copy``: another object over the same storage."""
+    with torch.no_grad():
+        made: Any = label(plain(tensor), tensor._spec)
+    _finish(made, tensor, _own_attributes(tensor))
+    return made
+
+
+def deep_copy(tensor: GlobalTensor, memo: dict[int, Any]) -> GlobalTensor:
+    """``copy.deepcopy``: a copy of the shard; tensors that share storage still do afterwards.
+
+    Raises:
+        RuntimeError: the tensor has a history, as for plain tensors.
+    """
+    if id(tensor) in memo:
+        return memo[id(tensor)]
+    with local_torch():
+        if not tensor.is_leaf:
+            raise RuntimeError(
+                "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the "
+                "moment. Write x.detach() or x.detach().clone()."
+            )
+    local = plain(tensor)
+    memo.setdefault(id(memo), []).append(local)  # deepcopy remembers ids, so what has them must stay
+    made = label(copy.deepcopy(local, memo), tensor._spec)
+    memo[id(tensor)] = made
+    _finish(made, tensor, copy.deepcopy(_own_attributes(tensor), memo))
+    grad = None if tensor._is_param else tensor.grad  # torch's own parameters leave theirs behind
+    if grad is not None:
+        made.grad = copy.deepcopy(grad, memo)
+    return made
+
+
+def _own_attributes(tensor: GlobalTensor) -> dict[str, Any]:
+    return {name: value for name, value in tensor.__dict__.items() if name not in _NOT_COPIED}
+
+
+def _finish(made: GlobalTensor, tensor: GlobalTensor, attributes: dict[str, Any]) -> None:
+    made.__dict__.update(attributes)
+    if tensor._is_param:
+        made._is_param = True
+    with local_torch():
+        made.requires_grad_(tensor.requires_grad)
+
+
+def reduce(tensor: GlobalTensor, protocol: Any) -> tuple[Any, ...]:
+    """What pickle stores: the shard, its layout as text, and which rank of how many it belongs to."""
+    spec = tensor._spec
+    with local_torch():
+        local = plain(tensor) if not spec.is_ghost else torch.empty(0, dtype=tensor.dtype)
+        needs_grad = tensor.requires_grad
+    placement = spec.layout.placement
+    return rebuild, (
+        local.clone() if local.untyped_storage().nbytes() > 2 * local.nbytes else local,
+        (placement.device_type, _plain_lists(placement), [str(entry) for entry in spec.layout.sbp]),
+        list(spec.shape),
+        (spec.world.rank, spec.world.world_size),
+        needs_grad,
+        tensor._is_param,
+        _own_attributes(tensor),
+    )
+
+
+def _plain_lists(placement: Placement) -> Any:
+    return torch.tensor(placement.grid).reshape(placement.shape).tolist()
+
+
+def rebuild(
+    local: torch.Tensor,
+    layout: tuple[str, list[Any], list[str]],
+    shape: list[int],
+    saved_by: tuple[int, int],
+    requires_grad: bool,
+    is_parameter: bool,
+    attributes: dict[str, Any],
+) -> GlobalTensor:
+    """The global tensor that ``reduce`` stored.
+
+    Raises:
+        LayoutError: another rank saved it, or a world of another size.
+    """
+    world = current()
+    device_type, ranks, sbp = layout
+    if saved_by != (world.rank, world.world_size):
+        raise LayoutError(
+            f"loading a global tensor of shape {tuple(shape)}, {', '.join(sbp)} on {device_type}:{ranks}: rank "
+            f"{saved_by[0]} of {saved_by[1]} saved it, this is rank {world.rank} of {world.world_size}. A file holds "
+            "the shard of one rank: load on the same world, each rank its own file; or save x.full_tensor(), which any "
+            "world can load."
+        )
+    found = Layout.of(Placement.of(device_type, ranks), sbp)
+    spec = spec_of(world, found, tuple(shape))
+    if spec.is_ghost:
+        local = ghost_storage(spec.shape, local.dtype, world.device)
+    made = label(local.detach(), spec)
+    made.__dict__.update(attributes)
+    if is_parameter:
+        made._is_param = True
+    with local_torch():
+        made.requires_grad_(requires_grad)
+    return made
+
+
+def install() -> None:
+    """Complete ``GlobalTensor``, and let ``torch.load(weights_only=True)`` load it."""
+    GlobalTensor.__copy__ = shallow_copy  # type: ignore[attr-defined]
+    GlobalTensor.__deepcopy__ = deep_copy  # type: ignore[assignment, method-assign]
+    GlobalTensor.__reduce_ex__ = reduce  # type: ignore[assignment, method-assign]
+    torch.serialization.add_safe_globals([rebuild])

@@ -1,0 +1,399 @@
+"""Who am I: rank, world size, device and transport of this process, or of this thread for simulated ranks."""
+
+from __future__ import annotations
+
+import atexit
+import datetime
+import os
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from workbench.core.placement import Placement
+from workbench.errors import WorldError
+from workbench.transport import choice, launchers
+from workbench.transport.base import Traffic, Transport
+from workbench.transport.meeting import Meeting, meet
+from workbench.transport.threads import ThreadHub, ThreadTransport
+
+DEFAULT_TIMEOUT_S = 300.0
+
+
+class ModuleCall(NamedTuple):
+    """What holds inside the call of a parallelized module, also when a part of it is recomputed in backward.
+
+    Attributes:
+        stage_order: placements on which operands of different stages may meet; the latest of theirs wins.
+        num_samples: rows of the module's inputs, where they agree.
+    """
+
+    stage_order: tuple[Placement, ...] = ()
+    num_samples: int | None = None
+
+
+OUTSIDE = ModuleCall()
+
+
+class World:
+    """The ranks that run one SPMD program, seen from one of them.
+
+    Attributes:
+        rank: this rank's number.
+        world_size: how many ranks there are.
+        device: where this rank's shards live.
+        transport: how tensors get to other ranks.
+        traffic: what this rank has sent.
+        generation: how many worlds have met at the same place before this one; counted by ``rebuild``.
+        num_rebuilds: how often this world went on after it broke; what was under way before then is void.
+        generator: source of the keys of random tensors; equal on all ranks as long as they run the same program.
+        implicit_boxing_allowed: False under ``wb.explicit_boxing()``.
+        checks_agreement: whether plain tensors that meet global ones are compared over the ranks.
+        call: what holds inside the call of a parallelized module in progress.
+        tracer: the innermost ``wb.trace()`` in force, told of every boxing; None when there is none.
+        recorder: what writes down the step that ``wb.capture`` is recording; None when none is.
+        on_plan: told of every call (function, args, kwargs) that a plan is made for.
+        casts: on metadata, of a function's name and what runs on the shards, that with autocast's casts; else None.
+        splits_backward: whether plans for functions of parameters let a backward come in two halves.
+        running: what the scheduled step in progress wants to know of (see ``pipelining``); None outside of one.
+        differentiates_within_steps: whether a scheduled step's program has ever asked for gradients itself.
+    """
+
+    def __init__(self, rank: int, world_size: int, device: torch.device, transport: Transport) -> None:
+        self.rank, self.world_size, self.device, self.transport = rank, world_size, device, transport
+        self.traffic = Traffic()
+        self.generation = self.num_rebuilds = 0
+        self.generator: torch.Generator | None = None
+        self.specs: dict[Any, Any] = {}
+        self.plans: dict[Any, Any] = {}
+        self.micro_batch = 0
+        self.num_edges: dict[int, int] = {}
+        self.num_sums: dict[tuple[int, ...], int] = {}
+        self.call = OUTSIDE
+        self.implicit_boxing_allowed = True
+        self.checks_agreement = os.environ.get("WORKBENCH_CHECK", "0") not in ("", "0")
+        self.tracer: Any = None
+        self.recorder: Any = None
+        self.on_plan: Callable[[Any, Any, Any], None] | None = None
+        self.casts: Callable[[str, Callable[..., Any]], Callable[..., Any]] | None = None
+        self.running: Any = None
+        self.differentiates_within_steps = False
+        self.splits_backward = False
+
+    @property
+    def autocast_type(self) -> str:
+        """The device type whose autocast holds here; on metadata, the CPU's."""
+        return "cpu" if self.device.type == "meta" else self.device.type
+
+    @property
+    def transport_name(self) -> str:
+        """Short name of the transport: ``shared``, ``ipc``, ``mixed``, ``gloo``, ``nccl`` or ``threads``."""
+        return self.transport.name
+
+    @property
+    def transport_groups(self) -> tuple[str, ...]:
+        """Which ranks use what, and why: ``ranks [0, 1]: shared (one host, alpha)``, by host."""
+        return tuple(map(str, getattr(self.transport, "groups", ())))
+
+    def next_tag(self) -> int:
+        """A number for the next exchange: (micro-batch, position in the program), the same on every rank.
+
+        Every rank counts every boxing call, involved or not; the backward of a call is its tag with the low bit set.
+        """
+        edge = self.num_edges.get(self.micro_batch, 0)
+        self.num_edges[self.micro_batch] = edge + 1
+        return (self.micro_batch << 17 | (edge & 0xFFFF) << 1) & 0x3FFFFFFF
+
+    def next_sum_tag(self, group: tuple[int, ...]) -> int:
+        """A number for the next sum over ``group``, of a range of its own: only the group's ranks count it."""
+        number = self.num_sums[group] = self.num_sums.get(group, 0) + 1
+        return 0x20000000 | (number & 0xFFFF) << 1
+
+    def forget_decisions(self) -> None:
+        """Drop what was decided by the cost of a transport: ranks that are new here would decide otherwise."""
+        self.plans.clear()
+        for spec in self.specs.values():
+            spec.exchanges.clear()
+
+    def abort(self, reason: str) -> None:
+        """End the main thread's waits with ``CollectiveAborted``; may be called from any thread."""
+        self.transport.abort(reason)
+
+    def __repr__(self) -> str:
+        return (
+            f"World(rank={self.rank}, world_size={self.world_size}, device={self.device}, "
+            f"transport={self.transport_name})"
+        )
+
+
+_process_world: World | None = None
+_left_world: World | None = None
+_joined_by: dict[str, Any] = {}
+_thread_world = threading.local()
+_at_rebuild: list[Callable[[], None]] = []
+
+
+def current() -> World:
+    """The world of this thread or process; a process that nobody launched is a world of its own.
+
+    Raises:
+        WorldError: a launcher has set RANK but ``wb.init()`` was not called.
+    """
+    world: World | None = getattr(_thread_world, "world", None) or _process_world
+    if world is not None:
+        return world
+    if launchers.told("world_size", 1) > 1:
+        raise WorldError(
+            f"rank {launchers.told('rank', 0)} of {launchers.told('world_size', 1)} has not joined the world yet. Call "
+            f"wb.init() first."
+        )
+    return init(0, 1)
+
+
+def joined() -> World | None:
+    """The world of this thread or process; None where there is none yet."""
+    world: World | None = getattr(_thread_world, "world", None) or _process_world
+    return world
+
+
+def init(
+    rank: int | None = None,
+    world_size: int | None = None,
+    *,
+    init_method: str | None = None,
+    backend: str | None = None,
+    device: str | torch.device | None = None,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    generation: int | None = None,
+) -> World:
+    """Join the world: rank and size from the launcher's environment (torchrun, mpirun), or from the arguments.
+
+    Args:
+        rank, world_size: default to RANK and WORLD_SIZE (or Open MPI's), else to a world of one rank.
+        init_method: rendezvous of torch.distributed, e.g. ``"file:///path"``; default what the launcher says (``env://``).
+        backend: ``"gloo"`` or ``"nccl"``, also between GPUs of one host; default what suits best.
+        device: where shards live; default this rank's GPU if it has one to itself, else the CPU.
+        timeout_s: how long a rank waits for the others before it gives up.
+        generation: which of the worlds that meet at ``init_method``, one after the other; default the number of
+            those that this process was in. A process that takes the place of a dead rank says which (``rebuild``).
+
+    CPU ranks of one host exchange tensors through shared memory, GPU ranks of one host through CUDA IPC, others through
+    torch.distributed, also in a world of several hosts; the environment variable WORKBENCH_TRANSPORT (``shared``,
+    ``ipc``, ``mixed``, ``gloo``, ``nccl``) decides otherwise, and WORKBENCH_HOST names this rank's host in place of
+    the system.
+
+    Returns:
+        The world; calling again returns the same one.
+
+    Raises:
+        WorldError: the process already belongs to another world, or some ranks did not come in time.
+
+    ``wb.init()`` at the head of a script is all that ``torchrun --nproc-per-node 2 script.py`` needs.
+    """
+    global _process_world, _joined_by
+    rank = launchers.told("rank", 0) if rank is None else rank
+    world_size = launchers.told("world_size", 1) if world_size is None else world_size
+    if _process_world is not None:
+        if (_process_world.rank, _process_world.world_size) == (rank, world_size):
+            return _process_world
+        raise WorldError(
+            f"init(rank={rank}, world_size={world_size}): this process is rank {_process_world.rank} of "
+            f"{_process_world.world_size} already. Call workbench.tensors.world.shutdown() first."
+        )
+    chosen = torch.device(device) if device is not None else _default_device(world_size)
+    transport: Transport
+    wants = choice.wants(chosen, backend)
+    if world_size > 1:
+        place, known_as = init_method or launchers.meeting_place(), choice.name_of(chosen)
+        meeting = meet(place, rank, world_size, generation, timeout_s, known_as, wants)
+        transport = _join(meeting, rank, world_size, backend, chosen, timeout_s)
+        generation = meeting.generation
+        atexit.unregister(shutdown)
+        atexit.register(shutdown)  # gloo's threads must end before the interpreter does
+        keep_backward_here(chosen)
+    else:
+        transport = ThreadTransport(ThreadHub(1), 0)
+    _process_world = _rejoined(rank, world_size, chosen, transport) or World(rank, world_size, chosen, transport)
+    _process_world.generation = generation or 0
+    _joined_by = {"init_method": init_method, "backend": backend, "timeout_s": timeout_s}
+    return _process_world
+
+
+def rebuild(
+    rank: int | None = None,
+    world_size: int | None = None,
+    *,
+    init_method: str | None = None,
+    generation: int | None = None,
+    device: str | torch.device | None = None,
+    reason: str = "it rebuilds the world",
+) -> World:
+    """Replace a broken world by a new one in place: tensors and modules of this process stay usable. All ranks call it.
+
+    After an exchange has failed (a rank died, was interrupted, or ran another program), nobody can go on in this
+    world. Every rank that is left calls ``rebuild``; a process that takes the place of a dead one calls it too, with
+    its rank, the size of the world and the generation, and starts without tensors.
+
+    Args:
+        rank, world_size, device: default those of the world that this process is or was in.
+        init_method: where to meet; default the same place as before. It has to be another one if the process that
+            served it (rank 0 under ``env://`` without torchrun, and ``tcp://``) is gone.
+        generation: default one more than this process's last one at that place.
+        reason: what ranks that still wait for this one are told.
+
+    ``wb.rebuild(rank=2, world_size=4, init_method=place, generation=1)`` is what a replacement of rank 2 calls, while
+    the others call ``wb.rebuild()``.
+
+    Raises:
+        WorldError: no rank is given and this process was in no world; some ranks did not come in time.
+    """
+    known = _process_world or _left_world
+    if known is None and (rank is None or world_size is None):
+        raise WorldError(
+            f"rebuild(rank={rank}, world_size={world_size}): this process was in no world yet, so it needs both "
+            "numbers. Give rank=, world_size= and init_method=, or call wb.init()."
+        )
+    if _process_world is not None:
+        _process_world.abort(reason)
+    shutdown()
+    is_same = known is not None and (rank, world_size) in ((None, None), (known.rank, known.world_size))
+    if known is not None and is_same:
+        rank, world_size, device = known.rank, known.world_size, device or known.device
+    joined_by = dict(_joined_by)
+    joined_by["init_method"] = init_method or joined_by.get("init_method")
+    return init(rank, world_size, device=device, generation=generation, **joined_by)
+
+
+def _join(
+    meeting: Meeting, rank: int, world_size: int, backend: str | None, device: torch.device, timeout_s: float
+) -> Transport:
+    """Connect to the other ranks that have come to the meeting."""
+    transport, why_not = choice.choose_for_devices(meeting, rank, device, timeout_s)
+    backend = backend or ("gloo" if transport is not None else choice.backend_for(device, meeting.members))
+    try:
+        dist.init_process_group(
+            backend,
+            store=meeting.sub_store("group"),
+            rank=rank,
+            world_size=world_size,
+            timeout=datetime.timedelta(seconds=timeout_s),
+        )
+        if transport is None:
+            transport = choice.over_distributed(meeting, rank, world_size, backend, device, timeout_s)
+            choice.tell_why(transport, world_size, why_not)
+        _share_random_state(transport, device)
+        return transport
+    except BaseException:
+        if transport is not None:
+            transport.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        raise
+
+
+def _rejoined(rank: int, world_size: int, device: torch.device, transport: Transport) -> World | None:
+    """The world this process has left, on its new transport: tensors and modules that were in it stay usable."""
+    left = _left_world
+    if left is None or (left.rank, left.world_size, left.device) != (rank, world_size, device):
+        return None
+    if transport.cost != left.transport.cost:
+        left.forget_decisions()
+    left.transport = transport
+    left.num_edges.clear()
+    left.num_sums.clear()
+    left.num_rebuilds += 1
+    left.micro_batch, left.call, left.running = 0, OUTSIDE, None
+    for forget in _at_rebuild:
+        forget()
+    return left
+
+
+def at_rebuild(forget: Callable[[], None]) -> None:
+    """Have a function called on every rank that joins a new world with the tensors of an old one; it moves nothing."""
+    _at_rebuild.append(forget)
+
+
+def _share_random_state(transport: Transport, device: torch.device) -> None:
+    """All ranks go on with rank 0's random numbers: torch seeds every process differently, and the ranks'
+    models and the
+    keys of their random tensors must agree."""
+    states = transport.all_gather(torch.get_rng_state().to(device), "init()")
+    torch.set_rng_state(states[0].cpu())
+
+
+def shutdown() -> None:
+    """Leave the world and give back its sockets; safe to call twice."""
+    global _process_world, _left_world
+    if _process_world is None:
+        return
+    _process_world.transport.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    torch.autograd.set_multithreading_enabled(True)
+    _process_world, _left_world = None, _process_world
+
+
+def keep_backward_here(device: torch.device) -> None:
+    """Let the thread that calls a backward run it, for GPUs too: autograd has a thread for each, for which the caller
+    waits in C++, where no SIGINT reaches it; and errors there know no line of the user's.
+    """
+    if device.type != "cpu":
+        torch.autograd.set_multithreading_enabled(False)
+
+
+class Simulated:
+    """Context: this thread is one rank of a simulated world (see ``workbench.testing.run_ranks``)."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def __enter__(self) -> World:
+        self.previous = getattr(_thread_world, "world", None)
+        _thread_world.world = self.world
+        return self.world
+
+    def __exit__(self, *exc: object) -> None:
+        _thread_world.world = self.previous
+
+
+def rank() -> int:
+    """This rank's number in its world, counted from 0.
+
+    >>> wb.rank()
+    0
+    """
+    return current().rank
+
+
+def world_size() -> int:
+    """How many ranks the world has.
+
+    >>> wb.world_size()
+    2
+    """
+    return current().world_size
+
+
+def barrier() -> None:
+    """Return when all ranks of the world have called it; the wait can be interrupted.
+
+    Raises:
+        CollectiveAborted: a rank has died, has given up, or runs another program.
+
+    >>> wb.testing.run_ranks(lambda rank: wb.barrier(), num_ranks=2)
+    [None, None]
+    """
+    world = current()
+    world.transport.all_gather(torch.zeros(1, device=world.device), "barrier()")
+
+
+def _default_device(world_size: int) -> torch.device:
+    """This rank's own GPU where every rank of the host has one; else the CPU."""
+    local_world = launchers.told("local_world_size", world_size)
+    if not torch.cuda.is_available() or torch.cuda.device_count() < local_world:
+        return torch.device("cpu")
+    device = torch.device("cuda", launchers.told("local_rank", 0) % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device

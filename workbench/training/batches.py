@@ -1,0 +1,336 @@
+"""A batch: what of it goes to the model and what to the loss, how many samples it has, how it is cut and joined.
+
+A batch is a tensor, or dicts, lists and tuples of tensors; other mappings (transformers' ``BatchEncoding``) count as
+dicts, numpy's arrays as tensors. Everything that trains takes batches by the rules of this module:
+
+    call        a dict gives keyword arguments, a list or tuple positional ones, anything else one argument
+    own loss    without ``loss_fn`` the whole batch goes to the model, which returns its loss (see ``loss_of``)
+    loss_fn     ``loss_fn(output, targets)``: of a dict the targets are its entries named in ``TARGET_KEYS``, of a tuple
+                its last entry; they do not go to the model
+    samples     lie along dim 0; what has no dims, one row, or the length of the samples' dim 1 belongs to all of them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_leaves, tree_unflatten
+
+from workbench.core.guessing import guesses
+from workbench.errors import RunError
+from workbench.tensors.global_tensor import GlobalTensor
+from workbench.tensors.ops.reading import everywhere
+
+TARGET_KEYS = ("label", "labels", "label_ids", "target", "targets")
+"""Entries of a dict that are targets: what a ``loss_fn`` compares with, needed where the loss is."""
+LossFunction = Callable[[Any, Any], torch.Tensor]
+Count = Callable[[Any, Any], Any]
+"""(inputs, targets) of a micro-batch -> how many terms its mean loss is a mean of: a number or a tensor of one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A batch, or a micro-batch.
+
+    Attributes:
+        inputs: what the model is called with.
+        targets: what the loss function compares with; None where the model computes its own loss.
+        share: a micro-batch's weight in the step's loss, 0 to 1.
+    """
+
+    inputs: Any
+    targets: Any = None
+    share: float = 1.0
+
+    @classmethod
+    def of(cls, samples: Any, loss_fn: LossFunction | None) -> Batch:
+        """A batch as a dataset or a loader gives it.
+
+        >>> batch = Batch.of({"x": torch.ones(2, 3), "label": torch.zeros(2)}, F.cross_entropy)
+        >>> sorted(batch.inputs), batch.targets.shape
+        (['x'], torch.Size([2]))
+        """
+        samples = as_tensors(samples)
+        if loss_fn is None:
+            return cls(samples)
+        if isinstance(samples, dict):
+            inputs, targets = _without_targets(samples)
+            return cls(inputs, targets)
+        if isinstance(samples, (list, tuple)) and len(samples) > 1:
+            first = samples[0] if len(samples) == 2 else tuple(samples[:-1])
+            return cls(first, samples[-1])
+        return cls(samples)
+
+    @classmethod
+    def of_arguments(cls, inputs: Any, targets: Any, loss_fn: LossFunction | None) -> Batch:
+        """A batch whose targets come apart from its inputs; of a dict without any they are looked for among these."""
+        is_whole = targets is None and isinstance(inputs, Mapping)
+        return cls.of(inputs, loss_fn) if is_whole else cls(as_tensors(inputs), as_tensors(targets))
+
+    @property
+    def num_samples(self) -> int:
+        """Rows along dim 0.
+
+        Raises:
+            RunError: tensors of unlike numbers of rows, or no row at all.
+        """
+        return num_samples({"inputs": self.inputs, "targets": self.targets})
+
+    @property
+    def sample_shape(self) -> tuple[int, ...]:
+        """Shape of one sample of the first input that has a row for each; () if there is none."""
+        shapes = [tuple(leaf.shape) for leaf in tree_leaves(self.inputs) if isinstance(leaf, torch.Tensor)]
+        rows = count_samples(tree_leaves(self.inputs))
+        return next((shape[1:] for shape in shapes if shape and shape[0] == rows), ())
+
+    def loss(self, model: nn.Module, loss_fn: LossFunction | None) -> torch.Tensor:
+        """The batch's own loss, without its share; see ``loss_of``."""
+        return loss_of(call(model, self.inputs), self.targets, loss_fn)
+
+    def cut(self, num_micro_batches: int, count: Count | None = None) -> list[Batch]:
+        """Micro-batches along dim 0; they differ by one sample at most, and there are never more than samples.
+
+        Args:
+            num_micro_batches: how many are wanted.
+            count: how many terms a micro-batch's loss is the mean of; its samples, if None.
+
+        Raises:
+            RunError: as ``num_samples``.
+
+        >>> [(part.inputs.shape[0], part.share) for part in Batch(torch.ones(5, 2), torch.ones(5)).cut(2)]
+        [(3, 0.6), (2, 0.4)]
+        """
+        rows = self.num_samples
+        parts = min(num_micro_batches, rows)
+
+        def parts_of(value: Any) -> Sequence[Any]:
+            is_cut = isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape[0] == rows
+            return value.tensor_split(parts) if is_cut and parts > 1 else [value] * parts
+
+        leaves, structure = tree_flatten((self.inputs, self.targets))
+        pairs = [tree_unflatten(list(row), structure) for row in zip(*map(parts_of, leaves), strict=True)]
+        if count is None:
+            terms = [float(rows // parts + (i < rows % parts)) for i in range(parts)]
+        else:
+            terms = [_as_number(count(*pair)) for pair in pairs]
+        total = sum(terms) or 1.0
+        return [Batch(pair[0], pair[1], n / total) for pair, n in zip(pairs, terms, strict=True)]
+
+
+def as_tensors(value: Any) -> Any:
+    """A batch with its mappings as dicts and its arrays as tensors.
+
+    >>> as_tensors({"x": np.ones((2, 3))})["x"].shape
+    torch.Size([2, 3])
+    """
+    if isinstance(value, Mapping):
+        return {key: as_tensors(entry) for key, entry in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(as_tensors, value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(as_tensors, value))
+    return torch.as_tensor(value) if isinstance(value, np.ndarray) and value.dtype.kind in "biufc" else value
+
+
+def _without_targets(samples: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+    """A dict's entries for the model, and its targets: one by itself, several as a dict, None if there are none."""
+    targets = {key: entry for key, entry in samples.items() if key in TARGET_KEYS}
+    inputs = {key: entry for key, entry in samples.items() if key not in targets}
+    return inputs, next(iter(targets.values()), None) if len(targets) < 2 else targets
+
+
+# ---- samples ------------------------------------------------------------------------------------------------------
+
+
+def count_samples(values: Iterable[Any]) -> int | None:
+    """Rows that the tensors among ``values`` share; 1 without any, None where it is not clear which dim 0 that is.
+
+    Tensors of one row belong to all samples, and so do those whose dims are all dim 1 of samples (positions ``(T,)``,
+    masks ``(T, T)`` beside words ``(N, T)``), unless that is N itself.
+
+    >>> count_samples([torch.ones(8, 32), torch.arange(32), torch.ones(1, 32), torch.tensor(0.5)])
+    8
+    """
+    shapes = {tuple(leaf.shape) for leaf in values if isinstance(leaf, torch.Tensor) and leaf.dim()}
+    rows = {shape[0] for shape in shapes}
+    if len(rows) < 2:
+        return next(iter(rows), 1)
+    fitting = {n for n in rows if _share_the_others(n, shapes)}
+    if len(fitting) > 1:  # one sample beside vectors, or samples beside what has one row
+        fitting &= {1} if all(shape[0] == 1 or len(shape) == 1 for shape in shapes) else rows - {1}
+    return fitting.pop() if len(fitting) == 1 else None
+
+
+def _share_the_others(num_samples: int, shapes: Iterable[tuple[int, ...]]) -> bool:
+    """Whether so many samples would share every tensor that has not a row for each."""
+    lengths = {shape[1] for shape in shapes if shape[0] == num_samples and len(shape) > 1}
+    others = [set(shape) for shape in shapes if shape[0] not in (num_samples, 1)]
+    return all(len(dims) == 1 and dims <= lengths for dims in others)
+
+
+def num_samples(batch: Any) -> int:
+    """Rows of a batch.
+
+    Raises:
+        RunError: tensors of unlike numbers of rows, or no row at all.
+    """
+    leaves = tree_leaves(batch)
+    found = count_samples(leaves)
+    if found is None:
+        paths = tree_flatten_with_path(batch)[0]
+        told = [f"{_name_of(path)} {tuple(leaf.shape)}" for path, leaf in paths if isinstance(leaf, torch.Tensor)]
+        raise RunError(
+            f"the batch's tensors have unlike numbers of rows: {', '.join(told)}. All are cut along dim 0, the "
+            "samples, and must have the same number there, or 1 to go whole to each micro-batch: add a dim of 1."
+        )
+    if found == 0 or not any(isinstance(leaf, torch.Tensor) and leaf.dim() for leaf in leaves):
+        raise RunError(
+            "the batch has 0 samples. A step needs at least 1: pass tensors with samples along dim 0, e.g. of shape "
+            "(8, 32) for 8 samples."
+        )
+    return found
+
+
+def _name_of(path: Sequence[Any]) -> str:
+    """Where in a batch a tensor is, for people: its key, or its positions."""
+    return ".".join(str(getattr(step, "key", getattr(step, "idx", step))) for step in path) or "tensor"
+
+
+def _as_number(value: Any) -> float:
+    if isinstance(value, GlobalTensor):
+        value = everywhere(value)
+    return float(value)
+
+
+# ---- model and loss -----------------------------------------------------------------------------------------------
+
+
+def call(module: nn.Module, inputs: Any) -> Any:
+    """``module`` on its inputs: a dict gives keywords, a list or tuple positions, anything else one argument.
+
+    Raises:
+        RunError: its forward does not take them.
+    """
+    args, kwargs = arguments(inputs)
+    try:
+        return module(*args, **kwargs)
+    except TypeError as error:
+        mistake = _refused_arguments(module, args, kwargs)
+        if mistake is None:
+            raise
+        raise RunError(mistake) from error
+
+
+def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments of a module's call."""
+    if isinstance(inputs, dict):
+        return (), inputs
+    return (tuple(inputs), {}) if isinstance(inputs, (list, tuple)) else ((inputs,), {})
+
+
+def _refused_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """Why a module's forward does not take its arguments; None if it does, and the mistake is inside."""
+    takes = signature(module.forward)
+    try:
+        takes.bind(*args, **kwargs)
+    except TypeError as error:
+        name = f"{type(module).__name__}.forward({', '.join(takes.parameters)})"
+        unknown = [key for key in kwargs if key not in takes.parameters]
+        if unknown:
+            near = {key: guesses(key, takes.parameters) for key in unknown}
+            told = ", ".join(repr(key) + (f" (nearest: {near[key][0]})" if near[key] else "") for key in unknown)
+            given = f"the batch has {told}, but {name} takes no such argument"
+        else:
+            given = f"the batch gives {len(args) or len(kwargs)} arguments, but {name} does not take them: {error}"
+        return (
+            f"{given}. A dict gives keywords, a tuple positions. Rename or leave out what the model does not take; "
+            f"a loss_fn gets what the loss alone needs: a dict's entries {', '.join(TARGET_KEYS)}, a tuple's last one."
+        )
+    return None
+
+
+def loss_of(output: Any, targets: Any, loss_fn: LossFunction | None) -> torch.Tensor:
+    """The loss of a model's output: ``loss_fn(output, targets)``, or the output's own.
+
+    Its own is the output itself where it is a scalar; its entry or attribute ``loss``; of a tuple its first entry where
+    that is a scalar, else its only scalar.
+
+    Raises:
+        RunError: there is none, or it is no scalar that requires a gradient.
+
+    >>> loss_of((torch.ones(4, 2), torch.tensor(0.5, requires_grad=True)), None, None)
+    tensor(0.5000, requires_grad=True)
+    """
+    loss = _found_loss(output) if loss_fn is None else loss_fn(output, targets)
+    if not isinstance(loss, torch.Tensor):
+        raise RunError(
+            f"loss_fn returned a {type(loss).__name__}, a step needs one scalar tensor. For a sum and a count return "
+            "sum / count, and give count=lambda inputs, targets: ... as well. Where the model computes its own loss, "
+            "leave out loss_fn, so that the model gets the whole batch."
+        )
+    if loss.dim() != 0:
+        raise RunError(
+            f"{'the model' if loss_fn is None else 'loss_fn'} returned a tensor of shape {tuple(loss.shape)} with "
+            f"{loss.dim()} dims, a loss has 0. Reduce it to a mean over the samples, e.g. loss.mean()"
+            f"{', or give a loss_fn' if loss_fn is None else ''}."
+        )
+    if not loss.requires_grad:
+        raise RunError(
+            "the loss depends on no parameter that requires a gradient (0 of them), so there is no backward. Do not "
+            "detach the output, and call it outside of torch.no_grad()."
+        )
+    return loss
+
+
+def own_loss(output: Any) -> Any:
+    """The loss that a model has computed itself, see ``loss_of``; None where its output has none."""
+    if isinstance(output, torch.Tensor):
+        return output
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if loss is None and isinstance(output, (list, tuple)):
+        scalars = [entry for entry in output if isinstance(entry, torch.Tensor) and entry.dim() == 0]
+        return scalars[0] if scalars and (scalars[0] is output[0] or len(scalars) == 1) else None
+    return loss
+
+
+def _found_loss(output: Any) -> Any:
+    loss = own_loss(output)
+    if loss is None:
+        kind = type(output).__name__
+        told = f" with {', '.join(map(str, output))}" if isinstance(output, Mapping) else ""
+        raise RunError(
+            f"no loss_fn was given, and the model returned a {kind}{told}: 0 losses. A model computes its own (models "
+            "of transformers do where the batch has 'labels') and returns it as a scalar, as an entry or attribute "
+            "'loss', or as the scalar of a tuple; or give a loss_fn(output, targets)."
+        )
+    return loss
+
+
+# ---- outputs ------------------------------------------------------------------------------------------------------
+
+
+def join(outputs: list[Any], shares: list[float]) -> Any:
+    """The outputs of micro-batches as one: tensors joined along dim 0, scalars as means weighted by ``shares``.
+
+    >>> join([(torch.ones(2, 3), torch.tensor(1.0)), (torch.ones(1, 3), torch.tensor(4.0))], [2 / 3, 1 / 3])[1]
+    tensor(2.)
+    """
+    leaves = [tree_flatten(output)[0] for output in outputs]
+    structure = tree_flatten(outputs[0])[1]
+    return tree_unflatten([_join_leaf(list(parts), shares) for parts in zip(*leaves, strict=True)], structure)
+
+
+def _join_leaf(parts: list[Any], shares: list[float]) -> Any:
+    if len(parts) == 1:
+        return parts[0]
+    if not isinstance(parts[0], torch.Tensor):
+        return parts[0] if all(type(part) is type(parts[0]) and part == parts[0] for part in parts[1:]) else parts
+    if parts[0].dim() == 0:
+        return torch.stack([part * share for part, share in zip(parts, shares, strict=True)]).sum()
+    return torch.cat(parts)

@@ -1,0 +1,53 @@
+"""Gradients that a step finds on its leaves, and leaves behind there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from workbench.tensors.global_tensor import GlobalTensor, Spec, keep_grad_shard, local_torch
+
+
+class Leaves(TorchDispatchMode):
+    """Collects the leaves of autograd that a run works on."""
+
+    lets_read = True
+    """Values may be looked at meanwhile (see ``ops.local.can_read``)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[int, torch.Tensor] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with local_torch():
+            for value in args:
+                if isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf and not _is_fake(value):
+                    self.found[id(value)] = value
+            return func(*args, **(kwargs or {}))
+
+
+def _is_fake(value: torch.Tensor) -> bool:
+    """Whether a tensor stands for another one while shapes are found under autocast."""
+    return hasattr(value, "fake_mode")
+
+
+def held_grad(leaf: torch.Tensor) -> torch.Tensor | None:
+    """The local gradient of a leaf: autograd's, or the shard that ZeRO keeps in its place. Under ``local_torch``."""
+    grad = leaf.grad
+    return leaf.__dict__.get("_grad_shard") if grad is None else grad
+
+
+def shard_spec(leaf: torch.Tensor) -> Spec | None:
+    """The spec of the shard that is the gradient of a leaf; None where the gradient is autograd's."""
+    shard: GlobalTensor | None = leaf.__dict__.get("_grad_shard")
+    return None if shard is None else shard._spec
+
+
+def hold_grad(leaf: Any, grad: torch.Tensor, spec: Spec | None) -> None:
+    """Give a leaf its gradient; with a spec, as the shard that ZeRO keeps. Under ``local_torch``."""
+    if spec is None:
+        leaf.grad = grad
+    else:
+        keep_grad_shard(leaf, grad, spec)

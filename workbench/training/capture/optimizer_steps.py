@@ -1,0 +1,184 @@
+"""Optimizers inside a captured step: they step as they are, on the same local parts, and read their settings anew.
+
+A learning rate is a Python number that changes between steps, and so is what an optimizer makes of its step count; both
+would be frozen in a recording. So the recording stops where an optimizer begins, and a replay calls it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from workbench.errors import CaptureError
+from workbench.tensors.global_tensor import GlobalTensor
+from workbench.training.gradients.fused_steps import fuse, unfuse
+from workbench.training.gradients.optim import adopt_loaded_state, after_steps, install_hooks, is_elementwise
+
+
+class Step:
+    """One optimizer's step in a program.
+
+    It keeps none of the parts that are not parameters themselves: a step under ZeRO may make them anew each time.
+
+    Attributes:
+        owners: whose part each is that it changes, in the order of its groups; of a plain parameter, itself.
+    """
+
+    def __init__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        _check(optimizer, args, kwargs)
+        self.optimizer = optimizer
+        self.sizes = [len(group["params"]) for group in optimizer.param_groups]
+        swap = optimizer.__dict__.get("_workbench_swap")
+        self._swap = swap
+        owners = {} if swap is None else {id(part): owner for owner, part in swap.pairs}
+        self.owners: list[Any] = [owners.get(id(part), part) for part in parts_of(optimizer)]
+        self._settings = _settings_of(optimizer)
+        self._step: Callable[..., Any] = inspect.unwrap(type(optimizer).step)
+
+    def fits(self) -> bool:
+        """Whether the optimizer has the parameters that it had, in the layouts that they had."""
+        if self._swap is not None:
+            return self._swap.fits(self.optimizer)
+        params = parts_of(self.optimizer)
+        return len(params) == len(self.owners) and all(map(operator.is_, params, self.owners))
+
+    def __call__(self, parts: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> None:
+        """Step on the parts with these gradients."""
+        adopt_loaded_state(self.optimizer)
+        optimizer, owned = self.optimizer, self.optimizer.state
+        groups = optimizer.param_groups
+        held = [group["params"] for group in groups]
+        state: Any = defaultdict(dict)
+        for part, grad, owner in zip(parts, grads, self.owners, strict=True):
+            part.grad = grad
+            known = owned.get(owner)
+            if known is not None:
+                state[part] = known
+        start = 0
+        for group, size in zip(groups, self.sizes, strict=True):
+            group["params"] = list(parts[start : start + size])
+            start += size
+        optimizer.state = state
+        fused = fuse(optimizer)
+        try:
+            self._step(optimizer)
+        finally:
+            unfuse(fused)
+            for group, params in zip(groups, held, strict=True):
+                group["params"] = params
+            optimizer.state = owned
+            for part, owner in zip(parts, self.owners, strict=True):
+                if part in state:
+                    owned[owner] = state[part]
+                if owner is not part:
+                    part.grad = None
+        optimizer.__dict__["_opt_called"] = True  # a scheduler warns where it sees no step
+
+    def check_settings(self) -> None:
+        """At the end of the recording: a setting that the step itself has changed since would stay as it is now."""
+        now = _settings_of(self.optimizer)
+        changed = sorted(
+            {
+                name
+                for old, new in zip(self._settings, now, strict=True)
+                for name in new
+                if not _equal(old.get(name), new[name])
+            }
+        )
+        if changed:
+            raise CaptureError(
+                f"capture: {', '.join(changed)} of {type(self.optimizer).__name__} changed within the step, as a "
+                "scheduler's step() does. A replay runs no Python, so it would change in the recording and never "
+                "again. Call the scheduler outside of the captured function."
+            )
+
+
+def parts_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    """What an optimizer changes now, in the order of its groups."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return type(one) is type(other) and torch.equal(one, other)
+    return bool(one == other)
+
+
+def _settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The settings of an optimizer's groups, but for how a step is run, which a step may choose."""
+    return [
+        {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k not in ("params", "fused")}
+        for group in optimizer.param_groups
+    ]
+
+
+def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    name = type(optimizer).__name__
+    is_global = any(isinstance(p, GlobalTensor) for group in optimizer.param_groups for p in group["params"])
+    if any(argument is not None for argument in (*args, *kwargs.values())):
+        raise CaptureError(
+            f"capture: {name}.step() was called with a closure. A replay calls the optimizer, which would run the step "
+            "inside the step. Write the forward and backward into the captured function, then call step()."
+        )
+    if is_global or (not is_elementwise(optimizer) and "_workbench_swap" in optimizer.__dict__):
+        raise CaptureError(
+            f"capture: {name}.step() reads whole parameters (norms per layer, factored moments, several evaluations), "
+            "which exchanges values inside the optimizer. A replay calls the optimizer on this rank's parts. Call "
+            "step() outside of the captured function."
+        )
+    hooks = [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
+    if hooks:
+        raise CaptureError(
+            f"capture: {name} has {len(hooks)} step hooks of its own. A replay calls the optimizer without hooks. "
+            "Remove them, or call step() outside of the captured function."
+        )
+
+
+class Listener(Protocol):
+    """What a recording wants to know of optimizers."""
+
+    def optimizer_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """The parts are in the place of the parameters, with their gradients."""
+
+    def optimizer_ends(self, optimizer: Optimizer) -> None:
+        """The parts have been stepped on, and nothing else has happened since."""
+
+
+_listening = threading.local()
+"""The listener of each thread: simulated ranks are threads, torch's hooks are global."""
+
+
+@contextmanager
+def told_to(listener: Listener) -> Iterator[None]:
+    """While this lasts, a listener hears of the optimizers that this thread steps."""
+    _listening.to = listener
+    try:
+        yield
+    finally:
+        _listening.to = None
+
+
+def _begins(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    listener: Listener | None = getattr(_listening, "to", None)
+    if listener is not None:
+        listener.optimizer_begins(optimizer, args[1:], kwargs)
+
+
+def _ends(optimizer: Optimizer) -> None:
+    listener: Listener | None = getattr(_listening, "to", None)
+    if listener is not None:
+        listener.optimizer_ends(optimizer)
+
+
+install_hooks()
+register_optimizer_step_pre_hook(_begins)  # behind the hook that puts the parts in place
+after_steps.append(_ends)

@@ -1,0 +1,320 @@
+"""``wb.capture``: a training step that is recorded once and replayed as a local program."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from workbench.errors import CaptureError
+from workbench.tensors.global_tensor import GlobalTensor, Spec, label, local_torch, plain
+from workbench.tensors.world import World, current
+from workbench.training.capture.circumstances import Circumstances, end_sums
+from workbench.training.capture.gradients import Leaves, held_grad, hold_grad, shard_spec
+from workbench.training.capture.optimizer_steps import Step, told_to
+from workbench.training.capture.program import Program
+from workbench.training.capture.reading import RefusesReading
+from workbench.training.capture.recording import RecordedTransport, Recorder
+from workbench.training.strategies.state import calls_noted
+from workbench.transport.base import Traffic
+from workbench.transport.ended import put_back
+
+_log = logging.getLogger("workbench.capture")
+
+
+class CaptureWarning(UserWarning):
+    """A captured step runs as it is written, because it has been recorded too often."""
+
+
+@dataclass(slots=True)
+class _Sent:
+    """Exchanges, bytes, and bytes by kind."""
+
+    num_exchanges: int
+    sent_bytes: int
+    by_kind: dict[str, int]
+
+    @classmethod
+    def so_far(cls, traffic: Traffic) -> _Sent:
+        return cls(traffic.num_exchanges, traffic.sent_bytes, dict(traffic.by_kind))
+
+    def until(self, traffic: Traffic) -> _Sent:
+        kinds = {kind: size - self.by_kind.get(kind, 0) for kind, size in traffic.by_kind.items()}
+        return _Sent(traffic.num_exchanges - self.num_exchanges, traffic.sent_bytes - self.sent_bytes, kinds)
+
+    def add_to(self, traffic: Traffic) -> None:
+        traffic.num_exchanges += self.num_exchanges
+        traffic.sent_bytes += self.sent_bytes
+        for kind, size in self.by_kind.items():
+            traffic.by_kind[kind] = traffic.by_kind.get(kind, 0) + size
+
+
+@dataclass(slots=True)
+class _Recording:
+    """One program and what a replay needs besides.
+
+    Attributes:
+        leaves: of autograd; each with the number of the output that its gradient becomes, and the spec of a shard.
+        used_grads: leaves whose gradient the program reads: the last inputs.
+        cleared: leaves whose gradient, as it is before a replay, is dropped by the step.
+        ghosts: leaves of other ranks, and whether these have a gradient of theirs when the step ends.
+        results: for every leaf of the step's result: whether it is a tensor, and the spec of a global one, or the
+            constant itself.
+        addresses: what the step works on, and where it lay.
+        steps: the optimizers' steps.
+        traffic: exchanges and bytes of one step.
+    """
+
+    program: Program
+    run: Callable[..., Sequence[torch.Tensor]]
+    leaves: list[tuple[torch.Tensor, int, Spec | None]]
+    used_grads: list[torch.Tensor]
+    cleared: list[torch.Tensor]
+    ghosts: list[tuple[GlobalTensor, bool]]
+    results: list[tuple[bool, Any]]
+    structure: TreeSpec
+    addresses: list[tuple[torch.Tensor, int]]
+    steps: list[Step]
+    traffic: _Sent
+
+    def fits(self) -> bool:
+        """Whether everything that the step works on lies where it did."""
+        with local_torch():
+            return all(tensor.data_ptr() == address for tensor, address in self.addresses)
+
+    def has_its_optimizers(self) -> bool:
+        """Whether optimizers have the parameters that they had, in the layouts that they had."""
+        return all(step.fits() for step in self.steps)
+
+
+@dataclass(slots=True)
+class _Kind:
+    """What is known of one kind of inputs, under the same circumstances.
+
+    Attributes:
+        leaves: of autograd, that the step works on.
+        recordings: by which of the leaves have a gradient when the step begins.
+    """
+
+    leaves: list[torch.Tensor]
+    recordings: dict[tuple[bool, ...], _Recording]
+
+    def graded(self) -> tuple[bool, ...]:
+        with local_torch():
+            return tuple([held_grad(leaf) is not None for leaf in self.leaves])
+
+
+def capture(step: Callable[..., Any], *, max_recordings: int = 8) -> CapturedStep:
+    """A training step that runs as a local program: no layouts, no dispatch, no autograd, the same numbers.
+
+    The first call with inputs of some shapes and layouts runs ``step`` as it is, the second records what it does on
+    this rank, every later one replays that: torch's operators on this rank's shards, the exchanges between ranks, the
+    optimizers. Parameters, buffers and optimizer state are written in place; random draws (dropout) go on as they
+    would; an optimizer reads its settings at every step, so a scheduler may change them in between.
+
+    A step that is cut into micro-batches is replayed in the order of its schedule's table; ``wb.timeline`` shows the
+    last one that ran as written.
+
+    Inputs of another shape or layout, other values of arguments that are no tensors, parameters that have moved, and
+    parallelized modules that have another strategy, mode (``train()``, ``eval()``) or other frozen parameters now are
+    recorded anew, up to ``max_recordings`` times in all; after that calls run as written, with a warning. All ranks
+    call it alike, with inputs of the same logical shapes.
+
+    A replay runs no Python of the step: what depends on the time of day, counts calls or prints stays as it was in the
+    recording. Gradients are what the step leaves in ``.grad``; results have no history.
+
+    Args:
+        step: takes tensors (global or plain, also in lists and dicts) and other values, and returns the same.
+
+    Raises:
+        CaptureError: the step reads a value (``.item()``, ``.tolist()``, ``if loss > 3``), makes a shape of values,
+            steps an optimizer with a closure or a scheduler, or keeps tensors for its next call.
+
+    >>> x = wb.ones(2, 2, placement=wb.placement("cpu", ranks=[0]), sbp=wb.sbp.broadcast)
+    >>> double = wb.capture(lambda x: x * 2)
+    >>> [double(x).shape for _ in range(3)]
+    [torch.Size([2, 2]), torch.Size([2, 2]), torch.Size([2, 2])]
+    >>> print(double.programs[0])
+    v2 = aten.mul.Tensor(v1, 2)
+    """
+    return CapturedStep(step, max_recordings)
+
+
+class CapturedStep:
+    """What ``wb.capture`` returns; call it like the step.
+
+    Attributes:
+        num_recordings: how often the step was recorded.
+        num_replays: how often a recording was replayed.
+    """
+
+    def __init__(self, step: Callable[..., Any], max_recordings: int) -> None:
+        functools.update_wrapper(self, step)
+        self._step, self._max_recordings = step, max_recordings
+        self._kinds: dict[Any, _Kind] = {}
+        self._circumstances = Circumstances()
+        self.num_recordings = self.num_replays = 0
+
+    @property
+    def programs(self) -> list[Program]:
+        """The recorded programs; ``print`` one."""
+        return [recording.program for kind in self._kinds.values() for recording in kind.recordings.values()]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step, record it, or replay it."""
+        world = current()
+        leaves, structure = tree_flatten((args, kwargs))
+        if world.tracer is not None or world.recorder is not None:
+            return self._step(*args, **kwargs)  # somebody wants to see every call
+        key = (structure, torch.is_grad_enabled(), _autocast_state(world), *map(_kind_of, leaves))
+        kind = self._kinds.get((key, self._circumstances.now()))
+        if kind is not None and not all(recording.has_its_optimizers() for recording in kind.recordings.values()):
+            kind = None
+        if kind is None:
+            with Leaves() as seen, calls_noted() as modules:
+                result = self._step(*args, **kwargs)
+            self._circumstances.add(modules)
+            self._kinds[key, self._circumstances.now()] = _Kind(list(seen.found.values()), {})
+            return result
+        graded = kind.graded()
+        recording = kind.recordings.get(graded)
+        if recording is not None and recording.fits():
+            self.num_replays += 1
+            return _replay(recording, world, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
+        if self.num_recordings >= self._max_recordings:
+            self._warn(leaves)
+            return self._step(*args, **kwargs)
+        self.num_recordings += 1
+        _log.info("capture: recording %d of %s", self.num_recordings, self._name)
+        result, kind.recordings[graded] = _record(self._step, world, leaves, structure, kind.leaves)
+        return result
+
+    @property
+    def _name(self) -> str:
+        return getattr(self._step, "__qualname__", "a step")
+
+    def _warn(self, leaves: Sequence[Any]) -> None:
+        shapes = [tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        warnings.warn(
+            f"capture: {self._name} was called with {shapes}, which is none of the {self.num_recordings} kinds of "
+            f"inputs it was recorded for (max_recordings={self._max_recordings}). Every shape, layout and value that "
+            "is no tensor is a recording of its own. Pad batches to one shape, and hand numbers in as tensors.",
+            CaptureWarning,
+            stacklevel=3,
+        )
+
+    def __repr__(self) -> str:
+        return f"CapturedStep({self._name}, {self.num_recordings} recordings, {self.num_replays} replays)"
+
+
+def _kind_of(leaf: Any) -> Any:
+    """What a recording is made for: all but the values of a tensor."""
+    if isinstance(leaf, GlobalTensor):
+        with local_torch():
+            return leaf._spec, leaf.dtype, leaf.requires_grad
+    if isinstance(leaf, torch.Tensor):
+        return tuple(leaf.shape), leaf.dtype, leaf.device, leaf.requires_grad
+    try:
+        hash(leaf)
+    except TypeError:
+        raise CaptureError(
+            f"capture: an argument of type {type(leaf).__name__} is neither a tensor nor hashable. A recording is made "
+            "for the values of such arguments, so they must be comparable. Hand in tensors, numbers or strings."
+        ) from None
+    return type(leaf), leaf
+
+
+def _autocast_state(world: World) -> Any:
+    kind = world.autocast_type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+def _record(
+    step: Callable[..., Any], world: World, arguments: Sequence[Any], structure: TreeSpec, leaves: list[torch.Tensor]
+) -> tuple[Any, _Recording]:
+    """Run the step, and write down what it does."""
+    given = [_own(argument) for argument in arguments]
+    inputs = [value for value in given if isinstance(value, torch.Tensor)]
+    with local_torch():
+        graded = [(leaf, grad) for leaf in leaves if (grad := held_grad(leaf)) is not None]
+    recorder = Recorder(world, inputs, [grad for _, grad in graded])
+    args, kwargs = tree_unflatten(given, structure)
+    before, transport = _Sent.so_far(world.traffic), world.transport
+    world.recorder, world.transport = recorder, RecordedTransport(recorder, transport)
+    try:
+        with told_to(recorder), RefusesReading(), recorder, calls_noted() as modules:
+            result = step(*args, **kwargs)
+            end_sums(modules)
+    finally:
+        world.recorder = None
+        put_back(world, transport)
+    parts, result_structure = tree_flatten(result)
+    leaves = _with_those_of(recorder.originals, leaves)
+    left = recorder.finish([part for part in parts if isinstance(part, torch.Tensor)], leaves)
+    program = recorder.program
+    with torch.no_grad(), local_torch():
+        program.simplify()
+        read = program.reads()
+        slots = dict(zip(map(id, [leaf for leaf, _ in graded]), program.inputs[len(inputs) :], strict=True))
+        used = [leaf for leaf, _ in graded if slots[id(leaf)] in read]
+        program.inputs = [*program.inputs[: len(inputs)], *(slots[id(leaf)] for leaf in used)]
+        cleared = [leaf for leaf, grad in graded if held_grad(leaf) is not grad]
+        addresses = [(tensor, tensor.data_ptr()) for tensor in recorder.originals]
+    ghosts = [(leaf, leaf._ghost_grad is not False) for leaf in recorder.ghosts]
+    results = [(True, _spec(part)) if isinstance(part, torch.Tensor) else (False, part) for part in parts]
+    made = [(leaf, output, shard_spec(leaf)) for leaf, output in zip(leaves, left, strict=True) if output is not None]
+    recording = _Recording(
+        program, program.compile(), made, used, cleared, ghosts, results, result_structure, addresses,
+        recorder.steps, before.until(world.traffic),
+    )  # fmt: skip
+    return result, recording
+
+
+def _with_those_of(originals: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Leaves, and those that the recorded run has met for the first time."""
+    with local_torch():
+        met = [tensor for tensor in originals if tensor.requires_grad and tensor.is_leaf]
+    return list({id(leaf): leaf for leaf in (*leaves, *met)}.values())
+
+
+def _own(leaf: Any) -> Any:
+    """An input as a tensor of its own, which remembers no forms that earlier steps have boxed it to."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    if leaf.requires_grad:
+        raise CaptureError(
+            f"capture: an input of shape {tuple(leaf.shape)} requires a gradient. Inputs change from call to call, and "
+            "the gradient would be left on the one that was recorded. Hand in x.detach(), and return gradients with "
+            "torch.autograd.grad."
+        )
+    return label(plain(leaf), leaf._spec) if isinstance(leaf, GlobalTensor) else leaf.view_as(leaf)
+
+
+def _spec(tensor: torch.Tensor) -> Spec | None:
+    return tensor._spec if isinstance(tensor, GlobalTensor) else None
+
+
+def _replay(recording: _Recording, world: World, inputs: Sequence[torch.Tensor]) -> Any:
+    with torch.no_grad(), local_torch(), torch._C._DisableAutocast():
+        grads = [held_grad(leaf) for leaf in recording.used_grads]
+        for leaf in recording.cleared:
+            leaf.grad = None
+        made = recording.run(*inputs, *grads)
+        for leaf, output, spec in recording.leaves:
+            hold_grad(leaf, made[output], spec)
+        for ghost, has_grad in recording.ghosts:
+            ghost._ghost_grad = has_grad
+    recording.traffic.add_to(world.traffic)
+    values = iter(made)
+    parts = [_handed_out(next(values), value) if is_tensor else value for is_tensor, value in recording.results]
+    return tree_unflatten(parts, recording.structure)
+
+
+def _handed_out(value: torch.Tensor, spec: Spec | None) -> torch.Tensor:
+    return value if spec is None else label(value, spec)

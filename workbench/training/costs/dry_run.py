@@ -1,0 +1,326 @@
+"""``wb.dry_run``: a training step of a strategy on ranks that nobody has, to count what it sends.
+
+The program is the real one: ``parallelize``, forward, backward and optimizer run in this process, with the real boxing
+plans, on tensors without data, through a transport that moves nothing. So what is counted are the bytes that the ranks
+would send, not a formula's.
+
+Thousands of ranks are not run one by one. A boxing's plan says what each of its ranks sends, and every rank of a stage
+passes every boxing of it: so one rank's forward and backward tell of its whole stage. What goes around the optimizer's
+step (sums of gradients, shards of ZeRO) a rank knows of itself alone: the corners of a stage's grid are asked, and all
+its ranks where these are not alike. Stages of many that have the same layers between the same neighbours do the same.
+And every micro-batch is like the other: two tell of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map, tree_map_only
+
+from workbench.core.boxing import LinkCost
+from workbench.core.presets import StrategyLike, strategy_of
+from workbench.core.rows import Layer
+from workbench.core.strategy import ResolvedLayer, ResolvedStrategy, Strategy
+from workbench.errors import StrategyError
+from workbench.tensors.global_tensor import GlobalTensor, local_torch, plain
+from workbench.tensors.world import Simulated, World
+from workbench.training import torch_patches  # noqa: F401 - completes GlobalTensor and torch
+from workbench.training.batches import Batch, LossFunction
+from workbench.training.parallel import describe, parallelize
+from workbench.training.pipelining.step import forward_backward
+from workbench.transport.paper import PaperTransport
+from workbench.transport.threads import ThreadTransport
+from workbench.units import format_bytes
+
+META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What the ranks would send in a training step.
+
+    Attributes:
+        strategy: as it was resolved.
+        sent_bytes: by rank.
+        by_kind: bytes of all ranks by kind of exchange; "gradients" and "parameters" are those around the optimizer's
+            step, the others are boxings.
+        num_run: how many ranks were run; the others are like one of them.
+    """
+
+    strategy: ResolvedStrategy
+    sent_bytes: tuple[int, ...]
+    by_kind: dict[str, int]
+    num_run: int
+
+    @property
+    def boxed_bytes(self) -> int:
+        """Of all ranks together."""
+        return sum(self.sent_bytes)
+
+    def __str__(self) -> str:
+        kinds = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in self.by_kind.items() if size)
+        return (
+            f"{len(self.sent_bytes)} ranks send {format_bytes(self.boxed_bytes)} in a step, one at most "
+            f"{format_bytes(max(self.sent_bytes))}: {kinds or 'nothing'} ({self.num_run} ranks were run on metadata)"
+        )
+
+
+def dry_run(
+    model_fn: Callable[[], nn.Module],
+    strategy: StrategyLike,
+    num_ranks: int,
+    inputs: Any,
+    targets: Any = None,
+    loss_fn: LossFunction | None = None,
+    *,
+    optimizer_fn: Callable[[Any], torch.optim.Optimizer] | None = None,
+    cost: LinkCost = ThreadTransport.cost,
+) -> DryRun:
+    """Run one training step of ``strategy`` on metadata for ``num_ranks`` ranks and count the bytes they send.
+
+    No weight is allocated and no device is needed: a model of any size, on any number of ranks.
+
+    Args:
+        model_fn: makes the model; called with ``meta`` as the default device.
+        inputs, targets, loss_fn: a whole batch, as for ``wb.forward_backward``; only shapes and dtypes are looked at.
+        optimizer_fn: parameters -> torch optimizer; default SGD.
+        cost: of the link that boxing decides by: routes, and in how many steps sums are made.
+
+    Raises:
+        StrategyError: the strategy does not fit the model or the number of ranks, or the forward reads values.
+
+    >>> batch = torch.empty(8, 4), torch.empty(8, dtype=torch.int64)
+    >>> run = dry_run(lambda: nn.Linear(4, 6), "data", 2, *batch, nn.functional.cross_entropy)
+    >>> run.by_kind                                     # 30 gradients of 4 bytes, from each rank to the other
+    {'gradients': 240}
+    """
+    with META:
+        layers = describe(model_fn())
+    strategy = strategy_of(strategy, layers, num_ranks)
+    resolved = strategy.resolve(layers, num_ranks)
+    given = Batch.of_arguments(inputs, targets, loss_fn)
+    batch = tree_map_only(torch.Tensor, lambda leaf: leaf.to(META), (given.inputs, given.targets))
+    program = _Program(model_fn, loss_fn, optimizer_fn, num_ranks, cost, strategy, batch, given.num_samples)
+    asked: dict[Any, dict[int, Kinds]] = {}
+    grids: dict[Any, Grid] = {}
+    by_rank: dict[int, Kinds] = {}
+    num_run = 0
+    for stage in range(resolved.degrees[0]):
+        grid, kind = resolved.stage_grid(stage), _kind_of(stage, resolved, layers)
+        if kind not in asked:
+            asked[kind], how_many = _ask_stage(grid, program)
+            grids[kind], num_run = grid, num_run + how_many
+        pairs = zip(chain(*grid), chain(*grids[kind]), strict=True)
+        by_rank |= {rank: asked[kind][other] for rank, other in pairs}
+    by_kind: Kinds = {}
+    for kinds in by_rank.values():
+        by_kind = _sum_of(by_kind, kinds)
+    sent = tuple(sum(by_rank[rank].values()) for rank in range(num_ranks))
+    return DryRun(resolved, sent, {kind: size for kind, size in by_kind.items() if size}, num_run)
+
+
+Kinds = dict[str, int]
+"""Bytes by kind of exchange."""
+Grid = list[list[int]]
+_MAX_STAGES_ONE_BY_ONE = 4
+
+
+def _sum_of(one: Kinds, two: Kinds, factor: int = 1) -> Kinds:
+    return {kind: one.get(kind, 0) + factor * two.get(kind, 0) for kind in (*one, *(k for k in two if k not in one))}
+
+
+def _kind_of(stage: int, resolved: ResolvedStrategy, layers: Sequence[Layer]) -> Any:
+    """What the traffic of a stage follows from: its layers, and what stands on either side. Few stages are all run."""
+    if resolved.num_stages <= _MAX_STAGES_ONE_BY_ONE or resolved.num_stages > resolved.degrees[0]:
+        return stage
+
+    def told(of_stage: int) -> list[Any]:
+        pairs = zip(layers, resolved.layers, strict=True)
+        return [_told(layer, choice) for layer, choice in pairs if choice.stage == of_stage]
+
+    before, behind = told(stage - 1)[-1:], told(stage + 1)[:1]
+    widths = [resolved.stage_width(min(max(0, stage + step), resolved.num_stages - 1)) for step in (-1, 0, 1)]
+    return repr((told(stage), before, behind, widths))
+
+
+def _told(layer: Layer, choice: ResolvedLayer) -> Any:
+    return layer.kind, tuple(layer.shapes.items()), choice.parallel, choice.split, layer.tied_to
+
+
+def _ask_stage(grid: Grid, program: _Program) -> tuple[dict[int, Kinds], int]:
+    """(what each rank of a stage sends, how many ranks were asked): its corners, and all where these are not alike."""
+    boxed = program.boxings(grid[0][0])
+    corners = list(dict.fromkeys((grid[0][0], grid[0][-1], grid[-1][0], grid[-1][-1])))
+    around = {rank: program.around_step(rank) for rank in corners}
+    if any(kinds != around[corners[0]] for kinds in around.values()):
+        around |= {rank: program.around_step(rank) for rank in chain(*grid) if rank not in around}
+    found = {rank: _sum_of(boxed.get(rank, {}), around.get(rank, around[corners[0]])) for rank in chain(*grid)}
+    return found, len(around)
+
+
+def _first_rows(leaf: Any, num_rows: int, wanted: int) -> Any:
+    is_of_batch = isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == num_rows
+    return leaf[:wanted] if is_of_batch else leaf
+
+
+class _Shards(TorchDispatchMode):
+    """Torch's formulas for metadata are Python functions; what they are called with are shards, not logical tensors."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with local_torch():
+            return func(*args, **(kwargs or {}))
+
+
+_CAST = {
+    "linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "addbmm", "scaled_dot_product_attention",
+    "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
+}  # fmt: skip
+"""What autocast computes in 16 bits. The rest takes what comes, as on CPUs: on GPUs norms and softmax give 32 bits."""
+
+
+def _cast(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of shards as autocast has it, which itself goes by the device and passes metadata by."""
+    if name not in _CAST:
+        return function
+
+    def with_casts(*args: Any, **kwargs: Any) -> Any:
+        if torch.is_autocast_enabled("cpu"):
+            args, kwargs = tree_map(partial(_to, dtype=torch.get_autocast_dtype("cpu")), (args, kwargs))
+        return function(*args, **kwargs)
+
+    return with_casts
+
+
+def _to(leaf: Any, dtype: torch.dtype) -> Any:
+    return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+
+
+class _Watcher:
+    """Stands where ``wb.trace()`` does: is told of every boxing, whether this rank takes part or not."""
+
+    def __init__(self) -> None:
+        self._plans: dict[int, tuple[Any, int]] = {}
+
+    def site(self, function: str = "") -> None:
+        """Nobody asks where a boxing comes from."""
+
+    def add(self, site: Any, direction: str, plan: Any, dtype: torch.dtype) -> None:
+        """A plan, a route of several, or an account of rows."""
+        for step in getattr(plan, "steps", (plan,)):
+            self._plans[id(step)] = step, self._plans.get(id(step), (step, 0))[1] + 1  # held, so that ids are theirs
+
+    def add_reduction(self, *args: Any, **kwargs: Any) -> None:
+        """Known from this rank's traffic."""
+
+    @property
+    def sent(self) -> dict[int, Kinds]:
+        """By rank."""
+        found: dict[int, Kinds] = {}
+        for plan, times in self._plans.values():
+            for rank, size in plan.bytes_sent.items():
+                kinds = found.setdefault(rank, {})
+                kinds[plan.kind] = kinds.get(plan.kind, 0) + times * size
+        return found
+
+
+@contextmanager
+def _telling_of_values() -> Iterator[None]:
+    """Metadata has no values; say so where a forward asks for some."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "meta tensors" not in str(error):
+            raise
+        raise StrategyError(
+            f"dry_run: the forward reads values of tensors, and on metadata there are 0 ({error}). Compute it from "
+            "shapes, or leave the input out: models of transformers look whether an attention_mask hides anything."
+        ) from error
+
+
+@dataclass(frozen=True)
+class _Program:
+    """A training step, as one rank of many runs it."""
+
+    model_fn: Callable[[], nn.Module]
+    loss_fn: LossFunction | None
+    optimizer_fn: Callable[[Any], torch.optim.Optimizer] | None
+    num_ranks: int
+    cost: LinkCost
+    strategy: Strategy
+    batch: Any
+    num_samples: int
+
+    def boxings(self, rank: int) -> dict[int, Kinds]:
+        """What all ranks of its stage, and maybe others, send in the boxings of a step, as ``rank`` is told of them."""
+        return self._of_all_micro_batches(lambda *step: self._run(rank, *step)[0])
+
+    def around_step(self, rank: int) -> Kinds:
+        """What a rank sends besides boxings: gradients, and parameters of which it holds a shard."""
+        if self.strategy.options.zero >= 2:  # in forward and backward, too
+            return self._of_all_micro_batches(lambda *step: {rank: self._run(rank, *step)[1]})[rank]
+        with self._on(rank) as world:
+            model, optimizer = self._made(self.strategy)
+            with torch.no_grad(), local_torch():
+                for parameter in model.parameters():
+                    is_here = isinstance(parameter, GlobalTensor) and not parameter._spec.is_ghost
+                    if is_here and parameter.requires_grad:
+                        parameter.grad = torch.empty_like(plain(parameter))
+            world.traffic.reset()
+            optimizer.step()
+            return dict(world.traffic.by_kind)
+
+    def _of_all_micro_batches(self, run: Callable[[Strategy, Any], dict[int, Kinds]]) -> dict[int, Kinds]:
+        """Of many equal micro-batches two are run, and what the second adds is what each one adds."""
+        num, rows = self.strategy.options.num_micro_batches, self.num_samples
+        if num <= 2 or rows % num:
+            return run(self.strategy, self.batch)
+        one, two = (
+            run(
+                self.strategy.with_options(num_micro_batches=how_many),
+                tree_map(partial(_first_rows, num_rows=rows, wanted=rows // num * how_many), self.batch),
+            )
+            for how_many in (1, 2)
+        )
+        return {
+            rank: _sum_of(_sum_of(one.get(rank, {}), kinds, num - 1), one.get(rank, {}), 1 - num)
+            for rank, kinds in two.items()
+        }
+
+    def _run(self, rank: int, strategy: Strategy, batch: Any) -> tuple[dict[int, Kinds], Kinds]:
+        """A whole step of ``rank``: (what ranks send in the boxings that it is told of, what it sends besides)."""
+        watcher = _Watcher()
+        with self._on(rank) as world:
+            model, optimizer = self._made(strategy)
+            world.tracer = watcher
+            world.traffic.reset()
+            with _telling_of_values():
+                forward_backward(model, self.loss_fn, *batch)
+            optimizer.step()
+            sent = watcher.sent
+            return sent, _sum_of(dict(world.traffic.by_kind), sent.get(rank, {}), -1)
+
+    @contextmanager
+    def _on(self, rank: int) -> Iterator[World]:
+        world = World(rank, self.num_ranks, META, PaperTransport(self.num_ranks, self.cost))
+        world.generator = torch.Generator().manual_seed(0)
+        world.casts = _cast
+        with Simulated(world), _Shards():
+            yield world
+
+    def _made(self, strategy: Strategy) -> tuple[nn.Module, torch.optim.Optimizer]:
+        with META:
+            model = self.model_fn()
+        model = parallelize(model, strategy)
+        make = self.optimizer_fn or (lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
+        return model, make(model.parameters())
+
+
+__all__ = ["DryRun", "dry_run"]

@@ -1,0 +1,190 @@
+"""What the layers of a real model cost, counted while it runs on fake tensors: nothing is allocated or computed.
+
+Fake tensors carry shape, dtype and device, so torch takes the path that it takes on a CPU (its attention kernel
+included), and what autograd would save is what it saves. A dispatch mode sees every function below autograd; hooks on
+the layers and the parameters that a function reads tell to whom it belongs.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.func import functional_call
+
+from workbench.core.model_costs import LayerCost, ModelCosts, find_blocks
+from workbench.errors import StrategyError
+from workbench.training.batches import Batch, arguments, count_samples, own_loss
+from workbench.training.costs.counting import Counter
+from workbench.training.costs.heads import heads_of
+from workbench.training.strategies.state import ROOT, describe, layers_of
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+Inputs = torch.Tensor | Sequence[Any] | Mapping[str, Any]
+
+
+def layer_costs(
+    model: nn.Module | Callable[[], nn.Module],
+    inputs: Inputs,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+    targets: Any = None,
+    *,
+    dtype: str | None = None,
+) -> ModelCosts:
+    """Functions, bytes and shapes of every layer, by a step on fake tensors. The model itself stays as it is.
+
+    Args:
+        model: a module, on any device or on meta, or a function that makes it (called under ``torch.device("meta")``).
+        inputs: a batch: a tensor, several, keyword arguments as a dict, or the shape of a tensor of floats. Figures
+            are divided by its first dim; nobody reads the values.
+        loss_fn: of output and targets; counted with the last layer. None: the model's own loss, or all that it returns.
+        targets: of the same batch; None: a dict's ``labels``, as for ``wb.forward_backward``.
+        dtype: "fp32", "bf16" or "fp16": parameters and inputs are taken to be of it. None: as they are.
+
+    Raises:
+        StrategyError: no parameters, no batch dim, a forward that depends on values, or one that fails by itself.
+
+    >>> costs = layer_costs(nn.Linear(4, 8), torch.zeros(2, 4))
+    >>> costs.rows[0].own[0].flops, costs.rows[0].output_shape
+    (64.0, (8,))
+    """
+    module = model if isinstance(model, nn.Module) else _build(model)
+    layers = describe(module)
+    if not layers:
+        raise StrategyError(f"layer_costs({type(module).__name__}): 0 parameters; a plan needs at least 1 layer.")
+    name = dtype or _name_of(next(module.parameters()).dtype)
+    counter, sample_shape = _count(module, inputs, loss_fn, targets, dtype)
+    order = counter.order([layer.name for layer in layers])
+    layers = sorted(layers, key=lambda layer: order.index(layer.name))
+    rows = tuple(counter.row(layer) for layer in layers)
+    heads = tuple(sorted(counter.heads | heads_of(module)))
+    autocast: tuple[LayerCost, ...] = ()
+    if name == "fp32":
+        counter, _ = _count(module, inputs, loss_fn, targets, dtype, is_cast=True)
+        autocast = tuple(counter.row(layer) for layer in layers)
+    return ModelCosts(rows, sample_shape, name, find_blocks(rows), heads, autocast)
+
+
+def _count(
+    module: nn.Module, inputs: Inputs, loss_fn: Callable[..., torch.Tensor] | None, targets: Any, dtype: str | None,
+    is_cast: bool = False,
+) -> tuple[Counter, tuple[int, ...]]:  # fmt: skip
+    """A step under a counter, and the shape of a sample. ``is_cast``: forward runs under autocast, the loss does not,
+    as in strategies of 16 bits; on fake tensors it goes by what a CPU casts."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    cast_to = DTYPES[dtype] if dtype else None
+    state, fakes = _fake_state(module, mode, cast_to), _Faker(mode, cast_to)
+    given = Batch.of_arguments(_as_shape(inputs), targets, loss_fn)
+    batch = fakes(given.inputs)
+    num_samples = _num_samples(batch)
+    counter = Counter(_owners(module, state), num_samples, {tuple(p.shape) for p in module.parameters()})
+    try:
+        with _without_log(), mode, torch.enable_grad(), counter.watch(dict(layers_of(module)), batch):
+            positional, named = arguments(batch)
+            with torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
+                output = functional_call(module, state, positional, named)
+            result = own_loss(output) if loss_fn is None else loss_fn(output, fakes(given.targets))
+            counter.go_backward(output if result is None else result)
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise StrategyError(
+            f"layer_costs({type(module).__name__}): {error.func} reads values of tensors in {counter.where()}. Costs "
+            "are counted without values: compute it from shapes, or outside of forward."
+        ) from error
+    except Exception as error:  # whatever the model's own code raises
+        raise StrategyError(
+            f"layer_costs({type(module).__name__}): {counter.where()} fails on this batch with {type(error).__name__}: "
+            f"{str(error).rstrip('.')}. Give inputs (and targets, where loss_fn takes some) with which the model runs."
+        ) from error
+    del output, result
+    return counter, given.sample_shape
+
+
+def _build(make: Callable[[], nn.Module]) -> nn.Module:
+    """On meta; for real where its making needs values (``linspace(...).tolist()``)."""
+    try:
+        with torch.device("meta"), warnings.catch_warnings():
+            # A function that loads weights is told that they go nowhere, which nobody has asked for here.
+            warnings.filterwarnings("ignore", "for .*: copying from a non-meta parameter", UserWarning)
+            return make()
+    except (NotImplementedError, RuntimeError):
+        return make()
+
+
+@contextmanager
+def _without_log() -> Iterator[None]:
+    """Torch writes a traceback of its own where a function fails on fake tensors; who asked gets an error anyway."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+
+
+class _Faker:
+    """Tensors, and whatever holds some, as fake ones of one mode; a tensor that comes twice has one stand-in."""
+
+    def __init__(self, mode: FakeTensorMode, dtype: torch.dtype | None) -> None:
+        self.mode, self.dtype = mode, dtype
+        self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __call__(self, value: Any) -> Any:
+        """The value with every tensor replaced."""
+        return torch.utils._pytree.tree_map_only(torch.Tensor, self._one, value)
+
+    def _one(self, tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in self._made:
+            dtype = self.dtype if self.dtype is not None and tensor.is_floating_point() else tensor.dtype
+            with self.mode:
+                fake = torch.empty(tensor.shape, dtype=dtype, device="cpu", requires_grad=tensor.requires_grad)
+            self._made[id(tensor)] = tensor, fake
+        return self._made[id(tensor)][1]
+
+
+def _fake_state(module: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+    """Stand-ins of all parameters and buffers by name; tied ones share theirs."""
+    everything = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    return _Faker(mode, dtype)(dict(everything))
+
+
+def _owners(module: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[int, list[str]]:
+    """Layers by the address of their parameters' storages; several where a weight is tied."""
+    owners: dict[int, list[str]] = {}
+    for path, layer in layers_of(module):
+        prefix = f"{path}." if path else ""
+        for short, _ in layer.named_parameters(recurse=False):
+            owners.setdefault(state[prefix + short].untyped_storage()._cdata, []).append(path or ROOT)
+    return owners
+
+
+def _as_shape(inputs: Inputs) -> Any:
+    is_shape = isinstance(inputs, Sequence) and bool(inputs) and all(isinstance(size, int) for size in inputs)
+    return torch.empty(list(inputs), device="meta") if is_shape else inputs  # type: ignore[arg-type]
+
+
+def _tensors(batch: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+
+
+def _num_samples(batch: Any) -> int:
+    first = next((leaf for leaf in _tensors(batch) if leaf.ndim), None)
+    if first is None or first.shape[0] == 0:
+        told = "no tensor" if first is None else f"a tensor of shape {tuple(first.shape)}"
+        raise StrategyError(
+            f"layer_costs: the inputs hold {told}; a batch of at least 1 sample is needed, e.g. (1, 784)."
+        )
+    return count_samples(_tensors(batch)) or first.shape[0]
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return next((name for name, known in DTYPES.items() if known == dtype), str(dtype).removeprefix("torch."))
+
+
+__all__ = ["layer_costs"]

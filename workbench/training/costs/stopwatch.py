@@ -1,0 +1,95 @@
+"""Times of what all ranks of a world do at once: each by itself, or together.
+
+What a rank does by itself is timed on the clock of its thread, where it computes with one on a CPU: that stands still
+while another thread has the core. How many of the world's threads share a core is arithmetic, and what else runs on the
+machine meanwhile, or what a hypervisor gives to other machines, is no part of the work.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+
+from workbench.core.cores import num_cores
+from workbench.tensors.world import World, barrier
+
+WINDOW_S = 0.06
+"""How long work is repeated: several time slices, so that those who share a core lose their caches to each other."""
+_LEAST_TIMES = 7
+_NUM_CHUNKS, _CHUNK = 5, 4
+_SHORTEST_S = 1e-6
+
+
+class Stopwatch:
+    """Of one rank; all ranks of the world use theirs in step.
+
+    Attributes:
+        crowding: threads of ranks on this host for each core of it; 1 where there are cores enough, and on GPUs.
+    """
+
+    def __init__(self, world: World, host: str, window_s: float = WINDOW_S) -> None:
+        self.world, self.window_s = world, window_s
+        is_cpu, num_threads = world.device.type == "cpu", torch.get_num_threads()
+        self.crowding = max(1.0, num_threads * _ranks_on(host, world) / num_cores()) if is_cpu else 1.0
+        has_own_clock = is_cpu and num_threads == 1
+        self._clock = time.thread_time if has_own_clock else time.perf_counter
+        self._wall_s_per_own = self.crowding if has_own_clock else 1.0
+
+    def own_s(self, action: Callable[[], Any], least_times: int = _LEAST_TIMES) -> float:
+        """Mean seconds on the wall of what a rank does by itself while all ranks do the same."""
+        action()
+        barrier()
+        return self.repeated_s(action, least_times)
+
+    def repeated_s(self, action: Callable[[], Any], least_times: int = _LEAST_TIMES) -> float:
+        """The same, without a beginning that the ranks make together."""
+        self._wait_for_device()
+        number, started = 0, self._clock()
+        while (passed := self._clock() - started) < self.window_s or number < least_times:
+            action()
+            self._wait_for_device()
+            number += 1
+        return passed / number * self._wall_s_per_own
+
+    def together_s(self, exchange: Callable[[], Any], work: Callable[[], Any]) -> float:
+        """Seconds that an exchange adds on the wall to ranks that come to it from work, as in a step.
+
+        None of them is there at once, none finds in its caches what it left there, and where ranks share cores, some
+        have not begun when others have done. Rows of work alone and of work with exchanges take turns, so that the
+        machine is the same to both; the median of their differences counts.
+        """
+        exchange()
+        rows = []
+        for _ in range(_NUM_CHUNKS):
+            alone_s = self._row_s(work)
+            rows.append(self._row_s(work, exchange) - alone_s)
+        return max(median(rows), _SHORTEST_S)
+
+    def _row_s(self, *actions: Callable[[], Any]) -> float:
+        """Seconds on the wall of the actions one after the other, several times, from when all ranks are here."""
+        barrier()
+        self._wait_for_device()
+        started = time.perf_counter()
+        for _ in range(_CHUNK):
+            for action in actions:
+                action()
+        self._wait_for_device()
+        return (time.perf_counter() - started) / _CHUNK
+
+    def _wait_for_device(self) -> None:
+        if self.world.device.type == "cuda":
+            torch.cuda.synchronize(self.world.device)
+
+
+def _ranks_on(host: str, world: World) -> int:
+    """How many ranks of the world are on a host of this name. All ranks call it."""
+    mine = torch.tensor([float(zlib.crc32(host.encode()))], dtype=torch.float64, device=world.device)
+    return sum(bool(other == mine) for other in world.transport.all_gather(mine, "calibration: hosts"))
+
+
+__all__ = ["WINDOW_S", "Stopwatch"]

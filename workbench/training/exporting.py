@@ -1,0 +1,179 @@
+"""``wb.export_safetensors``: a module's logical weights as safetensors files, laid out as by ``save_pretrained``."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+import struct
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from workbench.core.layout import Layout
+from workbench.core.placement import Placement
+from workbench.core.sbp import broadcast
+from workbench.errors import CheckpointError
+from workbench.tensors.boxing.box import box
+from workbench.tensors.coordination import check, together
+from workbench.tensors.global_tensor import GlobalTensor, local_torch, plain
+from workbench.tensors.world import World, current
+from workbench.training.strategies.safetensors_file import DTYPES, INDEX_NAME, SINGLE_NAME
+
+SHARD_BYTES = 5_000_000_000
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class _File:
+    name: str
+    writer: int
+    tensors: tuple[str, ...]
+
+
+def export_safetensors(
+    module: nn.Module, directory: str | os.PathLike[str], *, max_shard_bytes: int = SHARD_BYTES
+) -> Path:
+    """Write a module's parameters and persistent buffers whole, whatever its strategy is. All ranks call it.
+
+    Tensors go to their file one by one, so no rank ever holds more than one of them whole; files are shared out over
+    the ranks. Tied parameters are written once, under their first name. A ``transformers`` model gets its
+    ``config.json`` too: ``AutoModel.from_pretrained(directory)`` loads it, and so does ``wb.load_safetensors``.
+
+    Args:
+        directory: made if need be, on a file system that all ranks share; earlier weights in it are replaced.
+        max_shard_bytes: a file gets no more than that, unless one tensor alone is larger; with several files there is
+            an index beside them.
+
+    Returns:
+        the directory.
+
+    Raises:
+        CheckpointError: a state that is no tensor, or a dtype that safetensors does not know.
+
+    ``wb.export_safetensors(model, "gpt2-tuned")``
+    """
+    world, folder = current(), Path(os.path.abspath(directory))
+    what = f"export_safetensors({str(folder)!r})"
+    tensors = _tensors_of(module)
+    files = _share_out(tensors, max_shard_bytes, world.world_size)
+    together(lambda: folder.mkdir(parents=True, exist_ok=True) if world.rank == 0 else None, world, what)
+    for file in files:
+        _write(folder, file, tensors, world, what)
+    together(lambda: _finish(folder, module, files, tensors) if world.rank == 0 else None, world, what)
+    return folder
+
+
+def _tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    """What is written, by name; tied tensors under their first one."""
+    found: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    ignored = getattr(module, "_keys_to_ignore_on_save", None) or ()
+    for name, value in module.state_dict(keep_vars=True).items():
+        if not isinstance(value, torch.Tensor):
+            raise CheckpointError(
+                f"export_safetensors: {name} is a {type(value).__name__}, and safetensors hold tensors only. Save the "
+                "module with wb.save, which takes everything."
+            )
+        if value.dtype not in _NAMES:
+            raise CheckpointError(
+                f"export_safetensors: {name} is {value.dtype}; safetensors know {', '.join(sorted(_NAMES.values()))}. "
+                "Cast it first, or save the module with wb.save."
+            )
+        if id(value) not in seen and not any(re.search(pattern, name) for pattern in ignored):
+            seen.add(id(value))
+            found[name] = value
+    return found
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return torch.Size(tensor.shape).numel() * tensor.dtype.itemsize
+
+
+def _share_out(tensors: Mapping[str, torch.Tensor], limit: int, num_ranks: int) -> list[_File]:
+    groups: list[list[str]] = [[]]
+    size = 0
+    for name, tensor in tensors.items():
+        if groups[-1] and size + _nbytes(tensor) > limit:
+            groups.append([])
+            size = 0
+        groups[-1].append(name)
+        size += _nbytes(tensor)
+    names = [
+        SINGLE_NAME if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        for number in range(1, len(groups) + 1)
+    ]
+    return [
+        # The widest elements first, so that every tensor begins at a multiple of its element size.
+        _File(name, number % num_ranks, tuple(sorted(group, key=lambda n: -tensors[n].dtype.itemsize)))
+        for number, (name, group) in enumerate(zip(names, groups, strict=True))
+    ]
+
+
+def _write(folder: Path, file: _File, tensors: Mapping[str, torch.Tensor], world: World, what: str) -> None:
+    """One file: every rank brings its slices, the file's writer puts them down, tensor by tensor."""
+    partly = folder / f"{file.name}.tmp"
+    brought, error = _brought(file, tensors, world), None
+    try:
+        if world.rank == file.writer:
+            with open(partly, "wb") as out:
+                out.write(_header(file, tensors))
+                out.writelines(whole.reshape(-1).view(torch.uint8).numpy().data for whole in brought)
+            os.replace(partly, folder / file.name)
+    except OSError as found:
+        error = found
+    deque(brought, maxlen=0)  # what the writer has not taken, every rank brings all the same
+    check(error, world, what)
+
+
+def _brought(file: _File, tensors: Mapping[str, torch.Tensor], world: World) -> Iterator[torch.Tensor]:
+    there = Placement.of(world.device.type, [file.writer])
+    for name in file.tensors:
+        value: Any = tensors[name].detach()
+        if isinstance(value, GlobalTensor):
+            with torch.no_grad():
+                value = plain(box(value, Layout(there, (broadcast,))))
+        with local_torch():
+            yield value.cpu().contiguous() if world.rank == file.writer else value
+
+
+def _header(file: _File, tensors: Mapping[str, torch.Tensor]) -> bytes:
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for name in file.tensors:
+        tensor = tensors[name]
+        stop = start + _nbytes(tensor)
+        entries[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, stop]}
+        start = stop
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _finish(folder: Path, module: nn.Module, files: list[_File], tensors: Mapping[str, torch.Tensor]) -> None:
+    """The index and the configuration, and no weights of an earlier export."""
+    (folder / INDEX_NAME).unlink(missing_ok=True)
+    if len(files) > 1:
+        index = {
+            "metadata": {"total_size": sum(map(_nbytes, tensors.values()))},
+            "weight_map": {name: file.name for file in files for name in file.tensors},
+        }
+        (folder / INDEX_NAME).write_text(json.dumps(index, indent=2))
+    ours = {file.name for file in files}
+    for path in folder.glob("model*.safetensors"):
+        if path.name not in ours:
+            path.unlink()
+    for name in ("config", "generation_config"):
+        config: Any = getattr(module, name, None)
+        if hasattr(config, "save_pretrained"):
+            config = copy.deepcopy(config)
+            if name == "config":
+                config.architectures = [type(module).__name__]
+                config.dtype = str(next(module.parameters()).dtype).removeprefix("torch.")
+            config.save_pretrained(folder)

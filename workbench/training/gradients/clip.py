@@ -1,0 +1,124 @@
+"""Clipping by the norm of all gradients: the norm is of the sums of the gradients' terms, over all stages.
+
+``torch.nn.utils.clip_grad_norm_`` and ``get_total_norm`` work as written: their inner functions are replaced here. The
+terms are summed in flat buckets for the norm and for the step that follows, and one small exchange makes the norm, the
+same bits on every rank of the world. Terms and sums are scaled alike, so gradients keep their layout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.nn.utils import clip_grad
+
+from workbench.core.boxing import plan_boxing
+from workbench.core.sbp import Partial, Split, broadcast
+from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, owner_of_grad, plain
+from workbench.tensors.ops.reading import everywhere
+from workbench.tensors.world import World
+from workbench.training.gradients.reduction import Term, change_gradients, start_reduction, start_sums
+from workbench.training.gradients.shard import state_spec
+
+_torch_total_norm: Callable[..., Any] = clip_grad._get_total_norm
+_torch_clip: Callable[..., Any] = clip_grad._clip_grads_with_norm_
+
+
+def total_norm(tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: Any = None) -> Any:
+    """``torch.nn.utils.get_total_norm``; a plain tensor, equal on all ranks of the world, which all call it."""
+    listed = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    if not any(isinstance(tensor, GlobalTensor) for tensor in listed):
+        return _torch_total_norm(listed, norm_type, error_if_nonfinite, foreach)
+    with torch.no_grad():
+        norms = _norms(listed, float(norm_type))
+        total = torch.linalg.vector_norm(norms, float(norm_type))
+    if error_if_nonfinite and not bool(torch.isfinite(total)):
+        raise RuntimeError(
+            f"The total norm of order {float(norm_type)} for gradients from `parameters` is non-finite, so it cannot "
+            "be clipped. To disable this error and scale the gradients by the non-finite norm anyway, set "
+            "`error_if_nonfinite=False`"
+        )
+    return total
+
+
+def _norms(tensors: Sequence[torch.Tensor], order: float) -> torch.Tensor:
+    """The norm of each tensor, from what every rank says about the parts that it counts."""
+    world = next(t._spec.world for t in tensors if isinstance(t, GlobalTensor))
+    dtype = torch.promote_types(_widest(tensors), torch.float32)
+    mine = torch.stack([_norm(*part, world, order).to(dtype) for part in _parts(tensors, world)])
+    parts = torch.stack(world.transport.all_gather(mine, "the norm of gradients"))
+    with local_torch():
+        whole = torch.linalg.vector_norm(parts, order, dim=0) if order != 0 else parts.sum(0)
+    return whole.to(_widest(tensors))
+
+
+def _parts(tensors: Sequence[torch.Tensor], world: World) -> list[tuple[torch.Tensor | None, bool]]:
+    """This rank's part of every tensor, terms of sums added up, and whether this rank counts it.
+
+    Gradients are summed for whoever needs them next too: the step takes the same sums.
+    """
+    present = [t for t in tensors if isinstance(t, GlobalTensor) and not t._spec.is_ghost]
+    owners = {tensor: owner for tensor in present if (owner := owner_of_grad(tensor)) is not None}
+    sums = start_reduction(owners.values())()
+    others = [t for t in present if t not in owners]
+    other_sums = start_sums([Term(t, plain(t), _holders_of_terms(t._spec)) for t in others])()
+    parts: list[tuple[torch.Tensor | None, bool]] = []
+    for tensor in tensors:
+        if not isinstance(tensor, GlobalTensor):
+            parts.append((tensor.detach(), world.rank == 0))
+        elif tensor._spec.is_ghost:
+            parts.append((None, False))
+        elif tensor in owners:
+            parts.append((sums[owners[tensor]], _counts(state_spec(owners[tensor]))))
+        else:
+            parts.append((other_sums[tensor], _counts(tensor._spec)))
+    return parts
+
+
+def _holders_of_terms(spec: Spec) -> tuple[int, ...]:
+    whole = spec.layout.with_sbp(tuple(broadcast if isinstance(e, Partial) else e for e in spec.layout.sbp))
+    groups = plan_boxing(spec.layout, whole, spec.shape, itemsize=1).groups if spec.layout.has_partial else ()
+    return next((group for group in groups if spec.world.rank in group), (spec.world.rank,))
+
+
+def _norm(local: torch.Tensor | None, counted: bool, world: World, order: float) -> torch.Tensor:
+    """The norm of this rank's part; nothing where another rank counts the same elements."""
+    if not counted or local is None or local.numel() == 0:
+        return torch.tensor(math.inf if order == -math.inf else 0.0, device=world.device)
+    return torch.linalg.vector_norm(local, order)
+
+
+def _counts(spec: Spec) -> bool:
+    """Whether this rank is the first of those that hold the same part."""
+    place = spec.layout.placement.coordinates(spec.world.rank)
+    return all(at == 0 for at, entry in zip(place, spec.layout.sbp, strict=True) if not isinstance(entry, Split))
+
+
+def _widest(tensors: Sequence[torch.Tensor]) -> torch.dtype:
+    dtype = tensors[0].dtype
+    for tensor in tensors[1:]:
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    return dtype
+
+
+def clip_with_norm(parameters: Any, max_norm: float, total_norm: torch.Tensor, foreach: Any = None) -> None:
+    """``torch.nn.utils.clip_grads_with_norm_``: every term is scaled, in place."""
+    listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    whole = everywhere(total_norm) if isinstance(total_norm, GlobalTensor) else total_norm
+    _torch_clip([p for p in listed if not isinstance(p, GlobalTensor)], max_norm, whole, foreach)
+    with torch.no_grad(), local_torch():
+        scale = torch.clamp(float(max_norm) / (whole + 1e-6), max=1.0)
+
+    def multiply(tensors: list[torch.Tensor]) -> None:
+        for tensor in tensors:
+            tensor.mul_(scale.to(tensor.dtype))
+
+    change_gradients([p for p in listed if isinstance(p, GlobalTensor)], multiply)
+
+
+def install() -> None:
+    """Put both in the place of torch's, which its public functions call by name."""
+    clip_grad._get_total_norm = torch.nn.utils.get_total_norm = total_norm
+    clip_grad._clip_grads_with_norm_ = torch.nn.utils.clip_grads_with_norm_ = clip_with_norm

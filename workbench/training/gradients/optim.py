@@ -1,0 +1,353 @@
+"""Plain torch optimizers on global parameters: gradients reduced in buckets, the step on local shards.
+
+Before an optimizer's step, a global step hook of torch (registered here once) puts the local part with the reduced
+gradient in the place of each global parameter; after it, before hooks of the user's run, the parameters come back: what
+such a hook reads is new, and what it raises leaves no rank with old weights. Whatever an elementwise optimizer
+does, fused or foreach, it does to plain local tensors. An optimizer that is not known to work element by element (norms
+per layer, factored moments) steps on global tensors instead, so its norms are of the whole; ``optimizer.elementwise =
+True`` (or the class attribute) says that it may have the local parts.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import operator
+import weakref
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from workbench.core.layout import Layout
+from workbench.errors import LayoutError
+from workbench.tensors import world
+from workbench.tensors.boxing.assembling import slice_region
+from workbench.tensors.boxing.box import box
+from workbench.tensors.global_tensor import GlobalTensor, ghost_storage, label, local_torch, plain, set_reduced_grad
+from workbench.training.gradients.fused_steps import fuse, unfuse
+from workbench.training.gradients.left_behind import MOVE_STATE, refuse_replaced, refuse_state
+from workbench.training.gradients.overlap import Watcher
+from workbench.training.gradients.reduction import forget_sums, start_reduction, start_write_back
+from workbench.training.gradients.shard import shard_of, state_spec
+
+_installed = False
+after_steps: list[Callable[[Optimizer], None]] = []
+"""Called when an optimizer has stepped, while its local parts are still in the place of its parameters."""
+_stepping: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+"""Optimizers that have local parts in the place of their parameters."""
+_ELEMENTWISE = {
+    inspect.unwrap(kind.step)
+    for kind in (
+        torch.optim.ASGD, torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.Adamax,
+        torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD,
+    )
+}  # fmt: skip
+
+
+def install_hooks() -> None:
+    """Register the step hooks with torch, once per process."""
+    global _installed
+    if not _installed:
+        register_optimizer_step_pre_hook(_before_step)
+        world.at_rebuild(settle)
+        Optimizer._optimizer_step_code = _after_step  # type: ignore[method-assign]
+        Optimizer.zero_grad = _zero_grad  # type: ignore[method-assign]
+        _installed = True
+
+
+def forget_layouts(optimizer: Optimizer) -> None:
+    """What an optimizer has as state is new: it lies where its parameters lie now."""
+    optimizer.__dict__.pop("_workbench_swap", None)
+
+
+def state_layout(parameter: GlobalTensor) -> Layout:
+    """The layout in which an optimizer's per-element state of ``parameter`` lies: its own, or its shard's under ZeRO.
+
+    ``optimizer.state[parameter]`` holds this rank's part as plain tensors (an optimizer that is not elementwise has
+    global tensors there).
+    """
+    return state_spec(parameter).layout
+
+
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """Whether every element's step follows from that element's gradient and state alone.
+
+    True for torch's optimizers of that kind and what inherits their ``step``; others say so themselves, by an attribute
+    ``elementwise``.
+    """
+    said = getattr(optimizer, "elementwise", None)
+    return inspect.unwrap(type(optimizer).step) in _ELEMENTWISE if said is None else bool(said)
+
+
+class _Swap:
+    """What one optimizer's parameters are while it steps; made again when its parameters change."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.groups = [list(group["params"]) for group in optimizer.param_groups]
+        self.parameters = [p for params in self.groups for p in params if isinstance(p, GlobalTensor)]
+        self.specs = [state_spec(p) for p in self.parameters]
+        self.present = [p for p in self.parameters if not p._spec.is_ghost]
+        self.elementwise = is_elementwise(optimizer)
+        self.watchers = list({id(w): w for p in self.parameters if (w := Watcher.of(p)) is not None}.values())
+        self.is_sharded = any(shard_of(p) is not None for p in self.parameters)
+        self.is_summed = any(len(p._spec.term_ranks) > 1 for p in self.present)
+        stepping = self.present if self.elementwise else self.parameters
+        places = {id(p): number for number, p in enumerate(stepping)}
+        # Per group: the places of its parameters among those that step, or a plain parameter itself.
+        self.members = [
+            [places.get(id(p), p) for p in params if not isinstance(p, GlobalTensor) or id(p) in places]
+            for params in self.groups
+        ]
+        self.plain = [p for params in self.groups for p in params if not isinstance(p, GlobalTensor)]
+        self.stepping = stepping
+        self.held: list[Any] | None = None
+        self.fused: list[dict[str, Any]] = []
+        self.state: Any = None
+        self.pairs: list[tuple[GlobalTensor, torch.Tensor]] = []
+        self.states: list[Any] = []
+
+    def fits(self, optimizer: Optimizer) -> bool:
+        """Whether the optimizer has the parameters that it had, in the layouts that they had."""
+        groups = optimizer.param_groups
+        return (
+            all(map(operator.is_, self.specs, map(state_spec, self.parameters)))
+            and len(groups) == len(self.groups)
+            and all(
+                len(known) == len(group["params"]) and all(map(operator.is_, known, group["params"]))
+                for known, group in zip(self.groups, groups, strict=True)
+            )
+        )
+
+
+def settle() -> None:
+    """Give optimizers their own parameters back whose step was broken off: else ``zero_grad`` would miss those.
+
+    Nothing is sent. Where ZeRO keeps shards, the other ranks' copies are those of the last whole step.
+    """
+    for optimizer in list(_stepping):
+        _put_back(optimizer, sends=False)
+
+
+_torch_zero_grad: Callable[..., None] = Optimizer.zero_grad
+
+
+@functools.wraps(_torch_zero_grad)
+def _zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
+    """A step that raised has left local tensors behind, of whose gradients nobody asks."""
+    _put_back(self)
+    parameters = [p for group in self.param_groups for p in group["params"]]
+    if not set_to_none or not all(isinstance(p, GlobalTensor) for p in parameters):
+        _torch_zero_grad(self, set_to_none)
+        return
+    for parameter in parameters:  # torch asks for each gradient first, which takes as long as all else for a ghost
+        parameter.grad = None
+
+
+def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    _put_back(optimizer)  # a step that raised has left its local tensors behind
+    swap: _Swap | None = optimizer.__dict__.get("_workbench_swap")
+    if swap is None or not swap.fits(optimizer):
+        if swap is not None and optimizer.state is swap.state:
+            refuse_state(optimizer, swap.parameters, swap.specs)
+        swap = optimizer.__dict__["_workbench_swap"] = _Swap(optimizer)
+    if swap.plain:
+        refuse_replaced(optimizer, swap.plain, len(swap.parameters))
+    if not swap.parameters or _is_left_alone(optimizer):
+        return None
+    args, kwargs = _run_closure_first(args, kwargs)
+    for watcher in swap.watchers:
+        watcher.before_step()
+    finish = start_reduction(swap.present)
+    if optimizer.state is not swap.state:
+        _adopt_state(optimizer, swap)
+    with local_torch():  # while the sums are under way
+        pairs = [(p, _part(p)) for p in swap.stepping]
+    swap.pairs = pairs
+    with torch.no_grad():
+        sums = finish()
+        for watcher in swap.watchers:
+            watcher.drain()
+        if swap.elementwise:
+            with local_torch():
+                for parameter, local in pairs:
+                    grad = sums.get(parameter)
+                    local.grad = (
+                        None if grad is None else grad.contiguous()
+                    )  # torch's fused step reads it as if it were
+        else:
+            swap.pairs = pairs = [(p, _labelled(p, local, sums.get(p))) for p, local in pairs]
+    _exchange_places(optimizer, swap, pairs)
+    return args, kwargs
+
+
+def _is_left_alone(optimizer: Optimizer) -> bool:
+    """LBFGS calls its closure within the step, so it works on the global parameters and their gradients themselves."""
+    if not isinstance(optimizer, torch.optim.LBFGS):
+        return False
+    swap: _Swap = optimizer.__dict__["_workbench_swap"]
+    if swap.is_sharded:
+        raise LayoutError(
+            f"{type(optimizer).__name__}.step(): {len(swap.parameters)} parameters, sharded over the ranks by zero=, "
+            "and an optimizer that evaluates the model several times in one step. The sums of ZeRO are made once per "
+            "step. Leave zero= out of the strategy, or use an optimizer that takes one gradient per step."
+        )
+    return True
+
+
+def _part(parameter: GlobalTensor) -> torch.Tensor:
+    """What this rank's optimizer changes of a parameter: a contiguous plain tensor."""
+    if parameter._spec.is_ghost:
+        return parameter
+    local: torch.Tensor | None = parameter.__dict__.get("_local_alias")
+    if local is not None and parameter.__dict__["_alias_of"] == (parameter.data_ptr(), parameter._spec):
+        return local
+    local, shard = plain(parameter), shard_of(parameter)
+    if shard is not None:
+        local = slice_region(local, shard.regions[parameter._spec.world.rank])
+    if not local.is_contiguous():
+        return local.contiguous()  # written back after the step
+    parameter.__dict__["_local_alias"], parameter.__dict__["_alias_of"] = local, (parameter.data_ptr(), parameter._spec)
+    return local
+
+
+def _labelled(parameter: GlobalTensor, local: torch.Tensor, grad: torch.Tensor | None) -> GlobalTensor:
+    """A leaf over this rank's part of a parameter, global again, with the reduced gradient in its own layout."""
+    spec = state_spec(parameter)
+    if spec.is_ghost:
+        local = ghost_storage(spec.shape, parameter.dtype, spec.world.device)
+        has_grad = parameter.grad is not None
+        grad = ghost_storage(spec.shape, parameter.dtype, spec.world.device) if has_grad else None
+    else:
+        with local_torch():
+            local = local.detach()
+    alias = label(local, spec)
+    set_reduced_grad(alias, grad)
+    return alias
+
+
+def _exchange_places(optimizer: Optimizer, swap: _Swap, pairs: list[tuple[Any, torch.Tensor]]) -> None:
+    """Put the parts, and their state, in the place of the parameters."""
+    owned: Any = optimizer.state
+    state: Any = defaultdict(dict)
+    swap.states = [owned.get(owner) for owner, _ in pairs]
+    for (_, part), values in zip(pairs, swap.states, strict=True):
+        if values is not None:
+            state[part] = values
+    for parameter in swap.plain:
+        if parameter in owned:
+            state[parameter] = owned[parameter]
+    _stepping.add(optimizer)
+    swap.held, swap.state = [group["params"] for group in optimizer.param_groups], owned
+    for group, members in zip(optimizer.param_groups, swap.members, strict=True):
+        group["params"] = [pairs[member][1] if type(member) is int else member for member in members]
+    optimizer.state = state
+    if swap.elementwise:
+        swap.fused = fuse(optimizer)
+
+
+def _after_step(self: Optimizer) -> None:
+    """In the place of an empty method of torch's, which it calls between a step and the hooks behind it.
+
+    torch's profiler looks for that method, and in it for ``self``.
+    """
+    for listener in after_steps:
+        listener(self)
+    _put_back(self)
+
+
+def _put_back(optimizer: Optimizer, sends: bool = True) -> None:
+    swap: _Swap | None = optimizer.__dict__.get("_workbench_swap")
+    _stepping.discard(optimizer)
+    if swap is None or swap.held is None:
+        return
+    state, owned = optimizer.state, swap.state
+    for (owner, part), values in zip(swap.pairs, swap.states, strict=True):
+        found = state.pop(part, None)
+        if found is not None and found is not values:
+            owned[owner] = found
+    owned.update(state)  # of plain parameters
+    optimizer.state = owned
+    for group, params in zip(optimizer.param_groups, swap.held, strict=True):
+        group["params"] = params
+    swap.held = None
+    unfuse(swap.fused)
+    _write_back(swap, sends)
+    for _, part in swap.pairs:
+        part.grad = None
+    swap.pairs, swap.states = [], []
+
+
+def _write_back(swap: _Swap, sends: bool) -> None:
+    """Shards that were stepped on go to their places, and if ``sends`` to the other ranks that hold the parameter."""
+    if swap.is_summed:
+        forget_sums(swap.present)
+    if not swap.is_sharded:
+        return
+    stepped = []
+    with torch.no_grad(), local_torch():
+        for owner, part in swap.pairs:
+            shard = shard_of(owner)
+            if shard is None or owner._spec.is_ghost or part.grad is None:
+                continue
+            place = slice_region(plain(owner), shard.regions[owner._spec.world.rank])
+            if place.numel() and place.data_ptr() != part.data_ptr():
+                place.copy_(plain(part))
+            stepped.append(owner)
+        if sends:
+            start_write_back(stepped)()
+
+
+def _adopt_state(optimizer: Optimizer, swap: _Swap) -> None:
+    """State that was made before the first step, or loaded, as this rank's parts: it may be global, or of the whole."""
+    for parameter in swap.parameters if swap.elementwise else ():
+        state = optimizer.state.get(parameter)
+        if state:
+            state.update((name, _own_part(parameter, value)) for name, value in state.items())
+
+
+def adopt_loaded_state(optimizer: Optimizer) -> None:
+    """The same for an optimizer that is stepped without its hooks, as in a replay of ``wb.capture``."""
+    swap: _Swap | None = optimizer.__dict__.get("_workbench_swap")
+    if swap is not None and optimizer.state is not swap.state:
+        _adopt_state(optimizer, swap)
+        swap.state = optimizer.state
+
+
+def _own_part(parameter: GlobalTensor, value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return _part_of_state(parameter, value).contiguous()
+
+
+def _part_of_state(parameter: GlobalTensor, value: torch.Tensor) -> torch.Tensor:
+    spec = state_spec(parameter)
+    if isinstance(value, GlobalTensor):
+        if tuple(value._spec.shape) != tuple(spec.shape):
+            return plain(value)
+        return plain(box(value.detach(), spec.layout))  # type: ignore[arg-type]
+    if tuple(value.shape) == tuple(spec.shape) != tuple(spec.local_shape):
+        return slice_region(value, spec.layout.region(spec.shape, spec.world.rank)).clone(
+            memory_format=torch.contiguous_format
+        )
+    if value.dim() == len(spec.shape) > 0 and tuple(value.shape) != tuple(spec.local_shape):
+        raise LayoutError(
+            f"optimizer.step(): state of shape {tuple(value.shape)} for a parameter of shape {tuple(spec.shape)}, of "
+            f"which this rank steps on {tuple(spec.local_shape)} ({spec.layout}). {MOVE_STATE}"
+        )
+    return value
+
+
+def _run_closure_first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A closure computes the gradients that are to be reduced, so it runs before; the step gets its loss."""
+    closure: Callable[[], Any] | None = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if closure is None:
+        return args, kwargs
+    with torch.enable_grad():
+        loss = closure()
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": lambda: loss}
+    return (args[0], lambda: loss, *args[2:]), kwargs

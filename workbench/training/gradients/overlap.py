@@ -1,0 +1,276 @@
+"""Sums of gradients that start during backward, bucket by bucket, as gradients become ready.
+
+Which backward is the last before a step nobody says; the step before tells: if it came after n backwards, sums start in
+the n-th again, and the others accumulate without communication. A wrong guess costs time, never numbers: a sum is used
+only if the gradient it was made of has not changed since. Under ZeRO 2 and 3 every backward is reduced.
+
+Buckets have one order on all ranks, and each starts when its gradients and those of all buckets before it are there:
+which of two gradients comes first may differ from rank to rank.
+
+A backward may be broken off, on each rank at another point. When the world has been rebuilt after that, every rank
+forgets what it had under way and what it had learnt, so that all go on alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from workbench.core.layout import Layout
+from workbench.core.sbp import Broadcast
+from workbench.errors import StrategyError
+from workbench.tensors.global_tensor import GlobalTensor, keep_grad_shard, local_torch, plain
+from workbench.training.gradients import reduction
+from workbench.training.gradients.reduction import Finish, Term, cut_into_buckets, keep, start_bucket
+from workbench.training.gradients.shard import shard_of, state_spec
+
+_SMALLEST_BUCKET_BYTES = 2**19
+_BUCKETS_PER_BACKWARD = 8
+_BUCKETS_UNDER_WAY = 4
+
+
+class Watcher:
+    """Follows the backwards of some parameters and starts the sums of their gradients.
+
+    Args:
+        parameters: in the order in which a module has them.
+        scatters: sum after every backward, and keep only this rank's shard of the gradient (ZeRO 2).
+    """
+
+    def __init__(self, parameters: Sequence[GlobalTensor], scatters: bool = False) -> None:
+        self.scatters = scatters
+        self.paused = False
+        self._parameters = [p for p in reversed(parameters) if _is_summed(p)]
+        self._start_over()
+        self._handles = [self._watch(parameter) for parameter in self._order]
+
+    def _start_over(self) -> None:
+        """Nothing is under way and nothing agreed: as at first, and after the world was rebuilt."""
+        self._num_rebuilds = self._world_rebuilds()
+        self._order = list(self._parameters)
+        self._has_agreed = False
+        self._first_order: list[GlobalTensor] = []
+        self._num_backwards, self._expected = 0, 0
+        self._task: int | None = None
+        self._is_active, self._is_recording = False, False
+        self._under_way: deque[tuple[list[Term], Finish]] = deque()
+        self._cut()
+
+    def _world_rebuilds(self) -> int:
+        return self._parameters[0]._spec.world.num_rebuilds if self._parameters else 0
+
+    @staticmethod
+    def of(parameter: GlobalTensor) -> Watcher | None:
+        """Who follows a parameter's gradient, if anybody."""
+        return parameter.__dict__.get("_watcher")
+
+    def remove(self) -> None:
+        """Stop following."""
+        self.drain()
+        for handle in self._handles:
+            handle.remove()
+        for parameter in self._parameters:
+            parameter.__dict__.pop("_watcher", None)
+
+    def before_step(self) -> None:
+        """An optimizer is about to step: it has taken so many backwards."""
+        self._notice_a_rebuild()
+        self._expected, self._num_backwards = self._num_backwards, 0
+        if not self._has_agreed and self._first_order:
+            self._agree()
+
+    def _watch(self, parameter: GlobalTensor) -> Any:
+        parameter.__dict__["_watcher"] = self
+        with local_torch():
+            return parameter.register_post_accumulate_grad_hook(self._ready)
+
+    def _cut(self) -> None:
+        """Buckets of terms in the agreed order; what their members' gradients are is filled in when they start."""
+        total = sum(_nbytes(p) for p in self._order)
+        size = min(reduction.BUCKET_BYTES, max(_SMALLEST_BUCKET_BYTES, total // _BUCKETS_PER_BACKWARD))
+        terms = [Term(p, plain(p), p._spec.term_ranks, shard_of(p)) for p in self._order]
+        buckets = list(cut_into_buckets(terms, min(size, reduction.BUCKET_BYTES)))
+        place = {id(p): number for number, p in enumerate(self._order)}
+        buckets.sort(key=lambda bucket: place[id(bucket[-1].owner)])
+        self._buckets = [[term.owner for term in bucket] for bucket in buckets]
+        self._bucket_of = {id(p): number for number, bucket in enumerate(self._buckets) for p in bucket}
+
+    def _ready(self, parameter: Any) -> None:
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._begin(task)
+        if self._is_recording:
+            self._first_order.append(parameter)
+        self._missing[self._bucket_of[id(parameter)]] -= 1
+        if self._is_active:
+            while self._next < len(self._buckets) and self._missing[self._next] == 0:
+                self._start_next()
+
+    def _notice_a_rebuild(self) -> None:
+        if self._num_rebuilds != self._world_rebuilds():
+            self._start_over()
+
+    def _begin(self, task: int) -> None:
+        self._notice_a_rebuild()
+        self.drain()  # sums of an earlier backward that no step has used
+        self._task = task
+        self._num_backwards += 1
+        self._next = 0
+        self._missing = [len(bucket) for bucket in self._buckets]
+        self._is_recording = not (self._has_agreed or self._first_order)
+        self._is_active = self.scatters or (self._num_backwards == self._expected and not self.paused)
+        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+
+    def _start_next(self) -> None:
+        with torch.no_grad(), local_torch():
+            members = [(p, p.grad) for p in self._buckets[self._next]]
+            bucket = [Term(p, plain(g), p._spec.term_ranks, shard_of(p)) for p, g in members if g is not None]
+        self._next += 1
+        for terms in cut_into_buckets(bucket, reduction.BUCKET_BYTES):  # one, unless dtypes differ
+            if len(self._under_way) == _BUCKETS_UNDER_WAY:
+                self._finish_one()
+            finish = _once(start_bucket(terms))
+            keep(terms, finish)
+            self._under_way.append((terms, finish))
+
+    def _finish_one(self) -> None:
+        terms, finish = self._under_way.popleft()
+        sums = finish()
+        if self.scatters:
+            for term in terms:
+                _accumulate_shard(term.owner, sums[term.owner])
+
+    def _end(self) -> None:
+        """The backward has ended; under ZeRO 2 nothing of its gradients stays but the shards."""
+        self._task = None
+        if self.scatters:
+            self._scatter_rest()
+
+    def scatter(self) -> None:
+        """The same for gradients that were not accumulated by a backward, but handed over after one."""
+        self._notice_a_rebuild()
+        self._next = 0
+        self._scatter_rest()
+
+    def _scatter_rest(self) -> None:
+        while self._next < len(self._buckets):
+            self._start_next()
+        self.drain()
+
+    def drain(self) -> None:
+        """End the sums that are under way; those that nobody has taken are dropped."""
+        self._notice_a_rebuild()
+        while self._under_way:
+            self._finish_one()
+
+    def _agree(self) -> None:
+        """Buckets go on in the order in which gradients became ready on the first rank of each group."""
+        ready = {id(p): number for number, p in enumerate(self._first_order)}
+        groups: dict[tuple[int, ...], list[GlobalTensor]] = {}
+        for parameter in self._order:
+            groups.setdefault(parameter._spec.term_ranks, []).append(parameter)
+        ranks: dict[int, int] = {}
+        for group, members in groups.items():
+            mine = torch.tensor([ready.get(id(p), len(ready) + n) for n, p in enumerate(members)], dtype=torch.int64)
+            ranks.update(zip(map(id, members), _from_first(members[0], group, mine), strict=True))
+        self.drain()
+        self._order.sort(key=lambda p: ranks[id(p)])
+        self._has_agreed = True
+        self._first_order = []
+        self._cut()
+
+
+def _from_first(parameter: GlobalTensor, group: tuple[int, ...], mine: torch.Tensor) -> list[int]:
+    world = parameter._spec.world
+    tag, header = world.next_sum_tag(group), "the order of gradients"
+    if world.device.type == "meta":  # a dry run, in which nobody answers
+        return list(map(int, mine.tolist()))
+    mine = mine.to(world.device)
+    if world.rank == group[0]:
+        world.transport.exchange([(rank, mine) for rank in group[1:]], [], tag, header)
+    else:
+        world.transport.exchange([], [(group[0], mine)], tag, header)
+    found: list[int] = mine.tolist()
+    return found
+
+
+def _accumulate_shard(owner: GlobalTensor, total: torch.Tensor) -> None:
+    """Add a scattered gradient to the shard that is there; the gradient it came from is given back."""
+    with torch.no_grad(), local_torch():
+        before = owner.__dict__.get("_grad_shard")
+        if before is not None:
+            before.add_(total)
+        else:  # of its own, not a view of a bucket
+            before = total.clone(memory_format=torch.contiguous_format)
+    keep_grad_shard(owner, before, state_spec(owner))
+
+
+def _once(finish: Finish) -> Finish:
+    found: list[Any] = []
+
+    def finish_once() -> Any:
+        if not found:
+            found.append(finish())
+        return found[0]
+
+    return finish_once
+
+
+def _is_summed(parameter: GlobalTensor) -> bool:
+    with local_torch():
+        return parameter.requires_grad and not parameter._spec.is_ghost and len(parameter._spec.term_ranks) > 1
+
+
+def _nbytes(parameter: GlobalTensor) -> int:
+    with local_torch():
+        return parameter.numel() * parameter.element_size()
+
+
+def watch(module: nn.Module, scatters: bool) -> Watcher:
+    """Follow the gradients of a module's global parameters."""
+    parameters = [p for p in module.parameters() if isinstance(p, GlobalTensor)]
+    for parameter in parameters:
+        parameter.__dict__.pop("_grad_spec", None)
+        if scatters and parameter._spec.is_ghost and _has_copies(parameter._spec.layout):
+            parameter.__dict__["_grad_spec"] = parameter._spec, state_spec(parameter)
+    return Watcher(parameters, scatters)
+
+
+def _has_copies(layout: Layout) -> bool:
+    sizes = zip(layout.placement.shape, layout.sbp, strict=True)
+    return any(size > 1 and isinstance(entry, Broadcast) for size, entry in sizes)
+
+
+@contextlib.contextmanager
+def no_sync(module: nn.Module) -> Iterator[None]:
+    """Context in which backwards only accumulate: their gradients' sums are not started.
+
+    Hardly ever needed: without it the step before tells which backward is the last one, and an optimizer's step sums
+    whatever has not been summed. Under ``zero=2`` and ``zero=3`` gradients are scattered after every backward all the
+    same, because that is what saves the memory.
+
+    Raises:
+        StrategyError: the module has no parameters of ``wb.parallelize``.
+
+    ``with wb.no_sync(model): loss_fn(model(x), y).backward()``
+    """
+    parameters = [p for p in module.parameters() if isinstance(p, GlobalTensor)]
+    if not parameters:
+        raise StrategyError(
+            f"no_sync({type(module).__name__}): 0 of its {sum(1 for _ in module.parameters())} parameters are global "
+            "tensors. Only gradients of global parameters are summed: call wb.parallelize(module, strategy) first."
+        )
+    watchers = list({id(w): w for p in parameters if (w := Watcher.of(p)) is not None}.values())
+    before = [watcher.paused for watcher in watchers]
+    for watcher in watchers:
+        watcher.paused = True
+    try:
+        yield
+    finally:
+        for watcher, paused in zip(watchers, before, strict=True):
+            watcher.paused = paused

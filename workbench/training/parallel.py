@@ -1,0 +1,120 @@
+"""``wb.parallelize``: a strategy applied to an unmodified nn.Module.
+
+Parameters and buffers become global tensors; a hook on every layer boxes its input to what the layer's choice means, so
+that neighbours need not know each other:
+
+    data           parameters B, input S(0) on every axis of the stage
+    model:column   weight S(0), input S(0) on the data axis and B on the model axis, output S(last)
+    model:row      weight S(1), input S(0), S(last), output P, boxed to what the next layer expects
+
+An embedding's columns are the width of its table and its rows are the words; both take whole indices on the model axis.
+What a row-split layer or a table gives is boxed at its own door. With the option ``sequence``, norms of model-parallel
+layers take S(1) on the model axis: the sum behind a row becomes a reduce-scatter, the door of a column an all-gather.
+Nothing in forward changes. Ranks outside a layer's stage run it on ghosts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from workbench.core.presets import StrategyLike, strategy_of
+from workbench.tensors.agreement import check_same_everywhere
+from workbench.tensors.torch_patches import wrappers
+from workbench.tensors.world import current
+from workbench.training import precision, recompute
+from workbench.training.gradients import optim
+from workbench.training.pipelining.combinations import check_combination
+from workbench.training.strategies.doors import Doors, hook_root
+from workbench.training.strategies.interrupting import Interruptible
+from workbench.training.strategies.layouts import StageLayouts
+from workbench.training.strategies.materializing import Init, materialize, names_on_meta
+from workbench.training.strategies.moving import OptimizerState
+from workbench.training.strategies.spreading import convert_buffers, convert_parameters
+from workbench.training.strategies.state import STATE, ParallelState, describe, layers_of, state_of, unhook
+from workbench.training.zero import units as zero
+
+INSTALLERS: tuple[Callable[[nn.Module, ParallelState], list[Any]], ...] = (
+    zero.install,
+    recompute.install,
+    precision.install,
+)
+"""Options that act on a module: each returns handles with ``remove()``, none where its option is off."""
+
+
+def parallelize(
+    module: nn.Module, strategy: StrategyLike, *, optimizer: Optimizer | None = None, init: Init = None
+) -> nn.Module:
+    """Spread ``module`` over the ranks of the world. All ranks call it with equal weights; it works in place.
+
+    Afterwards ``torch.optim`` over ``module.parameters()`` works as written: gradients are reduced in buckets before
+    the step, which runs on the local shards. Called again with another strategy, it boxes the weights to the new
+    layouts; the parameters stay the same objects.
+
+    Args:
+        module: any nn.Module on the CPU, on this rank's device, or built under ``torch.device("meta")``.
+        strategy: a ``wb.Strategy``, its text, e.g. ``"fc1: data; fc2: model"``, its rows as a dict, e.g.
+            ``{"fc1": "data", "fc2": "model"}``, a file of its text (``Path``), or the name of a preset, which
+            is made for the module: ``"data"``, ``"model"``, ``"pipeline"``, ``"hybrid"``, maybe with options:
+            ``"pipeline | mb=8"``.
+        optimizer: one over the module's parameters, whose state is to move with them.
+        init: where a module on meta gets its values, shard by shard. None: from its modules' ``reset_parameters``
+            (of ``transformers``: ``_init_weights``), with the same numbers for every strategy; a path: from
+            safetensors files, see ``wb.load_safetensors``; a function: called with every submodule, children first;
+            ``"empty"``: only what is in no checkpoint is computed, ``wb.load`` brings the rest.
+
+    Raises:
+        StrategyError: the strategy does not fit the module or the number of ranks; the optimizer has other parameters;
+            nothing gives values to tensors on meta.
+        LayoutError: the ranks hold different weights.
+        CheckpointError: the files do not fit.
+
+    ``wb.parallelize(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), "*: model")`` splits both weights.
+    """
+    world = current()
+    wrappers.install()
+    wrappers.refuse_wrapped(module)
+    described = describe(module)
+    strategy = strategy_of(strategy, described, world.world_size)
+    check_combination(strategy)
+    resolved = strategy.resolve(described, world.world_size)
+    check_same_everywhere(module, world)
+    optimizer_state = OptimizerState(optimizer, module, world) if optimizer is not None else None
+    on_meta = names_on_meta(module)
+    unhook(module)
+    layers = list(layers_of(module))
+    layouts = StageLayouts(world, resolved)
+    doors = Doors(layouts)
+    state = ParallelState(strategy, resolved, layouts, placements=layouts.placements)
+    converted: dict[int, nn.Parameter] = {}
+    stages: dict[nn.Parameter, int] = {}
+    for position, (_, layer) in enumerate(layers):
+        choice = resolved.layers[position]
+        convert_parameters(layer, choice, layouts, converted)
+        following = resolved.layers[position + 1] if position + 1 < len(layers) else None
+        own = dict(layer.named_parameters(recurse=False))
+        foreign = [
+            name for name, parameter in own.items() if stages.setdefault(parameter, choice.stage) != choice.stage
+        ]
+        state.handles += doors.hook(layer, choice, following, foreign, state.when_interrupted)
+    convert_buffers(module, layouts)
+    state.handles += hook_root(module, layouts, state.when_interrupted)
+    module.__dict__[STATE] = state
+    for install in INSTALLERS:
+        state.handles += install(module, state)
+    state.handles.append(Interruptible(module, state.when_interrupted))
+    if on_meta and world.device.type != "meta":
+        materialize(module, on_meta, init, world)
+    if optimizer_state is not None:
+        optimizer_state.follow(converted)
+    optim.install_hooks()
+    if resolved.schedule == "zero_bubble" and not world.splits_backward:
+        world.splits_backward = True
+        world.plans.clear()
+    return module
+
+
+__all__ = ["INSTALLERS", "ParallelState", "describe", "parallelize", "state_of", "unhook"]

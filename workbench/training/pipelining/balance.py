@@ -1,0 +1,203 @@
+"""Stages cut by what their layers cost: forward and backward are timed layer by layer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from workbench.core.rows import Row
+from workbench.core.strategy import Options, Strategy
+from workbench.errors import StrategyError
+from workbench.tensors.global_tensor import GlobalTensor
+from workbench.tensors.world import World, current
+from workbench.training.batches import Batch, LossFunction
+from workbench.training.pipelining.cutting import shortest_step
+from workbench.training.strategies.state import STATE, describe, layers_of
+
+
+@dataclass(frozen=True)
+class Balance:
+    """Stages of measured cost; ``print`` it.
+
+    Attributes:
+        strategy: a row per part, on its stage.
+        costs_s: seconds of forward and backward of every part of the model, in order. A part is an element of a list of
+            modules (a block), or a layer by itself.
+        stages: the stage of every part.
+    """
+
+    strategy: Strategy
+    costs_s: Mapping[str, float]
+    stages: Mapping[str, int]
+
+    def stage_costs_s(self) -> list[float]:
+        """Seconds of every stage."""
+        totals = [0.0] * (max(self.stages.values()) + 1)
+        for part, stage in self.stages.items():
+            totals[stage] += self.costs_s[part]
+        return totals
+
+    def __str__(self) -> str:
+        costs = ", ".join(f"{cost * 1e3:.1f}" for cost in self.stage_costs_s())
+        return f"{self.strategy}\nstages of {costs} ms"
+
+
+def balance(
+    module: nn.Module,
+    loss_fn: LossFunction | None,
+    inputs: Any,
+    targets: Any,
+    num_stages: int,
+    *,
+    num_micro_batches: int | None = None,
+    schedule: str | None = None,
+    num_repeats: int = 5,
+) -> Balance:
+    """Cut a model into stages such that a step takes as little time as can be, by measuring it. All ranks call it.
+
+    Runs forward and backward of one micro-batch here, in plain torch, and takes the least time of every part over some
+    repetitions and over the ranks: what else runs on a machine makes times longer only. The loss counts with the last
+    layer, the head. Cuts fall between blocks and layers, never inside a block; they are compared by what a step of the
+    schedule takes on paper. With few micro-batches that is not the cut whose slowest stage is fastest: early stages may
+    be slower than late ones.
+
+    Args:
+        module: the whole model, before ``wb.parallelize``; parameters, gradients and buffers stay as they are.
+        loss_fn, inputs, targets: the loss and one micro-batch, as for ``wb.forward_backward``.
+        num_stages: how many stages.
+        num_micro_batches: of a step; where it is not given, as many as stages.
+        schedule: of one stage per rank; ``1f1b`` where it is not given. What is given is among the strategy's options.
+        num_repeats: repetitions, after one that does not count.
+
+    Raises:
+        StrategyError: fewer parts than stages, no number of micro-batches, or a module that is spread already.
+
+    >>> model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 512), nn.Linear(512, 512))
+    >>> str(wb.balance(model, F.mse_loss, torch.ones(64, 8), torch.ones(64, 512), 2).strategy)
+    '0: data@0; 1: data@0; 2: data@1 | 2x1x1'
+    """
+    _check(module)
+    names = [layer.name for layer in describe(module)]
+    parts = list(dict.fromkeys(_part_of(name) for name in names))
+    if num_stages > len(parts):
+        raise StrategyError(
+            f"balance: {num_stages} stages, but the model has {len(parts)} parts between which it can be cut (blocks "
+            f"and single layers). Each stage needs one: use at most {len(parts)} stages."
+        )
+    if num_micro_batches is not None and not (isinstance(num_micro_batches, int) and num_micro_batches >= 1):
+        raise StrategyError(
+            f"balance: num_micro_batches={num_micro_batches!r}, but a step has a whole number of them, at least 1. "
+            "Leave it out for as many as stages."
+        )
+    batch = Batch.of_arguments(inputs, targets, loss_fn)
+    samples = _without_lasting(module, lambda: _samples(module, loss_fn, batch, num_repeats + 1))
+    own = [
+        sum(min(sample[name] for sample in samples[1:]) for name in names if _part_of(name) == part) for part in parts
+    ]
+    costs = _least_over_ranks(own, current())
+    cuts = shortest_step(costs, num_stages, num_micro_batches or num_stages, schedule or "1f1b")
+    rows = [Row(part, "data", None, stage) for part, stage in zip(parts, cuts, strict=True)]
+    options = Options((num_stages, 1, 1), num_micro_batches=num_micro_batches or 1, schedule=schedule)
+    strategy = Strategy.from_rows(rows, options)
+    return Balance(strategy, dict(zip(parts, costs, strict=True)), dict(zip(parts, cuts, strict=True)))
+
+
+def _check(module: nn.Module) -> None:
+    if STATE in module.__dict__ or any(isinstance(p, GlobalTensor) for p in module.parameters()):
+        raise StrategyError(
+            f"balance: {type(module).__name__} is spread over {current().world_size} ranks already; layers are timed "
+            f"on 1. Call it on the plain module, before wb.parallelize."
+        )
+
+
+def _part_of(name: str) -> str:
+    """The block that a layer belongs to: its path up to the first number; without one, the layer itself."""
+    words = name.split(".")
+    at = next((position for position, word in enumerate(words) if word.isdecimal()), len(words))
+    return ".".join(words[: at + 1])
+
+
+def _samples(module: nn.Module, loss_fn: LossFunction | None, batch: Batch, num_samples: int) -> list[dict[str, float]]:
+    """Costs of layers, measured several times, between pauses that keep the ranks of a host out of step.
+
+    In step they all go through the largest layer at once, and share the memory's bandwidth as stages never do.
+    """
+    found: list[dict[str, float]] = []
+    for number in range(num_samples):
+        quarters = number * (current().rank + 1) % 4
+        time.sleep(quarters / 4 * sum(found[-1].values()) if found else 0.0)
+        found.append(_measure(module, loss_fn, batch))
+    return found
+
+
+def _measure(module: nn.Module, loss_fn: LossFunction | None, batch: Batch) -> dict[str, float]:
+    """Seconds of forward and backward by layer; what lies between two layers counts with the one before."""
+    marks: list[tuple[str, float]] = []
+    grads: list[tuple[str, float]] = []
+    handles = [_mark(layer, name, marks, grads) for name, layer in layers_of(module)]
+    try:
+        loss = batch.loss(module, loss_fn)
+        forward_end = time.perf_counter()
+        loss.backward()
+        end = time.perf_counter()
+    finally:
+        for handle in handles:
+            handle.remove()
+    costs = {layer.name: 0.0 for layer in describe(module)}
+    for (name, start), stop in zip(marks, [*(at for _, at in marks[1:]), forward_end], strict=True):
+        costs[name] += stop - start
+    before = forward_end
+    for name, at in grads:
+        costs[name] += at - before
+        before = at
+    costs[marks[0][0]] += end - before
+    return costs
+
+
+def _mark(layer: nn.Module, name: str, marks: list[tuple[str, float]], grads: list[tuple[str, float]]) -> Any:
+    """Note when a layer begins, and when the gradient of its input is there, which is when its backward ends."""
+    name = name or "(root)"
+
+    def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.requires_grad]
+        if tensors:
+            tensors[0].register_hook(lambda grad: grads.append((name, _now(grad))))
+        marks.append((name, _now(tensors[0] if tensors else None)))
+
+    return layer.register_forward_pre_hook(begin, with_kwargs=True)
+
+
+def _now(tensor: torch.Tensor | None) -> float:
+    if tensor is not None and tensor.is_cuda:
+        torch.cuda.synchronize(tensor.device)
+    return time.perf_counter()
+
+
+def _without_lasting(module: nn.Module, run: Callable[[], Any]) -> Any:
+    """``run()``, after which gradients, buffers and random numbers are what they were."""
+    grads = [(parameter, parameter.grad) for parameter in module.parameters()]
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    state = torch.get_rng_state()
+    try:
+        for parameter, _ in grads:
+            parameter.grad = None
+        return run()
+    finally:
+        torch.set_rng_state(state)
+        for parameter, grad in grads:
+            parameter.grad = grad
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+
+
+def _least_over_ranks(values: Sequence[float], world: World) -> list[float]:
+    """The same numbers on all ranks."""
+    measured = torch.tensor(values, dtype=torch.float64, device=world.device)
+    return torch.stack(world.transport.all_gather(measured, "balance()")).amin(0).tolist()

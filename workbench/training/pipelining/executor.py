@@ -1,0 +1,203 @@
+"""Runs one rank's actions of a pipeline table.
+
+A stage runs the whole program of a micro-batch; what is not placed on it is a ghost and costs little. So an action is
+the whole forward, or the whole backward from that micro-batch's loss, and any forward code pipelines. Sends never block
+and are tagged by micro-batch, position in the program and direction.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch.utils._pytree import tree_map
+
+from workbench.errors import RunError, StrategyError
+from workbench.pipeline.schedules import Action
+from workbench.pipeline.simulate import Span
+from workbench.tensors.global_tensor import GlobalTensor
+from workbench.tensors.ops.hooks import run_hooks
+from workbench.tensors.ops.reading import everywhere
+from workbench.tensors.ops.weight_gradients import WeightGradients
+from workbench.tensors.world import World
+from workbench.training.pipelining.running import RunningStep
+from workbench.training.pipelining.stand_ins import StandIn, standing_in
+from workbench.transport.ended import end_exchanges
+
+Program = Callable[[int], Any]
+"""micro-batch number -> its loss, already weighted with its share of the step; or what an evaluation returns."""
+
+
+class Stage(Protocol):
+    """One stage of this rank."""
+
+    world: World
+
+    def stepping(self) -> AbstractContextManager[None]:
+        """Around all of the step's actions."""
+
+    def entered(self) -> AbstractContextManager[None]:
+        """While this lasts, the module holds what the stage sees of it."""
+
+    def leave(self, result: torch.Tensor) -> torch.Tensor:
+        """A detached result of the stage as this rank's own world knows it; a ghost where another stage has it."""
+
+    def hand_over_gradients(self) -> None:
+        """Give the module's own parameters the gradients that the stage has found."""
+
+
+class OnlyStage:
+    """The stage of a rank that has no other one: what the module holds is what it sees."""
+
+    def __init__(self, world: World, stand_ins: Sequence[StandIn] = ()) -> None:
+        self.world, self._stand_ins = world, stand_ins
+        for stand_in in stand_ins:
+            stand_in.begin_step()
+
+    def stepping(self) -> AbstractContextManager[None]:
+        return standing_in(self._stand_ins)
+
+    def entered(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def leave(self, result: torch.Tensor) -> torch.Tensor:
+        return result
+
+    def hand_over_gradients(self) -> None:
+        pass
+
+
+class Executor:
+    """Runs actions of this rank's stages; ``spans`` tells afterwards when each ran.
+
+    Args:
+        world: this rank's world.
+        stages: by number, those of this rank.
+        running: the step, as the runtime knows it.
+        seed: where the random numbers of every micro-batch follow from, whatever the order in which they run.
+    """
+
+    def __init__(self, world: World, stages: Mapping[int, Stage], running: RunningStep, seed: int) -> None:
+        self.world, self.stages, self.running, self.seed = world, stages, running, seed
+        self.generator = torch.Generator()
+        self.spans: list[Span] = []
+        self._graphs: dict[tuple[int, int], torch.Tensor] = {}
+        self._kept_back: dict[tuple[int, int], WeightGradients] = {}
+        self._hooks: dict[tuple[int, int], dict[int, Callable[[], None]]] = {}
+
+    def train(
+        self, actions: Sequence[Action], program: Program, after_backward: Sequence[Callable[[], None]]
+    ) -> list[torch.Tensor]:
+        """Run forwards and backwards; the losses of the micro-batches, detached, in their order."""
+        losses: dict[int, torch.Tensor] = {}
+        keeps_back = {_key(action) for action in actions if action.kind == "I"}
+        self.running.has_halves = bool(keeps_back)
+        with self._scheduled():
+            for action in actions:
+                with self._running(action) as stage:
+                    if action.kind == "F":
+                        loss = self._forward(action, program, splits_backward=_key(action) in keeps_back)
+                        losses[action.micro_batch] = _chosen(losses.get(action.micro_batch), stage.leave(loss))
+                        continue
+                    self._backward(action)
+                    if action.kind != "I":
+                        stage.hand_over_gradients()
+                        for call in after_backward:
+                            call()
+                        run_hooks(self._hooks.pop(_key(action), {}))
+        return [losses[index] for index in sorted(losses)]
+
+    def evaluate(self, actions: Sequence[Action], program: Program, take: Callable[[Stage, int, Any], None]) -> None:
+        """Run forwards only; ``take`` gets every stage's result."""
+        with self._scheduled():
+            for action in actions:
+                with self._running(action) as stage:
+                    take(stage, action.micro_batch, program(action.micro_batch))
+
+    def enter(self, batch: Any) -> Any:
+        """A batch as the stages of this rank take it: where there are several, global tensors are read."""
+        if len(self.stages) == 1:
+            return batch
+        return tree_map(lambda leaf: everywhere(leaf) if isinstance(leaf, GlobalTensor) else leaf, batch)
+
+    def _forward(self, action: Action, program: Program, splits_backward: bool) -> torch.Tensor:
+        if splits_backward:
+            self.running.weight_gradients = self._kept_back[_key(action)] = WeightGradients()
+        self.running.edges = []
+        loss = self._graphs[_key(action)] = program(action.micro_batch)
+        return loss.detach()
+
+    def _backward(self, action: Action) -> None:
+        self.running.hooks = self._hooks.setdefault(_key(action), {})
+        if action.kind == "W":
+            self._kept_back.pop(_key(action)).accumulate()
+            return
+        loss = self._graphs.pop(_key(action))
+        if loss.requires_grad:  # a micro-batch that has no weight in the step has no backward
+            self.running.runs_backward = True
+            try:
+                loss.backward()
+            finally:
+                self.running.runs_backward = False
+
+    def _seed(self, micro_batch: int) -> None:
+        recorder = self.world.recorder
+        if recorder is None:
+            _set_seed(self.generator, self.seed, micro_batch)
+        else:
+            recorder.call("seed", _set_seed, self.generator, self.seed, micro_batch)
+
+    @contextmanager
+    def _scheduled(self) -> Iterator[None]:
+        world, generator = self.world, self.world.generator
+        try:
+            with ExitStack() as around:
+                for stage in self.stages.values():
+                    around.enter_context(stage.stepping())
+                yield
+        except BaseException as error:
+            self._break_off(error)
+            raise
+        finally:
+            world.micro_batch, world.running, world.generator = 0, None, generator
+        world.transport.flush()
+
+    def _break_off(self, error: BaseException) -> None:
+        """Ranks are at different micro-batches now, unless all saw in their first one what was refused."""
+        is_refusal = isinstance(error, (StrategyError, RunError)) and not self.spans
+        num_stages = len(self.running.placements)
+        if num_stages > 1 and not is_refusal:
+            end_exchanges(self.world, error, f"a step of {num_stages} stages")
+
+    @contextmanager
+    def _running(self, action: Action) -> Iterator[Stage]:
+        """The context of one action; what it took is noted."""
+        stage, traffic = self.stages[action.stage], self.world.traffic
+        started, waited = time.perf_counter(), traffic.time_s
+        exchanges, sent = traffic.num_exchanges, traffic.sent_bytes
+        with stage.entered():
+            world = stage.world
+            world.micro_batch, world.running, world.generator = action.micro_batch, self.running, self.generator
+            if action.kind == "F":
+                world.num_edges.pop(action.micro_batch, None)
+                self._seed(action.micro_batch)
+            yield stage
+        self.running.edges = self.running.weight_gradients = None
+        moved = (traffic.time_s - waited, traffic.num_exchanges - exchanges, traffic.sent_bytes - sent)
+        self.spans.append(Span(self.world.rank, action, started, time.perf_counter(), *moved))
+
+
+def _key(action: Action) -> tuple[int, int]:
+    return action.stage, action.micro_batch
+
+
+def _chosen(known: torch.Tensor | None, found: torch.Tensor) -> torch.Tensor:
+    """Of the losses that the stages of one rank know of a micro-batch, the one that is no ghost, if there is one."""
+    return found if known is None or getattr(known, "is_ghost", False) else known
+
+
+def _set_seed(generator: torch.Generator, seed: int, index: int) -> None:
+    generator.manual_seed((seed + 0x9E3779B97F4A7C15 * (index + 1)) & 0x7FFFFFFFFFFFFFFF)

@@ -1,0 +1,133 @@
+"""A step of a program that calls ``backward`` itself, and that says where its stages lie; ``flow.nn.Graph`` makes some.
+
+A forward is a run of the program, in which ``backward`` only notes its loss; the backward of the micro-batch starts
+from there when the table comes to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from workbench.core.placement import Placement
+from workbench.errors import StrategyError
+from workbench.pipeline.schedules import Action, Table, make_table
+from workbench.pipeline.simulate import Span
+from workbench.tensors.random import draw_key
+from workbench.tensors.world import World, current
+from workbench.training.pipelining.executor import Executor, OnlyStage
+from workbench.training.pipelining.ghost_modules import ghost_modules
+from workbench.training.pipelining.local_modules import local_modules
+from workbench.training.pipelining.running import RunningStep
+from workbench.training.pipelining.stand_ins import StandIn
+
+Program = Callable[[Any], Any]
+"""Inputs of a micro-batch -> what the program returns."""
+
+
+def train_program(
+    program: Program,
+    parts: Sequence[Any],
+    shares: Sequence[float],
+    *,
+    placements: Sequence[Placement] = (),
+    schedule: str = "1f1b",
+    stand_ins: Sequence[StandIn] = (),
+    weigh: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> tuple[list[Any], list[Span]]:
+    """Forward and backward of micro-batches. All ranks call it.
+
+    Args:
+        program: calls ``backward()`` on at least one scalar loss.
+        parts: the inputs of every micro-batch.
+        shares: the weight of every micro-batch's losses in the step.
+        placements: the ranks of every stage, disjoint, in the order of the program. Fewer than two: micro-batches run
+            one after the other.
+        schedule: which table the stages run.
+        stand_ins: blocks whose calls are told in short; see ``stand_ins_for``.
+        weigh: what becomes of a micro-batch's loss before its backward, such as the scaling of a ``GradScaler``.
+
+    Returns:
+        What the program returned for every micro-batch, without history; and when this rank's actions ran.
+
+    Raises:
+        StrategyError: no such schedule; a program that calls no backward, or none from a scalar.
+    """
+    world, outputs = current(), [None] * len(parts)
+    table = _table(schedule, len(placements), len(parts))
+    own = max(0, _stage_of(world, placements))
+    running = RunningStep(tuple(placements) or (_everywhere(world),), schedule, table, len(parts))
+
+    def forward(index: int) -> torch.Tensor:
+        output, losses = _losses_of(running, program, parts[index])
+        if not losses:
+            raise StrategyError(
+                f"a training step of {len(parts)} micro-batches whose program calls backward() on 0 losses. Call "
+                "loss.backward() on a scalar in it, on every micro-batch."
+            )
+        outputs[index] = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, output)
+        total = sum(losses[1:], losses[0]) * shares[index]
+        return total if weigh is None else weigh(total)
+
+    executor = Executor(world, {own: OnlyStage(world, stand_ins)}, running, draw_key(world))
+    executor.train(table[own], forward, ())
+    return outputs, executor.spans
+
+
+def stand_ins_for(
+    modules: Iterable[nn.Module], stage_of: Mapping[int, int], placements: Sequence[Placement]
+) -> list[StandIn]:
+    """What this rank may tell in short of modules whose forward is all that their call does; to be kept between steps.
+
+    Args:
+        modules: those that the program calls.
+        stage_of: the stage of every parameter of theirs, by its id.
+        placements: as for ``train_program``.
+    """
+    world = current()
+    stage, found = _stage_of(world, placements), list[StandIn]()
+    for module in modules:
+        found += ghost_modules(module, stage_of, stage, world)
+        if stage >= 0:
+            found += local_modules(module, stage_of, stage, placements[stage], world, frozenset())
+    return found
+
+
+def _stage_of(world: World, placements: Sequence[Placement]) -> int:
+    """This rank's stage; -1 if it has none."""
+    return next((stage for stage, placement in enumerate(placements) if world.rank in placement), -1)
+
+
+def run_program(program: Program, inputs: Any) -> tuple[Any, int]:
+    """What a program returns, without gradients, and how many losses it called ``backward`` on."""
+    world = current()
+    before, world.running = world.running, RunningStep((_everywhere(world),), "", [[]], 1)
+    try:
+        with torch.no_grad():
+            output, losses = _losses_of(world.running, program, inputs)
+        return output, len(losses)
+    finally:
+        world.running = before
+
+
+def _losses_of(running: RunningStep, program: Program, inputs: Any) -> tuple[Any, list[torch.Tensor]]:
+    losses: list[torch.Tensor] = []
+    running.losses = losses
+    try:
+        return program(inputs), losses
+    finally:
+        running.losses = None
+
+
+def _everywhere(world: World) -> Placement:
+    return Placement.of(world.device.type, list(range(world.world_size)))
+
+
+def _table(schedule: str, num_stages: int, num_micro_batches: int) -> Table:
+    if num_stages < 2:
+        return [[Action(0, kind, index) for index in range(num_micro_batches) for kind in "FB"]]
+    return make_table(schedule, num_stages, num_micro_batches)

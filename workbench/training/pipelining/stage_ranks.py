@@ -1,0 +1,353 @@
+"""Several stages on one rank: each runs as a rank of its own, in a world whose ranks are those of all stages.
+
+So a rank with two stages runs the program of a micro-batch twice, each time with the other stage's layers as ghosts,
+and everything that holds for one stage per rank holds here: any forward code, skip edges, tied weights. While a stage
+runs, the module holds its view of the parameters: the rank's own shards under another label, and ghosts.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from workbench.core.layout import Layout
+from workbench.core.placement import Placement
+from workbench.core.sbp import broadcast
+from workbench.core.strategy import ResolvedStrategy
+from workbench.errors import CollectiveAborted, StrategyError
+from workbench.tensors.global_tensor import (
+    GlobalTensor,
+    Spec,
+    accumulate_grad,
+    ghost_storage,
+    label,
+    local_torch,
+    mark_ghost,
+    plain,
+    read_grad,
+    spec_of,
+)
+from workbench.tensors.ops.hooks import hooks_of
+from workbench.tensors.world import Simulated, World
+from workbench.training.gradients.overlap import Watcher
+from workbench.training.gradients.shard import Shard
+from workbench.training.pipelining.local_modules import stand_ins_of
+from workbench.training.pipelining.stand_ins import standing_in
+from workbench.training.strategies.layouts import StageLayouts
+from workbench.training.strategies.state import ROOT, ParallelState, layers_of, parameter_stages
+from workbench.transport.base import Message, Release, Transport, Wanted
+
+Letters = dict[tuple[int, int, int], deque[torch.Tensor]]
+"""(source, destination, tag) -> what the stages of one rank have sent one another."""
+
+
+class Numbering:
+    """The ranks of stages: those of stage 0 first, in the stage's order, then those of stage 1, and so on."""
+
+    def __init__(self, resolved: ResolvedStrategy, device_type: str) -> None:
+        members = [resolved.stage_ranks(stage) for stage in range(resolved.num_stages)]
+        self.rank_of = [rank for ranks in members for rank in ranks]
+        self.first = [sum(map(len, members[:stage])) for stage in range(len(members))]
+        self._members, self._device_type = members, device_type
+
+    def of(self, stage: int, rank: int) -> int:
+        """The number of a rank as a member of a stage."""
+        return self.first[stage] + self._members[stage].index(rank)
+
+    def placement(self, stage: int, like: Placement) -> Placement:
+        """The placement of a stage in terms of stage ranks, of the same shape as the one in terms of ranks."""
+        return Placement(like.device_type, tuple(self.of(stage, rank) for rank in like), like.shape)
+
+    def everywhere(self) -> Placement:
+        """All ranks of all stages."""
+        return Placement.of(self._device_type, list(range(len(self.rank_of))))
+
+
+class StageTransport:
+    """A stage rank's end of the transport of the rank that it lives on."""
+
+    def __init__(self, rank_world: World, own: int, rank_of: Sequence[int], letters: Letters) -> None:
+        self.rank_world, self.own, self.rank_of, self.letters = rank_world, own, rank_of, letters
+        self.name, self.cost = self.base.name, self.base.cost
+
+    @property
+    def base(self) -> Transport:
+        """The transport of the rank."""
+        return self.rank_world.transport
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int, header: str) -> None:
+        pieces, release = self.borrow(
+            sends, [(s, tuple(t.shape)) for s, t in receives], _dtype_of(receives), tag, header
+        )
+        for (_, out), piece in zip(receives, pieces, strict=True):
+            out.copy_(piece)
+        release()
+
+    def borrow(
+        self, sends: Sequence[Message], wanted: Sequence[Wanted], dtype: torch.dtype, tag: int, header: str
+    ) -> tuple[list[torch.Tensor], Release]:
+        self._check_peers([other for other, _ in sends], header)
+        self._check_peers([other for other, _ in wanted], header)
+        for destination, tensor in sends:
+            if self._is_here(destination):
+                kept = tensor.clone(memory_format=torch.contiguous_format)
+                self.letters.setdefault((self.own, destination, tag), deque()).append(kept)
+        away = [(self.rank_of[other], tensor) for other, tensor in sends if not self._is_here(other)]
+        from_away = [(self.rank_of[other], shape) for other, shape in wanted if not self._is_here(other)]
+        borrowed: Iterator[torch.Tensor] = iter(())
+        release: Release = _nothing
+        if away or from_away:
+            pieces, release = self.base.borrow(away, from_away, dtype, tag, header)
+            borrowed = iter(pieces)
+        return [
+            self._take(other, tag, header) if self._is_here(other) else next(borrowed) for other, _ in wanted
+        ], release
+
+    def _is_here(self, other: int) -> bool:
+        return self.rank_of[other] == self.rank_of[self.own]
+
+    def _take(self, source: int, tag: int, header: str) -> torch.Tensor:
+        waiting = self.letters.get((source, self.own, tag))
+        if not waiting:
+            raise CollectiveAborted(
+                f"{header}: rank {self.rank_of[self.own]} would wait for itself: the stage that sends this runs "
+                f"later in its table. Stages hand over forward only; use the schedule gpipe with one stage per rank."
+            )
+        return waiting.popleft()
+
+    def _check_peers(self, others: Sequence[int], header: str) -> None:
+        ranks = [self.rank_of[other] for other in others]
+        if len(set(ranks)) < len(ranks):
+            raise StrategyError(
+                f"{header}: an exchange with {len(ranks)} stages on {len(set(ranks))} ranks. Inside a step with "
+                f"several stages per rank a tensor goes from one to one other: read it after the step, or use 1f1b."
+            )
+
+    def all_reduce(
+        self, tensor: torch.Tensor, group: Sequence[int], reduction: str, tag: int, header: str
+    ) -> torch.Tensor:
+        return self.base.all_reduce(tensor, self._group(group, header), reduction, tag, header)
+
+    def start_all_reduce(
+        self, tensors: Sequence[torch.Tensor], group: Sequence[int], reduction: str, tag: int, header: str
+    ) -> Callable[[], torch.Tensor]:
+        return self.base.start_all_reduce(tensors, self._group(group, header), reduction, tag, header)
+
+    def _group(self, group: Sequence[int], header: str) -> list[int]:
+        self._check_peers(group, header)
+        return [self.rank_of[other] for other in group]
+
+    def all_gather(self, tensor: torch.Tensor, header: str) -> list[torch.Tensor]:
+        raise StrategyError(
+            f"{header}: a call of all ranks inside a step whose ranks have several stages each, which run at their own "
+            f"times. Make it outside of the step, or use a schedule with 1 stage per rank."
+        )
+
+    def flush(self) -> None:
+        self.base.flush()
+
+    def abort(self, reason: str) -> None:
+        self.base.abort(reason)
+
+    def close(self) -> None:
+        pass
+
+
+def _dtype_of(messages: Sequence[Message]) -> torch.dtype:
+    return messages[0][1].dtype if messages else torch.float32
+
+
+def _nothing() -> None:
+    pass
+
+
+class StageRank:
+    """One of several stages of this rank; see ``executor.Stage``."""
+
+    def __init__(
+        self, module: nn.Module, state: ParallelState, rank_world: World, stage: int, letters: Letters
+    ) -> None:
+        resolved, numbering = state.resolved, Numbering(state.resolved, rank_world.device.type)
+        own = numbering.of(stage, rank_world.rank)
+        transport = StageTransport(rank_world, own, numbering.rank_of, letters)
+        self.rank_world, self._numbering, self._own_layouts = rank_world, numbering, state.layouts
+        self.world = World(own, len(numbering.rank_of), rank_world.device, transport)
+        self.world.traffic, self.world.splits_backward = rank_world.traffic, rank_world.splits_backward
+        self.world.checks_agreement = False  # compares over all ranks
+        self.world.num_rebuilds = rank_world.num_rebuilds
+        self._layouts = _as_seen(state.layouts, self.world, numbering)
+        self.placements = self._layouts.placements
+        self._stand_ins = stand_ins_of(module, state, stage, self.placements[stage], self.world)
+        self._views: list[tuple[dict[str, Any], str, GlobalTensor, GlobalTensor]] = []
+        self._names = {id(parameter): name for name, parameter in module.named_parameters()}
+        self._view_parameters(module, resolved)
+        self._view_buffers(module, resolved)
+
+    def _view_parameters(self, module: nn.Module, resolved: ResolvedStrategy) -> None:
+        stages, views = parameter_stages(module, resolved), dict[int, GlobalTensor]()
+        for _, layer in layers_of(module):
+            for name, parameter in layer.named_parameters(recurse=False):
+                own: Any = parameter
+                if id(own) not in views:
+                    views[id(own)] = self._view_parameter(own, stages[id(own)])
+                self._views.append((layer._parameters, name, own, views[id(own)]))
+
+    def _view_parameter(self, own: GlobalTensor, stage: int) -> GlobalTensor:
+        view = self._view(own, self._seen_layout(own._spec, stage))
+        view._is_param = True
+        shard: Shard | None = own.__dict__.get("_shard")
+        if shard is not None and shard.spec is own._spec:  # zero=3: its values are a shard, which units gather
+            of = spec_of(self.world, self._seen_layout(shard.of, stage), shard.of.shape)
+            view.__dict__["_shard"] = shard.seen_from(of, view._spec, partial(self._numbering.of, stage))
+        return view
+
+    def _seen_layout(self, spec: Spec, stage: int) -> Layout:
+        return Layout(self._numbering.placement(stage, spec.layout.placement), spec.layout.sbp)
+
+    def _view_buffers(self, module: nn.Module, resolved: ResolvedStrategy) -> None:
+        choices = {choice.name: choice for choice in resolved.layers}
+        nearest = resolved.layers[0]
+        for name, submodule in module.named_modules():
+            nearest = choices.get(name or ROOT, nearest)
+            for short, buffer in submodule.named_buffers(recurse=False):
+                placement = self._layouts.placement_of_buffers(name or ROOT, submodule, nearest)
+                own: Any = buffer
+                layout = Layout(placement, (broadcast,) * placement.num_axes)
+                self._views.append((submodule._buffers, short, own, self._view(own, layout)))
+
+    def _view(self, own: GlobalTensor, layout: Layout) -> GlobalTensor:
+        """A tensor of the module under the stage's label: the same storage, or a ghost where it is another stage's."""
+        spec = spec_of(self.world, layout, own._spec.shape)
+        with local_torch():
+            local = ghost_storage(spec.shape, own.dtype, self.world.device) if spec.is_ghost else plain(own)
+            return label(local.requires_grad_(own.requires_grad), spec)
+
+    def refresh(self) -> bool:
+        """Before a step: take over the gradients that parameters have.
+
+        False if the module holds other tensors now, or the world was rebuilt: letters of a broken step are void.
+        """
+        recorder = self.rank_world.recorder
+        if self.world.num_rebuilds != self.rank_world.num_rebuilds:
+            return False
+        for stand_in in self._stand_ins:
+            stand_in.begin_step()
+        for holder, name, own, view in self._views:
+            if holder.get(name) is not own:
+                return False
+            if recorder is not None:
+                recorder.depends_on(own)
+            with local_torch():
+                if not view._spec.is_ghost and view.data_ptr() != own.data_ptr():
+                    return False
+                if view.requires_grad != own.requires_grad:
+                    return False
+                if own._is_param:
+                    self._refuse_hooks(own)
+                    view._ghost_grad = False
+                    view.grad = None if view._spec.is_ghost or own.grad is None else plain(own.grad)
+        return True
+
+    def _refuse_hooks(self, parameter: GlobalTensor) -> None:
+        """A stage's backward sees its view of a parameter, and would leave out what the parameter's hooks do."""
+        if not (num_hooks := len(hooks_of(parameter))):
+            return
+        raise StrategyError(
+            f"{self._names[id(parameter)]}: hooks registered: {num_hooks}, called: 0. With "
+            f"several stages per rank a parameter's gradient comes from each stage's view of it. Change the gradient "
+            f"after the step, or use a schedule with 1 stage per rank (1f1b)."
+        )
+
+    def stepping(self) -> AbstractContextManager[None]:
+        """The module has the stage's views, and its stand-ins, during an action only."""
+        return nullcontext()
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """While this lasts, the module holds the stage's views, and this thread is the stage rank."""
+        world, rank_world = self.world, self.rank_world
+        world.tracer, world.implicit_boxing_allowed = rank_world.tracer, rank_world.implicit_boxing_allowed
+        world.num_rebuilds, world.recorder = rank_world.num_rebuilds, rank_world.recorder
+        for holder, name, _, view in self._views:
+            holder[name] = view
+        try:
+            with self._own_layouts.seen_from(self._layouts), Simulated(world), standing_in(self._stand_ins):
+                yield
+        finally:
+            world.micro_batch, world.running, world.generator, world.recorder = 0, None, None, None
+            for position, (holder, name, own, view) in enumerate(self._views):
+                if holder[name] is not view and not own._is_param:  # a forward has put another buffer in its place
+                    own, view = self._replaced(own, holder[name])
+                    self._views[position] = (holder, name, own, view)
+                holder[name] = own
+
+    def _replaced(self, own: GlobalTensor, found: Any) -> tuple[GlobalTensor, GlobalTensor]:
+        left: Any = own if found._spec.is_ghost else self.leave(found)
+        return left, found
+
+    def leave(self, result: torch.Tensor) -> torch.Tensor:
+        """A result of the stage with the label that it has on this rank; a ghost of another stage may stay one."""
+        if not isinstance(result, GlobalTensor):
+            return result
+        spec = result._spec
+        grid = tuple(self._numbering.rank_of[rank] for rank in spec.layout.placement)
+        is_everywhere = len(set(grid)) < len(grid)
+        placement = spec.layout.placement
+        placement = (
+            self._own_layouts.everywhere if is_everywhere else Placement(placement.device_type, grid, placement.shape)
+        )
+        there = spec_of(self.rank_world, Layout(placement, spec.layout.sbp), spec.shape)
+        if spec.is_ghost and not there.is_ghost:
+            return result
+        with local_torch():
+            return label(
+                ghost_storage(there.shape, result.dtype, there.world.device) if there.is_ghost else plain(result), there
+            )
+
+    def hand_over_gradients(self) -> None:
+        """Parameters get the gradients that their views have, and scatter them where that is their way (ZeRO 2)."""
+        scattering = {id(w): w for _, _, own, _ in self._views if (w := Watcher.of(own)) is not None and w.scatters}
+        with local_torch():
+            for _, _, own, view in self._views:
+                if not own._is_param:
+                    continue
+                if view._spec.is_ghost:
+                    if own._spec.is_ghost and view._ghost_grad is not False and own._ghost_grad is False:
+                        mark_ghost(own)
+                    continue
+                known, found = read_grad(own), read_grad(view)
+                if found is not None and (known is None or known.data_ptr() != found.data_ptr()):
+                    accumulate_grad(own, plain(found))
+                if scattering:
+                    view.grad = None
+        for watcher in scattering.values():
+            watcher.scatter()
+
+
+def _as_seen(layouts: StageLayouts, world: World, numbering: Numbering) -> StageLayouts:
+    """The layouts of stages in terms of stage ranks."""
+    seen = copy.copy(layouts)
+    seen.world, seen._input_layouts = world, {}
+    seen.placements = tuple(numbering.placement(stage, like) for stage, like in enumerate(layouts.placements))
+    seen.everywhere = numbering.everywhere()
+    return seen
+
+
+def stage_ranks(module: nn.Module, state: ParallelState, world: World, stages: Sequence[int]) -> dict[int, StageRank]:
+    """The stages of this rank, kept from step to step for as long as the module holds the same tensors."""
+    kept: dict[int, StageRank] = state.stage_ranks or {}
+    still_right = [stage.refresh() for stage in kept.values()]
+    if not still_right or not all(still_right):
+        letters: Letters = {}
+        kept = {stage: StageRank(module, state, world, stage, letters) for stage in stages}
+        state.stage_ranks = kept
+        for stage in kept.values():
+            stage.refresh()
+    return kept

@@ -1,0 +1,77 @@
+"""The measured timeline of a scheduled step, in the same type as a simulated one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from workbench.pipeline.schedules import KINDS, Action
+from workbench.pipeline.simulate import Span, Timeline
+from workbench.tensors.world import World, current
+from workbench.training.strategies.state import state_of
+
+_ONE_CLOCK = ("shared", "threads")
+"""Transports whose ranks are on one host, and read one clock."""
+_FIELDS = 6
+
+
+def timeline(module: nn.Module) -> Timeline:
+    """When every rank ran every action of the module's last ``forward_backward`` or ``evaluate``. All ranks call it.
+
+    Spans are by rank of the world and start at zero; ``waited_s`` is what an action spent in exchanges, waiting or
+    copying. Clocks of several hosts are aligned at a barrier, to some tenths of a millisecond. Times are the host's:
+    on a GPU, of launching kernels, unless the environment variable CUDA_LAUNCH_BLOCKING=1 makes them the GPU's.
+
+    Raises:
+        StrategyError: the module is not parallelized.
+
+    After a step under ``"0: data; 1: data@1 | 2x1x1 mb=4 1f1b"``, ``wb.timeline(model).bubble`` is the part of the time
+    in which ranks had nothing to do.
+    """
+    return timeline_of(state_of(module).spans)
+
+
+def timeline_of(spans: Sequence[Span]) -> Timeline:
+    """The timeline of all ranks from what each has measured of itself. All ranks call it; see ``timeline``."""
+    world = current()
+    rows = [[s.action.stage, KINDS.index(s.action.kind), s.action.micro_batch, *_times(s)] for s in spans]
+    own = torch.tensor(rows, dtype=torch.float64).reshape(-1, _FIELDS)
+    counts = [int(n) for n in world.transport.all_gather(torch.tensor([len(own)], device=world.device), "timeline()")]
+    offset = clock_offset(world)
+    padded = torch.zeros(max(counts), _FIELDS, dtype=torch.float64)
+    padded[: len(own)] = own
+    gathered = [part.cpu() for part in world.transport.all_gather(padded.to(world.device), "timeline()")]
+    offsets = world.transport.all_gather(torch.tensor([offset], dtype=torch.float64, device=world.device), "timeline()")
+    found = [
+        [_span(rank, row, float(offsets[rank])) for row in part[:count].tolist()]
+        for rank, (part, count) in enumerate(zip(gathered, counts, strict=True))
+    ]
+    start = min((span.start_s for spans in found for span in spans), default=0.0)
+    return Timeline(tuple(tuple(_moved(span, -start) for span in spans) for spans in found))
+
+
+def _times(span: Span) -> tuple[float, float, float]:
+    return span.start_s, span.stop_s, span.waited_s
+
+
+def clock_offset(world: World) -> float:
+    """What this rank's clock shows at a moment that is the same on all ranks; zero where they read one clock.
+
+    All ranks call it.
+    """
+    if world.transport_name in _ONE_CLOCK:
+        return 0.0
+    world.transport.all_gather(torch.zeros(1, device=world.device), "timeline()")
+    return time.perf_counter()
+
+
+def _span(rank: int, row: list[float], offset: float) -> Span:
+    action = Action(int(row[0]), KINDS[int(row[1])], int(row[2]))
+    return Span(rank, action, row[3] - offset, row[4] - offset, row[5])
+
+
+def _moved(span: Span, by_s: float) -> Span:
+    return Span(span.rank, span.action, span.start_s + by_s, span.stop_s + by_s, span.waited_s)

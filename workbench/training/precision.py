@@ -1,0 +1,120 @@
+"""Mixed precision: ``bf16`` and ``fp16`` of a strategy, and a gradient scaler whose decision is that of all ranks.
+
+The module's forward runs under ``torch.autocast``; parameters, gradients and the optimizer stay in their own dtype, and
+so does a loss that is computed outside the module. (Micikevicius et al., Mixed Precision Training, 2018.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.amp import grad_scaler
+
+from workbench.errors import LayoutError
+from workbench.tensors.global_tensor import GlobalTensor, local_torch
+from workbench.tensors.world import World
+from workbench.training.gradients.reduction import change_gradients, start_reduction
+from workbench.training.strategies.state import ParallelState
+
+AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""What a module's forward computes in, by the strategy's word for it; 32 bits have none."""
+_torch_unscale: Callable[..., Any] = grad_scaler.GradScaler._unscale_grads_
+
+
+def install(module: nn.Module, state: ParallelState) -> list[Any]:
+    """Let ``module`` run under autocast, as ``bf16`` or ``fp16`` of the strategy says."""
+    dtype = AUTOCAST_DTYPES.get(state.strategy.options.precision)
+    if dtype is None:
+        return []
+    handles, leave_all = autocast_forward(module, state.layouts.world.autocast_type, dtype)
+    state.when_interrupted.append(leave_all)
+    return handles
+
+
+def autocast_forward(module: nn.Module, device: str, dtype: torch.dtype) -> tuple[list[Any], Callable[[], None]]:
+    """Let a module's forward run under ``torch.autocast``; returns the hooks, and what ends calls broken off."""
+    entered: list[Any] = []  # calls may be nested
+
+    def enter(*_: Any) -> None:
+        entered.append(torch.autocast(device, dtype=dtype))
+        entered[-1].__enter__()
+
+    def leave(*_: Any) -> None:
+        if entered:
+            entered.pop().__exit__(None, None, None)
+
+    def leave_all() -> None:
+        while entered:
+            leave()
+
+    return [
+        module.register_forward_pre_hook(enter, prepend=True),
+        module.register_forward_hook(leave, always_call=True),
+    ], leave_all
+
+
+class GradScaler(torch.amp.GradScaler):
+    """``torch.amp.GradScaler`` for this rank's device: all ranks skip a step where one of them has an overflow.
+
+    Overflow is looked for after the terms of the gradients have been added up, and every rank of the world learns of
+    it. (torch's own class does the same once the workbench is loaded; this one finds the device by itself.)
+
+    Args:
+        device: ``"cpu"`` or ``"cuda"``; default this world's.
+        options: as for ``torch.amp.GradScaler``.
+
+    After ``scaler = wb.GradScaler()``, a step is ``scaler.scale(loss).backward(); scaler.step(optimizer);
+    scaler.update()``.
+    """
+
+    def __init__(self, device: str | None = None, **options: Any) -> None:
+        from workbench.tensors.world import current
+
+        super().__init__(device or current().device.type, **options)
+
+
+def unscale_gradients(
+    scaler: Any, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
+) -> Any:
+    """``GradScaler._unscale_grads_``: for global parameters on the sums of gradients, and on their terms alike."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    shared = [p for p in parameters if isinstance(p, GlobalTensor)]
+    if not shared:
+        return _torch_unscale(scaler, optimizer, inv_scale, found_inf, allow_fp16)
+    if len(shared) < len(parameters):
+        raise LayoutError(
+            f"GradScaler: the optimizer has {len(parameters)} parameters, {len(shared)} of them global tensors. "
+            "Overflow is a decision of all ranks, so all parameters must be global: give plain ones an optimizer and a "
+            "scaler of their own, or enter them with wb.to_global(parameter, placement=, sbp=wb.sbp.broadcast)."
+        )
+    world: World = shared[0]._spec.world
+    present = [p for p in shared if not p._spec.is_ghost]
+    if not allow_fp16:
+        _refuse_half(present)
+    start_reduction(present)()
+    found = found_inf.to(world.device)
+    inverse = inv_scale.to(world.device)
+
+    def check_and_unscale(sums: list[torch.Tensor]) -> None:
+        for dtype in {tensor.dtype for tensor in sums}:
+            torch._amp_foreach_non_finite_check_and_unscale_([t for t in sums if t.dtype == dtype], found, inverse)
+
+    change_gradients(present, lambda terms: torch._foreach_mul_(terms, inverse) if terms else None, check_and_unscale)
+    own = torch.stack([found, torch.full_like(found, any(p.grad is not None for p in present))])
+    overflow, checked = torch.stack(world.transport.all_gather(own, "overflow of gradients")).amax(0)
+    return {world.device: overflow} if checked else {}  # none, of which torch's step tells
+
+
+def _refuse_half(parameters: list[GlobalTensor]) -> None:
+    with local_torch():
+        half = [p for p in parameters if p.grad is not None and p.grad.dtype == torch.float16]
+    if half:
+        raise ValueError("Attempting to unscale FP16 gradients.")
+
+
+def install_scaler() -> None:
+    """Let torch's own scaler decide for all ranks too."""
+    grad_scaler.GradScaler._unscale_grads_ = unscale_gradients  # type: ignore[method-assign, assignment]

@@ -1,0 +1,160 @@
+"""Recomputation per block: ``recompute`` of a strategy. A block saves its input and runs forward again for backward.
+
+Blocks are the repeated parts of a model: the members of its outermost ``nn.ModuleList`` or ``nn.Sequential`` objects
+that have parts themselves. A model without any (a chain of layers) is recomputed layer by layer. (Chen et al., Training
+Deep Nets with Sublinear Memory Cost, 2016.)
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from workbench.errors import StrategyError
+from workbench.training.strategies.state import ParallelState, layers_of
+
+
+def install(module: nn.Module, state: ParallelState) -> list[Any]:
+    """Let every block of ``module`` be recomputed, where the strategy says so."""
+    if not state.strategy.options.recompute:
+        return []
+    return [Recomputed(block) for block in blocks_of(module)]
+
+
+def blocks_of(module: nn.Module) -> list[nn.Module]:
+    """The blocks that are recomputed.
+
+    >>> blocks_of(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+    [Linear(in_features=2, out_features=2, bias=True)]
+    """
+    blocks = list(repeated_blocks(module))
+    return blocks or [layer for _, layer in layers_of(module) if layer is not module]
+
+
+def repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
+    """The members of the outermost lists and sequences of modules that have parts themselves."""
+    if isinstance(module, nn.ModuleList | nn.Sequential):
+        blocks = [child for child in module if any(True for _ in child.children()) and _has_parameters(child)]
+        if blocks:
+            yield from blocks
+            return
+    for child in module.children():
+        yield from repeated_blocks(child)
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters())
+
+
+class Recomputed:
+    """Runs the calls of a block, with its hooks: they gather or bring parameters, and must do so again.
+
+    It stands where ``nn.Module.compile`` puts a compiled call; copies of the module leave it behind.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        self.block = block
+        block._compiled_call_impl = self
+
+    def remove(self) -> None:
+        """The block saves its activations again."""
+        if self.block._compiled_call_impl is self:
+            self.block._compiled_call_impl = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.block._call_impl(*args, **kwargs)
+        args, kwargs = self._without_caches(args, kwargs)
+        buffers, has_run = _BuffersBefore(self.block), False
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            nonlocal has_run
+            if has_run:
+                with buffers.put_back():
+                    return self.block._call_impl(*args, **kwargs)
+            has_run = True
+            result = self.block._call_impl(*args, **kwargs)
+            buffers.forget_unchanged()
+            return result
+
+        return checkpoint(run, *args, use_reentrant=False, **kwargs)
+
+    def _without_caches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments, without an empty cache of ``transformers``, which does so itself when it recomputes.
+
+        A block fills its cache, so a second run would find what the first has put there and attend to every word
+        twice; and the cache, which the function that runs again holds, would keep the graph of every step alive.
+        """
+        values = [*args, *kwargs.values()]
+        of_transformers = getattr(sys.modules.get("transformers.cache_utils"), "Cache", ())
+        empty = [v for v in values if isinstance(v, of_transformers) and v.get_seq_length() == 0]
+        for value in values:
+            if _is_cache(value, of_transformers) and value not in empty:
+                raise StrategyError(
+                    f"recompute: {type(self.block).__name__} was given 1 cache of keys and values "
+                    f"({type(value).__name__}) that it cannot leave out. The first run of a block fills it, and the "
+                    "second one, in backward, finds other words there. Call the model with use_cache=False."
+                )
+        if not empty:
+            return args, kwargs
+        named = {name: None if isinstance(value, of_transformers) else value for name, value in kwargs.items()}
+        if "use_cache" in named:
+            named["use_cache"] = False
+        return tuple(None if isinstance(value, of_transformers) else value for value in args), named
+
+
+def _is_cache(value: Any, of_transformers: Any) -> bool:
+    return isinstance(value, of_transformers) or isinstance(getattr(value, "is_updated", None), dict)
+
+
+class _BuffersBefore:
+    """What a block's buffers held before its first forward, of those that this forward has changed.
+
+    The second forward starts from that: a spectral norm that began with what the first has left in its buffers would
+    iterate once more and give other weights. It writes to copies: what stays is what the first has written.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        self.block = block
+        with torch.no_grad():
+            self.before = [(*held, None if held[2] is None else held[2].clone()) for held in self._held()]
+        self.versions = [_version(buffer) for *_, buffer, _ in self.before]
+
+    def _held(self) -> list[tuple[dict[str, Any], str, Any]]:
+        return [
+            (part._buffers, name, buffer) for part in self.block.modules() for name, buffer in part._buffers.items()
+        ]
+
+    def forget_unchanged(self) -> None:
+        """After the first forward: copies of what it has left alone need no memory."""
+        self.before = [
+            (holder, name, buffer, copy)
+            for (holder, name, buffer, copy), version in zip(self.before, self.versions, strict=True)
+            if holder.get(name) is not buffer or _version(buffer) != version
+        ]
+
+    @contextmanager
+    def put_back(self) -> Iterator[None]:
+        """Copies of the buffers as the first forward found them, and afterwards the buffers themselves."""
+        now = self._held()
+        with torch.no_grad():
+            for holder, name, buffer in now:
+                holder[name] = None if buffer is None else buffer.clone()
+            for holder, name, _, copy in self.before:
+                holder[name] = None if copy is None else copy.clone()
+        try:
+            yield
+        finally:
+            for holder, name, buffer in now:
+                holder[name] = buffer
+
+
+def _version(buffer: torch.Tensor | None) -> int:
+    """How often it was written to; tensors made in inference mode do not count, and cannot be written to here."""
+    return 0 if buffer is None or buffer.is_inference() else buffer._version

@@ -1,0 +1,238 @@
+"""A training run under a strategy that reports while it goes on, and follows orders: pause, another strategy, stop."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+
+from workbench.core.metrics import ActionSpan, RunEvent, StepSpans
+from workbench.core.orders import Order
+from workbench.core.presets import StrategyLike
+from workbench.errors import StrategyError
+from workbench.tensors.global_tensor import GlobalTensor
+from workbench.tensors.ops.reading import everywhere
+from workbench.tensors.world import World, current
+from workbench.training import torch_patches  # noqa: F401 - completes GlobalTensor and torch
+from workbench.training.batches import Batch
+from workbench.training.parallel import parallelize, state_of
+from workbench.training.pipelining.step import train_micro_batches
+from workbench.training.pipelining.timeline import clock_offset
+from workbench.training.runs.changes import state_tensors
+from workbench.training.runs.collecting import Collector, Listener, Measured, action_spans
+from workbench.training.runs.job import WARM_UP_STEPS, Job, RankResult, RankSegment, checked_step
+from workbench.training.runs.layer_times import LayerTimes, is_measured
+from workbench.training.watching.memory import ActivationMeter, PeakMeter, model_memory
+
+_SPANS_INTERVAL_S = 1.0
+_PAUSE_S = 0.05
+_UNHEARD_STEPS = 1000
+"""Steps between two exchanges of losses where nobody listens."""
+
+
+class LiveRun:
+    """One strategy's run on this rank; see ``train.run_strategy``."""
+
+    def __init__(
+        self,
+        job: Job,
+        strategy: StrategyLike,
+        listen: Listener | None = None,
+        orders: Callable[[], list[Order]] | None = None,
+    ) -> None:
+        self.job, self.world = job, current()
+        self.world.traffic.reset()
+        self.peak = PeakMeter(self.world.device, shares_process=is_simulated(self.world))
+        self.model = parallelize(job.model(), strategy)
+        self.optimizer = job.optimizer(self.model)
+        self.meter = ActivationMeter(self.model)
+        self.memory: dict[str, int] = {}
+        self.generator = torch.Generator().manual_seed(job.seed)  # of the seeds of steps, alike under every strategy
+        self.result = RankResult([], [], {}, 0)
+        self._listen, self._orders = listen, orders
+        self._is_heard = listen is not None or orders is not None
+        self._collector = Collector(self.world, job.num_steps)
+        self._clock_offset = clock_offset(self.world) if listen is not None else 0.0
+        self._until_spans_s = 0.0
+        self._optimizing: tuple[float, float, float, int, int]  # start, end, seconds in exchanges, exchanges, bytes
+        self._num_orders = 0
+        self._sent: list[int] = []
+        self._segment_start = 0
+        self._measures_at = {1}  # steps in which activations are counted
+        self._layers, self._layers_since = LayerTimes(self.model), 0
+
+    def train(self, keeps_weights: bool = False) -> RankResult:
+        """Take the job's steps. All ranks call it."""
+        torch.manual_seed(self.job.seed)  # of what the model draws for plain tensors: alike on all ranks
+        with _drawing_from(self.world, self.generator):
+            for step, batch in enumerate(self.job.batches()):
+                self._step(step, batch)
+                if keeps_weights and step == checked_step(self.job):
+                    self.result.weights = logical_state(self.model)
+                if self._is_time_to_collect(step) and not self._collect(step):
+                    break
+        last = self._segment()
+        segments = [*self.result.segments, last]
+        peak = max(segment.memory_bytes["peak"] for segment in segments)
+        self.result.segments = segments if self.result.changes else []
+        self.result.memory_bytes, self.result.boxed_bytes = {**last.memory_bytes, "peak": peak}, _median(self._sent)
+        self.result.layer_forward_s, self.result.layer_backward_s = self._layers.forward_s, self._layers.backward_s
+        return self.result
+
+    # ---- a step ---------------------------------------------------------------------------------------------------
+
+    def _step(self, step: int, batch: Batch) -> None:
+        """One training step. The loss stays where it is until steps are collected."""
+        started = time.perf_counter()
+        traffic = self.world.traffic
+        sent_before, boxing_before = traffic.sent_bytes, traffic.time_s
+        parts = batch.cut(state_of(self.model).resolved.num_micro_batches, self.job.count)
+        self.optimizer.zero_grad()
+        around = self.meter.measure if step in self._measures_at else contextlib.nullcontext
+        is_timed = self._listen is not None and is_measured(step - self._layers_since)
+        with self._layers.measure() if is_timed else contextlib.nullcontext():
+            loss = train_micro_batches(self.model, self.job.loss_fn, parts, around)
+        before = (time.perf_counter(), traffic.time_s, traffic.num_exchanges, traffic.sent_bytes)
+        self.optimizer.step()
+        stopped = time.perf_counter()
+        moved = (traffic.time_s - before[1], traffic.num_exchanges - before[2], traffic.sent_bytes - before[3])
+        self._optimizing = (before[0], stopped, *moved)
+        sent = traffic.sent_bytes - sent_before
+        measured = Measured(batch.num_samples, stopped - started, traffic.time_s - boxing_before, sent)
+        self._collector.add(measured, loss)
+        self._sent.append(sent)
+        self.result.step_times_s.append(measured.time_s)
+        if step <= 1 or step == WARM_UP_STEPS or step in self._measures_at:
+            self._measure_memory()
+
+    def _noted(self) -> tuple[ActionSpan, ...]:
+        """This rank's actions of the last step."""
+        found = action_spans(state_of(self.model).spans, self._clock_offset)
+        started, stopped, boxing_s, num_exchanges, sent = self._optimizing
+        stage, offset = found[-1].stage if found else 0, self._clock_offset
+        step = ActionSpan("O", stage, 0, started - offset, stopped - offset, boxing_s, num_exchanges, sent)
+        return (*found, step)
+
+    def _measure_memory(self) -> None:
+        """Live storages by kind, and the peak so far."""
+        self.memory = {
+            **model_memory(self.model, self.optimizer),
+            "activations": self.meter.size_bytes,
+            "peak": self.peak.peak_bytes(),
+        }
+
+    # ---- what the ranks do together between two steps ---------------------------------------------------------------
+
+    def _is_time_to_collect(self, step: int) -> bool:
+        if step == self.job.num_steps - 1:
+            return True
+        return self._collector.is_due if self._is_heard else (step + 1) % _UNHEARD_STEPS == 0
+
+    def _collect(self, step: int) -> bool:
+        """Report the steps since the last time and follow orders; False if the run is to end here."""
+        if self._is_heard:
+            self.memory["peak"] = self.peak.peak_bytes()
+        heard = self._heard()
+        block, counts = self._collector.collect(self.memory, float(len(heard)))
+        self.result.losses += [loss for loss in block.losses if loss is not None]
+        self._say(block)
+        self._until_spans_s -= sum(block.step_times_s)
+        is_due = self._until_spans_s <= 0 or step == self.job.num_steps - 1
+        if is_due:
+            self._say_spans(step)
+        goes_on = self._follow(heard, counts, step + 1)
+        if not (goes_on or is_due):
+            self._say_spans(step)
+        return goes_on
+
+    def _say_spans(self, step: int) -> None:
+        """Report this rank's actions of the step."""
+        if self._listen is not None:
+            self._until_spans_s = _SPANS_INTERVAL_S
+            self._listen(StepSpans(self.world.rank, step, self._noted()))
+
+    def _heard(self) -> list[Order]:
+        return self._orders() if self._orders is not None else []
+
+    def _follow(self, heard: list[Order], counts: list[float], step: int) -> bool:
+        """Carry out the orders that every rank has heard of; False after a stop."""
+        paused = False
+        while True:
+            agreed = int(min(counts))
+            for order in heard[self._num_orders : agreed]:
+                if order.kind == "stop":
+                    return False
+                if order.kind == "strategy":
+                    self._change(order.text, step)
+                elif (order.kind == "pause") != paused:
+                    paused = not paused
+                    self._say(RunEvent("paused" if paused else "running", step))
+            self._num_orders = agreed
+            if not paused:
+                return True
+            time.sleep(_PAUSE_S)
+            heard = self._heard()
+            own = torch.tensor([float(len(heard))], device=self.world.device)
+            counts = [float(count) for count in self.world.transport.all_gather(own, "agreement on orders")]
+
+    def _change(self, text: str, step: int) -> None:
+        """Go on under another strategy, with the same weights and the optimizer's state."""
+        started, sent = time.perf_counter(), self.world.traffic.sent_bytes
+        before = self._segment()
+        try:
+            parallelize(self.model, text, optimizer=self.optimizer)
+        except StrategyError as error:  # found before anything has moved, on all ranks alike
+            self._say(RunEvent("refused", step, str(error)))
+            return
+        self.meter = ActivationMeter(self.model)
+        self._measures_at = {step}
+        self._layers, self._layers_since = LayerTimes(self.model), step
+        self.result.segments.append(before)
+        self._segment_start = len(self._sent)
+        self.peak.start_again()
+        self.result.changes.append((step, text))
+        moved = torch.tensor([float(self.world.traffic.sent_bytes - sent)], device=self.world.device)
+        total = sum(int(part) for part in self.world.transport.all_gather(moved, "what a change has moved"))
+        self._say(RunEvent("strategy", step, text, time.perf_counter() - started, total))
+
+    def _segment(self) -> RankSegment:
+        """What was measured since the last change of strategy."""
+        self._measure_memory()
+        return RankSegment(dict(self.memory), _median(self._sent[self._segment_start :]))
+
+    def _say(self, what: object) -> None:
+        """Report what all ranks know: one of them does."""
+        if self._listen is not None and self.world.rank == 0:
+            self._listen(what)
+
+
+def is_simulated(world: World) -> bool:
+    """Whether other ranks are threads of this process."""
+    return world.transport_name == "threads" and world.world_size > 1
+
+
+def logical_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and kept buffers as plain logical tensors, on every rank of the world. All ranks call it."""
+    return {
+        name: (everywhere(value) if isinstance(value, GlobalTensor) else value.detach()).clone()
+        for name, value in state_tensors(model).items()
+    }
+
+
+@contextlib.contextmanager
+def _drawing_from(world: World, generator: torch.Generator) -> Iterator[None]:
+    before, world.generator = world.generator, generator
+    try:
+        yield
+    finally:
+        world.generator = before
+
+
+def _median(values: list[int]) -> int:
+    return sorted(values)[len(values) // 2] if values else 0
+
+
+__all__ = ["LiveRun", "is_simulated", "logical_state"]

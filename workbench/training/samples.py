@@ -1,0 +1,135 @@
+"""Data sets: how many samples they have, and batches of them.
+
+A data set is all samples in arrays (a tuple or a dict of them, nested or not, one sample per row), or a map-style
+``Dataset``, ``datasets.Dataset`` or list whose items are tuples or dicts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Number
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
+
+from workbench.errors import RunError
+from workbench.training.batches import Batch, LossFunction, as_tensors, num_samples
+
+Collate = Callable[[list[Any]], Any]
+"""Samples -> a batch, as for ``torch.utils.data.DataLoader``."""
+
+
+def check_dataset(dataset: Any, collate_fn: Collate | None, call: str) -> None:
+    """See whether samples can be taken from a data set by their positions.
+
+    Raises:
+        RunError: it has no positions, makes batches itself, or lies in arrays, of which ``collate_fn`` makes nothing.
+    """
+    kind = type(dataset).__name__
+    if isinstance(dataset, DataLoader):
+        more = "" if dataset.collate_fn is default_collate else ", collate_fn=loader.collate_fn"
+        raise RunError(
+            f"{call}: the data set is a {kind} of {len(dataset.dataset)} samples in batches of {dataset.batch_size}. "  # type: ignore[arg-type]
+            f"Samples are taken by position, in batches of its own: give loader.dataset, and "
+            f"batch_size={dataset.batch_size}{more}."
+        )
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        fix = "call it, and give what it returns" if callable(dataset) else "list(dataset), for example"
+        raise RunError(
+            f"{call}: the data set is a {kind}, which has no positions. All runs and ranks take the same samples, each "
+            f"by its index: give one with __getitem__ and __len__: {fix}."
+        )
+    if collate_fn is not None and isinstance(dataset, (tuple, Mapping)):
+        raise RunError(
+            f"{call}: collate_fn= and a {kind} of {len(dataset)} arrays. Samples lie in arrays already, and a batch is "
+            "some rows of them. Leave out collate_fn, or give a list of samples or a TensorDataset."
+        )
+
+
+def num_samples_of(dataset: Any) -> int:
+    """Samples in a data set.
+
+    Raises:
+        RunError: tensors of unlike numbers of samples.
+    """
+    columns = columns_of(dataset)
+    return len(dataset) if columns is None else num_samples(columns)
+
+
+def take(dataset: Any, indices: torch.Tensor, collate_fn: Collate | None = None) -> Any:
+    """The samples at ``indices``, as a batch of tensors; ``collate_fn`` makes it of a list of samples.
+
+    >>> take({"x": torch.ones(9, 3), "label": [0, 1] * 4 + [0]}, torch.arange(3))["label"]
+    tensor([0, 1, 0])
+    """
+    columns = columns_of(dataset) if collate_fn is None else None
+    if columns is None:
+        return (collate_fn or collate)([dataset[int(index)] for index in indices])
+    rows = num_samples(columns)
+    return tree_map_only(
+        torch.Tensor, lambda part: part[indices] if part.dim() and part.shape[0] == rows else part, columns
+    )
+
+
+def first_batch(
+    dataset: Any, loss_fn: LossFunction | None, num_samples: int = 2, collate_fn: Collate | None = None
+) -> Batch:
+    """The first samples of a data set, as many as there are up to ``num_samples``."""
+    indices = torch.arange(min(num_samples, num_samples_of(dataset)))
+    return Batch.of(take(dataset, indices, collate_fn), loss_fn)
+
+
+def columns_of(dataset: Any) -> Any:
+    """A data set whose samples all lie in tensors, as these tensors; None for one that is read sample by sample."""
+    if isinstance(dataset, TensorDataset):
+        return dataset.tensors
+    return _as_columns(dataset) if isinstance(dataset, (tuple, Mapping)) else None
+
+
+def _as_columns(value: Any) -> Any:
+    """A data set that lies in arrays, as tensors; its lists are arrays too, with one entry per sample."""
+    if isinstance(value, Mapping):
+        return {key: _as_columns(entry) for key, entry in value.items()}
+    if isinstance(value, tuple):
+        return tuple(map(_as_columns, value))
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise RunError(
+            f"the data set has a {type(value).__name__} beside its arrays, of which torch makes no tensor: {error}. A "
+            "tuple or dict holds arrays of numbers, one row per sample; samples in other forms stand in a list, of "
+            "which collate_fn makes batches."
+        ) from error
+
+
+def collate(samples: Sequence[Any]) -> Any:
+    """Samples as one batch: torch's ``default_collate``, where mappings are dicts and lists of numbers are tensors.
+
+    >>> collate([{"input_ids": [1, 2, 3], "label": 0}, {"input_ids": [4, 5, 6], "label": 1}])
+    {'input_ids': tensor([[1, 2, 3],
+            [4, 5, 6]]), 'label': tensor([0, 1])}
+
+    Raises:
+        RunError: samples of unlike shapes.
+    """
+    try:
+        return default_collate([_as_sample(sample) for sample in samples])
+    except RuntimeError as error:
+        raise RunError(
+            f"{len(samples)} samples are no batch: {error}. All must have the same shapes: pad them in the dataset, "
+            "e.g. to the longest, with labels of -100 and an attention_mask of 0 there, or give a collate_fn."
+        ) from error
+
+
+def _as_sample(sample: Any) -> Any:
+    if isinstance(sample, Mapping):
+        return {key: _as_sample(entry) for key, entry in sample.items()}
+    if isinstance(sample, tuple):
+        return tuple(map(_as_sample, sample))
+    is_array = isinstance(sample, list) and all(isinstance(leaf, Number) for leaf in tree_leaves(sample))
+    return torch.as_tensor(sample) if is_array else as_tensors(sample)
+
+
+__all__ = ["Collate", "check_dataset", "collate", "columns_of", "first_batch", "num_samples_of", "take"]

@@ -1,0 +1,108 @@
+"""``wb.Checkpoints``: a directory of checkpoints by step, of which the newest few are kept."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from workbench.tensors.coordination import gather
+from workbench.tensors.world import current
+from workbench.training.saving import store
+from workbench.training.saving.writing import INCOMPLETE, REPLACED
+
+_COMPLETE = re.compile(rf"step-(\d+)({re.escape(REPLACED)})?")
+_DELETED = ".deleted"
+_LEFT = re.compile(rf"step-\d+({re.escape(INCOMPLETE)}|{re.escape(_DELETED)})")
+
+
+class Checkpoints:
+    """The checkpoints of one run: ``directory/step-00000100`` and so on.
+
+    Args:
+        directory: on a file system that all ranks share; made by the first save.
+        keep: how many complete ones stay; the oldest are removed when a new one is complete. None keeps all.
+
+    A run that can be killed at any moment and started again::
+
+        checkpoints = wb.Checkpoints("runs/gpt", keep=3)
+        found = checkpoints.load(model=model, optimizer=optimizer, loader=loader)
+        for step in range(found["step"] if found else 0, num_steps):
+            ...
+            checkpoints.save(step + 1, asynchronous=True, model=model, optimizer=optimizer, loader=loader)
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], *, keep: int | None = 3) -> None:
+        if keep is not None and keep < 1:
+            raise ValueError(
+                f"Checkpoints(keep={keep}): at least 1 checkpoint is kept. Give a number, or None for all."
+            )
+        self.directory, self.keep = Path(os.path.abspath(directory)), keep
+
+    def path(self, step: int) -> Path:
+        """Where the checkpoint of a step lies."""
+        return self.directory / f"step-{step:08d}"
+
+    def steps(self) -> list[int]:
+        """The steps of the complete checkpoints, in order; asks the file system only."""
+        found = (_COMPLETE.fullmatch(path.name) for path in self.directory.glob("step-*"))
+        return sorted(
+            {int(match[1]) for match in found if match and (self.directory / match[0] / ".metadata").is_file()}
+        )
+
+    def incomplete(self) -> list[str]:
+        """Names of directories that a broken-off save has left; no load looks at them, the next save removes them."""
+        return sorted(path.name for path in self.directory.glob("step-*") if _is_left_over(path))
+
+    def latest(self) -> int | None:
+        """The newest step with a complete checkpoint, the same on all ranks, which all call it."""
+        world = current()
+        store.finish_previous(world)
+        found = gather(max(self.steps(), default=None), world, f"latest checkpoint of {self.directory.name}")
+        latest: int | None = found[0]
+        return latest
+
+    def save(self, step: int, *, asynchronous: bool = False, **parts: Any) -> store.Saving:
+        """``wb.save`` under the step's name; the parts get the value ``step``."""
+        return store.save(
+            self.path(step), asynchronous=asynchronous, on_complete=lambda: self._tidy(step), step=step, **parts
+        )
+
+    def load(self, step: int | None = None, **parts: Any) -> dict[str, Any] | None:
+        """``wb.load`` of a step, default the newest complete one.
+
+        Returns:
+            the plain values, ``"step"`` among them; None if there is no complete checkpoint and none was asked for.
+        """
+        if step is None:
+            step = self.latest()
+        return None if step is None else store.load(self.path(step), **parts)
+
+    def _tidy(self, step: int) -> None:
+        """Remove what is too old, its name first, so that it never looks whole; and what killed saves have left."""
+        old = self.steps()
+        for superfluous in old[: -self.keep] if self.keep else []:
+            if superfluous != step:
+                os.rename(self.path(superfluous), gone := self.path(superfluous).with_suffix(_DELETED))
+                shutil.rmtree(gone, ignore_errors=True)
+        for name in self.incomplete():
+            shutil.rmtree(self.directory / name, ignore_errors=True)
+
+    def __repr__(self) -> str:
+        steps = self.steps()
+        left = self.incomplete()
+        newest = f"newest step {steps[-1]}" if steps else "none yet"
+        ignored = f", ignored: {', '.join(left)}" if left else ""
+        return f"Checkpoints({str(self.directory)!r}, {len(steps)} complete, {newest}{ignored})"
+
+
+def _is_left_over(path: Path) -> bool:
+    named_so = _LEFT.fullmatch(path.name) is not None
+    return path.is_dir() and (
+        named_so or (_COMPLETE.fullmatch(path.name) and not (path / ".metadata").is_file()) is True
+    )
+
+
+__all__ = ["Checkpoints"]

@@ -1,0 +1,75 @@
+"""Nested state as one flat dictionary of dotted names, as torch.distributed.checkpoint names its entries, and back."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from workbench.errors import CheckpointError
+
+Path = tuple[str | int, ...]
+"""Where a value stands in the nested state: ``("optimizer", "param_groups", 0, "lr")``."""
+
+
+def flatten(state: Mapping[str, Any]) -> dict[Path, Any]:
+    """The leaves of nested dictionaries and of lists that hold tensors or dictionaries, by their paths.
+
+    A dictionary that torch's names could not bring back (empty, of a class of its own, with keys that are no strings)
+    is a leaf.
+
+    >>> flatten({"a": {"b": [1, 2]}, "c": {}})
+    {('a', 'b'): [1, 2], ('c',): {}}
+
+    Raises:
+        CheckpointError: a tensor inside a tuple or another container that is stored as one piece.
+    """
+    return dict(_leaves((), state))
+
+
+def name_of(path: Path) -> str:
+    """The dotted name under which torch.distributed.checkpoint knows an entry."""
+    return ".".join(map(str, path))
+
+
+def unflatten(leaves: Mapping[Path, Any]) -> Any:
+    """The nested state that ``flatten`` took apart; None for no leaves.
+
+    >>> unflatten({("a", "b"): [1, 2], ("c", 0, "d"): 3})
+    {'a': {'b': [1, 2]}, 'c': [{'d': 3}]}
+    """
+    if () in leaves:
+        return leaves[()]
+    if not leaves:
+        return None
+    below: dict[str | int, dict[Path, Any]] = {}
+    for path, value in leaves.items():
+        below.setdefault(path[0], {})[path[1:]] = value
+    if all(isinstance(key, int) for key in below):
+        return [unflatten(below[key]) for key in sorted(below)]
+    return {key: unflatten(part) for key, part in below.items()}
+
+
+def _leaves(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
+    if type(value) in (dict, OrderedDict) and value and all(isinstance(key, str) for key in value):
+        for key, inner in value.items():
+            yield from _leaves((*path, key), inner)
+    elif isinstance(value, list) and any(isinstance(inner, torch.Tensor | dict) for inner in value):
+        for index, inner in enumerate(value):
+            yield from _leaves((*path, index), inner)
+    else:
+        _refuse_hidden_tensors(path, value)
+        yield path, value
+
+
+def _refuse_hidden_tensors(path: Path, value: Any) -> None:
+    from workbench.tensors.global_tensor import GlobalTensor
+
+    inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple | list | set) else ()
+    if any(isinstance(inner, GlobalTensor) for inner in inside):
+        raise CheckpointError(
+            f"save: {name_of(path)} is a {type(value).__name__} with global tensors in it. Slices are saved from "
+            "dictionaries with text keys and from lists: put the tensors into one of these."
+        )

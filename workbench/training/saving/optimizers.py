@@ -1,0 +1,165 @@
+"""An optimizer's state by the names of the parameters, in the form of torch's ``get_optimizer_state_dict``, and back.
+
+    {"state": {"fc1.weight": {"step": ..., "exp_avg": ...}, ...},
+     "param_groups": [{"params": ["fc1.weight", ...], "lr": ...}]}
+
+Per-element state becomes global tensors of the layout that ``optim.state_layout`` tells, and is cut anew like weights.
+Optimizers that are not elementwise keep global tensors themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from workbench.core.layout import Layout, Shape
+from workbench.core.sbp import Split, broadcast
+from workbench.errors import CheckpointError
+from workbench.tensors.global_tensor import GlobalTensor, Spec, ghost_storage, label, local_torch, plain, spec_of
+from workbench.training.gradients.optim import forget_layouts, is_elementwise, state_layout
+from workbench.training.saving.flat import name_of
+from workbench.training.saving.reading import Checkpoint, shape_of
+
+Names = Mapping[int, str]
+"""Names of parameters by the id of the parameter."""
+
+
+def state_of(optimizer: Optimizer, names: Names, part: str) -> dict[str, Any]:
+    """The nested state to save; ``part`` is the optimizer's name in messages."""
+    state = {
+        _name(parameter, names, part): {
+            key: _labelled(parameter, key, value, _name(parameter, names, part)) for key, value in values.items()
+        }
+        for parameter, values in _states(optimizer)
+    }
+    groups = [
+        {**group, "params": [_name(parameter, names, part) for parameter in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+    return {"state": state, "param_groups": groups}
+
+
+def _states(optimizer: Optimizer) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter in optimizer.state:
+                yield parameter, optimizer.state[parameter]
+
+
+def _name(parameter: torch.Tensor, names: Names, part: str) -> str:
+    if id(parameter) not in names:
+        raise CheckpointError(
+            f"{part}: one of its parameters, of shape {shape_of(parameter)}, is in none of the modules that are saved "
+            "or loaded with it. State is kept by the names of parameters: give the module too, e.g. model=model."
+        )
+    return names[id(parameter)]
+
+
+def _state_spec(parameter: GlobalTensor) -> Spec:
+    return spec_of(parameter._spec.world, state_layout(parameter), parameter._spec.shape)
+
+
+def _labelled(parameter: torch.Tensor, key: str, value: Any, name: str) -> Any:
+    """A state value as what it is a part of: per-element state is cut like its parameter, the rest is whole."""
+    if not isinstance(value, torch.Tensor) or isinstance(value, GlobalTensor):
+        return value
+    if not isinstance(parameter, GlobalTensor) or value.dim() == 0:
+        return value
+    spec = _state_spec(parameter)
+    if tuple(value.shape) == spec.local_shape:
+        return label(plain(value), spec)
+    if spec.layout.is_broadcast:
+        return value
+    raise CheckpointError(
+        f"optimizer state {key!r} of {name} has shape {tuple(value.shape)} on this rank, whose part of the parameter "
+        f"{tuple(spec.shape)} is {spec.local_shape}. State that is neither per element nor a scalar cannot be cut "
+        "anew: save under a strategy that keeps this parameter whole, or leave the optimizer out."
+    )
+
+
+def problems(optimizer: Optimizer, names: Names, part: str, checkpoint: Checkpoint) -> list[str]:
+    """What does not fit, one line each."""
+    groups = checkpoint.value(part, "param_groups") or []
+    if len(groups) != len(optimizer.param_groups):
+        return [
+            f"{part}: {len(groups)} parameter groups in the checkpoint, {len(optimizer.param_groups)} in the optimizer"
+        ]
+    found = []
+    for index, (ours, saved) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
+        have, want = {_name(parameter, names, part) for parameter in ours["params"]}, set(saved["params"])
+        for text, some in (("missing in the checkpoint", have - want), ("unexpected", want - have)):
+            if some:
+                found.append(f"{part}, group {index}: {len(some)} {text}: {', '.join(sorted(some))}")
+    return found
+
+
+def targets(
+    optimizer: Optimizer, names: Names, part: str, checkpoint: Checkpoint
+) -> Iterator[tuple[Any, torch.Tensor]]:
+    """(path, new tensor to fill) for all tensors of the state; ``assign`` puts them into the optimizer."""
+    for parameter in _with_state(optimizer):
+        path = (part, "state", _name(parameter, names, part))
+        for rest, entry in checkpoint.below(*path).items():
+            if checkpoint.is_tensor((*path, *rest)):
+                yield (*path, *rest), _new_state(optimizer, parameter, str(rest[0]), entry)
+
+
+def _with_state(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    """The parameters whose state is on this rank; of a ghost it is only where the step itself runs on ghosts."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            is_ghost = isinstance(parameter, GlobalTensor) and parameter._spec.is_ghost
+            if not (is_ghost and is_elementwise(optimizer)):
+                yield parameter
+
+
+def _new_state(optimizer: Optimizer, parameter: torch.Tensor, key: str, entry: Any) -> torch.Tensor:
+    """An empty tensor for one state value, where torch would keep it: steps on the CPU unless kernels read them."""
+    group = next(group for group in optimizer.param_groups if any(p is parameter for p in group["params"]))
+    with local_torch():
+        device = parameter.device
+    if key == "step" and not (group.get("capturable") or group.get("fused")):
+        device = torch.device("cpu")
+    dtype, shape = entry.properties.dtype, tuple(entry.size)
+    if not isinstance(parameter, GlobalTensor) or not shape:
+        return torch.empty(shape, dtype=dtype, device=device)
+    spec = _state_spec(parameter)
+    if shape != tuple(spec.shape):
+        spec = spec_of(spec.world, _layout_like(spec, shape), shape)
+    if spec.is_ghost:
+        return label(ghost_storage(shape, dtype, spec.world.device), spec)
+    return label(torch.empty(spec.local_shape, dtype=dtype, device=device), spec)
+
+
+def _layout_like(spec: Spec, shape: Shape) -> Layout:
+    """Cut like the parameter where a dim has the parameter's size: factored moments of rows lie with the rows."""
+    kept = [
+        entry
+        if isinstance(entry, Split) and shape[entry.dim : entry.dim + 1] == (spec.shape[entry.dim],)
+        else broadcast
+        for entry in spec.layout.sbp
+    ]
+    return spec.layout.with_sbp(tuple(kept))
+
+
+def assign(
+    optimizer: Optimizer, names: Names, part: str, checkpoint: Checkpoint, filled: Mapping[Any, torch.Tensor]
+) -> None:
+    """Take over hyperparameters, and state whose tensors have been filled."""
+    for ours, saved in zip(optimizer.param_groups, checkpoint.value(part, "param_groups"), strict=True):
+        ours.update({key: value for key, value in saved.items() if key != "params"})
+    optimizer.state.clear()
+    forget_layouts(optimizer)
+    keeps_local = is_elementwise(optimizer)
+    for parameter in _with_state(optimizer):
+        path = (part, "state", _name(parameter, names, part))
+        values = {}
+        for rest in checkpoint.below(*path):
+            full = (*path, *rest)
+            value = filled[full] if full in filled else checkpoint.value(*full)
+            values[name_of(rest)] = plain(value) if keeps_local and isinstance(value, GlobalTensor) else value
+        if values:
+            optimizer.state[parameter] = values

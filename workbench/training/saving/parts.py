@@ -1,0 +1,168 @@
+"""What a checkpoint is made of: modules, optimizers, objects with a state, plain values, and the random state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from workbench.errors import CheckpointError
+from workbench.tensors.global_tensor import GlobalTensor, forget_forms
+from workbench.tensors.world import World
+from workbench.training.saving import optimizers
+from workbench.training.saving.flat import Path, flatten, name_of
+from workbench.training.saving.reading import Checkpoint, shape_of
+
+RANDOM = "random"
+"""The part that holds the generator of keys; always there."""
+
+
+def kind_of(value: Any) -> str:
+    """``"module"``, ``"optimizer"``, ``"stateful"`` (has state_dict and load_state_dict) or ``"value"``."""
+    if isinstance(value, nn.Module):
+        return "module"
+    if isinstance(value, Optimizer):
+        return "optimizer"
+    return "stateful" if hasattr(value, "state_dict") and hasattr(value, "load_state_dict") else "value"
+
+
+def collect(parts: Mapping[str, Any], world: World) -> tuple[dict[Path, Any], dict[str, str]]:
+    """The leaves of everything that is saved, and for other names of tied tensors the name they are saved under."""
+    state: dict[str, Any] = {}
+    aliases: dict[str, str] = {}
+    for part, value in parts.items():
+        if part == RANDOM:
+            raise CheckpointError(f"save({part}=...): {RANDOM!r} is the name of the random state. Choose another name.")
+        state[part] = _state_of(part, value, parts)
+    state[RANDOM] = {"generator": _generator(world).get_state()}
+    leaves = flatten(state)
+    for part in (part for part, value in parts.items() if kind_of(value) == "module"):
+        aliases |= _drop_tied(leaves, part)
+    return leaves, aliases
+
+
+def _generator(world: World) -> torch.Generator:
+    return world.generator or torch.default_generator
+
+
+def _state_of(part: str, value: Any, parts: Mapping[str, Any]) -> Any:
+    kind = kind_of(value)
+    if kind == "module":
+        return dict(value.state_dict(keep_vars=True))
+    if kind == "optimizer":
+        return optimizers.state_of(value, names_in(parts), part)
+    return value.state_dict() if kind == "stateful" else value
+
+
+def _drop_tied(leaves: dict[Path, Any], part: str) -> dict[str, str]:
+    """Leave every tensor of a module under its first name; other names -> first name."""
+    first: dict[int, Path] = {}
+    aliases = {}
+    for path, value in list(leaves.items()):
+        if path[0] == part and isinstance(value, torch.Tensor) and first.setdefault(id(value), path) != path:
+            aliases[name_of(path)] = name_of(first[id(value)])
+            del leaves[path]
+    return aliases
+
+
+def names_in(parts: Mapping[str, Any]) -> dict[int, str]:
+    """Names of the parameters of all modules by id; with the module's own name in front where there are several."""
+    modules = {part: value for part, value in parts.items() if isinstance(value, nn.Module)}
+    return {
+        id(parameter): name if len(modules) == 1 else f"{part}.{name}"
+        for part, module in modules.items()
+        for name, parameter in module.named_parameters()
+    }
+
+
+class Restoring:
+    """Puts what a checkpoint holds into ``parts``, in three steps: ``problems``, ``targets``, ``assign``."""
+
+    def __init__(self, parts: Mapping[str, Any], checkpoint: Checkpoint, world: World, strict: bool) -> None:
+        self.parts, self.checkpoint, self.world, self.strict = parts, checkpoint, world, strict
+        self.names = names_in(parts)
+        self.filled: dict[Path, torch.Tensor] = {}
+
+    def problems(self) -> list[str]:
+        """Everything that does not fit, one line each; empty where all is well."""
+        found = []
+        for part, value in self.parts.items():
+            if not self.checkpoint.below(part) and part not in self.checkpoint.kinds:
+                found.append(f"{part}: not in the checkpoint, which holds {', '.join(sorted(self.checkpoint.kinds))}")
+            elif isinstance(value, nn.Module):
+                found += self._module_problems(part, value)
+            elif isinstance(value, Optimizer):
+                found += optimizers.problems(value, self.names, part, self.checkpoint)
+        return found
+
+    def _module_problems(self, part: str, module: nn.Module) -> list[str]:
+        saved, ours = self.checkpoint.below(part), module.state_dict(keep_vars=True)
+        known = {id(value) for name, value in ours.items() if (name,) in saved}
+        missing = [name for name, value in ours.items() if (name,) not in saved and id(value) not in known]
+        unexpected = [name_of(path) for path in saved if name_of(path) not in ours]
+        shapes = [
+            f"{name} is {tuple(saved[name,].size)} in the checkpoint, {shape_of(value)} in the model"
+            for name, value in ours.items()
+            if isinstance(value, torch.Tensor)
+            and (name,) in saved
+            and self.checkpoint.is_tensor((part, name))
+            and tuple(saved[name,].size) != shape_of(value)
+        ]
+        listed = [("of another shape", shapes)]
+        if self.strict:
+            listed = [("missing in the checkpoint", missing), ("unexpected", unexpected), *listed]
+        return [f"{part}: {len(some)} {text}: {', '.join(some)}" for text, some in listed if some]
+
+    def targets(self) -> Iterator[tuple[Path, torch.Tensor]]:
+        """(path in the checkpoint, tensor to fill with it) for everything that is read in slices."""
+        for part, value in self.parts.items():
+            if isinstance(value, nn.Module):
+                yield from self._module_targets(part, value)
+            elif isinstance(value, Optimizer):
+                self.filled.update(optimizers.targets(value, self.names, part, self.checkpoint))
+                yield from ((path, tensor) for path, tensor in self.filled.items() if path[0] == part)
+            elif kind_of(value) == "value":
+                leaves = flatten({part: value}).items()
+                yield from ((p, v) for p, v in leaves if isinstance(v, torch.Tensor) and p in self.checkpoint.entries)
+
+    def _module_targets(self, part: str, module: nn.Module) -> Iterator[tuple[Path, torch.Tensor]]:
+        seen: set[int] = set()
+        for name, value in module.state_dict(keep_vars=True).items():
+            path = (part, name)
+            is_there = path in self.checkpoint.entries and self.checkpoint.is_tensor(path)
+            if isinstance(value, torch.Tensor) and is_there and id(value) not in seen:
+                seen.add(id(value))
+                yield path, value
+
+    def assign(self) -> dict[str, Any]:
+        """When the targets are filled: everything that is no tensor; returns the values that were saved as such."""
+        for part, value in self.parts.items():
+            kind = kind_of(value)
+            if kind == "module":
+                self._assign_module(part, value)
+            elif kind == "optimizer":
+                optimizers.assign(value, self.names, part, self.checkpoint, self.filled)
+            elif kind == "stateful":
+                saved = self.checkpoint.value(part)
+                value.load_state_dict({} if saved is None else saved)
+        values = [part for part, kind in self.checkpoint.kinds.items() if kind == "value" and part not in self.parts]
+        return {part: self.checkpoint.value(part) for part in values} | {
+            part: value for part, value in self.parts.items() if kind_of(value) == "value"
+        }
+
+    def _assign_module(self, part: str, module: nn.Module) -> None:
+        for tensor in module.state_dict(keep_vars=True).values():
+            if isinstance(tensor, GlobalTensor):
+                forget_forms(tensor)
+        for path in self.checkpoint.below(part):
+            name = name_of(path)
+            if name.rpartition(".")[2] == "_extra_state":
+                module.get_submodule(name.rpartition(".")[0]).set_extra_state(self.checkpoint.value(part, *path))
+
+    def assign_random_state(self) -> None:
+        """Go on with the random numbers of the moment of saving."""
+        if self.checkpoint.below(RANDOM):
+            _generator(self.world).set_state(self.checkpoint.value(RANDOM, "generator"))

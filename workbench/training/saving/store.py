@@ -1,0 +1,231 @@
+"""``wb.save`` and ``wb.load``: one checkpoint of everything that training needs to go on."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from workbench.errors import CheckpointError
+from workbench.tensors.coordination import check, gather, together
+from workbench.tensors.world import World, current
+from workbench.training.saving import reading, writing
+from workbench.training.saving.parts import Restoring, collect, kind_of
+
+_POLL_S = 0.01
+_under_way: WeakKeyDictionary[World, Saving] = WeakKeyDictionary()
+
+
+class Saving:
+    """A checkpoint that is being written; what ``wb.save`` returns."""
+
+    def __init__(self, job: writing.Job) -> None:
+        self._job = job
+        self._error: Exception | None = None
+        self._own_written = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._waited = False
+
+    @property
+    def path(self) -> Path:
+        """Where the checkpoint will be when it is complete."""
+        return self._job.path
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it is there under its name; asks the file system, and no other rank."""
+        return (self.path / ".metadata").is_file() and not self._job.folder.exists()
+
+    def wait(self) -> Path:
+        """Return when the checkpoint is complete. All ranks call it; the wait can be interrupted.
+
+        Raises:
+            CheckpointError: a rank could not write its part; the checkpoint before stays as it was.
+            OSError: this rank could not.
+        """
+        if self._waited:
+            return self.path
+        self._waited = True
+        world, what = self._job.world, f"save({str(self.path)!r})"
+        _under_way.pop(world, None)
+        try:
+            if self._thread is None:
+                self._run(self._job.write_own)
+            _poll(lambda: self._own_written.is_set())
+            check(self._error, world, what)
+            if self._thread is None:
+                self._run(self._job.finish)
+            else:
+                thread = self._thread
+                _poll(lambda: not thread.is_alive())
+            check(self._error, world, what)
+        except BaseException:
+            self._job.given_up.set()
+            self._job.discard()
+            raise
+        return self.path
+
+    def start(self) -> None:
+        """Write in a helper thread, which the interpreter waits for at its end."""
+
+        def run() -> None:
+            self._run(self._job.write_own)
+            if self._error is None:
+                self._run(self._job.finish)
+
+        self._thread = threading.Thread(target=run, name=f"save {self.path.name}")
+        self._thread.start()
+
+    def _run(self, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except Exception as error:  # noqa: BLE001 - raised by wait(), on every rank
+            self._error = error
+        self._own_written.set()
+
+    def __repr__(self) -> str:
+        return f"Saving({str(self.path)!r}, {'complete' if self.is_complete else 'under way'})"
+
+
+def _poll(is_done: Callable[[], bool]) -> None:
+    while not is_done():
+        time.sleep(_POLL_S)  # and not Thread.join(), which would not be interrupted
+
+
+def save(
+    path: str | os.PathLike[str],
+    *,
+    asynchronous: bool = False,
+    on_complete: Callable[[], None] | None = None,
+    **parts: Any,
+) -> Saving:
+    """Write one checkpoint. All ranks of the world call it, with equal arguments, on a file system they share.
+
+    Every rank writes the slices it holds, each once; nothing is gathered. The directory takes its name when all of it
+    is on the disk, so ``path`` is always a complete checkpoint: the new one or the one before. The files are those of
+    ``torch.distributed.checkpoint`` and are read by its ``load``, too, on one device and without the workbench.
+
+    Args:
+        path: the directory to be.
+        asynchronous: copy the slices, return, and write in the background. The next ``save``, ``load`` or ``wait``
+            raises what went wrong; the interpreter does not end before the checkpoint is complete.
+        on_complete: called on rank 0 when the checkpoint is complete; from a helper thread if asynchronous.
+        parts: what to save, by names of your choice: modules, optimizers (with the module their parameters are in),
+            anything with ``state_dict`` and ``load_state_dict`` (schedulers, a GradScaler, a GlobalDataLoader),
+            and plain values: numbers, texts, dictionaries and lists, tensors. The state of the random numbers is
+            saved with them.
+
+    Returns:
+        a handle with ``wait()``; already complete unless ``asynchronous``.
+
+    Raises:
+        CheckpointError: something cannot be saved, or a rank could not write.
+
+    ``wb.save("runs/last", model=model, optimizer=optimizer, step=step)``
+    """
+    world, path = current(), Path(os.path.abspath(path))
+    finish_previous(world)
+    what = f"save({str(path)!r})"
+    folder = path.with_name(path.name + writing.INCOMPLETE)
+    together(lambda: _make(folder) if world.rank == 0 else None, world, what)
+    planner, local, aliases = together(lambda: _plan(parts, world, folder), world, what)
+    items, metadata = writing.agree(planner, local, world, what)
+    job = writing.Job(
+        path,
+        world,
+        writing.snapshot(items, planner, keeps=asynchronous),
+        metadata,
+        aliases,
+        {part: kind_of(value) for part, value in parts.items()},
+        on_complete,
+    )
+    saving = Saving(job)
+    if asynchronous:
+        _under_way[world] = saving
+        saving.start()
+    else:
+        saving.wait()
+    return saving
+
+
+def _make(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)  # what a killed save has left
+    folder.mkdir(parents=True)
+
+
+def _plan(parts: dict[str, Any], world: World, folder: Path) -> Any:
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"save: rank {world.rank} does not see {folder}, which rank 0 has made. All ranks write into one "
+            "directory: give a path on a file system that they share."
+        )
+    leaves, aliases = collect(parts, world)
+    return *writing.local_plan(leaves), aliases
+
+
+def finish_previous(world: World) -> None:
+    """Wait for the asynchronous save that this world has under way, if there is one."""
+    previous = _under_way.get(world)
+    if previous is not None:
+        previous.wait()
+
+
+def load(
+    path: str | os.PathLike[str], *, strict: bool = True, random_state: bool = True, **parts: Any
+) -> dict[str, Any]:
+    """Read a checkpoint into ``parts``, which may lie under another strategy, on other ranks, or on one device.
+
+    All ranks of the world call it. Every rank reads the slices it holds. Sizes, names, shapes and checksums are
+    compared first: nothing is changed by a load that fails there.
+
+    Args:
+        path: a directory that ``wb.save`` has made, or ``torch.distributed.checkpoint.save``. As with ``torch.load``
+            of whole objects, load only what you trust.
+        strict: refuse a checkpoint in which a module's tensors are missing, or which has others.
+        random_state: go on with the random numbers of the moment of saving too.
+        parts: modules, optimizers and other objects by the names they were saved under; they are filled in place.
+
+    Returns:
+        the plain values that were saved, by name.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or it is half-written, damaged, or of another model; all that
+            is missing, unexpected or of another shape is listed.
+
+    ``step = wb.load("runs/last", model=model, optimizer=optimizer)["step"]``
+    """
+    world, path = current(), Path(os.path.abspath(path))
+    finish_previous(world)
+    what = f"load({str(path)!r})"
+    folder: Path = gather(together(lambda: reading.find(path) if world.rank == 0 else None, world, what), world, what)[
+        0
+    ]
+    restoring, pieces = together(lambda: _compare(folder, parts, world, strict), world, what)
+
+    def fill() -> dict[str, Any]:
+        restoring.checkpoint.fill(pieces)
+        if parts and random_state:
+            restoring.assign_random_state()
+        return restoring.assign()
+
+    values: dict[str, Any] = together(fill, world, what)
+    return values
+
+
+def _compare(folder: Path, parts: dict[str, Any], world: World, strict: bool) -> Any:
+    restoring = Restoring(parts, reading.Checkpoint(folder), world, strict)
+    problems = restoring.problems()
+    if problems:
+        raise CheckpointError(
+            f"load({str(folder)!r}): the checkpoint does not fit.\n  "
+            + "\n  ".join(problems)
+            + "\nNothing was loaded. "
+            "Load it into what it was saved from; strict=False leaves out what is missing or unexpected in a module."
+        )
+    wanted = list(restoring.targets())
+    return restoring, restoring.checkpoint.check(wanted, restoring.filled)

@@ -1,0 +1,268 @@
+"""Writing one checkpoint: every rank its own slices into one file, rank 0 the table of contents, then one rename.
+
+    <path>.incomplete/        until all is there
+        __0_0.distcp ...      what a rank has written, one file per rank
+        __0.written ...       where in the file each slice lies; gone at the end
+        .metadata             torch.distributed.checkpoint's table of contents
+        workbench.json        kinds of the parts, sizes and checksums
+    <path>/                   the same directory, renamed when everything is on the disk
+
+The main threads agree beforehand on who writes what, so the writing itself needs no communication and may happen in a
+helper thread: rank 0 sees by the files ``.written`` that the others are done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import pickle
+import shutil
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from workbench.errors import CheckpointError
+from workbench.tensors.coordination import gather
+from workbench.tensors.world import World
+from workbench.training.saving.flat import Path as StatePath
+from workbench.training.saving.flat import name_of
+
+INCOMPLETE = ".incomplete"
+"""What the name of a directory ends with while it is being written."""
+REPLACED = ".replaced"
+"""What the old directory is called for the moment in which a new one takes its name."""
+MANIFEST = "workbench.json"
+_POLL_S = 0.005
+_GRACE_S = 10.0
+"""How long rank 0 waits after its program has ended, while the others' files do not grow."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """Where a slice lies: bytes ``offset`` to ``offset + length`` of a file, and their CRC-32."""
+
+    index: Any
+    file: str
+    offset: int
+    length: int
+    checksum: int
+
+
+@dataclass
+class Job:
+    """What one rank has to do for one checkpoint.
+
+    Attributes:
+        items: (torch's description of the slice, the plain tensor on the CPU, or bytes).
+        metadata: torch's table of contents, without the places in the files; rank 0 alone uses it.
+        aliases: other names of tied tensors, by the name under which each is written.
+        parts: the kind of every part, by name.
+        on_complete: called on rank 0 when the checkpoint has its final name.
+    """
+
+    path: Path
+    world: World
+    items: list[tuple[Any, torch.Tensor | bytes]]
+    metadata: Any
+    aliases: Mapping[str, str]
+    parts: Mapping[str, str]
+    on_complete: Callable[[], None] | None = None
+    given_up: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def folder(self) -> Path:
+        """Where the files lie until they are complete."""
+        return self.path.with_name(self.path.name + INCOMPLETE)
+
+    def write_own(self) -> None:
+        """Write this rank's file; afterwards it is on the disk, and rank 0 can see so."""
+        rank = self.world.rank
+        try:
+            written = _write_slices(self.folder / f"__{rank}_0.distcp", self.items)
+            _write_whole(self.folder / f"__{rank}.written", pickle.dumps(written))
+        except Exception as error:
+            _say_failed(self.folder / f"__{rank}.failed", f"{type(error).__name__}: {error}")
+            raise
+
+    def finish(self) -> None:
+        """On rank 0, when all ranks have written: the table of contents, and the final name."""
+        if self.world.rank == 0:
+            self._wait_for_others()
+            written = [self._written_by(rank) for rank in range(self.world.world_size)]
+            self._write_contents([entry for entries in written for entry in entries])
+            for rank in range(self.world.world_size):
+                (self.folder / f"__{rank}.written").unlink()
+            _sync_folder(self.folder)
+            _take_name(self.folder, self.path)
+            if self.on_complete is not None:
+                self.on_complete()
+
+    def discard(self) -> None:
+        """Remove what a failed save has left."""
+        if self.world.rank == 0:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _wait_for_others(self) -> None:
+        waiting, grown_at, size = set(range(self.world.world_size)), time.monotonic(), 0
+        while waiting:
+            for rank in list(waiting):
+                if (self.folder / f"__{rank}.failed").exists():
+                    text = (self.folder / f"__{rank}.failed").read_text() or "not even the reason fitted on the disk"
+                    raise CheckpointError(f"save({str(self.path)!r}): rank {rank} could not write its part: {text}")
+                if (self.folder / f"__{rank}.written").exists():
+                    waiting.discard(rank)
+            if threading.main_thread().is_alive() or size != (size := _size_of(self.folder)):
+                grown_at = time.monotonic()
+            if self.given_up.is_set() or time.monotonic() - grown_at > _GRACE_S:
+                raise CheckpointError(
+                    f"save({str(self.path)!r}): ranks {sorted(waiting)} have not written their parts."
+                )
+            if waiting:
+                time.sleep(_POLL_S)
+
+    def _written_by(self, rank: int) -> list[Written]:
+        written: list[Written] = pickle.loads((self.folder / f"__{rank}.written").read_bytes())
+        return written
+
+    def _write_contents(self, written: list[Written]) -> None:
+        from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+        from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
+
+        metadata = self.metadata
+        places = {entry.index: _StorageInfo(entry.file, entry.offset, entry.length) for entry in written}
+        for alias, name in self.aliases.items():
+            if name in metadata.state_dict_metadata:
+                metadata.state_dict_metadata[alias] = metadata.state_dict_metadata[name]
+                part, _, rest = alias.partition(".")
+                metadata.planner_data[alias] = (part, rest)
+        of_name: dict[str, list[Any]] = {}
+        for index in places:
+            of_name.setdefault(index.fqn, []).append(index)
+        for alias, name in self.aliases.items():
+            for index in of_name.get(name, []):
+                places[MetadataIndex(alias, index.offset, index.index)] = places[index]
+        metadata.storage_data, metadata.version = places, CURRENT_DCP_VERSION
+        metadata.storage_meta = StorageMeta(checkpoint_id=str(self.path))
+        manifest = {
+            "format": 1,
+            "ranks": self.world.world_size,
+            "parts": dict(self.parts),
+            "sizes": {path.name: path.stat().st_size for path in sorted(self.folder.glob("*.distcp"))},
+            "checksums": {f"{entry.file}:{entry.offset}": entry.checksum for entry in written},
+        }
+        _write_whole(self.folder / MANIFEST, json.dumps(manifest).encode())
+        _write_whole(self.folder / ".metadata", pickle.dumps(metadata))
+
+
+def local_plan(flat: Mapping[StatePath, Any]) -> tuple[Any, Any]:
+    """torch's planner, and what this rank could write."""
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner({name_of(path): value for path, value in flat.items()}, is_coordinator=True)
+    return planner, replace(planner.create_local_plan(), planner_data={name_of(path): path for path in flat})
+
+
+def agree(planner: Any, local: Any, world: World, what: str) -> tuple[list[Any], Any]:
+    """Who writes what: this rank's items, and torch's table of contents. All ranks call it.
+
+    Equal slices on several ranks are written once, by the rank that has least to write so far; every rank works
+    that out for itself from the plans of all.
+    """
+    plans, metadata = planner.create_global_plan(gather(local, world, what))
+    metadata.planner_data = {name: path for plan in plans for name, path in plan.planner_data.items()}
+    return plans[world.rank].items, metadata
+
+
+def snapshot(items: Iterable[Any], planner: Any, keeps: bool) -> list[tuple[Any, torch.Tensor | bytes]]:
+    """What is to be written, as it is now; ``keeps`` copies tensors, so that training may go on."""
+    taken: list[tuple[Any, torch.Tensor | bytes]] = []
+    for item in items:
+        value = planner.resolve_data(item)
+        if isinstance(value, io.BytesIO):
+            taken.append((item, value.getvalue()))
+            continue
+        value = value.detach()
+        own = value.cpu()
+        copies = own.data_ptr() == value.data_ptr() and (keeps or own.untyped_storage().nbytes() != own.nbytes)
+        taken.append((item, own.clone(memory_format=torch.contiguous_format) if copies else own))
+    return taken
+
+
+class _Checked:
+    """A file that sums up what is written to it."""
+
+    def __init__(self, file: Any) -> None:
+        self.file, self.checksum = file, 0
+
+    def write(self, data: Any) -> int:
+        self.checksum = zlib.crc32(data, self.checksum)
+        return self.file.write(data)
+
+    def flush(self) -> None:
+        self.file.flush()
+
+
+def _write_slices(path: Path, items: Iterable[tuple[Any, torch.Tensor | bytes]]) -> list[Written]:
+    written = []
+    with open(path, "wb") as file:
+        for item, value in items:
+            checked, start = _Checked(file), file.tell()
+            if isinstance(value, bytes):
+                checked.write(value)
+            else:
+                torch.save(value, checked)  # type: ignore[arg-type]
+            written.append(Written(item.index, path.name, start, file.tell() - start, checked.checksum))
+        file.flush()
+        os.fsync(file.fileno())
+    return written
+
+
+def _size_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("*.distcp"))
+
+
+def _write_whole(path: Path, data: bytes) -> None:
+    """A small file that is there in full or not at all."""
+    partly = path.with_name(path.name + ".tmp")
+    with open(partly, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partly, path)
+
+
+def _say_failed(path: Path, text: str) -> None:
+    """Leave the reason where rank 0 looks for it: in full, or empty where a full disk takes a name and no more."""
+    with contextlib.suppress(OSError):
+        _write_whole(path, text.encode())
+        return
+    with contextlib.suppress(OSError):
+        path.touch()
+
+
+def _take_name(folder: Path, path: Path) -> None:
+    """Give ``folder`` its final name; what had it before stays until then."""
+    replaced = path.with_name(path.name + REPLACED)
+    if path.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+        os.rename(path, replaced)
+    os.rename(folder, path)
+    _sync_folder(path.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _sync_folder(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

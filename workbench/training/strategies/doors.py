@@ -1,0 +1,157 @@
+"""Hooks at the doors of layers: inputs are boxed to what a layer means, so that neighbours need not know it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from workbench.core.layout import Layout
+from workbench.core.pairing import TABLE, feature_dim
+from workbench.core.sbp import NdSbp, Partial, Split, split
+from workbench.core.strategy import ResolvedLayer
+from workbench.tensors.boxing.box import box, box_implicitly
+from workbench.tensors.conversion import enter_as_broadcast
+from workbench.tensors.global_tensor import GlobalTensor, Spec
+from workbench.tensors.world import OUTSIDE, ModuleCall
+from workbench.training.batches import count_samples
+from workbench.training.strategies.layouts import StageLayouts
+from workbench.training.strategies.state import note_call
+
+
+class Door:
+    """The hook before a layer. While it ``stands_open``, whoever has the layer's forward boxes the inputs."""
+
+    def __init__(self, enter: Callable[[Any], Any]) -> None:
+        self._enter, self.stands_open = enter, False
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """The arguments as the layer gets them; None where they go in as they are."""
+        return None if self.stands_open else self.box_inputs(args, kwargs)
+
+    def box_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The arguments, with every tensor as the layer means it."""
+        if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):  # nearly always
+            return (self._enter(args[0]),), kwargs
+        args, kwargs = tree_map(self._enter, (args, kwargs))
+        return args, kwargs
+
+
+class Doors:
+    """Puts the hooks on layers."""
+
+    def __init__(self, layouts: StageLayouts) -> None:
+        self.layouts = layouts
+
+    def hook(
+        self,
+        layer: nn.Module,
+        choice: ResolvedLayer,
+        following: ResolvedLayer | None,
+        foreign: list[str],
+        when_interrupted: list[Callable[[], None]],
+    ) -> list[Any]:
+        """Boxing at the door of a layer; behind a row-split one, its partial sums go to what the next layer expects.
+
+        ``foreign`` names the layer's parameters that live on another stage; ``when_interrupted`` gets what ends a call
+        that has not ended by itself.
+        """
+
+        handles = [layer.register_forward_pre_hook(Door(lambda value: self._enter(value, choice)), with_kwargs=True)]
+        if foreign:
+            handles += _hook_tied(
+                layer, foreign, lambda ndim: self.layouts.parameter_layout(choice, ndim), when_interrupted
+            )
+        if choice.split == "row" or (choice.split and choice.kind == TABLE):
+            target = following if following and following.stage == choice.stage else None
+            handles.append(
+                layer.register_forward_hook(lambda module, args, output: self._leave(output, choice, target))
+            )
+        return handles
+
+    def _enter(self, value: Any, choice: ResolvedLayer) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if not isinstance(value, GlobalTensor):
+            origin = f"layer {choice.name!r}: an input"
+            layout = self.layouts.input_layout(choice, value.dim())
+            world = self.layouts.world
+            value = enter_as_broadcast(value.to(world.device), world, layout, lambda: origin)
+        shape = value._spec.shape
+        num_samples = self.layouts.world.call.num_samples or (shape[0] if shape else 0)
+        layout = self.layouts.input_layout(choice, len(shape), _batch_dim(value._spec, choice.kind, num_samples))
+        is_alike = shape and (shape[0] == 1 or shape[0] != num_samples)
+        if is_alike and value._spec.layout.is_broadcast:
+            layout = layout.broadcast()  # positions and masks, alike for all samples
+        return box_implicitly(value, layout, choice.name)
+
+    def _leave(self, output: Any, choice: ResolvedLayer, following: ResolvedLayer | None) -> Any:
+        """Sums, and columns of a table, are boxed here: behind a residual they would be boxed again and again."""
+        if not isinstance(output, GlobalTensor):
+            return output
+        layout, last = output._spec.layout, split(output.dim() - 1)
+        wanted = self.layouts.output_layout(choice, following, output.dim())
+        target: NdSbp = tuple(
+            b if isinstance(a, Partial) or (choice.kind == TABLE and a == last) else a
+            for a, b in zip(layout.sbp, wanted.sbp, strict=True)
+        )
+        return box_implicitly(output, layout.with_sbp(target), choice.name)
+
+
+def _batch_dim(spec: Spec, kind: str, num_samples: int) -> int:
+    """The dim that counts samples: the first, or the one of their number by which the tensor is split, as in (sequence,
+    batch, features). Features that are as many are none.
+    """
+    shape = spec.shape
+    if not shape or shape[0] == num_samples:
+        return 0
+    features = feature_dim(kind, len(shape))
+    dims = (entry.dim for entry in spec.layout.sbp if isinstance(entry, Split))
+    return next((dim for dim in dims if dim != features and shape[dim] == num_samples), 0)
+
+
+def _hook_tied(
+    layer: nn.Module,
+    names: list[str],
+    layout_here: Callable[[int], Layout],
+    when_interrupted: list[Callable[[], None]],
+) -> list[Any]:
+    """A parameter that lives on another stage: boxed here around each use, its gradient flows back by the same way."""
+    kept: dict[str, Any] = {}
+
+    def bring(module: nn.Module, args: Any) -> None:
+        for name in names:
+            kept[name] = module._parameters[name]
+            module._parameters[name] = box(kept[name], layout_here(kept[name].dim()))  # type: ignore[assignment]
+
+    def put_back(module: nn.Module = layer, args: Any = None, output: Any = None) -> None:
+        module._parameters.update(kept)
+        kept.clear()
+
+    when_interrupted.append(put_back)
+    return [layer.register_forward_pre_hook(bring), layer.register_forward_hook(put_back, always_call=True)]
+
+
+def hook_root(module: nn.Module, layouts: StageLayouts, when_interrupted: list[Callable[[], None]]) -> list[Any]:
+    """Inside the module's call, the rows of its inputs are the samples, and operands on different stages meet on the
+    latest of them.
+    """
+
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+        leaves = (
+            args if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor) else tree_leaves((args, kwargs))
+        )
+        layouts.world.call = ModuleCall(layouts.stage_order, count_samples(leaves))
+        note_call(module)
+
+    def leave(*_: Any) -> None:
+        layouts.world.call = OUTSIDE
+
+    when_interrupted.append(leave)
+    return [
+        module.register_forward_pre_hook(enter, with_kwargs=True),
+        module.register_forward_hook(leave, always_call=True),
+    ]

@@ -1,0 +1,134 @@
+"""What a resolved strategy means for parameters and inputs of every layer: placements and layouts. No data here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from workbench.core.layout import Layout
+from workbench.core.pairing import TABLE, TRANSPOSED_KINDS, feature_dim
+from workbench.core.placement import Placement
+from workbench.core.sbp import Sbp, broadcast, split
+from workbench.core.strategy import ResolvedLayer, ResolvedStrategy
+from workbench.tensors.world import ModuleCall, World
+
+
+class StageLayouts:
+    """Placements of the stages, and the layouts that layers have on them.
+
+    Attributes:
+        axes: for every stage, names of the axes of its placement, in order: "data", "model".
+        placements: the ranks of every stage.
+        everywhere: all ranks of all stages; of a single stage, its placement.
+    """
+
+    def __init__(self, world: World, resolved: ResolvedStrategy) -> None:
+        self.world, self.resolved = world, resolved
+        self._input_layouts: dict[tuple[str, int, int], Layout] = {}
+        self.axes = [self._axes(*resolved.stage_width(stage)) for stage in range(resolved.num_stages)]
+        self.placements = tuple(self._placement(stage) for stage in range(resolved.num_stages))
+        ranks = [rank for placement in dict.fromkeys(self.placements) for rank in placement]
+        is_one = len(set(self.placements)) == 1
+        self.everywhere = self.placements[0] if is_one else Placement.of(world.device.type, ranks)
+
+    @contextmanager
+    def seen_from(self, other: StageLayouts) -> Iterator[None]:
+        """Meanwhile, everything that asks these layouts is answered by ``other``, which has another world."""
+        own = dict(self.__dict__)
+        self.__dict__.update(other.__dict__)
+        try:
+            yield
+        finally:
+            self.__dict__.update(own)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StageLayouts:
+        """A copied module lies where the module does."""
+        return self
+
+    @staticmethod
+    def _axes(data: int, model: int) -> list[str]:
+        """Axes of size one are left out: boxing along them would do nothing, at a price."""
+        return [name for name, size in (("data", data), ("model", model)) if size > 1] or ["data"]
+
+    def _placement(self, stage: int) -> Placement:
+        grid = self.resolved.stage_grid(stage)
+        ranks: Any = grid if len(self.axes[stage]) == 2 else self.resolved.stage_ranks(stage)
+        return Placement.of(self.world.device.type, ranks)
+
+    def layout(self, choice: ResolvedLayer, data: Sbp, model: Sbp) -> Layout:
+        """A layout on the layer's stage from one entry for each of the two axes."""
+        axes = self.axes[choice.stage]
+        return Layout(self.placements[choice.stage], tuple(data if axis == "data" else model for axis in axes))
+
+    def input_layout(self, choice: ResolvedLayer, ndim: int, batch_dim: int = 0) -> Layout:
+        """What the layer's choice means for its input; a scalar is everywhere. ``batch_dim`` counts samples."""
+        known = self._input_layouts.get((choice.name, ndim, batch_dim))
+        if known is None:
+            known = self._input_layouts[choice.name, ndim, batch_dim] = self._input_layout(choice, ndim, batch_dim)
+        return known
+
+    def _input_layout(self, choice: ResolvedLayer, ndim: int, batch_dim: int) -> Layout:
+        if ndim == 0:
+            return self.layout(choice, broadcast, broadcast)
+        samples = split(batch_dim)
+        if choice.parallel == "data":
+            return self.layout(choice, samples, samples)
+        if self.resolved.options.sequence and "Norm" in choice.kind and ndim > 2:
+            return self.layout(choice, samples, split(0 if batch_dim == 1 else 1))
+        takes_slices = choice.split == "row" and choice.kind != TABLE
+        return self.layout(choice, samples, split(feature_dim(choice.kind, ndim)) if takes_slices else broadcast)
+
+    def parameter_layout(self, choice: ResolvedLayer, ndim: int) -> Layout:
+        """Where a parameter's slices lie; see the table at the top of ``training/parallel.py``."""
+        outputs_last = choice.kind in (TABLE, *TRANSPOSED_KINDS)
+        if choice.split == "column":
+            entry: Sbp = split(ndim - 1) if outputs_last else split(0)
+        elif choice.split == "row" and ndim > 1:
+            entry = split(0) if outputs_last else split(1)
+        else:
+            entry = broadcast
+        return self.layout(choice, broadcast, entry)
+
+    def output_layout(self, choice: ResolvedLayer, following: ResolvedLayer | None, ndim: int) -> Layout:
+        """Where the sums of a row-split layer and the columns of a table go: to what the next layer expects."""
+        if self.resolved.options.sequence and ndim > 2:
+            return self.layout(choice, split(0), split(1))
+        if following is None:
+            return self.layout(choice, split(0), split(0))
+        if following.split == "row":
+            return self.layout(choice, split(0), broadcast)
+        return self.input_layout(following, ndim)
+
+    @property
+    def stage_order(self) -> tuple[Placement, ...]:
+        """For ``ModuleCall``: where operands of different stages may meet; empty for a single stage."""
+        return (self.everywhere, *self.placements) if len(self.placements) > 1 else ()
+
+    @contextmanager
+    def meeting_on_the_latest(self) -> Iterator[None]:
+        """Outside of the module's call, operands of different stages meet as they do inside it."""
+        world, before = self.world, self.world.call
+        world.call = ModuleCall(self.stage_order)
+        try:
+            yield
+        finally:
+            world.call = before
+
+    def placement_of_buffers(self, name: str, module: nn.Module, nearest: ResolvedLayer) -> Placement:
+        """Where the buffers of a module lie; ``nearest`` is the module as a layer, or the layer before it.
+
+        A layer's lie on its stage, and so do running statistics, which forward writes. Those of another module lie
+        on the one stage of the layers in it, or around it where it has none (rotary frequencies, masks), and
+        everywhere where those are on several.
+        """
+        if name == nearest.name or isinstance(module, _NormBase):
+            return self.placements[nearest.stage]
+        stages = self._stages_inside(name) or self._stages_inside(name.rpartition(".")[0])
+        return self.placements[stages.pop()] if len(stages) == 1 else self.everywhere
+
+    def _stages_inside(self, name: str) -> set[int]:
+        return {layer.stage for layer in self.resolved.layers if not name or f"{layer.name}.".startswith(f"{name}.")}

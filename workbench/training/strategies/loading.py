@@ -1,0 +1,141 @@
+"""``wb.load_safetensors``: weights from safetensors files into a module's shards; each rank reads its own slices."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from workbench.core.layout import Region
+from workbench.errors import CheckpointError
+from workbench.tensors.global_tensor import GlobalTensor, plain
+from workbench.tensors.world import World, current
+from workbench.training.strategies.safetensors_file import SafetensorsFiles
+
+_MAX_LISTED = 20
+
+
+def load_safetensors(module: nn.Module, path: str | os.PathLike[str], *, strict: bool = True) -> nn.Module:
+    """Fill the parameters and persistent buffers of a module from safetensors files. All ranks call it.
+
+    A rank reads the slices it holds and nothing else, whatever the module's strategy is; values are cast to the dtype
+    of the module's tensors. Tied parameters are looked for under each of their names.
+
+    Args:
+        module: a module after ``wb.parallelize``, or a plain one.
+        path: a ``.safetensors`` file, or a directory as ``save_pretrained`` writes it, with one file or with several
+            and ``model.safetensors.index.json``.
+        strict: whether names that only one side knows are an error; shapes must always agree.
+
+    Raises:
+        CheckpointError: files that cannot be read, or do not fit; everything that does not fit is listed at once.
+
+    >>> wb.load_safetensors(model, "gpt2/")  # doctest: +SKIP
+    """
+    world = current()
+    error: CheckpointError | None = None
+    try:
+        with SafetensorsFiles(path) as files, torch.no_grad():
+            for wanted in find_weights(module, files, strict):
+                wanted.fill(files)
+    except (CheckpointError, OSError) as found:
+        error = found if isinstance(found, CheckpointError) else CheckpointError(f"load_safetensors: {found}.")
+    _agree(error, world)
+    return module
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A tensor of the module and the name under which a file has it."""
+
+    name: str
+    tensor: torch.Tensor
+
+    def fill(self, files: SafetensorsFiles) -> None:
+        """Read this rank's slice of it."""
+        if not isinstance(self.tensor, GlobalTensor):
+            region: Region = tuple((0, size) for size in self.tensor.shape)
+            _fill(files, self.name, region, self.tensor.detach())
+        elif not self.tensor.is_ghost:
+            spec = self.tensor._spec
+            _fill(files, self.name, spec.layout.region(spec.shape, spec.world.rank), plain(self.tensor))
+
+
+def _fill(files: SafetensorsFiles, name: str, region: Region, local: torch.Tensor) -> None:
+    if local.is_contiguous():
+        files.read(name, region, local)
+    else:
+        part = torch.empty(local.shape, dtype=local.dtype, device=local.device)
+        files.read(name, region, part)
+        local.copy_(part)
+
+
+def find_weights(module: nn.Module, files: SafetensorsFiles, strict: bool = True) -> list[Weight]:
+    """What of the module is in the files; raises ``CheckpointError`` with a list of all that does not fit."""
+    aliases: dict[int, list[str]] = {}
+    tensors: Mapping[str, torch.Tensor] = {
+        name: tensor for name, tensor in module.state_dict(keep_vars=True).items() if isinstance(tensor, torch.Tensor)
+    }
+    for name, tensor in tensors.items():
+        aliases.setdefault(id(tensor), []).append(name)
+    renamed = _names_in(set(files.entries), set(tensors), getattr(module, "base_model_prefix", ""))
+    weights, missing, shapes, on_meta = [], [], [], []
+    for names in aliases.values():
+        tensor, known = tensors[names[0]], [renamed[name] for name in names if name in renamed]
+        if not known:
+            missing.append(" = ".join(names))
+            continue
+        if files.entries[known[0]].shape != tuple(tensor.shape):
+            shapes.append(f"{names[0]} {tuple(tensor.shape)}, in the file {files.entries[known[0]].shape}")
+        if tensor.is_meta:
+            on_meta.append(names[0])
+        weights.append(Weight(known[0], tensor))
+    ignored = getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()
+    unexpected = [
+        name
+        for name in sorted(set(files.entries) - set(renamed.values()))
+        if not any(re.search(pattern, name) for pattern in ignored)
+    ]
+    problems = [
+        *_problem("missing in the file", missing if strict else []),
+        *_problem("not in the module", unexpected if strict else []),
+        *_problem("of another shape in the module", shapes),
+        *_problem("on meta, without storage; wb.parallelize(module, strategy, init=path) makes it", on_meta),
+    ]
+    if problems:
+        raise CheckpointError(
+            f"load_safetensors: the file has {len(files.entries)} tensors, {type(module).__name__} has "
+            f"{len(aliases)}, and they do not fit.\n" + "\n".join(problems)
+        )
+    return weights
+
+
+def _problem(what: str, names: list[str]) -> list[str]:
+    more = f", and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+    return [f"  {len(names)} {what}: {', '.join(names[:_MAX_LISTED])}{more}"] if names else []
+
+
+def _names_in(have: set[str], want: set[str], prefix: str) -> dict[str, str]:
+    """Module's name -> file's name. Files of a bare model lack the prefix that a model with a head puts before it."""
+    same = {name: name for name in want & have}
+    if same or not prefix:
+        return same
+    shorter = {name: name.removeprefix(f"{prefix}.") for name in want}
+    longer = {name: f"{prefix}.{name}" for name in want}
+    found = ({name: other for name, other in names.items() if other in have} for names in (shorter, longer))
+    return max(found, key=len)
+
+
+def _agree(error: CheckpointError | None, world: World) -> None:
+    """Where one rank could not read, all raise: the others would go on and wait for it."""
+    if world.world_size > 1:
+        flag = torch.tensor([int(error is not None)], device=world.device)
+        failed = [rank for rank, f in enumerate(world.transport.all_gather(flag, "load_safetensors")) if int(f)]
+        if failed and error is None:
+            error = CheckpointError(f"load_safetensors failed on ranks {failed}; their errors say why.")
+    if error is not None:
+        raise error

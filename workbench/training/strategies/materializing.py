@@ -1,0 +1,133 @@
+"""Models built on ``meta``: storage for this rank's shards alone, then values for them.
+
+Values come from files, or from the modules' own initialisation run on the shards, whose random numbers follow the
+logical position and are the same for every strategy and number of ranks. What a constructor has computed (rotary
+frequencies, masks) is lost on ``meta`` and in no file: it is computed again where the model knows how, and an error
+where it does not.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from workbench.errors import CheckpointError, StrategyError
+from workbench.tensors.global_tensor import label, plain
+from workbench.tensors.world import World
+from workbench.training.strategies.loading import find_weights, load_safetensors
+from workbench.training.strategies.safetensors_file import SafetensorsFiles
+
+Init = str | os.PathLike[str] | Callable[[nn.Module], Any] | None
+"""Where values come from: the modules' own initialisation (None), a function of a module, files, or ``"empty"``."""
+
+
+def names_on_meta(module: nn.Module) -> list[str]:
+    """Parameters and buffers without storage."""
+    return [name for name, tensor in (*module.named_parameters(), *module.named_buffers()) if tensor.is_meta]
+
+
+def materialize(module: nn.Module, names: list[str], init: Init, world: World) -> None:
+    """Give storage and values to the tensors ``names``, which ``spread`` has made of ones on meta. All ranks call it.
+
+    Raises:
+        StrategyError: tensors that nothing gives a value to, all listed.
+        CheckpointError: files that do not fit.
+    """
+    tensors = {n: t for n, t in (*module.named_parameters(), *module.named_buffers()) if n in set(names)}
+    versions = {name: _allocate(tensor) for name, tensor in tensors.items()}
+    from_files = isinstance(init, str | os.PathLike)
+    with torch.no_grad():
+        if not from_files:
+            _initialize(module, list(module.named_modules()), init if callable(init) else None)
+        else:
+            given = _in_state(module) if init == "empty" else _in_files(module, init)  # type: ignore[arg-type]
+            rest = [name for name, tensor in tensors.items() if id(tensor) not in given]
+            owners = {name.rpartition(".")[0] for name in rest}
+            _initialize(module, [(n, m) for n, m in module.named_modules() if n in owners], None)
+            if init != "empty":
+                load_safetensors(module, init)  # type: ignore[arg-type]
+            tensors = tensors if init != "empty" else {name: tensors[name] for name in rest}
+    unset = [_is_unset(tensor, versions[name]) for name, tensor in tensors.items()]
+    missing = [name for name, flag in zip(tensors, _anywhere(unset, world), strict=True) if flag]
+    if missing:
+        raise StrategyError(
+            f"parallelize: {len(missing)} of {len(names)} tensors on meta got no value: {', '.join(missing[:20])}. "
+            "What lies on meta is filled by the modules' reset_parameters (transformers: _init_weights) or from files. "
+            "Give init=function(module) that fills them in place, or build what constructors compute (buffers) on cpu."
+        )
+
+
+def _in_state(module: nn.Module) -> set[int]:
+    return {id(tensor) for tensor in module.state_dict(keep_vars=True).values()}
+
+
+def _in_files(module: nn.Module, path: str | os.PathLike[str]) -> set[int]:
+    try:
+        with SafetensorsFiles(path) as files:
+            return {id(weight.tensor) for weight in find_weights(module, files)}
+    except (CheckpointError, OSError):
+        return _in_state(module)  # load_safetensors will say it, on all ranks
+
+
+def _initialize(root: nn.Module, chosen: list[tuple[str, nn.Module]], init: Callable[[nn.Module], Any] | None) -> None:
+    """Run the initialisation of modules, children before parents, as ``nn.Module.apply`` does."""
+    modules = dict(root.named_modules())
+    for name, module in sorted(chosen, key=lambda item: -_depth(item[0])):
+        if init is not None:
+            init(module)
+            continue
+        of_transformers = _nearest_with(modules, name, "_init_weights")
+        if of_transformers is not None:
+            of_transformers(module)
+            continue
+        reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+        if reset is not None:
+            reset()
+
+
+def _depth(name: str) -> int:
+    return name.count(".") + 1 if name else 0
+
+
+def _nearest_with(modules: dict[str, nn.Module], name: str, method: str) -> Any:
+    """The method of a module or of the nearest one above it that has it."""
+    while True:
+        if hasattr(modules[name], method):
+            return getattr(modules[name], method)
+        if not name:
+            return None
+        name = name.rpartition(".")[0]
+
+
+def _allocate(tensor: Any) -> int:
+    """Storage for this rank's shard, full of what no initialisation writes; returns a version to compare with."""
+    if tensor.is_ghost:
+        return 0
+    spec, local = tensor._spec, plain(tensor)
+    if local.untyped_storage().nbytes() < local.nbytes:  # else ZeRO has cut its shard out of nothing
+        local = torch.empty(spec.local_shape, dtype=tensor.dtype, device=spec.world.device)
+    if local.is_floating_point() or local.is_complex():
+        local.fill_(float("nan"))
+    tensor.data = label(local, spec)
+    return plain(tensor)._version
+
+
+def _is_unset(tensor: Any, version: int) -> bool:
+    local = plain(tensor)
+    if tensor.is_ghost or not local.numel():
+        return False
+    if local.is_floating_point() or local.is_complex():
+        return bool(local.sum().isnan())
+    return local._version == version
+
+
+def _anywhere(flags: list[bool], world: World) -> list[bool]:
+    """For every flag, whether some rank has it."""
+    if world.world_size == 1 or not flags:
+        return flags
+    all_flags = world.transport.all_gather(torch.tensor(flags, device=world.device), "values of tensors on meta")
+    return torch.stack(list(all_flags)).any(0).tolist()

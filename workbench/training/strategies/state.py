@@ -1,0 +1,119 @@
+"""What ``parallelize`` did to a module, and the module's layers as a strategy sees them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from workbench.core.placement import Placement
+from workbench.core.rows import Layer
+from workbench.core.strategy import ResolvedStrategy, Strategy
+from workbench.errors import StrategyError
+from workbench.pipeline.simulate import Span
+from workbench.training.strategies.layouts import StageLayouts
+
+STATE = "_workbench_parallel"
+ROOT = "(root)"
+"""Row name of parameters that belong to the model itself and to no layer of it."""
+
+
+_noting = threading.local()
+
+
+@contextmanager
+def calls_noted() -> Iterator[list[nn.Module]]:
+    """While this lasts, the parallelized modules that this thread calls are put into a list."""
+    _noting.modules = found = list[nn.Module]()
+    try:
+        yield found
+    finally:
+        _noting.modules = None
+
+
+def note_call(module: nn.Module) -> None:
+    """A parallelized module is being called."""
+    found: list[nn.Module] | None = getattr(_noting, "modules", None)
+    if found is not None:
+        found.append(module)
+
+
+@dataclass(eq=False)
+class ParallelState:
+    """The strategy in force on a module and what carries it.
+
+    Attributes:
+        layouts: where the stages lie, and what layers do there.
+        handles: hooks; each has ``remove()``.
+        placements: the ranks of every stage.
+        after_backward: called after the backward of every micro-batch, on every rank.
+        stand_ins: modules as this rank's only stage calls them: those of other stages, and those of its own.
+        stage_ranks: where a rank has several stages, what each of them sees of the module.
+        spans: what this rank's actions of the last scheduled step took.
+        when_interrupted: called when a call of the module ends by an interruption, for which torch calls no hooks.
+    """
+
+    strategy: Strategy
+    resolved: ResolvedStrategy
+    layouts: StageLayouts
+    handles: list[Any] = field(default_factory=list)
+    placements: tuple[Placement, ...] = ()
+    after_backward: list[Callable[[], None]] = field(default_factory=list)
+    stand_ins: Any = None
+    stage_ranks: Any = None
+    spans: list[Span] = field(default_factory=list)
+    when_interrupted: list[Callable[[], None]] = field(default_factory=list)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies of the module: what steps have made of its modules and tensors is made anew of theirs."""
+        return {**self.__dict__, "stand_ins": None, "stage_ranks": None, "spans": []}
+
+
+def describe(model: nn.Module) -> list[Layer]:
+    """The layers of a model as a strategy sees them: the modules that own parameters, in order."""
+    owners: dict[int, str] = {}
+    found = []
+    for path, module in layers_of(model):
+        own, name = dict(module.named_parameters(recurse=False)), path or ROOT
+        owner = owners.setdefault(id(own["weight"]), name) if "weight" in own else name
+        shapes = {short: tuple(parameter.shape) for short, parameter in own.items()}
+        num_parameters = sum(parameter.numel() for parameter in own.values())
+        found.append(Layer(name, type(module).__name__, shapes, num_parameters, owner if owner != name else None))
+    return found
+
+
+def layers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that own parameters, with their paths."""
+    return (
+        (name, module) for name, module in model.named_modules() if any(True for _ in module.parameters(recurse=False))
+    )
+
+
+def parameter_stages(module: nn.Module, resolved: ResolvedStrategy) -> dict[int, int]:
+    """The stage of every parameter by its id; one that several layers share lives where it is met first."""
+    stages: dict[int, int] = {}
+    for choice, (_, layer) in zip(resolved.layers, layers_of(module), strict=True):
+        for parameter in layer.parameters(recurse=False):
+            stages.setdefault(id(parameter), choice.stage)
+    return stages
+
+
+def state_of(module: nn.Module) -> ParallelState:
+    """The strategy in force; raises ``StrategyError`` for a module that was never parallelized."""
+    if STATE not in module.__dict__:
+        raise StrategyError(
+            f"{type(module).__name__} is not parallelized. Call wb.parallelize(module, strategy) first."
+        )
+    state: ParallelState = module.__dict__[STATE]
+    return state
+
+
+def unhook(module: nn.Module) -> None:
+    """Remove the hooks of an earlier ``parallelize``; parameters stay global tensors."""
+    state = module.__dict__.pop(STATE, None)
+    for handle in state.handles if state else []:
+        handle.remove()

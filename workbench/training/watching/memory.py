@@ -1,0 +1,159 @@
+"""Memory of one rank: live storages by kind, and the process's peak above a warm baseline."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+
+from workbench.tensors.global_tensor import GlobalTensor, local_torch
+
+
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the distinct storages of this rank's shards; a ghost's single zero does not count."""
+    sizes: dict[int, int] = {}
+    with local_torch():
+        for tensor in tensors:
+            if not (isinstance(tensor, GlobalTensor) and tensor.is_ghost):
+                storage = tensor.untyped_storage()
+                sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())
+
+
+def model_memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """Bytes on this rank of parameters, gradients, optimizer state and buffers."""
+    return {
+        "parameters": storage_bytes(model.parameters()),
+        "gradients": storage_bytes(gradients(model)),
+        "optimizer": storage_bytes(optimizer_state(optimizer)),
+        "buffers": storage_bytes(model.buffers()),
+    }
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    """The gradients that the parameters have, terms of sums or shards."""
+    found = (parameter.grad for parameter in model.parameters())
+    return [grad for grad in found if grad is not None]
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """All tensors of an optimizer's state."""
+    return [v for values in optimizer.state.values() for v in values.values() if isinstance(v, torch.Tensor)]
+
+
+class ActivationMeter:
+    """Counts the bytes that autograd holds for backward, in one measured step: at the moment when they are most.
+
+    Under a schedule that is only some of the micro-batches: what a backward has used is given back.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        with local_torch():
+            self._own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        self._holders: dict[int, int] = {}  # by address of a storage
+        self._held_bytes = 0
+        self.size_bytes = 0
+
+    @contextmanager
+    def measure(self) -> Iterator[None]:
+        """Context around the forwards of the step."""
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
+            yield
+
+    def _pack(self, tensor: Any) -> Any:
+        with local_torch():
+            storage = tensor.untyped_storage()
+            address, size = storage.data_ptr(), storage.nbytes()
+            if address in self._own or tensor.numel() * tensor.element_size() > size:
+                return tensor
+        self._count(address, size, 1)
+        return _Held(tensor, lambda: self._count(address, size, -1))
+
+    def _count(self, address: int, size: int, change: int) -> None:
+        before = self._holders.get(address, 0)
+        self._holders[address] = before + change
+        self._held_bytes += size * ((before + change > 0) - (before > 0))
+        self.size_bytes = max(self.size_bytes, self._held_bytes)
+
+
+class _Held:
+    """A tensor that autograd has saved; tells when it lets go of it."""
+
+    __slots__ = ("_let_go", "tensor")
+
+    def __init__(self, tensor: torch.Tensor, let_go: Callable[[], None]) -> None:
+        self.tensor, self._let_go = tensor, let_go
+
+    def __del__(self) -> None:
+        self._let_go()
+
+
+def _unpack(saved: Any) -> Any:
+    return saved.tensor if isinstance(saved, _Held) else saved
+
+
+class PeakMeter:
+    """Peak memory of this process above where it stood when the meter was made.
+
+    On Linux CPUs: peak resident size, with the kernel's mark reset and freed pages given back first. On CUDA: the
+    allocator's peak. Elsewhere: the largest resident size at the moments when it was asked.
+
+    ``shares_process`` says that other ranks live in the same process: then there is nothing to tidy up for one of them.
+    """
+
+    def __init__(self, device: torch.device, shares_process: bool = False) -> None:
+        self.device = device
+        if not shares_process:
+            gc.collect()
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            self._baseline = torch.cuda.memory_allocated(device)
+            return
+        _return_freed_pages()
+        self._can_reset = _reset_peak()
+        self._baseline = psutil.Process().memory_info().rss
+        self._largest = 0
+
+    def start_again(self) -> None:
+        """Forget the highest point so far; the baseline stays."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+            return
+        _return_freed_pages()
+        _reset_peak()
+        self._largest = 0
+
+    def peak_bytes(self) -> int:
+        """Bytes above the baseline, at the highest point since the meter was made or started again."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device) - self._baseline
+        resident = _peak_resident_bytes() if self._can_reset else psutil.Process().memory_info().rss
+        self._largest = max(self._largest, resident - self._baseline)
+        return self._largest
+
+
+def _return_freed_pages() -> None:
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (OSError, AttributeError):  # not glibc
+        return
+
+
+def _reset_peak() -> bool:
+    try:
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")
+        return True
+    except OSError:
+        return False
+
+
+def _peak_resident_bytes() -> int:
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM"))

@@ -1,0 +1,115 @@
+"""``wb.find_nonfinite``: the layer and the rank where the first nan or infinity of a step came to be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from workbench.errors import NonFiniteError
+from workbench.tensors.coordination import gather
+from workbench.tensors.global_tensor import local_torch
+from workbench.tensors.world import current
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class _Found:
+    """The first value of one rank that is not finite. ``moment`` counts what was looked at, alike on all ranks."""
+
+    moment: int
+    rank: int
+    what: str
+    layer: str
+    num_nan: int
+    num_infinite: int
+    num_elements: int
+    came_in: bool
+
+    def __str__(self) -> str:
+        kinds = [f"{count} {name}" for count, name in ((self.num_nan, "nan"), (self.num_infinite, "inf")) if count]
+        origin = "what came in was so already" if self.came_in else "what came in was finite"
+        return (
+            f"rank {self.rank}: {self.what} of {self.layer or 'the model'}: {' and '.join(kinds)} among "
+            f"{self.num_elements} values of its shard; {origin}"
+        )
+
+
+@contextmanager
+def find_nonfinite(module: nn.Module) -> Iterator[None]:
+    """In this context every layer's parameters, results and gradients are looked through for nan and infinity.
+
+    At the end the ranks compare what they have found, and the first is told. Each look waits for the device, so this is
+    for looking for a mistake, not for training runs. All ranks use it together.
+
+    Args:
+        module: the model, plain or parallelized; layers are called by their names in it.
+
+    Raises:
+        NonFiniteError: on all ranks: which layer, on which rank, what (its parameter, its result, the gradient of its
+            result), how many values, and whether they came in or came to be there.
+
+    >>> model = wb.parallelize(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU()), "*: data")
+    >>> with wb.find_nonfinite(model):
+    ...     model(torch.ones(1, 2)).sum().backward()
+    >>> with wb.find_nonfinite(model):
+    ...     model(torch.tensor([[1.0, float("inf")]]))
+    Traceback (most recent call last):
+    workbench.errors.NonFiniteError: ...
+    """
+    search = _Search(current().rank)
+    handles = [layer.register_forward_hook(search.hook(name)) for name, layer in module.named_modules()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+    found = [item for item in gather(search.first, current(), "find_nonfinite()") if item is not None]
+    if found:
+        first, *others = sorted(found)
+        lines = [f"find_nonfinite: the first value that is not finite is on {first}.", *map(str, others[:3])]
+        raise NonFiniteError("\n  then ".join(lines))
+
+
+class _Search:
+    """What one rank has seen."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.first: _Found | None = None
+        self._moment = 0
+
+    def hook(self, name: str) -> Any:
+        def look(layer: nn.Module, inputs: Any, output: Any) -> None:
+            came_in = any(_count(leaf) is not None for leaf in tree_leaves(inputs))
+            for parameter_name, parameter in layer.named_parameters(recurse=False):
+                self._look(parameter, f"parameter {parameter_name!r}", name, came_in=True)
+            for leaf in tree_leaves(output):
+                self._look(leaf, "the result", name, came_in)
+                if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                    leaf.register_hook(lambda grad: self._look(grad, "the gradient of the result", name, came_in=True))
+
+        return look
+
+    def _look(self, value: Any, what: str, layer: str, came_in: bool) -> None:
+        self._moment += 1
+        if self.first is not None:
+            return
+        counts = _count(value)
+        if counts is not None:
+            self.first = _Found(self._moment, self.rank, what, layer, *counts, came_in)
+
+
+def _count(value: Any) -> tuple[int, int, int] | None:
+    """(nan, infinite, all) values of this rank's shard; None where all are finite."""
+    if not isinstance(value, torch.Tensor):
+        return None
+    with torch.no_grad(), local_torch():
+        local = value.detach()
+        if not (local.is_floating_point() or local.is_complex()) or bool(torch.isfinite(local).all()):
+            return None
+        return int(local.isnan().sum()), int(local.isinf().sum()), local.numel()

@@ -1,0 +1,264 @@
+"""What one call of a unit has gathered, and what autograd keeps of it: notes instead of values.
+
+A note says of which parameter a saved tensor was a view. Backward gathers again before the unit's last node runs, so
+that all ranks do it at the same point; in which dtype follows from the layers' kinds, not from what autograd saves,
+which may differ between ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from workbench.tensors.global_tensor import GlobalTensor, local_torch, plain
+from workbench.tensors.world import World
+from workbench.training.gradients.shard import Shard
+from workbench.training.zero.gathering import Flight
+
+
+class Member(NamedTuple):
+    """A place in a module where a sharded parameter stands."""
+
+    owner: nn.Module
+    name: str
+    shard: Shard
+
+    def standing(self) -> tuple[GlobalTensor, Shard] | None:
+        """What stands there, and which shard it is; None where a unit around this one has gathered it.
+
+        One of several stages of a rank sees the shard in terms of its own world.
+        """
+        found: Any = self.owner._parameters.get(self.name)
+        if not isinstance(found, GlobalTensor) or not found._is_param:
+            return None
+        shard: Shard = found.__dict__.get("_shard", self.shard)
+        return (found, shard) if found._spec is shard.spec else None
+
+
+@dataclass(eq=False)
+class Call:
+    """One call of a unit.
+
+    Attributes:
+        tag: of the messages for backward.
+        parameters, shards: what this rank holds a part of, and has gathered.
+        kept: what stood in the modules, to be put back.
+        put: what stands there meanwhile, and its versions at first.
+        dtypes: in which each parameter comes again for backward; None for one that backward does not need.
+        versions: of the parameters, when they were gathered.
+        places: while the call lasts, by address: the number of a gathered parameter, or of its 16-bit copy.
+        before: the call that ran before this one in the same call of the model.
+        saving: the context in which notes are saved; None where none are.
+        under_way: what calls of this model gather for backward and have not used yet; how often the world had been
+            rebuilt when each began.
+    """
+
+    world: World
+    tag: int
+    parameters: list[GlobalTensor]
+    shards: list[Shard]
+    kept: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
+    put: tuple[list[GlobalTensor], list[int]] = field(default_factory=lambda: ([], []))
+    dtypes: list[torch.dtype | None] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    places: dict[int, int] = field(default_factory=dict)
+    before: Callable[[], Call | None] = lambda: None
+    saving: Any = None
+    under_way: dict[Flight, int] = field(default_factory=dict)
+    _first_node: int = 0
+    _coming: tuple[list[int], Flight] | None = None
+    _again: dict[int, torch.Tensor] | None = None
+    _ended_in: int = -1
+
+    def keep_notes(self, members: Sequence[tuple[Member, GlobalTensor]], wholes: Sequence[torch.Tensor]) -> None:
+        """From here to ``put_back`` autograd saves notes of ``wholes``, the gathered parameters."""
+        self.versions = versions_of(self.parameters)
+        self.dtypes = _dtypes_again(members, self.parameters)
+        self._first_node = torch._C._autograd._get_sequence_nr()
+        with local_torch():
+            self.places = {whole.untyped_storage().data_ptr(): i for i, whole in enumerate(wholes) if whole.numel()}
+        self.saving = _saving(self)
+        self.saving.__enter__()
+
+    def put_in(self, places: Sequence[tuple[Member, GlobalTensor]]) -> None:
+        """Let whole parameters stand in the modules until ``put_back``."""
+        for member, whole in places:
+            self.kept.append((member.owner, member.name, member.owner._parameters[member.name]))
+            member.owner._parameters[member.name] = whole  # type: ignore[assignment]
+        wholes = [whole for _, whole in places]
+        self.put = wholes, versions_of(wholes)
+
+    def written(self) -> list[str]:
+        """Parameters to which forward has written meanwhile."""
+        wholes, versions = self.put
+        pairs = zip(self.kept, versions, versions_of(wholes), strict=False)  # none are left where all were put back
+        return [f"{name} of {type(owner).__name__}" for (owner, name, _), before, now in pairs if now != before]
+
+    def put_back(self) -> None:
+        """The call has ended: shards stand in their places again."""
+        if self.saving is not None:
+            self.saving.__exit__(None, None, None)
+            self.saving = None
+        for owner, name, parameter in self.kept:
+            owner._parameters[name] = parameter
+        self.kept.clear()
+        self.put = [], []
+        self.places.clear()
+
+    def gather_again(self) -> dict[int, torch.Tensor]:
+        """The values for backward, by number."""
+        if self._coming is not None and self._coming[1] not in self.under_way:
+            self._coming = None  # a later forward has ended it
+        if self._again is None:
+            self._start_again()
+        if self._coming is not None:
+            (numbers, flight), self._coming = self._coming, None
+            self.under_way.pop(flight)
+            with torch.no_grad(), local_torch():
+                self._again = dict(zip(numbers, flight.finish(), strict=True))
+        assert self._again is not None
+        return self._again
+
+    def let_go(self) -> None:
+        """The gradients are there."""
+        self.drop()
+        self._again = None
+        self._ended_in = torch._C._current_graph_task_id()
+
+    def drop(self) -> None:
+        """End what is under way, if it has not been used."""
+        if self._coming is not None:
+            (_, flight), self._coming = self._coming, None
+            if self.under_way.pop(flight, None) is not None:  # else a later forward has ended it
+                flight.finish()
+
+    def begin_backward(self, grads: Any = None) -> None:
+        """Gather before the first node of the unit's results runs; and send what the unit before will need."""
+        self.gather_again()
+        before = self.before()
+        if before is not None and before._ended_in != torch._C._current_graph_task_id():
+            before._start_again()
+            torch.autograd.Variable._execution_engine.queue_callback(before.drop)  # backward may not get there
+
+    def _start_again(self) -> None:
+        if self._again is not None or self._coming is not None:
+            return
+        numbers = [i for i, dtype in enumerate(self.dtypes) if dtype is not None]
+        if not numbers:
+            self._again = {}
+            return
+        if self.versions != versions_of(self.parameters):
+            raise RuntimeError(
+                f"backward needs {len(numbers)} parameters as they were in forward, and one of them has been "
+                "modified by an inplace operation since (an optimizer's step, copy_). Under zero=3 parameters are "
+                "gathered again for backward. Call backward before they change."
+            )
+        with torch.no_grad(), local_torch():
+            parts = [plain(self.parameters[i]).to(self.dtypes[i]) for i in numbers]
+            flight = Flight(self.world, [self.shards[i] for i in numbers], parts, self.tag)
+        self._coming = numbers, flight
+        self.under_way[flight] = self.world.num_rebuilds
+
+    def gather_at_the_end(self, inputs: Any, output: Any, learns: bool) -> None:
+        """Hook the results, so that all ranks gather at the same point of the backward.
+
+        Parameters that learn let go of the values as their gradients leave. Where none does, the values are let go as
+        backward comes to what was before the unit.
+        """
+        with local_torch():
+            nodes = [leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+            for node in nodes:
+                if node is not None and node._sequence_nr() >= self._first_node:  # else an input that is handed on
+                    node.register_prehook(self.begin_backward)
+            if learns:
+                return
+            for leaf in tree_leaves(inputs):
+                if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+                    leaf.grad_fn.register_prehook(lambda grads: self.let_go())
+                    return
+
+
+class _Note(NamedTuple):
+    """A view of a gathered parameter, instead of the view."""
+
+    call: Call
+    number: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: Any
+
+
+def _saving(call: Call) -> Any:
+    """Context in which notes are saved instead of gathered values; other tensors go to the hooks that are in force."""
+    outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    places, dtypes = call.places, call.dtypes
+
+    def pack(tensor: torch.Tensor) -> Any:
+        with local_torch():
+            number = places.get(tensor.untyped_storage().data_ptr()) if tensor.numel() else None
+            if number is not None and tensor.dtype == dtypes[number]:
+                return _Note(call, number, tensor.size(), tensor.stride(), tensor.storage_offset())
+        return outer[0](tensor) if outer is not None else tensor
+
+    def unpack(saved: Any) -> torch.Tensor:
+        if isinstance(saved, _Note):
+            return saved.call.gather_again()[saved.number].as_strided(saved.size, saved.stride, saved.offset)
+        found: torch.Tensor = outer[1](saved) if outer is not None else saved
+        return found
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+def versions_of(parameters: Iterable[GlobalTensor]) -> list[int]:
+    """How often each was written; nobody counts under inference mode."""
+    with local_torch():
+        return [0 if parameter.is_inference() else parameter._version for parameter in parameters]
+
+
+def autocast_dtype(world: World) -> torch.dtype | None:
+    """What autocast casts to now; None where it is off."""
+    kind = world.autocast_type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+_LINEAR = (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_ATTENTION = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
+
+
+def casts_of(layer: nn.Module) -> tuple[str, ...]:
+    """Parameters that a layer of torch's (or of ``transformers``) casts to 16 bits under autocast, and no more.
+
+    >>> casts_of(nn.Linear(2, 2)), casts_of(nn.LayerNorm(2))
+    (('weight',), ())
+    """
+    kind = type(layer)
+    if "forward" in layer.__dict__:
+        return ()
+    if kind is nn.MultiheadAttention:
+        return _ATTENTION
+    is_conv1d = kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
+    return ("weight",) if kind in _LINEAR or kind in _CONVOLUTIONS or is_conv1d else ()
+
+
+def _dtypes_again(
+    members: Sequence[tuple[Member, GlobalTensor]], parameters: Sequence[GlobalTensor]
+) -> list[torch.dtype | None]:
+    if not parameters:
+        return []
+    half = autocast_dtype(parameters[0]._spec.world)
+    wanted: dict[int, set[torch.dtype]] = {id(parameter): set() for parameter in parameters}
+    with local_torch():
+        for (owner, name, _), parameter in members:
+            if id(parameter) not in wanted or (type(owner) is nn.Embedding and "forward" not in owner.__dict__):
+                continue  # the gradient of a table needs the indices alone
+            is_cast = half is not None and parameter.dtype == torch.float32 and name in casts_of(owner)
+            wanted[id(parameter)].add(half if is_cast and half is not None else parameter.dtype)
+        return [
+            next(iter(found)) if len(found := wanted[id(p)]) == 1 else p.dtype if found else None for p in parameters
+        ]

@@ -1,0 +1,254 @@
+"""Parameters that are whole only while a part of the model runs: gathered before its forward, again for its backward.
+
+The part is a unit: a repeated block, or a layer outside of blocks. All parameters of a unit come in one exchange, and
+their gradients go back in one. The next unit's shards are sent while this one runs, in the order of the last call of
+the model; in backward, those of the unit before. So at most two units' parameters are here at a time.
+
+``gathered_call`` says what autograd keeps meanwhile. Under autocast layers' 16-bit weights are not kept either, and
+only 16 bits per element come for backward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from workbench.errors import CollectiveAborted, StrategyError
+from workbench.tensors.global_tensor import GlobalTensor, label, local_torch, plain
+from workbench.tensors.world import World, current
+from workbench.training.gradients.shard import Shard
+from workbench.training.zero.gathered_call import Call, Member, autocast_dtype, casts_of, versions_of
+from workbench.training.zero.gathering import Flight, gather
+
+
+class Chain:
+    """The units of one model, in the order in which its last call ran them.
+
+    Attributes:
+        active: the calls of units that have not ended, the innermost last.
+        last: the last call of a unit that keeps notes for backward, in the model's call that is in progress.
+        under_way: see ``Call``.
+    """
+
+    def __init__(self) -> None:
+        self.active: list[Call] = []
+        self.last: Callable[[], Call | None] = lambda: None
+        self.under_way: dict[Flight, int] = {}
+        self._depth = 0
+        self._order: list[Unit] = []
+        self._now: list[Unit] = []
+        self._coming: tuple[Unit, list[GlobalTensor], list[int], Flight] | None = None
+        self._handles: list[Any] = []
+        self._learnt: weakref.WeakKeyDictionary[World, tuple[int, list[Unit]]] = weakref.WeakKeyDictionary()
+
+    def install(self, module: nn.Module) -> Chain:
+        """Hook the model itself; comes after its units, so as to run before them."""
+        self._handles = [
+            module.register_forward_pre_hook(self._begin, prepend=True),
+            module.register_forward_hook(self._end, always_call=True),
+        ]
+        return self
+
+    def remove(self) -> None:
+        """Unhook the model."""
+        for handle in self._handles:
+            handle.remove()
+
+    def interrupted(self) -> None:
+        """A call of the model has ended without its hooks: shards stand in their places again."""
+        while self.active:
+            self.active.pop().put_back()
+        self._depth, self._coming, self._now, self.last = 0, None, [], lambda: None
+
+    def _begin(self, module: nn.Module, args: Any) -> None:
+        if self._depth == 0:
+            self.interrupted()  # what a recomputation in backward has left
+            self._end_a_backward_that_raised()
+            self._order = self._known_order(current())
+        self._depth += 1
+
+    def _end_a_backward_that_raised(self) -> None:
+        """Take what it had gathered ahead: this forward may have the same tags, and would take that for its own."""
+        if torch._C._current_graph_task_id() != -1:  # a forward inside of a backward, which may need it
+            return
+        left = list(self.under_way.items())
+        self.under_way.clear()
+        for flight, num_rebuilds in left:
+            if num_rebuilds == flight.world.num_rebuilds:
+                flight.finish()
+
+    def _known_order(self, world: World) -> list[Unit]:
+        """What all ranks know of the order, if they know it at all.
+
+        Each of several stages on a rank learns for itself, as its first call may be this rank's tenth. And a call that
+        was broken off before the world was rebuilt has taught some ranks the order and others not.
+        """
+        num_rebuilds, order = self._learnt.get(world, (0, []))
+        return order if num_rebuilds == world.num_rebuilds else []
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._depth = max(0, self._depth - 1)
+        if self._depth == 0:
+            with contextlib.suppress(CollectiveAborted):  # the call has told so already
+                self._drop()
+            world = current()
+            self._learnt[world] = world.num_rebuilds, self._now
+            self._now, self.last = [], lambda: None
+
+    def arrive(self, unit: Unit, parameters: list[GlobalTensor], shards: list[Shard], tag: int) -> Flight | None:
+        """The flight of what a unit needs now; one that is under way for something else was a wrong guess, and ends."""
+        if self._depth:
+            self._now.append(unit)
+        if self._coming is not None:
+            of, known, versions, flight = self._coming
+            if of is unit and list(map(id, known)) == list(map(id, parameters)) and versions == versions_of(known):
+                self._coming = None
+                return flight
+            self._drop()
+        return _flight(parameters, shards, tag)
+
+    def send_ahead(self, world: World) -> None:
+        """Begin to gather what the next unit needs, if the last call of the model says which that is."""
+        position = len(self._now)
+        if not self._depth or position >= len(self._order) or self._order[position - 1] is not self._now[-1]:
+            return
+        tag = world.next_tag()
+        unit = self._order[position]
+        parameters, shards = unit.needs()
+        flight = _flight(parameters, shards, tag)
+        if flight is not None:
+            self._coming = unit, parameters, versions_of(parameters), flight
+
+    def _drop(self) -> None:
+        coming, self._coming = self._coming, None
+        if coming is not None:
+            coming[-1].finish()
+
+
+def _flight(parameters: list[GlobalTensor], shards: list[Shard], tag: int) -> Flight | None:
+    if not parameters:
+        return None
+    with torch.no_grad(), local_torch():
+        return Flight(parameters[0]._spec.world, shards, [plain(p) for p in parameters], tag)
+
+
+class Unit:
+    """Hooks of one module, around whose call the parameters of its members are whole.
+
+    A unit inside of another one finds them whole and has nothing to gather; it is there for those who call it alone.
+
+    Args:
+        module: the module that is called.
+        members: of it and of its parts.
+        owners: the modules whose own forward runs in this call, which may cast parameters under autocast.
+    """
+
+    def __init__(self, module: nn.Module, members: list[Member], chain: Chain, owners: Sequence[nn.Module]) -> None:
+        self.module, self.members, self.chain = module, members, chain
+        self._to_cast = [(owner, name) for owner in owners for name in casts_of(owner)]
+        self._calls: list[tuple[Call | None, list[tuple[nn.Module, str, Any, int]]]] = []
+        self._handles: list[Any] = []
+
+    def install(self) -> Unit:
+        """Hook the module."""
+        self._handles = [
+            self.module.register_forward_pre_hook(self._enter, prepend=True),
+            self.module.register_forward_hook(self._leave, always_call=True),
+        ]
+        return self
+
+    def remove(self) -> None:
+        """Unhook the module; its parameters stay shards."""
+        for handle in self._handles:
+            handle.remove()
+
+    def needs(self) -> tuple[list[GlobalTensor], list[Shard]]:
+        """The parameters to gather that this rank holds, each once, and their shards."""
+        standing = [found for member in self.members if (found := member.standing()) is not None]
+        held = {id(parameter): (parameter, shard) for parameter, shard in standing if shard.group}
+        return [parameter for parameter, _ in held.values()], [shard for _, shard in held.values()]
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        present = [(member, *found) for member in self.members if (found := member.standing()) is not None]
+        call = self._gather(present) if present else None
+        self._calls.append((call, self._cast() if self._to_cast else []))
+
+    def _gather(self, present: list[tuple[Member, GlobalTensor, Shard]]) -> Call:
+        chain, world = self.chain, present[0][1]._spec.world
+        tag, tag_again = world.next_tag(), world.next_tag()
+        call = Call(world, tag_again, *self.needs(), under_way=chain.under_way)
+        flight = chain.arrive(self, call.parameters, call.shards, tag)
+        once = {id(p): (p, shard) for _, p, shard in present}
+        reference = weakref.ref(call)
+        chosen, shards = [p for p, _ in once.values()], [shard for _, shard in once.values()]
+        found = gather(chosen, shards, flight, tag, lambda: _let_go(reference))
+        wholes = dict(zip(once, found, strict=True))
+        call.put_in([(member, wholes[id(parameter)]) for member, parameter, _ in present])
+        chain.active.append(call)
+        if torch.is_grad_enabled() and not _is_recomputed():
+            call.before, chain.last = chain.last, reference
+            call.keep_notes([(member, p) for member, p, _ in present], [wholes[id(p)] for p in call.parameters])
+        chain.send_ahead(world)
+        return call
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not self._calls:
+            return
+        call, casts = self._calls.pop()
+        for owner, name, whole, address in casts:
+            owner._parameters[name] = whole
+            if self.chain.active:
+                self.chain.active[-1].places.pop(address, None)
+        if call is None or call not in self.chain.active:  # put back already, if it was interrupted
+            return
+        self.chain.active.remove(call)
+        with local_torch():
+            learns = any(parameter.requires_grad for parameter in call.parameters)
+        keeps_notes, written = call.saving is not None, call.written()
+        call.put_back()
+        if written:
+            raise StrategyError(
+                f"{type(module).__name__}: forward has written to {len(written)} of {len(call.parameters)} gathered "
+                f"parameters ({', '.join(written[:4])}). Under zero=3 a whole parameter is gone when the call ends, "
+                "and with it what was written. Change parameters between steps, or use zero=2."
+            )
+        if keeps_notes and call.parameters:
+            call.gather_at_the_end(args, output, learns)
+
+    def _cast(self) -> list[tuple[nn.Module, str, Any, int]]:
+        """Put 16-bit weights where a layer would cast them itself, so that it is known what they are."""
+        call = self.chain.active[-1] if self.chain.active else None
+        if call is None or call.saving is None or (dtype := autocast_dtype(call.world)) is None:
+            return []
+        done = []
+        for owner, name in self._to_cast:
+            whole: Any = owner._parameters.get(name)
+            if whole is None or whole._is_param:
+                continue
+            with local_torch():
+                number = call.places.get(whole.untyped_storage().data_ptr())
+                if number is None or call.dtypes[number] != dtype or whole.dtype == dtype:
+                    continue
+                copy = label(whole.to(dtype), whole._spec)
+                address = copy.untyped_storage().data_ptr()
+            call.places[address] = number
+            owner._parameters[name] = copy  # type: ignore[assignment]
+            done.append((owner, name, whole, address))
+        return done
+
+
+def _let_go(reference: Callable[[], Call | None]) -> None:
+    call = reference()
+    if call is not None:
+        call.let_go()
+
+
+def _is_recomputed() -> bool:
+    """Inside a checkpoint, which saves nothing and gathers as it runs the layer again."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"

@@ -1,0 +1,149 @@
+"""NCCL between GPUs, through torch.distributed. gloo between CPU ranks has a transport of its own (``gloo``).
+
+Slices travel point to point (exact counts, no padding), sums by the library's own all-reduce. NCCL's operations are
+ordered on streams; no wait of ours blocks the main thread in C++. A call that hangs is found by ``calls``, which ends
+NCCL's communicators with it, so that a main thread that waits for the device goes on, into the error.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from workbench.core.boxing import LinkCost
+from workbench.errors import CollectiveAborted
+from workbench.transport.base import ACCUMULATED_IN_32_BITS, Asynchronous, Message, pack
+from workbench.transport.meeting import Meeting
+from workbench.transport.network import calls
+from workbench.transport.network.calls import CallWatch
+from workbench.transport.network.watch import HAS_LEFT
+
+_REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+_COMPARED_IN = {torch.int16: torch.int32}
+"""NCCL has no integers of 16 bits."""
+_SUMMED_IN = _COMPARED_IN | dict.fromkeys(ACCUMULATED_IN_32_BITS, torch.float32)
+_NUM_YIELDS = 100
+_SLEEP_S = 50e-6
+
+
+class DistributedTransport(Asynchronous):
+    """The ranks of a torch.distributed process group with a backend that orders its work on streams.
+
+    ``cost`` is a constant: decisions that follow from it must be the same on all ranks.
+    """
+
+    cost = LinkCost(20e-6, 100e9)
+
+    def __init__(
+        self, rank: int, world_size: int, backend: str, timeout_s: float, device: torch.device, meeting: Meeting
+    ) -> None:
+        self.name, self.device = backend, device
+        self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(world_size)): None}
+        self._abort_reason: str | None = None
+        self._watch = CallWatch(meeting, rank, timeout_s, self.abort)
+        self.sent_bytes = 0
+        """Bytes of slices that this rank has sent to others; what sums send is the library's own business."""
+
+    def start(self, sends: Sequence[Message], receives: Sequence[Message], tag: int, header: str) -> Callable[[], None]:
+        """NCCL has no tags: sends and receives of one exchange go in one group call."""
+        self._raise_if_aborted(header)
+        operations = [dist.P2POp(dist.isend, _bytes_of(tensor), destination) for destination, tensor in sends]
+        operations += [dist.P2POp(dist.irecv, _memory_of(out), source) for source, out in receives]
+        works = dist.batch_isend_irecv(operations) if operations else []
+        self.sent_bytes += sum(tensor.nbytes for _, tensor in sends)
+        if works:
+            channels = [calls.sends(self.rank, peer) for peer, _ in sends]
+            channels += [calls.sends(peer, self.rank) for peer, _ in receives]
+            self._watch.note(header, channels, [peer for peer, _ in [*sends, *receives]], works)
+
+        def finish() -> None:
+            for work in works:
+                work.wait()  # orders the current stream after the transfer; does not block this thread
+
+        return finish
+
+    def start_all_reduce(
+        self, tensors: Sequence[torch.Tensor], group: Sequence[int], reduction: str, tag: int, header: str
+    ) -> Callable[[], torch.Tensor]:
+        self._raise_if_aborted(header)
+        total, dtype = pack(tensors), tensors[0].dtype
+        total = total.to(_SUMMED_IN.get(dtype, dtype) if reduction == "sum" else _COMPARED_IN.get(dtype, dtype))
+        work = dist.all_reduce(total, _REDUCE_OPS[reduction], group=self._group(tuple(group)), async_op=True)
+        self._watch.note(f"{header}, {reduction} of {total.numel()}", [calls.group(group)], group, [work])
+
+        def finish() -> torch.Tensor:
+            work.wait()  # orders the current stream after the sum; does not block this thread
+            return total.to(dtype)
+
+        return finish
+
+    def all_gather(self, tensor: torch.Tensor, header: str) -> list[torch.Tensor]:
+        self._raise_if_aborted(header)
+        parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        work = dist.all_gather(parts, tensor, async_op=True)
+        everybody = range(self.world_size)
+        self._watch.note(f"{header}, all-gather of {tensor.numel()}", [calls.group(everybody)], everybody, [work])
+        started, count = time.perf_counter(), 0
+        while not work.is_completed():
+            count += 1
+            if count < _NUM_YIELDS:
+                os.sched_yield()
+                continue
+            time.sleep(_SLEEP_S)
+            self._raise_if_aborted(header)
+            if time.perf_counter() - started > self.timeout_s:
+                self.abort(f"all ranks in {header}: nothing came for {self.timeout_s:g} s")
+        work.wait()
+        return parts
+
+    def flush(self) -> None:
+        """Sends are ordered on the stream, and their buffers kept by torch."""
+
+    def abort(self, reason: str) -> None:
+        """Tells the other ranks, too, and ends NCCL's calls under way: the main thread may wait for the device."""
+        if self._abort_reason is None:
+            self._abort_reason = reason
+            self._watch.end(f"gave up: {reason}")
+            abort_calls()
+
+    def close(self) -> None:
+        if self._groups:
+            self._groups.clear()
+            self._watch.end(HAS_LEFT if self._abort_reason is None else f"gave up: {self._abort_reason}")
+            self._watch.close()
+
+    def _group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        """The process group of ``ranks``; made by its members alone, so pipelines may need it in different orders."""
+        key = tuple(sorted(ranks))
+        if key not in self._groups:
+            self._groups[key] = dist.new_group(list(key), use_local_synchronization=True)
+        return self._groups[key]
+
+    def _raise_if_aborted(self, header: str) -> None:
+        if self._abort_reason is not None:
+            raise CollectiveAborted(f"rank {self.rank} stopped in {header}: {self._abort_reason}")
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What travels, since NCCL neither knows all dtypes nor sees torch's flags."""
+    return _memory_of(tensor.detach().resolve_conj().resolve_neg().contiguous())
+
+
+def _memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor, never a copy of them: an error where there is none to write to."""
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
+def abort_calls() -> None:
+    """End all of NCCL's calls of this process; torch has a call for it that it does not promise to keep."""
+    abort = getattr(distributed_c10d, "_abort_process_group", None)
+    if abort is not None and dist.is_initialized():
+        with suppress(RuntimeError, ValueError, AttributeError):
+            abort()

@@ -1,0 +1,156 @@
+"""Simulated ranks: threads of one process that exchange clones through mailboxes.
+
+Most tests run on this, in milliseconds. Because every rank's wait is visible to the hub, a deadlock is found at once
+and told with what each rank waits for.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from workbench.core.boxing import LinkCost
+from workbench.errors import CollectiveAborted
+from workbench.transport.base import ACCUMULATED_IN_32_BITS, Asynchronous, Message, pack
+
+_ANSWER_S = 5.0
+"""How long a tensor of ranks that have ended waits for those of a later ``run_ranks`` that may hold it, too."""
+
+
+class _Letter(NamedTuple):
+    tensor: torch.Tensor
+    header: str
+
+
+class _Wait(NamedTuple):
+    source: int
+    tag: int
+    header: str
+
+
+class ThreadHub:
+    """The mailboxes that the simulated ranks of one world share.
+
+    ``mailboxes`` is keyed by (source, destination, tag); ``waiting`` says what each blocked rank waits for.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        self.changed = threading.Condition()
+        self.mailboxes: dict[tuple[int, int, int], deque[_Letter]] = {}
+        self.waiting: dict[int, _Wait] = {}
+        self.ended: set[int] = set()
+        self.abort_reason: str | None = None
+
+    def post(self, source: int, destination: int, tag: int, letter: _Letter) -> None:
+        """Put a letter into a mailbox."""
+        with self.changed:
+            self.mailboxes.setdefault((source, destination, tag), deque()).append(letter)
+            self.changed.notify_all()
+
+    def take(self, rank: int, wait: _Wait) -> _Letter:
+        """The next letter from ``wait.source``, as soon as it is there."""
+        key = (wait.source, rank, wait.tag)
+        with self.changed:
+            self.waiting[rank] = wait
+            try:
+                while not self.mailboxes.get(key):
+                    self._raise_if_hopeless(rank)
+                    if not self.changed.wait(_ANSWER_S if len(self.ended) == self.num_ranks else None):
+                        self.abort(
+                            "its simulated ranks have ended and nobody answers; read global tensors inside run_ranks, "
+                            "with full_tensor() on all ranks or to_local(), and return that"
+                        )
+                return self.mailboxes[key].popleft()
+            finally:
+                del self.waiting[rank]
+
+    def end(self, rank: int) -> None:
+        """``rank`` has left its program; whoever waits for it will wait for ever."""
+        with self.changed:
+            self.ended.add(rank)
+            self.changed.notify_all()
+
+    def check_empty(self) -> None:
+        """Raise ``CollectiveAborted`` if something was sent that nobody has received."""
+        left = [
+            f"{letters[0].header} from rank {s} to rank {d}" for (s, d, _), letters in self.mailboxes.items() if letters
+        ]
+        if left:
+            raise CollectiveAborted(f"{len(left)} messages were sent and never received, e.g. {left[0]}")
+
+    def abort(self, reason: str) -> None:
+        """End all waits of all ranks; the first reason stays."""
+        with self.changed:
+            self.abort_reason = self.abort_reason or reason
+            self.changed.notify_all()
+
+    def _raise_if_hopeless(self, rank: int) -> None:
+        if self.abort_reason is None and len(self.waiting) + len(self.ended) == self.num_ranks:
+            stuck = [f"rank {r} waits for rank {w.source} in {w.header}" for r, w in sorted(self.waiting.items())]
+            if not any(self.mailboxes.get((w.source, r, w.tag)) for r, w in self.waiting.items()):
+                gone = f"; ranks {sorted(self.ended)} have ended" if self.ended else ""
+                self.abort("deadlock, the ranks ran different programs: " + "; ".join(stuck) + gone)
+        if self.abort_reason is not None:
+            raise CollectiveAborted(f"rank {rank} stopped waiting in {self.waiting[rank].header}: {self.abort_reason}")
+
+
+class ThreadTransport(Asynchronous):
+    """One simulated rank's end of a ``ThreadHub``."""
+
+    name = "threads"
+    cost = LinkCost(latency_s=20e-6, bandwidth_bytes_per_s=4e9, one_shot_bytes=2**62)
+
+    def __init__(self, hub: ThreadHub, rank: int) -> None:
+        self.hub, self.rank, self.world_size = hub, rank, hub.num_ranks
+        self.sent_bytes = 0
+        """Bytes of this rank's data that went to others."""
+
+    def start(self, sends: Sequence[Message], receives: Sequence[Message], tag: int, header: str) -> Callable[[], None]:
+        for destination, tensor in sends:
+            self.sent_bytes += tensor.nbytes
+            self.hub.post(
+                self.rank, destination, tag, _Letter(tensor.clone(memory_format=torch.contiguous_format), header)
+            )
+
+        def finish() -> None:
+            for source, out in receives:
+                self._receive(source, out, tag, header)
+
+        return finish
+
+    def _receive(self, source: int, out: torch.Tensor, tag: int, header: str) -> None:
+        letter = self.hub.take(self.rank, _Wait(source, tag, header))
+        if letter.header != header:
+            self.hub.abort(
+                f"ranks diverged: rank {self.rank} called {header} while rank {source} called {letter.header}"
+            )
+            raise CollectiveAborted(self.hub.abort_reason or "ranks diverged")
+        out.copy_(letter.tensor)
+
+    def start_all_reduce(
+        self, tensors: Sequence[torch.Tensor], group: Sequence[int], reduction: str, tag: int, header: str
+    ) -> Callable[[], torch.Tensor]:
+        own = pack(tensors)
+        terms = {rank: torch.empty_like(own) for rank in group if rank != self.rank}
+        self.exchange([(rank, own) for rank in terms], list(terms.items()), tag, header)
+        terms[self.rank] = own
+        combine: Any = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[reduction]
+        widens = reduction == "sum" and own.dtype in ACCUMULATED_IN_32_BITS
+        total = terms[group[0]].float() if widens else terms[group[0]].clone()
+        for rank in group[1:]:  # in the order of the placement on every rank: the same bits everywhere
+            combine(total, terms[rank], out=total)
+        return lambda: total.to(own.dtype)
+
+    def flush(self) -> None:
+        """Letters are clones: nothing to wait for."""
+
+    def abort(self, reason: str) -> None:
+        self.hub.abort(reason)
+
+    def close(self) -> None:
+        self.hub.end(self.rank)
