@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.training.runs import KINDS, Setup, assert_runs_agree, on_one_device, on_ranks, plainly
+from tests.training.training_runs import KINDS, Setup, assert_runs_agree, on_one_device, on_ranks, plainly
 from workbench.core.presets import stage_cuts
 from workbench.core.rows import Row
 from workbench.core.strategy import Options, Strategy

@@ -6,7 +6,7 @@ from torch import nn
 
 import workbench as wb
 from tests.models.zoo import batch_for, make
-from tests.training.runs import Setup
+from tests.training.training_runs import Setup
 from workbench.errors import StrategyError, WorkbenchError
 from workbench.testing import run_ranks
 

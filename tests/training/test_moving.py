@@ -7,7 +7,7 @@ import torch
 
 import workbench as wb
 from tests.models.training import whole
-from tests.training.runs import OPTIMIZERS, Run, Setup, assert_runs_agree, on_one_device, strategy_text, train
+from tests.training.training_runs import OPTIMIZERS, Run, Setup, assert_runs_agree, on_one_device, strategy_text, train
 from workbench.errors import LayoutError, StrategyError
 from workbench.testing import run_ranks
 

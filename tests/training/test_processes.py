@@ -10,7 +10,7 @@ from torch import nn
 
 import workbench as wb
 from tests.processes import run_processes
-from tests.training.runs import Setup, assert_runs_agree, on_one_device, on_this_rank, strategy_text
+from tests.training.training_runs import Setup, assert_runs_agree, on_one_device, on_this_rank, strategy_text
 
 pytestmark = pytest.mark.procs
 

@@ -17,7 +17,7 @@ from torch import nn
 import workbench as wb
 from tests.models.training import whole
 from tests.training.odd_models import MODELS, NUM_CLASSES, inputs_of
-from tests.training.runs import rows_of
+from tests.training.training_runs import rows_of
 from workbench.core.strategy import Strategy
 from workbench.tensors.ops.dispatch import FallbackWarning
 from workbench.testing import run_ranks

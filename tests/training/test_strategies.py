@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.training.runs import (
+from tests.training.training_runs import (
     KINDS,
     Setup,
     assert_runs_agree,
