@@ -17,12 +17,12 @@ from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.core.sbp import Broadcast, Split, broadcast, split
 from workbench.errors import LayoutError
-from workbench.runtime.batches import TARGET_KEYS, as_tensors, count_samples
-from workbench.runtime.coordination import gather
-from workbench.runtime.samples import Collate, check_dataset, collate, num_samples_of, take
-from workbench.runtime.strategies.state import state_of
-from workbench.runtime.tensor import ghost_storage, label, spec_of
-from workbench.runtime.world import World, current
+from workbench.tensors.coordination import gather
+from workbench.tensors.global_tensor import ghost_storage, label, spec_of
+from workbench.tensors.world import World, current
+from workbench.training.batches import TARGET_KEYS, as_tensors, count_samples
+from workbench.training.samples import Collate, check_dataset, collate, num_samples_of, take
+from workbench.training.strategies.state import state_of
 
 _generator_lock = threading.Lock()  # simulated ranks share torch's generator
 Rows = tuple[int, int]

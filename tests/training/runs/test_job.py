@@ -12,11 +12,11 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from workbench.core.presets import strategy_of
 from workbench.errors import RunError
-from workbench.runtime.parallel import describe
-from workbench.runtime.runs.job import Job
-from workbench.runtime.runs.job_checks import shown
-from workbench.runtime.runs.train import run_one_device, run_strategy, warm_up
 from workbench.testing import run_ranks
+from workbench.training.parallel import describe
+from workbench.training.runs.job import Job
+from workbench.training.runs.job_checks import shown
+from workbench.training.runs.train import run_one_device, run_strategy, warm_up
 
 SAMPLES = 13
 Pair = namedtuple("Pair", "words label")

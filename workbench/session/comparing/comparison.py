@@ -20,7 +20,6 @@ from workbench.core.presets import preset_name
 from workbench.core.strategy import Strategy
 from workbench.core.verdict import CHECKED_STEPS
 from workbench.errors import NotStartedError, RunError
-from workbench.runtime.runs.train import WARM_UP_STEPS
 from workbench.session.calls import RemoteCall
 from workbench.session.cluster import Session
 from workbench.session.comparing import training

@@ -13,16 +13,16 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from workbench.core.verdict import WEIGHT_STEPS, Tolerance
-from workbench.runtime.batches import Batch, Count, LossFunction, as_tensors
-from workbench.runtime.runs.changes import disturb
-from workbench.runtime.runs.job_checks import (
+from workbench.training.batches import Batch, Count, LossFunction, as_tensors
+from workbench.training.runs.changes import disturb
+from workbench.training.runs.job_checks import (  # fmt: skip
     check_batch_size,
     check_functions,
     check_model,
     check_numbers,
     check_optimizer,
-)  # fmt: skip
-from workbench.runtime.samples import Collate, check_dataset, first_batch, num_samples_of, take
+)
+from workbench.training.samples import Collate, check_dataset, first_batch, num_samples_of, take
 
 WARM_UP_STEPS = 3
 """Steps that plan and cache; left out of throughput."""

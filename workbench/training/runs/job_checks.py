@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from workbench.errors import RunError, WorkbenchError
-from workbench.runtime.batches import Batch, LossFunction
+from workbench.training.batches import Batch, LossFunction
 
 _SAME = 0.02
 """Two losses that differ by less are the same mean, also in 16 bits."""

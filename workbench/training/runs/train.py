@@ -17,17 +17,17 @@ from workbench.core.metrics import StepBlock
 from workbench.core.orders import Order
 from workbench.core.presets import StrategyLike
 from workbench.core.strategy import Strategy
-from workbench.runtime.batches import call, loss_of
-from workbench.runtime.precision import AUTOCAST_DTYPES, autocast_forward
-from workbench.runtime.runs.changes import State, copied_state
-from workbench.runtime.runs.collecting import INTERVAL_S, Listener
-from workbench.runtime.runs.job import WARM_UP_STEPS, Job, RankResult, checked_step, watch_draws
-from workbench.runtime.runs.job_checks import explained, unlike_a_mean
-from workbench.runtime.runs.layer_times import LayerTimes, is_measured
-from workbench.runtime.runs.live_run import LiveRun, is_simulated, logical_state
-from workbench.runtime.transport.threads import ThreadHub, ThreadTransport
-from workbench.runtime.watching.memory import PeakMeter, model_memory
-from workbench.runtime.world import Simulated, World, current
+from workbench.tensors.world import Simulated, World, current
+from workbench.training.batches import call, loss_of
+from workbench.training.precision import AUTOCAST_DTYPES, autocast_forward
+from workbench.training.runs.changes import State, copied_state
+from workbench.training.runs.collecting import INTERVAL_S, Listener
+from workbench.training.runs.job import WARM_UP_STEPS, Job, RankResult, checked_step, watch_draws
+from workbench.training.runs.job_checks import explained, unlike_a_mean
+from workbench.training.runs.layer_times import LayerTimes, is_measured
+from workbench.training.runs.live_run import LiveRun, is_simulated, logical_state
+from workbench.training.watching.memory import PeakMeter, model_memory
+from workbench.transport.threads import ThreadHub, ThreadTransport
 
 
 def run_one_device(
