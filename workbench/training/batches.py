@@ -255,6 +255,20 @@ def _refused_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[st
     return None
 
 
+def check_loss_fn(loss_fn: Any) -> None:
+    """See whether what is called as ``loss_fn(output, targets)`` gives a loss.
+
+    Raises:
+        RunError: it is a class of losses.
+    """
+    if isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module):
+        name = loss_fn.__name__
+        raise RunError(
+            f"loss_fn is the class {name}, which makes losses, and is called as loss_fn(output, targets) with 2 "
+            f"tensors. Give one of them: {name}()."
+        )
+
+
 def loss_of(output: Any, targets: Any, loss_fn: LossFunction | None) -> torch.Tensor:
     """The loss of a model's output: ``loss_fn(output, targets)``, or the output's own.
 

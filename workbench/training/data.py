@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_with_path, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.data import DataLoader, Dataset
 
 from workbench.core.layout import Layout
@@ -302,7 +302,7 @@ def _target_leaves(described: Any) -> list[bool]:
     """For every tensor of a batch, whether it belongs to the loss."""
     if isinstance(described, (tuple, list)) and len(described) > 1:
         last = len(described) - 1
-        return tree_leaves(tree_map_with_path(lambda path, _: path[0].idx == last, described))
+        return [index == last for index, entry in enumerate(described) for _ in tree_leaves(entry)]
     if isinstance(described, Mapping):
         return [key in TARGET_KEYS for key, inner in described.items() for _ in tree_leaves(inner)]
     return [False] * len(tree_leaves(described))

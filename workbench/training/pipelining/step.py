@@ -18,7 +18,7 @@ from workbench.pipeline.schedules import Action, Table, make_table
 from workbench.tensors.global_tensor import GlobalTensor
 from workbench.tensors.random import draw_key
 from workbench.tensors.world import World, current
-from workbench.training.batches import Batch, Count, LossFunction, as_tensors, call, join, loss_of
+from workbench.training.batches import Batch, Count, LossFunction, as_tensors, call, check_loss_fn, join, loss_of
 from workbench.training.pipelining.executor import Executor, OnlyStage, Stage
 from workbench.training.pipelining.local_modules import stand_ins_of
 from workbench.training.pipelining.running import RunningStep
@@ -81,6 +81,7 @@ def forward_backward(
             f"forward_backward: loss_fn is a {type(loss_fn).__name__}, not a function (output, targets) -> loss. The "
             "batch of a module that computes its own loss is given by name: wb.forward_backward(model, inputs=batch)."
         )
+    check_loss_fn(loss_fn)
     batch = Batch.of_arguments(inputs, targets, loss_fn)
     parts = batch.cut(state.resolved.num_micro_batches, count)
     return train_micro_batches(module, loss_fn, parts)

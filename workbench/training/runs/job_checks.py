@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from workbench.errors import RunError, WorkbenchError
-from workbench.training.batches import Batch, LossFunction
+from workbench.training.batches import Batch, LossFunction, check_loss_fn
 
 _SAME = 0.02
 """Two losses that differ by less are the same mean, also in 16 bits."""
@@ -36,11 +36,8 @@ def check_functions(functions: Mapping[str, Any]) -> None:
                 f"{name} is a {kind}, but every run has an optimizer of its own, over its own weights. Give what makes "
                 f"it: lambda parameters: torch.optim.{kind}(parameters, lr=0.1)."
             )
-        if name == "loss_fn" and isinstance(value, type) and issubclass(value, nn.Module):
-            raise RunError(
-                f"loss_fn is the class {value.__name__}, which makes losses, and is called as loss_fn(output, targets) "
-                f"with 2 tensors. Give one of them: {value.__name__}()."
-            )
+        if name == "loss_fn":
+            check_loss_fn(value)
         if value is not None and not callable(value):
             raise RunError(f"{name} is a {kind}: {value!r:.60}. It is called in every run: give a function.")
 

@@ -153,6 +153,7 @@ def _loss(
 ) -> Any:
     scores, target, weight = operands
     shape = scores._spec.shape
+    _check_shapes(function, shape, tuple(target._spec.shape))
     by_index = len(target._spec.shape) < len(shape)
     class_dim = 0 if len(shape) == 1 else 1
     if splits(scores, [class_dim]):
@@ -181,6 +182,13 @@ def _loss(
         return total / rows_count if rows_count else total * float("nan")
     weight_of_all = whole(_weight_of_targets(target, weight, ignore_index))
     return scale_terms(total, whole(weight_of_all.to(total.dtype)))
+
+
+def _check_shapes(function: Callable[..., Any], scores: tuple[int, ...], target: tuple[int, ...]) -> None:
+    """Refuse targets as torch does: shards of tensors that do not belong together may fit by chance."""
+    if target not in ((scores[0], *scores[2:]), scores):
+        with local_torch():
+            function(torch.empty(scores, device="meta"), torch.empty(target, dtype=torch.long, device="meta"))
 
 
 def _weight_of_targets(target: Any, weight: GlobalTensor | None, ignore_index: int) -> Any:

@@ -1,0 +1,80 @@
+"""A newcomer's script with a mistake in it: every rank raises, and the error says what is wrong."""
+
+from collections import namedtuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import workbench as wb
+from workbench.errors import RunError
+from workbench.testing import run_ranks
+
+ROWS = 7
+Pair = namedtuple("Pair", "features label")
+
+
+def perceptron():
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
+def batch():
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(ROWS, 8, generator=generator), torch.arange(ROWS) % 4
+
+
+def vector(output, targets):
+    return F.cross_entropy(output, targets, reduction="none")
+
+
+def turned(output, targets):
+    return F.cross_entropy(output.T, targets)
+
+
+def half(output, targets):
+    return F.cross_entropy(output, targets[: len(targets) // 2])
+
+
+MISTAKES = {
+    "a vector": (vector, RunError, r"loss_fn returned a tensor of shape \(\d,\) with 1 dims, a loss has 0"),
+    "turned scores": (turned, ValueError, r"input batch_size \(4\) to match target batch_size \(\d\)"),
+    "targets of other samples": (half, ValueError, r"input batch_size \(\d\) to match target batch_size \(\d\)"),
+    "a class of losses": (nn.CrossEntropyLoss, RunError, r"is the class CrossEntropyLoss.*Give one of them: Cross"),
+}
+
+
+@pytest.mark.parametrize("strategy", ["data", "model", "pipeline | mb=2"])
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_wrong_loss_is_refused_under_every_strategy(name, strategy):
+    loss_fn, kind, message = MISTAKES[name]
+    one, errors = perceptron(), []
+    models = [perceptron() for _ in range(2)]
+    for model in models:
+        model.load_state_dict(one.state_dict())
+
+    def program(rank):
+        try:
+            wb.forward_backward(wb.parallelize(models[rank], strategy), loss_fn, *batch())
+        except Exception as error:
+            errors.append(error)
+            raise
+
+    with pytest.raises(kind, match=message):
+        run_ranks(program, 2)
+    assert len(errors) == 2
+
+
+def as_pair(samples):
+    return Pair(*map(torch.stack, zip(*samples, strict=True)))
+
+
+@pytest.mark.parametrize("collate_fn", [None, as_pair])
+def test_samples_and_batches_of_a_loader_may_be_named_tuples(collate_fn):
+    def program():
+        loader = wb.GlobalDataLoader(list(map(Pair, *batch())), 3, collate_fn=collate_fn)
+        return [[part.full_tensor() for part in found] for found in loader]
+
+    for found in run_ranks(program, 2):
+        features, labels = (torch.cat(parts) for parts in zip(*found, strict=True))
+        assert torch.equal(features, batch()[0]) and torch.equal(labels, batch()[1])
