@@ -101,8 +101,10 @@ def _unpack(saved: Any) -> Any:
 class PeakMeter:
     """Peak memory of this process above where it stood when the meter was made.
 
-    On Linux CPUs: peak resident size, with the kernel's mark reset and freed pages given back first. On CUDA: the
-    allocator's peak. Elsewhere: the largest resident size at the moments when it was asked.
+    On Linux CPUs: peak resident size, with the kernel's mark reset and freed pages given back first; at least what
+    was allocated and is held when it is asked, since the resident size falls where the kernel takes back pages of files
+    (libraries, data) or buffers from before are unmapped. On CUDA: the allocator's peak. Elsewhere: the largest
+    resident size at the moments when it was asked.
 
     ``shares_process`` says that other ranks live in the same process: then there is nothing to tidy up for one of them.
     """
@@ -118,6 +120,7 @@ class PeakMeter:
         _return_freed_pages()
         self._can_reset = _reset_peak()
         self._baseline = psutil.Process().memory_info().rss
+        self._allocated = _allocated_bytes() if self._can_reset else {}
         self._largest = 0
 
     def start_again(self) -> None:
@@ -133,8 +136,12 @@ class PeakMeter:
         """Bytes above the baseline, at the highest point since the meter was made or started again."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device) - self._baseline
-        resident = _peak_resident_bytes() if self._can_reset else psutil.Process().memory_info().rss
-        self._largest = max(self._largest, resident - self._baseline)
+        if not self._can_reset:
+            self._largest = max(self._largest, psutil.Process().memory_info().rss - self._baseline)
+            return self._largest
+        now = _allocated_bytes()
+        grown = sum(max(0, size - self._allocated[kind]) for kind, size in now.items())
+        self._largest = max(self._largest, _peak_resident_bytes() - self._baseline, grown)
         return self._largest
 
 
@@ -155,5 +162,16 @@ def _reset_peak() -> bool:
 
 
 def _peak_resident_bytes() -> int:
+    return _status_bytes("VmHWM")["VmHWM"]
+
+
+def _allocated_bytes() -> dict[str, int]:
+    """Resident bytes of this process that belong to no file: its own, and those that it shares with other ranks."""
+    return _status_bytes("RssAnon", "RssShmem")
+
+
+def _status_bytes(*names: str) -> dict[str, int]:
+    """Entries of the kernel's account of this process."""
     with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM"))
+        entries = (line.split() for line in file if line.startswith(names))
+        return {name.rstrip(":"): int(size) * 1024 for name, size, *_ in entries}
