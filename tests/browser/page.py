@@ -19,8 +19,6 @@ IDLE = """() => window.jupyterapp?.shell?.currentWidget?.sessionContext?.session
 
 OWN_ERRORS = {"lab": (), "notebook": ("Cannot read properties of undefined (reading 'schema')",)}
 """What a front end complains about by itself, with a notebook of plain numbers, too (Notebook 7.6.5)."""
-TOO_LATE = "[anywidget] Failed to initialize model."
-"""anywidget gives a module two seconds to load; on a busy machine it may take longer."""
 OF_THE_SERVER = re.compile(r"https?://[^/]+/(api|lab/api|lsp|ipyparallel)/")
 """What front ends ask their server by themselves, again and again; nothing of ours is loaded from there."""
 
@@ -33,7 +31,7 @@ class LabPage:
     app: str = "lab"
     errors: list[str] = field(default_factory=list)
     server_errors: list[str] = field(default_factory=list)
-    """What a busy machine was too late for: answers of the server, modules of widgets."""
+    """Answers for which the server of a busy machine was too late."""
 
     def __post_init__(self) -> None:
         self.page.on("console", self._hear)
@@ -43,9 +41,7 @@ class LabPage:
         if said.type != "error":
             return
         address = said.location.get("url", "")
-        if said.text.startswith(TOO_LATE):
-            self.server_errors.append(said.text)
-        elif "status of 5" in said.text and OF_THE_SERVER.match(address):
+        if "status of 5" in said.text and OF_THE_SERVER.match(address):
             self.server_errors.append(f"{said.text}: {address}")
         else:
             self._complain(f"{said.text}: {address}" if said.text.startswith("Failed to load") else said.text)
@@ -62,10 +58,7 @@ class LabPage:
         self.page.wait_for_function(IDLE)
 
     def reload(self) -> None:
-        """Save and load the page again, once the kernel is idle; it lives on.
-
-        A manager of widgets that gets no answer from a kernel within 4 s shows none of them (ipywidgets).
-        """
+        """Save and load the page again, once the kernel is idle; it lives on."""
         self.page.wait_for_function(IDLE)
         self.page.evaluate("() => window.jupyterapp.commands.execute('docmanager:save').then(() => 1)")
         self.page.reload()
@@ -233,10 +226,19 @@ class LabPage:
 
 
 def new_page(browser: Any, **options: Any) -> Any:
-    """A page of a fresh context, whose waits are all as patient as those of the others."""
+    """A page of a fresh context, whose waits are all as patient as those of the others, those of its widgets, too."""
     page = browser.new_page(**options)
     page.set_default_timeout(PAGE_PATIENCE_S * 1000)
+    page.add_init_script(PATIENT_WIDGETS)
     return page
+
+
+PATIENT_WIDGETS = f"""(() => {{
+    const [later, ends] = [globalThis.setTimeout, AbortSignal.timeout];
+    globalThis.setTimeout = (call, ms, ...rest) => later(call, ms === 4000 ? {PAGE_PATIENCE_S * 1000} : ms, ...rest);
+    AbortSignal.timeout = ms => ends.call(AbortSignal, Math.max(ms, {PAGE_PATIENCE_S * 1000}));
+}})()"""
+"""A kernel that has not answered within 4 s has no widgets for ipywidgets, and anywidget gives up a module after 2 s."""
 
 
 DARK_PAGE = "body[data-jp-theme-light='false']"
