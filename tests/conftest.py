@@ -8,16 +8,25 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.patience import PAGE_PATIENCE_S, PROGRAM_PATIENCE_S
+
 _LATER = ("procs", "engines", "browser", "slow")
+_LIMITS_S = dict.fromkeys(_LATER, 2 * PROGRAM_PATIENCE_S) | {"browser": 4 * PAGE_PATIENCE_S}
+"""Of whole tests by marker, the longest that fits: such a test waits several times, and each wait says what for."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What takes milliseconds first, so that a mistake shows before a browser has started; in the order of the files.
+    And each gets the limit of its kind, unless it has its own.
 
     Shared out between workers, what takes longest comes first: else one of them would end alone with it.
     """
     shared_out = hasattr(config, "workerinput")
     items.sort(key=_cost, reverse=shared_out)
+    for item in items:
+        limits = [limit_s for name, limit_s in _LIMITS_S.items() if item.get_closest_marker(name)]
+        if limits and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(max(limits)))
 
 
 def pytest_collection_finish() -> None:

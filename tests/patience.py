@@ -11,6 +11,8 @@ from collections.abc import Callable
 
 PATIENCE_S = 90.0
 """For processes, threads and messages. Below the limit of a whole test in pyproject.toml: the wait says what for."""
+PROGRAM_PATIENCE_S = 240.0
+"""For a program of its own, which loads torch, and may start engines that load it again."""
 PAGE_PATIENCE_S = 240.0
 """For a page, its server and its kernel, which load half of what is installed."""
 

@@ -12,6 +12,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from tests.patience import PROGRAM_PATIENCE_S
+
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["workbench.api", "workbench.training.runs.train", "torch.testing", "torch._dynamo"])
 
@@ -55,7 +57,7 @@ class Ranks:
             self.processes.append(process)
             self._ends.append(ours)
 
-    def results(self, timeout_s: float = 60.0) -> list[Any]:
+    def results(self, timeout_s: float = PROGRAM_PATIENCE_S) -> list[Any]:
         """What the programs returned, by rank; None for a rank that died without a word.
 
         Raises:
@@ -96,7 +98,7 @@ def run_processes(
     num_ranks: int,
     *arguments: Any,
     environment: dict[str, str] | Sequence[dict[str, str]] = (),
-    timeout_s: float = 60.0,
+    timeout_s: float = PROGRAM_PATIENCE_S,
 ) -> list[Any]:
     """Run ``program(*arguments)`` on every rank of a world of real processes; its results by rank.
 

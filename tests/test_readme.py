@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import workbench as wb
+from tests.patience import PROGRAM_PATIENCE_S
 
 ROOT = Path(__file__).parent.parent
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
@@ -32,7 +33,12 @@ def test_the_script_runs_under_torchrun(tmp_path: Path, strategy: str) -> None:
     launcher += ["--redirects=1", f"--log-dir={tmp_path / 'logs'}"]  # else two ranks may write into one line
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [*launcher, str(script)], capture_output=True, text=True, env=environment, timeout=100, check=False
+        [*launcher, str(script)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=PROGRAM_PATIENCE_S,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     losses = dict(file.read_text().split() for file in (tmp_path / "logs").rglob("stdout.log"))

@@ -16,13 +16,6 @@ from tests.browser.server import CHROMIUM_OPTIONS, LabServer, find_chromium, run
 from tests.patience import PAGE_PATIENCE_S
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A test waits several times, and is given up after the last of them."""
-    for item in items:
-        if item.get_closest_marker("browser"):
-            item.add_marker(pytest.mark.timeout(4 * PAGE_PATIENCE_S))
-
-
 @pytest.fixture(scope="session")
 def chromium() -> str:
     """Path of a Chromium; without one the tests are skipped, or fail under WORKBENCH_REQUIRE_BROWSER=1."""

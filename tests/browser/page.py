@@ -238,7 +238,7 @@ PATIENT_WIDGETS = f"""(() => {{
     globalThis.setTimeout = (call, ms, ...rest) => later(call, ms === 4000 ? {PAGE_PATIENCE_S * 1000} : ms, ...rest);
     AbortSignal.timeout = ms => ends.call(AbortSignal, Math.max(ms, {PAGE_PATIENCE_S * 1000}));
 }})()"""
-"""A kernel that has not answered within 4 s has no widgets for ipywidgets, and anywidget gives up a module after 2 s."""
+"""ipywidgets takes a kernel that does not answer within 4 s for one without widgets; anywidget gives a module 2 s."""
 
 
 DARK_PAGE = "body[data-jp-theme-light='false']"

@@ -15,7 +15,7 @@ import pytest
 from tests.browser.server import LOG, isolated_environment, stop, write_notebook
 from tests.patience import PAGE_PATIENCE_S
 
-pytestmark = [pytest.mark.procs, pytest.mark.timeout(2 * PAGE_PATIENCE_S)]
+pytestmark = [pytest.mark.procs]
 
 
 def test_the_printed_address_opens_the_notebook(tmp_path: Path) -> None:

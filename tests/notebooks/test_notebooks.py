@@ -44,7 +44,6 @@ def test_stored_without_outputs_and_with_a_kernel(path: Path) -> None:
 
 
 @pytest.mark.engines
-@pytest.mark.timeout(240)
 class TestFirstNotebook:
     def test_nothing_failed(self, executed: Any) -> None:
         assert not [
@@ -90,7 +89,6 @@ class TestFirstNotebook:
 
 @pytest.mark.engines
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 class TestTrainGpt:
     def test_it_goes_on_from_the_newest_checkpoint_with_the_same_losses(self, trained: Any) -> None:
         assert "going on after step 8" in text_of(trained, "going on after step")
@@ -126,7 +124,6 @@ def broken() -> Any:
 
 @pytest.mark.engines
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 class TestWhenThingsGoWrong:
     def test_what_was_to_fail_has_failed_and_nothing_else(self, broken: Any) -> None:
         failed = [

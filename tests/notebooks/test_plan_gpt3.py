@@ -8,7 +8,7 @@ import pytest
 
 from tests.notebooks.cells import FOLDER, execute, outputs, read, stored_size, text_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

@@ -58,7 +58,6 @@ def test_there_is_a_notebook_for_every_document() -> None:
 
 @pytest.mark.engines
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_all_run_in_one_kernel() -> None:
     notebook = execute(joined(NOTEBOOKS, _SHORTER), SEEDS)
     assert_right(notebook, [path.stem for path in NOTEBOOKS])
@@ -67,7 +66,6 @@ def test_all_run_in_one_kernel() -> None:
 
 @pytest.mark.slow
 @pytest.mark.engines
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
 def test_each_runs_by_itself(path: Path) -> None:
     assert_right(execute(read(path), SEEDS), [path.stem])

@@ -97,7 +97,6 @@ ENDINGS = {
 
 
 @pytest.mark.engines
-@pytest.mark.timeout(120)
 class TestEngines:
     def shown(self, session, code):
         """The last drawing, all lines of output, and how often something was drawn."""

@@ -180,7 +180,6 @@ def test_growth_is_noticed():
         assert_not_grown(before, {"files": (18, 8), "processes": (6, 0)})
 
 
-@pytest.mark.timeout(240)
 def test_eight_faults(tmp_path):
     assert_endures(["raise", "interrupt", "diverge", "kill", "timeout", "raise", "stop", "interrupt"], 1, tmp_path)
 

@@ -25,7 +25,6 @@ def test_what_leaves_exchanges_open():
 
 
 @pytest.mark.engines
-@pytest.mark.timeout(120)
 def test_a_cell_whose_ranks_diverge_names_both_calls_and_the_next_one_works(session):
     session.run('x = wb.ones(4, placement=wb.placement("cpu", ranks=[0, 1]), sbp="S(0)")')
     with pytest.raises(CellError) as caught:
@@ -52,7 +51,6 @@ def loss_fn(output, target):
 
 
 @pytest.mark.engines
-@pytest.mark.timeout(120)
 def test_after_a_mistake_in_a_pipelines_step_the_same_cell_runs_again(session):
     """All ranks raise the same error, at different points of the schedule: what they have sent is not read later."""
     session.run(BROKEN_STEP)
@@ -101,7 +99,6 @@ class TestDivergence:
 
 @pytest.mark.engines
 @pytest.mark.timed
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("code", "ranks", "words"),
     [

@@ -10,7 +10,7 @@ from jupyter_client.manager import start_new_kernel
 from tests.patience import PATIENCE_S
 from tests.session.traces import Traces
 
-pytestmark = [pytest.mark.engines, pytest.mark.timed, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.engines, pytest.mark.timed]
 
 
 START_ONE = "%load_ext workbench\n%workbench start --engines 1 --device cpu"

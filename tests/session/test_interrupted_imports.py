@@ -10,8 +10,10 @@ import time
 
 import pytest
 
+from tests.patience import PATIENCE_S, PROGRAM_PATIENCE_S, wait_until
 from workbench.errors import CellError
 from workbench.session import run
+from workbench.session.on_engine import imports
 
 PACKAGE = {
     "__init__.py": "import time\nfrom slow.core import number\ntime.sleep(1)\nfrom slow.parts import more\nvalue = 41",
@@ -69,7 +71,9 @@ def package(tmp_path):
 def run_alone(package, body, holds=True):
     script = package / "script.py"
     script.write_text(ALONE.format(body=body, holds=holds))
-    return subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=PROGRAM_PATIENCE_S, check=False
+    )
 
 
 @pytest.mark.procs
@@ -87,7 +91,6 @@ def test_python_alone_leaves_the_package_broken(package):
 
 
 @pytest.mark.engines
-@pytest.mark.timeout(120)
 class TestEngines:
     @pytest.fixture(autouse=True)
     def _path(self, session, package):
@@ -115,11 +118,8 @@ class TestEngines:
 
     def test_while_it_imports_status_says_what(self, session):
         call = session.submit(_import_slow)
-        deadline = time.monotonic() + 20
-        while not (found := [each for each in session.status() if each.importing == "slow"]):
-            assert time.monotonic() < deadline
-        assert "importing slow" in found[0].doing
-        call.result(30)
+        wait_until(lambda: "slow" in {each.importing for each in session.status()}, "an import that is said")
+        call.result(PATIENCE_S)
         assert [each.importing for each in session.status()] == ["", ""]
 
     def test_another_interrupt_ends_an_import_that_hangs_with_its_engine(self, session, hanging, capsys):
@@ -147,10 +147,11 @@ class TestEngines:
         session.run("import sys\nsys.path.insert(0, '')", ranks=[0])  # what `_path` takes away again
 
     def test_an_idle_engine_loads_what_the_first_product_needs(self, session):
-        deadline = time.monotonic() + 60
-        while session.run("import sys\n'sympy.plotting' in sys.modules").values != [True, True]:
-            assert time.monotonic() < deadline
-            time.sleep(5)
+        def both_have_it():
+            time.sleep(2 * imports.IDLE_S)  # an engine that is asked is not idle
+            return session.run("import sys\n'sympy.plotting' in sys.modules").values == [True, True]
+
+        wait_until(both_have_it, "an import by idle engines")
         program = "before = set(sys.modules)\nx = wb.ones(4, 4, placement=wb.placement.all('cpu'), sbp='S(0)')\nx @ x"
         session.run(program)
         loaded = session.run("[name for name in set(sys.modules) - before if name.startswith('sympy')]").values

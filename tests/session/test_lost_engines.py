@@ -16,7 +16,7 @@ from workbench.session.comparing.comparison import Comparison
 from workbench.session.comparing.subject import Subject
 from workbench.ui.widgets import Panel
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.engines]
 
 
 def make_model():

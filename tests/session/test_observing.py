@@ -14,7 +14,7 @@ from workbench.session import cluster, commands
 from workbench.session.observing import observe
 from workbench.session.processes import folder, kept
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(180), pytest.mark.usefixtures("own_folder")]
+pytestmark = [pytest.mark.engines, pytest.mark.usefixtures("own_folder")]
 
 STUCK = """
 import threading

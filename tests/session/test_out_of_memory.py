@@ -58,7 +58,6 @@ def test_kills_are_counted(tmp_path):
 @pytest.mark.engines
 @pytest.mark.slow
 @pytest.mark.timed
-@pytest.mark.timeout(90)
 def test_the_kernel_ends_an_engine_for_want_of_memory(session, limit, capfd):
     session.run("kept = 17\nfirst, second = 1, 2")
     status = session.status()[1]

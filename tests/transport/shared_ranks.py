@@ -6,6 +6,7 @@ import threading
 
 import torch
 
+from tests.patience import PATIENCE_S
 import workbench.tensors.methods  # noqa: F401 - completes global tensors
 from workbench.tensors.world import Simulated, World
 from workbench.transport import choice
@@ -15,7 +16,7 @@ class Meeting:
     """Collects equal tensors of all ranks, as a process group does; ``of(rank)`` is one rank's gather."""
 
     def __init__(self, num_ranks):
-        self._barrier = threading.Barrier(num_ranks, timeout=20)
+        self._barrier = threading.Barrier(num_ranks, timeout=PATIENCE_S)
         self._parts = [None] * num_ranks
 
     def of(self, rank):
@@ -43,11 +44,11 @@ def run_on_threads(fn, num_ranks):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=60)
+        thread.join(timeout=PATIENCE_S)
     return results
 
 
-def run_shared(fn, num_ranks=2, timeout_s=20.0):
+def run_shared(fn, num_ranks=2, timeout_s=PATIENCE_S):
     """``fn(transport, rank)`` on every rank; returns what each returned or raised."""
     meeting = Meeting(num_ranks)
 

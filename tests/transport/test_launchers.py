@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from tests.patience import PROGRAM_PATIENCE_S
 from workbench.errors import WorldError
 from workbench.transport import launchers
 
@@ -64,7 +65,9 @@ def test_a_script_under_mpirun(tmp_path):
     as_root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
     command = ["mpirun", *as_root, "--oversubscribe", "-n", "2", sys.executable, str(tmp_path / "program.py")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=90, env=environment, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=PROGRAM_PATIENCE_S, env=environment, check=False
+    )
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("rank")]
     assert sorted(lines) == ["rank 0 of 2 8.0", "rank 1 of 2 8.0"]

@@ -146,7 +146,7 @@ def test_a_write_right_after_a_boxing_never_reaches_a_peer(num_ranks, rounds):
 @pytest.mark.procs
 @pytest.mark.slow
 def test_many_writes_right_after_boxings_never_reach_a_peer():
-    results = run_processes(overwriting, 4, 250, [8, 40, 200, 1000, 5000, 20000], timeout_s=100)
+    results = run_processes(overwriting, 4, 250, [8, 40, 200, 1000, 5000, 20000])
     assert all(num_lent > 0 for num_lent, _ in results)
 
 

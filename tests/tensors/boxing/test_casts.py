@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import workbench as wb
+from tests.patience import PROGRAM_PATIENCE_S
 from tests.processes import run_processes
 from tests.tensors.boxing.casts import (
     GRIDS_OF_4,
@@ -123,7 +124,7 @@ def assert_right_on_processes(num_ranks, count, transport):
         count,
         transport,
         environment=ENVIRONMENTS[transport],
-        timeout_s=100 if count < 100 else 500,
+        timeout_s=PROGRAM_PATIENCE_S if count < 100 else 2 * PROGRAM_PATIENCE_S,
     )
     check_casts(casts_on_processes(num_ranks, count), outcomes)
 

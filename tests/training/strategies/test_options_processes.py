@@ -36,9 +36,7 @@ MORE = [*QUICK, ("mlp", ""), ("attention", "zero=3"), ("dropping", "zero=3 recom
 def test_options_give_the_numbers_of_one_device(transport, num_ranks, options):
     strategies = [(kind, f"*: data | 1x{num_ranks}x1 {words}") for kind, words in options]
     environment = {"WORKBENCH_TRANSPORT": transport}
-    assert (
-        run_processes(training, num_ranks, strategies, environment=environment, timeout_s=240.0) == ["ok"] * num_ranks
-    )
+    assert run_processes(training, num_ranks, strategies, environment=environment) == ["ok"] * num_ranks
 
 
 def trained(watched):
