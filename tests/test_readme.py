@@ -23,27 +23,25 @@ def block_with(text: str) -> str:
 
 
 @pytest.mark.procs
-@pytest.mark.parametrize("strategy", ["fc*: data; head: model", "fc*: data; head: data@1"])
-def test_the_script_runs_under_torchrun(tmp_path: Path, strategy: str) -> None:
+def test_the_script_runs_under_torchrun(tmp_path: Path) -> None:
+    """As it stands, and once more in the same world with the last layer on another rank: both have the loss there."""
     script = tmp_path / "script.py"
     text = block_with("wb.init()")
     assert "fc*: data; head: model" in text
-    script.write_text(text.replace("fc*: data; head: model", strategy))
+    in_stages = text.replace("fc*: data; head: model", "fc*: data; head: data@1").replace("wb.init()", "")
+    script.write_text(f"{text}\n{in_stages}")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     launcher += ["--redirects=1", f"--log-dir={tmp_path / 'logs'}"]  # else two ranks may write into one line
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [*launcher, str(script)],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=PROGRAM_PATIENCE_S,
-        check=False,
-    )
+        capture_output=True, text=True, env=environment, timeout=PROGRAM_PATIENCE_S, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    losses = dict(file.read_text().split() for file in (tmp_path / "logs").rglob("stdout.log"))
-    assert sorted(losses) == ["0", "1"]
-    assert losses["0"] == losses["1"]
+    printed = sorted(file.read_text().splitlines() for file in (tmp_path / "logs").rglob("stdout.log"))
+    losses = [[line.split()[1] for line in lines] for lines in printed]
+    assert [[line.split()[0] for line in lines] for lines in printed] == [["0", "0"], ["1", "1"]]
+    assert losses[0] == losses[1]
 
 
 @pytest.mark.engines
