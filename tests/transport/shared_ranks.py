@@ -6,8 +6,8 @@ import threading
 
 import torch
 
-from tests.patience import PATIENCE_S
 import workbench.tensors.methods  # noqa: F401 - completes global tensors
+from tests.patience import PATIENCE_S
 from workbench.tensors.world import Simulated, World
 from workbench.transport import choice
 
