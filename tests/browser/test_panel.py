@@ -67,7 +67,7 @@ def opened(open_notebook: Any, lab: LabServer) -> Any:
 def lab_page(opened: Any) -> Any:
     """The panel with the strategy that the notebook chose, and no run."""
     opened.show(panel_cell(), ".wb-row[data-row='head']")
-    opened.wait_for_text("fc1: data; fc2: data; fc3: model; head: model | 1x1x2")
+    opened.wait_for_text("conv1: data; conv2: data; fc: model; head: model | 1x1x2")
     return opened
 
 
@@ -89,20 +89,20 @@ def test_a_mistake_is_shown_at_its_row_and_can_be_fixed(lab_page: Any) -> None:
 
 def test_toggle_run_and_compare(lab_page: Any) -> None:
     page = lab_page.page
-    assert text_field(page).input_value() == "fc1: data; fc2: data; fc3: model; head: model | 1x1x2"
+    assert text_field(page).input_value() == "conv1: data; conv2: data; fc: model; head: model | 1x1x2"
 
-    option(page, "fc2", "model").click()
-    lab_page.wait_for_text("fc1: data; fc2: model; fc3: model; head: model")
-    page.wait_for_selector(".wb-row[data-row='fc2'] .wb-opt[data-value='model'][aria-checked='true']")
+    option(page, "conv2", "model").click()
+    lab_page.wait_for_text("conv1: data; conv2: model; fc: model; head: model")
+    page.wait_for_selector(".wb-row[data-row='conv2'] .wb-opt[data-value='model'][aria-checked='true']")
     page.locator(".wb-panel button", has_text="hybrid, edited").wait_for()
     page.keyboard.press("Control+z")
-    lab_page.wait_for_text("fc1: data; fc2: data; fc3: model; head: model | 1x1x2")
+    lab_page.wait_for_text("conv1: data; conv2: data; fc: model; head: model | 1x1x2")
 
     run_to_the_end(lab_page, num_runs=1)
     assert lab_page.points("this run") == 300 and lab_page.points("1 device") == CHECKED_STEPS
     lab_page.open_tab("strategy")
-    option(page, "fc2", "model").click()
-    lab_page.wait_for_text("fc1: data; fc2: model; fc3: model; head: model")
+    option(page, "conv2", "model").click()
+    lab_page.wait_for_text("conv1: data; conv2: model; fc: model; head: model")
     run_to_the_end(lab_page, num_runs=2)
     lab_page.open_tab("compare")
     rows = lab_page.rows.all_inner_texts()

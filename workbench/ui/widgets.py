@@ -275,7 +275,10 @@ class Panel(widgets.VBox):
         self._runs_part.apply()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until no run holds the engines; False when ``timeout_s`` passed before."""
+        """Wait until no run holds the engines; False when ``timeout_s`` passed before.
+
+        A kernel hears no clicks while a cell runs: those of this time are done when the cell has ended.
+        """
         return self._runs_part.wait(timeout_s)
 
     # ---- what the runs below ask of the panel -------------------------------------------------------------------

@@ -46,6 +46,12 @@ function zoomedAxes() {
   return { forget, remember, apply };
 }
 
+// Python draws for the width that the page has; while a cell holds the kernel it cannot hear of it. Until then: smaller.
+function fitInto(el, width) {
+  const room = el.parentElement?.clientWidth;
+  el.style.zoom = room && width > room ? room / width : "";
+}
+
 function render({ model, el }) {
   let waiting, shown, config;
   const zoomed = zoomedAxes();
@@ -53,7 +59,9 @@ function render({ model, el }) {
     waiting = undefined;
     // Plotly writes into what it is given, and takes an array that is the same for one that has not changed.
     const traces = Array.from({ length: model.get("num_traces") }, (_, index) => ({ ...model.get(`trace_${index}`) }));
-    shown.react(el, traces, zoomed.apply(structuredClone(model.get("outline"))), config);
+    const outline = structuredClone(model.get("outline"));
+    fitInto(el, outline.width);
+    shown.react(el, traces, zoomed.apply(outline), config);
   };
   const ask = () => {
     waiting ??= requestAnimationFrame(draw);
