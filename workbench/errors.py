@@ -13,7 +13,7 @@
     ├── WorldError (RuntimeError)        this process is not (or no longer) part of a world
     ├── CollectiveAborted (RuntimeError) a wait for other ranks ended early
     ├── CheckpointError (RuntimeError)   a checkpoint that cannot be written, or does not fit what it is loaded into
-    ├── JobError (RuntimeError)          a job function of ``workbench.flow`` that cannot run as it is written
+    ├── JobError (RuntimeError)          a job function of ``workbench.flow`` that cannot run unchanged
     ├── CommandError                     the command line ``workbench`` cannot do what was asked
     └── SessionError (RuntimeError)      the notebook's side of a cluster
         ├── NotStartedError              no session is running
@@ -92,7 +92,7 @@ class CheckpointError(WorkbenchError, RuntimeError):
 
 
 class JobError(WorkbenchError, RuntimeError):
-    """A job function of ``workbench.flow`` that cannot run as it is written, or is called where it cannot."""
+    """A job function of ``workbench.flow`` that cannot run unchanged, or is called where it cannot."""
 
 
 class CommandError(WorkbenchError):
