@@ -43,7 +43,7 @@ def test_rounding_that_grows_is_explained_by_the_noise_of_one_device():
 
 def test_a_difference_beyond_the_noise_is_looked_at_in_float64():
     odd = replace(case(1e-7, 1e-3), noise=Distance((0.0, 0.0, 2e-5, 0.0), (tensor(),)))
-    assert odd.missing() == "float64" and odd.num_steps("float64") == 2
+    assert odd.missing() == "finer" and odd.num_steps("finer") == 2
     rounding = replace(odd, exact=Distance((1e-16, 1e-12), (tensor(apart=1e-15),)))
     assert decided(rounding).equal and decided(rounding).by == "float64"
     mistake = decided(replace(odd, exact=Distance((1e-16, 1e-3), (tensor(apart=1e-3),))))
@@ -60,13 +60,13 @@ def test_float64_excuses_no_first_step_that_is_far_beyond_the_noise():
 def test_float64_excuses_runs_that_part_later_all_at_once():
     """One rounding flips a comparison, in the run and not in the sample of noise."""
     jumped = replace(case(*[1e-7] * 8, 2e-3), noise=Distance((1e-7,) * 11, (tensor(),)))
-    assert jumped.missing() == "float64" and jumped.num_steps("float64") == 9
+    assert jumped.missing() == "finer" and jumped.num_steps("finer") == 9
     assert decided(replace(jumped, exact=Distance((1e-16,) * 9, (tensor(apart=1e-15),)))).equal
 
 
 def test_float64_excuses_a_gradient_that_one_rounding_has_flipped():
     flipped = replace(case(1e-7, tensors=(tensor(apart=1e-2),)), noise=Distance((1e-7,) * 4, (tensor(),)))
-    assert flipped.missing() == "float64"
+    assert flipped.missing() == "finer"
     assert decided(replace(flipped, exact=Distance((1e-16,) * 2, (tensor(apart=1e-13),)))).equal
 
 
@@ -78,11 +78,32 @@ def test_a_learning_rate_that_is_wrong_by_one_per_cent_is_seen_where_losses_cann
 
 
 def test_noise_that_would_hide_such_a_learning_rate_decides_nothing():
-    noisy = Distance((0.0,) * 4, (tensor(apart=0.5, longer=2e-3),))
+    noisy = Distance((0.0,) * 4, (tensor(apart=0.5, longer=5e-3),))
     blunt = replace(case(1e-7, tensors=(tensor(apart=0.4, longer=4e-3),)), noise=noisy)
-    assert blunt.missing() == "float64"
+    assert blunt.missing() == "finer"
     assert decided(replace(blunt, exact=Distance((0.0,), (tensor(apart=1e-12),)))).equal
     assert decided(replace(blunt, exact=Distance((0.0,), (tensor(apart=1e-2),)))).equal is False
+
+
+def test_noise_that_would_hide_a_tensor_that_is_wrong_by_ten_per_cent_decides_nothing():
+    noisy = Distance((0.0,) * 4, (tensor(apart=0.02),))
+    assert replace(case(1e-7, tensors=(tensor(apart=0.03),)), noise=noisy).missing() == "finer"
+
+
+def test_float64_is_asked_only_as_far_as_noise_leaves_a_question():
+    late = replace(case(*[1e-7] * 8, 2e-5), noise=Distance((1e-5,) * 11, (tensor(apart=0.02),)))
+    assert late.missing() == "finer" and late.num_steps("finer") == 2
+
+
+def test_a_strategy_that_was_equal_in_fp32_is_so_in_bf16_where_the_run_begins_alike():
+    bf16 = TOLERANCES["bf16"]
+    noise = Distance((2e-2,) * 4, (tensor(apart=0.1),))
+    open_question = Case(Distance((3e-2,), (tensor(apart=0.3),)), bf16, noise)
+    assert open_question.missing() == "finer"
+    verdict = decided(replace(open_question, equal_in="fp32"))
+    assert verdict.equal and verdict.by == "fp32" and "the same strategy in fp32 is equal" in verdict.text
+    far = replace(open_question, found=Distance((3.0,), (tensor(apart=0.3),)), equal_in="fp32")
+    assert decided(far).equal is False
 
 
 def test_a_tensor_whose_gradient_is_rounding_is_compared_with_that_rounding():

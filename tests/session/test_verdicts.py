@@ -191,6 +191,16 @@ def test_noise_and_one_device_are_trained_once_for_all_strategies():
     assert session.submitted.count("train_one_device") <= 3
 
 
+def test_what_fp32_has_shown_of_a_strategy_is_not_asked_again_in_bf16():
+    session = SimulatedSession()
+    subject = Subject.of(resnet, images(), F.cross_entropy, optimizer_fn=sgd, batch_size=8, steps=STEPS)
+    with Comparison(session, subject) as comparison:  # type: ignore[arg-type]
+        assert comparison.start("*: data").result().equal
+        asked = session.submitted.count("train_strategy")
+        run = comparison.start("*: data | bf16").result()
+    assert run.equal and session.submitted.count("train_strategy") == asked + 1
+
+
 def test_one_device_trains_no_more_than_is_compared():
     subject = Subject.of(mlp, features(), F.cross_entropy, batch_size=8, steps=50)
     with Comparison(SimulatedSession(), subject) as comparison:  # type: ignore[arg-type]

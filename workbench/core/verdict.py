@@ -6,9 +6,10 @@ of them. Evidence is asked for in the order of its cost, and only while the ques
 1. **Tolerance.** Everything lies within a fixed tolerance of the precision: equal. This costs nothing.
 2. **Noise.** One device trains once more from weights that are disturbed by one rounding unit. If the run is not
    further from one device than one device is from itself, and that noise is small enough to show a learning rate that
-   is wrong by one per cent: equal.
-3. **float64.** One device and the strategy train the first steps in 64 bits. A difference that is rounding shrinks with
-   the rounding unit (2**29 between 32 and 64 bits); that of a mistake stays.
+   is wrong by one per cent, or a tensor whose change is wrong by ten: equal.
+3. **A finer precision.** A difference that is rounding shrinks with the rounding unit (2**29 between 32 and 64 bits);
+   that of a mistake stays. A run in bf16 or fp16 is equal where the same strategy in fp32 was. Otherwise one device and
+   the strategy train the first steps in float64.
 
 Where a model cannot run in float64, noise decides.
 """
@@ -27,7 +28,7 @@ CHECKED_STEPS = 20
 """Steps whose losses are compared with one device's."""
 WEIGHT_STEPS = 2
 """Steps after which weights are compared: the second one uses the optimizer's state. Later, rounding grows."""
-Evidence = Literal["noise", "float64"]
+Evidence = Literal["noise", "finer"]
 
 _NOISE_FACTOR = 10.0
 """How much further from one device than its own noise a run may be. Noise is one sample of it."""
@@ -35,8 +36,12 @@ _HARD_FACTOR = 100.0
 """A first loss, or a length of updates, beyond so many times the noise is not excused by float64: the mistake may be in
 the path that the precision takes. The rest is: one rounding that flips a comparison (the sign of what enters a ReLU)
 changes a gradient at once, and parts two runs later."""
+_OF_LENGTH = 0.2
+"""Of these factors for the length of the updates: it is a sum over all tensors, so that one sample tells more."""
 _SHARP = 8e-3
 """A limit on that length above this one would hide a learning rate that is wrong by one per cent."""
+_FINE = 0.1
+"""Likewise, a limit on the change of most tensors above this one would hide a change that is wrong by ten per cent."""
 _SHRINKS = 1e-4
 """What of a difference that is rounding is left in float64, with a wide margin: the units differ by 2**29 and more."""
 _LOOK_AHEAD = 3
@@ -49,20 +54,22 @@ class Tolerance:
 
     Attributes:
         loss: difference of a loss (``core.metrics.difference``).
-        change: difference of a tensor's change, over the change; and of the length of all changes.
+        change: difference of a tensor's change, over the change.
+        length: difference in length of the first updates, over all parameters.
         unit: the rounding unit: the distance from 1 to the next number.
     """
 
     loss: float
     change: float
+    length: float
     unit: float
 
 
 TOLERANCES = {
-    "float64": Tolerance(1e-9, 1e-9, 2.0**-52),
-    "fp32": Tolerance(1e-5, 1e-4, 2.0**-23),
-    "fp16": Tolerance(2.0**-9, 1e-3, 2.0**-10),
-    "bf16": Tolerance(2.0**-6, 1e-3, 2.0**-7),
+    "float64": Tolerance(1e-9, 1e-9, 1e-9, 2.0**-52),
+    "fp32": Tolerance(1e-5, 1e-4, 1e-4, 2.0**-23),
+    "fp16": Tolerance(2.0**-9, 2.0**-9, 2.0**-9, 2.0**-10),
+    "bf16": Tolerance(2.0**-6, 2.0**-6, 2.0**-8, 2.0**-7),
 }
 """By the precision in which the model computes."""
 
@@ -97,6 +104,11 @@ class Distance(Plain):
         """The first step whose loss is beyond the tolerance."""
         return next((step for step, apart in enumerate(self.losses) if not apart <= tolerance.loss), None)
 
+    def typical(self) -> float:
+        """How far the change of a tensor is from one device's, over the change: the median."""
+        ratios = [tensor.apart / tensor.change for tensor in self.tensors if tensor.change]
+        return statistics.median_low(ratios) if ratios else 0.0
+
     def length(self) -> float:
         """How much longer the first updates are than one device's, over all parameters: 0.01 is one per cent."""
         parameters = [tensor for tensor in self.tensors if tensor.is_parameter]
@@ -111,7 +123,7 @@ class Verdict(Plain):
 
     Attributes:
         equal: None where there was nothing to compare.
-        by: what decided: ``"tolerance"``, ``"noise"`` or ``"float64"``.
+        by: what decided: ``"tolerance"``, ``"noise"``, ``"float64"``, or ``"fp32"`` for the same strategy in fp32.
         first_step: difference of the first loss.
         largest: largest difference of a loss in the first ``CHECKED_STEPS`` steps.
         growth: by which factor the difference of the loss grows in a step, None where there are too few to say.
@@ -141,7 +153,8 @@ UNKNOWN = Verdict(None)
 class Case:
     """A run's distance from one device, and the evidence about it that is there so far.
 
-    ``no_float64`` says why the model could not run in float64; empty while it can, or nobody has tried.
+    ``no_float64`` says why the model could not run in float64; empty while it can, or nobody has tried. ``equal_in`` is
+    a finer precision in which the same strategy was equal.
     """
 
     found: Distance
@@ -149,6 +162,7 @@ class Case:
     noise: Distance | None = None
     exact: Distance | None = None
     no_float64: str = ""
+    equal_in: str = ""
 
     # ---- what is asked for next -----------------------------------------------------------------------------------
 
@@ -160,14 +174,17 @@ class Case:
             return "noise"
         if self._within(self._explained(_NOISE_FACTOR)) and self._is_sharp():
             return None
-        has_float64 = self.exact is None and not self.no_float64 and self.tolerance is not TOLERANCES["float64"]
-        return "float64" if has_float64 and self._begins_alike() else None
+        is_finest = self.tolerance is TOLERANCES["float64"]
+        is_known = self.exact is not None or bool(self.no_float64 or self.equal_in)
+        return None if is_finest or is_known or not self._begins_alike() else "finer"
 
     def num_steps(self, evidence: Evidence) -> int:
         """How many steps that evidence has to cover."""
-        parted = self.found.parted(self.tolerance) or 0
-        steps = max(WEIGHT_STEPS, parted + 1)
-        return steps + (_LOOK_AHEAD - 1 if evidence == "noise" else 0)
+        if evidence == "noise":
+            return max(WEIGHT_STEPS, (self.found.parted(self.tolerance) or 0) + 1) + _LOOK_AHEAD - 1
+        limit = self._explained(_NOISE_FACTOR)
+        beyond = [step for step in self._judged_steps() if not self.found.losses[step] <= limit(step)]
+        return max([WEIGHT_STEPS, *(step + 1 for step in beyond)])
 
     def verdict(self) -> Verdict:
         """The verdict on the evidence so far."""
@@ -178,6 +195,8 @@ class Case:
         reason = self._reason(self._tolerated)
         if self.exact is not None:
             return self._verdict(self._is_rounding(), "float64", reason)
+        if self.equal_in and self._begins_alike():
+            return self._verdict(True, self.equal_in, reason)
         limit = self._explained(_NOISE_FACTOR) if self.noise is not None else self._tolerated
         is_equal = self.noise is not None and self._within(limit)
         return self._verdict(is_equal, "noise", reason if is_equal else self._reason(limit))
@@ -220,19 +239,18 @@ class Case:
 
     def _tolerated(self, of: int | TensorChange | None) -> float:
         if of is None:
-            return self.tolerance.change
+            return self.tolerance.length
         return self.tolerance.loss if isinstance(of, int) else max(self.tolerance.change * of.change, of.rounding)
 
     def _explained(self, factor: float) -> _Limit:
         """Limits that the noise sets; never below what is tolerated."""
         noise = self.noise or Distance()
-        own = {tensor.name: tensor.apart for tensor in noise.tensors}
-        ratios = [tensor.apart / tensor.change for tensor in noise.tensors if tensor.change]
-        typical = statistics.median(ratios) if ratios else 0.0
+        own, typical = {tensor.name: tensor.apart for tensor in noise.tensors}, noise.typical()
 
         def limit(of: int | TensorChange | None) -> float:
             if of is None:
-                return max(self._tolerated(None), factor / 2 * abs(noise.length()) if noise.tensors else 0.0)
+                own_length = abs(noise.length()) if noise.tensors else 0.0
+                return max(self._tolerated(None), factor * _OF_LENGTH * own_length)
             if isinstance(of, int):
                 return max(self._tolerated(of), factor * max(noise.losses[: of + _LOOK_AHEAD], default=0.0))
             return max(self._tolerated(of), factor * max(own.get(of.name, 0.0), typical * of.change))
@@ -240,7 +258,8 @@ class Case:
         return limit
 
     def _is_sharp(self) -> bool:
-        return self._explained(_NOISE_FACTOR)(None) <= _SHARP
+        noise = self.noise or Distance()
+        return self._explained(_NOISE_FACTOR)(None) <= _SHARP and _NOISE_FACTOR * noise.typical() <= _FINE
 
     def _is_rounding(self) -> bool:
         """Has the difference gone in float64?"""
@@ -288,6 +307,7 @@ class Case:
         if by == "tolerance":
             return "every loss and every weight lies within the tolerance"
         exact = f"; in float64 {_largest(self.exact):.0e} is left" if self.exact is not None else ""
+        exact = f"; the same strategy in {self.equal_in} is equal" if by == self.equal_in else exact
         if not equal:
             failed = f"; the model does not run in float64: {self.no_float64}" if self.no_float64 else ""
             return f"{reason or 'in float64 it differs'}{exact}{failed}"

@@ -43,6 +43,8 @@ class Checker:
     def __init__(self, session: Session, key: str) -> None:
         self._session, self._key = session, key
         self._reports: dict[OneDevice, RankReport] = {}
+        self._equal: set[str] = set()
+        self._exact: dict[str, tuple[int, Distance]] = {}
 
     def one_device(self, which: OneDevice, num_steps: int, watch: Watch | None = None) -> RankReport:
         """A one-device run of at least so many steps, made when it is first asked for.
@@ -65,6 +67,8 @@ class Checker:
     def forget(self) -> None:
         """Make all of them anew: the engine that had them is another one now."""
         self._reports.clear()
+        self._equal.clear()
+        self._exact.clear()
 
     def known(self, which: OneDevice) -> RankReport | None:
         """That one-device run if it has been made."""
@@ -76,7 +80,7 @@ class Checker:
         """Whether the run that came home with these reports equals one device in its first steps.
 
         Runs one device with disturbed weights, and both in float64, only where the question is open without them, and
-        ``watch`` wants an answer.
+        ``watch`` wants an answer. What is known of a strategy in fp32 or float64 is used in each of its precisions.
         """
         which = one_device_of(strategy)
         truth = self.known(which)
@@ -89,25 +93,41 @@ class Checker:
                 if evidence == "noise":
                     case = replace(case, noise=self._noise(which, truth, steps, watch))
                 else:
-                    case = self._in_float64(case, strategy, reports, steps, watch)
+                    case = self._in_finer(case, strategy, reports, steps, watch)
         except RunStopped:
             return Verdict(None, text="not judged: stopped before the question was settled")
-        return case.verdict()
+        verdict = case.verdict()
+        if verdict.equal and truth.precision == "fp32" and not _changed(reports):
+            self._equal.add(str(strategy))
+        return verdict
 
     def _noise(self, which: OneDevice, truth: RankReport, num_steps: int, watch: Watch | None) -> Distance:
-        """How far one device is from itself, its first weights changed by a rounding unit."""
+        """How far one device is from itself, its first weights changed by a rounding unit.
+
+        Micro-batches change little of it: noise that is known from another number of them is taken.
+        """
+        for other, report in self._reports.items():
+            plain = self.known(replace(other, way="plain"))
+            is_like = other.way == "disturbed" and other.precision == which.precision
+            if is_like and plain is not None and len(report.losses) >= num_steps:
+                return _distance([report], plain, num_steps)
         report = self.one_device(replace(which, way="disturbed"), num_steps, watch)
         return _distance([report], truth, num_steps)
 
-    def _in_float64(
+    def _in_finer(
         self, case: Case, strategy: Strategy, reports: Sequence[RankReport], num_steps: int, watch: Watch | None
     ) -> Case:
-        """The case with one device and the strategy in float64, or with why that is not to be had."""
+        """The case with what fp32 or float64 have shown of the strategy, or with why that is not to be had."""
         changed = reports[0].changes[0][0] if reports[0].changes else num_steps
         if changed < num_steps:
             return replace(case, no_float64=f"the strategy changed after step {changed}")
         which = OneDevice(strategy.options.num_micro_batches, way="float64")
         wide = strategy.with_options(precision="fp32")
+        if str(wide) in self._equal and wide != strategy:
+            return replace(case, equal_in="fp32")
+        known_steps, exact = self._exact.get(str(wide), (0, Distance()))
+        if known_steps >= num_steps:
+            return replace(case, exact=exact)
         try:
             truth = self.one_device(which, num_steps, watch)
             call = self._session.submit(training.train_strategy, self._key, str(wide), which, num_steps)
@@ -118,7 +138,13 @@ class Checker:
             raise
         except SessionError as error:
             return replace(case, no_float64=str(error).strip().splitlines()[-1])
-        return replace(case, exact=_distance(found, truth, num_steps))
+        exact = _distance(found, truth, num_steps)
+        self._exact[str(wide)] = num_steps, exact
+        return replace(case, exact=exact)
+
+
+def _changed(reports: Sequence[RankReport]) -> bool:
+    return bool(reports[0].changes)
 
 
 def one_device_of(strategy: Strategy) -> OneDevice:

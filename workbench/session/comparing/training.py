@@ -11,10 +11,10 @@ from typing import Any, Literal
 
 import torch
 
-from workbench.core.verdict import TOLERANCES, TensorChange
+from workbench.core.verdict import TensorChange
 from workbench.session.on_engine import orders as engine_orders
 from workbench.session.on_engine import shell as engine_shell
-from workbench.training.runs.changes import Course, changes_apart, copied_state, precision_of
+from workbench.training.runs.changes import Course, changes_apart
 from workbench.training.runs.float64 import KeepsFloat64
 from workbench.training.runs.job import RankSegment
 from workbench.training.runs.train import Job, RankResult, largest_difference, run_one_device, run_strategy, warm_up
@@ -92,21 +92,17 @@ def train_one_device(key: str, which: OneDevice, num_steps: int) -> RankReport:
 
     One that is disturbed says how far it is from the plain one.
     """
-    job, before = _variant(key, which.way, num_steps, which.precision), None
-    model = job.model()
-    start, parameters = copied_state(model), frozenset(name for name, _ in model.named_parameters())
-    precision = precision_of(model, which.precision)
-    del model
+    job = _variant(key, which.way, num_steps, which.precision)
     with _mode(job):
         result = run_one_device(
             job, which.num_micro_batches, engine_shell.publish, engine_orders.orders, which.precision
         )
-    course = Course(start, result.weights or {}, parameters)
+    course, plain = result.course, replace(which, way="plain")
     if which.way == "disturbed":
-        before = _courses.get((key, replace(which, way="plain")))
-    elif result.weights:
+        return _report(result, course, _courses.get((key, plain)))
+    if course is not None and course.end:
         _courses[key, which] = course
-    return _report(result, course, before, precision)
+    return _report(result, course, None)
 
 
 def train_strategy(key: str, strategy: str, which: OneDevice, num_steps: int) -> RankReport:
@@ -119,14 +115,14 @@ def train_strategy(key: str, strategy: str, which: OneDevice, num_steps: int) ->
             job, strategy, listen=engine_shell.publish, orders=engine_orders.orders, keeps_weights=True
         )
     truth = _courses.get((key, which))
-    course = Course(truth.start, result.weights, truth.parameters) if truth is not None and result.weights else None
+    course = replace(truth, end=result.weights) if truth is not None and result.weights else None
     return _report(result, course, truth)
 
 
 def _variant(key: str, way: str, num_steps: int, precision: str) -> Job:
     job = replace(_jobs[key], num_steps=num_steps)
     if way == "disturbed":
-        return replace(job, disturbed=TOLERANCES[precision_of(job.model(), precision)])
+        return replace(job, disturbed=precision)
     return replace(job, dtype=torch.float64) if way == "float64" else job
 
 
@@ -134,7 +130,7 @@ def _mode(job: Job) -> AbstractContextManager[Any]:
     return KeepsFloat64() if job.dtype == torch.float64 else nullcontext()
 
 
-def _report(result: RankResult, own: Course | None, truth: Course | None, precision: str = "fp32") -> RankReport:
+def _report(result: RankResult, own: Course | None, truth: Course | None) -> RankReport:
     compared = own is not None and truth is not None and own is not truth and bool(own.end)
     return RankReport(
         tuple(result.losses),
@@ -146,6 +142,6 @@ def _report(result: RankResult, own: Course | None, truth: Course | None, precis
         result.layer_forward_s,
         result.layer_backward_s,
         changes_apart(own, truth) if compared and own and truth else (),
-        precision,
+        own.precision if own is not None else "fp32",
         tuple(result.segments),
     )

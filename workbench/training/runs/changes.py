@@ -62,12 +62,22 @@ def disturb(model: nn.Module, tolerance: Tolerance, seed: int = 1) -> nn.Module:
 class Course:
     """A model's tensors before the first step and after the steps that weights are compared after.
 
-    ``parameters`` has the names of those that are parameters.
+    Attributes:
+        end: empty where the run stopped before that step.
+        parameters: the names of those that are parameters.
+        precision: the coarsest one in which the model computes.
     """
 
     start: State
     end: State
     parameters: frozenset[str] = frozenset()
+    precision: str = "fp32"
+
+    @classmethod
+    def begin(cls, model: nn.Module, precision: str) -> Course:
+        """Before the first step of a run in a strategy's ``precision``; ``end`` is filled in later."""
+        names = frozenset(name for name, _ in model.named_parameters())
+        return cls(copied_state(model), {}, names, precision_of(model, precision))
 
 
 def changes_apart(own: Course, truth: Course) -> tuple[TensorChange, ...]:

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from workbench.core.verdict import WEIGHT_STEPS, Tolerance
+from workbench.core.verdict import TOLERANCES, WEIGHT_STEPS
 from workbench.training.batches import Batch, Count, LossFunction, as_tensors
-from workbench.training.runs.changes import disturb
+from workbench.training.runs.changes import Course, disturb, precision_of
 from workbench.training.runs.job_checks import (  # fmt: skip
     check_batch_size,
     check_functions,
@@ -46,7 +46,8 @@ class Job:
         drop_last: leave out the uneven batch at the end of an epoch.
         count: how many terms a micro-batch's loss is the mean of, ``(inputs, targets) -> number``; None: its samples.
         dtype: of the floating-point numbers in model and data; default as they are.
-        disturbed: change the first weights by up to one rounding unit of this precision.
+        disturbed: change the first weights by up to one rounding unit of what the model computes in, under
+            that precision of a strategy.
 
     Raises:
         RunError: a model instead of a function that makes one, a number below 1, a data set without positions, or a
@@ -65,7 +66,7 @@ class Job:
     drop_last: bool = False
     count: Count | None = None
     dtype: torch.dtype | None = None
-    disturbed: Tolerance | None = None
+    disturbed: str | None = None
 
     def __post_init__(self) -> None:
         names = ("model_fn", "loss_fn", "optimizer_fn", "collate_fn", "count")
@@ -85,7 +86,9 @@ class Job:
             model = self.model_fn()
         check_model(model)
         model = model.to(self.dtype) if self.dtype is not None else model
-        return disturb(model, self.disturbed) if self.disturbed is not None else model
+        if self.disturbed is not None:
+            disturb(model, TOLERANCES[precision_of(model, self.disturbed)])
+        return model
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """The optimizer over a model's parameters.
@@ -135,6 +138,7 @@ class RankResult:
     """What one rank brings home from a run.
 
     ``weights`` is the model's logical state after ``WEIGHT_STEPS`` steps (or the last), where it was asked for.
+    ``course`` is that of a one-device run.
     ``changes`` has (step, strategy) for every change of strategy on the way, ``segments`` what was measured under each
     of them, where there are several; other figures are those of the whole run. ``layer_forward_s`` and
     ``layer_backward_s`` say how long layers compute in a step, see ``LayerTimes``; empty where nobody listened.
@@ -149,6 +153,7 @@ class RankResult:
     layer_forward_s: dict[str, float] = field(default_factory=dict)
     layer_backward_s: dict[str, float] = field(default_factory=dict)
     segments: list[RankSegment] = field(default_factory=list)
+    course: Course | None = None
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 
@@ -20,7 +21,7 @@ from workbench.core.strategy import Strategy
 from workbench.tensors.world import Simulated, World, current
 from workbench.training.batches import call, loss_of
 from workbench.training.precision import AUTOCAST_DTYPES, autocast_forward
-from workbench.training.runs.changes import State, copied_state
+from workbench.training.runs.changes import Course, State, copied_state
 from workbench.training.runs.collecting import INTERVAL_S, Listener
 from workbench.training.runs.job import WARM_UP_STEPS, Job, RankResult, checked_step, watch_draws
 from workbench.training.runs.job_checks import explained, unlike_a_mean
@@ -46,6 +47,7 @@ def run_one_device(
     """
     peak = PeakMeter(torch.device("cpu"), shares_process=is_simulated(current()))
     model = job.model()
+    course = Course.begin(model, precision)
     optimizer = job.optimizer(model)
     layers = LayerTimes(model)
     if precision in AUTOCAST_DTYPES:
@@ -65,7 +67,9 @@ def run_one_device(
                 total += float(loss.detach())
             draws = has_drawn()
         if draws:
-            return _run_on_one_rank(job, num_micro_batches, listen, orders, precision)
+            result = _run_on_one_rank(job, num_micro_batches, listen, orders, precision)
+            result.course = replace(course, end=result.weights or {})
+            return result
         optimizer.step()
         losses.append(total)
         stopped = time.perf_counter()
@@ -79,7 +83,8 @@ def run_one_device(
         if is_last:
             break
     memory = {**model_memory(model, optimizer), "peak": peak.peak_bytes()}
-    return RankResult(losses, times, memory, 0, weights, [], layers.forward_s, layers.backward_s)
+    course = replace(course, end=weights)
+    return RankResult(losses, times, memory, 0, weights, [], layers.forward_s, layers.backward_s, course=course)
 
 
 def _steps_alone(job: Job, first_step: int, losses: list[float], times_s: list[float]) -> StepBlock:
