@@ -40,7 +40,7 @@ class Console:
     [
         (Said("Cannot read properties of null", "http://127.0.0.1:1/static/lab/x.js"), 1, 0),
         (Said("a note", type="log"), 0, 0),
-        (Said("[anywidget] Failed to initialize model."), 0, 1),
+        (Said("[anywidget] Failed to initialize model."), 1, 0),
         (Said(FAILED.format("500 (Internal Server Error)"), "http://127.0.0.1:1/api/sessions?1"), 0, 1),
         (Said(FAILED.format("500 (Internal Server Error)"), "http://127.0.0.1:1/ipyparallel/clusters?1"), 0, 1),
         (Said(FAILED.format("404 (Not Found)"), "http://127.0.0.1:1/api/contents/a.ipynb"), 1, 0),
