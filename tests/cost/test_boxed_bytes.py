@@ -28,10 +28,27 @@ ONE_SHOT = replace(
     one_shot_bytes=ThreadTransport.cost.one_shot_bytes,
 )
 """As engines of one host make small sums: every rank from all terms."""
+
+
+class Skips(torch.nn.Module):
+    """A residual over three layers, one of what a layer leaves without its activation function, and one over all."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c, self.d, self.head = (torch.nn.Linear(12, n) for n in (12, 12, 12, 12, 6))
+
+    def forward(self, x):
+        first = self.a(x)
+        second = self.b(torch.tanh(first))
+        third = self.c(torch.relu(second)) + first
+        return self.head(torch.tanh(self.d(third) + second) + torch.tanh(first))
+
+
 WORDS = torch.arange(160).view(16, 10) % 48
 MODELS = {
     "perceptron": (perceptron, torch.ones(16, 12), torch.arange(16) % 6, F.cross_entropy),
     "gpt": (lambda: GPT(128, 2, 48, 10), WORDS, WORDS, next_word_loss),
+    "skips": (Skips, torch.ones(16, 12), torch.arange(16) % 6, F.cross_entropy),
     "cnn": (CNN, torch.ones(16, 1, 8, 8), torch.arange(16) % 10, F.cross_entropy),
 }
 """Fewer words in a text than texts in a micro-batch, never as many: else positions look like samples to the runtime."""
@@ -126,6 +143,20 @@ def test_sums_in_one_step_send_what_is_estimated(name, num_ranks, text):
 def test_autocast_sends_what_products_make_in_16_bits_and_residuals_in_32(name, num_ranks, text):
     """ZeRO 3 brings the weights of products back for backward in 16 bits, batch norms need fewer numbers."""
     assert_same_bytes(name, str(Strategy(text).with_options(precision="bf16")), num_ranks)
+
+
+BORDERS = ["ab|cd|head", "a|bcd|head", "a|b|cdhead", "ab|cdhead", "abc|dhead"]
+
+
+@pytest.mark.parametrize("borders", BORDERS)
+@pytest.mark.parametrize("options", ["data", "data mb=4"])
+def test_residuals_over_borders_of_stages_are_sent_once_to_each_stage_that_reads_them(borders, options):
+    kind, words = options.split()[0], " ".join(options.split()[1:])
+    stages = [stage.replace("head", "h") for stage in borders.split("|")]
+    names = {"h": "head"}
+    rows = "; ".join(f"{names.get(x, x)}: {kind}@{stage}" for stage, layers in enumerate(stages) for x in layers)
+    width = "2x1" if kind == "data" else "1x2"
+    assert_same_bytes("skips", f"{rows} | {len(stages)}x{width} {words}", 2 * len(stages))
 
 
 def test_halves_of_all_bytes_would_be_seen():

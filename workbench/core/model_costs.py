@@ -82,6 +82,21 @@ class Extent:
 
 
 @dataclass(frozen=True, slots=True)
+class Reading:
+    """An activation that other layers read than the one that makes it.
+
+    Attributes:
+        size_bytes: of one sample.
+        readers: by whose functions it is read, as places behind the layer that makes it: 1 is the next one.
+        entered: the layers among them whose own input it is.
+    """
+
+    size_bytes: float
+    readers: tuple[int, ...]
+    entered: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class LayerCost:
     """A layer with parameters, and the functions between it and the next one, which are counted with it.
 
@@ -100,6 +115,7 @@ class LayerCost:
         num_cast: of its weights, how many are kept for backward as copies in 16 bits (autocast's).
         batch_dim: of its output, the dim that counts samples: 1 in (sequence, batch, features).
         taken: of its input; None where it is not known.
+        readings: what it and the functions behind it make for others; empty where nobody has counted them.
     """
 
     layer: Layer
@@ -114,6 +130,7 @@ class LayerCost:
     num_cast: int = 0
     batch_dim: int = 0
     taken: Extent | None = None
+    readings: tuple[Reading, ...] = ()
 
     @property
     def given(self) -> Extent | None:
@@ -134,11 +151,11 @@ class LayerCost:
 
     @property
     def counted(self) -> tuple[object, ...]:
-        """All but its names: rows that are equal in this cost the same under equal choices."""
-        return (*_ALL_BUT_LAYER(self), *self.layer.shapes.items())
+        """All that its price depends on: rows that are equal in this cost the same under equal choices."""
+        return (*_COUNTED(self), *self.layer.shapes.items())
 
 
-_ALL_BUT_LAYER = attrgetter(*(each.name for each in fields(LayerCost) if each.name != "layer"))
+_COUNTED = attrgetter(*(each.name for each in fields(LayerCost) if each.name not in ("layer", "readings")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,4 +233,4 @@ def _covered(keys: Sequence[object], start: int, period: int) -> int:
     return end - start if end > start + period else 0
 
 
-__all__ = ["Extent", "LayerCost", "ModelCosts", "Work", "find_blocks"]
+__all__ = ["Extent", "LayerCost", "ModelCosts", "Reading", "Work", "find_blocks"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
@@ -196,7 +196,35 @@ def _hops(model: ModelCosts, strategy: ResolvedStrategy, settings: Sequence[Sett
         slowest = max(slowest, seconds)
         # backward, what came in as B goes back as terms of a sum
         total += 2 * whole / parts * settings[stage].data * settings[stage].model * strategy.num_micro_batches
+    for source, target, size in _beside(model, strategy, settings):
+        setting = settings[source]
+        slowest = max(slowest, exchange_s(setting.hardware, size, 2, setting.data * setting.model, "send"))
+        total += 2 * size * settings[target].data * settings[target].model * strategy.num_micro_batches
     return slowest, total
+
+
+def _beside(
+    model: ModelCosts, strategy: ResolvedStrategy, settings: Sequence[Setting]
+) -> Iterator[tuple[int, int, float]]:
+    """What travels between stages beside the way from each layer to the next, such as a residual over their border:
+    (stage that makes it, stage that reads it, bytes on one rank of a micro-batch). A stage gets each of them once.
+    """
+    stages = [layer.stage for layer in strategy.layers]
+    for index, row in enumerate(model.rows):
+        source = stages[index]
+        for reading in row.readings:
+            handed = {
+                stages[index + place]
+                for place in reading.entered
+                if place > 0 and stages[index + place] != stages[index + place - 1]
+            }
+            readers = {stages[index + place]: strategy.layers[index + place] for place in reading.readers}
+            for target, reader in readers.items():
+                if target in (source, *handed):
+                    continue
+                is_split = reader.parallel == "data" or settings[target].sequence
+                size = reading.size_bytes * settings[source].samples * settings[source].scale
+                yield source, target, size / (settings[target].model if is_split else 1)
 
 
 def _tied_s(model: ModelCosts, strategy: ResolvedStrategy, settings: Sequence[Setting]) -> float:

@@ -20,6 +20,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from workbench.core.model_costs import Extent, LayerCost, Work
 from workbench.core.rows import Layer
+from workbench.training.costs.readings import Readings
 from workbench.training.strategies.state import ROOT
 
 NAMES = {
@@ -100,6 +101,7 @@ class Counter(TorchDispatchMode):
         self._casts: list[torch.Tensor] = []  # held, so that addresses are theirs
         self._of_samples: dict[int, torch.UntypedStorage] = {}  # what follows from the batch, by address
         self._order: list[str] = []
+        self._readings = Readings()
         self._is_paused = False
         self.heads: set[int] = set()
         """Of queries and of keys, as attention in one function was called."""
@@ -163,6 +165,7 @@ class Counter(TorchDispatchMode):
             given.sizes if given is not None and given.is_alike else None, self._pieces.get(layer.name, ()),
             None if left is None or left[1] == itemsize else left[1], self._num_cast.get(layer.name, 0),
             (given.batch_dim or 0) if given is not None else 0, self._taken(layer.name),
+            self._readings.of(layer.name, self._order, self._num_samples),
         )  # fmt: skip
 
     def works(self) -> list[Work]:
@@ -214,7 +217,9 @@ class Counter(TorchDispatchMode):
         self._active.append(name)
         self._last = name
         leaves = torch.utils._pytree.tree_leaves(args)
-        self._inputs.setdefault(name, next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), None))
+        first = next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
+        self._inputs.setdefault(name, first)
+        self._readings.note_input(name, first)
 
     def _leave(self, name: str, output: Any) -> None:
         self._active.pop()
@@ -238,6 +243,7 @@ class Counter(TorchDispatchMode):
             self._note_samples(out)
         self._note_pieces(args[0] if args else None, out)
         entry = self._place(inputs)
+        self._readings.note(entry.layer, entry.is_own, inputs, outputs)
         entry.name = _name(func, inputs)
         if entry.name == ATTENTION:
             self.heads |= {tensor.shape[1] for tensor in args[:2] if tensor.ndim == 4}
