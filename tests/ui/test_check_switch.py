@@ -44,8 +44,8 @@ def test_a_run_keeps_the_check_that_it_has_begun_with():
         checked = checked.result()
     assert (checked.equal, checked.settings["check_steps"]) == (True, CHECKED_STEPS)
     assert (unchecked.equal, unchecked.settings["check_steps"]) == (None, 0)
-    assert equal_text(unchecked) == "not checked"
-    assert "not checked" in comparison_table_text([unchecked], None)
+    assert equal_text(unchecked) == "unchecked"
+    assert "unchecked" in comparison_table_text([unchecked], None)
 
 
 def test_a_saved_notebook_says_whether_the_choice_is_checked():

@@ -198,6 +198,19 @@ def test_predicted_is_in_the_legend_only_where_something_is(view: LiveView):
     assert "predicted" not in legend()
 
 
+def test_one_device_is_in_the_legend_only_where_it_was_trained(view: LiveView):
+    def legend() -> str:
+        return view.figure.layout.annotations[live_layout.LOSS_LEGEND].text
+
+    assert "this run" in legend() and "1 device" not in legend()
+    view.show_one_device([2.0, 1.5])
+    assert "1 device" in legend()
+    view.use(DARK)
+    assert "1 device" in legend() and DARK.ink in legend()
+    view.begin("data", "*: data", 10)
+    assert "1 device" not in legend(), "of a run without the check"
+
+
 def test_the_loss_can_be_seen_on_a_log_scale(view: LiveView):
     axis = view.figure.layout.yaxis2
     assert (axis.type, axis.rangemode) == ("linear", "tozero")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 DASH = "\u2013"
-NOT_CHECKED = "not checked"
+NOT_CHECKED = "unchecked"
 """Of a run that nobody wanted compared with one device."""
 TIMES = "\u00d7"
 MINUS = "\u2212"

@@ -18,6 +18,7 @@ from workbench.ui.decimate import decimate
 from workbench.ui.live import layout as live_layout
 from workbench.ui.live.history import History, Split
 from workbench.ui.live.layout import (
+    LOSS_LEGEND,
     RATE_LEGEND,
     TIMELINE_TITLE,
     TITLES,
@@ -138,10 +139,11 @@ def show_timeline(figure: go.Figure, bars: TimelineBars, colours: Palette = LIGH
     _entitle(figure, TIMELINE_TITLE, bars.summary, colours, f"Timeline, step {bars.step + 1}")
 
 
-def show_one_device(figure: go.Figure, losses: Sequence[float]) -> None:
-    """Put the one-device losses behind the run's."""
+def show_one_device(figure: go.Figure, losses: Sequence[float], colours: Palette = LIGHT) -> None:
+    """Put the one-device losses behind the run's, and their name in the legend."""
     values = np.asarray(losses, dtype=float)
     _set(figure, "1 device", *decimate(np.arange(1, len(values) + 1), values))
+    show_legends(figure, colours)
 
 
 def show_expected(
@@ -157,14 +159,15 @@ def show_expected(
             x, y = [*x, from_step], [*y, y[-1]]
         trace.x = np.array([*x, from_step, num_steps], dtype=float)
         trace.y = np.array([*y, samples_per_s, samples_per_s], dtype=float)
-    show_rate_legend(figure, colours)
+    show_legends(figure, colours)
 
 
-def show_rate_legend(figure: go.Figure, colours: Palette = LIGHT) -> None:
-    """Name the lines of the throughput that there are."""
-    points = _trace(figure, "predicted").x
-    text = live_layout.rate_legend(colours, has_prediction=points is not None and len(points) > 0)
-    figure.layout.annotations[RATE_LEGEND].text = text
+def show_legends(figure: go.Figure, colours: Palette = LIGHT) -> None:
+    """Name the lines of throughput and loss that there are."""
+    predicted, one_device = (_trace(figure, name).x for name in ("predicted", "1 device"))
+    notes = figure.layout.annotations
+    notes[RATE_LEGEND].text = live_layout.rate_legend(colours, predicted is not None and len(predicted) > 0)
+    notes[LOSS_LEGEND].text = live_layout.loss_legend(colours, one_device is not None and len(one_device) > 0)
 
 
 def show_loss_scale(figure: go.Figure, is_log: bool) -> None:

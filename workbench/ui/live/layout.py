@@ -24,6 +24,7 @@ _LEAST_STEPS = 20
 TIMELINE_TITLE = 4
 """Index of the timeline's title among the annotations; before it come the panes', after it their legends."""
 RATE_LEGEND = TIMELINE_TITLE + 1
+LOSS_LEGEND = RATE_LEGEND + 1
 PLOT_HEIGHT = PANES_HEIGHT - TOP - BOTTOM
 
 
@@ -195,6 +196,13 @@ def rate_legend(colours: Palette, has_prediction: bool) -> str:
     return keys + (_key("\u2504", colours.muted, "predicted") if has_prediction else "")
 
 
+def loss_legend(colours: Palette, has_one_device: bool) -> str:
+    """What the lines of the loss are."""
+    return _key("\u2501", colours.ink, "this run") + (
+        _key("\u2501", colours.idle, "1 device") if has_one_device else ""
+    )
+
+
 def loss_axis(is_log: bool) -> dict[str, Any]:
     """What makes the loss's axis linear, from 0, or logarithmic."""
     return {"type": "log" if is_log else "linear", "rangemode": "normal" if is_log else "tozero"}
@@ -204,7 +212,7 @@ def _legends(colours: Palette) -> tuple[str, ...]:
     memory = zip(("param.", "grad.", "optim.", "activ.", "boxing"), colours.memory.values(), strict=True)
     return (
         rate_legend(colours, has_prediction=False),
-        _key("\u2501", colours.ink, "this run") + _key("\u2501", colours.idle, "1 device"),
+        loss_legend(colours, has_one_device=False),
         "".join(_key("\u25a0", colour, name) for name, colour in memory),
         _key("\u25a0", colours.compute, "compute")
         + _key("\u25a0", colours.boxing, "boxing")

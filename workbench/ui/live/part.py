@@ -239,7 +239,7 @@ class LiveView:
         if self.shown is None or self.history is None:
             return
         with self.shown.drawing() as figure:
-            live_figure.show_one_device(figure, self._one_device)
+            live_figure.show_one_device(figure, self._one_device, self._colours)
             live_figure.show_steps(figure, max(last_step, self.history.last_step), self.history.num_steps)
 
     def add(self, messages: Sequence[Message], label: Callable[[str], str] = str) -> None:
@@ -385,7 +385,7 @@ class LiveView:
             return
         with self.shown.drawing() as figure:
             live_figure.replace_all(figure, self._fresh_figure(), keep=("predicted",))
-            live_figure.show_rate_legend(figure, self._colours)
+            live_figure.show_legends(figure, self._colours)
             self._versions, self._step_shown = {}, -1
             if self.history.last_step:
                 self._draw_figure({"curves", "shares", "timeline"})

@@ -64,7 +64,7 @@ def live_picture(
     parts = [_title(left, 24, title, detail) for left, title, detail in zip(_TITLES_LEFT, TITLES, details, strict=True)]
     behind = np.arange(1, len(one_device) + 1), np.asarray(one_device, dtype=float)
     parts += _curve(0, history, history.steady_rate.points, (history.rate.points, 1), "median of 1 s, pale: each step")
-    parts += _curve(1, history, history.loss.points, (behind, 6), "pale: 1 device", log_loss)
+    parts += _curve(1, history, history.loss.points, (behind, 6), "pale: 1 device" if one_device else "", log_loss)
     parts += _memory(history, ranks, limit_bytes)
     parts += _split(history, ranks)
     if bars is not None:
