@@ -19,16 +19,18 @@ sys.path.insert(0, {str(ROOT)!r})
 import workbench as wb
 from torch.nn.functional import cross_entropy
 from tests.ui.odd_activations import Positions, batches
+from workbench.ui import strategy_part
 
+whole = strategy_part.grid_view
 def loss_fn(output, target):
     if len(target) > 2 and target[0, 0] == -1:
         raise ValueError("this loss is <broken>")
     return cross_entropy(output, target)
+---
+strategy_part.grid_view = whole
 panel = wb.Panel(wb.current(), Positions, batches(), loss_fn, batch_size=16, steps=30, keep=False)
 panel
 ---
-from workbench.ui import strategy_part
-whole = strategy_part.grid_view
 def broken(*args):
     raise ValueError("drawing is <broken>")
 strategy_part.grid_view = broken
@@ -47,14 +49,23 @@ wb.Panel(wb.current(), make_broken, batches(), loss_fn, batch_size=16, steps=30,
 ---
 %workbench restart
 """
+PANEL, BREAK, MEND, BROKEN_PANEL, RESTART = range(2, 7)
+"""Numbers of the cells."""
 
 
 @pytest.fixture(scope="module")
-def lab_page(open_notebook: Any, lab: LabServer) -> Any:
+def opened(open_notebook: Any, lab: LabServer) -> Any:
+    """The engines have started."""
     write_notebook(lab.folder / NOTEBOOK, _SOURCE.split("---\n"))
-    opened = open_notebook(NOTEBOOK)
-    opened.run_cells(1)
-    opened.wait_for_output(".wb-row[data-row='pos']")
+    lab_page = open_notebook(NOTEBOOK)
+    lab_page.run_cells(PANEL - 1)
+    return lab_page
+
+
+@pytest.fixture
+def lab_page(opened: Any) -> Any:
+    """A panel that nobody has touched, with drawing as it should be."""
+    opened.show(PANEL, ".wb-row[data-row='pos']")
     return opened
 
 
@@ -70,8 +81,16 @@ def press(lab_page: Any, name: str, which: int = 0) -> None:
     lab_page.page.locator(".wb-panel").nth(which).locator("button", has_text=name).first.click()
 
 
+def run_to_the_end(lab_page: Any, num_rows: int) -> None:
+    """Run the first panel's strategy until its comparison has so many rows, one device's among them."""
+    lab_page.run_button.click()
+    lab_page.page.wait_for_function(
+        "n => document.querySelector('.wb-panel').querySelectorAll('.wb-comparison tbody tr').length == n", arg=num_rows
+    )
+
+
 def failure(lab_page: Any) -> Any:
-    return lab_page.page.locator(".wb-panel .wb-failures .wb-failure")
+    return lab_page.page.locator(".wb-panel").first.locator(".wb-failures .wb-failure")
 
 
 def test_header_and_rows_stay_together(lab_page: Any) -> None:
@@ -81,16 +100,15 @@ def test_header_and_rows_stay_together(lab_page: Any) -> None:
         "() => document.querySelector('.wb-row[data-row=head] .wb-seg.choice .on')?.innerText.startsWith('model')"
     )
     assert failure(lab_page).count() == 0
-    lab_page.run_button.click()
-    lab_page.wait_for_state("done")
-    lab_page.page.wait_for_function("() => document.querySelectorAll('.wb-panel .wb-comparison tbody tr').length == 2")
+    run_to_the_end(lab_page, num_rows=2)
     lab_page.open_tab("compare")
     assert "\u2713" in lab_page.rows.first.inner_text() + lab_page.rows.last.inner_text()
 
 
 def test_a_click_that_fails_is_shown_and_not_done(lab_page: Any) -> None:
-    lab_page.open_tab("strategy")
-    run_cell(lab_page, 2)
+    press(lab_page, "model")
+    lab_page.wait_for_text("*: model")
+    run_cell(lab_page, BREAK)
     press(lab_page, "data")
     failure(lab_page).wait_for()
     assert "ValueError: drawing is <broken>" in failure(lab_page).inner_text()
@@ -99,14 +117,14 @@ def test_a_click_that_fails_is_shown_and_not_done(lab_page: Any) -> None:
     assert not fold.is_visible()
     failure(lab_page).locator("summary").click()
     assert "in broken" in fold.inner_text()
-    run_cell(lab_page, 3)
+    run_cell(lab_page, MEND)
     press(lab_page, "data")
     lab_page.wait_for_text("*: data")
     assert not failure(lab_page).is_visible()
 
 
 def test_a_run_that_fails_is_shown_at_its_place_and_can_be_run_again(lab_page: Any) -> None:
-    run_cell(lab_page, 4)
+    lab_page.show(BROKEN_PANEL, ".wb-row[data-row='pos']")
     panel = lab_page.page.locator(".wb-panel").nth(1)
     run = panel.locator("button.wb-primary", has_text="Run").first
     run.wait_for()
@@ -122,11 +140,8 @@ def test_a_run_that_fails_is_shown_at_its_place_and_can_be_run_again(lab_page: A
 
 
 def test_after_a_restart_the_panel_runs_as_before(lab_page: Any) -> None:
-    run_cell(lab_page, 5)
     first = lab_page.page.locator(".wb-panel").first
-    num_rows = first.locator(".wb-comparison tbody tr").count()
-    first.locator("button.wb-primary", has_text="Run").first.click()
-    lab_page.page.wait_for_function(
-        "n => document.querySelector('.wb-panel').querySelectorAll('.wb-comparison tbody tr').length > n", arg=num_rows
-    )
+    run_to_the_end(lab_page, num_rows=2)
+    run_cell(lab_page, RESTART)
+    run_to_the_end(lab_page, num_rows=3)
     assert first.locator(".wb-live-view .wb-failure").count() == 0
