@@ -101,3 +101,21 @@ def test_the_page_of_a_room_is_short_and_names_what_is_there(readme: Path) -> No
 
 def test_a_room_that_names_what_is_gone_is_found() -> None:
     assert missing_places(ROOMS[0], "`__init__.py`, `tests/docs/`, `gone.py`, `nowhere/`") == ["gone.py", "nowhere/"]
+
+
+DECISIONS = sorted((ROOT / "docs" / "design" / "decisions").glob("0*.md"))
+
+
+@pytest.mark.parametrize("record", DECISIONS, ids=name_of)
+def test_a_decision_is_a_page_of_four_parts(record: Path) -> None:
+    text = record.read_text("utf-8")
+    assert re.findall("^## (.+)", text, re.MULTILINE) == ["Context", "Decision", "Also tried", "Consequences"]
+    assert re.search(r"^\*\d{4}-\d\d-\d\d\*$", text, re.MULTILINE)
+    assert len(text.splitlines()) <= 60
+
+
+def test_the_index_has_every_decision() -> None:
+    index = (DECISIONS[0].parent / "index.md").read_text("utf-8")
+    titles = [record.read_text("utf-8").splitlines()[0].partition(". ")[2] for record in DECISIONS]
+    rows = [(record.stem[:3], record.name, title) for record, title in zip(DECISIONS, titles, strict=True)]
+    assert re.findall(r"^\| \[(\d+)\]\((.+?)\) \| (.+?) \|", index, re.MULTILINE) == rows

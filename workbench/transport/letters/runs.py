@@ -1,7 +1,7 @@
 """Copies of slices run by run: what lies one behind the other in both places moves by one call of ``memmove``.
 
 torch copies such slices in vectors, numpy by the C library, which takes 20% less time for runs of a few kilobytes
-(``docs/design/decisions.md``). Short runs are left to torch.
+(``docs/design/decisions/``). Short runs are left to torch.
 """
 
 from __future__ import annotations
