@@ -51,7 +51,7 @@ from workbench.core.boxing import plan_boxing
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.tensors.boxing.exchange import exchange_between
-from workbench.tensors.global_tensor import label, spec_of
+from workbench.tensors.global_tensor import spec_of, wrap
 from workbench.tensors.world import World, current
 from workbench.transport.base import Transport
 from workbench.transport.meeting import meet
@@ -118,7 +118,7 @@ class Boxings:
             "over gloo": shard.clone(),
         }
         self._sources = {
-            name: label(local, spec_of(gloo if name == "over gloo" else world, layout, (side, side)))
+            name: wrap(local, spec_of(gloo if name == "over gloo" else world, layout, (side, side)))
             for name, local in sources.items()
         }
         mesh = init_device_mesh("cpu", (world.world_size,))

@@ -22,7 +22,7 @@ from benchmarks.harness import Action, interleave, is_launched, launch, medians,
 from benchmarks.reporting import Comparison, Target, publish, side_by_side, table
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
-from workbench.tensors.global_tensor import label, spec_of
+from workbench.tensors.global_tensor import spec_of, wrap
 from workbench.tensors.world import World, current
 from workbench.transport.meeting import meet
 from workbench.transport.network.gloo import GlooTransport
@@ -52,7 +52,7 @@ def candidates(size: int, source: str, target: str, gloo: World) -> dict[str, Ac
     shard = whole[tuple(slice(*bounds) for bounds in layout.region((side, side), here.rank))].clone()
     sbp = wb.sbp.broadcast if target == "B" else wb.sbp.split(int(target[2]))
     inputs: dict[str, Any] = {
-        name: label(shard.clone(), spec_of(world, layout, (side, side)))
+        name: wrap(shard.clone(), spec_of(world, layout, (side, side)))
         for name, world in (("ours", here), ("gloo", gloo))
     }
     results = {name: x.to_global(sbp=sbp).to_local() for name, x in inputs.items()}

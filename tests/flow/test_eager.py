@@ -40,7 +40,9 @@ def test_matmul_in_two_stages():
     def program(rank):
         names = run(source_of("matmul_pipeline"))
         w0, w1, out = (names[name] for name in ("w0", "w1", "out_stage1"))
-        assert (w0.is_ghost, w1.is_ghost, out.is_ghost) == ((False, True, True) if rank == 0 else (True, False, False))
+        assert (w0.is_placeholder, w1.is_placeholder, out.is_placeholder) == (
+            (False, True, True) if rank == 0 else (True, False, False)
+        )
         everywhere = [t.to_global(flow.placement.all("cpu"), flow.sbp.broadcast).to_local() for t in (w0, w1, out)]
         return names["x"].to_local(), *everywhere
 

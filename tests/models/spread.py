@@ -11,7 +11,7 @@ from torch import nn
 
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
-from workbench.tensors.global_tensor import GlobalTensor, label, spec_of
+from workbench.tensors.global_tensor import GlobalTensor, spec_of, wrap
 from workbench.tensors.world import current
 
 MODES = ("batch-2", "batch-3", "weights-2", "weights-3", "both-2x2")
@@ -82,4 +82,4 @@ def cut(tensor: torch.Tensor, layout: Layout) -> GlobalTensor:
     spec = spec_of(current(), layout, tuple(tensor.shape))
     region = spec.layout.region(spec.shape, current().rank)
     part = tensor[tuple(slice(start, stop) for start, stop in region)]
-    return label(part.clone(memory_format=torch.contiguous_format), spec)
+    return wrap(part.clone(memory_format=torch.contiguous_format), spec)

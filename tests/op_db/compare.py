@@ -21,7 +21,7 @@ from tests.op_db.samples import SHAPES_ONLY, Entry
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.core.sbp import Partial, Split
-from workbench.tensors.global_tensor import GlobalTensor, ghost_storage, label, spec_of
+from workbench.tensors.global_tensor import GlobalTensor, new_placeholder, spec_of, wrap
 from workbench.tensors.ops import dispatch
 from workbench.tensors.ops.dispatch import FallbackWarning
 from workbench.tensors.world import current
@@ -180,7 +180,7 @@ def _full(tensor: torch.Tensor) -> torch.Tensor | None:
     if not isinstance(tensor, GlobalTensor):
         return tensor.detach()
     whole = tensor.detach().to_global(sbp=["B"] * tensor.placement.num_axes)
-    return None if whole.is_ghost else whole.to_local().clone()
+    return None if whole.is_placeholder else whole.to_local().clone()
 
 
 def _gradients(result: Any, tensors: list[torch.Tensor]) -> list[torch.Tensor | None]:
@@ -208,7 +208,7 @@ def _spread(full: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
     """This rank's part of a plain tensor. Terms of partial sums add up to it without rounding."""
     spec = spec_of(current(), layout, tuple(full.shape))
     if rank not in layout.placement:
-        return label(ghost_storage(tuple(full.shape), full.dtype, torch.device("cpu")), spec)
+        return wrap(new_placeholder(tuple(full.shape), full.dtype, torch.device("cpu")), spec)
     part, coefficients = full, itertools.chain([(2, -1)], itertools.repeat((1, 0)))
     for entry, size, place in zip(layout.sbp, layout.placement.shape, layout.placement.coordinates(rank), strict=True):
         if isinstance(entry, Split):
@@ -217,7 +217,7 @@ def _spread(full: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
             factor = [*next(coefficients), *[0] * size][place]
             ordinary = part.isfinite() & (part.abs() < LARGE)
             part = torch.where(ordinary, part * factor, part if place == 0 else torch.zeros_like(part))
-    return label(part.clone(), spec)
+    return wrap(part.clone(), spec)
 
 
 @contextmanager

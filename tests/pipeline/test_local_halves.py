@@ -123,7 +123,7 @@ def test_the_first_half_gives_no_parameter_of_a_later_stage_its_gradient(kind, m
 
     def early(model, step):
         step()
-        return [name for name, p in model.named_parameters() if not p.is_ghost and p.grad is not None]
+        return [name for name, p in model.named_parameters() if not p.is_placeholder and p.grad is not None]
 
     torch.manual_seed(0)
     assert run(Model(kind), "zero_bubble", early)[1] == []

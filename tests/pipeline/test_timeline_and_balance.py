@@ -28,7 +28,7 @@ class Slow(nn.Linear):
 
     def forward(self, x):
         output = super().forward(x)
-        if not getattr(output, "is_ghost", False):  # a stage that is not here takes none
+        if not getattr(output, "is_placeholder", False):  # a stage that is not here takes none
             time.sleep(self.forward_s)
             if output.requires_grad:
                 output.register_hook(lambda grad: time.sleep(self.backward_s))

@@ -1,21 +1,21 @@
-"""Ghosts share one zero per shape: nothing that is done to one of them may show in another, or in a sum."""
+"""Placeholders share one zero per shape: nothing that is done to one of them may show in another, or in a sum."""
 
 from __future__ import annotations
 
 import torch
 
 import workbench as wb
-from workbench.tensors.placeholder_storage import ghost_storage
+from workbench.tensors.placeholder_storage import new_placeholder
 from workbench.testing import run_ranks
 
 CPU = torch.device("cpu")
 
 
 def zero() -> float:
-    return ghost_storage((), torch.float32, CPU).item()
+    return new_placeholder((), torch.float32, CPU).item()
 
 
-def test_writes_to_a_ghost_are_counted_for_it_alone() -> None:
+def test_writes_to_a_placeholder_are_counted_for_it_alone() -> None:
     def program() -> None:
         there = wb.placement("cpu", ranks=[1])
         x, y = (wb.ones(2, placement=there, sbp="B") for _ in range(2))
@@ -41,11 +41,11 @@ def test_a_scalar_that_a_rank_has_no_gradient_of_adds_nothing_to_sums() -> None:
     run_ranks(program, 2)
 
 
-def test_a_ghost_of_inference_mode_is_one_as_its_owner_is() -> None:
-    ghost_storage((3,), torch.float32, CPU)  # known from outside of the mode
+def test_a_placeholder_of_inference_mode_is_one_as_its_owner_is() -> None:
+    new_placeholder((3,), torch.float32, CPU)  # known from outside of the mode
     with torch.inference_mode():
-        assert ghost_storage((3,), torch.float32, CPU).is_inference()
-    assert not ghost_storage((3,), torch.float32, CPU).is_inference()
+        assert new_placeholder((3,), torch.float32, CPU).is_inference()
+    assert not new_placeholder((3,), torch.float32, CPU).is_inference()
 
 
 def test_in_place_training_of_scalars_on_other_stages_leaves_the_shared_zero() -> None:

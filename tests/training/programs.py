@@ -15,7 +15,7 @@ from tests.training.models import batch_for, make
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.core.presets import strategy_of
-from workbench.tensors.global_tensor import label, spec_of
+from workbench.tensors.global_tensor import spec_of, wrap
 from workbench.tensors.world import current
 from workbench.training.parallel import describe
 from workbench.training.runs.train import Job, largest_difference, run_one_device, run_strategy
@@ -65,10 +65,12 @@ def boxing_forward_and_backward(num_ranks: int, count: int, seed: int = 0, dtype
 def _leaf(full: np.ndarray, layout: Layout, dtype: torch.dtype):
     world = current()
     spec = spec_of(world, layout, full.shape)
-    if spec.is_ghost:
-        ghost = wb.empty(*full.shape, placement=layout.placement, sbp=["B"] * layout.placement.num_axes, dtype=dtype)
-        return label(ghost.as_subclass(torch.Tensor), spec).requires_grad_()
-    return label(torch.from_numpy(np.array(shard(full, layout)[world.rank])).to(dtype), spec).requires_grad_()
+    if spec.is_placeholder:
+        placeholder = wb.empty(
+            *full.shape, placement=layout.placement, sbp=["B"] * layout.placement.num_axes, dtype=dtype
+        )
+        return wrap(placeholder.as_subclass(torch.Tensor), spec).requires_grad_()
+    return wrap(torch.from_numpy(np.array(shard(full, layout)[world.rank])).to(dtype), spec).requires_grad_()
 
 
 def _assert_shard(tensor, full: np.ndarray, layout: Layout) -> None:

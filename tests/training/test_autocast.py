@@ -1,4 +1,4 @@
-"""Mixed precision by ``torch.autocast``: one device's dtypes, and its numbers within bf16; ghosts know the dtypes."""
+"""Mixed precision by ``torch.autocast``: one device's dtypes, its numbers within bf16, also on placeholders."""
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ def test_dtypes_and_numbers(sbps):
         found = outputs(*tensors, LABELS)
         sum(tensor.float().sum() for tensor in found).backward()
         dtypes = [str(tensor.dtype) for tensor in found]
-        everywhere = wb.placement.all("cpu")  # the results leave for a rank that has only had ghosts
+        everywhere = wb.placement.all("cpu")  # the results leave for a rank that has only had placeholders
         whole = [t.detach().to_global(placement=everywhere, sbp="B") for t in (*found, *(t.grad for t in tensors))]
         return dtypes, [tensor.to_local().float() for tensor in whole]
 

@@ -12,7 +12,7 @@ from tests.processes import Ranks
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.errors import CollectiveAborted
-from workbench.tensors.global_tensor import label, spec_of
+from workbench.tensors.global_tensor import spec_of, wrap
 from workbench.tensors.world import current, init
 
 pytestmark = [pytest.mark.gpu, pytest.mark.procs]
@@ -45,7 +45,7 @@ def boxings(dtype, shapes):
                 local = full[tuple(slice(*bounds) for bounds in before.region(shape, world.rank))].clone()
                 if source == "P" and world.rank:
                     local.zero_()
-                x = label(local, spec_of(world, before, shape))
+                x = wrap(local, spec_of(world, before, shape))
                 y = x.to_global(sbp=target)
                 with torch.no_grad():
                     local.fill_(7)  # the others have a copy, in the order of this rank's stream

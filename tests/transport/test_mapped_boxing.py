@@ -21,7 +21,7 @@ from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.errors import CollectiveAborted
 from workbench.tensors.boxing import exchange
-from workbench.tensors.global_tensor import label, local_torch, spec_of
+from workbench.tensors.global_tensor import local_torch, spec_of, wrap
 from workbench.tensors.world import current
 from workbench.transport.letters import mapped
 from workbench.transport.letters.link import Loan
@@ -63,7 +63,7 @@ def lying(world, local, where):
 
 
 def _label(world, local, layout, shape):
-    return label(local, spec_of(world, layout, tuple(shape)))
+    return wrap(local, spec_of(world, layout, tuple(shape)))
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])

@@ -9,7 +9,7 @@ from tests.transport.shared_ranks import assert_all_returned, run_in_worlds
 from workbench.core.boxing import plan_boxing
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
-from workbench.tensors.global_tensor import label, local_torch, spec_of
+from workbench.tensors.global_tensor import local_torch, spec_of, wrap
 from workbench.transport.letters.program import program_of
 from workbench.transport.shared import pushing
 from workbench.transport.shared.segment import Segment
@@ -51,7 +51,7 @@ def assert_right(world, shape, dtype, target, make_local, ranks=RANKS):
     before, after = Layout.of(Placement.of("cpu", RANKS), "S(0)"), Layout.of(Placement.of("cpu", ranks), target)
     place = tuple(slice(*bounds) for bounds in before.region(shape, world.rank))
     local = make_local(whole[place])
-    x = label(local.detach(), spec_of(world, before, shape))
+    x = wrap(local.detach(), spec_of(world, before, shape))
     read_before = world.transport.read_bytes
     y = x.to_global(placement=after.placement, sbp=target)
     received = plan_of("S(0)", target, shape, ranks).bytes_received[world.rank] * dtype.itemsize // 4
@@ -98,7 +98,7 @@ def test_what_was_prepared_follows_sources_and_new_shards_that_move():
                 local = torch.empty(rows.local_shape(LARGE, world.rank))
                 kept.append(local)
             local.copy_(whole[place])
-            x = label(local.detach(), spec_of(world, rows, LARGE))
+            x = wrap(local.detach(), spec_of(world, rows, LARGE))
             y = x.to_global(sbp="S(1)")
             if turn % 3 == world.rank:  # one rank keeps its new shard, so that the next one lies elsewhere
                 kept.append(y)
@@ -131,7 +131,7 @@ def test_a_new_shard_in_ordinary_memory_is_filled_by_way_of_a_block(monkeypatch)
 def test_ranks_that_write_for_different_boxings_hear_of_both():
     def program(world):
         rows = Layout.of(Placement.of("cpu", RANKS), "S(0)")
-        x = label(torch.ones(rows.local_shape(LARGE, world.rank)), spec_of(world, rows, LARGE))
+        x = wrap(torch.ones(rows.local_shape(LARGE, world.rank)), spec_of(world, rows, LARGE))
         x.to_global(sbp="B" if world.rank == 0 else "S(1)")
 
     texts = " ".join(map(str, run_in_worlds(program, len(RANKS))))

@@ -1,4 +1,4 @@
-"""How torch.distributed.checkpoint sees a global tensor: one chunk per rank of the placement, none on a ghost.
+"""How torch.distributed.checkpoint sees a global tensor: one chunk per rank of the placement, none on a placeholder.
 
 torch asks a tensor class for three methods (its protocol ``_Checkpointable``, which DTensor has too). With them
 ``torch.distributed.checkpoint.save`` and ``load`` themselves take global tensors, too.
@@ -29,7 +29,7 @@ def chunk_list(tensor: GlobalTensor) -> list[ChunkStorageMetadata]:
             f"a checkpoint of a tensor {tuple(spec.shape)} that lies as {spec.layout}: P holds terms of a sum, but "
             "files hold slices. Save x.to_global(sbp=wb.sbp.broadcast), or split it."
         )
-    if spec.is_ghost:
+    if spec.is_placeholder:
         return []
     region = spec.layout.region(spec.shape, spec.world.rank)
     offsets, sizes = (start for start, _ in region), (stop - start for start, stop in region)

@@ -16,11 +16,11 @@ from workbench.tensors.boxing.box import box
 from workbench.tensors.global_tensor import (
     GlobalTensor,
     Spec,
-    ghost_storage,
-    label,
     local_torch,
-    mark_ghost_leaves,
+    mark_placeholder_leaves,
+    new_placeholder,
     spec_of,
+    wrap,
 )
 from workbench.tensors.placeholder_storage import spread_zero
 from workbench.tensors.world import World, current
@@ -37,8 +37,8 @@ class _Enter(torch.autograd.Function):
     def forward(ctx: Any, local: torch.Tensor, spec: Spec) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         ctx.spec, ctx.dtype, ctx.shape = spec, local.dtype, tuple(local.shape)
-        if spec.is_ghost:
-            return ghost_storage(spec.shape, local.dtype, spec.world.device)
+        if spec.is_placeholder:
+            return new_placeholder(spec.shape, local.dtype, spec.world.device)
         return local.view_as(local)
 
     @staticmethod
@@ -47,13 +47,13 @@ class _Enter(torch.autograd.Function):
         if local is None:
             local = spread_zero(dual.local_shape, ctx.dtype, spec.world.device)
         with local_torch():
-            grad = label(local.view_as(local), dual)
+            grad = wrap(local.view_as(local), dual)
         if spec.layout.is_broadcast:
             everywhere = Placement.of(spec.layout.placement.device_type, list(range(spec.world.world_size)))
             grad = box(grad, Layout(everywhere, (broadcast,)))
         else:
             grad = box(grad, _without_terms(spec.layout))
-        if ctx.shape != spec.local_shape or (spec.is_ghost and not spec.layout.is_broadcast):
+        if ctx.shape != spec.local_shape or (spec.is_placeholder and not spec.layout.is_broadcast):
             return None, None  # what stood in for the shards of other ranks
         return leave(grad), None
 
@@ -69,7 +69,7 @@ class _Leave(torch.autograd.Function):
     def forward(ctx: Any, tensor: torch.Tensor, spec: Spec, divisor: int) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         ctx.spec, ctx.divisor = spec, divisor
-        if spec.is_ghost:
+        if spec.is_placeholder:
             return tensor.new_empty([0] * max(1, len(spec.shape)))
         return tensor.view_as(tensor)
 
@@ -77,14 +77,14 @@ class _Leave(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         grad = grads[0]
         spec = ctx.spec
-        mark_ghost_leaves(ctx)
+        mark_placeholder_leaves(ctx)
         if grad is None or ctx.divisor == 1:
-            return (None if spec.is_ghost else grad), None, None
+            return (None if spec.is_placeholder else grad), None, None
         if not torch.is_grad_enabled():
-            return (None if spec.is_ghost else grad / ctx.divisor), None, None
+            return (None if spec.is_placeholder else grad / ctx.divisor), None, None
         # The gradient is a plain tensor that becomes global, so the gradient of the gradient leaves and enters too.
         with local_torch():
-            entered = box(label(_Enter.apply(grad, spec), spec), spec.layout.dual())
+            entered = box(wrap(_Enter.apply(grad, spec), spec), spec.layout.dual())
             return entered.view_as(entered).as_subclass(torch.Tensor), None, None
 
 
@@ -105,8 +105,8 @@ def enter_as_broadcast(
     if world.checks_agreement:
         check_plain_operand(local, world, layout, origin)
     if local.requires_grad and torch.is_grad_enabled():
-        return label(_Enter.apply(local, spec), spec)
-    return label(ghost_storage(spec.shape, local.dtype, world.device) if spec.is_ghost else local.detach(), spec)
+        return wrap(_Enter.apply(local, spec), spec)
+    return wrap(new_placeholder(spec.shape, local.dtype, world.device) if spec.is_placeholder else local.detach(), spec)
 
 
 def leave(tensor: GlobalTensor, grad_sbp: Any = None) -> torch.Tensor:
@@ -168,13 +168,13 @@ def to_global(
     shape, dtype = _logical_metadata(metadata, layout)
     layout = layout.normalized(shape)
     if world.rank not in placement:
-        local = ghost_storage(shape, dtype, world.device)
+        local = new_placeholder(shape, dtype, world.device)
     if torch.is_grad_enabled() and any(metadata[rank].requires_grad for rank in placement) and not local.requires_grad:
         local = local.detach().requires_grad_()  # every rank has the same graph
     spec = spec_of(world, layout, shape)
     if any(metadata[rank].shape != layout.local_shape(shape, rank) for rank in placement):
         return _rebalance(local, world, layout, shape, metadata)
-    return label(_Enter.apply(local, spec), spec)
+    return wrap(_Enter.apply(local, spec), spec)
 
 
 class _Metadata:
@@ -270,7 +270,7 @@ def _rebalance(
         before, after = ((*shape[:dim], n, *shape[dim + 1 :]) for n in (start, shape[dim] - start - local.shape[dim]))
         local = torch.cat([local.new_zeros(before), local, local.new_zeros(after)], dim)
     spec = spec_of(world, layout.with_sbp(_all_partial(layout)), shape)
-    return box(label(_Enter.apply(local, spec), spec), layout)
+    return box(wrap(_Enter.apply(local, spec), spec), layout)
 
 
 def _all_partial(layout: Layout) -> Any:
@@ -284,8 +284,8 @@ def _from_one(local: torch.Tensor, world: World, layout: Layout, source: int) ->
     spec = spec_of(world, Layout(Placement.of(layout.placement.device_type, [source]), (broadcast,)), metadata.shape)
     if world.rank != source:
         learns = metadata.requires_grad and torch.is_grad_enabled()
-        local = ghost_storage(metadata.shape, metadata.dtype, world.device).requires_grad_(learns)
-    entered = label(_Enter.apply(local, spec), spec)
+        local = new_placeholder(metadata.shape, metadata.dtype, world.device).requires_grad_(learns)
+    entered = wrap(_Enter.apply(local, spec), spec)
     return box(entered, layout.normalized(metadata.shape))
 
 

@@ -16,7 +16,7 @@ from workbench.core.sbp import Partial, Sbp, broadcast
 from workbench.errors import LayoutError
 from workbench.tensors import random
 from workbench.tensors.boxing.box import box
-from workbench.tensors.global_tensor import GlobalTensor, ghost_storage, label, spec_of
+from workbench.tensors.global_tensor import GlobalTensor, new_placeholder, spec_of, wrap
 from workbench.tensors.world import World, current
 
 SbpLike = Sbp | str | Sequence[Sbp | str]
@@ -37,8 +37,8 @@ def create(
     whole = wanted.with_sbp(tuple(broadcast if isinstance(entry, Partial) else entry for entry in wanted.sbp))
     spec = spec_of(world, whole, shape)
     _check_device(world, placement)
-    local = ghost_storage(shape, dtype, world.device) if spec.is_ghost else fill(whole, world)
-    result = box(label(local, spec), wanted)
+    local = new_placeholder(shape, dtype, world.device) if spec.is_placeholder else fill(whole, world)
+    result = box(wrap(local, spec), wanted)
     if requires_grad:
         result.requires_grad_()
     return result

@@ -1,7 +1,7 @@
 """GlobalTensor: a torch.Tensor subclass over this rank's shard that knows the layout and the shape of the whole.
 
 An operation runs the local torch function on the shards, under torch's own autograd, and labels the result. On a rank
-outside its placement a tensor is a *ghost*: right shape and dtype, no storage, linked into autograd.
+outside its placement a tensor is a *placeholder*: right shape and dtype, no storage, linked into autograd.
 
 This file holds the data and its labels. The functions are in ``tensors/ops`` and install themselves in ``dispatch``;
 ``tensors/methods.py`` adds what needs boxing (``to_global``, ``full_tensor`` and so on).
@@ -19,7 +19,7 @@ from workbench.core.boxing import plan_boxing
 from workbench.core.layout import Layout, Shape
 from workbench.core.placement import Placement
 from workbench.core.sbp import NdSbp
-from workbench.tensors.placeholder_storage import ghost_storage as ghost_storage
+from workbench.tensors.placeholder_storage import new_placeholder as new_placeholder
 from workbench.tensors.world import World
 
 _torch_function_enabled = torch._C._is_torch_function_enabled
@@ -33,8 +33,8 @@ class Spec:
     """Layout and logical shape of a tensor in one world. Interned: equal specs are the same object.
 
     Attributes:
-        is_ghost: whether this rank is outside the placement.
-        local_shape: shape of this rank's shard; the logical shape for a ghost.
+        is_placeholder: whether this rank is outside the placement.
+        local_shape: shape of this rank's shard; the logical shape for a placeholder.
         plans: the world's cache of what to do for a function and its arguments' specs.
         exchanges: by target and dtype, how this rank boxes (see ``exchange``).
         targets: by the arguments of ``to_global``, the spec they ask for.
@@ -44,7 +44,7 @@ class Spec:
         "_dual",
         "_term_ranks",
         "exchanges",
-        "is_ghost",
+        "is_placeholder",
         "layout",
         "local_shape",
         "plans",
@@ -59,8 +59,8 @@ class Spec:
         self.targets: dict[Any, Spec] = {}
         self._dual: Spec | None = None
         self._term_ranks: tuple[int, ...] | None = None
-        self.is_ghost = world.rank not in layout.placement
-        self.local_shape = shape if self.is_ghost else layout.local_shape(shape, world.rank)
+        self.is_placeholder = world.rank not in layout.placement
+        self.local_shape = shape if self.is_placeholder else layout.local_shape(shape, world.rank)
 
     @property
     def dual(self) -> Spec:
@@ -113,8 +113,8 @@ class GlobalTensor(torch.Tensor):
 
     _spec: Spec
     _is_param = False
-    _ghost_grad: Any = False
-    """On a ghost: whether its owner has a gradient; the ghost of it, once somebody has asked."""
+    _placeholder_grad: Any = False
+    """On a placeholder: whether its owner has a gradient; the placeholder of it, once somebody has asked."""
     _is_grad = False
     """Whether this is the ``.grad`` of a tensor, which has its dual layout whatever it is set to."""
     _has_twin = False
@@ -149,22 +149,22 @@ class GlobalTensor(torch.Tensor):
         return self._spec.layout
 
     @property
-    def is_ghost(self) -> bool:
+    def is_placeholder(self) -> bool:
         """Whether this rank holds nothing of the tensor."""
-        return self._spec.is_ghost
+        return self._spec.is_placeholder
 
     @property
-    def _spec_of_ghost_grad(self) -> Spec:
+    def _spec_of_placeholder_grad(self) -> Spec:
         """What the gradient is where it is held: terms of a sum, or under ZeRO its shards."""
         scattered = self.__dict__.get("_grad_spec")  # of the tensor as it was, and of its gradient's shards
         return scattered[1] if scattered is not None and scattered[0] is self._spec else self._spec.dual
 
-    def _ghost_of_gradient(self, spec: Spec) -> GlobalTensor:
+    def _placeholder_of_gradient(self, spec: Spec) -> GlobalTensor:
         """A tensor of its own, as its owner has a new one; what is under it is the last step's, which takes less."""
-        known: GlobalTensor | None = self.__dict__.get("_ghost_grad_before")
+        known: GlobalTensor | None = self.__dict__.get("_placeholder_grad_before")
         if known is None or known._spec is not spec or known.dtype != self.dtype:
-            known = self.__dict__["_ghost_grad_before"] = ghost_like(self, spec)
-        made = label(_data_slot.__get__(known), spec)  # not detach(), which would share the count of writes
+            known = self.__dict__["_placeholder_grad_before"] = placeholder_like(self, spec)
+        made = wrap(_data_slot.__get__(known), spec)  # not detach(), which would share the count of writes
         made._is_grad = True
         return made
 
@@ -176,13 +176,13 @@ class GlobalTensor(torch.Tensor):
         with local_torch():
             grad = _grad_slot.__get__(self)
             if grad is None:
-                if self._ghost_grad is False:
+                if self._placeholder_grad is False:
                     return self.__dict__.get("_grad_shard")
-                if self._ghost_grad is True:
-                    self._ghost_grad = self._ghost_of_gradient(self._spec_of_ghost_grad)
-                return self._ghost_grad
+                if self._placeholder_grad is True:
+                    self._placeholder_grad = self._placeholder_of_gradient(self._spec_of_placeholder_grad)
+                return self._placeholder_grad
             if not isinstance(grad, GlobalTensor):
-                label(grad, self._spec.dual)._is_grad = True
+                wrap(grad, self._spec.dual)._is_grad = True
                 grad._owner = weakref.ref(self)
             return grad
 
@@ -195,11 +195,13 @@ class GlobalTensor(torch.Tensor):
             if shard is not None and value._spec is shard._spec:
                 keep_grad_shard(self, value, shard._spec)
                 return
-            if self._ghost_grad is not False and value._spec is self._spec_of_ghost_grad:  # its owner keeps a shard
-                self._ghost_grad = value
+            if (
+                self._placeholder_grad is not False and value._spec is self._spec_of_placeholder_grad
+            ):  # its owner keeps a shard
+                self._placeholder_grad = value
                 return
         if value is None or not _torch_function_enabled():
-            self._ghost_grad = False
+            self._placeholder_grad = False
             with local_torch():
                 _grad_slot.__set__(self, value)
             return
@@ -213,9 +215,9 @@ class GlobalTensor(torch.Tensor):
             value = GlobalTensor.enter(value, self._spec.world, self._spec.layout)
         if value._spec.layout != expected:
             value = GlobalTensor.box(value, expected)
-        self._ghost_grad = value if self._spec.is_ghost else False
+        self._placeholder_grad = value if self._spec.is_placeholder else False
         with local_torch():
-            if not self._spec.is_ghost or value.requires_grad:
+            if not self._spec.is_placeholder or value.requires_grad:
                 _grad_slot.__set__(self, value)
 
     @grad.deleter
@@ -231,7 +233,7 @@ class GlobalTensor(torch.Tensor):
             found = _data_slot.__get__(self)
         if not _torch_function_enabled():
             return found
-        twin = label(found, self._spec)
+        twin = wrap(found, self._spec)
         self._has_twin = twin._has_twin = True
         return twin
 
@@ -301,10 +303,10 @@ def forget_sum_of(grad: GlobalTensor) -> None:
 
 def set_reduced_grad(leaf: GlobalTensor, grad: torch.Tensor | None) -> None:
     """Give a leaf a gradient that is summed already: it has the leaf's own layout, not the dual one."""
-    labelled = None if grad is None else label(grad, leaf._spec)
-    leaf._ghost_grad = labelled if labelled is not None and leaf._spec.is_ghost else False
+    labelled = None if grad is None else wrap(grad, leaf._spec)
+    leaf._placeholder_grad = labelled if labelled is not None and leaf._spec.is_placeholder else False
     with local_torch():
-        _grad_slot.__set__(leaf, None if leaf._spec.is_ghost else labelled)
+        _grad_slot.__set__(leaf, None if leaf._spec.is_placeholder else labelled)
 
 
 def accumulate_grad(leaf: GlobalTensor, grad: torch.Tensor) -> None:
@@ -317,7 +319,7 @@ def accumulate_grad(leaf: GlobalTensor, grad: torch.Tensor) -> None:
 def keep_grad_shard(leaf: GlobalTensor, shard: torch.Tensor, spec: Spec) -> None:
     """Let a summed gradient, in a layout of its own, be the gradient of ``leaf``; autograd's term is given back."""
     if not isinstance(shard, GlobalTensor):
-        shard = label(shard, spec)
+        shard = wrap(shard, spec)
         shard._is_grad = True
     with local_torch():
         _grad_slot.__set__(leaf, None)
@@ -335,7 +337,7 @@ DERIVED = ("_alias_of", "_forms", "_grad_shard", "_local_alias", "_origin", "_ro
 """Attributes of a tensor that are made from its values; no copy takes them along."""
 
 
-def label(local: torch.Tensor, spec: Spec) -> GlobalTensor:
+def wrap(local: torch.Tensor, spec: Spec) -> GlobalTensor:
     """Turn the plain tensor ``local``, which nobody else holds, into a global tensor.
 
     Assigning the class costs a third of ``as_subclass``, which would add an alias node to the graph per operation.
@@ -353,26 +355,26 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()
 
 
-def ghost_like(tensor: torch.Tensor, spec: Spec) -> GlobalTensor:
-    """A ghost with the dtype of ``tensor``."""
-    return label(ghost_storage(spec.shape, tensor.dtype, spec.world.device), spec)
+def placeholder_like(tensor: torch.Tensor, spec: Spec) -> GlobalTensor:
+    """A placeholder with the dtype of ``tensor``."""
+    return wrap(new_placeholder(spec.shape, tensor.dtype, spec.world.device), spec)
 
 
-def mark_ghost_leaves(node: Any) -> None:
+def mark_placeholder_leaves(node: Any) -> None:
     """Leaves before ``node`` whose owner accumulates a gradient now: ``leaf.grad is None`` must agree with it."""
     for before, _ in node.next_functions:
         leaf = getattr(before, "variable", None)
-        if isinstance(leaf, GlobalTensor) and leaf._ghost_grad is False and leaf._spec.is_ghost:  # noqa: SIM102
+        if isinstance(leaf, GlobalTensor) and leaf._placeholder_grad is False and leaf._spec.is_placeholder:  # noqa: SIM102
             if will_accumulate(before):
-                mark_ghost(leaf)
+                mark_placeholder(leaf)
 
 
-def mark_ghost(leaf: GlobalTensor) -> None:
-    """The owner of a ghost has a gradient now; so it has after a replay of the step that is being recorded."""
-    leaf._ghost_grad = True
+def mark_placeholder(leaf: GlobalTensor) -> None:
+    """The owner of a placeholder has a gradient now; so it has after a replay of the step that is being recorded."""
+    leaf._placeholder_grad = True
     recorder = leaf._spec.world.recorder
     if recorder is not None:
-        recorder.ghosts.append(leaf)
+        recorder.placeholders.append(leaf)
 
 
 def will_accumulate(node: Any) -> bool:
@@ -388,7 +390,7 @@ def describe(tensor: GlobalTensor) -> str:
     spec = tensor._spec
     with local_torch():
         dtype, grad = str(tensor.dtype).removeprefix("torch."), tensor.requires_grad
-    where = "; not on this rank" if spec.is_ghost else ""
+    where = "; not on this rank" if spec.is_placeholder else ""
     needs = ", requires_grad=True" if grad else ""
     name = "Parameter of GlobalTensor" if tensor._is_param else "GlobalTensor"
     return f"{name}({tuple(spec.shape)}, {dtype}, {spec.layout}{needs}{where})"

@@ -12,11 +12,11 @@ _data = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _num_modes = torch._C._len_torch_dispatch_stack
 
 
-def ghost_storage(shape: Shape, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def new_placeholder(shape: Shape, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A tensor of its own, over memory that all of its kind share: nobody reads or writes it.
 
-    Ghosts are made at every call of a function on another stage's tensors. Another tensor over known memory takes a
-    sixth of the time of a new one.
+    Placeholders are made at every call of a function on another stage's tensors. Another tensor over known memory takes
+    a sixth of the time of a new one.
     """
     if _num_modes() or torch.is_inference_mode_enabled():  # which have to see it made
         return spread_zero(shape, dtype, device)
@@ -25,7 +25,7 @@ def ghost_storage(shape: Shape, dtype: torch.dtype, device: torch.device) -> tor
 
 def spread_zero(shape: Shape, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """One zero of its own in any shape: a term of a sum, or a parameter that has no values yet."""
-    # Not expand(): an expanded tensor is a view, and views refuse the in-place operations that a ghost mirrors.
+    # Not expand(): an expanded tensor is a view, and views refuse the in-place operations that a placeholder mirrors.
     return torch.zeros((), dtype=dtype, device=device).as_strided_(shape, (0,) * len(shape))
 
 

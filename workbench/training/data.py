@@ -18,7 +18,7 @@ from workbench.core.placement import Placement
 from workbench.core.sbp import Broadcast, Split, broadcast, split
 from workbench.errors import LayoutError
 from workbench.tensors.coordination import gather
-from workbench.tensors.global_tensor import ghost_storage, label, spec_of
+from workbench.tensors.global_tensor import new_placeholder, spec_of, wrap
 from workbench.tensors.world import World, current
 from workbench.training.batches import TARGET_KEYS, as_tensors, count_samples
 from workbench.training.samples import Collate, check_dataset, collate, num_samples_of, take
@@ -315,13 +315,13 @@ def _made(
     if isinstance(leaf, _Shared):
         return leaf.value.to(world.device) if isinstance(leaf.value, torch.Tensor) else leaf.value
     spec = spec_of(world, layout, (num_rows, *leaf.shape))
-    if spec.is_ghost:
-        return label(ghost_storage(spec.shape, leaf.dtype, world.device), spec)
+    if spec.is_placeholder:
+        return wrap(new_placeholder(spec.shape, leaf.dtype, world.device), spec)
     start, stop = _rows(layout, num_rows, world.rank)
     if value is None or start == stop:
-        return label(torch.empty(spec.local_shape, dtype=leaf.dtype, device=world.device), spec)
+        return wrap(torch.empty(spec.local_shape, dtype=leaf.dtype, device=world.device), spec)
     first = int((rows == start).nonzero())
-    return label(value[first : first + stop - start].to(world.device, non_blocking=True), spec)
+    return wrap(value[first : first + stop - start].to(world.device, non_blocking=True), spec)
 
 
 class _Reproducible(Dataset[Any]):

@@ -10,7 +10,7 @@ that neighbours need not know each other:
 An embedding's columns are the width of its table and its rows are the words; both take whole indices on the model axis.
 What a row-split layer or a table gives is boxed at its own door. With the option ``sequence``, norms of model-parallel
 layers take S(1) on the model axis: the sum behind a row becomes a reduce-scatter, the door of a column an all-gather.
-Nothing in forward changes. Ranks outside a layer's stage run it on ghosts.
+Nothing in forward changes. Ranks outside a layer's stage run it on placeholders.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def unscale_gradients(
             "scaler of their own, or enter them with wb.to_global(parameter, placement=, sbp=wb.sbp.broadcast)."
         )
     world: World = shared[0]._spec.world
-    present = [p for p in shared if not p._spec.is_ghost]
+    present = [p for p in shared if not p._spec.is_placeholder]
     if not allow_fp16:
         _refuse_half(present)
     start_reduction(present)()

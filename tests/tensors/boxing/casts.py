@@ -22,7 +22,7 @@ from workbench.core.boxing import BoxingPlan
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.core.sbp import Partial
-from workbench.tensors.global_tensor import GlobalTensor, ghost_storage, label, spec_of
+from workbench.tensors.global_tensor import GlobalTensor, new_placeholder, spec_of, wrap
 from workbench.tensors.world import World, current
 
 ONEFLOW_SOURCES = ([2], [0, 1], [1, 2, 3], [0, 1, 2, 3], [[0, 1, 2, 3]], [[0, 1], [2, 3]])
@@ -179,13 +179,13 @@ def planned_bytes(plan: BoxingPlan, world: World, counted: str) -> int:
 def place(cast: Cast, layout: Layout, rank: int, seed: int, scale: int = 1, strided: bool = False) -> GlobalTensor:
     """A global tensor made of the oracle's shards of ``scale`` times the cast's values."""
     spec = spec_of(current(), layout, cast.shape)
-    if spec.is_ghost:
-        return label(ghost_storage(spec.shape, cast.dtype, torch.device("cpu")), spec)
+    if spec.is_placeholder:
+        return wrap(new_placeholder(spec.shape, cast.dtype, torch.device("cpu")), spec)
     local = torch.from_numpy(np.array(shards(cast, layout, seed, scale)[rank])).reshape(spec.local_shape).to(cast.dtype)
     if strided:
         reverse = tuple(reversed(range(local.dim())))
         local = torch.stack([local.permute(reverse)] * 2, dim=-1).contiguous()[..., 1].permute(reverse)
-    return label(local, spec)
+    return wrap(local, spec)
 
 
 @lru_cache(maxsize=16)
@@ -196,7 +196,7 @@ def shards(cast: Cast, layout: Layout, seed: int, scale: int) -> dict[int, np.nd
 
 def held(tensor: GlobalTensor | None) -> torch.Tensor | None:
     """A rank's own memory of a tensor, which nobody else may share; None outside the placement."""
-    return None if tensor is None or tensor.is_ghost else tensor.to_local().detach().clone()
+    return None if tensor is None or tensor.is_placeholder else tensor.to_local().detach().clone()
 
 
 def check_casts(casts: list[Cast], by_rank: list[list[Outcome]]) -> None:

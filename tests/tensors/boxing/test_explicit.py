@@ -124,7 +124,7 @@ def test_out_takes_results_in_its_own_layout():
     run_ranks(program, 2)
 
 
-def test_out_of_ghosts():
+def test_out_of_placeholders():
     def program(rank):
         p = wb.placement("cpu", ranks=[1])
         x, out = wb.ones(3, placement=p, sbp="B"), wb.zeros(3, placement=p, sbp="B")

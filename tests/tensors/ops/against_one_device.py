@@ -18,7 +18,7 @@ DATA = {name: torch.randn(s, dtype=torch.float64, generator=_generator) for name
 LAYOUTS = [
     (2, [0, 1], ["S(0)", "B"]),
     (2, [1, 0], ["S(1)", "S(0)"]),
-    (3, [0, 1], ["B", "S(0)"]),  # rank 2 holds ghosts only
+    (3, [0, 1], ["B", "S(0)"]),  # rank 2 holds placeholders only
     (3, [2, 0], ["S(0)", "S(1)"]),
     (4, [[0, 1], [2, 3]], [("S(0)", "B"), ("B", "S(1)")]),
 ]

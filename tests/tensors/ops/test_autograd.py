@@ -1,4 +1,4 @@
-"""Gradients of gradients, seeds, hooks: what one device gives, under every layout, with a ghost rank among them."""
+"""Gradients of gradients, seeds, hooks: one device's numbers under every layout, with a rank of placeholders."""
 
 import pytest
 import torch
@@ -314,7 +314,7 @@ def test_gradients_of_what_enters(source):
         assert found == [(2, True, None), (2, True, [[4.0, 4.0]] * 2), (2, True, None)]
 
 
-def test_a_ghosts_grad_is_there_when_its_owners_is():
+def test_a_placeholders_grad_is_there_when_its_owners_is():
     def flags():
         x = wb.ones(4, placement=wb.placement("cpu", ranks=[0]), sbp="B", requires_grad=True)
         y = wb.ones(4, placement=wb.placement("cpu", ranks=[0]), sbp="B", requires_grad=True)
@@ -329,7 +329,7 @@ def test_a_ghosts_grad_is_there_when_its_owners_is():
     assert len(set(run_ranks(flags, 2))) == 1
 
 
-def test_a_ghost_is_linked_to_what_its_owner_is_linked_to():
+def test_a_placeholder_is_linked_to_what_its_owner_is_linked_to():
     """``expand_as`` takes the shape of y only: a backward that reached y on one rank only would wait for ever."""
 
     def grads():

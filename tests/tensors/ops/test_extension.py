@@ -101,7 +101,7 @@ def _assert_like_one_device(function, x_sbp, weight_sbp, placement):
 )
 def test_custom_functions_have_one_devices_numbers_and_gradients(function):
     def program(rank):
-        line = wb.placement("cpu", ranks=[2, 0])  # rank 1 is outside, and follows on ghosts
+        line = wb.placement("cpu", ranks=[2, 0])  # rank 1 is outside, and follows on placeholders
         for x_sbp, weight_sbp in (("S(0)", "B"), ("S(1)", "S(0)"), ("P", "B"), ("B", "S(0)")):
             _assert_like_one_device(function, x_sbp, weight_sbp, line)
 

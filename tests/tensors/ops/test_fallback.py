@@ -1,4 +1,4 @@
-"""The fallback: what comes back, on owners and on ghosts, when no rule applies."""
+"""The fallback: what comes back, on owners and on placeholders, when no rule applies."""
 
 import pytest
 import torch
@@ -44,11 +44,11 @@ def test_an_operand_that_comes_back_is_another_object():
 
 @pytest.mark.filterwarnings("ignore::workbench.tensors.ops.fallback.FallbackWarning")
 @pytest.mark.parametrize("threshold", [0.5, 2.5, 9.0])
-def test_ghosts_learn_a_shape_that_depends_on_data(threshold):
+def test_placeholders_learn_a_shape_that_depends_on_data(threshold):
     def program():
         x = wb.arange(4, placement=SECOND, sbp="B", dtype=torch.float32).requires_grad_()
         chosen = x[x.detach() > threshold]
-        assert chosen.is_ghost == (wb.rank() == 0)
+        assert chosen.is_placeholder == (wb.rank() == 0)
         loss = (chosen.to_global(placement=BOTH, sbp="S(0)") * 3).sum()
         loss.backward()
         return chosen.shape, loss.item(), x.grad.to_global(placement=BOTH, sbp="B").full_tensor().tolist()

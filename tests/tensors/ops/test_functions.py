@@ -1,6 +1,6 @@
 """Functions under every combination of layouts of their operands: values and gradients of one device.
 
-Operands lie as every S, B and P on two and three simulated ranks (uneven sizes), on a 2 x 2 grid, and as ghosts.
+Operands lie as every S, B and P on two and three simulated ranks (uneven sizes), on a 2 x 2 grid, and as placeholders.
 """
 
 import importlib
@@ -18,7 +18,7 @@ import workbench as wb
 from tests.oracle import shard
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
-from workbench.tensors.global_tensor import GlobalTensor, label, spec_of
+from workbench.tensors.global_tensor import GlobalTensor, spec_of, wrap
 from workbench.tensors.ops.dispatch import FallbackWarning
 from workbench.tensors.world import current
 from workbench.testing import run_ranks
@@ -51,16 +51,16 @@ def _combination(per_operand, number):
 
 
 def spread(full, layout, rank):
-    """This rank's part of a plain tensor, as a leaf; ranks outside get a ghost through boxing."""
+    """This rank's part of a plain tensor, as a leaf; ranks outside get a placeholder through boxing."""
     world = current()
     if rank in layout.placement:
         local = torch.from_numpy(np.array(shard(full.numpy(), layout)[rank]))
-        tensor = label(local, spec_of(world, layout, tuple(full.shape)))
+        tensor = wrap(local, spec_of(world, layout, tuple(full.shape)))
     else:
         tensor = wb.empty(
             *full.shape, placement=layout.placement, sbp=["B"] * layout.placement.num_axes, dtype=full.dtype
         )
-        tensor = label(tensor.as_subclass(torch.Tensor), spec_of(world, layout, tuple(full.shape)))
+        tensor = wrap(tensor.as_subclass(torch.Tensor), spec_of(world, layout, tuple(full.shape)))
     return tensor.requires_grad_() if full.is_floating_point() else tensor
 
 

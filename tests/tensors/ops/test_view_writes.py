@@ -218,7 +218,7 @@ def test_views_that_need_no_boxing_are_plain_views():
 
 @pytest.mark.parametrize("write", ["slice", "view", "flat"])
 def test_a_write_through_a_view_on_another_stage_sends_its_gradient_back(write):
-    """Rank 1 holds only ghosts of ``y``; its tensor ``z`` is written into a view of ``y`` on rank 0."""
+    """Rank 1 holds only placeholders of ``y``; its tensor ``z`` is written into a view of ``y`` on rank 0."""
 
     def program(rank):
         first, second = (wb.placement("cpu", ranks=[r]) for r in (0, 1))

@@ -57,7 +57,7 @@ def train_in_stages(options, capture, num_steps=5):
         listing = str(run.programs[0])
         assert listing.count("aten.as_strided_") <= listing.count(
             "transport."
-        )  # of ghosts, only what an exchange is given
+        )  # of placeholders, only what an exchange is given
     return everywhere([*found, *(value for p in module.parameters() for value in (p, p.grad))])
 
 

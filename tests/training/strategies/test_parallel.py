@@ -78,10 +78,10 @@ def test_a_stage_that_is_not_here_takes_no_memory():
         model = wb.parallelize(models[rank], "0: data; 4: data@1")
         loss = F.cross_entropy(model(torch.randn(6, 16)), torch.zeros(6, dtype=torch.long))
         loss.backward()
-        return [p.is_ghost for p in model.parameters()], [p.grad is None for p in model.parameters()]
+        return [p.is_placeholder for p in model.parameters()], [p.grad is None for p in model.parameters()]
 
-    (ghosts0, none0), (ghosts1, none1) = run_ranks(program, 2)
-    assert ghosts0 == [False] * 4 + [True] * 4 and ghosts1 == [True] * 4 + [False] * 4
+    (placeholders0, none0), (placeholders1, none1) = run_ranks(program, 2)
+    assert placeholders0 == [False] * 4 + [True] * 4 and placeholders1 == [True] * 4 + [False] * 4
     assert not any(none0) and not any(none1)
 
 

@@ -174,7 +174,7 @@ def _logical(value: torch.Tensor, store: Store, on_rank_0: bool) -> np.ndarray |
     ranks = [0] if on_rank_0 else list(range(world.world_size))
     layout = Layout(store.devices.placement(ranks), (Broadcast(),))
     whole = box(value.detach(), layout)  # type: ignore[arg-type]
-    return None if whole.is_ghost else to_array(plain(whole))
+    return None if whole.is_placeholder else to_array(plain(whole))
 
 
 def to_array(value: torch.Tensor) -> np.ndarray:

@@ -12,7 +12,7 @@ from workbench.flow.jobs.micro_batches import MicroBatches, add_up
 from workbench.flow.jobs.settings import FunctionConfig
 from workbench.flow.jobs.store import Store
 from workbench.flow.optimizer import Rule
-from workbench.tensors.global_tensor import GlobalTensor, label
+from workbench.tensors.global_tensor import GlobalTensor, wrap
 from workbench.training.gradients.optim import install_hooks
 from workbench.training.saving import optimizers
 
@@ -90,7 +90,7 @@ def _hand_over_gradients(job: Running) -> None:
     for name, replica in job.replicas.items():
         if replica.grad is not None:
             variable = job.used[name]
-            variable.grad = label(replica.grad, variable._spec.dual)
+            variable.grad = wrap(replica.grad, variable._spec.dual)
 
 
 def _trained(job: Running) -> list[GlobalTensor]:

@@ -21,17 +21,17 @@ from workbench.tensors.boxing.explicit import Need, check_explicit
 from workbench.tensors.global_tensor import (
     GlobalTensor,
     Spec,
-    ghost_storage,
-    label,
     local_torch,
-    mark_ghost_leaves,
+    mark_placeholder_leaves,
+    new_placeholder,
     spec_of,
+    wrap,
 )
 from workbench.tensors.placeholder_storage import spread_zero
 
 
 def box(tensor: GlobalTensor, layout: Layout, function: str = "") -> GlobalTensor:
-    """``tensor`` in another layout; on ranks outside the new placement, a ghost. All ranks of the world call it.
+    """``tensor`` in another layout; on ranks outside the new placement, a placeholder. All ranks of the world call it.
 
     The result owns its storage, unless the layout is the one the tensor has: then it is the tensor itself.
     ``function`` is named by traces as what needed the boxing.
@@ -53,17 +53,17 @@ def box_to(tensor: GlobalTensor, target: Spec, function: str = "") -> GlobalTens
     with local_torch():
         if tensor.requires_grad and torch.is_grad_enabled():
             check_differentiable(source, target, function)
-            return label(_apply_box(tensor, source, target, tag, site), target)
-        return label(exchange_between(source, target, tensor.dtype).run(tensor, tag), target)
+            return wrap(_apply_box(tensor, source, target, tag, site), target)
+        return wrap(exchange_between(source, target, tensor.dtype).run(tensor, tag), target)
 
 
-def box_ghost(ghost: torch.Tensor, target: Spec, tag: int) -> GlobalTensor:
+def box_placeholder(placeholder: torch.Tensor, target: Spec, tag: int) -> GlobalTensor:
     """``box_to`` of what this rank holds neither before nor after, under a tag that was drawn already."""
-    source: Spec = ghost._spec  # type: ignore[attr-defined]
+    source: Spec = placeholder._spec  # type: ignore[attr-defined]
     with local_torch():
-        if ghost.requires_grad and torch.is_grad_enabled():
-            return label(_apply_box(ghost, source, target, tag), target)
-        return label(ghost_storage(target.shape, ghost.dtype, source.world.device), target)
+        if placeholder.requires_grad and torch.is_grad_enabled():
+            return wrap(_apply_box(placeholder, source, target, tag), target)
+        return wrap(new_placeholder(target.shape, placeholder.dtype, source.world.device), target)
 
 
 def _trace_forward(tensor: GlobalTensor, source: Spec, target: Spec, function: str) -> Any:
@@ -151,16 +151,16 @@ class _Box(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         source, target, tag, dtype, device, site = ctx.boxing
-        if source.is_ghost:
-            mark_ghost_leaves(ctx)
+        if source.is_placeholder:
+            mark_placeholder_leaves(ctx)
         incoming, outgoing = target.dual, source.dual
         grad = grads[0]
-        if grad is None:  # a ghost's gradient, or none at all: either way this rank contributes nothing
+        if grad is None:  # a placeholder's gradient, or none at all: either way this rank contributes nothing
             grad = spread_zero(incoming.local_shape, dtype, device)
         result = box_gradient(grad, incoming, outgoing, tag | 1, site)
-        # A ghost has no gradient to keep, and autograd would clone one for a leaf into full storage; only a gradient
-        # that is differentiated again must be linked to this boxing.
-        is_lost = outgoing.is_ghost and not torch.is_grad_enabled()
+        # A placeholder has no gradient to keep, and autograd would clone one for a leaf into full storage; only a
+        # gradient that is differentiated again must be linked to this boxing.
+        is_lost = outgoing.is_placeholder and not torch.is_grad_enabled()
         return (None if is_lost else result), None, None, None, None
 
 

@@ -17,7 +17,7 @@ from workbench.core.placement import Placement
 from workbench.core.route import route_boxing
 from workbench.errors import LayoutError
 from workbench.tensors.boxing.assembling import assemble, packed, region_shape, slice_region
-from workbench.tensors.global_tensor import Spec, ghost_storage, spec_of
+from workbench.tensors.global_tensor import Spec, new_placeholder, spec_of
 from workbench.tensors.world import World
 from workbench.transport.letters.program import ONE_STEP_BYTES, Program, program_of
 
@@ -53,7 +53,7 @@ class Journey:
         ]
 
     def run(self, local: torch.Tensor, tag: int) -> torch.Tensor:
-        """This rank's new shard, in memory of its own; a ghost outside the destination."""
+        """This rank's new shard, in memory of its own; a placeholder outside the destination."""
         for exchange in self._exchanges:
             local = exchange.run(local, tag)
         return local
@@ -70,24 +70,24 @@ class Exchange:
         world = source.world
         _check_devices(world, source.layout.placement, target.layout.placement)
         self.plan, self._target, self._dtype, self._world = plan, target, dtype, world
-        self._is_ghost, self._is_local = source.is_ghost and target.is_ghost, plan.is_local
+        self._is_placeholder, self._is_local = source.is_placeholder and target.is_placeholder, plan.is_local
         self._header = f"{plan.title}, {str(dtype).removeprefix('torch.')}"
         self._bytes_sent = plan.bytes_sent.get(world.rank, 0)
         self._to, self._from = plan.moves_to(world.rank), plan.moves_from(world.rank)
         self._wanted = [(m.source, region_shape(m.source_region)) for m in self._to if m.source != world.rank]
-        is_slice = plan.kind == "slice" and self._to and not self._is_ghost
+        is_slice = plan.kind == "slice" and self._to and not self._is_placeholder
         self.own_slice: Region | None = self._to[0].source_region if is_slice else None
         self._ranks = frozenset((*plan.source.placement, *plan.destination.placement))
         self._group = next((group for group in plan.groups if world.rank in group), ())
         self._program = self._make_program()
 
     def run(self, local: torch.Tensor, tag: int) -> torch.Tensor:
-        """This rank's new shard, in memory of its own; a ghost outside the destination."""
+        """This rank's new shard, in memory of its own; a placeholder outside the destination."""
         world = self._world
         if self.own_slice is not None:
             return slice_region(local, self.own_slice).clone(memory_format=torch.contiguous_format)
-        if self._is_ghost:
-            return ghost_storage(self._target.shape, self._dtype, world.device)
+        if self._is_placeholder:
+            return new_placeholder(self._target.shape, self._dtype, world.device)
         if self._is_local:
             return self._borrow(local, tag)
         started = time.perf_counter()
@@ -98,7 +98,7 @@ class Exchange:
     def _make_program(self) -> Program | None:
         """For transports whose ranks read one another's memory. Terms of sums are put together elsewhere."""
         plan, world = self.plan, self._world
-        if self._is_ghost or self._is_local or self._target.layout.has_partial or world.device.type != "cpu":
+        if self._is_placeholder or self._is_local or self._target.layout.has_partial or world.device.type != "cpu":
             return None
         program = program_of(plan, world.rank, self._dtype, self._header)
         return None if plan.kind == "all-reduce" and program.shard_bytes > ONE_STEP_BYTES else program
@@ -108,7 +108,7 @@ class Exchange:
         pull = getattr(transport, "pull", None) if self._program is not None else None  # see ``base.Mapped``
         if pull is not None:
             result = pull(self._program, local, tag)
-            return self._ghost() if result is None else result
+            return self._placeholder() if result is None else result
         if self.plan.kind == "all-reduce":
             return transport.all_reduce(local, self._group, self.plan.reduction or "sum", tag, self._header)
         return self._borrow(local, tag)
@@ -127,8 +127,8 @@ class Exchange:
             transport = self._transport()
             sends = sends if getattr(transport, "packs", False) else packed(sends)
             borrowed, release = transport.borrow(sends, self._wanted, self._dtype, tag, self._header)
-        if self._target.is_ghost:
-            return self._ghost()
+        if self._target.is_placeholder:
+            return self._placeholder()
         others = iter(borrowed)
         pieces = [
             (move, next(others) if move.source != rank else slice_region(local, move.source_region))
@@ -139,8 +139,8 @@ class Exchange:
             release()
         return result
 
-    def _ghost(self) -> torch.Tensor:
-        return ghost_storage(self._target.shape, self._dtype, self._world.device)
+    def _placeholder(self) -> torch.Tensor:
+        return new_placeholder(self._target.shape, self._dtype, self._world.device)
 
 
 def _check_devices(world: World, *placements: Placement) -> None:

@@ -23,11 +23,11 @@ from workbench.tensors.boxing.box import box_to, check_differentiable
 from workbench.tensors.global_tensor import (
     GlobalTensor,
     Spec,
-    ghost_storage,
-    label,
     local_torch,
-    mark_ghost_leaves,
+    mark_placeholder_leaves,
+    new_placeholder,
     spec_of,
+    wrap,
 )
 from workbench.tensors.placeholder_storage import spread_zero
 from workbench.tensors.world import World
@@ -168,17 +168,17 @@ def _start_bucket(tensors: list[GlobalTensor], targets: list[Spec], is_later: bo
             def fill() -> list[GlobalTensor]:
                 with local_torch(), torch.no_grad():
                     for out, result, target in zip(linked, flight.finish(), targets, strict=True):
-                        if target.is_ghost:  # one zero, and stays so
+                        if target.is_placeholder:  # one zero, and stays so
                             continue
                         out.detach().copy_(result)
-                    return [label(out, target) for out, target in zip(linked, targets, strict=True)]
+                    return [wrap(out, target) for out, target in zip(linked, targets, strict=True)]
 
             return fill
         flight.start(tensors)
 
     def finish() -> list[GlobalTensor]:
         with local_torch():
-            return [label(result, target) for result, target in zip(flight.finish(), targets, strict=True)]
+            return [wrap(result, target) for result, target in zip(flight.finish(), targets, strict=True)]
 
     return finish
 
@@ -241,8 +241,8 @@ class _Flight:
                     piece = flat[start : start + move.num_elements].view(region_shape(move.source_region))
                     read[move.source] = start + move.num_elements
                 pieces.append((move, piece))
-            if target.is_ghost:
-                results[i] = ghost_storage(target.shape, self.dtype, self.world.device)
+            if target.is_placeholder:
+                results[i] = new_placeholder(target.shape, self.dtype, self.world.device)
             else:
                 results[i] = assemble(plan, pieces, target, self.dtype, self.world.device)
         sent = sum(plan.bytes_sent.get(rank, 0) for plan in self.plans)
@@ -278,7 +278,7 @@ class _Flight:
         self._sums = []
         for i, (plan, (_, target)) in enumerate(zip(self.plans, self.pairs, strict=True)):
             if plan.kind == "all-reduce" and i not in results:  # neither holds a term nor gets the sum
-                results[i] = ghost_storage(target.shape, self.dtype, self.world.device)
+                results[i] = new_placeholder(target.shape, self.dtype, self.world.device)
         return results
 
 
@@ -297,8 +297,8 @@ class _BoxMany(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         pairs, world, dtype, tag = ctx.flight
-        if any(source.is_ghost for source, _ in pairs):
-            mark_ghost_leaves(ctx)
+        if any(source.is_placeholder for source, _ in pairs):
+            mark_placeholder_leaves(ctx)
         duals = [(target.dual, source.dual) for source, target in pairs]
         whole = [
             spread_zero(incoming.local_shape, dtype, world.device) if grad is None else grad
@@ -310,11 +310,11 @@ class _BoxMany(torch.autograd.Function):
             for plan in flight.plans:
                 world.tracer.add(world.tracer.site(), "backward", plan, dtype)
         keeps = torch.is_grad_enabled()
-        found = [r if keeps or not out.is_ghost else None for r, (_, out) in zip(results, duals, strict=True)]
+        found = [r if keeps or not out.is_placeholder else None for r, (_, out) in zip(results, duals, strict=True)]
         return (None, None, *found)
 
 
 def _room_for(target: Spec, flight: _Flight) -> torch.Tensor:
-    if target.is_ghost:
-        return ghost_storage(target.shape, flight.dtype, flight.world.device)
+    if target.is_placeholder:
+        return new_placeholder(target.shape, flight.dtype, flight.world.device)
     return torch.empty(target.local_shape, dtype=flight.dtype, device=flight.world.device)

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from workbench.errors import LayoutError
 from workbench.tensors.boxing.box import box
 from workbench.tensors.global_tensor import GlobalTensor, local_torch
-from workbench.tensors.ops.ghost import ghost_in_place
+from workbench.tensors.ops.placeholder_calls import write_placeholder
 from workbench.tensors.ops.registry import fold_name
 
 _ALIASING = """
@@ -33,7 +33,7 @@ ALIASING = frozenset(_ALIASING.split())
 PERHAPS_ALIASING = frozenset(["reshape", "reshape_as", "flatten", "ravel", "contiguous"])
 """Functions whose result may: it depends on strides."""
 _REACH_BASE = (ALIASING | PERHAPS_ALIASING) - {"detach", "get:data"}
-"""Functions through whose results a ghost is told of writes."""
+"""Functions through whose results a placeholder is told of writes."""
 
 
 @dataclass(slots=True)
@@ -141,12 +141,12 @@ def remember_copies(local: Any, name: str, base: GlobalTensor, boxed: GlobalTens
     return result
 
 
-def remember_ghost_base(name: str, base: GlobalTensor, result: Any) -> None:
-    """Views of a ghost share no storage with it: writing to one has to be told to the other (``ghost_in_place``)."""
+def remember_placeholder_base(name: str, base: GlobalTensor, result: Any) -> None:
+    """Remember the base of a placeholder's views: they share no storage, so ``write_placeholder`` updates the base."""
     if name in _REACH_BASE:
         for leaf in tree_leaves(result):
             if isinstance(leaf, GlobalTensor):
-                leaf.__dict__["_ghost_base"] = base.__dict__.get("_ghost_base", base)
+                leaf.__dict__["_placeholder_base"] = base.__dict__.get("_placeholder_base", base)
 
 
 def _put(base: GlobalTensor, place: Any, value: GlobalTensor) -> None:
@@ -214,8 +214,8 @@ def _bring_up_to_date(view: BoxedView) -> None:
         return
     root = view if view._root is None else view._root
     fresh = box(origin.fetch(), root._spec.layout)
-    if root._spec.is_ghost:
-        ghost_in_place(root, [root, fresh])
+    if root._spec.is_placeholder:
+        write_placeholder(root, [root, fresh])
     else:
         with local_torch():
             root.copy_(fresh)

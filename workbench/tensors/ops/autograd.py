@@ -19,7 +19,7 @@ from workbench.core.sbp import Partial, broadcast
 from workbench.errors import LayoutError
 from workbench.tensors.boxing.box import box
 from workbench.tensors.conversion import enter_as_broadcast, leave
-from workbench.tensors.global_tensor import GlobalTensor, ghost_like, ghost_storage, label, local_torch
+from workbench.tensors.global_tensor import GlobalTensor, local_torch, new_placeholder, placeholder_like, wrap
 from workbench.tensors.ops.registry import EXACT, handler
 
 
@@ -38,8 +38,8 @@ def seed_of(loss: Any, gradient: Any) -> torch.Tensor | None:
             raise RuntimeError(
                 f"grad can be implicitly created only for scalar outputs, but this one has shape {tuple(spec.shape)}"
             )
-        if spec.is_ghost:
-            return ghost_storage(spec.shape, loss.dtype, spec.world.device)
+        if spec.is_placeholder:
+            return new_placeholder(spec.shape, loss.dtype, spec.world.device)
         with local_torch():
             one = 1.0 / spec.layout.num_replicas
             return torch.full(spec.local_shape, one, dtype=loss.dtype, device=spec.world.device)
@@ -53,8 +53,8 @@ def seed_of(loss: Any, gradient: Any) -> torch.Tensor | None:
         gradient = enter_as_broadcast(gradient, spec.world, spec.layout)
     gradient = box(gradient, whole)
     with local_torch():
-        if spec.is_ghost and not gradient.requires_grad:
-            return ghost_storage(spec.shape, loss.dtype, spec.world.device)
+        if spec.is_placeholder and not gradient.requires_grad:
+            return new_placeholder(spec.shape, loss.dtype, spec.world.device)
         return (gradient / spec.layout.num_replicas).as_subclass(torch.Tensor)
 
 
@@ -71,7 +71,7 @@ def _plain_seed(loss: Any, gradient: Any) -> torch.Tensor | None:
 
 @handler("backward")
 def backward(func: Any, args: Any, kwargs: Any) -> None:
-    """``loss.backward()`` and ``torch.autograd.backward``; every rank calls it, with a ghost loss too."""
+    """``loss.backward()`` and ``torch.autograd.backward``; every rank calls it, with a placeholder loss too."""
     names: tuple[str, ...] = ("tensors", "grad_tensors", "retain_graph", "create_graph", "grad_variables", "inputs")
     if func is torch.Tensor.backward:
         names = ("tensors", "gradient", "retain_graph", "create_graph", "inputs")
@@ -147,21 +147,21 @@ def grad(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
 
 
 class _Reached:
-    """Which inputs a backward has come to. The gradient of a ghost is None even then, so hooks take note."""
+    """Which inputs a backward has come to. The gradient of a placeholder is None even then, so hooks take note."""
 
     def __init__(self, inputs: list[Any]) -> None:
         self.inputs = inputs
-        self.ghosts: set[int] = set()
+        self.placeholders: set[int] = set()
         self.handles: list[Any] = []
         for number, tensor in enumerate(inputs):
-            if isinstance(tensor, GlobalTensor) and tensor._spec.is_ghost:
+            if isinstance(tensor, GlobalTensor) and tensor._spec.is_placeholder:
                 with local_torch():
                     if tensor.requires_grad:
                         self.handles.append(tensor.register_hook(self._note(number)))
 
     def _note(self, number: int) -> Any:
         def note(grad: Any) -> None:
-            self.ghosts.add(number)
+            self.placeholders.add(number)
 
         return note
 
@@ -175,9 +175,9 @@ class _Reached:
         if not isinstance(tensor, GlobalTensor):
             return value
         if value is None:
-            return ghost_like(tensor, tensor._spec.dual) if number in self.ghosts else None
+            return placeholder_like(tensor, tensor._spec.dual) if number in self.placeholders else None
         with local_torch():
-            return label(value.view_as(value).as_subclass(torch.Tensor), tensor._spec.dual)
+            return wrap(value.view_as(value).as_subclass(torch.Tensor), tensor._spec.dual)
 
 
 def _listed(value: Any) -> list[Any]:

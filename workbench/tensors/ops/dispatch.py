@@ -21,12 +21,18 @@ from workbench.core.placement import Placement
 from workbench.core.sbp import Split, broadcast
 from workbench.tensors.boxing.box import box_implicitly, form_on
 from workbench.tensors.conversion import enter_as_broadcast
-from workbench.tensors.global_tensor import GlobalTensor, Spec, is_below_autograd, label, local_torch
-from workbench.tensors.ops.aliasing import remember_copies, remember_ghost_base
+from workbench.tensors.global_tensor import GlobalTensor, Spec, is_below_autograd, local_torch, wrap
+from workbench.tensors.ops.aliasing import remember_copies, remember_placeholder_base
 from workbench.tensors.ops.fallback import FallbackWarning, cached_infos, run_fallback
-from workbench.tensors.ops.ghost import TENSOR, autocast_state, ghost_in_place, ghost_outputs, recipe_of
 from workbench.tensors.ops.keys import PARAMETER, key_of
 from workbench.tensors.ops.out import call_with_out
+from workbench.tensors.ops.placeholder_calls import (
+    TENSOR,
+    autocast_state,
+    placeholder_outputs,
+    recipe_of,
+    write_placeholder,
+)
 from workbench.tensors.ops.plain_target import write_to_plain, writes_to_plain
 from workbench.tensors.ops.planning import Plan, bind, make_plan, operands_of
 from workbench.tensors.ops.refusals import check_plan, plain_operand_text, refuse_two_placements
@@ -87,7 +93,7 @@ def call_by_plan(  # noqa: C901 - the hot path: calls cost more than branches
             out.__class__ = GlobalTensor
             out._spec = plan.out
             return out
-        return _relabel(out, plan.out)
+        return _wrap_result(out, plan.out)
     if plan is None:
         if writes_to_plain(func, args):
             return write_to_plain(func, args, kwargs or {})
@@ -227,18 +233,18 @@ def _run(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
         return run_fallback(plan, func, args, kwargs)
     given = (args, kwargs)
     args, kwargs, operands = _box_operands(plan, *bind(plan.name.folded, args, kwargs))
-    if operands[0]._spec.is_ghost:
+    if operands[0]._spec.is_placeholder:
         for _ in range(plan.num_tags):
             plan.world.next_tag()
-        result = _run_on_ghost(plan, func, args, kwargs, operands)
+        result = _run_on_placeholders(plan, func, args, kwargs, operands)
         if not plan.name.in_place and not plan.num_tags:
-            remember_ghost_base(plan.name.folded, operands[0], result)
+            remember_placeholder_base(plan.name.folded, operands[0], result)
     else:
         with local_torch():
             result = plan.local(*args, **kwargs)
         if plan.name.in_place:
             return operands[0]
-        result = _label_all(result, plan.outputs)
+        result = _wrap_all(result, plan.outputs)
     if plan.copies_view:
         return remember_copies(plan.local, plan.name.folded, operands_of(*given)[0], operands[0], result)
     return result
@@ -263,16 +269,16 @@ def _box_operands(plan: Plan, args: Any, kwargs: Any) -> tuple[Any, Any, list[Gl
     return args, kwargs, [leaf for leaf in leaves if isinstance(leaf, GlobalTensor)]
 
 
-def _run_on_ghost(plan: Plan, func: Any, args: Any, kwargs: Any, operands: list[GlobalTensor]) -> Any:
+def _run_on_placeholders(plan: Plan, func: Any, args: Any, kwargs: Any, operands: list[GlobalTensor]) -> Any:
     if plan.name.in_place:
-        return ghost_in_place(operands[0], operands, func, args, kwargs)
+        return write_placeholder(operands[0], operands, func, args, kwargs)
     infos, structure, leaves = _infos_of(plan, func, args, kwargs, operands)
     outputs = plan.outputs
     assert outputs is not None
-    results = ghost_outputs(infos, operands, outputs, plan.world.device, recipe_of(func, args, kwargs))
+    results = placeholder_outputs(infos, operands, outputs, plan.world.device, recipe_of(func, args, kwargs))
     if structure.is_leaf() and leaves[0] is TENSOR:
-        return label(results[0], outputs[0])
-    labelled = iter(label(result, spec) for result, spec in zip(results, outputs, strict=True))
+        return wrap(results[0], outputs[0])
+    labelled = iter(wrap(result, spec) for result, spec in zip(results, outputs, strict=True))
     return tree_unflatten([next(labelled) if leaf is TENSOR else leaf for leaf in leaves], structure)
 
 
@@ -286,16 +292,16 @@ def _infos_of(plan: Plan, func: Any, args: Any, kwargs: Any, operands: list[Glob
     return plan.infos[key]
 
 
-def _label_all(result: Any, specs: list[Spec]) -> Any:
+def _wrap_all(result: Any, specs: list[Spec]) -> Any:
     if isinstance(result, torch.Tensor):
-        return _relabel(result, specs[0])
+        return _wrap_result(result, specs[0])
     leaves, structure = tree_flatten(result)
     remaining = iter(specs)
-    labelled = [_relabel(leaf, next(remaining)) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    labelled = [_wrap_result(leaf, next(remaining)) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     return tree_unflatten(labelled, structure)
 
 
-def _relabel(result: torch.Tensor, spec: Spec) -> GlobalTensor:
+def _wrap_result(result: torch.Tensor, spec: Spec) -> GlobalTensor:
     """Label a result. One that is an operand itself (``contiguous()`` of what is contiguous) becomes a new object.
 
     Whether torch returns the operand depends on this rank's strides, and boxed forms are remembered by object: ranks
@@ -304,7 +310,7 @@ def _relabel(result: torch.Tensor, spec: Spec) -> GlobalTensor:
     if type(result) is GlobalTensor:
         with local_torch():
             result = result.view_as(result)
-    return label(result, spec)
+    return wrap(result, spec)
 
 
 GlobalTensor.dispatch = staticmethod(dispatch)

@@ -12,18 +12,18 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from workbench.core.boxing import plan_boxing
 from workbench.core.layout import Layout
 from workbench.tensors.boxing.box import box, box_implicitly
-from workbench.tensors.global_tensor import GlobalTensor, label, local_torch, spec_of
+from workbench.tensors.global_tensor import GlobalTensor, local_torch, spec_of, wrap
 from workbench.tensors.ops.aliasing import remember_copies
-from workbench.tensors.ops.ghost import (
+from workbench.tensors.ops.keys import key_of
+from workbench.tensors.ops.placeholder_calls import (
     TENSOR,
     autocast_state,
-    ghost_in_place,
-    ghost_outputs,
     infer_outputs,
     outputs_info,
+    placeholder_outputs,
     recipe_of,
+    write_placeholder,
 )
-from workbench.tensors.ops.keys import key_of
 from workbench.tensors.ops.planning import Plan, itemsize_of
 from workbench.tensors.ops.reading import everywhere
 from workbench.tensors.ops.registry import Name
@@ -53,9 +53,9 @@ def run_fallback(plan: Plan, func: Callable[..., Any], args: Any, kwargs: Any) -
     layout = whole[0]._spec.layout
     infos = None
     if layout.placement.num_ranks < plan.world.world_size:  # so that the others, too, know what comes back
-        infos = _infos_for_ghosts(plan, func, args, kwargs, whole)
-    if whole[0]._spec.is_ghost:
-        result = _ghosts(infos, plan, func, args, kwargs, whole)
+        infos = _infos_for_placeholders(plan, func, args, kwargs, whole)
+    if whole[0]._spec.is_placeholder:
+        result = _placeholders(infos, plan, func, args, kwargs, whole)
     else:
         with local_torch():
             result = func(*args, **kwargs)
@@ -82,12 +82,12 @@ def _key(func: Callable[..., Any], args: Any, kwargs: Any, operands: Sequence[Gl
     return (func, key_of(args), key_of(kwargs), flags, torch.is_grad_enabled(), autocast_state())
 
 
-def _infos_for_ghosts(
+def _infos_for_placeholders(
     plan: Plan, func: Callable[..., Any], args: Any, kwargs: Any, whole: Sequence[GlobalTensor]
 ) -> Any:
     """What comes back, as every rank of the world knows it: from shapes, or, where it depends on data, from values.
 
-    Owners and ghosts decide alike, because the values are a boxing to all ranks.
+    Owners and placeholders decide alike, because the values are a boxing to all ranks.
     """
     if not plan.depends_on_data:
         try:
@@ -114,12 +114,12 @@ def _infos_for_ghosts(
     return outputs_info(result, [values[id(leaf)] for leaf in whole])
 
 
-def _ghosts(infos: Any, plan: Plan, func: Any, args: Any, kwargs: Any, whole: list[GlobalTensor]) -> Any:
+def _placeholders(infos: Any, plan: Plan, func: Any, args: Any, kwargs: Any, whole: list[GlobalTensor]) -> Any:
     layout, (outputs, structure, leaves) = whole[0]._spec.layout, infos
     specs = [spec_of(plan.world, layout, shape) for shape, _, _ in outputs]
     recipe = None if plan.depends_on_data else recipe_of(func, args, kwargs)
-    ghosts = ghost_outputs(outputs, whole, specs, plan.world.device, recipe)
-    results = iter(label(r, s) for r, s in zip(ghosts, specs, strict=True))
+    placeholders = placeholder_outputs(outputs, whole, specs, plan.world.device, recipe)
+    results = iter(wrap(r, s) for r, s in zip(placeholders, specs, strict=True))
     return tree_unflatten([next(results) if leaf is TENSOR else leaf for leaf in leaves], structure)
 
 
@@ -132,13 +132,13 @@ def _in_place(plan: Plan, func: Callable[..., Any], args: Any, kwargs: Any) -> A
     spec = target._spec
     whole = box(target, spec.layout.broadcast(), plan.name.folded)
     with local_torch():
-        copy = label(whole.clone(), whole._spec)
+        copy = wrap(whole.clone(), whole._spec)
     run_fallback(
         Plan(None, plan.targets, None, None, func, Name(plan.name.folded), plan.world), func, (copy, *args[1:]), kwargs
     )
     result = box(copy, spec.layout, plan.name.folded)
-    if spec.is_ghost:
-        return ghost_in_place(target, [target, result], torch.Tensor.copy_, (target, result))
+    if spec.is_placeholder:
+        return write_placeholder(target, [target, result], torch.Tensor.copy_, (target, result))
     with local_torch():
         target.copy_(result)
     return target
@@ -181,5 +181,5 @@ def _label_broadcast(
                 leaf = leaf.clone()
             elif type(leaf) is not torch.Tensor:
                 leaf = leaf.view_as(leaf)
-            leaves[position] = label(leaf, spec_of(world, layout, tuple(leaf.shape)))
+            leaves[position] = wrap(leaf, spec_of(world, layout, tuple(leaf.shape)))
     return tree_unflatten(leaves, structure)

@@ -1,7 +1,7 @@
 """Hooks of tensors and modules: they see global gradients, and what they return is boxed back to the dual layout.
 
-A rank's own gradient may be one term of a sum, which no hook should see. On a ghost the hook runs too, on a ghost of
-the gradient, so that what it communicates is communicated by all ranks.
+A rank's own gradient may be one term of a sum, which no hook should see. On a placeholder the hook runs too, on a
+placeholder of the gradient, so that what it communicates is communicated by all ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,14 @@ from workbench.core.layout import Layout
 from workbench.errors import LayoutError
 from workbench.tensors.boxing.box import box
 from workbench.tensors.conversion import enter_as_broadcast
-from workbench.tensors.global_tensor import GlobalTensor, Spec, ghost_storage, label, local_torch, mark_ghost_leaves
+from workbench.tensors.global_tensor import (
+    GlobalTensor,
+    Spec,
+    local_torch,
+    mark_placeholder_leaves,
+    new_placeholder,
+    wrap,
+)
 from workbench.tensors.ops.registry import handler
 from workbench.tensors.world import World
 
@@ -35,13 +42,13 @@ class GradientDoor:
         """The labelled gradient; None where there is none on any rank."""
         spec = self.spec.dual
         if local is None:
-            is_ghost = spec.is_ghost
-            return label(ghost_storage(spec.shape, self.dtype, spec.world.device), spec) if is_ghost else None
+            is_placeholder = spec.is_placeholder
+            return wrap(new_placeholder(spec.shape, self.dtype, spec.world.device), spec) if is_placeholder else None
         with local_torch():
-            return label(local.view_as(local).as_subclass(torch.Tensor), spec)
+            return wrap(local.view_as(local).as_subclass(torch.Tensor), spec)
 
     def take(self, result: Any, local: torch.Tensor | None) -> torch.Tensor | None:
-        """What a hook returned, as this rank's gradient; autograd takes none in place of a ghost's None."""
+        """What a hook returned, as this rank's gradient; autograd takes none in place of a placeholder's None."""
         if result is None:
             return None
         if tuple(result.shape) != tuple(self.spec.shape):
@@ -131,16 +138,16 @@ def hooks_of(parameter: GlobalTensor) -> list[Any]:
 
 @handler("retain_grad")
 def retain_grad(func: Any, args: Any, kwargs: Any) -> None:
-    """``tensor.retain_grad()``; a ghost takes note that its owner has a gradient."""
+    """``tensor.retain_grad()``; a placeholder takes note that its owner has a gradient."""
     tensor = args[0]
     with local_torch():
-        if tensor._spec.is_ghost and tensor.requires_grad and not tensor.is_leaf:
+        if tensor._spec.is_placeholder and tensor.requires_grad and not tensor.is_leaf:
             reference = weakref.ref(tensor)
 
             def note(local: torch.Tensor | None) -> None:
-                ghost = reference()
-                if ghost is not None and ghost._ghost_grad is False:
-                    ghost._ghost_grad = True
+                placeholder = reference()
+                if placeholder is not None and placeholder._placeholder_grad is False:
+                    placeholder._placeholder_grad = True
 
             tensor.register_hook(note)
         func(tensor)
@@ -157,7 +164,7 @@ class _HookPoint(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        mark_ghost_leaves(ctx)
+        mark_placeholder_leaves(ctx)
         return grads
 
 
@@ -197,7 +204,7 @@ class GlobalBackwardHook(BackwardHook):
         changed = list(args)
         for position, tensor in zip(positions, passed, strict=True):
             original = args[position]
-            changed[position] = label(tensor, original._spec) if isinstance(original, GlobalTensor) else tensor
+            changed[position] = wrap(tensor, original._spec) if isinstance(original, GlobalTensor) else tensor
         return (tuple(changed) if type(args) is tuple else type(args)(*changed)), positions
 
     def _seeing_globals(self, hook: Callable[..., Any]) -> Callable[..., Any]:

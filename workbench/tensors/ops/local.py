@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from workbench.core.layout import Layout, Shape
 from workbench.core.sbp import Partial, broadcast
 from workbench.tensors.boxing.box import box_implicitly
-from workbench.tensors.global_tensor import GlobalTensor, label, local_torch, spec_of
-from workbench.tensors.ops.ghost import ghost_outputs
+from workbench.tensors.global_tensor import GlobalTensor, local_torch, spec_of, wrap
+from workbench.tensors.ops.placeholder_calls import placeholder_outputs
 
 
 def local_call(
@@ -30,14 +30,14 @@ def local_call(
     world = operands[0]._spec.world
     spec = spec_of(world, layout, shape)
     with local_torch():
-        if spec.is_ghost:
+        if spec.is_placeholder:
             needs_grad = torch.is_grad_enabled() and dtype.is_floating_point and any(t.requires_grad for t in boxed)
-            result = ghost_outputs([(shape, dtype, needs_grad)], boxed, [spec], world.device)[0]
+            result = placeholder_outputs([(shape, dtype, needs_grad)], boxed, [spec], world.device)[0]
         else:
             result = function(*boxed)
             if type(result) is GlobalTensor:
                 result = result.view_as(result)
-    return label(result, spec)
+    return wrap(result, spec)
 
 
 def whole(tensor: Any) -> GlobalTensor:

@@ -16,9 +16,9 @@ from workbench.core.sbp import Partial
 from workbench.errors import LayoutError, SbpError
 from workbench.tensors.boxing.box import box, box_implicitly
 from workbench.tensors.conversion import enter_as_broadcast
-from workbench.tensors.global_tensor import GlobalTensor, Spec, ghost_storage, label, local_torch, spec_of
-from workbench.tensors.ops.ghost import TENSOR, autocast_state, ghost_outputs, infer_outputs
+from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, new_placeholder, spec_of, wrap
 from workbench.tensors.ops.keys import key_of
+from workbench.tensors.ops.placeholder_calls import TENSOR, autocast_state, infer_outputs, placeholder_outputs
 from workbench.tensors.ops.refusals import plain_operand_text, refuse_two_placements
 
 
@@ -206,8 +206,8 @@ class _Mapping:
             spec = leaf._spec
             shape = spec.layout.local_shape(spec.shape, rank)
             with local_torch():
-                local = ghost_storage(shape, leaf.dtype, spec.world.device).requires_grad_(leaf.requires_grad)
-                return label(local, spec_of(spec.world, spec.layout.broadcast(), shape))
+                local = new_placeholder(shape, leaf.dtype, spec.world.device).requires_grad_(leaf.requires_grad)
+                return wrap(local, spec_of(spec.world, spec.layout.broadcast(), shape))
 
         try:
             metas, meta_kwargs = tree_map(stand_in, (args, kwargs))
@@ -249,13 +249,13 @@ class _Mapping:
     def _run(self, args: Any, kwargs: Any, operands: list[GlobalTensor], structure: Any, results: Any) -> Any:
         specs = [spec for spec, _, _ in results]
         world = specs[0].world
-        if specs[0].is_ghost:
+        if specs[0].is_placeholder:
             infos = [(spec.shape, dtype, links) for spec, dtype, links in results]
-            locals_ = ghost_outputs(infos, operands, specs, world.device)
+            locals_ = placeholder_outputs(infos, operands, specs, world.device)
         else:
             locals_ = tree_leaves(self.function(*tree_map(_plain_alias, args), **kwargs))
             self._check_shards(locals_, specs)
-        return tree_unflatten([label(t, spec) for t, spec in zip(locals_, specs, strict=True)], structure)
+        return tree_unflatten([wrap(t, spec) for t, spec in zip(locals_, specs, strict=True)], structure)
 
     def _check_shards(self, locals_: list[Any], specs: list[Spec]) -> None:
         shapes = [tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__ for value in locals_]
@@ -326,7 +326,7 @@ class _GradientLayout(torch.autograd.Function):
         spec = ctx.spec
         with local_torch():
             source = spec_of(spec.world, ctx.declared, spec.shape)
-            gradient = box(label(grads[0].view_as(grads[0]), source), spec.layout.dual(), "in_grad_sbp")
+            gradient = box(wrap(grads[0].view_as(grads[0]), source), spec.layout.dual(), "in_grad_sbp")
             return gradient.as_subclass(torch.Tensor), None, None
 
 
@@ -343,7 +343,7 @@ def _with_gradient(tensor: GlobalTensor, declared: Any, where: str) -> GlobalTen
     with local_torch():
         if not (tensor.requires_grad and torch.is_grad_enabled()):
             return tensor
-        return label(_GradientLayout.apply(tensor, spec, layout), spec)
+        return wrap(_GradientLayout.apply(tensor, spec, layout), spec)
 
 
 __all__ = ["local_map"]

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 from workbench.tensors.boxing.box import box
 from workbench.tensors.conversion import enter_as_broadcast
 from workbench.tensors.global_tensor import GlobalTensor, local_torch
-from workbench.tensors.ops.ghost import ghost_in_place
+from workbench.tensors.ops.placeholder_calls import write_placeholder
 from workbench.tensors.ops.refusals import refuse_out
 from workbench.tensors.ops.registry import FILLERS
 
@@ -84,8 +84,8 @@ def _write(target: GlobalTensor, value: Any) -> None:
     if not isinstance(value, GlobalTensor):
         value = enter_as_broadcast(value, spec.world, spec.layout)
     boxed = box(value, spec.layout, "out=")
-    if spec.is_ghost:
-        ghost_in_place(target, [target])
+    if spec.is_placeholder:
+        write_placeholder(target, [target])
         return
     with local_torch():
         target.copy_(boxed)

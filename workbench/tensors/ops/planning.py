@@ -14,7 +14,7 @@ from workbench.core.rules import Equation, Operand, Signature, choose, signature
 from workbench.core.sbp import Partial, Split, partial_sum
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, spec_of
 from workbench.tensors.ops.aliasing import ALIASING, PERHAPS_ALIASING
-from workbench.tensors.ops.ghost import infer_outputs
+from workbench.tensors.ops.placeholder_calls import infer_outputs
 from workbench.tensors.ops.registry import PARAMETERS, RULES, Call, Name, Resolution, fold_name
 from workbench.tensors.ops.weight_gradients import split_backward
 from workbench.tensors.world import World
@@ -42,7 +42,7 @@ class Plan:
         lies_right: whether all operands lie in ``targets`` already.
         copies_view: whether the function gives a view on one device, but had to copy here.
         depends_on_data: whether the shapes of the operands do not tell those of the results.
-        infos: what ghosts know of the results, by the operands' dtypes, by which of them learn, and by modes.
+        infos: what placeholders know of the results, by the operands' dtypes, by which of them learn, and by modes.
     """
 
     out: Spec | None
@@ -149,7 +149,9 @@ def _plan_by_rule(
     stays = num_tags == 0 and inputs[0] is call.operands[0]._spec
     copies_view = not stays and not name.in_place and name.folded in ALIASING | PERHAPS_ALIASING
     lies_right = all(spec is operand._spec for spec, operand in zip(inputs, call.operands, strict=True))
-    is_direct = returns_tensor and not copies_view and not name.in_place and not outputs[0].is_ghost and lies_right
+    is_direct = (
+        returns_tensor and not copies_view and not name.in_place and not outputs[0].is_placeholder and lies_right
+    )
     positions = tuple(i for i, arg in enumerate(call.args) if isinstance(arg, GlobalTensor))
     stands_bare = len(positions) == len(call.operands)
     return Plan(

@@ -14,7 +14,7 @@ from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.core.sbp import Broadcast, Sbp, Split, broadcast, partial_sum
 from workbench.tensors import methods  # noqa: F401 - completes GlobalTensor
-from workbench.tensors.global_tensor import GlobalTensor, label, local_torch, spec_of
+from workbench.tensors.global_tensor import GlobalTensor, local_torch, spec_of, wrap
 from workbench.tensors.ops.planning import bind
 from workbench.tensors.ops.registry import Name, fold_name
 from workbench.tensors.world import Simulated, World
@@ -112,5 +112,5 @@ def _enter(value: Any, entry: Sbp, world: World) -> Any:
         return value
     fits = value.dim() > 0 if isinstance(entry, Split) else isinstance(entry, Broadcast) or value.is_floating_point()
     layout = Layout(Placement.of("cpu", [0]), (entry if fits else broadcast,))
-    tensor = label(value.detach().clone(), spec_of(world, layout, tuple(value.shape)))
+    tensor = wrap(value.detach().clone(), spec_of(world, layout, tuple(value.shape)))
     return tensor.requires_grad_() if value.is_floating_point() else tensor

@@ -14,8 +14,8 @@ from workbench.core.boxing import plan_boxing
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.core.sbp import Broadcast, Partial, Sbp, Split, broadcast, dual, partial_sum
-from workbench.tensors.global_tensor import label, local_torch, spec_of
-from workbench.tensors.ops.ghost import infer_outputs
+from workbench.tensors.global_tensor import local_torch, spec_of, wrap
+from workbench.tensors.ops.placeholder_calls import infer_outputs
 from workbench.tensors.ops.planning import Plan, candidates_of, make_plan
 from workbench.tensors.ops.registry import COMPOSITES, RULES, Call
 from workbench.tensors.proof.cut import cut, mismatch
@@ -175,7 +175,7 @@ class _Search:
     def _labelled(self, rank: int, inputs: Entries, shards: list[Any]) -> list[Any]:
         """Global tensors over the shards of one rank."""
         return [
-            label(of_ranks[rank], spec_of(self.worlds[rank], self._layout(entry), shape))
+            wrap(of_ranks[rank], spec_of(self.worlds[rank], self._layout(entry), shape))
             for of_ranks, entry, shape in zip(shards, inputs, self.shapes, strict=True)
         ]
 

@@ -1,8 +1,9 @@
 """``torch.utils.checkpoint`` on global tensors: recomputation begins at the same point of the backward on every rank.
 
 torch recomputes when a rank first needs a saved tensor, and stops when it has all it needs. Ranks need different ones
-(a ghost needs none), so one would recompute, with its boxings, while another goes on. Here a saved token (the pin)
-stands before everything that the function saves, the last nodes of the function ask for it, and nothing stops early.
+(a placeholder needs none), so one would recompute, with its boxings, while another goes on. Here a saved token (the
+pin) stands before everything that the function saves, the last nodes of the function ask for it, and nothing stops
+early.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from workbench.tensors.global_tensor import GlobalTensor, Spec, label, local_torch
+from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, wrap
 from workbench.tensors.world import World, joined
 
 _original: Callable[..., Any] = torch_checkpoint.checkpoint.__wrapped__  # type: ignore[attr-defined]
@@ -101,7 +102,7 @@ def _labelled(specs: list[tuple[Spec, bool] | None], args: Any, kwargs: Any) -> 
         if known is not None and type(leaf) is torch.Tensor:
             spec, was_leaf = known
             found = leaf.detach().requires_grad_(leaf.requires_grad)
-            leaves[position] = label(found if was_leaf else found.view_as(found), spec)
+            leaves[position] = wrap(found if was_leaf else found.view_as(found), spec)
     return tree_unflatten(leaves, structure)
 
 

@@ -14,19 +14,19 @@ import torch
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.errors import LayoutError
-from workbench.tensors.global_tensor import DERIVED, GlobalTensor, ghost_storage, label, local_torch, plain, spec_of
+from workbench.tensors.global_tensor import DERIVED, GlobalTensor, local_torch, new_placeholder, plain, spec_of, wrap
 from workbench.tensors.world import current
 
 _NOT_COPIED = (
-    "_spec", "_is_param", "_is_grad", "_has_twin", "_ghost_grad", "_ghost_grad_before", "_grad_spec", "_owner",
-    "_shard", "_watcher", *DERIVED,
+    "_spec", "_is_param", "_is_grad", "_has_twin", "_placeholder_grad", "_placeholder_grad_before", "_grad_spec",
+    "_owner", "_shard", "_watcher", *DERIVED,
 )  # fmt: skip
 
 
 def shallow_copy(tensor: GlobalTensor) -> GlobalTensor:
     """``copy.copy``: another object over the same storage."""
     with torch.no_grad():
-        made: Any = label(plain(tensor), tensor._spec)
+        made: Any = wrap(plain(tensor), tensor._spec)
     _finish(made, tensor, _own_attributes(tensor))
     return made
 
@@ -47,7 +47,7 @@ def deep_copy(tensor: GlobalTensor, memo: dict[int, Any]) -> GlobalTensor:
             )
     local = plain(tensor)
     memo.setdefault(id(memo), []).append(local)  # deepcopy remembers ids, so what has them must stay
-    made = label(copy.deepcopy(local, memo), tensor._spec)
+    made = wrap(copy.deepcopy(local, memo), tensor._spec)
     memo[id(tensor)] = made
     _finish(made, tensor, copy.deepcopy(_own_attributes(tensor), memo))
     grad = None if tensor._is_param else tensor.grad  # torch's own parameters leave theirs behind
@@ -72,7 +72,7 @@ def reduce(tensor: GlobalTensor, protocol: Any) -> tuple[Any, ...]:
     """What pickle stores: the shard, its layout as text, and which rank of how many it belongs to."""
     spec = tensor._spec
     with local_torch():
-        local = plain(tensor) if not spec.is_ghost else torch.empty(0, dtype=tensor.dtype)
+        local = plain(tensor) if not spec.is_placeholder else torch.empty(0, dtype=tensor.dtype)
         needs_grad = tensor.requires_grad
     placement = spec.layout.placement
     return rebuild, (
@@ -115,9 +115,9 @@ def rebuild(
         )
     found = Layout.of(Placement.of(device_type, ranks), sbp)
     spec = spec_of(world, found, tuple(shape))
-    if spec.is_ghost:
-        local = ghost_storage(spec.shape, local.dtype, world.device)
-    made = label(local.detach(), spec)
+    if spec.is_placeholder:
+        local = new_placeholder(spec.shape, local.dtype, world.device)
+    made = wrap(local.detach(), spec)
     made.__dict__.update(attributes)
     if is_parameter:
         made._is_param = True

@@ -42,7 +42,7 @@ _IN_C: dict[Any, Callable[..., Any]] = {
 }
 """Functions of torch that run one operator and parse their arguments in half the time: those that steps are full of."""
 _SETS_UP = {_aten.as_strided_.default}
-"""Operators that say where their first operand lies: needed where that is (ghosts are made so, and hardly used)."""
+"""Operators that set where their first operand lies: skipped unless the operand is used (placeholders seldom are)."""
 _SMALLEST_KEY = 1 << 24
 """Keys are 63 random bits, so an integer argument that equals one is one."""
 
@@ -58,7 +58,7 @@ class Recorder(TorchDispatchMode):
     Attributes:
         originals: what the step did not make, as it found it; a replay works on the same memory.
         steps: the optimizers' steps.
-        ghosts: leaves of other ranks that have got gradients there.
+        placeholders: leaves of other ranks that have got gradients there.
     """
 
     def __init__(self, world: World, inputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
@@ -66,7 +66,7 @@ class Recorder(TorchDispatchMode):
         self.world = world
         self.originals: list[torch.Tensor] = []
         self.steps: list[Step] = []
-        self.ghosts: list[GlobalTensor] = []
+        self.placeholders: list[GlobalTensor] = []
         self._slots: Any = WeakTensorKeyDictionary()
         # What the step made, by memory and place; None for memory that was there before. A weak reference keeps the
         # address of a memory from being another one's.
@@ -117,7 +117,7 @@ class Recorder(TorchDispatchMode):
             self._is_paused -= 1
 
     def depends_on(self, tensor: torch.Tensor) -> None:
-        """A replay is void if this tensor's memory has moved: the step works on it under another label."""
+        """A replay is void if this tensor's memory has moved: the step works on it with another spec."""
         self.originals.append(tensor)
 
     # ---- what is called as a whole
@@ -225,7 +225,7 @@ class Recorder(TorchDispatchMode):
     def _check_leftovers(self, known: set[Slot]) -> None:
         known |= {self._slots[tensor] for tensor in self._inputs} | self.program.constants.keys()
         gc.collect()  # graphs and their functions may hold one another
-        made = [tensor for tensor, slot in self._slots.items() if slot not in known and not _is_ghost(tensor)]
+        made = [tensor for tensor, slot in self._slots.items() if slot not in known and not _is_placeholder(tensor)]
         kept = _referred_to(made)
         if kept:
             with local_torch():
@@ -331,9 +331,9 @@ def _place_of(tensor: torch.Tensor) -> Any:
     return tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
-def _is_ghost(tensor: torch.Tensor) -> bool:
-    """Of a ghost there is nothing to renew."""
-    return isinstance(tensor, GlobalTensor) and tensor._spec.is_ghost
+def _is_placeholder(tensor: torch.Tensor) -> bool:
+    """Of a placeholder there is nothing to renew."""
+    return isinstance(tensor, GlobalTensor) and tensor._spec.is_placeholder
 
 
 def _check_operator(func: Any, args: Any) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from workbench.errors import CaptureError
-from workbench.tensors.global_tensor import GlobalTensor, Spec, label, local_torch, plain
+from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, plain, wrap
 from workbench.tensors.world import World, current
 from workbench.training.capture.circumstances import Circumstances, end_sums
 from workbench.training.capture.gradients import Leaves, held_grad, hold_grad, shard_spec
@@ -63,7 +63,7 @@ class _Recording:
         leaves: of autograd; each with the number of the output that its gradient becomes, and the spec of a shard.
         used_grads: leaves whose gradient the program reads: the last inputs.
         cleared: leaves whose gradient, as it is before a replay, is dropped by the step.
-        ghosts: leaves of other ranks, and whether these have a gradient of theirs when the step ends.
+        placeholders: leaves of other ranks, and whether these have a gradient of theirs when the step ends.
         results: for every leaf of the step's result: whether it is a tensor, and the spec of a global one, or the
             constant itself.
         addresses: what the step works on, and where it lay.
@@ -76,7 +76,7 @@ class _Recording:
     leaves: list[tuple[torch.Tensor, int, Spec | None]]
     used_grads: list[torch.Tensor]
     cleared: list[torch.Tensor]
-    ghosts: list[tuple[GlobalTensor, bool]]
+    placeholders: list[tuple[GlobalTensor, bool]]
     results: list[tuple[bool, Any]]
     structure: TreeSpec
     addresses: list[tuple[torch.Tensor, int]]
@@ -266,11 +266,11 @@ def _record(
         program.inputs = [*program.inputs[: len(inputs)], *(slots[id(leaf)] for leaf in used)]
         cleared = [leaf for leaf, grad in graded if held_grad(leaf) is not grad]
         addresses = [(tensor, tensor.data_ptr()) for tensor in recorder.originals]
-    ghosts = [(leaf, leaf._ghost_grad is not False) for leaf in recorder.ghosts]
+    placeholders = [(leaf, leaf._placeholder_grad is not False) for leaf in recorder.placeholders]
     results = [(True, _spec(part)) if isinstance(part, torch.Tensor) else (False, part) for part in parts]
     made = [(leaf, output, shard_spec(leaf)) for leaf, output in zip(leaves, left, strict=True) if output is not None]
     recording = _Recording(
-        program, program.compile(), made, used, cleared, ghosts, results, result_structure, addresses,
+        program, program.compile(), made, used, cleared, placeholders, results, result_structure, addresses,
         recorder.steps, before.until(world.traffic),
     )  # fmt: skip
     return result, recording
@@ -293,7 +293,7 @@ def _own(leaf: Any) -> Any:
             "the gradient would be left on the one that was recorded. Hand in x.detach(), and return gradients with "
             "torch.autograd.grad."
         )
-    return label(plain(leaf), leaf._spec) if isinstance(leaf, GlobalTensor) else leaf.view_as(leaf)
+    return wrap(plain(leaf), leaf._spec) if isinstance(leaf, GlobalTensor) else leaf.view_as(leaf)
 
 
 def _spec(tensor: torch.Tensor) -> Spec | None:
@@ -308,8 +308,8 @@ def _replay(recording: _Recording, world: World, inputs: Sequence[torch.Tensor])
         made = recording.run(*inputs, *grads)
         for leaf, output, spec in recording.leaves:
             hold_grad(leaf, made[output], spec)
-        for ghost, has_grad in recording.ghosts:
-            ghost._ghost_grad = has_grad
+        for placeholder, has_grad in recording.placeholders:
+            placeholder._placeholder_grad = has_grad
     recording.traffic.add_to(world.traffic)
     values = iter(made)
     parts = [_handed_out(next(values), value) if is_tensor else value for is_tensor, value in recording.results]
@@ -317,4 +317,4 @@ def _replay(recording: _Recording, world: World, inputs: Sequence[torch.Tensor])
 
 
 def _handed_out(value: torch.Tensor, spec: Spec | None) -> torch.Tensor:
-    return value if spec is None else label(value, spec)
+    return value if spec is None else wrap(value, spec)

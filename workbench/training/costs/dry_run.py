@@ -270,7 +270,7 @@ class _Program:
             model, optimizer = self._made(self.strategy)
             with torch.no_grad(), local_torch():
                 for parameter in model.parameters():
-                    is_here = isinstance(parameter, GlobalTensor) and not parameter._spec.is_ghost
+                    is_here = isinstance(parameter, GlobalTensor) and not parameter._spec.is_placeholder
                     if is_here and parameter.requires_grad:
                         parameter.grad = torch.empty_like(plain(parameter))
             world.traffic.reset()

@@ -22,7 +22,7 @@ from workbench.core.placement import Placement
 from workbench.core.route import BoxingRoute, route_boxing
 from workbench.core.sbp import Sbp, broadcast, partial_sum, split
 from workbench.tensors.boxing.box import box_to
-from workbench.tensors.global_tensor import ghost_storage, label, local_torch, spec_of
+from workbench.tensors.global_tensor import local_torch, new_placeholder, spec_of, wrap
 from workbench.tensors.world import Simulated, World, current
 from workbench.training.costs.counting import Counter
 from workbench.training.costs.stopwatch import Stopwatch
@@ -243,9 +243,9 @@ def _boxing(world: World, source: Layout, target: Layout, shape: Any) -> tuple[f
     steps = plan.steps if isinstance(plan, BoxingRoute) else (plan,)
     size = sum(max(*step.bytes_sent.values(), *step.bytes_received.values()) for step in steps)
     with local_torch():
-        make = partial(ghost_storage, shape) if before.is_ghost else partial(torch.zeros, before.local_shape)
+        make = partial(new_placeholder, shape) if before.is_placeholder else partial(torch.zeros, before.local_shape)
         local = make(dtype=torch.float32, device=world.device).requires_grad_()
-    return size, partial(box_to, label(local, before), after, "calibration")
+    return size, partial(box_to, wrap(local, before), after, "calibration")
 
 
 def _sum(world: World, group: list[int], numel: int) -> tuple[float, Callable[[], Any]]:

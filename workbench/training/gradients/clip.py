@@ -59,7 +59,7 @@ def _parts(tensors: Sequence[torch.Tensor], world: World) -> list[tuple[torch.Te
 
     Gradients are summed for whoever needs them next too: the step takes the same sums.
     """
-    present = [t for t in tensors if isinstance(t, GlobalTensor) and not t._spec.is_ghost]
+    present = [t for t in tensors if isinstance(t, GlobalTensor) and not t._spec.is_placeholder]
     owners = {tensor: owner for tensor in present if (owner := owner_of_grad(tensor)) is not None}
     sums = start_reduction(owners.values())()
     others = [t for t in present if t not in owners]
@@ -68,7 +68,7 @@ def _parts(tensors: Sequence[torch.Tensor], world: World) -> list[tuple[torch.Te
     for tensor in tensors:
         if not isinstance(tensor, GlobalTensor):
             parts.append((tensor.detach(), world.rank == 0))
-        elif tensor._spec.is_ghost:
+        elif tensor._spec.is_placeholder:
             parts.append((None, False))
         elif tensor in owners:
             parts.append((sums[owners[tensor]], _counts(state_spec(owners[tensor]))))

@@ -27,7 +27,7 @@ from workbench.errors import LayoutError
 from workbench.tensors import world
 from workbench.tensors.boxing.assembling import slice_region
 from workbench.tensors.boxing.box import box
-from workbench.tensors.global_tensor import GlobalTensor, ghost_storage, label, local_torch, plain, set_reduced_grad
+from workbench.tensors.global_tensor import GlobalTensor, local_torch, new_placeholder, plain, set_reduced_grad, wrap
 from workbench.training.gradients.fused_steps import fuse, unfuse
 from workbench.training.gradients.left_behind import MOVE_STATE, refuse_replaced, refuse_state
 from workbench.training.gradients.overlap import Watcher
@@ -90,7 +90,7 @@ class _Swap:
         self.groups = [list(group["params"]) for group in optimizer.param_groups]
         self.parameters = [p for params in self.groups for p in params if isinstance(p, GlobalTensor)]
         self.specs = [state_spec(p) for p in self.parameters]
-        self.present = [p for p in self.parameters if not p._spec.is_ghost]
+        self.present = [p for p in self.parameters if not p._spec.is_placeholder]
         self.elementwise = is_elementwise(optimizer)
         self.watchers = list({id(w): w for p in self.parameters if (w := Watcher.of(p)) is not None}.values())
         self.is_sharded = any(shard_of(p) is not None for p in self.parameters)
@@ -143,7 +143,7 @@ def _zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
     if not set_to_none or not all(isinstance(p, GlobalTensor) for p in parameters):
         _torch_zero_grad(self, set_to_none)
         return
-    for parameter in parameters:  # torch asks for each gradient first, which takes as long as all else for a ghost
+    for parameter in parameters:  # torch reads each gradient first, which doubles the time of a placeholder
         parameter.grad = None
 
 
@@ -200,7 +200,7 @@ def _is_left_alone(optimizer: Optimizer) -> bool:
 
 def _part(parameter: GlobalTensor) -> torch.Tensor:
     """What this rank's optimizer changes of a parameter: a contiguous plain tensor."""
-    if parameter._spec.is_ghost:
+    if parameter._spec.is_placeholder:
         return parameter
     local: torch.Tensor | None = parameter.__dict__.get("_local_alias")
     if local is not None and parameter.__dict__["_alias_of"] == (parameter.data_ptr(), parameter._spec):
@@ -217,14 +217,14 @@ def _part(parameter: GlobalTensor) -> torch.Tensor:
 def _labelled(parameter: GlobalTensor, local: torch.Tensor, grad: torch.Tensor | None) -> GlobalTensor:
     """A leaf over this rank's part of a parameter, global again, with the reduced gradient in its own layout."""
     spec = state_spec(parameter)
-    if spec.is_ghost:
-        local = ghost_storage(spec.shape, parameter.dtype, spec.world.device)
+    if spec.is_placeholder:
+        local = new_placeholder(spec.shape, parameter.dtype, spec.world.device)
         has_grad = parameter.grad is not None
-        grad = ghost_storage(spec.shape, parameter.dtype, spec.world.device) if has_grad else None
+        grad = new_placeholder(spec.shape, parameter.dtype, spec.world.device) if has_grad else None
     else:
         with local_torch():
             local = local.detach()
-    alias = label(local, spec)
+    alias = wrap(local, spec)
     set_reduced_grad(alias, grad)
     return alias
 
@@ -291,7 +291,7 @@ def _write_back(swap: _Swap, sends: bool) -> None:
     with torch.no_grad(), local_torch():
         for owner, part in swap.pairs:
             shard = shard_of(owner)
-            if shard is None or owner._spec.is_ghost or part.grad is None:
+            if shard is None or owner._spec.is_placeholder or part.grad is None:
                 continue
             place = slice_region(plain(owner), shard.regions[owner._spec.world.rank])
             if place.numel() and place.data_ptr() != part.data_ptr():

@@ -223,7 +223,7 @@ def _once(finish: Finish) -> Finish:
 
 def _is_summed(parameter: GlobalTensor) -> bool:
     with local_torch():
-        return parameter.requires_grad and not parameter._spec.is_ghost and len(parameter._spec.term_ranks) > 1
+        return parameter.requires_grad and not parameter._spec.is_placeholder and len(parameter._spec.term_ranks) > 1
 
 
 def _nbytes(parameter: GlobalTensor) -> int:
@@ -236,7 +236,7 @@ def watch(module: nn.Module, scatters: bool) -> Watcher:
     parameters = [p for p in module.parameters() if isinstance(p, GlobalTensor)]
     for parameter in parameters:
         parameter.__dict__.pop("_grad_spec", None)
-        if scatters and parameter._spec.is_ghost and _has_copies(parameter._spec.layout):
+        if scatters and parameter._spec.is_placeholder and _has_copies(parameter._spec.layout):
             parameter.__dict__["_grad_spec"] = parameter._spec, state_spec(parameter)
     return Watcher(parameters, scatters)
 

@@ -52,8 +52,8 @@ class _Stamped(NamedTuple):
 def start_reduction(parameters: Iterable[GlobalTensor]) -> Finish:
     """Begin to sum the terms of the parameters' gradients over the axes on which a parameter is broadcast.
 
-    All ranks of the parameters' placements call it with the same parameters in the same order; ghosts and parameters
-    without a gradient are left out. Sums that were made already are taken as they are.
+    All ranks of the parameters' placements call it with the same parameters in the same order; placeholders and
+    parameters without a gradient are left out. Sums that were made already are taken as they are.
 
     Returns:
         a function that waits for the sums and gives each parameter's local gradient in the layout of the optimizer's
@@ -246,7 +246,7 @@ def start_write_back(parameters: Iterable[GlobalTensor]) -> Callable[[], None]:
     terms = []
     for parameter in parameters:
         shard = shard_of(parameter)
-        if shard is not None and not parameter._spec.is_ghost:
+        if shard is not None and not parameter._spec.is_placeholder:
             terms.append(Term(parameter, plain(parameter), shard.group, shard))
     started = [_start_gather(bucket) for bucket in cut_into_buckets(terms, BUCKET_BYTES)]
 

@@ -41,7 +41,7 @@ class Shard:
 
     def seen_from(self, of: Spec, spec: Spec, number: Callable[[int], int]) -> Shard:
         """The same shard in a world that gives its ranks other numbers, and so other layouts."""
-        if not self.group or spec.is_ghost:
+        if not self.group or spec.is_placeholder:
             return Shard(of, spec, (), {}, {}, {})
         by_rank = [
             {number(rank): known[rank] for rank in self.group} for known in (self.regions, self.shapes, self.sizes)
@@ -132,7 +132,7 @@ def _balanced(spec: Spec, loads: dict[tuple[int, ...], list[int]]) -> Layout | N
 
 def _shard(spec: Spec, layout: Layout) -> Shard:
     state = spec_of(spec.world, layout, spec.shape)
-    if spec.is_ghost:
+    if spec.is_placeholder:
         return Shard(spec, state, (), {}, {}, {})
     corner = [start for start, _ in spec.layout.region(spec.shape, spec.world.rank)]
     regions = {

@@ -1,8 +1,8 @@
 """Runs one rank's actions of a pipeline table.
 
-A stage runs the whole program of a micro-batch; what is not placed on it is a ghost and costs little. So an action is
-the whole forward, or the whole backward from that micro-batch's loss, and any forward code pipelines. Sends never block
-and are tagged by micro-batch, position in the program and direction.
+A stage runs the whole program of a micro-batch; what is not placed on it is a placeholder and costs little. So an
+action is the whole forward, or the whole backward from that micro-batch's loss, and any forward code pipelines. Sends
+never block and are tagged by micro-batch, position in the program and direction.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Stage(Protocol):
         """While this lasts, the module holds what the stage sees of it."""
 
     def leave(self, result: torch.Tensor) -> torch.Tensor:
-        """A detached result of the stage as this rank's own world knows it; a ghost where another stage has it."""
+        """A detached result of the stage in this rank's own world; a placeholder where another stage holds it."""
 
     def hand_over_gradients(self) -> None:
         """Give the module's own parameters the gradients that the stage has found."""
@@ -195,8 +195,8 @@ def _key(action: Action) -> tuple[int, int]:
 
 
 def _chosen(known: torch.Tensor | None, found: torch.Tensor) -> torch.Tensor:
-    """Of the losses that the stages of one rank know of a micro-batch, the one that is no ghost, if there is one."""
-    return found if known is None or getattr(known, "is_ghost", False) else known
+    """Of the losses that a rank's stages have of one micro-batch, the one that is no placeholder, if any."""
+    return found if known is None or getattr(known, "is_placeholder", False) else known
 
 
 def _set_seed(generator: torch.Generator, seed: int, index: int) -> None:

@@ -22,11 +22,11 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.errors import WorkbenchError
-from workbench.tensors.global_tensor import GlobalTensor, Spec, label, local_torch, spec_of
+from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, spec_of, wrap
 from workbench.tensors.ops.weight_gradients import graph_inside
 from workbench.tensors.world import World
-from workbench.training.pipelining.ghost_modules import ghost_modules
 from workbench.training.pipelining.halves import split_block
+from workbench.training.pipelining.placeholder_modules import placeholder_modules
 from workbench.training.pipelining.stand_ins import VALUES, InputBoxing, Noted, StandIn, Watch, blocks, runs_once
 from workbench.training.strategies.state import ParallelState, parameter_stages
 
@@ -110,7 +110,7 @@ class LocalModule(StandIn):
                 part["_forward_pre_hooks"], part["_forward_hooks"] = before, after
 
     def _labelled(self, result: torch.Tensor, layout: Layout) -> GlobalTensor:
-        return label(result, spec_of(self.world, layout, result.shape))
+        return wrap(result, spec_of(self.world, layout, result.shape))
 
     def record(self, result: Any, inputs: list[GlobalTensor], noted: Noted) -> Record | None:
         """None unless all inputs are here or brought here, and the results are made here, of them, by torch alone."""
@@ -215,6 +215,6 @@ def stand_ins_of(
     stages = parameter_stages(module, resolved)
     hooks = {number for handle in state.handles if (number := getattr(handle, "id", None)) is not None}
     return [
-        *ghost_modules(module, stages, stage, world),
+        *placeholder_modules(module, stages, stage, world),
         *local_modules(module, stages, stage, placement, world, hooks),
     ]

@@ -20,8 +20,8 @@ from workbench.pipeline.simulate import Span
 from workbench.tensors.random import draw_key
 from workbench.tensors.world import World, current
 from workbench.training.pipelining.executor import Executor, OnlyStage
-from workbench.training.pipelining.ghost_modules import ghost_modules
 from workbench.training.pipelining.local_modules import local_modules
+from workbench.training.pipelining.placeholder_modules import placeholder_modules
 from workbench.training.pipelining.running import RunningStep
 from workbench.training.pipelining.stand_ins import StandIn
 
@@ -91,7 +91,7 @@ def stand_ins_for(
     world = current()
     stage, found = _stage_of(world, placements), list[StandIn]()
     for module in modules:
-        found += ghost_modules(module, stage_of, stage, world)
+        found += placeholder_modules(module, stage_of, stage, world)
         if stage >= 0:
             found += local_modules(module, stage_of, stage, placements[stage], world, frozenset())
     return found

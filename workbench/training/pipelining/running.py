@@ -23,7 +23,7 @@ class RunningStep:
         table: the actions of all ranks of the pipeline axis.
         num_micro_batches: of this step.
         edges: (from stage, to stage) of what the forward that runs now has handed over; None in a backward.
-        watch: told of every boxing while a ghost module is noted; else None.
+        watch: told of every boxing while a placeholder module is noted; else None.
         has_halves: whether backwards of this step come in two halves.
         weight_gradients: what keeps back the gradients of the weights of this micro-batch; None where nobody does.
         losses: where the program itself calls ``backward``, those it was called on: they wait for the schedule's
@@ -114,6 +114,6 @@ class RunningStep:
         raise StrategyError(
             f"reading a value (item, tolist, bool, print) of a tensor of shape {tuple(tensor._spec.shape)}"
             f"{'' if stage is None else f' on stage {stage}'} inside a step of {len(self.placements)} stages and "
-            f"{self.num_micro_batches} micro-batches: the other stages hold a ghost of it, and the pipeline would stop "
-            f"until they have the value. Return it and read it after the step, or choose with tensors (torch.where)."
+            f"{self.num_micro_batches} micro-batches: the other stages hold a placeholder of it, and the pipeline "
+            "would stop until they have the value. Return it and read it after the step, or choose with torch.where."
         )

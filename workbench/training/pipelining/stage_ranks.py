@@ -1,8 +1,9 @@
 """Several stages on one rank: each runs as a rank of its own, in a world whose ranks are those of all stages.
 
-So a rank with two stages runs the program of a micro-batch twice, each time with the other stage's layers as ghosts,
+So a rank with two stages runs the program of a micro-batch twice, each time with the other stage's layers as
+placeholders,
 and everything that holds for one stage per rank holds here: any forward code, skip edges, tied weights. While a stage
-runs, the module holds its view of the parameters: the rank's own shards under another label, and ghosts.
+runs, the module holds its view of the parameters: the rank's own shards with another spec, and placeholders.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from workbench.tensors.global_tensor import (
     GlobalTensor,
     Spec,
     accumulate_grad,
-    ghost_storage,
-    label,
     local_torch,
-    mark_ghost,
+    mark_placeholder,
+    new_placeholder,
     plain,
     read_grad,
     spec_of,
+    wrap,
 )
 from workbench.tensors.ops.hooks import hooks_of
 from workbench.tensors.world import Simulated, World
@@ -223,11 +224,11 @@ class StageRank:
                 self._views.append((submodule._buffers, short, own, self._view(own, layout)))
 
     def _view(self, own: GlobalTensor, layout: Layout) -> GlobalTensor:
-        """A tensor of the module under the stage's label: the same storage, or a ghost where it is another stage's."""
+        """A tensor of the module with the stage's spec: the same storage, or a placeholder of another stage's."""
         spec = spec_of(self.world, layout, own._spec.shape)
         with local_torch():
-            local = ghost_storage(spec.shape, own.dtype, self.world.device) if spec.is_ghost else plain(own)
-            return label(local.requires_grad_(own.requires_grad), spec)
+            local = new_placeholder(spec.shape, own.dtype, self.world.device) if spec.is_placeholder else plain(own)
+            return wrap(local.requires_grad_(own.requires_grad), spec)
 
     def refresh(self) -> bool:
         """Before a step: take over the gradients that parameters have.
@@ -245,14 +246,14 @@ class StageRank:
             if recorder is not None:
                 recorder.depends_on(own)
             with local_torch():
-                if not view._spec.is_ghost and view.data_ptr() != own.data_ptr():
+                if not view._spec.is_placeholder and view.data_ptr() != own.data_ptr():
                     return False
                 if view.requires_grad != own.requires_grad:
                     return False
                 if own._is_param:
                     self._refuse_hooks(own)
-                    view._ghost_grad = False
-                    view.grad = None if view._spec.is_ghost or own.grad is None else plain(own.grad)
+                    view._placeholder_grad = False
+                    view.grad = None if view._spec.is_placeholder or own.grad is None else plain(own.grad)
         return True
 
     def _refuse_hooks(self, parameter: GlobalTensor) -> None:
@@ -289,11 +290,11 @@ class StageRank:
                 holder[name] = own
 
     def _replaced(self, own: GlobalTensor, found: Any) -> tuple[GlobalTensor, GlobalTensor]:
-        left: Any = own if found._spec.is_ghost else self.leave(found)
+        left: Any = own if found._spec.is_placeholder else self.leave(found)
         return left, found
 
     def leave(self, result: torch.Tensor) -> torch.Tensor:
-        """A result of the stage with the label that it has on this rank; a ghost of another stage may stay one."""
+        """A result of the stage with its spec on this rank; another stage's placeholder may stay one."""
         if not isinstance(result, GlobalTensor):
             return result
         spec = result._spec
@@ -304,11 +305,14 @@ class StageRank:
             self._own_layouts.everywhere if is_everywhere else Placement(placement.device_type, grid, placement.shape)
         )
         there = spec_of(self.rank_world, Layout(placement, spec.layout.sbp), spec.shape)
-        if spec.is_ghost and not there.is_ghost:
+        if spec.is_placeholder and not there.is_placeholder:
             return result
         with local_torch():
-            return label(
-                ghost_storage(there.shape, result.dtype, there.world.device) if there.is_ghost else plain(result), there
+            return wrap(
+                new_placeholder(there.shape, result.dtype, there.world.device)
+                if there.is_placeholder
+                else plain(result),
+                there,
             )
 
     def hand_over_gradients(self) -> None:
@@ -318,9 +322,13 @@ class StageRank:
             for _, _, own, view in self._views:
                 if not own._is_param:
                     continue
-                if view._spec.is_ghost:
-                    if own._spec.is_ghost and view._ghost_grad is not False and own._ghost_grad is False:
-                        mark_ghost(own)
+                if view._spec.is_placeholder:
+                    if (
+                        own._spec.is_placeholder
+                        and view._placeholder_grad is not False
+                        and own._placeholder_grad is False
+                    ):
+                        mark_placeholder(own)
                     continue
                 known, found = read_grad(own), read_grad(view)
                 if found is not None and (known is None or known.data_ptr() != found.data_ptr()):

@@ -2,7 +2,8 @@
 
 A stand-in is the block's ``forward`` while a step runs. The first call with some inputs runs as it is written, and is
 watched; if all that it leaves behind besides its result can be told, later ones like it take the shortcut of the
-stand-in's kind (``ghost_modules``, ``local_modules``). A block of which that cannot be said for sure runs as written.
+stand-in's kind (``placeholder_modules``, ``local_modules``). A block of which that cannot be said for sure runs as
+written.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from workbench.core.layout import Layout
 from workbench.core.strategy import Options
 from workbench.tensors.boxing.box import box_implicitly
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch
-from workbench.tensors.ops.ghost import autocast_state
+from workbench.tensors.ops.placeholder_calls import autocast_state
 from workbench.tensors.ops.weight_gradients import has_hooks
 from workbench.tensors.random import draw_key
 from workbench.tensors.world import World

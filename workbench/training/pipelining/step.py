@@ -191,5 +191,5 @@ def _actions_of(rank: int, table: Table, resolved: ResolvedStrategy) -> list[Act
 
 
 def _present(known: Any, found: Any) -> Any:
-    """Of what two stages of a rank know of an output, the tensors that are no ghosts."""
-    return tree_map(lambda a, b: b if getattr(a, "is_ghost", False) else a, known, found)
+    """Of what two stages of a rank know of an output, the tensors that are no placeholders."""
+    return tree_map(lambda a, b: b if getattr(a, "is_placeholder", False) else a, known, found)

@@ -157,7 +157,7 @@ def _own_term(loss: Any) -> LossTerm | None:
         return None if loss is None else LossTerm(float(loss))
     if not isinstance(loss, GlobalTensor):
         return LossTerm(float(loss))
-    if loss._spec.is_ghost:
+    if loss._spec.is_placeholder:
         return None
     layout = loss._spec.layout
     entries = list(zip(layout.sbp, layout.placement.shape, strict=True))

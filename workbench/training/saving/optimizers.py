@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from workbench.core.layout import Layout, Shape
 from workbench.core.sbp import Split, broadcast
 from workbench.errors import CheckpointError
-from workbench.tensors.global_tensor import GlobalTensor, Spec, ghost_storage, label, local_torch, plain, spec_of
+from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, new_placeholder, plain, spec_of, wrap
 from workbench.training.gradients.optim import forget_layouts, is_elementwise, state_layout
 from workbench.training.saving.flat import name_of
 from workbench.training.saving.reading import Checkpoint, shape_of
@@ -70,7 +70,7 @@ def _labelled(parameter: torch.Tensor, key: str, value: Any, name: str) -> Any:
         return value
     spec = _state_spec(parameter)
     if tuple(value.shape) == spec.local_shape:
-        return label(plain(value), spec)
+        return wrap(plain(value), spec)
     if spec.layout.is_broadcast:
         return value
     raise CheckpointError(
@@ -108,11 +108,11 @@ def targets(
 
 
 def _with_state(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    """The parameters whose state is on this rank; of a ghost it is only where the step itself runs on ghosts."""
+    """Parameters whose state is on this rank; a placeholder's is only where the step itself runs on placeholders."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            is_ghost = isinstance(parameter, GlobalTensor) and parameter._spec.is_ghost
-            if not (is_ghost and is_elementwise(optimizer)):
+            is_placeholder = isinstance(parameter, GlobalTensor) and parameter._spec.is_placeholder
+            if not (is_placeholder and is_elementwise(optimizer)):
                 yield parameter
 
 
@@ -129,9 +129,9 @@ def _new_state(optimizer: Optimizer, parameter: torch.Tensor, key: str, entry: A
     spec = _state_spec(parameter)
     if shape != tuple(spec.shape):
         spec = spec_of(spec.world, _layout_like(spec, shape), shape)
-    if spec.is_ghost:
-        return label(ghost_storage(shape, dtype, spec.world.device), spec)
-    return label(torch.empty(spec.local_shape, dtype=dtype, device=device), spec)
+    if spec.is_placeholder:
+        return wrap(new_placeholder(shape, dtype, spec.world.device), spec)
+    return wrap(torch.empty(spec.local_shape, dtype=dtype, device=device), spec)
 
 
 def _layout_like(spec: Spec, shape: Shape) -> Layout:

@@ -60,7 +60,7 @@ class Weight:
         if not isinstance(self.tensor, GlobalTensor):
             region: Region = tuple((0, size) for size in self.tensor.shape)
             _fill(files, self.name, region, self.tensor.detach())
-        elif not self.tensor.is_ghost:
+        elif not self.tensor.is_placeholder:
             spec = self.tensor._spec
             _fill(files, self.name, spec.layout.region(spec.shape, spec.world.rank), plain(self.tensor))
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from workbench.errors import CheckpointError, StrategyError
-from workbench.tensors.global_tensor import label, plain
+from workbench.tensors.global_tensor import plain, wrap
 from workbench.tensors.world import World
 from workbench.training.strategies.loading import find_weights, load_safetensors
 from workbench.training.strategies.safetensors_file import SafetensorsFiles
@@ -105,20 +105,20 @@ def _nearest_with(modules: dict[str, nn.Module], name: str, method: str) -> Any:
 
 def _allocate(tensor: Any) -> int:
     """Storage for this rank's shard, full of what no initialisation writes; returns a version to compare with."""
-    if tensor.is_ghost:
+    if tensor.is_placeholder:
         return 0
     spec, local = tensor._spec, plain(tensor)
     if local.untyped_storage().nbytes() < local.nbytes:  # else ZeRO has cut its shard out of nothing
         local = torch.empty(spec.local_shape, dtype=tensor.dtype, device=spec.world.device)
     if local.is_floating_point() or local.is_complex():
         local.fill_(float("nan"))
-    tensor.data = label(local, spec)
+    tensor.data = wrap(local, spec)
     return plain(tensor)._version
 
 
 def _is_unset(tensor: Any, version: int) -> bool:
     local = plain(tensor)
-    if tensor.is_ghost or not local.numel():
+    if tensor.is_placeholder or not local.numel():
         return False
     if local.is_floating_point() or local.is_complex():
         return bool(local.sum().isnan())

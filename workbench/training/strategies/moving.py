@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from workbench.errors import StrategyError
 from workbench.tensors.boxing.box import box
 from workbench.tensors.coordination import gather
-from workbench.tensors.global_tensor import GlobalTensor, Spec, ghost_storage, label, plain, spec_of
+from workbench.tensors.global_tensor import GlobalTensor, Spec, new_placeholder, plain, spec_of, wrap
 from workbench.tensors.world import World
 from workbench.training.gradients.optim import forget_layouts, state_layout
 from workbench.training.strategies.spreading import spread
@@ -87,8 +87,8 @@ class OptimizerState:
         if spec is None:
             return plain(spread(value, layout, self.world))
         if isinstance(value, _Element):
-            value = ghost_storage(spec.shape, what.dtype, self.world.device)
-        return plain(box(label(value.detach(), spec), layout))
+            value = new_placeholder(spec.shape, what.dtype, self.world.device)
+        return plain(box(wrap(value.detach(), spec), layout))
 
 
 def _is_absent(parameter: GlobalTensor) -> bool:

@@ -11,7 +11,7 @@ from workbench.core.layout import Layout
 from workbench.core.sbp import broadcast
 from workbench.core.strategy import ResolvedLayer
 from workbench.tensors.boxing.box import box
-from workbench.tensors.global_tensor import GlobalTensor, ghost_storage, label, spec_of
+from workbench.tensors.global_tensor import GlobalTensor, new_placeholder, spec_of, wrap
 from workbench.tensors.placeholder_storage import spread_zero
 from workbench.tensors.world import World
 from workbench.training.gradients.left_behind import mark_replaced
@@ -63,10 +63,10 @@ def spread(tensor: torch.Tensor, layout: Layout, world: World) -> GlobalTensor:
             detached: Any = tensor.detach()
             return box(detached, layout.normalized(tensor._spec.shape))
         spec = spec_of(world, layout, tuple(tensor.shape))
-        if spec.is_ghost:
-            return label(ghost_storage(spec.shape, tensor.dtype, world.device), spec)
+        if spec.is_placeholder:
+            return wrap(new_placeholder(spec.shape, tensor.dtype, world.device), spec)
         if tensor.is_meta:
-            return label(spread_zero(spec.local_shape, tensor.dtype, world.device), spec)
+            return wrap(spread_zero(spec.local_shape, tensor.dtype, world.device), spec)
         region = spec.layout.region(spec.shape, world.rank)
         part = tensor.detach()[tuple(slice(start, stop) for start, stop in region)]
-        return label(part.to(world.device, copy=True).contiguous(), spec)
+        return wrap(part.to(world.device, copy=True).contiguous(), spec)

@@ -16,11 +16,11 @@ from workbench.tensors.global_tensor import GlobalTensor, local_torch
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the distinct storages of this rank's shards; a ghost's single zero does not count."""
+    """Bytes of the distinct storages of this rank's shards; a placeholder's single zero does not count."""
     sizes: dict[int, int] = {}
     with local_torch():
         for tensor in tensors:
-            if not (isinstance(tensor, GlobalTensor) and tensor.is_ghost):
+            if not (isinstance(tensor, GlobalTensor) and tensor.is_placeholder):
                 storage = tensor.untyped_storage()
                 sizes[storage.data_ptr()] = storage.nbytes()
     return sum(sizes.values())

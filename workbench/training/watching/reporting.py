@@ -81,7 +81,7 @@ class MemoryReport:
 def memory_report(*things: nn.Module | torch.optim.Optimizer) -> MemoryReport:
     """What every rank holds of modules and optimizers, in bytes of storage. All ranks of the world call it.
 
-    A storage counts once, for the first of: parameters, buffers, gradients, optimizer. Ghosts hold nothing.
+    A storage counts once, for the first of: parameters, buffers, gradients, optimizer. Placeholders hold nothing.
     ``transport`` is the shared memory that a rank has made for exchanges, used or not, without the tensors that lie
     in it (results of boxings may).
 
@@ -116,7 +116,7 @@ def memory_report(*things: nn.Module | torch.optim.Optimizer) -> MemoryReport:
 def _bytes_of(tensors: Iterable[torch.Tensor], seen: set[int]) -> int:
     total = 0
     for tensor in tensors:
-        if isinstance(tensor, GlobalTensor) and tensor.is_ghost:
+        if isinstance(tensor, GlobalTensor) and tensor.is_placeholder:
             continue
         with local_torch():
             storage = tensor.untyped_storage()
@@ -144,8 +144,8 @@ class _Saved:
         with local_torch():
             storage = tensor.untyped_storage()
             address, size = storage.data_ptr(), storage.nbytes()
-            is_ghost = tensor.numel() * tensor.element_size() > size
-        if address in self._own or is_ghost:
+            is_placeholder = tensor.numel() * tensor.element_size() > size
+        if address in self._own or is_placeholder:
             return tensor
         if self._holders.setdefault(address, 0) == 0:
             self._now += size

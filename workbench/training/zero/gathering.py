@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from workbench.tensors.boxing.assembling import slice_region
-from workbench.tensors.boxing.box import box_ghost
-from workbench.tensors.global_tensor import GlobalTensor, label, local_torch, plain
+from workbench.tensors.boxing.box import box_placeholder
+from workbench.tensors.global_tensor import GlobalTensor, local_torch, plain, wrap
 from workbench.tensors.world import World
 from workbench.training.gradients.shard import Shard
 from workbench.training.gradients.shard_exchange import start_gather, start_scatter
@@ -134,7 +134,7 @@ def gather(
     """Whole tensors, labelled and linked to the parameters that learn.
 
     Args:
-        parameters: shards, some of them of other stages: these become ghosts of whole ones.
+        parameters: shards, some of them of other stages: these become placeholders of whole ones.
         shards: what each of them is.
         flight: of the parameters that this rank holds, in their order; None if it holds none.
         tag: of the messages that bring gradients back, which has its lowest bit clear.
@@ -146,8 +146,8 @@ def gather(
         result: list[Any] = []
         linked: list[int] = []
         for number, (parameter, shard) in enumerate(zip(parameters, shards, strict=True)):
-            if shard.spec.is_ghost:
-                result.append(box_ghost(parameter, shard.of, tag))
+            if shard.spec.is_placeholder:
+                result.append(box_placeholder(parameter, shard.of, tag))
                 continue
             result.append(next(wholes))
             if learns and parameter.requires_grad:
@@ -158,7 +158,7 @@ def gather(
             for i, whole in zip(linked, made, strict=True):
                 result[i] = whole
         return [
-            whole if shard.spec.is_ghost else label(whole, shard.of)
+            whole if shard.spec.is_placeholder else wrap(whole, shard.of)
             for whole, shard in zip(result, shards, strict=True)
         ]
 

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from workbench.errors import CollectiveAborted, StrategyError
-from workbench.tensors.global_tensor import GlobalTensor, label, local_torch, plain
+from workbench.tensors.global_tensor import GlobalTensor, local_torch, plain, wrap
 from workbench.tensors.world import World, current
 from workbench.training.gradients.shard import Shard
 from workbench.training.zero.gathered_call import Call, Member, autocast_dtype, casts_of, versions_of
@@ -234,7 +234,7 @@ class Unit:
                 number = call.places.get(whole.untyped_storage().data_ptr())
                 if number is None or call.dtypes[number] != dtype or whole.dtype == dtype:
                     continue
-                copy = label(whole.to(dtype), whole._spec)
+                copy = wrap(whole.to(dtype), whole._spec)
                 address = copy.untyped_storage().data_ptr()
             call.places[address] = number
             owner._parameters[name] = copy  # type: ignore[assignment]

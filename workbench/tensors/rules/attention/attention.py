@@ -52,7 +52,7 @@ def _localize(call: Call, inputs: list[Spec], outputs: list[Spec], letters: tupl
     """Slices of the query rows need the rows' own part of the causal mask."""
     if any(0 in spec.local_shape for spec in inputs):
         return zeros(call, outputs)
-    if "l" not in letters or not call.arg(5, "is_causal", False) or outputs[0].is_ghost:
+    if "l" not in letters or not call.arg(5, "is_causal", False) or outputs[0].is_placeholder:
         return None
     spec = inputs[0]
     start, stop = spec.layout.region(spec.shape, spec.world.rank)[-2]

@@ -15,7 +15,7 @@ from workbench.tensors.boxing.box import box_implicitly
 from workbench.tensors.conversion import enter_as_broadcast
 from workbench.tensors.global_tensor import GlobalTensor, local_torch
 from workbench.tensors.ops.dispatch import call_by_plan
-from workbench.tensors.ops.ghost import ghost_in_place
+from workbench.tensors.ops.placeholder_calls import write_placeholder
 from workbench.tensors.ops.registry import handler
 from workbench.tensors.rules.indexing.indexing import as_items, check_bounds, is_basic
 from workbench.tensors.rules.views.rows import own_rows
@@ -164,8 +164,8 @@ def write_slices(target: GlobalTensor, items: list[Any], value: Any) -> None:
     while value.dim() > len(result) and value._spec.shape[0] == 1:
         value = value.squeeze(0)
     boxed = _boxed_value(value, target, result)
-    if spec.is_ghost:
-        ghost_in_place(target, [target, boxed])
+    if spec.is_placeholder:
+        write_placeholder(target, [target, boxed])
         return _count_write(target)
     with local_torch():
         place: list[slice] = []
@@ -214,8 +214,8 @@ def write_rows(target: GlobalTensor, items: list[Any], value: GlobalTensor, accu
     at = dims[0] if dims[-1] - dims[0] + 1 == len(dims) else 0
     result = [*kept[:at], *[None] * len(shape), *kept[at:]]
     boxed = _boxed_value(value, target, result)
-    if spec.is_ghost:
-        ghost_in_place(target, [target, boxed])
+    if spec.is_placeholder:
+        write_placeholder(target, [target, boxed])
         return _count_write(target)
     with local_torch():
         local = [spec.local_shape[d] for d in range(len(items)) if d not in dims]

@@ -51,7 +51,7 @@ def _embedding(call: Call) -> Resolution | None:
 
 def _rows_of(spec: Spec) -> tuple[int, int]:
     """First and last row (exclusive) of a table that this rank holds."""
-    return (0, spec.shape[0]) if spec.is_ghost else spec.layout.region(spec.shape, spec.world.rank)[0]
+    return (0, spec.shape[0]) if spec.is_placeholder else spec.layout.region(spec.shape, spec.world.rank)[0]
 
 
 def _operands(by_function: bool, args: Any, kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -17,10 +17,10 @@ from workbench.core.sbp import Split, broadcast, partial_sum
 from workbench.kernels.class_terms import class_terms
 from workbench.kernels.launch import accumulator, runs_on
 from workbench.tensors.conversion import enter_as_broadcast
-from workbench.tensors.global_tensor import GlobalTensor, Spec, label, local_torch, spec_of
+from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, spec_of, wrap
 from workbench.tensors.ops.dispatch import call_by_plan
-from workbench.tensors.ops.ghost import ghost_outputs
 from workbench.tensors.ops.local import can_read, scale_terms, whole
+from workbench.tensors.ops.placeholder_calls import placeholder_outputs
 from workbench.tensors.ops.registry import Call, Resolution, composite, rule
 from workbench.tensors.rules.reduction.across import (
     Out,
@@ -104,14 +104,14 @@ def _mean_of_split_batch(input: Any, target: torch.Tensor, ignore_index: int, la
     if known is None or spec.world.checks_agreement:
         return None
     out, place = known
-    if out.is_ghost:
+    if out.is_placeholder:
         info = ((), input.dtype, needs_grad(input))
-        return label(ghost_outputs([info], [input], [out], out.world.device)[0], out)
+        return wrap(placeholder_outputs([info], [input], [out], out.world.device)[0], out)
     count = torch.count_nonzero(target != ignore_index)
     for dim, start, size in place:
         target = target.narrow(dim, start, size)
     with local_torch():
-        return label(_local_cross_entropy(input, target, None, _SUM, ignore_index, label_smoothing) / count, out)
+        return wrap(_local_cross_entropy(input, target, None, _SUM, ignore_index, label_smoothing) / count, out)
 
 
 def _place_of_labels(spec: Spec, target: tuple[int, ...]) -> tuple[Spec, list[tuple[int, int, int]]] | None:
@@ -125,7 +125,7 @@ def _place_of_labels(spec: Spec, target: tuple[int, ...]) -> tuple[Spec, list[tu
         return None
     sbp = tuple(partial_sum if isinstance(entry, Split) else entry for entry in layout.sbp)
     place = []
-    if not spec.is_ghost:
+    if not spec.is_placeholder:
         region = layout.region(shape, spec.world.rank)
         rows = (region[0], *region[2:])
         place = [(d, low, high - low) for d, (low, high) in enumerate(rows) if high - low != target[d]]

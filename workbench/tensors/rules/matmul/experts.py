@@ -49,7 +49,7 @@ def _product_by_expert(call: Call) -> Resolution:
 
 def _from_first(call: Call, inputs: list[Spec], outputs: list[Spec], letters: tuple[str, ...]) -> LocalFunction:
     weight = inputs[1]
-    if not any(letters) or weight.is_ghost:
+    if not any(letters) or weight.is_placeholder:
         return lambda rows, weights, offsets: torch._grouped_mm(rows, weights, offs=offsets)
     first, _ = weight.layout.region(weight.shape, weight.world.rank)[0]
     return lambda rows, weights, offsets: product_by_expert(rows, weights, offsets, first)

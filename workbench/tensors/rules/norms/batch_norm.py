@@ -19,11 +19,11 @@ from workbench.core.sbp import Sbp, Split, broadcast, partial_sum
 from workbench.kernels.batch_norm import gradient_sums, input_gradient, normalize, per_channel, shard_statistics
 from workbench.tensors.boxing.box import box_gradient, box_implicitly
 from workbench.tensors.conversion import enter_as_broadcast
-from workbench.tensors.global_tensor import GlobalTensor, Spec, label, local_torch, spec_of
-from workbench.tensors.ops.ghost import ghost_outputs, recipe_of
+from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, spec_of, wrap
 from workbench.tensors.ops.local import whole
+from workbench.tensors.ops.placeholder_calls import placeholder_outputs, recipe_of
 from workbench.tensors.ops.registry import Call, Resolution, composite, rule
-from workbench.tensors.placeholder_storage import ghost_storage, spread_zero
+from workbench.tensors.placeholder_storage import new_placeholder, spread_zero
 from workbench.tensors.rules.reduction.across import needs_grad, stages_of
 from workbench.tensors.rules.reduction.moments import accumulation_dtype, behind_new_dim, shares_of
 
@@ -126,17 +126,17 @@ def _statistics(x: GlobalTensor, way: _Way) -> list[GlobalTensor]:
     world = x._spec.world
     with torch.no_grad():
         with local_torch():
-            if way.rows.is_ghost:
-                rows = ghost_storage(way.rows.shape, way.dtype, world.device)
+            if way.rows.is_placeholder:
+                rows = new_placeholder(way.rows.shape, way.dtype, world.device)
             else:
                 rows = shard_statistics(x).reshape(way.rows.local_shape)
-        gathered = box_implicitly(label(rows, way.rows), way.all_rows.layout, "batch_norm")
+        gathered = box_implicitly(wrap(rows, way.rows), way.all_rows.layout, "batch_norm")
         with local_torch():
-            if way.rows.is_ghost:
-                found = [ghost_storage(way.channel.shape, way.dtype, world.device) for _ in range(3)]
+            if way.rows.is_placeholder:
+                found = [new_placeholder(way.channel.shape, way.dtype, world.device) for _ in range(3)]
             else:
                 found = _combined(gathered, way)
-    return [label(each, way.channel) for each in found]
+    return [wrap(each, way.channel) for each in found]
 
 
 def _combined(rows: torch.Tensor, way: _Way) -> list[torch.Tensor]:
@@ -156,12 +156,12 @@ def _normalized(
     tag = spec.world.next_tag()
     site = None if spec.world.tracer is None else spec.world.tracer.site("batch_norm")
     with local_torch():
-        if not spec.is_ghost:
-            return label(_apply(x, weight, bias, mean, variance, eps, way, tag, site), spec)
+        if not spec.is_placeholder:
+            return wrap(_apply(x, weight, bias, mean, variance, eps, way, tag, site), spec)
         operands = [each for each in (x, weight, bias) if each is not None]
         info = (spec.shape, x.dtype, needs_grad(*operands))
         recipe = recipe_of(F.batch_norm, (x, None, None, weight, bias, True, 0.0, eps), {})
-        return label(ghost_outputs([info], operands, [spec], spec.world.device, recipe)[0], spec)
+        return wrap(placeholder_outputs([info], operands, [spec], spec.world.device, recipe)[0], spec)
 
 
 def _on_channels(weight: Any, x: GlobalTensor, way: _Way) -> GlobalTensor | None:

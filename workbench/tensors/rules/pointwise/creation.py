@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from workbench.tensors.global_tensor import ghost_storage, label, spec_of
+from workbench.tensors.global_tensor import new_placeholder, spec_of, wrap
 from workbench.tensors.ops.registry import handler
 from workbench.tensors.rules.random.randomness import without_partial
 
@@ -16,11 +16,11 @@ def _constant_like(make: Any) -> Any:
         tensor = args[0]
         spec = spec_of(tensor._spec.world, without_partial(tensor), tensor._spec.shape)
         dtype = kwargs.get("dtype") or tensor.dtype
-        if spec.is_ghost:
-            local = ghost_storage(spec.shape, dtype, spec.world.device)
+        if spec.is_placeholder:
+            local = new_placeholder(spec.shape, dtype, spec.world.device)
         else:
             local = make(spec.local_shape, *args[1:], dtype=dtype, device=spec.world.device)
-        result = label(local, spec)
+        result = wrap(local, spec)
         return result.requires_grad_() if kwargs.get("requires_grad") else result
 
     return creation
@@ -39,9 +39,9 @@ def _new(make: Any) -> Any:
         rest = () if isinstance(sizes[0], int) else sizes[1:]
         spec = spec_of(tensor._spec.world, tensor._spec.layout.broadcast(), shape)
         dtype = kwargs.get("dtype") or tensor.dtype
-        if spec.is_ghost:
-            return label(ghost_storage(shape, dtype, spec.world.device), spec)
-        return label(make(shape, *rest, dtype=dtype, device=spec.world.device), spec)
+        if spec.is_placeholder:
+            return wrap(new_placeholder(shape, dtype, spec.world.device), spec)
+        return wrap(make(shape, *rest, dtype=dtype, device=spec.world.device), spec)
 
     return creation
 

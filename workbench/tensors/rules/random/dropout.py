@@ -74,8 +74,10 @@ def _drop(func: Any, args: Any, kwargs: Any, by_feature: bool, alpha: bool) -> A
 def _drop_by_kernel(x: GlobalTensor, p: float) -> GlobalTensor:
     """The mask that ``_mask`` would make, applied as it is drawn and drawn again in backward: nothing is stored."""
     spec = x._spec
-    key = random.draw_key(spec.world, is_used=not spec.is_ghost)
-    place = (0, []) if spec.is_ghost else random.place_of(spec.shape, spec.layout.region(spec.shape, spec.world.rank))
+    key = random.draw_key(spec.world, is_used=not spec.is_placeholder)
+    place = (
+        (0, []) if spec.is_placeholder else random.place_of(spec.shape, spec.layout.region(spec.shape, spec.world.rank))
+    )
     return local_call(
         lambda own: dropout_slice(own, key, *place, p),
         [x],

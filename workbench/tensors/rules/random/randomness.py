@@ -15,9 +15,9 @@ from workbench.core.sbp import Partial, Split, broadcast
 from workbench.tensors import random
 from workbench.tensors.boxing.box import box
 from workbench.tensors.conversion import enter_as_broadcast
-from workbench.tensors.global_tensor import GlobalTensor, ghost_storage, label, local_torch, spec_of
-from workbench.tensors.ops.ghost import ghost_in_place
+from workbench.tensors.global_tensor import GlobalTensor, local_torch, new_placeholder, spec_of, wrap
 from workbench.tensors.ops.local import local_call, whole
+from workbench.tensors.ops.placeholder_calls import write_placeholder
 from workbench.tensors.ops.registry import filler, handler
 
 
@@ -37,10 +37,10 @@ def sample(
 ) -> GlobalTensor:
     """A random tensor of any shape and layout in the world of ``like``; every rank of the world calls it."""
     spec = spec_of(like._spec.world, layout, shape)
-    key = random.draw_key(spec.world, generator, is_used=not spec.is_ghost)
-    if spec.is_ghost:
-        return label(ghost_storage(spec.shape, dtype, spec.world.device), spec)
-    return label(random.sample_shard(sampler, key, spec.layout, spec.shape, dtype, spec.world), spec)
+    key = random.draw_key(spec.world, generator, is_used=not spec.is_placeholder)
+    if spec.is_placeholder:
+        return wrap(new_placeholder(spec.shape, dtype, spec.world.device), spec)
+    return wrap(random.sample_shard(sampler, key, spec.layout, spec.shape, dtype, spec.world), spec)
 
 
 def sample_of_shape(like: GlobalTensor, shape: Shape, sampler: random.Sampler, dtype: torch.dtype) -> GlobalTensor:
@@ -87,8 +87,8 @@ def _fill(tensor: GlobalTensor, sampler: random.Sampler, generator: torch.Genera
 
 def _write(tensor: GlobalTensor, values: GlobalTensor) -> GlobalTensor:
     values = box(values, tensor._spec.layout)
-    if tensor._spec.is_ghost:
-        return ghost_in_place(tensor, [tensor])
+    if tensor._spec.is_placeholder:
+        return write_placeholder(tensor, [tensor])
     with local_torch():
         tensor.copy_(values)
     return tensor

@@ -18,8 +18,8 @@ import torch
 from workbench.core.layout import Layout, Shape
 from workbench.core.sbp import Partial, Split, broadcast
 from workbench.tensors.boxing.box import box_gradient, box_implicitly
-from workbench.tensors.global_tensor import GlobalTensor, Spec, label, local_torch, spec_of
-from workbench.tensors.ops.ghost import OutputInfo, ghost_outputs
+from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, spec_of, wrap
+from workbench.tensors.ops.placeholder_calls import OutputInfo, placeholder_outputs
 from workbench.tensors.placeholder_storage import spread_zero
 
 Out = tuple[Layout, Shape, torch.dtype]
@@ -94,7 +94,7 @@ def splits(tensor: Any, dims: Sequence[int] | None = None) -> bool:
 
 
 def needs_grad(*tensors: torch.Tensor) -> bool:
-    """Whether a result of these is differentiated; the same on all ranks, ghosts included."""
+    """Whether a result of these is differentiated; the same on all ranks, placeholders included."""
     if not torch.is_grad_enabled():
         return False
     with local_torch():
@@ -109,21 +109,21 @@ def on_shards(
     or the only one bare.
 
     Under grad mode, every differentiable result must depend on every operand that needs a gradient, on every rank:
-    ghosts link them so.
+    placeholders link them so.
     """
     boxed = [box_implicitly(operand, layout, name) for operand, layout in zip(operands, layouts, strict=True)]
     world = boxed[0]._spec.world
     specs = [spec_of(world, layout, shape) for layout, shape, _ in outs]
     with local_torch():
-        if specs[0].is_ghost:
+        if specs[0].is_placeholder:
             linked = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in boxed)
             infos: list[OutputInfo] = [(shape, dtype, linked and _is_differentiable(dtype)) for _, shape, dtype in outs]
-            results: Any = ghost_outputs(infos, boxed, specs, world.device)
+            results: Any = placeholder_outputs(infos, boxed, specs, world.device)
         else:
             results = function(*boxed)
             results = [results] if isinstance(results, torch.Tensor) else results
             results = [r.view_as(r) if type(r) is GlobalTensor else r for r in results]
-    return [label(result, spec) for result, spec in zip(results, specs, strict=True)]
+    return [wrap(result, spec) for result, spec in zip(results, specs, strict=True)]
 
 
 def _is_differentiable(dtype: torch.dtype) -> bool:
@@ -205,7 +205,7 @@ class _Known(torch.autograd.Function):
         incoming, outgoing = target.dual, source.dual
         grad = grads[0] if grads[0] is not None else spread_zero(incoming.local_shape, dtype, device)
         result = box_gradient(grad, incoming, outgoing, tag | 1)
-        is_lost = outgoing.is_ghost and not torch.is_grad_enabled()
+        is_lost = outgoing.is_placeholder and not torch.is_grad_enabled()
         return (None if is_lost else result), None, None, None, None
 
 
@@ -214,13 +214,13 @@ def with_gradient_of(value: GlobalTensor, sum_terms: GlobalTensor) -> GlobalTens
     world = value._spec.world
     with local_torch():
         result = _Known.apply(sum_terms, sum_terms._spec, value._spec, world.next_tag(), value.detach())
-    return label(result, value._spec)
+    return wrap(result, value._spec)
 
 
 def first_row(tensor: GlobalTensor, dim: int) -> int:
-    """Logical index of this rank's first row of ``dim``; zero on a ghost."""
+    """Logical index of this rank's first row of ``dim``; zero on a placeholder."""
     spec = tensor._spec
-    return 0 if spec.is_ghost else spec.layout.region(spec.shape, spec.world.rank)[dim][0]
+    return 0 if spec.is_placeholder else spec.layout.region(spec.shape, spec.world.rank)[dim][0]
 
 
 def shard_sizes(tensor: GlobalTensor, dim: int) -> list[int]:

@@ -50,7 +50,7 @@ def _result_dtype(given: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
 def shard_number(x: GlobalTensor, dim: int) -> int:
     """How many shards of ``dim`` lie before this rank's."""
     spec = x._spec
-    if spec.is_ghost:
+    if spec.is_placeholder:
         return 0
     placement = spec.layout.placement
     coordinates = placement.coordinates(spec.world.rank)

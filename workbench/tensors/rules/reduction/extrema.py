@@ -223,7 +223,7 @@ def _flat_argmax(x: GlobalTensor, keepdim: bool, largest: bool) -> GlobalTensor:
     spec = x._spec
     dims = list(range(len(spec.shape)))
     stages = stages_of(x, dims)
-    region = None if spec.is_ghost else spec.layout.region(spec.shape, spec.world.rank)
+    region = None if spec.is_placeholder else spec.layout.region(spec.shape, spec.world.rank)
 
     def first(t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         ones = [1] * t.dim()

@@ -273,4 +273,4 @@ def _rows(tensor: torch.Tensor, dim: int, rows: Progression, direction: int = 0)
 
 def own_rows(spec: Spec, dim: int) -> tuple[int, int]:
     """The rows of ``dim`` that this rank holds; all of them on a rank outside the placement."""
-    return (0, spec.shape[dim]) if spec.is_ghost else spec.layout.region(spec.shape, spec.world.rank)[dim]
+    return (0, spec.shape[dim]) if spec.is_placeholder else spec.layout.region(spec.shape, spec.world.rank)[dim]

@@ -18,29 +18,33 @@ def models(count=2):
     return found
 
 
-def test_a_ghosts_gradient_has_the_memory_of_the_last_steps():
+def test_a_placeholders_gradient_has_the_memory_of_the_last_steps():
     """Optimizers ask every parameter in every step; as on its owner, every step has a tensor of its own."""
     ranks = models()
 
     def program(rank):
         model = wb.parallelize(ranks[rank], "0: data@0; 1: data@1 | 2x1x1 mb=2")
-        ghost = next(p for p in model.parameters() if p.is_ghost)
+        placeholder = next(p for p in model.parameters() if p.is_placeholder)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         batch = torch.ones(4, 4), torch.zeros(4, 4)
         seen = []
         for _ in range(3):
-            assert ghost.grad is None
+            assert placeholder.grad is None
             wb.forward_backward(model, nn.functional.mse_loss, *batch)
-            seen.append(ghost.grad)
+            seen.append(placeholder.grad)
             optimizer.step()
             optimizer.zero_grad()
         assert len(set(map(id, seen))) == 3
         with local_torch():
             assert len({grad.data_ptr() for grad in seen}) == 1
-        assert seen[0].is_ghost and seen[0].sbp == ghost.layout_on_ranks.dual().sbp and seen[0].dtype == torch.float32
+        assert (
+            seen[0].is_placeholder
+            and seen[0].sbp == placeholder.layout_on_ranks.dual().sbp
+            and seen[0].dtype == torch.float32
+        )
         model.double()
         wb.forward_backward(model, nn.functional.mse_loss, *(part.double() for part in batch))
-        assert ghost.grad is not seen[0] and ghost.grad.dtype == torch.float64
+        assert placeholder.grad is not seen[0] and placeholder.grad.dtype == torch.float64
 
     run_ranks(program, 2)
 

@@ -10,7 +10,7 @@ from torch import nn
 import workbench as wb
 from workbench.testing import run_ranks
 from workbench.training.parallel import state_of
-from workbench.training.pipelining.ghost_modules import GhostLayer
+from workbench.training.pipelining.placeholder_modules import PlaceholderLayer
 
 STAGES = "words: data; positions: data; blocks.0: data; blocks.1: data@1; norm: data@2; head: data@2 | 3x1x1 mb=2 1f1b"
 WORDS, WIDTH = 11, 8
@@ -101,7 +101,7 @@ def layers_of(model):
     return {
         name: stand_in
         for stand_in in state_of(model).stand_ins or []
-        if isinstance(stand_in, GhostLayer)
+        if isinstance(stand_in, PlaceholderLayer)
         for name, module in model.named_modules()
         if module is stand_in.module
     }

@@ -1,8 +1,8 @@
-"""Blocks and layers of other stages: what one does on ghosts is noted once, then told to the graph by one node.
+"""Blocks and layers of other stages: what one does on placeholders is noted once, then told to the graph by one node.
 
 A rank runs the whole program, and a block that lies on another stage costs it twenty calls that do nothing. What the
-call of such a block leaves behind on this rank is little: ghosts of known layouts, linked to some of its inputs and
-parameters, the boxings of inputs, and how far counters of exchanges and random keys went. It is the same for every
+call of such a block leaves behind on this rank is little: placeholders of known layouts, linked to some of its inputs
+and parameters, the boxings of inputs, and how far counters of exchanges and random keys went. It is the same for every
 call with the same layouts and values; a block of which that cannot be said for sure runs as it is written.
 """
 
@@ -18,8 +18,8 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from workbench.core.boxing import plan_boxing
-from workbench.tensors.global_tensor import GlobalTensor, Spec, label, local_torch, mark_ghost
-from workbench.tensors.ops.ghost import TENSOR, OutputInfo, ghost_outputs
+from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, mark_placeholder, wrap
+from workbench.tensors.ops.placeholder_calls import TENSOR, OutputInfo, placeholder_outputs
 from workbench.tensors.ops.weight_gradients import has_hooks
 from workbench.tensors.random import draw_key
 from workbench.tensors.world import World
@@ -47,42 +47,44 @@ class Record:
     leaves: list[Any]
 
 
-class GhostModule(StandIn):
+class PlaceholderModule(StandIn):
     """A module whose parameters lie on other stages, as one stage calls it."""
 
     def may_skip(self, tensor: GlobalTensor, target: Spec, function: str) -> bool:
-        """What moves between ghosts, or costs nothing and has no gradient."""
+        """What moves between placeholders, or costs nothing and has no gradient."""
         source = tensor._spec
-        if source.is_ghost and target.is_ghost:
+        if source.is_placeholder and target.is_placeholder:
             return True
         with local_torch():
             learns = tensor.requires_grad
         plan = plan_boxing(source.layout, target.layout, source.shape, 1)
-        return target.is_ghost and plan.is_local and not learns
+        return target.is_placeholder and plan.is_local and not learns
 
     def replay(self, record: Record, inputs: list[GlobalTensor], args: Any, kwargs: Any) -> Any:
-        """Ghosts linked as those of the call."""
+        """Placeholders linked as those of the call."""
         world = self.world
         forms = self.box_inputs(record.boxings, record.num_tags, inputs)
         for _ in range(record.num_keys):
             draw_key(world)
         operands = [*inputs, *forms]
         if record.infos_beside_parameters is None or world.differentiates_within_steps:
-            ghosts = ghost_outputs(record.infos, [*operands, *record.parameters], record.specs, world.device)
+            placeholders = placeholder_outputs(
+                record.infos, [*operands, *record.parameters], record.specs, world.device
+            )
         else:
             tell = partial(_tell_parameters, record.parameters, world.running)
             infos = record.infos_beside_parameters
-            ghosts = ghost_outputs(infos, operands, record.specs, world.device, on_backward=tell)
-        if record.structure.is_leaf() and len(ghosts) == 1:
-            return label(ghosts[0], record.specs[0])
-        made = iter(label(ghost, spec) for ghost, spec in zip(ghosts, record.specs, strict=True))
+            placeholders = placeholder_outputs(infos, operands, record.specs, world.device, on_backward=tell)
+        if record.structure.is_leaf() and len(placeholders) == 1:
+            return wrap(placeholders[0], record.specs[0])
+        made = iter(wrap(placeholder, spec) for placeholder, spec in zip(placeholders, record.specs, strict=True))
         return tree_unflatten([next(made) if leaf is TENSOR else leaf for leaf in record.leaves], record.structure)
 
     def record(self, result: Any, inputs: list[GlobalTensor], noted: Noted) -> Record | None:
-        """What ``replay`` needs; None where a result is no ghost of its own, or linked to something else."""
+        """What ``replay`` needs; None where a result is no placeholder of its own, or linked to something else."""
         leaves, structure = tree_flatten(result)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        if not all(_is_fresh_ghost(tensor, inputs) for tensor in tensors):
+        if not all(_is_fresh_placeholder(tensor, inputs) for tensor in tensors):
             return None
         links = _Links(inputs, noted.watch)
         with local_torch():
@@ -102,7 +104,7 @@ class GhostModule(StandIn):
         )
 
 
-class GhostLayer(GhostModule):
+class PlaceholderLayer(PlaceholderModule):
     """A layer on another stage that is in no block, with its door: inputs need not enter, or be boxed, by themselves.
 
     A layer that anybody else has hooked, or given another forward, stays as it is: these get what the door lets in.
@@ -163,16 +165,16 @@ def _tell_parameters(parameters: list[GlobalTensor], running: RunningStep) -> No
     """Their owner has gradients of them now, if the schedule's own backward has come by."""
     if running.runs_backward:
         for parameter in parameters:
-            if parameter._ghost_grad is False:
-                mark_ghost(parameter)
+            if parameter._placeholder_grad is False:
+                mark_placeholder(parameter)
 
 
-def _is_fresh_ghost(tensor: torch.Tensor, inputs: list[GlobalTensor]) -> bool:
-    """A ghost of its own, which is neither an input nor a view that writes would have to be told of."""
+def _is_fresh_placeholder(tensor: torch.Tensor, inputs: list[GlobalTensor]) -> bool:
+    """A placeholder of its own, which is neither an input nor a view that writes would have to be told of."""
     return (
         type(tensor) is GlobalTensor
-        and tensor._spec.is_ghost
-        and tensor.__dict__.get("_ghost_base") is None
+        and tensor._spec.is_placeholder
+        and tensor.__dict__.get("_placeholder_base") is None
         and not any(tensor is known for known in inputs)
     )
 
@@ -215,13 +217,15 @@ class _Links:
     def _leaf(self, leaf: Any) -> int:
         if id(leaf) in self._leaves:
             return self._leaves[id(leaf)]
-        self.are_known = self.are_known and isinstance(leaf, GlobalTensor) and leaf._spec.is_ghost
+        self.are_known = self.are_known and isinstance(leaf, GlobalTensor) and leaf._spec.is_placeholder
         self._leaves[id(leaf)] = self._first_parameter + len(self.parameters)
         self.parameters.append(leaf)
         return self._leaves[id(leaf)]
 
 
-def ghost_modules(root: nn.Module, stage_of: Mapping[int, int], stage: int, world: World) -> list[GhostModule]:
+def placeholder_modules(
+    root: nn.Module, stage_of: Mapping[int, int], stage: int, world: World
+) -> list[PlaceholderModule]:
     """The largest modules that can stand in for themselves, and layers in none of them: all their parameters lie on one
     other stage.
 
@@ -235,4 +239,4 @@ def ghost_modules(root: nn.Module, stage_of: Mapping[int, int], stage: int, worl
         return len(stages) == 1
 
     found = blocks(root, is_wanted, with_layers=True)
-    return [GhostModule(m, world) if any(m.children()) else GhostLayer(m, world) for m in found]
+    return [PlaceholderModule(m, world) if any(m.children()) else PlaceholderLayer(m, world) for m in found]

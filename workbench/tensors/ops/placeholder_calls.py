@@ -1,9 +1,9 @@
 """A function call on a rank outside the placement: no data, but the same links in the autograd graph.
 
 Every rank runs the whole program, so that boxings are reached in the same order everywhere, forward and backward. A
-ghost's gradient is None from end to end: autograd still visits every node, and nothing is allocated. Only where the
-graph of the gradients is wanted (``create_graph=True``) are they tensors, linked as the owner's: each function is run
-again on meta tensors and differentiated there.
+placeholder's gradient is None from end to end: autograd still visits every node, and nothing is allocated. Only where
+the graph of the gradients is wanted (``create_graph=True``) are they tensors, linked as the owner's: each function is
+run again on meta tensors and differentiated there.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from workbench.core.layout import Shape
-from workbench.tensors.global_tensor import GlobalTensor, Spec, ghost_storage, local_torch, mark_ghost_leaves
+from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, mark_placeholder_leaves, new_placeholder
 
 TENSOR = object()
 """Stands among the leaves of a result where a tensor is."""
@@ -131,7 +131,7 @@ def recipe_of(func: Callable[..., Any], args: Any, kwargs: Any, in_place: bool =
     return run
 
 
-class _Ghost(torch.autograd.Function):
+class _Placeholder(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -144,27 +144,27 @@ class _Ghost(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.num_inputs, ctx.second_order, ctx.on_backward = len(inputs), second_order, on_backward
         ctx.leaves = [tensor for tensor in inputs if tensor.is_leaf and isinstance(tensor, GlobalTensor)]
-        return tuple([ghost_storage(shape, dtype, device) for shape, dtype, _ in infos])
+        return tuple([new_placeholder(shape, dtype, device) for shape, dtype, _ in infos])
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        if any(leaf._ghost_grad is False for leaf in ctx.leaves):  # the walk over all inputs is seldom needed
-            mark_ghost_leaves(ctx)
+        if any(leaf._placeholder_grad is False for leaf in ctx.leaves):  # the walk over all inputs is seldom needed
+            mark_placeholder_leaves(ctx)
         if ctx.on_backward is not None:
             ctx.on_backward()
         found = ctx.second_order(grads) if torch.is_grad_enabled() else (None,) * ctx.num_inputs
         return None, None, None, None, *found
 
 
-_apply_in_c = super(torch.autograd.Function, _Ghost).apply
+_apply_in_c = super(torch.autograd.Function, _Placeholder).apply
 
 
-def _apply_ghost(*args: Any) -> Any:
-    """``_Ghost.apply`` without a look at each of the parameters of a block, in vain where no transform is active."""
-    return (_Ghost.apply if torch._C._are_functorch_transforms_active() else _apply_in_c)(*args)
+def _apply_placeholder(*args: Any) -> Any:
+    """``_Placeholder.apply`` without its check of every parameter, which only function transforms need."""
+    return (_Placeholder.apply if torch._C._are_functorch_transforms_active() else _apply_in_c)(*args)
 
 
-class _GhostInPlace(torch.autograd.Function):
+class _PlaceholderWrite(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, second_order: Any, target: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
         ctx.set_materialize_grads(False)
@@ -174,22 +174,22 @@ class _GhostInPlace(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        mark_ghost_leaves(ctx)
+        mark_placeholder_leaves(ctx)
         return None, *(ctx.second_order(grads) if torch.is_grad_enabled() else (None,) * ctx.num_inputs)
 
 
 class _ToMeta(torch.autograd.Function):
-    """A ghost as a meta tensor, so that torch's own functions can be differentiated for their links."""
+    """A placeholder as a meta tensor, so that torch's own functions can be differentiated for their links."""
 
     @staticmethod
-    def forward(ctx: Any, ghost: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, placeholder: torch.Tensor) -> torch.Tensor:
         ctx.set_materialize_grads(False)
-        ctx.device = ghost.device
-        return torch.empty(ghost.shape, dtype=ghost.dtype, device="meta")
+        ctx.device = placeholder.device
+        return torch.empty(placeholder.shape, dtype=placeholder.dtype, device="meta")
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        mark_ghost_leaves(ctx)
+        mark_placeholder_leaves(ctx)
         linked = torch.is_grad_enabled() and grads[0] is not None
         return _FromMeta.apply(grads[0], ctx.device) if linked else None
 
@@ -198,7 +198,7 @@ class _FromMeta(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, meta: torch.Tensor, device: torch.device) -> torch.Tensor:
         ctx.set_materialize_grads(False)
-        return ghost_storage(tuple(meta.shape), meta.dtype, device)
+        return new_placeholder(tuple(meta.shape), meta.dtype, device)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -206,7 +206,7 @@ class _FromMeta(torch.autograd.Function):
 
 
 def _second_order(inputs: Sequence[torch.Tensor], keys: Sequence[int], recipe: Recipe | None, device: Any) -> Any:
-    """The differentiable gradient of a ghost function: ``grads -> grads of inputs``, linked as the owner's are."""
+    """The differentiable gradient of a function on placeholders: ``grads -> grads of inputs``, linked as owners do."""
 
     def gradient(grads: Sequence[Any]) -> Sequence[Any]:
         with local_torch():
@@ -214,7 +214,7 @@ def _second_order(inputs: Sequence[torch.Tensor], keys: Sequence[int], recipe: R
                 sources = [grad for grad in grads if grad is not None] + list(inputs)
                 infos: list[OutputInfo] = [(tuple(t.shape), t.dtype, True) for t in inputs]
                 again = _second_order(sources, [id(t) for t in sources], None, device)
-                return _Ghost.apply(infos, device, again, None, *sources)
+                return _Placeholder.apply(infos, device, again, None, *sources)
             metas = {key: _ToMeta.apply(t) for key, t in zip(keys, inputs, strict=True)}
             results = recipe(metas)
             pairs = [
@@ -236,7 +236,7 @@ def _second_order(inputs: Sequence[torch.Tensor], keys: Sequence[int], recipe: R
     return gradient
 
 
-def ghost_outputs(
+def placeholder_outputs(
     infos: list[OutputInfo],
     operands: list[GlobalTensor],
     specs: list[Spec],
@@ -244,7 +244,7 @@ def ghost_outputs(
     recipe: Recipe | None = None,
     on_backward: Callable[[], None] | None = None,
 ) -> Sequence[torch.Tensor]:
-    """Plain ghost tensors for the results, each linked to the operands that its owner's result is linked to.
+    """Plain placeholder tensors for the results, each linked to the operands that its owner's result is linked to.
 
     Without a ``recipe`` the gradient of the gradient is linked to everything. ``on_backward`` is called when a backward
     comes by.
@@ -275,9 +275,9 @@ def _alike(
     else:
         linked = [operands[i] for i in links if operands[i].requires_grad] if links else []
     if not linked:
-        return [ghost_storage(shape, dtype, device) for shape, dtype, _ in infos]
+        return [new_placeholder(shape, dtype, device) for shape, dtype, _ in infos]
     again = _second_order(linked, [id(t) for t in linked], recipe, device)
-    made: Sequence[torch.Tensor] = _apply_ghost(infos, device, again, on_backward, *linked)
+    made: Sequence[torch.Tensor] = _apply_placeholder(infos, device, again, on_backward, *linked)
     return made
 
 
@@ -289,14 +289,14 @@ def _only(recipe: Recipe, chosen: list[int]) -> Recipe:
     return some
 
 
-def ghost_in_place(
+def write_placeholder(
     target: GlobalTensor,
     operands: list[GlobalTensor],
     func: Callable[..., Any] | None = None,
     args: Any = (),
     kwargs: Any = None,
 ) -> GlobalTensor:
-    """Mirror an in-place operation on a ghost: no data, but the target's history continues from here.
+    """Mirror an in-place operation on a placeholder: no data, but the target's history continues from here.
 
     ``func(*args, **kwargs)`` is the operation, for the gradient of the gradient.
     """
@@ -305,11 +305,11 @@ def ghost_in_place(
         differentiable = target.is_floating_point() or target.is_complex()
         if torch.is_grad_enabled() and (others or target.requires_grad) and differentiable:
             second_order = _second_order_in_place(target, others, func, args, kwargs or {})
-            _GhostInPlace.apply(second_order, target, *others)
+            _PlaceholderWrite.apply(second_order, target, *others)
         torch.autograd.graph.increment_version(target)  # boxed forms are remembered by version, on every rank
-        base = target.__dict__.get("_ghost_base")
+        base = target.__dict__.get("_placeholder_base")
     if base is not None:
-        ghost_in_place(base, [base, target])
+        write_placeholder(base, [base, target])
     return target
 
 
@@ -325,5 +325,5 @@ def _second_order_in_place(target: GlobalTensor, others: list[Any], func: Any, a
         of_others = _second_order(inputs, keys, recipe, device)
         return lambda grads: (None, *of_others(grads))
     info: OutputInfo = (tuple(target.shape), target.dtype, True)
-    before = _Ghost.apply([info], device, lambda grads: grads, None, target)[0]  # the target's history up to now
+    before = _Placeholder.apply([info], device, lambda grads: grads, None, target)[0]  # the target's history up to now
     return _second_order([before, *inputs], [id(stub), *keys], recipe, device)

@@ -1,4 +1,4 @@
-"""Blocks of other stages: what they leave behind on ghosts is told in one node, wherever that is surely the same."""
+"""Blocks of other stages: one autograd node replays what they leave on placeholders, where that is always the same."""
 
 import copy
 
@@ -11,7 +11,7 @@ import workbench as wb
 from workbench.tensors.world import current
 from workbench.testing import run_ranks
 from workbench.training.parallel import state_of
-from workbench.training.pipelining.ghost_modules import GhostModule
+from workbench.training.pipelining.placeholder_modules import PlaceholderModule
 from workbench.training.pipelining.stand_ins import same
 
 ROWS = "a: data; b: data@1; c: data@2; head: data@2 | 3x1x1 mb=2 1f1b"
@@ -108,8 +108,13 @@ def program_of(models, strategy, steps=3):
             None if p.grad is None else p.grad.to_global(placement=everywhere, sbp="B").full_tensor()
             for p in model.parameters()
         ]
-        ghosts = state_of(model).stand_ins or []
-        noted = [record is not None for ghost in ghosts for record in ghost.records if type(ghost) is GhostModule]
+        placeholders = state_of(model).stand_ins or []
+        noted = [
+            record is not None
+            for placeholder in placeholders
+            for record in placeholder.records
+            if type(placeholder) is PlaceholderModule
+        ]
         assert not any("forward" in part.__dict__ for part in model.modules())
         return losses, grads, noted, current().num_edges
 
@@ -150,12 +155,12 @@ def test_a_noted_block_is_not_run_again():
 def test_what_a_forward_changes_besides_its_result_is_noticed():
     """torch's own generator, an attribute, a buffer: any of them and a block runs as it is written."""
     block = Normed()
-    ghost = GhostModule(block, None)
+    placeholder = PlaceholderModule(block, None)
 
     def is_noticed(change):
-        before = ghost.state([])
+        before = placeholder.state([])
         change()
-        return not same(before, ghost.state([]))
+        return not same(before, placeholder.state([]))
 
     assert not is_noticed(lambda: None)
     assert is_noticed(lambda: torch.rand([]))
@@ -163,7 +168,7 @@ def test_what_a_forward_changes_besides_its_result_is_noticed():
     assert is_noticed(lambda: block.norm.running_mean.add_(1))
 
 
-def test_after_a_micro_batch_of_no_weight_the_others_leave_their_gradients_on_ghosts_too():
+def test_after_a_micro_batch_of_no_weight_the_others_leave_their_gradients_on_placeholders_too():
     torch.manual_seed(0)
     one = Model(Cutting)
     models = [copy.deepcopy(one) for _ in range(3)]
