@@ -252,6 +252,7 @@ def test_a_copy_without_widgets_is_displayed_too(panel: Panel, shell: Interactiv
         panel._ipython_display_()
     widget, page = (output.data for output in captured.outputs)
     assert "application/vnd.jupyter.widget-view+json" in widget
+    assert widget["text/plain"] == "", "no words that would soon be wrong"
     assert "wb-static" in page["text/html"] and "fc1" in page["text/html"]
     assert page["text/plain"].splitlines()[0] == "Strategy: *: data"
 

@@ -7,6 +7,7 @@ from html import escape
 from typing import Any
 
 import ipywidgets as widgets
+from IPython.display import display
 
 from workbench.core.options import PRECISIONS, SCHEDULES
 from workbench.core.presets import PRESETS, preset_name
@@ -63,6 +64,14 @@ def bar(*children: widgets.Widget, css: tuple[str, ...] = ("wb-bar",)) -> widget
     for name in css:
         made.add_class(name)
     return made
+
+
+def display_widget(widget: widgets.Widget) -> None:
+    """Display a widget that a static copy follows.
+
+    Without a kernel only the copy has words: those of the widget would be of the moment at which it was first shown.
+    """
+    display(widget._repr_mimebundle_() | {"text/plain": ""}, raw=True)  # without any, nbconvert warns
 
 
 def label(text: str, *css: str) -> widgets.HTML:

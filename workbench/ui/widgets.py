@@ -19,7 +19,7 @@ from workbench.cost.hardware import Hardware
 from workbench.errors import SessionError
 from workbench.session.comparing.saved_runs import SavedRuns
 from workbench.theme import Palette
-from workbench.ui.controls import bar, button, html
+from workbench.ui.controls import bar, button, display_widget, html
 from workbench.ui.failures import Failures
 from workbench.ui.grid.widget import PANEL_CLASS
 from workbench.ui.panel_bar import Tabs, tab_class
@@ -318,7 +318,7 @@ class Panel(widgets.VBox):
 
     def _ipython_display_(self) -> None:
         """The widget, and after it what remains of it without a kernel (hidden by the panel's style where it lives)."""
-        display(self._repr_mimebundle_(), raw=True)
+        display_widget(self)
         page = display(self._static_bundle(), raw=True, display_id=True)
         self._handle = page
 

@@ -12,7 +12,7 @@ from workbench.core.metrics import LastSteps, RunEvent, StepBlock, StepSpans, jo
 from workbench.session.cluster import current
 from workbench.theme import style_sheet
 from workbench.ui.assets import asset, element
-from workbench.ui.controls import html
+from workbench.ui.controls import display_widget, html
 from workbench.ui.failures import Failures
 from workbench.ui.grid.widget import PANEL_CLASS
 from workbench.ui.live import part as live
@@ -91,7 +91,7 @@ class LiveView(widgets.VBox):
     def _ipython_display_(self) -> None:
         """The widget, and after it what remains of it without a kernel (hidden by the style where it lives)."""
         self.live.prepare()
-        display(self._repr_mimebundle_(), raw=True)
+        display_widget(self)
         self._copy = display(self._static_bundle(), raw=True, display_id=True)
 
     def _static_bundle(self) -> dict[str, str]:

@@ -12,7 +12,7 @@ from workbench.core.metrics import RunRecord
 from workbench.session.comparing.saved_runs import SavedRuns
 from workbench.theme import style_sheet
 from workbench.ui.assets import asset, element
-from workbench.ui.controls import html
+from workbench.ui.controls import display_widget, html
 from workbench.ui.failures import Failures
 from workbench.ui.grid.widget import PANEL_CLASS
 from workbench.ui.runs.table import RunTable
@@ -37,7 +37,7 @@ class RunsView(widgets.VBox):
 
     def _ipython_display_(self) -> None:
         """The widget, and after it what remains of it without a kernel (hidden by the style where it lives)."""
-        display(self._repr_mimebundle_(), raw=True)
+        display_widget(self)
         text = comparison_table_text(self.table.runs, self.table.truth)
         static = element("div", self.table.static_html(), css="wb-static")
         display({"text/html": static, "text/plain": text}, raw=True)
