@@ -86,16 +86,16 @@ def _in_ordinary_memory(world: World) -> Iterator[None]:
         yield
         return
 
-    def room_for_tensor(num_bytes: int) -> None:
+    def allocate_for_tensor(num_bytes: int) -> None:
         """There is none: tensors lie in ordinary memory."""
 
-    has_room = segment.room_for_tensor
-    segment.room_for_tensor, transport.start_filling = room_for_tensor, None
+    has_room = segment.allocate_for_tensor
+    segment.allocate_for_tensor, transport.start_shared_all_gather = allocate_for_tensor, None
     try:
         yield
     finally:
-        segment.room_for_tensor = has_room
-        del transport.start_filling
+        segment.allocate_for_tensor = has_room
+        del transport.start_shared_all_gather
 
 
 __all__ = ["peak_allocated"]

@@ -54,9 +54,9 @@ from workbench.tensors.boxing.exchange import exchange_between
 from workbench.tensors.global_tensor import spec_of, wrap
 from workbench.tensors.world import World, current
 from workbench.transport.base import Transport
-from workbench.transport.meeting import meet
 from workbench.transport.network.gloo import GlooTransport
-from workbench.transport.network.watch import Watch
+from workbench.transport.network.hang_detector import HangDetector
+from workbench.transport.rendezvous import join_rendezvous
 from workbench.units import format_bytes
 
 NUM_PROCESSES = (2, 4)
@@ -178,10 +178,10 @@ def _entry(text: str) -> Any:
 
 
 def gloo_world(meeting: str = "env://") -> World:
-    """A second world of the same ranks, who meet once more, whose tensors travel over gloo."""
+    """A second world of the same ranks, with a rendezvous of its own, whose tensors travel over gloo."""
     world = current()
-    watch = Watch(meet(meeting, world.rank, world.world_size, 1_000_000, 60.0), world.rank)
-    transport = GlooTransport(world.rank, world.world_size, 60.0, watch)
+    hang_detector = HangDetector(join_rendezvous(meeting, world.rank, world.world_size, 1_000_000, 60.0), world.rank)
+    transport = GlooTransport(world.rank, world.world_size, 60.0, hang_detector)
     return World(world.rank, world.world_size, torch.device("cpu"), transport)
 
 

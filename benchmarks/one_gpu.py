@@ -24,9 +24,9 @@ from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.tensors.global_tensor import spec_of, wrap
 from workbench.tensors.world import World, current
-from workbench.transport.meeting import meet
 from workbench.transport.network.gloo import GlooTransport
-from workbench.transport.network.watch import Watch
+from workbench.transport.network.hang_detector import HangDetector
+from workbench.transport.rendezvous import join_rendezvous
 
 NUM_PROCESSES = 4
 SIZES = (2**20, 16 * 2**20, 256 * 2**20)
@@ -37,8 +37,8 @@ JUDGED, TARGET = (256 * 2**20, "S(0)", "S(1)"), Target(10, at_least=True)
 def gloo_world(meeting: str = "env://") -> World:
     """A second world of the same ranks, whose tensors travel over gloo."""
     here = current()
-    watch = Watch(meet(meeting, here.rank, here.world_size, 1_000_000, 60.0), here.rank)
-    transport = GlooTransport(here.rank, here.world_size, 60.0, watch, here.device)
+    hang_detector = HangDetector(join_rendezvous(meeting, here.rank, here.world_size, 1_000_000, 60.0), here.rank)
+    transport = GlooTransport(here.rank, here.world_size, 60.0, hang_detector, here.device)
     return World(here.rank, here.world_size, here.device, transport)
 
 

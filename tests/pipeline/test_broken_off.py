@@ -66,7 +66,7 @@ def go_on_after_a_rebuild(schedule):
             with pytest.raises(ZeroDivisionError):
                 wb.forward_backward(model, loss_that_raises_in(number + 2), *batch(0))
             if number == 1:  # reading is an exchange, too
-                with pytest.raises(CollectiveAborted, match=r"broken off by ZeroDivisionError.*wb\.rebuild"):
+                with pytest.raises(CollectiveAborted, match=r"interrupted by ZeroDivisionError.*wb\.rebuild"):
                     wb.barrier()
             wb.rebuild()
             optimizer.zero_grad()

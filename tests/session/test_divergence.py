@@ -61,7 +61,7 @@ def test_after_a_mistake_in_a_pipelines_step_the_same_cell_runs_again(session):
     session.run(
         "try: calls.clear(); wb.forward_backward(model, loss_fn, 3 * inputs, targets)\nexcept ZeroDivisionError: pass"
     )
-    with pytest.raises(CellError, match=r"broken off by ZeroDivisionError.*run the next cell"):
+    with pytest.raises(CellError, match=r"interrupted by ZeroDivisionError.*run the next cell"):
         session.run("wb.forward_backward(model, loss_fn, inputs, targets).item()")
     [loss, again] = session.run("wb.forward_backward(model, loss_fn, inputs, targets).item(), whole").values[0]
     assert loss == pytest.approx(again, rel=1e-6)

@@ -1,7 +1,7 @@
 """A device for ``ipc`` without a GPU: its memory is files that processes share, its work is done late, on a thread.
 
-It is as strict as CUDA leaves undefined: who frees memory that somebody has open, or opens what was freed, is told;
-memory that was freed holds rubbish; copies into device memory happen some time after they were asked for.
+It checks what CUDA leaves undefined: to free memory that a process has open, or to open freed memory, is an error;
+freed memory holds rubbish; copies into device memory run some time after they were submitted.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import torch
 
 from workbench.errors import WorldError
 from workbench.kernels import blocks
-from workbench.transport.ipc import connecting as ipc_connecting
-from workbench.transport.ipc.device import Memory
-from workbench.transport.letters.mapped import Mapping
+from workbench.transport.ipc import connect as ipc_connect
+from workbench.transport.ipc.device import DeviceMemory
+from workbench.transport.messaging.shared_memory import SharedMemory
 
 HEAD_BYTES = 4096
 """Before the memory: a block of which others get a handle of the whole, as in CUDA."""
@@ -53,7 +53,7 @@ class LateDevice:
     def __init__(self, device=None, behaviour=None):
         self.behaviour = behaviour or Behaviour()
         self.own, self.opened, self.pinned = {}, {}, {}
-        self.events = Mapping.create(4096, "events")
+        self.events = SharedMemory.create(4096, "events")
         weakref.finalize(self, self.events.close)
         self.num_events = 0
         self.identity = os.getpid() << 16 | next(_numbers)
@@ -69,10 +69,10 @@ class LateDevice:
     def allocate(self, num_bytes, what):
         if self.behaviour.room is not None and num_bytes > self.behaviour.room:
             raise WorldError(f"{what}: {num_bytes} bytes are wanted, {self.behaviour.room} are free")
-        mapping = Mapping.create(HEAD_BYTES + num_bytes, what)
-        address = mapping.address + HEAD_BYTES
-        self.own[address] = mapping
-        return Memory(address, mapping.tensor(HEAD_BYTES, (num_bytes,), torch.uint8))
+        shared = SharedMemory.create(HEAD_BYTES + num_bytes, what)
+        address = shared.address + HEAD_BYTES
+        self.own[address] = shared
+        return DeviceMemory(address, shared.tensor(HEAD_BYTES, (num_bytes,), torch.uint8))
 
     def export(self, memory):
         if not self.behaviour.shares_memory:
@@ -81,31 +81,31 @@ class LateDevice:
 
     def free(self, memory):
         self.synchronize()
-        mapping = self.own.pop(memory.address)
-        words = mapping.data.cast("q")
+        shared = self.own.pop(memory.address)
+        words = shared.data.cast("q")
         users = [words[slot] for slot in range(1, 500) if words[slot] and lives(words[slot] >> 16)]
         if users:
             mistakes.append(f"memory of {memory.data.numel()} bytes was freed while processes {users} had it open")
         words[0] = 1
         memory.data.fill_(0xEE)
-        mapping.close()
+        shared.close()
 
     def open(self, handle, num_bytes):
         pid, file, size, offset = HANDLE.unpack(handle)
         if self.behaviour.refuses is not None and self.behaviour.refuses(pid, file):
             raise WorldError("no peer access")
         assert size == num_bytes
-        mapping = Mapping.open(pid, file, offset + size)
-        words = mapping.data.cast("q")
+        shared = SharedMemory.open(pid, file, offset + size)
+        words = shared.data.cast("q")
         if words[0]:
             mistakes.append("memory was opened that has been freed")
         if self._slot_in(words, self.identity) is not None:
             mistakes.append("memory was opened twice")
         words[self._slot_in(words, 0)] = self.identity
-        data = mapping.tensor(offset, (size,), torch.uint8)
-        address = mapping.address + offset
-        self.opened[address] = mapping
-        return Memory(address, data ^ 1 if self.behaviour.garbles else data)
+        data = shared.tensor(offset, (size,), torch.uint8)
+        address = shared.address + offset
+        self.opened[address] = shared
+        return DeviceMemory(address, data ^ 1 if self.behaviour.garbles else data)
 
     def close(self, memory):
         words = self.opened.pop(memory.address).data.cast("q")
@@ -119,7 +119,7 @@ class LateDevice:
         pid, file, size, number = HANDLE.unpack(handle)
         if not self.behaviour.opens_events:
             raise WorldError("events of other processes cannot be opened")
-        return LateEvent(self, Mapping.open(pid, file, size), number)
+        return LateEvent(self, SharedMemory.open(pid, file, size), number)
 
     def copy(self, targets, sources, counts, reduction):
         targets, sources, counts = list(targets), [source.detach() for source in sources], list(counts)
@@ -165,14 +165,14 @@ class LateDevice:
     def _is_own(self, tensor):
         """Whether it lies in memory of the device, or in memory of the host that copies need not wait for."""
         start = tensor.data_ptr()
-        places = [(mapping.address, mapping.size) for mapping in self.own.values()] + list(self.pinned.items())
+        places = [(shared.address, shared.size) for shared in self.own.values()] + list(self.pinned.items())
         return any(address <= start < address + size for address, size in places)
 
 
 class LateEvent:
-    def __init__(self, device, mapping, number):
-        self.device, self.mapping, self.number = device, mapping, number
-        self.words = mapping.data.cast("q")
+    def __init__(self, device, shared, number):
+        self.device, self.shared, self.number = device, shared, number
+        self.words = shared.data.cast("q")
 
     def record(self):
         self.words[2 * self.number] += 1
@@ -189,7 +189,7 @@ class LateEvent:
     def export(self):
         if not self.device.behaviour.shares_events:
             raise WorldError("this device does not share its events")
-        return HANDLE.pack(os.getpid(), self.mapping.file, self.mapping.size, self.number)
+        return HANDLE.pack(os.getpid(), self.shared.file, self.shared.size, self.number)
 
 
 def lives(pid):
@@ -202,7 +202,7 @@ def lives(pid):
 
 def register(behaviour=None):
     """Ranks of this process that work on the CPU have such a device."""
-    ipc_connecting.MAKERS["cpu"] = lambda device: LateDevice(device, behaviour)
+    ipc_connect.DEVICE_TYPES["cpu"] = lambda device: LateDevice(device, behaviour)
 
 
 def register_if_asked():

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from tests.transport import late_device
-from tests.transport.shared_ranks import Meeting, run_on_threads
+from tests.transport.shared_ranks import ThreadGather, run_on_threads
 from workbench.tensors.world import Simulated, World
-from workbench.transport.ipc import connecting as ipc_connecting
+from workbench.transport.ipc import connect as ipc_connect
 from workbench.transport.ipc import pool
 
 CPU = torch.device("cpu")
@@ -15,14 +15,14 @@ CPU = torch.device("cpu")
 
 def connect_on_threads(fn, num_ranks=2, behaviours=None, timeout_s=20.0):
     """``fn(connection, rank)`` on every rank; returns what each returned or raised."""
-    meeting, before = Meeting(num_ranks), dict(ipc_connecting.MAKERS)
+    gather, before = ThreadGather(num_ranks), dict(ipc_connect.DEVICE_TYPES)
     by_thread = {}
 
     def program(rank):
         import threading
 
         by_thread[threading.get_ident()] = rank
-        connection = ipc_connecting.connect(meeting.of(rank), rank, num_ranks, timeout_s, CPU)
+        connection = ipc_connect.connect(gather.of(rank), rank, num_ranks, timeout_s, CPU)
         try:
             return fn(connection, rank)
         finally:
@@ -36,14 +36,14 @@ def connect_on_threads(fn, num_ranks=2, behaviours=None, timeout_s=20.0):
         return late_device.LateDevice(device, behaviour)
 
     late_device.mistakes.clear()
-    ipc_connecting.MAKERS["cpu"] = make
+    ipc_connect.DEVICE_TYPES["cpu"] = make
     try:
         results = run_on_threads(program, num_ranks)
     finally:
-        ipc_connecting.MAKERS.clear()
-        ipc_connecting.MAKERS.update(before)
+        ipc_connect.DEVICE_TYPES.clear()
+        ipc_connect.DEVICE_TYPES.update(before)
     assert late_device.mistakes == [], late_device.mistakes
-    assert pool.reap() == 0, "memory of a broken world is kept"
+    assert pool.free_deferred() == 0, "memory of a broken world is kept"
     return results
 
 

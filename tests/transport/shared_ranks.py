@@ -9,10 +9,10 @@ import torch
 import workbench.tensors.methods  # noqa: F401 - completes global tensors
 from tests.patience import PATIENCE_S
 from workbench.tensors.world import Simulated, World
-from workbench.transport import choice
+from workbench.transport import selection
 
 
-class Meeting:
+class ThreadGather:
     """Collects equal tensors of all ranks, as a process group does; ``of(rank)`` is one rank's gather."""
 
     def __init__(self, num_ranks):
@@ -50,10 +50,10 @@ def run_on_threads(fn, num_ranks):
 
 def run_shared(fn, num_ranks=2, timeout_s=PATIENCE_S):
     """``fn(transport, rank)`` on every rank; returns what each returned or raised."""
-    meeting = Meeting(num_ranks)
+    gather = ThreadGather(num_ranks)
 
     def program(rank):
-        transport, refusals, _ = choice.connect(meeting.of(rank), rank, num_ranks, timeout_s)
+        transport, refusals, _ = selection.connect(gather.of(rank), rank, num_ranks, timeout_s)
         assert transport is not None, refusals
         try:
             return fn(transport, rank)

@@ -25,7 +25,7 @@ def stop_while_sending():
     os.environ["WORKBENCH_TRANSPORT"] = "gloo"
     before = facts(None, 0, 1)
     world = wb.init(init_method=os.environ["WORKBENCH_TEST_MEETING"], timeout_s=TIMEOUT_S)
-    members = world.transport.watch.members
+    members = world.transport.hang_detector.members
     numbers, started = torch.zeros(NUM_NUMBERS), time.monotonic()
     if world.rank == 0:
         time.sleep(0.3)  # the receiver waits by then, so that the sender begins at once

@@ -32,10 +32,10 @@ def right_reason(round_, chaos, text):
     return any(words in text for words in wanted)
 
 
-def check(round_, told, chaos):
+def check(round_, answers, chaos):
     """Whether the round ended as it should; says whether the world must be rebuilt."""
     harmless = round_.fault in HARMLESS
-    for rank, (how, text, time_s) in told.items():
+    for rank, (how, text, time_s) in answers.items():
         context = f"{round_}: rank {rank} ended {how} after {time_s:.2f} s: {text}"
         assert time_s < SOON_S, context
         if harmless:

@@ -19,10 +19,10 @@ from tests.transport.shared_ranks import assert_all_returned
 from tests.transport.test_shared_memory import FLOATS, OTHERS, reduced, values
 from workbench.errors import CollectiveAborted, WorldError
 from workbench.tensors.world import current
-from workbench.transport.ipc import connecting as ipc_connecting
-from workbench.transport.ipc import marks, pool
+from workbench.transport.ipc import connect as ipc_connect
+from workbench.transport.ipc import events, pool
 from workbench.transport.ipc import transport as ipc
-from workbench.transport.ipc.catalogue import ON_DEVICE, ON_HOST
+from workbench.transport.ipc.handles import ON_DEVICE, ON_HOST
 
 
 def behaviours(num_ranks, **different):
@@ -58,7 +58,7 @@ def test_casts_equal_one_device_and_move_the_bytes_of_their_plans():
 
 @pytest.mark.parametrize("way", ["one step", "two steps"])
 def test_sums_have_the_same_bits_on_every_rank_those_of_the_sum_in_order(way, monkeypatch):
-    monkeypatch.setattr(ipc, "ONE_STEP_BYTES", -1 if way == "two steps" else 1 << 30)
+    monkeypatch.setattr(ipc, "ONE_SHOT_BYTES", -1 if way == "two steps" else 1 << 30)
     cases = [
         (group, numel, dtype, reduction)
         for group in ([0, 1, 2], [2, 0, 1], [1, 2])
@@ -133,7 +133,7 @@ def test_a_rank_that_does_not_wait_for_marks_reads_what_is_not_there_yet(monkeyp
         return exchange_all(transport, rank, 2)
 
     assert assert_all_returned(run_late(program)) == [[0, 1], [0, 1]]
-    monkeypatch.setattr(marks.PeerMarks, "is_done", lambda self, mark: True)
+    monkeypatch.setattr(events.PeerEvents, "is_done", lambda self, number: True)
     assert any(isinstance(result, (AssertionError, CollectiveAborted)) for result in run_late(program))
 
 
@@ -153,7 +153,7 @@ def test_a_large_chunk_goes_back_when_it_is_idle_after_all_have_closed_it(monkey
             time.sleep(0.05)
             transport.exchange([(1 - rank, big[:5])], [(1 - rank, out[:5])], 99, "small")
             sizes.append(transport.idle_bytes)
-        return sizes, len(transport._parcels.peers[1 - rank].opened)
+        return sizes, len(transport._transfers.peers[1 - rank].opened)
 
     for sizes, num_opened in assert_all_returned(run_late(program)):
         assert min(sizes[::2]) >= pool.FIRST_CHUNK_BYTES + 24_000_000
@@ -180,7 +180,7 @@ def test_memory_of_a_world_that_broke_is_kept_until_nobody_reads_it():
         if rank == 0:
             transport.abort("the test said so")
             transport.close()
-            seen.append(pool.reap())  # rank 1 has its memory open
+            seen.append(pool.free_deferred())  # rank 1 has its memory open
             left.set()
         else:
             assert left.wait(5)
@@ -204,8 +204,8 @@ def test_memory_of_a_world_that_broke_is_kept_until_nobody_reads_it():
 def test_what_cannot_be_read_where_it_lies_comes_through_the_host(different, staged):
     def program(connection, rank):
         assert exchange_all(connection.transport, rank, 3) == [0, 1, 2]
-        peers = connection.transport._parcels.peers
-        assert {peer for peer in peers if peers[peer].way == ON_HOST} == {b for a, b in staged if a == rank}
+        peers = connection.transport._transfers.peers
+        assert {peer for peer in peers if peers[peer].chunk_kind == ON_HOST} == {b for a, b in staged if a == rank}
         assert not [device for device in [connection.transport._device] if device.pinned] or staged
         return connection.staged
 
@@ -219,8 +219,8 @@ def test_ranks_that_cannot_share_host_memory_either_are_refused_everywhere():
     def program(connection, rank):
         return connection.transport, connection.refusals
 
-    meet = behaviours(2, room=[None, 1000])
-    for transport, refusals in assert_all_returned(connect_on_threads(program, 2, meet)):
+    devices = behaviours(2, room=[None, 1000])
+    for transport, refusals in assert_all_returned(connect_on_threads(program, 2, devices)):
         assert transport is None and set(refusals) == {1}
         assert "rank 1 joins the world" in refusals[1] and "are wanted" in refusals[1]
 
@@ -274,7 +274,7 @@ def test_a_device_that_does_not_come_is_a_timeout_that_says_so():
 
 
 def test_no_world_of_cpu_ranks_uses_it_unasked():
-    assert set(ipc_connecting.MAKERS) == {"cuda"} and ON_DEVICE != ON_HOST
+    assert set(ipc_connect.DEVICE_TYPES) == {"cuda"} and ON_DEVICE != ON_HOST
 
 
 def train():

@@ -34,26 +34,26 @@ def as_mpirun(monkeypatch, rank, size, local_rank, local_size, folder):
 
 
 def test_without_a_launcher_a_process_is_alone():
-    assert (launchers.told("rank", 0), launchers.told("world_size", 1)) == (0, 1)
-    assert launchers.meeting_place() == "env://"
+    assert (launchers.launcher_value("rank", 0), launchers.launcher_value("world_size", 1)) == (0, 1)
+    assert launchers.default_init_method() == "env://"
 
 
 def test_open_mpi_tells_rank_and_local_rank(monkeypatch, tmp_path):
     as_mpirun(monkeypatch, 3, 4, 1, 2, tmp_path)
-    assert [launchers.told(what, -1) for what in ("rank", "world_size", "local_rank")] == [3, 4, 1]
+    assert [launchers.launcher_value(what, -1) for what in ("rank", "world_size", "local_rank")] == [3, 4, 1]
 
 
 def test_ranks_of_one_host_meet_in_the_jobs_folder(monkeypatch, tmp_path):
     as_mpirun(monkeypatch, 0, 2, 0, 2, tmp_path)
-    assert launchers.meeting_place() == (tmp_path / "workbench-meeting").as_uri()
+    assert launchers.default_init_method() == (tmp_path / "workbench-rendezvous").as_uri()
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
-    assert launchers.meeting_place() == "env://"
+    assert launchers.default_init_method() == "env://"
 
 
 def test_ranks_of_several_hosts_have_to_be_told(monkeypatch, tmp_path):
     as_mpirun(monkeypatch, 0, 4, 0, 2, tmp_path)
     with pytest.raises(WorldError, match=r"4 ranks, 2 of them on this host.*-x MASTER_ADDR"):
-        launchers.meeting_place()
+        launchers.default_init_method()
 
 
 @pytest.mark.procs

@@ -10,13 +10,13 @@ import workbench as wb
 from tests.processes import Ranks
 from workbench.errors import CollectiveAborted, WorldError
 from workbench.tensors import world
-from workbench.transport import meeting, processes
-from workbench.transport.network.watch import LETTERS, RECEIPTS, Note, find_ring, receipts_key
+from workbench.transport import peer_processes, rendezvous
+from workbench.transport.network.hang_detector import ACKS, MESSAGES, WaitStatus, acks_key, find_deadlock
 
 
-def ring(**notes):
-    """What rank 0 finds; ``notes`` by rank, as r0=Note(...)."""
-    return find_ring(0, notes["r0"], lambda rank: notes.get(f"r{rank}", Note()))
+def ring(**statuses):
+    """What rank 0 finds; ``statuses`` by rank, as r0=WaitStatus(...)."""
+    return find_deadlock(0, statuses["r0"], lambda rank: statuses.get(f"r{rank}", WaitStatus()))
 
 
 @pytest.mark.parametrize(("device", "has_threads_of_its_own"), [("cpu", True), ("cuda:0", False)])
@@ -27,73 +27,79 @@ def test_a_backward_runs_where_it_is_called_so_that_its_waits_can_be_interrupted
 
 
 def test_a_ring_of_waiting_ranks_is_told_with_all_calls():
-    text = ring(r0=Note(1, 7, "x"), r1=Note(2, 7, "y"), r2=Note(0, 9, "z"))
+    text = ring(r0=WaitStatus(1, 7, "x"), r1=WaitStatus(2, 7, "y"), r2=WaitStatus(0, 9, "z"))
     assert "diverged" in text and all(call in text for call in ("rank 0 waits for rank 1 in x", "in y", "in z"))
-    assert "diverged" in ring(r0=Note(1, 7, "x"), r1=Note(2, 7, "y"), r2=Note(1, 9, "z"))  # one that leads into a ring
+    assert "diverged" in ring(
+        r0=WaitStatus(1, 7, "x"), r1=WaitStatus(2, 7, "y"), r2=WaitStatus(1, 9, "z")
+    )  # one that leads into a ring
 
 
 def test_what_may_still_come_is_waited_for():
-    waiting = {"r0": Note(1, 7, "x")}
-    assert ring(**waiting, r1=Note()) is None  # computes
-    assert ring(**waiting, r1=Note(0, 9, "y", sent={"0": (1, [7])})) is None  # is about to be fetched
-    assert ring(**waiting, r1=Note(0, 9, "y", sent={"0": (1, [])})) is None  # has left the sender
-    assert ring(r0=Note(1, 7, "x", 1), r1=Note(0, 9, "y", sent={"0": (2, [8])})) is not None  # another one is pending
-    assert ring(r0=Note(1, 7, "x", 1), r1=Note(0, 9, "y", 3, sent={"0": (1, [])})) is not None
+    waiting = {"r0": WaitStatus(1, 7, "x")}
+    assert ring(**waiting, r1=WaitStatus()) is None  # computes
+    assert ring(**waiting, r1=WaitStatus(0, 9, "y", sent={"0": (1, [7])})) is None  # is about to be fetched
+    assert ring(**waiting, r1=WaitStatus(0, 9, "y", sent={"0": (1, [])})) is None  # has left the sender
+    assert (
+        ring(r0=WaitStatus(1, 7, "x", 1), r1=WaitStatus(0, 9, "y", sent={"0": (2, [8])})) is not None
+    )  # another one is pending
+    assert ring(r0=WaitStatus(1, 7, "x", 1), r1=WaitStatus(0, 9, "y", 3, sent={"0": (1, [])})) is not None
 
 
 def test_a_note_that_is_out_of_date_gives_hope():
     """Rank 1 has long got what its note says it waits for: rank 0 knows that it has sent it."""
-    assert ring(r0=Note(1, 7, "x", sent={"1": (1, [])}), r1=Note(0, 9, "y", 0)) is None
+    assert ring(r0=WaitStatus(1, 7, "x", sent={"1": (1, [])}), r1=WaitStatus(0, 9, "y", 0)) is None
 
 
-def test_letters_and_receipts_are_counted_apart():
-    waits_for_receipt = Note(1, RECEIPTS, "x", 4, sent={"1": (2, [])})
-    assert ring(r0=waits_for_receipt, r1=Note(0, LETTERS, "y", 2, sent={"0": (9, []), receipts_key(0): (4, [])}))
-    assert not ring(r0=waits_for_receipt, r1=Note(0, LETTERS, "y", 2, sent={receipts_key(0): (5, [])}))
+def test_messages_and_acks_are_counted_apart():
+    waits_for_ack = WaitStatus(1, ACKS, "x", 4, sent={"1": (2, [])})
+    assert ring(r0=waits_for_ack, r1=WaitStatus(0, MESSAGES, "y", 2, sent={"0": (9, []), acks_key(0): (4, [])}))
+    assert not ring(r0=waits_for_ack, r1=WaitStatus(0, MESSAGES, "y", 2, sent={acks_key(0): (5, [])}))
 
 
 def test_whoever_has_ended_is_named():
-    assert "rank 2 gave up: why" in ring(r0=Note(1, 7, "x"), r1=Note(2, 7, "y"), r2=Note(ended="gave up: why"))
+    assert "rank 2 gave up: why" in ring(
+        r0=WaitStatus(1, 7, "x"), r1=WaitStatus(2, 7, "y"), r2=WaitStatus(ended="gave up: why")
+    )
 
 
 @pytest.mark.parametrize("text", ["soon", "-1", "nan"])
 def test_a_wrong_grace_is_refused(monkeypatch, text):
-    monkeypatch.setenv(processes.GRACE_VARIABLE, text)
-    with pytest.raises(WorldError, match=f"{processes.GRACE_VARIABLE}={text}.*0 or more seconds"):
-        processes.grace_from_environment()
+    monkeypatch.setenv(peer_processes.GRACE_VARIABLE, text)
+    with pytest.raises(WorldError, match=f"{peer_processes.GRACE_VARIABLE}={text}.*0 or more seconds"):
+        peer_processes.grace_from_environment()
 
 
 def test_a_stopped_process_is_told_after_the_grace_and_never_under_inf(monkeypatch):
-    watched = processes.Processes({1: os.getpid()})
-    monkeypatch.setattr(processes.Processes, "is_stopped", lambda self, rank: True)
+    watched = peer_processes.PeerProcesses({1: os.getpid()})
+    monkeypatch.setattr(peer_processes.PeerProcesses, "is_stopped", lambda self, rank: True)
     now = [100.0]
-    monkeypatch.setattr(processes.time, "monotonic", lambda: now[0])
-    assert watched.stopped(1) is None and watched.stopped(2) is None
-    now[0] += processes.STOPPED_GRACE_S
-    assert f"process {os.getpid()} of rank 1 is stopped (SIGSTOP)" in watched.stopped(1)
+    monkeypatch.setattr(peer_processes.time, "monotonic", lambda: now[0])
+    assert watched.stopped_reason(1) is None and watched.stopped_reason(2) is None
+    now[0] += peer_processes.STOPPED_GRACE_S
+    assert f"process {os.getpid()} of rank 1 is stopped (SIGSTOP)" in watched.stopped_reason(1)
     watched.grace_s = float("inf")
-    assert watched.stopped(1) is None
+    assert watched.stopped_reason(1) is None
     watched.close()
 
 
 def test_the_environment_names_the_host(monkeypatch):
-    monkeypatch.setenv(meeting.HOST_VARIABLE, "alpha")
-    assert meeting.host_name() == "alpha"
+    monkeypatch.setenv(rendezvous.HOST_VARIABLE, "alpha")
+    assert rendezvous.host_name() == "alpha"
 
 
 def test_ranks_that_do_not_come_are_named(tmp_path):
     started = time.perf_counter()
     with pytest.raises(WorldError, match=r"rank 1 of 3 .* 1 of 3 ranks came within 0.3 s, ranks \[0, 2\] did not"):
-        meeting.meet(f"file://{tmp_path}/store", 1, 3, None, 0.3)
+        rendezvous.join_rendezvous(f"file://{tmp_path}/store", 1, 3, None, 0.3)
     assert time.perf_counter() - started < 5
 
 
 def test_a_rank_that_is_there_twice_is_refused(tmp_path):
     place = f"file://{tmp_path}/store"
-    meeting.meet(place, 0, 1, 4, 5.0)
+    rendezvous.join_rendezvous(place, 0, 1, 4, 5.0)
     with pytest.raises(WorldError, match=r"rank 0 of 1 is twice in generation 4 .* another init_method"):
-        meeting.meet(place, 0, 1, 4, 5.0)
-    assert meeting.meet(place, 0, 1, None, 5.0).generation == 5
+        rendezvous.join_rendezvous(place, 0, 1, 4, 5.0)
+    assert rendezvous.join_rendezvous(place, 0, 1, None, 5.0).generation == 5
 
 
 def test_a_process_without_a_world_says_who_it_is(monkeypatch):

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tests.transport.shared_ranks import assert_all_returned, run_shared
-from workbench.transport.letters import board
-from workbench.transport.letters.arena import Arena
-from workbench.transport.shared import sums
+from workbench.transport.messaging import control_page
+from workbench.transport.messaging.block_allocator import BlockAllocator
+from workbench.transport.shared import all_reduce
 from workbench.transport.shared import transport as shared
 
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -28,7 +28,7 @@ def values(rank, numel, dtype):
 
 
 def reduced(group, numel, dtype, reduction):
-    """The terms, combined one after the other in the order of the group, sums of 16-bit numbers in 32 bits."""
+    """The terms, reduced in the order of the group; sums of 16-bit floats in 32 bits."""
     combine = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[reduction]
     terms = [values(rank, numel, dtype) for rank in group]
     if reduction == "sum" and dtype in (torch.bfloat16, torch.float16):
@@ -41,8 +41,8 @@ def reduced(group, numel, dtype, reduction):
 
 @pytest.mark.parametrize("way", ["one step", "two steps", "pieces"])
 def test_sums_have_the_same_bits_on_every_rank_those_of_the_sum_in_order(way, monkeypatch):
-    monkeypatch.setattr(sums, "ONE_STEP_BYTES", -1 if way == "two steps" else 1 << 30)
-    monkeypatch.setattr(sums, "PIECE_BYTES", 48000 if way == "pieces" else 1 << 30)
+    monkeypatch.setattr(all_reduce, "ONE_SHOT_BYTES", -1 if way == "two steps" else 1 << 30)
+    monkeypatch.setattr(all_reduce, "PIECE_BYTES", 48000 if way == "pieces" else 1 << 30)
     cases = [
         (group, numel, dtype, reduction)
         for group in ([0, 1, 2], [2, 0, 1], [1, 2])
@@ -79,7 +79,7 @@ def test_the_order_of_a_sum_matters():
 
 def test_a_reduction_begins_without_waiting_and_packs_tensors_of_any_shape():
     first_has_started = threading.Event()
-    numel = sums.PIECE_BYTES // 8
+    numel = all_reduce.PIECE_BYTES // 8
 
     def program(transport, rank):
         if rank == 1:
@@ -100,7 +100,7 @@ def test_a_reduction_begins_without_waiting_and_packs_tensors_of_any_shape():
 
 
 def test_sums_over_several_groups_may_be_under_way_with_one_number():
-    numel = 5 * sums.PIECE_BYTES // 4
+    numel = 5 * all_reduce.PIECE_BYTES // 4
 
     def program(transport, rank):
         groups = [[0, 1], [2, 0, 1], [1, 2], [0, 2]]
@@ -136,7 +136,7 @@ def test_slices_travel_with_their_strides():
 
 
 def test_sending_never_blocks_and_messages_match_by_tag_then_by_order():
-    count = 2 * board.NUM_SLOTS + 5
+    count = 2 * control_page.NUM_SLOTS + 5
     all_sent = threading.Event()
 
     def program(transport, rank):
@@ -174,9 +174,12 @@ def test_memory_grows_with_the_largest_messages_only_and_all_of_it_is_free_again
         transport.all_gather(torch.zeros(1), "the end")
         for peer in transport._links.values():
             deadline = time.monotonic() + 5
-            while not all(arena.is_empty for arena in transport._segment.arenas) and time.monotonic() < deadline:
-                peer.collect()
-        return sizes, [arena.is_empty for arena in transport._segment.arenas]
+            while (
+                not all(allocator.is_empty for allocator in transport._segment.allocators)
+                and time.monotonic() < deadline
+            ):
+                peer.collect_acks()
+        return sizes, [allocator.is_empty for allocator in transport._segment.allocators]
 
     for sizes, empty in assert_all_returned(run_shared(program)):
         assert len(sizes[19]) == 1 and sizes[19][0] == shared.FIRST_CHUNK_BYTES
@@ -210,7 +213,7 @@ def test_what_goes_to_several_ranks_is_copied_once():
         if rank == 0:
             tensor = torch.ones(1000)
             transport.exchange([(1, tensor), (2, tensor), (2, tensor[:10])], [], 0, "broadcast")
-            in_use = transport._segment.arenas[0].num_bytes_in_use
+            in_use = transport._segment.allocators[0].num_bytes_in_use
             transport.all_gather(torch.zeros(1), "go on")
             return in_use
         transport.all_gather(torch.zeros(1), "go on")
@@ -224,22 +227,22 @@ def test_what_goes_to_several_ranks_is_copied_once():
 
 
 def test_blocks_never_overlap_and_merge_when_they_are_free():
-    chance, arena, held = random.Random(1), Arena(1 << 16), []
+    chance, allocator, held = random.Random(1), BlockAllocator(1 << 16), []
     for _ in range(3000):
         if held and chance.random() < 0.5:
-            arena.free(*held.pop(chance.randrange(len(held))))
+            allocator.free(*held.pop(chance.randrange(len(held))))
         else:
             size = chance.randrange(1, 6000)
-            start = arena.allocate(size)
+            start = allocator.allocate(size)
             if start is not None:
-                assert start % 64 == 0 and start + size <= arena.size
+                assert start % 64 == 0 and start + size <= allocator.size
                 assert all(start + size <= s or s + n <= start for s, n in held)
                 held.append((start, size))
     for block in held:
-        arena.free(*block)
-    assert arena.is_empty and arena.allocate(1 << 16) == 0
+        allocator.free(*block)
+    assert allocator.is_empty and allocator.allocate(1 << 16) == 0
 
 
 def test_long_headers_are_cut_and_still_differ():
-    one, other = (board.encode_header("boxing of é" * 200 + end) for end in "ab")
+    one, other = (control_page.encode_header("boxing of é" * 200 + end) for end in "ab")
     assert len(one) == len(other) <= 512 and one != other

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.transport.shared_ranks import Meeting, assert_all_returned, run_on_threads, run_shared
+from tests.transport.shared_ranks import ThreadGather, assert_all_returned, run_on_threads, run_shared
 from workbench.errors import CollectiveAborted, WorldError
-from workbench.transport import choice
-from workbench.transport.letters import mapped
+from workbench.transport import selection
+from workbench.transport.messaging import shared_memory
 from workbench.transport.shared import transport as shared
 from workbench.transport.threads import ThreadHub, ThreadTransport
 
@@ -107,9 +107,9 @@ def test_an_abort_from_another_thread_ends_the_wait_and_the_world():
         assert "the user said so" in again
         return text, took_s
 
-    (text, took_s), (told, _) = assert_all_returned(run_shared(program))
+    (text, took_s), (texts, _) = assert_all_returned(run_shared(program))
     assert "receive" in text and "the user said so" in text and took_s < 0.1
-    assert "rank 0 gave up" in told and "the user said so" in told
+    assert "rank 0 gave up" in texts and "the user said so" in texts
 
 
 def test_peers_of_a_rank_that_leaves_after_an_abort_are_told():
@@ -138,7 +138,7 @@ def test_a_wait_ends_after_the_timeout():
     assert 0.2 <= time_s < 0.5
 
 
-def test_a_rank_that_has_left_is_named_but_its_last_letters_are_read():
+def test_a_rank_that_has_left_is_named_but_its_last_messages_are_read():
     numel = shared.FIRST_CHUNK_BYTES // 4 + 5
 
     def program(transport, rank):
@@ -158,69 +158,73 @@ def test_too_little_memory_is_an_error_with_both_figures_that_reaches_the_peers(
     def program(transport, rank):
         transport.all_gather(torch.zeros(1), "start")
         if rank == 0:
-            monkeypatch.setattr(mapped, "available_bytes", lambda: 20_000_000)
+            monkeypatch.setattr(shared_memory, "available_bytes", lambda: 20_000_000)
             with pytest.raises(WorldError) as caught:
                 transport.exchange([(1, torch.zeros(10_000_000))], [], 1, "receive")
             return str(caught.value)
         return timed(lambda: receive(transport, 0))[0]
 
-    refused, told = assert_all_returned(run_shared(program))
+    refused, texts = assert_all_returned(run_shared(program))
     assert "rank 0 in receive" in refused and "40.9 MB" in refused and "18.0 MB" in refused and "gloo" in refused
-    assert "40.9 MB" in told
+    assert "40.9 MB" in texts
 
 
-def choose(num_ranks, names=(), **broken):
+def select(num_ranks, names=(), **broken):
     """What each rank chooses; ``names`` are the values of WORKBENCH_TRANSPORT."""
-    meeting, hub = Meeting(num_ranks), ThreadHub(num_ranks)
+    gather, hub = ThreadGather(num_ranks), ThreadHub(num_ranks)
     with pytest.MonkeyPatch.context() as patch:
         ranks = {}
-        patch.setattr(choice, "wanted_by_user", lambda: names[ranks[threading.get_ident()]] if names else "auto")
+        patch.setattr(
+            selection, "requested_by_environment", lambda: names[ranks[threading.get_ident()]] if names else "auto"
+        )
         for name, value in broken.items():
-            patch.setattr(choice, name, lambda *args, value=value: value(ranks[threading.get_ident()]))
+            patch.setattr(selection, name, lambda *args, value=value: value(ranks[threading.get_ident()]))
 
         def program(rank):
             ranks[threading.get_ident()] = rank
-            chosen = choice.choose(ThreadTransport(hub, rank), meeting.of(rank), rank, num_ranks, 5.0)
+            chosen = selection.select_transport(ThreadTransport(hub, rank), gather.of(rank), rank, num_ranks, 5.0)
             chosen.close()
             return chosen.name
 
         return run_on_threads(program, num_ranks)
 
 
-def test_shared_memory_is_chosen_where_all_ranks_can():
-    assert choose(3) == ["shared"] * 3
+def test_shared_memory_is_selected_where_all_ranks_can():
+    assert select(3) == ["shared"] * 3
 
 
 def test_one_rank_that_refuses_or_lives_elsewhere_is_enough():
-    assert choose(2, names=["auto", "gloo"]) == ["threads"] * 2
-    assert choose(2, _host=lambda rank: f"host{rank}") == ["threads"] * 2
-    assert choose(2, _make=lambda rank: (None, "no memory")) == ["threads"] * 2
+    assert select(2, names=["auto", "gloo"]) == ["threads"] * 2
+    assert select(2, _host=lambda rank: f"host{rank}") == ["threads"] * 2
+    assert select(2, _make=lambda rank: (None, "no memory")) == ["threads"] * 2
 
 
 def test_whoever_insists_on_shared_memory_gets_it_or_the_reason():
-    assert choose(2, names=["shared", "shared"]) == ["shared"] * 2
-    for error in choose(2, names=["shared", "auto"], _host=lambda rank: f"host{rank}"):
+    assert select(2, names=["shared", "shared"]) == ["shared"] * 2
+    for error in select(2, names=["shared", "auto"], _host=lambda rank: f"host{rank}"):
         assert isinstance(error, WorldError)
         assert "1 of 2 ranks" in str(error) and "host1" in str(error) and "Unset WORKBENCH_TRANSPORT" in str(error)
 
 
 def test_too_little_memory_to_join_is_told_with_both_figures(monkeypatch):
-    monkeypatch.setattr(mapped, "available_bytes", lambda: 1_000_000)
-    assert choose(2) == ["threads"] * 2
-    for error in choose(2, names=["shared", "shared"]):
+    monkeypatch.setattr(shared_memory, "available_bytes", lambda: 1_000_000)
+    assert select(2) == ["threads"] * 2
+    for error in select(2, names=["shared", "shared"]):
         assert isinstance(error, WorldError) and "2 of 2 ranks cannot share memory" in str(error)
-        assert f"{shared.FIRST_CHUNK_BYTES / 1e6:.1f} MB of shared memory are wanted, 900 kB can be had" in str(error)
+        assert f"{shared.FIRST_CHUNK_BYTES / 1e6:.1f} MB of shared memory are wanted, 900 kB are available" in str(
+            error
+        )
 
 
 def test_a_process_that_is_not_the_peer_is_noticed(monkeypatch):
-    monkeypatch.setattr(choice.Board, "token", property(lambda board: int(time.perf_counter_ns())))
-    assert choose(2) == ["threads"] * 2
+    monkeypatch.setattr(selection.ControlPage, "token", property(lambda page: int(time.perf_counter_ns())))
+    assert select(2) == ["threads"] * 2
 
 
 def test_a_transport_that_does_not_exist_is_refused(monkeypatch):
-    monkeypatch.setenv(choice.VARIABLE, "pigeon")
+    monkeypatch.setenv(selection.VARIABLE, "pigeon")
     with pytest.raises(WorldError, match="pigeon"):
-        choice.wanted_by_user()
+        selection.requested_by_environment()
 
 
 def test_memory_is_what_the_control_groups_leave(tmp_path):
@@ -232,16 +236,16 @@ def test_memory_is_what_the_control_groups_leave(tmp_path):
         (folder / "memory.max").write_text(f"{limit}\n")
         (folder / "memory.current").write_text(f"{used}\n")
         (folder / "memory.stat").write_text("anon 7\ninactive_file 500\n")
-    assert list(mapped._room_in_control_groups(tmp_path, own)) == [2500]
+    assert list(shared_memory._room_in_control_groups(tmp_path, own)) == [2500]
     own.write_text("12:memory:/job\n")
-    assert list(mapped._room_in_control_groups(tmp_path, own)) == []
+    assert list(shared_memory._room_in_control_groups(tmp_path, own)) == []
 
 
 class Ranks:
-    """Processes that do what they are told (``obedient_rank``)."""
+    """Processes that execute commands (``scripted_rank``)."""
 
     def __init__(self, num_ranks):
-        command = [sys.executable, "-m", "tests.transport.obedient_rank"]
+        command = [sys.executable, "-m", "tests.transport.scripted_rank"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(num_ranks)}
         self.processes = [
             subprocess.Popen(

@@ -10,7 +10,7 @@ from workbench.core.placement import Placement
 from workbench.errors import PlacementError
 from workbench.tensors.coordination import gather
 from workbench.tensors.world import World
-from workbench.transport.meeting import host_name
+from workbench.transport.rendezvous import host_name
 
 _GRAMMAR = re.compile(r"@?(\d+):(\d+)(?:-(\d+))?")
 

@@ -11,8 +11,8 @@ def transport_here() -> tuple[str, str]:
     """
     import torch
 
-    from workbench.transport.choice import why_not_shared
-    from workbench.transport.meeting import host_name
+    from workbench.transport.rendezvous import host_name
+    from workbench.transport.selection import why_not_shared
 
     refusal = why_not_shared()
     near = "gloo" if refusal else f"shared memory inside this host ({host_name()}), gloo between hosts"

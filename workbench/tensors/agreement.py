@@ -17,7 +17,7 @@ from workbench.core.layout import Layout
 from workbench.errors import LayoutError
 from workbench.tensors.global_tensor import GlobalTensor
 from workbench.tensors.world import World, current
-from workbench.transport.caller import name_in_user_code
+from workbench.transport.user_code import name_in_user_code
 
 _SUMMARY_BYTES = 160
 

@@ -14,9 +14,10 @@ import torch.distributed as dist
 
 from workbench.core.placement import Placement
 from workbench.errors import WorldError
-from workbench.transport import choice, launchers
+from workbench.transport import selection
 from workbench.transport.base import Traffic, Transport
-from workbench.transport.meeting import Meeting, meet
+from workbench.transport.launchers import default_init_method, launcher_value
+from workbench.transport.rendezvous import Rendezvous, join_rendezvous
 from workbench.transport.threads import ThreadHub, ThreadTransport
 
 DEFAULT_TIMEOUT_S = 300.0
@@ -144,9 +145,9 @@ def current() -> World:
     world: World | None = getattr(_thread_world, "world", None) or _process_world
     if world is not None:
         return world
-    if launchers.told("world_size", 1) > 1:
+    if launcher_value("world_size", 1) > 1:
         raise WorldError(
-            f"rank {launchers.told('rank', 0)} of {launchers.told('world_size', 1)} has not joined the world yet. Call "
+            f"rank {launcher_value('rank', 0)} of {launcher_value('world_size', 1)} has not joined the world yet. Call "
             f"wb.init() first."
         )
     return init(0, 1)
@@ -176,8 +177,8 @@ def init(
         backend: ``"gloo"`` or ``"nccl"``, also between GPUs of one host; default what suits best.
         device: where shards live; default this rank's GPU if it has one to itself, else the CPU.
         timeout_s: how long a rank waits for the others before it gives up.
-        generation: which of the worlds that meet at ``init_method``, one after the other; default the number of
-            those that this process was in. A process that takes the place of a dead rank says which (``rebuild``).
+        generation: number of the world under ``init_method``, which serves several, one after the other; default how
+            many this process has joined. A process that takes the place of a dead rank names it (``rebuild``).
 
     CPU ranks of one host exchange tensors through shared memory, GPU ranks of one host through CUDA IPC, others through
     torch.distributed, also in a world of several hosts; the environment variable WORKBENCH_TRANSPORT (``shared``,
@@ -193,8 +194,8 @@ def init(
     ``wb.init()`` at the head of a script is all that ``torchrun --nproc-per-node 2 script.py`` needs.
     """
     global _process_world, _joined_by
-    rank = launchers.told("rank", 0) if rank is None else rank
-    world_size = launchers.told("world_size", 1) if world_size is None else world_size
+    rank = launcher_value("rank", 0) if rank is None else rank
+    world_size = launcher_value("world_size", 1) if world_size is None else world_size
     if _process_world is not None:
         if (_process_world.rank, _process_world.world_size) == (rank, world_size):
             return _process_world
@@ -204,12 +205,12 @@ def init(
         )
     chosen = torch.device(device) if device is not None else _default_device(world_size)
     transport: Transport
-    wants = choice.wants(chosen, backend)
+    requested = selection.requested_transport(chosen, backend)
     if world_size > 1:
-        place, known_as = init_method or launchers.meeting_place(), choice.name_of(chosen)
-        meeting = meet(place, rank, world_size, generation, timeout_s, known_as, wants)
-        transport = _join(meeting, rank, world_size, backend, chosen, timeout_s)
-        generation = meeting.generation
+        place, known_as = init_method or default_init_method(), selection.device_name(chosen)
+        rendezvous = join_rendezvous(place, rank, world_size, generation, timeout_s, known_as, requested)
+        transport = _join(rendezvous, rank, world_size, backend, chosen, timeout_s)
+        generation = rendezvous.generation
         atexit.unregister(shutdown)
         atexit.register(shutdown)  # gloo's threads must end before the interpreter does
         keep_backward_here(chosen)
@@ -238,7 +239,7 @@ def rebuild(
 
     Args:
         rank, world_size, device: default those of the world that this process is or was in.
-        init_method: where to meet; default the same place as before. It has to be another one if the process that
+        init_method: where the ranks meet; default the same place as before. It must be another one if the process that
             served it (rank 0 under ``env://`` without torchrun, and ``tcp://``) is gone.
         generation: default one more than this process's last one at that place.
         reason: what ranks that still wait for this one are told.
@@ -267,22 +268,22 @@ def rebuild(
 
 
 def _join(
-    meeting: Meeting, rank: int, world_size: int, backend: str | None, device: torch.device, timeout_s: float
+    rendezvous: Rendezvous, rank: int, world_size: int, backend: str | None, device: torch.device, timeout_s: float
 ) -> Transport:
-    """Connect to the other ranks that have come to the meeting."""
-    transport, why_not = choice.choose_for_devices(meeting, rank, device, timeout_s)
-    backend = backend or ("gloo" if transport is not None else choice.backend_for(device, meeting.members))
+    """Connect to the other ranks that have come to the rendezvous."""
+    transport, why_not = selection.select_for_devices(rendezvous, rank, device, timeout_s)
+    backend = backend or ("gloo" if transport is not None else selection.select_backend(device, rendezvous.members))
     try:
         dist.init_process_group(
             backend,
-            store=meeting.sub_store("group"),
+            store=rendezvous.sub_store("group"),
             rank=rank,
             world_size=world_size,
             timeout=datetime.timedelta(seconds=timeout_s),
         )
         if transport is None:
-            transport = choice.over_distributed(meeting, rank, world_size, backend, device, timeout_s)
-            choice.tell_why(transport, world_size, why_not)
+            transport = selection.connect_distributed(rendezvous, rank, world_size, backend, device, timeout_s)
+            selection.set_reason(transport, world_size, why_not)
         _share_random_state(transport, device)
         return transport
     except BaseException:
@@ -391,9 +392,9 @@ def barrier() -> None:
 
 def _default_device(world_size: int) -> torch.device:
     """This rank's own GPU where every rank of the host has one; else the CPU."""
-    local_world = launchers.told("local_world_size", world_size)
+    local_world = launcher_value("local_world_size", world_size)
     if not torch.cuda.is_available() or torch.cuda.device_count() < local_world:
         return torch.device("cpu")
-    device = torch.device("cuda", launchers.told("local_rank", 0) % torch.cuda.device_count())
+    device = torch.device("cuda", launcher_value("local_rank", 0) % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device

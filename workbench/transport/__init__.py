@@ -1,10 +1,10 @@
-"""Transports behind one Protocol (``base.Transport``); ``choice`` picks one for the ranks of a world.
+"""Transports behind one protocol (``base.Transport``); ``selection`` selects one for the ranks of a world.
 
-* ``base``: the protocol; ``reducing``: sums in a fixed order; ``meeting``: where ranks find one another; ``processes``:
-  what is seen of those on this host.
-* ``letters/``: how ranks of one host talk through memory that they all map. ``shared/`` and ``ipc/`` lie on it.
-* ``shared/``: mapped memory between CPU ranks of one host.
+* ``base``: the protocol; ``reduction``: local reductions in a fixed order; ``rendezvous``: how ranks join a world;
+  ``peer_processes``: the state of peers' processes on this host.
+* ``messaging/``: messages between ranks of one host over shared memory, the base of ``shared/`` and ``ipc/``.
+* ``shared/``: shared memory between CPU ranks of one host.
 * ``ipc/``: CUDA IPC between GPU ranks of one host.
-* ``network/``: torch.distributed, gloo or NCCL, and who waits for whom over it.
-* ``mixed``: ``shared`` inside each host and gloo between them. ``threads``: simulated ranks.
+* ``network/``: torch.distributed (gloo or NCCL), with detection of hangs.
+* ``mixed``: ``shared`` inside each host and gloo between hosts. ``threads``: simulated ranks. ``fake``: dry runs.
 """

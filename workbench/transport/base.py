@@ -1,4 +1,4 @@
-"""What every transport can do; boxing is written against this and nothing else."""
+"""The protocol of all transports. Boxing depends on nothing else in this package."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import torch
 from workbench.core.boxing import LinkCost
 from workbench.core.layout import Region
 
-Message = tuple[int, torch.Tensor]
-"""The other rank, and the tensor to send to it (of any strides) or the contiguous one to fill from it."""
-Wanted = tuple[int, Sequence[int]]
-"""The other rank, and the shape of what comes from it."""
+PeerTensor = tuple[int, torch.Tensor]
+"""A peer's rank with the tensor to send to it (of any strides), or the contiguous tensor to receive from it."""
+PeerShape = tuple[int, Sequence[int]]
+"""A peer's rank with the shape of the tensor to receive from it."""
 Release = Callable[[], None]
 
 _GATHER_TAG = -1
-"""No exchange of a program has it."""
+"""A tag that no exchange of a program uses."""
 ACCUMULATED_IN_32_BITS = (torch.bfloat16, torch.float16)
-"""Sums of these are made in float32 and rounded once."""
+"""Sums of these dtypes are accumulated in float32 and rounded once."""
 
 
 @dataclass
 class Traffic:
-    """What one rank has sent since the last ``reset``, and how long it waited for others."""
+    """Bytes that one rank has sent since the last ``reset``, and seconds spent in exchanges."""
 
     sent_bytes: int = 0
     num_exchanges: int = 0
@@ -47,73 +47,78 @@ class Traffic:
 class Transport(Protocol):
     """Moves tensors between the ranks of one world.
 
-    Sends never block; receives do, and every wait can be interrupted: by SIGINT, by ``abort`` from another thread, by
-    the death of a peer. Messages between two ranks match by ``tag`` and, within a tag, by order. ``header`` names the
-    call in words; a transport that can compares it with the other side's, so that ranks that run different programs
-    get an error that names both calls.
+    Sends never block. Receives block, and every wait ends: by SIGINT, by ``abort`` from another thread, or by the death
+    of a peer. Messages between two ranks match by ``tag`` and, within a tag, by order. ``header`` describes the call.
+    Where possible, a transport compares it with the peer's header, so that ranks that run different programs get an
+    error that names both calls.
     """
 
     name: str
     cost: LinkCost
 
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int, header: str) -> None:
+    def exchange(self, sends: Sequence[PeerTensor], receives: Sequence[PeerTensor], tag: int, header: str) -> None:
         """Send all of ``sends`` and return when all of ``receives`` are filled."""
 
     def borrow(
-        self, sends: Sequence[Message], wanted: Sequence[Wanted], dtype: torch.dtype, tag: int, header: str
+        self, sends: Sequence[PeerTensor], wanted: Sequence[PeerShape], dtype: torch.dtype, tag: int, header: str
     ) -> tuple[list[torch.Tensor], Release]:
-        """Like ``exchange``, but what arrives may still lie in the sender's memory: read it, then call the release."""
+        """Like ``exchange``, but received tensors may lie in the sender's memory: read them, then call ``Release``."""
 
     def all_reduce(
         self, tensor: torch.Tensor, group: Sequence[int], reduction: str, tag: int, header: str
     ) -> torch.Tensor:
-        """A new tensor, ``tensor`` reduced over the ranks of ``group``; every one of them gets the same bits."""
+        """A new tensor: ``tensor`` reduced over the ranks of ``group``, with the same bits on all of them."""
 
     def start_all_reduce(
         self, tensors: Sequence[torch.Tensor], group: Sequence[int], reduction: str, tag: int, header: str
     ) -> Callable[[], torch.Tensor]:
-        """Begin to reduce the elements of ``tensors`` (one dtype), laid one behind the other.
+        """Start to all-reduce the elements of ``tensors`` (of one dtype), flattened and concatenated.
 
-        Nobody may change them until what comes back has been called: it ends the reduction and gives the result, flat.
+        The returned function waits and returns the flat result. Do not write to ``tensors`` before it has been called.
         """
 
     def all_gather(self, tensor: torch.Tensor, header: str) -> list[torch.Tensor]:
-        """Equally shaped small tensors of all ranks of the world, by rank."""
+        """All-gather a small tensor of one shape over all ranks of the world; the result is ordered by rank."""
 
     def flush(self) -> None:
-        """Return when everything that was sent has left its buffer."""
+        """Return when all sent data has left its buffers."""
 
     def abort(self, reason: str) -> None:
         """End every wait of this rank with ``CollectiveAborted(reason)``; may be called from any thread."""
 
     def close(self) -> None:
-        """Give back what the transport holds; safe to call twice."""
+        """Free the resources of the transport; safe to call twice."""
 
 
-class Asynchronous(Transport, Protocol):
-    """A transport whose exchanges can be started now and waited for later; the other calls are made of these.
+class AsyncTransport(Transport, Protocol):
+    """A transport with asynchronous exchanges, from which its other calls are derived.
 
     Attributes:
-        device: where what arrives is to lie.
+        device: the device of received tensors.
     """
 
     rank: int
     world_size: int
     device: torch.device = torch.device("cpu")
 
-    def start(self, sends: Sequence[Message], receives: Sequence[Message], tag: int, header: str) -> Callable[[], None]:
-        """Send ``sends``, which may be written afterwards; what comes back waits until ``receives`` are filled."""
+    def start_exchange(
+        self, sends: Sequence[PeerTensor], receives: Sequence[PeerTensor], tag: int, header: str
+    ) -> Callable[[], None]:
+        """Start an exchange; the returned function waits until ``receives`` are filled.
 
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int, header: str) -> None:
-        self.start(sends, receives, tag, header)()
+        The caller may write to ``sends`` as soon as this returns.
+        """
+
+    def exchange(self, sends: Sequence[PeerTensor], receives: Sequence[PeerTensor], tag: int, header: str) -> None:
+        self.start_exchange(sends, receives, tag, header)()
 
     def borrow(
-        self, sends: Sequence[Message], wanted: Sequence[Wanted], dtype: torch.dtype, tag: int, header: str
+        self, sends: Sequence[PeerTensor], wanted: Sequence[PeerShape], dtype: torch.dtype, tag: int, header: str
     ) -> tuple[list[torch.Tensor], Release]:
         pieces = [torch.empty(tuple(shape), dtype=dtype, device=self.device) for _, shape in wanted]
         receives = [(source, piece) for (source, _), piece in zip(wanted, pieces, strict=True)]
         self.exchange(sends, receives, tag, header)
-        return pieces, _nothing
+        return pieces, _no_release
 
     def all_reduce(
         self, tensor: torch.Tensor, group: Sequence[int], reduction: str, tag: int, header: str
@@ -128,50 +133,51 @@ class Asynchronous(Transport, Protocol):
         return parts
 
 
-class Mapped(Transport, Protocol):
-    """A transport whose ranks read one another's memory: slices go straight from shard to shard."""
+class PeerAccessTransport(Transport, Protocol):
+    """A transport whose ranks access one another's memory: slices go straight from shard to shard."""
 
-    def pull(self, program: Any, local: torch.Tensor, tag: int) -> torch.Tensor | None:
-        """Run this rank's part of an exchange (a ``Program``): its new shard, or None if it only sends.
+    def execute(self, plan: Any, local: torch.Tensor, tag: int) -> torch.Tensor | None:
+        """Execute this rank's ``TransferPlan``; return its new shard, or None if it only sends.
 
-        Whoever made ``local`` may write to it as soon as this returns.
+        The caller may write to ``local`` as soon as this returns.
         """
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor that the peers can read where it lies, if there is room for it; else an ordinary one."""
+        """A tensor that peers can read in place, if there is room for it; else an ordinary tensor."""
 
 
-class Common(Transport, Protocol):
-    """A transport whose ranks can have tensors in common: each writes a part of them, and all read them in place."""
+class SharedBufferTransport(Transport, Protocol):
+    """A transport whose ranks share buffers: each rank writes its part of a tensor, and all read it in place."""
 
-    def start_filling(
+    def start_shared_all_gather(
         self,
         group: tuple[int, ...],
-        wholes: Sequence[Sequence[int]],
+        full_shapes: Sequence[Sequence[int]],
         regions: Sequence[Region],
         parts: Sequence[torch.Tensor],
         tag: int,
         header: str,
     ) -> tuple[bool, Callable[[], list[torch.Tensor]]]:
-        """Begin to put whole tensors together out of the parts of all ranks of ``group``, which all call it alike.
+        """Start to all-gather tensors into a buffer that the ranks of ``group`` share; all of them make the same call.
 
         Args:
-            wholes: shapes of the whole tensors.
-            regions, parts: where this rank's parts lie in them; parts of one dtype, contiguous.
+            full_shapes: shapes of the full tensors.
+            regions, parts: this rank's parts and their places in the full tensors; contiguous, of one dtype.
 
         Returns:
-            whether there is room for them now, on all ranks or on none; and a function that waits for the others'
-            parts and gives the tensors, which nobody may write to, or none where there is no room. Call it either way.
+            Whether a buffer is free, which is the same on all ranks; and a function that waits for the peers' parts and
+            returns the full tensors, which nobody may write to, or an empty list where no buffer is free. Always call
+            it.
         """
 
 
 def pack(tensors: Sequence[torch.Tensor], out: torch.Tensor | None = None) -> torch.Tensor:
-    """The elements of ``tensors`` one behind the other, in new memory or in ``out``."""
+    """The elements of ``tensors``, flattened and concatenated, in new memory or in ``out``."""
     flat = [tensor.detach().reshape(-1) for tensor in tensors]
     if out is None:
         return torch.cat(flat)
     return out.copy_(flat[0]) if len(flat) == 1 else torch.cat(flat, out=out)
 
 
-def _nothing() -> None:
+def _no_release() -> None:
     pass

@@ -1,7 +1,7 @@
-"""Simulated ranks: threads of one process that exchange clones through mailboxes.
+"""Simulated ranks: threads of one process that exchange clones through queues.
 
-Most tests run on this, in milliseconds. Because every rank's wait is visible to the hub, a deadlock is found at once
-and told with what each rank waits for.
+Most tests run on this, in milliseconds. The hub sees the waits of all ranks, so it detects a deadlock at once and names
+the wait of each rank.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import torch
 
 from workbench.core.boxing import LinkCost
 from workbench.errors import CollectiveAborted
-from workbench.transport.base import ACCUMULATED_IN_32_BITS, Asynchronous, Message, pack
+from workbench.transport.base import ACCUMULATED_IN_32_BITS, AsyncTransport, PeerTensor, pack
 
 _ANSWER_S = 5.0
-"""How long a tensor of ranks that have ended waits for those of a later ``run_ranks`` that may hold it, too."""
+"""Limit of a wait after all ranks have ended: ranks of a later ``run_ranks`` may still answer for the same tensor."""
 
 
-class _Letter(NamedTuple):
+class _Message(NamedTuple):
     tensor: torch.Tensor
     header: str
 
@@ -33,73 +33,73 @@ class _Wait(NamedTuple):
 
 
 class ThreadHub:
-    """The mailboxes that the simulated ranks of one world share.
+    """The queues that the simulated ranks of one world share.
 
-    ``mailboxes`` is keyed by (source, destination, tag); ``waiting`` says what each blocked rank waits for.
+    ``queues`` is keyed by (source, destination, tag); ``waiting`` holds the wait of each blocked rank.
     """
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
         self.changed = threading.Condition()
-        self.mailboxes: dict[tuple[int, int, int], deque[_Letter]] = {}
+        self.queues: dict[tuple[int, int, int], deque[_Message]] = {}
         self.waiting: dict[int, _Wait] = {}
         self.ended: set[int] = set()
         self.abort_reason: str | None = None
 
-    def post(self, source: int, destination: int, tag: int, letter: _Letter) -> None:
-        """Put a letter into a mailbox."""
+    def post(self, source: int, destination: int, tag: int, message: _Message) -> None:
+        """Append a message to its queue."""
         with self.changed:
-            self.mailboxes.setdefault((source, destination, tag), deque()).append(letter)
+            self.queues.setdefault((source, destination, tag), deque()).append(message)
             self.changed.notify_all()
 
-    def take(self, rank: int, wait: _Wait) -> _Letter:
-        """The next letter from ``wait.source``, as soon as it is there."""
+    def take(self, rank: int, wait: _Wait) -> _Message:
+        """Wait for the next message from ``wait.source``."""
         key = (wait.source, rank, wait.tag)
         with self.changed:
             self.waiting[rank] = wait
             try:
-                while not self.mailboxes.get(key):
-                    self._raise_if_hopeless(rank)
+                while not self.queues.get(key):
+                    self._raise_if_stuck(rank)
                     if not self.changed.wait(_ANSWER_S if len(self.ended) == self.num_ranks else None):
                         self.abort(
                             "its simulated ranks have ended and nobody answers; read global tensors inside run_ranks, "
                             "with full_tensor() on all ranks or to_local(), and return that"
                         )
-                return self.mailboxes[key].popleft()
+                return self.queues[key].popleft()
             finally:
                 del self.waiting[rank]
 
     def end(self, rank: int) -> None:
-        """``rank`` has left its program; whoever waits for it will wait for ever."""
+        """Note that the program of ``rank`` has ended: no wait for it can succeed."""
         with self.changed:
             self.ended.add(rank)
             self.changed.notify_all()
 
     def check_empty(self) -> None:
-        """Raise ``CollectiveAborted`` if something was sent that nobody has received."""
+        """Raise ``CollectiveAborted`` if a message was sent and never received."""
         left = [
-            f"{letters[0].header} from rank {s} to rank {d}" for (s, d, _), letters in self.mailboxes.items() if letters
+            f"{messages[0].header} from rank {s} to rank {d}" for (s, d, _), messages in self.queues.items() if messages
         ]
         if left:
             raise CollectiveAborted(f"{len(left)} messages were sent and never received, e.g. {left[0]}")
 
     def abort(self, reason: str) -> None:
-        """End all waits of all ranks; the first reason stays."""
+        """End the waits of all ranks; the first reason is kept."""
         with self.changed:
             self.abort_reason = self.abort_reason or reason
             self.changed.notify_all()
 
-    def _raise_if_hopeless(self, rank: int) -> None:
+    def _raise_if_stuck(self, rank: int) -> None:
         if self.abort_reason is None and len(self.waiting) + len(self.ended) == self.num_ranks:
             stuck = [f"rank {r} waits for rank {w.source} in {w.header}" for r, w in sorted(self.waiting.items())]
-            if not any(self.mailboxes.get((w.source, r, w.tag)) for r, w in self.waiting.items()):
+            if not any(self.queues.get((w.source, r, w.tag)) for r, w in self.waiting.items()):
                 gone = f"; ranks {sorted(self.ended)} have ended" if self.ended else ""
                 self.abort("deadlock, the ranks ran different programs: " + "; ".join(stuck) + gone)
         if self.abort_reason is not None:
             raise CollectiveAborted(f"rank {rank} stopped waiting in {self.waiting[rank].header}: {self.abort_reason}")
 
 
-class ThreadTransport(Asynchronous):
+class ThreadTransport(AsyncTransport):
     """One simulated rank's end of a ``ThreadHub``."""
 
     name = "threads"
@@ -108,13 +108,15 @@ class ThreadTransport(Asynchronous):
     def __init__(self, hub: ThreadHub, rank: int) -> None:
         self.hub, self.rank, self.world_size = hub, rank, hub.num_ranks
         self.sent_bytes = 0
-        """Bytes of this rank's data that went to others."""
+        """Bytes that this rank has sent."""
 
-    def start(self, sends: Sequence[Message], receives: Sequence[Message], tag: int, header: str) -> Callable[[], None]:
+    def start_exchange(
+        self, sends: Sequence[PeerTensor], receives: Sequence[PeerTensor], tag: int, header: str
+    ) -> Callable[[], None]:
         for destination, tensor in sends:
             self.sent_bytes += tensor.nbytes
             self.hub.post(
-                self.rank, destination, tag, _Letter(tensor.clone(memory_format=torch.contiguous_format), header)
+                self.rank, destination, tag, _Message(tensor.clone(memory_format=torch.contiguous_format), header)
             )
 
         def finish() -> None:
@@ -124,13 +126,13 @@ class ThreadTransport(Asynchronous):
         return finish
 
     def _receive(self, source: int, out: torch.Tensor, tag: int, header: str) -> None:
-        letter = self.hub.take(self.rank, _Wait(source, tag, header))
-        if letter.header != header:
+        message = self.hub.take(self.rank, _Wait(source, tag, header))
+        if message.header != header:
             self.hub.abort(
-                f"ranks diverged: rank {self.rank} called {header} while rank {source} called {letter.header}"
+                f"ranks diverged: rank {self.rank} called {header} while rank {source} called {message.header}"
             )
             raise CollectiveAborted(self.hub.abort_reason or "ranks diverged")
-        out.copy_(letter.tensor)
+        out.copy_(message.tensor)
 
     def start_all_reduce(
         self, tensors: Sequence[torch.Tensor], group: Sequence[int], reduction: str, tag: int, header: str
@@ -147,7 +149,7 @@ class ThreadTransport(Asynchronous):
         return lambda: total.to(own.dtype)
 
     def flush(self) -> None:
-        """Letters are clones: nothing to wait for."""
+        """Messages are clones, so there is nothing to wait for."""
 
     def abort(self, reason: str) -> None:
         self.hub.abort(reason)

@@ -13,6 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -26,9 +27,11 @@ from workbench.session.on_engine import shell as engine_shell
 from workbench.session.on_engine import waits as engine_waits
 from workbench.session.on_engine.failures import frames_of_stack
 
-_NEAR_WAITS = os.path.join("runtime", "transport", "letters", "waits.py")
+_PACKAGE = Path(__file__).parents[2]
+_NEAR_WAITS = str(_PACKAGE / "transport" / "messaging" / "waiter.py")
+_FAR_WAITS = (str(_PACKAGE / "transport" / "network" / "helper_thread.py"), engine_waits.__file__)
+"""Files in whose functions a thread waits for other ranks."""
 _num_requests = 0
-_FAR_WAITS = (os.path.join("network", "waiting.py"), os.path.join("session", "engine_waits.py"))
 
 
 def install(shell: Any) -> None:
@@ -93,10 +96,10 @@ def _wait_of(frame: FrameType | None, world: Any) -> str:
     """The name of the wait that a thread is in; another wait has another name."""
     files = [found.f_code.co_filename for found, _ in traceback.walk_stack(frame)] if frame is not None else []
     number = f"{world.traffic.num_exchanges if world is not None else 0}.{engine_waits.num_waits()}"
-    if any(file.endswith(_NEAR_WAITS) for file in files):
+    if _NEAR_WAITS in files:
         is_near = world is not None and world.transport_name in ("shared", "ipc")
         return f"{protocol.NEAR if is_near else 'far'} {number}"
-    return f"far {number}" if any(file.endswith(_FAR_WAITS) for file in files) else ""
+    return f"far {number}" if any(file in files for file in _FAR_WAITS) else ""
 
 
 def describe_place(stack: tuple[protocol.Frame, ...], importing: str = "") -> str:

@@ -79,9 +79,9 @@ def failure_of(error: BaseException) -> protocol.Failure:
 
 def _broke_off_step() -> bool:
     """Looked up, not imported: a cell that failed without the runtime needs no torch for it."""
-    worlds, ended = (sys.modules.get(f"workbench.{name}") for name in ("tensors.world", "transport.ended"))
+    worlds, closed = (sys.modules.get(f"workbench.{name}") for name in ("tensors.world", "transport.closed"))
     world = worlds.joined() if worlds is not None else None
-    return world is not None and ended is not None and bool(ended.has_ended(world))
+    return world is not None and closed is not None and bool(closed.is_closed(world))
 
 
 def frames_of_traceback(tb: TracebackType | None) -> tuple[protocol.Frame, ...]:

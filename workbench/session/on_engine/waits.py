@@ -25,10 +25,10 @@ def install() -> None:
     import torch
     from torch.distributed import Work
 
-    from workbench.transport.network.waiting import Helper
+    from workbench.transport.network.helper_thread import HelperThread
 
     plain_wait: Callable[..., bool] = Work.wait
-    helper = Helper("workbench-wait")
+    helper = HelperThread("workbench-wait")
 
     def wait(work: Any, *timeout: Any) -> bool:
         if threading.current_thread() is not threading.main_thread() or torch.cuda.is_initialized():

@@ -34,7 +34,7 @@ def find_meeting_point(controller_address: str) -> MeetingPoint:
     Raises:
         EngineStartError: the interface that the environment names is not there, or has no address.
     """
-    from workbench.transport.meeting import host_name
+    from workbench.transport.rendezvous import host_name
 
     named = os.environ.get(INTERFACE_VARIABLES[0], "").partition(",")[0]
     address = address_of(named) if named else address_towards(controller_address)
@@ -84,7 +84,7 @@ def address_of(interface: str) -> str:
 
 def store_for(points: Sequence[MeetingPoint], folder: SessionFolder) -> str:
     """Where the ranks meet: a file if all of them are on this host, else a TCP store on rank 0's interface."""
-    from workbench.transport.meeting import host_name
+    from workbench.transport.rendezvous import host_name
 
     here = host_name()
     if all(point.host == here for point in points):

@@ -19,7 +19,7 @@ from workbench.errors import LayoutError
 from workbench.tensors.boxing.assembling import assemble, packed, region_shape, slice_region
 from workbench.tensors.global_tensor import Spec, new_placeholder, spec_of
 from workbench.tensors.world import World
-from workbench.transport.letters.program import ONE_STEP_BYTES, Program, program_of
+from workbench.transport.messaging.transfer_plan import ONE_SHOT_BYTES, TransferPlan, plan_transfer
 
 _MAX_CACHED = 256
 """Exchanges that a spec remembers: shapes that differ at every step must not fill the memory."""
@@ -79,7 +79,7 @@ class Exchange:
         self.own_slice: Region | None = self._to[0].source_region if is_slice else None
         self._ranks = frozenset((*plan.source.placement, *plan.destination.placement))
         self._group = next((group for group in plan.groups if world.rank in group), ())
-        self._program = self._make_program()
+        self._transfer_plan = self._make_transfer_plan()
 
     def run(self, local: torch.Tensor, tag: int) -> torch.Tensor:
         """This rank's new shard, in memory of its own; a placeholder outside the destination."""
@@ -95,19 +95,20 @@ class Exchange:
         world.traffic.add(self.plan.kind, self._bytes_sent, time.perf_counter() - started)
         return result
 
-    def _make_program(self) -> Program | None:
+    def _make_transfer_plan(self) -> TransferPlan | None:
         """For transports whose ranks read one another's memory. Terms of sums are put together elsewhere."""
         plan, world = self.plan, self._world
         if self._is_placeholder or self._is_local or self._target.layout.has_partial or world.device.type != "cpu":
             return None
-        program = program_of(plan, world.rank, self._dtype, self._header)
-        return None if plan.kind == "all-reduce" and program.shard_bytes > ONE_STEP_BYTES else program
+        transfer_plan = plan_transfer(plan, world.rank, self._dtype, self._header)
+        return None if plan.kind == "all-reduce" and transfer_plan.shard_bytes > ONE_SHOT_BYTES else transfer_plan
 
     def _meet(self, local: torch.Tensor, tag: int) -> torch.Tensor:
         transport = self._transport()
-        pull = getattr(transport, "pull", None) if self._program is not None else None  # see ``base.Mapped``
-        if pull is not None:
-            result = pull(self._program, local, tag)
+        # See ``base.PeerAccessTransport``.
+        execute = getattr(transport, "execute", None) if self._transfer_plan is not None else None
+        if execute is not None:
+            result = execute(self._transfer_plan, local, tag)
             return self._placeholder() if result is None else result
         if self.plan.kind == "all-reduce":
             return transport.all_reduce(local, self._group, self.plan.reduction or "sum", tag, self._header)
@@ -116,8 +117,8 @@ class Exchange:
     def _transport(self) -> Any:
         """The world's, or what ranks of one host alone use in a world of several (``mixed``)."""
         transport: Any = self._world.transport
-        among = getattr(transport, "among", None)
-        return transport if among is None else among(self._ranks)
+        for_ranks = getattr(transport, "for_ranks", None)
+        return transport if for_ranks is None else for_ranks(self._ranks)
 
     def _borrow(self, local: torch.Tensor, tag: int) -> torch.Tensor:
         rank, release = self._world.rank, None
@@ -125,7 +126,7 @@ class Exchange:
         sends = [(m.destination, slice_region(local, m.source_region)) for m in self._from if m.destination != rank]
         if sends or self._wanted:
             transport = self._transport()
-            sends = sends if getattr(transport, "packs", False) else packed(sends)
+            sends = sends if getattr(transport, "accepts_strided", False) else packed(sends)
             borrowed, release = transport.borrow(sends, self._wanted, self._dtype, tag, self._header)
         if self._target.is_placeholder:
             return self._placeholder()

@@ -14,7 +14,7 @@ from workbench.core.route import route_boxing
 from workbench.errors import ExplicitBoxingError
 from workbench.tensors.global_tensor import GlobalTensor, local_torch
 from workbench.tensors.world import current
-from workbench.transport.caller import name_in_user_code, user_frame
+from workbench.transport.user_code import name_in_user_code, user_frame
 from workbench.units import format_bytes
 
 

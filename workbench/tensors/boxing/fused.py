@@ -31,7 +31,7 @@ from workbench.tensors.global_tensor import (
 )
 from workbench.tensors.placeholder_storage import spread_zero
 from workbench.tensors.world import World
-from workbench.transport.base import Message, pack
+from workbench.transport.base import PeerTensor, pack
 
 BUCKET_BYTES = 25 * 2**20
 """Logical bytes of the tensors that share one exchange, as for gradients."""
@@ -211,15 +211,15 @@ class _Flight:
             for move in plan.moves_to(rank):
                 if move.source != rank:
                     numels[move.source] = numels.get(move.source, 0) + move.num_elements
-        sends: list[Message] = [(destination, pack(slices)) for destination, slices in parts.items()]
+        sends: list[PeerTensor] = [(destination, pack(slices)) for destination, slices in parts.items()]
         self._arrived = {
             source: torch.empty(numel, dtype=self.dtype, device=self.world.device)
             for source, numel in numels.items()
             if numel
         }
         if sends or self._arrived:
-            transport: Any = self.world.transport  # see ``base.Asynchronous``
-            self._wait = transport.start(sends, list(self._arrived.items()), self.tag, header)
+            transport: Any = self.world.transport  # see ``base.AsyncTransport``
+            self._wait = transport.start_exchange(sends, list(self._arrived.items()), self.tag, header)
         self._time_s = time.perf_counter() - started
 
     def finish(self) -> list[torch.Tensor]:

@@ -15,7 +15,7 @@ from workbench.tensors.boxing.explicit import Need, check_explicit
 from workbench.tensors.global_tensor import GlobalTensor
 from workbench.tensors.ops.planning import Plan, bind
 from workbench.tensors.ops.registry import PARAMETERS, fold_name, handler
-from workbench.transport.caller import name_in_user_code
+from workbench.transport.user_code import name_in_user_code
 
 
 def argument_text(func: Callable[..., Any], args: Any, kwargs: Any, tensor: Any) -> str:

@@ -14,7 +14,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from workbench.errors import CaptureError
-from workbench.transport.caller import PACKAGE
+from workbench.transport.user_code import PACKAGE
 
 _READERS = {
     torch.Tensor.tolist: "tolist()",

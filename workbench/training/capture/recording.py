@@ -26,7 +26,7 @@ from workbench.training.capture.gradients import held_grad
 from workbench.training.capture.optimizer_steps import Step, parts_of
 from workbench.training.capture.program import Call, Program, Slot
 from workbench.training.capture.reading import refuse_reading
-from workbench.transport.caller import user_frame
+from workbench.transport.user_code import user_frame
 
 _aten = torch.ops.aten
 _SAME = {_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default}

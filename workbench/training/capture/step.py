@@ -23,7 +23,7 @@ from workbench.training.capture.reading import RefusesReading
 from workbench.training.capture.recording import RecordedTransport, Recorder
 from workbench.training.strategies.state import calls_noted
 from workbench.transport.base import Traffic
-from workbench.transport.ended import put_back
+from workbench.transport.closed import restore_transport
 
 _log = logging.getLogger("workbench.capture")
 
@@ -253,7 +253,7 @@ def _record(
             end_sums(modules)
     finally:
         world.recorder = None
-        put_back(world, transport)
+        restore_transport(world, transport)
     parts, result_structure = tree_flatten(result)
     leaves = _with_those_of(recorder.originals, leaves)
     left = recorder.finish([part for part in parts if isinstance(part, torch.Tensor)], leaves)

@@ -36,7 +36,7 @@ from workbench.training import torch_patches  # noqa: F401 - completes GlobalTen
 from workbench.training.batches import Batch, LossFunction
 from workbench.training.parallel import describe, parallelize
 from workbench.training.pipelining.step import forward_backward
-from workbench.transport.paper import PaperTransport
+from workbench.transport.fake import FakeTransport
 from workbench.transport.threads import ThreadTransport
 from workbench.units import format_bytes
 
@@ -309,7 +309,7 @@ class _Program:
 
     @contextmanager
     def _on(self, rank: int) -> Iterator[World]:
-        world = World(rank, self.num_ranks, META, PaperTransport(self.num_ranks, self.cost))
+        world = World(rank, self.num_ranks, META, FakeTransport(self.num_ranks, self.cost))
         world.generator = torch.Generator().manual_seed(0)
         world.casts = _cast
         with Simulated(world), _Shards():

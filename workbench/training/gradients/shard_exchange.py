@@ -14,15 +14,15 @@ import torch
 from workbench.tensors.boxing.assembling import slice_region
 from workbench.tensors.world import World
 from workbench.training.gradients.shard import Shard
-from workbench.transport.base import Message, Release, Wanted, pack
-from workbench.transport.reducing import combine
+from workbench.transport.base import PeerShape, PeerTensor, Release, pack
+from workbench.transport.reduction import reduce_into
 
 _ALONE_FROM_BYTES = 2**17
 """A tensor of so many bytes is a message of its own."""
 
 
 def start_exchange(
-    world: World, sends: Sequence[Message], wanted: Sequence[Wanted], dtype: torch.dtype, tag: int, header: str
+    world: World, sends: Sequence[PeerTensor], wanted: Sequence[PeerShape], dtype: torch.dtype, tag: int, header: str
 ) -> Callable[[], tuple[list[torch.Tensor], Release]]:
     """Send now, receive when the result is called. (NCCL takes both at once; its stream is what waits.)"""
     transport = world.transport
@@ -150,5 +150,5 @@ def _unpacked(message: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[to
 def _sum(terms: list[torch.Tensor]) -> torch.Tensor:
     """In the order of the group, at least in 32 bits: the bits that an all-reduce gives."""
     out = torch.empty(terms[0].shape, dtype=terms[0].dtype, device=terms[0].device)
-    combine(terms, out, "sum")
+    reduce_into(terms, out, "sum")
     return out

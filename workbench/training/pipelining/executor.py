@@ -25,7 +25,7 @@ from workbench.tensors.ops.weight_gradients import WeightGradients
 from workbench.tensors.world import World
 from workbench.training.pipelining.running import RunningStep
 from workbench.training.pipelining.stand_ins import StandIn, standing_in
-from workbench.transport.ended import end_exchanges
+from workbench.transport.closed import close_after_error
 
 Program = Callable[[int], Any]
 """micro-batch number -> its loss, already weighted with its share of the step; or what an evaluation returns."""
@@ -170,7 +170,7 @@ class Executor:
         is_refusal = isinstance(error, (StrategyError, RunError)) and not self.spans
         num_stages = len(self.running.placements)
         if num_stages > 1 and not is_refusal:
-            end_exchanges(self.world, error, f"a step of {num_stages} stages")
+            close_after_error(self.world, error, f"a step of {num_stages} stages")
 
     @contextmanager
     def _running(self, action: Action) -> Iterator[Stage]:

@@ -43,7 +43,7 @@ from workbench.training.pipelining.local_modules import stand_ins_of
 from workbench.training.pipelining.stand_ins import standing_in
 from workbench.training.strategies.layouts import StageLayouts
 from workbench.training.strategies.state import ROOT, ParallelState, layers_of, parameter_stages
-from workbench.transport.base import Message, Release, Transport, Wanted
+from workbench.transport.base import PeerShape, PeerTensor, Release, Transport
 
 Letters = dict[tuple[int, int, int], deque[torch.Tensor]]
 """(source, destination, tag) -> what the stages of one rank have sent one another."""
@@ -83,7 +83,7 @@ class StageTransport:
         """The transport of the rank."""
         return self.rank_world.transport
 
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int, header: str) -> None:
+    def exchange(self, sends: Sequence[PeerTensor], receives: Sequence[PeerTensor], tag: int, header: str) -> None:
         pieces, release = self.borrow(
             sends, [(s, tuple(t.shape)) for s, t in receives], _dtype_of(receives), tag, header
         )
@@ -92,7 +92,7 @@ class StageTransport:
         release()
 
     def borrow(
-        self, sends: Sequence[Message], wanted: Sequence[Wanted], dtype: torch.dtype, tag: int, header: str
+        self, sends: Sequence[PeerTensor], wanted: Sequence[PeerShape], dtype: torch.dtype, tag: int, header: str
     ) -> tuple[list[torch.Tensor], Release]:
         self._check_peers([other for other, _ in sends], header)
         self._check_peers([other for other, _ in wanted], header)
@@ -161,7 +161,7 @@ class StageTransport:
         pass
 
 
-def _dtype_of(messages: Sequence[Message]) -> torch.dtype:
+def _dtype_of(messages: Sequence[PeerTensor]) -> torch.dtype:
     return messages[0][1].dtype if messages else torch.float32
 
 

@@ -16,7 +16,7 @@ from workbench.core.boxing import BoxingPlan, describe_sbp_change
 from workbench.core.route import BoxingRoute
 from workbench.tensors.ops.registry import fold_name
 from workbench.tensors.world import World, current
-from workbench.transport.caller import user_frame
+from workbench.transport.user_code import user_frame
 from workbench.units import format_bytes
 
 

@@ -80,15 +80,15 @@ def _start(world: World, shards: Sequence[Shard], parts: Sequence[torch.Tensor],
 
 
 def _start_filling_among(world: World, group: tuple[int, ...]) -> Any:
-    """See ``base.Common``; None for ranks that have no memory in common.
+    """See ``base.SharedBufferTransport``; None for ranks that have no memory in common.
 
     None while a step is recorded, too: whether there is room is found anew each time, and a replay asks nothing.
     """
     if len(group) == 1 or world.recorder is not None:
         return None
     transport: Any = world.transport
-    among = getattr(transport, "among", None)
-    return getattr(transport if among is None else among(group), "start_filling", None)
+    for_ranks = getattr(transport, "for_ranks", None)
+    return getattr(transport if for_ranks is None else for_ranks(group), "start_shared_all_gather", None)
 
 
 def room(shard: Shard, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

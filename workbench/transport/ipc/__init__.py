@@ -1,5 +1,5 @@
-"""CUDA IPC between GPU ranks of one host: ``transport`` is one rank's end, ``connecting`` makes it.
+"""CUDA IPC between GPU ranks of one host: ``transport`` is one rank's end, ``connect`` makes it.
 
-``device`` is what it asks of one, ``cuda`` the real one, ``pool`` its memory, ``catalogue`` tells peers of it,
-``marks`` its order, ``parcels`` what travels.
+``device`` is the protocol of a device, ``cuda`` a GPU. ``pool`` is a rank's device memory, ``handles`` publishes its
+handles, ``events`` orders the devices' work, and ``transfers`` sends and receives.
 """

@@ -1,11 +1,12 @@
-"""``Device`` for one NVIDIA GPU: memory by the driver's own allocation, copies by the pull kernels, CUDA IPC handles.
+"""``Device`` for one NVIDIA GPU: memory of the driver's allocator, copies by ``kernels.blocks``, CUDA IPC handles.
 
-No GPU has run this yet: it was written against the documentation of the driver and of torch, and what lies above it is
-tested with another ``Device``. ``ipc`` therefore tries every way between two ranks with known bytes before it is used.
+No GPU has run this yet: it was written from the documentation of the driver and of torch, and the modules above it are
+tested with another ``Device``. Therefore ``ipc`` tests the path between every two ranks with known bytes before it is
+used.
 
-The memory does not come from torch's caching allocator, on purpose: a handle names a whole allocation, which torch
-may cut up, hand out again or give back while others still read it, and its expandable segments have no such handle at
-all. What the driver allocates here is exported once, and freed after everyone has closed it.
+The memory does not come from torch's caching allocator. A handle names a whole allocation, which torch may split, reuse
+or free while peers still read it, and its expandable segments have no such handle. Memory of the driver is exported
+once and freed after all peers have closed it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 
 from workbench.errors import WorldError
 from workbench.kernels import blocks
-from workbench.transport.ipc.device import HANDLE_BYTES, Event, Memory
+from workbench.transport.ipc.device import HANDLE_BYTES, DeviceMemory, Event
 from workbench.units import format_bytes
 
 _LAZY_ENABLE_PEER_ACCESS = 1
@@ -35,7 +36,7 @@ class _Handle(ctypes.Structure):
 
 
 class CudaDevice:
-    """A GPU of this process, which keeps to torch's current streams."""
+    """A GPU of this process; it uses torch's current streams."""
 
     def __init__(self, device: torch.device) -> None:
         torch.cuda.init()
@@ -45,11 +46,11 @@ class CudaDevice:
         self._last_stream: Any = None
         self._driver = _driver()
 
-    def allocate(self, num_bytes: int, what: str) -> Memory:
+    def allocate(self, num_bytes: int, what: str) -> DeviceMemory:
         address = ctypes.c_uint64()
         with self._current():
             code = self._driver.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(num_bytes))
-            if code != 0:  # torch may keep memory that nobody uses
+            if code != 0:  # torch may cache unused memory
                 torch.cuda.empty_cache()
                 code = self._driver.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(num_bytes))
             if code != 0:
@@ -61,26 +62,26 @@ class CudaDevice:
                 )
         return self._memory(address.value, num_bytes)
 
-    def export(self, memory: Memory) -> bytes:
+    def export(self, memory: DeviceMemory) -> bytes:
         handle = _Handle()
         with self._current():
             code = self._driver.cuIpcGetMemHandle(ctypes.byref(handle), ctypes.c_uint64(memory.address))
         self._check(code, "cuIpcGetMemHandle")
         return bytes(handle)
 
-    def free(self, memory: Memory) -> None:
+    def free(self, memory: DeviceMemory) -> None:
         with self._current():
             self._driver.cuMemFree_v2(ctypes.c_uint64(memory.address))
 
-    def open(self, handle: bytes, num_bytes: int) -> Memory:
-        """The memory may lie on a GPU that this process does not see: it is opened on its own one."""
+    def open(self, handle: bytes, num_bytes: int) -> DeviceMemory:
+        """Open the memory on this process's GPU; it may lie on a GPU that this process cannot see."""
         address, copy = ctypes.c_uint64(), _Handle.from_buffer_copy(handle.ljust(HANDLE_BYTES, b"\0"))
         with self._current():
             code = self._driver.cuIpcOpenMemHandle_v2(ctypes.byref(address), copy, _LAZY_ENABLE_PEER_ACCESS)
         self._check(code, "cuIpcOpenMemHandle")
         return self._memory(address.value, num_bytes)
 
-    def close(self, memory: Memory) -> None:
+    def close(self, memory: DeviceMemory) -> None:
         with self._current():
             self._driver.cuIpcCloseMemHandle(ctypes.c_uint64(memory.address))
 
@@ -112,7 +113,7 @@ class CudaDevice:
                     target.copy_(goal, non_blocking=True)
 
     def pin(self, address: int, num_bytes: int) -> None:
-        """By the driver: what the runtime refuses, torch would find at its next kernel, and raise there."""
+        """Pin by the driver: after a failed call of the CUDA runtime, torch's next kernel would raise the error."""
         with self._current():
             code = self._driver.cuMemHostRegister_v2(
                 ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), ctypes.c_uint(_PORTABLE)
@@ -127,26 +128,26 @@ class CudaDevice:
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)
 
-    def put_after_last(self, event: CudaEvent) -> None:
-        """Record ``event`` on the current stream, which first waits for what the last one was recorded after."""
+    def record_in_order(self, event: CudaEvent) -> None:
+        """Record ``event`` on the current stream, after a wait for the last recorded event."""
         stream = torch.cuda.current_stream(self.torch_device)
         if self._last is not None and stream != self._last_stream:
             stream.wait_event(self._last.event)
         event.event.record(stream)
         self._last, self._last_stream = event, stream
 
-    def _memory(self, address: int, num_bytes: int) -> Memory:
-        """The label is this process's device, also where the memory is another's: kernels here reach it by address."""
-        with torch.inference_mode(False):  # it is written in and out of inference mode
+    def _memory(self, address: int, num_bytes: int) -> DeviceMemory:
+        """Wrap an address as a tensor of this process's device; kernels also reach opened memory by its address."""
+        with torch.inference_mode(False):  # the tensor is written inside and outside of inference mode
             storage = torch._C._construct_storage_from_data_pointer(address, self.torch_device, num_bytes)
             data = torch.empty(0, dtype=torch.uint8, device=self.torch_device).set_(storage)
-        return Memory(address, data)
+        return DeviceMemory(address, data)
 
     @contextmanager
     def _current(self) -> Iterator[None]:
-        """The device's context is the one that driver calls of this thread work in."""
+        """Make the device's context current for driver calls of this thread."""
         with torch.cuda.device(self.torch_device):
-            torch.cuda.current_stream().query()  # a thread has no context before its first call of the runtime
+            torch.cuda.current_stream().query()  # a thread has no context before its first call of the CUDA runtime
             yield
 
     def _check(self, code: int, call: str) -> None:
@@ -160,20 +161,20 @@ class CudaDevice:
 
 
 class CudaEvent:
-    """An event of this process, or another's."""
+    """An event of this process or of another one."""
 
     def __init__(self, device: CudaDevice, event: Any) -> None:
         self._device, self.event = device, event
 
     def record(self) -> None:
-        self._device.put_after_last(self)
+        self._device.record_in_order(self)
 
     def is_done(self) -> bool:
         return bool(self.event.query())
 
     def export(self) -> bytes:
         try:
-            with torch.cuda.device(self._device.torch_device):  # where an event that was not recorded yet is made
+            with torch.cuda.device(self._device.torch_device):  # creates an event that was not recorded yet
                 return bytes(self.event.ipc_handle())
         except RuntimeError as error:
             raise WorldError(f"CUDA events cannot be shared here: {_first_line(error)}") from error

@@ -1,7 +1,7 @@
-"""Memory on a device that processes of one host can open, and marks in the order of its work: what ``ipc`` asks for.
+"""The protocol of a device for ``ipc``: memory that other processes can open, and events that order its work.
 
-Everything above this is the same for every device. ``cuda`` is the one for GPUs; the tests have one whose memory is
-that of the host and whose work runs late, on a thread.
+All other modules of ``ipc`` are the same for every device. ``cuda`` implements it for GPUs. The tests have a device
+whose memory is host memory and whose work runs late, on a thread.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import NamedTuple, Protocol
 import torch
 
 HANDLE_BYTES = 64
-"""Room for what names memory, or an event, to another process."""
+"""Space for the handle of memory or of an event."""
 
 
-class Memory(NamedTuple):
-    """A piece of device memory, this process's own or another's that it has opened.
+class DeviceMemory(NamedTuple):
+    """A piece of device memory of this process, or one of another process that this process has opened.
 
     Attributes:
-        address: where it starts, as this process sees it.
-        data: its bytes, as a tensor on this process's device. It does not keep the memory.
+        address: start address in this process.
+        data: the bytes, as a tensor on this process's device, which does not keep the memory alive.
     """
 
     address: int
@@ -28,81 +28,80 @@ class Memory(NamedTuple):
 
 
 class Event(Protocol):
-    """A place in the order of a device's work that another process can look at."""
+    """A point in the order of a device's work that other processes can query."""
 
     def record(self) -> None:
-        """Move the place to here: after all that was given to the device, and after the last place of any event."""
+        """Record the event after all work submitted so far, and after the last recorded event of this process."""
 
     def is_done(self) -> bool:
-        """Whether the work before the place has ended, wherever it was recorded."""
+        """Whether the work before the event has ended, in whichever process it was recorded."""
 
     def export(self) -> bytes:
-        """What ``Device.open_event`` of another process takes; at most ``HANDLE_BYTES``."""
+        """The handle for ``Device.open_event`` in another process; at most ``HANDLE_BYTES``."""
 
 
 class Device(Protocol):
-    """One device as one process uses it.
+    """One device, as one process uses it.
 
-    Work is asynchronous: ``copy`` only gives it to the device. Whoever reads another process's memory first waits until
-    the event that the other has recorded after its last write is done, and whoever gives memory back knows in the same
-    way that nobody reads it any more.
+    Work is asynchronous: ``copy`` only submits it. A process that reads another process's memory first waits for the
+    event recorded after the last write. A process that frees memory waits in the same way for the last read.
 
     Attributes:
-        torch_device: where the tensors live.
+        torch_device: the device of the tensors.
     """
 
     torch_device: torch.device
 
-    def allocate(self, num_bytes: int, what: str) -> Memory:
-        """New memory that can be exported as a whole.
+    def allocate(self, num_bytes: int, what: str) -> DeviceMemory:
+        """Allocate memory that can be exported as a whole.
 
         Raises:
-            WorldError: there is not that much; the message begins with ``what``.
+            WorldError: the device has too little memory; the text begins with ``what``.
         """
 
-    def export(self, memory: Memory) -> bytes:
-        """What ``open`` of another process takes; at most ``HANDLE_BYTES``.
+    def export(self, memory: DeviceMemory) -> bytes:
+        """The handle for ``open`` in another process; at most ``HANDLE_BYTES``.
 
         Raises:
             WorldError: this system does not share the device's memory between processes.
         """
 
-    def free(self, memory: Memory) -> None:
-        """Give back memory that this process has allocated, after all others have closed it."""
+    def free(self, memory: DeviceMemory) -> None:
+        """Free memory of this process, after all other processes have closed it."""
 
-    def open(self, handle: bytes, num_bytes: int) -> Memory:
-        """Another process's memory.
+    def open(self, handle: bytes, num_bytes: int) -> DeviceMemory:
+        """Open memory of another process.
 
         Raises:
-            WorldError: this process cannot reach it.
+            WorldError: this process cannot access it.
         """
 
-    def close(self, memory: Memory) -> None:
-        """Let go of another process's memory; this process's own work on it has ended."""
+    def close(self, memory: DeviceMemory) -> None:
+        """Close memory of another process, after this process's work on it has ended."""
 
     def make_event(self) -> Event:
-        """An event of this process."""
+        """Create an event of this process."""
 
     def open_event(self, handle: bytes) -> Event:
-        """Another process's event.
+        """Open an event of another process.
 
         Raises:
-            WorldError: this process cannot reach it.
+            WorldError: this process cannot access it.
         """
 
     def copy(
         self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], counts: Sequence[int], reduction: str
     ) -> None:
-        """Fill each target from its ``counts`` sources, which are combined in order (see ``kernels.blocks``).
+        """Fill each target from its ``counts`` sources, reduced in order (see ``kernels.blocks``).
 
-        Source and target may lie in opened memory, or in memory of the host that ``pin`` was called for.
+        Sources and targets may lie in opened memory, or in pinned memory of the host.
         """
 
     def pin(self, address: int, num_bytes: int) -> None:
-        """Prepare memory of the host for copies that do not block; does nothing where that is not needed."""
+        """Pin memory of the host, so that copies do not block; does nothing where that is not needed."""
 
     def unpin(self, address: int) -> None:
-        """Take ``pin`` back."""
+        """Undo ``pin``."""
 
     def synchronize(self) -> None:
-        """Return when all work of this process on the device has ended; it waits for no other process."""
+        """Return when all work of this process on the device has ended; waits for no other process."""

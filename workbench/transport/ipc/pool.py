@@ -1,190 +1,191 @@
-"""Memory on a device through which a rank sends, and what it has opened of the others'.
+"""The device memory through which a rank sends, and the memory of peers that it has opened.
 
-Whatever is sent is copied into a block of the rank's own pool, on the device, and read there by whoever it is for. A
-rank opens a peer's chunk once and keeps it. A chunk in which nothing has lain for a while is *retired*: the ranks that
-may have opened it get a letter, close it, and send a receipt; only then is it freed. When a world ends, memory of which
-somebody may still have a piece open is kept aside until everybody has said otherwise, or has died (``reap``).
+A rank copies all data that it sends into a block of its own pool, on the device, and the receivers read it there. A
+rank opens a peer's chunk once and keeps it open. A chunk that was empty for a while is *retired*: the ranks that may
+have opened it get a message, close it, and send an ack; then it is freed. After the end of a world, chunks that a peer
+may still have open are freed when all peers have closed them or have ended (``free_deferred``).
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable, Sequence
-from collections.abc import Mapping as MappingOf
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from workbench.errors import WorldError
-from workbench.transport.ipc.catalogue import MAX_CHUNKS, ON_DEVICE, ON_HOST, Catalogue, Chunk
-from workbench.transport.ipc.device import Device, Memory
-from workbench.transport.letters.arena import Arena
-from workbench.transport.letters.board import decode_header
-from workbench.transport.letters.link import Block, Link
-from workbench.transport.letters.mapped import Mapping
-from workbench.transport.processes import Processes
+from workbench.transport.ipc.device import Device, DeviceMemory
+from workbench.transport.ipc.handles import MAX_CHUNKS, ON_DEVICE, ON_HOST, ChunkEntry, HandleTable
+from workbench.transport.messaging.block_allocator import BlockAllocator
+from workbench.transport.messaging.control_page import decode_header
+from workbench.transport.messaging.link import Block, Link
+from workbench.transport.messaging.shared_memory import SharedMemory
+from workbench.transport.peer_processes import PeerProcesses
 
 FIRST_CHUNK_BYTES = 16 * 2**20
 _LARGEST_STEP_BYTES = 256 * 2**20
 _PAGE_BYTES = 2 * 2**20
-"""A chunk fills whole pages of the device: smaller pieces share one, and a handle opens all of it to others."""
+"""A chunk fills whole pages of the device: smaller allocations share a page, and a handle exposes the whole page."""
 _IDLE_ALLOCATIONS = 256
-"""A chunk in which nothing lies is retired if it was not needed for so many allocations."""
+"""An empty chunk is retired after this many allocations that did not use it."""
 RETIRE_TAG = -(1 << 61)
-"""Tag of letters that say: close this chunk."""
-_RETIRE = b"memory that is given back"
+"""Tag of messages that ask a peer to close a chunk."""
+_RETIRE = b"retired memory"
 
 
 @dataclass
-class _Own:
-    """A chunk of this rank's, and when it was last needed."""
+class _OwnChunk:
+    """A chunk of this rank, with the number of the last allocation in it."""
 
     kind: int
-    memory: Memory
-    arena: Arena
-    mapping: Mapping | None = None
+    memory: DeviceMemory
+    allocator: BlockAllocator
+    host_memory: SharedMemory | None = None
     readers: set[int] = field(default_factory=set)
     last_use: int = 0
     is_retired: bool = False
 
 
 class Pool:
-    """This rank's chunks; more are added when messages need them.
+    """The chunks of this rank; the pool grows when messages need more.
 
     Attributes:
-        why_not_shared: what the system said when memory of the device was to be exported; empty if it was.
+        export_error: the system's error when device memory could not be exported; empty if it could.
     """
 
-    def __init__(self, rank: int, device: Device, catalogue: Catalogue) -> None:
-        self.rank, self.device, self._catalogue = rank, device, catalogue
-        self._chunks: dict[int, _Own] = {}
+    def __init__(self, rank: int, device: Device, handle_table: HandleTable) -> None:
+        self.rank, self.device, self._handle_table = rank, device, handle_table
+        self._chunks: dict[int, _OwnChunk] = {}
         self._num_allocations = 0
-        self.why_not_shared = ""
+        self.export_error = ""
 
     @property
     def num_bytes(self) -> int:
-        """What this rank has made and not given back."""
-        return sum(own.arena.size for own in self._chunks.values())
+        """Bytes of all chunks."""
+        return sum(own.allocator.size for own in self._chunks.values())
 
     @property
     def num_bytes_in_use(self) -> int:
-        """What lies in blocks."""
-        return sum(own.arena.num_bytes_in_use for own in self._chunks.values())
+        """Bytes of all blocks in use."""
+        return sum(own.allocator.num_bytes_in_use for own in self._chunks.values())
 
     def allocate(self, num_bytes: int, kind: int, header: bytes) -> Block:
-        """A block; more memory if need be.
+        """A block; the pool grows where needed.
 
         Raises:
-            WorldError: there is no more.
+            WorldError: the device or the host has too little memory, or the pool has too many chunks.
         """
         self._num_allocations += 1
         for number, own in self._chunks.items():
             if own.kind != kind or own.is_retired:
                 continue
-            offset = own.arena.allocate(num_bytes)
+            offset = own.allocator.allocate(num_bytes)
             if offset is not None:
                 own.last_use = self._num_allocations
-                return Block(own.arena, number, offset, num_bytes)
+                return Block(own.allocator, number, offset, num_bytes)
         number = self.grow(num_bytes, kind, f"rank {self.rank} in {decode_header(header)}: data for other ranks")
-        arena = self._chunks[number].arena
-        offset = arena.allocate(num_bytes)
+        allocator = self._chunks[number].allocator
+        offset = allocator.allocate(num_bytes)
         assert offset is not None
-        return Block(arena, number, offset, num_bytes)
+        return Block(allocator, number, offset, num_bytes)
 
     def grow(self, num_bytes: int, kind: int, what: str) -> int:
-        """Add a chunk, as large as all before it within reason; its number."""
+        """Add a chunk, as large as all before it up to a limit; returns its number."""
         number = next((n for n in range(MAX_CHUNKS) if n not in self._chunks), None)
         if number is None:
             raise WorldError(
                 f"{what}: the memory for exchanges has {MAX_CHUNKS} parts, no more can be added. Box fewer tensors at "
                 "a time, or set WORKBENCH_TRANSPORT=nccl or gloo."
             )
-        has = sum(own.arena.size for own in self._chunks.values() if own.kind == kind)
+        has = sum(own.allocator.size for own in self._chunks.values() if own.kind == kind)
         size = -(-max(num_bytes, min(has, _LARGEST_STEP_BYTES), FIRST_CHUNK_BYTES) // _PAGE_BYTES) * _PAGE_BYTES
         if kind == ON_HOST:
-            mapping = Mapping.create(size, what)
+            host_memory = SharedMemory.create(size, what)
             try:
-                self.device.pin(mapping.address, size)
+                self.device.pin(host_memory.address, size)
             except WorldError:
-                mapping.close()
+                host_memory.close()
                 raise
-            memory, chunk = _host_memory(mapping), Chunk(kind, size, mapping.file, b"")
+            memory, chunk = _as_device_memory(host_memory), ChunkEntry(kind, size, host_memory.file, b"")
         else:
-            mapping, memory = None, self.device.allocate(size, what)
-            chunk = Chunk(kind, size, 0, self._handle_of(memory))
-        self._catalogue.write_chunk(number, chunk)
-        self._chunks[number] = _Own(kind, memory, Arena(size), mapping, last_use=self._num_allocations)
+            host_memory, memory = None, self.device.allocate(size, what)
+            chunk = ChunkEntry(kind, size, 0, self._handle_of(memory))
+        self._handle_table.write_chunk(number, chunk)
+        self._chunks[number] = _OwnChunk(
+            kind, memory, BlockAllocator(size), host_memory, last_use=self._num_allocations
+        )
         return number
 
     def start_of(self, number: int, num_bytes: int) -> torch.Tensor:
         """The first bytes of a chunk."""
         return self._chunks[number].memory.data[:num_bytes]
 
-    def _handle_of(self, memory: Memory) -> bytes:
-        """Empty where this system does not share device memory: readers will say so."""
+    def _handle_of(self, memory: DeviceMemory) -> bytes:
+        """The handle of device memory; empty where the system does not share it, which readers report."""
         try:
             return self.device.export(memory)
         except WorldError as error:
-            self.why_not_shared = str(error)
+            self.export_error = str(error)
             return b""
 
     def view(self, block: Block, shape: Sequence[int], dtype: torch.dtype, skipped: int = 0) -> torch.Tensor:
-        """A contiguous tensor in a block, from ``skipped`` bytes on; it does not keep the block."""
+        """A contiguous tensor in a block at ``skipped`` bytes, which does not keep the block alive."""
         return tensor_at(self._chunks[block.chunk].memory, block.offset + skipped, shape, dtype)
 
     def note_reader(self, block: Block, peer: int) -> None:
-        """Remember that a peer opens the chunk that this block lies in."""
+        """Note that a peer opens the chunk of this block."""
         self._chunks[block.chunk].readers.add(peer)
 
-    def retire_idle(self, links: MappingOf[int, Link]) -> None:
-        """Begin to give back what was not needed for long: one large tensor must not hold memory for ever."""
+    def retire_idle(self, links: Mapping[int, Link]) -> None:
+        """Retire idle chunks, so that one large tensor does not hold memory for ever."""
         for number, own in list(self._chunks.items()):
             is_idle = self._num_allocations - own.last_use >= _IDLE_ALLOCATIONS
-            if number and is_idle and own.arena.is_empty and not own.is_retired:
+            if number and is_idle and own.allocator.is_empty and not own.is_retired:
                 own.is_retired = True
-                notice = _Notice(self, number)
+                notice = _RetireNotice(self, number)
                 for peer in own.readers:
                     links[peer].send(RETIRE_TAG, notice, 0, _RETIRE)
-                notice.leave()
+                notice.release()
 
     def forget(self, number: int) -> None:
-        """Free a retired chunk, which all have closed."""
+        """Free a retired chunk after all peers have closed it."""
         _free(self.device, self._chunks.pop(number))
 
-    def bury(self, peers: MappingOf[int, Catalogue], processes: Processes) -> None:
-        """Free everything as soon as no other rank has any of it open."""
-        with _reaping:
-            _graves.append(_Grave(self.device, list(self._chunks.values()), dict(peers), processes))
+    def free_when_unused(self, peers: Mapping[int, HandleTable], processes: PeerProcesses) -> None:
+        """Free all chunks as soon as no peer has any of them open."""
+        with _freeing:
+            _deferred_frees.append(_DeferredFree(self.device, list(self._chunks.values()), dict(peers), processes))
         self._chunks = {}
-        reap()
+        free_deferred()
 
 
-class _Notice:
-    """Stands for the chunk that is to be closed: ``leave`` counts the ranks that have."""
+class _RetireNotice:
+    """The ``SendBuffer`` of a retired chunk: ``release`` counts the ranks that have closed it."""
 
     def __init__(self, pool: Pool, number: int) -> None:
         self.chunk, self.offset, self.num_readers = number, 0, 1
         self._pool = pool
 
-    def leave(self) -> None:
-        """One rank fewer."""
+    def release(self) -> None:
+        """Remove one rank; the last one frees the chunk."""
         self.num_readers -= 1
         if self.num_readers == 0:
             self._pool.forget(self.chunk)
 
 
 @dataclass
-class _Grave:
-    """Memory of a world that has ended, and the ranks that may still have it open."""
+class _DeferredFree:
+    """Chunks of a world that has ended, and the ranks that may still have them open."""
 
     device: Device
-    chunks: list[_Own]
-    peers: dict[int, Catalogue]
-    processes: Processes
+    chunks: list[_OwnChunk]
+    peers: dict[int, HandleTable]
+    processes: PeerProcesses
 
     def try_to_free(self) -> bool:
-        """Whether all is freed."""
+        """Free the chunks if no peer can have them open; returns whether they are freed."""
         if not all(peer.has_closed or self.processes.has_ended(rank) for rank, peer in self.peers.items()):
             return False
         for own in self.chunks:
@@ -193,25 +194,25 @@ class _Grave:
         return True
 
 
-_graves: list[_Grave] = []
-_reaping = threading.Lock()
+_deferred_frees: list[_DeferredFree] = []
+_freeing = threading.Lock()
 """Simulated ranks are threads."""
 
 
-def reap() -> int:
+def free_deferred() -> int:
     """Free what earlier worlds have left, as far as nobody has it open; how many still have some."""
-    with _reaping:
-        _graves[:] = [grave for grave in _graves if not grave.try_to_free()]
-        return len(_graves)
+    with _freeing:
+        _deferred_frees[:] = [deferred for deferred in _deferred_frees if not deferred.try_to_free()]
+        return len(_deferred_frees)
 
 
-class Opened:
+class PeerMemory:
     """The chunks of one peer that this rank has opened."""
 
-    def __init__(self, device: Device, pid: int, catalogue: Catalogue) -> None:
-        self.catalogue = catalogue
+    def __init__(self, device: Device, pid: int, handle_table: HandleTable) -> None:
+        self.handle_table = handle_table
         self._device, self._pid = device, pid
-        self._memory: dict[int, tuple[Memory, Mapping | None]] = {}
+        self._memory: dict[int, tuple[DeviceMemory, SharedMemory | None]] = {}
 
     def __len__(self) -> int:
         return len(self._memory)
@@ -220,61 +221,61 @@ class Opened:
         """A contiguous tensor in the peer's memory.
 
         Raises:
-            WorldError: this rank cannot reach it.
+            WorldError: this rank cannot access it.
         """
         if math.prod(shape) == 0:
             return torch.empty(tuple(shape), dtype=dtype, device=self._device.torch_device)
         found = self._memory.get(number)
         if found is None:
-            found = self._memory[number] = self._open(self.catalogue.chunk(number))
+            found = self._memory[number] = self._open(self.handle_table.chunk(number))
         return tensor_at(found[0], offset, shape, dtype)
 
     def close(self, number: int) -> None:
-        """Let go of a chunk; this rank's work on it has ended."""
+        """Close a chunk, after this rank's work on it has ended."""
         found = self._memory.pop(number, None)
         if found is None:
             return
-        memory, mapping = found
-        if mapping is None:
+        memory, host_memory = found
+        if host_memory is None:
             self._device.close(memory)
         else:
             self._device.unpin(memory.address)
 
     def close_all(self) -> None:
-        """Let go of everything."""
+        """Close all chunks."""
         for number in list(self._memory):
             self.close(number)
 
-    def _open(self, chunk: Chunk) -> tuple[Memory, Mapping | None]:
+    def _open(self, chunk: ChunkEntry) -> tuple[DeviceMemory, SharedMemory | None]:
         if chunk.kind == ON_DEVICE:
             if not chunk.handle:
                 raise WorldError("its device memory has no handle for other processes")
             return self._device.open(chunk.handle, chunk.num_bytes), None
-        mapping = Mapping.open(self._pid, chunk.file, chunk.num_bytes)
-        self._device.pin(mapping.address, chunk.num_bytes)
-        return _host_memory(mapping), mapping
+        host_memory = SharedMemory.open(self._pid, chunk.file, chunk.num_bytes)
+        self._device.pin(host_memory.address, chunk.num_bytes)
+        return _as_device_memory(host_memory), host_memory
 
 
-def tensor_at(memory: Memory, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A contiguous tensor in a piece of memory, from ``offset`` bytes on."""
+def tensor_at(memory: DeviceMemory, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A contiguous tensor in a piece of memory, at ``offset`` bytes."""
     num_bytes = math.prod(shape) * dtype.itemsize
     return memory.data[offset : offset + num_bytes].view(dtype).view(tuple(shape))
 
 
-def leave_all(blocks: Iterable[Block | None]) -> None:
-    """The owner needs the blocks no more."""
+def release_all(blocks: Iterable[Block | None]) -> None:
+    """Release the owner's part of each block."""
     for block in blocks:
         if block is not None:
-            block.leave()
+            block.release()
 
 
-def _host_memory(mapping: Mapping) -> Memory:
-    return Memory(mapping.address, mapping.tensor(0, (mapping.size,), torch.uint8))
+def _as_device_memory(host_memory: SharedMemory) -> DeviceMemory:
+    return DeviceMemory(host_memory.address, host_memory.tensor(0, (host_memory.size,), torch.uint8))
 
 
-def _free(device: Device, own: _Own) -> None:
-    if own.mapping is None:
+def _free(device: Device, own: _OwnChunk) -> None:
+    if own.host_memory is None:
         device.free(own.memory)
     else:
         device.unpin(own.memory.address)
-        own.mapping.close()
+        own.host_memory.close()

@@ -1,8 +1,8 @@
-"""NCCL between GPUs, through torch.distributed. gloo between CPU ranks has a transport of its own (``gloo``).
+"""NCCL between GPUs, through torch.distributed. CPU ranks over gloo have a transport of their own (``gloo``).
 
-Slices travel point to point (exact counts, no padding), sums by the library's own all-reduce. NCCL's operations are
-ordered on streams; no wait of ours blocks the main thread in C++. A call that hangs is found by ``calls``, which ends
-NCCL's communicators with it, so that a main thread that waits for the device goes on, into the error.
+Slices travel point to point (exact counts, no padding); reductions use NCCL's all-reduce. NCCL orders its operations on
+streams, and no wait here blocks the main thread in C++. ``nccl_watchdog`` finds a call that hangs and aborts NCCL's
+communicators, so that a main thread that waits for the device continues and raises the error.
 """
 
 from __future__ import annotations
@@ -18,50 +18,52 @@ from torch.distributed import distributed_c10d
 
 from workbench.core.boxing import LinkCost
 from workbench.errors import CollectiveAborted
-from workbench.transport.base import ACCUMULATED_IN_32_BITS, Asynchronous, Message, pack
-from workbench.transport.meeting import Meeting
-from workbench.transport.network import calls
-from workbench.transport.network.calls import CallWatch
-from workbench.transport.network.watch import HAS_LEFT
+from workbench.transport.base import ACCUMULATED_IN_32_BITS, AsyncTransport, PeerTensor, pack
+from workbench.transport.network import nccl_watchdog
+from workbench.transport.network.hang_detector import HAS_LEFT
+from workbench.transport.network.nccl_watchdog import NcclWatchdog
+from workbench.transport.rendezvous import Rendezvous
 
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _COMPARED_IN = {torch.int16: torch.int32}
-"""NCCL has no integers of 16 bits."""
+"""NCCL has no 16-bit integers."""
 _SUMMED_IN = _COMPARED_IN | dict.fromkeys(ACCUMULATED_IN_32_BITS, torch.float32)
 _NUM_YIELDS = 100
 _SLEEP_S = 50e-6
 
 
-class DistributedTransport(Asynchronous):
+class DistributedTransport(AsyncTransport):
     """The ranks of a torch.distributed process group with a backend that orders its work on streams.
 
-    ``cost`` is a constant: decisions that follow from it must be the same on all ranks.
+    ``cost`` is a constant: all ranks must derive the same decisions from it.
     """
 
     cost = LinkCost(20e-6, 100e9)
 
     def __init__(
-        self, rank: int, world_size: int, backend: str, timeout_s: float, device: torch.device, meeting: Meeting
+        self, rank: int, world_size: int, backend: str, timeout_s: float, device: torch.device, rendezvous: Rendezvous
     ) -> None:
         self.name, self.device = backend, device
         self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(world_size)): None}
         self._abort_reason: str | None = None
-        self._watch = CallWatch(meeting, rank, timeout_s, self.abort)
+        self._watchdog = NcclWatchdog(rendezvous, rank, timeout_s, self.abort)
         self.sent_bytes = 0
-        """Bytes of slices that this rank has sent to others; what sums send is the library's own business."""
+        """Bytes of slices that this rank has sent; NCCL's all-reduces are not counted."""
 
-    def start(self, sends: Sequence[Message], receives: Sequence[Message], tag: int, header: str) -> Callable[[], None]:
-        """NCCL has no tags: sends and receives of one exchange go in one group call."""
+    def start_exchange(
+        self, sends: Sequence[PeerTensor], receives: Sequence[PeerTensor], tag: int, header: str
+    ) -> Callable[[], None]:
+        """Start all sends and receives of one exchange in one group call, because NCCL has no tags."""
         self._raise_if_aborted(header)
         operations = [dist.P2POp(dist.isend, _bytes_of(tensor), destination) for destination, tensor in sends]
         operations += [dist.P2POp(dist.irecv, _memory_of(out), source) for source, out in receives]
         works = dist.batch_isend_irecv(operations) if operations else []
         self.sent_bytes += sum(tensor.nbytes for _, tensor in sends)
         if works:
-            channels = [calls.sends(self.rank, peer) for peer, _ in sends]
-            channels += [calls.sends(peer, self.rank) for peer, _ in receives]
-            self._watch.note(header, channels, [peer for peer, _ in [*sends, *receives]], works)
+            channels = [nccl_watchdog.send_channel(self.rank, peer) for peer, _ in sends]
+            channels += [nccl_watchdog.send_channel(peer, self.rank) for peer, _ in receives]
+            self._watchdog.record(header, channels, [peer for peer, _ in [*sends, *receives]], works)
 
         def finish() -> None:
             for work in works:
@@ -76,7 +78,9 @@ class DistributedTransport(Asynchronous):
         total, dtype = pack(tensors), tensors[0].dtype
         total = total.to(_SUMMED_IN.get(dtype, dtype) if reduction == "sum" else _COMPARED_IN.get(dtype, dtype))
         work = dist.all_reduce(total, _REDUCE_OPS[reduction], group=self._group(tuple(group)), async_op=True)
-        self._watch.note(f"{header}, {reduction} of {total.numel()}", [calls.group(group)], group, [work])
+        self._watchdog.record(
+            f"{header}, {reduction} of {total.numel()}", [nccl_watchdog.group_channel(group)], group, [work]
+        )
 
         def finish() -> torch.Tensor:
             work.wait()  # orders the current stream after the sum; does not block this thread
@@ -89,7 +93,9 @@ class DistributedTransport(Asynchronous):
         parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
         work = dist.all_gather(parts, tensor, async_op=True)
         everybody = range(self.world_size)
-        self._watch.note(f"{header}, all-gather of {tensor.numel()}", [calls.group(everybody)], everybody, [work])
+        self._watchdog.record(
+            f"{header}, all-gather of {tensor.numel()}", [nccl_watchdog.group_channel(everybody)], everybody, [work]
+        )
         started, count = time.perf_counter(), 0
         while not work.is_completed():
             count += 1
@@ -104,23 +110,23 @@ class DistributedTransport(Asynchronous):
         return parts
 
     def flush(self) -> None:
-        """Sends are ordered on the stream, and their buffers kept by torch."""
+        """Sends are ordered on the stream, and torch keeps their buffers."""
 
     def abort(self, reason: str) -> None:
-        """Tells the other ranks, too, and ends NCCL's calls under way: the main thread may wait for the device."""
+        """Publish the reason and abort NCCL's calls in flight: the main thread may wait for the device."""
         if self._abort_reason is None:
             self._abort_reason = reason
-            self._watch.end(f"gave up: {reason}")
+            self._watchdog.end(f"gave up: {reason}")
             abort_calls()
 
     def close(self) -> None:
         if self._groups:
             self._groups.clear()
-            self._watch.end(HAS_LEFT if self._abort_reason is None else f"gave up: {self._abort_reason}")
-            self._watch.close()
+            self._watchdog.end(HAS_LEFT if self._abort_reason is None else f"gave up: {self._abort_reason}")
+            self._watchdog.close()
 
     def _group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-        """The process group of ``ranks``; made by its members alone, so pipelines may need it in different orders."""
+        """The process group of ``ranks``. Its members alone create it, so stages may create groups in any order."""
         key = tuple(sorted(ranks))
         if key not in self._groups:
             self._groups[key] = dist.new_group(list(key), use_local_synchronization=True)
@@ -132,17 +138,17 @@ class DistributedTransport(Asynchronous):
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """What travels, since NCCL neither knows all dtypes nor sees torch's flags."""
+    """The bytes to send: NCCL lacks some dtypes and ignores torch's conjugate and negative bits."""
     return _memory_of(tensor.detach().resolve_conj().resolve_neg().contiguous())
 
 
 def _memory_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a contiguous tensor, never a copy of them: an error where there is none to write to."""
+    """The bytes of a contiguous tensor as a view; raises where only a copy would be possible."""
     return tensor.detach().view(-1).view(torch.uint8)
 
 
 def abort_calls() -> None:
-    """End all of NCCL's calls of this process; torch has a call for it that it does not promise to keep."""
+    """Abort all NCCL calls of this process, through a private function that torch may remove."""
     abort = getattr(distributed_c10d, "_abort_process_group", None)
     if abort is not None and dist.is_initialized():
         with suppress(RuntimeError, ValueError, AttributeError):

@@ -1,16 +1,15 @@
-"""gloo between CPU ranks, point to point only: every message carries its call, every wait can be ended.
+"""gloo between CPU ranks, point to point only: every message names its call, and every wait can be ended.
 
-A gloo message goes into the receive that has its *slot*, and leaves the sender when that receive is there. The slot
-is made of the tag and a hash of the call, so messages of two different calls never meet: ranks that diverged wait,
-and ``watch`` finds out why, instead of going on with wrong numbers. Sums are made of such messages, too; gloo's own
-all-reduce of two different sizes may end the process. No wait blocks the main thread in C++, where it would ignore
-SIGINT: gloo tells of a receive's completion nowhere but in a blocking wait, so a helper thread blocks.
+gloo delivers a message to the receive with the same *slot*, and sends it when that receive is posted. The slot combines
+the tag with a hash of the header, so messages of two different calls never match: ranks that diverged wait, and
+``hang_detector`` finds out why, instead of continuing with wrong numbers. Reductions use such messages, too, because
+gloo's own all-reduce of two different sizes may kill the process. No wait blocks the main thread in C++, where it would
+ignore SIGINT: gloo reports the completion of a receive only in a blocking wait, so a helper thread blocks.
 """
 
 from __future__ import annotations
 
 import datetime
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,17 +23,17 @@ import torch.distributed as dist
 from workbench.core.boxing import LinkCost
 from workbench.core.layout import balanced_bounds
 from workbench.errors import CollectiveAborted
-from workbench.transport.base import Asynchronous, Message, pack
-from workbench.transport.caller import user_frame
-from workbench.transport.network.waiting import Helper, Job
-from workbench.transport.network.watch import HAS_LEFT, Wait, Watch
-from workbench.transport.reducing import combine, tag_in_group
+from workbench.transport.base import AsyncTransport, PeerTensor, pack
+from workbench.transport.network.hang_detector import HAS_LEFT, HangDetector, Wait
+from workbench.transport.network.helper_thread import HelperThread, Job
+from workbench.transport.reduction import group_tag, reduce_into
+from workbench.transport.user_code import user_location
 
-ONE_STEP_BYTES = 16 * 2**10
-"""Up to this size every rank of three or more adds up everything itself, which saves a meeting."""
+ONE_SHOT_BYTES = 16 * 2**10
+"""Up to this size each of three or more ranks reduces all terms itself, which saves one round of messages."""
 _LOOK_AFTER_S = 0.1
 _LAST_MESSAGES_S = 10.0
-"""How long a rank that leaves waits for slower ones to fetch what it has sent; less if they have gone."""
+"""Limit of the time for which a rank that closes waits until its peers have received its last messages."""
 _AT_ONCE = datetime.timedelta(milliseconds=1)
 _TAG_BITS, _HASH_BITS = 20, 11
 _NEVER_SENT = (1 << 31) - 1
@@ -44,31 +43,35 @@ _CPU = torch.device("cpu")
 Finish = Callable[[], None]
 
 
-class GlooTransport(Asynchronous):
+class GlooTransport(AsyncTransport):
     """The ranks of torch.distributed's default process group, whose backend is gloo.
 
-    ``cost`` is a constant: decisions that follow from it must be the same on all ranks.
+    ``cost`` is a constant: all ranks must derive the same decisions from it.
     """
 
     name = "gloo"
-    cost = LinkCost(400e-6, 1.5e9, ONE_STEP_BYTES)
+    cost = LinkCost(400e-6, 1.5e9, ONE_SHOT_BYTES)
 
-    def __init__(self, rank: int, world_size: int, timeout_s: float, watch: Watch, device: torch.device = _CPU) -> None:
+    def __init__(
+        self, rank: int, world_size: int, timeout_s: float, hang_detector: HangDetector, device: torch.device = _CPU
+    ) -> None:
         self.rank, self.world_size, self.timeout_s, self.device = rank, world_size, timeout_s, device
-        self.watch = watch
+        self.hang_detector = hang_detector
         self.abort_reason: str | None = None
         self.sent_bytes = self.read_bytes = 0
-        """Bytes of this rank's data that went to others, and of theirs that came."""
-        self.other_reason: Callable[[], str | None] = lambda: None
-        """Asked now and then during a wait: why this rank cannot go on, as far as others know."""
-        self._receiver, self._sender = Helper("workbench-receive"), Helper("workbench-send")
+        """Bytes that this rank has sent and received."""
+        self.external_failure: Callable[[], str | None] = lambda: None
+        """Called periodically during a wait; returns the failure of another transport, or None."""
+        self._receiver, self._sender = HelperThread("workbench-receive"), HelperThread("workbench-send")
         self._last_send: Job | None = None
         self._has_ended = False
 
-    def start(self, sends: Sequence[Message], receives: Sequence[Message], tag: int, header: str) -> Finish:
-        """Begin an exchange; what comes back waits until all of ``receives`` are filled.
+    def start_exchange(
+        self, sends: Sequence[PeerTensor], receives: Sequence[PeerTensor], tag: int, header: str
+    ) -> Finish:
+        """Start an exchange; the returned function waits until all of ``receives`` are filled.
 
-        A message may wait long after its call for its receiver, and its tensor be written meanwhile: a copy is sent.
+        Copies are sent: a message may wait for its receiver while the caller writes to its tensor.
         """
         copies = [(peer, tensor.detach().to(_CPU, copy=True).contiguous()) for peer, tensor in sends]
         if self.device.type == "cpu":
@@ -83,11 +86,11 @@ class GlooTransport(Asynchronous):
 
         return finish
 
-    def _start(self, sends: Sequence[Message], receives: Sequence[Message], tag: int, header: str) -> Finish:
-        """The same for contiguous tensors that nobody writes."""
+    def _start(self, sends: Sequence[PeerTensor], receives: Sequence[PeerTensor], tag: int, header: str) -> Finish:
+        """The same for contiguous tensors to which nobody writes."""
         self._raise_if_ended()
         slot = slot_of(tag, header)
-        with self._giving_up(), self._telling_loss(header, [peer for peer, _ in [*receives, *sends]]):
+        with self._abort_on_error(), self._translating_errors(header, [peer for peer, _ in [*receives, *sends]]):
             works = [(peer, dist.irecv(out, peer, tag=slot), out.nbytes) for peer, out in receives if out.numel()]
             for destination, tensor in sends:
                 if tensor.numel():
@@ -99,10 +102,10 @@ class GlooTransport(Asynchronous):
         self, tensors: Sequence[torch.Tensor], group: Sequence[int], reduction: str, tag: int, header: str
     ) -> Callable[[], torch.Tensor]:
         own = pack(tensors).to(_CPU)
-        tag, others = tag_in_group(tag, group), [rank for rank in group if rank != self.rank]
-        is_one_step = len(group) == 2 or own.nbytes <= ONE_STEP_BYTES
+        tag, others = group_tag(tag, group), [rank for rank in group if rank != self.rank]
+        is_one_shot = len(group) == 2 or own.nbytes <= ONE_SHOT_BYTES
         slices = {rank: slice(0, own.numel()) for rank in group}
-        if not is_one_step:
+        if not is_one_shot:
             bounds = balanced_bounds(own.numel(), len(group))
             slices = {rank: slice(*bound) for rank, bound in zip(group, bounds, strict=True)}
         mine = own[slices[self.rank]]
@@ -113,9 +116,9 @@ class GlooTransport(Asynchronous):
         def finish() -> torch.Tensor:
             wait()
             total = torch.empty_like(own)
-            # In the order of the group on every rank; each slice by one rank: the same bits everywhere.
-            combine([terms[rank] for rank in group], total[slices[self.rank]], reduction)
-            if not is_one_step:
+            # One rank reduces each slice, in the order of the group: all ranks get the same bits.
+            reduce_into([terms[rank] for rank in group], total[slices[self.rank]], reduction)
+            if not is_one_shot:
                 sends = [(rank, total[slices[self.rank]]) for rank in others]
                 receives = [(rank, total[slices[rank]]) for rank in others]
                 self._start([(rank, part.clone()) for rank, part in sends], receives, tag, f"{header}, second step")()
@@ -124,7 +127,7 @@ class GlooTransport(Asynchronous):
         return finish
 
     def flush(self) -> None:
-        """Messages are copies: nothing to wait for before the tensors are written again."""
+        """Messages are copies, so there is nothing to wait for."""
 
     def abort(self, reason: str) -> None:
         self.abort_reason = self.abort_reason or reason
@@ -133,30 +136,30 @@ class GlooTransport(Asynchronous):
         if self._has_ended:
             return
         if self.abort_reason is None and self._last_send is not None:
-            self._last_send.finished.wait(_LAST_MESSAGES_S)  # peers may not have fetched the last messages yet
+            self._last_send.finished.wait(_LAST_MESSAGES_S)  # peers may not have received the last messages yet
         self._end(HAS_LEFT if self.abort_reason is None else f"gave up: {self.abort_reason}")
 
     def retire(self) -> None:
-        """Another transport has taken over: give back the threads, and the files that watch processes."""
-        for helper in (self._receiver, self._sender, self.watch):
+        """End the threads and close the files, after another transport has taken over or this one has ended."""
+        for helper in (self._receiver, self._sender, self.hang_detector):
             helper.close()
 
     def _send(self, tensor: torch.Tensor, destination: int, slot: int) -> None:
-        """Start a send; its buffer lives until a helper thread has seen it leave."""
-        pending = self.watch.pending.setdefault(destination, [])
+        """Start a send; a helper thread keeps its buffer alive until it is sent."""
+        pending = self.hang_detector.pending.setdefault(destination, [])
         pending.append(slot)
-        self.watch.sent[destination] += 1
+        self.hang_detector.sent[destination] += 1
         work = dist.isend(tensor, destination, tag=slot)
         buffer = [tensor]
 
-        def see_off() -> None:
+        def wait_until_sent() -> None:
             if work is not None:
-                # After the end one send may be stuck until its timeout; those behind it need not wait as long again.
+                # After the end one send may block until its timeout; those after it need not.
                 work.wait(*((_AT_ONCE,) if self._has_ended else ()))
             buffer.clear()
             pending.remove(slot)
 
-        self._last_send = self._sender.submit(see_off)
+        self._last_send = self._sender.submit(wait_until_sent)
 
     def _finish(self, works: list[tuple[int, Any, int]], slot: int, header: str) -> None:
         if not works:
@@ -168,79 +171,79 @@ class GlooTransport(Asynchronous):
             for source, work, num_bytes in works:
                 waits_for[0] = source
                 work.wait()
-                self.watch.received[source] += 1
+                self.hang_detector.received[source] += 1
                 self.read_bytes += num_bytes
 
-        with self._giving_up(), self._telling_loss(header, waits_for):
-            place = place_in_user_code()
-            wait = lambda: Wait(waits_for[0], slot, header + place, self.watch.received[waits_for[0]])  # noqa: E731
+        with self._abort_on_error(), self._translating_errors(header, waits_for):
+            location = user_location()
+            wait = lambda: Wait(waits_for[0], slot, header + location, self.hang_detector.received[waits_for[0]])  # noqa: E731
             try:
-                self._receiver.run(block, lambda: self._raise_if_hopeless(started, wait()))
+                self._receiver.run(block, lambda: self._raise_if_stuck(started, wait()))
             finally:
-                self.watch.forget_wait()
+                self.hang_detector.forget_wait()
 
-    def _raise_if_hopeless(self, started: float, wait: Wait) -> None:
+    def _raise_if_stuck(self, started: float, wait: Wait) -> None:
         waited_s = time.perf_counter() - started
-        reason = self.abort_reason or self.other_reason()
+        reason = self.abort_reason or self.external_failure()
         if reason is None and waited_s > _LOOK_AFTER_S:
-            reason = self.watch.reason_against(wait)
+            reason = self.hang_detector.hang_reason(wait)
         if reason is None and waited_s > self.timeout_s:
-            reason = f"nothing came for {self.timeout_s:g} s; {self.watch.doing(wait.source)}"
+            reason = f"nothing came for {self.timeout_s:g} s; {self.hang_detector.activity_of(wait.source)}"
         if reason is not None:
-            verb = "lost" if self.watch.processes.has_ended(wait.source) else "stopped waiting for"
+            verb = "lost" if self.hang_detector.processes.has_ended(wait.source) else "stopped waiting for"
             raise CollectiveAborted(f"rank {self.rank} {verb} rank {wait.source} in {wait.call}: {reason}")
 
     @contextmanager
-    def _telling_loss(self, header: str, peers: Sequence[int]) -> Iterator[None]:
-        """torch's errors about a broken connection, said in our words, with what is known of the peer."""
+    def _translating_errors(self, header: str, peers: Sequence[int]) -> Iterator[None]:
+        """Turn torch's errors about broken connections into ``CollectiveAborted`` with the state of the peer."""
         try:
             yield
         except CollectiveAborted:
             raise
         except RuntimeError as error:
-            reasons = (self.watch.why_lost(peer) for peer in dict.fromkeys(peers))
-            text = next((reason for reason in reasons if reason), None) or _said_shortly(error)
+            reasons = (self.hang_detector.loss_reason(peer) for peer in dict.fromkeys(peers))
+            text = next((reason for reason in reasons if reason), None) or _short_message(error)
             who = f"rank {peers[0]}" if len(set(peers)) == 1 else f"one of ranks {sorted(set(peers))}"
-            raise CollectiveAborted(f"rank {self.rank} lost {who} in {header}{place_in_user_code()}: {text}") from error
+            raise CollectiveAborted(f"rank {self.rank} lost {who} in {header}{user_location()}: {text}") from error
 
     @contextmanager
-    def _giving_up(self) -> Iterator[None]:
-        """An exchange that was broken off leaves messages behind: neither this rank nor its peers may go on."""
+    def _abort_on_error(self) -> Iterator[None]:
+        """End the transport on any error: an interrupted exchange leaves messages behind, so no rank may continue."""
         try:
             yield
         except BaseException as error:
-            self.give_up(str(error) or type(error).__name__)
+            self.fail(str(error) or type(error).__name__)
             raise
 
-    def give_up(self, reason: str) -> None:
-        """Tell the peers, and end what they and this rank's threads wait for."""
+    def fail(self, reason: str) -> None:
+        """Publish the failure and end the waits of the peers and of this rank's threads."""
         self.abort_reason = self.abort_reason or reason
         if not self._has_ended:
             self._end(f"gave up: {self.abort_reason}")
 
     def _end(self, how: str) -> None:
         self._has_ended = True
-        self.watch.end(how)
+        self.hang_detector.end(how)
         close_connections(self.rank, self.world_size)
         self.retire()
         self._last_send = None
 
     def _raise_if_ended(self) -> None:
         if self.abort_reason is not None:
-            self.give_up(self.abort_reason)
+            self.fail(self.abort_reason)
             raise CollectiveAborted(f"rank {self.rank}: this world has ended: {self.abort_reason}")
 
 
-def _said_shortly(error: RuntimeError) -> str:
+def _short_message(error: RuntimeError) -> str:
     text = str(error).splitlines()[0]
     return "the connection broke: its process, its host or the network has ended" if "onnection " in text else text
 
 
 def close_connections(rank: int, world_size: int) -> None:
-    """End all operations of the default process group, here and on the peers, at once.
+    """End all operations of the default process group at once, on this rank and on its peers.
 
-    gloo closes all connections of a group when a wait runs out of time; its backend has no other call that does. A
-    wait for a peer that is gone already fails before that, so every peer is tried.
+    gloo closes all connections of a group when a wait times out; its backend has no other call for this. A wait for a
+    peer that has ended fails before it times out, so this tries every peer.
     """
     for peer in range(world_size) if dist.is_initialized() else ():
         try:
@@ -252,20 +255,14 @@ def close_connections(rank: int, world_size: int) -> None:
 
 @lru_cache(maxsize=4096)
 def slot_of(tag: int, header: str) -> int:
-    """Where messages of a call go: they meet only those with the same tag and the same words.
+    """The gloo slot of a call: messages match only with the same tag and the same header.
 
-    gloo's slots have 31 bits. The lower ones are the tag, so that calls under way at the same time do not meet.
+    gloo's slots have 31 bits. The lower ones hold the tag, so that calls in flight at the same time do not match.
     """
     text = f"{tag} {header}".encode()
-    return crc32(text) % (1 << _HASH_BITS) << _TAG_BITS | fold(tag)
+    return crc32(text) % (1 << _HASH_BITS) << _TAG_BITS | fold_tag(tag)
 
 
-def fold(tag: int) -> int:
-    """The tag's micro-batch (6 bits), number in the program (13) and direction (1): enough for what is under way."""
+def fold_tag(tag: int) -> int:
+    """Micro-batch (6 bits), number in the program (13) and direction (1) of a tag: unique among calls in flight."""
     return (tag >> 17 & 0x3F) << 14 | (tag & 0x3FFF)
-
-
-def place_in_user_code() -> str:
-    """`` at train.py:12``: the line of the user's that waits."""
-    frame, _ = user_frame()
-    return f" at {os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame else ""

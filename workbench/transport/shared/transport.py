@@ -1,9 +1,9 @@
-"""Shared memory between CPU ranks of one host: readers copy, or add, straight out of the sender's memory.
+"""Shared memory between CPU ranks of one host: readers copy, or reduce, straight out of the sender's memory.
 
-A sender copies its data into a block of its own mapped memory and sends a letter that says where; it never waits. The
-receiver reads the block in place and sends a receipt; when all readers have, the block is free. Sums work the same
-way: every rank offers its term, and reads the others' terms in the order of the group, so that all get the same bits.
-Large rows are not offered, but written by their owners into the others' new shards.
+A sender copies its data into a block of its own shared memory and sends a message with its place; it never waits. The
+receiver reads the block in place and sends an ack; the block is free after the acks of all readers. An all-reduce works
+the same way: each rank publishes its term and reads the terms of its peers in the order of the group, so that all ranks
+get the same bits. Large rows are not published: their owners write them into the new shards of their peers.
 """
 
 from __future__ import annotations
@@ -17,171 +17,173 @@ import torch
 
 from workbench.core.boxing import LinkCost
 from workbench.core.layout import Region
-from workbench.transport.base import Asynchronous, Message, Release, Wanted
-from workbench.transport.letters.board import Board, encode_header
-from workbench.transport.letters.ending import OverLetters, ends_the_transport
-from workbench.transport.letters.link import Block, Letter, Link
-from workbench.transport.letters.mailbox import Mailbox
-from workbench.transport.letters.mapped import Mapping
-from workbench.transport.letters.program import ONE_STEP_BYTES, Program
-from workbench.transport.letters.semaphores import Semaphores
-from workbench.transport.letters.waits import Waiter
-from workbench.transport.network.watch import receipts_key
-from workbench.transport.reducing import tag_in_group
-from workbench.transport.shared.pulling import pull
-from workbench.transport.shared.pushing import Pushes
-from workbench.transport.shared.rooms import Rooms, Use
+from workbench.transport.base import AsyncTransport, PeerShape, PeerTensor, Release
+from workbench.transport.messaging.control_page import ControlPage, encode_header
+from workbench.transport.messaging.endpoint import Endpoint
+from workbench.transport.messaging.link import Block, Link, Message
+from workbench.transport.messaging.message_transport import MessageTransport, closes_on_error
+from workbench.transport.messaging.semaphores import Semaphores
+from workbench.transport.messaging.shared_memory import SharedMemory
+from workbench.transport.messaging.transfer_plan import ONE_SHOT_BYTES, TransferPlan
+from workbench.transport.messaging.waiter import Waiter
+from workbench.transport.network.hang_detector import acks_key
+from workbench.transport.reduction import group_tag
+from workbench.transport.shared.all_reduce import AllReduce
+from workbench.transport.shared.get import get
+from workbench.transport.shared.persistent import PERSISTENT_BYTES, PersistentExchanges
+from workbench.transport.shared.put import PutCache
 from workbench.transport.shared.segment import Segment
-from workbench.transport.shared.steady import STEADY_BYTES, SteadyPrograms
-from workbench.transport.shared.sums import Sum
+from workbench.transport.shared.shared_buffers import Lease, SharedBuffers
 
-FIRST_CHUNK_BYTES = 8 * 2**20 + STEADY_BYTES
-"""Memory for data that every rank starts with; more is added in growing steps when messages need it."""
-_LAST_LETTERS_S, _LOOK_S = 1.0, 2e-3
+FIRST_CHUNK_BYTES = 8 * 2**20 + PERSISTENT_BYTES
+"""Memory for data that every rank starts with; the segment grows in larger and larger steps."""
+_LAST_MESSAGES_S, _LOOK_S = 1.0, 2e-3
 
 
-class SharedTransport(OverLetters, Asynchronous):
-    """One rank's end of the mapped memory; ``connect`` in ``choice`` makes it.
+class SharedTransport(MessageTransport, AsyncTransport):
+    """One rank's end of the shared memory; ``selection.connect`` makes it.
 
-    ``cost`` is a constant, like every transport's: decisions that follow from it must be the same on all ranks.
+    ``cost`` is a constant, like every transport's: all ranks must derive the same decisions from it.
     """
 
     name = "shared"
-    cost = LinkCost(latency_s=40e-6, bandwidth_bytes_per_s=5e9, one_shot_bytes=ONE_STEP_BYTES)
+    cost = LinkCost(latency_s=40e-6, bandwidth_bytes_per_s=5e9, one_shot_bytes=ONE_SHOT_BYTES)
 
     def __init__(
         self,
         rank: int,
-        board: Board,
+        page: ControlPage,
         links: dict[int, Link],
-        first_chunk: Mapping,
+        first_chunk: SharedMemory,
         semaphores: Semaphores,
         timeout_s: float,
     ) -> None:
-        super().__init__(rank, board, links, Waiter(rank, board, links, semaphores, timeout_s))
-        self._segment = Segment(rank, board, links.values(), first_chunk, reserved_bytes=STEADY_BYTES)
-        self._mailbox = Mailbox(rank, links, self._waiter)
-        self._pushes = Pushes(self._segment, self._mailbox)
-        self._steady = SteadyPrograms(self._segment, self._mailbox)
-        self._rooms = Rooms(self._segment, self._mailbox)
+        super().__init__(rank, page, links, Waiter(rank, page, links, semaphores, timeout_s))
+        self._segment = Segment(rank, page, links.values(), first_chunk, reserved_bytes=PERSISTENT_BYTES)
+        self._endpoint = Endpoint(rank, links, self._waiter)
+        self._puts = PutCache(self._segment, self._endpoint)
+        self._persistent = PersistentExchanges(self._segment, self._endpoint)
+        self._buffers = SharedBuffers(self._segment, self._endpoint)
 
     @property
     def idle_bytes(self) -> int:
-        """Bytes of shared memory that this rank has made, without the tensors that own some of it."""
+        """Bytes of shared memory that this rank has allocated, without those that tensors own."""
         return self._segment.idle_bytes
 
     @property
     def read_bytes(self) -> int:
         """Bytes of other ranks' data that this rank has read so far."""
-        return self._mailbox.read_bytes
+        return self._endpoint.read_bytes
 
-    @ends_the_transport
-    def start(self, sends: Sequence[Message], receives: Sequence[Message], tag: int, header: str) -> Callable[[], None]:
+    @closes_on_error
+    def start_exchange(
+        self, sends: Sequence[PeerTensor], receives: Sequence[PeerTensor], tag: int, header: str
+    ) -> Callable[[], None]:
         text = encode_header(header)
         self._send(sends, tag << 1, text)
         return lambda: self._receive(receives, tag, text)
 
-    @ends_the_transport
-    def _receive(self, receives: Sequence[Message], tag: int, text: bytes) -> None:
+    @closes_on_error
+    def _receive(self, receives: Sequence[PeerTensor], tag: int, text: bytes) -> None:
         for source, out in receives:
-            letter = self._mailbox.take(source, tag << 1, text, out.nbytes)
-            if letter.num_bytes:
-                out.copy_(self._mailbox.view(source, letter, out.shape, out.dtype))
-            self._acknowledge(source, letter)
+            message = self._endpoint.receive(source, tag << 1, text, out.nbytes)
+            if message.num_bytes:
+                out.copy_(self._endpoint.view(source, message, out.shape, out.dtype))
+            self._acknowledge(source, message)
 
-    @ends_the_transport
+    @closes_on_error
     def borrow(
-        self, sends: Sequence[Message], wanted: Sequence[Wanted], dtype: torch.dtype, tag: int, header: str
+        self, sends: Sequence[PeerTensor], wanted: Sequence[PeerShape], dtype: torch.dtype, tag: int, header: str
     ) -> tuple[list[torch.Tensor], Release]:
         text = encode_header(header)
         self._send(sends, tag << 1, text)
-        letters: list[tuple[int, Letter]] = []
+        messages: list[tuple[int, Message]] = []
         pieces: list[torch.Tensor] = []
         for source, shape in wanted:
-            letter = self._mailbox.take(source, tag << 1, text, math.prod(shape) * dtype.itemsize)
-            letters.append((source, letter))
-            pieces.append(self._mailbox.view(source, letter, shape, dtype))
+            message = self._endpoint.receive(source, tag << 1, text, math.prod(shape) * dtype.itemsize)
+            messages.append((source, message))
+            pieces.append(self._endpoint.view(source, message, shape, dtype))
 
         def release() -> None:
-            for source, letter in letters:
-                self._acknowledge(source, letter)
+            for source, message in messages:
+                self._acknowledge(source, message)
 
         return pieces, release
 
-    @ends_the_transport
-    def pull(self, program: Program, local: torch.Tensor, tag: int) -> torch.Tensor | None:
-        if program.pushes:
-            return self._pushes.of(program).run(local, tag << 1)
-        steady = self._steady.of(program)
-        if steady is not None:
-            return steady.run(local, tag << 1)
-        return pull(self._segment, self._mailbox, program, local, tag << 1)
+    @closes_on_error
+    def execute(self, plan: TransferPlan, local: torch.Tensor, tag: int) -> torch.Tensor | None:
+        if plan.puts:
+            return self._puts.of(plan).run(local, tag << 1)
+        persistent = self._persistent.of(plan)
+        if persistent is not None:
+            return persistent.run(local, tag << 1)
+        return get(self._segment, self._endpoint, plan, local, tag << 1)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return self._segment.empty(shape, dtype)
 
-    @ends_the_transport
-    def start_filling(
+    @closes_on_error
+    def start_shared_all_gather(
         self,
         group: tuple[int, ...],
-        wholes: Sequence[Sequence[int]],
+        full_shapes: Sequence[Sequence[int]],
         regions: Sequence[Region],
         parts: Sequence[torch.Tensor],
         tag: int,
         header: str,
     ) -> tuple[bool, Callable[[], list[torch.Tensor]]]:
-        use = self._rooms.of(group).begin(wholes, regions, parts, tag << 1, header)
-        return use.memory is not None, lambda: self._end(use)
+        lease = self._buffers.of(group).begin(full_shapes, regions, parts, tag << 1, header)
+        return lease.memory is not None, lambda: self._end(lease)
 
-    @ends_the_transport
-    def _end(self, use: Use) -> list[torch.Tensor]:
-        return use.end()
+    @closes_on_error
+    def _end(self, lease: Lease) -> list[torch.Tensor]:
+        return lease.end()
 
-    @ends_the_transport
+    @closes_on_error
     def start_all_reduce(
         self, tensors: Sequence[torch.Tensor], group: Sequence[int], reduction: str, tag: int, header: str
     ) -> Callable[[], torch.Tensor]:
-        number = tag_in_group(tag, group) << 1
-        sum_ = Sum(self._segment, self._mailbox, tensors, group, reduction, number, encode_header(header))
-        return lambda: self._finish(sum_)
+        number = group_tag(tag, group) << 1
+        reduction_ = AllReduce(self._segment, self._endpoint, tensors, group, reduction, number, encode_header(header))
+        return lambda: self._finish(reduction_)
 
-    @ends_the_transport
-    def _finish(self, sum_: Sum) -> torch.Tensor:
-        return sum_.finish()
+    @closes_on_error
+    def _finish(self, reduction_: AllReduce) -> torch.Tensor:
+        return reduction_.finish()
 
-    def breakdown(self) -> str | None:
-        """What ended the world for a peer, if something has."""
-        return self._waiter.breakdown()
+    def peer_failure(self) -> str | None:
+        """The failure of a peer that has ended this world; None if all peers run."""
+        return self._waiter.peer_failure()
 
-    def ask_also(self, other_reason: Callable[[], str | None]) -> None:
-        """Ask this, too, why a wait is in vain; the ranks of a host may wait for other hosts."""
-        self._waiter.other_reason = other_reason
+    def set_external_check(self, external_failure: Callable[[], str | None]) -> None:
+        """Call ``external_failure`` during waits, too: the ranks of a host may depend on other hosts."""
+        self._waiter.external_failure = external_failure
 
-    def starving(self) -> tuple[int, int, str, int] | None:
-        """Peer, slot, call and what has come so far, if this rank waits and nothing is under way to it."""
-        return self._waiter.starving()
+    def unsatisfied_wait(self) -> tuple[int, int, str, int] | None:
+        """Peer, slot, call and count of received messages, if this rank waits and no message is in flight to it."""
+        return self._waiter.unsatisfied_wait()
 
     def sent_counts(self) -> dict[str, tuple[int, list[int]]]:
-        """How many letters and receipts this rank has sent to each peer, as notes tell it (see ``watch``)."""
-        words, board = self._board.words, self._board
-        letters: dict[str, tuple[int, list[int]]] = {str(p): (words[board.sent_word(p)], []) for p in self._links}
-        return letters | {receipts_key(p): (words[board.receipts_sent_word(p)], []) for p in self._links}
+        """Messages and acks that this rank has sent, by peer, in the form of ``WaitStatus.sent``."""
+        words, page = self._page.words, self._page
+        messages: dict[str, tuple[int, list[int]]] = {str(p): (words[page.sent_word(p)], []) for p in self._links}
+        return messages | {acks_key(p): (words[page.acks_sent_word(p)], []) for p in self._links}
 
     def _free(self) -> None:
         self._waiter.close()
-        self._board.mapping.close()
+        self._page.memory.close()
         self._segment.close()
 
     def _let_peers_read(self) -> None:
-        """Peers that have not read the last letters yet can no longer open this rank's files when it is gone."""
-        end = time.perf_counter() + _LAST_LETTERS_S
+        """Wait for readers of the last messages: nobody can open this rank's files after it has ended."""
+        end = time.perf_counter() + _LAST_MESSAGES_S
         for link in self._links.values():
             while link.has_files_to_open and time.perf_counter() < end and not self._waiter.is_gone(link):
                 time.sleep(_LOOK_S)
-                link.collect()
+                link.collect_acks()
 
-    def _send(self, sends: Sequence[Message], tag: int, header: bytes) -> None:
-        published: dict[Any, Block | None] = {}  # what goes to several ranks is copied once
+    def _send(self, sends: Sequence[PeerTensor], tag: int, header: bytes) -> None:
+        published: dict[Any, Block | None] = {}  # a tensor for several ranks is copied once
         for destination, tensor in sends:
             key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
             if key not in published:
@@ -189,8 +191,8 @@ class SharedTransport(OverLetters, Asynchronous):
             self._links[destination].send(tag, published[key], tensor.nbytes, header)
         for block in published.values():
             if block is not None:
-                block.leave()
+                block.release()
 
-    def _acknowledge(self, source: int, letter: Letter) -> None:
-        self._mailbox.read_bytes += letter.num_bytes
-        self._links[source].acknowledge(letter)
+    def _acknowledge(self, source: int, message: Message) -> None:
+        self._endpoint.read_bytes += message.num_bytes
+        self._links[source].acknowledge(message)

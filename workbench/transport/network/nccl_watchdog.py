@@ -1,0 +1,202 @@
+"""Detection of hangs over NCCL: ranks record their calls, and publish them in the store when one hangs.
+
+NCCL matches calls by their order alone: the n-th send with the n-th receive between two ranks, the n-th all-reduce with
+the n-th all-reduce in a group. So a rank counts its calls by *channel* (one rank to another, or a group) and keeps
+their headers. Nothing is written while all is well. When a call has not ended after a moment, a rank publishes its
+calls and reads those of the ranks that it waits for: two different calls with one number show that the ranks diverged.
+A rank that has not reached the call yet may be slow; only the timeout ends that wait.
+
+The main thread may be blocked in a wait for the device, so a separate thread checks, and aborts the call.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple, Protocol
+
+from workbench.transport.network.hang_detector import HAS_LEFT
+from workbench.transport.peer_processes import PeerProcesses
+from workbench.transport.rendezvous import Rendezvous
+
+LOOK_S = 0.2
+SUSPECT_S = 0.5
+"""Age of a call from which the peers' calls are checked."""
+_NUM_REMEMBERED = 32
+"""Number of calls of a channel whose headers are kept."""
+_GAVE_UP = "calls/gave up"
+
+
+class Work(Protocol):
+    """The handle that torch.distributed returns for a call."""
+
+    def is_completed(self) -> bool: ...
+
+
+class _Pending(NamedTuple):
+    """A call that has not ended."""
+
+    started_s: float
+    header: str
+    numbers: tuple[tuple[str, int], ...]
+    ranks: frozenset[int]
+    works: tuple[Work, ...]
+
+
+def send_channel(source: int, destination: int) -> str:
+    """The channel from one rank to another."""
+    return f"{source} -> {destination}"
+
+
+def group_channel(ranks: Sequence[int]) -> str:
+    """The channel of a group."""
+    return f"group {sorted(ranks)}"
+
+
+class NcclWatchdog:
+    """Records one rank's calls and checks them against those of its peers.
+
+    Args:
+        end: called (on the watchdog's thread) with the reason when a call cannot end.
+    """
+
+    def __init__(self, rendezvous: Rendezvous, rank: int, timeout_s: float, end: Callable[[str], None]) -> None:
+        self.rank, self._store, self._timeout_s, self._end = rank, rendezvous.store, timeout_s, end
+        own = rendezvous.members[rank]
+        near = {
+            peer: member.pid
+            for peer, member in enumerate(rendezvous.members)
+            if peer != rank and (member.host, member.namespace) == (own.host, own.namespace)
+        }
+        self._processes = PeerProcesses(near)
+        self._calls: dict[str, tuple[int, deque[str]]] = {}
+        self._pending: deque[_Pending] = deque()
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._how = ""
+
+    def record(self, header: str, channels: Sequence[str], ranks: Sequence[int], works: Sequence[Work]) -> None:
+        """Record a call of this rank on these channels, together with ``ranks``."""
+        numbers = []
+        with self._lock:
+            for channel in channels:
+                number, words = self._calls.get(channel) or (0, deque(maxlen=_NUM_REMEMBERED))
+                words.append(header)
+                self._calls[channel] = (number + 1, words)
+                numbers.append((channel, number + 1))
+            others = frozenset(ranks) - {self.rank}
+            self._pending.append(_Pending(time.monotonic(), header, tuple(numbers), others, tuple(works)))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._watch, name="workbench-calls", daemon=True)
+            self._thread.start()
+
+    def find_hang(self) -> str | None:
+        """Why the oldest call in flight cannot end; None if there is no call, or if it may still end."""
+        with self._lock:
+            try:
+                while self._pending and all(work.is_completed() for work in self._pending[0].works):
+                    self._pending.popleft()
+            except RuntimeError as error:
+                header = self._pending[0].header
+                return f"rank {self.rank} stopped waiting in {header}: NCCL says {str(error).splitlines()[0]}"
+            oldest = self._pending[0] if self._pending else None
+        if oldest is None or time.monotonic() - oldest.started_s < SUSPECT_S:
+            return None
+        try:
+            reason = self._hang_reason(oldest)
+        except RuntimeError as error:
+            reason = f"the store where the ranks have met cannot be reached: {str(error).splitlines()[0]}"
+        return f"rank {self.rank} stopped waiting in {oldest.header}: {reason}" if reason is not None else None
+
+    def end(self, how: str) -> None:
+        """Publish that this rank has ended; ``how`` follows "rank 2" in a sentence."""
+        if self._how:
+            return
+        self._how = how[:2000]
+        with suppress(RuntimeError):  # the rank that served the store may have ended
+            self._write()
+            if how != HAS_LEFT and not self._store.check([_GAVE_UP]):
+                self._store.set(_GAVE_UP, f"rank {self.rank} {self._how}")
+
+    def close(self) -> None:
+        """End the thread."""
+        self._over.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(2 * LOOK_S)
+        self._processes.close()
+
+    def _watch(self) -> None:
+        while not self._over.wait(LOOK_S):
+            reason = self.find_hang()
+            if reason is not None:
+                self._end(reason)
+                return
+
+    def _hang_reason(self, call: _Pending) -> str | None:
+        for peer in sorted(call.ranks):
+            if self._processes.has_ended(peer):
+                return f"process {self._processes.pids[peer]} of rank {peer} has ended"
+            stopped = self._processes.stopped_reason(peer)
+            if stopped is not None:
+                return stopped
+        if self._store.check([_GAVE_UP]):  # a failure of any rank ends the world
+            return self._store.get(_GAVE_UP).decode()
+        self._write()
+        statuses = {peer: status for peer in sorted(call.ranks) if (status := self._read(peer)) is not None}
+        for peer, status in statuses.items():
+            other = _different_call(call, status)
+            if other is not None:
+                channel, number, words = other
+                return (
+                    f"ranks diverged: call {number} of {channel} is {words} on rank {peer}. "
+                    "All ranks must run the same program."
+                )
+            if status["ended"] and not _has_made(call, status):
+                return f"rank {peer} {status['ended']}"
+        if time.monotonic() - call.started_s > self._timeout_s:
+            last = "; ".join(f"rank {peer} {_last_of(call, statuses.get(peer))}" for peer in sorted(call.ranks))
+            return f"it has not ended for {self._timeout_s:g} s; {last}"
+        return None
+
+    def _write(self) -> None:
+        with self._lock:
+            calls = {channel: (number, list(words)) for channel, (number, words) in self._calls.items()}
+        self._store.set(f"calls/{self.rank}", json.dumps({"calls": calls, "ended": self._how}))
+
+    def _read(self, rank: int) -> dict[str, Any] | None:
+        key = f"calls/{rank}"
+        found: dict[str, Any] | None = json.loads(self._store.get(key)) if self._store.check([key]) else None
+        return found
+
+
+def _words(status: dict[str, Any], channel: str, number: int) -> str | None:
+    """The header of call ``number`` of a rank; None if it was not made yet, or is not kept any more."""
+    last, words = status["calls"].get(channel, (0, []))
+    index = len(words) - 1 - (last - number)
+    return words[index] if 0 <= index < len(words) else None
+
+
+def _different_call(call: _Pending, status: dict[str, Any]) -> tuple[str, int, str] | None:
+    for channel, number in call.numbers:
+        words = _words(status, channel, number)
+        if words is not None and words != call.header:
+            return channel, number, words
+    return None
+
+
+def _has_made(call: _Pending, status: dict[str, Any]) -> bool:
+    return any(status["calls"].get(channel, (0,))[0] >= number for channel, number in call.numbers)
+
+
+def _last_of(call: _Pending, status: dict[str, Any] | None) -> str:
+    """The last call of a rank on the channels of ``call``, for error texts."""
+    for channel, _ in call.numbers:
+        number, words = (status or {"calls": {}})["calls"].get(channel, (0, []))
+        if words:
+            return f"has made {number} calls of {channel}, the last one {words[-1]}"
+    return "has recorded no such call"

@@ -1,0 +1,173 @@
+"""Rendezvous of the ranks of a world: a key-value store of torch.distributed, and the members that have joined.
+
+One init method serves several worlds, one after the other. Each world is a *generation* with keys of its own, so that
+the keys of a broken world do not disturb the next one.
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import json
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from urllib.parse import urlsplit
+
+import torch
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from workbench.errors import WorldError
+
+HOST_VARIABLE = "WORKBENCH_HOST"
+"""Overrides the name of this rank's host: ranks of hosts with different names never share memory."""
+_FIRST_NAP_S, _LONGEST_NAP_S = 1e-3, 50e-3
+_last: tuple[str, Store] | None = None
+_num_joined: dict[str, int] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One rank of a world: its host, its process, and the process namespace.
+
+    Attributes:
+        device: the name of its device in all processes of the host: ``cpu``, ``cuda GPU-5a...``.
+        requested: the transport that it requests; ``auto`` if none.
+    """
+
+    host: str
+    pid: int
+    namespace: int
+    device: str = "cpu"
+    requested: str = "auto"
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """The store of one generation, and its members by rank."""
+
+    store: Store
+    generation: int
+    members: tuple[Member, ...]
+
+    def make_gather(self, rank: int, timeout_s: float) -> Callable[[torch.Tensor], list[torch.Tensor]]:
+        """A function that all-gathers bytes before there is a transport; every rank calls it equally often."""
+        numbers = itertools.count()
+
+        def gather(tensor: torch.Tensor) -> list[torch.Tensor]:
+            name = f"gather/{next(numbers)}"
+            self.store.set(f"{name}/{rank}", bytes(tensor.tolist()).hex())
+            keys = [f"{name}/{peer}" for peer in range(len(self.members))]
+            _wait_for_all(self.store, keys, f"rank {rank} of {len(keys)} in init()", timeout_s)
+            return [torch.tensor([*bytes.fromhex(self.store.get(key).decode())], dtype=torch.uint8) for key in keys]
+
+        return gather
+
+    def sub_store(self, name: str) -> Store:
+        """A store with a key prefix for one purpose."""
+        return PrefixStore(name, self.store)
+
+
+def join_rendezvous(
+    init_method: str,
+    rank: int,
+    world_size: int,
+    generation: int | None,
+    timeout_s: float,
+    device: str = "cpu",
+    requested: str = "auto",
+) -> Rendezvous:
+    """Join a world and return when all ranks have joined; the wait can be interrupted.
+
+    Args:
+        init_method: an init method of ``torch.distributed``: ``env://``, ``file://``, ``tcp://``.
+        generation: the number of the world under this init method; default: how many this process has joined.
+        device, requested: published about this rank (see ``Member``).
+
+    Raises:
+        WorldError: some ranks did not join in time (they are named), or this rank has joined already.
+    """
+    generation = _num_joined.get(init_method, 0) if generation is None else generation
+    store = PrefixStore(f"workbench-{generation}", _store_of(init_method, rank, world_size, timeout_s))
+    if store.add(f"came/{rank}", 1) > 1:
+        raise WorldError(
+            f"rank {rank} of {world_size} is twice in generation {generation} of {init_method}. Each rank joins a "
+            "generation once: give rebuild() or init() another init_method, or the generation that the others join."
+        )
+    _num_joined[init_method] = generation + 1
+    store.set(f"member/{rank}", json.dumps(asdict(_myself(device, requested))))
+    keys = [f"member/{peer}" for peer in range(world_size)]
+    _wait_for_all(store, keys, f"rank {rank} of {world_size} at {init_method}", timeout_s)
+    return Rendezvous(store, generation, tuple(Member(**json.loads(store.get(key))) for key in keys))
+
+
+def host_name() -> str:
+    """The name of this host with its boot id (two hosts can have one name), unless the environment overrides it."""
+    named = os.environ.get(HOST_VARIABLE)
+    if named:
+        return named[:60]
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return f"{socket.gethostname()[:60]} {file.read().strip()}"
+    except OSError:
+        return socket.gethostname()[:60]
+
+
+def _myself(device: str, requested: str) -> Member:
+    try:
+        namespace = os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        namespace = 0
+    return Member(host_name(), os.getpid(), namespace, device, requested)
+
+
+def _store_of(init_method: str, rank: int, world_size: int, timeout_s: float) -> Store:
+    """The store of an init method. The last one is kept, because rank 0 may serve it to the other ranks."""
+    global _last
+    if _last is None or _last[0] != init_method:
+        timeout = datetime.timedelta(seconds=timeout_s)
+        if init_method.startswith("tcp://"):
+            store: Store = _tcp_store(init_method, rank, world_size, timeout)
+        else:
+            store, _, _ = next(rendezvous(init_method, rank, world_size, timeout=timeout))
+        _last = (init_method, store)
+    return _last[1]
+
+
+def _tcp_store(init_method: str, rank: int, world_size: int, timeout: datetime.timedelta) -> Store:
+    """A TCP store that rank 0 serves at the given address only; torch's own listens on all interfaces."""
+    place = urlsplit(init_method)
+    if not place.hostname or not place.port:
+        raise WorldError(
+            f"init_method={init_method!r}: a TCP store needs an address of rank 0's host and a free port there, e.g. "
+            f"tcp://10.0.0.1:29500."
+        )
+    if rank > 0:
+        return TCPStore(place.hostname, place.port, world_size, False, timeout, wait_for_workers=False)
+    listening = socket.create_server((place.hostname, place.port))
+    return TCPStore(
+        place.hostname,
+        place.port,
+        world_size,
+        True,
+        timeout,
+        wait_for_workers=False,
+        master_listen_fd=listening.detach(),
+    )
+
+
+def _wait_for_all(store: Store, keys: list[str], who: str, timeout_s: float) -> None:
+    started, nap_s = time.perf_counter(), _FIRST_NAP_S
+    while not store.check(keys):
+        if time.perf_counter() - started > timeout_s:
+            missing = [peer for peer, key in enumerate(keys) if not store.check([key])]
+            raise WorldError(
+                f"{who}: {len(keys) - len(missing)} of {len(keys)} ranks came within {timeout_s:g} s, ranks {missing} "
+                "did not. All ranks join the same init method and generation; check that they run."
+            )
+        time.sleep(nap_s)
+        nap_s = min(2 * nap_s, _LONGEST_NAP_S)
