@@ -100,7 +100,8 @@ def test_run_change_the_strategy_go_on_and_stop(opened: Any) -> None:
     opened.button("Stop").click()
     page.wait_for_selector(".wb-panel .wb-comparison tr[data-key]", state="attached")
     opened.wait_for_state("done")
-    assert opened.rows.count() == 2
+    rows = opened.rows.all_inner_texts()
+    assert len(rows) == 3, f"one device, and a row for each of the two strategies: {rows}"
 
 
 def test_own_loops_are_followed(opened: Any) -> None:
