@@ -76,11 +76,17 @@ def test_links_of_the_sources_lead_somewhere(page: Path) -> None:
         assert (page.parent / name).exists(), name
 
 
-def test_files_that_a_newcomer_is_sent_to_exist() -> None:
-    text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
-    named = re.findall(r"`((?:workbench|tests|docs|tools|benchmarks)/[\w./]+)`", text)
-    assert len(named) > 15
-    assert not [name for name in named if not (ROOT / name).exists()]
+FILE = r"`((?:workbench|tests|docs|tools|benchmarks)/[\w./-]+)`"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    assert not [name for name in re.findall(FILE, page.read_text("utf-8")) if not (ROOT / name).exists()]
+
+
+@pytest.mark.parametrize(("page", "least"), [("CONTRIBUTING.md", 16), ("docs/tour-of-the-code.md", 40)])
+def test_pages_about_the_code_name_files(page: str, least: int) -> None:
+    assert len(re.findall(FILE, (ROOT / page).read_text("utf-8"))) >= least
 
 
 ROOMS = sorted((ROOT / "workbench").rglob("README.md"))
