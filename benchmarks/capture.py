@@ -101,10 +101,10 @@ def candidates(world: World, name: str) -> dict[str, tuple[nn.Module, Step]]:
     plain, written, captured = (make_model(num_blocks, width) for _ in range(3))
     written, captured = (wb.parallelize(model, f"*: data | 1x{parts}x1") for model in (written, captured))
     local = step_of(plain, parts, sum_of_gradients(plain, world))
-    own, as_written, replayed = batch.chunk(parts)[world.rank], step_of(written), wb.capture(step_of(captured))
+    own, decompose, replayed = batch.chunk(parts)[world.rank], step_of(written), wb.capture(step_of(captured))
     return {
         "local torch": (plain, lambda: local(own)),
-        "as written": (written, lambda: as_written(batch)),
+        "as written": (written, lambda: decompose(batch)),
         "captured": (captured, lambda: replayed(batch)),
     }
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes import run_processes
-from workbench.tensors.ops.dispatch import FallbackWarning
+from workbench.tensors.dispatch.dispatcher import FallbackWarning
 
 PAGE = Path(__file__).parents[1] / "docs" / "training.md"
 

@@ -8,17 +8,17 @@ from typing import Any
 import torch
 
 from workbench.core.boxing import BoxingPlan
+from workbench.core.boxing_path import BoxingPath, find_boxing_path
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
-from workbench.core.route import BoxingRoute, route_boxing
 from workbench.tensors.agreement import check_agreement
-from workbench.tensors.boxing.calibrating import calibrate
+from workbench.tensors.boxing.calibration import calibrate
 from workbench.tensors.boxing.explicit import explicit_boxing
 from workbench.tensors.boxing.fused import to_global_many
 from workbench.tensors.conversion import to_global
 from workbench.tensors.creation import arange, empty, eye, full, ones, rand, randint, randn, randperm, tensor, zeros
+from workbench.tensors.dispatch.extension import local_map, rule
 from workbench.tensors.global_tensor import GlobalTensor
-from workbench.tensors.ops.extension import local_map, rule
 from workbench.tensors.proof import prove
 from workbench.tensors.random import manual_seed
 from workbench.tensors.world import barrier, current, init, rank, rebuild, world_size
@@ -75,10 +75,10 @@ LayoutLike = Layout | tuple[Placement, Any]
 
 def boxing_plan(
     source: LayoutLike, destination: LayoutLike, shape: Sequence[int], dtype: torch.dtype = torch.float32
-) -> BoxingPlan | BoxingRoute:
+) -> BoxingPlan | BoxingPath:
     """The plan that brings a tensor from one layout to another; ``print`` it. Needs no data and moves none.
 
-    It is the plan for this world's transport: one exchange, or a route of several where that is faster. Layouts are
+    It is the plan for this world's transport: one exchange, or a path of several where that is faster. Layouts are
     ``(placement, sbp)`` pairs, or what ``x.layout_on_ranks`` gives.
 
     >>> p = wb.placement("cpu", ranks=[0, 1])
@@ -87,7 +87,7 @@ def boxing_plan(
     """
     layouts = [value if isinstance(value, Layout) else Layout.of(*value) for value in (source, destination)]
     source, destination = layouts
-    return route_boxing(source, destination, tuple(shape), dtype.itemsize, current().transport.cost)
+    return find_boxing_path(source, destination, tuple(shape), dtype.itemsize, current().transport.cost)
 
 
 __all__ = [

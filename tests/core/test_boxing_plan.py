@@ -7,9 +7,9 @@ import pytest
 
 from tests.oracle import assert_holds, shard
 from workbench.core.boxing import LinkCost, classic_wire_bytes, plan_boxing
+from workbench.core.boxing_path import find_boxing_path
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
-from workbench.core.route import route_boxing
 from workbench.errors import LayoutError
 
 GRIDS = [[0], [2], [0, 1], [1, 0], [1, 2, 3], [3, 1, 2, 0], [[0, 1], [2, 3]], [[3, 0], [1, 2]], [[0, 1, 2], [3, 4, 5]]]
@@ -85,7 +85,7 @@ def test_bytes_between_placements(source, target, per_tensor):
 def test_a_sum_that_every_rank_needs_costs_less_by_way_of_slices():
     two, three = Placement.of("cpu", [0, 1]), Placement.of("cpu", [2, 3, 4])
     size = 1200 * 1200 * 4
-    found = route_boxing(Layout.of(two, "P"), Layout.of(three, "B"), (1200, 1200), 4, LinkCost(1e-5, 1e9))
+    found = find_boxing_path(Layout.of(two, "P"), Layout.of(three, "B"), (1200, 1200), 4, LinkCost(1e-5, 1e9))
     assert found.wire_bytes == (2 + 3 - 1) * size
 
 

@@ -25,7 +25,7 @@ def run_program(page: str, blocks: Sequence[Block], folder: str = "") -> list[st
 
     ``folder`` is where the program's temporary files go.
     """
-    from workbench.tensors.ops.dispatch import FallbackWarning
+    from workbench.tensors.dispatch.dispatcher import FallbackWarning
 
     warnings.simplefilter("ignore", FallbackWarning)
     tempfile.tempdir = folder or None

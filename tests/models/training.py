@@ -13,8 +13,8 @@ from torch import nn
 import workbench as wb
 from tests.models.spread import ranks_of, spread
 from tests.models.zoo import batch_for, make
+from workbench.tensors.dispatch import fallback
 from workbench.tensors.global_tensor import GlobalTensor
-from workbench.tensors.ops import fallback
 from workbench.testing import run_ranks
 
 OPTIMIZERS = {

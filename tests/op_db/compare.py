@@ -21,9 +21,9 @@ from tests.op_db.samples import SHAPES_ONLY, Entry
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.core.sbp import Partial, Split
+from workbench.tensors.dispatch import dispatcher
+from workbench.tensors.dispatch.dispatcher import FallbackWarning
 from workbench.tensors.global_tensor import GlobalTensor, new_placeholder, spec_of, wrap
-from workbench.tensors.ops import dispatch
-from workbench.tensors.ops.dispatch import FallbackWarning
 from workbench.tensors.world import current
 from workbench.testing import run_ranks
 
@@ -223,7 +223,7 @@ def _spread(full: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
 @contextmanager
 def _recorded_fallbacks(names: set[str]) -> Iterator[None]:
     """Collect the names of functions that fall back with operands that are not broadcast."""
-    original = dispatch.run_fallback
+    original = dispatcher.run_fallback
 
     def recording(plan: Any, func: Any, args: Any, kwargs: Any) -> Any:
         operands = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, GlobalTensor)]
@@ -231,11 +231,11 @@ def _recorded_fallbacks(names: set[str]) -> Iterator[None]:
             names.add(plan.name.folded)
         return original(plan, func, args, kwargs)
 
-    dispatch.run_fallback = recording
+    dispatcher.run_fallback = recording
     try:
         yield
     finally:
-        dispatch.run_fallback = original
+        dispatcher.run_fallback = original
 
 
 def _compare_rank(entry: Entry, truth: _Truth, result: Any, grads: Any, on_broadcast: Any, rtol: float) -> None:

@@ -7,7 +7,7 @@ from torch import nn
 
 import workbench as wb
 from workbench.errors import StrategyError
-from workbench.tensors.ops.reading import everywhere
+from workbench.tensors.dispatch.read_values import value_on_all_ranks
 from workbench.testing import run_ranks
 
 STAGES = "0: data@0; 1: data@0; 3: data@1; 4: data@1 | "
@@ -50,7 +50,7 @@ def scale(model):
 
 
 def whole(tensor):
-    return everywhere(tensor).clone() if isinstance(tensor, wb.GlobalTensor) else tensor.clone()
+    return value_on_all_ranks(tensor).clone() if isinstance(tensor, wb.GlobalTensor) else tensor.clone()
 
 
 def steps(model, hooks, run):

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import workbench as wb
-from workbench.tensors.ops.weight_gradients import WeightGradients
+from workbench.tensors.dispatch.weight_gradients import WeightGradients
 from workbench.testing import run_ranks
 from workbench.training.parallel import state_of
 from workbench.training.pipelining.halves import readers_of, split_block

@@ -9,7 +9,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import workbench as wb
-from tests.tensors.ops.against_one_device import DATA, LAYOUTS, PARTIAL, assert_as_one_device
+from tests.tensors.dispatch.against_one_device import DATA, LAYOUTS, PARTIAL, assert_as_one_device
 from workbench.testing import run_ranks
 
 held_before = functools.partial(checkpoint, use_reentrant=False)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import workbench as wb
-from workbench.tensors.ops.dispatch import FallbackWarning
+from workbench.tensors.dispatch.dispatcher import FallbackWarning
 from workbench.testing import run_ranks
 
 

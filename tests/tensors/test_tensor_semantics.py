@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import workbench as wb
-from tests.tensors.ops.against_one_device import DATA, LAYOUTS, PARTIAL, assert_as_one_device
+from tests.tensors.dispatch.against_one_device import DATA, LAYOUTS, PARTIAL, assert_as_one_device
 from workbench.errors import LayoutError
 from workbench.tensors import world
 from workbench.testing import run_ranks

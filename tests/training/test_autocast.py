@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 
 import workbench as wb
-from tests.tensors.ops.against_one_device import DATA
-from workbench.tensors.ops.dispatch import FallbackWarning
+from tests.tensors.dispatch.against_one_device import DATA
+from workbench.tensors.dispatch.dispatcher import FallbackWarning
 from workbench.testing import run_ranks
 
 LABELS = torch.tensor([0, 3, 1, 2, 3])

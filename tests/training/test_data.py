@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 import workbench as wb
 from workbench.errors import LayoutError, RunError
-from workbench.tensors.ops.reading import everywhere
+from workbench.tensors.dispatch.read_values import value_on_all_ranks
 from workbench.testing import run_ranks
 from workbench.training.batches import Batch
 from workbench.training.runs.train import Job
@@ -39,7 +39,7 @@ class Counting:
 
 
 def whole(batch):
-    return [everywhere(part).clone() for part in batch]
+    return [value_on_all_ranks(part).clone() for part in batch]
 
 
 @pytest.mark.parametrize(("num_ranks", "batch_size"), [(1, 4), (2, 4), (3, 4), (4, 3)])
@@ -66,7 +66,7 @@ def test_the_order_is_that_of_the_training_runs():
     inputs, targets = torch.arange(7.0).view(7, 1), torch.arange(7)
     job = Job(nn.Identity, (inputs, targets), F.mse_loss, None, batch_size=3, num_steps=6, seed=11)
     loader = wb.GlobalDataLoader(TensorDataset(inputs, targets), 3, shuffle=True, seed=11)
-    ours = [everywhere(batch[1]).tolist() for _ in range(2) for batch in loader]
+    ours = [value_on_all_ranks(batch[1]).tolist() for _ in range(2) for batch in loader]
     assert ours == [batch.targets.tolist() for batch in job.batches()]
 
 
@@ -90,7 +90,7 @@ def test_the_strategy_says_who_reads_what(strategy, num_ranks, readers):
         ((inputs, classes),) = wb.GlobalDataLoader(data, 8, module=model)
         loss = wb.forward_backward(model, F.cross_entropy, inputs, classes)
         assert not loss.requires_grad
-        return float(everywhere(loss) if isinstance(loss, wb.GlobalTensor) else loss)
+        return float(value_on_all_ranks(loss) if isinstance(loss, wb.GlobalTensor) else loss)
 
     losses = run_ranks(program, num_ranks)
     model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, 3))
@@ -132,9 +132,9 @@ class TestGoingOn:
 
     def test_a_new_iteration_is_a_new_epoch(self):
         loader = wb.GlobalDataLoader(Counting(6), 2, shuffle=True)
-        first = everywhere(next(iter(loader))[0])
+        first = value_on_all_ranks(next(iter(loader))[0])
         assert loader.epoch == 0
-        again = [everywhere(batch[0]) for batch in loader]
+        again = [value_on_all_ranks(batch[0]) for batch in loader]
         assert loader.epoch == 2 and len(again) == 3 and not torch.equal(first, again[0])
 
     def test_another_order_is_refused(self):
@@ -148,7 +148,7 @@ class TestGoingOn:
         wb.save(tmp_path / "ckpt", loader=loader)
         other = wb.GlobalDataLoader(Counting(6), 2)
         wb.load(tmp_path / "ckpt", loader=other)
-        assert [everywhere(batch[1]).tolist() for batch in other] == [[2, 0], [1, 2]]
+        assert [value_on_all_ranks(batch[1]).tolist() for batch in other] == [[2, 0], [1, 2]]
 
 
 class Noisy:
@@ -165,12 +165,15 @@ class Noisy:
 def test_augmentation_and_torchs_generator_do_not_depend_on_the_ranks(num_ranks):
     def program():
         loader = wb.GlobalDataLoader(Noisy(), 4)
-        return [(everywhere(batch["x"]), everywhere(batch["labels"])) for batch in loader]
+        return [(value_on_all_ranks(batch["x"]), value_on_all_ranks(batch["labels"])) for batch in loader]
 
     before = torch.get_rng_state()
     found = run_ranks(program, num_ranks)[0]
     assert torch.equal(torch.get_rng_state(), before)
-    truth = [(everywhere(batch["x"]), everywhere(batch["labels"])) for batch in wb.GlobalDataLoader(Noisy(), 4)]
+    truth = [
+        (value_on_all_ranks(batch["x"]), value_on_all_ranks(batch["labels"]))
+        for batch in wb.GlobalDataLoader(Noisy(), 4)
+    ]
     for ours, theirs in zip(found, truth, strict=True):
         assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
     assert truth[0][1].shape == (4, 2)
@@ -180,7 +183,7 @@ def test_workers_read_the_same():
     loader = wb.GlobalDataLoader(Noisy(), 3, num_workers=1, shuffle=True)
     plain = wb.GlobalDataLoader(Noisy(), 3, shuffle=True)
     for ours, theirs in zip(loader, plain, strict=True):
-        assert torch.equal(everywhere(ours["x"]), everywhere(theirs["x"]))
+        assert torch.equal(value_on_all_ranks(ours["x"]), value_on_all_ranks(theirs["x"]))
 
 
 def test_sizes_and_a_placement_of_ones_own():
@@ -193,7 +196,7 @@ def test_sizes_and_a_placement_of_ones_own():
         batches = [batch for (batch,) in loader]
         assert all(str(batch.layout_on_ranks.sbp) == "(B, S(0))" for batch in batches)
         assert loader.epoch == 1
-        return [everywhere(batch).tolist() for batch in batches]
+        return [value_on_all_ranks(batch).tolist() for batch in batches]
 
     assert run_ranks(program, 4)[0] == [[0, 1, 2], [3, 4, 5]]
 
@@ -235,7 +238,7 @@ class TestDicts:
             assert len(loader) == 3
             batches = list(loader)
             assert all(type(batch) is dict for batch in batches)
-            read = lambda leaf: everywhere(leaf) if isinstance(leaf, wb.GlobalTensor) else leaf  # noqa: E731
+            read = lambda leaf: value_on_all_ranks(leaf) if isinstance(leaf, wb.GlobalTensor) else leaf  # noqa: E731
             return [{key: read(leaf) for key, leaf in batch.items()} for batch in batches]
 
         order = torch.randperm(7, generator=torch.Generator().manual_seed(2))
@@ -251,10 +254,11 @@ class TestDicts:
         x = torch.arange(12.0).view(6, 2)
         for data in [(x, x + 1, torch.arange(6)), TensorDataset(x, x + 1, torch.arange(6))]:
             _, second, classes = next(iter(wb.GlobalDataLoader(data, 4)))
-            assert torch.equal(everywhere(second), x[:4] + 1) and everywhere(classes).tolist() == [0, 1, 2, 3]
+            assert torch.equal(value_on_all_ranks(second), x[:4] + 1)
+            assert value_on_all_ranks(classes).tolist() == [0, 1, 2, 3]
         nested = {"pair": (x, {"deep": x * 2})}
         batch = next(iter(wb.GlobalDataLoader(nested, 4)))
-        assert torch.equal(everywhere(batch["pair"][1]["deep"]), x[:4] * 2)
+        assert torch.equal(value_on_all_ranks(batch["pair"][1]["deep"]), x[:4] * 2)
 
     @pytest.mark.parametrize("strategy", ["*: data", "*: model", "fc*: data@0; head: data@1 | 2x1x1 mb=2 1f1b"])
     def test_a_model_with_its_own_loss_takes_them(self, strategy):

@@ -19,7 +19,7 @@ from tests.models.training import whole
 from tests.training.odd_models import MODELS, NUM_CLASSES, inputs_of
 from tests.training.training_runs import rows_of
 from workbench.core.strategy import Strategy
-from workbench.tensors.ops.dispatch import FallbackWarning
+from workbench.tensors.dispatch.dispatcher import FallbackWarning
 from workbench.testing import run_ranks
 
 NUM_STEPS, CHANGES_AT = 5, 3

@@ -16,7 +16,7 @@ from tests.training.training_runs import (
     strategy_text,
 )
 from workbench.core.strategy import Strategy
-from workbench.tensors.ops.dispatch import FallbackWarning
+from workbench.tensors.dispatch.dispatcher import FallbackWarning
 
 SHAPES = [
     ("data", "1x2x1", 2),

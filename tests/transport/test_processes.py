@@ -13,7 +13,7 @@ import workbench as wb
 from tests.processes import run_processes
 from tests.training.programs import boxing_forward_and_backward, training_equals_one_device
 from workbench.errors import CollectiveAborted
-from workbench.tensors.ops.dispatch import FallbackWarning
+from workbench.tensors.dispatch.dispatcher import FallbackWarning
 from workbench.tensors.world import current
 
 pytestmark = pytest.mark.procs

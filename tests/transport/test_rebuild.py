@@ -22,7 +22,7 @@ def ring(**statuses):
 @pytest.mark.parametrize(("device", "has_threads_of_its_own"), [("cpu", True), ("cuda:0", False)])
 def test_a_backward_runs_where_it_is_called_so_that_its_waits_can_be_interrupted(device, has_threads_of_its_own):
     with torch.autograd.set_multithreading_enabled(True):
-        world.keep_backward_here(torch.device(device))
+        world.run_backward_in_calling_thread(torch.device(device))
         assert torch._C._is_multithreading_enabled() is has_threads_of_its_own
 
 

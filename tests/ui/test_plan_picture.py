@@ -5,9 +5,9 @@ from xml.etree import ElementTree
 import pytest
 
 from workbench.core.boxing import LinkCost, plan_boxing
+from workbench.core.boxing_path import find_boxing_path
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
-from workbench.core.route import route_boxing
 from workbench.theme import DARK, LIGHT
 from workbench.ui.pictures.boxing import draw_boxing, plan_picture
 
@@ -52,8 +52,8 @@ def test_a_boxing_is_drawn_from_its_plan():
     picture = draw_boxing(one, theme="dark")
     assert picture.svg == plan_picture(one, DARK) and str(picture) == str(one)
     a, b = (Layout.of(Placement.of("cpu", ranks), sbp) for ranks, sbp in (([0, 1, 2, 3], "P"), ([4, 5, 6, 7], "B")))
-    with pytest.raises(ValueError, match="a route of 2 boxings"):
-        draw_boxing(route_boxing(a, b, (1024, 1024), 4, LinkCost(1e-5, 1e9)))
+    with pytest.raises(ValueError, match="a boxing path of 2 boxings"):
+        draw_boxing(find_boxing_path(a, b, (1024, 1024), 4, LinkCost(1e-5, 1e9)))
 
 
 def test_what_does_not_fit_is_refused():

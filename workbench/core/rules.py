@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from workbench.core.boxing import LinkCost
+from workbench.core.boxing_path import find_boxing_path
 from workbench.core.layout import Layout, Shape
 from workbench.core.placement import Placement
-from workbench.core.route import route_boxing
 from workbench.core.sbp import Broadcast, NdSbp, Partial, Sbp, Split, broadcast, partial_sum
 from workbench.errors import LayoutError
 
@@ -217,4 +217,4 @@ def _boxing_cost(operand: Operand, placement: Placement, sbp: NdSbp, cost: LinkC
     if source.placement == placement:  # which ranks these are changes nothing: alike stages are priced once
         ranks = Placement(placement.device_type, tuple(range(placement.num_ranks)), placement.shape)
         source, target = Layout(ranks, source.sbp), Layout(ranks, sbp)
-    return route_boxing(source, target, operand.shape, operand.itemsize, cost).time_s(cost)
+    return find_boxing_path(source, target, operand.shape, operand.itemsize, cost).time_s(cost)

@@ -12,7 +12,7 @@ of the whole activation (of one data-parallel rank) on t ranks, every rank recei
 
 from __future__ import annotations
 
-from workbench.core.route import WORTHWHILE
+from workbench.core.boxing_path import WORTHWHILE
 from workbench.cost.hardware import Hardware
 
 DUAL = {"B": "P", "P": "B"}
@@ -34,7 +34,7 @@ def received_parts(source: str, target: str, num_ranks: int) -> float:
 
 
 def summed_bytes(hardware: Hardware, num_bytes: float, num_ranks: int) -> float:
-    """What a rank receives for a sum of ``num_bytes``, as boxings are routed at run time.
+    """What a rank receives for a sum of ``num_bytes``, as boxings are carried out at run time.
 
     Of few bytes every rank adds up all terms by itself: more bytes, but one start.
     """

@@ -74,7 +74,7 @@ class Hardware:
 
     @property
     def link_cost(self) -> LinkCost:
-        """The narrowest link, as boxings are routed by: for ``dry_run(cost=...)``."""
+        """The narrowest link, as boxings are carried out by: for ``dry_run(cost=...)``."""
         last = self.links[-1]
         return LinkCost(last.latency_s, last.bandwidth_bytes_per_s, int(self.one_shot_bytes))
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from workbench.core.placement import Placement
 from workbench.errors import PlacementError
-from workbench.tensors.coordination import gather
+from workbench.tensors.object_collectives import all_gather_object
 from workbench.tensors.world import World
 from workbench.transport.rendezvous import host_name
 
@@ -71,7 +71,7 @@ class Devices:
     @classmethod
     def of_world(cls, world: World) -> Devices:
         """Ask all ranks for their hosts; all of them call it. Hosts are counted in the order of their first ranks."""
-        names = gather(host_name(), world, "the hosts of the ranks")
+        names = all_gather_object(host_name(), world, "the hosts of the ranks")
         hosts = dict.fromkeys(names)
         by_host = tuple(tuple(rank for rank, name in enumerate(names) if name == host) for host in hosts)
         return cls(world.device.type, by_host)

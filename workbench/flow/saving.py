@@ -10,8 +10,8 @@ from torch.utils._pytree import tree_map
 
 from workbench.flow.joining import join
 from workbench.flow.local import local
+from workbench.tensors.dispatch.read_values import value_on_all_ranks
 from workbench.tensors.global_tensor import GlobalTensor
-from workbench.tensors.ops.reading import everywhere
 from workbench.tensors.world import barrier
 
 
@@ -43,5 +43,5 @@ def load(path: str | Path, global_src_rank: int | None = None) -> Any:
 
 def _whole(leaf: Any) -> Any:
     if isinstance(leaf, GlobalTensor):
-        return everywhere(leaf)
+        return value_on_all_ranks(leaf)
     return leaf.detach().as_subclass(torch.Tensor) if isinstance(leaf, torch.Tensor) else leaf

@@ -14,7 +14,7 @@ from workbench.core.boxing import LinkCost
 from workbench.cost.fitting import fit_link, fit_products
 from workbench.cost.hardware import Hardware, Link
 from workbench.cost.hardware_files import save_hardware
-from workbench.tensors.boxing import calibrating
+from workbench.tensors.boxing import calibration
 from workbench.training.costs.measuring import default_spans, measure
 from workbench.training.costs.times import ExchangeTime, FunctionTime, RankTimes
 
@@ -47,7 +47,7 @@ def calibrate(
     ``hardware = wb.calibrate(session, "here.json")``, and then ``wb.plan(model, hardware=hardware)``.
     """
     if session is None:
-        return calibrating.calibrate()
+        return calibration.calibrate()
     times: list[RankTimes] = session.submit(measure, spans_of(session)).result()
     hardware = hardware_from(times, name)
     if path is not None:

@@ -92,7 +92,7 @@ def _summary(local: torch.Tensor) -> str:
     return f"{str(local.dtype).removeprefix('torch.')} {tuple(local.shape)} [{head}{more}]{total}"
 
 
-def check_same_everywhere(module: nn.Module, world: World) -> None:
+def check_same_on_all_ranks(module: nn.Module, world: World) -> None:
     """Raise ``LayoutError`` if the plain parameters and buffers of ``module`` differ between ranks. All
     ranks call it.
     """

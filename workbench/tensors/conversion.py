@@ -30,7 +30,7 @@ _MAX_DIMS = 8
 _is_of_transform = torch._C._functorch.is_functorch_wrapped_tensor
 
 
-class _Enter(torch.autograd.Function):
+class _FromLocal(torch.autograd.Function):
     """Plain shard -> global tensor. A learnable plain tensor that enters as B gets the whole gradient, not one term."""
 
     @staticmethod
@@ -55,14 +55,14 @@ class _Enter(torch.autograd.Function):
             grad = box(grad, _without_terms(spec.layout))
         if ctx.shape != spec.local_shape or (spec.is_placeholder and not spec.layout.is_broadcast):
             return None, None  # what stood in for the shards of other ranks
-        return leave(grad), None
+        return to_local(grad), None
 
 
 def _without_terms(layout: Layout) -> Layout:
     return layout.with_sbp(tuple(broadcast if isinstance(entry, Partial) else entry for entry in layout.sbp))
 
 
-class _Leave(torch.autograd.Function):
+class _ToLocal(torch.autograd.Function):
     """Global tensor -> plain shard. A loss on a copy of B is computed by every rank: each contributes one n-th."""
 
     @staticmethod
@@ -84,11 +84,11 @@ class _Leave(torch.autograd.Function):
             return (None if spec.is_placeholder else grad / ctx.divisor), None, None
         # The gradient is a plain tensor that becomes global, so the gradient of the gradient leaves and enters too.
         with local_torch():
-            entered = box(wrap(_Enter.apply(grad, spec), spec), spec.layout.dual())
+            entered = box(wrap(_FromLocal.apply(grad, spec), spec), spec.layout.dual())
             return entered.view_as(entered).as_subclass(torch.Tensor), None, None
 
 
-def enter_as_broadcast(
+def from_local(
     local: torch.Tensor, world: World, layout: Layout, origin: Callable[[], str] | None = None
 ) -> GlobalTensor:
     """A plain tensor that meets global ones: the same value on every rank of the placement, by agreement.
@@ -105,16 +105,16 @@ def enter_as_broadcast(
     if world.checks_agreement:
         check_plain_operand(local, world, layout, origin)
     if local.requires_grad and torch.is_grad_enabled():
-        return wrap(_Enter.apply(local, spec), spec)
+        return wrap(_FromLocal.apply(local, spec), spec)
     return wrap(new_placeholder(spec.shape, local.dtype, world.device) if spec.is_placeholder else local.detach(), spec)
 
 
-def leave(tensor: GlobalTensor, grad_sbp: Any = None) -> torch.Tensor:
+def to_local(tensor: GlobalTensor, grad_sbp: Any = None) -> torch.Tensor:
     """This rank's shard as a plain tensor, with its history; ``grad_sbp`` as in ``GlobalTensor.to_local``."""
     spec = tensor._spec
     divisor = spec.layout.num_replicas if grad_sbp is None else _copies_of_gradient(spec.layout, grad_sbp)
     with local_torch():
-        return _Leave.apply(tensor, spec, divisor)
+        return _ToLocal.apply(tensor, spec, divisor)
 
 
 def _copies_of_gradient(layout: Layout, grad_sbp: Any) -> int:
@@ -174,7 +174,7 @@ def to_global(
     spec = spec_of(world, layout, shape)
     if any(metadata[rank].shape != layout.local_shape(shape, rank) for rank in placement):
         return _rebalance(local, world, layout, shape, metadata)
-    return wrap(_Enter.apply(local, spec), spec)
+    return wrap(_FromLocal.apply(local, spec), spec)
 
 
 class _Metadata:
@@ -270,7 +270,7 @@ def _rebalance(
         before, after = ((*shape[:dim], n, *shape[dim + 1 :]) for n in (start, shape[dim] - start - local.shape[dim]))
         local = torch.cat([local.new_zeros(before), local, local.new_zeros(after)], dim)
     spec = spec_of(world, layout.with_sbp(_all_partial(layout)), shape)
-    return box(wrap(_Enter.apply(local, spec), spec), layout)
+    return box(wrap(_FromLocal.apply(local, spec), spec), layout)
 
 
 def _all_partial(layout: Layout) -> Any:
@@ -285,8 +285,8 @@ def _from_one(local: torch.Tensor, world: World, layout: Layout, source: int) ->
     if world.rank != source:
         learns = metadata.requires_grad and torch.is_grad_enabled()
         local = new_placeholder(metadata.shape, metadata.dtype, world.device).requires_grad_(learns)
-    entered = wrap(_Enter.apply(local, spec), spec)
+    entered = wrap(_FromLocal.apply(local, spec), spec)
     return box(entered, layout.normalized(metadata.shape))
 
 
-__all__ = ["enter_as_broadcast", "leave", "to_global"]
+__all__ = ["from_local", "to_global", "to_local"]

@@ -3,8 +3,8 @@
 An operation runs the local torch function on the shards, under torch's own autograd, and labels the result. On a rank
 outside its placement a tensor is a *placeholder*: right shape and dtype, no storage, linked into autograd.
 
-This file holds the data and its labels. The functions are in ``tensors/ops`` and install themselves in ``dispatch``;
-``tensors/methods.py`` adds what needs boxing (``to_global``, ``full_tensor`` and so on).
+This file holds the data and its labels. The functions are in ``tensors/dispatch`` and install themselves in
+``dispatch``; ``tensors/methods.py`` adds what needs boxing (``to_global``, ``full_tensor`` and so on).
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class GlobalTensor(torch.Tensor):
     """On a placeholder: whether its owner has a gradient; the placeholder of it, once somebody has asked."""
     _is_grad = False
     """Whether this is the ``.grad`` of a tensor, which has its dual layout whatever it is set to."""
-    _has_twin = False
+    _has_data_alias = False
     """Whether somebody has taken its ``.data``, or it is that: nothing tells one of the two of writes to the other."""
     dispatch: Callable[[Any, tuple[Any, ...], dict[str, Any] | None], Any]
 
@@ -234,7 +234,7 @@ class GlobalTensor(torch.Tensor):
         if not _torch_function_enabled():
             return found
         twin = wrap(found, self._spec)
-        self._has_twin = twin._has_twin = True
+        self._has_data_alias = twin._has_data_alias = True
         return twin
 
     @data.setter
@@ -260,7 +260,7 @@ class GlobalTensor(torch.Tensor):
                     other = torch.float32 if self.dtype == torch.float64 else torch.float64
                     _data_slot.__set__(self, torch.empty(0, dtype=other, device=local.device))
                 _data_slot.__set__(self, local)
-            forget_forms(self)
+            forget_derived(self)
             self._spec = value._spec
             if shard is not None:
                 self.__dict__["_grad_shard"] = shard
@@ -327,13 +327,13 @@ def keep_grad_shard(leaf: GlobalTensor, shard: torch.Tensor, spec: Spec) -> None
     leaf.__dict__["_grad_shard"] = shard
 
 
-def forget_forms(tensor: GlobalTensor) -> None:
+def forget_derived(tensor: GlobalTensor) -> None:
     """Drop what a tensor remembers of its values: boxed forms, the optimizer's local alias."""
     for name in DERIVED:
         tensor.__dict__.pop(name, None)
 
 
-DERIVED = ("_alias_of", "_forms", "_grad_shard", "_local_alias", "_origin", "_root", "_sum", "_tied_source")
+DERIVED = ("_alias_of", "_boxing_cache", "_grad_shard", "_local_alias", "_origin", "_root", "_sum", "_tied_source")
 """Attributes of a tensor that are made from its values; no copy takes them along."""
 
 

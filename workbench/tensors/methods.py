@@ -8,16 +8,17 @@ from typing import Any
 import torch
 
 from workbench.core.boxing import BoxingPlan
+from workbench.core.boxing_path import BoxingPath, find_boxing_path
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
-from workbench.core.route import BoxingRoute, route_boxing
-from workbench.tensors import checkpoint_chunks, ops, rules  # noqa: F401 - rules register themselves
+from workbench.tensors import checkpoint_chunks, dispatch, rules  # noqa: F401 - rules register themselves
 from workbench.tensors.boxing.box import box, box_to
 from workbench.tensors.boxing.fused import to_global_async
-from workbench.tensors.conversion import enter_as_broadcast, leave
+from workbench.tensors.conversion import from_local
+from workbench.tensors.conversion import to_local as convert_to_local
+from workbench.tensors.dispatch.read_values import check_reading, on_all_ranks
 from workbench.tensors.global_tensor import GlobalTensor, local_torch, spec_of
-from workbench.tensors.ops.reading import check_reading, on_all_ranks
-from workbench.tensors.torch_patches import checkpoint, copying, guards, wrappers
+from workbench.tensors.torch_patches import checkpoint, compile_ddp_fsdp, copying, torch_function_bypasses
 
 _MAX_TARGETS = 64
 """Ways to ask for a layout that a spec remembers."""
@@ -50,7 +51,7 @@ def to_global(tensor: GlobalTensor, placement: Placement | None = None, sbp: Any
     return box_to(tensor, target)
 
 
-def boxing_plan(tensor: GlobalTensor, placement: Placement | None = None, sbp: Any = None) -> BoxingPlan | BoxingRoute:
+def boxing_plan(tensor: GlobalTensor, placement: Placement | None = None, sbp: Any = None) -> BoxingPlan | BoxingPath:
     """What ``to_global`` with the same arguments would do; printable, moves nothing.
 
     >>> p = wb.placement("cpu", ranks=[0, 1])
@@ -60,7 +61,9 @@ def boxing_plan(tensor: GlobalTensor, placement: Placement | None = None, sbp: A
     with local_torch():
         itemsize = tensor.element_size()
     spec = tensor._spec
-    return route_boxing(spec.layout, _layout(tensor, placement, sbp), spec.shape, itemsize, spec.world.transport.cost)
+    return find_boxing_path(
+        spec.layout, _layout(tensor, placement, sbp), spec.shape, itemsize, spec.world.transport.cost
+    )
 
 
 def to_local(tensor: GlobalTensor, *, grad_sbp: Any = None) -> torch.Tensor:
@@ -76,7 +79,7 @@ def to_local(tensor: GlobalTensor, *, grad_sbp: Any = None) -> torch.Tensor:
     Raises:
         SbpError: ``grad_sbp`` is no layout that a gradient of this tensor can have.
     """
-    return leave(tensor, grad_sbp)
+    return convert_to_local(tensor, grad_sbp)
 
 
 def full_tensor(tensor: GlobalTensor) -> torch.Tensor:
@@ -94,7 +97,7 @@ def full_tensor(tensor: GlobalTensor) -> torch.Tensor:
     tensor(6.)
     """
     check_reading(tensor, "full_tensor")
-    return leave(on_all_ranks(tensor))
+    return convert_to_local(on_all_ranks(tensor))
 
 
 def _layout(tensor: GlobalTensor, placement: Placement | None, sbp: Any) -> Layout:
@@ -105,16 +108,16 @@ def _layout(tensor: GlobalTensor, placement: Placement | None, sbp: Any) -> Layo
 
 
 GlobalTensor.box = staticmethod(box)
-GlobalTensor.enter = staticmethod(enter_as_broadcast)
-GlobalTensor.show = staticmethod(ops.reading.show)
+GlobalTensor.enter = staticmethod(from_local)
+GlobalTensor.show = staticmethod(dispatch.read_values.format_values)
 GlobalTensor.to_global = to_global  # type: ignore[attr-defined]
 GlobalTensor.to_global_async = to_global_async  # type: ignore[attr-defined]
 GlobalTensor.boxing_plan = boxing_plan  # type: ignore[attr-defined]
 GlobalTensor.to_local = to_local  # type: ignore[attr-defined]
 GlobalTensor.full_tensor = full_tensor  # type: ignore[attr-defined]
-wrappers.install()
+compile_ddp_fsdp.install()
 copying.install()
-guards.install()
+torch_function_bypasses.install()
 checkpoint.install()
 checkpoint_chunks.install()
-ops.hooks.install()
+dispatch.hooks.install()

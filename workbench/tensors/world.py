@@ -213,7 +213,7 @@ def init(
         generation = rendezvous.generation
         atexit.unregister(shutdown)
         atexit.register(shutdown)  # gloo's threads must end before the interpreter does
-        keep_backward_here(chosen)
+        run_backward_in_calling_thread(chosen)
     else:
         transport = ThreadTransport(ThreadHub(1), 0)
     _process_world = _rejoined(rank, world_size, chosen, transport) or World(rank, world_size, chosen, transport)
@@ -336,7 +336,7 @@ def shutdown() -> None:
     _process_world, _left_world = None, _process_world
 
 
-def keep_backward_here(device: torch.device) -> None:
+def run_backward_in_calling_thread(device: torch.device) -> None:
     """Let the thread that calls a backward run it, for GPUs too: autograd has a thread for each, for which the caller
     waits in C++, where no SIGINT reaches it; and errors there know no line of the user's.
     """

@@ -24,8 +24,8 @@ from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_leave
 
 from workbench.core.guessing import guesses
 from workbench.errors import RunError
+from workbench.tensors.dispatch.read_values import value_on_all_ranks
 from workbench.tensors.global_tensor import GlobalTensor
-from workbench.tensors.ops.reading import everywhere
 
 TARGET_KEYS = ("label", "labels", "label_ids", "target", "targets")
 """Entries of a dict that are targets: what a ``loss_fn`` compares with, needed where the loss is."""
@@ -204,7 +204,7 @@ def _name_of(path: Sequence[Any]) -> str:
 
 def _as_number(value: Any) -> float:
     if isinstance(value, GlobalTensor):
-        value = everywhere(value)
+        value = value_on_all_ranks(value)
     return float(value)
 
 

@@ -17,8 +17,8 @@ from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.core.sbp import Broadcast, Split, broadcast, split
 from workbench.errors import LayoutError
-from workbench.tensors.coordination import gather
 from workbench.tensors.global_tensor import new_placeholder, spec_of, wrap
+from workbench.tensors.object_collectives import all_gather_object
 from workbench.tensors.world import World, current
 from workbench.training.batches import TARGET_KEYS, as_tensors, count_samples
 from workbench.training.samples import Collate, check_dataset, collate, num_samples_of, take
@@ -251,7 +251,7 @@ class _Shared:
 def _assemble(part: Any, rows: torch.Tensor, num_rows: int, layouts: _Layouts, world: World, what: str) -> Any:
     """A batch of global tensors from what this rank has read (None: nothing); ``rows`` says which rows those are."""
     part = as_tensors(part)
-    known = [found for found in gather(_described(part, len(rows), what), world, what) if found is not None]
+    known = [found for found in all_gather_object(_described(part, len(rows), what), world, what) if found is not None]
     leaves = [_agreed(several, what) for several in zip(*(tree_leaves(one) for one in known), strict=True)]
     targets, structure = _target_leaves(known[0]), tree_flatten(known[0])[1]
     values = tree_leaves(part) if part is not None else [None] * len(leaves)

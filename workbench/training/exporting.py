@@ -21,8 +21,8 @@ from workbench.core.placement import Placement
 from workbench.core.sbp import broadcast
 from workbench.errors import CheckpointError
 from workbench.tensors.boxing.box import box
-from workbench.tensors.coordination import check, together
 from workbench.tensors.global_tensor import GlobalTensor, local_torch, plain
+from workbench.tensors.object_collectives import raise_on_all_ranks, run_on_all_ranks
 from workbench.tensors.world import World, current
 from workbench.training.strategies.safetensors_file import DTYPES, INDEX_NAME, SINGLE_NAME
 
@@ -63,10 +63,10 @@ def export_safetensors(
     what = f"export_safetensors({str(folder)!r})"
     tensors = _tensors_of(module)
     files = _share_out(tensors, max_shard_bytes, world.world_size)
-    together(lambda: folder.mkdir(parents=True, exist_ok=True) if world.rank == 0 else None, world, what)
+    run_on_all_ranks(lambda: folder.mkdir(parents=True, exist_ok=True) if world.rank == 0 else None, world, what)
     for file in files:
         _write(folder, file, tensors, world, what)
-    together(lambda: _finish(folder, module, files, tensors) if world.rank == 0 else None, world, what)
+    run_on_all_ranks(lambda: _finish(folder, module, files, tensors) if world.rank == 0 else None, world, what)
     return folder
 
 
@@ -129,7 +129,7 @@ def _write(folder: Path, file: _File, tensors: Mapping[str, torch.Tensor], world
     except OSError as found:
         error = found
     deque(brought, maxlen=0)  # what the writer has not taken, every rank brings all the same
-    check(error, world, what)
+    raise_on_all_ranks(error, world, what)
 
 
 def _brought(file: _File, tensors: Mapping[str, torch.Tensor], world: World) -> Iterator[torch.Tensor]:

@@ -22,8 +22,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from workbench.core.presets import StrategyLike, strategy_of
-from workbench.tensors.agreement import check_same_everywhere
-from workbench.tensors.torch_patches import wrappers
+from workbench.tensors.agreement import check_same_on_all_ranks
+from workbench.tensors.torch_patches import compile_ddp_fsdp
 from workbench.tensors.world import current
 from workbench.training import precision, recompute
 from workbench.training.gradients import optim
@@ -75,13 +75,13 @@ def parallelize(
     ``wb.parallelize(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), "*: model")`` splits both weights.
     """
     world = current()
-    wrappers.install()
-    wrappers.refuse_wrapped(module)
+    compile_ddp_fsdp.install()
+    compile_ddp_fsdp.refuse_wrapped(module)
     described = describe(module)
     strategy = strategy_of(strategy, described, world.world_size)
     check_combination(strategy)
     resolved = strategy.resolve(described, world.world_size)
-    check_same_everywhere(module, world)
+    check_same_on_all_ranks(module, world)
     optimizer_state = OptimizerState(optimizer, module, world) if optimizer is not None else None
     on_meta = names_on_meta(module)
     unhook(module)

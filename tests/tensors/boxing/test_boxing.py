@@ -201,14 +201,14 @@ def test_another_transport_decides_anew():
     assert run_processes(box_before_and_after_another_transport, 2) == [180_000.0] * 2
 
 
-def test_a_route_is_traced_and_counted_as_what_it_sends():
+def test_a_path_is_traced_and_counted_as_what_it_sends():
     def program(rank):
         a, b = wb.placement("cpu", ranks=[0, 1]), wb.placement("cpu", ranks=[2, 3, 0])
         x = wb.to_global(torch.full((300, 200), 1.0 + rank), placement=a, sbp="P").requires_grad_()
         plan, sent = x.boxing_plan(placement=b, sbp="B"), current().transport.sent_bytes
         with wb.trace() as trace:
             y = x.to_global(placement=b, sbp="B")
-        assert plan.kind == "route" and "in 2 steps" in str(plan) and trace.records[0].kind == "route"
+        assert plan.kind == "path" and "in 2 steps" in str(plan) and trace.records[0].kind == "path"
         assert current().transport.sent_bytes - sent == trace.sent_bytes == plan.bytes_sent.get(rank, 0)
         y.sum().backward()
         return x.grad.to_local()

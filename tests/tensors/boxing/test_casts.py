@@ -63,7 +63,7 @@ def cast(source, source_sbp, target, target_sbp, shape=(5, 4), dtype=torch.float
 
 
 def large_casts():
-    """Large enough for sums in two steps and for routes, on every transport; most do not divide evenly."""
+    """Large enough for sums in two steps and for paths, on every transport; most do not divide evenly."""
     four, two, grid = [0, 1, 2, 3], [2, 3], [[0, 1], [2, 3]]
     kinds = [(four, "P", four, "B"), (grid, "S(0), P", grid, "S(0), B"), (grid, "P, P", grid, "B, B"),
              (grid, "P, S(0)", grid, "B, B"), ([0, 1], "P", two, "B"), ([1], "B", four, "B"), (two, "S(1)", four, "B"),
@@ -73,7 +73,7 @@ def large_casts():
 
 def test_large_casts():
     plans = [wb.boxing_plan(one.source, one.target, one.shape) for one in large_casts()]
-    assert sum(plan.kind == "route" for plan in plans) >= 4
+    assert sum(plan.kind == "path" for plan in plans) >= 4
     assert_right(large_casts(), 4)
 
 

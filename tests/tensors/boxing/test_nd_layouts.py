@@ -14,11 +14,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.tensors.ops.cases import Case
-from tests.tensors.ops.test_functions import entries_for, spread
+from tests.tensors.dispatch.cases import Case
+from tests.tensors.dispatch.test_functions import entries_for, spread
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
-from workbench.tensors.ops.fallback import FallbackWarning
+from workbench.tensors.dispatch.fallback import FallbackWarning
 from workbench.testing import run_ranks
 
 GRIDS = {

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import workbench as wb
-from workbench.tensors.ops.reading import everywhere
+from workbench.tensors.dispatch.read_values import value_on_all_ranks
 from workbench.testing import run_ranks
 
 INTERLEAVED = "0: data@0; 1: data@1; 2: data@2; 3: data@3 | 2x1x1 mb=2 interleaved"
@@ -44,7 +44,7 @@ def losses(strategy, num_ranks, folder, loads):
                 optimizer.zero_grad()
                 loss = wb.forward_backward(model, F.cross_entropy, inputs, targets)
                 optimizer.step()
-                found.append(float(everywhere(loss)))
+                found.append(float(value_on_all_ranks(loss)))
                 if len(found) == 2 and not loads:
                     wb.save(folder, **parts)
         return found

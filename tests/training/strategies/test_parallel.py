@@ -11,7 +11,7 @@ import workbench as wb
 from tests.training.models import batch_for, make
 from tests.training.programs import training_equals_one_device
 from workbench.errors import LayoutError, StrategyError
-from workbench.tensors.ops.dispatch import FallbackWarning
+from workbench.tensors.dispatch.dispatcher import FallbackWarning
 from workbench.testing import run_ranks
 from workbench.training.parallel import describe
 

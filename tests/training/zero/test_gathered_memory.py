@@ -17,21 +17,21 @@ class Meter:
     """How many units of rank 0 have whole parameters, now and at most: of storages that are alive."""
 
     def __init__(self, monkeypatch):
-        self.flights, self.most = [], 0
-        finish = gathering.Flight.finish
+        self.works, self.most = [], 0
+        finish = gathering.GatherWork.finish
 
-        def finished(flight):
-            wholes = finish(flight)
+        def finished(work):
+            wholes = finish(work)
             if current().rank == 0:
                 with local_torch():
-                    self.flights.append([StorageWeakRef(whole.untyped_storage()) for whole in wholes])
+                    self.works.append([StorageWeakRef(whole.untyped_storage()) for whole in wholes])
                 self.most = max(self.most, self.now())
             return wholes
 
-        monkeypatch.setattr(gathering.Flight, "finish", finished)
+        monkeypatch.setattr(gathering.GatherWork, "finish", finished)
 
     def now(self):
-        return sum(not all(whole.expired() for whole in flight) for flight in self.flights)
+        return sum(not all(whole.expired() for whole in work) for work in self.works)
 
 
 @pytest.mark.parametrize(("options", "prepare"), [("", None), ("bf16", None), ("recompute", None), ("", freeze)])
@@ -50,7 +50,7 @@ def test_two_units_at_most_are_here(monkeypatch, options, prepare):
         return left, float(loss)
 
     (left, _), _ = on_two(program, options=options, precision=torch.float32)
-    assert len(meter.flights) > 20
+    assert len(meter.works) > 20
     assert meter.most <= 2 and left == 0
 
 

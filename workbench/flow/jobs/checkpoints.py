@@ -8,7 +8,7 @@ from typing import Any
 from workbench.errors import CheckpointError
 from workbench.flow.jobs.store import PART, Store
 from workbench.flow.jobs.training import optimizer_part
-from workbench.tensors.coordination import together
+from workbench.tensors.object_collectives import run_on_all_ranks
 from workbench.training.saving import reading
 from workbench.training.saving.store import load as load_parts
 from workbench.training.saving.store import save as save_parts
@@ -47,9 +47,9 @@ def load(store: Store, path: str, strict: bool = True) -> Store:
         CheckpointError: no checkpoint, or one of another model.
     """
     world, what = store.world, f"CheckPoint.load({path!r})"
-    folder = together(lambda: reading.find(Path(path)), world, what)
-    checkpoint = together(lambda: reading.Checkpoint(folder), world, what)
-    together(lambda: _check(store, checkpoint, strict), world, what)
+    folder = run_on_all_ranks(lambda: reading.find(Path(path)), world, what)
+    checkpoint = run_on_all_ranks(lambda: reading.Checkpoint(folder), world, what)
+    run_on_all_ranks(lambda: _check(store, checkpoint, strict), world, what)
     if store.variables.by_name:
         load_parts(path, strict=False, random_state=False, **{PART: store.variables})
     store.optimizers, store.to_load, store.is_strict = {}, checkpoint, strict

@@ -23,8 +23,8 @@ from workbench.flow.jobs.store import Store
 from workbench.flow.typing import Placeholder
 from workbench.tensors import creation
 from workbench.tensors.boxing.box import box
-from workbench.tensors.coordination import gather
 from workbench.tensors.global_tensor import GlobalTensor, plain
+from workbench.tensors.object_collectives import all_gather_object
 from workbench.training import torch_patches  # noqa: F401 - completes GlobalTensor and torch
 
 
@@ -131,7 +131,7 @@ def _check_lengths(job: Job, arrays: Mapping[str, Any], ranks: list[int]) -> Non
 
 def _by_device(result: Any, ranks: list[int], store: Store) -> Any:
     """The results of all devices, a list of arrays in the place of every tensor."""
-    everywhere = gather(result, store.world, "the results of the devices")
+    everywhere = all_gather_object(result, store.world, "the results of the devices")
     return zip_results([everywhere[rank] for rank in ranks])
 
 

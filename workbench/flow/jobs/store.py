@@ -17,8 +17,8 @@ from workbench.errors import CheckpointError, JobError
 from workbench.flow.hosts import Devices
 from workbench.flow.initializers import Initializer
 from workbench.tensors import creation, random
-from workbench.tensors.coordination import gather
 from workbench.tensors.global_tensor import GlobalTensor
+from workbench.tensors.object_collectives import all_gather_object
 from workbench.tensors.world import World
 from workbench.training.saving.reading import Checkpoint, shape_of
 
@@ -157,6 +157,6 @@ def store_of(world: World) -> Store:
 
 def common_store(world: World) -> Store:
     """The same where the process of a rank may have been replaced: then all ranks begin with new stores."""
-    if not all(gather(world in _stores, world, "which ranks have variables")):
+    if not all(all_gather_object(world in _stores, world, "which ranks have variables")):
         _stores.pop(world, None)
     return store_of(world)

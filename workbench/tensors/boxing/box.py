@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from workbench.core.boxing import BoxingPlan, describe_sbp_change
+from workbench.core.boxing_path import BoxingPath, find_boxing_path
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
-from workbench.core.route import BoxingRoute, route_boxing
 from workbench.core.sbp import Partial
 from workbench.errors import LayoutError
 from workbench.tensors.boxing.exchange import exchange_between
@@ -100,7 +100,7 @@ def box_implicitly(tensor: GlobalTensor, layout: Layout, function: str) -> Globa
     state = _state_of(tensor)
     if state is None:
         return box(tensor, layout, function)
-    forms: dict[Any, GlobalTensor] = tensor.__dict__.setdefault("_forms", {})
+    forms: dict[Any, GlobalTensor] = tensor.__dict__.setdefault("_boxing_cache", {})
     form = forms.get((layout, state))
     if form is None:
         forms.clear()
@@ -108,11 +108,11 @@ def box_implicitly(tensor: GlobalTensor, layout: Layout, function: str) -> Globa
     return form
 
 
-def form_on(tensor: GlobalTensor, placement: Placement) -> GlobalTensor | None:
+def cached_boxing_on(tensor: GlobalTensor, placement: Placement) -> GlobalTensor | None:
     """What an implicit boxing has brought to a placement already, in whatever layout; None if nothing."""
     if not tensor._spec.world.implicit_boxing_allowed:
         return None
-    forms: dict[Any, GlobalTensor] = tensor.__dict__.get("_forms", {})
+    forms: dict[Any, GlobalTensor] = tensor.__dict__.get("_boxing_cache", {})
     here = [key for key in forms if key[0].placement == placement]
     return forms[here[0]] if here and here[0][1] == _state_of(tensor) else None
 
@@ -120,7 +120,7 @@ def form_on(tensor: GlobalTensor, placement: Placement) -> GlobalTensor | None:
 def _state_of(tensor: GlobalTensor) -> tuple[Any, ...] | None:
     """What a remembered form of a tensor holds for; None for tensors whose forms are not remembered."""
     # Autograd writes to a gradient where it is held, and tells no other rank; a write through ``.data`` has no version.
-    if tensor._is_grad or tensor._has_twin:
+    if tensor._is_grad or tensor._has_data_alias:
         return None
     with local_torch():
         # A leaf's form would keep the leaf alive through autograd, and the leaf its form.
@@ -132,11 +132,11 @@ def _state_of(tensor: GlobalTensor) -> tuple[Any, ...] | None:
         return tensor._version, torch.is_grad_enabled(), tensor.requires_grad, tensor.dtype, recorder
 
 
-def _plan(source: Spec, target: Spec, local: torch.Tensor) -> BoxingPlan | BoxingRoute:
+def _plan(source: Spec, target: Spec, local: torch.Tensor) -> BoxingPlan | BoxingPath:
     """What ``exchange_between`` executes."""
     with local_torch():
         itemsize = local.element_size()
-    return route_boxing(source.layout, target.layout, source.shape, itemsize, source.world.transport.cost)
+    return find_boxing_path(source.layout, target.layout, source.shape, itemsize, source.world.transport.cost)
 
 
 class _Box(torch.autograd.Function):

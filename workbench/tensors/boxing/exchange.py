@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from workbench.core.boxing import BoxingPlan
+from workbench.core.boxing_path import find_boxing_path
 from workbench.core.layout import Region
 from workbench.core.placement import Placement
-from workbench.core.route import route_boxing
 from workbench.errors import LayoutError
-from workbench.tensors.boxing.assembling import assemble, packed, region_shape, slice_region
+from workbench.tensors.boxing.assembly import assemble, packed, region_shape, slice_region
 from workbench.tensors.global_tensor import Spec, new_placeholder, spec_of
 from workbench.tensors.world import World
 from workbench.transport.messaging.transfer_plan import ONE_SHOT_BYTES, TransferPlan, plan_transfer
@@ -25,25 +25,25 @@ _MAX_CACHED = 256
 """Exchanges that a spec remembers: shapes that differ at every step must not fill the memory."""
 
 
-def exchange_between(source: Spec, target: Spec, dtype: torch.dtype) -> Exchange | Journey:
+def exchange_between(source: Spec, target: Spec, dtype: torch.dtype) -> Exchange | PathExchange:
     """The one exchange from ``source`` to ``target`` for this dtype; several in a row where that is faster."""
     key = (target, dtype)
-    found: Exchange | Journey | None = source.exchanges.get(key)
+    found: Exchange | PathExchange | None = source.exchanges.get(key)
     if found is None:
         cost = source.world.transport.cost
-        plan = route_boxing(source.layout, target.layout, source.shape, dtype.itemsize, cost)
+        plan = find_boxing_path(source.layout, target.layout, source.shape, dtype.itemsize, cost)
         if len(source.exchanges) >= _MAX_CACHED:
             source.exchanges.clear()
         if isinstance(plan, BoxingPlan):
             found = Exchange(plan, source, target, dtype)
         else:
-            found = Journey(plan.steps, source, target, dtype)
+            found = PathExchange(plan.steps, source, target, dtype)
         source.exchanges[key] = found
     return found
 
 
-class Journey:
-    """The exchanges of a route, one after the other; messages of one tag arrive in the order of the steps."""
+class PathExchange:
+    """The exchanges of a path, one after the other; messages of one tag arrive in the order of the steps."""
 
     def __init__(self, steps: tuple[BoxingPlan, ...], source: Spec, target: Spec, dtype: torch.dtype) -> None:
         between = [spec_of(source.world, step.destination, source.shape) for step in steps[:-1]]

@@ -9,8 +9,8 @@ from typing import NamedTuple
 from torch.utils._pytree import tree_leaves
 
 from workbench.core.boxing import describe_sbp_change
+from workbench.core.boxing_path import find_boxing_path
 from workbench.core.layout import Layout
-from workbench.core.route import route_boxing
 from workbench.errors import ExplicitBoxingError
 from workbench.tensors.global_tensor import GlobalTensor, local_torch
 from workbench.tensors.world import current
@@ -65,7 +65,7 @@ def _describe(need: Need, given: list[GlobalTensor]) -> str | None:
     source = need.tensor._spec
     with local_torch():
         itemsize = need.tensor.element_size()
-    plan = route_boxing(source.layout, need.layout, source.shape, itemsize, source.world.transport.cost)
+    plan = find_boxing_path(source.layout, need.layout, source.shape, itemsize, source.world.transport.cost)
     if plan.is_local or not plan.wire_bytes:  # a sum over one rank, say
         return None
     change = describe_sbp_change(source.layout, need.layout)

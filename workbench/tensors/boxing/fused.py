@@ -18,7 +18,7 @@ from workbench.core.boxing import BoxingPlan, plan_boxing
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.errors import LayoutError
-from workbench.tensors.boxing.assembling import assemble, region_shape, slice_region
+from workbench.tensors.boxing.assembly import assemble, region_shape, slice_region
 from workbench.tensors.boxing.box import box_to, check_differentiable
 from workbench.tensors.global_tensor import (
     GlobalTensor,
@@ -154,36 +154,36 @@ def _cut(tensors: Sequence[GlobalTensor], moving: Sequence[int]) -> Iterator[lis
 def _start_bucket(tensors: list[GlobalTensor], targets: list[Spec], is_later: bool) -> Callable[[], list[GlobalTensor]]:
     pairs = [(tensor._spec, target) for tensor, target in zip(tensors, targets, strict=True)]
     world, dtype = pairs[0][0].world, tensors[0].dtype
-    flight = _Flight(pairs, world, dtype, world.next_tag(), is_later)
+    work = _BoxingWork(pairs, world, dtype, world.next_tag(), is_later)
     if world.tracer is not None:
         site = world.tracer.site("to_global_many")
-        for plan in flight.plans:
+        for plan in work.plans:
             world.tracer.add(site, "forward", plan, dtype)
     with local_torch():
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             for source, target in pairs:
                 check_differentiable(source, target, "to_global_many")
-            linked = _BoxMany.apply(flight, False, *tensors)
+            linked = _BoxMany.apply(work, False, *tensors)
 
             def fill() -> list[GlobalTensor]:
                 with local_torch(), torch.no_grad():
-                    for out, result, target in zip(linked, flight.finish(), targets, strict=True):
+                    for out, result, target in zip(linked, work.finish(), targets, strict=True):
                         if target.is_placeholder:  # one zero, and stays so
                             continue
                         out.detach().copy_(result)
                     return [wrap(out, target) for out, target in zip(linked, targets, strict=True)]
 
             return fill
-        flight.start(tensors)
+        work.start(tensors)
 
     def finish() -> list[GlobalTensor]:
         with local_torch():
-            return [wrap(result, target) for result, target in zip(flight.finish(), targets, strict=True)]
+            return [wrap(result, target) for result, target in zip(work.finish(), targets, strict=True)]
 
     return finish
 
 
-class _Flight:
+class _BoxingWork:
     """One exchange of several tensors of one dtype: a message per pair of ranks, and one sum per group of ranks."""
 
     def __init__(self, pairs: Sequence[Pair], world: World, dtype: torch.dtype, tag: int, is_later: bool) -> None:
@@ -286,17 +286,17 @@ class _BoxMany(torch.autograd.Function):
     """The boxings of one bucket; every rank of the world has the node, so backward reaches it on every rank."""
 
     @staticmethod
-    def forward(ctx: Any, flight: _Flight, is_now: bool, *locals_: torch.Tensor) -> Any:
+    def forward(ctx: Any, work: _BoxingWork, is_now: bool, *locals_: torch.Tensor) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.flight = (flight.pairs, flight.world, flight.dtype, flight.tag)
-        flight.start([local.detach() for local in locals_])
+        ctx.work = (work.pairs, work.world, work.dtype, work.tag)
+        work.start([local.detach() for local in locals_])
         if is_now:
-            return tuple(flight.finish())
-        return tuple(_room_for(target, flight) for _, target in flight.pairs)
+            return tuple(work.finish())
+        return tuple(_room_for(target, work) for _, target in work.pairs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        pairs, world, dtype, tag = ctx.flight
+        pairs, world, dtype, tag = ctx.work
         if any(source.is_placeholder for source, _ in pairs):
             mark_placeholder_leaves(ctx)
         duals = [(target.dual, source.dual) for source, target in pairs]
@@ -304,17 +304,17 @@ class _BoxMany(torch.autograd.Function):
             spread_zero(incoming.local_shape, dtype, world.device) if grad is None else grad
             for grad, (incoming, _) in zip(grads, duals, strict=True)
         ]
-        flight = _Flight(duals, world, dtype, tag | 1, False)
-        results = _BoxMany.apply(flight, True, *whole)
+        work = _BoxingWork(duals, world, dtype, tag | 1, False)
+        results = _BoxMany.apply(work, True, *whole)
         if world.tracer is not None:
-            for plan in flight.plans:
+            for plan in work.plans:
                 world.tracer.add(world.tracer.site(), "backward", plan, dtype)
         keeps = torch.is_grad_enabled()
         found = [r if keeps or not out.is_placeholder else None for r, (_, out) in zip(results, duals, strict=True)]
         return (None, None, *found)
 
 
-def _room_for(target: Spec, flight: _Flight) -> torch.Tensor:
+def _room_for(target: Spec, work: _BoxingWork) -> torch.Tensor:
     if target.is_placeholder:
-        return new_placeholder(target.shape, flight.dtype, flight.world.device)
-    return torch.empty(target.local_shape, dtype=flight.dtype, device=flight.world.device)
+        return new_placeholder(target.shape, work.dtype, work.world.device)
+    return torch.empty(target.local_shape, dtype=work.dtype, device=work.world.device)

@@ -14,9 +14,9 @@ from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.core.sbp import Broadcast, Sbp, Split, broadcast, partial_sum
 from workbench.tensors import methods  # noqa: F401 - completes GlobalTensor
+from workbench.tensors.dispatch.planning import bind
+from workbench.tensors.dispatch.registry import Name, fold_name
 from workbench.tensors.global_tensor import GlobalTensor, local_torch, spec_of, wrap
-from workbench.tensors.ops.planning import bind
-from workbench.tensors.ops.registry import Name, fold_name
 from workbench.tensors.world import Simulated, World
 from workbench.transport.threads import ThreadHub, ThreadTransport
 
@@ -92,7 +92,7 @@ def collect(function: Callable[..., Any], operands: Iterable[Any]) -> list[Examp
         world.on_plan = lambda func, args, kwargs: _keep(found, func, args, kwargs)
         with Simulated(world), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # fallbacks and what torch deprecates are not the question here
-            function(*tree_map(lambda value, e=entry, w=world: _enter(value, e, w), operands))
+            function(*tree_map(lambda value, e=entry, w=world: _to_global(value, e, w), operands))
     return list(found.values())
 
 
@@ -107,7 +107,7 @@ def _copy(value: Any) -> Any:
     return value.detach().clone().as_subclass(torch.Tensor) if isinstance(value, torch.Tensor) else value
 
 
-def _enter(value: Any, entry: Sbp, world: World) -> Any:
+def _to_global(value: Any, entry: Sbp, world: World) -> Any:
     if not isinstance(value, torch.Tensor) or isinstance(value, GlobalTensor):
         return value
     fits = value.dim() > 0 if isinstance(entry, Split) else isinstance(entry, Broadcast) or value.is_floating_point()

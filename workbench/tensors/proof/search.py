@@ -14,10 +14,10 @@ from workbench.core.boxing import plan_boxing
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.core.sbp import Broadcast, Partial, Sbp, Split, broadcast, dual, partial_sum
+from workbench.tensors.dispatch.placeholder_calls import infer_outputs
+from workbench.tensors.dispatch.planning import Plan, candidates_of, make_plan
+from workbench.tensors.dispatch.registry import COMPOSITES, RULES, Call
 from workbench.tensors.global_tensor import local_torch, spec_of, wrap
-from workbench.tensors.ops.placeholder_calls import infer_outputs
-from workbench.tensors.ops.planning import Plan, candidates_of, make_plan
-from workbench.tensors.ops.registry import COMPOSITES, RULES, Call
 from workbench.tensors.proof.cut import cut, mismatch
 from workbench.tensors.proof.examples import Example, collect
 from workbench.tensors.proof.ranks import run_each
@@ -69,7 +69,7 @@ def prove_examples(
     with warnings.catch_warnings(), torch.enable_grad():
         warnings.simplefilter("ignore")
         for example in examples:
-            reason = _unfit(example)
+            reason = _why_infeasible(example)
             if reason:
                 proof.skipped.append(f"{example}: {reason}")
                 continue
@@ -79,7 +79,7 @@ def prove_examples(
     return proof
 
 
-def _unfit(example: Example) -> str | None:
+def _why_infeasible(example: Example) -> str | None:
     operands = example.operands
     try:
         infer_outputs(example.func, example.args, example.kwargs)

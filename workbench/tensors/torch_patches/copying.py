@@ -18,7 +18,7 @@ from workbench.tensors.global_tensor import DERIVED, GlobalTensor, local_torch, 
 from workbench.tensors.world import current
 
 _NOT_COPIED = (
-    "_spec", "_is_param", "_is_grad", "_has_twin", "_placeholder_grad", "_placeholder_grad_before", "_grad_spec",
+    "_spec", "_is_param", "_is_grad", "_has_data_alias", "_placeholder_grad", "_placeholder_grad_before", "_grad_spec",
     "_owner", "_shard", "_watcher", *DERIVED,
 )  # fmt: skip
 

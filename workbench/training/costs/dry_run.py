@@ -92,7 +92,7 @@ def dry_run(
         model_fn: makes the model; called with ``meta`` as the default device.
         inputs, targets, loss_fn: a whole batch, as for ``wb.forward_backward``; only shapes and dtypes are looked at.
         optimizer_fn: parameters -> torch optimizer; default SGD.
-        cost: of the link that boxing decides by: routes, and in how many steps sums are made.
+        cost: of the link that boxing decides by: paths, and in how many steps sums are made.
 
     Raises:
         StrategyError: the strategy does not fit the model or the number of ranks, or the forward reads values.
@@ -213,7 +213,7 @@ class _Watcher:
         """Nobody asks where a boxing comes from."""
 
     def add(self, site: Any, direction: str, plan: Any, dtype: torch.dtype) -> None:
-        """A plan, a route of several, or an account of rows."""
+        """A plan, a boxing path of several, or an account of rows."""
         for step in getattr(plan, "steps", (plan,)):
             self._plans[id(step)] = step, self._plans.get(id(step), (step, 0))[1] + 1  # held, so that ids are theirs
 

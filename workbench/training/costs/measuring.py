@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from workbench.core.boxing_path import BoxingPath, find_boxing_path
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
-from workbench.core.route import BoxingRoute, route_boxing
 from workbench.core.sbp import Sbp, broadcast, partial_sum, split
 from workbench.tensors.boxing.box import box_to
 from workbench.tensors.global_tensor import local_torch, new_placeholder, spec_of, wrap
@@ -239,8 +239,8 @@ def _boxings(device_type: str, group: list[int]) -> Iterator[tuple[str, Layout, 
 def _boxing(world: World, source: Layout, target: Layout, shape: Any) -> tuple[float, Callable[[], Any]]:
     """Bytes that its busiest rank sends or receives, and the boxing itself, as a model's forward has it."""
     before, after = (spec_of(world, layout, shape) for layout in (source, target))
-    plan = route_boxing(source, target, before.shape, 4, world.transport.cost)
-    steps = plan.steps if isinstance(plan, BoxingRoute) else (plan,)
+    plan = find_boxing_path(source, target, before.shape, 4, world.transport.cost)
+    steps = plan.steps if isinstance(plan, BoxingPath) else (plan,)
     size = sum(max(*step.bytes_sent.values(), *step.bytes_received.values()) for step in steps)
     with local_torch():
         make = partial(new_placeholder, shape) if before.is_placeholder else partial(torch.zeros, before.local_shape)

@@ -16,8 +16,8 @@ from torch.nn.utils import clip_grad
 
 from workbench.core.boxing import plan_boxing
 from workbench.core.sbp import Partial, Split, broadcast
+from workbench.tensors.dispatch.read_values import value_on_all_ranks
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, owner_of_grad, plain
-from workbench.tensors.ops.reading import everywhere
 from workbench.tensors.world import World
 from workbench.training.gradients.reduction import Term, change_gradients, start_reduction, start_sums
 from workbench.training.gradients.shard import state_spec
@@ -106,7 +106,7 @@ def _widest(tensors: Sequence[torch.Tensor]) -> torch.dtype:
 def clip_with_norm(parameters: Any, max_norm: float, total_norm: torch.Tensor, foreach: Any = None) -> None:
     """``torch.nn.utils.clip_grads_with_norm_``: every term is scaled, in place."""
     listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    whole = everywhere(total_norm) if isinstance(total_norm, GlobalTensor) else total_norm
+    whole = value_on_all_ranks(total_norm) if isinstance(total_norm, GlobalTensor) else total_norm
     _torch_clip([p for p in listed if not isinstance(p, GlobalTensor)], max_norm, whole, foreach)
     with torch.no_grad(), local_torch():
         scale = torch.clamp(float(max_norm) / (whole + 1e-6), max=1.0)

@@ -9,8 +9,8 @@ import torch
 from torch.optim import Optimizer
 
 from workbench.errors import LayoutError
-from workbench.tensors.coordination import gather
 from workbench.tensors.global_tensor import GlobalTensor, Spec
+from workbench.tensors.object_collectives import all_gather_object
 from workbench.training.gradients.shard import state_spec
 
 MOVE_STATE = (
@@ -51,7 +51,7 @@ def refuse_state(optimizer: Optimizer, parameters: Sequence[GlobalTensor], specs
     if not moved:
         return
     number = sum(any(map(_is_per_element, optimizer.state.get(p, {}).values())) for p in moved)
-    most = max(gather(number, moved[0]._spec.world, "state of an optimizer"))
+    most = max(all_gather_object(number, moved[0]._spec.world, "state of an optimizer"))
     if most:
         raise LayoutError(
             f"{type(optimizer).__name__}.step(): {len(moved)} of {len(parameters)} parameters have other layouts than "

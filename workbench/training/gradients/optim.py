@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from workbench.core.layout import Layout
 from workbench.errors import LayoutError
 from workbench.tensors import world
-from workbench.tensors.boxing.assembling import slice_region
+from workbench.tensors.boxing.assembly import slice_region
 from workbench.tensors.boxing.box import box
 from workbench.tensors.global_tensor import GlobalTensor, local_torch, new_placeholder, plain, set_reduced_grad, wrap
 from workbench.training.gradients.fused_steps import fuse, unfuse

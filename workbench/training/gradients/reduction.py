@@ -16,7 +16,7 @@ from zlib import crc32
 
 import torch
 
-from workbench.tensors.boxing.assembling import slice_region
+from workbench.tensors.boxing.assembly import slice_region
 from workbench.tensors.global_tensor import GlobalTensor, local_torch, plain, read_grad
 from workbench.tensors.world import World
 from workbench.training.gradients.shard import Shard, shard_of

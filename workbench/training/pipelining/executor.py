@@ -18,10 +18,10 @@ from torch.utils._pytree import tree_map
 from workbench.errors import RunError, StrategyError
 from workbench.pipeline.schedules import Action
 from workbench.pipeline.simulate import Span
+from workbench.tensors.dispatch.hooks import run_hooks
+from workbench.tensors.dispatch.read_values import value_on_all_ranks
+from workbench.tensors.dispatch.weight_gradients import WeightGradients
 from workbench.tensors.global_tensor import GlobalTensor
-from workbench.tensors.ops.hooks import run_hooks
-from workbench.tensors.ops.reading import everywhere
-from workbench.tensors.ops.weight_gradients import WeightGradients
 from workbench.tensors.world import World
 from workbench.training.pipelining.running import RunningStep
 from workbench.training.pipelining.stand_ins import StandIn, standing_in
@@ -121,7 +121,7 @@ class Executor:
         """A batch as the stages of this rank take it: where there are several, global tensors are read."""
         if len(self.stages) == 1:
             return batch
-        return tree_map(lambda leaf: everywhere(leaf) if isinstance(leaf, GlobalTensor) else leaf, batch)
+        return tree_map(lambda leaf: value_on_all_ranks(leaf) if isinstance(leaf, GlobalTensor) else leaf, batch)
 
     def _forward(self, action: Action, program: Program, splits_backward: bool) -> torch.Tensor:
         if splits_backward:

@@ -1,6 +1,6 @@
 """The two halves of a whole block's backward (zero bubble), read off the graph that torch made of it.
 
-``ops/weight_gradients`` gives every function with a parameter a graph of its own. A block that runs as plain torch has
+``dispatch/weight_gradients`` gives every function with a parameter a graph of its own. A block that runs as plain torch has
 one graph instead. The first half walks it from the results to the inputs, and keeps the gradients of the results of
 those functions that read a parameter beside an input. The second half asks each of these functions for its parameters
 alone, so nothing is computed twice. (Qi et al., arXiv 2401.10241.)
@@ -18,8 +18,8 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from workbench.tensors.dispatch.weight_gradients import WeightGradients, gradients
 from workbench.tensors.global_tensor import local_torch
-from workbench.tensors.ops.weight_gradients import WeightGradients, gradients
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.errors import WorkbenchError
+from workbench.tensors.dispatch.weight_gradients import graph_inside
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, spec_of, wrap
-from workbench.tensors.ops.weight_gradients import graph_inside
 from workbench.tensors.world import World
 from workbench.training.pipelining.halves import split_block
 from workbench.training.pipelining.placeholder_modules import placeholder_modules
@@ -116,7 +116,7 @@ class LocalModule(StandIn):
         """None unless all inputs are here or brought here, and the results are made here, of them, by torch alone."""
         leaves = tree_leaves(result)
         tensors: list[Any] = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        forms = self._forms(inputs, noted.watch)
+        forms = self._boxing_cache(inputs, noted.watch)
         held = {id(t) for part in self._parts for t in (*part._parameters.values(), *part._buffers.values())}
         held |= {id(tensor) for tensor in inputs}
         if noted.num_keys or noted.watch.recomputes or forms is None:
@@ -140,7 +140,7 @@ class LocalModule(StandIn):
     def _is_here(self, tensor: Any) -> bool:
         return type(tensor) is GlobalTensor and tensor._spec.layout.placement == self.placement
 
-    def _forms(self, inputs: list[GlobalTensor], watch: Watch) -> dict[int, int] | None:
+    def _boxing_cache(self, inputs: list[GlobalTensor], watch: Watch) -> dict[int, int] | None:
         """For every input that lies elsewhere, which boxing has brought it here; None where none has."""
         found: dict[int, int] = {}
         for index, tensor in enumerate(inputs):

@@ -18,9 +18,9 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from workbench.core.boxing import plan_boxing
+from workbench.tensors.dispatch.placeholder_calls import TENSOR, OutputInfo, placeholder_outputs
+from workbench.tensors.dispatch.weight_gradients import has_hooks
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, mark_placeholder, wrap
-from workbench.tensors.ops.placeholder_calls import TENSOR, OutputInfo, placeholder_outputs
-from workbench.tensors.ops.weight_gradients import has_hooks
 from workbench.tensors.random import draw_key
 from workbench.tensors.world import World
 from workbench.training.pipelining.running import RunningStep

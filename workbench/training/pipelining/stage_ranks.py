@@ -23,6 +23,7 @@ from workbench.core.placement import Placement
 from workbench.core.sbp import broadcast
 from workbench.core.strategy import ResolvedStrategy
 from workbench.errors import CollectiveAborted, StrategyError
+from workbench.tensors.dispatch.hooks import hooks_of
 from workbench.tensors.global_tensor import (
     GlobalTensor,
     Spec,
@@ -35,7 +36,6 @@ from workbench.tensors.global_tensor import (
     spec_of,
     wrap,
 )
-from workbench.tensors.ops.hooks import hooks_of
 from workbench.tensors.world import Simulated, World
 from workbench.training.gradients.overlap import Watcher
 from workbench.training.gradients.shard import Shard

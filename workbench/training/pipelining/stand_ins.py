@@ -23,9 +23,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 from workbench.core.layout import Layout
 from workbench.core.strategy import Options
 from workbench.tensors.boxing.box import box_implicitly
+from workbench.tensors.dispatch.placeholder_calls import autocast_state
+from workbench.tensors.dispatch.weight_gradients import has_hooks
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch
-from workbench.tensors.ops.placeholder_calls import autocast_state
-from workbench.tensors.ops.weight_gradients import has_hooks
 from workbench.tensors.random import draw_key
 from workbench.tensors.world import World
 
@@ -194,7 +194,7 @@ class StandIn(ABC):
             parts.append(self._settings)
             for leaf in leaves:
                 if isinstance(leaf, GlobalTensor):
-                    forms = leaf.__dict__.get("_forms")
+                    forms = leaf.__dict__.get("_boxing_cache")
                     there = tuple([layout for layout, _ in forms]) if forms else ()
                     parts += (leaf._spec, leaf.dtype, leaf.requires_grad, leaf._is_param, there)
                 elif isinstance(leaf, VALUES):
@@ -237,7 +237,9 @@ class StandIn(ABC):
         finally:
             world.running.watch = None
         num_keys = _keys_between(keys_before, world)
-        has_forms = any(isinstance(leaf, GlobalTensor) and leaf.__dict__.get("_forms") for leaf in tree_leaves(result))
+        has_forms = any(
+            isinstance(leaf, GlobalTensor) and leaf.__dict__.get("_boxing_cache") for leaf in tree_leaves(result)
+        )
         if not watch.can_skip or num_keys is None or has_forms or not same(before, self.state(inputs)):
             return result, None
         noted = Noted(watch, world.num_edges.get(world.micro_batch, 0) - start, num_keys)

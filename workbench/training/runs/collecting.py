@@ -15,8 +15,8 @@ import torch
 
 from workbench.core.metrics import MEMORY_KINDS, ActionSpan, StepBlock
 from workbench.pipeline.simulate import Span
+from workbench.tensors.dispatch.read_values import value_on_all_ranks
 from workbench.tensors.global_tensor import GlobalTensor
-from workbench.tensors.ops.reading import everywhere
 from workbench.tensors.world import World
 
 INTERVAL_S = 0.3
@@ -130,7 +130,7 @@ def _fetched(losses: Sequence[Any]) -> tuple[float | None, ...]:
     if not tensors:
         return tuple(None if loss is None else float(loss) for loss in losses)
     values = torch.stack(tensors) if len(tensors) > 1 else tensors[0].reshape(1)
-    fetched = iter((everywhere(values) if isinstance(values, GlobalTensor) else values).tolist())
+    fetched = iter((value_on_all_ranks(values) if isinstance(values, GlobalTensor) else values).tolist())
     return tuple(
         next(fetched) if isinstance(loss, torch.Tensor) else None if loss is None else float(loss) for loss in losses
     )

@@ -13,8 +13,8 @@ from workbench.core.metrics import ActionSpan, RunEvent, StepSpans
 from workbench.core.orders import Order
 from workbench.core.presets import StrategyLike
 from workbench.errors import StrategyError
+from workbench.tensors.dispatch.read_values import value_on_all_ranks
 from workbench.tensors.global_tensor import GlobalTensor
-from workbench.tensors.ops.reading import everywhere
 from workbench.tensors.world import World, current
 from workbench.training import torch_patches  # noqa: F401 - completes GlobalTensor and torch
 from workbench.training.batches import Batch
@@ -217,7 +217,7 @@ def is_simulated(world: World) -> bool:
 def logical_state(model: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and kept buffers as plain logical tensors, on every rank of the world. All ranks call it."""
     return {
-        name: (everywhere(value) if isinstance(value, GlobalTensor) else value.detach()).clone()
+        name: (value_on_all_ranks(value) if isinstance(value, GlobalTensor) else value.detach()).clone()
         for name, value in state_tensors(model).items()
     }
 

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from workbench.tensors.coordination import gather
+from workbench.tensors.object_collectives import all_gather_object
 from workbench.tensors.world import current
 from workbench.training.saving import store
 from workbench.training.saving.writing import INCOMPLETE, REPLACED
@@ -60,7 +60,7 @@ class Checkpoints:
         """The newest step with a complete checkpoint, the same on all ranks, which all call it."""
         world = current()
         store.finish_previous(world)
-        found = gather(max(self.steps(), default=None), world, f"latest checkpoint of {self.directory.name}")
+        found = all_gather_object(max(self.steps(), default=None), world, f"latest checkpoint of {self.directory.name}")
         latest: int | None = found[0]
         return latest
 

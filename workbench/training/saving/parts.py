@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from workbench.errors import CheckpointError
-from workbench.tensors.global_tensor import GlobalTensor, forget_forms
+from workbench.tensors.global_tensor import GlobalTensor, forget_derived
 from workbench.tensors.world import World
 from workbench.training.saving import optimizers
 from workbench.training.saving.flat import Path, flatten, name_of
@@ -156,7 +156,7 @@ class Restoring:
     def _assign_module(self, part: str, module: nn.Module) -> None:
         for tensor in module.state_dict(keep_vars=True).values():
             if isinstance(tensor, GlobalTensor):
-                forget_forms(tensor)
+                forget_derived(tensor)
         for path in self.checkpoint.below(part):
             name = name_of(path)
             if name.rpartition(".")[2] == "_extra_state":

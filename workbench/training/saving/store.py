@@ -12,7 +12,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from workbench.errors import CheckpointError
-from workbench.tensors.coordination import check, gather, together
+from workbench.tensors.object_collectives import all_gather_object, raise_on_all_ranks, run_on_all_ranks
 from workbench.tensors.world import World, current
 from workbench.training.saving import reading, writing
 from workbench.training.saving.parts import Restoring, collect, kind_of
@@ -57,13 +57,13 @@ class Saving:
             if self._thread is None:
                 self._run(self._job.write_own)
             _poll(lambda: self._own_written.is_set())
-            check(self._error, world, what)
+            raise_on_all_ranks(self._error, world, what)
             if self._thread is None:
                 self._run(self._job.finish)
             else:
                 thread = self._thread
                 _poll(lambda: not thread.is_alive())
-            check(self._error, world, what)
+            raise_on_all_ranks(self._error, world, what)
         except BaseException:
             self._job.given_up.set()
             self._job.discard()
@@ -132,8 +132,8 @@ def save(
     finish_previous(world)
     what = f"save({str(path)!r})"
     folder = path.with_name(path.name + writing.INCOMPLETE)
-    together(lambda: _make(folder) if world.rank == 0 else None, world, what)
-    planner, local, aliases = together(lambda: _plan(parts, world, folder), world, what)
+    run_on_all_ranks(lambda: _make(folder) if world.rank == 0 else None, world, what)
+    planner, local, aliases = run_on_all_ranks(lambda: _plan(parts, world, folder), world, what)
     items, metadata = writing.agree(planner, local, world, what)
     job = writing.Job(
         path,
@@ -202,10 +202,9 @@ def load(
     world, path = current(), Path(os.path.abspath(path))
     finish_previous(world)
     what = f"load({str(path)!r})"
-    folder: Path = gather(together(lambda: reading.find(path) if world.rank == 0 else None, world, what), world, what)[
-        0
-    ]
-    restoring, pieces = together(lambda: _compare(folder, parts, world, strict), world, what)
+    found = run_on_all_ranks(lambda: reading.find(path) if world.rank == 0 else None, world, what)
+    folder: Path = all_gather_object(found, world, what)[0]
+    restoring, pieces = run_on_all_ranks(lambda: _compare(folder, parts, world, strict), world, what)
 
     def fill() -> dict[str, Any]:
         restoring.checkpoint.fill(pieces)
@@ -213,7 +212,7 @@ def load(
             restoring.assign_random_state()
         return restoring.assign()
 
-    values: dict[str, Any] = together(fill, world, what)
+    values: dict[str, Any] = run_on_all_ranks(fill, world, what)
     return values
 
 

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from workbench.errors import CheckpointError
-from workbench.tensors.coordination import gather
+from workbench.tensors.object_collectives import all_gather_object
 from workbench.tensors.world import World
 from workbench.training.saving.flat import Path as StatePath
 from workbench.training.saving.flat import name_of
@@ -177,7 +177,7 @@ def agree(planner: Any, local: Any, world: World, what: str) -> tuple[list[Any],
     Equal slices on several ranks are written once, by the rank that has least to write so far; every rank works
     that out for itself from the plans of all.
     """
-    plans, metadata = planner.create_global_plan(gather(local, world, what))
+    plans, metadata = planner.create_global_plan(all_gather_object(local, world, what))
     metadata.planner_data = {name: path for plan in plans for name, path in plan.planner_data.items()}
     return plans[world.rank].items, metadata
 

@@ -14,7 +14,7 @@ from workbench.core.pairing import TABLE, feature_dim
 from workbench.core.sbp import NdSbp, Partial, Split, split
 from workbench.core.strategy import ResolvedLayer
 from workbench.tensors.boxing.box import box, box_implicitly
-from workbench.tensors.conversion import enter_as_broadcast
+from workbench.tensors.conversion import from_local
 from workbench.tensors.global_tensor import GlobalTensor, Spec
 from workbench.tensors.world import OUTSIDE, ModuleCall
 from workbench.training.batches import count_samples
@@ -79,7 +79,7 @@ class Doors:
             origin = f"layer {choice.name!r}: an input"
             layout = self.layouts.input_layout(choice, value.dim())
             world = self.layouts.world
-            value = enter_as_broadcast(value.to(world.device), world, layout, lambda: origin)
+            value = from_local(value.to(world.device), world, layout, lambda: origin)
         shape = value._spec.shape
         num_samples = self.layouts.world.call.num_samples or (shape[0] if shape else 0)
         layout = self.layouts.input_layout(choice, len(shape), _batch_dim(value._spec, choice.kind, num_samples))

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 
 from workbench.errors import StrategyError
 from workbench.tensors.boxing.box import box
-from workbench.tensors.coordination import gather
 from workbench.tensors.global_tensor import GlobalTensor, Spec, new_placeholder, plain, spec_of, wrap
+from workbench.tensors.object_collectives import all_gather_object
 from workbench.tensors.world import World
 from workbench.training.gradients.optim import forget_layouts, state_layout
 from workbench.training.strategies.spreading import spread
@@ -44,7 +44,7 @@ class OptimizerState:
             )
         self.specs = [_state_spec(p) for p in self.parameters]
         mine = [self._described(p, spec) for p, spec in zip(self.parameters, self.specs, strict=True)]
-        every = gather(mine, world, "state of an optimizer")
+        every = all_gather_object(mine, world, "state of an optimizer")
         self.described = [next((d for d in found if d is not None), None) for found in zip(*every, strict=True)]
 
     def _described(self, parameter: torch.Tensor, spec: Spec | None) -> dict[str, Any] | None:

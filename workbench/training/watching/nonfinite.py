@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from workbench.errors import NonFiniteError
-from workbench.tensors.coordination import gather
 from workbench.tensors.global_tensor import local_torch
+from workbench.tensors.object_collectives import all_gather_object
 from workbench.tensors.world import current
 
 
@@ -68,7 +68,7 @@ def find_nonfinite(module: nn.Module) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-    found = [item for item in gather(search.first, current(), "find_nonfinite()") if item is not None]
+    found = [item for item in all_gather_object(search.first, current(), "find_nonfinite()") if item is not None]
     if found:
         first, *others = sorted(found)
         lines = [f"find_nonfinite: the first value that is not finite is on {first}.", *map(str, others[:3])]

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from workbench.tensors.coordination import gather
 from workbench.tensors.global_tensor import GlobalTensor, local_torch
+from workbench.tensors.object_collectives import all_gather_object
 from workbench.tensors.world import World, current
 from workbench.training.watching.memory import gradients, optimizer_state
 from workbench.units import format_bytes
@@ -33,7 +33,7 @@ class MemoryReport:
     def refresh(self) -> None:
         """Count again. All ranks call it."""
         world = current()
-        self._ranks = gather(self._count(world), world, "memory_report()")
+        self._ranks = all_gather_object(self._count(world), world, "memory_report()")
 
     def to_dict(self) -> dict[int, dict[str, int]]:
         """rank -> kind -> bytes; "total" is their sum, each storage counted once."""

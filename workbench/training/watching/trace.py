@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 
 from workbench.core.boxing import BoxingPlan, describe_sbp_change
-from workbench.core.route import BoxingRoute
-from workbench.tensors.ops.registry import fold_name
+from workbench.core.boxing_path import BoxingPath
+from workbench.tensors.dispatch.registry import fold_name
 from workbench.tensors.world import World, current
 from workbench.transport.user_code import user_frame
 from workbench.units import format_bytes
@@ -111,7 +111,7 @@ class Trace:
         """Bytes that all ranks together put on the wire."""
         return sum(record.wire_bytes for record in self._records.values())
 
-    def add(self, site: Site, direction: str, plan: BoxingPlan | BoxingRoute, dtype: torch.dtype) -> None:
+    def add(self, site: Site, direction: str, plan: BoxingPlan | BoxingPath, dtype: torch.dtype) -> None:
         """Count one boxing; on every rank, whether it takes part or not."""
         change = describe_sbp_change(plan.source, plan.destination)
         key = (site, direction, plan.source, plan.destination, plan.shape, dtype)

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from workbench.tensors.global_tensor import GlobalTensor, local_torch, plain
 from workbench.tensors.world import World
 from workbench.training.gradients.shard import Shard
-from workbench.training.zero.gathering import Flight
+from workbench.training.zero.gathering import GatherWork
 
 
 class Member(NamedTuple):
@@ -69,9 +69,9 @@ class Call:
     places: dict[int, int] = field(default_factory=dict)
     before: Callable[[], Call | None] = lambda: None
     saving: Any = None
-    under_way: dict[Flight, int] = field(default_factory=dict)
+    under_way: dict[GatherWork, int] = field(default_factory=dict)
     _first_node: int = 0
-    _coming: tuple[list[int], Flight] | None = None
+    _coming: tuple[list[int], GatherWork] | None = None
     _again: dict[int, torch.Tensor] | None = None
     _ended_in: int = -1
 
@@ -117,10 +117,10 @@ class Call:
         if self._again is None:
             self._start_again()
         if self._coming is not None:
-            (numbers, flight), self._coming = self._coming, None
-            self.under_way.pop(flight)
+            (numbers, work), self._coming = self._coming, None
+            self.under_way.pop(work)
             with torch.no_grad(), local_torch():
-                self._again = dict(zip(numbers, flight.finish(), strict=True))
+                self._again = dict(zip(numbers, work.finish(), strict=True))
         assert self._again is not None
         return self._again
 
@@ -133,9 +133,9 @@ class Call:
     def drop(self) -> None:
         """End what is under way, if it has not been used."""
         if self._coming is not None:
-            (_, flight), self._coming = self._coming, None
-            if self.under_way.pop(flight, None) is not None:  # else a later forward has ended it
-                flight.finish()
+            (_, work), self._coming = self._coming, None
+            if self.under_way.pop(work, None) is not None:  # else a later forward has ended it
+                work.finish()
 
     def begin_backward(self, grads: Any = None) -> None:
         """Gather before the first node of the unit's results runs; and send what the unit before will need."""
@@ -160,9 +160,9 @@ class Call:
             )
         with torch.no_grad(), local_torch():
             parts = [plain(self.parameters[i]).to(self.dtypes[i]) for i in numbers]
-            flight = Flight(self.world, [self.shards[i] for i in numbers], parts, self.tag)
-        self._coming = numbers, flight
-        self.under_way[flight] = self.world.num_rebuilds
+            work = GatherWork(self.world, [self.shards[i] for i in numbers], parts, self.tag)
+        self._coming = numbers, work
+        self.under_way[work] = self.world.num_rebuilds
 
     def gather_at_the_end(self, inputs: Any, output: Any, learns: bool) -> None:
         """Hook the results, so that all ranks gather at the same point of the backward.

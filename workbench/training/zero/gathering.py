@@ -1,7 +1,7 @@
 """Whole parameters out of shards, and shards of gradients out of whole ones, as one differentiable function.
 
-A ``Flight`` brings the shards of many parameters together. It sends when it is made and receives when it ends, so one
-that is made early finds the data there.
+A ``GatherWork`` brings the shards of many parameters together. It sends when it is made and receives when it ends, so
+one that is made early finds the data there.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from workbench.tensors.boxing.assembling import slice_region
+from workbench.tensors.boxing.assembly import slice_region
 from workbench.tensors.boxing.box import box_placeholder
 from workbench.tensors.global_tensor import GlobalTensor, local_torch, plain, wrap
 from workbench.tensors.world import World
@@ -22,7 +22,7 @@ from workbench.training.gradients.shard_exchange import start_gather, start_scat
 Finish = Callable[[], list[torch.Tensor]]
 
 
-class Flight:
+class GatherWork:
     """The gathering of some shards: under way when it is made, whole when it has ended.
 
     Args:
@@ -129,19 +129,19 @@ def _trace(world: World, shards: list[Shard], dtype: torch.dtype, change: str, k
 
 
 def gather(
-    parameters: Sequence[GlobalTensor], shards: Sequence[Shard], flight: Flight | None, tag: int, done: Any
+    parameters: Sequence[GlobalTensor], shards: Sequence[Shard], work: GatherWork | None, tag: int, done: Any
 ) -> list[GlobalTensor]:
     """Whole tensors, labelled and linked to the parameters that learn.
 
     Args:
         parameters: shards, some of them of other stages: these become placeholders of whole ones.
         shards: what each of them is.
-        flight: of the parameters that this rank holds, in their order; None if it holds none.
+        work: of the parameters that this rank holds, in their order; None if it holds none.
         tag: of the messages that bring gradients back, which has its lowest bit clear.
         done: called in backward when the gradients of all whole tensors are there.
     """
     with local_torch():
-        wholes = iter(flight.finish() if flight is not None else ())
+        wholes = iter(work.finish() if work is not None else ())
         learns = torch.is_grad_enabled()
         result: list[Any] = []
         linked: list[int] = []
@@ -209,8 +209,8 @@ class _Scatter(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         origin: _Origin = ctx.origin
         with local_torch():
-            flight = Flight(origin.world, origin.shards, [plain(grad) for grad in grads], origin.tag)
-            wholes = flight.finish()
+            work = GatherWork(origin.world, origin.shards, [plain(grad) for grad in grads], origin.tag)
+            wholes = work.finish()
         if not torch.is_grad_enabled():
             return (None, *wholes)
         return (None, *_Gather.apply(_Origin(origin.world, origin.shards, origin.tag, None), wholes, *grads))

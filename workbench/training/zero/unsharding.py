@@ -23,7 +23,7 @@ from workbench.tensors.global_tensor import GlobalTensor, local_torch, plain, wr
 from workbench.tensors.world import World, current
 from workbench.training.gradients.shard import Shard
 from workbench.training.zero.gathered_call import Call, Member, autocast_dtype, casts_of, versions_of
-from workbench.training.zero.gathering import Flight, gather
+from workbench.training.zero.gathering import GatherWork, gather
 
 
 class Chain:
@@ -38,11 +38,11 @@ class Chain:
     def __init__(self) -> None:
         self.active: list[Call] = []
         self.last: Callable[[], Call | None] = lambda: None
-        self.under_way: dict[Flight, int] = {}
+        self.under_way: dict[GatherWork, int] = {}
         self._depth = 0
         self._order: list[Unit] = []
         self._now: list[Unit] = []
-        self._coming: tuple[Unit, list[GlobalTensor], list[int], Flight] | None = None
+        self._coming: tuple[Unit, list[GlobalTensor], list[int], GatherWork] | None = None
         self._handles: list[Any] = []
         self._learnt: weakref.WeakKeyDictionary[World, tuple[int, list[Unit]]] = weakref.WeakKeyDictionary()
 
@@ -78,9 +78,9 @@ class Chain:
             return
         left = list(self.under_way.items())
         self.under_way.clear()
-        for flight, num_rebuilds in left:
-            if num_rebuilds == flight.world.num_rebuilds:
-                flight.finish()
+        for work, num_rebuilds in left:
+            if num_rebuilds == work.world.num_rebuilds:
+                work.finish()
 
     def _known_order(self, world: World) -> list[Unit]:
         """What all ranks know of the order, if they know it at all.
@@ -100,17 +100,17 @@ class Chain:
             self._learnt[world] = world.num_rebuilds, self._now
             self._now, self.last = [], lambda: None
 
-    def arrive(self, unit: Unit, parameters: list[GlobalTensor], shards: list[Shard], tag: int) -> Flight | None:
-        """The flight of what a unit needs now; one that is under way for something else was a wrong guess, and ends."""
+    def arrive(self, unit: Unit, parameters: list[GlobalTensor], shards: list[Shard], tag: int) -> GatherWork | None:
+        """The work of what a unit needs now; one that is under way for something else was a wrong guess, and ends."""
         if self._depth:
             self._now.append(unit)
         if self._coming is not None:
-            of, known, versions, flight = self._coming
+            of, known, versions, work = self._coming
             if of is unit and list(map(id, known)) == list(map(id, parameters)) and versions == versions_of(known):
                 self._coming = None
-                return flight
+                return work
             self._drop()
-        return _flight(parameters, shards, tag)
+        return _start_gather(parameters, shards, tag)
 
     def send_ahead(self, world: World) -> None:
         """Begin to gather what the next unit needs, if the last call of the model says which that is."""
@@ -120,9 +120,9 @@ class Chain:
         tag = world.next_tag()
         unit = self._order[position]
         parameters, shards = unit.needs()
-        flight = _flight(parameters, shards, tag)
-        if flight is not None:
-            self._coming = unit, parameters, versions_of(parameters), flight
+        work = _start_gather(parameters, shards, tag)
+        if work is not None:
+            self._coming = unit, parameters, versions_of(parameters), work
 
     def _drop(self) -> None:
         coming, self._coming = self._coming, None
@@ -130,11 +130,11 @@ class Chain:
             coming[-1].finish()
 
 
-def _flight(parameters: list[GlobalTensor], shards: list[Shard], tag: int) -> Flight | None:
+def _start_gather(parameters: list[GlobalTensor], shards: list[Shard], tag: int) -> GatherWork | None:
     if not parameters:
         return None
     with torch.no_grad(), local_torch():
-        return Flight(parameters[0]._spec.world, shards, [plain(p) for p in parameters], tag)
+        return GatherWork(parameters[0]._spec.world, shards, [plain(p) for p in parameters], tag)
 
 
 class Unit:
@@ -182,11 +182,11 @@ class Unit:
         chain, world = self.chain, present[0][1]._spec.world
         tag, tag_again = world.next_tag(), world.next_tag()
         call = Call(world, tag_again, *self.needs(), under_way=chain.under_way)
-        flight = chain.arrive(self, call.parameters, call.shards, tag)
+        work = chain.arrive(self, call.parameters, call.shards, tag)
         once = {id(p): (p, shard) for _, p, shard in present}
         reference = weakref.ref(call)
         chosen, shards = [p for p, _ in once.values()], [shard for _, shard in once.values()]
-        found = gather(chosen, shards, flight, tag, lambda: _let_go(reference))
+        found = gather(chosen, shards, work, tag, lambda: _let_go(reference))
         wholes = dict(zip(once, found, strict=True))
         call.put_in([(member, wholes[id(parameter)]) for member, parameter, _ in present])
         chain.active.append(call)

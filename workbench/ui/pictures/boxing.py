@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from html import escape
 
 from workbench.core.boxing import BoxingPlan
+from workbench.core.boxing_path import BoxingPath
 from workbench.core.layout import Region, format_sbp
 from workbench.core.moves import Move
-from workbench.core.route import BoxingRoute
 from workbench.theme import LIGHT, UI_FONT, Palette, palette
 from workbench.ui.pictures.drawing import Picture
 from workbench.units import format_bytes
@@ -36,11 +36,11 @@ class _Box:
     height: float
 
 
-def draw_boxing(plan: BoxingPlan | BoxingRoute, *, theme: str = "light") -> Picture:
+def draw_boxing(plan: BoxingPlan | BoxingPath, *, theme: str = "light") -> Picture:
     """A picture of a boxing, ``x.boxing_plan(sbp=...)``: which slice goes from whom to whom.
 
     Raises:
-        ValueError: more than 2 dims or 16 ranks; a route of several boxings, whose ``steps`` have a picture each.
+        ValueError: more than 2 dims or 16 ranks; a boxing path of several boxings, whose ``steps`` have a picture each.
 
     >>> p = wb.placement("cpu", ranks=[0, 1])
     >>> picture = wb.draw_boxing(wb.boxing_plan((p, "S(0)"), (p, "B"), (4, 4)))
@@ -48,7 +48,7 @@ def draw_boxing(plan: BoxingPlan | BoxingRoute, *, theme: str = "light") -> Pict
     """
     if not isinstance(plan, BoxingPlan):
         raise ValueError(
-            f"draw_boxing: a route of {len(plan.steps)} boxings, and a picture shows 1. Draw each of plan.steps."
+            f"draw_boxing: a boxing path of {len(plan.steps)} boxings, and a picture shows 1. Draw each of plan.steps."
         )
     return Picture(plan_picture(plan, palette(theme)), str(plan))
 

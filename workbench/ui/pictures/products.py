@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from workbench.core.boxing import BoxingPlan
+from workbench.core.boxing_path import BoxingPath, find_boxing_path
 from workbench.core.layout import Layout, Region, Shape, format_sbp
-from workbench.core.route import BoxingRoute, route_boxing
 from workbench.core.rules import Operand, choose, signatures
 from workbench.errors import LayoutError
 
-Plan = BoxingPlan | BoxingRoute
+Plan = BoxingPlan | BoxingPath
 NAMES = ("x", "w", "out")
 _LETTERS = {"n": "data parallel", "m": "model parallel", "k": "split sum", "": "all on every rank"}
 
@@ -188,7 +188,7 @@ def joint(before: Any, after: Product) -> tuple[Plan, ...]:
     if start is None or given is None or goal is None:
         return ()
     shape, size, cost = tuple(after.given.shape), after.given.element_size(), before.boxing_plan().steps[0].cost
-    plans = [route_boxing(a, b, shape, size, cost) for a, b in ((start, given), (given, goal))]
+    plans = [find_boxing_path(a, b, shape, size, cost) for a, b in ((start, given), (given, goal))]
     return tuple(plan for plan in plans if plan.kind != "none")
 
 
@@ -197,7 +197,7 @@ def backward_of(plan: Plan) -> Plan | None:
     cost = plan.steps[0].cost
     if cost is None:
         return None
-    return route_boxing(plan.destination.dual(), plan.source.dual(), plan.shape, plan.itemsize, cost)
+    return find_boxing_path(plan.destination.dual(), plan.source.dual(), plan.shape, plan.itemsize, cost)
 
 
 def gradient_sum(one: Product) -> Plan | None:
@@ -207,4 +207,4 @@ def gradient_sum(one: Product) -> Plan | None:
     if layout is None or cost is None:
         return None
     lies = layout_of(one.weight.grad) or layout.dual()
-    return route_boxing(lies, layout, tuple(one.weight.shape), one.weight.element_size(), cost)
+    return find_boxing_path(lies, layout, tuple(one.weight.shape), one.weight.element_size(), cost)

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 
 from workbench.core.rules import Signature, signatures
 from workbench.core.sbp import Split, broadcast
+from workbench.tensors.dispatch.registry import Call, LocalFunction, Resolution, composite, rule
 from workbench.tensors.global_tensor import Spec
-from workbench.tensors.ops.registry import Call, LocalFunction, Resolution, composite, rule
-from workbench.tensors.rules.reduction.shards import zeros
+from workbench.tensors.rules.reduction.empty_shards import zeros
 
 
 @rule("scaled_dot_product_attention", parameters="query key value attn_mask dropout_p is_causal")

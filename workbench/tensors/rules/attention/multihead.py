@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional
 
-from workbench.tensors.ops.registry import composite
+from workbench.tensors.dispatch.registry import composite
 
 F: Any = torch.nn.functional
 """Its helpers for masks and projections are not declared."""

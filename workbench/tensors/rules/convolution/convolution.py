@@ -9,9 +9,9 @@ import torch
 from workbench.core.layout import balanced_bounds
 from workbench.core.rules import Signature, signatures
 from workbench.core.sbp import Split, broadcast, partial_sum
+from workbench.tensors.dispatch.registry import Call, LocalFunction, Resolution, equations, rule
 from workbench.tensors.global_tensor import Spec
-from workbench.tensors.ops.registry import Call, LocalFunction, Resolution, equations, rule
-from workbench.tensors.rules.reduction.shards import zeros, zeros_and_bias
+from workbench.tensors.rules.reduction.empty_shards import zeros, zeros_and_bias
 from workbench.tensors.rules.views.view import windows
 
 _SPATIAL = "XYZ"

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from workbench.tensors import random
-from workbench.tensors.ops.registry import Call, Resolution, composite, handler, rule
-from workbench.tensors.rules.random.randomness import sample_of_shape
-from workbench.tensors.rules.reduction.shards import zeros_where_empty
+from workbench.tensors.dispatch.registry import Call, Resolution, composite, handler, rule
+from workbench.tensors.rules.random.sampling import sample_of_shape
+from workbench.tensors.rules.reduction.empty_shards import zeros_where_empty
 
 _SPATIAL = "XYZ"
 _LINEAR = ("avg_pool", "adaptive_avg_pool")

@@ -12,11 +12,11 @@ from workbench.core.rules import Signature, signatures
 from workbench.core.sbp import Sbp, Split, broadcast, partial_sum
 from workbench.kernels.embedding_rows import embedding_rows
 from workbench.kernels.launch import can_launch
+from workbench.tensors.dispatch import gradient_accumulation_fusion as fusion
+from workbench.tensors.dispatch.local_call import can_read
+from workbench.tensors.dispatch.registry import Call, LocalFunction, Resolution, composite, rule
 from workbench.tensors.global_tensor import GlobalTensor, Spec
-from workbench.tensors.ops import large_weights
-from workbench.tensors.ops.local import can_read
-from workbench.tensors.ops.registry import Call, LocalFunction, Resolution, composite, rule
-from workbench.tensors.rules.reduction.shards import zeros, zeros_where_empty
+from workbench.tensors.rules.reduction.empty_shards import zeros, zeros_where_empty
 
 
 @rule("embedding", parameters="input weight padding_idx max_norm norm_type scale_grad_by_freq sparse")
@@ -65,7 +65,7 @@ def _whole_table(by_function: bool, padding: int | None, scales: bool) -> Callab
         indices, weight = _operands(by_function, args, kwargs)
         if scales:
             return F.embedding(indices, weight, padding, scale_grad_by_freq=True)
-        return large_weights.embedding(indices, weight, padding)
+        return fusion.embedding(indices, weight, padding)
 
     return look_up
 
@@ -84,7 +84,7 @@ def _own_rows(
             found = embedding_rows(weight, indices.reshape(-1).long(), start, -1 if padding is None else padding)
             return found.view(*indices.shape, weight.shape[1])
         elsewhere = (indices < start) | (indices >= stop)
-        found = large_weights.embedding((indices - start).masked_fill(elsewhere, 0), weight, own_padding)
+        found = fusion.embedding((indices - start).masked_fill(elsewhere, 0), weight, own_padding)
         return found.masked_fill(elsewhere.unsqueeze(-1), 0)
 
     return look_up

@@ -13,10 +13,10 @@ import torch
 
 from workbench.core.rules import Signature, signatures
 from workbench.core.sbp import NdSbp, Sbp, Split, broadcast, partial_sum
+from workbench.tensors.dispatch.registry import Call, Resolution, rule
 from workbench.tensors.global_tensor import Spec
-from workbench.tensors.ops.registry import Call, Resolution, rule
-from workbench.tensors.rules.views.joining import RowFunction, splits_dim
-from workbench.tensors.rules.views.rows import RowPlan, Segment, Side, own_rows, plan_rows
+from workbench.tensors.rules.views.concatenation import RowFunction, splits_dim
+from workbench.tensors.rules.views.row_moves import RowPlan, Segment, Side, own_rows, plan_rows
 
 _WHOLE = slice(None)
 BASIC = (int, slice, type(None), type(Ellipsis))

@@ -16,13 +16,14 @@ from torch.nn import _reduction
 from workbench.core.sbp import Split, broadcast, partial_sum
 from workbench.kernels.class_terms import class_terms
 from workbench.kernels.launch import accumulator, runs_on
-from workbench.tensors.conversion import enter_as_broadcast
+from workbench.tensors.conversion import from_local
+from workbench.tensors.dispatch.dispatcher import call_by_plan
+from workbench.tensors.dispatch.local_call import can_read, scale_terms, sum_terms
+from workbench.tensors.dispatch.placeholder_calls import placeholder_outputs
+from workbench.tensors.dispatch.registry import Call, Resolution, composite, rule
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, spec_of, wrap
-from workbench.tensors.ops.dispatch import call_by_plan
-from workbench.tensors.ops.local import can_read, scale_terms, whole
-from workbench.tensors.ops.placeholder_calls import placeholder_outputs
-from workbench.tensors.ops.registry import Call, Resolution, composite, rule
-from workbench.tensors.rules.reduction.across import (
+from workbench.tensors.rules.reduction.extrema import extremum
+from workbench.tensors.rules.reduction.two_stage import (
     Out,
     Stages,
     complete,
@@ -32,8 +33,7 @@ from workbench.tensors.rules.reduction.across import (
     splits,
     stages_of,
 )
-from workbench.tensors.rules.reduction.extrema import extremum
-from workbench.tensors.rules.reduction.moments import accumulation_dtype
+from workbench.tensors.rules.reduction.variance import accumulation_dtype
 
 _SUM = 2
 _local_cross_entropy: Any = torch._C._nn.cross_entropy_loss
@@ -143,7 +143,7 @@ def _joined(input: Any, target: Any, weight: Any) -> list[Any] | None:
     if spec.layout.is_broadcast and all(t._spec.layout.is_broadcast for t in others):
         return None
     return [
-        t if t is None or type(t) is GlobalTensor else enter_as_broadcast(t, spec.world, spec.layout)
+        t if t is None or type(t) is GlobalTensor else from_local(t, spec.world, spec.layout)
         for t in (input, target, weight)
     ]
 
@@ -167,7 +167,7 @@ def _loss(
             by = _rows_by_kernel
         else:
             by = _rows_of_split_classes
-        rows = by(whole(scores), target, weight, class_dim, ignore_index, label_smoothing)
+        rows = by(sum_terms(scores), target, weight, class_dim, ignore_index, label_smoothing)
         if reduction == "none":
             return rows
         total: Any = rows.sum()
@@ -180,8 +180,8 @@ def _loss(
     if not by_index:
         rows_count = scores.numel() // max(1, shape[class_dim])
         return total / rows_count if rows_count else total * float("nan")
-    weight_of_all = whole(_weight_of_targets(target, weight, ignore_index))
-    return scale_terms(total, whole(weight_of_all.to(total.dtype)))
+    weight_of_all = sum_terms(_weight_of_targets(target, weight, ignore_index))
+    return scale_terms(total, sum_terms(weight_of_all.to(total.dtype)))
 
 
 def _check_shapes(function: Callable[..., Any], scores: tuple[int, ...], target: tuple[int, ...]) -> None:
@@ -196,7 +196,7 @@ def _weight_of_targets(target: Any, weight: GlobalTensor | None, ignore_index: i
     counted: Any = target != ignore_index
     if weight is None:
         return counted.sum()
-    layout = whole(target)._spec.layout
+    layout = sum_terms(target)._spec.layout
     out = (layout, target._spec.shape, weight.dtype)
     weights = on_shards(
         lambda t, kept, w: torch.where(kept, w[torch.where(kept, t, 0)], 0), [target, counted, weight],

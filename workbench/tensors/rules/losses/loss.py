@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from torch.nn import _reduction
 
 from workbench.core.sbp import Split, broadcast
-from workbench.tensors.conversion import enter_as_broadcast
+from workbench.tensors.conversion import from_local
+from workbench.tensors.dispatch.dispatcher import call_by_plan
+from workbench.tensors.dispatch.local_call import sum_terms
+from workbench.tensors.dispatch.registry import Call, Resolution, composite, rule
 from workbench.tensors.global_tensor import GlobalTensor
-from workbench.tensors.ops.dispatch import call_by_plan
-from workbench.tensors.ops.local import whole
-from workbench.tensors.ops.registry import Call, Resolution, composite, rule
-from workbench.tensors.rules.reduction.across import on_shards, splits
+from workbench.tensors.rules.reduction.two_stage import on_shards, splits
 
 _ELEMENTWISE = (
     "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits",
@@ -131,7 +131,7 @@ def ctc_loss(log_probs: Any, targets: Any, input_lengths: Any, target_lengths: A
         return NotImplemented
     layout, shape = log_probs._spec.layout, log_probs._spec.shape
     operands = [
-        argument if type(argument) is GlobalTensor else enter_as_broadcast(argument, log_probs._spec.world, layout)
+        argument if type(argument) is GlobalTensor else from_local(argument, log_probs._spec.world, layout)
         for argument in (arg if isinstance(arg, torch.Tensor) else torch.tensor(arg) for arg in arguments)
     ]
     in_rows = len(shape) == 3 and operands[1].dim() == 2 and shape[1] >= layout.placement.num_ranks
@@ -154,7 +154,7 @@ def gaussian_nll_loss(
 ) -> Any:
     """Element by element, after the checks of torch's own."""
     if isinstance(var, torch.Tensor):
-        var = whole(var) if type(var) is GlobalTensor else var
+        var = sum_terms(var) if type(var) is GlobalTensor else var
         if torch.any(var < 0):
             raise ValueError("var has negative entry/entries")
         if var.shape != input.shape:

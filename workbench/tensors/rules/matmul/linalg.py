@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from workbench.tensors.ops.equation_text import along, normalize_dims, reduction
-from workbench.tensors.ops.registry import Call, Resolution, rule
+from workbench.tensors.dispatch.equation_text import along, normalize_dims, reduction
+from workbench.tensors.dispatch.registry import Call, Resolution, rule
 
 _OF_A_MATRIX = """
 linalg_cholesky linalg_cholesky_ex linalg_inv linalg_inv_ex linalg_det linalg_slogdet linalg_eig linalg_eigh

@@ -11,11 +11,11 @@ import torch
 from workbench.core.layout import Shape
 from workbench.core.rules import Signature
 from workbench.core.sbp import Sbp, Split, broadcast, partial_sum
+from workbench.tensors.dispatch import gradient_accumulation_fusion as fusion
+from workbench.tensors.dispatch.equation_text import term
+from workbench.tensors.dispatch.registry import Call, LocalFunction, Resolution, composite, equations, rule
 from workbench.tensors.global_tensor import Spec
-from workbench.tensors.ops import large_weights
-from workbench.tensors.ops.equation_text import term
-from workbench.tensors.ops.registry import Call, LocalFunction, Resolution, composite, equations, rule
-from workbench.tensors.rules.reduction.shards import zeros_and_bias
+from workbench.tensors.rules.reduction.empty_shards import zeros_and_bias
 
 equations("mm", "mk, kn -> mn")
 equations("bmm", "bmk, bkn -> bmn")
@@ -35,7 +35,7 @@ def _linear(call: Call) -> Resolution:
 def _with_large_weight(
     call: Call, inputs: list[Spec], outputs: list[Spec], letters: tuple[str, ...]
 ) -> LocalFunction | None:
-    return large_weights.linear if math.prod(inputs[1].local_shape) >= large_weights.SMALLEST_NUMEL else None
+    return fusion.linear if math.prod(inputs[1].local_shape) >= fusion.SMALLEST_NUMEL else None
 
 
 _SUMMED = {

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 
 from workbench.core.rules import Signature
 from workbench.core.sbp import Split, broadcast
-from workbench.tensors.ops.fallback import run_fallback
-from workbench.tensors.ops.planning import Plan, operands_of
-from workbench.tensors.ops.registry import Call, Resolution, composite, fold_name, rule
-from workbench.tensors.rules.reduction.shards import zeros_where_empty
+from workbench.tensors.dispatch.fallback import run_fallback
+from workbench.tensors.dispatch.planning import Plan, operands_of
+from workbench.tensors.dispatch.registry import Call, Resolution, composite, fold_name, rule
+from workbench.tensors.rules.reduction.empty_shards import zeros_where_empty
 
 _LAYERS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 _CELLS = ("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")

@@ -18,14 +18,14 @@ from workbench.core.layout import Shape
 from workbench.core.sbp import Sbp, Split, broadcast, partial_sum
 from workbench.kernels.batch_norm import gradient_sums, input_gradient, normalize, per_channel, shard_statistics
 from workbench.tensors.boxing.box import box_gradient, box_implicitly
-from workbench.tensors.conversion import enter_as_broadcast
+from workbench.tensors.conversion import from_local
+from workbench.tensors.dispatch.local_call import sum_terms
+from workbench.tensors.dispatch.placeholder_calls import placeholder_outputs, recipe_of
+from workbench.tensors.dispatch.registry import Call, Resolution, composite, rule
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, spec_of, wrap
-from workbench.tensors.ops.local import whole
-from workbench.tensors.ops.placeholder_calls import placeholder_outputs, recipe_of
-from workbench.tensors.ops.registry import Call, Resolution, composite, rule
 from workbench.tensors.placeholder_storage import new_placeholder, spread_zero
-from workbench.tensors.rules.reduction.across import needs_grad, stages_of
-from workbench.tensors.rules.reduction.moments import accumulation_dtype, behind_new_dim, shares_of
+from workbench.tensors.rules.reduction.two_stage import needs_grad, stages_of
+from workbench.tensors.rules.reduction.variance import accumulation_dtype, behind_new_dim, shares_of
 
 
 @rule("batch_norm", parameters="input running_mean running_var weight bias training momentum eps")
@@ -50,7 +50,7 @@ def batch_norm(
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.shape}")
     if 0 in shape:
         return NotImplemented
-    x = whole(input)
+    x = sum_terms(input)
     way = _way_of(x)
     mean, variance, unbiased = _statistics(x, way)
     move_running(running_mean, mean, momentum)
@@ -169,7 +169,7 @@ def _on_channels(weight: Any, x: GlobalTensor, way: _Way) -> GlobalTensor | None
     if weight is None:
         return None
     if type(weight) is not GlobalTensor:
-        weight = enter_as_broadcast(weight, x._spec.world, x._spec.layout)
+        weight = from_local(weight, x._spec.world, x._spec.layout)
     return box_implicitly(weight, way.channel.layout, "batch_norm")
 
 
@@ -246,5 +246,5 @@ def move_running(running: Any, batch: Any, momentum: float) -> None:
         if batch.dtype != running.dtype:
             batch = batch.to(running.dtype)
         if type(running) is GlobalTensor:
-            batch = box_implicitly(batch, whole(running)._spec.layout, "batch_norm")
+            batch = box_implicitly(batch, sum_terms(running)._spec.layout, "batch_norm")
         running.lerp_(batch, momentum)

@@ -1,7 +1,7 @@
 """Norms: layer, rms, group, instance (``batch_norm`` is beside). Their moments are those of the logical tensor.
 
 Where what is averaged over lies whole on every rank, torch's own function runs on the shards; else the moments come
-from ``moments``, one exchange of two rows per rank, and the rest works element by element.
+from ``variance``, one exchange of two rows per rank, and the rest works element by element.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import torch.nn.functional as F
 from workbench.core.layout import Layout
 from workbench.core.rules import Signature
 from workbench.core.sbp import Sbp, Split, broadcast
-from workbench.tensors.conversion import enter_as_broadcast
+from workbench.tensors.conversion import from_local
+from workbench.tensors.dispatch.equation_text import term
+from workbench.tensors.dispatch.local_call import sum_terms
+from workbench.tensors.dispatch.registry import Call, LocalFunction, Resolution, composite, rule
 from workbench.tensors.global_tensor import GlobalTensor, Spec
-from workbench.tensors.ops.equation_text import term
-from workbench.tensors.ops.local import whole
-from workbench.tensors.ops.registry import Call, LocalFunction, Resolution, composite, rule
 from workbench.tensors.rules.norms.batch_norm import move_running
-from workbench.tensors.rules.reduction.across import complete, on_shards, splits, stages_of, terms
-from workbench.tensors.rules.reduction.moments import accumulation_dtype, moments
+from workbench.tensors.rules.reduction.two_stage import complete, on_shards, splits, stages_of, terms
+from workbench.tensors.rules.reduction.variance import accumulation_dtype, moments
 
 
 @rule("layer_norm", "rms_norm", parameters="input normalized_shape weight bias eps")
@@ -84,7 +84,7 @@ def _aligned(layout: Layout, x: GlobalTensor, operand: GlobalTensor) -> Layout:
 def _as_global(tensor: Any, like: GlobalTensor) -> Any:
     if tensor is None or type(tensor) is GlobalTensor:
         return tensor
-    return enter_as_broadcast(tensor, like._spec.world, like._spec.layout)
+    return from_local(tensor, like._spec.world, like._spec.layout)
 
 
 @composite("layer_norm")
@@ -95,7 +95,7 @@ def layer_norm(
     dims = _normalized_dims(input, normalized_shape, weight, bias)
     if dims is None:
         return NotImplemented
-    x = whole(input)
+    x = sum_terms(input)
     mean, variance = moments(x, dims)
     return _apply(
         x, [mean, variance], [_as_global(weight, x)], _as_global(bias, x),
@@ -109,7 +109,7 @@ def rms_norm(input: Any, normalized_shape: Sequence[int], weight: Any = None, ep
     dims = _normalized_dims(input, normalized_shape, weight)
     if dims is None:
         return NotImplemented
-    x = whole(input)
+    x = sum_terms(input)
     count = math.prod(normalized_shape)
     wide = accumulation_dtype(x.dtype)
     tiny = torch.finfo(wide).eps if eps is None else eps
@@ -164,7 +164,7 @@ def instance_norm(
     count = input.numel() // max(1, input.shape[0] * input.shape[1])
     if count == 1:
         raise ValueError(f"Expected more than 1 spatial element when training, got input size {input.size()}")
-    x = whole(input)
+    x = sum_terms(input)
     mean, variance = moments(x, list(range(2, input.dim())))
     if running_mean is not None:
         move_running(running_mean, mean.detach().mean(0).reshape(-1), momentum)

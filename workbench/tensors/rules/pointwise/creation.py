@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from workbench.tensors.dispatch.registry import handler
 from workbench.tensors.global_tensor import new_placeholder, spec_of, wrap
-from workbench.tensors.ops.registry import handler
-from workbench.tensors.rules.random.randomness import without_partial
+from workbench.tensors.rules.random.sampling import without_partial
 
 
 def _constant_like(make: Any) -> Any:

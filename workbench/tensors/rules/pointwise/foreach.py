@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from workbench.tensors.dispatch.registry import handler
 from workbench.tensors.global_tensor import GlobalTensor
-from workbench.tensors.ops.registry import handler
 
 
 def _power_sum(tensor: torch.Tensor, order: float = 2) -> torch.Tensor:

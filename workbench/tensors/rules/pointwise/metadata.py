@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from workbench.tensors.dispatch.registry import handler
 from workbench.tensors.global_tensor import describe, local_torch
-from workbench.tensors.ops.registry import handler
 
 
 @handler("size")

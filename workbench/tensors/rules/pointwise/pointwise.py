@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from workbench.tensors.ops.equation_text import elementwise_except, normalize_dims, term
-from workbench.tensors.ops.registry import Call, Resolution, composite, equations, rule
+from workbench.tensors.dispatch.equation_text import elementwise_except, normalize_dims, term
+from workbench.tensors.dispatch.registry import Call, Resolution, composite, equations, rule
 
 _UNARY = """
 relu relu6 gelu silu mish tanh sigmoid logsigmoid log_sigmoid softplus elu selu celu leaky_relu rrelu_with_noise

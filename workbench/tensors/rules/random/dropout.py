@@ -12,10 +12,10 @@ from workbench.core.sbp import Split, broadcast
 from workbench.kernels.launch import runs_on
 from workbench.kernels.random_slice import dropout_slice
 from workbench.tensors import random
+from workbench.tensors.dispatch.local_call import local_call, sum_terms
+from workbench.tensors.dispatch.registry import Call, Resolution, handler, rule
 from workbench.tensors.global_tensor import GlobalTensor
-from workbench.tensors.ops.local import local_call, whole
-from workbench.tensors.ops.registry import Call, Resolution, handler, rule
-from workbench.tensors.rules.random.randomness import sample
+from workbench.tensors.rules.random.sampling import sample
 
 _ALPHA = 1.7580993408473766
 """The product of SELU's two constants: where its negative side ends (Klambauer et al., arXiv 1706.02515)."""
@@ -51,7 +51,7 @@ def _drop(func: Any, args: Any, kwargs: Any, by_feature: bool, alpha: bool) -> A
     given, p, training, in_place = _settings(func, args, kwargs, default=of_plain_dropout)
     if not training or p == 0.0:
         return given
-    x = whole(given)
+    x = sum_terms(given)
     if of_plain_dropout and runs_on(x._spec.world.device) and x.dtype.is_floating_point:
         result = _drop_by_kernel(x, p)
         return given.copy_(result) if in_place else result
@@ -101,7 +101,7 @@ _register("feature_alpha_dropout", by_feature=True, alpha=True)
 def native_dropout(func: Any, args: Any, kwargs: Any) -> Any:
     """``torch.native_dropout(input, p, train)``: the result and its mask."""
     given, p, training, _ = _settings(func, args, kwargs, default=True)
-    x = whole(given)
+    x = sum_terms(given)
     mask = _mask(x, p if training else 0.0, by_feature=False)
     gain = 1.0 if not training or p == 0.0 else 0.0 if p == 1.0 else 1.0 / (1.0 - p)
     layout = x._spec.layout
@@ -122,7 +122,7 @@ def rrelu(func: Any, args: Any, kwargs: Any) -> Any:
     given, lower, upper = options["input"], options.get("lower", 1 / 8), options.get("upper", 1 / 3)
     in_place = options.get("inplace") or func.__name__ == "rrelu_"
     if options.get("training"):
-        x = whole(given)
+        x = sum_terms(given)
         layout, shape = x._spec.layout, x._spec.shape
         sampler = random.uniform_sampler(lower, upper)
         slopes = sample(x, layout, shape, sampler, x.dtype, options.get("generator"))

@@ -10,8 +10,8 @@ import torch
 from torch.nn import init
 
 from workbench.core.sbp import Split
+from workbench.tensors.dispatch.registry import EXACT
 from workbench.tensors.global_tensor import local_torch, spec_of
-from workbench.tensors.ops.registry import EXACT
 
 
 def _initializer(function: Any) -> Any:

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from workbench.core.sbp import Split
+from workbench.tensors.dispatch.equation_text import normalize_dims, term
+from workbench.tensors.dispatch.local_call import sum_terms
+from workbench.tensors.dispatch.registry import Call, Resolution, composite, rule
 from workbench.tensors.global_tensor import GlobalTensor
-from workbench.tensors.ops.equation_text import normalize_dims
-from workbench.tensors.ops.local import whole
-from workbench.tensors.ops.registry import composite
-from workbench.tensors.rules.reduction.across import gathered_rows, on_shards, shard_sizes, splits, stages_of
 from workbench.tensors.rules.reduction.extrema import filled_shards
+from workbench.tensors.rules.reduction.two_stage import gathered_rows, on_shards, shard_sizes, splits, stages_of
 
 Scan = Callable[..., torch.Tensor]
 Total = Callable[[torch.Tensor, int], torch.Tensor]
@@ -27,7 +27,7 @@ def _scan(input: Any, dim: Any, dtype: torch.dtype | None, out: Any, scan: Scan,
     if not splits(input, dims) or 0 in input._spec.shape:
         return NotImplemented
     dim, result_dtype = dims[0], _result_dtype(input.dtype, dtype)
-    x = whole(input if input.dtype == result_dtype else input.to(result_dtype))
+    x = sum_terms(input if input.dtype == result_dtype else input.to(result_dtype))
     stages = stages_of(x, dims)
     rows = gathered_rows(x, stages, lambda t: total(t, dim), [result_dtype], "cumsum")[0]
     number = shard_number(x, dim)
@@ -89,7 +89,7 @@ def _extremes(input: Any, dim: Any, out: Any, name: str) -> Any:
     dims = normalize_dims(dim, len(input._spec.shape))
     if not splits(input, dims) or 0 in input._spec.shape or input.dtype == torch.bool:
         return NotImplemented
-    dim, x = dims[0], whole(input)
+    dim, x = dims[0], sum_terms(input)
     scan: Any = getattr(torch, name)
     stages, number = stages_of(x, dims), shard_number(x, dim)
     start = sum(shard_sizes(x, dim)[:number])
@@ -129,3 +129,16 @@ def cummax(input: Any, dim: Any = None, *, out: Any = None) -> Any:
 def cummin(input: Any, dim: Any = None, *, out: Any = None) -> Any:
     """Running minima and where they stand."""
     return _extremes(input, dim, out, "cummin")
+
+
+@rule("trapezoid", "trapz", "cumulative_trapezoid")
+def _trapezoid(call: Call) -> Resolution | None:
+    """The integral along one dim of ``y``; the places ``x`` are one row for all, or as many as ``y``."""
+    ndim = len(call.shapes[0])
+    dims = normalize_dims(call.kwargs.get("dim", -1), ndim)
+    values = term(ndim, dims)
+    places = {1: "X", ndim: values}.get(len(call.shapes[-1]))
+    if places is None or (len(call.operands) == 2 and len(call.shapes[1]) == ndim and call.shapes[0] != call.shapes[1]):
+        return None
+    result = values if call.name == "cumulative_trapezoid" else term(ndim, dropped=dims)
+    return Resolution(f"{values}{f', {places}' * (len(call.operands) - 1)} -> {result}")

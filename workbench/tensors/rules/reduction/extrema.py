@@ -9,12 +9,12 @@ import torch
 
 from workbench.core.boxing import plan_boxing
 from workbench.tensors.boxing.box import box_implicitly
+from workbench.tensors.dispatch.equation_text import normalize_dims
+from workbench.tensors.dispatch.local_call import sum_terms
+from workbench.tensors.dispatch.planning import itemsize_of
+from workbench.tensors.dispatch.registry import composite
 from workbench.tensors.global_tensor import GlobalTensor
-from workbench.tensors.ops.equation_text import normalize_dims
-from workbench.tensors.ops.local import whole
-from workbench.tensors.ops.planning import itemsize_of
-from workbench.tensors.ops.registry import composite
-from workbench.tensors.rules.reduction.across import (
+from workbench.tensors.rules.reduction.two_stage import (
     Stages,
     complete,
     dropped,
@@ -66,7 +66,7 @@ def _amax(input: Any, dim: Dims = (), keepdim: bool = False, *, largest: bool, o
     dims = normalize_dims(dim, ndim)
     if not splits(input, dims) or any(input._spec.shape[d] == 0 for d in dims):
         return NotImplemented
-    x = whole(input)
+    x = sum_terms(input)
     if x.dtype == torch.bool:
         whole_number: Any = _amax(x.to(torch.uint8), dims, keepdim, largest=largest)
         return whole_number.to(torch.bool)
@@ -165,7 +165,7 @@ def _argmax(input: Any, dim: int | None, keepdim: bool, largest: bool) -> Any:
         return found if found is NotImplemented else found[1]
     if not splits(input) or 0 in input._spec.shape:
         return NotImplemented
-    return _flat_argmax(whole(input), keepdim, largest)
+    return _flat_argmax(sum_terms(input), keepdim, largest)
 
 
 def values_and_indices(input: Any, dim: int, keepdim: bool, largest: bool, want_values: bool) -> Any:
@@ -176,7 +176,7 @@ def values_and_indices(input: Any, dim: int, keepdim: bool, largest: bool, want_
     dim = dims[0]
     if not splits(input, dims) or input._spec.shape[dim] == 0:
         return NotImplemented
-    x = whole(input)
+    x = sum_terms(input)
     if x.dtype == torch.bool:
         values, indices = values_and_indices(x.to(torch.uint8), dim, keepdim, largest, want_values)
         return values.to(torch.bool), indices
@@ -254,7 +254,7 @@ def topk(input: Any, k: int, dim: int = -1, largest: bool = True, sorted: bool =
     """The best of the best k of each shard; only these candidates are gathered."""
     if out is not None or not splits(input, normalize_dims(dim, input.dim())):
         return NotImplemented
-    x = whole(input)
+    x = sum_terms(input)
     shape, dim = x._spec.shape, dim % len(x._spec.shape)
     stages, start, sizes = stages_of(x, [dim]), first_row(x, dim), shard_sizes(x, dim)
     if k == 0 or k > shape[dim] or _gathering_is_as_cheap(x, stages, k, dim):

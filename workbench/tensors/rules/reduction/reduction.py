@@ -1,6 +1,6 @@
 """Functions that remove dims or work along one: the rules for dims that no rank splits, and sums over split ones.
 
-What else can be reduced over split dims without gathering is in ``extrema``, ``moments``, ``exponentials``, ``scans``
+What else can be reduced over split dims without gathering is in ``extrema``, ``variance``, ``softmax``, ``cumulative``
 and ``vector_norms``, as composites that leave all other calls to the rules here.
 """
 
@@ -14,12 +14,12 @@ import torch
 
 from workbench.core.rules import Signature
 from workbench.core.sbp import Split, broadcast, partial_sum
+from workbench.tensors.dispatch.equation_text import elementwise_except, normalize_dims, reduction, term
+from workbench.tensors.dispatch.local_call import sum_terms
+from workbench.tensors.dispatch.registry import Call, LocalFunction, Resolution, composite, rule
 from workbench.tensors.global_tensor import GlobalTensor, Spec
-from workbench.tensors.ops.equation_text import elementwise_except, normalize_dims, reduction, term
-from workbench.tensors.ops.local import whole
-from workbench.tensors.ops.registry import Call, LocalFunction, Resolution, composite, rule
-from workbench.tensors.rules.reduction.across import splits, stages_of, two_stages
-from workbench.tensors.rules.reduction.moments import LOW_PRECISION
+from workbench.tensors.rules.reduction.two_stage import splits, stages_of, two_stages
+from workbench.tensors.rules.reduction.variance import LOW_PRECISION
 
 
 def _reduced_dims(call: Call) -> list[int]:
@@ -75,7 +75,7 @@ def nanmean(input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = 
         return NotImplemented
     dims = normalize_dims(dim, input.dim())
     total = torch.nansum(input, dims, keepdim, dtype=dtype)
-    return whole(total) / whole(input.isnan().logical_not().sum(dims, keepdim))
+    return sum_terms(total) / sum_terms(input.isnan().logical_not().sum(dims, keepdim))
 
 
 @rule(
@@ -198,7 +198,7 @@ def _in_two_stages(name: str, function: Callable[..., torch.Tensor]) -> None:
         dims = normalize_dims(dim, len(input._spec.shape))
         if not splits(input, dims):
             return NotImplemented
-        x = whole(input)
+        x = sum_terms(input)
         stages = stages_of(x, dims)
         dtype = function(torch.empty([1] * max(1, len(dims)), dtype=x.dtype), [0], **options).dtype
         return two_stages(

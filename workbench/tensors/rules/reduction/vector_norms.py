@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
+from workbench.tensors.dispatch.equation_text import elementwise_except, normalize_dims, reduction, term
+from workbench.tensors.dispatch.local_call import sum_terms
+from workbench.tensors.dispatch.registry import Call, Resolution, composite, equations, rule
 from workbench.tensors.global_tensor import GlobalTensor
-from workbench.tensors.ops.equation_text import elementwise_except, normalize_dims, reduction, term
-from workbench.tensors.ops.local import whole
-from workbench.tensors.ops.registry import Call, Resolution, composite, equations, rule
-from workbench.tensors.rules.reduction.across import splits, stages_of, two_stages
-from workbench.tensors.rules.reduction.moments import accumulation_dtype
+from workbench.tensors.rules.reduction.two_stage import splits, stages_of, two_stages
+from workbench.tensors.rules.reduction.variance import accumulation_dtype
 
 
 def _vector_dims(dim: Any, ndim: int) -> list[int]:
@@ -39,7 +39,7 @@ def vector_norm(
     dims = _vector_dims(dim, len(shape))
     if not splits(x, dims) or 0 in shape or not (x.is_floating_point() or x.is_complex()):
         return NotImplemented
-    x = whole(x if dtype is None else x.to(dtype))
+    x = sum_terms(x if dtype is None else x.to(dtype))
     if math.isinf(ord):
         size = x.abs()
         return size.amax(dims, keepdim=keepdim) if ord > 0 else size.amin(dims, keepdim=keepdim)
@@ -132,7 +132,7 @@ def normalize(input: Any, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, out:
     if type(input) is not GlobalTensor:
         return NotImplemented
     if out is not None:
-        return out.copy_(normalize(whole(input), p, dim, eps) if splits(input) else _divided(input, p, dim, eps))
+        return out.copy_(normalize(sum_terms(input), p, dim, eps) if splits(input) else _divided(input, p, dim, eps))
     return _divided(input, p, dim, eps) if splits(input, normalize_dims(dim, input.dim())) else NotImplemented
 
 
@@ -189,3 +189,10 @@ def pairwise_distance(x1: Any, x2: Any, p: float = 2.0, eps: float = 1e-6, keepd
     if not any(splits(x, [x.dim() - 1]) for x in (x1, x2)):
         return NotImplemented
     return torch.linalg.vector_norm(x1 - x2 + eps, p, -1, keepdim)
+
+
+@rule("renorm")
+def _renorm(call: Call) -> Resolution:
+    """One norm per slice of ``dim``: the others stay whole."""
+    ndim = len(call.shapes[0])
+    return Resolution(elementwise_except(ndim, set(range(ndim)) - set(normalize_dims(call.arg(2, "dim"), ndim))))

@@ -9,11 +9,11 @@ import torch
 
 from workbench.core.rules import Signature, signatures
 from workbench.core.sbp import Split, broadcast, partial_sum
+from workbench.tensors.dispatch.equation_text import term
+from workbench.tensors.dispatch.registry import Call, LocalFunction, Resolution, composite, rule
 from workbench.tensors.global_tensor import GlobalTensor, Spec
-from workbench.tensors.ops.equation_text import term
-from workbench.tensors.ops.registry import Call, LocalFunction, Resolution, composite, rule
-from workbench.tensors.rules.reduction.shards import zeros_where_empty
-from workbench.tensors.rules.views.rows import own_rows
+from workbench.tensors.rules.reduction.empty_shards import zeros_where_empty
+from workbench.tensors.rules.views.row_moves import own_rows
 
 
 def _corner(spec: Spec) -> int:
@@ -209,3 +209,19 @@ def _sample_grid(call: Call) -> Resolution:
     found = list(signatures(text, call.shapes, [len(call.outputs[0][0])]))
     found.insert(-1, Signature((partial_sum, broadcast), (partial_sum,)))
     return Resolution(found, zeros_where_empty)
+
+
+@composite("meshgrid")
+def meshgrid(*tensors: Any, indexing: str | None = None) -> Any:
+    """Rows of coordinates, each laid along its own dim and expanded over those of the others."""
+    listed = list(tensors[0]) if len(tensors) == 1 and isinstance(tensors[0], (list, tuple)) else list(tensors)
+    if any(tensor.dim() > 1 for tensor in listed) or indexing not in (None, "ij", "xy"):
+        return NotImplemented
+    shape = [tensor.numel() for tensor in listed]
+    grids = []
+    for dim, tensor in enumerate(listed):
+        row = tensor.reshape([-1 if other == dim else 1 for other in range(len(shape))])
+        grids.append(row.expand(shape))
+    if indexing == "xy" and len(grids) > 1:
+        grids = [grid.transpose(0, 1) for grid in grids]
+    return tuple(grids)

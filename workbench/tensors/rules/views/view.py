@@ -10,9 +10,9 @@ import torch
 from workbench.core.layout import Layout, Region, Shape
 from workbench.core.rules import Signature
 from workbench.core.sbp import NdSbp, Split, broadcast, partial_sum
+from workbench.tensors.dispatch.equation_text import normalize_dims, term
+from workbench.tensors.dispatch.registry import Call, LocalFunction, Resolution, composite, rule
 from workbench.tensors.global_tensor import Spec
-from workbench.tensors.ops.equation_text import normalize_dims, term
-from workbench.tensors.ops.registry import Call, LocalFunction, Resolution, composite, rule
 
 _PRIMES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29)
 

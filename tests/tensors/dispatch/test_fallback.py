@@ -1,0 +1,105 @@
+"""The fallback: what comes back, on owners and on placeholders, when no rule applies."""
+
+import pytest
+import torch
+
+import workbench as wb
+from workbench.core.placement import Placement
+from workbench.tensors.dispatch.fallback import FallbackWarning, run_fallback
+from workbench.tensors.dispatch.planning import Plan
+from workbench.tensors.dispatch.registry import RULES, Name, Resolution
+from workbench.testing import run_ranks
+
+BOTH = Placement.of("cpu", [0, 1])
+SECOND = Placement.of("cpu", [1])
+
+
+def fall_back(function, tensor, *args):
+    world = tensor._spec.world
+    plan = Plan(None, [tensor._spec.layout.broadcast()], None, None, function, Name("some_function"), world)
+    return run_fallback(plan, function, (tensor, *args), {})
+
+
+@pytest.mark.filterwarnings("ignore::workbench.tensors.dispatch.fallback.FallbackWarning")
+def test_writing_to_a_result_leaves_the_remembered_form_alone():
+    def program():
+        x = wb.arange(6, placement=BOTH, sbp="S(0)", dtype=torch.float32).view(6)
+        first = fall_back(torch.Tensor.detach, x)
+        first.add_(100)
+        return fall_back(torch.Tensor.detach, x).full_tensor().tolist(), x.full_tensor().tolist()
+
+    for again, source in run_ranks(program):
+        assert again == source == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.filterwarnings("ignore::workbench.tensors.dispatch.fallback.FallbackWarning")
+def test_an_operand_that_comes_back_is_another_object():
+    def program():
+        x = wb.ones(4, placement=BOTH, sbp="B")
+        y = fall_back(lambda tensor: tensor, x)
+        return y is x, y.full_tensor().tolist()
+
+    assert run_ranks(program) == [(False, [1.0] * 4)] * 2
+
+
+@pytest.mark.filterwarnings("ignore::workbench.tensors.dispatch.fallback.FallbackWarning")
+@pytest.mark.parametrize("threshold", [0.5, 2.5, 9.0])
+def test_placeholders_learn_a_shape_that_depends_on_data(threshold):
+    def program():
+        x = wb.arange(4, placement=SECOND, sbp="B", dtype=torch.float32).requires_grad_()
+        chosen = x[x.detach() > threshold]
+        assert chosen.is_placeholder == (wb.rank() == 0)
+        loss = (chosen.to_global(placement=BOTH, sbp="S(0)") * 3).sum()
+        loss.backward()
+        return chosen.shape, loss.item(), x.grad.to_global(placement=BOTH, sbp="B").full_tensor().tolist()
+
+    values = torch.arange(4.0)
+    kept = values > threshold
+    expected = (torch.Size([int(kept.sum())]), float(values[kept].sum() * 3), (kept * 3.0).tolist())
+    assert run_ranks(program) == [expected] * 2
+
+
+def test_more_tensors_than_the_equation_has_inputs_fall_back(monkeypatch):
+    monkeypatch.setitem(RULES, "lerp", lambda call: Resolution("..., ... -> ..."))
+
+    def program():
+        a, b, c = (wb.full((3,), v, placement=BOTH, sbp="S(0)") for v in (1.0, 3.0, 0.5))
+        return torch.lerp(a, b, c).full_tensor().tolist()
+
+    with pytest.warns(FallbackWarning, match="lerp: no rule"):
+        assert run_ranks(program) == [[2.0] * 3] * 2
+
+
+def test_a_rule_that_no_layout_meets_falls_back(monkeypatch):
+    monkeypatch.setitem(RULES, "xlogy", lambda call: Resolution([]))
+
+    def program():
+        x = wb.full((3,), 2.0, placement=BOTH, sbp="S(0)")
+        return torch.xlogy(x, x).full_tensor()
+
+    with pytest.warns(FallbackWarning, match="xlogy"):
+        values = run_ranks(program)
+    torch.testing.assert_close(values[0], torch.xlogy(torch.full((3,), 2.0), 2.0))
+
+
+def test_a_mistake_is_reported_as_torch_reports_it():
+    def program():
+        torch.linalg.cholesky(wb.ones(2, 3, placement=BOTH, sbp="S(0)"))
+
+    with pytest.raises(RuntimeError, match="square"):
+        run_ranks(program)
+
+
+@pytest.mark.filterwarnings("ignore::workbench.tensors.dispatch.fallback.FallbackWarning")
+def test_a_tensor_that_an_initializer_hands_on_by_name_is_filled():
+    """Libraries put functions of their own in the place of torch's initializers, which then have no rule."""
+
+    def constant_(tensor, val):
+        return torch.nn.init.constant_(tensor, val)
+
+    def program():
+        x = wb.ones(4, 2, placement=BOTH, sbp="S(0)")
+        torch.overrides.handle_torch_function(constant_, (x,), tensor=x, val=3.0)
+        return x.full_tensor()
+
+    assert all(value.eq(3).all() for value in run_ranks(program, 2))

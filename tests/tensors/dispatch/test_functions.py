@@ -1,0 +1,148 @@
+"""Functions under every combination of layouts of their operands: values and gradients of one device.
+
+Operands lie as every S, B and P on two and three simulated ranks (uneven sizes), on a 2 x 2 grid, and as placeholders.
+"""
+
+import importlib
+import itertools
+import math
+import random
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import workbench as wb
+from tests.oracle import shard
+from workbench.core.layout import Layout
+from workbench.core.placement import Placement
+from workbench.tensors.dispatch.dispatcher import FallbackWarning
+from workbench.tensors.global_tensor import GlobalTensor, spec_of, wrap
+from workbench.tensors.world import current
+from workbench.testing import run_ranks
+
+QUICK, MANY = 2, 12
+"""How many combinations of layouts a function is run under."""
+TABLES = sorted(path.stem for path in Path(__file__).parent.glob("cases*.py"))
+CASES = [case for table in TABLES for case in importlib.import_module(f"tests.tensors.dispatch.{table}").CASES]
+
+
+def entries_for(tensor):
+    splits = [f"S({dim})" for dim in range(tensor.dim())]
+    return [*splits, "B", "P"] if tensor.is_floating_point() else [*splits, "B"]
+
+
+def combinations(operands, num_axes, seed, count):
+    """Some of all combinations of layouts, without making them all: seven operands have millions."""
+    per_operand = [list(itertools.product(entries_for(t), repeat=num_axes)) for t in operands]
+    total = math.prod(map(len, per_operand))
+    chosen = random.Random(seed).sample(range(total), min(count, total))
+    return [_combination(per_operand, number) for number in chosen]
+
+
+def _combination(per_operand, number):
+    found = []
+    for choices in per_operand:
+        number, index = divmod(number, len(choices))
+        found.append(choices[index])
+    return tuple(found)
+
+
+def spread(full, layout, rank):
+    """This rank's part of a plain tensor, as a leaf; ranks outside get a placeholder through boxing."""
+    world = current()
+    if rank in layout.placement:
+        local = torch.from_numpy(np.array(shard(full.numpy(), layout)[rank]))
+        tensor = wrap(local, spec_of(world, layout, tuple(full.shape)))
+    else:
+        tensor = wb.empty(
+            *full.shape, placement=layout.placement, sbp=["B"] * layout.placement.num_axes, dtype=full.dtype
+        )
+        tensor = wrap(tensor.as_subclass(torch.Tensor), spec_of(world, layout, tuple(full.shape)))
+    return tensor.requires_grad_() if full.is_floating_point() else tensor
+
+
+def run_case(case, placement, sbps, num_ranks):
+    """(value, gradients) of one device and of every rank of the placement."""
+    operands = case.operands()
+    leaves = [t.clone().requires_grad_() if t.is_floating_point() else t for t in operands]
+    expected = case.function(*leaves)
+    weight = torch.linspace(-1, 1, expected.numel(), dtype=torch.float64).reshape(expected.shape)
+    differentiable = expected.requires_grad
+    if differentiable:
+        (expected * weight).sum().backward()
+
+    def program(rank):
+        tensors = [spread(t, Layout.of(placement, sbp), rank) for t, sbp in zip(operands, sbps, strict=True)]
+        result = case.function(*tensors)
+        assert isinstance(result, GlobalTensor) and result.shape == expected.shape
+        if differentiable:
+            (result * weight).sum().backward()
+        grads = [t.grad for t in tensors] if differentiable else []
+        whole = [None if t is None else t.to_global(sbp=["B"] * placement.num_axes) for t in (result.detach(), *grads)]
+        return [None if t is None else t.to_local() for t in whole] if rank in placement else None
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FallbackWarning)
+        found = run_ranks(program, num_ranks)
+    return expected, [leaf.grad if leaf.requires_grad else None for leaf in leaves] if differentiable else [], found
+
+
+def assert_case(case, placement, num_ranks, seed, count=QUICK):
+    for sbps in combinations(case.operands(), placement.num_axes, seed, count):
+        expected, grads, found = run_case(case, placement, sbps, num_ranks)
+        for rank in placement:
+            value, *their_grads = found[rank]
+            where = f"{case.name} of {sbps} on {placement}, rank {rank}"
+            torch.testing.assert_close(
+                value, expected.detach(), rtol=1e-4, atol=1e-5, msg=lambda m, w=where: f"{w}: {m}"
+            )
+            for grad, theirs in zip(grads, their_grads, strict=True):
+                if grad is None:
+                    assert theirs is None or not theirs.any(), where
+                else:
+                    assert theirs is not None, f"{where}: a gradient is missing"
+                    torch.testing.assert_close(
+                        theirs, grad, rtol=1e-4, atol=1e-5, msg=lambda m, w=where: f"gradient, {w}: {m}"
+                    )
+
+
+# An axis of two ranks is that of test_with_ranks_outside, too.
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("num_ranks", [3, pytest.param(2, marks=pytest.mark.slow)])
+def test_on_one_axis(case, num_ranks):
+    assert_case(case, Placement.of("cpu", list(range(num_ranks))), num_ranks, seed=num_ranks)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_on_two_axes_with_a_permuted_grid(case):
+    """A rule knows one axis, and two are its product: what is wrong with one axis shows above."""
+    assert_case(case, Placement.of("cpu", [[3, 0], [1, 2]]), 4, seed=4, count=1)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_with_ranks_outside(case):
+    assert_case(case, Placement.of("cpu", [2, 0]), 3, seed=5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_under_many_layouts(case):
+    assert_case(case, Placement.of("cpu", [[3, 0], [1, 2]]), 4, seed=4)
+    assert_case(case, Placement.of("cpu", [1, 0, 2]), 3, seed=6, count=MANY)
+    assert_case(case, Placement.of("cpu", [[0, 2], [1, 3]]), 4, seed=7, count=MANY)
+
+
+def test_the_sweep_notices_a_wrong_function():
+    class Wrong:
+        name = "wrong"
+        operands = staticmethod(CASES[0].operands)
+
+        @staticmethod
+        def function(x):
+            return x + (wb.rank() == 1 if isinstance(x, GlobalTensor) else 0) * 0.01
+
+    with pytest.raises(AssertionError):
+        assert_case(Wrong, Placement.of("cpu", [0, 1]), 2, seed=0)

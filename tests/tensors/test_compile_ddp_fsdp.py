@@ -1,0 +1,133 @@
+"""torch.compile, DistributedDataParallel and FSDP around a parallelized module: an error that says what to do."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
+
+import workbench as wb
+from tests.processes import run_processes
+from workbench.errors import LayoutError, StrategyError
+from workbench.testing import run_ranks
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def compiled_in_place(module):
+    module.compile()
+    return module
+
+
+REFUSED = {
+    "DistributedDataParallel": DistributedDataParallel,
+    "FullyShardedDataParallel": FullyShardedDataParallel,
+    "fully_shard": fully_shard,
+    "torch.compile": torch.compile,
+    "torch.compile ": compiled_in_place,
+}
+INSTEAD = {"DistributedDataParallel": "data", "FullyShardedDataParallel": "zero=3", "fully_shard": "zero=3"}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_parallelized_module_is_not_wrapped_again(name):
+    what = name.strip()
+
+    def program():
+        module = wb.parallelize(net(), "*: data")
+        message = rf"{what}\(Sequential\): 4 of its 4 parameters are global.*{INSTEAD.get(what, 'wb.capture')}"
+        with pytest.raises(StrategyError, match=message):
+            REFUSED[name](module)
+
+    run_ranks(program, 1)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("wrap", [torch.compile, compiled_in_place])
+def test_a_compiled_module_is_not_parallelized(wrap):
+    def program():
+        with pytest.raises(StrategyError, match=r"wrapped by torch.compile.*Give the module itself"):
+            wb.parallelize(wrap(net()), "*: data")
+
+    run_ranks(program, 1)
+
+
+def _parallelized_when_wrapped(what):
+    module = REFUSED[what](net())
+    with pytest.raises(
+        StrategyError, match=rf"1 module is wrapped by {what}, .*Give the module itself.*{INSTEAD[what]}"
+    ):
+        wb.parallelize(module, "*: data")
+    return True
+
+
+@pytest.mark.procs
+@pytest.mark.parametrize("what", ["DistributedDataParallel", "fully_shard"])
+def test_a_wrapped_module_is_not_parallelized(what):
+    assert run_processes(_parallelized_when_wrapped, 2, what) == [True] * 2
+
+
+@pytest.mark.slow
+def test_plain_modules_are_wrapped_as_before():
+    torch.compiler.reset()
+    module = net()
+    compiled = torch.compile(module, backend="eager")
+    torch.testing.assert_close(compiled(torch.ones(3, 4)), module(torch.ones(3, 4)))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+def test_a_compiled_function_runs_global_tensors_uncompiled():
+    def program():
+        x = wb.tensor(torch.arange(6.0), placement=wb.placement.all("cpu"), sbp="S(0)", requires_grad=True)
+        function = torch.compile(lambda x: (x * 2).sum() + 1, backend="eager")
+        loss = function(x)
+        loss.backward()
+        return loss.item(), x.grad.full_tensor().tolist()
+
+    assert run_ranks(program, 1) == [(31.0, [2.0] * 6)]
+
+
+STRATEGIES = ("*: data | 1x2x1", "0: data@0; 2: data@1 | 2x1x1", "*: model | 1x1x2")
+
+
+def average_of(model, move):
+    """The average over three strategies, under which weights grow."""
+    averaged = AveragedModel(model)
+    for strategy in STRATEGIES:
+        move(model, averaged, strategy)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.5)
+        averaged.update_parameters(model)
+    return averaged.module
+
+
+def test_an_average_moves_with_its_model():
+    models = [net() for _ in range(2)]
+    expected = average_of(net(), lambda *_: None)
+
+    def move(model, averaged, strategy):
+        wb.parallelize(model, strategy)
+        wb.parallelize(averaged.module, strategy)
+
+    def program(rank):
+        model = wb.parallelize(models[rank], STRATEGIES[0])
+        return [parameter.full_tensor().detach() for parameter in average_of(model, move).parameters()]
+
+    for found in run_ranks(program):
+        torch.testing.assert_close(found, [parameter.detach() for parameter in expected.parameters()])
+
+
+def test_an_average_that_stays_where_its_model_was_is_an_error():
+    models = [net() for _ in range(2)]
+
+    def program(rank):
+        average_of(wb.parallelize(models[rank], STRATEGIES[0]), lambda model, _, s: wb.parallelize(model, s))
+
+    asked = r"AveragedModel.update_parameters\(Sequential\): 4 of 4 parameters lie on other ranks"
+    with pytest.raises(LayoutError, match=asked + r".*'0.weight', B on cpu:\[0\], .* wb.parallelize\(averaged.module"):
+        run_ranks(program)

@@ -1,0 +1,143 @@
+"""Functions of torch that would read a shard without asking: wrapped, or refused; and the list of them, once more."""
+
+import subprocess
+import sys
+import warnings
+from typing import ClassVar
+
+import pytest
+import torch
+
+import workbench as wb
+from workbench.errors import LayoutError
+from workbench.tensors.torch_patches import torch_function_bypasses as bypasses
+from workbench.testing import run_ranks
+
+
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 3 * ctx.saved_tensors[0] ** 2 * grad
+
+
+def test_a_custom_function_is_refused_unless_it_is_announced():
+    def program():
+        x = wb.ones(4, placement=wb.placement.all("cpu"), sbp="S(0)", requires_grad=True)
+        with pytest.raises(LayoutError, match=r"Cube.apply.*\(4,\), S\(0\).*shape \(2,\).*wb.local_map.*wb.rule"):
+            Cube.apply(x)
+        (wb.local_map(Cube.apply, in_sbp=["S(0)"], out_sbp="S(0)")(x) * 2).sum().backward()
+        return x.grad.full_tensor().tolist()
+
+    assert run_ranks(program, 2) == [[6.0] * 4] * 2
+
+
+def test_plain_custom_functions_are_left_alone():
+    x = torch.full((2,), 2.0, requires_grad=True)
+    Cube.apply(x).sum().backward()
+    assert x.grad.tolist() == [12.0, 12.0]
+
+
+@pytest.mark.parametrize(
+    ("transform", "name"),
+    [
+        (lambda x: torch.func.grad(lambda y: (y * y).sum())(x), "torch.func.grad"),
+        (lambda x: torch.vmap(lambda y: y * 2)(x), "torch.vmap"),
+        (lambda x: torch.func.jvp(lambda y: y * 2, (x,), (x,)), "forward-mode"),
+        (lambda x: torch.vmap(lambda y: y * x)(torch.ones(3)), "function transform"),
+        (lambda x: torch.func.grad(lambda y: (y * x).sum())(torch.ones(4)), "function transform"),
+    ],
+)
+def test_function_transforms_are_refused(transform, name):
+    def program():
+        x = wb.ones(4, placement=wb.placement.all("cpu"), sbp="S(0)")
+        with pytest.raises(LayoutError, match=f"{name}.*wb.local_map"):
+            transform(x)
+        return (x * 2).sum().item()
+
+    assert run_ranks(program, 2) == [8.0, 8.0]
+
+
+class Recorder(torch.Tensor):
+    """Notes which functions of torch ask it."""
+
+    asked: ClassVar[list] = []
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        cls.asked.append(func)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+WITH_A_SCALAR = {
+    "arange": lambda t: torch.arange(t),
+    "eye": lambda t: torch.eye(t),
+    "full": lambda t: torch.full((2,), t),
+    "full_like": lambda t: torch.full_like(torch.ones(2), t),
+    "linspace": lambda t: torch.linspace(0, t, 2),
+    "logspace": lambda t: torch.logspace(0, t, 2),
+    "randint": lambda t: torch.randint(t, (2,)),
+    "randperm": lambda t: torch.randperm(t),
+    "range": lambda t: torch.range(0, t),
+    "scalar_tensor": lambda t: torch.scalar_tensor(t),
+    "tensor": lambda t: torch.tensor(t),
+    "as_tensor": lambda t: torch.as_tensor(t, dtype=torch.float32),
+    "asarray": lambda t: torch.asarray(t, dtype=torch.float32),
+    "new_full": lambda t: torch.ones(2).new_full((2,), t),
+    "new_tensor": lambda t: torch.ones(2).new_tensor(t),
+    "zeros": lambda t: torch.zeros(t),
+    "ones": lambda t: torch.ones(2, t),
+    "empty": lambda t: torch.empty(t, 2),
+    "rand": lambda t: torch.rand(t),
+    "normal": lambda t: torch.normal(0.0, t.double(), (2,)),
+    "tril_indices": lambda t: torch.tril_indices(t, t),
+    "hann_window": lambda t: torch.hann_window(t),
+}
+"""How to give each function that makes tensors a scalar tensor to read."""
+
+
+def test_the_list_is_complete_for_this_torch():
+    """Every function here either asks its scalar tensor, or is one of those that the guards wrap."""
+    unseen = set()
+    for name, call in WITH_A_SCALAR.items():
+        scalar = torch.tensor(3).as_subclass(Recorder)
+        Recorder.asked.clear()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            call(scalar)
+        if not Recorder.asked:
+            unseen.add(name)
+    assert unseen == {*bypasses.MAKERS, *bypasses.LIKE_MAKERS, *bypasses.METHODS, *bypasses.CONVERSIONS}
+
+
+def test_every_wrapped_function_takes_the_logical_value_on_every_rank():
+    def program():
+        n = wb.to_global(torch.tensor(2), placement=wb.placement("cpu", ranks=[0, 1]), sbp="P")  # 2 + 2
+        made = [WITH_A_SCALAR[name](n) for name in (*bypasses.MAKERS, *bypasses.LIKE_MAKERS, *bypasses.METHODS)]
+        assert not any(isinstance(tensor, wb.GlobalTensor) for tensor in made)
+        return torch.arange(n).tolist(), torch.full((2,), n).tolist(), [tuple(tensor.shape) for tensor in made]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        found = run_ranks(program, 3)
+    assert found[0] == found[1] == found[2] and found[0][:2] == ([0, 1, 2, 3], [4, 4])
+
+
+UNDER_A_DEVICE = """
+import torch, workbench.tensors.methods
+with torch.device("meta"):
+    made = [torch.arange(3), torch.eye(2), torch.full((2,), 1), torch.randint(3, (2,)), torch.randperm(3)]
+    made += [torch.tensor([1]), torch.as_tensor([1]), torch.asarray([1]), torch.scalar_tensor(1)]
+print(*{tensor.device.type for tensor in made})
+"""
+
+
+def test_wrapped_functions_heed_the_device_in_force():
+    """Torch tells them by identity, from the first use on: in a process where that comes after they were wrapped."""
+    done = subprocess.run([sys.executable, "-c", UNDER_A_DEVICE], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["meta"]

@@ -1,0 +1,236 @@
+"""Views that are copies: what a view of a tensor gives where its rows had to move between ranks.
+
+On one device a view shares its base's storage, so writing to one changes the other. A view that had to be boxed owns
+its storage. It becomes a ``BoxedView``, which remembers its base: an in-place operation on it writes back to the base,
+and a use of it after the base was written fetches its values again. Functions that give a view or a copy, as strides
+have it (``reshape``, ``flatten``), cannot know whether the base changes with their result; writing to the result is
+fine as long as nobody reads the base again, and an error then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from workbench.errors import LayoutError
+from workbench.tensors.boxing.box import box
+from workbench.tensors.dispatch.placeholder_calls import write_placeholder
+from workbench.tensors.dispatch.registry import fold_name
+from workbench.tensors.global_tensor import GlobalTensor, local_torch
+
+_ALIASING = """
+view view_as unflatten squeeze unsqueeze permute transpose t get:T get:mT get:H get:mH movedim adjoint expand expand_as
+broadcast_to narrow select getitem chunk split tensor_split split_with_sizes unsafe_chunk unsafe_split hsplit vsplit
+dsplit unbind diagonal unfold real imag get:real get:imag view_as_real view_as_complex as_strided alias detach get:data
+"""
+ALIASING = frozenset(_ALIASING.split())
+"""Functions whose result shares its operand's storage on one device."""
+PERHAPS_ALIASING = frozenset(["reshape", "reshape_as", "flatten", "ravel", "contiguous"])
+"""Functions whose result may: it depends on strides."""
+_REACH_BASE = (ALIASING | PERHAPS_ALIASING) - {"detach", "get:data"}
+"""Functions through whose results a placeholder is told of writes."""
+
+
+@dataclass(slots=True)
+class Origin:
+    """Where a boxed view comes from; shared by the views of one storage.
+
+    Attributes:
+        function: name of the view function, for messages.
+        base: the tensor that was viewed.
+        version: the base's version when its values were last the same.
+        write: puts the boxed values into the base; None where one device may have made a copy too.
+        fetch: the boxed values, from the base anew.
+    """
+
+    function: str
+    base: GlobalTensor
+    version: int
+    write: Callable[[GlobalTensor], Any] | None
+    fetch: Callable[[], GlobalTensor]
+
+
+class BoxedView(GlobalTensor):
+    """A view whose storage is its own, because its values came from other ranks."""
+
+    _origin: Origin
+    _root: GlobalTensor | None
+    """The boxed tensor whose storage this view shares; None where it is this one."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        leaves = tree_leaves((args, kwargs))
+        if any(type(leaf) is AmbiguousTensor for leaf in leaves):
+            return AmbiguousTensor.__torch_function__(func, types, args, kwargs)
+        views = [leaf for leaf in leaves if type(leaf) is BoxedView]
+        name = fold_name(func)
+        for view in views:
+            _bring_up_to_date(view)
+        written = _written(name.in_place, args, kwargs or {})
+        for view in views:
+            view.__class__ = GlobalTensor  # type: ignore[assignment]
+        try:
+            result = GlobalTensor.dispatch(func, args, kwargs)
+        finally:
+            for view in views:
+                view.__class__ = BoxedView
+        if written is not None:
+            _write_back(written)
+        elif name.folded in ALIASING and args and type(args[0]) is BoxedView:
+            _inherit(result, args[0])
+        return result
+
+    def to_global(self, *args: Any, **kwargs: Any) -> Any:
+        """``GlobalTensor.to_global`` of the values that the base has now."""
+        _bring_up_to_date(self)
+        return GlobalTensor.to_global(self, *args, **kwargs)  # type: ignore[attr-defined]
+
+    def to_local(self) -> Any:
+        """``GlobalTensor.to_local`` of the values that the base has now."""
+        _bring_up_to_date(self)
+        return GlobalTensor.to_local(self)  # type: ignore[attr-defined]
+
+    def full_tensor(self) -> Any:
+        """``GlobalTensor.full_tensor`` of the values that the base has now."""
+        _bring_up_to_date(self)
+        return GlobalTensor.full_tensor(self)  # type: ignore[attr-defined]
+
+    @classmethod
+    def _of(cls, tensor: GlobalTensor, origin: Origin, root: GlobalTensor | None) -> None:
+        tensor.__class__ = cls
+        tensor._origin, tensor._root = origin, root  # type: ignore[attr-defined]
+
+
+def _written(in_place: bool, args: Any, kwargs: Any) -> Any:
+    """The boxed view that the call writes to, if it does."""
+    target = args[0] if args and (in_place or kwargs.get("inplace")) else kwargs.get("out")
+    return target if type(target) is BoxedView else None
+
+
+def _version(tensor: torch.Tensor) -> int:
+    with local_torch():
+        return tensor._version
+
+
+def remember_copies(local: Any, name: str, base: GlobalTensor, boxed: GlobalTensor, result: Any) -> Any:
+    """Make boxed views of the tensors in ``result``, which the view function ``name`` made of ``base``.
+
+    ``boxed`` is the base in the layout that the function wanted, and the results are local views of it; unless
+    ``local``, which made them, has moved rows: then they own their storage, and ``local.items`` says for each which
+    part of the base it is.
+    """
+    if torch.is_inference_mode_enabled():
+        return result  # no version counters
+    views = [leaf for leaf in tree_leaves(result) if isinstance(leaf, GlobalTensor)]
+    items = getattr(local, "items", None)
+    write: Callable[[GlobalTensor], Any] | None
+    for position, view in enumerate(views):
+        if items is None:
+            write = None if name in PERHAPS_ALIASING else base.copy_
+            fetch: Callable[[], Any] = partial(box, base, boxed._spec.layout)
+            BoxedView._of(view, Origin(name, base, _version(base), write, fetch), boxed)
+        else:
+            place = items[position]
+            write, fetch = partial(_put, base, place), partial(_get, base, place)
+            BoxedView._of(view, Origin(name, base, _version(base), write, fetch), None)
+    return result
+
+
+def remember_placeholder_base(name: str, base: GlobalTensor, result: Any) -> None:
+    """Remember the base of a placeholder's views: they share no storage, so ``write_placeholder`` updates the base."""
+    if name in _REACH_BASE:
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, GlobalTensor):
+                leaf.__dict__["_placeholder_base"] = base.__dict__.get("_placeholder_base", base)
+
+
+def _put(base: GlobalTensor, place: Any, value: GlobalTensor) -> None:
+    base[place] = value
+
+
+def _get(base: GlobalTensor, place: Any) -> Any:
+    return base[place]
+
+
+def _inherit(result: Any, view: GlobalTensor) -> None:
+    """Views of a boxed view share its storage, and its fate."""
+    root = view if view._root is None else view._root  # type: ignore[attr-defined]
+    for leaf in tree_leaves(result):
+        if type(leaf) is GlobalTensor:
+            BoxedView._of(leaf, view._origin, root)  # type: ignore[attr-defined]
+
+
+class AmbiguousTensor(GlobalTensor):
+    """A tensor that one device may have changed, or not: a reshape of it was boxed and then written to."""
+
+    _doubt: str
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = fold_name(func).folded
+        base = next(leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is AmbiguousTensor)
+        if name.startswith(("get:", "set:")) or name in ("size", "dim", "numel", "requires_grad_"):
+            return GlobalTensor.dispatch(func, args, kwargs)
+        return base.refuse(name)
+
+    def refuse(self, name: str) -> NoReturn:
+        """Say what happened and what to write instead."""
+        raise LayoutError(
+            f"{name} of a tensor {tuple(self._spec.shape)} in {self._spec.layout}: {self._doubt} was written in place. "
+            f"It was boxed, so it is a copy, while on one device it is a view of this tensor if the strides allow. "
+            f"Write .clone() behind it if a copy is meant, .view(...) if this tensor is to change."
+        )
+
+    def to_global(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: see the class."""
+        self.refuse("to_global")
+
+    def to_local(self) -> Any:
+        """Refused: see the class."""
+        self.refuse("to_local")
+
+    def full_tensor(self) -> Any:
+        """Refused: see the class."""
+        self.refuse("full_tensor")
+
+
+def _doubt(view: BoxedView) -> None:
+    base = view._origin.base
+    base.__class__ = AmbiguousTensor
+    base._doubt = f"the result of {view._origin.function}(...), {tuple(view._spec.shape)},"  # type: ignore[attr-defined]
+
+
+def _bring_up_to_date(view: BoxedView) -> None:
+    """Fetch the values again if the base was written since."""
+    origin = view._origin
+    if type(origin.base) is BoxedView:
+        _bring_up_to_date(origin.base)
+    if _version(origin.base) == origin.version or type(origin.base) is AmbiguousTensor:
+        return
+    root = view if view._root is None else view._root
+    fresh = box(origin.fetch(), root._spec.layout)
+    if root._spec.is_placeholder:
+        write_placeholder(root, [root, fresh])
+    else:
+        with local_torch():
+            root.copy_(fresh)
+    origin.version = _version(origin.base)
+
+
+def _write_back(view: BoxedView) -> None:
+    origin = view._origin
+    if origin.write is None:
+        _doubt(view)
+        return
+    root: GlobalTensor = view if view._root is None else view._root
+    root.__class__, kind = GlobalTensor, root.__class__
+    try:
+        origin.write(root)
+    finally:
+        root.__class__ = kind
+    origin.version = _version(origin.base)

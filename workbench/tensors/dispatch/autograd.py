@@ -1,0 +1,200 @@
+"""Backward from global tensors.
+
+Local autograd computes on every rank the gradient of the sum over the ranks of the local results. A loss that lies
+as B on n ranks is therefore seeded with 1/n on each, one that lies as P with 1, and every gradient has the dual
+layout of its tensor; nothing else is needed.
+
+The engine runs with torch functions enabled: what it calls of the user's (hooks, recomputation) meets global tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge, _engine_run_backward
+
+from workbench.core.sbp import Partial, broadcast
+from workbench.errors import LayoutError
+from workbench.tensors.boxing.box import box
+from workbench.tensors.conversion import from_local, to_local
+from workbench.tensors.dispatch.registry import EXACT, handler
+from workbench.tensors.global_tensor import GlobalTensor, local_torch, new_placeholder, placeholder_like, wrap
+
+
+def seed_of(loss: Any, gradient: Any) -> torch.Tensor | None:
+    """The local gradient to start from: the logical one (default one) over the number of copies of the loss."""
+    if not isinstance(loss, GlobalTensor):
+        return _plain_seed(loss, gradient)
+    spec = loss._spec
+    for entry in spec.layout.sbp:
+        if isinstance(entry, Partial) and entry.reduction != "sum":
+            raise LayoutError(f"backward: the tensor lies as {entry}, which is not differentiable. Box it to B first.")
+    if gradient is None:
+        if not loss.requires_grad:
+            return None
+        if loss.numel() != 1:
+            raise RuntimeError(
+                f"grad can be implicitly created only for scalar outputs, but this one has shape {tuple(spec.shape)}"
+            )
+        if spec.is_placeholder:
+            return new_placeholder(spec.shape, loss.dtype, spec.world.device)
+        with local_torch():
+            one = 1.0 / spec.layout.num_replicas
+            return torch.full(spec.local_shape, one, dtype=loss.dtype, device=spec.world.device)
+    if tuple(gradient.shape) != tuple(spec.shape):
+        raise RuntimeError(
+            f"Mismatch in shape: the gradient has shape {tuple(gradient.shape)} and the output {tuple(spec.shape)}. "
+            "Both are logical shapes: give the gradient of the whole tensor."
+        )
+    whole = spec.layout.with_sbp(tuple(broadcast if isinstance(entry, Partial) else entry for entry in spec.layout.sbp))
+    if not isinstance(gradient, GlobalTensor):
+        gradient = from_local(gradient, spec.world, spec.layout)
+    gradient = box(gradient, whole)
+    with local_torch():
+        if spec.is_placeholder and not gradient.requires_grad:
+            return new_placeholder(spec.shape, loss.dtype, spec.world.device)
+        return (gradient / spec.layout.num_replicas).as_subclass(torch.Tensor)
+
+
+def _plain_seed(loss: Any, gradient: Any) -> torch.Tensor | None:
+    """What torch takes for a plain output (or an edge of the graph); a global gradient is taken whole."""
+    if isinstance(gradient, GlobalTensor):
+        return to_local(box(gradient, gradient._spec.layout.broadcast()))
+    if gradient is None and isinstance(loss, torch.Tensor) and loss.requires_grad:
+        if loss.numel() != 1:
+            raise RuntimeError("grad can be implicitly created only for scalar outputs")
+        return torch.ones_like(loss)
+    return gradient
+
+
+@handler("backward")
+def backward(func: Any, args: Any, kwargs: Any) -> None:
+    """``loss.backward()`` and ``torch.autograd.backward``; every rank calls it, with a placeholder loss too."""
+    names: tuple[str, ...] = ("tensors", "grad_tensors", "retain_graph", "create_graph", "grad_variables", "inputs")
+    if func is torch.Tensor.backward:
+        names = ("tensors", "gradient", "retain_graph", "create_graph", "inputs")
+    options = {**dict(zip(names, args, strict=False)), **kwargs}
+    losses = _listed(options["tensors"])
+    given = _listed(options.get("gradient", options.get("grad_tensors"))) or [None] * len(losses)
+    inputs = _listed(options.get("inputs"))
+    running = next((loss._spec.world.running for loss in losses if isinstance(loss, GlobalTensor)), None)
+    if running is not None and running.postpones(losses, is_plain=given == [None] * len(losses) and not inputs):
+        return
+    _take_note(losses)
+    seeds = [seed_of(loss, gradient) for loss, gradient in zip(losses, given, strict=True)]
+    create = bool(options.get("create_graph"))
+    retain = options.get("retain_graph")
+    _engine_run_backward(
+        tuple(losses),
+        tuple(seeds),
+        create if retain is None else bool(retain),
+        create,
+        tuple(inputs),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
+
+
+def _take_note(results: list[Any]) -> None:
+    """A program of a scheduled step that differentiates on its own may ask for any leaf's gradient."""
+    for result in results:
+        world = result._spec.world if isinstance(result, GlobalTensor) else None
+        if world is not None and world.running is not None and not world.running.runs_backward:
+            world.differentiates_within_steps = True
+
+
+@handler("grad")
+def grad(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
+    """``torch.autograd.grad``; the gradients come labelled with the dual layouts."""
+    names = ("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph", "only_inputs", "allow_unused")
+    options = {**dict(zip(names, args, strict=False)), **kwargs}
+    if options.get("is_grads_batched"):
+        raise LayoutError(
+            "torch.autograd.grad(is_grads_batched=True) of a global tensor: vmap over shards has no layout for the "
+            "batch of gradients. Call grad once per gradient."
+        )
+    outputs, inputs = _listed(options["outputs"]), _listed(options["inputs"])
+    given = _listed(options.get("grad_outputs")) or [None] * len(outputs)
+    seeds = [seed_of(output, seed) for output, seed in zip(outputs, given, strict=True)]
+    create, retain = bool(options.get("create_graph")), options.get("retain_graph")
+    materialize = bool(options.get("materialize_grads"))
+    allow_unused = materialize if options.get("allow_unused") is None else bool(options["allow_unused"])
+    reached = _Reached(inputs)
+    _take_note(outputs)
+    try:
+        found = _engine_run_backward(
+            tuple(outputs),
+            tuple(seeds),
+            create if retain is None else bool(retain),
+            create,
+            tuple(inputs),
+            True,  # unreachable inputs give None; what that means is decided alike on all ranks, below
+            accumulate_grad=False,
+        )
+    finally:
+        reached.remove()
+    results = [reached.labelled(number, value) for number, value in enumerate(found)]
+    if not allow_unused and any(result is None for result in results):
+        raise RuntimeError(
+            "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True if "
+            "this is the desired behavior."
+        )
+    if materialize:
+        results = [torch.zeros_like(t) if r is None else r for t, r in zip(inputs, results, strict=True)]
+    return tuple(results)
+
+
+class _Reached:
+    """Which inputs a backward has come to. The gradient of a placeholder is None even then, so hooks take note."""
+
+    def __init__(self, inputs: list[Any]) -> None:
+        self.inputs = inputs
+        self.placeholders: set[int] = set()
+        self.handles: list[Any] = []
+        for number, tensor in enumerate(inputs):
+            if isinstance(tensor, GlobalTensor) and tensor._spec.is_placeholder:
+                with local_torch():
+                    if tensor.requires_grad:
+                        self.handles.append(tensor.register_hook(self._note(number)))
+
+    def _note(self, number: int) -> Any:
+        def note(grad: Any) -> None:
+            self.placeholders.add(number)
+
+        return note
+
+    def remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+    def labelled(self, number: int, value: torch.Tensor | None) -> Any:
+        """The gradient of an input with the dual layout; None where it was not reached."""
+        tensor = self.inputs[number]
+        if not isinstance(tensor, GlobalTensor):
+            return value
+        if value is None:
+            return placeholder_like(tensor, tensor._spec.dual) if number in self.placeholders else None
+        with local_torch():
+            return wrap(value.view_as(value).as_subclass(torch.Tensor), tensor._spec.dual)
+
+
+def _listed(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    if isinstance(value, (torch.Tensor, GradientEdge)):
+        return [value]
+    if isinstance(value, Mapping):
+        return list(value.values())
+    assert isinstance(value, Sequence) or hasattr(value, "__iter__")
+    return list(value)
+
+
+def _detach_in_place(self: GlobalTensor) -> GlobalTensor:
+    with local_torch():
+        torch.Tensor.detach_(self)
+    return self
+
+
+EXACT[torch.Tensor.detach_] = EXACT[torch.detach_] = _detach_in_place

@@ -1,0 +1,100 @@
+"""What the runtime refuses, and in which words: function, argument, both layouts, the rule, the fix."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from workbench.core.placement import Placement
+from workbench.errors import LayoutError
+from workbench.tensors.boxing.explicit import Need, check_explicit
+from workbench.tensors.dispatch.planning import Plan, bind
+from workbench.tensors.dispatch.registry import PARAMETERS, fold_name, handler
+from workbench.tensors.global_tensor import GlobalTensor
+from workbench.transport.user_code import name_in_user_code
+
+
+def argument_text(func: Callable[..., Any], args: Any, kwargs: Any, tensor: Any) -> str:
+    """``"argument 2 (weight)"`` for the argument that is ``tensor`` or holds it; counted from one."""
+    names = _parameter_names(func, len(args))
+    for position, value in enumerate(args):
+        if any(leaf is tensor for leaf in tree_leaves(value)):
+            return f"argument {position + 1}" + (f" ({names[position]})" if position < len(names) else "")
+    for name, value in kwargs.items():
+        if any(leaf is tensor for leaf in tree_leaves(value)):
+            return f"argument {name!r}"
+    return "an operand"
+
+
+def _parameter_names(func: Callable[..., Any], num_args: int) -> tuple[str, ...]:
+    name = fold_name(func).folded
+    if name in PARAMETERS:
+        return PARAMETERS[name]
+    try:
+        return tuple(inspect.signature(func).parameters)
+    except (TypeError, ValueError):  # a builtin says nothing of its parameters, but its operator may
+        schemas = torch._C._jit_get_schemas_for_operator(f"aten::{name}")
+        return next((tuple(a.name for a in s.arguments) for s in schemas if len(s.arguments) >= num_args), ())
+
+
+def plain_operand_text(func: Callable[..., Any], args: Any, kwargs: Any, tensor: Any) -> str:
+    """``"add: argument 2 (other)"``."""
+    return f"{fold_name(func).folded}: {argument_text(func, args, kwargs, tensor)}"
+
+
+def check_plan(plan: Plan, func: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    """Under ``wb.explicit_boxing()``: refuse a plan that communicates, naming all the arguments that would move."""
+    ordered_args, ordered_kwargs = bind(plan.name.folded, args, kwargs)
+    operands = [leaf for leaf in tree_leaves((ordered_args, ordered_kwargs)) if isinstance(leaf, GlobalTensor)]
+    needs = [
+        Need(argument_text(func, args, kwargs, operand), operand, target)
+        for operand, target in zip(operands, plan.targets, strict=True)
+    ]
+    check_explicit(plan.name.folded, needs)
+
+
+def refuse_two_placements(
+    func: Callable[..., Any], args: Any, kwargs: Any, operands: Iterable[GlobalTensor]
+) -> NoReturn:
+    """Operands that lie on different placements, outside a parallelized module."""
+    by_placement: dict[Placement, GlobalTensor] = {}
+    for operand in operands:
+        by_placement.setdefault(operand._spec.layout.placement, operand)
+    first, second = list(by_placement.values())[:2]
+    texts = [f"{argument_text(func, args, kwargs, t)} as {t._spec.layout}" for t in (first, second)]
+    there = second._spec.layout.placement
+    entries = ", ".join(["B"] * there.num_axes)
+    raise LayoutError(
+        f"{fold_name(func).folded}: operands lie on different placements, {' and '.join(texts)}. A function runs on "
+        f"one placement, so that it is clear who computes and what moves. Write "
+        f'{name_in_user_code(first, "x")}.to_global(placement=wb.{there}, sbp="{entries}") first.'
+    )
+
+
+def refuse_out(func: Callable[..., Any], problem: str, fix: str) -> NoReturn:
+    """A call with an ``out=`` that cannot take the result."""
+    raise LayoutError(f"{fold_name(func).folded}(out=...): {problem} {fix}")
+
+
+@handler("resize_", "resize_as_", "set_", "as_strided_")
+def _refuse_new_storage(func: Any, args: Any, kwargs: Any) -> NoReturn:
+    name, target = func.__name__, args[0]
+    if not isinstance(target, GlobalTensor):
+        raise LayoutError(
+            f"{name}: argument 1 (self) is a plain tensor and another argument is a global one, whose shard is not the "
+            "whole. Write plain.copy_(x.full_tensor())."
+        )
+    raise LayoutError(
+        f"{name}: argument 1 (self) lies as {target._spec.layout} with shape {tuple(target._spec.shape)}. The function "
+        "gives a tensor other storage or strides, and the shards of a global tensor have their own. Make a new tensor: "
+        "wb.empty(..., placement=x.placement, sbp=x.sbp)."
+    )
+
+
+__all__ = [
+    "argument_text", "check_plan", "plain_operand_text", "refuse_out", "refuse_two_placements",
+]  # fmt: skip

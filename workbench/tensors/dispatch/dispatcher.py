@@ -1,0 +1,318 @@
+"""What happens when torch calls a function on global tensors: look up the plan, run it, or make one.
+
+A plan is found by the function and by the specs and static values of its arguments. The common one is *direct*: every
+operand already lies right, so the local function runs on the shards and its result gets a label.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import types
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from workbench.core.layout import Layout
+from workbench.core.placement import Placement
+from workbench.core.sbp import Split, broadcast
+from workbench.tensors.boxing.box import box_implicitly, cached_boxing_on
+from workbench.tensors.conversion import from_local
+from workbench.tensors.dispatch.aliasing import remember_copies, remember_placeholder_base
+from workbench.tensors.dispatch.checks import check_plan, plain_operand_text, refuse_two_placements
+from workbench.tensors.dispatch.fallback import FallbackWarning, cached_infos, run_fallback
+from workbench.tensors.dispatch.out_argument import call_with_out
+from workbench.tensors.dispatch.placeholder_calls import (
+    TENSOR,
+    autocast_state,
+    placeholder_outputs,
+    recipe_of,
+    write_placeholder,
+)
+from workbench.tensors.dispatch.plain_target import write_to_plain, writes_to_plain
+from workbench.tensors.dispatch.plan_keys import PARAMETER, key_of
+from workbench.tensors.dispatch.planning import Plan, bind, make_plan, operands_of
+from workbench.tensors.dispatch.registry import COMPOSITES, EXACT, HANDLERS, RULES, VALUE_INDEPENDENT, fold_name
+from workbench.tensors.global_tensor import GlobalTensor, Spec, is_below_autograd, local_torch, wrap
+
+_functions: dict[Any, Callable[..., Any] | None] = {}
+
+
+def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    """The body of ``GlobalTensor.__torch_function__``."""
+    if kwargs and kwargs.get("out") is not None:
+        return call_with_out(func, args, kwargs)
+    try:
+        taken_over = _functions[func]
+    except KeyError:
+        taken_over = _functions[func] = _find_handler(func)
+    if taken_over is not None:
+        result = taken_over(func, args, kwargs or {})
+        if result is not NotImplemented:
+            return result
+    return call_by_plan(func, args, kwargs)
+
+
+def call_by_plan(  # noqa: C901 - the hot path: calls cost more than branches
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+) -> Any:
+    """Call a torch function by its rule or fallback; for composites that end in the function they are made of."""
+    plans = None
+    key: list[Any] = [func]
+    for arg in args:
+        kind = type(arg)
+        if kind is GlobalTensor:
+            spec = arg._spec
+            plans = spec.plans
+            key.append(spec)
+            if arg._is_param:
+                key.append(PARAMETER)
+        elif kind is int or kind is str:
+            key.append(arg)
+        elif kind is float:
+            key.append(float if func in _value_independent and arg and math.isfinite(arg) else (repr(arg),))
+        else:
+            key.append(key_of(arg))
+            if (kind is list or kind is tuple) and arg and type(arg[0]) is GlobalTensor:
+                plans = arg[0]._spec.plans
+    if kwargs:
+        key.extend([(name, key_of(value)) for name, value in kwargs.items()])
+    if plans is None:
+        plans = _first_global(args, kwargs)._spec.plans
+    try:
+        plan = plans.get(tuple(key))
+    except TypeError:  # an argument that cannot be hashed: plan anew
+        plan, key = None, []
+    if plan is not None and plan.out is not None:
+        with local_torch():
+            out = plan.local(*args, **kwargs) if kwargs else plan.local(*args)
+        if type(out) is not GlobalTensor:
+            out.__class__ = GlobalTensor
+            out._spec = plan.out
+            return out
+        return _wrap_result(out, plan.out)
+    if plan is None:
+        if writes_to_plain(func, args):
+            return write_to_plain(func, args, kwargs or {})
+        joined = _join_operands(func, args, kwargs or {})
+        if joined is not None:
+            return call_by_plan(func, *joined)
+        plan = make_plan(func, args, kwargs or {})
+        if plan.world.on_plan is not None:
+            plan.world.on_plan(func, args, kwargs or {})
+        if key:
+            if len(plans) >= _MAX_PLANS:  # a program that never calls alike twice must not fill the memory
+                plans.clear()
+            plans[tuple(key)] = plan
+    return _run(plan, func, args, kwargs or {})
+
+
+def _find_handler(func: Any) -> Callable[..., Any] | None:
+    handler = _handler_by_name(func)
+    if not isinstance(func, torch._ops.OpOverload):
+        return handler
+
+    def call_operator(_: Any, args: Any, kwargs: Any) -> Any:
+        """Dispatch modes hand on what autograd runs, which goes by no layout."""
+        if is_below_autograd():
+            with local_torch():
+                return func(*args, **kwargs)
+        return NotImplemented if handler is None else handler(func, args, kwargs)
+
+    return call_operator
+
+
+def _handler_by_name(func: Any) -> Callable[..., Any] | None:
+    name = fold_name(func)
+    if name.folded in VALUE_INDEPENDENT:
+        _value_independent.add(func)
+    if func in EXACT:
+        exact = EXACT[func]
+        return lambda _, args, kwargs: exact(
+            **dict(zip(inspect.signature(exact).parameters, args, strict=False)) | kwargs
+        )
+    if not name.in_place or name.folded not in RULES:
+        if name.folded in HANDLERS:
+            return HANDLERS[name.folded]
+        if name.folded in COMPOSITES and not name.in_place:
+            written = COMPOSITES[name.folded]
+            return lambda _, args, kwargs: written(*args, **kwargs)
+    if name.folded not in RULES:
+        body = decompose(func)
+        if body is not None:
+            return lambda _, args, kwargs: body(*args, **kwargs)
+    return None
+
+
+def forget_function(name: str, plans: dict[Any, Any]) -> None:
+    """Look again how functions of this folded name are called, because their rule has changed."""
+    for func in [func for func in _functions if fold_name(func).folded == name]:
+        _functions.pop(func, None)
+    for key in [key for key, plan in plans.items() if isinstance(plan, Plan) and plan.name.folded == name]:
+        plans.pop(key, None)
+
+
+def decompose(func: Any) -> Callable[..., Any] | None:
+    """A Python function of torch as it is written, so that the functions inside meet global tensors one by one."""
+    if not isinstance(func, types.FunctionType) or not func.__module__.startswith("torch"):
+        return None
+    blind = {name: lambda *_: False for name in func.__globals__ if name.startswith("has_torch_function")}
+    if not blind:
+        return None
+    body = types.FunctionType(
+        func.__code__, {**func.__globals__, **blind}, func.__name__, func.__defaults__, func.__closure__
+    )
+    body.__kwdefaults__ = func.__kwdefaults__
+    return body
+
+
+_value_independent: set[Any] = set()
+"""Functions whose rule looks at no float but to see whether it is zero or infinite: one plan does for all."""
+_MAX_PLANS = 50_000
+
+
+def _first_global(args: Any, kwargs: Any) -> GlobalTensor:
+    leaves, _ = tree_flatten((args, kwargs))
+    return next(leaf for leaf in leaves if isinstance(leaf, GlobalTensor))
+
+
+def _join_operands(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    """The arguments with all tensors global and on one placement; None where they are already.
+
+    Plain tensors count as broadcast on the placement of the global ones. The same ranks in another order (parameters
+    under ZeRO 3 begin at different ones) take that of the first operand. Between the stages of a parallelized module,
+    operands go to the latest stage among them; elsewhere two placements are an error.
+    """
+    leaves, structure = tree_flatten((args, kwargs))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    known = [tensor for tensor in tensors if isinstance(tensor, GlobalTensor)]
+    placements = {tensor._spec.layout.placement for tensor in known}
+    if len(known) == len(tensors) and len(placements) == 1:
+        return None
+    world = known[0]._spec.world
+    placement = known[0]._spec.layout.placement
+    if not all(placement.has_ranks_of(other) for other in placements):
+        if not placements <= set(world.call.stage_order):
+            refuse_two_placements(func, args, kwargs, known)
+        placement = max(placements, key=world.call.stage_order.index)
+    if fold_name(func).in_place and isinstance(leaves[0], GlobalTensor):
+        placement = leaves[0]._spec.layout.placement  # what is written stays where it is
+    layout = Layout(placement, (broadcast,) * placement.num_axes)
+    joined = [
+        leaf
+        if not isinstance(leaf, torch.Tensor)
+        else _to_placement(leaf, placement)
+        if isinstance(leaf, GlobalTensor)
+        else from_local(leaf, world, layout, partial(plain_operand_text, func, args, kwargs, leaf))
+        for leaf in leaves
+    ]
+    return tree_unflatten(joined, structure)
+
+
+def _to_placement(tensor: GlobalTensor, placement: Placement) -> GlobalTensor:
+    layout = tensor._spec.layout
+    if layout.placement == placement:
+        return tensor
+    if (there := cached_boxing_on(tensor, placement)) is not None:
+        return there  # a residual: its stage has it since a layer's door
+    if layout.placement.has_ranks_of(placement):
+        return box_implicitly(tensor, Layout(placement, layout.sbp), "an operation on the same ranks in another order")
+    splits_batch = Split(0) in layout.sbp or (layout.has_partial and tensor._spec.shape)
+    entries = [Split(0) if splits_batch else layout.broadcast().sbp[0]] * placement.num_axes
+    target = Layout.of(placement, entries)
+    return box_implicitly(tensor, target, "an operation between stages")
+
+
+def _run(plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
+    if not plan.world.implicit_boxing_allowed:
+        check_plan(plan, func, args, kwargs)
+    if plan.outputs is None:
+        return run_fallback(plan, func, args, kwargs)
+    given = (args, kwargs)
+    args, kwargs, operands = _box_operands(plan, *bind(plan.name.folded, args, kwargs))
+    if operands[0]._spec.is_placeholder:
+        for _ in range(plan.num_tags):
+            plan.world.next_tag()
+        result = _run_on_placeholders(plan, func, args, kwargs, operands)
+        if not plan.name.in_place and not plan.num_tags:
+            remember_placeholder_base(plan.name.folded, operands[0], result)
+    else:
+        with local_torch():
+            result = plan.local(*args, **kwargs)
+        if plan.name.in_place:
+            return operands[0]
+        result = _wrap_all(result, plan.outputs)
+    if plan.copies_view:
+        return remember_copies(plan.local, plan.name.folded, operands_of(*given)[0], operands[0], result)
+    return result
+
+
+def _box_operands(plan: Plan, args: Any, kwargs: Any) -> tuple[Any, Any, list[GlobalTensor]]:
+    """The arguments with every operand in the layout that the plan wants, and the operands."""
+    name = plan.name.folded
+    if plan.inputs_match:
+        if plan.positions is not None:
+            return args, kwargs, [args[position] for position in plan.positions]
+        return args, kwargs, operands_of(args, kwargs)
+    if plan.positions is not None:
+        boxed = list(args)
+        for position, target in zip(plan.positions, plan.targets, strict=True):
+            boxed[position] = box_implicitly(args[position], target, name)
+        return boxed, kwargs, [boxed[position] for position in plan.positions]
+    leaves, structure = tree_flatten((args, kwargs))
+    targets = iter(plan.targets)
+    leaves = [box_implicitly(leaf, next(targets), name) if isinstance(leaf, GlobalTensor) else leaf for leaf in leaves]
+    args, kwargs = tree_unflatten(leaves, structure)
+    return args, kwargs, [leaf for leaf in leaves if isinstance(leaf, GlobalTensor)]
+
+
+def _run_on_placeholders(plan: Plan, func: Any, args: Any, kwargs: Any, operands: list[GlobalTensor]) -> Any:
+    if plan.name.in_place:
+        return write_placeholder(operands[0], operands, func, args, kwargs)
+    infos, structure, leaves = _infos_of(plan, func, args, kwargs, operands)
+    outputs = plan.outputs
+    assert outputs is not None
+    results = placeholder_outputs(infos, operands, outputs, plan.world.device, recipe_of(func, args, kwargs))
+    if structure.is_leaf() and leaves[0] is TENSOR:
+        return wrap(results[0], outputs[0])
+    labelled = iter(wrap(result, spec) for result, spec in zip(results, outputs, strict=True))
+    return tree_unflatten([next(labelled) if leaf is TENSOR else leaf for leaf in leaves], structure)
+
+
+def _infos_of(plan: Plan, func: Any, args: Any, kwargs: Any, operands: list[GlobalTensor]) -> Any:
+    """What comes back; besides the plan, it depends on which operands learn, on their dtypes, and on modes."""
+    with local_torch():
+        flags = [(operand.dtype, operand.requires_grad) for operand in operands]
+    key = (*flags, torch.is_grad_enabled(), autocast_state())
+    if key not in plan.infos:
+        plan.infos[key] = cached_infos(func, args, kwargs, operands)
+    return plan.infos[key]
+
+
+def _wrap_all(result: Any, specs: list[Spec]) -> Any:
+    if isinstance(result, torch.Tensor):
+        return _wrap_result(result, specs[0])
+    leaves, structure = tree_flatten(result)
+    remaining = iter(specs)
+    labelled = [_wrap_result(leaf, next(remaining)) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    return tree_unflatten(labelled, structure)
+
+
+def _wrap_result(result: torch.Tensor, spec: Spec) -> GlobalTensor:
+    """Label a result. One that is an operand itself (``contiguous()`` of what is contiguous) becomes a new object.
+
+    Whether torch returns the operand depends on this rank's strides, and boxed forms are remembered by object: ranks
+    that disagree about identity would disagree about communication.
+    """
+    if type(result) is GlobalTensor:
+        with local_torch():
+            result = result.view_as(result)
+    return wrap(result, spec)
+
+
+GlobalTensor.dispatch = staticmethod(dispatch)
+
+__all__ = ["FallbackWarning", "call_by_plan", "decompose", "dispatch"]

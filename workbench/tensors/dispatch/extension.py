@@ -1,0 +1,204 @@
+"""``wb.rule``: an equation for a function of the user, so that it splits like torch's own; proved on request."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from workbench.core.rules import Equation, Term
+from workbench.errors import LayoutError
+from workbench.tensors.dispatch.dispatcher import forget_function
+from workbench.tensors.dispatch.local_map import local_map
+from workbench.tensors.dispatch.registry import (
+    PARAMETERS,
+    RULES,
+    USER_FUNCTION_NAMES,
+    VALUE_INDEPENDENT,
+    Call,
+    Resolution,
+    fold_name,
+)
+from workbench.tensors.global_tensor import GlobalTensor, local_torch
+from workbench.tensors.world import current
+
+_FORM = 'wb.rule("name", "b d, D -> b D"), wb.rule(function, "b d, D -> b D"), or @wb.rule("b d, D -> b D")'
+
+
+def rule(
+    function: Any,
+    equation: str | None = None,
+    *,
+    prove: Sequence[Any] | None = None,
+    meta: Callable[..., Any] | None = None,
+) -> Any:
+    """Give a function an equation: ``wb.rule("mylib::scale", "b d, d -> b d")``, or ``@wb.rule("b d, d -> b d")``.
+
+    The letters of an equation name the dims of the operands and of the result. A small letter is a dim that may be
+    split, and one that the result lacks was summed over; a capital is a dim that must stay whole; ``...`` are leading
+    dims, ``1`` is a dim of size one, ``+`` marks an addend of a sum. What follows from an equation: under which layouts
+    the function runs on shards without communication, what its result then lies as, and its gradient.
+
+    Args:
+        function: the folded name of a torch function, ``"namespace::name"`` of an operator of ``torch.library``, the
+            operator itself, or a Python function; as a decorator, the equation alone.
+        equation: for one call, with one term per tensor among the arguments.
+        prove: arguments of an example call; every layout that the equation allows is then run by brute force on two
+            and three ranks (``wb.prove`` finds missing ones too).
+        meta: for a Python function that does not run on tensors without data: the same arguments, empty results.
+
+    Returns:
+        the function to call: of a Python function, one that takes global tensors too; of anything else, ``function``.
+
+    Raises:
+        LayoutError: the equation does not parse, does not fit a call, or is proved wrong; then it is not registered.
+
+    >>> @wb.rule("b D, D -> b D", prove=[torch.randn(5, 4), torch.randn(4)])
+    ... def soft_scale(x, weight):
+    ...     return torch.softmax(x, -1) * weight
+    >>> x = wb.randn(5, 4, placement=wb.placement("cpu", ranks=[0, 1]), sbp="S(0)")
+    >>> soft_scale(x, torch.ones(4)).sbp
+    (S(0),)
+    """
+    if equation is None:
+        if not isinstance(function, str) or "->" not in function:
+            raise LayoutError(f"wb.rule({function!r}): there is no equation. Write {_FORM}.")
+        return functools.partial(rule, equation=function, prove=prove, meta=meta)
+    parsed = Equation.parse(equation)
+    name, called = _register_name(function, meta)
+    before = RULES.get(name)
+    RULES[name] = functools.partial(_resolve, name, equation, parsed)
+    VALUE_INDEPENDENT.add(name)
+    forget_function(name, current().plans)
+    if prove is not None:
+        try:
+            _prove(name, equation, called, prove)
+        except BaseException:
+            RULES.pop(name) if before is None else RULES.update({name: before})
+            forget_function(name, current().plans)
+            raise
+    return called
+
+
+def _register_name(function: Any, meta: Any) -> tuple[str, Any]:
+    """The name under which dispatch will look for a rule, and what the user calls."""
+    if isinstance(function, str):
+        return function, _operator(function)
+    operator = getattr(function, "_opoverload", function)  # what torch.library.custom_op gives
+    if isinstance(operator, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return fold_name(operator).folded, function
+    if not callable(function):
+        raise LayoutError(f"wb.rule({function!r}): a {type(function).__name__} is no function. Write {_FORM}.")
+    if not inspect.isfunction(function) or function.__module__.startswith("torch"):
+        return fold_name(function).folded, function
+    return _dispatching(function, meta)
+
+
+def _operator(name: str) -> Any:
+    """The function that a name means: an operator of a library, or None for a folded name."""
+    namespace, separator, short = name.partition("::")
+    if not separator:
+        return None
+    library = getattr(torch.ops, namespace)
+    if not hasattr(library, short):
+        raise LayoutError(
+            f"wb.rule({name!r}): torch.ops.{namespace} has no operator {short!r}. Define it first, with "
+            f"torch.library.custom_op({name!r}, ...)."
+        )
+    return getattr(library, short)
+
+
+def _dispatching(function: Callable[..., Any], meta: Callable[..., Any] | None) -> tuple[str, Callable[..., Any]]:
+    """A Python function that asks its global operands first, as torch's own do."""
+    name = f"{function.__module__}.{function.__qualname__}"
+
+    @functools.wraps(function)
+    def dispatching(*args: Any, **kwargs: Any) -> Any:
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if torch._C._is_torch_function_enabled() and any(isinstance(tensor, GlobalTensor) for tensor in tensors):
+            return GlobalTensor.dispatch(dispatching, args, kwargs)
+        if meta is not None and any(tensor.is_meta for tensor in tensors):
+            return meta(*args, **kwargs)
+        return _on_plain(function, args, kwargs)
+
+    for known in (function, dispatching):
+        USER_FUNCTION_NAMES[known] = name
+    PARAMETERS[name] = tuple(
+        p.name for p in inspect.signature(function).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD
+    )
+    return name, dispatching
+
+
+def _on_plain(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call with shards as plain tensors, so that a custom ``autograd.Function`` inside sees nothing else."""
+
+    def plain(leaf: Any) -> Any:
+        if not isinstance(leaf, GlobalTensor):
+            return leaf
+        with local_torch():
+            return leaf.as_subclass(torch.Tensor)
+
+    args, kwargs = tree_map(plain, (args, kwargs))
+    return function(*args, **kwargs)
+
+
+def _resolve(name: str, equation: str, parsed: Equation, call: Call) -> Resolution:
+    """The rule that an equation makes; errors say which argument does not fit."""
+    shapes, terms = call.shapes, parsed.inputs
+    if len(shapes) > len(terms):
+        raise LayoutError(
+            f"{name}: called with {len(shapes)} tensors, but its equation {equation!r} has {len(terms)} inputs. Give "
+            "it one term per tensor."
+        )
+    for position, (term, shape) in enumerate(zip(terms, shapes, strict=False)):
+        _check_term(name, equation, f"argument {position + 1}", term, shape)
+    outputs = [shape for shape, _ in call.outputs]
+    if len(parsed.outputs) not in (1, len(outputs)):
+        raise LayoutError(
+            f"{name}: returns {len(outputs)} tensors, but its equation {equation!r} has {len(parsed.outputs)} results. "
+            "Give it one term per result."
+        )
+    for position, (term, shape) in enumerate(zip(parsed.outputs, outputs, strict=False)):
+        _check_term(name, equation, f"result {position + 1}", term, shape)
+    return Resolution(equation, _on_plain_shards)
+
+
+def _on_plain_shards(call: Call, inputs: Any, outputs: Any, letters: Any) -> Callable[..., Any]:
+    """What an operator saves for its own backward must be plain, as the gradients are that it meets there."""
+    return lambda *args, **kwargs: _on_plain(call.func, args, kwargs)
+
+
+def _check_term(name: str, equation: str, where: str, term: Term, shape: tuple[int, ...]) -> None:
+    num_named = len([dim for dim in term.dims if dim != "."])
+    if num_named > len(shape) or ("." not in term.dims and num_named != len(shape)):
+        text = "".join("..." if dim == "." else dim for dim in term.dims)
+        raise LayoutError(
+            f"{name}: {where} has {len(shape)} dims {tuple(shape)}, but {text!r} in its equation {equation!r} names "
+            f"{num_named}. A term has one letter per dim; ... stands for any number of leading dims."
+        )
+
+
+def _prove(name: str, equation: str, called: Any, arguments: Sequence[Any]) -> None:
+    from workbench.tensors.proof import prove as prove_function  # it knows all of ops
+
+    if called is None:
+        raise LayoutError(
+            f"wb.rule({name!r}, prove=...): a name alone cannot be called. Give the function itself: wb.rule(function, "
+            f"{equation!r}, prove=[...])."
+        )
+    proof = prove_function(called, *arguments, finds_missing=False)
+    if proof.wrong:
+        listed = "\n".join(f"  {finding}" for finding in proof.wrong[:5])
+        raise LayoutError(
+            f"wb.rule({name!r}, {equation!r}): {len(proof.wrong)} of {proof.num_checked} layouts that the equation "
+            f"allows give other numbers than one device:\n{listed}\nAn operand split at a letter must give that part "
+            "of the result, or a term of it where the result lacks the letter. Write dims that the function needs "
+            "whole as capitals."
+        )
+
+
+__all__ = ["local_map", "rule"]

@@ -1,0 +1,185 @@
+"""Functions without a rule for their operands' layouts: gather, run, results broadcast. Always right, never silent."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from workbench.core.boxing import plan_boxing
+from workbench.core.layout import Layout
+from workbench.tensors.boxing.box import box, box_implicitly
+from workbench.tensors.dispatch.aliasing import remember_copies
+from workbench.tensors.dispatch.placeholder_calls import (
+    TENSOR,
+    autocast_state,
+    infer_outputs,
+    outputs_info,
+    placeholder_outputs,
+    recipe_of,
+    write_placeholder,
+)
+from workbench.tensors.dispatch.plan_keys import key_of
+from workbench.tensors.dispatch.planning import Plan, itemsize_of
+from workbench.tensors.dispatch.read_values import value_on_all_ranks
+from workbench.tensors.dispatch.registry import Name
+from workbench.tensors.global_tensor import GlobalTensor, local_torch, spec_of, wrap
+from workbench.tensors.world import World
+from workbench.units import format_bytes
+
+
+class FallbackWarning(UserWarning):
+    """A function without a rule for these layouts had to gather its operands."""
+
+
+_warned: set[str] = set()
+
+
+def run_fallback(plan: Plan, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Box all operands to broadcast, run ``func`` on every rank, and label what comes back as broadcast."""
+    if plan.name.in_place:
+        return _in_place(plan, func, args, kwargs)
+    leaves, structure = tree_flatten((args, kwargs))
+    operands = [leaf for leaf in leaves if isinstance(leaf, GlobalTensor)]
+    _warn_of_gather(plan, operands)
+    for position, leaf in enumerate(leaves):
+        if isinstance(leaf, GlobalTensor):
+            leaves[position] = box_implicitly(leaf, leaf._spec.layout.broadcast(), plan.name.folded)
+    whole = [leaf for leaf in leaves if isinstance(leaf, GlobalTensor)]
+    args, kwargs = tree_unflatten(leaves, structure)
+    layout = whole[0]._spec.layout
+    infos = None
+    if layout.placement.num_ranks < plan.world.world_size:  # so that the others, too, know what comes back
+        infos = _infos_for_placeholders(plan, func, args, kwargs, whole)
+    if whole[0]._spec.is_placeholder:
+        result = _placeholders(infos, plan, func, args, kwargs, whole)
+    else:
+        with local_torch():
+            result = func(*args, **kwargs)
+        result = _label_broadcast(result, plan.world, layout, operands, whole, plan.copies_view)
+    if plan.copies_view and whole[0] is not operands[0]:
+        return remember_copies(plan.local, plan.name.folded, operands[0], whole[0], result)
+    return result
+
+
+def cached_infos(func: Callable[..., Any], args: Any, kwargs: Any, operands: Sequence[GlobalTensor]) -> Any:
+    """Structure and flags of the results, inferred once per function, specs, dtypes and grad flags."""
+    key, cache = _key(func, args, kwargs, operands), operands[0]._spec.world.plans
+    try:
+        if key not in cache:
+            cache[key] = infer_outputs(func, args, kwargs, with_grad=True)
+        return cache[key]
+    except TypeError:
+        return infer_outputs(func, args, kwargs, with_grad=True)
+
+
+def _key(func: Callable[..., Any], args: Any, kwargs: Any, operands: Sequence[GlobalTensor]) -> Any:
+    with local_torch():
+        flags = tuple((operand.dtype, operand.requires_grad) for operand in operands)
+    return (func, key_of(args), key_of(kwargs), flags, torch.is_grad_enabled(), autocast_state())
+
+
+def _infos_for_placeholders(
+    plan: Plan, func: Callable[..., Any], args: Any, kwargs: Any, whole: Sequence[GlobalTensor]
+) -> Any:
+    """What comes back, as every rank of the world knows it: from shapes, or, where it depends on data, from values.
+
+    Owners and placeholders decide alike, because the values are a boxing to all ranks.
+    """
+    if not plan.depends_on_data:
+        try:
+            return cached_infos(func, args, kwargs, whole)
+        except Exception:  # noqa: BLE001 - torch says in many ways that shapes do not tell; an error comes again below
+            plan.depends_on_data = True
+    values: dict[int, torch.Tensor] = {}
+
+    def value_of(leaf: Any) -> Any:
+        if not isinstance(leaf, GlobalTensor):
+            return leaf
+        if id(leaf) not in values:
+            with local_torch():
+                flag = leaf.requires_grad
+            values[id(leaf)] = value_on_all_ranks(leaf).clone().requires_grad_(flag)
+        return values[id(leaf)]
+
+    value_args, value_kwargs = tree_map(value_of, (args, kwargs))
+    state = torch.get_rng_state()
+    try:
+        result = func(*value_args, **value_kwargs)
+    finally:
+        torch.set_rng_state(state)
+    return outputs_info(result, [values[id(leaf)] for leaf in whole])
+
+
+def _placeholders(infos: Any, plan: Plan, func: Any, args: Any, kwargs: Any, whole: list[GlobalTensor]) -> Any:
+    layout, (outputs, structure, leaves) = whole[0]._spec.layout, infos
+    specs = [spec_of(plan.world, layout, shape) for shape, _, _ in outputs]
+    recipe = None if plan.depends_on_data else recipe_of(func, args, kwargs)
+    placeholders = placeholder_outputs(outputs, whole, specs, plan.world.device, recipe)
+    results = iter(wrap(r, s) for r, s in zip(placeholders, specs, strict=True))
+    return tree_unflatten([next(results) if leaf is TENSOR else leaf for leaf in leaves], structure)
+
+
+def _in_place(plan: Plan, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Compute on a whole copy, then write the result back in the layout of the target."""
+    if not args:  # torch's initializers hand their tensor on by name
+        by_name, *others = kwargs
+        args, kwargs = (kwargs[by_name],), {name: kwargs[name] for name in others}
+    target = args[0]
+    spec = target._spec
+    whole = box(target, spec.layout.broadcast(), plan.name.folded)
+    with local_torch():
+        copy = wrap(whole.clone(), whole._spec)
+    run_fallback(
+        Plan(None, plan.targets, None, None, func, Name(plan.name.folded), plan.world), func, (copy, *args[1:]), kwargs
+    )
+    result = box(copy, spec.layout, plan.name.folded)
+    if spec.is_placeholder:
+        return write_placeholder(target, [target, result], torch.Tensor.copy_, (target, result))
+    with local_torch():
+        target.copy_(result)
+    return target
+
+
+def _warn_of_gather(plan: Plan, operands: list[GlobalTensor]) -> None:
+    if plan.name.folded in _warned:
+        return
+    moved = 0
+    for operand in operands:
+        target = operand._spec.layout.broadcast()
+        moved += plan_boxing(operand._spec.layout, target, operand._spec.shape, itemsize_of(operand)).wire_bytes
+    if moved:
+        _warned.add(plan.name.folded)
+        layouts = ", ".join(str(operand._spec.layout) for operand in operands)
+        warnings.warn(
+            f"{plan.name.folded}: no rule for operands with layouts {layouts}, so they were gathered "
+            f"({format_bytes(moved)}). "
+            "The result is right but broadcast. Box the operands to B yourself, or declare a rule.",
+            FallbackWarning,
+            stacklevel=6,
+        )
+
+
+def _label_broadcast(
+    result: Any, world: World, layout: Layout, operands: Sequence[Any], whole: Sequence[Any], keeps_views: bool
+) -> Any:
+    """Label results. One that shares storage with a boxed form becomes a copy, because the form is remembered."""
+    leaves, structure = tree_flatten(result)
+    with local_torch():
+        forms = {
+            form.untyped_storage().data_ptr()
+            for form, operand in zip(whole, operands, strict=True)
+            if form is not operand and form.numel()
+        }
+        for position, leaf in enumerate(leaves):
+            if not isinstance(leaf, torch.Tensor):
+                continue
+            if not keeps_views and forms and leaf.untyped_storage().data_ptr() in forms:
+                leaf = leaf.clone()
+            elif type(leaf) is not torch.Tensor:
+                leaf = leaf.view_as(leaf)
+            leaves[position] = wrap(leaf, spec_of(world, layout, tuple(leaf.shape)))
+    return tree_unflatten(leaves, structure)

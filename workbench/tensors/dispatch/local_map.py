@@ -1,0 +1,349 @@
+"""``wb.local_map``: a function on shards, with the layouts of its operands and results declared by its author."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from workbench.core.layout import Layout, Shape
+from workbench.core.placement import Placement
+from workbench.core.sbp import Partial
+from workbench.errors import LayoutError, SbpError
+from workbench.tensors.boxing.box import box, box_implicitly
+from workbench.tensors.conversion import from_local
+from workbench.tensors.dispatch.checks import plain_operand_text, refuse_two_placements
+from workbench.tensors.dispatch.placeholder_calls import TENSOR, autocast_state, infer_outputs, placeholder_outputs
+from workbench.tensors.dispatch.plan_keys import key_of
+from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, new_placeholder, spec_of, wrap
+
+
+def local_map(
+    function: Callable[..., Any],
+    in_sbp: Sequence[Any],
+    out_sbp: Any,
+    *,
+    in_grad_sbp: Sequence[Any] | None = None,
+    out_shape: Any = None,
+    meta: Callable[..., Any] | None = None,
+) -> Callable[..., Any]:
+    """``function`` on shards: its operands are boxed to ``in_sbp``, what it returns on each rank lies as ``out_sbp``.
+
+    The way in for a custom ``autograd.Function`` or a kernel of your own. The function gets plain tensors, this rank's
+    shards, and is not run on ranks outside the placement. Where no argument is a global tensor it is simply called.
+
+    Args:
+        function: any function of tensors; a custom ``autograd.Function``'s ``apply`` among them.
+        in_sbp: one entry per positional argument, each what ``to_global`` takes as ``sbp``; None for an argument that
+            is no tensor. A list of tensors as one argument has one entry for all. Plain tensors count as B.
+        out_sbp: the layout of the result; for a function that returns several tensors, a list with one per result.
+        in_grad_sbp: what the function's backward gives each operand, where that is not the dual of ``in_sbp`` (S to S,
+            B to P, P to B): B for an operand B whose backward already gives the whole gradient on every rank.
+            None for an argument leaves it alone.
+        out_shape: logical shape of the result, or a list of them, where it cannot be inferred. The results have the
+            dtype of the first floating-point operand.
+        meta: the function for tensors without data, which says shapes and dtypes; default ``function`` itself.
+
+    Returns:
+        a function of global tensors. Its results' logical shapes are put together from the shards' shapes on all ranks,
+        which every rank computes without asking another.
+
+    Raises:
+        SbpError: another number of entries than arguments, results or axes; a split dim out of range.
+        LayoutError: results that are no tensors, or whose shapes on the ranks are not those of the declared layout.
+
+    >>> p = wb.placement("cpu", ranks=[0, 1])
+    >>> halves = wb.local_map(lambda x, k: (x * k, x.sum(0)), in_sbp=["S(0)", None], out_sbp=["S(0)", "P"])
+    >>> y, total = halves(wb.ones(5, 3, placement=p, sbp="S(0)"), 2.0)
+    >>> y.shape, total.shape, total.sbp
+    (torch.Size([5, 3]), torch.Size([3]), (P,))
+    """
+    mapping = _Mapping(function, in_sbp, out_sbp, in_grad_sbp, out_shape, meta or function)
+
+    @functools.wraps(function, updated=())
+    def mapped(*args: Any, **kwargs: Any) -> Any:
+        return mapping(args, kwargs)
+
+    return mapped
+
+
+class _Mapping:
+    """One declared function; ``name`` is what errors and traces call it."""
+
+    def __init__(
+        self, function: Any, in_sbp: Sequence[Any], out_sbp: Any, in_grad_sbp: Any, out_shape: Any, meta: Any
+    ) -> None:
+        self.function, self.in_sbp, self.out_sbp, self.meta = function, list(in_sbp), out_sbp, meta
+        owner = getattr(function, "__self__", None)
+        short = getattr(function, "__name__", type(function).__name__)
+        self.name = f"local_map({f'{owner.__name__}.apply' if isinstance(owner, type) else short})"
+        if in_grad_sbp is not None and len(in_grad_sbp) != len(self.in_sbp):
+            raise SbpError(
+                f"{self.name}: in_grad_sbp has {len(in_grad_sbp)} entries, in_sbp {len(self.in_sbp)}. Both have one "
+                "per argument: give None where the gradient lies as the dual of the operand."
+            )
+        self.in_grad_sbp = list(in_grad_sbp) if in_grad_sbp is not None else [None] * len(self.in_sbp)
+        self.out_shape = out_shape
+        try:
+            self.parameters = tuple(inspect.signature(function).parameters)
+        except (TypeError, ValueError):
+            self.parameters = ()
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        known = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, GlobalTensor)]
+        if not known:
+            return self.function(*args, **kwargs)
+        args, kwargs = self._bind(args, kwargs)
+        if len({tensor._spec.layout.placement for tensor in known}) > 1:
+            refuse_two_placements(self.function, args, kwargs, known)
+        spec = known[0]._spec
+        boxed = tuple(self._prepare(i, arg, args, spec) for i, arg in enumerate(args))
+        operands = [leaf for leaf in tree_leaves(boxed) if isinstance(leaf, GlobalTensor)]
+        structure, results = self._known_results(boxed, kwargs, operands, spec)
+        return self._run(boxed, kwargs, operands, structure, results)
+
+    def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Keyword arguments that ``in_sbp`` has an entry for, moved to their positions."""
+        bound, rest = list(args), dict(kwargs)
+        for parameter in self.parameters[len(args) : len(self.in_sbp)]:
+            if parameter not in rest:
+                break
+            bound.append(rest.pop(parameter))
+        if len(bound) != len(self.in_sbp):
+            raise SbpError(
+                f"{self.name}: called with {len(bound)} arguments, but in_sbp has {len(self.in_sbp)} entries. Give one "
+                "per argument, and None for an argument that is no tensor, e.g. in_sbp=['S(0)', 'B', None]."
+            )
+        for name, value in rest.items():
+            if any(isinstance(leaf, GlobalTensor) for leaf in tree_leaves(value)):
+                raise SbpError(
+                    f"{self.name}: the keyword argument {name!r} is a global tensor, and in_sbp's {len(self.in_sbp)} "
+                    "entries are for positional arguments. Pass it by position and give it an entry."
+                )
+        return tuple(bound), rest
+
+    def _prepare(self, position: int, arg: Any, args: tuple[Any, ...], known: Spec) -> Any:
+        """One argument with its tensors global and in the declared layout."""
+        entry, gradient = self.in_sbp[position], self.in_grad_sbp[position]
+        where = f"{self.name}: argument {position + 1}"
+        if position < len(self.parameters):
+            where += f" ({self.parameters[position]})"
+
+        def prepare(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            if entry is None:
+                if isinstance(leaf, GlobalTensor):
+                    raise SbpError(
+                        f"{where} is a global tensor, {leaf._spec.layout}, but in_sbp has None there, which is for "
+                        f'what is no tensor. Give its layout, e.g. "{", ".join(map(repr, leaf._spec.layout.sbp))}".'
+                    )
+                return leaf
+            layout = _layout(known.layout.placement, entry, tuple(leaf.shape), f"{where}, in_sbp")
+            if not isinstance(leaf, GlobalTensor):
+                origin = functools.partial(plain_operand_text, self.function, args, {}, leaf)
+                leaf = from_local(leaf, known.world, known.layout, origin)
+            leaf = box_implicitly(leaf, layout, self.name)
+            return leaf if gradient is None else _with_gradient(leaf, gradient, where)
+
+        if entry is not None and not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(arg)):
+            raise SbpError(
+                f"{where} is a {type(arg).__name__}, but in_sbp has {entry!r} there. Only tensors have layouts: give "
+                "None."
+            )
+        return tree_map(prepare, arg)
+
+    def _known_results(self, args: Any, kwargs: Any, operands: list[GlobalTensor], known: Spec) -> Any:
+        """``_results``, worked out once for what they depend on."""
+        flags = tuple((t.dtype, t.requires_grad) for t in operands)
+        key = ("local_map", self, key_of(args), key_of(kwargs), flags, torch.is_grad_enabled(), autocast_state())
+        plain = [leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is torch.Tensor]
+        try:
+            found = known.plans.get(key) if not plain else None
+        except TypeError:  # an argument that cannot be hashed
+            return self._results(args, kwargs, operands, known)
+        if found is None:
+            found = self._results(args, kwargs, operands, known)
+            if not plain:
+                known.plans[key] = found
+        return found
+
+    def _results(
+        self, args: Any, kwargs: Any, operands: list[GlobalTensor], known: Spec
+    ) -> tuple[Any, list[tuple[Spec, torch.dtype, Any]]]:
+        """Structure of what the function returns, and spec, dtype and links of each result, the same on all ranks."""
+        if self.out_shape is not None:
+            return self._given_results(operands, known)
+        placement = known.layout.placement
+        inferred = {rank: self._infer_on(rank, args, kwargs) for rank in placement}
+        infos, structure, leaves = inferred[placement.grid[0]]
+        for leaf in leaves:
+            if leaf is not TENSOR:
+                raise LayoutError(
+                    f"{self.name}: returns a {type(leaf).__name__} ({leaf!r}) among {len(leaves)} results. A result is "
+                    "a tensor, which has a layout: return torch.tensor(value), or leave it out."
+                )
+        entries = self._out_entries(structure, len(infos))
+        results = []
+        for number, (entry, (shape, dtype, links)) in enumerate(zip(entries, infos, strict=True)):
+            where = f"{self.name}: result {number}, out_sbp" if len(infos) > 1 else f"{self.name}: out_sbp"
+            layout = _layout(placement, entry, shape, where)
+            _check_differentiable(layout, links, where)
+            shapes = {rank: found[0][number][0] for rank, found in inferred.items()}
+            results.append((spec_of(known.world, layout, _whole_shape(shapes, layout, where)), dtype, links))
+        return structure, results
+
+    def _infer_on(self, rank: int, args: Any, kwargs: Any) -> Any:
+        """What the function returns on ``rank``, from tensors without data that have that rank's sizes."""
+
+        def to_meta(leaf: Any) -> Any:
+            if not isinstance(leaf, GlobalTensor):
+                return leaf
+            spec = leaf._spec
+            shape = spec.layout.local_shape(spec.shape, rank)
+            with local_torch():
+                local = new_placeholder(shape, leaf.dtype, spec.world.device).requires_grad_(leaf.requires_grad)
+                return wrap(local, spec_of(spec.world, spec.layout.broadcast(), shape))
+
+        try:
+            metas, meta_kwargs = tree_map(to_meta, (args, kwargs))
+            return infer_outputs(self.meta, metas, meta_kwargs, with_grad=True)
+        except Exception as error:
+            raise LayoutError(
+                f"{self.name}: cannot tell its results' shapes, because it raises {type(error).__name__} on tensors "
+                f"without data ({error}). Give meta=, a function of the same arguments that returns empty tensors, or "
+                "out_shape=, the logical shapes."
+            ) from error
+
+    def _given_results(self, operands: list[GlobalTensor], known: Spec) -> Any:
+        is_single = all(isinstance(size, int) for size in self.out_shape)
+        shapes = [tuple(self.out_shape)] if is_single else [tuple(shape) for shape in self.out_shape]
+        _, structure = tree_flatten(0 if is_single else (0,) * len(shapes))
+        dtype = next((t.dtype for t in operands if t.is_floating_point()), operands[0].dtype)
+        links = torch.is_grad_enabled() and any(t.requires_grad for t in operands)
+        results = []
+        for number, (entry, shape) in enumerate(zip(self._out_entries(structure, len(shapes)), shapes, strict=True)):
+            where = f"{self.name}: result {number}, out_sbp"
+            layout = _layout(known.layout.placement, entry, shape, where)
+            _check_differentiable(layout, links, where)
+            results.append((spec_of(known.world, layout, shape), dtype, links))
+        return structure, results
+
+    def _out_entries(self, structure: Any, num_results: int) -> list[Any]:
+        if structure.is_leaf():
+            return [self.out_sbp]
+        entries = self.out_sbp if isinstance(self.out_sbp, (list, tuple)) else [self.out_sbp]
+        if len(entries) != num_results:
+            example = ", ".join(["'S(0)'", *["'B'"] * (num_results - 1)])
+            raise SbpError(
+                f"{self.name}: returns {num_results} results, but out_sbp has {len(entries)} "
+                f"entr{'y' if len(entries) == 1 else 'ies'}. Give a list with one per result, e.g. "
+                f"out_sbp=[{example}]."
+            )
+        return list(entries)
+
+    def _run(self, args: Any, kwargs: Any, operands: list[GlobalTensor], structure: Any, results: Any) -> Any:
+        specs = [spec for spec, _, _ in results]
+        world = specs[0].world
+        if specs[0].is_placeholder:
+            infos = [(spec.shape, dtype, links) for spec, dtype, links in results]
+            locals_ = placeholder_outputs(infos, operands, specs, world.device)
+        else:
+            locals_ = tree_leaves(self.function(*tree_map(_plain_alias, args), **kwargs))
+            self._check_shards(locals_, specs)
+        return tree_unflatten([wrap(t, spec) for t, spec in zip(locals_, specs, strict=True)], structure)
+
+    def _check_shards(self, locals_: list[Any], specs: list[Spec]) -> None:
+        shapes = [tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__ for value in locals_]
+        expected = [tuple(spec.local_shape) for spec in specs]
+        if shapes != expected:
+            declared = "out_shape" if self.out_shape is not None else "meta"
+            raise LayoutError(
+                f"{self.name}: rank {specs[0].world.rank} returns {shapes}, but {declared} says {expected} for "
+                f"{[str(spec.layout) for spec in specs]}. Every rank returns its balanced part (torch.tensor_split): "
+                "mend the function or what was declared."
+            )
+
+
+def _plain_alias(leaf: Any) -> Any:
+    """This rank's shard as a plain tensor with its history."""
+    if not isinstance(leaf, GlobalTensor):
+        return leaf
+    with local_torch():
+        return leaf.as_subclass(torch.Tensor)
+
+
+def _layout(placement: Placement, entry: Any, shape: Shape, where: str) -> Layout:
+    try:
+        return Layout.of(placement, entry).normalized(shape)
+    except SbpError as error:
+        raise SbpError(f"{where}: {error}") from None
+
+
+def _check_differentiable(layout: Layout, links: Any, where: str) -> None:
+    for entry in layout.sbp:
+        if links and isinstance(entry, Partial) and entry.reduction != "sum":
+            raise LayoutError(
+                f"{where}: {entry} for a result that requires a gradient. Only sums are linear in their terms: call it "
+                "under torch.no_grad(), or return B or S."
+            )
+
+
+def _whole_shape(shapes: dict[int, Shape], layout: Layout, where: str) -> Shape:
+    """The logical shape whose balanced parts are the shards' shapes; an error where there is none."""
+    placement = layout.placement
+    whole = list(shapes[placement.grid[0]])
+    for dim in range(len(whole)):
+        axes = layout.axes_splitting(dim)
+        line = [r for r in placement if all(c == 0 for a, c in enumerate(placement.coordinates(r)) if a not in axes)]
+        whole[dim] = sum(shapes[rank][dim] for rank in line)
+    for rank in placement:
+        expected = layout.local_shape(tuple(whole), rank)
+        if shapes[rank] != expected:
+            raise LayoutError(
+                f"{where}: {layout} does not fit what the ranks return: rank {rank} returns shape {shapes[rank]}, but "
+                f"its part of the whole {tuple(whole)} is {expected}. Split dims are cut in balanced parts "
+                "(torch.tensor_split), all other dims are equal on all ranks: declare another layout, or return such "
+                "parts."
+            )
+    return tuple(whole)
+
+
+class _GradientLayout(torch.autograd.Function):
+    """Nothing forward; backward, the gradient is taken to lie as declared and boxed to the dual of the operand."""
+
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, spec: Spec, declared: Layout) -> torch.Tensor:
+        ctx.spec, ctx.declared = spec, declared
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        spec = ctx.spec
+        with local_torch():
+            source = spec_of(spec.world, ctx.declared, spec.shape)
+            gradient = box(wrap(grads[0].view_as(grads[0]), source), spec.layout.dual(), "in_grad_sbp")
+            return gradient.as_subclass(torch.Tensor), None, None
+
+
+def _with_gradient(tensor: GlobalTensor, declared: Any, where: str) -> GlobalTensor:
+    spec = tensor._spec
+    layout = _layout(spec.layout.placement, declared, spec.shape, f"{where}, in_grad_sbp")
+    for rank in layout.placement:
+        mine, theirs = (one.local_shape(spec.shape, rank) for one in (spec.layout, layout))
+        if mine != theirs:
+            raise SbpError(
+                f"{where}: in_sbp gives rank {rank} a shard of shape {mine}, in_grad_sbp {layout} a gradient of shape "
+                f"{theirs}. A gradient has the shape of its operand: use the same splits, and B or P elsewhere."
+            )
+    with local_torch():
+        if not (tensor.requires_grad and torch.is_grad_enabled()):
+            return tensor
+        return wrap(_GradientLayout.apply(tensor, spec, layout), spec)
+
+
+__all__ = ["local_map"]

@@ -1,0 +1,205 @@
+"""Makes the plan for a function and one combination of specs: the rule's signatures, the cheapest one, its labels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.utils._pytree import tree_flatten
+
+from workbench.core.layout import Layout
+from workbench.core.placement import Placement
+from workbench.core.rules import Equation, Operand, Signature, choose, signatures
+from workbench.core.sbp import Partial, Split, partial_sum
+from workbench.tensors.dispatch.aliasing import ALIASING, PERHAPS_ALIASING
+from workbench.tensors.dispatch.placeholder_calls import infer_outputs
+from workbench.tensors.dispatch.registry import PARAMETERS, RULES, Call, Name, Resolution, fold_name
+from workbench.tensors.dispatch.weight_gradients import split_backward
+from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, spec_of
+from workbench.tensors.world import World
+
+_KEEPING = """
+clone detach alias detach_copy contiguous positive view reshape flatten unflatten ravel squeeze unsqueeze permute
+transpose t get:T get:mT movedim
+"""
+_KEEPS_ELEMENTS = frozenset(_KEEPING.split())
+"""Functions whose result has the elements of their operand as they are: each term of a maximum stays one."""
+
+
+@dataclass(slots=True)
+class Plan:
+    """What to do for one function and one combination of specs.
+
+    Attributes:
+        out: the result's spec where one tensor comes back and no operand has to be boxed; else None.
+        targets: layout that each operand must have, in operand order.
+        positions: indices of the operands among the positional arguments, where all stand there bare; else None.
+        outputs: specs of the results; None for a fallback, whose results are broadcast in the shape they come in.
+        local: the function to run on the shards.
+        name: folded name, for messages.
+        num_tags: how many exchanges ``local`` makes; ranks outside the placement count them.
+        inputs_match: whether all operands lie in ``targets`` already.
+        copies_view: whether the function gives a view on one device, but had to copy here.
+        depends_on_data: whether the shapes of the operands do not tell those of the results.
+        infos: what placeholders know of the results, by the operands' dtypes, by which of them learn, and by modes.
+    """
+
+    out: Spec | None
+    targets: list[Layout]
+    positions: tuple[int, ...] | None
+    outputs: list[Spec] | None
+    local: Callable[..., Any]
+    name: Name
+    world: World
+    num_tags: int = 0
+    copies_view: bool = False
+    inputs_match: bool = False
+    depends_on_data: bool = False
+    infos: dict[Any, Any] = field(default_factory=dict)
+
+
+def bind(name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Keyword arguments moved to their positions, so that operands stand in the order of the equation."""
+    parameters = PARAMETERS.get(name)
+    if not parameters or not kwargs:
+        return args, kwargs
+    bound, rest = list(args), dict(kwargs)
+    for parameter in parameters[len(args) :]:
+        if parameter not in rest:
+            break
+        bound.append(rest.pop(parameter))
+    return tuple(bound), rest
+
+
+def operands_of(args: Any, kwargs: Any) -> list[GlobalTensor]:
+    """The global tensors among the arguments, in order."""
+    return [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, GlobalTensor)]
+
+
+def make_plan(func: Any, args: Any, kwargs: Any, inferred: Any = None) -> Plan:
+    """The plan for a call whose tensors are all global and on one placement; a fallback where no rule applies.
+
+    ``inferred``: what ``infer_outputs`` gives for this call, where the caller knows it already.
+    """
+    name = fold_name(func)
+    if kwargs.get("inplace"):
+        name = Name(name.folded, in_place=True)
+    operands = operands_of(args, kwargs)
+    world, placement = operands[0]._spec.world, operands[0]._spec.layout.placement
+    ordered_args, ordered_kwargs = bind(name.folded, args, kwargs)
+    call = Call(name.folded, func, ordered_args, ordered_kwargs, operands_of(ordered_args, ordered_kwargs))
+    returns_tensor = False
+    resolution = None
+    if name.folded in RULES and kwargs.get("out") is None:
+        known = inferred or _inferred_or_none(func, args, kwargs)
+        if known is not None:
+            infos, structure, _ = known
+            call.outputs, returns_tensor = [info[:2] for info in infos], structure.is_leaf()
+            resolution = RULES[name.folded](call)
+    if resolution is not None:
+        plan = _plan_by_rule(call, name, resolution, placement, world, returns_tensor)
+        if plan is not None:
+            return plan
+    targets = [operand._spec.layout.broadcast() for operand in operands]
+    copies_view = not name.in_place and name.folded in ALIASING | PERHAPS_ALIASING
+    return Plan(None, targets, None, None, func, name, world, copies_view=copies_view)
+
+
+def _inferred_or_none(func: Any, args: Any, kwargs: Any) -> Any:
+    """What comes back, by the shapes alone; None where it depends on data, which no rule can plan for."""
+    try:
+        return infer_outputs(func, args, kwargs)
+    except (NotImplementedError, RuntimeError) as error:
+        if isinstance(error, NotImplementedError) or "meta" in str(error):
+            return None
+        raise
+
+
+def _plan_by_rule(
+    call: Call, name: Name, resolution: Resolution, placement: Placement, world: World, returns_tensor: bool
+) -> Plan | None:
+    candidates = candidates_of(call, resolution, placement)
+    if name.in_place:
+        candidates = _pinned(candidates, call)
+    infos = [
+        Operand(operand._spec.layout, operand._spec.shape, itemsize_of(operand), operand._is_param)
+        for operand in call.operands
+    ]
+    choice = choose(candidates, infos, placement, world.transport.cost, resolution.accepts) if candidates else None
+    if choice is None:
+        return None
+    targets = [Layout(placement, sbp) for sbp in choice.inputs]
+    if name.in_place and targets[0] != call.operands[0]._spec.layout:
+        return None
+    inputs = [
+        spec_of(world, target, operand._spec.shape) for target, operand in zip(targets, call.operands, strict=True)
+    ]
+    sbps = choice.outputs if len(choice.outputs) == len(call.outputs) else choice.outputs[:1] * len(call.outputs)
+    outputs = [
+        spec_of(world, Layout(placement, sbp), shape) for (shape, _), sbp in zip(call.outputs, sbps, strict=True)
+    ]
+    local = resolution.localize(call, inputs, outputs, choice.letters) if resolution.localize else None
+    num_tags = getattr(local, "num_tags", 0)
+    if world.casts is not None:
+        local = world.casts(name.folded, local or call.func)
+    may_split = returns_tensor and not name.in_place and name.folded not in ALIASING | PERHAPS_ALIASING
+    if world.splits_backward and may_split and num_tags == 0 and any(info.is_parameter for info in infos):
+        local = split_backward(local or call.func, world)
+    stays = num_tags == 0 and inputs[0] is call.operands[0]._spec
+    copies_view = not stays and not name.in_place and name.folded in ALIASING | PERHAPS_ALIASING
+    inputs_match = all(spec is operand._spec for spec, operand in zip(inputs, call.operands, strict=True))
+    is_direct = (
+        returns_tensor and not copies_view and not name.in_place and not outputs[0].is_placeholder and inputs_match
+    )
+    positions = tuple(i for i, arg in enumerate(call.args) if isinstance(arg, GlobalTensor))
+    stands_bare = len(positions) == len(call.operands)
+    return Plan(
+        outputs[0] if is_direct else None,
+        targets,
+        positions if stands_bare else None,
+        outputs,
+        local or call.func,
+        name,
+        world,
+        num_tags,
+        copies_view,
+        inputs_match,
+    )
+
+
+def itemsize_of(tensor: GlobalTensor) -> int:
+    """Bytes per element."""
+    with local_torch():
+        return tensor.element_size()
+
+
+def candidates_of(call: Call, resolution: Resolution, placement: Placement) -> list[Signature]:
+    """The one-axis signatures of a rule that are right for these shapes."""
+    found = resolution.signatures
+    if isinstance(found, str):
+        if len(Equation.parse(found).inputs) < len(call.operands):
+            return []  # a call with more tensors than the equation knows of
+        found = signatures(found, call.shapes, [len(shape) for shape, _ in call.outputs])
+    if call.name in _KEEPS_ELEMENTS:
+        found = [*found, *_of_extrema(found, call)]
+    return [s for s in found if s.letter not in resolution.filled or _fills_every_rank(s, call, placement)]
+
+
+def _of_extrema(found: Iterable[Signature], call: Call) -> list[Signature]:
+    """What a function takes and gives as terms of a sum, for the maxima and minima among its operands."""
+    entries = {entry for operand in call.operands for entry in operand._spec.layout.sbp}
+    others = [entry for entry in entries if isinstance(entry, Partial) and entry != partial_sum]
+    of_sums = [s for s in found if {*s.inputs, *s.outputs} == {partial_sum}] if others else []
+    return [Signature((e,) * len(s.inputs), (e,) * len(s.outputs)) for e in others for s in of_sums]
+
+
+def _fills_every_rank(signature: Signature, call: Call, placement: Placement) -> bool:
+    """Whether every rank has a row of the dim that the signature splits."""
+    splits = [(shape, e) for shape, e in zip(call.shapes, signature.inputs, strict=True) if isinstance(e, Split)]
+    return all(shape[entry.dim] >= placement.num_ranks for shape, entry in splits)
+
+
+def _pinned(candidates: list[Signature], call: Call) -> list[Signature]:
+    """In place, the result keeps the layout of the tensor that is written; only signatures that agree are legal."""
+    return [s for s in candidates if s.inputs[0] == s.outputs[0] and s.inputs[0] in call.operands[0]._spec.layout.sbp]

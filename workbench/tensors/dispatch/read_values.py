@@ -1,0 +1,101 @@
+"""Reading values: ``item``, ``tolist``, ``bool``, printing, ``full_tensor``: the logical value on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from workbench.core.layout import Layout, format_sbp
+from workbench.core.placement import Placement
+from workbench.core.sbp import broadcast
+from workbench.tensors.boxing.box import box
+from workbench.tensors.boxing.explicit import Need, check_explicit
+from workbench.tensors.dispatch.registry import handler
+from workbench.tensors.global_tensor import GlobalTensor, local_torch
+
+
+def value_on_all_ranks(tensor: GlobalTensor) -> torch.Tensor:
+    """The logical value as a plain tensor on every rank of the world; all ranks call it."""
+    with torch.no_grad():
+        detached: Any = tensor.detach()
+        value = on_all_ranks(detached)
+    with local_torch():
+        return value.detach().as_subclass(torch.Tensor)
+
+
+def on_all_ranks(tensor: GlobalTensor) -> GlobalTensor:
+    """The tensor as B on every rank of the world, wherever it lies; all ranks call it.
+
+    Raises:
+        StrategyError: inside a scheduled step of several stages.
+    """
+    running = tensor._spec.world.running
+    if running is not None:
+        running.check_reading(tensor)
+    return box(tensor, _whole(tensor))
+
+
+def check_reading(tensor: GlobalTensor, function: str) -> None:
+    """Under ``wb.explicit_boxing()``, refuse what reads the value on ranks that have no part of it.
+
+    Raises:
+        ExplicitBoxingError: it has to move from one placement to another.
+    """
+    spec, whole = tensor._spec, _whole(tensor)
+    if not spec.world.implicit_boxing_allowed and whole.placement != spec.layout.placement:
+        check_explicit(function, [Need("the tensor", tensor, whole)])
+
+
+def _whole(tensor: GlobalTensor) -> Layout:
+    """B on all ranks of the world: in the placement that the tensor has, if that is all of them."""
+    layout, world_size = tensor._spec.layout, tensor._spec.world.world_size
+    if len(layout.placement.ranks) == world_size:
+        return layout.broadcast()
+    return Layout(Placement.of(layout.placement.device_type, list(range(world_size))), (broadcast,))
+
+
+@handler(
+    "item",
+    "tolist",
+    "bool",
+    "float",
+    "int",
+    "index",
+    "complex",
+    "array",
+    "dlpack",
+    "numpy",
+    "contains",
+    "is_nonzero",
+    "equal",
+    "allclose",
+)
+def read(func: Any, args: Any, kwargs: Any) -> Any:
+    """Plain Python or numpy value of the whole tensor."""
+    if func.__name__ in ("bool", "float", "int", "complex"):  # Tensor.float(), torch.complex: conversions, not reads
+        return NotImplemented
+    for arg in args:
+        if isinstance(arg, GlobalTensor):
+            check_reading(arg, func.__name__)
+    plain_args = [value_on_all_ranks(arg) if isinstance(arg, GlobalTensor) else arg for arg in args]
+    return func(*plain_args, **kwargs)
+
+
+@handler("format")
+def format_value(func: Any, args: Any, kwargs: Any) -> str:
+    """``f"{loss:.4f}"`` of a scalar formats its value, of anything else its text."""
+    tensor, text = args
+    return format(tensor.item(), text) if not tensor._spec.shape and text else format(str(tensor), text)
+
+
+def format_values(tensor: GlobalTensor) -> str:
+    """The logical values and the layout, the same text on every rank; all ranks call it."""
+    spec = tensor._spec
+    check_reading(tensor, "print")
+    values = str(value_on_all_ranks(tensor))
+    grad = ", requires_grad" if tensor.requires_grad else ""
+    return (
+        f"{values}\n  {format_sbp(spec.layout.sbp)} on "
+        f"{spec.layout.placement.device_type}:{spec.layout.placement.ranks}{grad}"
+    )

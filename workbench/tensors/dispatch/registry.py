@@ -1,0 +1,186 @@
+"""Names, rules and calls: what a function family file has to know to add a function.
+
+A rule is looked up by a function's folded name (``torch.add``, ``Tensor.__iadd__`` and ``Tensor.add_`` are all "add").
+It is one of
+
+* an equation, ``equations("linear", "...k, nk, +n -> ...n")``, or a function ``Call -> Resolution`` that makes one;
+* a composite, ``@composite("batch_norm")``: written with other functions on global tensors;
+* a handler, ``@handler("get:dtype")``: for functions that are no tensor arithmetic (metadata, reads, backward).
+
+Functions without a rule: Python functions of torch are run as written on global tensors, builtins fall back to
+broadcast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from workbench.core.layout import Shape
+from workbench.core.rules import Signature
+from workbench.core.sbp import NdSbp
+from workbench.tensors.global_tensor import GlobalTensor, Spec
+
+LocalFunction = Callable[..., Any]
+
+
+@dataclass
+class Call:
+    """One call of a torch function, with its arguments bound to positions where the rule names its parameters.
+
+    ``operands`` are the tensors among the arguments, in order; ``outputs`` are (shape, dtype) of the results for the
+    logical shapes, as torch itself infers them.
+    """
+
+    name: str
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    operands: list[GlobalTensor]
+    outputs: list[tuple[Shape, torch.dtype]] = field(default_factory=list)
+
+    @property
+    def shapes(self) -> list[Shape]:
+        """Logical shapes of the operands."""
+        return [operand._spec.shape for operand in self.operands]
+
+    def arg(self, position: int, name: str, default: Any = None) -> Any:
+        """A static argument, by position or by name."""
+        return self.args[position] if position < len(self.args) else self.kwargs.get(name, default)
+
+
+@dataclass
+class Resolution:
+    """What a rule says about one call.
+
+    Attributes:
+        signatures: the one-axis signatures, or an equation that gives them.
+        localize: makes the local function from the chosen layouts (inputs, outputs, letters), where it is not the
+            function itself: sizes to rewrite, a sum over logical sizes.
+        filled: letters of dims of which every rank must have a row, because the local function cannot do without.
+        accepts: whether layouts (of the inputs, of the outputs) fit, where axes cannot be judged one by one.
+    """
+
+    signatures: str | Sequence[Signature]
+    localize: Callable[[Call, list[Spec], list[Spec], tuple[str, ...]], LocalFunction | None] | None = None
+    filled: str = ""
+    accepts: Callable[[tuple[NdSbp, ...], tuple[NdSbp, ...]], bool] | None = None
+
+
+RuleFunction = Callable[[Call], Resolution | None]
+RULES: dict[str, RuleFunction] = {}
+PARAMETERS: dict[str, tuple[str, ...]] = {}
+COMPOSITES: dict[str, Callable[..., Any]] = {}
+EXACT: dict[Any, Callable[..., Any]] = {}
+"""Composites for one function object, where its name means something else too: ``nn.init.uniform_``."""
+HANDLERS: dict[str, Callable[..., Any]] = {}
+FILLERS: dict[str, Callable[..., GlobalTensor]] = {}
+"""For ``out=`` of functions that take no tensor, by torch's name: what makes the result in the layout of ``out``."""
+USER_FUNCTION_NAMES: dict[Any, str] = {}
+"""Names of users' Python functions; what they are called may mean something else in torch."""
+VALUE_INDEPENDENT: set[str] = {"add", "sub", "rsub", "mul", "div"}
+"""Functions whose rule looks at no float but to see whether it is zero or infinite; those of an equation among them."""
+
+
+def rule(*names: str, parameters: str = "") -> Callable[[RuleFunction], RuleFunction]:
+    """Register a function ``Call -> Resolution`` under folded names; None means: this call has no rule, fall back."""
+
+    def register(function: RuleFunction) -> RuleFunction:
+        for name in names:
+            RULES[name] = function
+            if parameters:
+                PARAMETERS[name] = tuple(parameters.split())
+        return function
+
+    return register
+
+
+def equations(names: str, equation: str, parameters: str = "", filled: str = "") -> None:
+    """Register one equation under several folded names."""
+    resolution = Resolution(equation, filled=filled)
+    VALUE_INDEPENDENT.update(names.split())
+    rule(*names.split(), parameters=parameters)(lambda call: resolution)
+
+
+def composite(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a function written with other functions on global tensors; same signature as torch's."""
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        COMPOSITES.update(dict.fromkeys(names, function))
+        return function
+
+    return register
+
+
+def handler(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a function ``(func, args, kwargs) -> result`` that takes over the whole call."""
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        HANDLERS.update(dict.fromkeys(names, function))
+        return function
+
+    return register
+
+
+def filler(*names: str) -> Callable[[Callable[..., GlobalTensor]], Callable[..., GlobalTensor]]:
+    """Register a function ``(args, options, out) -> result`` for ``torch.NAME(..., out=global)`` without operands."""
+
+    def register(function: Callable[..., GlobalTensor]) -> Callable[..., GlobalTensor]:
+        FILLERS.update(dict.fromkeys(names, function))
+        return function
+
+    return register
+
+
+_DUNDERS = {
+    "truediv": "div", "div": "div", "floordiv": "floor_divide", "mod": "remainder", "matmul": "matmul",
+    "and": "bitwise_and",
+    "or": "bitwise_or", "xor": "bitwise_xor", "lshift": "bitwise_left_shift", "rshift": "bitwise_right_shift",
+    "invert": "bitwise_not", "pos": "positive",
+}  # fmt: skip
+_REFLECTED = {"radd": "add", "rmul": "mul", "rand": "bitwise_and", "ror": "bitwise_or", "rxor": "bitwise_xor"}
+_ALIASES = {
+    "subtract": "sub", "multiply": "mul", "divide": "div", "true_divide": "div", "negative": "neg", "absolute": "abs",
+    "greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le", "not_equal": "ne", "concat": "cat",
+    "concatenate": "cat", "clip": "clamp", "swapaxes": "transpose", "swapdims": "transpose", "moveaxis": "movedim",
+    "arccos": "acos", "arcsin": "asin", "arctan": "atan", "fix": "trunc", "conv_transpose": "conv_transpose1d",
+    "expit": "sigmoid", "psi": "digamma", "gammaln": "lgamma", "gammainc": "igamma", "gammaincc": "igammac",
+    "multigammaln": "mvlgamma", "type_as": "to",
+}  # fmt: skip
+_KEEP_UNDERSCORE = {"requires_grad_", "retain_grad", "share_memory_", "set_", "resize_", "as_strided_"}
+
+
+@dataclass(frozen=True)
+class Name:
+    """A function's folded name, and whether this form of it writes into its first argument."""
+
+    folded: str
+    in_place: bool = False
+
+
+def fold_name(func: Any) -> Name:
+    """The folded name of a torch function: ``Tensor.__iadd__`` -> add, in place; ``Tensor.dtype.__get__``
+    -> get:dtype.
+    """
+    if func in USER_FUNCTION_NAMES:
+        return Name(USER_FUNCTION_NAMES[func])
+    if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        qualified = func._schema.name if isinstance(func, torch._ops.OpOverload) else func._qualified_op_name
+        if not qualified.startswith(("aten::", "prim")):  # a user's "mylib::add" is not torch's
+            return Name(qualified.removesuffix("_"), in_place=qualified.endswith("_"))
+    name = getattr(func, "__name__", str(func)).partition(".")[0].removeprefix("special_")  # overloads: "slice.Tensor"
+    if name in ("__get__", "__set__", "__delete__"):
+        return Name(f"{name.strip('_')}:{func.__self__.__name__}")
+    if name.startswith("__") and name.endswith("__"):
+        inner = name.strip("_")
+        if inner in _REFLECTED:
+            return Name(_REFLECTED[inner])
+        if inner in ("iadd", "isub", "imul", "itruediv", "idiv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor"):
+            return Name(_DUNDERS.get(inner[1:], inner[1:]), in_place=True)
+        return Name(_DUNDERS.get(inner, inner), in_place=inner == "setitem")
+    if name.endswith("_") and not name.startswith("_") and name not in _KEEP_UNDERSCORE:
+        return Name(_ALIASES.get(name[:-1], name[:-1]), in_place=True)
+    return Name(_ALIASES.get(name, name))

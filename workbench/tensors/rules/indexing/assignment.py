@@ -1,0 +1,262 @@
+"""Index expressions that need more than a rule: masks and lists are read as index tensors, and assignments.
+
+An assignment keeps the layout of what is written. Every rank writes into its own rows; where the target is a sum of
+terms, so is the value.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from workbench.core.sbp import Partial, Sbp, Split, broadcast
+from workbench.tensors.boxing.box import box_implicitly
+from workbench.tensors.conversion import from_local
+from workbench.tensors.dispatch.dispatcher import call_by_plan
+from workbench.tensors.dispatch.placeholder_calls import write_placeholder
+from workbench.tensors.dispatch.registry import handler
+from workbench.tensors.global_tensor import GlobalTensor, local_torch
+from workbench.tensors.rules.indexing.indexing import as_items, check_bounds, is_basic
+from workbench.tensors.rules.views.row_moves import own_rows
+
+_WHOLE = slice(None)
+
+
+@handler("getitem")
+def getitem(func: Any, args: Any, kwargs: Any) -> Any:
+    """Numbers, slices and None go to the rule; then index tensors over dims that are whole otherwise."""
+    index = args[1]
+    if type(index) is int or type(index) is slice:
+        return NotImplemented
+    if type(index) is tuple and all(map(is_basic, index)):
+        return NotImplemented
+    if not isinstance(args[0], GlobalTensor) or index is None or index is Ellipsis:
+        return NotImplemented
+    items = tensor_items(args[0], index)
+    if items is None:
+        return NotImplemented
+    first = tuple(_WHOLE if isinstance(item, torch.Tensor) else item for item in items)
+    source = args[0] if all(item == _WHOLE for item in first) else args[0][first]
+    rest = tuple(item if isinstance(item, torch.Tensor) else _WHOLE for item in items if not isinstance(item, int))
+    return call_by_plan(torch.Tensor.__getitem__, (source, rest))
+
+
+def tensor_items(target: GlobalTensor, index: Any) -> list[Any] | None:
+    """One item per dim, lists as tensors and masks as index tensors; None for what only torch itself understands."""
+    listed = index if isinstance(index, tuple) else (index,)
+    items = [_as_tensor(item, target) for item in listed]
+    if any(_is_condition(item) for item in items):
+        return None
+    if any(isinstance(item, slice) and not _is_static(item) for item in items):
+        return None
+    found: list[Any] = []
+    for item in as_items(tuple(items), len(target._spec.shape)):
+        if isinstance(item, torch.Tensor) and item.dtype in (torch.bool, torch.uint8):
+            _check_mask(item, target, sum(i is not None for i in found))
+            found.extend(torch.nonzero(item).unbind(1))
+        elif isinstance(item, torch.Tensor):
+            found.append(item.long() if item.dtype != torch.int64 else item)
+        else:
+            found.append(item)
+    return found
+
+
+def _as_tensor(item: Any, target: GlobalTensor) -> Any:
+    if isinstance(item, (list, range)) or (hasattr(item, "__array__") and not isinstance(item, torch.Tensor)):
+        item = torch.as_tensor(list(item) if isinstance(item, (list, range)) else item)
+        if not item.numel():
+            item = item.long()
+    if isinstance(item, torch.Tensor) and not isinstance(item, GlobalTensor):
+        return from_local(item.to(target._spec.world.device), target._spec.world, target._spec.layout)
+    return item
+
+
+def _is_condition(item: Any) -> bool:
+    """True, False, and masks without dims: take all, or nothing."""
+    return isinstance(item, bool) or (isinstance(item, torch.Tensor) and item.dtype == torch.bool and not item.dim())
+
+
+def _is_static(item: slice) -> bool:
+    return all(end is None or isinstance(end, int) for end in (item.start, item.stop, item.step))
+
+
+def _check_mask(mask: Any, target: GlobalTensor, dim: int) -> None:
+    shape = tuple(target._spec.shape)
+    if tuple(mask.shape) != shape[dim : dim + mask.dim()]:
+        raise IndexError(f"The shape of the mask {list(mask.shape)} at index {dim} does not match {list(shape)}")
+
+
+@handler("setitem")
+def setitem(func: Any, args: Any, kwargs: Any) -> None:
+    """``x[index] = value``, in the layout of ``x``."""
+    target, index, value = args
+    if not isinstance(target, GlobalTensor):  # a plain tensor would keep this rank's part only
+        return call_by_plan(func, args)
+    listed = index if isinstance(index, tuple) else (index,)
+    if all(map(is_basic, listed)):
+        return _assign(target, as_items(index, len(target._spec.shape)), value)
+    mask = listed[0] if len(listed) == 1 else None
+    if isinstance(mask, torch.Tensor) and mask.dtype == torch.bool and mask.dim() and _num_elements(value) == 1:
+        _check_mask(mask, target, 0)
+        mask = mask.reshape(*mask.shape, *[1] * (target.dim() - mask.dim()))
+        return _fill_where(target, mask, value)
+    items = tensor_items(target, index)
+    if items is None:
+        return call_by_plan(func, args)
+    return _assign(target, items, value)
+
+
+def _num_elements(value: Any) -> int:
+    return value.numel() if isinstance(value, torch.Tensor) else 1
+
+
+def _fill_where(target: GlobalTensor, mask: Any, value: Any) -> None:
+    if isinstance(value, torch.Tensor):
+        value = value.reshape(()).to(target.dtype)
+    target.masked_fill_(mask, value)
+
+
+def _assign(target: GlobalTensor, items: list[Any], value: Any) -> None:
+    indices = [item for item in items if isinstance(item, torch.Tensor)]
+    if not indices:
+        return write_slices(target, items, _global(value, target))
+    first = tuple(_WHOLE if isinstance(item, torch.Tensor) else item for item in items)
+    if any(item != _WHOLE for item in first):  # write through the view that the numbers and slices make
+        view: Any = target[first]
+        items = [item if isinstance(item, torch.Tensor) else _WHOLE for item in items if not isinstance(item, int)]
+        view[tuple(items)] = value
+        return None
+    return write_rows(target, items, _global(value, target), accumulate=False)
+
+
+def _global(value: Any, target: GlobalTensor) -> GlobalTensor:
+    if isinstance(value, GlobalTensor):
+        converted: Any = value if value.dtype == target.dtype else value.to(target.dtype)
+        return converted
+    spec = target._spec
+    plain = torch.as_tensor(value, device=spec.world.device).to(target.dtype)
+    return from_local(plain, spec.world, spec.layout)
+
+
+def _boxed_value(value: GlobalTensor, target: GlobalTensor, result_dims: list[int | None]) -> GlobalTensor:
+    """The value where it is needed: beside the target along dims that are whole, as a term of a sum of terms."""
+    spec = target._spec
+    entries: list[Sbp] = []
+    for entry in spec.layout.sbp:
+        wanted: Sbp = entry if isinstance(entry, Partial) else broadcast
+        if isinstance(entry, Split) and entry.dim in result_dims:
+            at = result_dims.index(entry.dim) - len(result_dims) + value.dim()
+            if at >= 0 and value._spec.shape[at] == spec.shape[entry.dim]:
+                wanted = Split(at)
+        entries.append(wanted)
+    return box_implicitly(value, spec.layout.with_sbp(tuple(entries)), "an index assignment")
+
+
+def write_slices(target: GlobalTensor, items: list[Any], value: Any) -> None:
+    """``x[numbers, slices and None] = value``: every rank writes what falls into its rows."""
+    spec = target._spec
+    sources = [dim for dim, item in enumerate(i for i in items if i is not None)]
+    dims = iter(sources)
+    by_item = [None if item is None else next(dims) for item in items]
+    whole = {d for d, item in zip(by_item, items, strict=True) if d is not None and _takes_all(item, spec.shape[d])}
+    result = [d if d in whole else None for d, i in zip(by_item, items, strict=True) if not isinstance(i, int)]
+    while value.dim() > len(result) and value._spec.shape[0] == 1:
+        value = value.squeeze(0)
+    boxed = _boxed_value(value, target, result)
+    if spec.is_placeholder:
+        write_placeholder(target, [target, boxed])
+        return _count_write(target)
+    with local_torch():
+        place: list[slice] = []
+        part: list[Any] = []
+        sizes: list[int] = []
+        for d, item in zip(by_item, items, strict=True):
+            if d is None:
+                part.append(0)
+                sizes.append(1)
+                continue
+            size, (start, stop) = spec.shape[d], own_rows(spec, d)
+            if isinstance(item, int) and not -size <= item < size:
+                raise IndexError(f"index {item} is out of bounds for dimension {d} with size {size}")
+            rows = range(size)[item] if isinstance(item, slice) else range(item % size, item % size + 1)
+            own, skipped = _own_slice(rows, start, stop)
+            place.append(own)
+            count = len(range(*own.indices(stop - start)))
+            if isinstance(item, slice):
+                sizes.append(count if d in whole else len(rows))
+                part.append(_WHOLE if d in whole else slice(skipped, skipped + count))
+            else:
+                part.append(None)
+        target[tuple(place)] = boxed.expand(sizes)[tuple(part)]
+    return _count_write(target)
+
+
+def _takes_all(item: Any, size: int) -> bool:
+    return isinstance(item, slice) and range(size)[item] == range(size)
+
+
+def _own_slice(rows: range, start: int, stop: int) -> tuple[slice, int]:
+    """Which of ``rows`` lie in [start, stop), as a slice of the shard, and how many come before."""
+    skipped = max(0, -((rows.start - start) // rows.step))
+    first = rows.start + skipped * rows.step
+    count = len(range(first, min(rows.stop, stop), rows.step))
+    return slice(first - start, first - start + count * rows.step, rows.step) if count else slice(0, 0), skipped
+
+
+def write_rows(target: GlobalTensor, items: list[Any], value: GlobalTensor, accumulate: bool) -> None:
+    """``x[index tensors and whole dims] = value`` (or ``+=``): every rank writes the rows that it holds."""
+    spec = target._spec
+    dims = [d for d, item in enumerate(items) if isinstance(item, torch.Tensor)]
+    indices = [box_implicitly(items[d], spec.layout.broadcast(), "an index assignment") for d in dims]
+    shape = torch.broadcast_shapes(*(tuple(index._spec.shape) for index in indices))
+    kept: list[int | None] = [d for d in range(len(items)) if d not in dims]
+    at = dims[0] if dims[-1] - dims[0] + 1 == len(dims) else 0
+    result = [*kept[:at], *[None] * len(shape), *kept[at:]]
+    boxed = _boxed_value(value, target, result)
+    if spec.is_placeholder:
+        write_placeholder(target, [target, boxed])
+        return _count_write(target)
+    with local_torch():
+        local = [spec.local_shape[d] for d in range(len(items)) if d not in dims]
+        part = boxed.expand([*local[:at], *shape, *local[at:]])
+        valid: torch.Tensor | None = None
+        rows = []
+        for d, index in zip(dims, indices, strict=True):
+            size, (start, stop) = spec.shape[d], own_rows(spec, d)
+            check_bounds(index, size)
+            row = torch.where(index < 0, index + size, index) - start
+            rows.append(row)
+            if stop - start < size:
+                inside = (row >= 0) & (row < stop - start)
+                valid = inside if valid is None else valid & inside
+        if valid is not None:
+            valid = valid.expand(shape)
+            rows = [row.expand(shape)[valid] for row in rows]
+            part = part.movedim(list(range(at, at + len(shape))), list(range(len(shape))))[valid].movedim(0, at)
+        index_of = dict(zip(dims, rows, strict=True))
+        place = [index_of.get(d) for d in range(len(items))]
+        torch.ops.aten.index_put_.default(target, place, part, accumulate)  # Tensor.index_put_ takes no None
+    return _count_write(target)
+
+
+def _count_write(target: GlobalTensor) -> None:
+    """Boxed forms are remembered by version: it has to change on every rank, also where nothing was written."""
+    with local_torch():
+        torch.autograd.graph.increment_version(target)
+
+
+@handler("index_put")
+def index_put(func: Any, args: Any, kwargs: Any) -> Any:
+    """``x.index_put_((i, None, j), values, accumulate)``, in place or not."""
+    names = ("input", "indices", "values", "accumulate")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    target, accumulate = given.pop("input", given.pop("self", None)), bool(given.get("accumulate", False))
+    if not isinstance(target, GlobalTensor):
+        return NotImplemented
+    items = tensor_items(target, tuple(_WHOLE if item is None else item for item in given["indices"]))
+    assert items is not None
+    if not func.__name__.endswith("_"):
+        target = target.clone()
+    write_rows(target, items, _global(given["values"], target), accumulate)
+    return target

@@ -1,0 +1,215 @@
+"""Gather and scatter: rows and elements by index along one dim.
+
+Dims that the index does not run along keep their split where the index has their size. Along a split dim every rank
+looks for the entries that fall into its own rows: what is gathered so is a sum over the ranks, and what is scattered
+elsewhere goes into a row that is thrown away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from workbench.core.rules import Signature
+from workbench.core.sbp import Sbp, Split, broadcast, partial_sum
+from workbench.tensors.dispatch.equation_text import term
+from workbench.tensors.dispatch.registry import Call, Resolution, composite, rule
+from workbench.tensors.global_tensor import Spec
+from workbench.tensors.rules.indexing.indexing import masked_lookup, shifted
+from workbench.tensors.rules.views.concatenation import splits_dim
+from workbench.tensors.rules.views.row_moves import own_rows
+
+_WHOLE = slice(None)
+
+
+def _like(count: int, entry: Sbp, others: Sbp = broadcast) -> tuple[Sbp, ...]:
+    return (entry, *[others] * (count - 1))
+
+
+@rule("index_select", parameters="input dim index")
+def _index_select(call: Call) -> Resolution | None:
+    ndim = len(call.shapes[0])
+    if not ndim:
+        return None
+    dim = int(call.args[1]) % ndim
+    found = [Signature((Split(d), broadcast), (Split(d),), chr(97 + d)) for d in range(ndim) if d != dim]
+    if call.shapes[1]:
+        found.append(Signature((broadcast, Split(0)), (Split(dim),), "n"))
+    if call.operands[0].dtype != torch.bool:
+        found.append(Signature((Split(dim), broadcast), (partial_sum,), "r"))
+    found += [Signature((entry, broadcast), (entry,)) for entry in (partial_sum, broadcast)]
+
+    def localize(call: Call, inputs: list[Spec], outputs: list[Spec], letters: tuple[str, ...]) -> Any:
+        if not splits_dim(inputs[0], dim):
+            return None
+        bounds = {dim: (call.shapes[0][dim], *own_rows(inputs[0], dim))}
+
+        def look_up(x: torch.Tensor, _: int, index: torch.Tensor) -> torch.Tensor:
+            items: list[Any] = [_WHOLE] * ndim
+            items[dim] = index.reshape(-1)
+            return masked_lookup(x, items, bounds, ndim - dim - 1)
+
+        return look_up
+
+    return Resolution(found, localize)
+
+
+def _aligned(call: Call, dim: int, tensors: Sequence[int]) -> list[int]:
+    """Dims apart from ``dim`` in which the tensors have one size, so that their slices lie side by side."""
+    shapes = [call.shapes[k] for k in tensors]
+    return [d for d in range(len(shapes[0])) if d != dim and len({shape[d] for shape in shapes}) == 1]
+
+
+@rule("gather", parameters="input dim index")
+def _gather(call: Call) -> Resolution | None:
+    """Also ``take_along_dim``, once the shapes are alike."""
+    ndim = len(call.shapes[0])
+    if not ndim or len(call.shapes[1]) != ndim:
+        return None
+    dim = int(call.args[1]) % ndim
+    found = [Signature((Split(d), Split(d)), (Split(d),), chr(97 + d)) for d in _aligned(call, dim, [0, 1])]
+    found.append(Signature((broadcast, Split(dim)), (Split(dim),), "n"))
+    if call.operands[0].dtype != torch.bool:
+        found.append(Signature((Split(dim), broadcast), (partial_sum,), "r"))
+    found += [Signature((entry, broadcast), (entry,)) for entry in (partial_sum, broadcast)]
+
+    def localize(call: Call, inputs: list[Spec], outputs: list[Spec], letters: tuple[str, ...]) -> Any:
+        if not splits_dim(inputs[0], dim):
+            return None
+        size, (start, stop) = call.shapes[0][dim], own_rows(inputs[0], dim)
+
+        def look_up(x: torch.Tensor, _: int, index: torch.Tensor, **options: Any) -> torch.Tensor:
+            row, valid = shifted(index, size, start, stop)
+            if start == stop:
+                x = torch.cat([x, x.new_zeros([1 if d == dim else s for d, s in enumerate(x.shape)])], dim)
+            found = torch.gather(x, dim, row, **options)
+            return found.masked_fill(~valid, 0)
+
+        return look_up
+
+    return Resolution(found, localize)
+
+
+@composite("take_along_dim")
+def take_along_dim(input: Any, indices: Any, dim: int | None = None) -> Any:
+    """A gather after broadcasting all dims but one."""
+    if dim is None:
+        return torch.gather(input.reshape(-1), 0, indices.reshape(-1))
+    if input.dim() != indices.dim():
+        raise RuntimeError(
+            "torch.take_along_dim(): input and indices should have the same number of dimensions, "
+            f"but got {input.dim()} dimensions for input, and {indices.dim()} dimensions for indices"
+        )
+    dim = dim % max(1, input.dim())
+    sizes = list(
+        torch.broadcast_shapes(*[[1 if d == dim else s for d, s in enumerate(t.shape)] for t in (input, indices)])
+    )
+    whole, rows = list(sizes), list(sizes)
+    if sizes:
+        whole[dim], rows[dim] = input.shape[dim], indices.shape[dim]
+        indices = torch.where(indices < 0, indices + whole[dim], indices)  # gather itself takes no negative ones
+    return torch.gather(input.expand(whole), dim, indices.expand(rows))
+
+
+@composite("take")
+def take(input: Any, index: Any) -> Any:
+    """``input`` counted through, at ``index``."""
+    return input.reshape(-1)[index] if index.dim() else input.reshape(-1)[index.reshape(1)].reshape(())
+
+
+@rule("index_add", "index_reduce", "index_copy", "index_fill", parameters="input dim index source")
+def _index_write(call: Call) -> Resolution | None:
+    """Rows by index. Added rows may come from anywhere: each rank adds its own, and the sum is over the ranks."""
+    ndim = len(call.shapes[0])
+    if not ndim or (len(call.operands) == 3 and len(call.shapes[2]) not in (0, ndim)):
+        return None
+    dim = int(call.args[1]) % ndim
+    has_rows = len(call.operands) == 3 and len(call.shapes[2]) == ndim
+    rest = call.operands[2:]
+
+    def signature(entry: Sbp, row_entry: Sbp, letter: str = "", index: Sbp = broadcast) -> Signature:
+        rows = (row_entry if has_rows else broadcast,) * len(rest)
+        return Signature((entry, index, *rows), (entry,), letter)
+
+    found = [signature(Split(d), Split(d), chr(97 + d)) for d in range(ndim) if d != dim]
+    found.append(signature(Split(dim), broadcast, "r"))
+    if call.name == "index_add" and has_rows:
+        if call.shapes[1]:
+            found.append(signature(partial_sum, Split(dim), "n", Split(0)))
+        found.append(signature(partial_sum, partial_sum))
+    elif call.name == "index_copy" and has_rows:
+        found.append(signature(partial_sum, partial_sum))
+    found.append(signature(broadcast, broadcast))
+
+    def localize(call: Call, inputs: list[Spec], outputs: list[Spec], letters: tuple[str, ...]) -> Any:
+        if not splits_dim(inputs[0], dim):
+            return None
+        return _with_spare_row(call, inputs[0], dim)
+
+    return Resolution(found, localize)
+
+
+@rule("scatter", "scatter_add", "scatter_reduce", parameters="input dim index src reduce")
+def _scatter(call: Call) -> Resolution | None:
+    """Elements by index; a source may be larger than the index."""
+    ndim = len(call.shapes[0])
+    if not ndim or any(len(shape) != ndim for shape in call.shapes[1:]):
+        return None
+    dim = int(call.args[1]) % ndim
+    count = len(call.operands)
+    reduces = call.name != "scatter" or call.arg(4, "reduce") is not None
+    aligned = _aligned(call, dim, range(count))
+    found = [Signature((Split(d),) * count, (Split(d),), chr(97 + d)) for d in aligned]
+    found.append(Signature(_like(count, Split(dim)), (Split(dim),), "r"))
+    if call.name == "scatter_add":
+        inner = [d for d in range(ndim) if call.shapes[1][d] == call.shapes[2][d]]
+        found += [
+            Signature((partial_sum, Split(d), Split(d)), (partial_sum,), chr(110 + d))
+            for d in inner
+            if d not in aligned
+        ]
+    if call.name == "scatter_add" or (not reduces and count == 3):
+        found.append(Signature((partial_sum, broadcast, partial_sum), (partial_sum,)))
+    found.append(Signature((broadcast,) * count, (broadcast,)))
+
+    def localize(call: Call, inputs: list[Spec], outputs: list[Spec], letters: tuple[str, ...]) -> Any:
+        return _with_spare_row(call, inputs[0], dim) if splits_dim(inputs[0], dim) else None
+
+    return Resolution(found, localize)
+
+
+def _with_spare_row(call: Call, spec: Spec, dim: int) -> Callable[..., Any]:
+    """The function on this rank's rows and one more, where everything lands that belongs to other ranks."""
+    size, (start, stop) = call.shapes[0][dim], own_rows(spec, dim)
+    function, in_place = call.func, getattr(call.func, "__name__", "").endswith("_")
+    plain = getattr(torch.Tensor, function.__name__[:-1]) if in_place else function
+
+    def write(x: torch.Tensor, _: int, index: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
+        row, valid = shifted(index, size, start, stop)
+        spare = x.new_zeros([1 if d == dim else s for d, s in enumerate(x.shape)])
+        row = torch.where(valid, row, stop - start)
+        result = plain(torch.cat([x, spare], dim), dim, row, *rest, **options).narrow(dim, 0, stop - start)
+        return x.copy_(result) if in_place else result
+
+    return write
+
+
+@rule("diagonal_scatter", "select_scatter", "slice_scatter")
+def _scatter_view(call: Call) -> Resolution | None:
+    """A copy with a part replaced; the dims that are cut stay whole. Linear in both."""
+    ndim = len(call.shapes[0])
+    if call.name == "diagonal_scatter":
+        pair = [call.arg(3, "dim1", 0) % ndim, call.arg(4, "dim2", 1) % ndim]
+        return Resolution(f"+{term(ndim, pair)}, +{term(ndim, dropped=pair)}Z -> {term(ndim, pair)}")
+    dim = int(call.arg(2, "dim", 0)) % ndim
+    part = term(ndim, dropped=[dim]) if call.name == "select_scatter" else term(ndim, [dim])
+    return Resolution(f"+{term(ndim, [dim])}, +{part} -> {term(ndim, [dim])}")
+
+
+@composite("put")
+def put(input: Any, index: Any, source: Any, accumulate: bool = False) -> Any:
+    """``input`` counted through, with ``source`` put at ``index``."""
+    flat = input.reshape(-1)
+    return torch.index_put(flat, (index.reshape(-1),), source.reshape(-1), accumulate).reshape(input.shape)

@@ -1,0 +1,118 @@
+"""Softmax and logsumexp over split dims: the global maximum first, then the sum of the exponentials.
+
+A row per rank is summed twice forward and once backward; the tensor itself never moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from workbench.tensors.dispatch.equation_text import normalize_dims
+from workbench.tensors.dispatch.local_call import sum_terms
+from workbench.tensors.dispatch.registry import composite
+from workbench.tensors.global_tensor import GlobalTensor
+from workbench.tensors.rules.reduction.extrema import extremum
+from workbench.tensors.rules.reduction.two_stage import complete, dropped, on_shards, splits, stages_of, terms
+from workbench.tensors.rules.reduction.variance import accumulation_dtype
+
+
+def shifted_sum_of_exp(x: GlobalTensor, dims: Sequence[int]) -> tuple[GlobalTensor, GlobalTensor]:
+    """The largest value m (without gradient) and the sum of exp(x - m) over ``dims``; dims kept, in the layout of x
+    but whole along the axes that split them.
+    """
+    stages = stages_of(x, dims)
+    peak = complete(extremum(x, dims, True, largest=True), "softmax")
+    dtype = accumulation_dtype(x.dtype)
+    total = terms(
+        lambda t, m: (t.to(dtype) - finite(m).to(dtype)).exp().sum(list(dims), keepdim=True),
+        [x, peak], [stages.layout, stages.gathered], stages, True, dtype, "softmax",
+    )  # fmt: skip
+    return peak, complete(total, "softmax")
+
+
+def finite(peak: torch.Tensor) -> torch.Tensor:
+    """Zero in place of an infinite maximum, from which nothing may be subtracted."""
+    return torch.where(peak.isinf(), 0, peak)
+
+
+@composite("logsumexp")
+def logsumexp(input: Any, dim: Any = None, keepdim: bool = False, *, out: Any = None) -> Any:
+    """Logarithm of the sum of exponentials: the global maximum, then the sum of what is left."""
+    if type(input) is not GlobalTensor or dim is None or out is not None:
+        return NotImplemented
+    dims = normalize_dims(dim, len(input._spec.shape))
+    if not splits(input, dims) or 0 in input._spec.shape or input.is_complex():
+        return NotImplemented
+    x = sum_terms(input)
+    if not x.is_floating_point():
+        x = sum_terms(x.to(torch.get_default_dtype()))
+    stages, dtype = stages_of(x, dims), x.dtype
+    peak, total = shifted_sum_of_exp(x, dims)
+    result = on_shards(
+        lambda m, s: (s.log() + finite(m)).to(dtype), [peak, total], [stages.gathered] * 2,
+        [stages.result(True, dtype)], "logsumexp",
+    )[0]  # fmt: skip
+    return result if keepdim else dropped(result, stages)
+
+
+def _softmax(input: Any, dim: int | None, dtype: torch.dtype | None, logarithm: bool) -> Any:
+    if type(input) is not GlobalTensor or dim is None:
+        return NotImplemented
+    dims = normalize_dims(dim, len(input._spec.shape))
+    if not splits(input, dims) or 0 in input._spec.shape:
+        return NotImplemented
+    x = sum_terms(input if dtype is None else input.to(dtype))
+    stages, out_dtype = stages_of(x, dims), x.dtype
+    wide = accumulation_dtype(out_dtype)
+    peak = complete(extremum(x, dims, True, largest=True), "softmax")
+
+    def shifted(t: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
+        moved = t.to(wide) - m.to(wide)
+        return moved if logarithm else moved.exp()
+
+    def add_up(t: torch.Tensor) -> torch.Tensor:
+        return (t.exp() if logarithm else t).sum(dims, keepdim=True)
+
+    def finish(t: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+        return (t - s.log() if logarithm else t / s).to(out_dtype)
+
+    own, shape = stages.layout, x._spec.shape
+    weights = on_shards(shifted, [x, peak], [own, stages.gathered], [(own, shape, wide)], "softmax")[0]
+    total = complete(terms(add_up, [weights], [own], stages, True, wide, "softmax"), "softmax")
+    return on_shards(finish, [weights, total], [own, stages.gathered], [(own, shape, out_dtype)], "softmax")[0]
+
+
+@composite("softmax")
+def softmax(input: Any, dim: int | None = None, *rest: Any, dtype: torch.dtype | None = None, **_: Any) -> Any:
+    """Softmax over a split dim: two sums of a row per rank forward, one backward."""
+    return _softmax(input, dim, _dtype_in(rest, dtype), logarithm=False)
+
+
+@composite("log_softmax")
+def log_softmax(input: Any, dim: int | None = None, *rest: Any, dtype: torch.dtype | None = None, **_: Any) -> Any:
+    """Logarithm of the softmax over a split dim."""
+    return _softmax(input, dim, _dtype_in(rest, dtype), logarithm=True)
+
+
+def _dtype_in(rest: tuple[Any, ...], dtype: torch.dtype | None) -> torch.dtype | None:
+    return next((arg for arg in rest if isinstance(arg, torch.dtype)), dtype)
+
+
+@composite("softmin")
+def softmin(input: Any, dim: int | None = None, *rest: Any, dtype: torch.dtype | None = None, **_: Any) -> Any:
+    """Softmax of the negated input."""
+    if type(input) is not GlobalTensor or dim is None or not splits(input, normalize_dims(dim, input.dim())):
+        return NotImplemented
+    return _softmax(-input, dim, _dtype_in(rest, dtype), logarithm=False)
+
+
+@composite("_safe_softmax")
+def safe_softmax(input: Any, dim: int, dtype: torch.dtype | None = None) -> Any:
+    """Softmax that is zero where a whole row is masked out."""
+    if type(input) is not GlobalTensor:
+        return NotImplemented
+    masked = (input == -torch.inf).all(dim, keepdim=True)
+    return torch.softmax(input.masked_fill(masked, 0.0), dim, dtype=dtype).masked_fill(masked, 0.0)

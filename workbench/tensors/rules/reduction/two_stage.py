@@ -1,0 +1,235 @@
+"""Building blocks for functions along a split dim: local results of every rank, and what is made of them.
+
+A reduction over a split dim is done in two stages. The first works on every shard and leaves one row per rank (so its
+result is a tensor with as many rows as the dim has shards, split as before); the rows are gathered, which moves one row
+per rank and not the tensor, and the second stage reduces them. Gradients need nothing more: both stages run under local
+autograd and the gather is a boxing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from workbench.core.layout import Layout, Shape
+from workbench.core.sbp import Partial, Split, broadcast
+from workbench.tensors.boxing.box import box_gradient, box_implicitly
+from workbench.tensors.dispatch.placeholder_calls import OutputInfo, placeholder_outputs
+from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, spec_of, wrap
+from workbench.tensors.placeholder_storage import spread_zero
+
+Out = tuple[Layout, Shape, torch.dtype]
+"""Layout, logical shape and dtype of one result."""
+
+
+@dataclass(frozen=True)
+class Stages:
+    """How a reduction of some dims of a tensor is done in stages.
+
+    Attributes:
+        dims: the reduced dims, counted from the front.
+        axes: the axes of the placement that split a reduced dim.
+        rows_shape: shape of the tensor with one row per shard of the reduced dims; its layout is the tensor's.
+        gathered: the layout in which every rank holds all the rows.
+        kept_shape, dropped_shape: the result's shape with the reduced dims of size one, and without them.
+        dropped: the layout of the result without the reduced dims; with them it is ``gathered``.
+    """
+
+    dims: tuple[int, ...]
+    axes: tuple[int, ...]
+    layout: Layout
+    rows_shape: Shape
+    gathered: Layout
+    kept_shape: Shape
+    dropped_shape: Shape
+    dropped: Layout
+
+    def result(self, keepdim: bool, dtype: torch.dtype, reduction: str | None = None) -> Out:
+        """The result of the reduction: whole along the axes that split it, or terms of ``reduction`` there."""
+        layout = self.gathered if keepdim else self.dropped
+        if reduction is not None:
+            sbp = tuple(Partial(reduction) if axis in self.axes else e for axis, e in enumerate(layout.sbp))
+            layout = layout.with_sbp(sbp)
+        return layout, self.kept_shape if keepdim else self.dropped_shape, dtype
+
+
+def stages_of(tensor: GlobalTensor, dims: Sequence[int]) -> Stages:
+    """The stages of a reduction of ``dims`` (counted from the front) of a tensor without partial sums."""
+    spec = tensor._spec
+    key = ("stages", spec, tuple(dims))
+    found: Stages | None = spec.plans.get(key)
+    if found is None:
+        found = spec.plans[key] = _make_stages(spec, tuple(dims))
+    return found
+
+
+def _make_stages(spec: Spec, dims: tuple[int, ...]) -> Stages:
+    layout, shape = spec.layout, spec.shape
+    axes = tuple(a for a, entry in enumerate(layout.sbp) if isinstance(entry, Split) and entry.dim in dims)
+    parts = {d: math.prod(layout.placement.shape[a] for a in layout.axes_splitting(d)) for d in dims}
+    gathered = layout.with_sbp(tuple(broadcast if a in axes else e for a, e in enumerate(layout.sbp)))
+    kept = [d for d in range(len(shape)) if d not in dims]
+    moved = tuple(Split(kept.index(e.dim)) if isinstance(e, Split) else e for e in gathered.sbp)
+    return Stages(
+        dims,
+        axes,
+        layout,
+        tuple(parts.get(d, size) for d, size in enumerate(shape)),
+        gathered,
+        tuple(1 if d in dims else size for d, size in enumerate(shape)),
+        tuple(shape[d] for d in kept),
+        layout.with_sbp(moved),
+    )
+
+
+def splits(tensor: Any, dims: Sequence[int] | None = None) -> bool:
+    """Whether some axis splits one of ``dims`` (all, where None) of ``tensor``."""
+    if type(tensor) is not GlobalTensor or tensor._spec.layout.is_broadcast:
+        return False
+    return any(isinstance(e, Split) and (dims is None or e.dim in dims) for e in tensor._spec.layout.sbp)
+
+
+def needs_grad(*tensors: torch.Tensor) -> bool:
+    """Whether a result of these is differentiated; the same on all ranks, placeholders included."""
+    if not torch.is_grad_enabled():
+        return False
+    with local_torch():
+        return any(tensor.requires_grad for tensor in tensors)
+
+
+def on_shards(
+    function: Callable[..., Any], operands: Sequence[GlobalTensor], layouts: Sequence[Layout], outs: Sequence[Out],
+    name: str,
+) -> list[GlobalTensor]:  # fmt: skip
+    """``function`` on the shards of ``operands`` boxed to ``layouts``; it returns one tensor per entry of ``outs``,
+    or the only one bare.
+
+    Under grad mode, every differentiable result must depend on every operand that needs a gradient, on every rank:
+    placeholders link them so.
+    """
+    boxed = [box_implicitly(operand, layout, name) for operand, layout in zip(operands, layouts, strict=True)]
+    world = boxed[0]._spec.world
+    specs = [spec_of(world, layout, shape) for layout, shape, _ in outs]
+    with local_torch():
+        if specs[0].is_placeholder:
+            linked = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in boxed)
+            infos: list[OutputInfo] = [(shape, dtype, linked and _is_differentiable(dtype)) for _, shape, dtype in outs]
+            results: Any = placeholder_outputs(infos, boxed, specs, world.device)
+        else:
+            results = function(*boxed)
+            results = [results] if isinstance(results, torch.Tensor) else results
+            results = [r.view_as(r) if type(r) is GlobalTensor else r for r in results]
+    return [wrap(result, spec) for result, spec in zip(results, specs, strict=True)]
+
+
+def _is_differentiable(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def gathered_rows(
+    tensor: GlobalTensor, stages: Stages, first: Callable[..., Any], dtypes: Sequence[torch.dtype], name: str
+) -> list[GlobalTensor]:
+    """What ``first`` makes of each shard, one row each, with the rows of all ranks on every rank."""
+    outs = [(stages.layout, stages.rows_shape, dtype) for dtype in dtypes]
+    rows = on_shards(first, [tensor], [stages.layout], outs, name)
+    return [box_implicitly(row, stages.gathered, name) for row in rows]
+
+
+def two_stages(
+    tensor: GlobalTensor,
+    stages: Stages,
+    keepdim: bool,
+    first: Callable[..., Any],
+    second: Callable[..., Any],
+    dtypes: tuple[torch.dtype, torch.dtype],
+    name: str,
+) -> GlobalTensor:
+    """``first`` reduces each shard to a row (dims kept), ``second`` the rows of all ranks; dtypes of the two results.
+
+    ``second`` keeps the dims too; they are dropped here where the caller wants that.
+    """
+    rows = gathered_rows(tensor, stages, first, dtypes[:1], name)
+    out = stages.result(keepdim, dtypes[1])
+    shape = spec_of(tensor._spec.world, out[0], out[1]).local_shape
+    return on_shards(lambda x: second(x).reshape(shape), rows, [stages.gathered], [out], name)[0]
+
+
+def dropped(kept: GlobalTensor, stages: Stages) -> GlobalTensor:
+    """A result that has the reduced dims, of size one, without them."""
+    out = stages.result(False, kept.dtype)
+    shape = spec_of(kept._spec.world, out[0], out[1]).local_shape
+    return on_shards(lambda x: x.reshape(shape), [kept], [stages.gathered], [out], "squeeze")[0]
+
+
+def terms(
+    function: Callable[..., Any],
+    operands: Sequence[GlobalTensor],
+    layouts: Sequence[Layout],
+    stages: Stages,
+    keepdim: bool,
+    dtype: torch.dtype,
+    name: str,
+    reduction: str = "sum",
+) -> GlobalTensor:
+    """What ``function`` makes of each shard (dims kept), as one term of the result."""
+    out = stages.result(keepdim, dtype, reduction)
+    shape = spec_of(operands[0]._spec.world, out[0], out[1]).local_shape
+    return on_shards(lambda *shards: function(*shards).reshape(shape), operands, layouts, [out], name)[0]
+
+
+def complete(tensor: GlobalTensor, name: str) -> GlobalTensor:
+    """``tensor`` with the terms of all ranks combined."""
+    layout = tensor._spec.layout
+    sbp = tuple(broadcast if isinstance(entry, Partial) else entry for entry in layout.sbp)
+    return box_implicitly(tensor, layout.with_sbp(sbp), name)
+
+
+class _Known(torch.autograd.Function):
+    """Boxing of terms whose sum is known already: nothing moves forward, the gradient moves as the boxing's would."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, local: torch.Tensor, source: Spec, target: Spec, tag: int, value: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.boxing = (source, target, tag, local.dtype, local.device)
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        source, target, tag, dtype, device = ctx.boxing
+        incoming, outgoing = target.dual, source.dual
+        grad = grads[0] if grads[0] is not None else spread_zero(incoming.local_shape, dtype, device)
+        result = box_gradient(grad, incoming, outgoing, tag | 1)
+        is_lost = outgoing.is_placeholder and not torch.is_grad_enabled()
+        return (None if is_lost else result), None, None, None, None
+
+
+def with_gradient_of(value: GlobalTensor, sum_terms: GlobalTensor) -> GlobalTensor:
+    """``value``, differentiated as if it were the sum that ``sum_terms`` are the terms of."""
+    world = value._spec.world
+    with local_torch():
+        result = _Known.apply(sum_terms, sum_terms._spec, value._spec, world.next_tag(), value.detach())
+    return wrap(result, value._spec)
+
+
+def first_row(tensor: GlobalTensor, dim: int) -> int:
+    """Logical index of this rank's first row of ``dim``; zero on a placeholder."""
+    spec = tensor._spec
+    return 0 if spec.is_placeholder else spec.layout.region(spec.shape, spec.world.rank)[dim][0]
+
+
+def shard_sizes(tensor: GlobalTensor, dim: int) -> list[int]:
+    """Rows of ``dim`` in each of its shards, in logical order."""
+    layout, shape = tensor._spec.layout, tensor._spec.shape
+    by_place: dict[tuple[int, ...], int] = {}
+    axes = layout.axes_splitting(dim)
+    for rank in layout.placement:
+        coordinates = layout.placement.coordinates(rank)
+        start, stop = layout.region(shape, rank)[dim]
+        by_place[tuple(coordinates[axis] for axis in axes)] = stop - start
+    return [by_place[place] for place in sorted(by_place)]

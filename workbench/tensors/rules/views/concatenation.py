@@ -1,0 +1,368 @@
+"""Joins, cuts and rearrangements along a dim: cat, stack, chunk, flip, roll, repeat, pad.
+
+Dims that a function leaves alone keep their split. Along a split dim, rows move between the ranks that need them (see
+``row_moves``), so that nothing is gathered.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from workbench.core.rules import Signature
+from workbench.core.sbp import Sbp, Split, broadcast, partial_sum
+from workbench.tensors.dispatch.equation_text import term
+from workbench.tensors.dispatch.registry import Call, LocalFunction, Resolution, composite, rule
+from workbench.tensors.global_tensor import Spec
+from workbench.tensors.rules.views.row_moves import MAX_SEGMENTS, RowPlan, Segment, Side, move_rows, plan_rows
+from workbench.tensors.world import World
+
+
+@dataclass
+class RowFunction:
+    """A local function that moves rows; ``items`` say for a view's results which part of the base each one is."""
+
+    world: World
+    plans: list[RowPlan]
+    items: list[Any] | None = None
+    finish: Callable[..., Any] | None = None
+    prepare: Callable[..., list[torch.Tensor]] | None = None
+    num_tags: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_tags = len(self.plans)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        shards: list[torch.Tensor] = [args[0]] if self.prepare is None else self.prepare(*args, **kwargs)
+        for plan in self.plans:
+            shards = move_rows(plan, self.world, shards)
+        if self.finish is not None:
+            return self.finish(*shards)
+        return shards[0] if len(shards) == 1 else tuple(shards)
+
+
+def splits_dim(spec: Spec, dim: int) -> bool:
+    """Whether some axis splits the dim."""
+    return Split(dim) in spec.layout.sbp
+
+
+def along(call: Call, dim: int, linear: bool = True, kept: Sequence[int] | None = None) -> list[Signature]:
+    """Signatures of a function of like operands that keeps the dims apart from ``dim``, and may move rows along it.
+
+    Several axes may split ``dim``; ``kept`` are the dims whose split stays.
+    """
+    count, results = len(call.operands), len(call.outputs)
+    ndim = len(call.outputs[0][0])
+    dims = range(ndim) if kept is None else kept
+    entries: list[tuple[Sbp, str]] = [(Split(d), chr(97 + d)) for d in dims]
+    found = [Signature((entry,) * count, (entry,) * results, letter) for entry, letter in entries]
+    if linear:
+        found.append(Signature((partial_sum,) * count, (partial_sum,) * results))
+    return [*found, Signature((broadcast,) * count, (broadcast,) * results)]
+
+
+def row_function(
+    dim: int, segments: Sequence[Segment], inputs: list[Spec], outputs: list[Spec], **rest: Any
+) -> RowFunction:
+    """The local function of one row map from the layouts of the operands to those of the results."""
+    sides = [tuple(Side(spec.layout, spec.shape) for spec in specs) for specs in (inputs, outputs)]
+    return RowFunction(inputs[0].world, [plan_rows(dim, tuple(segments), sides[0], sides[1])], **rest)
+
+
+def mapped(call: Call, dim: int, segments: Sequence[Segment], linear: bool = True) -> Resolution:
+    """A function of one operand that is a row map along ``dim``; torch's own where nobody splits the dim."""
+
+    def localize(call: Call, inputs: list[Spec], outputs: list[Spec], letters: tuple[str, ...]) -> Any:
+        return row_function(dim, segments, inputs, outputs) if splits_dim(inputs[0], dim) else None
+
+    ndim = len(call.shapes[0])
+    kept = range(ndim) if len(segments) <= MAX_SEGMENTS else [d for d in range(ndim) if d != dim]
+    return Resolution(along(call, dim, linear, kept), localize)
+
+
+@rule("chunk", "split", "tensor_split", "unsafe_chunk", "unsafe_split", "split_with_sizes", "unbind")
+@rule("hsplit", "vsplit", "dsplit")
+def _cut(call: Call) -> Resolution:
+    """Pieces along a dim. Along a split dim each becomes a balanced split of its own, or is sent to all if small."""
+    shape = call.shapes[0]
+    ndim = len(shape)
+    drops = call.name == "unbind"
+    dim = _cut_dim(call, ndim)
+    sizes = [1 if drops else out[dim] for out, _ in call.outputs]
+    firsts = [0, *itertools.accumulate(sizes)]
+    parts = call.operands[0]._spec.layout.placement.num_ranks
+    keeps = not drops and min(sizes, default=0) >= parts
+    found = []
+    for d in range(ndim):
+        after: Sbp = Split(d - (drops and d > dim)) if d != dim or keeps else broadcast
+        found.append(Signature((Split(d),), (after,) * len(sizes), chr(97 + d)))
+    found += [Signature((entry,), (entry,) * len(sizes)) for entry in (partial_sum, broadcast)]
+    segments = [Segment(0, firsts[k], 1, k, 0, size) for k, size in enumerate(sizes)]
+
+    def localize(call: Call, inputs: list[Spec], outputs: list[Spec], letters: tuple[str, ...]) -> Any:
+        if not splits_dim(inputs[0], dim):
+            return None
+        sides = [
+            Side(
+                inputs[0].layout.with_sbp(
+                    tuple(broadcast if entry == Split(dim) and not keeps else entry for entry in inputs[0].layout.sbp)
+                ),
+                (*shape[:dim], size, *shape[dim + 1 :]),
+            )
+            for size in sizes
+        ]
+        plan = plan_rows(dim, tuple(segments), (Side(inputs[0].layout, shape),), tuple(sides))
+        before = (slice(None),) * dim
+        items = [(*before, firsts[k] if drops else slice(firsts[k], firsts[k] + size)) for k, size in enumerate(sizes)]
+        finish = (lambda *shards: tuple(shard.squeeze(dim) for shard in shards)) if drops else lambda *shards: shards
+        return RowFunction(inputs[0].world, [plan], items, finish)
+
+    return Resolution(found, localize)
+
+
+def _cut_dim(call: Call, ndim: int) -> int:
+    if call.name == "unbind":
+        return int(call.arg(1, "dim", 0)) % ndim
+    if call.name in ("hsplit", "vsplit", "dsplit"):
+        return {"hsplit": min(1, ndim - 1), "vsplit": 0, "dsplit": 2}[call.name]
+    return int(call.arg(2, "dim", 0)) % ndim
+
+
+@rule("cat", parameters="tensors dim")
+def _cat(call: Call) -> Resolution:
+    """All operands alike; along a split dim the rows are dealt out anew. An empty tensor of one dim counts for none."""
+    ndim = len(call.outputs[0][0])
+    dim = int(call.arg(1, "dim", call.kwargs.get("axis", 0))) % max(1, ndim)
+    counted = [k for k, other in enumerate(call.shapes) if len(other) == ndim]
+    firsts = [0, *itertools.accumulate(call.shapes[k][dim] if ndim else 0 for k in counted)]
+    segments = [Segment(i, 0, 1, 0, firsts[i], call.shapes[k][dim]) for i, k in enumerate(counted)]
+    entries: list[Sbp] = [Split(d) for d in range(ndim)]
+    found = [_beside_empty(call, counted, entry, chr(97 + d)) for d, entry in enumerate(entries)]
+    found += [_beside_empty(call, counted, entry, "") for entry in (partial_sum, broadcast)]
+
+    def localize(call: Call, inputs: list[Spec], outputs: list[Spec], letters: tuple[str, ...]) -> Any:
+        taken = [inputs[k] for k in counted]
+        if not splits_dim(outputs[0], dim):
+            return None
+        return row_function(dim, segments, taken, outputs, prepare=_tensors_of(counted))
+
+    return Resolution(found, localize)
+
+
+def _beside_empty(call: Call, counted: Sequence[int], entry: Sbp, letter: str) -> Signature:
+    inputs = tuple(entry if k in counted else broadcast for k in range(len(call.operands)))
+    return Signature(inputs, (entry,), letter)
+
+
+def _tensors_of(counted: Sequence[int]) -> Callable[..., list[torch.Tensor]]:
+    def prepare(tensors: Sequence[torch.Tensor], *_: Any, **__: Any) -> list[torch.Tensor]:
+        dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+        return [tensors[k].to(dtype) for k in counted]
+
+    return prepare
+
+
+@rule("stack", parameters="tensors dim")
+def _stack(call: Call) -> Resolution:
+    ndim = len(call.shapes[0])
+    at = int(call.arg(1, "dim", 0)) % (ndim + 1)
+    inner = term(ndim)
+    return Resolution(", ".join(["+" + inner] * len(call.operands)) + f" -> {inner[:at]}1{inner[at:]}")
+
+
+def _listed(tensors: Any) -> list[Any]:
+    return list(tensors[0]) if len(tensors) == 1 and isinstance(tensors[0], (list, tuple)) else list(tensors)
+
+
+@composite("hstack")
+def hstack(tensors: Any, **kwargs: Any) -> Any:
+    """torch.hstack: along the second dim, or the first of vectors."""
+    joined = [t.reshape(1) if t.dim() == 0 else t for t in tensors]
+    return torch.cat(joined, 0 if joined[0].dim() == 1 else 1)
+
+
+@composite("vstack", "row_stack")
+def vstack(tensors: Any, **kwargs: Any) -> Any:
+    """torch.vstack: rows under rows."""
+    return torch.cat([t.reshape(1, -1) if t.dim() < 2 else t for t in tensors], 0)
+
+
+@composite("dstack")
+def dstack(tensors: Any, **kwargs: Any) -> Any:
+    """torch.dstack: along the third dim."""
+    return torch.cat([_third_dim(t) for t in tensors], 2)
+
+
+def _third_dim(tensor: Any) -> Any:
+    return tensor.reshape(1, -1, 1) if tensor.dim() < 2 else tensor.unsqueeze(-1) if tensor.dim() == 2 else tensor
+
+
+@composite("column_stack")
+def column_stack(tensors: Any, **kwargs: Any) -> Any:
+    """torch.column_stack: vectors become columns."""
+    return torch.cat([t.reshape(-1, 1) if t.dim() < 2 else t for t in tensors], 1)
+
+
+@rule("flip", "fliplr", "flipud")
+def _flip(call: Call) -> Resolution:
+    shape = call.shapes[0]
+    ndim = len(shape)
+    named = call.kwargs.get("dims", call.args[1:])
+    listed = list(named[0]) if named and isinstance(named[0], (list, tuple)) else list(named)
+    flipped = {"fliplr": [1], "flipud": [0]}.get(call.name) or [d % max(1, ndim) for d in listed]
+
+    def localize(call: Call, inputs: list[Spec], outputs: list[Spec], letters: tuple[str, ...]) -> Any:
+        split = [d for d in flipped if splits_dim(inputs[0], d)]
+        if not split:
+            return None
+        plans = [_single_plan(d, [Segment(0, shape[d] - 1, -1, 0, 0, shape[d])], inputs[0], inputs[0]) for d in split]
+        rest = [d for d in flipped if d not in split]
+        return RowFunction(inputs[0].world, plans, finish=(lambda x: x.flip(rest)) if rest else None)
+
+    return Resolution(along(call, 0), localize)
+
+
+def _single_plan(dim: int, segments: Sequence[Segment], source: Spec, result: Spec) -> RowPlan:
+    return plan_rows(dim, tuple(segments), (Side(source.layout, source.shape),), (Side(result.layout, result.shape),))
+
+
+@rule("roll", parameters="input shifts dims")
+def _roll(call: Call) -> Resolution | None:
+    shape = call.shapes[0]
+    shifts, dims = call.arg(1, "shifts"), call.arg(2, "dims", ())
+    shifts = [shifts] if isinstance(shifts, int) else list(shifts)
+    dims = [dims] if isinstance(dims, int) else list(dims or ())
+    if not dims:
+        return None
+    pairs = [(d % len(shape), s % shape[d]) for d, s in zip(dims, shifts, strict=True) if shape[d]]
+
+    def localize(call: Call, inputs: list[Spec], outputs: list[Spec], letters: tuple[str, ...]) -> Any:
+        split = [(d, s) for d, s in pairs if splits_dim(inputs[0], d)]
+        rest = [(d, s) for d, s in pairs if not splits_dim(inputs[0], d)]
+        if not split:
+            return None
+        plans = [_single_plan(d, _rolled(shape[d], s), inputs[0], inputs[0]) for d, s in split]
+        finish = (lambda x: torch.roll(x, [s for _, s in rest], [d for d, _ in rest])) if rest else None
+        return RowFunction(inputs[0].world, plans, finish=finish)
+
+    return Resolution(along(call, 0), localize)
+
+
+def _rolled(size: int, shift: int) -> list[Segment]:
+    return [Segment(0, 0, 1, 0, shift, size - shift), Segment(0, size - shift, 1, 0, 0, shift)]
+
+
+@composite("roll")
+def roll(input: Any, shifts: Any, dims: Any = ()) -> Any:
+    """Without dims, the elements roll in the order in which they are counted."""
+    if dims or isinstance(dims, int):
+        return NotImplemented
+    return torch.roll(input.reshape(-1), shifts, 0).reshape(input.shape)
+
+
+@rule("repeat", "tile")
+def _repeat(call: Call) -> Resolution:
+    """New leading dims are whole; along a split dim the rows are dealt out anew."""
+    shape, target = call.shapes[0], call.outputs[0][0]
+    named = call.kwargs.get("repeats", call.kwargs.get("dims", call.args[1:]))
+    times = [int(count) for count in (_listed(named) if isinstance(named, (tuple, list)) else [named])]
+    times = [1] * (len(target) - len(times)) + times
+    offset = len(target) - len(shape)
+    kept = [d for d in range(len(shape)) if times[offset + d] <= MAX_SEGMENTS]
+    found = [Signature((Split(d),), (Split(offset + d),), chr(97 + d)) for d in kept]
+    found += [Signature((entry,), (entry,)) for entry in (partial_sum, broadcast)]
+
+    def localize(call: Call, inputs: list[Spec], outputs: list[Spec], letters: tuple[str, ...]) -> LocalFunction:
+        plans, current, rest = [], list(shape), list(times)
+        for d in range(len(shape)):
+            count = times[offset + d]
+            if count == 1 or not splits_dim(inputs[0], d):
+                continue
+            segments = tuple(Segment(0, 0, 1, 0, i * shape[d], shape[d]) for i in range(count))
+            before = Side(inputs[0].layout, tuple(current))
+            current[d], rest[offset + d] = count * shape[d], 1
+            plans.append(plan_rows(d, segments, (before,), (Side(inputs[0].layout, tuple(current)),)))
+        if not plans:
+            return lambda x, *_, **__: x.repeat(rest)
+        return RowFunction(inputs[0].world, plans, finish=lambda x: x.repeat(rest))
+
+    return Resolution(found, localize)
+
+
+@composite("block_diag")
+def block_diag(*tensors: Any) -> Any:
+    """torch.block_diag from pads and a join."""
+    blocks = [t.reshape(1, -1) if t.dim() < 2 else t for t in _listed(tensors)]
+    width = sum(block.shape[1] for block in blocks)
+    rows, start = [], 0
+    for block in blocks:
+        rows.append(torch.nn.functional.pad(block, (start, width - start - block.shape[1])))
+        start += block.shape[1]
+    return torch.cat(rows, 0)
+
+
+@rule("pad", "constant_pad_nd", parameters="input pad mode value")
+def _pad(call: Call) -> Resolution | None:
+    """Dims without padding keep their split; along a split dim the rows move, one dim after the other."""
+    shape = call.shapes[0]
+    ndim = len(shape)
+    sizes = list(call.arg(1, "pad"))
+    mode = call.arg(2, "mode", "constant") if call.name == "pad" else "constant"
+    value = call.arg(3, "value") if call.name == "pad" else call.arg(2, "value")
+    padded = {ndim - 1 - i: (sizes[2 * i], sizes[2 * i + 1]) for i in range(len(sizes) // 2)}
+    padded = {d: around for d, around in padded.items() if around != (0, 0)}
+    linear = mode != "constant" or not value
+    free = [d for d in range(ndim) if d not in padded]
+    segments = {d: padded_segments(shape[d], *around, mode) for d, around in padded.items()}
+    movable = [d for d in padded if len(segments[d]) <= MAX_SEGMENTS and (mode != "constant" or not value)]
+
+    def localize(call: Call, inputs: list[Spec], outputs: list[Spec], letters: tuple[str, ...]) -> Any:
+        split = [d for d in padded if splits_dim(inputs[0], d)]
+        if not split and all(inputs[0].local_shape):
+            return None
+        plans, current = [], list(shape)
+        for d in split:
+            before = Side(inputs[0].layout, tuple(current))
+            current[d] += sum(padded[d])
+            plans.append(plan_rows(d, tuple(segments[d]), (before,), (Side(inputs[0].layout, tuple(current)),)))
+        return RowFunction(inputs[0].world, plans, finish=_pad_rest(sizes, split, mode, value, ndim, outputs[0]))
+
+    return Resolution(along(call, 0, linear, [*free, *movable]), localize)
+
+
+def _pad_rest(sizes: list[int], done: list[int], mode: str, value: Any, ndim: int, out: Spec) -> LocalFunction:
+    rest = list(sizes)
+    for dim in done:
+        at = 2 * (ndim - 1 - dim)
+        rest[at : at + 2] = [0, 0]
+
+    def finish(shard: torch.Tensor) -> torch.Tensor:
+        if not any(rest):
+            return shard
+        if 0 in shard.shape and mode != "constant":  # torch refuses to reflect an empty tensor
+            return shard.sum() + shard.new_zeros(out.local_shape)
+        return torch.nn.functional.pad(shard, rest, mode, value)
+
+    return finish
+
+
+def padded_segments(size: int, left: int, right: int, mode: str) -> list[Segment]:
+    """The row map of a pad with zeros or with rows of the tensor; negative numbers cut rows off."""
+    cut = (max(0, -left), max(0, -right))
+    inner = Segment(0, cut[0], 1, 0, max(0, left), max(0, size - cut[0] - cut[1]))
+    left, right = max(0, left), max(0, right)
+    end = inner.first + inner.length
+    if mode == "reflect":
+        return [Segment(0, left, -1, 0, 0, left), inner, Segment(0, size - 2, -1, 0, end, right)]
+    if mode == "circular":
+        # What is cut off on one side is not seen when going round.
+        return [Segment(0, size - cut[1] - left, 1, 0, 0, left), inner, Segment(0, cut[0], 1, 0, end, right)]
+    if mode == "replicate":
+        before = [Segment(0, 0, 1, 0, i, 1) for i in range(left)]
+        return [*before, inner, *[Segment(0, size - 1, 1, 0, end + i, 1) for i in range(right)]]
+    return [inner]

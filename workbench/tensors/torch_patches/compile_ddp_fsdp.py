@@ -1,0 +1,142 @@
+"""What else can be put around a module: torch.compile, DistributedDataParallel, FSDP. Each of them is refused.
+
+An average of a model's weights (``AveragedModel``) is a copy that works, where the model is.
+
+Two systems cannot both own a module's parameters: DistributedDataParallel and FSDP would sum or cut what is a term or a
+shard already, without a word. torch.compile cannot look into layouts; ``wb.capture`` records a step without them. (A
+compiled function that meets global tensors on its way runs those parts uncompiled.)
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import swa_utils
+
+from workbench.errors import LayoutError, StrategyError
+from workbench.tensors.global_tensor import GlobalTensor
+
+_INSTEAD = {
+    "DistributedDataParallel": 'Leave it out: wb.parallelize(module, "*: data") sums gradients during backward.',
+    "FullyShardedDataParallel": 'Leave it out: wb.parallelize(module, "*: data | zero=3") shards the parameters.',
+    "fully_shard": 'Leave it out: wb.parallelize(module, "*: data | zero=3") shards the parameters.',
+    "torch.compile": "Use wb.capture(step_fn), which replays a whole step without layouts; or compile functions of "
+    "plain tensors, and call them through wb.local_map.",
+}
+_REFUSED = {"DistributedDataParallel": "DistributedDataParallel", "OptimizedModule": "torch.compile"}
+_FSDP = "torch.distributed.fsdp"
+
+
+def refuse(what: str, module: nn.Module) -> None:
+    """Raise ``StrategyError`` if ``module`` has global parameters."""
+    parameters = list(module.parameters())
+    count = sum(isinstance(parameter, GlobalTensor) for parameter in parameters)
+    if count:
+        raise StrategyError(
+            f"{what}({type(module).__name__}): {count} of its {len(parameters)} parameters are global tensors of "
+            f"wb.parallelize. Their layouts say who holds what, and {what} knows nothing of them. {_INSTEAD[what]}"
+        )
+
+
+def refuse_wrapped(module: nn.Module) -> None:
+    """Raise ``StrategyError`` if another system has wrapped the module or a part of it."""
+    for name, part in module.named_modules():
+        kind = type(part).__name__
+        what = _REFUSED.get(kind) or ("torch.compile" if type(part._compiled_call_impl).__name__ == "function" else "")
+        if kind.startswith(("FSDP", "FullySharded")):
+            what = "FullyShardedDataParallel" if kind.startswith("Fully") else "fully_shard"
+        if what:
+            raise StrategyError(
+                f"parallelize({type(module).__name__}): 1 module is wrapped by {what}, {name or 'the whole'!r} "
+                f"({kind}). Only one system can own a module. Give the module itself. {_INSTEAD[what]}"
+            )
+
+
+def _refusing(what: str, function: Callable[..., Any], place: int) -> Callable[..., Any]:
+    """``function``, after a look at the module that is its argument number ``place``."""
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        module = args[place] if len(args) > place else kwargs.get("module", kwargs.get("model"))
+        if isinstance(module, nn.Module):
+            refuse(what, module)
+        elif what == "torch.compile":
+            _let_break_graphs()
+        return function(*args, **kwargs)
+
+    checked._refuses = True  # type: ignore[attr-defined]
+    return checked
+
+
+def _let_break_graphs() -> None:
+    from torch._dynamo import config, trace_rules  # slow to load, and compiling will
+
+    if GlobalTensor not in config.nontraceable_tensor_subclasses:
+        config.nontraceable_tensor_subclasses.add(GlobalTensor)
+        trace_rules.add("workbench")
+
+
+def _replace(owner: Any, name: str, what: str, place: int) -> None:
+    function = getattr(owner, name)
+    if not hasattr(function, "_refuses"):
+        setattr(owner, name, _refusing(what, function, place))
+
+
+def _check_averaged(self: swa_utils.AveragedModel, model: nn.Module) -> None:
+    """Raise ``LayoutError`` if the copy stayed where the model was before it got another strategy."""
+    pairs = [
+        (name, mean, parameter)
+        for (name, mean), parameter in zip(self.module.named_parameters(), model.parameters(), strict=False)
+        if isinstance(mean, GlobalTensor) and isinstance(parameter, GlobalTensor)
+    ]
+    apart = [
+        (name, mean._spec.layout, parameter._spec.layout)
+        for name, mean, parameter in pairs
+        if set(mean._spec.layout.placement.grid) != set(parameter._spec.layout.placement.grid)
+    ]
+    if apart:
+        name, old, new = apart[0]
+        raise LayoutError(
+            f"AveragedModel.update_parameters({type(model).__name__}): {len(apart)} of {len(pairs)} parameters lie on "
+            f"other ranks than their averages, the first is {name!r}, {new}, with its average {old}. An average is "
+            "taken where both are, and wb.parallelize(model, strategy) moves the model alone. Give the copy the same "
+            "strategy: wb.parallelize(averaged.module, strategy)."
+        )
+
+
+def _watch_averages() -> None:
+    update = swa_utils.AveragedModel.update_parameters
+    if hasattr(update, "_looks"):
+        return
+
+    @functools.wraps(update)
+    def update_parameters(self: swa_utils.AveragedModel, model: nn.Module) -> None:
+        _check_averaged(self, model)
+        update(self, model)
+
+    update_parameters._looks = True  # type: ignore[attr-defined]
+    swa_utils.AveragedModel.update_parameters = update_parameters  # type: ignore[method-assign]
+
+
+def install() -> None:
+    """Let wrappers look at what they are given; called again, it also finds those that were loaded since."""
+    _watch_averages()
+    _replace(torch, "compile", "torch.compile", 0)
+    _replace(nn.Module, "compile", "torch.compile", 0)
+    _replace(nn.parallel.DistributedDataParallel, "__init__", "DistributedDataParallel", 1)
+    fsdp = sys.modules.get(_FSDP)
+    if fsdp is not None:
+        _replace(fsdp.FullyShardedDataParallel, "__init__", "FullyShardedDataParallel", 1)
+        _refuse_fully_shard(fsdp.fully_shard)
+
+
+def _refuse_fully_shard(function: Any) -> None:
+    """``fully_shard`` is a name that many modules hold, so its first step is replaced instead."""
+    inner = sys.modules[inspect.unwrap(function).__module__]
+    _replace(inner, "_validate_module", "fully_shard", 0)

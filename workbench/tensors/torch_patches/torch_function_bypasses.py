@@ -1,0 +1,142 @@
+"""Ways around ``__torch_function__``: functions of torch that would read this rank's shard without asking.
+
+A closed list, found by calling everything with a global scalar (``tests/tensors/test_torch_function_bypasses.py`` looks
+again for the installed torch): functions that make tensors from scalars are wrapped and take the logical value; custom
+autograd functions and function transforms raise. What is left are scalar arguments of functions of plain tensors only
+(``torch.add(plain, plain, alpha=scalar)``): C++ reads those without a trace, so write ``alpha=scalar.item()``.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd import Function
+from torch.utils._device import _device_constructors
+
+from workbench.errors import LayoutError
+from workbench.tensors.global_tensor import GlobalTensor
+
+_torch_function_enabled = torch._C._is_torch_function_enabled
+
+MAKERS = ("arange", "eye", "full", "randint", "randperm", "range", "scalar_tensor")
+"""Functions of ``torch`` that read a global scalar among their arguments on their own."""
+LIKE_MAKERS = ("full_like",)
+METHODS = ("new_full", "new_tensor")
+"""Functions of ``torch`` and methods of plain tensors that do so behind their first argument."""
+CONVERSIONS = ("tensor", "as_tensor", "asarray")
+"""Functions of ``torch`` that take a tensor as data."""
+_TRANSFORMS = {
+    ("torch._functorch.eager_transforms", "_wrap_for_grad"): "torch.func.grad, vjp, jacrev or hessian",
+    ("torch._functorch.vmap", "_add_batch_dim"): "torch.vmap",
+    ("torch.autograd.forward_ad", "make_dual"): "forward-mode differentiation (torch.func.jvp, make_dual)",
+}
+_apply = Function.__dict__["apply"].__func__
+_installed = False
+
+
+def _guarded_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    """``autograd.Function.apply``; a custom function that meets a global tensor unannounced is an error."""
+    if _torch_function_enabled():
+        for arg in (*args, *kwargs.values()) if kwargs else args:
+            if isinstance(arg, GlobalTensor) and not cls.__module__.startswith("workbench."):
+                _refuse_custom_function(cls, arg)
+    return _apply(cls, *args, **kwargs)
+
+
+def _refuse_custom_function(cls: Any, arg: GlobalTensor) -> None:
+    raise LayoutError(
+        f"{cls.__module__}.{cls.__qualname__}.apply: an operand is a global tensor of shape {tuple(arg._spec.shape)}, "
+        f"{arg._spec.layout}. A custom autograd.Function would see this rank's shard of shape "
+        f"{tuple(arg._spec.local_shape)} and mix plain gradients with global ones. Declare its layouts: "
+        f"wb.local_map({cls.__name__}.apply, in_sbp=[...], out_sbp=...), or register it as an operator "
+        f"(torch.library.custom_op) and give that an equation with wb.rule(...)."
+    )
+
+
+def _reading_whole(function: Callable[..., Any], first: int = 0) -> Callable[..., Any]:
+    """``function``, with the logical values of global scalars among its arguments from number ``first`` on."""
+
+    @functools.wraps(function)
+    def made(*args: Any, **kwargs: Any) -> Any:
+        for arg in (*args[first:], *kwargs.values()) if kwargs else args[first:]:
+            if isinstance(arg, GlobalTensor):
+                args = (*args[:first], *map(_value_of_scalar, args[first:]))
+                kwargs = {key: value if key == "input" else _value_of_scalar(value) for key, value in kwargs.items()}
+                break
+        return function(*args, **kwargs)
+
+    return made
+
+
+def _value_of_scalar(leaf: Any) -> Any:
+    return (
+        leaf.item() if isinstance(leaf, GlobalTensor) and not leaf._spec.shape and _torch_function_enabled() else leaf
+    )
+
+
+def _converting(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch.tensor`` and its like: a global tensor stays one."""
+
+    @functools.wraps(function)
+    def made(data: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(data, GlobalTensor) and _torch_function_enabled():
+            return _convert(function.__name__, data, *args, **kwargs)
+        return function(data, *args, **kwargs)
+
+    return made
+
+
+def _convert(
+    name: str, data: Any, dtype: Any = None, device: Any = None, requires_grad: bool = False, copy: Any = None, **_: Any
+) -> Any:
+    copies = name == "tensor" or copy
+    result = data.detach().clone() if copies else data
+    if dtype is not None or device is not None:
+        result = result.to(device=device or data.device, dtype=dtype or data.dtype)
+    return result.requires_grad_() if requires_grad else result
+
+
+def _refusing(function: Callable[..., Any], what: str) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        for arg in args:
+            if isinstance(arg, GlobalTensor):
+                refuse_transform(what, arg)
+        return function(*args, **kwargs)
+
+    return guarded
+
+
+def refuse_transform(what: str, tensor: GlobalTensor) -> None:
+    """Raise: function transforms drop the layout of what they wrap."""
+    raise LayoutError(
+        f"{what}: an argument is a global tensor of shape {tuple(tensor._spec.shape)}, {tensor._spec.layout}. Function "
+        "transforms wrap the shard and drop its layout. Use loss.backward() or torch.autograd.grad (with "
+        "create_graph=True for higher orders), or apply the transform to shards inside wb.local_map."
+    )
+
+
+def install() -> None:
+    """Wrap the functions above, once per process."""
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    # ``with torch.device(...)`` knows the functions that make tensors by what they are when it is first asked.
+    _device_constructors()
+    Function.apply = classmethod(_guarded_apply)  # type: ignore[method-assign, assignment]
+    for name in MAKERS:
+        setattr(torch, name, _reading_whole(getattr(torch, name)))
+    for name in LIKE_MAKERS:
+        setattr(torch, name, _reading_whole(getattr(torch, name), first=1))
+    for name in METHODS:
+        setattr(torch.Tensor, name, _reading_whole(getattr(torch.Tensor, name), first=1))
+    for name in CONVERSIONS:
+        setattr(torch, name, _converting(getattr(torch, name)))
+    for (module_name, name), what in _TRANSFORMS.items():
+        module = importlib.import_module(module_name)
+        setattr(module, name, _refusing(getattr(module, name), what))
