@@ -1,7 +1,7 @@
 """The two halves of a whole block's backward (zero bubble), read off the graph that torch made of it.
 
-``dispatch/weight_gradients`` gives every function with a parameter a graph of its own. A block that runs as plain torch has
-one graph instead. The first half walks it from the results to the inputs, and keeps the gradients of the results of
+``dispatch/weight_gradients`` gives every function with a parameter a graph of its own. A block that runs as plain torch
+has one graph instead. The first half walks it from the results to the inputs, and keeps the gradients of the results of
 those functions that read a parameter beside an input. The second half asks each of these functions for its parameters
 alone, so nothing is computed twice. (Qi et al., arXiv 2401.10241.)
 """
