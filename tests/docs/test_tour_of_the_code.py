@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import workbench as wb
-from workbench.tensors.ops.dispatch import forget_function
+from workbench.tensors.dispatch.dispatcher import forget_function
 from workbench.testing import run_ranks
 
 ROOT = Path(__file__).parents[2]
