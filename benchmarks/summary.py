@@ -6,14 +6,14 @@ Every row that misses is counted; the rows themselves, losses included, are in t
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from benchmarks.one_table import NOT_MET, cells_of
 from benchmarks.reporting import HEADER, table
 
 _SCALES = {"ms": 1e-3, "us": 1e-6}
-"""Times are told in the unit that fits them."""
+"""Times have the unit that fits them."""
 
 
 class Row(NamedTuple):
@@ -61,7 +61,16 @@ def read_rows(text: str) -> list[Row]:
 
 
 def beside_software(rows: Iterable[Row]) -> str:
-    """One line per comparison with other programs: where we come off worst in it and best, and the targets met."""
+    """One line per comparison with other programs: its slowest and its fastest row, and the targets met."""
+    return _extremes(rows, _against, num_left=3)
+
+
+def in_short(rows: Iterable[Row]) -> str:
+    """The same with ratios only."""
+    return _extremes(rows, _times, num_left=1)
+
+
+def _extremes(rows: Iterable[Row], say: Callable[[Row], str], num_left: int) -> str:
     groups = defaultdict(list)
     for row in rows:
         if row.is_beside_software:
@@ -69,10 +78,10 @@ def beside_software(rows: Iterable[Row]) -> str:
     lines = []
     for title, group in groups.items():
         ordered = sorted(group, key=lambda row: row.times_as_good)
-        best = _against(ordered[-1]) if len(ordered) > 1 else ""
+        fastest = say(ordered[-1]) if len(ordered) > 1 else ""
         met = sum(row.verdict != NOT_MET for row in ordered)
-        lines.append([title, _against(ordered[0]), best, f"{met} of {len(ordered)}"])
-    return table(("", "worst", "best", "targets met"), lines, num_left=3)
+        lines.append([title, say(ordered[0]), fastest, f"{met} of {len(ordered)}"])
+    return table(("", "slowest", "fastest", "targets met"), lines, num_left=num_left)
 
 
 def misses(rows: Iterable[Row]) -> str:
@@ -91,5 +100,10 @@ def misses(rows: Iterable[Row]) -> str:
 
 
 def _against(row: Row) -> str:
-    """``2.1×: 8 blocks, 155 ms, DTensor 326 ms``: no more digits than the inverse of a rounded ratio has."""
-    return f"{round(row.times_as_good, 2):.3g}×: {row.what}, {row.ours}, {row.theirs}"
+    """``2.1×: 8 blocks, 155 ms, DTensor 326 ms``."""
+    return f"{_times(row)}: {row.what}, {row.ours}, {row.theirs}"
+
+
+def _times(row: Row) -> str:
+    """``2.1×``: no more digits than the inverse of a rounded ratio has."""
+    return f"{round(row.times_as_good, 2):.3g}×"

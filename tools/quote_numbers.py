@@ -1,4 +1,4 @@
-"""Put measured numbers into the README, between the comments that mark their places.
+"""Put measured numbers into the README and docs/benchmarks.md, between the comments that mark their places.
 
     python -m tools.quote_numbers            the benchmarks' newest table (benchmarks/results)
     python -m tools.quote_numbers --demo     that, and the demo's table
@@ -19,6 +19,7 @@ from benchmarks.reporting import RESULTS, machine, today
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "benchmarks.md"
 
 
 def quoted(text: str, name: str) -> str:
@@ -36,15 +37,29 @@ def _between(name: str) -> re.Pattern[str]:
     return re.compile(rf"(?<=<!-- {name} -->\n).*?(?=<!-- end of {name} -->)", flags=re.DOTALL)
 
 
-def benchmarks_part() -> str:
-    """The newest table of all in short: its score, how we stand beside other software, every target that is missed."""
+def _newest() -> tuple[Path, str]:
+    """The newest table of all comparisons, and its text."""
     texts = {path: path.read_text(encoding="utf-8") for path in sorted(RESULTS.glob("*.md"))}
-    path, text = [(path, text) for path, text in texts.items() if text.startswith(f"# {one_table.TITLE}\n")][-1]
-    rows = summary.read_rows(text)
-    return f"""{text.splitlines()[2]} [All rows]({path.relative_to(ROOT)}).
+    return [(path, text) for path, text in texts.items() if text.startswith(f"# {one_table.TITLE}\n")][-1]
 
-Of each comparison with other software, the row in which we come off worst, and the best one. 2× is twice as fast as
-theirs; below 1× we are slower:
+
+def short_part() -> str:
+    """For the README: a line per comparison with other software, how many targets were met, when and on what."""
+    path, text = _newest()
+    return f"""{summary.in_short(summary.read_rows(text))}
+
+{text.splitlines()[2]} [All rows]({path.relative_to(ROOT)}).
+"""
+
+
+def benchmarks_part() -> str:
+    """For the page of benchmarks: the rows behind that, and every target that is missed."""
+    path, text = _newest()
+    rows = summary.read_rows(text)
+    return f"""{text.splitlines()[2]} [All rows](../{path.relative_to(ROOT)}).
+
+Of each comparison, the slowest row and the fastest one. 2× is twice as fast as theirs, below 1× the
+workbench is slower.
 
 {summary.beside_software(rows)}
 
@@ -69,7 +84,7 @@ def demo_part() -> str:
 
 
 def quoted_demo(printed: str, measured: str) -> str:
-    """What the README quotes of the demo's output."""
+    """The part of the demo's output that the page quotes."""
     tables = list(_TABLE.finditer(printed))
     parts = []
     for table in tables:
@@ -82,14 +97,15 @@ def quoted_demo(printed: str, measured: str) -> str:
 
 
 def main() -> int:
-    """Rewrite the README's parts."""
+    """Rewrite the marked parts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--demo", action="store_true", help="run the demo, too")
     args = parser.parse_args()
-    text = quote(README.read_text(encoding="utf-8"), "benchmarks", benchmarks_part())
+    page = quote(PAGE.read_text(encoding="utf-8"), "benchmarks", benchmarks_part())
     if args.demo:
-        text = quote(text, "demo table", demo_part())
-    README.write_text(text, encoding="utf-8")
+        page = quote(page, "demo table", demo_part())
+    PAGE.write_text(page, encoding="utf-8")
+    README.write_text(quote(README.read_text(encoding="utf-8"), "benchmarks", short_part()), encoding="utf-8")
     return 0
 
 

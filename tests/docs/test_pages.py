@@ -14,7 +14,7 @@ from tests.docs.running import assert_printed, run_cells, run_program, together
 from tests.processes import run_processes
 
 ELSEWHERE = {
-    "README.md": "test_readme.py runs its blocks under torchrun and on a session",
+    "README.md": "test_readme.py runs its script under torchrun",
     "docs/training.md": "test_training_page.py also looks at its losses",
 }
 """Pages whose blocks other tests run."""

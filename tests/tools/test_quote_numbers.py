@@ -1,20 +1,18 @@
-"""The README quotes what was measured, by command."""
+"""The README and the page of benchmarks quote what was measured, by command."""
 
 from __future__ import annotations
 
-import pytest
-
-from tools.quote_numbers import README, benchmarks_part, quote, quoted, quoted_demo
+from tools.quote_numbers import PAGE, README, benchmarks_part, quote, quoted, quoted_demo, short_part
 
 
-def test_the_readme_quotes_the_newest_table_of_benchmarks() -> None:
+def test_the_newest_table_of_benchmarks_is_quoted() -> None:
     """``python -m tools.quote_numbers`` makes it so."""
-    assert quoted(README.read_text(encoding="utf-8"), "benchmarks") == benchmarks_part()
+    assert quoted(README.read_text(encoding="utf-8"), "benchmarks") == short_part()
+    assert quoted(PAGE.read_text(encoding="utf-8"), "benchmarks") == benchmarks_part()
 
 
-@pytest.mark.parametrize("name", ["benchmarks", "demo table"])
-def test_every_place_is_marked_once(name: str) -> None:
-    assert quoted(README.read_text(encoding="utf-8"), name)
+def test_the_demo_is_quoted() -> None:
+    assert "samples/s" in quoted(PAGE.read_text(encoding="utf-8"), "demo table")
 
 
 def test_only_what_stands_between_the_marks_is_replaced() -> None:
