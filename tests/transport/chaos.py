@@ -34,7 +34,7 @@ HARMLESS = ("none", "late")
 DIVERGED = ("another layout", "another shape", "a call more", "a call less")
 FAULTS = (*HARMLESS, "killed", "killed soon", "stopped", "stopped soon", "raises", "interrupted", "aborted", *DIVERGED)
 TIMEOUT_S = 15.0
-"""Of every wait. A receive that broke off in the middle of a message keeps gloo's thread for so long."""
+"""Timeout of every wait. A receive that was interrupted in the middle of a message blocks gloo's thread for so long."""
 _has_joined: list[bool] = []
 SOON_S = 0.004
 """A fault that comes "soon" strikes somewhere in the calls of the next milliseconds, not between two calls."""
@@ -46,7 +46,7 @@ class OwnError(Exception):
 
 @dataclass(frozen=True)
 class Round:
-    """What all ranks run, and what one of them does wrong before which call."""
+    """The program of all ranks, and the fault of one of them before one of the calls."""
 
     seed: int
     fault: str
@@ -117,7 +117,7 @@ def send_round(here: world.World, group: tuple[int, ...], numel: int) -> None:
 
 
 def serve(home: Any, rank: int, num_ranks: int, environment: dict[str, str]) -> None:
-    """A rank's process: does what it is told, and answers."""
+    """A rank's process: executes commands and answers."""
     os.environ.update(environment)
     late_device.register_if_asked()
     faulthandler.register(signal.SIGUSR1)
@@ -143,7 +143,7 @@ def rebuild(home: Any, rank: int, num_ranks: int, init_method: str) -> str:
 
 
 def facts(home: Any, rank: int, num_ranks: int) -> dict[str, Counter[str]]:
-    """What this process has open, by kind: helpers begin when they are needed, so only threads beyond one of a name."""
+    """The open resources of this process, by kind. Helper threads start on demand, so one of each name is free."""
     gc.collect()
     threads = Counter(nameless(thread.name) for thread in threading.enumerate())
     with open("/proc/self/maps") as file:
@@ -192,7 +192,7 @@ def run(home: Any, rank: int, num_ranks: int, round_: Round) -> tuple[str, str, 
 
 
 def go_wrong(fault: str, call: tuple[Any, ...], num_ranks: int) -> bool:
-    """Do it; says whether the call is to be performed after it."""
+    """Cause the fault; returns whether the call is still to be made."""
     soon_s = random.random() * SOON_S
     signals = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP, "interrupted": signal.SIGINT}
     if fault == "late":
@@ -236,7 +236,7 @@ class Chaos:
         theirs.close()
 
     def rebuild(self) -> list[str]:
-        """All ranks join a new world; says over which transports."""
+        """All ranks join a new world; returns the names of their transports."""
         return self.ask("rebuild", f"file://{self.folder}/{next(self._numbers)}")
 
     def ask(self, name: str, *arguments: Any) -> list[Any]:
@@ -257,7 +257,7 @@ class Chaos:
         return value
 
     def play(self, round_: Round) -> dict[int, tuple[str, str, float]]:
-        """Run a round; what each surviving rank says: how it ended, why, and how long after the fault."""
+        """Run a round; returns for each surviving rank how it ended, why, and how long after the fault."""
         for pipe in self.pipes:
             pipe.send(("run", round_))
         victim = self.pipes[round_.victim]
@@ -267,17 +267,17 @@ class Chaos:
         survivors = [
             rank for rank in range(self.num_ranks) if rank != round_.victim or word not in ("killed", "stopped")
         ]
-        told = {rank: self.answer(rank) for rank in survivors}
+        answers = {rank: self.answer(rank) for rank in survivors}
         if word == "stopped":
             self.go_on(self.processes[round_.victim].pid)
-            told[round_.victim] = (*self.answer(round_.victim)[:2], moment_s)
+            answers[round_.victim] = (*self.answer(round_.victim)[:2], moment_s)
         if word == "killed":
             self.processes[round_.victim].join(10)
             self.start(round_.victim)
-        return {rank: (how, text, end_s - moment_s) for rank, (how, text, end_s) in told.items()}
+        return {rank: (how, text, end_s - moment_s) for rank, (how, text, end_s) in answers.items()}
 
     def go_on(self, pid: int) -> None:
-        """Let a process go on that has stopped, or is about to."""
+        """Continue a process that is stopped, or about to be."""
         while psutil.Process(pid).status() != psutil.STATUS_STOPPED:
             time.sleep(1e-3)
         os.kill(pid, signal.SIGCONT)

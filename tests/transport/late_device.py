@@ -24,7 +24,7 @@ from workbench.transport.ipc.device import DeviceMemory
 from workbench.transport.messaging.shared_memory import SharedMemory
 
 HEAD_BYTES = 4096
-"""Before the memory: a block of which others get a handle of the whole, as in CUDA."""
+"""Bytes before the memory: a handle names a whole allocation, as in CUDA."""
 HANDLE = struct.Struct("<qqqq")
 LONGEST_DELAY_S = 1e-3
 IDLE_S = 0.02
@@ -34,12 +34,12 @@ _numbers = itertools.count()
 
 
 class Behaviour:
-    """What a test makes of the devices of a process.
+    """Faults of the devices of a process, set by a test.
 
     Attributes:
-        refuses: by the number of the file, whether memory of other processes cannot be opened; None: never.
+        refuses: function of pid and file: whether memory of other processes cannot be opened; None: never.
         shares_memory, shares_events: whether the system exports them.
-        garbles: whether opened memory shows other bytes than it holds.
+        garbles: whether opened memory reads as other bytes.
     """
 
     def __init__(self):
@@ -62,7 +62,7 @@ class LateDevice:
         self._jobs, self._changed, self._is_busy, self._thread = deque(), threading.Condition(), False, None
 
     def _slot_in(self, words, wanted):
-        """Where in the head of a block a word stands; each device looks from a place of its own on."""
+        """The slot of a word in the head of an allocation; each device starts its search elsewhere."""
         slots = (1 + (self._first_slot + step) % 499 for step in range(499))
         return next((slot for slot in slots if words[slot] == wanted), None)
 
@@ -124,10 +124,10 @@ class LateDevice:
     def copy(self, targets, sources, counts, reduction):
         targets, sources, counts = list(targets), [source.detach() for source in sources], list(counts)
         is_inside = [self._is_own(target) for target in targets]
-        if any(is_inside):  # what an ordinary tensor holds now is what arrives
+        if any(is_inside):  # the current values of an ordinary tensor are copied
             sources = [source if self._is_own(source) else source.clone() for source in sources]
         self.later(lambda: blocks.move_blocks_reference(targets, sources, counts, reduction))
-        if not all(is_inside):  # torch on the CPU reads it at once
+        if not all(is_inside):  # torch reads a CPU tensor at once
             self.synchronize()
 
     def pin(self, address, num_bytes):
@@ -141,7 +141,7 @@ class LateDevice:
             assert self._changed.wait_for(lambda: not self._jobs and not self._is_busy, 20)
 
     def later(self, job):
-        """Do it after all that was asked for before."""
+        """Run ``job`` after all earlier work."""
         with self._changed:
             self._jobs.append(job)
             if self._thread is None:
@@ -163,7 +163,7 @@ class LateDevice:
                 self._changed.notify_all()
 
     def _is_own(self, tensor):
-        """Whether it lies in memory of the device, or in memory of the host that copies need not wait for."""
+        """Whether a tensor lies in memory of the device, or in pinned memory of the host."""
         start = tensor.data_ptr()
         places = [(shared.address, shared.size) for shared in self.own.values()] + list(self.pinned.items())
         return any(address <= start < address + size for address, size in places)
@@ -201,11 +201,11 @@ def lives(pid):
 
 
 def register(behaviour=None):
-    """Ranks of this process that work on the CPU have such a device."""
+    """Let CPU ranks of this process use this device."""
     ipc_connect.DEVICE_TYPES["cpu"] = lambda device: LateDevice(device, behaviour)
 
 
 def register_if_asked():
-    """In a process of a test that starts several."""
+    """Register in a process of a test that starts several processes."""
     if VARIABLE in os.environ:
         register()

@@ -1,4 +1,4 @@
-"""Ranks that are threads of one process and exchange over ``ipc``, each on a stand-in device of its own."""
+"""Ranks that are threads of one process and exchange over ``ipc``, each on a fake device of its own."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A rank that does what its standard input says, line by line, and answers each line with one line of JSON.
+"""A rank that executes commands from its standard input and answers each line with one line of JSON.
 
-``join <store> <timeout>``, ``leave``, ``gather`` (over all ranks), ``files``, ``patience <timeout>``.
+``join <store> <timeout>``, ``leave``, ``gather`` (over all ranks), ``files``, ``set_timeout <timeout>``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def files() -> list[str]:
         return [line for line in file if "memfd" in line or "/dev/shm" in line]
 
 
-def patience(timeout_s: str) -> None:
+def set_timeout(timeout_s: str) -> None:
     world.current().transport._waiter.timeout_s = float(timeout_s)
 
 
@@ -39,7 +39,7 @@ def leave() -> None:
     world.shutdown()
 
 
-COMMANDS = {"join": join, "gather": gather, "files": files, "patience": patience, "leave": leave}
+COMMANDS = {"join": join, "gather": gather, "files": files, "set_timeout": set_timeout, "leave": leave}
 
 
 def main() -> None:
@@ -49,7 +49,7 @@ def main() -> None:
         started = time.perf_counter()
         try:
             answer = {"result": COMMANDS[name](*arguments)}
-        except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - the answer tells it
+        except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - part of the answer
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps({**answer, "time_s": time.perf_counter() - started}), flush=True)
 

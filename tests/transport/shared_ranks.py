@@ -13,7 +13,7 @@ from workbench.transport import selection
 
 
 class ThreadGather:
-    """Collects equal tensors of all ranks, as a process group does; ``of(rank)`` is one rank's gather."""
+    """All-gathers tensors of one shape, as a process group does; ``of(rank)`` is one rank's function."""
 
     def __init__(self, num_ranks):
         self._barrier = threading.Barrier(num_ranks, timeout=PATIENCE_S)
@@ -75,7 +75,7 @@ def run_in_worlds(fn, num_ranks=2):
 
 
 def assert_all_returned(results):
-    """No rank raised; gives the results back."""
+    """Assert that no rank raised, and return the results."""
     for result in results:
         if isinstance(result, BaseException):
             raise result

@@ -1,4 +1,4 @@
-"""gloo wakes nobody whose message broke off half way; what such a wait keeps is given back when its time is over."""
+"""gloo never ends a receive whose sender stops halfway; its resources are freed after the timeout."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ NUM_NUMBERS = 2**24
 
 
 def stop_while_sending():
-    """Rank 0 stops in the middle of a message; gives when rank 1 knew, and what it still had open later."""
+    """Rank 0 stops in the middle of a message; returns when rank 1 noticed, and its open resources later."""
     os.environ["WORKBENCH_TRANSPORT"] = "gloo"
     before = facts(None, 0, 1)
     world = wb.init(init_method=os.environ["WORKBENCH_TEST_MEETING"], timeout_s=TIMEOUT_S)
@@ -35,18 +35,18 @@ def stop_while_sending():
     try:
         with pytest.raises(CollectiveAborted, match=r"rank 0 is stopped \(SIGSTOP\)"):
             world.transport.exchange([], [(0, numbers)], 0, "half a message")
-        told_s = time.monotonic() - started
+        noticed_s = time.monotonic() - started
         shutdown()
         while grown(before, facts(None, 0, 1)) and time.monotonic() - started < 3 * TIMEOUT_S:
             time.sleep(0.05)
         names = [thread.name for thread in threading.enumerate() if thread.name.startswith("workbench")]
-        return told_s, names, grown(before, facts(None, 0, 1))
+        return noticed_s, names, grown(before, facts(None, 0, 1))
     finally:
         os.kill(members[0].pid, signal.SIGCONT)
 
 
-def test_what_a_receive_that_broke_off_keeps_is_given_back_after_the_timeout():
+def test_an_interrupted_receive_frees_its_resources_after_the_timeout():
     with Ranks(stop_while_sending, 2, joins=False) as ranks:
-        _, (told_s, threads, left) = ranks.results()
-    assert told_s < 2 * TIMEOUT_S
+        _, (noticed_s, threads, left) = ranks.results()
+    assert noticed_s < 2 * TIMEOUT_S
     assert not threads and not left

@@ -1,4 +1,4 @@
-"""Whatever happens to one rank, every other one ends with the right result or the right error, soon, and goes on."""
+"""After a fault of one rank, every other rank soon has the right result or the right error, and continues."""
 
 import os
 import threading
@@ -15,12 +15,12 @@ WORLDS = {
     "ipc": [{"WORKBENCH_TRANSPORT": "ipc", "WORKBENCH_TEST_LATE_DEVICE": "1"}] * 3,
     "mixed": [{"WORKBENCH_HOST": host} for host in ("alpha", "alpha", "beta", "beta")],
 }
-"""Environments by rank. A stopped process is seen by ranks of its host alone, so none is alone on its host."""
+"""Environments by rank. Only ranks of the same host see a stopped process, so no rank is alone on its host."""
 SOON_S = 2.0
 
 
 def right_reason(round_, chaos, text):
-    """Whether the error of a rank that did nothing wrong says what happened to the victim, or what it called."""
+    """Whether the error of a rank without a fault names the fate of the victim, or its call."""
     victim = f"rank {round_.victim}"
     wanted = {
         "killed": [f"of {victim} has ended", f"lost {victim} in", "lost one of ranks"],  # seen from another host
@@ -33,7 +33,7 @@ def right_reason(round_, chaos, text):
 
 
 def check(round_, answers, chaos):
-    """Whether the round ended as it should; says whether the world must be rebuilt."""
+    """Assert that the round ended as expected; returns whether the world must be rebuilt."""
     harmless = round_.fault in HARMLESS
     for rank, (how, text, time_s) in answers.items():
         context = f"{round_}: rank {rank} ended {how} after {time_s:.2f} s: {text}"
@@ -102,7 +102,7 @@ def test_two_hundred_faults(tmp_path, transport):
     assert_every_round_ends_right(tmp_path, transport, range(200))
 
 
-def test_what_a_process_has_left_open_is_noticed():
+def test_open_resources_of_a_process_are_detected():
     before, over = facts(None, 0, 1), threading.Event()
     left = [threading.Thread(target=over.wait, name="workbench-left") for _ in range(3)]
     for thread in left:

@@ -1,4 +1,4 @@
-"""A rank that is alone on its host and is stopped: nobody there sees it, so the others listen for signs of life."""
+"""Heartbeats: a stopped rank that is alone on its host is detected by the ranks of other hosts."""
 
 import os
 import signal
@@ -28,67 +28,67 @@ def all_of(hosts):
     return store, [Heartbeat(store, members(*hosts), rank) for rank in range(len(hosts))]
 
 
-def beating():
-    return [thread for thread in threading.enumerate() if thread.name == "workbench-beat"]
+def heartbeat_threads():
+    return [thread for thread in threading.enumerate() if thread.name == "workbench-heartbeat"]
 
 
-def test_only_ranks_that_are_alone_on_their_hosts_beat(monkeypatch):
+def test_only_ranks_alone_on_their_hosts_send_heartbeats(monkeypatch):
     monkeypatch.setattr(heartbeat, "INTERVAL_S", 0.001)
-    before = len(beating())
+    before = len(heartbeat_threads())
     for hosts, alone_on_host in ((HOSTS, {2}), (("a", "a"), set()), (("a", "b"), {0, 1}), (("a",), set())):
         store, ranks = all_of(hosts)
         assert {rank for one in ranks for rank in one.alone_on_host} == alone_on_host
-        assert len(beating()) - before == len(alone_on_host)
+        assert len(heartbeat_threads()) - before == len(alone_on_host)
         for one in ranks:
             one.close()
-        for thread in beating()[before:]:
+        for thread in heartbeat_threads()[before:]:
             thread.join(5)
         assert store.num_keys() == len(alone_on_host)
 
 
-def test_silence_is_told_after_a_while_and_not_before(monkeypatch):
+def test_silence_is_reported_only_after_the_limit(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(heartbeat.time, "monotonic", lambda: now[0])
     store = HashStore()
-    listening = Heartbeat(store, members(*HOSTS), 0)
-    assert listening.silence_of(2) is None  # it has not begun
+    detector = Heartbeat(store, members(*HOSTS), 0)
+    assert detector.silence_of(2) is None  # it has not started
     for count in range(20):
-        store.set("beat/2", str(count))
+        store.set("heartbeat/2", str(count))
         now[0] += 9.0
-        assert listening.silence_of(2) is None and listening.silence_of(1) is None
+        assert detector.silence_of(2) is None and detector.silence_of(1) is None
     now[0] += 9.0
-    assert listening.silence_of(2) is None
+    assert detector.silence_of(2) is None
     now[0] += 2.0
-    text = listening.silence_of(2)
+    text = detector.silence_of(2)
     assert "process 102 of rank 2, alone on beta, has given no sign of life for 11 s" in text and "SIGSTOP" in text
-    store.set("beat/2", "20")  # somebody has let it go on
-    assert listening.silence_of(2) is None
+    store.set("heartbeat/2", "20")  # the process was continued
+    assert detector.silence_of(2) is None
 
 
-def test_who_gives_a_stopped_process_more_time_gives_it_to_a_silent_one(monkeypatch):
+def test_a_longer_grace_period_also_covers_silence(monkeypatch):
     monkeypatch.setenv("WORKBENCH_STOPPED_GRACE_S", "inf")
     now = [100.0]
     monkeypatch.setattr(heartbeat.time, "monotonic", lambda: now[0])
     store = HashStore()
-    listening = Heartbeat(store, members(*HOSTS), 0)
-    store.set("beat/2", "0")
+    detector = Heartbeat(store, members(*HOSTS), 0)
+    store.set("heartbeat/2", "0")
     for _ in range(3):
-        assert listening.silence_of(2) is None
+        assert detector.silence_of(2) is None
         now[0] += 1e6
 
 
-def test_a_beat_ends_with_its_store(monkeypatch):
+def test_a_heartbeat_ends_with_its_store(monkeypatch):
     monkeypatch.setattr(heartbeat, "INTERVAL_S", 0.001)
 
     class Broken:
         def set(self, key, value):
             raise RuntimeError("connection reset")
 
-    before = len(beating())
+    before = len(heartbeat_threads())
     Heartbeat(Broken(), members("a", "b"), 0)
-    for thread in beating()[before:]:
+    for thread in heartbeat_threads()[before:]:
         thread.join(5)
-    assert len(beating()) == before
+    assert len(heartbeat_threads()) == before
 
 
 def stop_the_isolated_rank():

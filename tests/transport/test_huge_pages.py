@@ -1,4 +1,4 @@
-"""Huge pages under shared memory: asked for, never needed."""
+"""Huge pages for shared memory: requested, never required."""
 
 import os
 import re
@@ -15,14 +15,14 @@ SIZE = 3 * huge_pages.HUGE_PAGE_BYTES + 40960
 
 
 def large_bytes(address):
-    """How much of the mapping that starts there this process sees through large huge_pages."""
+    """Bytes of the mapping at this address that this process maps with huge pages."""
     with open("/proc/self/smaps", encoding="ascii") as file:
         part = file.read().split(f"\n{address:x}-")[1]
     return int(re.search(r"ShmemPmdMapped: +(\d+) kB", part)[1]) * 1024
 
 
 def assert_shared(owner, peer):
-    """What either writes, at both ends, the other reads."""
+    """Each reads what the other writes, at both ends."""
     for writer, reader in ((owner, peer), (peer, owner)):
         for offset in (0, owner.size - 8):
             writer.tensor(offset, (8,), torch.uint8).copy_(torch.randint(256, (8,), dtype=torch.uint8))
@@ -50,7 +50,7 @@ def test_memory_is_shared_and_reserved_whatever_pages_the_kernel_gives(size, ker
     owner.close()
 
 
-def test_a_peer_finds_huge_pages_with_few_faults():
+def test_a_peer_has_few_page_faults_on_huge_pages():
     owner = SharedMemory.create(SIZE, "test")
     if large_bytes(owner.address) == 0:
         pytest.skip("this kernel has no huge pages for shared memory now")
@@ -63,7 +63,7 @@ def test_a_peer_finds_huge_pages_with_few_faults():
     owner.close()
 
 
-def test_the_addresses_go_with_the_last_tensor():
+def test_the_mapping_ends_with_the_last_tensor():
     def ranges():
         with open("/proc/self/maps", encoding="ascii") as file:
             return [line.split()[0].split("-") for line in file]
@@ -77,7 +77,7 @@ def test_the_addresses_go_with_the_last_tensor():
     assert not any(int(start, 16) <= address < int(end, 16) for start, end in ranges())
 
 
-def test_what_cannot_be_mapped_or_filled_is_an_error(monkeypatch):
+def test_a_file_that_cannot_be_mapped_or_filled_is_an_error(monkeypatch):
     file = os.memfd_create("test")
     os.ftruncate(file, SIZE)
     readable = os.open(f"/proc/self/fd/{file}", os.O_RDONLY)

@@ -1,4 +1,4 @@
-"""The transport over CUDA IPC, on a stand-in for the device whose work is done late and whose memory is strict."""
+"""The transport over CUDA IPC, on a fake device whose work runs late and whose memory is checked."""
 
 import os
 import random
@@ -26,7 +26,7 @@ from workbench.transport.ipc.handles import ON_DEVICE, ON_HOST
 
 
 def behaviours(num_ranks, **different):
-    """One behaviour per rank; ``different`` gives a list of values of an attribute."""
+    """One behaviour per rank; ``different`` holds a list of values by attribute."""
     found = [late_device.Behaviour() for _ in range(num_ranks)]
     for name, by_rank in different.items():
         for behaviour, value in zip(found, by_rank, strict=True):
@@ -35,7 +35,7 @@ def behaviours(num_ranks, **different):
 
 
 def exchange_all(transport, rank, num_ranks, rounds=4):
-    """Everybody sends to everybody, and adds up; everything is what one device has."""
+    """All ranks send to all ranks and reduce; the results equal one device."""
     peers = [peer for peer in range(num_ranks) if peer != rank]
     for tag in range(rounds):
         numel = (3, 1000, 70_001)[tag % 3]
@@ -57,7 +57,7 @@ def test_casts_equal_one_device_and_move_the_bytes_of_their_plans():
 
 
 @pytest.mark.parametrize("way", ["one step", "two steps"])
-def test_sums_have_the_same_bits_on_every_rank_those_of_the_sum_in_order(way, monkeypatch):
+def test_every_rank_gets_the_bits_of_the_ordered_sum(way, monkeypatch):
     monkeypatch.setattr(ipc, "ONE_SHOT_BYTES", -1 if way == "two steps" else 1 << 30)
     cases = [
         (group, numel, dtype, reduction)
@@ -84,7 +84,7 @@ def test_sums_have_the_same_bits_on_every_rank_those_of_the_sum_in_order(way, mo
             assert torch.equal(results[rank][index], reduced(group, numel, dtype, reduction)), cases[index]
 
 
-def test_exchanges_of_every_dtype_any_strides_and_of_nothing():
+def test_exchanges_of_every_dtype_any_strides_and_empty_tensors():
     def program(transport, rank):
         other = 1 - rank
         for tag, dtype in enumerate(FLOATS + OTHERS):
@@ -104,7 +104,7 @@ def test_exchanges_of_every_dtype_any_strides_and_of_nothing():
     assert len(sizes) > 3 and assert_all_returned(run_late(program)) == [sent, sent]
 
 
-def test_a_reduction_begins_without_waiting_and_its_memory_comes_back():
+def test_a_reduction_starts_without_waiting_and_frees_its_memory():
     first_has_started = threading.Event()
 
     def program(transport, rank):
@@ -124,8 +124,8 @@ def test_a_reduction_begins_without_waiting_and_its_memory_comes_back():
         assert result == ([3.0] * 3, True, pool.FIRST_CHUNK_BYTES)
 
 
-def test_a_rank_that_does_not_wait_for_marks_reads_what_is_not_there_yet(monkeypatch):
-    """If it did not, the tests here would prove nothing about the order of devices."""
+def test_without_waiting_for_events_a_rank_reads_too_early(monkeypatch):
+    """Otherwise the tests of this file would not prove that events order the devices."""
 
     def program(transport, rank):
         if rank == 0:
@@ -137,7 +137,7 @@ def test_a_rank_that_does_not_wait_for_marks_reads_what_is_not_there_yet(monkeyp
     assert any(isinstance(result, (AssertionError, CollectiveAborted)) for result in run_late(program))
 
 
-def test_a_large_chunk_goes_back_when_it_is_idle_after_all_have_closed_it(monkeypatch):
+def test_an_idle_chunk_is_freed_after_all_ranks_have_closed_it(monkeypatch):
     monkeypatch.setattr(pool, "_IDLE_ALLOCATIONS", 8)
 
     def program(transport, rank):
@@ -161,7 +161,7 @@ def test_a_large_chunk_goes_back_when_it_is_idle_after_all_have_closed_it(monkey
         assert sizes[1::2] == [pool.FIRST_CHUNK_BYTES] * 2 and num_opened == 1
 
 
-def test_memory_that_is_freed_while_it_is_open_is_noticed():
+def test_freeing_open_memory_is_detected():
     """The oracle of the tests above."""
     owner, reader = late_device.LateDevice(), late_device.LateDevice()
     memory = owner.allocate(64, "test")
@@ -172,7 +172,7 @@ def test_memory_that_is_freed_while_it_is_open_is_noticed():
     reader.close(opened)
 
 
-def test_memory_of_a_world_that_broke_is_kept_until_nobody_reads_it():
+def test_memory_of_a_broken_world_is_kept_while_a_rank_has_it_open():
     left, seen = threading.Event(), []
 
     def program(transport, rank):
@@ -201,7 +201,7 @@ def test_memory_of_a_world_that_broke_is_kept_until_nobody_reads_it():
         ({"opens_events": [True, True, False]}, set()),
     ],
 )
-def test_what_cannot_be_read_where_it_lies_comes_through_the_host(different, staged):
+def test_unreadable_device_memory_is_staged_through_the_host(different, staged):
     def program(connection, rank):
         assert exchange_all(connection.transport, rank, 3) == [0, 1, 2]
         peers = connection.transport._transfers.peers
@@ -215,7 +215,7 @@ def test_what_cannot_be_read_where_it_lies_comes_through_the_host(different, sta
             assert "no handle" in why or "other bytes" in why or "peer access" in why
 
 
-def test_ranks_that_cannot_share_host_memory_either_are_refused_everywhere():
+def test_ranks_without_shared_host_memory_are_refused_on_all_ranks():
     def program(connection, rank):
         return connection.transport, connection.refusals
 
@@ -225,7 +225,7 @@ def test_ranks_that_cannot_share_host_memory_either_are_refused_everywhere():
         assert "rank 1 joins the world" in refusals[1] and "are wanted" in refusals[1]
 
 
-def test_too_little_memory_says_who_wanted_how_much():
+def test_too_little_memory_names_the_rank_and_both_sizes():
     def program(transport, rank):
         transport._device.behaviour.room = 1000
         with pytest.raises(WorldError, match=r"rank \d in a boxing: data for other ranks: \d+ bytes are wanted"):
@@ -235,7 +235,7 @@ def test_too_little_memory_says_who_wanted_how_much():
     assert all(assert_all_returned(run_late(program)))
 
 
-def test_ranks_that_call_different_exchanges_hear_of_both():
+def test_ranks_in_different_exchanges_get_both_names():
     def program(transport, rank):
         transport.exchange([(1 - rank, torch.ones(3))], [(1 - rank, torch.empty(3))], 0, f"call {rank}")
 
@@ -259,7 +259,7 @@ def test_an_abort_ends_the_wait_for_a_device():
     assert 0.05 < waited < 0.25
 
 
-def test_a_device_that_does_not_come_is_a_timeout_that_says_so():
+def test_a_hanging_device_is_a_timeout_that_names_it():
     def program(transport, rank):
         if rank == 0:
             transport._device.later(lambda: time.sleep(0.5))
@@ -273,7 +273,7 @@ def test_a_device_that_does_not_come_is_a_timeout_that_says_so():
     assert "its device has not come to this call for 0.1 s" in text and "rank 0 waits for nobody" in text
 
 
-def test_no_world_of_cpu_ranks_uses_it_unasked():
+def test_cpu_ranks_never_use_ipc():
     assert set(ipc_connect.DEVICE_TYPES) == {"cuda"} and ON_DEVICE != ON_HOST
 
 
@@ -291,7 +291,7 @@ def test_training_on_processes_equals_one_device():
 
 
 def leave_something(folder):
-    """A large message that nobody reads, then the end of all processes at once."""
+    """Send a large message that nobody reads; then all processes are killed at once."""
     world = current()
     world.transport.exchange([(1 - world.rank, torch.ones(8_000_000))], [], 0, "a boxing")
     (folder / str(world.rank)).touch()
@@ -302,7 +302,7 @@ def leave_something(folder):
 
 @pytest.mark.procs
 @pytest.mark.timed
-def test_nothing_is_left_behind_when_all_are_killed(tmp_path):
+def test_no_shared_memory_is_left_when_all_ranks_are_killed(tmp_path):
     before = set(os.listdir("/dev/shm"))
     environment = {"WORKBENCH_TRANSPORT": "ipc", late_device.VARIABLE: "1"}
     assert run_processes(leave_something, 2, tmp_path, environment=environment) == [None, None]

@@ -1,4 +1,4 @@
-"""Several processes on one GPU exchange over CUDA IPC. Nobody has run these yet: no GPU was at hand."""
+"""Several processes on one GPU exchange over CUDA IPC. These tests have not run yet: no GPU was available."""
 
 import os
 import signal
@@ -34,7 +34,7 @@ def run(program, num_ranks, *arguments):
 
 
 def boxings(dtype, shapes):
-    """Every pair of layouts, many times on changing memory; what each rank gets is what one device has."""
+    """Every pair of layouts, repeatedly on changing memory; each rank gets what one device has."""
     world = join()
     placement = Placement.of("cuda", list(range(world.world_size)))
     for round_ in range(5):
@@ -66,7 +66,7 @@ def test_boxings_equal_one_device(num_ranks, dtype):
 
 
 def on_streams():
-    """Sends from changing streams of slow work: a reader never comes too early."""
+    """Sends from changing streams with slow work: no reader reads too early."""
     world = join()
     peers = [rank for rank in range(world.world_size) if rank != world.rank]
     streams = [torch.cuda.Stream() for _ in range(3)]
@@ -87,12 +87,12 @@ def on_streams():
     return True
 
 
-def test_readers_wait_for_the_stream_that_writes():
+def test_readers_wait_for_the_writing_stream():
     assert run(on_streams, 3) == [True] * 3
 
 
 def grow_and_shrink():
-    """Large messages come and go; the memory for them is given back."""
+    """Large messages are sent once; their memory is freed."""
     world, sizes = join(), []
     other = 1 - world.rank
     for round_ in range(3):
@@ -106,7 +106,7 @@ def grow_and_shrink():
     return sizes
 
 
-def test_memory_goes_back():
+def test_memory_is_freed():
     for sizes in run(grow_and_shrink, 2):
         assert max(sizes) < 400e6
 

@@ -1,4 +1,4 @@
-"""When ranks use ``ipc``, what they use otherwise, and the calls to the driver, against one that is played."""
+"""Selection of ``ipc`` or of another transport, and the calls to a simulated CUDA driver."""
 
 import contextlib
 import ctypes
@@ -35,13 +35,13 @@ def member(device="cuda A", requested="auto", host="alpha boot", namespace=1):
         ([member(requested="gloo"), member(requested="ipc")], "a rank requests gloo"),
     ],
 )
-def test_gpus_of_one_host_come_into_question_unless_a_rank_wants_something_else(members, why_not):
+def test_gpus_of_one_host_use_ipc_unless_a_rank_requests_another_transport(members, why_not):
     assert why_not in selection._why_not_devices(tuple(members)) and bool(why_not) == bool(
         selection._why_not_devices(tuple(members))
     )
 
 
-def test_nccl_is_for_gpus_that_nobody_shares(monkeypatch):
+def test_nccl_needs_one_gpu_per_rank(monkeypatch):
     monkeypatch.setattr(selection.dist, "is_nccl_available", lambda: True)
     assert selection.select_backend(GPU, (member("cuda A"), member("cuda B"))) == "nccl"
     assert (
@@ -52,7 +52,7 @@ def test_nccl_is_for_gpus_that_nobody_shares(monkeypatch):
     assert selection.select_backend(CPU, (member("cpu"), member("cpu"))) == "gloo"
 
 
-def test_what_a_rank_asks_for(monkeypatch):
+def test_the_requested_transport(monkeypatch):
     assert selection.requested_transport(GPU, None) == "auto" and selection.requested_transport(GPU, "nccl") == "nccl"
     monkeypatch.setenv(selection.VARIABLE, "ipc")
     assert selection.requested_transport(GPU, "nccl") == "ipc"
@@ -62,7 +62,7 @@ def test_what_a_rank_asks_for(monkeypatch):
 
 
 def choose(members, behaviour=None, **maker):
-    """What each rank of such a world gets: the names of its transport and its groups, or why not."""
+    """For each rank of such a world: the names of its transport and its groups, or the reason against ``ipc``."""
     from torch.distributed import HashStore
 
     store = HashStore()
@@ -80,7 +80,7 @@ def choose(members, behaviour=None, **maker):
         return run_on_threads(program, len(members))
 
 
-def test_a_world_that_connects_says_so_and_one_that_cannot_says_why():
+def test_groups_name_the_transport_or_the_reason_against_ipc():
     two = [member("cpu", "ipc"), member("cpu", "auto")]
     assert assert_all_returned(choose(two)) == ["ranks [0, 1]: ipc (one host, alpha)"] * 2
     refusing = late_device.Behaviour()
@@ -97,7 +97,7 @@ def test_a_world_that_connects_says_so_and_one_that_cannot_says_why():
 
 
 class Driver:
-    """What ``CudaDevice`` calls: one allocation at 4096, 100 bytes at most."""
+    """A simulated driver with one allocation at 4096, of at most 100 bytes."""
 
     def __init__(self):
         self.calls = []
@@ -142,7 +142,7 @@ def device(monkeypatch):
     return found
 
 
-def test_handles_go_to_the_driver_whole(device):
+def test_the_driver_gets_whole_handles(device):
     memory = device.allocate(100, "test")
     handle = device.export(memory)
     assert handle == bytes(range(64)) and memory.address == 4096
@@ -154,7 +154,7 @@ def test_handles_go_to_the_driver_whole(device):
         device.export(memory._replace(address=1))
 
 
-def test_host_memory_is_pinned_by_the_driver_whose_errors_torch_does_not_meet_later(device, monkeypatch):
+def test_the_driver_pins_host_memory_and_its_errors_do_not_reach_torch(device, monkeypatch):
     monkeypatch.setattr(torch.cuda, "cudart", lambda: pytest.fail("the runtime remembers its last error"))
     device.pin(4096, 10)
     device.pin(8192, 20)  # pinned already
@@ -164,13 +164,13 @@ def test_host_memory_is_pinned_by_the_driver_whose_errors_torch_does_not_meet_la
         device.pin(1, 10)
 
 
-def test_too_little_device_memory_is_told_with_both_figures_after_torch_gave_back_its_own(device):
+def test_too_little_device_memory_is_an_error_with_both_sizes_after_torch_has_emptied_its_cache(device):
     with pytest.raises(WorldError, match=r"rank 0: 101 B on cuda:0 are wanted, 50 B are free \(CUDA_ERROR_2\)"):
         device.allocate(101, "rank 0")
     assert device._driver.calls == [("alloc", 101), "empty_cache", ("alloc", 101)]
 
 
-def test_marks_on_another_stream_come_after_those_before(device, monkeypatch):
+def test_events_on_another_stream_are_ordered_after_earlier_ones(device, monkeypatch):
     log, current = [], []
 
     class Stream:

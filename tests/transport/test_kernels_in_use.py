@@ -50,7 +50,7 @@ LAYOUTS = ["S(0)", "S(1)", "B", "P(sum)"]
 
 
 def boxed_both_ways(source, target, shape, dtype, num_ranks):
-    """A boxing, and the gradient of a weighted sum of its result, on one of which nothing is whole."""
+    """A boxing, and the gradient of a weighted sum of its result, with shards that are not contiguous."""
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     weights = torch.linspace(-1, 1, x.numel()).reshape(shape).to(dtype)
 
@@ -103,7 +103,7 @@ def test_terms_of_any_reduction(reduction, dtype, launches):
     assert "_move" in launches
 
 
-def test_what_is_sent_is_packed_by_one_kernel(launches):
+def test_one_kernel_packs_all_sent_slices(launches):
     x = torch.arange(24).reshape(4, 6)
     packed = assembly.packed([(1, x[:, :2]), (2, x[:, 2:])])
     assert [rank for rank, _ in packed] == [1, 2] and launches == ["_move"]
@@ -165,7 +165,7 @@ def test_cross_entropy_of_all_kinds(shape, dtype, options, launches):
     assert "_forward" in launches
 
 
-def test_a_target_that_is_no_class_is_an_error(launches):
+def test_a_target_out_of_range_is_an_error(launches):
     def program():
         x = wb.to_global(torch.zeros(2, 4), placement=cluster(0, 1), sbp="B").to_global(sbp="S(1)")
         F.cross_entropy(x, torch.tensor([1, 4]))
@@ -222,7 +222,7 @@ def test_tables_of_all_kinds(shape, dtype, padding, launches):
 
 
 def drawn(program, monkeypatch, launches):
-    """What a program draws by kernels, and what it draws by the references."""
+    """The random numbers of a program by kernels, and by the references."""
     by_kernel = run_ranks(program, 3)
     assert launches
     monkeypatch.setattr(launch, "wanted", "auto")

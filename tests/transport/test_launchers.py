@@ -1,4 +1,4 @@
-"""Ranks that torchrun and Open MPI start: who they are, and where they meet."""
+"""Ranks started by torchrun and Open MPI: their numbers and their rendezvous."""
 
 import os
 import shutil
@@ -27,8 +27,8 @@ def _no_launcher(monkeypatch):
 
 
 def as_mpirun(monkeypatch, rank, size, local_rank, local_size, folder):
-    told = {"RANK": rank, "SIZE": size, "LOCAL_RANK": local_rank, "LOCAL_SIZE": local_size}
-    for name, value in told.items():
+    values = {"RANK": rank, "SIZE": size, "LOCAL_RANK": local_rank, "LOCAL_SIZE": local_size}
+    for name, value in values.items():
         monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", str(value))
     monkeypatch.setenv("PMIX_SERVER_TMPDIR", str(folder))
 
@@ -38,7 +38,7 @@ def test_without_a_launcher_a_process_is_alone():
     assert launchers.default_init_method() == "env://"
 
 
-def test_open_mpi_tells_rank_and_local_rank(monkeypatch, tmp_path):
+def test_open_mpi_sets_rank_and_local_rank(monkeypatch, tmp_path):
     as_mpirun(monkeypatch, 3, 4, 1, 2, tmp_path)
     assert [launchers.launcher_value(what, -1) for what in ("rank", "world_size", "local_rank")] == [3, 4, 1]
 
@@ -50,7 +50,7 @@ def test_ranks_of_one_host_meet_in_the_jobs_folder(monkeypatch, tmp_path):
     assert launchers.default_init_method() == "env://"
 
 
-def test_ranks_of_several_hosts_have_to_be_told(monkeypatch, tmp_path):
+def test_ranks_of_several_hosts_need_an_address(monkeypatch, tmp_path):
     as_mpirun(monkeypatch, 0, 4, 0, 2, tmp_path)
     with pytest.raises(WorldError, match=r"4 ranks, 2 of them on this host.*-x MASTER_ADDR"):
         launchers.default_init_method()
@@ -60,7 +60,7 @@ def test_ranks_of_several_hosts_have_to_be_told(monkeypatch, tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun (Debian's package openmpi-bin)")
 def test_a_script_under_mpirun(tmp_path):
-    """The same under torchrun is the readme's script, which has its own test."""
+    """The script of the readme, which another test runs under torchrun."""
     (tmp_path / "program.py").write_text(PROGRAM)
     as_root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
     command = ["mpirun", *as_root, "--oversubscribe", "-n", "2", sys.executable, str(tmp_path / "program.py")]

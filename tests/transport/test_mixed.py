@@ -1,4 +1,4 @@
-"""Worlds of several hosts, which this machine plays: shared memory inside each, gloo between, on real processes."""
+"""Worlds of several simulated hosts: shared memory inside each host, gloo between hosts, on real processes."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def exchanges():
 
 
 def sums(numel, dtype):
-    """The same bits on all ranks, one float away from one device at most, and only first ranks send to other hosts."""
+    """All ranks get the same bits, close to one device, and only the first rank of each host sends to other hosts."""
     here = current()
     for group in ([0, 1, 2, 3], [2, 0, 3], [1, 2], [0, 1]):
         tag = here.next_sum_tag(tuple(group))
@@ -50,7 +50,7 @@ def sums(numel, dtype):
 
 
 def own_host_only():
-    """Two ranks of one host read each other's memory, whatever other hosts there are; nothing goes over the network."""
+    """Two ranks of one host read each other's memory also in a world of several hosts; nothing leaves the host."""
     sent = current().transport.sent_bytes
     x = wb.tensor(torch.arange(12.0).view(4, 3), placement=wb.placement("cpu", ranks=[2, 3]), sbp="S(0)")
     x.to_global(sbp="S(1)").to_global(sbp="B")
@@ -90,7 +90,7 @@ def join(environment):
         return ranks.results()
 
 
-def test_the_environment_overrides_the_choice():
+def test_the_environment_overrides_the_selection():
     assert {found[0] for found in join(hosts("a", "a", "b", WORKBENCH_TRANSPORT="gloo"))} == {"gloo"}
     for text in join(hosts("a", "a", "b", WORKBENCH_TRANSPORT="shared")):
         assert "1 of 3 ranks" in text and "rank 2: it runs on b" in text and "Unset WORKBENCH_TRANSPORT" in text

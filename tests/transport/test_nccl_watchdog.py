@@ -1,4 +1,4 @@
-"""Ranks over NCCL, which is played here: calls that hang are found and told, as over gloo."""
+"""Detection of hanging calls over a simulated NCCL."""
 
 import os
 import subprocess
@@ -20,7 +20,7 @@ from workbench.transport.rendezvous import Member, Rendezvous
 
 
 class Call:
-    """What NCCL gives: done, or not."""
+    """A handle of NCCL, done or not."""
 
     def __init__(self, is_done=False):
         self.is_done = is_done
@@ -38,14 +38,14 @@ def rendezvous_of(num_ranks, pids=None):
 
 @pytest.fixture
 def watches(monkeypatch):
-    """Three ranks of which one never comes by itself: what they say is asked by the test."""
+    """Three ranks whose threads never check: the test calls ``find_hang``."""
     monkeypatch.setattr(nccl_watchdog, "SUSPECT_S", 0.0)
     monkeypatch.setattr(NcclWatchdog, "_watch", lambda self: None)
     rendezvous = rendezvous_of(3)
     return [NcclWatchdog(rendezvous, rank, 60.0, lambda reason: None) for rank in range(3)]
 
 
-def test_nothing_is_told_while_all_goes_well(watches):
+def test_nothing_is_written_while_all_is_well(watches):
     for watchdog in watches:
         for number in range(100):
             watchdog.record(f"call {number}", [nccl_watchdog.group_channel(range(3))], range(3), [Call(is_done=True)])
@@ -53,10 +53,10 @@ def test_nothing_is_told_while_all_goes_well(watches):
     assert watches[0]._store.num_keys() == 0 and not watches[0]._pending
 
 
-def test_two_calls_with_one_number_are_told_on_both_sides(watches):
+def test_two_calls_with_one_number_are_reported_on_both_ranks(watches):
     one, two, _ = watches
     one.record("boxing S(0) -> B", [nccl_watchdog.send_channel(0, 1), nccl_watchdog.send_channel(1, 0)], [1], [Call()])
-    assert one.find_hang() is None  # rank 1 has told nothing, it may be slow
+    assert one.find_hang() is None  # rank 1 has written nothing, it may be slow
     two.record(
         "boxing S(0) -> S(1)", [nccl_watchdog.send_channel(1, 0), nccl_watchdog.send_channel(0, 1)], [0], [Call()]
     )
@@ -66,7 +66,7 @@ def test_two_calls_with_one_number_are_told_on_both_sides(watches):
     assert "call 1 of 0 -> 1 is boxing S(0) -> S(1) on rank 1" in one.find_hang()
 
 
-def test_a_call_that_one_rank_has_left_out_is_found_at_its_next_one(watches):
+def test_a_skipped_call_is_found_at_the_next_one(watches):
     for watchdog in watches[:2]:
         for name in ("first", "second", "third"):
             if (watchdog.rank, name) != (1, "second"):
@@ -78,7 +78,7 @@ def test_a_call_that_one_rank_has_left_out_is_found_at_its_next_one(watches):
     assert "call 2 of group [0, 1] is third on rank 1" in watches[0].find_hang()
 
 
-def test_pipelines_count_each_direction_apart(watches):
+def test_each_direction_of_a_pipeline_is_counted_separately(watches):
     one, two, _ = watches
     for number in range(3):
         one.record(f"forward {number}", [nccl_watchdog.send_channel(0, 1)], [1], [Call()])
@@ -92,7 +92,7 @@ def test_pipelines_count_each_direction_apart(watches):
             watchdog._pending and watchdog._pending.popleft()
 
 
-def test_a_slow_rank_is_told_of_only_when_the_time_is_up(watches):
+def test_a_slow_rank_is_reported_only_at_the_timeout(watches):
     one, two, _ = watches
     two.record("first", [nccl_watchdog.group_channel([0, 1])], [0, 1], [Call()])
     one.record("first", [nccl_watchdog.group_channel([0, 1])], [0, 1], [Call()])
@@ -106,7 +106,7 @@ def test_a_slow_rank_is_told_of_only_when_the_time_is_up(watches):
     )
 
 
-def test_who_leaves_and_who_gives_up_is_told(watches):
+def test_ranks_that_close_or_fail_are_named(watches):
     one, two, three = watches
     one.record("a sum", [nccl_watchdog.group_channel([0, 1])], [0, 1], [Call()])
     three.end(HAS_LEFT)
@@ -118,7 +118,7 @@ def test_who_leaves_and_who_gives_up_is_told(watches):
     assert one.find_hang().endswith("in a sum: rank 2 gave up: KeyboardInterrupt")  # nobody can go on
 
 
-def test_words_of_old_calls_are_forgotten_and_make_nobody_despair(watches):
+def test_forgotten_headers_cause_no_error(watches):
     one, two, _ = watches
     one.record("old", [nccl_watchdog.send_channel(0, 1)], [1], [Call()])
     for number in range(nccl_watchdog._NUM_REMEMBERED + 5):
@@ -127,7 +127,7 @@ def test_words_of_old_calls_are_forgotten_and_make_nobody_despair(watches):
     assert one.find_hang() is None
 
 
-def test_the_death_of_a_process_is_seen(monkeypatch):
+def test_the_end_of_a_process_is_detected(monkeypatch):
     monkeypatch.setattr(nccl_watchdog, "SUSPECT_S", 0.0)
     monkeypatch.setattr(NcclWatchdog, "_watch", lambda self: None)
     other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
@@ -140,7 +140,7 @@ def test_the_death_of_a_process_is_seen(monkeypatch):
     watchdog.close()
 
 
-def test_an_error_of_nccl_is_told(watches):
+def test_an_error_of_nccl_is_reported(watches):
     class Broken(Call):
         def is_completed(self):
             raise RuntimeError("NCCL error: remote process exited\nand a stack")
@@ -155,7 +155,7 @@ KNOWN = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint
 
 
 class Nccl:
-    """Pairs calls by their order alone, never ends those that differ in size, and sees memory, not torch's flags."""
+    """Matches calls by their order alone, never ends calls of different sizes, and ignores torch's conjugate bits."""
 
     def __init__(self, num_ranks):
         self.num_ranks, self.lock, self.waiting = num_ranks, threading.Lock(), {}
@@ -164,7 +164,7 @@ class Nccl:
         self.P2POp = lambda kind, tensor, peer: (kind, tensor, peer)
 
     def meet(self, place, num_members, size, then):
-        """The next call at a place; it ends when all members have made it with one size."""
+        """The next call at a place; it ends when all members have made it with the same size."""
         call = Call()
         with self.lock:
             if not hasattr(self.local, "numbers"):
@@ -217,7 +217,7 @@ class Nccl:
 
 
 def run_played(fn, num_ranks, monkeypatch, timeout_s=20.0):
-    """``fn(transport, rank)`` on every rank; what each returned or raised, and how often NCCL was aborted."""
+    """``fn(transport, rank)`` on every rank; returns what each returned or raised, and how often NCCL was aborted."""
     nccl, rendezvous = Nccl(num_ranks), rendezvous_of(num_ranks)
     monkeypatch.setattr(distributed, "dist", nccl)
     monkeypatch.setattr(nccl_watchdog, "SUSPECT_S", 0.1)
@@ -236,7 +236,7 @@ def run_played(fn, num_ranks, monkeypatch, timeout_s=20.0):
     return run_on_threads(program, num_ranks), len(aborted)
 
 
-def test_slices_are_counted_and_threads_end(monkeypatch):
+def test_sent_bytes_are_counted_and_threads_end(monkeypatch):
     def program(transport, rank):
         out = torch.empty(3)
         for number in range(20):
@@ -250,7 +250,7 @@ def test_slices_are_counted_and_threads_end(monkeypatch):
     assert not [thread for thread in threading.enumerate() if thread.name == "workbench-calls" and thread.is_alive()]
 
 
-def test_what_nccl_does_not_know_travels_all_the_same(monkeypatch):
+def test_dtypes_and_flags_that_nccl_lacks_are_sent(monkeypatch):
     complex_ones = torch.tensor([[1 + 2j, 3 - 1j], [0.5j, 4]])
     tensors = [
         torch.arange(6, dtype=torch.int16).view(2, 3),
@@ -284,7 +284,7 @@ def test_what_nccl_does_not_know_travels_all_the_same(monkeypatch):
     assert assert_all_returned(results) == [expected, expected]
 
 
-def test_nothing_is_received_into_a_copy_that_nobody_sees(monkeypatch):
+def test_a_receive_never_fills_a_copy(monkeypatch):
     def program(transport, rank):
         out = torch.empty(3, 2).t()
         with pytest.raises(RuntimeError, match="view size is not compatible"):
@@ -294,7 +294,7 @@ def test_nothing_is_received_into_a_copy_that_nobody_sees(monkeypatch):
     assert_all_returned(results)
 
 
-def test_ranks_that_diverged_are_freed_and_hear_of_both_calls(monkeypatch):
+def test_ranks_that_diverged_end_with_both_calls(monkeypatch):
     def program(transport, rank):
         transport.all_gather(torch.zeros(1), "a start")
         numel = 3 + rank
@@ -312,7 +312,7 @@ def test_ranks_that_diverged_are_freed_and_hear_of_both_calls(monkeypatch):
     assert "ranks diverged: call 1 of" in text and "boxing of 3" in text and "boxing of 4" in text
 
 
-def test_an_abort_ends_the_wait_of_the_others_too(monkeypatch):
+def test_an_abort_ends_the_waits_of_all_ranks(monkeypatch):
     def program(transport, rank):
         if rank == 0:
             transport.abort("the user has had enough")
@@ -324,7 +324,7 @@ def test_an_abort_ends_the_wait_of_the_others_too(monkeypatch):
         assert isinstance(result, CollectiveAborted) and "rank 0 gave up: the user has had enough" in str(result)
 
 
-def test_a_rank_that_does_not_come_is_told_with_what_it_did_last(monkeypatch):
+def test_a_missing_rank_is_named_with_its_last_call(monkeypatch):
     def program(transport, rank):
         transport.all_gather(torch.zeros(1), "a start")
         if rank == 0:

@@ -51,7 +51,7 @@ def test_a_convolutional_net_on_four_processes():
     assert run_processes(training, 4, "cnn", strategies) == ["shared"] * 4
 
 
-def meeting_a_dead_rank():
+def boxing_with_a_killed_rank():
     if wb.rank() == 1:
         time.sleep(0.5)
         os._exit(0)
@@ -63,8 +63,8 @@ def meeting_a_dead_rank():
 
 
 @pytest.mark.parametrize("transport", ["shared", "gloo"])
-def test_a_rank_that_dies_ends_the_others_waits_with_the_cause(transport):
-    message, nothing = run_processes(meeting_a_dead_rank, 2, environment=over(transport))
+def test_a_killed_rank_ends_the_waits_of_its_peers_with_the_cause(transport):
+    message, nothing = run_processes(boxing_with_a_killed_rank, 2, environment=over(transport))
     assert "lost" in message and nothing is None
 
 
@@ -85,7 +85,7 @@ def traced():
     return trace.wire_bytes
 
 
-def test_a_trace_counts_what_the_transport_sends():
+def test_a_trace_counts_the_bytes_that_the_transport_sends():
     first, second = run_processes(traced, 2)
     assert first == second > 0
 

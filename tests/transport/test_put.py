@@ -1,4 +1,4 @@
-"""Large rows are written by those who have them, straight into the new shards of the others."""
+"""Large rows are written by their owners straight into the new shards of their peers."""
 
 import itertools
 
@@ -37,7 +37,7 @@ def plan_of(source, target, shape, ranks=RANKS):
         ("S(0)", "S(1)", LARGE, [0, 1], False),
     ],
 )
-def test_all_ranks_decide_alike_who_writes(source, target, shape, ranks, puts):
+def test_all_ranks_decide_the_same_about_put(source, target, shape, ranks, puts):
     plan = plan_of(source, target, shape, ranks)
     plans = {rank: plan_transfer(plan, rank, torch.float32, "test") for rank in RANKS}
     assert {transfer.puts for transfer in plans.values()} == {puts}
@@ -46,7 +46,7 @@ def test_all_ranks_decide_alike_who_writes(source, target, shape, ranks, puts):
 
 
 def assert_right(world, shape, dtype, target, make_local, ranks=RANKS):
-    """Box rows to ``target``, write over the source at once, and compare with what one device has."""
+    """Box rows to ``target``, overwrite the source at once, and compare with one device."""
     whole = torch.arange(shape[0] * shape[1]).remainder(251).to(dtype).view(shape)
     before, after = Layout.of(Placement.of("cpu", RANKS), "S(0)"), Layout.of(Placement.of("cpu", ranks), target)
     place = tuple(slice(*bounds) for bounds in before.region(shape, world.rank))
@@ -67,7 +67,7 @@ def assert_right(world, shape, dtype, target, make_local, ranks=RANKS):
 @pytest.mark.parametrize("shape", [LARGE, NARROW], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
 @pytest.mark.parametrize("block_bytes", [put.BLOCK_BYTES, 10_000], ids=str)
-def test_rows_arrive_wherever_they_lie(monkeypatch, shape, dtype, block_bytes):
+def test_rows_arrive_from_any_memory(monkeypatch, shape, dtype, block_bytes):
     monkeypatch.setattr(put, "BLOCK_BYTES", block_bytes)
 
     def program(world):
@@ -87,7 +87,7 @@ def test_rows_arrive_wherever_they_lie(monkeypatch, shape, dtype, block_bytes):
     assert assert_all_returned(run_in_worlds(program, len(RANKS))) == [True] * len(RANKS)
 
 
-def test_what_was_prepared_follows_sources_and_new_shards_that_move():
+def test_a_prepared_put_follows_shards_that_move():
     def program(world):
         kept = []
         for turn in range(12):
@@ -118,7 +118,7 @@ def test_what_was_prepared_follows_sources_and_new_shards_that_move():
     assert assert_all_returned(run_in_worlds(program, len(RANKS))) == [True] * len(RANKS)
 
 
-def test_a_new_shard_in_ordinary_memory_is_filled_by_way_of_a_block(monkeypatch):
+def test_a_new_shard_in_ordinary_memory_is_filled_through_a_block(monkeypatch):
     monkeypatch.setattr(Segment, "allocate_for_tensor", lambda *args: None)
 
     def program(world):
@@ -128,7 +128,7 @@ def test_a_new_shard_in_ordinary_memory_is_filled_by_way_of_a_block(monkeypatch)
     assert assert_all_returned(run_in_worlds(program, len(RANKS))) == [True] * len(RANKS)
 
 
-def test_ranks_that_write_for_different_boxings_hear_of_both():
+def test_ranks_that_put_for_different_boxings_get_both_names():
     def program(world):
         rows = Layout.of(Placement.of("cpu", RANKS), "S(0)")
         x = wrap(torch.ones(rows.local_shape(LARGE, world.rank)), spec_of(world, rows, LARGE))

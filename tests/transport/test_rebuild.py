@@ -1,4 +1,4 @@
-"""A broken world is replaced in place: what stays, who may come, and what is said when somebody does not."""
+"""Rebuilding a broken world: what stays usable, which ranks may join, and the errors when a rank is missing."""
 
 import os
 import time
@@ -14,8 +14,8 @@ from workbench.transport import peer_processes, rendezvous
 from workbench.transport.network.hang_detector import ACKS, MESSAGES, WaitStatus, acks_key, find_deadlock
 
 
-def ring(**statuses):
-    """What rank 0 finds; ``statuses`` by rank, as r0=WaitStatus(...)."""
+def deadlock(**statuses):
+    """The deadlock that rank 0 finds; ``statuses`` by rank, as r0=WaitStatus(...)."""
     return find_deadlock(0, statuses["r0"], lambda rank: statuses.get(f"r{rank}", WaitStatus()))
 
 
@@ -26,50 +26,50 @@ def test_a_backward_runs_where_it_is_called_so_that_its_waits_can_be_interrupted
         assert torch._C._is_multithreading_enabled() is has_threads_of_its_own
 
 
-def test_a_ring_of_waiting_ranks_is_told_with_all_calls():
-    text = ring(r0=WaitStatus(1, 7, "x"), r1=WaitStatus(2, 7, "y"), r2=WaitStatus(0, 9, "z"))
+def test_a_deadlock_is_reported_with_all_calls():
+    text = deadlock(r0=WaitStatus(1, 7, "x"), r1=WaitStatus(2, 7, "y"), r2=WaitStatus(0, 9, "z"))
     assert "diverged" in text and all(call in text for call in ("rank 0 waits for rank 1 in x", "in y", "in z"))
-    assert "diverged" in ring(
+    assert "diverged" in deadlock(
         r0=WaitStatus(1, 7, "x"), r1=WaitStatus(2, 7, "y"), r2=WaitStatus(1, 9, "z")
     )  # one that leads into a ring
 
 
-def test_what_may_still_come_is_waited_for():
+def test_a_pending_message_is_no_deadlock():
     waiting = {"r0": WaitStatus(1, 7, "x")}
-    assert ring(**waiting, r1=WaitStatus()) is None  # computes
-    assert ring(**waiting, r1=WaitStatus(0, 9, "y", sent={"0": (1, [7])})) is None  # is about to be fetched
-    assert ring(**waiting, r1=WaitStatus(0, 9, "y", sent={"0": (1, [])})) is None  # has left the sender
+    assert deadlock(**waiting, r1=WaitStatus()) is None  # computes
+    assert deadlock(**waiting, r1=WaitStatus(0, 9, "y", sent={"0": (1, [7])})) is None  # is about to be fetched
+    assert deadlock(**waiting, r1=WaitStatus(0, 9, "y", sent={"0": (1, [])})) is None  # has left the sender
     assert (
-        ring(r0=WaitStatus(1, 7, "x", 1), r1=WaitStatus(0, 9, "y", sent={"0": (2, [8])})) is not None
+        deadlock(r0=WaitStatus(1, 7, "x", 1), r1=WaitStatus(0, 9, "y", sent={"0": (2, [8])})) is not None
     )  # another one is pending
-    assert ring(r0=WaitStatus(1, 7, "x", 1), r1=WaitStatus(0, 9, "y", 3, sent={"0": (1, [])})) is not None
+    assert deadlock(r0=WaitStatus(1, 7, "x", 1), r1=WaitStatus(0, 9, "y", 3, sent={"0": (1, [])})) is not None
 
 
-def test_a_note_that_is_out_of_date_gives_hope():
-    """Rank 1 has long got what its note says it waits for: rank 0 knows that it has sent it."""
-    assert ring(r0=WaitStatus(1, 7, "x", sent={"1": (1, [])}), r1=WaitStatus(0, 9, "y", 0)) is None
+def test_an_outdated_status_is_no_deadlock():
+    """Rank 1 has received the message of its status long ago: rank 0 knows that it has sent it."""
+    assert deadlock(r0=WaitStatus(1, 7, "x", sent={"1": (1, [])}), r1=WaitStatus(0, 9, "y", 0)) is None
 
 
-def test_messages_and_acks_are_counted_apart():
+def test_messages_and_acks_are_counted_separately():
     waits_for_ack = WaitStatus(1, ACKS, "x", 4, sent={"1": (2, [])})
-    assert ring(r0=waits_for_ack, r1=WaitStatus(0, MESSAGES, "y", 2, sent={"0": (9, []), acks_key(0): (4, [])}))
-    assert not ring(r0=waits_for_ack, r1=WaitStatus(0, MESSAGES, "y", 2, sent={acks_key(0): (5, [])}))
+    assert deadlock(r0=waits_for_ack, r1=WaitStatus(0, MESSAGES, "y", 2, sent={"0": (9, []), acks_key(0): (4, [])}))
+    assert not deadlock(r0=waits_for_ack, r1=WaitStatus(0, MESSAGES, "y", 2, sent={acks_key(0): (5, [])}))
 
 
-def test_whoever_has_ended_is_named():
-    assert "rank 2 gave up: why" in ring(
+def test_a_closed_rank_is_named():
+    assert "rank 2 gave up: why" in deadlock(
         r0=WaitStatus(1, 7, "x"), r1=WaitStatus(2, 7, "y"), r2=WaitStatus(ended="gave up: why")
     )
 
 
 @pytest.mark.parametrize("text", ["soon", "-1", "nan"])
-def test_a_wrong_grace_is_refused(monkeypatch, text):
+def test_an_invalid_grace_period_is_an_error(monkeypatch, text):
     monkeypatch.setenv(peer_processes.GRACE_VARIABLE, text)
     with pytest.raises(WorldError, match=f"{peer_processes.GRACE_VARIABLE}={text}.*0 or more seconds"):
         peer_processes.grace_from_environment()
 
 
-def test_a_stopped_process_is_told_after_the_grace_and_never_under_inf(monkeypatch):
+def test_a_stopped_process_is_reported_after_the_grace_period(monkeypatch):
     watched = peer_processes.PeerProcesses({1: os.getpid()})
     monkeypatch.setattr(peer_processes.PeerProcesses, "is_stopped", lambda self, rank: True)
     now = [100.0]
@@ -87,14 +87,14 @@ def test_the_environment_names_the_host(monkeypatch):
     assert rendezvous.host_name() == "alpha"
 
 
-def test_ranks_that_do_not_come_are_named(tmp_path):
+def test_missing_ranks_are_named(tmp_path):
     started = time.perf_counter()
     with pytest.raises(WorldError, match=r"rank 1 of 3 .* 1 of 3 ranks came within 0.3 s, ranks \[0, 2\] did not"):
         rendezvous.join_rendezvous(f"file://{tmp_path}/store", 1, 3, None, 0.3)
     assert time.perf_counter() - started < 5
 
 
-def test_a_rank_that_is_there_twice_is_refused(tmp_path):
+def test_a_rank_that_joins_twice_is_an_error(tmp_path):
     place = f"file://{tmp_path}/store"
     rendezvous.join_rendezvous(place, 0, 1, 4, 5.0)
     with pytest.raises(WorldError, match=r"rank 0 of 1 is twice in generation 4 .* another init_method"):
@@ -102,7 +102,7 @@ def test_a_rank_that_is_there_twice_is_refused(tmp_path):
     assert rendezvous.join_rendezvous(place, 0, 1, None, 5.0).generation == 5
 
 
-def test_a_process_without_a_world_says_who_it_is(monkeypatch):
+def test_a_process_without_a_world_names_its_rank(monkeypatch):
     monkeypatch.setattr(world, "_process_world", None)
     monkeypatch.setattr(world, "_left_world", None)
     with pytest.raises(WorldError, match=r"rebuild\(rank=None, world_size=2\).*needs both numbers"):
@@ -110,7 +110,7 @@ def test_a_process_without_a_world_says_who_it_is(monkeypatch):
 
 
 def break_and_rebuild():
-    """Rank 1 calls something else; both rebuild at the same place, and tensors of before work in the new world."""
+    """Rank 1 makes another call; both rebuild with the same init method, and older tensors work in the new world."""
     place = os.environ["WORKBENCH_TEST_MEETING"]
     here = wb.init(init_method=place)
     x = wb.tensor(torch.arange(6.0), placement=wb.placement("cpu", ranks=[0, 1]), sbp="S(0)")

@@ -1,4 +1,4 @@
-"""The shared-memory transport: what arrives, in which order, and what it costs in memory."""
+"""The shared-memory transport: contents and order of messages, and the memory they need."""
 
 import random
 import threading
@@ -18,7 +18,7 @@ OTHERS = [torch.int64, torch.int32, torch.int16, torch.uint8, torch.bool, torch.
 
 
 def values(rank, numel, dtype):
-    """The same on every call; what rank ``rank`` has."""
+    """The values of rank ``rank``, the same on every call."""
     generator = torch.Generator().manual_seed(rank)
     if dtype == torch.bool:
         return torch.randint(2, (numel,), generator=generator).bool()
@@ -40,7 +40,7 @@ def reduced(group, numel, dtype, reduction):
 
 
 @pytest.mark.parametrize("way", ["one step", "two steps", "pieces"])
-def test_sums_have_the_same_bits_on_every_rank_those_of_the_sum_in_order(way, monkeypatch):
+def test_every_rank_gets_the_bits_of_the_ordered_sum(way, monkeypatch):
     monkeypatch.setattr(all_reduce, "ONE_SHOT_BYTES", -1 if way == "two steps" else 1 << 30)
     monkeypatch.setattr(all_reduce, "PIECE_BYTES", 48000 if way == "pieces" else 1 << 30)
     cases = [
@@ -71,13 +71,13 @@ def test_sums_have_the_same_bits_on_every_rank_those_of_the_sum_in_order(way, mo
 
 
 def test_the_order_of_a_sum_matters():
-    """If it did not, the test above would prove nothing."""
+    """Otherwise the test above would prove nothing."""
     assert not torch.equal(
         reduced([0, 1, 2], 1000, torch.float32, "sum"), reduced([2, 0, 1], 1000, torch.float32, "sum")
     )
 
 
-def test_a_reduction_begins_without_waiting_and_packs_tensors_of_any_shape():
+def test_a_reduction_starts_without_waiting_and_packs_tensors_of_any_shape():
     first_has_started = threading.Event()
     numel = all_reduce.PIECE_BYTES // 8
 
@@ -99,7 +99,7 @@ def test_a_reduction_begins_without_waiting_and_packs_tensors_of_any_shape():
         assert result == ([3.0] * 3 + [30.0] * 4, True, 2 * shared.FIRST_CHUNK_BYTES)  # two pieces, the result
 
 
-def test_sums_over_several_groups_may_be_under_way_with_one_number():
+def test_sums_over_several_groups_may_use_one_number_at_once():
     numel = 5 * all_reduce.PIECE_BYTES // 4
 
     def program(transport, rank):
@@ -112,7 +112,7 @@ def test_sums_over_several_groups_may_be_under_way_with_one_number():
     assert assert_all_returned(run_shared(program, 3)) == [[3.0, 6.0, 4.0], [3.0, 6.0, 5.0], [6.0, 5.0, 4.0]]
 
 
-def test_exchanges_of_every_dtype_and_of_nothing():
+def test_exchanges_of_every_dtype_and_empty_tensors():
     def program(transport, rank):
         for tag, dtype in enumerate(FLOATS + OTHERS):
             for numel in (0, 1, 33):
@@ -124,7 +124,7 @@ def test_exchanges_of_every_dtype_and_of_nothing():
     assert assert_all_returned(run_shared(program)) == [[[0, 7], [1, 7]]] * 2
 
 
-def test_slices_travel_with_their_strides():
+def test_strided_slices_are_sent():
     def program(transport, rank):
         matrix = torch.arange(12.0).view(3, 4) + 100 * rank
         pieces, release = transport.borrow([(1 - rank, matrix[:, 1:3])], [(1 - rank, (3, 2))], matrix.dtype, 0, "x")
@@ -160,7 +160,7 @@ def test_sending_never_blocks_and_messages_match_by_tag_then_by_order():
     assert received == [tag + step for tag in reversed(range(count)) for step in (0.0, 0.5)]
 
 
-def test_memory_grows_with_the_largest_messages_only_and_all_of_it_is_free_again():
+def test_memory_grows_with_the_largest_messages_only_and_is_free_again():
     large = shared.FIRST_CHUNK_BYTES // 4 + 1000
 
     def program(transport, rank):
@@ -187,7 +187,7 @@ def test_memory_grows_with_the_largest_messages_only_and_all_of_it_is_free_again
         assert all(empty)
 
 
-def test_a_tensor_of_any_dtype_in_the_segment_is_no_view_and_gives_its_memory_back_with_its_last_view():
+def test_a_tensor_in_the_segment_owns_its_block_until_its_last_view_dies():
     def program(transport, rank):
         shape, segment = (300, 1000), transport._segment
         for dtype in FLOATS + OTHERS:
@@ -208,7 +208,7 @@ def test_a_tensor_of_any_dtype_in_the_segment_is_no_view_and_gives_its_memory_ba
         assert sizes == [shared.FIRST_CHUNK_BYTES] and idle_bytes == shared.FIRST_CHUNK_BYTES
 
 
-def test_what_goes_to_several_ranks_is_copied_once():
+def test_a_tensor_for_several_ranks_is_copied_once():
     def program(transport, rank):
         if rank == 0:
             tensor = torch.ones(1000)

@@ -1,4 +1,4 @@
-"""Boxings over shared memory: shards that are lent, copied or kept in fixed buffers give the numbers of one device."""
+"""Boxings over shared memory: shards read in place, copied or in persistent buffers give one device's numbers."""
 
 import copy
 import gc
@@ -38,7 +38,7 @@ def logical(shape, dtype, seed=0):
 
 
 def shard(whole, layout, rank):
-    """What ``rank`` holds of ``whole``: terms of a sum are it and zeros, terms of a maximum it and something small."""
+    """The shard of ``rank``: terms of a sum are ``whole`` and zeros, those of a maximum ``whole`` and small numbers."""
     place = tuple(slice(*bounds) for bounds in layout.region(tuple(whole.shape), rank))
     local = whole[place]
     entry = layout.sbp[0]
@@ -80,12 +80,12 @@ def test_wherever_a_shard_lies_the_result_is_that_of_one_device(num_ranks):
 
     def program(world):
         placement = Placement.of("cpu", list(range(num_ranks)))
-        lent = 0
+        in_place = 0
         for source, target, shape, dtype, where in cases:
             whole = logical(shape, dtype)
             before, after = Layout.of(placement, source), Layout.of(placement, target)
             local = lying(world, shard(whole, before, world.rank), where)
-            lent += world.transport._segment.locate(local, local.nbytes) is not None
+            in_place += world.transport._segment.locate(local, local.nbytes) is not None
             x = _label(world, local, before, shape)
             for _ in range(3):  # fixed buffers take turns
                 y = x.to_global(sbp=target)
@@ -97,18 +97,18 @@ def test_wherever_a_shard_lies_the_result_is_that_of_one_device(num_ranks):
                 else:
                     expected = whole[tuple(slice(*bounds) for bounds in after.region(shape, world.rank))]
                 assert torch.equal(found, expected), (source, target, shape, dtype, where, world.rank)
-        return lent
+        return in_place
 
-    assert all(lent > 20 for lent in assert_all_returned(run_in_worlds(program, num_ranks)))
+    assert all(in_place > 20 for in_place in assert_all_returned(run_in_worlds(program, num_ranks)))
 
 
 def overwriting(num_rounds, sizes):
-    """Every rank writes to its shard right after each boxing; the others must have read what was there before."""
+    """Every rank writes to its shard right after each boxing; its peers must have read the old values."""
     world = current()
     placement, rank, size = Placement.of("cpu", list(range(world.world_size))), world.rank, world.world_size
     chance = random.Random(5)  # the same on all ranks
     pairs = [("S(0)", "B"), ("S(0)", "S(1)"), ("P", "S(0)"), ("P", "B"), ("S(1)", "B")]
-    num_lent = 0
+    num_in_place = 0
     for round_ in range(num_rounds):
         source, target = chance.choice(pairs)
         rows = chance.choice(sizes)
@@ -117,7 +117,7 @@ def overwriting(num_rounds, sizes):
         local_shape = before.local_shape(shape, rank)
         in_segment = chance.random() < 0.7
         local = world.transport.empty(local_shape, torch.float32) if in_segment else torch.empty(local_shape)
-        num_lent += in_segment and local.nbytes >= segment.MIN_IN_PLACE_BYTES
+        num_in_place += in_segment and local.nbytes >= segment.MIN_IN_PLACE_BYTES
         x = _label(world, local, before, shape)
         for step in range(3):
             with local_torch():
@@ -133,24 +133,24 @@ def overwriting(num_rounds, sizes):
                 assert torch.equal(found, expected), (round_, step, source, target, shape)
                 found.add_(1)  # the result is this rank's own
     world.transport.all_gather(torch.zeros(1), "the end")
-    return num_lent, sum(chunk.size for chunk in world.transport._segment.chunks)
+    return num_in_place, sum(chunk.size for chunk in world.transport._segment.chunks)
 
 
 @pytest.mark.procs
 @pytest.mark.parametrize(("num_ranks", "rounds"), [(2, 80), (4, 30)])
 def test_a_write_right_after_a_boxing_never_reaches_a_peer(num_ranks, rounds):
     results = run_processes(overwriting, num_ranks, rounds, [8, 40, 1000, 3000, 6000])
-    assert all(num_lent > rounds // 5 and size < 48 * 2**20 for num_lent, size in results)
+    assert all(num_in_place > rounds // 5 and size < 48 * 2**20 for num_in_place, size in results)
 
 
 @pytest.mark.procs
 @pytest.mark.slow
 def test_many_writes_right_after_boxings_never_reach_a_peer():
     results = run_processes(overwriting, 4, 250, [8, 40, 200, 1000, 5000, 20000])
-    assert all(num_lent > 0 for num_lent, _ in results)
+    assert all(num_in_place > 0 for num_in_place, _ in results)
 
 
-def test_memory_comes_back_with_the_last_view_of_a_tensor():
+def test_a_block_is_free_after_the_last_view_of_its_tensor():
     def program(transport, rank):
         allocator = transport._segment.allocators[0]
         one = transport.empty((200, 100), torch.float32)
@@ -192,7 +192,7 @@ def test_tensors_outlive_their_world_and_can_be_copied_and_saved():
     assert assert_all_returned(run_shared(program)) == [(True, 1.0, True), (True, 2.0, True)]
 
 
-def test_too_little_memory_is_no_error_for_tensors(monkeypatch):
+def test_too_little_memory_makes_ordinary_tensors(monkeypatch):
     monkeypatch.setattr(segment, "available_bytes", lambda: 2**20)
 
     def program(world):
@@ -210,7 +210,7 @@ def test_too_little_memory_is_no_error_for_tensors(monkeypatch):
         assert num_chunks <= 2  # for the shard that is copied; none is made for results
 
 
-def test_memory_does_not_grow_and_is_given_out_again():
+def test_memory_does_not_grow_and_is_reused():
     def program(world):
         placement = Placement.of("cpu", [0, 1])
         sizes = []
@@ -227,7 +227,7 @@ def test_memory_does_not_grow_and_is_given_out_again():
         assert sizes[5] == sizes[-1] <= 40 * 2**20
 
 
-def test_memory_of_a_large_tensor_goes_back_to_the_system(monkeypatch):
+def test_memory_of_a_large_tensor_is_returned_to_the_system(monkeypatch):
     def program(transport, rank):
         def num_bytes():
             return sum(os.fstat(chunk.file).st_blocks * 512 for chunk in transport._segment.chunks)
@@ -256,7 +256,7 @@ def test_memory_of_a_large_tensor_goes_back_to_the_system(monkeypatch):
         assert result == (True, 120 * 10**6 // 2**20 * 2**20 + 2**20, 6e7, 2, None)
 
 
-def test_fixed_buffers_make_room_for_new_programs():
+def test_persistent_buffers_make_room_for_new_plans():
     def program(world):
         placement = Placement.of("cpu", [0, 1])
         for round_ in range(2):
@@ -269,12 +269,12 @@ def test_fixed_buffers_make_room_for_new_programs():
                     assert (float(y[:rows].mean()), float(y[rows:].mean())) == (1.0, 2.0), (round_, rows)
         return len(world.transport._persistent._found)
 
-    for num_programs in assert_all_returned(run_in_worlds(program)):
-        assert 1 < num_programs <= persistent.PERSISTENT_BYTES // (2 * 100 * 64 * 4)
+    for num_exchanges in assert_all_returned(run_in_worlds(program)):
+        assert 1 < num_exchanges <= persistent.PERSISTENT_BYTES // (2 * 100 * 64 * 4)
 
 
-def test_a_rank_whose_buffers_come_and_go_is_read_right_and_gets_its_memory_back():
-    """Messages are compared with those of two runs before: another place, and the wish for an ack, are noticed."""
+def test_dropped_persistent_buffers_are_read_right_and_freed():
+    """Messages are compared with those of two runs before: another place, or a request for an ack, is detected."""
 
     def program(world):
         exchanges, links = world.transport._persistent, world.transport._links.values()
@@ -312,7 +312,7 @@ def test_an_abort_ends_the_wait_for_readers():
     assert 0.05 < waited < 0.3
 
 
-def test_a_ring_of_ranks_that_wait_for_readers_and_messages_is_found():
+def test_a_deadlock_over_messages_and_acks_is_found():
     def program(transport, rank):
         out = torch.empty(3)
         if rank == 0:
@@ -333,7 +333,7 @@ def test_a_ring_of_ranks_that_wait_for_readers_and_messages_is_found():
     assert "ranks diverged, each waits for the next" in text and "something else" in text
 
 
-def test_ranks_that_call_different_boxings_hear_of_both():
+def test_ranks_in_different_boxings_get_both_names():
     def program(world):
         placement = Placement.of("cpu", [0, 1])
         x = _label(world, torch.ones(4, 8), Layout.of(placement, "S(0)"), (8, 8))
@@ -344,7 +344,7 @@ def test_ranks_that_call_different_boxings_hear_of_both():
     assert "ranks diverged" in texts and "S(0) on cpu:[0, 1] -> S(1)" in texts and "-> B" in texts
 
 
-def test_what_a_layout_remembers_is_bounded():
+def test_the_cache_of_a_layout_is_bounded():
     def program(world):
         placement = Placement.of("cpu", [0, 1])
         x = _label(world, torch.ones(4, 8), Layout.of(placement, "S(0)"), (8, 8))
@@ -366,7 +366,7 @@ def test_what_a_layout_remembers_is_bounded():
     ("source", "target", "interleaves"),
     [("S(1)", "B", True), ("S(0)", "B", False), ("S(0)", "S(1)", False), ("S(1)", "S(0)", True), ("P", "B", False)],
 )
-def test_columns_of_whole_shards_are_joined_row_by_row(source, target, interleaves):
+def test_columns_of_whole_shards_are_concatenated_row_by_row(source, target, interleaves):
     placement = Placement.of("cpu", [0, 1, 2])
     plan = plan_boxing(Layout.of(placement, source), Layout.of(placement, target), (30, 60), 4)
     assert plan_transfer(plan, 1, torch.float32, "test").interleaves is interleaves

@@ -35,7 +35,7 @@ def receive(transport, source, header="receive"):
     transport.exchange([], [(source, torch.zeros(3))], 1, header)
 
 
-def test_ranks_in_different_calls_are_told_both():
+def test_ranks_in_different_calls_get_both_names():
     def program(transport, rank):
         call = "boxing of x" if rank == 0 else "boxing of y"
         return timed(lambda: transport.exchange([(1 - rank, torch.ones(2))], [(1 - rank, torch.ones(2))], 5, call))
@@ -45,7 +45,7 @@ def test_ranks_in_different_calls_are_told_both():
         assert time_s < 1
 
 
-def test_ranks_with_different_shapes_are_told_both_sizes():
+def test_ranks_with_different_shapes_get_both_sizes():
     def program(transport, rank):
         return timed(lambda: transport.all_reduce(torch.ones(10 + rank), [0, 1], "sum", 5, "reduction"))
 
@@ -54,8 +54,8 @@ def test_ranks_with_different_shapes_are_told_both_sizes():
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_ranks_that_wait_for_one_another_are_found(num_ranks):
-    """Different tags: no message meets another, and without a search everybody would wait for the timeout."""
+def test_a_cycle_of_waiting_ranks_is_found(num_ranks):
+    """Tags differ, so no message matches; without the search for deadlocks all ranks would wait for the timeout."""
 
     def program(transport, rank):
         return timed(lambda: receive(transport, (rank + 1) % num_ranks, f"call {rank}"))
@@ -78,7 +78,7 @@ def test_a_slow_rank_is_no_deadlock():
     assert assert_all_returned(run_shared(program)) == ["done", "done"]
 
 
-def test_a_waiting_rank_leaves_its_core_to_others():
+def test_a_waiting_rank_yields_its_core():
     def program(transport, rank):
         if rank == 1:
             time.sleep(0.6)
@@ -112,7 +112,7 @@ def test_an_abort_from_another_thread_ends_the_wait_and_the_world():
     assert "rank 0 gave up" in texts and "the user said so" in texts
 
 
-def test_peers_of_a_rank_that_leaves_after_an_abort_are_told():
+def test_peers_of_a_rank_that_closes_after_an_abort_get_the_reason():
     def program(transport, rank):
         if rank == 1:
             return timed(lambda: receive(transport, 0))
@@ -138,7 +138,7 @@ def test_a_wait_ends_after_the_timeout():
     assert 0.2 <= time_s < 0.5
 
 
-def test_a_rank_that_has_left_is_named_but_its_last_messages_are_read():
+def test_a_rank_that_has_left_is_named_after_its_last_messages_are_read():
     numel = shared.FIRST_CHUNK_BYTES // 4 + 5
 
     def program(transport, rank):
@@ -154,7 +154,7 @@ def test_a_rank_that_has_left_is_named_but_its_last_messages_are_read():
     assert "rank 1 has left the world" in assert_all_returned(run_shared(program))[0]
 
 
-def test_too_little_memory_is_an_error_with_both_figures_that_reaches_the_peers(monkeypatch):
+def test_too_little_memory_is_an_error_with_both_sizes_on_all_ranks(monkeypatch):
     def program(transport, rank):
         transport.all_gather(torch.zeros(1), "start")
         if rank == 0:
@@ -170,7 +170,7 @@ def test_too_little_memory_is_an_error_with_both_figures_that_reaches_the_peers(
 
 
 def select(num_ranks, names=(), **broken):
-    """What each rank chooses; ``names`` are the values of WORKBENCH_TRANSPORT."""
+    """The transport of each rank; ``names`` are the values of WORKBENCH_TRANSPORT."""
     gather, hub = ThreadGather(num_ranks), ThreadHub(num_ranks)
     with pytest.MonkeyPatch.context() as patch:
         ranks = {}
@@ -193,20 +193,20 @@ def test_shared_memory_is_selected_where_all_ranks_can():
     assert select(3) == ["shared"] * 3
 
 
-def test_one_rank_that_refuses_or_lives_elsewhere_is_enough():
+def test_one_refusal_or_another_host_is_enough():
     assert select(2, names=["auto", "gloo"]) == ["threads"] * 2
     assert select(2, _host=lambda rank: f"host{rank}") == ["threads"] * 2
     assert select(2, _make=lambda rank: (None, "no memory")) == ["threads"] * 2
 
 
-def test_whoever_insists_on_shared_memory_gets_it_or_the_reason():
+def test_a_request_for_shared_memory_is_met_or_explained():
     assert select(2, names=["shared", "shared"]) == ["shared"] * 2
     for error in select(2, names=["shared", "auto"], _host=lambda rank: f"host{rank}"):
         assert isinstance(error, WorldError)
         assert "1 of 2 ranks" in str(error) and "host1" in str(error) and "Unset WORKBENCH_TRANSPORT" in str(error)
 
 
-def test_too_little_memory_to_join_is_told_with_both_figures(monkeypatch):
+def test_too_little_memory_to_join_is_an_error_with_both_sizes(monkeypatch):
     monkeypatch.setattr(shared_memory, "available_bytes", lambda: 1_000_000)
     assert select(2) == ["threads"] * 2
     for error in select(2, names=["shared", "shared"]):
@@ -216,18 +216,18 @@ def test_too_little_memory_to_join_is_told_with_both_figures(monkeypatch):
         )
 
 
-def test_a_process_that_is_not_the_peer_is_noticed(monkeypatch):
+def test_a_process_that_is_not_the_peer_is_detected(monkeypatch):
     monkeypatch.setattr(selection.ControlPage, "token", property(lambda page: int(time.perf_counter_ns())))
     assert select(2) == ["threads"] * 2
 
 
-def test_a_transport_that_does_not_exist_is_refused(monkeypatch):
+def test_an_unknown_transport_is_an_error(monkeypatch):
     monkeypatch.setenv(selection.VARIABLE, "pigeon")
     with pytest.raises(WorldError, match="pigeon"):
         selection.requested_by_environment()
 
 
-def test_memory_is_what_the_control_groups_leave(tmp_path):
+def test_available_memory_respects_control_groups(tmp_path):
     inner = tmp_path / "job" / "rank"
     inner.mkdir(parents=True)
     own = tmp_path / "own"
@@ -274,7 +274,7 @@ class Ranks:
         return json.loads(self._answers[rank].get(timeout=timeout_s))
 
     def ask(self, command, *ranks):
-        """What ``ranks`` answer to ``command``, by position."""
+        """The answers of ``ranks`` to ``command``, in order."""
         self.tell(command, *ranks)
         return [self.answer(rank).get("result") for rank in ranks]
 
@@ -300,7 +300,7 @@ def three_ranks():
 @pytest.mark.procs
 @pytest.mark.timed
 def test_interrupted_stopped_and_killed_processes(three_ranks, tmp_path):
-    """One story, because processes take seconds to start: after each fault the ranks join a new world."""
+    """One test, because processes take seconds to start: after each fault the ranks join a new world."""
     before, ranks = set(os.listdir("/dev/shm")), three_ranks
 
     def join(name):
@@ -310,7 +310,7 @@ def test_interrupted_stopped_and_killed_processes(three_ranks, tmp_path):
     join("first")
     for files in ranks.ask("files", 0, 1, 2):
         assert len(files) == 6 and all("/memfd:workbench (deleted)" in file for file in files)
-    ranks.ask("patience 0.5", 0, 1, 2)
+    ranks.ask("set_timeout 0.5", 0, 1, 2)
 
     ranks.signal(signal.SIGSTOP, 2)
     ranks.tell("gather", 0, 1)

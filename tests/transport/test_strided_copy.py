@@ -1,4 +1,4 @@
-"""Slices of any strides are copied as torch copies them, and nothing beside them is touched."""
+"""Slices of any strides are copied as torch copies them, and their neighbours are untouched."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def places(destination_shape, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128], ids=str)
-def test_any_slice_arrives_and_its_neighbours_stay(dtype):
+def test_any_slice_is_copied_and_its_neighbours_are_untouched(dtype):
     seen = set()
     for source in slices(dtype):
         for destination in places(source.shape, dtype):
@@ -51,7 +51,7 @@ def test_short_runs_are_left_to_torch():
     assert strided_copy((), (), (), 8).shape == (8,)
 
 
-def test_what_is_packed():
+def test_packing_copies():
     x = torch.randn(4, 3, 128)
     out = torch.empty(4, 128)
     copy_strided(packing_copy(x[:, 1]), x[:, 1].data_ptr(), out.data_ptr())

@@ -148,10 +148,10 @@ def _make_plan(
         part = _slice_in(move.source_region, shard, size)
         read = Read(move.source, part, math.prod(shard) * size, move.source_region)
         outputs.setdefault(move.destination_region, []).append(read)
-    crossing = [move for move in sends if move.destination != rank]
+    outgoing = [move for move in sends if move.destination != rank]
     shard_bytes = math.prod(source.local_shape(plan.shape, rank)) * size if rank in source.placement else 0
-    regions = {move.source_region: move.num_elements * size for move in crossing}
-    is_read_by, reads_from = {move.destination for move in crossing}, {move.source for move in arriving}
+    regions = {move.source_region: move.num_elements * size for move in outgoing}
+    is_read_by, reads_from = {move.destination for move in outgoing}, {move.source for move in arriving}
     # The ranks of one placement run their exchanges in the same order; those of two placements do not.
     puts = _uses_put(plan)
     is_mutual = set(source.placement) == set(destination.placement) and is_read_by <= reads_from
@@ -162,7 +162,7 @@ def _make_plan(
         dtype=dtype,
         reduction=plan.reduction,
         header=header,
-        sends=tuple((move.destination, move.source_region, move.num_elements * size) for move in crossing),
+        sends=tuple((move.destination, move.source_region, move.num_elements * size) for move in outgoing),
         shard_bytes=shard_bytes,
         publishes_whole=shard_bytes <= WHOLE_SHARD_BYTES or sum(regions.values()) >= _WHOLE_SHARE * shard_bytes,
         may_read_in_place=is_mutual,

@@ -38,11 +38,11 @@ class Heartbeat:
         self._heard: dict[int, tuple[bytes, float]] = {}
         self._over = threading.Event()
         if rank in self.alone_on_host:
-            threading.Thread(target=self._run, name="workbench-beat", daemon=True).start()
+            threading.Thread(target=self._run, name="workbench-heartbeat", daemon=True).start()
 
     def silence_of(self, rank: int) -> str | None:
         """A text if ``rank`` is alone on its host and has been silent for too long; the store may block."""
-        key = f"beat/{rank}"
+        key = f"heartbeat/{rank}"
         if rank not in self.alone_on_host or not self._store.check([key]):
             return None
         count, now = self._store.get(key), time.monotonic()
@@ -66,7 +66,7 @@ class Heartbeat:
         count = 0
         while True:
             try:
-                self._store.set(f"beat/{self._rank}", str(count))
+                self._store.set(f"heartbeat/{self._rank}", str(count))
             except RuntimeError:  # the rank that served the store has ended
                 return
             count += 1

@@ -21,8 +21,8 @@ from workbench.transport.shared.segment import MIN_IN_PLACE_BYTES, Segment
 
 PIECE_BYTES = 4 * 2**20
 """Pieces need little memory for terms, and reuse the same blocks, whose pages are warm."""
-_PIECES_IN_FLIGHT = 2
-_IN_PLACE_PIECES_IN_FLIGHT = 8
+_PENDING_PIECES = 2
+_PENDING_IN_PLACE_PIECES = 8
 """Pieces that are read in place need no memory; a message sent early saves the readers a wait."""
 
 
@@ -60,7 +60,7 @@ class AllReduce:
         self._is_one_shot = len(group) == 2 or num_bytes <= ONE_SHOT_BYTES
         self._num_offered = 0
         self._offered: deque[tuple[torch.Tensor, Block | InPlaceBuffer]] = deque()
-        for _ in range(_PIECES_IN_FLIGHT if self._input_buffer is None else _IN_PLACE_PIECES_IN_FLIGHT):
+        for _ in range(_PENDING_PIECES if self._input_buffer is None else _PENDING_IN_PLACE_PIECES):
             self._offer()
 
     def finish(self) -> torch.Tensor:
