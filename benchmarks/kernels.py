@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 from benchmarks.reporting import Comparison, Target, publish, side_by_side, table
 from workbench.kernels.blocks import move_blocks, pack, unpack
-from workbench.kernels.class_terms import class_terms
+from workbench.kernels.cross_entropy_terms import cross_entropy_terms
 from workbench.units import format_bytes
 
 SIZES_BYTES = (64 * 2**20, 256 * 2**20)
@@ -74,10 +74,10 @@ def losses(rows: int = ROWS, classes: int = CLASSES, device: str = "cuda") -> di
     target = torch.randint(classes, (rows,), device=device)
 
     def ours() -> tuple[torch.Tensor, ...]:
-        lse, picked, _ = class_terms(logits, target, 0)
+        lse, picked, _ = cross_entropy_terms(logits, target, 0)
         return torch.autograd.grad((lse - picked).mean(), logits)
 
-    return {"torch": lambda: torch.autograd.grad(F.cross_entropy(logits, target), logits), "class_terms": ours}
+    return {"torch": lambda: torch.autograd.grad(F.cross_entropy(logits, target), logits), "cross_entropy_terms": ours}
 
 
 def peak_bytes(action: Action) -> int:
@@ -116,9 +116,9 @@ def main() -> int:
     time_s, memory = median_s(actions, args.rounds), {name: peak_bytes(action) for name, action in actions.items()}
     rows = [[name, f"{time_s[name] * 1e6:.0f}", f"{memory[name] / 1e6:.0f}"] for name in actions]
     body = f"{device}, {ROWS} x {CLASSES} logits, float32, both ways.\n\n{table(['', 'us', 'memory, MB'], rows)}"
-    ours, theirs = memory["class_terms"], memory["torch"]
+    ours, theirs = memory["cross_entropy_terms"], memory["torch"]
     judged = [
-        side_by_side("time", time_s["class_terms"], "torch", time_s["torch"], LOSS_TARGET),
+        side_by_side("time", time_s["cross_entropy_terms"], "torch", time_s["torch"], LOSS_TARGET),
         Comparison("memory", ours / theirs, MEMORY_TARGET, format_bytes(ours), f"torch {format_bytes(theirs)}"),
     ]
     publish("kernels-loss", "Loss over classes", body, judged)

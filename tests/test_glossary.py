@@ -27,7 +27,6 @@ NOT_YET = {
     "workbench/core/",
     "workbench/cost/",
     "workbench/flow/",
-    "workbench/kernels/",
     "workbench/pipeline/",
     "workbench/planner/",
     "workbench/session/",

@@ -1,4 +1,4 @@
-"""Compiles every kernel for a GPU that need not be there, with the arguments that its launcher gives it.
+"""Compile every kernel for a GPU, without one, with the arguments of its launcher.
 
 The interpreter runs kernels as Python and numpy; the compiler types them. This finds what only the compiler minds.
 Prints one line per compiled variant; started by ``test_compiling`` in a process without the interpreter.
@@ -18,7 +18,7 @@ from workbench.kernels import launch
 launch.can_launch = lambda tensor: True  # before the kernels' modules take it from there
 
 from workbench.kernels.blocks import move_blocks, pack  # noqa: E402
-from workbench.kernels.class_terms import class_terms  # noqa: E402
+from workbench.kernels.cross_entropy_terms import cross_entropy_terms  # noqa: E402
 from workbench.kernels.embedding_rows import embedding_rows  # noqa: E402
 from workbench.kernels.random_slice import dropout_slice, fill_random  # noqa: E402
 
@@ -26,7 +26,7 @@ FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
 
 class AbsentGpu(DriverBase):
-    """A driver that only knows what to compile for."""
+    """A driver that only knows the compilation target."""
 
     def __init__(self, capability):
         self.capability = capability
@@ -80,7 +80,7 @@ def losses(dtype):
     ):
         leaf = logits.detach().requires_grad_()
         for first in (0, 1, 2**33):
-            terms = class_terms(leaf, torch.zeros(len(leaf), dtype=torch.int64), first)
+            terms = cross_entropy_terms(leaf, torch.zeros(len(leaf), dtype=torch.int64), first)
             sum(term.sum() for term in terms).backward()
 
 
@@ -112,6 +112,7 @@ if __name__ == "__main__":
             randoms(dtype)
     else:
         move_blocks([torch.empty(64, 64)], [torch.zeros(64, 64)], [1], "none")
-        class_terms(torch.zeros(2, 3, requires_grad=True), torch.zeros(2, dtype=torch.int64), 0)[0].sum().backward()
+        logits = torch.zeros(2, 3, requires_grad=True)
+        cross_entropy_terms(logits, torch.zeros(2, dtype=torch.int64), 0)[0].sum().backward()
         embedding_rows(torch.zeros(2, 3, requires_grad=True), torch.zeros(2, dtype=torch.int64), 1).sum().backward()
         dropout_slice(torch.zeros(2, 3), 1, 0, [3, 1], 0.5)

@@ -7,10 +7,10 @@ from workbench.kernels import launch
 
 @pytest.fixture(params=["interpreter", pytest.param("compiled", marks=pytest.mark.gpu)])
 def device(request, monkeypatch):
-    """Where the kernel of a test runs; the root conftest has chosen the interpreter where there is no GPU."""
+    """The device of a kernel; the root conftest selects the interpreter where there is no GPU."""
     if not launch.has_triton():
         pytest.skip("Triton is not installed (it exists for Linux only)")
     if (request.param == "interpreter") != launch.is_interpreted():
         pytest.skip("this process runs Triton the other way; TRITON_INTERPRET=1 chooses the interpreter")
-    monkeypatch.setattr(launch, "wanted", "triton")
+    monkeypatch.setattr(launch, "requested", "triton")
     return "cpu" if request.param == "interpreter" else "cuda"

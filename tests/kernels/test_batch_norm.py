@@ -13,7 +13,7 @@ TOLERANCES = [(torch.float64, 1e-12, 1e-12), (torch.float32, 1e-5, 1e-5)]
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("dtype", "atol", "rtol"), TOLERANCES)
 @pytest.mark.parametrize("affine", [False, True])
-def test_the_parts_make_torchs_batch_norm(shape, dtype, atol, rtol, affine):
+def test_the_parts_equal_torchs_batch_norm(shape, dtype, atol, rtol, affine):
     generator = torch.Generator().manual_seed(0)
     x, dy = (torch.randn(shape, dtype=dtype, generator=generator) * 2 + 1 for _ in range(2))
     weight, bias = (torch.randn(shape[1], dtype=dtype, generator=generator).requires_grad_() for _ in range(2))
@@ -48,7 +48,7 @@ def test_an_empty_shard_contributes_nothing(shape):
     assert input_gradient(x, x, mean, variance, invstd, None, 1e-5, sums, 8).shape == shape
 
 
-def test_statistics_of_halves_have_32_bits():
+def test_statistics_of_16_bit_floats_have_32_bits():
     x = torch.randn(300, 4, generator=torch.Generator().manual_seed(0)).bfloat16()
     mean, variance = shard_statistics(x)
     assert mean.dtype == variance.dtype == torch.float32

@@ -5,8 +5,8 @@ import random
 import pytest
 import torch
 
-from workbench.kernels.blocks import cut, move_blocks, move_blocks_reference, pack, unpack
-from workbench.kernels.launch import identity
+from workbench.kernels.blocks import move_blocks, move_blocks_reference, pack, slice_region, unpack
+from workbench.kernels.launch import identity_element
 
 DTYPES = [
     torch.float32,
@@ -36,7 +36,7 @@ def view_of(shape, dtype, generator, chance, device):
         chance.shuffle(order)
         inverse = [order.index(dim) for dim in range(len(shape))]
         padded = padded.permute(order).contiguous().permute(inverse)
-    return cut(padded, [(padded.shape[dim] - size, padded.shape[dim]) for dim, size in enumerate(shape)])
+    return slice_region(padded, [(padded.shape[dim] - size, padded.shape[dim]) for dim, size in enumerate(shape)])
 
 
 @pytest.mark.parametrize("reduction", ["none", "sum", "max", "min"])
@@ -84,13 +84,13 @@ def test_terms_of_low_precision_are_rounded_once(device):
     assert out.tolist() == [260.0] * 3  # one by one each would be lost: 256 + 1 is 256 in bfloat16
 
 
-def test_nan_goes_through_a_maximum_as_in_torch(device):
+def test_a_maximum_propagates_nan_as_torch_does(device):
     terms = [torch.tensor([1.0, torch.nan, 3.0], device=device), torch.tensor([torch.nan, 2.0, 1.0], device=device)]
     out = torch.empty(3, device=device)
     move_blocks([out], terms, [2], "max")
     assert out.isnan().tolist() == [True, True, False]
 
 
-def test_what_changes_nothing():
-    assert identity(torch.float32, "max") == -torch.inf and identity(torch.int8, "min") == 127
-    assert identity(torch.bool, "min") is True and identity(torch.int64, "sum") == 0
+def test_identity_elements():
+    assert identity_element(torch.float32, "max") == -torch.inf and identity_element(torch.int8, "min") == 127
+    assert identity_element(torch.bool, "min") is True and identity_element(torch.int64, "sum") == 0

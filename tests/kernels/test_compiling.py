@@ -1,4 +1,4 @@
-"""Every kernel compiles for a GPU, with the arguments its launcher gives it; no GPU is needed for that."""
+"""Every kernel compiles for a GPU with the arguments of its launcher; this needs no GPU."""
 
 import os
 import subprocess

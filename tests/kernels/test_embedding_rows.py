@@ -1,4 +1,4 @@
-"""Slices of an embedding add up to the whole, forward and backward; kernels against references."""
+"""Slices of an embedding sum to the full one, forward and backward; kernels against references."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from workbench.kernels.embedding_rows import (
 
 
 @pytest.mark.parametrize("cuts", [[(0, 9)], [(0, 4), (4, 4), (4, 9)]], ids=str)
-def test_slices_add_up_to_the_whole(cuts, device):
+def test_slices_sum_to_the_full_embedding(cuts, device):
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(9, 5, generator=generator).to(device).requires_grad_()
     indices = torch.randint(0, 9, (14,), generator=generator).to(device)

@@ -15,7 +15,7 @@ def test_known_answers():
 @pytest.mark.parametrize(
     "sampler", [philox.uniform, philox.uniform64, philox.normal, lambda k, at: philox.integers(k, at, -5, 100)]
 )
-def test_any_slice_is_made_without_the_rest(sampler):
+def test_any_slice_is_computed_alone(sampler):
     whole = sampler(7, np.arange(1000))
     assert np.array_equal(whole[123:777], sampler(7, np.arange(123, 777)))
     scattered = np.array([[3, 999], [500, 4]])
@@ -36,11 +36,11 @@ def test_streams_of_other_keys_differ():
     assert not np.array_equal(philox.uniform(1, np.arange(100)), philox.uniform(2, np.arange(100)))
 
 
-def test_nothing_to_draw():
+def test_an_empty_slice():
     assert philox.uniform(0, np.empty((0, 3), dtype=np.int64)).shape == (0, 3)
 
 
-def test_precisions_agree_in_the_bits_they_share():
+def test_precisions_agree_in_their_common_bits():
     at = np.arange(1000)
     double, single, half = philox.uniform64(9, at), philox.uniform(9, at), philox.uniform(9, at, bits=8)
     assert np.array_equal(np.floor(double * 2**24) * 2.0**-24, single)

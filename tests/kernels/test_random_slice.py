@@ -1,4 +1,4 @@
-"""Random slices: bits of the reference for uniform, Bernoulli and integers; every slice is the whole's slice."""
+"""Random slices: bits of the reference for uniform, Bernoulli and integers; every slice equals that of the full tensor."""
 
 import math
 
@@ -59,7 +59,7 @@ def test_integers_have_the_bits_of_the_reference(key, dtype, device):
     ],
     ids=str,
 )
-def test_a_slice_is_the_slice_of_the_whole(region, device):
+def test_a_slice_equals_that_of_the_full_tensor(region, device):
     whole = filled("uniform", torch.float32, 9, [(0, size) for size in SHAPE], device)
     assert torch.equal(filled("uniform", torch.float32, 9, region, device), whole[tuple(slice(*b) for b in region)])
 
@@ -74,7 +74,7 @@ def test_positions_beyond_32_bits_are_other_numbers(device):
 
 
 @pytest.mark.parametrize("probability", [0.0, 0.25, 1.0])
-def test_dropout_scales_what_it_keeps_and_its_gradient_alike(probability, device):
+def test_dropout_scales_kept_elements_and_gradients_the_same(probability, device):
     x = torch.randn(6, 10, device=device, requires_grad=True)
     found = dropout_slice(x, 11, 20, [10, 1], probability)
     wanted = dropout_slice_reference(x.detach().cpu(), 11, 20, [10, 1], probability)

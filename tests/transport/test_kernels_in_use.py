@@ -1,7 +1,7 @@
 """Boxing, losses, tables and random numbers give one device's numbers through the kernels, in Triton's interpreter.
 
-On a GPU the kernels are used by themselves; here ``launch.wanted`` asks for them. Every test counts their launches, so
-that none passes because the references ran.
+On a GPU the kernels are the default; here ``launch.requested`` selects them. Every test counts their launches, so that
+none passes because the references ran.
 """
 
 import itertools
@@ -30,10 +30,10 @@ def launches(monkeypatch):
         names.append(kernel.fn.__name__)
         run(kernel, *args, **options)
 
-    for module in ("blocks", "class_terms", "embedding_rows", "random_slice"):
+    for module in ("blocks", "cross_entropy_terms", "embedding_rows", "random_slice"):
         name = f"workbench.kernels.{module}_triton"
         monkeypatch.setattr(f"{name}.{'launch_kernel' if module == 'blocks' else 'launch'}", counted)
-    monkeypatch.setattr(launch, "wanted", "triton")
+    monkeypatch.setattr(launch, "requested", "triton")
     return names
 
 
@@ -225,7 +225,7 @@ def drawn(program, monkeypatch, launches):
     """The random numbers of a program by kernels, and by the references."""
     by_kernel = run_ranks(program, 3)
     assert launches
-    monkeypatch.setattr(launch, "wanted", "auto")
+    monkeypatch.setattr(launch, "requested", "auto")
     return by_kernel[0], run_ranks(program, 3)[0]
 
 

@@ -1,14 +1,14 @@
-"""What global batch norm does with one shard: torch's own kernels, and nothing that needs the other shards.
+"""The local part of global batch norm, for one shard, with torch's own kernels.
 
-A rank tells the others what ``shard_statistics`` finds; mean and variance of the batch follow, and ``normalize`` makes
-the output. Backward, ``gradient_sums`` are added over the ranks, and ``input_gradient`` makes the gradient of the shard
-from the totals:
+The ranks exchange the results of ``shard_statistics``, which give mean and variance of the batch, and ``normalize``
+computes the output. In backward, ``gradient_sums`` are summed over the ranks, and ``input_gradient`` computes the
+gradient of the shard from the totals:
 
     dx = weight * invstd * (dy - sum(dy) / n - xhat * sum(dy * xhat) / n),   xhat = (x - mean) * invstd
 
 (Ioffe and Szegedy, arXiv 1502.03167, section 3; torch.nn.SyncBatchNorm exchanges the same sums.) Channels are dim 1.
-On CUDA the kernels are those of SyncBatchNorm. On CPUs torch's training kernel adds one number after another; sums
-that torch's reductions make in vector registers take a quarter of its time.
+On CUDA the kernels are those of SyncBatchNorm. On CPUs torch's training kernel adds one number after another; torch's
+vectorized reductions take a quarter of its time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _backward = torch.ops.aten.native_batch_norm_backward.default
 
 
 def shard_statistics(x: torch.Tensor) -> torch.Tensor:
-    """Mean and variance of each channel of ``x`` (samples, channels, ...); without a sample zeros.
+    """Mean and variance of each channel of ``x`` (samples, channels, ...); zeros if there is no sample.
 
     Returns:
         (2, channels), of at least 32 bits.
@@ -60,7 +60,7 @@ def gradient_sums(dy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, invstd:
     if x.is_cuda:
         sums = torch.batch_norm_backward_reduce(dy, x, mean, invstd, None, True, False, False)
         return torch.stack([sums[0], sums[1] * invstd])
-    # The training kernel, asked for the sums only; it takes the statistics as they are.
+    # The training kernel computes the sums only, from the given statistics.
     _, of_weight, of_bias = _backward(dy, x, None, None, None, mean, invstd, True, 0.0, [False, True, True])
     return torch.stack([of_bias, of_weight]).to(mean.dtype)
 
@@ -72,7 +72,7 @@ def input_gradient(
     """The gradient of the shard ``x``.
 
     Args:
-        totals: what ``gradient_sums`` gave, added over the ranks.
+        totals: the results of ``gradient_sums``, summed over the ranks.
         count: elements per channel of the logical batch.
     """
     if x.numel() == 0:
@@ -80,7 +80,7 @@ def input_gradient(
     if x.is_cuda:
         counts = torch.tensor([count], dtype=torch.int32, device=x.device)
         return torch.batch_norm_backward_elemt(dy, x, mean, invstd, weight, totals[0], totals[1] / invstd, counts)
-    # -(sum(dy) + xhat * sum(dy * xhat)) / n is x normalized once more, with the totals as weight and bias.
+    # -(sum(dy) + xhat * sum(dy * xhat)) / n normalizes x again, with the totals as weight and bias.
     offset, slope = totals / -count
     taken = normalize(x.to(mean.dtype), mean, variance, slope, offset, eps)
     scale = invstd if weight is None else invstd * weight
@@ -88,5 +88,5 @@ def input_gradient(
 
 
 def per_channel(values: torch.Tensor, ndim: int) -> torch.Tensor:
-    """A vector over channels in the shape in which it meets a tensor of ``ndim`` dims."""
+    """A vector over channels in a shape that broadcasts with a tensor of ``ndim`` dims."""
     return values.reshape([-1] + [1] * (ndim - 2))

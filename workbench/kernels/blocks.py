@@ -1,11 +1,11 @@
-"""Moves blocks: each target gets one source, or the sum (maximum, minimum) of several, whatever their strides.
+"""Copies and reductions of blocks: each target gets one source, or the sum (max, min) of several, of any strides.
 
-One formulation serves what boxing needs on a device: *pull* reads slices of the peers' shards straight into place and
-reduces on the way; *pack* and *unpack* lay the slices of a shard one behind the other for an exchange, and back.
-Targets and sources are views, so uneven sizes, any dim and transposed tensors are only other strides.
+This covers all copies of boxing on a device: slices of the peers' shards are copied or reduced straight into place;
+``pack`` and ``unpack`` copy the slices of a shard into one buffer for an exchange, and back. Targets and sources are
+views, so uneven sizes, any dim and transposed tensors differ only in their strides.
 
-The reference is torch; on a GPU one Triton kernel does all blocks in one launch (``blocks_triton``). Terms are added in
-the order of the sources, low precision in 32 bits, and rounded once: every rank that sums the same terms gets the same
+The reference is torch. On a GPU one Triton kernel moves all blocks in one launch (``blocks_triton``). Terms are added
+in the order of the sources, low precision in 32 bits, and rounded once: all ranks that sum the same terms get the same
 bits.
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import torch
 
-from workbench.kernels.launch import accumulator, can_launch, identity
+from workbench.kernels.launch import accumulator, can_launch, identity_element
 
 
 @torch.library.custom_op("workbench::move_blocks", mutates_args={"targets"})
@@ -27,7 +27,7 @@ def move_blocks(
     Args:
         targets: views that do not overlap, of one dtype on one device.
         sources: the sources of the first target, then those of the second, and so on; each of its target's shape.
-        counts: how many sources each target has. One without a source is filled with what changes nothing under the
+        counts: number of sources of each target. A target without a source is filled with the identity element of the
             reduction: zero, or the lowest or highest number.
         reduction: "none" (each target has one source), "sum", "max" or "min".
 
@@ -60,7 +60,7 @@ def move_blocks_reference(
         terms = sources[start : start + count]
         start += count
         if count == 0:
-            target.fill_(identity(target.dtype, reduction))
+            target.fill_(identity_element(target.dtype, reduction))
         elif count == 1:
             target.copy_(terms[0])
         else:
@@ -81,19 +81,19 @@ def _reduced(terms: Sequence[torch.Tensor], reduction: str) -> torch.Tensor:
 
 
 def pack(tensor: torch.Tensor, regions: Sequence[tuple[tuple[int, int], ...]]) -> list[torch.Tensor]:
-    """The slices of a tensor, one behind the other in one buffer, in one pass.
+    """Copy slices of a tensor into one buffer, in one pass.
 
     Returns:
-        the slices, contiguous views of the buffer.
+        The slices, as contiguous views of the buffer.
 
     >>> [piece.tolist() for piece in pack(torch.arange(4).view(2, 2), [((0, 2), (0, 1)), ((0, 2), (1, 2))])]
     [[[0], [2]], [[1], [3]]]
     """
-    return pack_views([cut(tensor, region) for region in regions])
+    return pack_views([slice_region(tensor, region) for region in regions])
 
 
 def pack_views(views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies of views of one dtype, one behind the other in one buffer, in one pass."""
+    """Copy views of one dtype into one buffer, in one pass."""
     sizes = [view.numel() for view in views]
     buffer = views[0].new_empty(sum(sizes)) if views else torch.empty(0)
     pieces = [piece.view(view.shape) for piece, view in zip(buffer.split(sizes), views, strict=True)]
@@ -102,12 +102,12 @@ def pack_views(views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def unpack(pieces: Sequence[torch.Tensor], regions: Sequence[tuple[tuple[int, int], ...]], out: torch.Tensor) -> None:
-    """Put slices to their places in ``out``; the inverse of ``pack``."""
-    move_blocks([cut(out, region) for region in regions], list(pieces), [1] * len(pieces), "none")
+    """Copy slices to their places in ``out``; the inverse of ``pack``."""
+    move_blocks([slice_region(out, region) for region in regions], list(pieces), [1] * len(pieces), "none")
 
 
-def cut(tensor: torch.Tensor, region: Sequence[tuple[int, int]]) -> torch.Tensor:
-    """The view of a region."""
+def slice_region(tensor: torch.Tensor, region: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """The part of ``tensor`` in ``region``, as a view."""
     for dim, (start, stop) in enumerate(region):
         if stop - start != tensor.shape[dim]:
             tensor = tensor.narrow(dim, start, stop - start)

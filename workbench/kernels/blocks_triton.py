@@ -1,9 +1,9 @@
 """The Triton kernel of ``blocks``: all blocks in one launch, from a table of addresses, sizes and strides.
 
-A block is seen as rows and columns: the last dim after merging is the columns, the others are rows, so that the
-divisions that find an element's place are done once per row. Pure copies move bits of the same width, whatever the
-dtype. Where the columns of all blocks lie side by side and every row starts at a multiple of 16 bytes, the compiler is
-told so and moves 16 bytes at a time.
+A block has rows and columns: the last dim after merging is the columns, the others are rows, so that the divisions for
+an element's offset are done once per row. Pure copies move bits of the same width, whatever the dtype. Where the
+columns of all blocks are contiguous and every row starts at a multiple of 16 bytes, alignment hints let the compiler
+move 16 bytes at a time.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import torch
 import triton
 import triton.language as tl
 
-from workbench.kernels.launch import accumulator, ceil_div, identity
+from workbench.kernels.launch import accumulator, ceil_div, identity_element
 from workbench.kernels.launch import launch as launch_kernel
 
 _NUM_DIMS = 4
 _ELEMENTS = 2048
-"""Elements that one program moves."""
+"""Elements per program."""
 _MAX_BLOCKS = 65_535
-"""Programs along y."""
+"""Largest number of programs along y."""
 _VECTOR_BYTES = 16
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _REDUCTION_CODES = {"none": 0, "sum": 0, "max": 1, "min": 2}
@@ -64,8 +64,8 @@ def _move(
     """One program moves ``rows_per_program`` x ``columns_per_program`` elements of one block.
 
     A row of ``blocks``: target address, number of sources, four sizes, four strides of the target, index of the first
-    source, column programs. A row of ``sources``: address, four strides. ``vector``: in how many elements all strides
-    but the last, all columns and all addresses are counted; 0 where the columns do not lie side by side.
+    source, column programs. A row of ``sources``: address, four strides. ``vector``: a number of elements that divides
+    all strides but the last, all columns and all addresses; 0 where the columns are not contiguous.
     """
     block = blocks + tl.program_id(1).to(tl.int64) * 12
     target = tl.load(block).to(tl.pointer_type(element))
@@ -109,7 +109,7 @@ def _move(
 
 @dataclass(slots=True)
 class _Table:
-    """What the kernel is told about its blocks, as the launcher gathers it."""
+    """The arguments of the kernel: a row per block, and a row per source."""
 
     blocks: list[list[int]] = field(default_factory=list)
     addresses: list[list[int]] = field(default_factory=list)
@@ -135,12 +135,12 @@ class _Table:
 def launch(
     targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], counts: Sequence[int], reduction: str
 ) -> bool:
-    """Fill the targets; False where the kernel has no way (more than four dims that do not merge, complex sums)."""
+    """Fill the targets; False for unsupported cases (more than four dims that do not merge, complex sums)."""
     is_copy = all(count == 1 for count in counts)
     dtype = targets[0].dtype
     if dtype == torch.bool and reduction == "sum":
         reduction = "max"
-    fill = identity(dtype, reduction)
+    fill = identity_element(dtype, reduction)
     if (is_copy and dtype.itemsize in _INTEGERS) or dtype == torch.bool:
         dtype = _INTEGERS[dtype.itemsize]
         targets, sources = [t.view(dtype) for t in targets], [s.view(dtype) for s in sources]
@@ -172,14 +172,14 @@ def launch(
 def _on_device(
     blocks: list[list[int]], addresses: list[list[int]], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both tables, in one copy to the device."""
+    """Both tables on the device, after one copy."""
     numbers = [number for row in (*blocks, *addresses) for number in row]
     tables = torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)
     return tables[: len(blocks) * len(blocks[0])], tables[len(blocks) * len(blocks[0]) :]
 
 
 def _columns(shapes: list[tuple[int, int]]) -> int:
-    """Columns per program with which the fewest lanes have nothing to do; the most of equally good ones."""
+    """The number of columns per program with the fewest idle lanes; of equally good ones, the largest."""
     choices = [_ELEMENTS >> shift for shift in range(_ELEMENTS.bit_length())]
     return min(choices, key=lambda c: sum(ceil_div(n, c) * ceil_div(m, _ELEMENTS // c) for m, n in shapes))
 
@@ -202,9 +202,9 @@ def _table(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], cou
 
 
 def _merge(shape: Sequence[int], strides: Sequence[Sequence[int]]) -> tuple[list[int], list[list[int]]] | None:
-    """The same elements with dims merged that lie behind one another in all tensors, filled up to four dims.
+    """Sizes and strides with dims merged that are contiguous to each other in all tensors, padded to four dims.
 
-    Dims come in the order in which the first tensor, the target, has them in memory.
+    Dims are in the memory order of the first tensor, the target. None where more than four dims remain.
     """
     sizes: list[int] = []
     merged: list[list[int]] = [[] for _ in strides]
@@ -223,7 +223,7 @@ def _merge(shape: Sequence[int], strides: Sequence[Sequence[int]]) -> tuple[list
     missing = _NUM_DIMS - len(sizes)
     if missing < 0:
         return None
-    if not sizes:  # one element: its stride is whatever is best
+    if not sizes:  # one element: any stride is right, and 1 allows vector access
         return [1] * _NUM_DIMS, [[0] * (_NUM_DIMS - 1) + [1] for _ in merged]
     return [1] * missing + sizes, [[0] * missing + m for m in merged]
 

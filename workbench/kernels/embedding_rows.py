@@ -1,7 +1,6 @@
-"""An embedding of which this rank holds some rows: what is looked up elsewhere gives zeros, so results add up.
+"""An embedding over a slice of the table's rows: rows of other ranks give zeros, so the results sum to the embedding.
 
-The gradient adds, for every row, the gradients of its positions in the order of the positions: no atomics, the same
-bits on every run.
+The gradient of a row sums the gradients of its positions in order, without atomics: it has the same bits on every run.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ from workbench.kernels.launch import can_launch
 
 @torch.library.custom_op("workbench::embedding_rows", mutates_args=())
 def embedding_rows(weight: torch.Tensor, indices: torch.Tensor, first: int, padding: int = -1) -> torch.Tensor:
-    """Rows ``indices - first`` of ``weight``, zeros where there is no such row.
+    """Rows ``indices - first`` of ``weight``; zeros for indices outside the slice.
 
     Args:
         weight: (rows of this slice, width).
-        indices: (positions,), int64, row numbers of the whole table.
+        indices: (positions,), int64, row numbers of the full table.
         first: number of the slice's first row.
-        padding: number of the row, of the whole table, that gets no gradient; -1 where all do.
+        padding: number of the row of the full table that gets no gradient; -1 if all rows do.
 
     Returns:
         (positions, width).
@@ -45,7 +44,7 @@ def _(weight: torch.Tensor, indices: torch.Tensor, first: int, padding: int = -1
 def embedding_rows_backward(
     grad: torch.Tensor, indices: torch.Tensor, first: int, num_rows: int, padding: int = -1
 ) -> torch.Tensor:
-    """Gradient of the slice: for each of its ``num_rows`` rows the sum over the positions that looked it up."""
+    """Gradient of the slice: for each of its ``num_rows`` rows, the sum over the positions with its index."""
     if can_launch(grad):
         from workbench.kernels.embedding_rows_triton import backward
 
@@ -78,9 +77,9 @@ def _save_backward(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
 
 
 def _differentiate_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-    """The sum over positions is linear, and its transpose looks rows up."""
+    """The sum over positions is linear; its transpose is a lookup."""
     (indices,) = ctx.saved_tensors
-    learned = indices.masked_fill(indices == ctx.padding, -1)  # a row that no rank has gives zeros
+    learned = indices.masked_fill(indices == ctx.padding, -1)  # -1 is outside every slice and gives zeros
     return embedding_rows(grad, learned, ctx.first), None, None, None, None
 
 
@@ -99,7 +98,7 @@ def embedding_rows_reference(weight: torch.Tensor, indices: torch.Tensor, first:
 def embedding_rows_backward_reference(
     grad: torch.Tensor, indices: torch.Tensor, first: int, num_rows: int, padding: int = -1
 ) -> torch.Tensor:
-    """``embedding_rows_backward`` in torch; low precision adds up in 32 bits."""
+    """``embedding_rows_backward`` in torch; low precision is summed in 32 bits."""
     place = indices - first
     inside = (place >= 0) & (place < num_rows) & (indices != padding)
     wide = grad.float() if grad.dtype.itemsize < 4 else grad

@@ -1,4 +1,4 @@
-"""The Triton kernels of ``embedding_rows``; backward, positions are sorted by row, a program for each run of a row."""
+"""The Triton kernels of ``embedding_rows``; backward sorts positions by row, and one program sums the run of a row."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def _backward(
     narrow: tl.constexpr,
     columns: tl.constexpr,
 ) -> None:
-    """``rows`` are sorted; the program at the start of a run adds the run up, the others have nothing to do.
+    """``rows`` is sorted; the program at the start of a run of equal rows sums the run, the others do nothing.
 
-    ``runs`` says how many positions from here on have the same row.
+    ``runs`` holds the number of positions from here on with the same row.
     """
     position = tl.program_id(0)
     number = tl.load(rows + position)

@@ -1,8 +1,8 @@
-"""What all kernels share: where Triton runs, how it is launched, and in which dtypes terms add up.
+"""Common parts of all kernels: where Triton runs, how it is launched, and the dtypes of sums.
 
-A kernel works on CUDA tensors wherever Triton is installed. ``WORKBENCH_KERNELS`` decides otherwise: ``torch`` takes
-the references everywhere, ``triton`` takes the kernels on CPU tensors too, in Triton's interpreter, which
-``TRITON_INTERPRET=1`` turns on (that is how kernels are tested where there is no GPU).
+Kernels run on CUDA tensors wherever Triton is installed. ``WORKBENCH_KERNELS`` overrides this: ``torch`` uses the
+references everywhere; ``triton`` uses the kernels on CPU tensors too, in Triton's interpreter, which
+``TRITON_INTERPRET=1`` turns on (for tests without a GPU).
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ VARIABLE = "WORKBENCH_KERNELS"
 CHOICES = ("auto", "triton", "torch")
 
 
-def _wanted_by_user() -> str:
-    wanted = os.environ.get(VARIABLE, "auto")
-    if wanted not in CHOICES:
-        raise ValueError(f"{VARIABLE}={wanted}: there is no such choice. Set it to one of {', '.join(CHOICES)}.")
-    return wanted
+def _requested_by_environment() -> str:
+    requested = os.environ.get(VARIABLE, "auto")
+    if requested not in CHOICES:
+        raise ValueError(f"{VARIABLE}={requested}: unknown value. Set it to one of {', '.join(CHOICES)}.")
+    return requested
 
 
 _interpreter = threading.RLock()
-"""Triton's interpreter keeps its state in globals, and simulated ranks are threads."""
-wanted = _wanted_by_user()
-"""The choice of this process, one of ``CHOICES``."""
+"""A lock: Triton's interpreter keeps its state in globals, and simulated ranks are threads."""
+requested = _requested_by_environment()
+"""The setting of this process, one of ``CHOICES``."""
 
 
 @functools.cache
@@ -40,26 +40,26 @@ def has_triton() -> bool:
 
 
 def is_interpreted() -> bool:
-    """Whether ``TRITON_INTERPRET=1`` asks for Triton's interpreter, which works on CPU tensors."""
+    """Whether ``TRITON_INTERPRET=1`` requests Triton's interpreter, which runs on CPU tensors."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def can_launch(tensor: torch.Tensor) -> bool:
-    """Whether Triton kernels work on ``tensor``; its references do elsewhere."""
+    """Whether Triton kernels run on ``tensor``; otherwise use the references."""
     return runs_on(tensor.device)
 
 
 def runs_on(device: torch.device) -> bool:
-    """Whether Triton kernels work on tensors of a device."""
+    """Whether Triton kernels run on tensors of a device."""
     if device.type == "cuda":
-        return wanted != "torch" and has_triton() and not is_interpreted()
-    return wanted == "triton" and device.type == "cpu" and has_triton() and is_interpreted()
+        return requested != "torch" and has_triton() and not is_interpreted()
+    return requested == "triton" and device.type == "cpu" and has_triton() and is_interpreted()
 
 
 def launch(kernel: Any, grid: tuple[int, ...], on: torch.Tensor, *args: Any, num_warps: int = 4) -> None:
-    """Launch a kernel on the device of ``on``, whichever is the current one; a grid without programs does nothing.
+    """Launch a kernel on the device of ``on``, also if it is not the current one; an empty grid does nothing.
 
-    Products are rounded before they are added, as the references do: random numbers then have the same bits.
+    Products are rounded before they are added, as in the references, so that random numbers have the same bits.
 
     Args:
         grid: programs along x (up to 2**31 - 1), y and z (up to 65,535 each).
@@ -71,21 +71,21 @@ def launch(kernel: Any, grid: tuple[int, ...], on: torch.Tensor, *args: Any, num
         kernel[grid](*args, num_warps=num_warps, enable_fp_fusion=False)
 
 
-def bits_of(number: float) -> int:
-    """The 64 bits of a double as an integer: a kernel gets floats as 32 bits, so this is how a double gets there."""
+def float64_bits(number: float) -> int:
+    """The 64 bits of a double as an integer: Triton passes float arguments as 32 bits, so kernels get doubles so."""
     bits: int = struct.unpack("<q", struct.pack("<d", number))[0]
     return bits
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which terms of ``dtype`` are summed: 32 bits at least for floats, 64 for integers."""
+    """The dtype in which terms of ``dtype`` are summed: at least 32 bits for floats, 64 for integers."""
     if dtype.is_complex or dtype == torch.float64:
         return dtype
     return torch.float32 if dtype.is_floating_point else torch.int64
 
 
-def identity(dtype: torch.dtype, reduction: str) -> float:
-    """What changes nothing under the reduction."""
+def identity_element(dtype: torch.dtype, reduction: str) -> float:
+    """The identity element of a reduction: the number that does not change its result."""
     if reduction in ("none", "sum"):
         return 0
     if dtype == torch.bool:

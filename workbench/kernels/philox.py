@@ -1,8 +1,8 @@
 """Philox4x32-10, a counter-based generator: random numbers addressed by position, not by order of drawing.
 
-Element ``i`` of a stream is word ``i % 4`` of counter ``i // 4`` under a 64-bit key, so any slice of a tensor can be
-made without the rest of it, on any rank, with the same bits. (Salmon et al., "Parallel random numbers: as easy as 1,
-2, 3", SC 2011.) This is the reference in numpy.
+Element ``i`` of a stream is word ``i % 4`` of counter ``i // 4`` under a 64-bit key, so any rank can compute any slice
+of a tensor alone, with the same bits. (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.) This is
+the reference in numpy.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def philox_words(key: int, counters: np.ndarray, stream: int = 0) -> np.ndarray:
     Args:
         key: 64 bits.
         counters: uint64, shape (n,).
-        stream: 32 bits more in the counter, for further words at the same positions.
+        stream: 32 more bits of the counter, for further words at the same positions.
 
     Returns:
         uint32, shape (n, 4).
@@ -49,9 +49,9 @@ def philox_words(key: int, counters: np.ndarray, stream: int = 0) -> np.ndarray:
 
 
 def _pairs(key: int, positions: np.ndarray, stream: int = 0) -> tuple[np.ndarray, slice | np.ndarray]:
-    """Each position's pair of words, shape (pairs, 2), and where in the flat pairs the positions' own words stand."""
+    """The pairs of words of the positions, shape (pairs, 2), and the indices of their own words in the flat pairs."""
     at = positions.astype(np.int64, copy=False).reshape(-1)
-    if at.size and at[-1] - at[0] + 1 == at.size:  # consecutive: each counter once
+    if at.size and at[-1] - at[0] + 1 == at.size:  # consecutive positions: each counter is computed once
         first = int(at[0]) // 4
         words = philox_words(key, np.arange(first, int(at[-1]) // 4 + 1, dtype=np.uint64), stream)
         return words.reshape(-1, 2), slice(int(at[0]) - 4 * first, int(at[-1]) - 4 * first + 1)
@@ -65,7 +65,7 @@ def _own_words(key: int, positions: np.ndarray, stream: int = 0) -> np.ndarray:
 
 
 def uniform(key: int, positions: np.ndarray, bits: int = 24) -> np.ndarray:
-    """float32 in [0, 1), a multiple of ``2 ** -bits`` (at most 24), at these positions of the stream."""
+    """float32 in [0, 1) at these positions of the stream, multiples of ``2 ** -bits`` (at most 24)."""
     words = _own_words(key, positions)
     return ((words >> np.uint32(32 - bits)).astype(np.float32) * np.float32(2.0**-bits)).reshape(positions.shape)
 
@@ -77,7 +77,7 @@ def uniform64(key: int, positions: np.ndarray) -> np.ndarray:
 
 
 def normal(key: int, positions: np.ndarray) -> np.ndarray:
-    """Standard normal float64 by Box-Muller: the words of a counter make two pairs, each pair two numbers."""
+    """Standard normal float64 by Box-Muller: the words of a counter are two pairs, and each pair gives two numbers."""
     pairs, own = _pairs(key, positions)
     radius = np.sqrt(-2.0 * np.log((pairs[:, 0].astype(np.float64) + 1.0) * 2.0**-32))
     angle = pairs[:, 1].astype(np.float64) * (2.0 * np.pi * 2.0**-32)

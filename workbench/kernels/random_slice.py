@@ -1,8 +1,8 @@
 """Random numbers for a slice of a logical tensor, by position (see ``philox``), and dropout in one pass.
 
-A slice is described by the position of its first element and the strides of the logical tensor, so any shard of any
-layout gets the numbers that the whole has there. Uniform, Bernoulli and integer numbers have the same bits on every
-device; normal ones agree to about 5e-7, because logarithms and cosines of devices differ.
+The position of its first element and the strides of the logical tensor describe a slice, so any shard of any layout
+gets the numbers of the logical tensor. Uniform, Bernoulli and integer numbers have the same bits on every device;
+normal numbers agree to about 5e-7, because logarithms and cosines of devices differ.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def fill_random(
     Args:
         out: the shard.
         kind: "uniform" in [low, high), "normal" with mean ``low`` and standard deviation ``high``, "bernoulli" with
-            probability ``low``, or "integers" in [low, high), whole numbers below 2**53 in size.
+            probability ``low``, or "integers" in [low, high), with bounds below 2**53 in absolute value.
         key: at most 63 bits, the same on all ranks.
         first: position in the logical tensor of the shard's first element.
-        strides: of the logical tensor, row-major, one per dim of the shard.
+        strides: row-major strides of the logical tensor, one per dim of the shard.
 
     Row 1 of a (2, 3) tensor is the second half of it:
 
@@ -56,7 +56,7 @@ def _(out: torch.Tensor, kind: str, key: int, first: int, strides: Sequence[int]
 
 @torch.library.custom_op("workbench::dropout_slice", mutates_args=())
 def dropout_slice(x: torch.Tensor, key: int, first: int, strides: Sequence[int], probability: float) -> torch.Tensor:
-    """Dropout of a shard with the mask of the whole: kept with ``1 - probability`` and scaled by one over it.
+    """Dropout of a shard with the logical tensor's mask: kept with ``1 - probability`` and divided by it.
 
     Its gradient is the same function of the gradient. ``first`` and ``strides`` as in ``fill_random``.
     """

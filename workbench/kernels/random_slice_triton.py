@@ -1,4 +1,4 @@
-"""The Triton kernels of ``random_slice``: an element per lane, its position from the strides of the logical tensor."""
+"""The Triton kernels of ``random_slice``: each lane computes one element at its position in the logical tensor."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 import triton
 import triton.language as tl
 
-from workbench.kernels.launch import bits_of, ceil_div, launch
+from workbench.kernels.launch import ceil_div, float64_bits, launch
 
 _NUM_DIMS = 4
 _UNIFORM, _INTEGERS = 0, 3
 _ELEMENTS = 1024
 _SCALARS = ["key", "first", "size1", "size2", "size3", "stride0", "stride1", "stride2", "stride3", "a", "b"]
-"""Arguments that change from call to call: kernels are not compiled anew because one of them is 1 or even."""
+"""Arguments that change between calls: Triton must not compile again because one of them is 1 or even."""
 
 
 @triton.jit
@@ -29,7 +29,7 @@ def _position(
     stride2: tl.tensor,
     stride3: tl.tensor,
 ) -> tl.tensor:
-    """Of local row-major index ``lane`` in the logical tensor."""
+    """The position in the logical tensor of local row-major index ``lane``."""
     rest = lane // size3
     at = first + (lane % size3) * stride3 + (rest % size2) * stride2
     rest = rest // size2
@@ -38,9 +38,9 @@ def _position(
 
 @triton.jit
 def _words(key: tl.tensor, position: tl.tensor, stream: tl.constexpr) -> tl.tensor:
-    """The position's word of its counter, and the word beside it (its partner in a pair)."""
+    """The word of a position in its counter, and the other word of its pair."""
     counter = position // 4
-    # Counters of 64 bits would silently make this Philox4x64: low and high halves go separately.
+    # Counters of 64 bits would silently select Philox4x64, so pass the low and high 32 bits separately.
     low, high = (counter & 0xFFFFFFFF).to(tl.uint32), (counter >> 32).to(tl.uint32)
     zero = low * 0
     a, b, c, d = tl.philox(key, low, high, zero + stream, zero)
@@ -52,7 +52,7 @@ def _words(key: tl.tensor, position: tl.tensor, stream: tl.constexpr) -> tl.tens
 
 @triton.jit
 def _double(bits: tl.tensor) -> tl.tensor:
-    """The double with these 64 bits; an argument that is a float would be one of 32 bits."""
+    """The double with these 64 bits; a float argument would have 32 bits."""
     return bits.to(tl.int64).to(tl.float64, bitcast=True)
 
 
@@ -83,8 +83,8 @@ def _fill(
     element: tl.constexpr,
     elements: tl.constexpr,
 ) -> None:
-    """``a`` and ``b`` are lowest and span of uniform numbers (doubles, as bits) or integers, mean and deviation, or a
-    probability; ``wide`` is the type in which they are worked with.
+    """``a`` and ``b``: lower bound and span of uniform numbers (doubles, as bits) or integers, mean and standard
+    deviation, or a probability; ``wide``: the type of the computation.
     """
     lane = tl.program_id(0).to(tl.int64) * elements + tl.arange(0, elements)
     position = _position(lane, first, size1, size2, size3, stride0, stride1, stride2, stride3)
@@ -131,7 +131,7 @@ def _dropout(
     element: tl.constexpr,
     elements: tl.constexpr,
 ) -> None:
-    """``a`` is the chance to be kept, ``b`` what is multiplied with then (doubles, as bits)."""
+    """``a``: the probability to keep an element; ``b``: the scale of kept elements (doubles, as bits)."""
     lane = tl.program_id(0).to(tl.int64) * elements + tl.arange(0, elements)
     inside = lane < count
     position = _position(lane, first, size1, size2, size3, stride0, stride1, stride2, stride3)
@@ -159,7 +159,7 @@ _BITS = {torch.float64: 53, torch.float16: 11, torch.bfloat16: 8}
 
 
 def fill(out: torch.Tensor, kind: int, key: int, first: int, strides: Sequence[int], low: float, high: float) -> bool:
-    """See ``fill_random``, whose kinds are counted here; False where the kernel has no way."""
+    """See ``fill_random``; ``kind`` is an index of ``KINDS``. False for unsupported cases."""
     place = _merge(out.shape, strides)
     if kind == _INTEGERS and not _fits(out.dtype, int(low), int(high)):
         return False
@@ -171,7 +171,7 @@ def fill(out: torch.Tensor, kind: int, key: int, first: int, strides: Sequence[i
     if kind == _INTEGERS:
         a, b = int(low), int(high) - int(low)
     else:
-        a, b = bits_of(low), bits_of(high - low if kind == _UNIFORM else high)
+        a, b = float64_bits(low), float64_bits(high - low if kind == _UNIFORM else high)
     launch(
         _fill, (ceil_div(out.numel(), _ELEMENTS),), out,
         out, out.numel(), key, first, *place, a, b, kind, _BITS.get(out.dtype, 24), wide, _ELEMENTS_OF[out.dtype],
@@ -181,12 +181,12 @@ def fill(out: torch.Tensor, kind: int, key: int, first: int, strides: Sequence[i
 
 
 def _fits(dtype: torch.dtype, low: int, high: int) -> bool:
-    """Whether the kernel draws integers of this range; a bool is true for all but zero, which two values tell."""
+    """Whether the kernel supports integers of this range; a bool needs a range within [0, 2)."""
     return 0 < high - low < 2**63 and (dtype != torch.bool or (low >= 0 and high <= 2))
 
 
 def dropout(x: torch.Tensor, key: int, first: int, strides: Sequence[int], probability: float) -> torch.Tensor | None:
-    """See ``dropout_slice``; None where the kernel has no way."""
+    """See ``dropout_slice``; None for unsupported cases."""
     place = _merge(x.shape, strides)
     if place is None or x.dtype not in _FLOATS or probability >= 1.0:
         return None
@@ -194,14 +194,14 @@ def dropout(x: torch.Tensor, key: int, first: int, strides: Sequence[int], proba
     wide = tl.float64 if x.dtype == torch.float64 else tl.float32
     launch(
         _dropout, (ceil_div(x.numel(), _ELEMENTS),), x,
-        x, out, x.numel(), key, first, *place, bits_of(1 - probability), bits_of(1 / (1 - probability)), wide,
+        x, out, x.numel(), key, first, *place, float64_bits(1 - probability), float64_bits(1 / (1 - probability)), wide,
         _FLOATS[x.dtype], _ELEMENTS,
     )  # fmt: skip
     return out
 
 
 def _merge(shape: Sequence[int], strides: Sequence[int]) -> list[int] | None:
-    """Three sizes and four strides of the same slice, dims merged that lie behind one another; None for more."""
+    """Three sizes and four strides of the slice, after merging contiguous dims; None if more dims remain."""
     merged: list[tuple[int, int]] = []
     for size, stride in zip(shape, strides, strict=True):
         if size == 1:

@@ -14,7 +14,7 @@ import torch
 from torch.nn import _reduction
 
 from workbench.core.sbp import Split, broadcast, partial_sum
-from workbench.kernels.class_terms import class_terms
+from workbench.kernels.cross_entropy_terms import cross_entropy_terms
 from workbench.kernels.launch import accumulator, runs_on
 from workbench.tensors.conversion import from_local
 from workbench.tensors.dispatch.dispatcher import call_by_plan
@@ -326,7 +326,7 @@ def _rows_of_split_classes(
 def _rows_by_kernel(
     input: GlobalTensor, target: GlobalTensor, _: None, class_dim: int, ignore_index: int, label_smoothing: float
 ) -> GlobalTensor:
-    """Each row's loss from three numbers per rank, made in one pass (``kernels.class_terms``)."""
+    """Each row's loss from three numbers per rank, made in one pass (``kernels.cross_entropy_terms``)."""
     stages, dtype = stages_of(input, [class_dim]), input.dtype
     wide = accumulator(dtype)
     lookup, num_classes = _Lookup(input, class_dim, ignore_index), input._spec.shape[class_dim]
@@ -334,7 +334,7 @@ def _rows_by_kernel(
     def terms_of(x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
         lookup.check(t)
         rows = x.movedim(class_dim, -1)
-        terms = class_terms(rows.reshape(t.numel(), x.shape[class_dim]), t.reshape(-1), lookup.start)
+        terms = cross_entropy_terms(rows.reshape(t.numel(), x.shape[class_dim]), t.reshape(-1), lookup.start)
         return torch.stack(terms).view(3, *rows.shape[:-1]).unsqueeze(class_dim + 1)
 
     def finish(rows: torch.Tensor, t: torch.Tensor) -> torch.Tensor:

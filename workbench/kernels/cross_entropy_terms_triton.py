@@ -1,4 +1,4 @@
-"""The Triton kernels of ``class_terms``: a row per program forward, a block of columns of a row backward."""
+"""The Triton kernels of ``cross_entropy_terms``: a row per program forward, a block of columns of a row backward."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _forward(
     wide: tl.constexpr,
     columns: tl.constexpr,
 ) -> None:
-    """The largest logit and the sum of exponentials relative to it go along, corrected when a larger one comes."""
+    """Online softmax: keeps the largest logit and the sum of exponentials relative to it, rescaled as it grows."""
     row = tl.program_id(0).to(tl.int64)
     largest = tl.full((), float("-inf"), wide)
     exponentials = tl.full((), 0.0, wide)
@@ -38,7 +38,7 @@ def _forward(
         added += tl.sum(x, 0)
         x = tl.where(inside, x, float("-inf"))
         larger = tl.maximum(largest, tl.max(x, 0))
-        shift = tl.where(larger == float("-inf"), 0.0, larger)  # all of them minus infinity so far
+        shift = tl.where(larger == float("-inf"), 0.0, larger)  # all logits so far are minus infinity
         exponentials = exponentials * tl.exp(largest - shift) + tl.sum(tl.exp(x - shift), 0)
         largest = larger
     place = tl.load(target + row) - first
@@ -82,7 +82,7 @@ _NARROW = {**_WIDE, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
 def forward(logits: torch.Tensor, target: torch.Tensor, first: int) -> Terms:
-    """See ``class_terms``."""
+    """See ``cross_entropy_terms``."""
     num_rows, num_classes = logits.shape
     dtype = accumulator(logits.dtype)
     lse = logits.new_full((num_rows,), float("-inf"), dtype=dtype)
@@ -97,7 +97,7 @@ def forward(logits: torch.Tensor, target: torch.Tensor, first: int) -> Terms:
 
 
 def backward(logits: torch.Tensor, target: torch.Tensor, first: int, lse: torch.Tensor, grads: Terms) -> torch.Tensor:
-    """See ``class_terms_backward``."""
+    """See ``cross_entropy_terms_backward``."""
     num_rows, num_classes = logits.shape
     out = torch.empty_like(logits, memory_format=torch.contiguous_format)
     if out.numel():

@@ -1,12 +1,12 @@
-"""What a cross entropy needs of a slice of the classes, in one pass over the logits forward and one backward.
+"""Terms of a cross entropy over a slice of the classes, in one pass over the logits forward and one backward.
 
-Each rank of a split class dim calls ``class_terms`` on its slice and combines the three small results with the others':
-the log of the sum of exponentials, the logit at the target (zero where another rank has it) and the sum of the logits.
+Each rank of a split class dim calls ``cross_entropy_terms`` on its slice. The ranks combine three small results: the
+log of the sum of exponentials, the logit at the target (zero where another rank holds it) and the sum of the logits.
 The loss, with label smoothing ``e`` over ``C`` classes and a z-loss weight ``z``, is then
 
     lse - (1 - e) picked - e / C total + z lse^2
 
-and its gradient comes back through the same three numbers per row: neither softmax nor one-hot targets are ever stored.
+and its gradient flows back through the same three numbers per row: neither softmax nor one-hot targets are ever stored.
 (The vocabulary-parallel loss of Shoeybi et al., arXiv 1909.08053.)
 """
 
@@ -21,37 +21,37 @@ from workbench.kernels.launch import accumulator, can_launch
 Terms = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-@torch.library.custom_op("workbench::class_terms", mutates_args=())
-def class_terms(logits: torch.Tensor, target: torch.Tensor, first: int) -> Terms:
+@torch.library.custom_op("workbench::cross_entropy_terms", mutates_args=())
+def cross_entropy_terms(logits: torch.Tensor, target: torch.Tensor, first: int) -> Terms:
     """Per row: log of the sum of exponentials, the logit at the target, and the sum of the logits.
 
     Args:
         logits: (rows, classes of this slice), floating.
-        target: (rows,), int64, class numbers of the whole; one outside the slice picks nothing.
+        target: (rows,), int64, class numbers of the full class dim; a target outside the slice gives 0.
         first: number of the slice's first class.
 
     Returns:
-        three tensors (rows,) of at least 32 bits. Without a class they are minus infinity, 0 and 0.
+        Three tensors (rows,) of at least 32 bits. For an empty slice they are minus infinity, 0 and 0.
 
-    >>> lse, picked, total = class_terms(torch.tensor([[1.0, 2.0]]), torch.tensor([3]), 2)
+    >>> lse, picked, total = cross_entropy_terms(torch.tensor([[1.0, 2.0]]), torch.tensor([3]), 2)
     >>> picked.item(), total.item()
     (2.0, 3.0)
     """
     if can_launch(logits):
-        from workbench.kernels.class_terms_triton import forward
+        from workbench.kernels.cross_entropy_terms_triton import forward
 
         return forward(logits, target, first)
-    return class_terms_reference(logits, target, first)
+    return cross_entropy_terms_reference(logits, target, first)
 
 
-@class_terms.register_fake
+@cross_entropy_terms.register_fake
 def _(logits: torch.Tensor, target: torch.Tensor, first: int) -> Terms:
     lse, picked, total = (logits.new_empty(logits.shape[:1], dtype=accumulator(logits.dtype)) for _ in range(3))
     return lse, picked, total
 
 
-@torch.library.custom_op("workbench::class_terms_backward", mutates_args=())
-def class_terms_backward(
+@torch.library.custom_op("workbench::cross_entropy_terms_backward", mutates_args=())
+def cross_entropy_terms_backward(
     logits: torch.Tensor,
     target: torch.Tensor,
     first: int,
@@ -62,13 +62,13 @@ def class_terms_backward(
 ) -> torch.Tensor:
     """Gradient of the logits: softmax times ``grad_lse``, plus ``grad_picked`` at the target, plus ``grad_total``."""
     if can_launch(logits):
-        from workbench.kernels.class_terms_triton import backward
+        from workbench.kernels.cross_entropy_terms_triton import backward
 
         return backward(logits, target, first, lse, (grad_lse, grad_picked, grad_total))
-    return class_terms_backward_reference(logits, target, first, lse, (grad_lse, grad_picked, grad_total))
+    return cross_entropy_terms_backward_reference(logits, target, first, lse, (grad_lse, grad_picked, grad_total))
 
 
-@class_terms_backward.register_fake
+@cross_entropy_terms_backward.register_fake
 def _(
     logits: torch.Tensor,
     target: torch.Tensor,
@@ -88,16 +88,16 @@ def _save(ctx: Any, inputs: Any, output: Terms) -> None:
 
 def _differentiate(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
     logits, target, lse = ctx.saved_tensors
-    if torch.is_grad_enabled():  # to be differentiated again: torch knows how
-        return class_terms_backward_reference(logits, target, ctx.first, lse, grads), None, None  # type: ignore[arg-type]
-    return class_terms_backward(logits, target, ctx.first, lse, *grads), None, None
+    if torch.is_grad_enabled():  # torch can differentiate the reference again
+        return cross_entropy_terms_backward_reference(logits, target, ctx.first, lse, grads), None, None  # type: ignore[arg-type]
+    return cross_entropy_terms_backward(logits, target, ctx.first, lse, *grads), None, None
 
 
-class_terms.register_autograd(_differentiate, setup_context=_save)
+cross_entropy_terms.register_autograd(_differentiate, setup_context=_save)
 
 
-def class_terms_reference(logits: torch.Tensor, target: torch.Tensor, first: int) -> Terms:
-    """``class_terms`` in torch."""
+def cross_entropy_terms_reference(logits: torch.Tensor, target: torch.Tensor, first: int) -> Terms:
+    """``cross_entropy_terms`` in torch."""
     wide = logits.to(accumulator(logits.dtype))
     place, inside = _places(logits, target, first)
     if logits.shape[1] == 0:
@@ -106,10 +106,10 @@ def class_terms_reference(logits: torch.Tensor, target: torch.Tensor, first: int
     return torch.logsumexp(wide, 1), picked, wide.sum(1)
 
 
-def class_terms_backward_reference(
+def cross_entropy_terms_backward_reference(
     logits: torch.Tensor, target: torch.Tensor, first: int, lse: torch.Tensor, grads: Terms
 ) -> torch.Tensor:
-    """``class_terms_backward`` in torch."""
+    """``cross_entropy_terms_backward`` in torch."""
     if logits.shape[1] == 0:
         return torch.empty_like(logits)
     place, inside = _places(logits, target, first)
@@ -119,7 +119,7 @@ def class_terms_backward_reference(
 
 
 def _places(logits: torch.Tensor, target: torch.Tensor, first: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Column of each target, zero where it is outside, and whether it is inside."""
+    """The column of each target (zero if it is outside the slice), and whether it is inside."""
     place = target - first
     inside = (place >= 0) & (place < logits.shape[1])
     return place.where(inside, 0), inside
