@@ -1,4 +1,4 @@
-"""Random slices: bits of the reference for uniform, Bernoulli and integers; every slice equals that of the full tensor."""
+"""Random slices: bits of the reference for uniform, Bernoulli and integers; slices equal those of the full tensor."""
 
 import math
 
