@@ -46,7 +46,9 @@ def _example_world(request: pytest.FixtureRequest) -> Iterator[None]:
     from workbench.transport.threads import ThreadHub, ThreadTransport
 
     sources = [example.source for example in request.node.dtest.examples]
-    meets_others = any(name in source for source in sources for name in ("parallelize(", "balance(", ".to_global("))
+    meets_others = any(
+        name in source for source in sources for name in ("parallelize(", "partition_stages(", ".to_global(")
+    )
     names_two = any("ranks=[0, 1]" in source for source in sources)  # what such an example boxes moves nothing
     num_ranks = 1 if meets_others and not names_two else 2
     world = World(0, num_ranks, torch.device("cpu"), ThreadTransport(ThreadHub(num_ranks), 0))

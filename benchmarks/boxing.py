@@ -130,7 +130,7 @@ class Boxings:
 
     def box(self, name: str) -> Any:
         """Ours."""
-        return self._sources[name].to_global(sbp=self._sbp)  # type: ignore[attr-defined]
+        return self._sources[name].to_global(sbp=self._sbp)
 
     def redistribute(self) -> Any:
         """DTensor's."""

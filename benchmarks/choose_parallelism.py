@@ -16,6 +16,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 
@@ -72,10 +73,10 @@ class Layer:
         self.actions: dict[str, Action] = {"data": self.data, "model": self.model}
 
     @staticmethod
-    def _leaf(tensor: wb.GlobalTensor, sbp: str) -> wb.GlobalTensor:
+    def _leaf(tensor: wb.GlobalTensor, sbp: str) -> Any:
         return tensor.to_global(sbp=sbp).detach().clone().requires_grad_()
 
-    def data(self) -> tuple[wb.GlobalTensor, ...]:
+    def data(self) -> tuple[Any, ...]:
         """Result and gradients of x and w."""
         x, w, seed = self._data
         x.grad = w.grad = None
@@ -83,7 +84,7 @@ class Layer:
         out.backward(seed)
         return out, x.grad, w.grad.to_global(sbp="B")
 
-    def model(self) -> tuple[wb.GlobalTensor, ...]:
+    def model(self) -> tuple[Any, ...]:
         """Result and gradients of x and w."""
         x, w, seed = self._model
         x.grad = w.grad = None
@@ -95,16 +96,16 @@ class Layer:
         """Bytes that all ranks together will move, from the plans."""
         x, w = self._model[0], self._data[1]
         whole = x.layout_on_ranks.broadcast()
-        there = wb.boxing_plan(x.layout_on_ranks, whole, x.shape)
-        back = wb.boxing_plan(whole.dual(), x.layout_on_ranks, x.shape)
-        gradient = wb.boxing_plan(w.layout_on_ranks.dual(), w.layout_on_ranks, w.shape)
+        there = wb.debug.boxing_plan(x.layout_on_ranks, whole, x.shape)
+        back = wb.debug.boxing_plan(whole.dual(), x.layout_on_ranks, x.shape)
+        gradient = wb.debug.boxing_plan(w.layout_on_ranks.dual(), w.layout_on_ranks, w.shape)
         return {"data": gradient.wire_bytes, "model": there.wire_bytes + back.wire_bytes}
 
     def check(self) -> dict[str, int]:
         """Both give the same numbers, and move what was predicted; returns the bytes."""
         found, moved = {}, {}
         for name, action in self.actions.items():
-            with wb.trace() as trace:
+            with wb.debug.trace() as trace:
                 found[name] = action()
             moved[name] = trace.wire_bytes
         if moved != self.predicted():

@@ -6,7 +6,7 @@
 A GPT of 8 blocks of width 256, batch 8 x 64 in 4 micro-batches, forward, backward and AdamW: torch with
 ``Schedule1F1B`` and equally many blocks on each stage; the workbench with every schedule, as written and captured
 (``wb.capture``). The same again with a head as large as two blocks: torch with equally many blocks on each stage, the
-workbench with stages cut by ``wb.balance``; on paper, what cuts can give.
+workbench with stages cut by ``wb.planner.partition_stages``; on paper, what cuts can give.
 Both sides have AdamW as a user gets it: torch's loops over the parameters, the workbench's goes through memory once
 (`training/gradients/fused_steps`), 5% of a step here. Models start from the same weights, and must end with the same.
 Measured steps are compared with what the simulator makes of the measured actions.
@@ -94,14 +94,14 @@ class Ours:
         for _ in range(_STEPS_OF_TIMELINE):
             dist.barrier()
             self()
-            found.append(wb.timeline(self.model))
+            found.append(wb.debug.timeline(self.model))
         return found
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Whole, on every rank."""
         everywhere = wb.placement.all("cpu")
         return {
-            name: p.detach().to_global(placement=everywhere, sbp="B").full_tensor()
+            name: wb.to_global(p.detach(), placement=everywhere, sbp="B").full_tensor()
             for name, p in self.model.named_parameters()
         }
 
@@ -170,7 +170,7 @@ def cut_evenly(num_stages: int, options: str) -> Strategy:
 def balanced(num_words: int) -> Balance:
     """Stages by measured cost."""
     inputs, targets = (part[: BATCH // NUM_MICRO_BATCHES] for part in batch_of(num_words))
-    return wb.balance(
+    return wb.planner.partition_stages(
         make_model(num_words),
         next_word_loss,
         inputs,

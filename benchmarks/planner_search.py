@@ -8,14 +8,14 @@ import time
 from math import inf
 
 from benchmarks.reporting import Comparison, Target, table
-from tests.planner.brute_force import best_value
-from tests.planner.problems import random_problem
+from tests.planning.brute_force import best_value
+from tests.planning.problems import random_problem
 from workbench.cost.hardware_files import load_hardware
 from workbench.cost.transformer import transformer_costs
-from workbench.planner.ledger import Ledger
-from workbench.planner.long_models import search_long
-from workbench.planner.search import run, search
-from workbench.planner.sizes import size
+from workbench.planning.ledger import Ledger
+from workbench.planning.long_models import search_long
+from workbench.planning.search import run, search
+from workbench.planning.sizes import size
 
 CASES = (
     ("gpt2", 8, 64), ("llama2-7b", 8, 64), ("llama2-70b", 64, 256), ("gpt3-175b", 3072, 1536),

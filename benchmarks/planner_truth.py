@@ -4,7 +4,8 @@
     python -m benchmarks.planner_truth --engines 2 --rounds 1 --models perceptron      # a short look
 
 Two models under twelve strategies each, on 2 and on 4 engines, in short rounds: the engines are calibrated
-(`wb.calibrate`), then every strategy takes a few steps, in the next round in the opposite order. A virtual machine may
+(`wb.planner.calibrate`), then every strategy takes a few steps, in the next round in the opposite order. A virtual
+machine may
 be a fifth faster or slower for some seconds, or some minutes later: of the rounds' predictions and of their steps'
 medians the median counts, and how far apart rounds are stands beside it. No run of the comparison goes into a
 calibration.

@@ -4,8 +4,10 @@
 
 A GPT of about 9 M parameters with AdamW under zero=1: 36 MB of weights and 72 MB of state, of which every rank writes
 half. torch saves the same state dictionary of the same global tensors (they tell it which slices they are) into a
-directory beside. Both end when all is on the disk: ``wb.save`` waits for it, and torch is given a writer that does,
-too. What ``wb.save`` does besides is in its time: checksums, the agreement of all ranks, the last rename. Then the same
+directory beside. Both end when all is on the disk: ``wb.checkpoint.save`` waits for it, and torch is given a writer
+that does,
+too. What ``wb.checkpoint.save`` does besides is in its time: checksums, the agreement of all ranks, the last rename.
+Then the same
 for loading (torch compares no checksums), and the time for which an asynchronous save stops the training.
 """
 
@@ -36,7 +38,7 @@ from workbench.units import format_seconds
 
 NUM_PROCESSES, WIDTH, NUM_WORDS, LENGTH = 2, 256, 4096, 64
 SAVE, LOAD, RETURN, STALL = Target(1.0), Target(1.2), Target(1.0), Target(0.5)
-_SAVE, _LOAD, _STALL = "wb.save", "wb.load", "wb.save(asynchronous=True) returns"
+_SAVE, _LOAD, _STALL = "wb.checkpoint.save", "wb.checkpoint.load", "wb.checkpoint.save(async_op=True) returns"
 _TORCH_SAVE, _TORCH_LOAD, _TORCH_STALL = "dcp.save", "dcp.load", "dcp.async_save returns"
 
 
@@ -56,7 +58,7 @@ class Training:
 
     @property
     def parts(self) -> dict[str, Any]:
-        """As ``wb.save`` takes them."""
+        """As ``wb.checkpoint.save`` takes them."""
         return {"model": self.model, "optimizer": self.optimizer}
 
     def state(self) -> dict[str, Any]:
@@ -70,11 +72,11 @@ class Training:
 
     def save(self) -> None:
         """Ours."""
-        wb.save(self.folder / "ours", **self.parts)
+        wb.checkpoint.save(self.folder / "ours", **self.parts)
 
     def load(self) -> None:
         """Ours."""
-        wb.load(self.folder / "ours", **self.parts)
+        wb.checkpoint.load(self.folder / "ours", **self.parts)
 
     def torch_save(self) -> None:
         """torch's."""
@@ -86,7 +88,7 @@ class Training:
 
     def start(self) -> None:
         """Ours, in the background."""
-        self.pending.append(wb.save(self.folder / "ours", asynchronous=True, **self.parts).wait)
+        self.pending.append(wb.checkpoint.save(self.folder / "ours", async_op=True, **self.parts).wait)
 
     def torch_start(self) -> None:
         """torch's, in the background."""

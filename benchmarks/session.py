@@ -111,7 +111,7 @@ def measure_flood(num_engines: int, num_lines: int) -> tuple[float, float, int]:
         log = session.logs.last()
         assert log is not None
         lines = 0
-        for path in log.paths.values():
+        for path in log.values():
             with path.open() as file:
                 lines += sum(1 for _ in file)
         return took, growth, lines

@@ -28,7 +28,7 @@ NOT_YET = {
     "workbench/cost/",
     "workbench/flow/",
     "workbench/pipeline/",
-    "workbench/planner/",
+    "workbench/planning/",
     "workbench/session/",
     "workbench/tensors/",
     "workbench/training/",

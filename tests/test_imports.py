@@ -23,17 +23,17 @@ ALLOWED = {
     "kernels": set(),
     "pipeline": set(),
     "cost": {"pipeline", "core"},
-    "planner": {"cost", "pipeline", "core"},
+    "planning": {"cost", "pipeline", "core"},
     "transport": {"kernels", "core"},
     "tensors": {"transport", "kernels", "core"},
     "training": {"tensors", "transport", "kernels", "pipeline", "core"},
     "api": {"training", "tensors", "core"},
-    "session": {"api", "training", "tensors", "transport", "planner", "cost", "core"},
-    "ui": {"session", "planner", "cost", "pipeline", "core"},
+    "session": {"api", "training", "tensors", "transport", "planning", "cost", "core"},
+    "ui": {"session", "planning", "cost", "pipeline", "core"},
     "flow": {"session", "training", "tensors", "transport", "core"},
     "testing": {"training", "tensors", "transport", "core"},
-    "cli": {"ui", "session", "planner", "cost", "core"},
-    "": {"cli", "core", "cost", "flow", "planner", "api", "training", "session", "testing", "ui"},
+    "cli": {"ui", "session", "planning", "cost", "core"},
+    "": {"cli", "core", "cost", "flow", "planning", "api", "training", "session", "testing", "ui"},
 }
 """Room -> rooms it may import. The room "" is the package itself: its lazy names, and ``python -m workbench``."""
 

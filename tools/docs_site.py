@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-import workbench
+from workbench.lazy import address_of
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 _LINK = re.compile(r"(\]\()(?!\w+:|#)([^)#\s]+)")
-_NAME = re.compile(r"^::: wb\.(\w+)$(\n    options:\n)?(?:      heading: .*\n)?", re.MULTILINE)
+_NAME = re.compile(r"^::: wb\.([\w.]+)$(\n    options:\n)?(?:      heading: .*\n)?", re.MULTILINE)
 _IMAGE = re.compile(r"!\[([^\]]*)\]\(([^)#\s]+)\.(svg|png)\)")
 _HELP = re.compile(r"^<!-- help: (\S+) -->$", re.MULTILINE)
 
@@ -81,7 +81,8 @@ def name_objects(text: str) -> str:
 
     def named(found: re.Match[str]) -> str:
         name = found[1]
-        address = f"{workbench._MODULE_OF[name]}.{name}"
+        space, _, last = name.rpartition(".")
+        address = address_of(f"workbench.{space}".rstrip("."), last)
         return f"::: {address}\n    options:\n      heading: wb.{name}\n      toc_label: {name}\n"
 
     return _NAME.sub(named, text)

@@ -71,7 +71,7 @@ def product(x_sbp: str, w_sbp: str) -> Drawing:
         def draw() -> str:
             x = wb.ones(4, 6, placement=TWO, sbp=x_sbp)
             w = wb.ones(6, 8, placement=TWO, sbp=w_sbp)
-            return str(wb.draw_matmul(x, w, x @ w, theme=colours.name).svg)
+            return str(wb.draw.matmul(x, w, x @ w, theme=colours.name).svg)
 
         return str(run_ranks(draw)[0])
 
@@ -87,7 +87,7 @@ def network(colours: Palette) -> str:
         w1 = wb.ones(8, 6, placement=TWO, sbp="S(1)").requires_grad_()
         hidden = x @ w0
         gathered = hidden.to_global(sbp="B")
-        return str(wb.draw_network((x, w0, hidden), (gathered, w1, gathered @ w1), theme=colours.name).svg)
+        return str(wb.draw.network((x, w0, hidden), (gathered, w1, gathered @ w1), theme=colours.name).svg)
 
     return str(run_ranks(draw)[0])
 
@@ -104,7 +104,7 @@ def schedule(name: str, num_stages: int, num_ranks: int) -> Drawing:
         part = num_ranks / num_stages
         costs = {"F": part, "B": 2 * part, "I": part, "W": part}
         table = make_table(name, num_stages, 8, num_ranks)
-        return wb.draw_timeline(simulate(table, num_stages, lambda action: costs[action.kind]), theme=colours.name).svg
+        return wb.draw.timeline(simulate(table, num_stages, lambda action: costs[action.kind]), theme=colours.name).svg
 
     return drawing
 
@@ -113,7 +113,7 @@ def hybrid(colours: Palette) -> str:
     """GPT-3 on 3072 GPUs: 64 stages of 6 hosts (data) x 8 GPUs (model)."""
     grids = [[[s * 48 + host * 8 + gpu for gpu in range(8)] for host in range(6)] for s in range(64)]
     stages = ((Layout.of(Placement.of("cuda", grid), "B, S(1)"), (12288, 49152)) for grid in grids)
-    return wb.draw_stages(*stages, names=("host", "GPU"), theme=colours.name).svg
+    return wb.draw.stages(*stages, names=("host", "GPU"), theme=colours.name).svg
 
 
 def zero(colours: Palette) -> str:

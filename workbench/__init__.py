@@ -14,59 +14,84 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from workbench.lazy import lazy_names
+from workbench.renamed import RENAMED
+
 if TYPE_CHECKING:
-    from workbench.session import current as current
+    from workbench import checkpoint as checkpoint
+    from workbench import debug as debug
+    from workbench import draw as draw
+    from workbench import errors as errors
+    from workbench import flow as flow
+    from workbench import planner as planner
+    from workbench import testing as testing
+    from workbench.api import GlobalDataLoader as GlobalDataLoader
+    from workbench.api import GlobalTensor as GlobalTensor
+    from workbench.api import arange as arange
+    from workbench.api import barrier as barrier
+    from workbench.api import capture as capture
+    from workbench.api import empty as empty
+    from workbench.api import evaluate as evaluate
+    from workbench.api import eye as eye
+    from workbench.api import forward_backward as forward_backward
+    from workbench.api import full as full
+    from workbench.api import init as init
+    from workbench.api import local_map as local_map
+    from workbench.api import manual_seed as manual_seed
+    from workbench.api import no_sync as no_sync
+    from workbench.api import ones as ones
+    from workbench.api import parallelize as parallelize
+    from workbench.api import placement as placement
+    from workbench.api import rand as rand
+    from workbench.api import randint as randint
+    from workbench.api import randn as randn
+    from workbench.api import randperm as randperm
+    from workbench.api import rank as rank
+    from workbench.api import rebuild as rebuild
+    from workbench.api import register_rule as register_rule
+    from workbench.api import shutdown as shutdown
+    from workbench.api import tensor as tensor
+    from workbench.api import to_global as to_global
+    from workbench.api import world_size as world_size
+    from workbench.api import zeros as zeros
+    from workbench.core import sbp as sbp
+    from workbench.core.strategy import Strategy as Strategy
+    from workbench.session.cluster import Session as Session
+    from workbench.session.comparing.compare import compare as compare
+    from workbench.training.runs.own_loops import log as log
+    from workbench.ui.live.own_live import LiveView as LiveView
+    from workbench.ui.widgets import Panel as Panel
 
 __version__ = "0.1.0"
 
-_WHERE = {
-    "workbench.core": ["sbp"],
-    "workbench.core.strategy": ["Strategy"],
+_HOMES = {
     "workbench.api": [
-        "Checkpoints", "GlobalDataLoader", "GlobalTensor", "GradScaler", "arange", "balance", "barrier",
-        "boxing_plan", "capture", "check_agreement", "dry_run", "empty", "evaluate", "explicit_boxing",
-        "export_safetensors", "eye", "find_nonfinite", "forward_backward", "full", "init", "load",
-        "load_safetensors", "local_map", "manual_seed", "memory_report", "no_sync", "ones", "parallelize",
-        "placement", "prove", "rand", "randint", "randn", "randperm", "rank", "rebuild",
-        "rule", "save", "tensor", "timeline", "to_global", "to_global_many", "trace", "world_size", "zeros",
+        "GlobalDataLoader", "GlobalTensor", "arange", "barrier", "capture", "empty", "evaluate", "eye",
+        "forward_backward", "full", "init", "local_map", "manual_seed", "no_sync", "ones", "parallelize", "placement",
+        "rand", "randint", "randn", "randperm", "rank", "rebuild", "register_rule", "shutdown", "tensor", "to_global",
+        "world_size", "zeros",
     ],
-    "workbench.training.runs.own_loops": ["log"],
-    "workbench.session": ["Session", "current"],
-    "workbench.session.calibrating": ["calibrate"],
-    "workbench.planner.sweep": ["simulate"],
+    "workbench.core.sbp": ["sbp="],
+    "workbench.core.strategy": ["Strategy"],
+    "workbench.session.cluster": ["Session"],
     "workbench.session.comparing.compare": ["compare"],
-    "workbench.session.planning": ["layer_costs", "plan"],
-    "workbench.session.comparing.saved_runs": ["SavedRuns"],
+    "workbench.training.runs.own_loops": ["log"],
     "workbench.ui.live.own_live": ["LiveView"],
-    "workbench.ui.runs.showing": ["show_runs"],
-    "workbench.ui.pictures.matmul": ["draw_matmul"],
-    "workbench.ui.pictures.network": ["draw_network"],
-    "workbench.ui.pictures.boxing": ["draw_boxing"],
-    "workbench.ui.pictures.stages": ["draw_stages"],
-    "workbench.ui.pictures.timeline": ["draw_timeline"],
     "workbench.ui.widgets": ["Panel"],
-    "workbench": ["errors", "flow", "testing"],
+    "workbench.checkpoint": ["checkpoint="],
+    "workbench.debug": ["debug="],
+    "workbench.draw": ["draw="],
+    "workbench.planner": ["planner="],
 }  # fmt: skip
-_MODULE_OF = {name: module for module, names in _WHERE.items() for name in names}
-__all__ = list(_MODULE_OF)
+_MODULES = {f"workbench.{name}": [f"{name}="] for name in ("errors", "flow", "testing")}
+"""Parts that can be used without an import of their own; ``from workbench import *`` leaves them out."""
+
+_find, __dir__, _names = lazy_names(__name__, _HOMES | _MODULES, RENAMED)
+__all__ = [name for name in _names if name not in ("errors", "flow", "testing")]
 
 
 def __getattr__(name: str) -> Any:
-    module_name = _MODULE_OF.get(name)
-    if module_name is None:
-        raise AttributeError(f"module 'workbench' has no attribute {name!r}")
-    import importlib
-
-    if name in ("errors", "flow", "testing", "sbp"):
-        value: Any = importlib.import_module(f"{module_name}.{name}")
-    else:
-        value = getattr(importlib.import_module(module_name), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return _find(name)
 
 
 def load_ipython_extension(ipython: Any) -> None:

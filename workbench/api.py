@@ -1,9 +1,9 @@
-"""The public names of the runtime, as ``import workbench as wb`` shows them."""
+"""The public names that need torch, as ``import workbench as wb`` and its namespaces show them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, TypeAlias, overload
 
 import torch
 
@@ -11,33 +11,21 @@ from workbench.core.boxing import BoxingPlan
 from workbench.core.boxing_path import BoxingPath, find_boxing_path
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
-from workbench.tensors.agreement import check_agreement
+from workbench.core.sbp import Sbp
+from workbench.errors import LayoutError
+from workbench.tensors import conversion
 from workbench.tensors.boxing.calibration import calibrate
-from workbench.tensors.boxing.explicit import explicit_boxing
-from workbench.tensors.boxing.fused import to_global_many
-from workbench.tensors.conversion import to_global
+from workbench.tensors.boxing.fused import Handle, to_global_many
 from workbench.tensors.creation import arange, empty, eye, full, ones, rand, randint, randn, randperm, tensor, zeros
-from workbench.tensors.dispatch.extension import local_map, rule
+from workbench.tensors.dispatch.extension import local_map, register_rule
 from workbench.tensors.global_tensor import GlobalTensor
-from workbench.tensors.proof import prove
 from workbench.tensors.random import manual_seed
-from workbench.tensors.world import barrier, current, init, rank, rebuild, world_size
+from workbench.tensors.world import barrier, current, init, rank, rebuild, shutdown, world_size
 from workbench.training.capture.step import capture
-from workbench.training.costs.dry_run import dry_run
 from workbench.training.data import GlobalDataLoader
-from workbench.training.exporting import export_safetensors
 from workbench.training.gradients.overlap import no_sync
 from workbench.training.parallel import parallelize
-from workbench.training.pipelining.balance import balance
 from workbench.training.pipelining.step import evaluate, forward_backward
-from workbench.training.pipelining.timeline import timeline
-from workbench.training.precision import GradScaler
-from workbench.training.saving.checkpoints import Checkpoints
-from workbench.training.saving.store import load, save
-from workbench.training.strategies.loading import load_safetensors
-from workbench.training.watching.nonfinite import find_nonfinite
-from workbench.training.watching.reporting import memory_report
-from workbench.training.watching.trace import trace
 
 
 class _PlacementFactory:
@@ -70,7 +58,9 @@ Raises:
 """
 
 
-LayoutLike = Layout | tuple[Placement, Any]
+SbpLike: TypeAlias = str | Sbp | Sequence[str | Sbp]
+"""One entry per axis of a placement: ``"S(0)"``, ``wb.sbp.split(0)``, or a list of them."""
+LayoutLike = Layout | tuple[Placement, SbpLike]
 
 
 def boxing_plan(
@@ -82,7 +72,7 @@ def boxing_plan(
     ``(placement, sbp)`` pairs, or what ``x.layout_on_ranks`` gives.
 
     >>> p = wb.placement("cpu", ranks=[0, 1])
-    >>> wb.boxing_plan((p, "S(0)"), (p, "B"), (4, 4)).wire_bytes
+    >>> wb.debug.boxing_plan((p, "S(0)"), (p, "B"), (4, 4)).wire_bytes
     64
     """
     layouts = [value if isinstance(value, Layout) else Layout.of(*value) for value in (source, destination)]
@@ -90,11 +80,71 @@ def boxing_plan(
     return find_boxing_path(source, destination, tuple(shape), dtype.itemsize, current().transport.cost)
 
 
+@overload
+def to_global(
+    tensor: torch.Tensor, placement: Placement, sbp: SbpLike, *, broadcast_from: int | None = None
+) -> GlobalTensor: ...
+
+
+@overload
+def to_global(
+    tensor: Sequence[GlobalTensor], placement: Placement | None = None, sbp: SbpLike | None = None
+) -> list[GlobalTensor]: ...
+
+
+@overload
+def to_global(
+    tensor: Sequence[GlobalTensor],
+    placement: Placement | None = None,
+    sbp: SbpLike | None = None,
+    *,
+    async_op: Literal[True],
+) -> Handle[list[GlobalTensor]]: ...
+
+
+def to_global(
+    tensor: torch.Tensor | Sequence[GlobalTensor],
+    placement: Placement | None = None,
+    sbp: SbpLike | None = None,
+    *,
+    broadcast_from: int | None = None,
+    async_op: bool = False,
+) -> GlobalTensor | list[GlobalTensor] | Handle[list[GlobalTensor]]:
+    """Plain tensors, one per rank, as one global tensor; or several global tensors in another layout at once.
+
+    All ranks of the world call it. Of a plain tensor, S concatenates the ranks' tensors (of any sizes), P takes them as
+    terms of a sum, and B says that they are equal, which is checked. Several global tensors share one message per pair
+    of ranks for each dtype, which saves time where they are small.
+
+    Args:
+        tensor: this rank's tensor, ignored on ranks outside the placement; or a list of global tensors, the same ones
+            in the same order on all ranks.
+        placement: the ranks that hold the result; for a list, default those of each tensor.
+        sbp: one entry per axis of the placement; for a list, default those of each tensor.
+        broadcast_from: the rank whose plain tensor all take, e.g. 0.
+        async_op: for a list, return a handle whose ``wait()`` gives the results.
+
+    Raises:
+        LayoutError: ranks disagree about dtype, number of dims, or the value of a broadcast tensor; an empty list, or
+            one with a plain tensor.
+
+    On two ranks, ``wb.to_global(torch.ones(2, 3), placement=p, sbp=wb.sbp.split(0)).shape`` is (4, 3), and
+    ``w, b = wb.to_global([layer.weight, layer.bias], sbp="B")`` gathers both in one exchange.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        return to_global_many(tensor, placement, sbp, async_op=async_op)
+    if placement is None or sbp is None:
+        missing = "placement=" if placement is None else "sbp="
+        raise LayoutError(
+            f"to_global: a plain tensor {tuple(tensor.shape)} without {missing}. Say which ranks hold it and how: "
+            'wb.to_global(x, placement=wb.placement("cpu", ranks=[0, 1]), sbp="S(0)").'
+        )
+    return conversion.to_global(tensor, placement, sbp, broadcast_from=broadcast_from)
+
+
 __all__ = [
-    "Checkpoints", "GlobalDataLoader", "GlobalTensor", "GradScaler", "arange", "balance", "barrier", "boxing_plan",
-    "calibrate", "capture", "check_agreement", "dry_run", "empty", "evaluate", "explicit_boxing",
-    "export_safetensors", "eye", "find_nonfinite", "forward_backward", "full", "init", "load", "load_safetensors",
-    "local_map", "manual_seed", "memory_report", "no_sync", "ones", "parallelize", "placement", "prove",
-    "rand", "randint", "randn", "randperm", "rank", "rebuild", "rule", "save", "tensor", "timeline", "to_global",
-    "to_global_many", "trace", "world_size", "zeros",
+    "GlobalDataLoader", "GlobalTensor", "arange", "barrier", "boxing_plan", "calibrate", "capture", "empty", "evaluate",
+    "eye", "forward_backward", "full", "init", "local_map", "manual_seed", "no_sync", "ones", "parallelize",
+    "placement", "rand", "randint", "randn", "randperm", "rank", "rebuild", "register_rule", "shutdown", "tensor",
+    "to_global", "world_size", "zeros",
 ]  # fmt: skip

@@ -9,7 +9,7 @@
     ├── TableError (ValueError)          a table of runs with a missing or contradictory value
     ├── RunError (ValueError)            a training run that cannot be: no steps, more samples than there are
     ├── CaptureError (RuntimeError)      a step that cannot be replayed as a local program
-    ├── ExplicitBoxingError              an implicit boxing under ``wb.explicit_boxing()``
+    ├── ExplicitBoxingError              an implicit boxing under ``wb.debug.explicit_boxing()``
     ├── WorldError (RuntimeError)        this process is not (or no longer) part of a world
     ├── CollectiveAborted (RuntimeError) a wait for other ranks ended early
     ├── CheckpointError (RuntimeError)   a checkpoint that cannot be written, or does not fit what it is loaded into
@@ -72,11 +72,11 @@ class CaptureError(WorkbenchError, RuntimeError):
 
 
 class NonFiniteError(WorkbenchError, ArithmeticError):
-    """A nan or an infinity under ``wb.find_nonfinite()``: which layer, on which rank."""
+    """A nan or an infinity under ``wb.debug.find_nonfinite()``: which layer, on which rank."""
 
 
 class ExplicitBoxingError(WorkbenchError):
-    """A boxing that the code did not write, under ``wb.explicit_boxing()``."""
+    """A boxing that the code did not write, under ``wb.debug.explicit_boxing()``."""
 
 
 class WorldError(WorkbenchError, RuntimeError):

@@ -66,7 +66,7 @@ def main() -> None:
     ids = torch.randint(WORDS, (512, LENGTH + 1), generator=torch.Generator().manual_seed(0))
     data = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
     with Session(engines=2) as session:
-        machine = wb.calibrate(session)
+        machine = wb.planner.calibrate(session)
         options = {"batch_size": 16, "steps": 20, "hardware": machine, "keep": False}
         panel = wb.Panel(session, gpt_4_blocks, data, loss, strategy="data", **options)
         for strategy in STRATEGIES:

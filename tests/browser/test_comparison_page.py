@@ -22,7 +22,7 @@ NUM_RUNS = 6
 RUNS = Path(__file__).with_name("six_runs.json")
 CELLS = [
     "import workbench as wb\nfrom workbench.session.comparing.compare import CompareResult",
-    f"wb.show_runs(CompareResult.from_json(open({str(RUNS)!r}).read()))",
+    f"wb.draw.runs(CompareResult.from_json(open({str(RUNS)!r}).read()))",
     "",
 ]
 NAMES = {"*: data | 1x2x1 zero=3": "data, ZeRO 3", "*: data | 1x2x1 recompute": "data, recompute"}

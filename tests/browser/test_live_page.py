@@ -13,9 +13,9 @@ from tests.browser.test_runs import CELLS
 pytestmark = [pytest.mark.browser, pytest.mark.engines, pytest.mark.slow]
 NOTEBOOK = "live-page.ipynb"
 START = "%load_ext workbench\n%workbench start --engines 4"
-MACHINE = "import workbench as wb\nmachine = wb.calibrate(wb.current())"
+MACHINE = "import workbench as wb\nmachine = wb.planner.calibrate(wb.Session.current())"
 PANEL = """
-panel = wb.Panel(wb.current(), make_mlp, digits(), cross_entropy, hardware=machine, batch_size=128, steps=1000,
+panel = wb.Panel(wb.Session.current(), make_mlp, digits(), cross_entropy, hardware=machine, batch_size=128, steps=1000,
                  strategy="hybrid")
 panel
 """

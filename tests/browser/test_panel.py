@@ -50,8 +50,8 @@ def run_to_the_end(lab_page: Any, num_runs: int) -> None:
 def take_a_known_machine(notebook: Path) -> None:
     """Calibrating takes a quarter of a minute, and tests/notebooks run that cell as it is."""
     text = notebook.read_text(encoding="utf-8")
-    assert text.count("wb.calibrate(session)") == 1
-    notebook.write_text(text.replace("wb.calibrate(session)", "'v100-dgx1'"), encoding="utf-8")
+    assert text.count("wb.planner.calibrate(session)") == 1
+    notebook.write_text(text.replace("wb.planner.calibrate(session)", "'v100-dgx1'"), encoding="utf-8")
 
 
 @pytest.fixture(scope="module")

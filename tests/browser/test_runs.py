@@ -24,7 +24,7 @@ def slow_loss(output, target):
     time.sleep(0.01)
     return cross_entropy(output, target)
 ---
-panel = wb.Panel(wb.current(), make_mlp, digits(), slow_loss, strategy="data", batch_size=128, steps=1000)
+panel = wb.Panel(wb.Session.current(), make_mlp, digits(), slow_loss, strategy="data", batch_size=128, steps=1000)
 panel
 ---
 wb.LiveView()
@@ -40,7 +40,7 @@ def broken_loss(output, target):
         raise ValueError("this loss is broken")
     return cross_entropy(output, target)
 
-wb.Panel(wb.current(), make_mlp, digits(), broken_loss, strategy="data", batch_size=128, steps=10)
+wb.Panel(wb.Session.current(), make_mlp, digits(), broken_loss, strategy="data", batch_size=128, steps=10)
 """
 CELLS = _SOURCE.split("---\n")
 RUN_BUTTON = ".wb-panel button.wb-primary"

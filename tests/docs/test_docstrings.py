@@ -25,7 +25,7 @@ REFERENCE = "\n".join(page.read_text("utf-8") for page in sorted((ROOT / "docs" 
 
 def public_names() -> Iterator[tuple[str, Any]]:
     """``wb.NAME``, and for those that are modules their members."""
-    for name in wb.__all__:
+    for name in (*wb.__all__, *WITHOUT_EXAMPLE):
         value = getattr(wb, name)
         yield name, value
         if isinstance(value, types.ModuleType):

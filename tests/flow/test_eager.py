@@ -26,7 +26,7 @@ def test_matmul_on_one_device(capsys):
 @pytest.mark.parametrize(("listing", "sbp", "local"), [("data", "S(0)", (2, 8)), ("model", "S(1)", (4, 4))])
 def test_matmul_in_parallel(listing, sbp, local):
     def program():
-        with wb.explicit_boxing():  # nothing has to move for either of them
+        with wb.debug.explicit_boxing():  # nothing has to move for either of them
             names = run(source_of(f"matmul_{listing}"))
         x, w, out = (names[name] for name in ("x", "w", "out"))
         assert str(out.sbp) == f"({sbp},)" and out.to_local().shape == local

@@ -123,7 +123,7 @@ def test_weights_split_by_name_move_one_sum_per_pair_of_layers(name):
 
     def program(rank):
         model = wb.parallelize(models[rank], f"{BY_NAME[name]} | 1x1x2")
-        with wb.trace() as trace:
+        with wb.debug.trace() as trace:
             model(**batch)
         return Counter((r.change, r.function.rpartition(".")[2]) for r in trace.records if r.wire_bytes)
 

@@ -38,7 +38,7 @@ def test_all_run_in_one_kernel() -> None:
     """They assert that their runs equal one device."""
     notebook = execute(joined(NOTEBOOKS, _SHORTER), GALLERY)
     assert "of the other points are right" in text_of(notebook, "wb.evaluate(")
-    assert "the frozen weights are as they were: True" in text_of(notebook, "wb.memory_report(")
+    assert "the frozen weights are as they were: True" in text_of(notebook, "wb.debug.memory_report(")
 
 
 @pytest.mark.engines

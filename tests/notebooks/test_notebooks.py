@@ -96,7 +96,7 @@ class TestTrainGpt:
         assert "steps 9 to 11" in text and float(text.split("differs by ")[1]) < 1e-4
 
     def test_both_stages_and_all_ranks_are_in_the_report(self, trained: Any) -> None:
-        rows = [line.split() for line in text_of(trained, "wb.memory_report").splitlines()]
+        rows = [line.split() for line in text_of(trained, "wb.debug.memory_report").splitlines()]
         assert {"parameters", "gradients", "optimizer", "transport"} <= {word for row in rows for word in row}
         assert {"0", "1", "2", "3"} <= {row[0] for row in rows if row}
 
@@ -107,7 +107,7 @@ class TestTrainGpt:
 
     def test_text_is_written_and_weights_are_exported(self, trained: Any) -> None:
         assert text_of(trained, "continue_text(prompt")
-        assert "model.safetensors" in text_of(trained, "wb.export_safetensors")
+        assert "model.safetensors" in text_of(trained, "wb.checkpoint.export_safetensors")
 
     def test_plain_torch_sees_the_slices(self, trained: Any) -> None:
         assert "(64, 16) in slices [(32, 16), (32, 16)]" in text_of(trained, "FileSystemReader")
@@ -141,7 +141,7 @@ class TestWhenThingsGoWrong:
             ("targets.to_global(", ["ranks diverged"]),
             ("dist.barrier()", ["Timeout: the cell may take 2.00 s"]),
             ("os.kill(os.getpid(), 9)", ["rank 1 died while running this cell (killed by SIGKILL)"]),
-            ("wb.find_nonfinite(net)", ["on rank 1: the result of 0: 4 inf among 8 values"]),
+            ("wb.debug.find_nonfinite(net)", ["on rank 1: the result of 0: 4 inf among 8 values"]),
         ],
     )
     def test_each_failure_names_its_cause(self, broken: Any, cell: str, words: list[str]) -> None:
@@ -150,7 +150,7 @@ class TestWhenThingsGoWrong:
         assert all(word in text for word in words), text
 
     def test_training_goes_on_from_the_checkpoint(self, broken: Any) -> None:
-        assert "going on from the checkpoint" in text_of(broken, "wb.load(folder")
+        assert "going on from the checkpoint" in text_of(broken, "wb.checkpoint.load(folder")
         assert "0 is back" in text_of(broken, "is back")
 
     def test_the_whole_output_is_on_disk(self, broken: Any) -> None:

@@ -27,13 +27,13 @@ def test_every_picture_is_there(executed: Any, cell: str) -> None:
 
 
 def test_the_plan_is_faster_than_the_example(executed: Any) -> None:
-    assert "best throughput" in text_of(executed, "plan = wb.plan(")
+    assert "best throughput" in text_of(executed, "plan = wb.planner.plan(")
     assert "layers.0.qkv" in text_of(executed, 'plan.explain("layers.0.qkv")')
     assert text_of(executed, "plan.diff(fewer)")
 
 
 def test_the_dry_run_counts_48_ranks(executed: Any) -> None:
-    assert "48 ranks send" in text_of(executed, "wb.dry_run(Perceptron")
+    assert "48 ranks send" in text_of(executed, "wb.planner.dry_run(Perceptron")
 
 
 def test_it_is_small_to_store(executed: Any) -> None:

@@ -238,7 +238,7 @@ def test_plain_tensors_are_compared_over_ranks_where_that_is_asked_for():
     def program(rank):
         model = wb.parallelize(copy.deepcopy(one), STAGES)
         plain = wb.forward_backward(model, loss_of, *words_of(6, 5)).item()
-        with wb.check_agreement():
+        with wb.debug.check_agreement():
             checked = wb.forward_backward(model, loss_of, *words_of(6, 5)).item()
         return plain, checked
 

@@ -54,7 +54,7 @@ def test_a_measured_step_is_what_the_simulator_says(schedule, num_stages):
         for _ in range(4):
             wb.barrier()
             wb.forward_backward(model, F.mse_loss, *batch)
-            timelines.append(wb.timeline(model))
+            timelines.append(wb.debug.timeline(model))
         return timelines[1:]
 
     first, second = run_ranks(program, 2)
@@ -82,7 +82,7 @@ def test_evaluation_has_a_timeline_of_forwards():
     def program(rank):
         model = wb.parallelize(models[rank], "0: data; 4: data@1 | 2x1x1 mb=3 1f1b")
         wb.evaluate(model, torch.ones(6, 16))
-        return wb.timeline(model)
+        return wb.debug.timeline(model)
 
     found = run_ranks(program, 2)[0]
     assert [[str(span.action) for span in spans] for spans in found.spans] == [
@@ -96,7 +96,7 @@ def test_stages_are_cut_by_what_layers_cost_not_by_their_number():
     model[3].register_buffer("count", torch.zeros(1))
     model[0].weight.grad = torch.ones(4, 4)
     state = torch.get_rng_state()
-    found = wb.balance(model, F.mse_loss, torch.ones(2, 4), torch.ones(2, 4), 2, num_repeats=2)
+    found = wb.planner.partition_stages(model, F.mse_loss, torch.ones(2, 4), torch.ones(2, 4), 2, num_repeats=2)
     assert str(found.strategy) == "0: data@0; 1: data@0; 2: data@0; 3: data@1 | 2x1x1"
     assert list(found.costs_s) == ["0", "1", "2", "3"] and found.costs_s["3"] > 0.03
     assert found.stage_costs_s() == pytest.approx([sum(list(found.costs_s.values())[:3]), found.costs_s["3"]])
@@ -112,10 +112,10 @@ def test_a_cut_never_goes_through_a_block():
     model = nn.Module()
     model.blocks, model.head = blocks, nn.Linear(4, 4)
     model.forward = lambda x: model.head(blocks[2](blocks[1](blocks[0](x))))
-    found = wb.balance(model, F.mse_loss, torch.ones(2, 4), torch.ones(2, 4), 2, num_repeats=1)
+    found = wb.planner.partition_stages(model, F.mse_loss, torch.ones(2, 4), torch.ones(2, 4), 2, num_repeats=1)
     assert [row.pattern for row in found.strategy.rows] == ["blocks.0", "blocks.1", "blocks.2", "head"]
     with pytest.raises(StrategyError, match=r"5 stages, but the model has 4 parts.*at most 4"):
-        wb.balance(model, F.mse_loss, torch.ones(2, 4), torch.ones(2, 4), 5)
+        wb.planner.partition_stages(model, F.mse_loss, torch.ones(2, 4), torch.ones(2, 4), 5)
 
 
 def test_a_spread_module_is_not_measured():
@@ -124,7 +124,7 @@ def test_a_spread_module_is_not_measured():
     def program():
         wb.parallelize(model, "*: data")
         with pytest.raises(StrategyError, match=r"spread over 1 ranks already.*before wb.parallelize"):
-            wb.balance(model, F.cross_entropy, torch.ones(2, 16), torch.zeros(2, dtype=torch.long), 2)
+            wb.planner.partition_stages(model, F.cross_entropy, torch.ones(2, 16), torch.zeros(2, dtype=torch.long), 2)
 
     run_ranks(program, 1)
 
@@ -145,15 +145,15 @@ def test_balanced_cuts_are_the_best_of_all():
 def test_a_cut_is_proposed_for_a_schedule_and_its_micro_batches():
     model = slow_model(*[(0.004, 0.008)] * 5, (0.008, 0.016))
     batch = torch.ones(2, 4), torch.ones(2, 4)
-    few = wb.balance(model, F.mse_loss, *batch, 3, num_micro_batches=2, schedule="1f1b", num_repeats=2)
+    few = wb.planner.partition_stages(model, F.mse_loss, *batch, 3, num_micro_batches=2, schedule="1f1b", num_repeats=2)
     assert str(few.strategy.options) == "3x1x1 mb=2 1f1b"
     costs = list(few.costs_s.values())
     assert list(few.stages.values()) == shortest_step(costs, 3, 2, "1f1b")
     with pytest.raises(StrategyError, match="schedule 'fast' is not available"):
-        wb.balance(model, F.mse_loss, *batch, 3, schedule="fast", num_repeats=1)
+        wb.planner.partition_stages(model, F.mse_loss, *batch, 3, schedule="fast", num_repeats=1)
     for number in (0, 2.5):
         with pytest.raises(StrategyError, match=f"num_micro_batches={number}, but a step has a whole number of them"):
-            wb.balance(model, F.mse_loss, *batch, 3, num_micro_batches=number)
+            wb.planner.partition_stages(model, F.mse_loss, *batch, 3, num_micro_batches=number)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero_bubble"])

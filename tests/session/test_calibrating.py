@@ -106,13 +106,13 @@ def test_ranks_measure_together(monkeypatch, num_ranks):
 
 
 def test_inside_a_rank_it_is_the_links_cost():
-    assert all(isinstance(cost, LinkCost) for cost in run_ranks(wb.calibrate, 2))
+    assert all(isinstance(cost, LinkCost) for cost in run_ranks(wb.planner.calibrate, 2))
 
 
 @pytest.mark.slow
 @pytest.mark.engines
 def test_engines_are_measured_and_the_machine_is_kept(session, tmp_path):
-    hardware = wb.calibrate(session, tmp_path / "here.json", name="here")
+    hardware = wb.planner.calibrate(session, tmp_path / "here.json", name="here")
     assert load_hardware(tmp_path / "here.json") == hardware
     assert hardware.name == "here" and hardware.links[-1].span == session.num_engines
     assert 1e9 < hardware.matmul_flops_per_s["fp32"] < 1e14

@@ -146,8 +146,8 @@ def assert_endures(faults, seed, folder):
     late = []
     with Session(engines=NUM_ENGINES, device="cpu") as session:
         session.run(SETUP)
-        save = f"wb.save(Path({str(folder)!r}) / 'newest', model=model, optimizer=optimizer, step=step)"
-        load = f"step = wb.load(Path({str(folder)!r}) / 'newest', model=model, optimizer=optimizer)['step']"
+        save = f"wb.checkpoint.save(Path({str(folder)!r}) / 'newest', model=model, optimizer=optimizer, step=step)"
+        load = f"step = wb.checkpoint.load(Path({str(folder)!r}) / 'newest', model=model, optimizer=optimizer)['step']"
         session.run(f"for _ in range(5): train()\n{save}")
         steps, before = 5, None
         for number, name in enumerate(faults):

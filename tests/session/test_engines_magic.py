@@ -213,7 +213,7 @@ def test_status(run):
 
 
 def test_the_current_session_is_the_one_that_was_opened_last(session):
-    assert wb.current() is session
+    assert wb.Session.current() is session
 
 
 def test_before_start_the_error_says_how_to_start(run, monkeypatch):
@@ -223,7 +223,7 @@ def test_before_start_the_error_says_how_to_start(run, monkeypatch):
     assert "%workbench start --engines 2" in captured.stdout
     assert len(captured.stdout.splitlines()) == 1
     with pytest.raises(NotStartedError, match=r"No engines are running.*wb\.Session\(engines=2\)"):
-        wb.current()
+        wb.Session.current()
 
 
 class TestGlobalTensors:

@@ -20,7 +20,7 @@ from workbench.session.processes.meeting_point import (
     interface_of,
     store_for,
 )
-from workbench.transport import meeting
+from workbench.transport import rendezvous
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +37,7 @@ def free_port():
 
 
 def test_ranks_of_this_host_meet_in_a_file_others_at_the_address_of_rank_0(tmp_path):
-    folder, here = SessionFolder.open(tmp_path), meeting.host_name()
+    folder, here = SessionFolder.open(tmp_path), rendezvous.host_name()
     near, far = MeetingPoint(here, "10.0.0.1", "eth0", 1), MeetingPoint("node1", "10.0.0.2", "eth0", 1234)
     assert store_for([near, near], folder).startswith("file://")
     assert store_for([far, near], folder) == "tcp://10.0.0.2:1234"
@@ -66,7 +66,7 @@ def test_an_interface_that_is_not_there_is_an_error_that_lists_those_that_are():
 def test_the_store_listens_at_its_address_and_nowhere_else():
     place, timeout = f"tcp://127.0.0.1:{free_port()}", datetime.timedelta(seconds=PATIENCE_S)
     with ThreadPoolExecutor(2) as pool:
-        stores = list(pool.map(lambda rank: meeting._tcp_store(place, rank, 2, timeout), range(2)))
+        stores = list(pool.map(lambda rank: rendezvous._tcp_store(place, rank, 2, timeout), range(2)))
     stores[0].set("key", "value")
     assert stores[1].get("key") == b"value"
     port = int(place.rpartition(":")[2])
@@ -79,4 +79,4 @@ def test_the_store_listens_at_its_address_and_nowhere_else():
 @pytest.mark.parametrize("place", ["tcp://127.0.0.1", "tcp://:29500"])
 def test_a_store_without_address_or_port_is_an_error(place):
     with pytest.raises(WorldError, match="needs an address of rank 0's host and a free port"):
-        meeting._tcp_store(place, 0, 2, datetime.timedelta(seconds=1))
+        rendezvous._tcp_store(place, 0, 2, datetime.timedelta(seconds=1))

@@ -1,4 +1,4 @@
-"""``wb.plan`` from models, costs and names; nothing here starts an engine."""
+"""``wb.planner.plan`` from models, costs and names; nothing here starts an engine."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ def perceptron() -> nn.Module:
 
 
 def test_a_model_is_traced_and_planned() -> None:
-    plan = wb.plan(perceptron, "a100-80g-selene", 2, 8, inputs=(2, 64))
+    plan = wb.planner.plan(perceptron, "a100-80g-selene", 2, 8, inputs=(2, 64))
     assert plan.is_exact
     assert plan.problem.costs.rows[0].own[0].flops == 2 * 64 * 256
     assert plan.strategy.resolve(plan.problem.costs.layers, 2)
 
 
 def test_costs_may_be_given() -> None:
-    costs = wb.layer_costs(perceptron, (2, 64))
+    costs = wb.planner.layer_costs(perceptron, (2, 64))
     assert (
-        wb.plan(costs, "a100-80g-selene", 2, 8).strategy
-        == wb.plan(perceptron(), "a100-80g-selene", 2, 8, inputs=(1, 64)).strategy
+        wb.planner.plan(costs, "a100-80g-selene", 2, 8).strategy
+        == wb.planner.plan(perceptron(), "a100-80g-selene", 2, 8, inputs=(1, 64)).strategy
     )
 
 
 def test_named_transformers_are_planned() -> None:
-    plan = wb.plan("gpt2", "a100-80g-selene", 2, 4, precision="bf16", micro_batches=1, recompute=False)
+    plan = wb.planner.plan("gpt2", "a100-80g-selene", 2, 4, precision="bf16", micro_batches=1, recompute=False)
     assert plan.resolved.options.precision == "bf16"
     assert plan.estimate.step_s > 0
 
 
 def test_what_is_missing_or_unknown_is_said() -> None:
     with pytest.raises(StrategyError, match="inputs is None"):
-        wb.plan(perceptron, "a100-80g-selene", 2, 8)
+        wb.planner.plan(perceptron, "a100-80g-selene", 2, 8)
     with pytest.raises(StrategyError, match=r"plan\(zeros=\): no such wish"):
-        wb.plan("gpt2", "a100-80g-selene", 2, 8, zeros=1)
+        wb.planner.plan("gpt2", "a100-80g-selene", 2, 8, zeros=1)
     with pytest.raises(StrategyError, match="'gpt-2' is none of"):
-        wb.plan("gpt-2", "a100-80g-selene", 2, 8)
+        wb.planner.plan("gpt-2", "a100-80g-selene", 2, 8)

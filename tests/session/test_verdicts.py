@@ -364,7 +364,7 @@ def test_a_step_that_is_left_out_later_is_found(kind: str):
     assert run.equal is False, run.verdict
 
 
-@wb.rule("b D -> b D")
+@wb.register_rule("b D -> b D")
 def centred(x: torch.Tensor) -> torch.Tensor:
     """A rule that is wrong: rows are not independent."""
     return x - x.mean(0)

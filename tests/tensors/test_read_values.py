@@ -150,7 +150,7 @@ def test_explicit_mode_says_what_moves(how):
     def program(rank):
         model = wb.parallelize(make(), STAGES)
         loss = F.cross_entropy(model(x), y)
-        with wb.explicit_boxing():
+        with wb.debug.explicit_boxing():
             with pytest.raises(ExplicitBoxingError) as caught:
                 READINGS[how](loss)
             whole = loss.to_global(placement=wb.placement("cpu", ranks=[0, 1]), sbp="B")

@@ -28,7 +28,9 @@ class Cube(torch.autograd.Function):
 def test_a_custom_function_is_refused_unless_it_is_announced():
     def program():
         x = wb.ones(4, placement=wb.placement.all("cpu"), sbp="S(0)", requires_grad=True)
-        with pytest.raises(LayoutError, match=r"Cube.apply.*\(4,\), S\(0\).*shape \(2,\).*wb.local_map.*wb.rule"):
+        with pytest.raises(
+            LayoutError, match=r"Cube.apply.*\(4,\), S\(0\).*shape \(2,\).*wb.local_map.*wb.register_rule"
+        ):
             Cube.apply(x)
         (wb.local_map(Cube.apply, in_sbp=["S(0)"], out_sbp="S(0)")(x) * 2).sum().backward()
         return x.grad.full_tensor().tolist()

@@ -145,9 +145,9 @@ class TestGoingOn:
     def test_it_is_a_part_of_a_checkpoint(self, tmp_path):
         loader = wb.GlobalDataLoader(Counting(6), 2)
         next(iter(loader))
-        wb.save(tmp_path / "ckpt", loader=loader)
+        wb.checkpoint.save(tmp_path / "ckpt", loader=loader)
         other = wb.GlobalDataLoader(Counting(6), 2)
-        wb.load(tmp_path / "ckpt", loader=other)
+        wb.checkpoint.load(tmp_path / "ckpt", loader=other)
         assert [value_on_all_ranks(batch[1]).tolist() for batch in other] == [[2, 0], [1, 2]]
 
 

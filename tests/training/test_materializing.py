@@ -150,7 +150,7 @@ def test_files_of_another_dtype_or_form(tmp_path, layout):
 
     def program(rank):
         found = targets[rank] if layout == "plain module" else wb.parallelize(targets[rank], "*: model")
-        return logical(wb.load_safetensors(found, tmp_path / "x.safetensors"))
+        return logical(wb.checkpoint.load_safetensors(found, tmp_path / "x.safetensors"))
 
     for found in run_ranks(program, 2):
         assert_same(found, {name: p.detach().half().float() for name, p in model.named_parameters()})
@@ -176,7 +176,7 @@ def test_what_does_not_fit_is_listed_at_once(tmp_path):
         ):
             assert part in text
     with pytest.raises(CheckpointError, match="on meta, without storage"):
-        wb.load_safetensors(small(), tmp_path, strict=False)
+        wb.checkpoint.load_safetensors(small(), tmp_path, strict=False)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_damaged_files_are_errors_on_all_ranks(tmp_path, damage, message):
 
     def program(rank):
         with pytest.raises(CheckpointError, match=message):
-            wb.load_safetensors(wb.parallelize(models[rank], "*: data"), tmp_path)
+            wb.checkpoint.load_safetensors(wb.parallelize(models[rank], "*: data"), tmp_path)
 
     run_ranks(program, 2)
 
@@ -215,7 +215,9 @@ def test_a_file_that_one_rank_cannot_read_is_an_error_on_all(tmp_path):
 
     def program(rank):
         with pytest.raises(CheckpointError, match="failed on ranks" if rank else "holds 0"):
-            wb.load_safetensors(wb.parallelize(models[rank], "*: data"), tmp_path if rank else tmp_path / "none")
+            wb.checkpoint.load_safetensors(
+                wb.parallelize(models[rank], "*: data"), tmp_path if rank else tmp_path / "none"
+            )
 
     run_ranks(program, 2)
 

@@ -20,7 +20,7 @@ def boxings(name, strategy, num_ranks=2):
 
     def program(rank):
         model = wb.parallelize(models[rank], strategy)
-        with wb.trace() as trace:
+        with wb.debug.trace() as trace:
             model(**batch).loss.backward()
         found: dict = {}
         for record in trace.records:

@@ -69,7 +69,7 @@ def test_losses_of_one_device_under_the_same_autocast(kind, strategy, num_ranks)
             model = wb.parallelize(models[word][rank], f"{strategy} {word}")
             seen = []
             model.register_forward_hook(lambda *_: seen.append(torch.is_autocast_enabled("cpu")))
-            scaler = wb.GradScaler(init_scale=2.0**8) if word == "fp16" else None
+            scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8) if word == "fp16" else None
             losses = losses_of(model, kind, model, scaler)
             assert not torch.is_autocast_enabled("cpu") and len(seen) == 6
             return losses
@@ -94,19 +94,16 @@ SCALED = ["*: data", "*: data | zero=1", "*: data | zero=2", "*: data | zero=3",
           "layer: data; other: data@1 | 2x1x1"]  # fmt: skip
 
 
-SCALERS = [wb.GradScaler, torch.amp.GradScaler]
-
-
 @pytest.mark.parametrize(
-    ("strategy", "fused", "scaler_class"),
+    ("strategy", "fused"),
     [
-        (SCALED[0], False, SCALERS[1]),
-        (SCALED[1], True, SCALERS[0]),
-        (SCALED[5], False, SCALERS[0]),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in itertools.product(SCALED, [False, True], SCALERS)),
+        (SCALED[0], False),
+        (SCALED[1], True),
+        (SCALED[5], False),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in itertools.product(SCALED, [False, True])),
     ],
 )
-def test_an_overflow_on_one_rank_alone_is_everybodys(strategy, fused, scaler_class):
+def test_an_overflow_on_one_rank_alone_is_everybodys(strategy, fused):
     """The last row's loss counts so much that its gradient, scaled, is infinite; the last rank alone has it."""
     torch.manual_seed(0)
     models = [Two() for _ in range(2)]
@@ -116,7 +113,7 @@ def test_an_overflow_on_one_rank_alone_is_everybodys(strategy, fused, scaler_cla
     def program(rank):
         model = wb.parallelize(models[rank], strategy)
         optimizer = torch.optim.Adam(model.parameters(), lr=0.1, fused=fused)
-        scaler = scaler_class("cpu", init_scale=2.0**100)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**100)
         before = [p.detach().clone() for p in model.parameters()]
         found = []
         for weight in (fatal, torch.ones(4, 1), fatal):
@@ -140,7 +137,7 @@ def test_a_step_without_gradients_is_an_error_as_on_one_device(strategy):
 
     def program(rank):
         model = wb.parallelize(models[rank], strategy)
-        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), wb.GradScaler("cpu")
+        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu")
         scaler.scale(model(torch.ones(2, 4)).sum()).backward()
         scaler.step(optimizer)
         scaler.update()
@@ -168,7 +165,7 @@ def test_gradients_are_those_without_a_scaler():
     def program(rank, scaled):
         model = wb.parallelize(models[rank + 2 * scaled], "*: data")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        scaler = wb.GradScaler(init_scale=2.0**10, enabled=scaled)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=scaled)
         scaler.scale(F.cross_entropy(model(inputs), targets)).backward()
         scaler.unscale_(optimizer)
         grads = [p.grad.full_tensor().clone() for p in model.parameters()]
@@ -188,7 +185,7 @@ def test_an_optimizer_of_plain_and_global_parameters():
         model = wb.parallelize(models[rank], "*: data")
         extra = nn.Parameter(torch.ones(2))
         optimizer = torch.optim.SGD([*model.parameters(), extra], lr=0.1)
-        scaler = wb.GradScaler()
+        scaler = torch.amp.GradScaler("cpu")
         scaler.scale(model(batch_for("mlp")[0]).sum()).backward()
         with pytest.raises(LayoutError, match=r"the optimizer has 9 parameters, 8 of them global.*of all ranks"):
             scaler.step(optimizer)
@@ -221,7 +218,7 @@ WEIGHTS = [torch.tensor([*[1.0] * 7, last])[:, None] for last in (1.0, 1e10, 1.0
 
 def scaled_steps(model, backward):
     """Three steps, the second of which overflows in the last micro-batch: were parameters left alone, and the end."""
-    optimizer, scaler = torch.optim.Adam(model.parameters(), lr=0.1), wb.GradScaler("cpu", init_scale=2.0**10)
+    optimizer, scaler = torch.optim.Adam(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=2.0**10)
     skipped = []
     for weights in WEIGHTS:
         before = [everywhere(p).clone() for p in model.parameters()]

@@ -48,7 +48,9 @@ def status(key):
 
 def loading(path, strategy):
     """Bytes of this rank's shards, and how much more memory the process had at the most while it loaded them."""
-    wb.load_safetensors(wb.parallelize(nn.Sequential(nn.Linear(4, 4)), "*: data"), path.parent / "small.safetensors")
+    wb.checkpoint.load_safetensors(
+        wb.parallelize(nn.Sequential(nn.Linear(4, 4)), "*: data"), path.parent / "small.safetensors"
+    )
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     before = status("VmRSS")
     model = wb.parallelize(wide(), strategy, init=path)

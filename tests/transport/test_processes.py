@@ -75,7 +75,7 @@ def traced():
     model = wb.parallelize(torch.nn.Linear(7, 3), "*: data")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = traffic.sent_bytes
-    with wb.trace() as trace:
+    with wb.debug.trace() as trace:
         (x.to_global(sbp="B") * 2).sum().backward()
         model(x).sum().backward()
         optimizer.step()

@@ -327,7 +327,7 @@ def test_the_tensors_of_the_selected_row_are_drawn(paper_panel: Panel):
 
 
 def test_without_a_machine_the_panel_says_how_to_get_one(panel: Panel):
-    assert "wb.calibrate(session)" in upper(panel).predictions.value
+    assert "wb.planner.calibrate(session)" in upper(panel).predictions.value
     assert upper(panel).controls.planned.disabled
     assert "machine" in upper(panel).controls.planned.tooltip
 

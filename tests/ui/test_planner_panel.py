@@ -13,7 +13,7 @@ from tests.ui.models import GPT_HYBRID, gpt
 from workbench.core.strategy import Strategy
 from workbench.cost.hardware_files import load_hardware
 from workbench.errors import StrategyError
-from workbench.planner.plan import Plan
+from workbench.planning.plan import Plan
 from workbench.ui.planning.assumed import Assumed, factor_text, told
 from workbench.ui.planning.plan_view import Answer, answer_html
 from workbench.ui.planning.planner_part import Search, search_for

@@ -164,7 +164,7 @@ def test_ticks_are_round(largest: float, marks: list[float]):
 
 def test_the_predictor_says_what_is_missing():
     strategy = resolved()
-    assert "wb.calibrate" in str(Predictor(None, 32).predict(strategy, is_old=False))
+    assert "wb.planner.calibrate" in str(Predictor(None, 32).predict(strategy, is_old=False))
     predictor = Predictor("v100-dgx1", 32)
     assert "counting" in str(predictor.predict(strategy, is_old=False))
     predictor.costs = gpt()

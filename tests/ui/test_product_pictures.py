@@ -43,7 +43,7 @@ def drawn(x_sbp, w_sbp, num_ranks=2, **sizes):
     def body():
         x, w = tensors(x_sbp, w_sbp, **sizes)
         out = x @ w
-        return wb.draw_matmul(x, w, out), [tuple(t.to_local().shape) for t in (x, w, out)]
+        return wb.draw.matmul(x, w, out), [tuple(t.to_local().shape) for t in (x, w, out)]
 
     results = run_ranks(body, num_ranks)
     assert len({picture for picture, _ in results}) == 1, "all ranks draw the same, so that a notebook shows it once"
@@ -86,7 +86,7 @@ def test_two_axes_and_the_weight_of_a_linear_layer():
         grid = wb.placement("cpu", ranks=[[0, 1], [2, 3]])
         x = wb.randn(6, 5, placement=grid, sbp="S(0), B")
         w = wb.randn(10, 5, placement=grid, sbp="B, S(0)")
-        return wb.draw_matmul(x, w, torch.nn.functional.linear(x, w), theme="dark")
+        return wb.draw.matmul(x, w, torch.nn.functional.linear(x, w), theme="dark")
 
     picture = run_ranks(body, 4)[0]
     assert "data parallel on 2 × model parallel on 2 ranks" in texts(picture)
@@ -97,7 +97,7 @@ def test_two_axes_and_the_weight_of_a_linear_layer():
 
 
 def test_plain_tensors_are_one_device():
-    picture = wb.draw_matmul(torch.zeros(4, 5), torch.zeros(5, 8), torch.zeros(4, 8), names=("a", "b", "c"))
+    picture = wb.draw.matmul(torch.zeros(4, 5), torch.zeros(5, 8), torch.zeros(4, 8), names=("a", "b", "c"))
     assert str(picture) == "a[4, 5] @ b[5, 8] = c[4, 8]: one device"
     assert len(elements(picture, "rect", "whole")) == 3 and not elements(picture, "rect", "held")
 
@@ -130,11 +130,11 @@ def two_layers(x_sbp, w0_sbp, between, w1_sbp, shape=(5, 6, 7, 9), num_ranks=2):
         x, w0 = tensors(x_sbp, w0_sbp, (n, k, m), range(num_ranks))
         w1 = wb.randn(m, o, placement=x.placement, sbp=w1_sbp).requires_grad_()
         w0.requires_grad_()
-        with wb.trace() as trace:
+        with wb.debug.trace() as trace:
             h = x @ w0
             x1 = h if between is None else h.to_global(sbp=between)
             out = x1 @ w1
-            picture = wb.draw_network((x, w0, h), (x1, w1, out))
+            picture = wb.draw.network((x, w0, h), (x1, w1, out))
             out.sum().backward()
             for w in (w0, w1):
                 w.grad.to_global(sbp=w.sbp)
@@ -171,7 +171,7 @@ def test_a_pipeline_is_drawn_where_its_stages_live():
         x, w0 = wb.randn(4, 5, placement=first, sbp="B"), wb.randn(5, 8, placement=first, sbp="B")
         h, w1 = x @ w0, wb.randn(8, 3, placement=second, sbp="B")
         there = h.to_global(second, "B")
-        return wb.draw_network((x, w0, h), (there, w1, there @ w1), names=("first", "second"), theme="dark")
+        return wb.draw.network((x, w0, h), (there, w1, there @ w1), names=("first", "second"), theme="dark")
 
     picture = run_ranks(body)[0]
     assert {"send, 128 B", "B@0 → B@1", "on rank 0", "on rank 1", "second 8 × 3"} <= set(texts(picture))
@@ -187,7 +187,7 @@ def grid_layouts(num_stages, num_hosts, num_gpus, sbp="B, S(1)"):
 
 
 def test_a_grid_of_thousands_of_ranks_is_one_stage_and_cards():
-    picture = wb.draw_stages(*grid_layouts(64, 6, 8), names=("host", "GPU"))
+    picture = wb.draw.stages(*grid_layouts(64, 6, 8), names=("host", "GPU"))
     assert {"stage 0", "stage 1", "stage 63", "60 more", "3024-3071", "host 5", "GPU 7"} <= set(texts(picture))
     assert len(elements(picture, "rect", "stage")) == 4
     assert len(elements(picture, "rect", "held")) == 48
@@ -197,14 +197,14 @@ def test_a_grid_of_thousands_of_ranks_is_one_stage_and_cards():
 def test_unlike_stages_are_told_one_by_one():
     ranks = [[[0, 1], [2, 3]], [[4, 5, 6, 7]]]
     stages = [(Layout.of(Placement.of("cpu", grid), "B, S(0)"), (8, 8)) for grid in ranks]
-    picture = wb.draw_stages(*stages)
+    picture = wb.draw.stages(*stages)
     assert "unlike grids" in str(picture) and "stage 1: ranks 4-7" in str(picture)
 
 
 def test_stages_of_live_tensors():
     def body():
         placements = [wb.placement("cpu", ranks=[[4 * s, 4 * s + 1], [4 * s + 2, 4 * s + 3]]) for s in (0, 1)]
-        return wb.draw_stages(*(wb.zeros(8, 6, placement=p, sbp="B, S(1)") for p in placements))
+        return wb.draw.stages(*(wb.zeros(8, 6, placement=p, sbp="B, S(1)") for p in placements))
 
     picture = run_ranks(body, 8)[0]
     assert str(picture).startswith("2 stages x 2 x 2 = 8 ranks") and len(elements(picture, "rect", "held")) == 8
@@ -212,7 +212,7 @@ def test_stages_of_live_tensors():
 
 def test_a_timeline_has_a_bar_per_action():
     timeline = simulate(make_table("1f1b", 2, 4), 2, lambda action: 2.0 if action.kind == "B" else 1.0)
-    picture = wb.draw_timeline(timeline)
+    picture = wb.draw.timeline(timeline)
     bars = elements(picture, "rect", "action")
     assert len(bars) == 16 and {"rank 1", "F0", "B3", "F: forward"} <= set(texts(picture))
     first, backward = bars[0], next(bar for bar in bars if bar["fill"] == LIGHT.backward)
@@ -222,11 +222,11 @@ def test_a_timeline_has_a_bar_per_action():
 
 def test_what_an_action_waited_is_striped():
     span = Span(0, Action(0, "F", 0), 0.0, 2.0, waited_s=1.0)
-    picture = wb.draw_timeline(Timeline(((span,),)), theme="dark")
+    picture = wb.draw.timeline(Timeline(((span,),)), theme="dark")
     (bar,), (waited,) = elements(picture, "rect", "action"), elements(picture, "rect", "waited")
     assert float(waited["width"]) == pytest.approx(float(bar["width"]) / 2, abs=0.1)
     with pytest.raises(ValueError, match="0 ranks"):
-        wb.draw_timeline(Timeline(((),)))
+        wb.draw.timeline(Timeline(((),)))
 
 
 def test_lengths_keep_proportions_while_they_are_readable():
@@ -239,12 +239,12 @@ def test_lengths_keep_proportions_while_they_are_readable():
 class TestBadInput:
     def test_shapes_of_no_product(self):
         with pytest.raises(ValueError, match=r"x \(4, 5\), w \(6, 8\), out \(4, 8\) are no matrix product"):
-            wb.draw_matmul(torch.zeros(4, 5), torch.zeros(6, 8), torch.zeros(4, 8))
+            wb.draw.matmul(torch.zeros(4, 5), torch.zeros(6, 8), torch.zeros(4, 8))
 
     def test_an_out_of_another_layout(self):
         def body():
             x, w = tensors("S(0)", "B")
-            wb.draw_matmul(x, w, (x @ w).to_global(sbp="S(1)"))
+            wb.draw.matmul(x, w, (x @ w).to_global(sbp="S(1)"))
 
         with pytest.raises(LayoutError, match=r"x S\(0\).*out S\(1\).*does not lie like this out"):
             run_ranks(body)
@@ -252,7 +252,7 @@ class TestBadInput:
     def test_global_and_plain_tensors(self):
         def body():
             x, w = tensors("S(0)", "B")
-            wb.draw_matmul(x, torch.zeros(5, 8), x @ w)
+            wb.draw.matmul(x, torch.zeros(5, 8), x @ w)
 
         with pytest.raises(ValueError, match="w plain"):
             run_ranks(body)
@@ -260,9 +260,9 @@ class TestBadInput:
     def test_layers_that_do_not_follow(self):
         layer = torch.zeros(4, 5), torch.zeros(5, 8), torch.zeros(4, 8)
         with pytest.raises(ValueError, match=r"layer 0 gives \(4, 8\) and layer 1 takes \(4, 5\)"):
-            wb.draw_network(layer, layer)
+            wb.draw.network(layer, layer)
         with pytest.raises(ValueError, match="0 layers"):
-            wb.draw_network()
+            wb.draw.network()
 
     def test_more_ranks_than_fit(self):
         with pytest.raises(ValueError, match=r"17 ranks \(0-16\); a picture has room for 16"):
@@ -270,6 +270,6 @@ class TestBadInput:
 
     def test_stages_without_a_layout(self):
         with pytest.raises(ValueError, match="stage 0 has a weight of 2 dims and no placement"):
-            wb.draw_stages(torch.zeros(4, 4))
+            wb.draw.stages(torch.zeros(4, 4))
         with pytest.raises(ValueError, match="0 stages"):
-            wb.draw_stages()
+            wb.draw.stages()

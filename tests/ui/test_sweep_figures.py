@@ -13,7 +13,7 @@ from workbench.errors import StrategyError
 from workbench.pipeline.schedules import make_table
 from workbench.pipeline.simulate import Timeline
 from workbench.pipeline.simulate import simulate as run_table
-from workbench.planner.sweep import simulate
+from workbench.planning.sweep import simulate
 from workbench.theme import DARK, LIGHT
 from workbench.ui.planning.sweep_figures import METRICS, parts_figure, pipeline_figure, sweep_figure
 

@@ -133,7 +133,7 @@ def _model(name: str) -> Any:
 
 def _list_models() -> int:
     from workbench.cost.transformer import transformer_costs
-    from workbench.planner.sizes import SIZES
+    from workbench.planning.sizes import SIZES
     from workbench.units import format_count
 
     for name, one in SIZES.items():

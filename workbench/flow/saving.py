@@ -18,7 +18,7 @@ from workbench.tensors.world import barrier
 def save(obj: Any, path: str | Path, global_dst_rank: int = 0) -> None:
     """Write tensors, and containers of them, with their logical values. All ranks of the world call it.
 
-    An optimizer's state is not for this: each rank holds its part of it. ``wb.save`` writes that.
+    An optimizer's state is not for this: each rank holds its part of it. ``wb.checkpoint.save`` writes that.
 
     Args:
         obj: e.g. ``module.state_dict()``.

@@ -1,4 +1,4 @@
-"""``wb.calibrate``: what the machine at hand really does, as constants that planner and simulator go by."""
+"""``wb.planner.calibrate``: what the machine at hand really does, as constants that planner and simulator go by."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def calibrate(
     Raises:
         CellError: a rank failed.
 
-    ``hardware = wb.calibrate(session, "here.json")``, and then ``wb.plan(model, hardware=hardware)``.
+    ``hardware = wb.planner.calibrate(session, "here.json")``, and then ``wb.planner.plan(model, hardware=hardware)``.
     """
     if session is None:
         return calibration.calibrate()

@@ -112,6 +112,18 @@ class Session:
         state = "closed" if self._closed else f"{counted(self.num_engines, 'engine')} on {self.device}"
         return f"<Session: {state}>"
 
+    @staticmethod
+    def current() -> Session:
+        """The session that ``%workbench start`` or ``wb.Session`` has opened last.
+
+        Raises:
+            NotStartedError: none is open.
+
+        >>> wb.Session.current().num_engines                    # doctest: +SKIP
+        2
+        """
+        return current()
+
     def run(self, code: str, ranks: Iterable[int] | None = None, timeout: float | None = None) -> CellResult:
         """Run code on all engines, or on some, as one program; prints nothing itself.
 
@@ -332,14 +344,7 @@ class Session:
 
 
 def current() -> Session:
-    """The session that ``%workbench start`` or ``wb.Session`` has opened last.
-
-    Raises:
-        NotStartedError: none is open.
-
-    >>> wb.current().num_engines                                # doctest: +SKIP
-    2
-    """
+    """See ``Session.current``."""
     found = find_current()
     if found is None:
         raise NotStartedError(

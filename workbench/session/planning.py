@@ -1,4 +1,4 @@
-"""``wb.plan``: the best strategy for a model on a machine, and what its layers cost. No cluster is needed."""
+"""``wb.planner.plan``: the best strategy for a model on a machine, and what its layers cost. No cluster is needed."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from workbench.cost.hardware_files import load_hardware
 from workbench.cost.software import WORKBENCH, Software
 from workbench.cost.transformer import Transformer, transformer_costs
 from workbench.errors import StrategyError
-from workbench.planner.plan import Plan
-from workbench.planner.problem import Wishes, refuse_unknown_wishes
-from workbench.planner.search import search
-from workbench.planner.sizes import size
+from workbench.planning.plan import Plan
+from workbench.planning.problem import Wishes, refuse_unknown_wishes
+from workbench.planning.search import search
+from workbench.planning.sizes import size
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -47,7 +47,7 @@ def layer_costs(
     Returns:
         For every layer the operations, the bytes moved and those kept for backward, of one sample (``ModelCosts``).
 
-    >>> [layer.name for layer in wb.layer_costs(nn.Sequential(nn.Linear(4, 8), nn.ReLU()), (2, 4)).layers]
+    >>> [layer.name for layer in wb.planner.layer_costs(nn.Sequential(nn.Linear(4, 8), nn.ReLU()), (2, 4)).layers]
     ['0']
     """
     from workbench.training.costs.layer_costs import layer_costs as count

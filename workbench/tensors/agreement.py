@@ -1,6 +1,6 @@
 """Do all ranks hold the same? Of a model's weights one small exchange answers; plain operands are compared on demand.
 
-``WORKBENCH_CHECK=1`` (read when a rank joins its world) or ``wb.check_agreement()`` turns the second on:
+``WORKBENCH_CHECK=1`` (read when a rank joins its world) or ``wb.debug.check_agreement()`` turns the second on:
 every plain tensor that meets a global one is hashed, and the hashes of the placement's ranks are compared.
 """
 
@@ -39,7 +39,7 @@ def check_agreement() -> Iterator[None]:
         LayoutError: the ranks disagree; it names function, argument, ranks, both values and the fix.
 
     >>> x = wb.ones(4, placement=wb.placement("cpu", ranks=[0]), sbp="B")
-    >>> with wb.check_agreement():      # compares torch.ones(4) over the ranks  # doctest: +SKIP
+    >>> with wb.debug.check_agreement():      # compares torch.ones(4) over the ranks  # doctest: +SKIP
     ...     y = x + torch.ones(4)
     """
     world = current()

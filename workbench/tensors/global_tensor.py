@@ -19,6 +19,7 @@ from workbench.core.boxing import plan_boxing
 from workbench.core.layout import Layout, Shape
 from workbench.core.placement import Placement
 from workbench.core.sbp import NdSbp
+from workbench.tensors.annotations import Annotated
 from workbench.tensors.placeholder_storage import new_placeholder as new_placeholder
 from workbench.tensors.world import World
 
@@ -99,7 +100,7 @@ def is_below_autograd() -> bool:
     return _is_excluded(_AUTOGRAD)
 
 
-class GlobalTensor(torch.Tensor):
+class GlobalTensor(Annotated):
     """One logical tensor over the ranks of a placement; this object holds the shard of the rank it lives on.
 
     Made by ``wb.randn(..., placement=, sbp=)`` and its like, by ``wb.to_global``, or by ``wb.parallelize``. Everything

@@ -90,7 +90,7 @@ def full_tensor(tensor: GlobalTensor) -> torch.Tensor:
 
     Raises:
         StrategyError: inside a scheduled step of several stages, where ranks are at different micro-batches.
-        ExplicitBoxingError: under ``wb.explicit_boxing()``, of a tensor that some rank has no part of.
+        ExplicitBoxingError: under ``wb.debug.explicit_boxing()``, of a tensor that some rank has no part of.
 
     >>> last = wb.placement("cpu", ranks=[0])
     >>> wb.ones(2, 3, placement=last, sbp="B").full_tensor().sum()
@@ -107,14 +107,11 @@ def _layout(tensor: GlobalTensor, placement: Placement | None, sbp: Any) -> Layo
     return layout.normalized(tensor._spec.shape)
 
 
+for _function in (to_global, to_global_async, boxing_plan, to_local, full_tensor):
+    setattr(GlobalTensor, _function.__name__, _function)
 GlobalTensor.box = staticmethod(box)
 GlobalTensor.enter = staticmethod(from_local)
 GlobalTensor.show = staticmethod(dispatch.read_values.format_values)
-GlobalTensor.to_global = to_global  # type: ignore[attr-defined]
-GlobalTensor.to_global_async = to_global_async  # type: ignore[attr-defined]
-GlobalTensor.boxing_plan = boxing_plan  # type: ignore[attr-defined]
-GlobalTensor.to_local = to_local  # type: ignore[attr-defined]
-GlobalTensor.full_tensor = full_tensor  # type: ignore[attr-defined]
 compile_ddp_fsdp.install()
 copying.install()
 torch_function_bypasses.install()

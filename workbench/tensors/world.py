@@ -50,10 +50,10 @@ class World:
         generation: how many worlds have met at the same place before this one; counted by ``rebuild``.
         num_rebuilds: how often this world went on after it broke; what was under way before then is void.
         generator: source of the keys of random tensors; equal on all ranks as long as they run the same program.
-        implicit_boxing_allowed: False under ``wb.explicit_boxing()``.
+        implicit_boxing_allowed: False under ``wb.debug.explicit_boxing()``.
         checks_agreement: whether plain tensors that meet global ones are compared over the ranks.
         call: what holds inside the call of a parallelized module in progress.
-        tracer: the innermost ``wb.trace()`` in force, told of every boxing; None when there is none.
+        tracer: the innermost ``wb.debug.trace()`` in force, told of every boxing; None when there is none.
         recorder: what writes down the step that ``wb.capture`` is recording; None when none is.
         on_plan: told of every call (function, args, kwargs) that a plan is made for.
         casts: on metadata, of a function's name and what runs on the shards, that with autocast's casts; else None.
@@ -325,7 +325,10 @@ def _share_random_state(transport: Transport, device: torch.device) -> None:
 
 
 def shutdown() -> None:
-    """Leave the world and give back its sockets; safe to call twice."""
+    """Leave the world and give back its sockets. A call without a world does nothing.
+
+    A script ends with ``wb.shutdown()``; after it, ``wb.init`` starts another world.
+    """
     global _process_world, _left_world
     if _process_world is None:
         return

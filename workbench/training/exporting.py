@@ -1,4 +1,6 @@
-"""``wb.export_safetensors``: a module's logical weights as safetensors files, laid out as by ``save_pretrained``."""
+"""``wb.checkpoint.export_safetensors``: a module's logical weights as safetensors files, laid out as by
+``save_pretrained``.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,8 @@ def export_safetensors(
 
     Tensors go to their file one by one, so no rank ever holds more than one of them whole; files are shared out over
     the ranks. Tied parameters are written once, under their first name. A ``transformers`` model gets its
-    ``config.json`` too: ``AutoModel.from_pretrained(directory)`` loads it, and so does ``wb.load_safetensors``.
+    ``config.json`` too: ``AutoModel.from_pretrained(directory)`` loads it, and so does
+    ``wb.checkpoint.load_safetensors``.
 
     Args:
         directory: made if need be, on a file system that all ranks share; earlier weights in it are replaced.
@@ -57,7 +60,7 @@ def export_safetensors(
     Raises:
         CheckpointError: a state that is no tensor, or a dtype that safetensors does not know.
 
-    ``wb.export_safetensors(model, "gpt2-tuned")``
+    ``wb.checkpoint.export_safetensors(model, "gpt2-tuned")``
     """
     world, folder = current(), Path(os.path.abspath(directory))
     what = f"export_safetensors({str(folder)!r})"
@@ -79,12 +82,12 @@ def _tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
         if not isinstance(value, torch.Tensor):
             raise CheckpointError(
                 f"export_safetensors: {name} is a {type(value).__name__}, and safetensors hold tensors only. Save the "
-                "module with wb.save, which takes everything."
+                "module with wb.checkpoint.save, which takes everything."
             )
         if value.dtype not in _NAMES:
             raise CheckpointError(
                 f"export_safetensors: {name} is {value.dtype}; safetensors know {', '.join(sorted(_NAMES.values()))}. "
-                "Cast it first, or save the module with wb.save."
+                "Cast it first, or save the module with wb.checkpoint.save."
             )
         if id(value) not in seen and not any(re.search(pattern, name) for pattern in ignored):
             seen.add(id(value))

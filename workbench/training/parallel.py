@@ -63,8 +63,9 @@ def parallelize(
         optimizer: one over the module's parameters, whose state is to move with them.
         init: where a module on meta gets its values, shard by shard. None: from its modules' ``reset_parameters``
             (of ``transformers``: ``_init_weights``), with the same numbers for every strategy; a path: from
-            safetensors files, see ``wb.load_safetensors``; a function: called with every submodule, children first;
-            ``"empty"``: only what is in no checkpoint is computed, ``wb.load`` brings the rest.
+            safetensors files, see ``wb.checkpoint.load_safetensors``; a function: called with every submodule,
+            children first;
+            ``"empty"``: only what is in no checkpoint is computed, ``wb.checkpoint.load`` brings the rest.
 
     Raises:
         StrategyError: the strategy does not fit the module or the number of ranks; the optimizer has other parameters;

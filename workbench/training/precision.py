@@ -56,26 +56,6 @@ def autocast_forward(module: nn.Module, device: str, dtype: torch.dtype) -> tupl
     ], leave_all
 
 
-class GradScaler(torch.amp.GradScaler):
-    """``torch.amp.GradScaler`` for this rank's device: all ranks skip a step where one of them has an overflow.
-
-    Overflow is looked for after the terms of the gradients have been added up, and every rank of the world learns of
-    it. (torch's own class does the same once the workbench is loaded; this one finds the device by itself.)
-
-    Args:
-        device: ``"cpu"`` or ``"cuda"``; default this world's.
-        options: as for ``torch.amp.GradScaler``.
-
-    After ``scaler = wb.GradScaler()``, a step is ``scaler.scale(loss).backward(); scaler.step(optimizer);
-    scaler.update()``.
-    """
-
-    def __init__(self, device: str | None = None, **options: Any) -> None:
-        from workbench.tensors.world import current
-
-        super().__init__(device or current().device.type, **options)
-
-
 def unscale_gradients(
     scaler: Any, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
 ) -> Any:

@@ -73,11 +73,11 @@ class Panel(widgets.VBox):
         count: (inputs, targets) -> how many terms the mean loss of a micro-batch has, where that is not its samples:
             the words that count, for example.
         trainer: what describes the model and starts runs; default: the session's engines.
-        hardware: the machine to predict for: ``wb.calibrate(session)``, a file, or a name ("h200"). None: nothing is
-            predicted.
+        hardware: the machine to predict for: ``wb.planner.calibrate(session)``, a file, or a name ("h200"). None:
+            nothing is predicted.
         num_ranks: where there is no session.
         costs: of the model's layers; default: counted from the model on metadata.
-        keep: keep the runs on disk, see ``wb.SavedRuns``; a ``SavedRuns`` says where.
+        keep: keep the runs on disk, see ``wb.draw.SavedRuns``; a ``SavedRuns`` says where.
         check_steps: first steps that one device trains too, to be compared with; 0 for none. The panel's switch
             "check against one device" turns it off and on.
 

@@ -90,7 +90,7 @@ def test_explicit_boxing_names_the_call_to_write():
     def program(rank):
         p = wb.placement("cpu", ranks=[0, 1])
         x, w = wb.ones(4, 4, placement=p, sbp="S(1)"), wb.ones(4, 4, placement=p, sbp="B")
-        with wb.explicit_boxing():
+        with wb.debug.explicit_boxing():
             x.to_global(sbp="B")
             with pytest.raises(ExplicitBoxingError, match=r"softmax: needs a boxing .*S\(1\).*x.to_global\("):
                 torch.softmax(x, dim=1)
@@ -206,7 +206,7 @@ def test_a_path_is_traced_and_counted_as_what_it_sends():
         a, b = wb.placement("cpu", ranks=[0, 1]), wb.placement("cpu", ranks=[2, 3, 0])
         x = wb.to_global(torch.full((300, 200), 1.0 + rank), placement=a, sbp="P").requires_grad_()
         plan, sent = x.boxing_plan(placement=b, sbp="B"), current().transport.sent_bytes
-        with wb.trace() as trace:
+        with wb.debug.trace() as trace:
             y = x.to_global(placement=b, sbp="B")
         assert plan.kind == "path" and "in 2 steps" in str(plan) and trace.records[0].kind == "path"
         assert current().transport.sent_bytes - sent == trace.sent_bytes == plan.bytes_sent.get(rank, 0)

@@ -18,7 +18,7 @@ def measured_and_used():
     full = torch.arange(35.0).view(5, 7)
     x = wb.to_global(full, placement=placement, sbp="B").to_global(sbp="S(0)")
     assert torch.equal(x.to_global(sbp="S(1)").full_tensor(), full)
-    before, cost = world.transport.cost, wb.calibrate()
+    before, cost = world.transport.cost, wb.planner.calibrate()
     assert world.transport.cost == cost and all(not spec.exchanges for spec in world.specs.values())
     assert x.boxing_plan(sbp="S(1)").time_s(cost) > 0
     assert torch.equal(x.to_global(sbp="S(1)").full_tensor(), full)
@@ -39,7 +39,7 @@ def test_the_slowest_rank_counts(monkeypatch):
         return LinkCost([1e-6, 5e-6, 2e-6][world.rank], [3e9, 4e9, 1e9][world.rank])
 
     monkeypatch.setattr(calibration, "_measure", measure)
-    for cost in run_ranks(wb.calibrate, 3):
+    for cost in run_ranks(wb.planner.calibrate, 3):
         assert (cost.latency_s, cost.bandwidth_bytes_per_s) == (5e-6, 1e9)
 
 
@@ -53,8 +53,8 @@ def test_decisions_follow_the_cost(monkeypatch):
         for name, cost in costs.items():
             monkeypatch.setattr(calibration, "_measure", lambda world, cost=cost: cost)
             wb.barrier()
-            wb.calibrate()
-            plan = wb.boxing_plan((p, ["S(0)", "P"]), (p, ["B", "B"]), (1024, 256))
+            wb.planner.calibrate()
+            plan = wb.debug.boxing_plan((p, ["S(0)", "P"]), (p, ["B", "B"]), (1024, 256))
             found[name] = len(plan.steps)
             wb.barrier()
         return found
@@ -66,7 +66,7 @@ def test_decisions_follow_the_cost(monkeypatch):
 def test_one_rank_has_nothing_to_measure():
     def program():
         before = current().transport.cost
-        return wb.calibrate() == before
+        return wb.planner.calibrate() == before
 
     assert run_ranks(program, 1) == [True]
 

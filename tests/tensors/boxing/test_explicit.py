@@ -17,12 +17,12 @@ def _on_two(*sbps, shape=(4, 4), **options):
 def test_an_implicit_boxing_names_function_argument_layouts_and_the_line_to_write():
     def program(rank):
         images, weight = _on_two("S(1)", "S(0)")
-        with wb.explicit_boxing(), pytest.raises(ExplicitBoxingError) as caught:
+        with wb.debug.explicit_boxing(), pytest.raises(ExplicitBoxingError) as caught:
             F.linear(images, weight)
         message = str(caught.value)
         for part in (
             "linear: needs a boxing", "argument", "(4, 4) on placement(\"cpu\", ranks=[0, 1])", "all-",
-            ".to_global(sbp=", "Under wb.explicit_boxing()",
+            ".to_global(sbp=", "Under wb.debug.explicit_boxing()",
         ):  # fmt: skip
             assert part in message, message
         assert "images.to_global(" in message or "weight.to_global(" in message
@@ -35,7 +35,7 @@ def test_an_implicit_boxing_names_function_argument_layouts_and_the_line_to_writ
 def test_the_written_line_works_and_what_moves_nothing_stays_implicit():
     def program(rank):
         (x,) = _on_two("S(1)")
-        with wb.explicit_boxing():
+        with wb.debug.explicit_boxing():
             with pytest.raises(ExplicitBoxingError, match=r'softmax: .*intermediate.*S\(1\).*x\.to_global\(sbp="B"\)'):
                 torch.softmax(x, dim=1)
             with pytest.raises(ExplicitBoxingError, match=r'of argument 1 \(self\).*x\.to_global\(sbp="B"\)'):
@@ -54,7 +54,7 @@ def test_fallbacks_parameters_and_several_arguments_are_named_too():
     def program(rank):
         (x,) = _on_two("S(1)")
         weight = torch.nn.Parameter(_on_two("S(0)")[0])
-        with wb.explicit_boxing():
+        with wb.debug.explicit_boxing():
             with pytest.raises(ExplicitBoxingError, match=r"linalg_inv|inv.*S\(1\) -> B.*x\.to_global"):
                 torch.linalg.inv(x)
             with pytest.raises(ExplicitBoxingError, match=r"weight\.to_global"):
@@ -181,7 +181,7 @@ def test_check_mode_names_argument_ranks_and_values(monkeypatch, by_environment)
         if by_environment:
             return compare()
         (x * torch.ones(4)).sum()
-        with wb.check_agreement():
+        with wb.debug.check_agreement():
             return compare()
 
     first, second, _ = run_ranks(program, 3)
@@ -196,7 +196,7 @@ def test_check_mode_names_argument_ranks_and_values(monkeypatch, by_environment)
 def test_without_check_mode_nothing_is_sent():
     def program(rank):
         x = wb.ones(4, placement=wb.placement.all("cpu"), sbp="S(0)")
-        with wb.trace() as trace:
+        with wb.debug.trace() as trace:
             x * _doubled(rank)
         return trace.wire_bytes
 
@@ -205,7 +205,7 @@ def test_without_check_mode_nothing_is_sent():
 
 def test_a_check_that_never_fails_is_none():
     def program(rank):
-        with wb.check_agreement():
+        with wb.debug.check_agreement():
             x = wb.ones(4, placement=wb.placement("cpu", ranks=[0]), sbp="B")
             return (x + _doubled(rank)).sum().item()  # rank 1 is outside the placement: its value does not count
 

@@ -24,17 +24,17 @@ def make(shape, sbp, ranks, requires_grad=False):
 def messages_of(action):
     """To whom this rank sends while ``action`` runs, and what it returns."""
     transport, sent = current().transport, []
-    plain = transport.start
+    plain = transport.start_exchange
 
     def start(sends, receives, tag, header):
         sent.extend(destination for destination, _ in sends)
         return plain(sends, receives, tag, header)
 
-    transport.start = start
+    transport.start_exchange = start
     try:
         return sent, action()
     finally:
-        del transport.start
+        del transport.start_exchange
 
 
 def assert_fused_equals_single(source, target, ranks, target_ranks):
@@ -44,7 +44,7 @@ def assert_fused_equals_single(source, target, ranks, target_ranks):
     to = [target if x.dim() == 2 or not target.startswith("S") else "B" for x in alone]
     expected = [x.to_global(placement=placement, sbp=sbp) for x, sbp in zip(alone, to, strict=True)]
     two = [i for i, x in enumerate(fused) if x.dim() == 2]
-    sent, some = messages_of(lambda: wb.to_global_many([fused[i] for i in two], placement=placement, sbp=target))
+    sent, some = messages_of(lambda: wb.to_global([fused[i] for i in two], placement=placement, sbp=target))
     assert len(sent) == len(set(sent))  # one message for each rank, however many tensors
     assert some[0].layout_on_ranks == expected[two[0]].layout_on_ranks
     for result, i in zip(some, two, strict=True):
@@ -79,7 +79,7 @@ def test_results_wait_until_they_are_asked_for():
         assert handle.wait() is late and torch.equal(late.to_local() * 1.5, other.to_local())
         late.sum().backward()
         assert x.grad.full_tensor().eq(2).all()
-        many = wb.to_global_many([x, x], sbp="B", async_op=True)
+        many = wb.to_global([x, x], sbp="B", async_op=True)
         assert all(torch.equal(z.to_local() * 2, late.to_local()) for z in many.wait())
 
     run_ranks(program, 2)
@@ -89,7 +89,7 @@ def test_double_backward():
     def program():
         p = wb.placement("cpu", ranks=[0, 1])
         x = wb.tensor([[1.0, 2.0], [3.0, 4.0]], placement=p, sbp="S(0)").requires_grad_()
-        (boxed,) = wb.to_global_many([x], sbp="B")
+        (boxed,) = wb.to_global([x], sbp="B")
         (grad,) = torch.autograd.grad((boxed**3).sum(), x, create_graph=True)
         grad.sum().backward()
         return (x.grad.to_global(sbp="B").to_local() - 6 * x.detach().to_global(sbp="B").to_local()).abs().max()
@@ -100,13 +100,13 @@ def test_double_backward():
 def test_what_cannot_be_is_refused():
     def program():
         p = wb.placement("cpu", ranks=[0, 1])
-        with pytest.raises(LayoutError, match=r"to_global_many: 0 tensors .* 1 or more"):
-            wb.to_global_many([], placement=p, sbp="B")
-        with pytest.raises(LayoutError, match=r"to_global_many: tensor 1 of 2 is a Tensor.*wb.to_global"):
-            wb.to_global_many([wb.ones(2, placement=p, sbp="B"), torch.ones(2)], sbp="B")
+        with pytest.raises(LayoutError, match=r"to_global: 0 tensors .* 1 or more"):
+            wb.to_global([], placement=p, sbp="B")
+        with pytest.raises(LayoutError, match=r"to_global: tensor 1 of 2 is a Tensor.*wb.to_global"):
+            wb.to_global([wb.ones(2, placement=p, sbp="B"), torch.ones(2)], sbp="B")
         x = wb.ones(2, placement=p, sbp="P(max)", requires_grad=True)
         with pytest.raises(LayoutError, match="not differentiable"):
-            wb.to_global_many([x], sbp="B")
+            wb.to_global([x], sbp="B")
 
     run_ranks(program, 2)
 

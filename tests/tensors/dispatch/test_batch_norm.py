@@ -146,9 +146,9 @@ def test_one_exchange_each_way(ranks, sbp, forward, backward):
     def program():
         module = as_global(norm_of(shape, tracks=False).float(), ranks, len(sbp))
         x = placed(full, ranks, sbp)
-        with wb.trace() as there:
+        with wb.debug.trace() as there:
             y = module(x)
-        with wb.trace() as back:
+        with wb.debug.trace() as back:
             y.sum().backward()
         moved = [[record for record in trace.records if record.wire_bytes] for trace in (there, back)]
         assert [len(records) for records in moved] == [forward, backward], moved
@@ -164,7 +164,7 @@ def test_an_input_without_gradient_exchanges_nothing_backward():
     def program():
         module = as_global(norm_of((6, 4)), LINE, 1)
         y = module(placed(full, LINE, ["S(0)"]).detach())
-        with wb.trace() as back:
+        with wb.debug.trace() as back:
             y.sum().backward()
         assert not any(record.wire_bytes for record in back.records)
         return module.weight.grad.full_tensor()

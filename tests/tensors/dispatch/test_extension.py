@@ -25,12 +25,12 @@ class Scaled(torch.autograd.Function):
         return 2 * x * weight * grad * ctx.factor, (x * x * grad * ctx.factor).sum(0), None
 
 
-@wb.rule("... d, d -> ... d")
+@wb.register_rule("... d, d -> ... d")
 def scaled(x, weight, *, factor=1.0):
     return Scaled.apply(x, weight, factor)
 
 
-@wb.rule("b D -> b D, b")
+@wb.register_rule("b D -> b D, b")
 def centered(x):
     mean = x.mean(-1)
     return x - mean[:, None], mean
@@ -57,7 +57,7 @@ def _by_hand(ctx, grad):
 
 
 scaled_operator.register_autograd(_by_hand, setup_context=_keep)
-wb.rule("wbtests::scaled", "b d, d -> b d")
+wb.register_rule("wbtests::scaled", "b d, d -> b d")
 
 
 def overridable(x, weight, factor=1.0):
@@ -66,7 +66,7 @@ def overridable(x, weight, factor=1.0):
     return x * x * weight * factor
 
 
-wb.rule(overridable, "b d, d -> b d")
+wb.register_rule(overridable, "b d, d -> b d")
 X, WEIGHT = torch.linspace(-1, 1, 20).reshape(5, 4), torch.tensor([1.0, -2.0, 0.5, 3.0])
 
 
@@ -133,7 +133,7 @@ def test_several_results_and_plain_arguments_of_a_rule():
 
 
 def test_a_function_of_ones_own_named_like_torchs_is_another_function():
-    @wb.rule("b D -> b D")
+    @wb.register_rule("b D -> b D")
     def softmax(x):
         return x * 0 + 7
 
@@ -146,7 +146,7 @@ def test_a_function_of_ones_own_named_like_torchs_is_another_function():
 
 
 def test_a_function_that_needs_data_gives_its_shapes_by_meta():
-    @wb.rule("b D -> b", meta=lambda x: x.new_empty(x.shape[:1]))
+    @wb.register_rule("b D -> b", meta=lambda x: x.new_empty(x.shape[:1]))
     def argument_of_largest(x):
         return torch.tensor([row.index(max(row)) for row in x.tolist()], dtype=x.dtype).reshape(len(x))
 
@@ -158,18 +158,18 @@ def test_a_function_that_needs_data_gives_its_shapes_by_meta():
 
 
 def test_misfitting_equations_name_function_and_argument():
-    with pytest.raises(LayoutError, match=r"there is no equation\. Write wb\.rule\("):
-        wb.rule("name")
+    with pytest.raises(LayoutError, match=r"there is no equation\. Write wb\.register_rule\("):
+        wb.register_rule("name")
     with pytest.raises(LayoutError, match='has no "->"'):
-        wb.rule("name", "ab")
+        wb.register_rule("name", "ab")
     with pytest.raises(LayoutError, match=r"torch.ops.wbtests has no operator 'nothing'"):
-        wb.rule("wbtests::nothing", "a -> a")
+        wb.register_rule("wbtests::nothing", "a -> a")
     with pytest.raises(LayoutError, match="a int is no function"):
-        wb.rule(3, "a -> a")
+        wb.register_rule(3, "a -> a")
     with pytest.raises(LayoutError, match=r"cannot be called. Give the function itself"):
-        wb.rule("wbtests_name", "a -> a", prove=[X])
+        wb.register_rule("wbtests_name", "a -> a", prove=[X])
 
-    @wb.rule("b D, b -> b D")
+    @wb.register_rule("b D, b -> b D")
     def joined(*tensors):
         return sum(tensors[1:], tensors[0])
 
@@ -188,7 +188,9 @@ def test_misfitting_equations_name_function_and_argument():
 def test_a_custom_autograd_function_that_nobody_announced():
     def program(rank):
         x = wb.tensor(X, placement=wb.placement("cpu", ranks=[0, 1]), sbp="S(0)")
-        with pytest.raises(LayoutError, match=r"Scaled\.apply.*S\(0\).*wb\.local_map\(Scaled\.apply.*wb\.rule"):
+        with pytest.raises(
+            LayoutError, match=r"Scaled\.apply.*S\(0\).*wb\.local_map\(Scaled\.apply.*wb\.register_rule"
+        ):
             Scaled.apply(x, x, 1.0)
 
     run_ranks(program, 2)

@@ -112,7 +112,7 @@ def test_a_split_batch_stays_where_it_is():
         copy.load_state_dict(module.state_dict())
         globalize(copy, p, {})
         x = wb.randn(6, 3, 8, placement=p, sbp="S(0)")
-        with wb.trace() as boxings:
+        with wb.debug.trace() as boxings:
             out = copy(x)
         return str(out.sbp), str(boxings)
 

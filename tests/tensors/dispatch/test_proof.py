@@ -60,7 +60,7 @@ def _with_rule(monkeypatch, equation, localize=None):
 
 def test_a_wrong_rule_is_found(monkeypatch):
     _with_rule(monkeypatch, "ab -> ab")("cumsum")
-    proof = wb.prove(lambda x: x.cumsum(0), torch.randn(5, 4))
+    proof = wb.debug.prove(lambda x: x.cumsum(0), torch.randn(5, 4))
     assert not proof and {finding.signature for finding in proof.wrong} == {"S(0) -> S(0)"}
     assert {finding.num_ranks for finding in proof.wrong} == {2, 3}
     text = str(proof)
@@ -69,45 +69,45 @@ def test_a_wrong_rule_is_found(monkeypatch):
 
 def test_a_rule_that_is_linear_in_name_only_is_found(monkeypatch):
     _with_rule(monkeypatch, "+... -> ...")("relu")
-    (wrong, *_) = wb.prove(F.relu, torch.randn(5, 4)).wrong
+    (wrong, *_) = wb.debug.prove(F.relu, torch.randn(5, 4)).wrong
     assert wrong.signature == "P -> P" and "the terms together give" in wrong.problem
 
 
 def test_a_wrong_gradient_is_found(monkeypatch):
     _with_rule(monkeypatch, "ab -> ab", lambda *_: lambda x: x.detach().square() + 0 * x)("square")
-    (wrong, *_) = wb.prove(torch.square, torch.randn(5, 4)).wrong
+    (wrong, *_) = wb.debug.prove(torch.square, torch.randn(5, 4)).wrong
     assert "gradient of operand 0" in wrong.problem
 
 
 def test_a_local_function_that_raises_on_an_empty_shard_is_found(monkeypatch):
     _with_rule(monkeypatch, "aB -> a", lambda *_: lambda x, dim: x.max(0)[0].new_ones(len(x)) * x.sum(1))("sum")
-    proof = wb.prove(lambda x: x.sum(1), torch.randn(2, 4), num_ranks=(3,))
+    proof = wb.debug.prove(lambda x: x.sum(1), torch.randn(2, 4), num_ranks=(3,))
     assert any("raises IndexError" in finding.problem for finding in proof.wrong)
 
 
 def test_a_missing_signature_is_found_and_dominated_ones_are_not(monkeypatch):
     _with_rule(monkeypatch, "AB, AB -> AB")("add")
-    proof = wb.prove(torch.add, torch.randn(5, 4), torch.randn(5, 4))
+    proof = wb.debug.prove(torch.add, torch.randn(5, 4), torch.randn(5, 4))
     assert proof and {finding.signature for finding in proof.missing} == {
         "S(0), S(0) -> S(0)", "S(1), S(1) -> S(1)", "P, P -> P",
     }  # fmt: skip
 
 
 def test_what_only_looks_right_is_not_missing():
-    assert wb.prove(torch.mul, torch.rand(5, 4), torch.rand(5, 4)).missing == []  # P times what may be infinite
-    assert wb.prove(lambda x: x + 1e-7, torch.randn(5, 4)).missing == []
-    assert wb.prove(torch.isnan, torch.randn(5, 4)).missing == []
+    assert wb.debug.prove(torch.mul, torch.rand(5, 4), torch.rand(5, 4)).missing == []  # P times what may be infinite
+    assert wb.debug.prove(lambda x: x + 1e-7, torch.randn(5, 4)).missing == []
+    assert wb.debug.prove(torch.isnan, torch.randn(5, 4)).missing == []
 
 
 def test_what_cannot_be_judged_is_said():
-    proof = wb.prove(torch.nonzero, torch.tensor([0, 1, 2]))
+    proof = wb.debug.prove(torch.nonzero, torch.tensor([0, 1, 2]))
     assert proof.num_calls == 0 and "depends on data" in proof.skipped[0]
 
 
 def test_a_users_rule_is_proved_on_request():
     with pytest.raises(LayoutError) as caught:
 
-        @wb.rule("b d, d -> b d", prove=[torch.randn(5, 4), torch.randn(4)])
+        @wb.register_rule("b d, d -> b d", prove=[torch.randn(5, 4), torch.randn(4)])
         def scores(x, weight):
             return torch.softmax(x, -1) * weight
 
@@ -116,11 +116,11 @@ def test_a_users_rule_is_proved_on_request():
                  "capitals"):  # fmt: skip
         assert part in message, message
 
-    @wb.rule("b D, D -> b D", prove=[torch.randn(5, 4), torch.randn(4)])
+    @wb.register_rule("b D, D -> b D", prove=[torch.randn(5, 4), torch.randn(4)])
     def right_scores(x, weight):
         return torch.softmax(x, -1) * weight
 
-    proof = wb.prove(right_scores, torch.randn(5, 4), torch.randn(4))
+    proof = wb.debug.prove(right_scores, torch.randn(5, 4), torch.randn(4))
     assert proof and proof.num_calls == 1
     assert {finding.signature for finding in proof.missing} == {"B, P -> P"}  # what no equation can know
 

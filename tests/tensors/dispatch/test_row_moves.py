@@ -108,7 +108,7 @@ def test_as_many_rows_move_as_have_to(name):
 def test_explicit_boxing_refuses_to_move_rows():
     def program(rank):
         x = wb.randn(12, 3, placement=wb.placement("cpu", ranks=[0, 1]), sbp=wb.sbp.split(0))
-        with wb.explicit_boxing():
+        with wb.debug.explicit_boxing():
             assert x[:, 1:].shape == (12, 2)
             with pytest.raises(ExplicitBoxingError, match=r"rows of \(12, 3\).*to_global"):
                 x.flip(0)
@@ -120,7 +120,7 @@ def test_a_trace_counts_rows_that_move():
     def program(rank):
         x = wb.randn(12, 3, placement=wb.placement("cpu", ranks=[0, 1]), sbp=wb.sbp.split(0)).requires_grad_()
         before = current().traffic.sent_bytes
-        with wb.trace() as trace:
+        with wb.debug.trace() as trace:
             x.flip(0).square().sum().backward()
         rows = [record for record in trace.records if record.kind == "rows"]
         assert {record.direction for record in rows} == {"forward", "backward"}

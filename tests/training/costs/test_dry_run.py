@@ -83,7 +83,7 @@ def really_sent(name, strategy, num_ranks, batch_size=8):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         traffic = current().traffic
         traffic.reset()
-        with wb.trace() as trace:
+        with wb.debug.trace() as trace:
             forward_backward(model, loss_fn, inputs()[:batch_size], targets()[:batch_size])
             optimizer.step()
         return dict(traffic.by_kind), traffic.sent_bytes, trace.sent_bytes

@@ -38,7 +38,7 @@ def losses(strategy, num_ranks, folder, loads):
         parts = {"model": model, "optimizer": optimizer, "loader": loader}
         found = []
         if loads:
-            wb.load(folder, **parts)
+            wb.checkpoint.load(folder, **parts)
         for _ in range(2):
             for inputs, targets in loader:
                 optimizer.zero_grad()
@@ -46,7 +46,7 @@ def losses(strategy, num_ranks, folder, loads):
                 optimizer.step()
                 found.append(float(value_on_all_ranks(loss)))
                 if len(found) == 2 and not loads:
-                    wb.save(folder, **parts)
+                    wb.checkpoint.save(folder, **parts)
         return found
 
     return run_ranks(program, num_ranks)[0]

@@ -29,7 +29,7 @@ def train(folder, strategy, num_steps, pause_s=0.0):
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=5, gamma=0.9)
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    checkpoints = None if folder is None else wb.Checkpoints(folder, keep=2)
+    checkpoints = None if folder is None else wb.checkpoint.Checkpoints(folder, keep=2)
     found = checkpoints.load(**parts) if checkpoints else None
     start, losses = found["step"] if found else 0, []
     if folder is not None:
@@ -45,7 +45,7 @@ def train(folder, strategy, num_steps, pause_s=0.0):
         losses.append(loss.item())
         if checkpoints:
             _append(Path(folder) / "losses", f"{step} {losses[-1]!r}\n")
-            checkpoints.save(step + 1, asynchronous=step % 3 > 0, **parts)
+            checkpoints.save(step + 1, async_op=step % 3 > 0, **parts)
             time.sleep(pause_s)
     return losses
 

@@ -45,7 +45,9 @@ def spread(strategy):
 )
 @pytest.mark.parametrize("limit", [10**9, 120])
 def test_any_strategy_gives_the_logical_weights(tmp_path, strategy, num_ranks, limit):
-    run_ranks(lambda: wb.export_safetensors(spread(strategy), tmp_path, max_shard_bytes=limit) and None, num_ranks)
+    run_ranks(
+        lambda: wb.checkpoint.export_safetensors(spread(strategy), tmp_path, max_shard_bytes=limit) and None, num_ranks
+    )
     found = {name: value for path in tmp_path.glob("*.safetensors") for name, value in load_file(path).items()}
     assert found.keys() == STATE.keys() - {"head.weight"}
     for name, value in found.items():
@@ -60,14 +62,14 @@ def test_any_strategy_gives_the_logical_weights(tmp_path, strategy, num_ranks, l
 
 
 def test_it_loads_back_under_another_strategy(tmp_path):
-    run_ranks(lambda: wb.export_safetensors(spread("*: model"), tmp_path, max_shard_bytes=200) and None, 2)
+    run_ranks(lambda: wb.checkpoint.export_safetensors(spread("*: model"), tmp_path, max_shard_bytes=200) and None, 2)
 
     def program():
         model = spread("embed: data@0; norm: data@1; half: data@2")
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.zero_()
-        wb.load_safetensors(model, tmp_path)
+        wb.checkpoint.load_safetensors(model, tmp_path)
         everywhere = wb.placement("cpu", ranks=[0, 1, 2])
         return [p.to_global(placement=everywhere, sbp="B").to_local().clone() for p in model.parameters()]
 
@@ -81,10 +83,10 @@ def test_earlier_weights_go_and_files_are_shared_out(tmp_path, monkeypatch):
     writers = []
     header = exporting._header
     monkeypatch.setattr(exporting, "_header", lambda file, tensors: writers.append(wb.rank()) or header(file, tensors))
-    run_ranks(lambda: wb.export_safetensors(spread("*: data"), tmp_path, max_shard_bytes=60) and None, 2)
+    run_ranks(lambda: wb.checkpoint.export_safetensors(spread("*: data"), tmp_path, max_shard_bytes=60) and None, 2)
     assert set(writers) == {0, 1}
     assert len(list(tmp_path.glob("model-*.safetensors"))) == len(writers) > 2
-    run_ranks(lambda: wb.export_safetensors(spread("*: data"), tmp_path) and None, 2)
+    run_ranks(lambda: wb.checkpoint.export_safetensors(spread("*: data"), tmp_path) and None, 2)
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
 
 
@@ -100,7 +102,7 @@ def test_transformers_loads_it_and_gives_the_same_logits(tmp_path, limit):
     def program():
         model = copy.deepcopy(one).train()  # transformers swaps torch's initializers meanwhile, for all threads
         wb.parallelize(model, "*.h.*: model; *: data")
-        wb.export_safetensors(model, tmp_path, max_shard_bytes=limit)
+        wb.checkpoint.export_safetensors(model, tmp_path, max_shard_bytes=limit)
 
     run_ranks(program, 2)
     loaded, told = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
@@ -116,10 +118,10 @@ def test_what_safetensors_cannot_hold(tmp_path):
         def set_extra_state(self, state):
             pass
 
-    with pytest.raises(CheckpointError, match=r"_extra_state is a dict.*wb\.save"):
-        wb.export_safetensors(Extra(1, 1), tmp_path)
+    with pytest.raises(CheckpointError, match=r"_extra_state is a dict.*wb\.checkpoint\.save"):
+        wb.checkpoint.export_safetensors(Extra(1, 1), tmp_path)
     with pytest.raises(CheckpointError, match=r"complex128.*Cast it"):
-        wb.export_safetensors(nn.Linear(1, 1, dtype=torch.complex128), tmp_path)
+        wb.checkpoint.export_safetensors(nn.Linear(1, 1, dtype=torch.complex128), tmp_path)
 
 
 def test_a_rank_that_cannot_write_is_an_error_on_all(tmp_path):
@@ -127,6 +129,6 @@ def test_a_rank_that_cannot_write_is_an_error_on_all(tmp_path):
 
     def program():
         with pytest.raises((OSError, CheckpointError), match="file"):
-            wb.export_safetensors(spread("*: data"), tmp_path / "file")
+            wb.checkpoint.export_safetensors(spread("*: data"), tmp_path / "file")
 
     run_ranks(program, 2)

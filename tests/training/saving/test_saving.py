@@ -130,13 +130,13 @@ def test_goes_on_under_another_strategy_as_if_never_stopped(tmp_path, whole, sav
     def before():
         run = Run(saved_by[0])
         losses = run.train(0, 3)
-        wb.save(tmp_path / "ckpt", step=3, best={"loss": 0.5, "of": [1, 2]}, **run.parts)
+        wb.checkpoint.save(tmp_path / "ckpt", step=3, best={"loss": 0.5, "of": [1, 2]}, **run.parts)
         return losses
 
     def after():
         run = Run(loaded_by[0], seed=1)
         run.train(0, 1)  # other weights, other optimizer state, other random numbers
-        values = wb.load(tmp_path / "ckpt", **run.parts)
+        values = wb.checkpoint.load(tmp_path / "ckpt", **run.parts)
         assert values == {"step": 3, "best": {"loss": 0.5, "of": [1, 2]}}
         assert run.scaler.get_scale() == 8.0
         return run.train(values["step"], 6)
@@ -151,7 +151,7 @@ def test_an_oracle_of_losses_can_fail(tmp_path, whole):
     def before():
         run = Run("data")
         run.train(0, 3)
-        wb.save(tmp_path / "ckpt", **run.parts)
+        wb.checkpoint.save(tmp_path / "ckpt", **run.parts)
 
     run_ranks(before, 2)
     for kwargs, names in (({"random_state": False}, list(Run("data").parts)), ({}, ["model", "scheduler"])):
@@ -159,7 +159,7 @@ def test_an_oracle_of_losses_can_fail(tmp_path, whole):
         def after(kwargs=kwargs, names=names):
             run = Run("data", seed=1)
             run.train(0, 1)
-            wb.load(tmp_path / "ckpt", **{name: run.parts[name] for name in names}, **kwargs)
+            wb.checkpoint.load(tmp_path / "ckpt", **{name: run.parts[name] for name in names}, **kwargs)
             return run.train(3, 6)
 
         losses = on(2, after)
@@ -178,12 +178,12 @@ def test_an_optimizer_that_is_not_elementwise_goes_on(tmp_path):
     def before():
         run = run_with("model")
         losses = run.train(0, 3)
-        wb.save(tmp_path / "ckpt", model=run.model, optimizer=run.optimizer)
+        wb.checkpoint.save(tmp_path / "ckpt", model=run.model, optimizer=run.optimizer)
         return losses
 
     def after():
         run = run_with("pipeline")
-        wb.load(tmp_path / "ckpt", model=run.model, optimizer=run.optimizer)
+        wb.checkpoint.load(tmp_path / "ckpt", model=run.model, optimizer=run.optimizer)
         return run.train(3, 5)
 
     losses = on(2, before) + on(2, after)
@@ -197,7 +197,7 @@ def test_every_slice_is_written_once_and_by_its_holder(tmp_path):
     def program():
         run = Run("model")
         run.train(0, 1)
-        wb.save(tmp_path / "ckpt", model=run.model, optimizer=run.optimizer)
+        wb.checkpoint.save(tmp_path / "ckpt", model=run.model, optimizer=run.optimizer)
 
     run_ranks(program, 4)
     manifest = json.loads((tmp_path / "ckpt" / "workbench.json").read_text())
@@ -219,7 +219,7 @@ def test_replicas_are_shared_out_evenly(tmp_path):
     def program():
         model = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(8)])
         model.load_state_dict(state)
-        wb.save(tmp_path / "ckpt", model=wb.parallelize(model, "*: data"))
+        wb.checkpoint.save(tmp_path / "ckpt", model=wb.parallelize(model, "*: data"))
 
     run_ranks(program, 4)
     metadata = torch.distributed.checkpoint.FileSystemReader(tmp_path / "ckpt").read_metadata()
@@ -262,7 +262,7 @@ def test_plain_torch_reads_it_on_one_device_and_we_read_plain_torchs(tmp_path):
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.25)
         model(torch.ones(3, 6)).square().sum().backward()
         optimizer.step()
-        wb.save(tmp_path / "ckpt", model=model, optimizer=optimizer, step=1)
+        wb.checkpoint.save(tmp_path / "ckpt", model=model, optimizer=optimizer, step=1)
         state = optimizer.state[model[0].weight]["exp_avg"]
         return {n: p.full_tensor().detach() for n, p in model.named_parameters()}, state
 
@@ -277,7 +277,7 @@ def test_plain_torch_reads_it_on_one_device_and_we_read_plain_torchs(tmp_path):
 
     def back():
         other = wb.parallelize(_sequential(), "*: data")
-        wb.load(f"{tmp_path / 'read.pt'}.dcp", model=other)
+        wb.checkpoint.load(f"{tmp_path / 'read.pt'}.dcp", model=other)
         for name, value in other.named_parameters():
             assert_equal_to_one_device(value, weights[name], rtol=0, atol=0)
 
@@ -288,7 +288,7 @@ def test_a_plain_module_and_layouts_of_every_kind(tmp_path):
     """No strategy at all on one side; on the other tensors under nd-splits, empty shards and size zero."""
     values = {"a": torch.randn(5, 3), "b": torch.randn(2), "c": torch.zeros(0, 4), "d": torch.tensor(2.5)}
     values["e"] = torch.randn(4, 6).to(torch.bfloat16)
-    wb.save(tmp_path / "plain", tensors=dict(values))
+    wb.checkpoint.save(tmp_path / "plain", tensors=dict(values))
     layouts = {"a": ("S(0)", "S(0)"), "b": ("S(0)", "B"), "c": ("S(1)", "S(1)"), "d": ("B", "B"), "e": ("S(1)", "S(0)")}
 
     def make(fill):
@@ -300,18 +300,18 @@ def test_a_plain_module_and_layouts_of_every_kind(tmp_path):
 
     def program():
         empty = make(torch.zeros_like)
-        got = wb.load(tmp_path / "plain", tensors=empty)["tensors"]
+        got = wb.checkpoint.load(tmp_path / "plain", tensors=empty)["tensors"]
         for name, value in got.items():
             assert torch.equal(value.full_tensor(), values[name]), name
-        wb.save(tmp_path / "split", tensors=make(torch.clone))
+        wb.checkpoint.save(tmp_path / "split", tensors=make(torch.clone))
 
     run_ranks(program, 4)
-    again = wb.load(tmp_path / "split")["tensors"]
+    again = wb.checkpoint.load(tmp_path / "split")["tensors"]
     assert again.keys() == values.keys() and all(torch.equal(again[name], values[name]) for name in values)
 
 
 def save_with_torch(folder):
-    """torch.distributed.checkpoint itself, over the process group of the world, without wb.save."""
+    """torch.distributed.checkpoint itself, over the process group of the world, without wb.checkpoint.save."""
     p = wb.placement("cpu", ranks=[[1, 0], [2, 3]])
     x = wb.arange(35, placement=wb.placement("cpu", ranks=[0, 1, 2, 3]), sbp="B").view(7, 5)
     split = x.to_global(placement=p, sbp=("S(0)", "S(1)"))
@@ -327,14 +327,16 @@ def save_with_torch(folder):
 def test_torchs_own_save_and_load_take_global_tensors(tmp_path):
     expected = torch.arange(35).view(7, 5)
     assert run_processes(save_with_torch, 4, str(tmp_path / "ckpt")) == [expected.tolist()] * 4
-    assert torch.equal(wb.load(tmp_path / "ckpt", x=(x := torch.zeros(7, 5)))["x"], expected) and x.sum() == 595
+    assert (
+        torch.equal(wb.checkpoint.load(tmp_path / "ckpt", x=(x := torch.zeros(7, 5)))["x"], expected) and x.sum() == 595
+    )
 
 
 def test_terms_of_a_sum_are_refused(tmp_path):
     def program():
         x = wb.ones(4, placement=wb.placement("cpu", ranks=[0, 1]), sbp=wb.sbp.partial_sum)
         with pytest.raises(CheckpointError, match=r"P holds terms of a sum.*to_global"):
-            wb.save(tmp_path / "ckpt", x=x)
+            wb.checkpoint.save(tmp_path / "ckpt", x=x)
 
     run_ranks(program, 2)
 
@@ -360,12 +362,12 @@ def test_bytes_are_read_once(tmp_path, monkeypatch, room):
     def program():
         run = Run("data")
         run.train(0, 3)
-        wb.save(tmp_path / "once", **run.parts)
+        wb.checkpoint.save(tmp_path / "once", **run.parts)
         for name in ("_bytes", "_checksum"):
             monkeypatch.setattr(reading.Checkpoint, name, counted(getattr(reading.Checkpoint, name)))
         monkeypatch.setattr(reading, "KEPT_BYTES", room)
         other = Run("data", seed=1)
-        wb.load(tmp_path / "once", **other.parts)
+        wb.checkpoint.load(tmp_path / "once", **other.parts)
         return other.train(3, 6)
 
     assert on(1, program) == pytest.approx(on(1, lambda: Run("data").train(0, 6))[3:])

@@ -34,14 +34,14 @@ def _sequential_copy():
 
 class TestAnotherModel:
     def test_everything_that_does_not_fit_is_listed_at_once_and_nothing_changes(self, tmp_path):
-        wb.save(tmp_path / "ckpt", model=nn.ModuleDict({"a": nn.Linear(3, 4), "b": nn.Linear(4, 2)}))
+        wb.checkpoint.save(tmp_path / "ckpt", model=nn.ModuleDict({"a": nn.Linear(3, 4), "b": nn.Linear(4, 2)}))
 
         def program():
             torch.manual_seed(0)
             model = nn.ModuleDict({"a": nn.Linear(3, 5), "c": nn.Linear(4, 2, bias=False)})
             before = model["a"].bias.clone()
             with pytest.raises(CheckpointError) as caught:
-                wb.load(tmp_path / "ckpt", model=model, teacher=nn.Linear(1, 1))
+                wb.checkpoint.load(tmp_path / "ckpt", model=model, teacher=nn.Linear(1, 1))
             assert torch.equal(model["a"].bias, before)
             return str(caught.value)
 
@@ -58,21 +58,21 @@ class TestAnotherModel:
 
     def test_parts_of_a_model_load_if_not_strict(self, tmp_path):
         saved = nn.ModuleDict({"a": nn.Linear(3, 4), "b": nn.Linear(4, 2)})
-        wb.save(tmp_path / "ckpt", model=saved)
+        wb.checkpoint.save(tmp_path / "ckpt", model=saved)
         model = nn.ModuleDict({"a": nn.Linear(3, 4), "c": nn.Linear(4, 2)})
-        wb.load(tmp_path / "ckpt", model=model, strict=False)
+        wb.checkpoint.load(tmp_path / "ckpt", model=model, strict=False)
         assert torch.equal(model["a"].weight, saved["a"].weight)
 
     def test_an_optimizer_over_other_parameters(self, tmp_path):
         model = nn.Linear(2, 2)
-        wb.save(tmp_path / "ckpt", model=model, optimizer=torch.optim.SGD([model.weight], 0.1))
+        wb.checkpoint.save(tmp_path / "ckpt", model=model, optimizer=torch.optim.SGD([model.weight], 0.1))
         with pytest.raises(CheckpointError, match=r"optimizer, group 0: 1 missing in the checkpoint: bias"):
-            wb.load(tmp_path / "ckpt", model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1))
+            wb.checkpoint.load(tmp_path / "ckpt", model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1))
         groups = torch.optim.SGD([{"params": [model.weight]}, {"params": [model.bias]}], 0.1)
         with pytest.raises(CheckpointError, match=r"1 parameter groups in the checkpoint, 2 in the optimizer"):
-            wb.load(tmp_path / "ckpt", model=model, optimizer=groups)
+            wb.checkpoint.load(tmp_path / "ckpt", model=model, optimizer=groups)
         with pytest.raises(CheckpointError, match=r"give the module too"):
-            wb.save(tmp_path / "other", optimizer=groups)
+            wb.checkpoint.save(tmp_path / "other", optimizer=groups)
 
     def test_state_that_cannot_be_cut_is_refused(self, tmp_path):
         def program():
@@ -80,7 +80,7 @@ class TestAnotherModel:
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             optimizer.state[model[0].weight]["row_norms"] = torch.ones(5, 1)
             with pytest.raises(CheckpointError, match=r"neither per element nor a scalar"):
-                wb.save(tmp_path / "ckpt", model=model, optimizer=optimizer)
+                wb.checkpoint.save(tmp_path / "ckpt", model=model, optimizer=optimizer)
 
         run_ranks(program, 2)
 
@@ -88,7 +88,9 @@ class TestAnotherModel:
 class TestDamage:
     @pytest.fixture
     def saved(self, tmp_path):
-        run_ranks(lambda: wb.save(tmp_path / "ckpt", model=wb.parallelize(_sequential_copy(), "*: model")), 2)
+        run_ranks(
+            lambda: wb.checkpoint.save(tmp_path / "ckpt", model=wb.parallelize(_sequential_copy(), "*: model")), 2
+        )
         return tmp_path / "ckpt"
 
     def load(self, path):
@@ -97,7 +99,7 @@ class TestDamage:
             with torch.no_grad():
                 model[0].weight.zero_()
             try:
-                wb.load(path, model=model)
+                wb.checkpoint.load(path, model=model)
             except CheckpointError as error:
                 assert not model[0].weight.full_tensor().any(), "nothing is loaded from a damaged checkpoint"
                 return str(error)
@@ -146,25 +148,25 @@ class TestAsynchronous:
     def test_what_is_saved_is_the_moment_of_the_call(self, tmp_path):
         def program():
             model = wb.parallelize(_sequential_copy(), "*: model")
-            saving = wb.save(tmp_path / "ckpt", model=model, asynchronous=True)
+            saving = wb.checkpoint.save(tmp_path / "ckpt", model=model, async_op=True)
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.zero_()
             saving.wait()
             assert saving.is_complete and saving.wait() == saving.path
-            wb.load(tmp_path / "ckpt", model=model)
+            wb.checkpoint.load(tmp_path / "ckpt", model=model)
             assert_equal_to_one_device(model[0].weight, _SEQUENTIAL[0].weight, rtol=0, atol=0)
 
         run_ranks(program, 2)
 
     def test_it_completes_by_itself(self, tmp_path):
         """No rank waits: the helper threads find each other over the file system."""
-        run_ranks(lambda: wb.save(tmp_path / "ckpt", x=torch.ones(3), asynchronous=True) and None, 3)
+        run_ranks(lambda: wb.checkpoint.save(tmp_path / "ckpt", x=torch.ones(3), async_op=True) and None, 3)
         for _ in range(400):
             if (tmp_path / "ckpt").is_dir():
                 break
             time.sleep(0.01)
-        assert torch.equal(wb.load(tmp_path / "ckpt")["x"], torch.ones(3))
+        assert torch.equal(wb.checkpoint.load(tmp_path / "ckpt")["x"], torch.ones(3))
 
     def test_an_error_on_one_rank_is_raised_on_all_by_the_next_save(self, tmp_path, monkeypatch):
         write_slices = store.writing._write_slices
@@ -177,12 +179,12 @@ class TestAsynchronous:
         monkeypatch.setattr(store.writing, "_write_slices", fails_on_one)
 
         def program():
-            wb.save(tmp_path / "good", x=torch.ones(3), asynchronous=True)
-            wb.save(tmp_path / "bad", x=torch.zeros(3), asynchronous=True)
+            wb.checkpoint.save(tmp_path / "good", x=torch.ones(3), async_op=True)
+            wb.checkpoint.save(tmp_path / "bad", x=torch.zeros(3), async_op=True)
             assert (tmp_path / "good" / ".metadata").is_file()
             with pytest.raises((OSError, CheckpointError), match="no space left"):
-                wb.save(tmp_path / "next", x=torch.ones(3))
-            wb.save(tmp_path / "next", x=torch.ones(3))
+                wb.checkpoint.save(tmp_path / "next", x=torch.ones(3))
+            wb.checkpoint.save(tmp_path / "next", x=torch.ones(3))
 
         run_ranks(program, 2)
         assert sorted(path.name for path in tmp_path.iterdir()) == ["good", "next"]
@@ -191,31 +193,31 @@ class TestAsynchronous:
         def fails(job):
             raise OSError("no space left")
 
-        run_ranks(lambda: wb.save(tmp_path / "ckpt", x=torch.ones(3)) and None, 2)
+        run_ranks(lambda: wb.checkpoint.save(tmp_path / "ckpt", x=torch.ones(3)) and None, 2)
         monkeypatch.setattr(store.writing.Job, "write_own", fails)
 
         def program():
             with pytest.raises(OSError, match="no space left"):
-                wb.save(tmp_path / "ckpt", x=torch.zeros(3))
+                wb.checkpoint.save(tmp_path / "ckpt", x=torch.zeros(3))
 
         run_ranks(program, 2)
-        assert torch.equal(wb.load(tmp_path / "ckpt")["x"], torch.ones(3)), "the one before stays"
+        assert torch.equal(wb.checkpoint.load(tmp_path / "ckpt")["x"], torch.ones(3)), "the one before stays"
 
 
 class TestCheckpoints:
     def test_the_newest_are_kept_and_left_overs_ignored_and_removed(self, tmp_path):
         def program():
-            checkpoints = wb.Checkpoints(tmp_path, keep=2)
+            checkpoints = wb.checkpoint.Checkpoints(tmp_path, keep=2)
             assert checkpoints.load() is None and checkpoints.latest() is None
             for step in (1, 2, 10):
-                checkpoints.save(step, asynchronous=step == 2, x=torch.full((2,), float(step)))
+                checkpoints.save(step, async_op=step == 2, x=torch.full((2,), float(step)))
             assert checkpoints.latest() == 10
             return checkpoints.steps()
 
         assert on(2, program) == [2, 10]
         (tmp_path / "step-00000011.incomplete").mkdir()
         (tmp_path / "step-00000012").mkdir()
-        checkpoints = wb.Checkpoints(tmp_path, keep=2)
+        checkpoints = wb.checkpoint.Checkpoints(tmp_path, keep=2)
         assert checkpoints.incomplete() == ["step-00000011.incomplete", "step-00000012"]
         assert checkpoints.latest() == 10 and "ignored: step-00000011.incomplete" in repr(checkpoints)
         found = checkpoints.load()
@@ -224,14 +226,14 @@ class TestCheckpoints:
         assert checkpoints.steps() == [10, 13] and not checkpoints.incomplete()
 
     def test_a_writer_killed_between_two_renames_loses_nothing(self, tmp_path):
-        checkpoints = wb.Checkpoints(tmp_path)
+        checkpoints = wb.checkpoint.Checkpoints(tmp_path)
         checkpoints.save(4, x=torch.ones(1))
         os.rename(checkpoints.path(4), f"{checkpoints.path(4)}.replaced")
         assert checkpoints.latest() == 4 and checkpoints.load()["step"] == 4
 
     def test_keep_is_at_least_one(self, tmp_path):
         with pytest.raises(ValueError, match="keep=0"):
-            wb.Checkpoints(tmp_path, keep=0)
+            wb.checkpoint.Checkpoints(tmp_path, keep=0)
 
 
 def test_a_directory_that_cannot_be_made_is_an_error_on_all_ranks(tmp_path):
@@ -239,6 +241,6 @@ def test_a_directory_that_cannot_be_made_is_an_error_on_all_ranks(tmp_path):
 
     def program():
         with pytest.raises((OSError, CheckpointError), match="file"):
-            wb.save(tmp_path / "file" / "ckpt", x=torch.ones(1))
+            wb.checkpoint.save(tmp_path / "file" / "ckpt", x=torch.ones(1))
 
     run_ranks(program, 2)

@@ -35,7 +35,7 @@ def a_round(folder, seed):
         for process in ranks.processes:
             process.join(30)
             assert not process.is_alive(), "a rank waits for a dead one"
-    return max(wb.Checkpoints(folder).steps(), default=0)
+    return max(wb.checkpoint.Checkpoints(folder).steps(), default=0)
 
 
 def assert_losses_of_one_run(folder):
@@ -53,7 +53,7 @@ def assert_goes_on_after_kills(folder, seeds):
     newest, left_over = [0], 0
     for seed in seeds:
         newest.append(a_round(folder, seed))
-        left_over += bool(wb.Checkpoints(folder).incomplete())
+        left_over += bool(wb.checkpoint.Checkpoints(folder).incomplete())
     run_processes(saving_rounds.train, 2, str(folder), "*: data", 2)
     assert [int(line) for line in (folder / "starts").read_text().splitlines()] == newest
     assert_losses_of_one_run(folder)
@@ -75,9 +75,9 @@ def test_the_oracle_sees_a_run_that_starts_from_an_old_checkpoint(tmp_path):
     """The same steps from weights of another moment give other losses."""
     saving_rounds.train(str(tmp_path / "run"), "*: data", 3)
     assert_losses_of_one_run(tmp_path / "run")
-    newest = wb.Checkpoints(tmp_path / "run").path(3)
-    os.rename(wb.Checkpoints(tmp_path / "run").path(2), newest.with_name("old"))
-    wb.load(newest)
+    newest = wb.checkpoint.Checkpoints(tmp_path / "run").path(3)
+    os.rename(wb.checkpoint.Checkpoints(tmp_path / "run").path(2), newest.with_name("old"))
+    wb.checkpoint.load(newest)
     with open(tmp_path / "run" / "losses", "a") as file:
         file.write("3 0.5\n")
     with pytest.raises(AssertionError):

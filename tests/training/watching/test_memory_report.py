@@ -51,7 +51,7 @@ def trained(strategy):
     ],
 )
 def test_parameters_gradients_and_state_by_rank(strategy, num_ranks, expected):
-    rows = run_ranks(lambda: wb.memory_report(*trained(strategy)).to_dict(), num_ranks)
+    rows = run_ranks(lambda: wb.debug.memory_report(*trained(strategy)).to_dict(), num_ranks)
     assert all(row == rows[0] for row in rows), "every rank knows the whole table"
     held = rows[0]
     for rank, size in enumerate(expected):
@@ -74,9 +74,9 @@ def test_zero_is_seen(zero):
             optimizer.zero_grad()
             model(torch.ones(4, 64)).sum().backward()
             if zero == 2:
-                before_step = wb.memory_report(model, optimizer)[wb.rank()]["gradients"]
+                before_step = wb.debug.memory_report(model, optimizer)[wb.rank()]["gradients"]
             optimizer.step()
-        held = wb.memory_report(model, optimizer)[wb.rank()]
+        held = wb.debug.memory_report(model, optimizer)[wb.rank()]
         assert held["optimizer"] == model_bytes / 4
         assert held["parameters"] == (model_bytes / 4 if zero == 3 else model_bytes)
         if zero == 2:
@@ -99,11 +99,11 @@ def test_activations_are_counted_at_their_largest():
         def forward():
             return model(wb.to_global(x, wb.placement("cpu", ranks=[0, 1]), "B", broadcast_from=0).requires_grad_())
 
-        with wb.memory_report(model) as report:
+        with wb.debug.memory_report(model) as report:
             for _ in range(2):
                 forward().sum().backward()
         once = report[wb.rank()]["activations"]
-        with wb.memory_report(model) as report:
+        with wb.debug.memory_report(model) as report:
             kept = [forward(), forward()]
             kept[0].sum().backward()
         del kept
@@ -117,20 +117,20 @@ def test_activations_are_counted_at_their_largest():
 
 def test_it_prints_a_table_and_one_rank_is_enough():
     model = nn.Linear(250, 4, bias=False)
-    text = str(wb.memory_report(model))
+    text = str(wb.debug.memory_report(model))
     assert [line.split() for line in text.splitlines()] == [
         ["rank", "parameters", "gradients", "optimizer", "buffers", "transport", "total"],
         ["0", "4.00", "kB", "0", "B", "0", "B", "0", "B", "0", "B", "4.00", "kB"],
     ]
     with pytest.raises(TypeError, match=r"memory_report\(Tensor\)"):
-        wb.memory_report(torch.ones(1))
+        wb.debug.memory_report(torch.ones(1))
 
 
 def shared_memory_of_a_rank():
-    before = wb.memory_report()[wb.rank()]["transport"]
+    before = wb.debug.memory_report()[wb.rank()]["transport"]
     x = wb.ones(512, 256, placement=wb.placement("cpu", ranks=[0, 1]), sbp=wb.sbp.split(0))
     whole = x.to_global(sbp=wb.sbp.broadcast)
-    after = wb.memory_report()[wb.rank()]["transport"]
+    after = wb.debug.memory_report()[wb.rank()]["transport"]
     return current().transport_name, before, after, whole.to_local().nbytes
 
 

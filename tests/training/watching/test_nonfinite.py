@@ -36,7 +36,7 @@ def on_two(change=lambda parallel: None, inputs=INPUTS, step=lambda out: out.sum
         parallel = wb.parallelize(parallel, "*: data")
         x = wb.to_global(inputs, wb.placement("cpu", ranks=[0, 1]), wb.sbp.broadcast).to_global(sbp="S(0)")
         try:
-            with wb.find_nonfinite(parallel):
+            with wb.debug.find_nonfinite(parallel):
                 step(parallel(x))
         except NonFiniteError as error:
             return str(error)
@@ -83,7 +83,7 @@ def test_a_parameter():
 def test_hooks_are_gone_afterwards():
     def program():
         layers = model()
-        with pytest.raises(NonFiniteError), wb.find_nonfinite(layers):
+        with pytest.raises(NonFiniteError), wb.debug.find_nonfinite(layers):
             layers(torch.full((1, 4), float("nan")))
         return [len(layer._forward_hooks) for layer in layers.modules()]
 

@@ -28,7 +28,7 @@ def test_lines_functions_and_bytes_forward_and_backward():
         x = wb.randn(5, 6, placement=p, sbp="S(1)", requires_grad=True)
         w = wb.randn(7, 6, placement=p, sbp="B", requires_grad=True)
         before = current().traffic.sent_bytes
-        with wb.trace() as trace:
+        with wb.debug.trace() as trace:
             h = F.linear(x, w)  # line of linear
             y = torch.softmax(h, 0)  # line of softmax
             z = y.to_global(sbp="B")  # line of to_global
@@ -72,7 +72,7 @@ def test_a_module_is_named_by_its_own_line_and_steps_count():
         model = wb.parallelize(Net(), "fc: data")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         before = current().traffic.sent_bytes
-        with wb.trace() as trace:
+        with wb.debug.trace() as trace:
             (model(torch.ones(5, 4)) ** 2).sum().backward()
             optimizer.step()  # line of the step
         assert trace.sent_bytes == current().traffic.sent_bytes - before > 0
@@ -90,16 +90,16 @@ def test_contexts_nest_and_end():
     def program(rank):
         p = wb.placement("cpu", ranks=[0, 1])
         x = wb.ones(4, 2, placement=p, sbp="S(0)")
-        with wb.trace() as outer:
+        with wb.debug.trace() as outer:
             x.to_global(sbp="B")
-            with wb.trace() as inner:
+            with wb.debug.trace() as inner:
                 for _ in range(3):
                     x.to_global(sbp="S(1)")
         x.to_global(sbp="B")
         assert current().tracer is None
         assert [r.num_boxings for r in inner.records] == [3] and len(outer.records) == 2
         assert outer.wire_bytes == inner.wire_bytes + 32
-        with wb.trace() as empty:
+        with wb.debug.trace() as empty:
             x + x
         return str(empty), repr(inner)
 
@@ -109,7 +109,7 @@ def test_contexts_nest_and_end():
 def test_ranks_outside_count_the_same():
     def program(rank):
         x = wb.ones(4, 2, placement=wb.placement("cpu", ranks=[0, 2]), sbp="S(0)", requires_grad=True)
-        with wb.trace() as trace:
+        with wb.debug.trace() as trace:
             x.to_global(sbp="B").sum().backward()
         return [(r.change, r.direction, r.num_boxings, r.wire_bytes) for r in trace.records], trace.sent_bytes
 
@@ -121,7 +121,7 @@ def test_ranks_outside_count_the_same():
 def test_reads_are_named(reads):
     def program(rank):
         x = wb.ones(4, placement=wb.placement("cpu", ranks=[0, 1]), sbp="S(0)")
-        with wb.trace() as trace:
+        with wb.debug.trace() as trace:
             getattr(x.sum() if reads == "item" else x, reads)()
         return next(iter(trace.by_function))
 

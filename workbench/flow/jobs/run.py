@@ -173,7 +173,7 @@ def _logical(value: torch.Tensor, store: Store, on_rank_0: bool) -> np.ndarray |
         return to_array(value)
     ranks = [0] if on_rank_0 else list(range(world.world_size))
     layout = Layout(store.devices.placement(ranks), (Broadcast(),))
-    whole = box(value.detach(), layout)  # type: ignore[arg-type]
+    whole = box(value.detach(), layout)
     return None if whole.is_placeholder else to_array(plain(whole))
 
 

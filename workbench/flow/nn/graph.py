@@ -99,7 +99,7 @@ class Graph(ABC):
         self._optimizers.append((optim, lr_sch))
 
     def set_grad_scaler(self, scaler: torch.amp.GradScaler) -> None:
-        """Scale losses for fp16: a ``wb.GradScaler``; a step with an overflow on any rank is skipped by all."""
+        """Scale losses for fp16: a ``torch.amp.GradScaler``; a step with an overflow on any rank is skipped by all."""
         self._scaler = scaler
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -200,7 +200,7 @@ class Graph(ABC):
                 )
 
     def timeline(self) -> Any:
-        """When every rank ran what of the last training call; see ``wb.timeline``. All ranks call it."""
+        """When every rank ran what of the last training call; see ``wb.debug.timeline``. All ranks call it."""
         return timeline_of(self.spans)
 
     def state_dict(self) -> dict[str, Any]:
@@ -229,7 +229,7 @@ def _cut(inputs: Any, num_micro_batches: int) -> tuple[list[Any], list[float]]:
 def _as_it_lay(part: Any, whole: Any) -> Any:
     if not isinstance(part, GlobalTensor):
         return part
-    return GlobalTensor.to_global(part, whole.placement, whole.sbp)  # type: ignore[attr-defined]
+    return GlobalTensor.to_global(part, whole.placement, whole.sbp)
 
 
 __all__ = ["Graph", "GraphModule"]

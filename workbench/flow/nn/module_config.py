@@ -79,7 +79,7 @@ def _brought(leaf: Any, placement: Placement) -> Any:
     if not isinstance(leaf, GlobalTensor) or leaf.placement == placement:
         return leaf
     sbp = leaf.sbp if leaf.placement.num_axes == placement.num_axes else ("B",) * placement.num_axes
-    return GlobalTensor.to_global(leaf, placement, sbp)  # type: ignore[attr-defined]
+    return GlobalTensor.to_global(leaf, placement, sbp)
 
 
 def config_of(module: nn.Module) -> ModuleConfig | None:

@@ -139,7 +139,7 @@ def compare(
         count: (inputs, targets) -> how many terms the mean loss of a micro-batch has, where that is not its samples:
             the words that count, for example.
         progress: print a line per strategy, in a notebook below the cell, elsewhere to standard error.
-        keep: keep the runs on disk, see ``wb.SavedRuns``; a ``SavedRuns`` says where.
+        keep: keep the runs on disk, see ``wb.draw.SavedRuns``; a ``SavedRuns`` says where.
         check_steps: first steps that one device trains too, to be compared with; 0 for none.
 
     Returns:

@@ -44,7 +44,7 @@ class SavedRuns:
     Raises (its methods):
         SessionError: no run has that id.
 
-    >>> runs = wb.SavedRuns()                                    # doctest: +SKIP
+    >>> runs = wb.draw.SavedRuns()                                    # doctest: +SKIP
     >>> [run.name for run in runs if run.equal]                  # doctest: +SKIP
     ['data', 'hybrid']
     """

@@ -32,7 +32,7 @@ def calibrate() -> LinkCost:
     Returns:
         Seconds to start an exchange, and bytes per second that a rank then receives.
 
-    ``print(wb.calibrate())`` after ``wb.init()``, or in a ``%%global`` cell.
+    ``print(wb.planner.calibrate())`` after ``wb.init()``, or in a ``%%global`` cell.
 
     Raises:
         CollectiveAborted: another rank is in another call, or has gone.

@@ -37,7 +37,7 @@ def explicit_boxing() -> Iterator[None]:
 
     >>> p = wb.placement("cpu", ranks=[0, 1])
     >>> x, w = wb.ones(4, 6, placement=p, sbp="S(0)"), wb.ones(6, 2, placement=p, sbp="B")
-    >>> with wb.explicit_boxing():
+    >>> with wb.debug.explicit_boxing():
     ...     y = x @ w                   # S(0) with B needs nothing
     >>> y.sbp
     (S(0),)
@@ -56,7 +56,8 @@ def check_explicit(function: str, needs: Sequence[Need]) -> None:
     texts = [text for need in needs if (text := _describe(need, given))]
     if texts:
         raise ExplicitBoxingError(
-            f"{function}: needs a boxing {'; and '.join(texts)}. Under wb.explicit_boxing() only what moves nothing "
+            f"{function}: needs a boxing {'; and '.join(texts)}. Under wb.debug.explicit_boxing() only what moves "
+            f"nothing "
             "happens by itself."
         )
 

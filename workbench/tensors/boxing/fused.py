@@ -75,14 +75,14 @@ def to_global_many(
     Raises:
         LayoutError: no tensors, or one that is not a global tensor; or a maximum that requires a gradient.
 
-    ``w, b = wb.to_global_many([layer.weight, layer.bias], sbp="B")`` gathers both in one exchange.
+    ``w, b = wb.to_global([layer.weight, layer.bias], sbp="B")`` gathers both in one exchange.
     """
     if not tensors:
-        raise LayoutError("to_global_many: 0 tensors were given, it takes 1 or more. Leave the call out.")
+        raise LayoutError("to_global: 0 tensors were given, it takes 1 or more. Leave the call out.")
     for i, tensor in enumerate(tensors):
         if not isinstance(tensor, GlobalTensor):
             raise LayoutError(
-                f"to_global_many: tensor {i} of {len(tensors)} is a {type(tensor).__name__}. All must be global "
+                f"to_global: tensor {i} of {len(tensors)} is a {type(tensor).__name__}. All must be global "
                 "tensors; make one first: wb.to_global(tensor, placement=..., sbp=...)."
             )
     handle = box_many(tensors, [_target(tensor, placement, sbp) for tensor in tensors], async_op)

@@ -88,17 +88,17 @@ class BoxedView(GlobalTensor):
     def to_global(self, *args: Any, **kwargs: Any) -> Any:
         """``GlobalTensor.to_global`` of the values that the base has now."""
         _bring_up_to_date(self)
-        return GlobalTensor.to_global(self, *args, **kwargs)  # type: ignore[attr-defined]
+        return GlobalTensor.to_global(self, *args, **kwargs)
 
-    def to_local(self) -> Any:
+    def to_local(self) -> Any:  # type: ignore[override]
         """``GlobalTensor.to_local`` of the values that the base has now."""
         _bring_up_to_date(self)
-        return GlobalTensor.to_local(self)  # type: ignore[attr-defined]
+        return GlobalTensor.to_local(self)
 
     def full_tensor(self) -> Any:
         """``GlobalTensor.full_tensor`` of the values that the base has now."""
         _bring_up_to_date(self)
-        return GlobalTensor.full_tensor(self)  # type: ignore[attr-defined]
+        return GlobalTensor.full_tensor(self)
 
     @classmethod
     def _of(cls, tensor: GlobalTensor, origin: Origin, root: GlobalTensor | None) -> None:
@@ -190,7 +190,7 @@ class AmbiguousTensor(GlobalTensor):
         """Refused: see the class."""
         self.refuse("to_global")
 
-    def to_local(self) -> Any:
+    def to_local(self) -> Any:  # type: ignore[override]
         """Refused: see the class."""
         self.refuse("to_local")
 

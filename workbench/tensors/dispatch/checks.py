@@ -47,7 +47,8 @@ def plain_operand_text(func: Callable[..., Any], args: Any, kwargs: Any, tensor:
 
 
 def check_plan(plan: Plan, func: Callable[..., Any], args: Any, kwargs: Any) -> None:
-    """Under ``wb.explicit_boxing()``: refuse a plan that communicates, naming all the arguments that would move."""
+    """Under ``wb.debug.explicit_boxing()``: refuse a plan that communicates, naming all the arguments that would "
+    "move."""
     ordered_args, ordered_kwargs = bind(plan.name.folded, args, kwargs)
     operands = [leaf for leaf in tree_leaves((ordered_args, ordered_kwargs)) if isinstance(leaf, GlobalTensor)]
     needs = [

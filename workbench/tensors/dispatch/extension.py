@@ -1,4 +1,6 @@
-"""``wb.rule``: an equation for a function of the user, so that it splits like torch's own; proved on request."""
+"""``wb.register_rule``: an equation for a function of the user, so that it splits like torch's own; proved on
+request.
+"""
 
 from __future__ import annotations
 
@@ -26,17 +28,22 @@ from workbench.tensors.dispatch.registry import (
 from workbench.tensors.global_tensor import GlobalTensor, local_torch
 from workbench.tensors.world import current
 
-_FORM = 'wb.rule("name", "b d, D -> b D"), wb.rule(function, "b d, D -> b D"), or @wb.rule("b d, D -> b D")'
+_FORM = (
+    'wb.register_rule("name", "b d, D -> b D"), wb.register_rule(function, "b d, D -> b D"), or '
+    '@wb.register_rule("b d, D -> b D")'
+)
 
 
-def rule(
+def register_rule(
     function: Any,
     equation: str | None = None,
     *,
     prove: Sequence[Any] | None = None,
     meta: Callable[..., Any] | None = None,
 ) -> Any:
-    """Give a function an equation: ``wb.rule("mylib::scale", "b d, d -> b d")``, or ``@wb.rule("b d, d -> b d")``.
+    """Give a function an equation, by its name or as a decorator.
+
+    ``wb.register_rule("mylib::scale", "b d, d -> b d")``, or ``@wb.register_rule("b d, d -> b d")``.
 
     The letters of an equation name the dims of the operands and of the result. A small letter is a dim that may be
     split, and one that the result lacks was summed over; a capital is a dim that must stay whole; ``...`` are leading
@@ -48,7 +55,7 @@ def rule(
             operator itself, or a Python function; as a decorator, the equation alone.
         equation: for one call, with one term per tensor among the arguments.
         prove: arguments of an example call; every layout that the equation allows is then run by brute force on two
-            and three ranks (``wb.prove`` finds missing ones too).
+            and three ranks (``wb.debug.prove`` finds missing ones too).
         meta: for a Python function that does not run on tensors without data: the same arguments, empty results.
 
     Returns:
@@ -57,7 +64,7 @@ def rule(
     Raises:
         LayoutError: the equation does not parse, does not fit a call, or is proved wrong; then it is not registered.
 
-    >>> @wb.rule("b D, D -> b D", prove=[torch.randn(5, 4), torch.randn(4)])
+    >>> @wb.register_rule("b D, D -> b D", prove=[torch.randn(5, 4), torch.randn(4)])
     ... def soft_scale(x, weight):
     ...     return torch.softmax(x, -1) * weight
     >>> x = wb.randn(5, 4, placement=wb.placement("cpu", ranks=[0, 1]), sbp="S(0)")
@@ -66,8 +73,8 @@ def rule(
     """
     if equation is None:
         if not isinstance(function, str) or "->" not in function:
-            raise LayoutError(f"wb.rule({function!r}): there is no equation. Write {_FORM}.")
-        return functools.partial(rule, equation=function, prove=prove, meta=meta)
+            raise LayoutError(f"wb.register_rule({function!r}): there is no equation. Write {_FORM}.")
+        return functools.partial(register_rule, equation=function, prove=prove, meta=meta)
     parsed = Equation.parse(equation)
     name, called = _register_name(function, meta)
     before = RULES.get(name)
@@ -92,7 +99,7 @@ def _register_name(function: Any, meta: Any) -> tuple[str, Any]:
     if isinstance(operator, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         return fold_name(operator).folded, function
     if not callable(function):
-        raise LayoutError(f"wb.rule({function!r}): a {type(function).__name__} is no function. Write {_FORM}.")
+        raise LayoutError(f"wb.register_rule({function!r}): a {type(function).__name__} is no function. Write {_FORM}.")
     if not inspect.isfunction(function) or function.__module__.startswith("torch"):
         return fold_name(function).folded, function
     return _dispatching(function, meta)
@@ -106,7 +113,7 @@ def _operator(name: str) -> Any:
     library = getattr(torch.ops, namespace)
     if not hasattr(library, short):
         raise LayoutError(
-            f"wb.rule({name!r}): torch.ops.{namespace} has no operator {short!r}. Define it first, with "
+            f"wb.register_rule({name!r}): torch.ops.{namespace} has no operator {short!r}. Define it first, with "
             f"torch.library.custom_op({name!r}, ...)."
         )
     return getattr(library, short)
@@ -187,18 +194,20 @@ def _prove(name: str, equation: str, called: Any, arguments: Sequence[Any]) -> N
 
     if called is None:
         raise LayoutError(
-            f"wb.rule({name!r}, prove=...): a name alone cannot be called. Give the function itself: wb.rule(function, "
+            f"wb.register_rule({name!r}, prove=...): a name alone cannot be called. Give the function itself: "
+            f"wb.register_rule(function, "
             f"{equation!r}, prove=[...])."
         )
     proof = prove_function(called, *arguments, finds_missing=False)
     if proof.wrong:
         listed = "\n".join(f"  {finding}" for finding in proof.wrong[:5])
         raise LayoutError(
-            f"wb.rule({name!r}, {equation!r}): {len(proof.wrong)} of {proof.num_checked} layouts that the equation "
+            f"wb.register_rule({name!r}, {equation!r}): {len(proof.wrong)} of {proof.num_checked} layouts that the "
+            f"equation "
             f"allows give other numbers than one device:\n{listed}\nAn operand split at a letter must give that part "
             "of the result, or a term of it where the result lacks the letter. Write dims that the function needs "
             "whole as capitals."
         )
 
 
-__all__ = ["local_map", "rule"]
+__all__ = ["local_map", "register_rule"]

@@ -38,7 +38,7 @@ class Finding:
 
 @dataclass
 class Proof:
-    """The outcome of ``wb.prove``. ``print`` it; ``bool(proof)`` is whether no signature was wrong.
+    """The outcome of ``wb.debug.prove``. ``print`` it; ``bool(proof)`` is whether no signature was wrong.
 
     Attributes:
         wrong: declared signatures whose results or gradients are not one device's.

@@ -45,7 +45,7 @@ def prove(
     moving anything, the signature is missing.
 
     Args:
-        function: any function of tensors; also one of your own that ``wb.rule`` knows.
+        function: any function of tensors; also one of your own that ``wb.register_rule`` knows.
         operands: plain tensors, the logical values; other arguments are handed on.
         num_ranks: sizes of the axis.
         max_combinations: bound on the undeclared layouts that are tried per call.
@@ -54,7 +54,7 @@ def prove(
     Returns:
         a ``Proof``: ``print`` it; ``proof.wrong`` and ``proof.missing`` hold the findings.
 
-    >>> proof = wb.prove(torch.add, torch.randn(5, 4), torch.randn(5, 4))
+    >>> proof = wb.debug.prove(torch.add, torch.randn(5, 4), torch.randn(5, 4))
     >>> proof.wrong, proof.missing
     ([], [])
     """

@@ -53,7 +53,7 @@ def _refuse_custom_function(cls: Any, arg: GlobalTensor) -> None:
         f"{arg._spec.layout}. A custom autograd.Function would see this rank's shard of shape "
         f"{tuple(arg._spec.local_shape)} and mix plain gradients with global ones. Declare its layouts: "
         f"wb.local_map({cls.__name__}.apply, in_sbp=[...], out_sbp=...), or register it as an operator "
-        f"(torch.library.custom_op) and give that an equation with wb.rule(...)."
+        f"(torch.library.custom_op) and give that an equation with wb.register_rule(...)."
     )
 
 

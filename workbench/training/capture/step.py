@@ -118,7 +118,8 @@ def capture(step: Callable[..., Any], *, max_recordings: int = 8) -> CapturedSte
     optimizers. Parameters, buffers and optimizer state are written in place; random draws (dropout) go on as they
     would; an optimizer reads its settings at every step, so a scheduler may change them in between.
 
-    A step that is cut into micro-batches is replayed in the order of its schedule's table; ``wb.timeline`` shows the
+    A step that is cut into micro-batches is replayed in the order of its schedule's table; ``wb.debug.timeline``
+    shows the
     last one that ran as written.
 
     Inputs of another shape or layout, other values of arguments that are no tensors, parameters that have moved, and

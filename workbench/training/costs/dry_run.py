@@ -1,4 +1,4 @@
-"""``wb.dry_run``: a training step of a strategy on ranks that nobody has, to count what it sends.
+"""``wb.planner.dry_run``: a training step of a strategy on ranks that nobody has, to count what it sends.
 
 The program is the real one: ``parallelize``, forward, backward and optimizer run in this process, with the real boxing
 plans, on tensors without data, through a transport that moves nothing. So what is counted are the bytes that the ranks
@@ -204,7 +204,7 @@ def _to(leaf: Any, dtype: torch.dtype) -> Any:
 
 
 class _Watcher:
-    """Stands where ``wb.trace()`` does: is told of every boxing, whether this rank takes part or not."""
+    """Stands where ``wb.debug.trace()`` does: is told of every boxing, whether this rank takes part or not."""
 
     def __init__(self) -> None:
         self._plans: dict[int, tuple[Any, int]] = {}

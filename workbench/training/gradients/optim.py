@@ -328,7 +328,7 @@ def _part_of_state(parameter: GlobalTensor, value: torch.Tensor) -> torch.Tensor
     if isinstance(value, GlobalTensor):
         if tuple(value._spec.shape) != tuple(spec.shape):
             return plain(value)
-        return plain(box(value.detach(), spec.layout))  # type: ignore[arg-type]
+        return plain(box(value.detach(), spec.layout))
     if tuple(value.shape) == tuple(spec.shape) != tuple(spec.local_shape):
         return slice_region(value, spec.layout.region(spec.shape, spec.world.rank)).clone(
             memory_format=torch.contiguous_format

@@ -48,7 +48,7 @@ class Balance:
         return f"{self.strategy}\nstages of {costs} ms"
 
 
-def balance(
+def partition_stages(
     module: nn.Module,
     loss_fn: LossFunction | None,
     inputs: Any,
@@ -79,7 +79,7 @@ def balance(
         StrategyError: fewer parts than stages, no number of micro-batches, or a module that is spread already.
 
     >>> model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 512), nn.Linear(512, 512))
-    >>> str(wb.balance(model, F.mse_loss, torch.ones(64, 8), torch.ones(64, 512), 2).strategy)
+    >>> str(wb.planner.partition_stages(model, F.mse_loss, torch.ones(64, 8), torch.ones(64, 512), 2).strategy)
     '0: data@0; 1: data@0; 2: data@1 | 2x1x1'
     """
     _check(module)
@@ -87,12 +87,14 @@ def balance(
     parts = list(dict.fromkeys(_part_of(name) for name in names))
     if num_stages > len(parts):
         raise StrategyError(
-            f"balance: {num_stages} stages, but the model has {len(parts)} parts between which it can be cut (blocks "
+            f"partition_stages: {num_stages} stages, but the model has {len(parts)} parts between which it can be cut "
+            f"(blocks "
             f"and single layers). Each stage needs one: use at most {len(parts)} stages."
         )
     if num_micro_batches is not None and not (isinstance(num_micro_batches, int) and num_micro_batches >= 1):
         raise StrategyError(
-            f"balance: num_micro_batches={num_micro_batches!r}, but a step has a whole number of them, at least 1. "
+            f"partition_stages: num_micro_batches={num_micro_batches!r}, but a step has a whole number of them, at "
+            f"least 1. "
             "Leave it out for as many as stages."
         )
     batch = Batch.of_arguments(inputs, targets, loss_fn)
@@ -111,7 +113,8 @@ def balance(
 def _check(module: nn.Module) -> None:
     if STATE in module.__dict__ or any(isinstance(p, GlobalTensor) for p in module.parameters()):
         raise StrategyError(
-            f"balance: {type(module).__name__} is spread over {current().world_size} ranks already; layers are timed "
+            f"partition_stages: {type(module).__name__} is spread over {current().world_size} ranks already; layers "
+            f"are timed "
             f"on 1. Call it on the plain module, before wb.parallelize."
         )
 
@@ -200,4 +203,4 @@ def _without_lasting(module: nn.Module, run: Callable[[], Any]) -> Any:
 def _least_over_ranks(values: Sequence[float], world: World) -> list[float]:
     """The same numbers on all ranks."""
     measured = torch.tensor(values, dtype=torch.float64, device=world.device)
-    return torch.stack(world.transport.all_gather(measured, "balance()")).amin(0).tolist()
+    return torch.stack(world.transport.all_gather(measured, "partition_stages()")).amin(0).tolist()

@@ -28,7 +28,8 @@ def timeline(module: nn.Module) -> Timeline:
     Raises:
         StrategyError: the module is not parallelized.
 
-    After a step under ``"0: data; 1: data@1 | 2x1x1 mb=4 1f1b"``, ``wb.timeline(model).bubble`` is the part of the time
+    After a step under ``"0: data; 1: data@1 | 2x1x1 mb=4 1f1b"``, ``wb.debug.timeline(model).bubble`` is the part of
+    the time
     in which ranks had nothing to do.
     """
     return timeline_of(state_of(module).spans)

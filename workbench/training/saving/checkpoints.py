@@ -1,4 +1,4 @@
-"""``wb.Checkpoints``: a directory of checkpoints by step, of which the newest few are kept."""
+"""``wb.checkpoint.Checkpoints``: a directory of checkpoints by step, of which the newest few are kept."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Checkpoints:
 
     A run that can be killed at any moment and started again::
 
-        checkpoints = wb.Checkpoints("runs/gpt", keep=3)
+        checkpoints = wb.checkpoint.Checkpoints("runs/gpt", keep=3)
         found = checkpoints.load(model=model, optimizer=optimizer, loader=loader)
         for step in range(found["step"] if found else 0, num_steps):
             ...
-            checkpoints.save(step + 1, asynchronous=True, model=model, optimizer=optimizer, loader=loader)
+            checkpoints.save(step + 1, async_op=True, model=model, optimizer=optimizer, loader=loader)
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, keep: int | None = 3) -> None:
@@ -64,14 +64,12 @@ class Checkpoints:
         latest: int | None = found[0]
         return latest
 
-    def save(self, step: int, *, asynchronous: bool = False, **parts: Any) -> store.Saving:
-        """``wb.save`` under the step's name; the parts get the value ``step``."""
-        return store.save(
-            self.path(step), asynchronous=asynchronous, on_complete=lambda: self._tidy(step), step=step, **parts
-        )
+    def save(self, step: int, *, async_op: bool = False, **parts: Any) -> store.Saving:
+        """``wb.checkpoint.save`` under the step's name; the parts get the value ``step``."""
+        return store.save(self.path(step), async_op=async_op, on_complete=lambda: self._tidy(step), step=step, **parts)
 
     def load(self, step: int | None = None, **parts: Any) -> dict[str, Any] | None:
-        """``wb.load`` of a step, default the newest complete one.
+        """``wb.checkpoint.load`` of a step, default the newest complete one.
 
         Returns:
             the plain values, ``"step"`` among them; None if there is no complete checkpoint and none was asked for.

@@ -49,7 +49,8 @@ def find(path: Path) -> Path:
     if path.is_dir():
         raise CheckpointError(
             f"load({str(path)!r}): the directory has no .metadata, which is written last: it is half-written, or no "
-            "checkpoint. Load an earlier checkpoint; for a directory of checkpoints use wb.Checkpoints(directory).load."
+            "checkpoint. Load an earlier checkpoint; for a directory of checkpoints use "
+            "wb.checkpoint.Checkpoints(directory).load."
         )
     near = sorted(p.name for p in path.parent.glob("*") if (p / ".metadata").is_file())[:5]
     there = f"{path.parent} has {', '.join(near)}" if near else f"no checkpoint is in {path.parent}"
@@ -70,7 +71,7 @@ class Checkpoint:
 
     Attributes:
         entries: (path in the nested state -> torch's description of the entry).
-        kinds: the kind of every part that ``wb.save`` was given.
+        kinds: the kind of every part that ``wb.checkpoint.save`` was given.
 
     Raises:
         CheckpointError: the table of contents is damaged, or a file is missing or has another size than it was written

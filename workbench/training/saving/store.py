@@ -1,4 +1,4 @@
-"""``wb.save`` and ``wb.load``: one checkpoint of everything that training needs to go on."""
+"""``wb.checkpoint.save`` and ``wb.checkpoint.load``: one checkpoint of everything that training needs to go on."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _under_way: WeakKeyDictionary[World, Saving] = WeakKeyDictionary()
 
 
 class Saving:
-    """A checkpoint that is being written; what ``wb.save`` returns."""
+    """A checkpoint that is being written; what ``wb.checkpoint.save`` returns."""
 
     def __init__(self, job: writing.Job) -> None:
         self._job = job
@@ -100,7 +100,7 @@ def _poll(is_done: Callable[[], bool]) -> None:
 def save(
     path: str | os.PathLike[str],
     *,
-    asynchronous: bool = False,
+    async_op: bool = False,
     on_complete: Callable[[], None] | None = None,
     **parts: Any,
 ) -> Saving:
@@ -112,7 +112,7 @@ def save(
 
     Args:
         path: the directory to be.
-        asynchronous: copy the slices, return, and write in the background. The next ``save``, ``load`` or ``wait``
+        async_op: copy the slices, return, and write in the background. The next ``save``, ``load`` or ``wait``
             raises what went wrong; the interpreter does not end before the checkpoint is complete.
         on_complete: called on rank 0 when the checkpoint is complete; from a helper thread if asynchronous.
         parts: what to save, by names of your choice: modules, optimizers (with the module their parameters are in),
@@ -126,7 +126,7 @@ def save(
     Raises:
         CheckpointError: something cannot be saved, or a rank could not write.
 
-    ``wb.save("runs/last", model=model, optimizer=optimizer, step=step)``
+    ``wb.checkpoint.save("runs/last", model=model, optimizer=optimizer, step=step)``
     """
     world, path = current(), Path(os.path.abspath(path))
     finish_previous(world)
@@ -138,14 +138,14 @@ def save(
     job = writing.Job(
         path,
         world,
-        writing.snapshot(items, planner, keeps=asynchronous),
+        writing.snapshot(items, planner, keeps=async_op),
         metadata,
         aliases,
         {part: kind_of(value) for part, value in parts.items()},
         on_complete,
     )
     saving = Saving(job)
-    if asynchronous:
+    if async_op:
         _under_way[world] = saving
         saving.start()
     else:
@@ -184,7 +184,8 @@ def load(
     compared first: nothing is changed by a load that fails there.
 
     Args:
-        path: a directory that ``wb.save`` has made, or ``torch.distributed.checkpoint.save``. As with ``torch.load``
+        path: a directory that ``wb.checkpoint.save`` has made, or ``torch.distributed.checkpoint.save``. As with
+        ``torch.load``
             of whole objects, load only what you trust.
         strict: refuse a checkpoint in which a module's tensors are missing, or which has others.
         random_state: go on with the random numbers of the moment of saving too.
@@ -197,7 +198,7 @@ def load(
         CheckpointError: there is no such checkpoint, or it is half-written, damaged, or of another model; all that
             is missing, unexpected or of another shape is listed.
 
-    ``step = wb.load("runs/last", model=model, optimizer=optimizer)["step"]``
+    ``step = wb.checkpoint.load("runs/last", model=model, optimizer=optimizer)["step"]``
     """
     world, path = current(), Path(os.path.abspath(path))
     finish_previous(world)

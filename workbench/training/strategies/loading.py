@@ -1,4 +1,6 @@
-"""``wb.load_safetensors``: weights from safetensors files into a module's shards; each rank reads its own slices."""
+"""``wb.checkpoint.load_safetensors``: weights from safetensors files into a module's shards; each rank reads its own
+slices.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ def load_safetensors(module: nn.Module, path: str | os.PathLike[str], *, strict:
     Raises:
         CheckpointError: files that cannot be read, or do not fit; everything that does not fit is listed at once.
 
-    >>> wb.load_safetensors(model, "gpt2/")  # doctest: +SKIP
+    >>> wb.checkpoint.load_safetensors(model, "gpt2/")  # doctest: +SKIP
     """
     world = current()
     error: CheckpointError | None = None

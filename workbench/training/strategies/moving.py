@@ -83,7 +83,7 @@ class OptimizerState:
     def _boxed(self, value: Any, parameter: GlobalTensor, spec: Spec | None, what: _Element) -> torch.Tensor:
         layout = state_layout(parameter)
         if isinstance(value, GlobalTensor):
-            return box(value.detach(), layout)  # type: ignore[arg-type]
+            return box(value.detach(), layout)
         if spec is None:
             return plain(spread(value, layout, self.world))
         if isinstance(value, _Element):

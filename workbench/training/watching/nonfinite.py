@@ -1,4 +1,4 @@
-"""``wb.find_nonfinite``: the layer and the rank where the first nan or infinity of a step came to be."""
+"""``wb.debug.find_nonfinite``: the layer and the rank where the first nan or infinity of a step came to be."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def find_nonfinite(module: nn.Module) -> Iterator[None]:
             result), how many values, and whether they came in or came to be there.
 
     >>> model = wb.parallelize(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU()), "*: data")
-    >>> with wb.find_nonfinite(model):
+    >>> with wb.debug.find_nonfinite(model):
     ...     model(torch.ones(1, 2)).sum().backward()
-    >>> with wb.find_nonfinite(model):
+    >>> with wb.debug.find_nonfinite(model):
     ...     model(torch.tensor([[1.0, float("inf")]]))
     Traceback (most recent call last):
     workbench.errors.NonFiniteError: ...

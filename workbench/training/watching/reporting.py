@@ -1,4 +1,4 @@
-"""``wb.memory_report``: what every rank holds, by kind."""
+"""``wb.debug.memory_report``: what every rank holds, by kind."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def memory_report(*things: nn.Module | torch.optim.Optimizer) -> MemoryReport:
 
     Around a step, the activations that autograd keeps for backward are counted too, at their largest::
 
-        with wb.memory_report(model, optimizer) as report:
+        with wb.debug.memory_report(model, optimizer) as report:
             loss(model(inputs)).backward()
         print(report)
 
@@ -105,7 +105,7 @@ def memory_report(*things: nn.Module | torch.optim.Optimizer) -> MemoryReport:
         if not isinstance(thing, (nn.Module, torch.optim.Optimizer)):
             raise TypeError(
                 f"memory_report({type(thing).__name__}): modules and optimizers have memory by kind. Give these, e.g. "
-                "wb.memory_report(model, optimizer)."
+                "wb.debug.memory_report(model, optimizer)."
             )
     return MemoryReport(
         [thing for thing in things if isinstance(thing, nn.Module)],

@@ -1,4 +1,4 @@
-"""Which line of whose code caused which boxing, and what it moved: ``with wb.trace() as t: ...; print(t)``."""
+"""Which line of whose code caused which boxing, and what it moved: ``with wb.debug.trace() as t: ...; print(t)``."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Totals(NamedTuple):
 
 
 class Trace:
-    """What ``wb.trace()`` gives: the boxings that ran while it was in force. ``print`` it for a table.
+    """What ``wb.debug.trace()`` gives: the boxings that ran while it was in force. ``print`` it for a table.
 
     Attributes:
         rank: the rank whose boxings these are. Counts and ``wire_bytes`` are the same on all ranks.
@@ -192,7 +192,7 @@ def trace() -> Iterator[Trace]:
         ``wire_bytes`` (of all ranks).
 
     >>> p = wb.placement("cpu", ranks=[0, 1])
-    >>> with wb.trace() as t:
+    >>> with wb.debug.trace() as t:
     ...     x = wb.ones(4, placement=p, sbp="B").to_global(sbp="S(0)")
     >>> t.by_function
     {'to_global': Totals(num_boxings=1, sent_bytes=0, wire_bytes=0)}

@@ -43,7 +43,7 @@ def draw_boxing(plan: BoxingPlan | BoxingPath, *, theme: str = "light") -> Pictu
         ValueError: more than 2 dims or 16 ranks; a boxing path of several boxings, whose ``steps`` have a picture each.
 
     >>> p = wb.placement("cpu", ranks=[0, 1])
-    >>> picture = wb.draw_boxing(wb.boxing_plan((p, "S(0)"), (p, "B"), (4, 4)))
+    >>> picture = wb.draw.boxing(wb.debug.boxing_plan((p, "S(0)"), (p, "B"), (4, 4)))
     >>> picture.save("/dev/null")
     """
     if not isinstance(plan, BoxingPlan):

@@ -40,7 +40,7 @@ def draw_matmul(x: Any, w: Any, out: Any, *, names: Sequence[str] = NAMES, theme
 
     >>> p = wb.placement("cpu", ranks=[0, 1])
     >>> x, w = wb.ones(4, 5, placement=p, sbp="S(0)"), wb.ones(5, 8, placement=p, sbp="B")
-    >>> wb.draw_matmul(x, w, x @ w)
+    >>> wb.draw.matmul(x, w, x @ w)
     x[4, 5] S(0) @ w[5, 8] B = out[4, 8] S(0): data parallel on 2 ranks
       rank 0: x[0:2, :] @ all of w = out[0:2, :]
       rank 1: x[2:4, :] @ all of w = out[2:4, :]

@@ -44,7 +44,7 @@ def draw_network(
 
     >>> p = wb.placement("cpu", ranks=[0, 1])
     >>> x, w = wb.ones(4, 5, placement=p, sbp="S(0)"), wb.ones(5, 8, placement=p, sbp="B").requires_grad_()
-    >>> wb.draw_network((x, w, x @ w))
+    >>> wb.draw.network((x, w, x @ w))
     layer 0: data parallel on 2 ranks
     gradient of w0: all-reduce P -> B, 320 B
     """

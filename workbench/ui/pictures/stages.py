@@ -50,7 +50,7 @@ def draw_stages(
     >>> from workbench.core.placement import Placement
     >>> grids = [[[s * 48 + host * 8 + gpu for gpu in range(8)] for host in range(6)] for s in range(64)]
     >>> layouts = [Layout.of(Placement.of("cuda", grid), "B, S(1)") for grid in grids]
-    >>> wb.draw_stages(*((layout, (12288, 49152)) for layout in layouts), names=("host", "GPU"))
+    >>> wb.draw.stages(*((layout, (12288, 49152)) for layout in layouts), names=("host", "GPU"))
     64 stages x 6 x 8 = 3072 ranks
     stage 0: ranks 0-47, weight [12288, 49152] (B, S(1)), 6144 columns each
     stages 1 to 63: the same on the ranks that follow

@@ -18,7 +18,7 @@ _NAMES = {"F": "forward", "B": "backward", "I": "backward to inputs", "W": "grad
 
 
 class TimelineLike(Protocol):
-    """What ``wb.timeline(model)``, a graph's ``timeline()`` and ``simulate`` give."""
+    """What ``wb.debug.timeline(model)``, a graph's ``timeline()`` and ``simulate`` give."""
 
     @property
     def spans(self) -> Any:
@@ -37,7 +37,7 @@ def draw_timeline(timeline: TimelineLike, *, theme: str = "light") -> Picture:
     """A picture of a pipeline's step: a row per rank, a bar per action with the number of its micro-batch.
 
     Args:
-        timeline: what ``wb.timeline(model)`` measured, or ``simulate`` computed; up to 64 ranks.
+        timeline: what ``wb.debug.timeline(model)`` measured, or ``simulate`` computed; up to 64 ranks.
         theme: ``"light"`` or ``"dark"``.
 
     Raises:
@@ -45,7 +45,7 @@ def draw_timeline(timeline: TimelineLike, *, theme: str = "light") -> Picture:
 
     >>> from workbench.pipeline.schedules import make_table
     >>> from workbench.pipeline.simulate import simulate
-    >>> wb.draw_timeline(simulate(make_table("1f1b", 2, 4), 2, lambda action: 1.0))
+    >>> wb.draw.timeline(simulate(make_table("1f1b", 2, 4), 2, lambda action: 1.0))
     2 ranks, 16 actions in 10.0 s, ranks wait 20% of the time
     """
     rows = [spans for spans in timeline.spans if spans]

@@ -2,5 +2,5 @@
 
 `predicting` makes a prediction, `predictions` draws it; `planner_part` searches beside the notebook and `plan_view`
 explains; `machine_bar` and `assumed` change the machine; `paper` knows a model without a cluster, `sweep_figures`
-draws ``wb.simulate``.
+draws ``wb.planner.simulate``.
 """

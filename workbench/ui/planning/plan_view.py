@@ -12,13 +12,13 @@ from workbench.core.strategy import Strategy
 from workbench.cost.estimate import Estimate
 from workbench.cost.hardware import Hardware
 from workbench.errors import StrategyError
-from workbench.planner.comparing import PARTS, Difference, Verdict, judge
-from workbench.planner.explain import Alternative, Explanation, explain
-from workbench.planner.ledger import Found
-from workbench.planner.one_device import DEGREES, beats, fits, one_device
-from workbench.planner.plan import Plan
-from workbench.planner.problem import Problem
-from workbench.planner.writing import write
+from workbench.planning.comparing import PARTS, Difference, Verdict, judge
+from workbench.planning.explain import Alternative, Explanation, explain
+from workbench.planning.ledger import Found
+from workbench.planning.one_device import DEGREES, beats, fits, one_device
+from workbench.planning.plan import Plan
+from workbench.planning.problem import Problem
+from workbench.planning.writing import write
 from workbench.ui.assets import element
 from workbench.ui.numbers import MINUS, TIMES, signed_percent, three_digits
 from workbench.units import format_bytes, format_seconds

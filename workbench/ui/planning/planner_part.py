@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from workbench.core.strategy import Strategy
 from workbench.errors import WorkbenchError
-from workbench.planner.plan import Plan
+from workbench.planning.plan import Plan
 from workbench.ui.controls import html
 from workbench.ui.failures import guarded
 from workbench.ui.planning.plan_view import Answer, answer_html, note_html, problem_html
@@ -22,7 +22,7 @@ def search_for(predictor: Predictor, num_ranks: int, precision: str) -> Plan:
     Raises:
         StrategyError: none fits into memory; it says by how much, and what would help.
     """
-    from workbench.planner.search import search
+    from workbench.planning.search import search
 
     assert predictor.costs is not None
     assert predictor.hardware is not None

@@ -40,7 +40,8 @@ class Predictor:
         self.batch_size, self.optimizer = batch_size, optimizer
         machines = ", ".join(known_machines())
         self.no_machine = (
-            "No machine to predict for: hardware=wb.calibrate(session) measures this one, hardware= also takes a file, "
+            "No machine to predict for: hardware=wb.planner.calibrate(session) measures this one, hardware= also "
+            "takes a file, "
             f"or one of {machines}."
         )
         self.costs: ModelCosts | None = None

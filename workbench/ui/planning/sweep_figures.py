@@ -15,7 +15,7 @@ import plotly.graph_objects as go
 
 from workbench.errors import StrategyError
 from workbench.pipeline.simulate import Timeline
-from workbench.planner.sweep import Point, Sweep
+from workbench.planning.sweep import Point, Sweep
 from workbench.theme import LIGHT, Palette
 from workbench.ui.traces import axis, base_layout, byte_scale, legend, run_colour, run_symbol
 
@@ -51,7 +51,7 @@ def sweep_figure(sweep: Sweep, metric: str = "throughput", x: str | None = None,
     """One of ``METRICS`` against a swept value; a curve for every combination of the other ones.
 
     Args:
-        sweep: what ``wb.simulate`` gave.
+        sweep: what ``wb.planner.simulate`` gave.
         metric: "throughput", "per_gpu", "step", "memory" or "bubble".
         x: name of the value along the axis, by default the first one that was swept and is a number.
 
@@ -161,7 +161,7 @@ def _axis_of(sweep: Sweep, x: str | None) -> str:
     numbers = [name for name in sweep.swept if all(isinstance(p.values[name], int | float) for p in sweep.points)]
     if x is None:
         if not numbers:
-            raise StrategyError("no number was swept: give wb.simulate a list, e.g. gpus=[8, 16, 32].")
+            raise StrategyError("no number was swept: give wb.planner.simulate a list, e.g. gpus=[8, 16, 32].")
         return numbers[0]
     if x not in sweep.swept:
         raise StrategyError(f"{x!r} was not swept; swept were {', '.join(sweep.swept) or 'none'}.")

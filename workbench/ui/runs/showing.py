@@ -1,4 +1,4 @@
-"""``wb.show_runs``: any finished runs beside each other, of one comparison or of many days."""
+"""``wb.draw.runs``: any finished runs beside each other, of one comparison or of many days."""
 
 from __future__ import annotations
 
@@ -22,8 +22,13 @@ from workbench.ui.runs.tables import comparison_table_text
 class Compared(Protocol):
     """What ``wb.compare`` returns, as far as it is needed here."""
 
-    baseline: RunRecord
-    runs: list[RunRecord]
+    @property
+    def baseline(self) -> RunRecord | None:
+        """The run on one device, None where the check was left out."""
+
+    @property
+    def runs(self) -> list[RunRecord]:
+        """The strategies' runs."""
 
 
 class RunsView(widgets.VBox):
@@ -47,10 +52,10 @@ def show_runs(runs: Compared | Iterable[RunRecord], *, limit_bytes: float | None
     """Table and scatter of finished runs: sort, filter, hide, rename, compare with a chosen baseline, export.
 
     Args:
-        runs: what ``wb.compare`` returned, ``wb.SavedRuns()``, or any records.
+        runs: what ``wb.compare`` returned, ``wb.draw.SavedRuns()``, or any records.
         limit_bytes: memory that a rank has, drawn as a line.
 
-    ``wb.show_runs(wb.SavedRuns())`` shows everything that was kept.
+    ``wb.draw.runs(wb.draw.SavedRuns())`` shows everything that was kept.
     """
     found: Any = runs
     failures = Failures()

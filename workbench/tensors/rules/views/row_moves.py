@@ -191,7 +191,7 @@ def move_rows(plan: RowPlan, world: World, locals_: Sequence[torch.Tensor]) -> l
         first, last = plan.sources[0], plan.results[0]
         raise ExplicitBoxingError(
             f"rows of {tuple(first.shape)} in {first.layout} have to move to {tuple(last.shape)} in {last.layout}, a "
-            f"boxing that the code does not write. Under wb.explicit_boxing() write "
+            f"boxing that the code does not write. Under wb.debug.explicit_boxing() write "
             f"x.to_global(sbp={last.layout.broadcast().sbp}) first."
         )
     tag = world.next_tag()

@@ -1,0 +1,106 @@
+"""Every strategy of a small problem, written as text and priced one by one. Shares no code with the search."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+from workbench.core.rows import Layer
+from workbench.core.strategy import ResolvedStrategy, Strategy
+from workbench.cost.estimate import Estimate, estimate
+from workbench.errors import StrategyError
+from workbench.planning.problem import Problem
+
+MATRICES = {"Linear", "Embedding"}
+
+
+def every_strategy(problem: Problem) -> Iterator[tuple[ResolvedStrategy, Estimate]]:
+    """Each with its estimate, whether it fits or not."""
+    layers = problem.costs.layers
+    for ranks in range(1, problem.num_ranks + 1):
+        if ranks != problem.num_ranks and (problem.objective != "cost" or problem.num_ranks % ranks):
+            continue
+        for options, num_stages, model in _options(problem, ranks):
+            for text in _rows(layers, num_stages, model):
+                try:
+                    resolved = Strategy(f"{text} | {options}").resolve(layers, ranks)
+                except StrategyError:  # one weight cut in two ways
+                    continue
+                yield (
+                    resolved,
+                    estimate(
+                        problem.costs, resolved, problem.hardware, problem.batch_size, optimizer=problem.optimizer
+                    ),
+                )
+
+
+def best_value(problem: Problem) -> float:
+    """Of those that fit; infinite where none does."""
+    best = float("inf")
+    for resolved, found in every_strategy(problem):
+        if found.peak_bytes > problem.memory_bytes:
+            continue
+        ranks = 1
+        for degree in resolved.degrees:
+            ranks *= degree
+        value = {"throughput": found.step_s, "memory": found.peak_bytes, "cost": ranks * found.step_s}
+        best = min(best, value[problem.objective])
+    return best
+
+
+def _options(problem: Problem, ranks: int) -> Iterator[tuple[str, int, int]]:
+    """(options as text, stages, model degree)."""
+    limits = [range(1, ranks + 1)] * 3
+    wishes, batch = problem.wishes, problem.batch_size
+    for p, d, m in product(*limits):
+        if p * d * m != ranks or batch % d or not _wanted(wishes.pipeline, p):
+            continue
+        for mb in range(1, batch // d + 1):
+            if (batch // d) % mb or not _wanted(wishes.micro_batches, mb):
+                continue
+            laps = [("interleaved", p * n) for n in range(2, 9) if p > 1]
+            for schedule, stages in [*((name, p) for name in ("1f1b", "gpipe", "zero_bubble") if p > 1), *laps] or [
+                ("", 1)
+            ]:
+                if schedule and not _wanted(wishes.schedule, schedule):
+                    continue
+                for zero, again, sequence in product(range(4), (False, True), (False, True)):
+                    if (zero and d * m == 1) or (sequence and m == 1):
+                        continue
+                    if not _wanted(wishes.zero, zero) or not _wanted(wishes.recompute, again):
+                        continue
+                    if not _wanted(wishes.sequence, sequence):
+                        continue
+                    if schedule == "zero_bubble" and again:
+                        continue
+                    words = [
+                        f"{p}x{d}x{m} mb={mb}",
+                        schedule,
+                        f"zero={zero}",
+                        "recompute" * again,
+                        "sequence" * sequence,
+                    ]
+                    yield " ".join([*filter(None, words), problem.precision]), stages, m
+
+
+def _wanted(wish: object, value: object) -> bool:
+    return wish is None or value == wish or (isinstance(wish, tuple) and value in wish)
+
+
+def _rows(layers: list[Layer], num_stages: int, model: int) -> Iterator[str]:
+    words = [["data", "model:column", "model:row"] if layer.kind in MATRICES else ["data", "model"] for layer in layers]
+    if model == 1:
+        words = [["data"] for _ in layers]
+    for stages in _stages(len(layers), num_stages):
+        for choice in product(*words):
+            yield "; ".join(f"{layer.name}: {c}@{s}" for layer, c, s in zip(layers, choice, stages, strict=True))
+
+
+def _stages(num_layers: int, num_stages: int) -> Iterator[list[int]]:
+    """All ways to number layers upwards from 0, each number used."""
+    for steps in product((0, 1), repeat=num_layers - 1):
+        if sum(steps) == num_stages - 1:
+            stages = [0]
+            for step in steps:
+                stages.append(stages[-1] + step)
+            yield stages

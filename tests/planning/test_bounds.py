@@ -1,0 +1,83 @@
+"""Bounds are below what they bound, so a search that stops at them has missed nothing."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from math import inf
+
+import pytest
+
+from tests.planning.problems import machine, random_problem
+from workbench.cost.hardware_files import load_hardware
+from workbench.cost.transformer import Transformer, transformer_costs
+from workbench.planning.bounds import Bounds
+from workbench.planning.choosing import Chooser
+from workbench.planning.exhaustive import assign, cuts
+from workbench.planning.ledger import Ledger
+from workbench.planning.problem import Problem, Wishes
+from workbench.planning.settings import Candidate, candidates
+
+FEW = range(8)
+MANY = range(8, 100)
+GPT = Transformer(hidden=3072, heads=24, layers=3, vocab=50000, seq=1024)
+
+
+def bounds_of(problem: Problem) -> Bounds:
+    return Bounds(Chooser(problem, Ledger(problem)))
+
+
+def least_steps(problem: Problem) -> Iterator[tuple[Candidate, float]]:
+    """Every candidate, with the shortest step of all its strategies."""
+    ledger = Ledger(problem)
+    for candidate in candidates(problem):
+        stages = list(cuts(len(problem.rows), candidate.num_stages))
+        every = ((choices, cut) for choices in assign(problem, candidate.degrees[2]) for cut in stages)
+        yield candidate, min(ledger.add(candidate, *one).estimate.step_s for one in every)
+
+
+def assert_bounds_are_below(seed: int) -> None:
+    problem = replace(random_problem(seed), memory_bytes=inf)
+    bounds = bounds_of(problem)
+    for candidate, step_s in least_steps(problem):
+        assert bounds.far(candidate) <= bounds.close(candidate) * (1 + 1e-12), candidate
+        assert bounds.close(candidate) <= step_s * (1 + 1e-9), candidate
+
+
+@pytest.mark.parametrize("seed", FEW)
+def test_bounds_are_below_every_strategy(seed: int) -> None:
+    assert_bounds_are_below(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_bounds_are_below_every_strategy_of_many_problems() -> None:
+    for seed in MANY:
+        assert_bounds_are_below(seed)
+
+
+# Neither knows of the other: what a machine does is in the prices, how samples share out is in the candidates.
+@pytest.mark.parametrize(
+    ("name", "batch_size"),
+    [
+        ("a100-80g-selene", 60),
+        ("made up", 24),
+        pytest.param("a100-80g-selene", 24, marks=pytest.mark.slow),
+        pytest.param("made up", 60, marks=pytest.mark.slow),
+    ],
+)
+def test_far_bounds_are_below_close_ones_of_a_transformer(name: str, batch_size: int) -> None:
+    """Under all options, where samples share out evenly among the ranks of the model axis or not; mostly near them."""
+    hardware = load_hardware(name) if name != "made up" else replace(machine(random.Random(1)), one_shot_bytes=1e5)
+    problem = Problem(transformer_costs(GPT), hardware, 12, batch_size, precision="bf16", wishes=Wishes(zero=(0, 3)))
+    bounds = bounds_of(problem)
+    ratios = [bounds.far(one) / bounds.close(one) for one in candidates(problem)]
+    assert max(ratios) <= 1 + 1e-12
+    assert sum(ratio > 0.5 for ratio in ratios) > len(ratios) / 2
+
+
+def test_a_candidate_whose_weights_do_not_fit_has_no_bound() -> None:
+    problem = replace(random_problem(0), memory_bytes=10.0)
+    bounds = bounds_of(problem)
+    assert {bounds.close(candidate) for candidate in candidates(problem)} == {inf}

@@ -1,0 +1,183 @@
+"""A finished plan: how it prints, and the questions that it answers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from tests.planning.test_search import decoder, hardware
+from workbench.core.strategy import Strategy
+from workbench.cost.estimate import estimate
+from workbench.cost.hardware import Link
+from workbench.errors import StrategyError
+from workbench.planning.plan import Plan
+from workbench.planning.problem import Wishes
+from workbench.planning.search import search
+
+
+@cache
+def plan() -> Plan:
+    return search(decoder(), hardware(), 4, 8, memory_bytes=2e6)
+
+
+def test_it_prints_strategy_seconds_memory_and_the_next_best() -> None:
+    text = str(plan())
+    for words in ("8 layers on 4 ranks of made up", "batch 8", str(plan().strategy.options), "step", "MB", "next:"):
+        assert words in text
+    assert "searched in" in text
+    assert plan()._repr_html_().startswith("<pre>plan for")
+
+
+def test_the_strategy_can_be_read_back() -> None:
+    again = Strategy(str(plan().strategy)).resolve(plan().problem.costs.layers, 4)
+    assert again.layers == plan().resolved.layers
+
+
+def test_the_table_has_the_best_of_every_degrees() -> None:
+    table = plan().table
+    assert list(table["best"]) == [True] + [False] * (len(table) - 1)
+    assert table[table["fits"]]["step_s"].is_monotonic_increasing
+    assert not table.duplicated(["pipeline", "data", "model"]).any()
+    assert ((table["peak_bytes"] <= 2e6) == table["fits"]).all()
+    assert set(plan().layers["layer"]) == {layer.name for layer in plan().problem.costs.layers}
+
+
+def test_one_device_is_a_row_that_need_not_fit() -> None:
+    table = plan().table
+    alone = table[(table["pipeline"] == 1) & (table["data"] == 1) & (table["model"] == 1)]
+    (row,) = alone.to_dict("records")
+    assert not row["fits"] and not row["best"] and row["boxing_s"] == row["gradient_s"] == row["bubble_s"] == 0
+    assert "one device: step" in str(plan()) and "does not fit into 2.00 MB" in str(plan())
+
+
+def test_it_says_that_nothing_beats_one_device() -> None:
+    slow = replace(hardware(), links=(Link(4, 10.0, 1e3),))
+    found = search(decoder(), slow, 4, 8)
+    assert found.table.iloc[0][["pipeline", "data", "model"]].tolist() == [1, 1, 1]
+    assert not found.table.iloc[0]["best"]
+    assert "nothing on 4 ranks beats it" in str(found)
+    fast = search(decoder(), replace(hardware(), links=(Link(4, 0.0, 1e12),)), 4, 8)
+    assert "nothing on" not in str(fast) and "times as long a step" in str(fast)
+
+
+def test_one_device_has_the_cores_that_four_ranks_share() -> None:
+    alone = search(decoder(), hardware(), 4, 8).one_device.estimate
+    sharing = search(decoder(), replace(hardware(), alone_speedup=3.0), 4, 8).one_device.estimate
+    assert sharing.step_s == pytest.approx(alone.step_s / 3)
+    assert sharing.samples_per_s == pytest.approx(alone.samples_per_s * 3)
+
+
+def test_a_search_on_one_rank_has_one_row() -> None:
+    found = search(decoder(), hardware(), 1, 8)
+    assert found.one_device is found.found
+    assert len(found.table) == 1
+
+
+def test_it_prints_every_row_of_the_strategy() -> None:
+    wished = "; ".join(f"b.{n}.up: data; b.{n}.down: model" for n in range(2)) + "; head: model"
+    found = search(decoder(), hardware(), 4, 8, wishes=Wishes(layers=wished))
+    lines = str(found).splitlines()
+    last = next(index for index, line in enumerate(lines) if line.lstrip().startswith("step "))
+    assert Strategy("\n".join(lines[1:last])) == found.strategy
+
+
+def test_explain_lists_every_choice_with_its_seconds() -> None:
+    found = search(decoder(), hardware(), 4, 4, wishes=Wishes(model=4))
+    explanation = found.explain("b.1.up")
+    first = explanation.alternatives[0]
+    assert first.is_chosen
+    assert first.estimate is not None
+    assert first.estimate.step_s == pytest.approx(found.estimate.step_s)
+    assert {one.choice for one in explanation.alternatives} == {"data", "model:column", "model:row"}
+    assert {len(one.layers) for one in explanation.alternatives} == {1, 2}
+    others = [one.estimate.step_s for one in explanation.alternatives[1:] if one.estimate]
+    assert others == sorted(others)
+    assert str(explanation).startswith("b.1.up\n * ")
+    assert len(explanation.table) == len(explanation.alternatives)
+
+
+def test_explain_says_why_a_choice_is_not_there() -> None:
+    found = plan().again(model=1)
+    assert "model axis has 1 rank" in str(found.explain("head"))
+    with pytest.raises(StrategyError, match="no layer matches"):
+        found.explain("nothing")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "reason", "words"),
+    [
+        ("*: data | 3x1x1", "cannot run", "3 x 1 x 1 = 3, but there are 4 ranks"),
+        ("nothing: data", "cannot run", "no layer matches"),
+        ("*: data | 1x1x4", "memory", "too much. Most of it is"),
+        ("*: model | 1x1x4 mb=8", "slower", "slower by"),
+        ("pipelin", "cannot run", "did you mean 'pipeline'"),
+        ("data", "memory", "too much"),
+        ({"*": "data"}, "memory", "too much"),
+        ({"nothing": "data"}, "cannot run", "no layer matches"),
+    ],
+)
+def test_why_not(strategy: str | dict[str, str], reason: str, words: str) -> None:
+    verdict = plan().why_not(strategy)
+    assert verdict.reason == reason
+    assert words in str(verdict)
+
+
+def test_why_not_itself() -> None:
+    assert plan().why_not(plan().strategy).reason == "equal"
+
+
+def test_why_not_says_where_it_is_slower() -> None:
+    verdict = plan().why_not("*: model | 1x1x4 mb=8")
+    assert verdict.difference is not None
+    assert verdict.estimate is not None
+    more = verdict.estimate.step_s - plan().found.estimate.step_s
+    assert sum(verdict.difference.seconds.values()) == pytest.approx(more)
+    assert max(verdict.difference.seconds, key=verdict.difference.seconds.__getitem__) == "boxing_s"
+    assert "boxing +" in str(verdict)
+
+
+def test_diff_names_options_layers_and_parts() -> None:
+    other = plan().again(model=4)
+    difference = plan().diff(other)
+    assert ("degrees", "x".join(map(str, plan().resolved.degrees)), "1x1x4") in difference.options
+    assert difference.layers
+    assert difference.peak_bytes == pytest.approx(other.estimate.peak_bytes - plan().estimate.peak_bytes)
+    assert "step:" in str(difference)
+    same = plan().diff(plan())
+    assert not same.options
+    assert not same.layers
+
+
+def test_what_is_no_strategy_is_told() -> None:
+    assert "3 is of type int, not a strategy" in str(plan().why_not(3))  # type: ignore[arg-type]
+    with pytest.raises(StrategyError, match="3 is of type int, not a strategy"):
+        plan().diff(3)  # type: ignore[arg-type]
+
+
+def test_a_wish_that_nobody_knows_is_told() -> None:
+    with pytest.raises(StrategyError, match=r"again\(stages=\): no such wish; there are pipeline, data"):
+        plan().again(stages=2)
+
+
+def test_a_strategy_of_32_bits_beside_a_plan_in_16_costs_what_it_costs() -> None:
+    """Rows under autocast are not those of 32 bits at another scale."""
+    rows = plan().problem.costs.rows
+    halves = tuple(replace(row, itemsize=2, left_itemsize=4) for row in rows)
+    costs = replace(plan().problem.costs, autocast=halves)
+    text, machine = "*: model | 1x1x4 mb=8", plan().problem.hardware
+    found = search(costs, machine, 4, 8, precision="bf16").diff(text)
+    alone = estimate(costs, Strategy(text).resolve(costs.layers, 4), machine, 8)
+    assert found.step_s[1] == pytest.approx(alone.step_s)
+
+
+def test_again_keeps_the_question() -> None:
+    again = plan().again(zero=0)
+    assert again.resolved.options.zero == 0
+    assert again.problem.memory_bytes == 2e6
+
+
+def test_the_estimate_has_a_timeline() -> None:
+    assert plan().estimate.timeline is not None
+    assert plan().estimate.step_s == pytest.approx(plan().found.estimate.step_s)

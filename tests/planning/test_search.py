@@ -1,0 +1,251 @@
+"""The search: equal to brute force on small problems, close to it where it takes short cuts, and what it refuses."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from math import inf
+
+import pytest
+
+from tests.planning.brute_force import best_value, every_strategy
+from tests.planning.problems import gelu, linear, machine, norm, random_problem, table
+from workbench.core.model_costs import ModelCosts, find_blocks
+from workbench.core.strategy import Strategy
+from workbench.cost.estimate import estimate
+from workbench.cost.hardware import Hardware
+from workbench.errors import StrategyError
+from workbench.planning.exhaustive import all_if_few, cuts, search_all
+from workbench.planning.ledger import Ledger
+from workbench.planning.long_models import search_long
+from workbench.planning.plan import Plan
+from workbench.planning.problem import Problem, Wishes
+from workbench.planning.search import run, search, solve
+from workbench.planning.writing import write
+
+QUICK = range(8)
+MANY = range(8, 240)
+
+
+def assert_equals_brute_force(seed: int) -> None:
+    problem = random_problem(seed)
+    ledger, is_exact = run(problem)
+    assert is_exact
+    assert ledger.best_value == pytest.approx(best_value(problem), rel=1e-9)
+
+
+@pytest.mark.parametrize("seed", QUICK)
+def test_small_problems_equal_brute_force(seed: int) -> None:
+    assert_equals_brute_force(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_many_small_problems_equal_brute_force() -> None:
+    for seed in MANY:
+        assert_equals_brute_force(seed)
+
+
+def test_brute_force_finds_what_the_search_leaves_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oracle is not the search: one that knows no model parallelism is found out."""
+    problem = replace(random_problem(2), objective="throughput", memory_bytes=inf)
+    lame = replace(problem, wishes=replace(problem.wishes, model=1, pipeline=1))
+    assert run(lame)[0].best_value > best_value(problem) * (1 + 1e-9)
+
+
+def test_short_cuts_are_close_to_the_best() -> None:
+    """The search of large problems, on small ones (``benchmarks.planner`` says how close it is on more of them)."""
+    ratios = []
+    for seed in range(16):
+        problem = random_problem(seed)
+        exact, short = Ledger(problem), Ledger(problem)
+        search_all(problem, all_if_few(problem) or [], exact)
+        search_long(problem, short)
+        if exact.best is not None:
+            ratios.append(short.best_value / exact.best_value)
+    assert len(ratios) > 10
+    assert max(ratios) < 1.1
+    assert sum(ratio < 1 + 1e-9 for ratio in ratios) >= 0.8 * len(ratios)
+
+
+def least_bytes(problem: Problem) -> float:
+    """The smallest peak of all strategies."""
+    problem = replace(problem, objective="memory", memory_bytes=inf)
+    search_all(problem, all_if_few(problem) or [], ledger := Ledger(problem))
+    return ledger.best_value
+
+
+@pytest.mark.parametrize("seed", [18, 22, 33, 34])
+def test_short_cuts_find_what_just_fits(seed: int) -> None:
+    """Bytes that add up do not tell the leanest of these, so nothing was found for them."""
+    problem = random_problem(seed)
+    problem = replace(problem, memory_bytes=least_bytes(problem) * 1.0001)
+    search_long(problem, ledger := Ledger(problem))
+    assert ledger.best is not None
+    assert ledger.best.estimate.peak_bytes <= problem.memory_bytes
+
+
+def test_short_cuts_find_what_fits_where_the_leanest_choices_do_not() -> None:
+    problem = random_problem(43)
+    search_long(problem, ledger := Ledger(problem))
+    assert ledger.best is not None
+
+
+@pytest.mark.parametrize("seed", QUICK)
+def test_what_is_hopeless_fits_nowhere(seed: int) -> None:
+    problem = random_problem(seed)
+    least = least_bytes(problem)
+    assert not replace(problem, memory_bytes=least).is_hopeless
+    assert replace(problem, memory_bytes=least / 100).is_hopeless
+
+
+def test_what_the_search_adds_up_is_the_estimate() -> None:
+    problem = replace(random_problem(1), memory_bytes=inf, objective="throughput")
+    plan = solve(problem)
+    resolved = plan.strategy.resolve(problem.costs.layers, problem.num_ranks)
+    again = estimate(problem.costs, resolved, problem.hardware, problem.batch_size, optimizer=problem.optimizer)
+    assert again.step_s == pytest.approx(plan.found.estimate.step_s, rel=1e-9)
+    assert again.peak_bytes == pytest.approx(plan.found.estimate.peak_bytes, rel=1e-9)
+    assert again.boxed_bytes == pytest.approx(plan.found.estimate.boxed_bytes, rel=1e-9)
+
+
+def decoder(num_blocks: int = 2) -> ModelCosts:
+    """Words, blocks of a norm and two products, a head."""
+    rows = [table("words", 500, 64, 16)]
+    for block in range(num_blocks):
+        rows.append(norm(f"b.{block}.norm", 64, 16))
+        rows.append(linear(f"b.{block}.up", 64, 256, 16, (gelu(256, 16),)))
+        rows.append(linear(f"b.{block}.down", 256, 64, 16))
+    rows.append(linear("head", 64, 500, 16))
+    return ModelCosts(tuple(rows), (16,), "fp32", find_blocks(rows))
+
+
+def hardware(memory_bytes: float = 4e6) -> Hardware:
+    """A made-up machine."""
+    return machine(random.Random(3), memory_bytes)
+
+
+def test_written_strategies_mean_what_was_found() -> None:
+    """Every strategy of a small problem comes back from its text."""
+    problem = replace(
+        random_problem(3), batch_size=4, objective="throughput", wishes=Wishes(micro_batches=1, zero=0, recompute=False)
+    )
+    for resolved, _ in list(every_strategy(problem))[::7]:
+        text = str(write(problem, resolved))
+        assert Strategy(text).resolve(problem.costs.layers, problem.num_ranks).layers == resolved.layers
+
+
+def test_stages_are_cut_between_blocks() -> None:
+    plan = search(decoder(6), hardware(), 4, 4, wishes=Wishes(pipeline=4))
+    assert not plan.is_exact
+    stage_of = {layer.name: layer.stage for layer in plan.resolved.layers}
+    for block in range(6):
+        assert len({stage for name, stage in stage_of.items() if name.startswith(f"b.{block}.")}) == 1
+
+
+def test_every_way_to_cut() -> None:
+    assert list(cuts(3, 2)) == [(0, 1, 1), (0, 0, 1)]
+    assert list(cuts(3, 1)) == [(0, 0, 0)]
+    assert len(list(cuts(6, 3))) == 10
+
+
+@pytest.mark.parametrize(
+    ("wishes", "holds"),
+    [
+        (Wishes(pipeline=2), lambda plan: plan.resolved.degrees[0] == 2),
+        (Wishes(data=(1, 2)), lambda plan: plan.resolved.degrees[1] in (1, 2)),
+        (Wishes(model=4), lambda plan: plan.resolved.degrees[2] == 4),
+        (Wishes(micro_batches=4), lambda plan: plan.resolved.num_micro_batches == 4),
+        (Wishes(zero=2), lambda plan: plan.resolved.options.zero == 2),
+        (Wishes(recompute=True), lambda plan: plan.resolved.options.recompute),
+        (Wishes(pipeline=2, schedule="1f1b"), lambda plan: plan.resolved.schedule == "1f1b"),
+        (Wishes(model=2, sequence=True), lambda plan: plan.resolved.options.sequence),
+        (Wishes(layers="head: data"), lambda plan: plan.resolved.layers[-1].parallel == "data"),
+        (
+            Wishes(model=4, layers="b.*.up: model:row", zero=0, recompute=False),  # else all of thousands are priced
+            lambda plan: plan.resolved.layers[2].split == "row",
+        ),
+        (Wishes(pipeline=2, layers="b.1: data@1"), lambda plan: plan.resolved.layers[-2].stage == 1),
+    ],
+)
+def test_wishes_are_kept(wishes: Wishes, holds: Callable[[Plan], bool]) -> None:
+    assert holds(search(decoder(), hardware(), 4, 4, wishes=wishes))
+
+
+def test_cost_may_use_fewer_ranks() -> None:
+    fast = search(decoder(), hardware(), 4, 4)
+    cheap = search(decoder(), hardware(), 4, 4, objective="cost")
+    degrees = cheap.resolved.degrees
+    ranks = degrees[0] * degrees[1] * degrees[2]
+    assert ranks * cheap.estimate.step_s <= 4 * fast.estimate.step_s
+    assert ranks < 4
+
+
+def test_memory_finds_the_leanest() -> None:
+    lean = search(decoder(), hardware(), 4, 4, objective="memory")
+    assert lean.estimate.peak_bytes < search(decoder(), hardware(), 4, 4).estimate.peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("wishes", "words"),
+    [
+        (Wishes(pipeline=3), r"pipeline=3 cannot be: 3 does not divide .*= 4 ranks; 1, 2, 4 do. Change it"),
+        (Wishes(data=2, model=4), r"data=2 and model=4 cannot be: 2 x 4 = 8 does not divide .*= 4 ranks"),
+        (Wishes(zero=1, data=1, model=1), r"data=1 and model=1 and zero=1.*Leave one of data, model, zero open"),
+        (Wishes(data=4, micro_batches=4, zero=1), r"data=4 and micro_batches=4 cannot be.*batch_size=4"),
+        (Wishes(sequence=True, model=1), r"model=1 and sequence=True.*sequence needs model above 1"),
+        (Wishes(schedule="zero_bubble", recompute=True, pipeline=2), r"zero_bubble.*excludes recompute"),
+        (Wishes(layers="nothing: data"), r"no layer matches 'nothing'"),
+        (Wishes(layers="b.0: data@1; head: data@0"), r"no strategy puts these layers there"),
+    ],
+)
+def test_contradictions_are_named(wishes: Wishes, words: str) -> None:
+    with pytest.raises(StrategyError, match=words):
+        search(decoder(), hardware(), 4, 4, wishes=wishes)
+
+
+def test_a_model_that_fits_nowhere_is_told_by_how_much_and_what_would_help() -> None:
+    with pytest.raises(StrategyError, match=r"fits into 100 kB.*holds .*too much.*It fits with \d+ ranks") as caught:
+        search(decoder(), hardware(), 4, 4, memory_bytes=1e5)
+    assert "optimizer='sgd'" in str(caught.value) or "ranks" in str(caught.value)
+
+
+def test_that_nothing_fits_is_said_only_where_it_is_certain() -> None:
+    """Of a large model, not every strategy is looked at; a small one's all are, or all weights are too much."""
+    large = search(decoder(), hardware(), 4, 4, objective="memory")
+    assert not large.is_exact
+    with pytest.raises(
+        StrategyError, match=r"none of the \d+ strategies that were priced fits .*others were not looked"
+    ):
+        solve(replace(large.problem, objective="throughput", memory_bytes=0.9 * large.estimate.peak_bytes))
+    with pytest.raises(StrategyError, match="no strategy fits into"):
+        solve(replace(large.problem, memory_bytes=0.01 * large.estimate.peak_bytes))
+    small = replace(random_problem(5), objective="throughput")
+    with pytest.raises(StrategyError, match="no strategy fits into"):
+        solve(replace(small, memory_bytes=0.99 * least_bytes(small)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"objective": "speed"}, "none of throughput"),
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"num_ranks": 0}, "0 ranks"),
+        ({"memory_bytes": 0}, "above 0"),
+        ({"num_ranks": "8"}, r"num_ranks='8': a whole number, such as 8"),
+        ({"batch_size": 8.5}, r"batch_size=8.5: a whole number"),
+        ({"memory_bytes": "80GB"}, r"memory_bytes='80GB': a number, such as 80e9"),
+        ({"precision": "fp64"}, r"precision='fp64'.*fp32, bf16, fp16"),
+        ({"wishes": Wishes(schedule="1F1B")}, r"schedule='1F1B'.*gpipe"),
+        ({"wishes": Wishes(zero=(0, 7))}, r"zero=7.*0, 1, 2, 3"),
+    ],
+)
+def test_absurd_questions_are_refused(changes: dict[str, object], words: str) -> None:
+    with pytest.raises(StrategyError, match=words):
+        replace(random_problem(0), **changes)  # type: ignore[arg-type]
+
+
+def test_the_problem_is_a_value() -> None:
+    assert random_problem(4) == random_problem(4)
+    assert isinstance(random_problem(4), Problem)

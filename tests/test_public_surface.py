@@ -1,0 +1,102 @@
+"""The public surface: few names, each typed, each where a user looks for it."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import workbench as wb
+from workbench.renamed import RENAMED
+
+NAMESPACES = ("checkpoint", "debug", "draw", "planner")
+ROOT = Path(__file__).parent.parent
+SCRIPT = Path(__file__).parent / "public_surface_script.py"
+
+
+def imports_for_types(module: str) -> set[str]:
+    """Names that type checkers see: those imported under TYPE_CHECKING."""
+    path = import_module(module).__file__
+    assert path is not None
+    tree = ast.parse(Path(path).read_text("utf-8"))
+    blocks = [node for node in tree.body if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
+    nodes = [node for block in blocks for node in ast.walk(block)]
+    assigned = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    return assigned | {alias.asname for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names} - {
+        None
+    }
+
+
+def test_at_most_forty_names_are_at_the_top() -> None:
+    assert len(wb.__all__) <= 40
+
+
+def test_type_checkers_see_what_python_loads() -> None:
+    assert imports_for_types("workbench") == {*wb.__all__, "errors", "flow", "testing"}
+
+
+@pytest.mark.parametrize("name", NAMESPACES)
+def test_type_checkers_see_what_python_loads_from_a_namespace(name: str) -> None:
+    namespace = getattr(wb, name)
+    assert imports_for_types(f"workbench.{name}") == set(namespace.__all__)
+    assert all(getattr(namespace, member) is not None for member in namespace.__all__)
+
+
+def test_a_name_of_version_0_1_says_what_to_write_now() -> None:
+    with pytest.raises(AttributeError, match=r"'save'\. It is wb\.checkpoint\.save now"):
+        getattr(wb, "save")  # noqa: B009 - mypy refuses the attribute
+    with pytest.raises(AttributeError, match="'no_such_name'"):
+        getattr(wb, "no_such_name")  # noqa: B009 - likewise
+
+
+@pytest.mark.parametrize("address", [address for address in RENAMED.values() if address.startswith("wb.")])
+def test_what_it_says_is_there(address: str) -> None:
+    found: object = wb
+    for part in address.split(",")[0].split(".")[1:]:
+        found = getattr(found, part)
+    assert callable(found)
+
+
+def test_no_name_of_version_0_1_is_still_there() -> None:
+    assert not {*RENAMED} & {*wb.__all__}
+
+
+def test_the_script_uses_every_name() -> None:
+    used = {node.attr for node in ast.walk(ast.parse(SCRIPT.read_text("utf-8"))) if isinstance(node, ast.Attribute)}
+    namespaces = [getattr(wb, name) for name in NAMESPACES]
+    assert not {*wb.__all__, *(name for namespace in namespaces for name in namespace.__all__)} - used
+
+
+@pytest.fixture(scope="module")
+def mypy(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], str]:
+    """What ``mypy --strict`` says of a file, without this project's settings."""
+    cache = tmp_path_factory.mktemp("mypy")
+
+    def check(file: Path) -> str:
+        command = [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", "--no-error-summary"]
+        command += ["--config-file", "", "--cache-dir", str(cache), str(file)]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout
+
+    return check
+
+
+@pytest.mark.procs
+def test_mypy_finds_no_error_in_a_users_script(mypy: Callable[[Path], str]) -> None:
+    assert mypy(SCRIPT) == ""
+
+
+@pytest.mark.procs
+def test_every_name_has_a_type(mypy: Callable[[Path], str], tmp_path: Path) -> None:
+    names = [f"wb.{name}" for name in wb.__all__]
+    names += [f"wb.{space}.{name}" for space in NAMESPACES for name in getattr(wb, space).__all__]
+    file = tmp_path / "names.py"
+    file.write_text("import workbench as wb\n" + "".join(f"reveal_type({name})\n" for name in names))
+    types = re.findall(r'Revealed type is "(.*)"', mypy(file))
+    assert len(types) == len(names)
+    assert not [name for name, found in zip(names, types, strict=True) if found == "Any"]

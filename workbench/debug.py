@@ -1,0 +1,37 @@
+"""What a program does, and where it goes wrong: traces, memory, the first value that is not finite, rules.
+
+``with wb.debug.trace() as trace: step()`` collects the boxings of a step; ``print(trace)`` lists them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from workbench.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from workbench.api import boxing_plan as boxing_plan
+    from workbench.tensors.agreement import check_agreement as check_agreement
+    from workbench.tensors.boxing.explicit import explicit_boxing as explicit_boxing
+    from workbench.tensors.proof import prove as prove
+    from workbench.training.pipelining.timeline import timeline as timeline
+    from workbench.training.watching.nonfinite import find_nonfinite as find_nonfinite
+    from workbench.training.watching.reporting import memory_report as memory_report
+    from workbench.training.watching.trace import trace as trace
+
+_HOMES = {
+    "workbench.tensors.agreement": ["check_agreement"],
+    "workbench.api": ["boxing_plan"],
+    "workbench.tensors.boxing.explicit": ["explicit_boxing"],
+    "workbench.tensors.proof": ["prove"],
+    "workbench.training.pipelining.timeline": ["timeline"],
+    "workbench.training.watching.nonfinite": ["find_nonfinite"],
+    "workbench.training.watching.reporting": ["memory_report"],
+    "workbench.training.watching.trace": ["trace"],
+}
+
+_find, __dir__, __all__ = lazy_names(__name__, _HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    return _find(name)

@@ -1,0 +1,60 @@
+"""Packages whose names are loaded when they are first used."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from importlib import import_module
+from typing import Any
+
+
+def lazy_names(
+    package: str, homes: Mapping[str, Iterable[str]], gone: Mapping[str, str] | None = None
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """``__getattr__``, ``__dir__`` and ``__all__`` of a module that loads its names when they are first used.
+
+    Args:
+        package: the module's name.
+        homes: by module, the names that it has; ``"plan"``, or ``"stages=draw_stages"`` for one that has another name
+            there. An empty name stands for the module itself: ``{"workbench.core.sbp": ["sbp="]}``.
+        gone: names of earlier versions, each with what to write instead.
+
+    >>> find, _, names = lazy_names("shapes", {"math": ["tau", "root=sqrt"]})
+    >>> names
+    ['root', 'tau']
+    """
+    where = _places(homes)
+
+    def find(name: str) -> Any:
+        if name not in where:
+            instead = f" It is {gone[name]} now." if gone and name in gone else ""
+            raise AttributeError(f"module {package!r} has no attribute {name!r}.{instead}")
+        module, attribute = where[name]
+        loaded = import_module(module)
+        value = getattr(loaded, attribute) if attribute else loaded
+        if package in sys.modules:  # not asked again
+            setattr(sys.modules[package], name, value)
+        return value
+
+    names = sorted(where)
+    return find, lambda: sorted({*vars(sys.modules[package]), *names}), names
+
+
+def address_of(package: str, name: str) -> str:
+    """Where the object is defined that a package loads under this name.
+
+    >>> address_of("workbench.draw", "stages")
+    'workbench.ui.pictures.stages.draw_stages'
+    """
+    module, attribute = _places(import_module(package)._HOMES)[name]
+    return f"{module}.{attribute}".rstrip(".")
+
+
+def _places(homes: Mapping[str, Iterable[str]]) -> dict[str, tuple[str, str]]:
+    """Name -> module and the attribute there, empty for the module itself."""
+    found = {}
+    for module, names in homes.items():
+        for name in names:
+            own, has_other, attribute = name.partition("=")
+            found[own] = module, attribute if has_other else own
+    return found

@@ -1,0 +1,32 @@
+"""The best strategy for a model and machines, and what strategies cost: searched, simulated, measured.
+
+``wb.planner.plan(costs, "h200", 8, 64).strategy`` goes into ``wb.parallelize``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from workbench.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from workbench.planning.sweep import simulate as simulate
+    from workbench.session.calibrating import calibrate as calibrate
+    from workbench.session.planning import layer_costs as layer_costs
+    from workbench.session.planning import plan as plan
+    from workbench.training.costs.dry_run import dry_run as dry_run
+    from workbench.training.pipelining.balance import partition_stages as partition_stages
+
+_HOMES = {
+    "workbench.planning.sweep": ["simulate"],
+    "workbench.session.calibrating": ["calibrate"],
+    "workbench.session.planning": ["layer_costs", "plan"],
+    "workbench.training.costs.dry_run": ["dry_run"],
+    "workbench.training.pipelining.balance": ["partition_stages"],
+}
+
+_find, __dir__, __all__ = lazy_names(__name__, _HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    return _find(name)

@@ -1,0 +1,106 @@
+"""The best choice for every layer of a long model, by dynamic programming along the layers.
+
+A layer's price depends on its own choice and on those of its two neighbours, so a state is a pair of choices. Behind
+equal blocks the costs of all states grow by one and the same amount per block: from then on blocks repeat the decisions
+of the one before, and hundreds of layers take the time of a few.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import numpy as np
+
+from workbench.core.pairing import split_dim
+from workbench.planning.problem import Choice, Problem
+
+Costs = Callable[[int], np.ndarray]
+"""Of the layer at a place: by the choice of the layer before, its own, and that of the next one. A neighbour that there
+is not has one choice.
+"""
+
+
+class Chain:
+    """Layers that may do this or that.
+
+    Args:
+        problem: the layers, their blocks and shared weights.
+        options: what each layer may do.
+    """
+
+    def __init__(self, problem: Problem, options: Sequence[Sequence[Choice]]) -> None:
+        self.options = options
+        self._barred, self._num_ways = _barred(problem, options)
+        self._repeats = _repeats(problem, options)
+
+    def best(self, costs: Costs) -> tuple[Choice, ...] | None:
+        """The choices with the smallest sum of costs; None where shared weights leave none."""
+        if not self._num_ways:
+            return None
+        value, decisions = self._walk(cache(costs))
+        way, place = np.unravel_index(int(value[:, :, 0].argmin()), value.shape[:2])
+        places, following = [int(place)], 0
+        for decision in reversed(decisions[1:]):
+            places.append(int(decision[way, places[-1], following]))
+            following = places[-2]
+        return tuple(option[place] for option, place in zip(self.options, places[::-1], strict=True))
+
+    def _walk(self, costs: Costs) -> tuple[np.ndarray, list[np.ndarray]]:
+        """(sums of costs by way to cut shared weights and choice of the last layer, what each layer decided)."""
+        value = np.zeros((self._num_ways, 1, len(self.options[0])))  # so far, by way, choice before and choice
+        decisions: list[np.ndarray] = []
+        at_block: np.ndarray | None = None
+        index = 0
+        while index < len(self.options):
+            total = value[..., None] + costs(index)
+            if index in self._barred:
+                total += self._barred[index][:, None, :, None]
+            decisions.append(total.argmin(1))
+            value = total.min(1)
+            index += 1
+            period, left = self._repeats.get(index, (0, 0))
+            step = _step(value, at_block)
+            if left and step is not None:
+                decisions += decisions[-period:] * left
+                value, index, at_block = value + step * left, index + period * left, None
+            elif period:
+                at_block = value
+        return value, decisions
+
+
+def _barred(problem: Problem, options: Sequence[Sequence[Choice]]) -> tuple[dict[int, np.ndarray], int]:
+    """(by row, what each way to cut shared weights bars: infinity by way and choice; how many ways leave something).
+
+    A way is a dim along which all of them are cut, or none.
+    """
+    tied = sorted({index for pair in problem.ties for index in pair})
+    if not tied:
+        return {}, 1
+    cuts = {i: [split_dim(problem.costs.layers[i], split) for _, split in options[i]] for i in tied}
+    ways = [dim for dim in (None, 0, 1) if all(dim in dims for dims in cuts.values())]
+    return {i: np.array([[0.0 if cut == dim else np.inf for cut in cuts[i]] for dim in ways]) for i in tied}, len(ways)
+
+
+def _repeats(problem: Problem, options: Sequence[Sequence[Choice]]) -> dict[int, tuple[int, int]]:
+    """By the row behind a block: (rows of a block, how many equal ones follow whose next block is equal, too)."""
+    found: dict[int, tuple[int, int]] = {}
+    for first, period, count in problem.costs.blocks:
+        starts = range(first, first + period * count, period)
+        if len({tuple(map(tuple, options[start : start + period])) for start in starts}) > 1:  # wishes for some
+            continue
+        for block in range(count):
+            found[first + (block + 1) * period] = (period, max(0, count - 2 - block))
+    return found
+
+
+def _step(value: np.ndarray, before: np.ndarray | None) -> np.ndarray | None:
+    """By how much all states of a way have grown since the last block, if by the same."""
+    if before is None or before.shape != value.shape or not np.isfinite(value).all():
+        return None
+    steps = value - before
+    is_same = np.ptp(steps, axis=(1, 2)) <= 1e-9 * np.abs(steps).max()
+    return steps[:, :1, :1] if is_same.all() else None
+
+
+__all__ = ["Chain", "Costs"]

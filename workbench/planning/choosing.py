@@ -1,0 +1,213 @@
+"""What all layers of a large model do under a candidate, and what that takes, remembered.
+
+Candidates that differ in schedule or ZeRO only have the same prices of layers, and mostly the same best choices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
+from math import ceil, log2
+from typing import NamedTuple
+
+import numpy as np
+
+from workbench.core.strategy import ResolvedLayer, ResolvedStrategy
+from workbench.cost.memory import live_micro_batches
+from workbench.planning.chains import Chain
+from workbench.planning.cuts import Unit
+from workbench.planning.ledger import Ledger
+from workbench.planning.prices import Prices, bytes_of_weights, seconds_of_weights
+from workbench.planning.problem import Choice, Problem
+from workbench.planning.settings import Candidate
+
+ONLY = float("inf")
+"""The price of bytes where nothing else costs anything."""
+
+
+class Way(NamedTuple):
+    """What choices are made by, besides seconds: the price of a memory full of bytes, in steps, and updates of weights.
+
+    Updates are left out (None), or take as long as if sums of gradients were "hidden" behind backward, or not ("full").
+    Weights count in parts, or ``is_whole``: as they are when ZeRO has gathered them.
+    """
+
+    byte_price: float = 0.0
+    updates: str | None = None
+    is_whole: bool = False
+
+
+class Rates(NamedTuple):
+    """What things cost where choices are made: a second, a weight, a shared one besides, a kept byte."""
+
+    second: float = 1.0
+    weight: float = 0.0
+    shared: float = 0.0
+    kept: float = 0.0
+
+
+FAST, LEAN, LEAN_WHOLE = Way(), Way(ONLY), Way(ONLY, is_whole=True)
+
+
+class Chooser:
+    """The best choices of all layers, and units that stages are made of."""
+
+    def __init__(self, problem: Problem, ledger: Ledger) -> None:
+        self.problem, self.ledger = problem, ledger
+        self.ranges = _ranges(problem)
+        self._found: dict[tuple[object, ...], tuple[Choice, ...] | None] = {}
+        self._seconds: dict[tuple[object, ...], float | None] = {}
+        self._lists_of_units: dict[tuple[object, ...], list[Unit]] = {}
+        self._units: dict[tuple[object, ...], Unit] = {}
+        self._parts: dict[tuple[int, bool, int], np.ndarray] = {}
+        self._kinds: dict[int, list[int]] = {}
+        self._chains: dict[int, Chain] = {}
+        self._alive: dict[tuple[object, ...], list[float]] = {}
+
+    def choices(self, candidate: Candidate, way: Way) -> tuple[Choice, ...] | None:
+        """The best ones, where bytes and updates cost what the way says; None where shared weights leave none."""
+        return self._best(self.ledger.prices(candidate), candidate.options.recompute, self._rates(candidate, way))
+
+    def seconds(self, prices: Prices, recompute: bool) -> float | None:
+        """Of a micro-batch through all layers with the fastest choices."""
+        key = (id(prices), recompute)
+        if key not in self._seconds:
+            choices = self._best(prices, recompute, Rates())
+            units = self.units(prices, recompute, choices) if choices else []
+            self._seconds[key] = sum(unit.seconds for unit in units) if choices else None
+        return self._seconds[key]
+
+    def units(self, prices: Prices, recompute: bool, choices: tuple[Choice, ...], by_row: bool = False) -> list[Unit]:
+        """What may become stages, with weights in place of bytes that are held."""
+        key = (id(prices), recompute, choices, by_row)
+        if key not in self._lists_of_units:
+            ranges = [range(index, index + 1) for index in range(len(choices))] if by_row else self.ranges
+            self._lists_of_units[key] = [self._unit(prices, choices, rows, recompute) for rows in ranges]
+        return self._lists_of_units[key]
+
+    def live(self, candidate: Candidate) -> list[float]:
+        """For every stage, of how many micro-batches its activations are alive at most."""
+        options = candidate.options
+        key = (options.schedule, options.num_micro_batches, candidate.degrees[0], candidate.num_stages)
+        if key not in self._alive:
+            layers = tuple(ResolvedLayer("", "data", None, stage) for stage in range(candidate.num_stages))
+            self._alive[key] = live_micro_batches(ResolvedStrategy(layers, candidate.degrees, options))
+        return self._alive[key]
+
+    def _best(self, prices: Prices, recompute: bool, rates: Rates) -> tuple[Choice, ...] | None:
+        key = (id(prices), recompute, rates)
+        if key not in self._found:
+
+            def costs(index: int) -> np.ndarray:
+                seconds, kept_bytes, weights, shares = self._parts_of(prices, recompute, index)
+                held = rates.weight * weights + rates.shared * shares
+                return rates.second * seconds + rates.kept * kept_bytes + held
+
+            self._found[key] = self._chain_of(prices.model).best(costs)
+        return self._found[key]
+
+    def _rates(self, candidate: Candidate, way: Way) -> Rates:
+        """Of a way; bytes cost as many seconds as the fastest choices take, or alone."""
+        prices, m = self.ledger.prices(candidate), candidate.options.num_micro_batches
+        weight = shared = kept = 0.0
+        if way.updates is not None:
+            each = seconds_of_weights(prices, candidate, is_hidden=way.updates == "hidden")
+            weight, shared = each[0] / m, each[1] / m
+        if way.byte_price:
+            options = replace(candidate.options, zero=0) if way.is_whole else candidate.options
+            found = bytes_of_weights(prices, replace(candidate, options=options))
+            held = [float(ceil(size)) for size in found]  # alike ones share a chain
+            rate = 1.0
+            if way.byte_price != ONLY:
+                seconds = self.seconds(prices, candidate.options.recompute) or 0.0
+                rate = way.byte_price * seconds / self.problem.memory_bytes
+            weight, shared = weight + rate * held[0], shared + rate * held[1]
+            kept = rate * 2.0 ** ceil(log2(max(self.live(candidate))))
+        return Rates(0.0 if way.byte_price == ONLY else 1.0, weight, shared, kept)
+
+    def _parts_of(self, prices: Prices, recompute: bool, index: int) -> np.ndarray:
+        """What a row's costs are made of: seconds, kept bytes, weights and shared ones, each by the choice of the row
+        before, its own, and that of the next one. Ways differ only in what each of these costs, equal rows in nothing.
+        """
+        options = self._chain_of(prices.model).options
+        key = (id(prices), recompute, self._kinds_of_rows(prices.model)[index])
+        if key not in self._parts:
+            befores: Sequence[Choice | None] = options[index - 1] if index else [None]
+            followings: Sequence[Choice | None] = options[index + 1] if index + 1 < len(options) else [None]
+            is_again = recompute and prices.is_recomputed(index)
+            is_own = self.problem.rows[index].layer.tied_to is None
+            parts = np.empty((4, len(befores), len(options[index]), len(followings)))
+            neighbours = befores, options[index], followings
+            for place, (before, choice, following) in zip(
+                np.ndindex(parts.shape[1:]), product(*neighbours), strict=True
+            ):
+                price = prices.row(index, before, choice, following)
+                kept = price.input_bytes if is_again else price.kept_bytes
+                own = (price.weights, price.shared) if is_own else (0.0, 0.0)
+                parts[:, *place] = prices.seconds(index, price, recompute), kept, *own
+            self._parts[key] = parts
+        return self._parts[key]
+
+    def _kinds_of_rows(self, model: int) -> list[int]:
+        """Numbers that are equal for rows of one class, between neighbours that may do the same."""
+        if model not in self._kinds:
+            classes, options = self.ledger.classes, [tuple(choices) for choices in self._chain_of(model).options]
+            known: dict[object, int] = {}
+            self._kinds[model] = [
+                known.setdefault(
+                    (number, tuple(classes.kinds[index + 1 : index + 2]), classes.blocks[index] >= 0, near), len(known)
+                )
+                for index, number in enumerate(classes.with_before)
+                for near in [tuple(options[max(index - 1, 0) : index + 2])]
+            ]
+        return self._kinds[model]
+
+    def _chain_of(self, model: int) -> Chain:
+        if model not in self._chains:
+            options = [self.problem.choices(index, model) for index in range(len(self.problem.rows))]
+            self._chains[model] = Chain(self.problem, options)
+        return self._chains[model]
+
+    def _unit(self, prices: Prices, choices: Sequence[Choice], rows: range, recompute: bool) -> Unit:
+        """Equal rows that do the same between equal neighbours make equal units."""
+        kinds = self._kinds_of_rows(prices.model)
+        pins = {pin.stage for index in rows if (pin := self.problem.pins[index]) is not None} - {None}
+        stage = pins.pop() if pins else None
+        near = slice(max(rows.start - 1, 0), rows.stop + 1)
+        key = (id(prices), recompute, *kinds[rows.start : rows.stop], choices[near], stage)
+        if key not in self._units:
+            self._units[key] = self._added_up(prices, choices, rows, recompute, stage)
+        return self._units[key]
+
+    def _added_up(
+        self, prices: Prices, choices: Sequence[Choice], rows: range, recompute: bool, stage: int | None
+    ) -> Unit:
+        seconds = kept = weights = shared = again = 0.0
+        last = len(choices) - 1
+        for index in rows:
+            before = choices[index - 1] if index else None
+            price = prices.row(index, before, choices[index], choices[index + 1] if index < last else None)
+            seconds += prices.seconds(index, price, recompute)
+            is_again = recompute and prices.is_recomputed(index)
+            kept += 0.0 if is_again else price.kept_bytes
+            again += price.kept_bytes if is_again else 0.0
+            if is_again and index == rows[0]:
+                kept += price.input_bytes
+            if self.problem.rows[index].layer.tied_to is None:
+                weights, shared = weights + price.weights, shared + price.shared
+        return Unit(seconds, kept, weights, shared, again, len(rows), stage)
+
+
+def _ranges(problem: Problem) -> list[range]:
+    """Rows that belong together: blocks, and single layers outside of them."""
+    ranges, index = [], 0
+    starts = {first + block * period: period for first, period, count in problem.costs.blocks for block in range(count)}
+    while index < len(problem.rows):
+        period = starts.get(index, 1)
+        ranges.append(range(index, index + period))
+        index += period
+    return ranges
+
+
+__all__ = ["FAST", "LEAN", "LEAN_WHOLE", "ONLY", "Chooser", "Way"]

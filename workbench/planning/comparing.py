@@ -1,0 +1,168 @@
+"""Two strategies side by side: what differs in their words, and in what they cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from workbench.core.covering import cover
+from workbench.core.options import Options
+from workbench.core.presets import StrategyLike, strategy_of
+from workbench.core.rows import Row
+from workbench.core.strategy import ResolvedStrategy, Strategy
+from workbench.cost.estimate import Estimate
+from workbench.errors import StrategyError
+from workbench.planning.ledger import Found
+from workbench.planning.problem import Problem
+from workbench.units import format_bytes, format_seconds
+
+PARTS = ("compute_s", "boxing_s", "gradient_s", "bubble_s", "optimizer_s")
+"""Of a step, in the order in which they are told."""
+_EQUAL = 1e-9
+_NOISE = 1e-6
+"""Parts that are smaller than the largest one by so much are not told."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """From one strategy to another.
+
+    Attributes:
+        options: (name, value here, value there) of each option that differs.
+        layers: what those layers do there that do something else here, in few rows.
+        seconds: by part of a step, there minus here.
+        peak_bytes: there minus here.
+        step_s: (here, there).
+    """
+
+    options: tuple[tuple[str, object, object], ...]
+    layers: tuple[Row, ...]
+    seconds: dict[str, float]
+    peak_bytes: float
+    step_s: tuple[float, float]
+
+    def __str__(self) -> str:
+        lines = [f"{name}: {here} -> {there}" for name, here, there in self.options]
+        lines += [f"layers: {'; '.join(map(str, self.layers))}"] if self.layers else []
+        here, there = self.step_s
+        change = f"{format_seconds(here)} -> {format_seconds(there)} ({there / here - 1:+.1%})"
+        lines.append(f"step: {change}: {told_parts(self.seconds)}")
+        sign = "-" if self.peak_bytes < 0 else "+"
+        lines.append(f"peak memory: {sign}{format_bytes(abs(self.peak_bytes))}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Why a plan is not another strategy.
+
+    Attributes:
+        reason: "cannot run", "memory", "parts of heads", "slower", "more memory" or "dearer" (by the objective),
+            "equal", "better".
+        text: in words, with figures.
+        estimate: of the strategy; None if it cannot run.
+        difference: from the plan to it; None if it cannot run.
+    """
+
+    reason: str
+    text: str
+    estimate: Estimate | None = None
+    difference: Difference | None = None
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def judge(problem: Problem, best: Found, strategy: StrategyLike) -> Verdict:
+    """Which limit a strategy breaks, or how it compares with the best one."""
+    try:
+        written = _written(problem, strategy)
+        resolved = written.resolve(problem.costs.layers, problem.ranks_of(written))
+        price = problem.estimate(resolved)
+    except StrategyError as error:
+        return Verdict("cannot run", f"It cannot run: {error}")
+    difference = _difference(best.strategy, best.estimate, resolved, price)
+    if price.peak_bytes > problem.memory_bytes:
+        told = " and ".join(f"{format_bytes(size)} of {kind}" for kind, size in price.peak_kinds[:2])
+        peak, limit = price.peak_bytes, problem.memory_bytes
+        text = (
+            f"It does not fit: stage {price.fullest_stage} holds {format_bytes(peak)} on each rank, and a rank has "
+            f"{format_bytes(limit)}: {format_bytes(peak - limit)} too much. Most of it is {told}."
+        )
+        return Verdict("memory", text, price, difference)
+    ratio = problem.value(resolved, price)[0] / best.value[0] - 1
+    word = {"throughput": "slower", "memory": "more memory", "cost": "dearer"}[problem.objective]
+    figures = (
+        f"{format_seconds(price.step_s)} a step against {format_seconds(best.estimate.step_s)}, "
+        f"{format_bytes(price.peak_bytes)} against {format_bytes(best.estimate.peak_bytes)}. "
+        f"{told_parts(difference.seconds)}."
+    )
+    if abs(ratio) <= _EQUAL:
+        return Verdict("equal", f"It is as good: {figures}", price, difference)
+    if any(layer.split for layer in resolved.layers) and not problem.fits_heads(resolved.degrees[2]):
+        heads = " and ".join(map(str, problem.heads))
+        text = (
+            f"Its model degree of {resolved.degrees[2]} does not divide {heads} heads of attention: ranks would "
+            f"gather parts of heads in every block, which is not in these figures. {figures}"
+        )
+        return Verdict("parts of heads", text, price, difference)
+    if ratio < 0:
+        return Verdict("better", f"It is better by {-ratio:.1%}; the search missed it: {figures}", price, difference)
+    return Verdict(word, f"It is {word} by {ratio:.1%}: {figures}", price, difference)
+
+
+def compare(problem: Problem, here: StrategyLike, there: StrategyLike) -> Difference:
+    """From one strategy to another.
+
+    Raises:
+        StrategyError: one of them is none, or does not fit the model or the ranks.
+    """
+    sides = []
+    for side in (here, there):
+        strategy = _written(problem, side)
+        resolved = strategy.resolve(problem.costs.layers, problem.ranks_of(strategy))
+        sides += [resolved, problem.estimate(resolved)]
+    return _difference(*sides)  # type: ignore[arg-type]
+
+
+def _written(problem: Problem, strategy: StrategyLike) -> Strategy:
+    return strategy_of(strategy, problem.costs.layers, problem.num_ranks)
+
+
+def _difference(one: ResolvedStrategy, price: Estimate, other: ResolvedStrategy, other_price: Estimate) -> Difference:
+    changed = [(a, b) for a, b in zip(one.layers, other.layers, strict=True) if a != b]
+    has_stages = any(a.stage != b.stage for a, b in changed)
+    rows = [Row(b.name, b.parallel, b.split, b.stage if has_stages else None) for _, b in changed]
+    seconds = {part: getattr(other_price, part) - getattr(price, part) for part in PARTS}
+    return Difference(
+        _changed_options(one, other),
+        cover([row.pattern for row in rows], rows) if rows else (),
+        seconds,
+        other_price.peak_bytes - price.peak_bytes,
+        (price.step_s, other_price.step_s),
+    )
+
+
+def _changed_options(one: ResolvedStrategy, other: ResolvedStrategy) -> tuple[tuple[str, object, object], ...]:
+    names = [field.name for field in fields(Options) if field.name != "degrees"]
+    pairs = [(name, getattr(one.options, name), getattr(other.options, name)) for name in names]
+    pairs.insert(0, ("degrees", "x".join(map(str, one.degrees)), "x".join(map(str, other.degrees))))
+    return tuple(pair for pair in pairs if pair[1] != pair[2])
+
+
+def told_parts(seconds: dict[str, float]) -> str:
+    """Differences of parts, the largest first.
+
+    >>> told_parts({"compute_s": 0.0, "boxing_s": -0.002, "bubble_s": 1.0})
+    'bubble +1.00 s, boxing -2.00 ms'
+    """
+    largest = sorted(seconds.items(), key=lambda item: -abs(item[1]))
+    least = _NOISE * max(map(abs, seconds.values()), default=0.0)
+    told = [
+        f"{name.removesuffix('_s')} {'-' if s < 0 else '+'}{format_seconds(abs(s))}"
+        for name, s in largest
+        if abs(s) > least
+    ]
+    return ", ".join(told) or "every part takes as long"
+
+
+__all__ = ["Difference", "Verdict", "compare", "judge", "told_parts"]

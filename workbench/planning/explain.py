@@ -1,0 +1,141 @@
+"""What else a layer could do, and what each of it would cost, everything else left as it is."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from workbench.core.rows import Row
+from workbench.cost.estimate import Estimate
+from workbench.errors import StrategyError
+from workbench.planning.ledger import Found
+from workbench.planning.problem import Choice, Problem
+from workbench.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """One choice for some layers.
+
+    Attributes:
+        choice: as in strategies: "data", "model", "model:column", "model:row".
+        layers: names of those that do it.
+        estimate: of a step then.
+        fits: whether it fits into memory.
+        is_chosen: whether it is what the plan does.
+        note: why it is not possible; then the estimate is None.
+    """
+
+    choice: str
+    layers: tuple[str, ...]
+    estimate: Estimate | None
+    fits: bool
+    is_chosen: bool
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The choices of a layer, the chosen one first, then the others by seconds."""
+
+    layer: str
+    alternatives: tuple[Alternative, ...]
+
+    @property
+    def table(self) -> pd.DataFrame:
+        """One row per choice; seconds and bytes, and what they are more than the chosen one's."""
+        import pandas
+
+        chosen = self.alternatives[0].estimate
+        rows = []
+        for one in self.alternatives:
+            price = one.estimate
+            rows.append(
+                {
+                    "choice": one.choice,
+                    "layers": len(one.layers),
+                    "step_s": None if price is None else price.step_s,
+                    "more_s": None if price is None or chosen is None else price.step_s - chosen.step_s,
+                    "compute_s": None if price is None else price.compute_s,
+                    "boxing_s": None if price is None else price.boxing_s,
+                    "peak_bytes": None if price is None else price.peak_bytes,
+                    "fits": one.fits,
+                    "chosen": one.is_chosen,
+                    "note": one.note,
+                }
+            )
+        return pandas.DataFrame(rows)
+
+    def __str__(self) -> str:
+        chosen = self.alternatives[0].estimate
+        lines = [self.layer]
+        for one in self.alternatives:
+            where = one.layers[0] if len(one.layers) == 1 else f"{len(one.layers)} layers like it"
+            mark = "*" if one.is_chosen else " "
+            if one.estimate is None or chosen is None:
+                lines.append(f" {mark} {one.choice:13} {where}: {one.note}")
+                continue
+            more = one.estimate.step_s - chosen.step_s
+            told = "" if one.is_chosen else f", {'-' if more < 0 else '+'}{format_seconds(abs(more))}"
+            fits = "" if one.fits else ", does not fit"
+            lines.append(
+                f" {mark} {one.choice:13} {where}: step {format_seconds(one.estimate.step_s)}{told}, "
+                f"peak {format_bytes(one.estimate.peak_bytes)}{fits}"
+            )
+        return "\n".join(lines)
+
+
+def explain(problem: Problem, best: Found, layer: str) -> Explanation:
+    """The choices of the layers that ``layer`` (a name or a pattern) matches; alone, and in all blocks alike.
+
+    Raises:
+        StrategyError: nothing matches.
+    """
+    names = [row.layer.name for row in problem.rows]
+    matched = [index for index, name in enumerate(names) if Row(layer).matches(name)]
+    if not matched:
+        raise StrategyError(f"explain({layer!r}): no layer matches. The layers are {', '.join(names[:8])}, ...")
+    chosen = [(one.parallel, one.split) for one in best.strategy.layers]
+    sets = [matched]
+    if len(matched) == 1 and len(alike := _alike(names, matched[0])) > 1:
+        sets.append(alike)
+    found = [_priced(problem, best, chosen, matched[:1], chosen[matched[0]], is_chosen=True)]
+    for indices in sets:
+        options = problem.choices(indices[0], max(2, best.strategy.degrees[2]))
+        other = [choice for choice in options if any(chosen[index] != choice for index in indices)]
+        found += [_priced(problem, best, chosen, indices, choice) for choice in other]
+    rest = sorted(found[1:], key=lambda one: one.estimate.step_s if one.estimate else float("inf"))
+    return Explanation(layer, (found[0], *rest))
+
+
+def _alike(names: list[str], index: int) -> list[int]:
+    """Layers whose names differ in numbers only."""
+    key = re.sub(r"\d+", "#", names[index])
+    return [place for place, name in enumerate(names) if re.sub(r"\d+", "#", name) == key]
+
+
+def _priced(
+    problem: Problem,
+    best: Found,
+    chosen: list[Choice],
+    indices: list[int],
+    choice: Choice,
+    is_chosen: bool = False,
+) -> Alternative:
+    choices = [choice if index in set(indices) else known for index, known in enumerate(chosen)]
+    names = tuple(problem.rows[index].layer.name for index in indices)
+    word = choice[0] + (f":{choice[1]}" if choice[1] else "")
+    if choice[0] == "model" and best.strategy.degrees[2] == 1:
+        return Alternative(word, names, None, False, is_chosen, "the plan's model axis has 1 rank")
+    if not problem.fits_ties(choices):
+        return Alternative(word, names, None, False, is_chosen, "a layer that shares its weight cuts it otherwise")
+    stages = [layer.stage for layer in best.strategy.layers]
+    price = problem.estimate(problem.resolve(choices, stages, best.strategy.options))
+    return Alternative(word, names, price, price.peak_bytes <= problem.memory_bytes, is_chosen)
+
+
+__all__ = ["Alternative", "Explanation", "explain"]

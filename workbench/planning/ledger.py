@@ -1,0 +1,97 @@
+"""What a search has looked at so far: the best strategy, the best of each kind, and why others were passed over."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import inf, prod
+
+from workbench.core.strategy import ResolvedStrategy
+from workbench.cost.estimate import Estimate, combine
+from workbench.planning.prices import Prices, RowClasses, with_options
+from workbench.planning.problem import Choice, Problem
+from workbench.planning.settings import Candidate
+
+Value = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Found:
+    """A strategy that was priced."""
+
+    strategy: ResolvedStrategy
+    estimate: Estimate
+    value: Value
+
+
+@dataclass
+class Ledger:
+    """Keeps the best strategy, and the best for each triple of degrees.
+
+    Attributes:
+        problem: the question.
+        best: that fits into memory; None so far.
+        leanest: the one with the smallest peak, whether it fits or not.
+        by_degrees: the best that fit.
+        num_priced: estimates made.
+    """
+
+    problem: Problem
+    best: Found | None = None
+    leanest: Found | None = None
+    by_degrees: dict[tuple[int, int, int], Found] = field(default_factory=dict)
+    num_priced: int = 0
+
+    def __post_init__(self) -> None:
+        self.classes = RowClasses(self.problem)
+        self._prices: dict[tuple[object, ...], Prices] = {}
+
+    def prices(self, candidate: Candidate) -> Prices:
+        """Of layers, shared by all candidates for which they are the same."""
+        options, (_, data, model) = candidate.options, candidate.degrees
+        samples = self.problem.batch_size / data / options.num_micro_batches
+        return self.prices_of(model, samples, options.num_micro_batches > 1, options.sequence)
+
+    def prices_of(self, model: int, samples: float, several: bool, sequence: bool) -> Prices:
+        """Of layers on a model axis of so many ranks; arguments are those of ``Prices``."""
+        key = (model, samples, several, sequence)
+        if key not in self._prices:
+            self._prices[key] = Prices(self.problem, self.classes, *key)
+        return self._prices[key]
+
+    def cannot_improve(self, degrees: tuple[int, int, int], least_step_s: float) -> bool:
+        """Whether a strategy that takes at least so long is no better than the best one."""
+        if self.best is None or self.problem.objective == "memory":
+            return False
+        return self.num_counted(degrees) * least_step_s >= self.best.value[0] * (1 + 1e-12)
+
+    def num_counted(self, degrees: tuple[int, int, int]) -> int:
+        """Ranks, where they cost something."""
+        return prod(degrees) if self.problem.objective == "cost" else 1
+
+    def add(self, candidate: Candidate, choices: Sequence[Choice], stages: Sequence[int]) -> Found:
+        """Price a strategy and keep it if it is better than what was known."""
+        strategy = self.problem.resolve(choices, stages, candidate.options)
+        prices = self.prices(candidate)
+        settings = [with_options(prices.setting, candidate)] * candidate.num_stages
+        priced = prices.of_strategy(candidate, strategy)
+        estimate = combine(self.problem.counted, strategy, priced, settings, self.problem.batch_size)
+        found = Found(strategy, estimate, self.problem.value(strategy, estimate))
+        self.num_priced += 1
+        if self.leanest is None or estimate.peak_bytes < self.leanest.estimate.peak_bytes:
+            self.leanest = found
+        if estimate.peak_bytes <= self.problem.memory_bytes:
+            degrees = candidate.degrees
+            if degrees not in self.by_degrees or found.value < self.by_degrees[degrees].value:
+                self.by_degrees[degrees] = found
+            if self.best is None or found.value < self.best.value:
+                self.best = found
+        return found
+
+    @property
+    def best_value(self) -> float:
+        """Of the best one; infinite where there is none."""
+        return inf if self.best is None else self.best.value[0]
+
+
+__all__ = ["Found", "Ledger"]

@@ -1,0 +1,53 @@
+"""The yardstick of every plan: the same step on one device, without micro-batches, ZeRO or recomputation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from workbench.core.options import Options
+from workbench.cost.estimate import Estimate
+from workbench.planning.comparing import PARTS
+from workbench.planning.ledger import Found
+from workbench.planning.problem import DATA, Problem
+from workbench.units import format_bytes, format_seconds
+
+DEGREES = (1, 1, 1)
+
+
+def one_device(problem: Problem) -> Found:
+    """The whole batch on one rank while all others wait, priced whether it fits into memory or not."""
+    options = Options(degrees=DEGREES, precision=problem.precision)
+    strategy = problem.resolve([DATA] * len(problem.rows), [0] * len(problem.rows), options)
+    price = _alone(problem, problem.estimate(strategy))
+    return Found(strategy, price, problem.value(strategy, price))
+
+
+def fits(problem: Problem, found: Found) -> bool:
+    """Whether a rank has the memory for it."""
+    return found.estimate.peak_bytes <= problem.memory_bytes
+
+
+def beats(problem: Problem, alone: Found, best: Found) -> bool:
+    """Whether one device does better, or as well, by the objective of the search."""
+    return fits(problem, alone) and alone.value[0] <= best.value[0]
+
+
+def told(problem: Problem, alone: Found, best: Found) -> str:
+    """One device beside the best strategy of all ranks, in words."""
+    step_s, peak_bytes = alone.estimate.step_s, alone.estimate.peak_bytes
+    figures = f"step {format_seconds(step_s)}, {format_bytes(peak_bytes)}"
+    if not fits(problem, alone):
+        return f"{figures}: does not fit into {format_bytes(problem.memory_bytes)}"
+    if beats(problem, alone, best):
+        return f"{figures}: nothing on {problem.num_ranks} ranks beats it"
+    return f"{figures}: {step_s / best.estimate.step_s:.3g} times as long a step"
+
+
+def _alone(problem: Problem, price: Estimate) -> Estimate:
+    """Ranks that share cores leave theirs to the one that works."""
+    speedup = min(problem.hardware.alone_speedup, problem.num_ranks)
+    seconds = {part: getattr(price, part) / speedup for part in ("step_s", *PARTS)}
+    return replace(price, samples_per_s=price.samples_per_s * speedup, **seconds)
+
+
+__all__ = ["DEGREES", "beats", "fits", "one_device", "told"]

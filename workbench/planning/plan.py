@@ -1,0 +1,223 @@
+"""What a search found, and the questions that can be asked of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from textwrap import wrap
+from typing import TYPE_CHECKING, Any
+
+from workbench.core.presets import StrategyLike
+from workbench.core.strategy import ResolvedStrategy, Strategy
+from workbench.cost.estimate import Estimate, estimate
+from workbench.planning.comparing import PARTS, Difference, Verdict, compare, judge
+from workbench.planning.explain import Explanation, explain
+from workbench.planning.ledger import Found, Ledger
+from workbench.planning.one_device import DEGREES, fits, one_device, told
+from workbench.planning.problem import Problem, refuse_unknown_wishes
+from workbench.planning.writing import write
+from workbench.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_WIDTH = 118
+"""Characters of a printed strategy's lines."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The best strategy that a search found.
+
+    Attributes:
+        problem: the question.
+        found: the answer, as the cost model sees it.
+        others: the best strategies with other degrees, best first.
+        is_exact: whether every strategy was looked at, or excluded by a bound.
+        search_s: how long the search took.
+        num_priced: strategies of which a whole estimate was made.
+        search: what finds the plan of a problem.
+    """
+
+    problem: Problem
+    found: Found
+    search: Callable[[Problem], Plan] = field(repr=False, compare=False)
+    others: tuple[Found, ...] = field(default=(), repr=False)
+    is_exact: bool = False
+    search_s: float = 0.0
+    num_priced: int = 0
+
+    @classmethod
+    def of(
+        cls, problem: Problem, ledger: Ledger, search: Callable[[Problem], Plan], is_exact: bool, search_s: float
+    ) -> Plan:
+        """From what a search has put together."""
+        assert ledger.best is not None
+        others = sorted(ledger.by_degrees.values(), key=lambda found: found.value)
+        return cls(
+            problem,
+            ledger.best,
+            search,
+            tuple(found for found in others if found is not ledger.best),
+            is_exact,
+            search_s,
+            ledger.num_priced,
+        )
+
+    @property
+    def resolved(self) -> ResolvedStrategy:
+        """What every layer does."""
+        return self.found.strategy
+
+    @cached_property
+    def strategy(self) -> Strategy:
+        """The strategy, as it is written; ``wb.parallelize`` takes it."""
+        return write(self.problem, self.found.strategy)
+
+    @cached_property
+    def estimate(self) -> Estimate:
+        """What a step takes and holds, with its timeline."""
+        problem = self.problem
+        return estimate(
+            problem.costs,
+            self.resolved,
+            problem.hardware,
+            problem.batch_size,
+            optimizer=problem.optimizer,
+            software=problem.software,
+            with_timeline=True,
+        )
+
+    @cached_property
+    def one_device(self) -> Found:
+        """The same step on one device, whether it fits there or not."""
+        others = (found for found in self.others if found.strategy.degrees == DEGREES)
+        return self.found if self.resolved.degrees == DEGREES else next(others, one_device(self.problem))
+
+    @property
+    def table(self) -> pd.DataFrame:
+        """The best strategy for every triple of degrees, and one device (1 x 1 x 1), best first.
+
+        Seconds, bytes, whether it fits into memory, and whether it is the plan: one device may be above it.
+        """
+        import pandas
+
+        rows = [self.found, *self.others]
+        rows += [self.one_device] if self.one_device not in rows else []
+        rows.sort(key=lambda found: (not fits(self.problem, found), found.value))
+        return pandas.DataFrame([_row(found, fits(self.problem, found), found is self.found) for found in rows])
+
+    @property
+    def layers(self) -> pd.DataFrame:
+        """What each layer does, one row per layer."""
+        import pandas
+
+        layers = zip(self.problem.rows, self.resolved.layers, strict=True)
+        return pandas.DataFrame(
+            [
+                {
+                    "layer": layer.name,
+                    "kind": layer.kind,
+                    "parallel": layer.parallel,
+                    "split": layer.split,
+                    "stage": layer.stage,
+                    "parameters": row.layer.num_parameters,
+                }
+                for row, layer in layers
+            ]
+        )
+
+    def explain(self, layer: str) -> Explanation:
+        """What else a layer could do, and what that would cost.
+
+        Args:
+            layer: its name, or a pattern for several ("blocks.*.fc1").
+
+        Raises:
+            StrategyError: no such layer.
+        """
+        return explain(self.problem, self.found, layer)
+
+    def why_not(self, strategy: StrategyLike) -> Verdict:
+        """Why the plan is not this strategy: which limit it breaks, or how much slower it is, and where."""
+        return judge(self.problem, self.found, strategy)
+
+    def diff(self, other: Plan | StrategyLike) -> Difference:
+        """In what another plan or strategy differs: options, layers, seconds and bytes."""
+        return compare(self.problem, self.strategy, other.strategy if isinstance(other, Plan) else other)
+
+    def again(self, **wishes: Any) -> Plan:
+        """Search again with further wishes: ``plan.again(zero=1, layers="head: data")``."""
+        refuse_unknown_wishes("again", wishes)
+        return self.search(replace(self.problem, wishes=replace(self.problem.wishes, **wishes)))
+
+    def __str__(self) -> str:
+        problem, found = self.problem, self.found.estimate
+        how = "every strategy was looked at" if self.is_exact else f"{self.num_priced} strategies were priced"
+        title = f"plan for {len(problem.rows)} layers on {problem.num_ranks} ranks of {problem.hardware.name}"
+        lines = [
+            f"{title}, batch {problem.batch_size}, best {problem.objective}",
+            *_wrapped(self.strategy),
+            f"  step {format_seconds(found.step_s)}, {found.samples_per_s:.4g} samples/s: {_parts(found)}",
+            f"  {_memory(found, problem.memory_bytes)}",
+            f"  one device: {told(problem, self.one_device, self.found)}",
+            *self._next_best(),
+            f"  searched in {format_seconds(self.search_s)}: {how}",
+        ]
+        return "\n".join(lines)
+
+    def _next_best(self) -> Sequence[str]:
+        lines = []
+        for found in self.others[:3]:
+            more = found.value[0] / self.found.value[0] - 1
+            lines.append(f"  next: {found.strategy.options}, {format_seconds(found.estimate.step_s)} ({more:+.1%})")
+        return lines
+
+    def _repr_html_(self) -> str:
+        from html import escape
+
+        return f"<pre>{escape(str(self))}</pre>"
+
+
+def _wrapped(strategy: Strategy) -> list[str]:
+    """All of a strategy, on lines that can be copied together; a row stays in one piece."""
+    text = str(strategy).replace(": ", ":\xa0")
+    lines = wrap(text, _WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
+    return [line.replace("\xa0", " ") for line in lines]
+
+
+def _row(found: Found, has_memory: bool, is_best: bool) -> dict[str, Any]:
+    pipeline, data, model = found.strategy.degrees
+    options, price = found.strategy.options, found.estimate
+    return {
+        "pipeline": pipeline,
+        "data": data,
+        "model": model,
+        "micro_batches": options.num_micro_batches,
+        "schedule": options.schedule or "",
+        "stages": found.strategy.num_stages,
+        "zero": options.zero,
+        "recompute": options.recompute,
+        "sequence": options.sequence,
+        "step_s": price.step_s,
+        "samples_per_s": price.samples_per_s,
+        **{part: getattr(price, part) for part in PARTS},
+        "peak_bytes": price.peak_bytes,
+        "fits": has_memory,
+        "best": is_best,
+    }
+
+
+def _parts(found: Estimate) -> str:
+    parts = [(part.removesuffix("_s"), getattr(found, part)) for part in PARTS]
+    return ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in parts if seconds > 1e-9 * found.step_s)
+
+
+def _memory(found: Estimate, limit: float) -> str:
+    told = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in found.peak_kinds)
+    where = f"at most, on stage {found.fullest_stage}"
+    return f"memory {format_bytes(found.peak_bytes)} of {format_bytes(limit)}, {where}: {told}"
+
+
+__all__ = ["Plan"]

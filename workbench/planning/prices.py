@@ -1,0 +1,218 @@
+"""Prices of layers for one width of the model axis and one micro-batch, as the search adds them up.
+
+They are those of the cost model (``workbench.cost``); what does not depend on the strategy's other options is
+computed once for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from math import inf
+
+from workbench.core.options import Options
+from workbench.core.pairing import COLUMN_NAMES
+from workbench.core.strategy import ResolvedLayer, ResolvedStrategy
+from workbench.cost.hardware import Hardware
+from workbench.cost.layers import LayerPrice, accumulation_s, layer_price, state_bytes
+from workbench.cost.reduction import optimizer_s, reduction_s
+from workbench.cost.setting import Setting, settings_of
+from workbench.cost.stages import StagePrice, block_of_rows, stage_prices
+from workbench.planning.problem import Choice, Problem
+from workbench.planning.settings import Candidate
+
+_EMPTY = StagePrice(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+WAITS: Mapping[str | None, float] = {"1f1b": 1.0, "gpipe": 1.0}
+"""By schedule: the part of a micro-batch's seconds on a rank for which the next ones wait before and behind theirs."""
+
+
+class RowClasses:
+    """Numbers for the rows of a problem: equal ones cost the same with equal choices and neighbours."""
+
+    def __init__(self, problem: Problem) -> None:
+        known: dict[object, int] = {}
+        self.of_row, self.with_before = [], []
+        names = [row.layer.name.rpartition(".") for row in problem.rows]
+        parents = [(parent, short in COLUMN_NAMES) for parent, _, short in names]  # what tells siblings apart
+        for index, row in enumerate(problem.rows):
+            layer = row.layer
+            key = (row.counted, layer.kind, layer.tied_to is None)
+            self.of_row.append(known.setdefault(key, len(known)))
+            before = (self.of_row[index - 1], parents[index - 1] == parents[index]) if index else None
+            self.with_before.append(known.setdefault((self.of_row[index], before), len(known)))
+        self.kinds = [row.layer.kind for row in problem.rows]
+        self.blocks = block_of_rows(problem.costs)
+
+
+class Prices:
+    """Of all rows, on a stage whose model axis has ``model`` ranks, for micro-batches of ``samples`` samples.
+
+    Args:
+        problem: the model and the machine.
+        classes: of the problem's rows.
+        model: degree.
+        samples: of a micro-batch on a data-parallel rank.
+        several: whether a step has more than one micro-batch.
+        sequence: the option.
+    """
+
+    def __init__(
+        self, problem: Problem, classes: RowClasses, model: int, samples: float, several: bool, sequence: bool
+    ) -> None:
+        self._costs, self._rows, self._classes, self.model = problem.counted, problem.rows, classes, model
+        options = Options((1, 1, model), 1, None, 0, False, sequence, problem.precision)
+        alone = ResolvedStrategy((ResolvedLayer("", "data", None, 0),), (1, 1, model), options)
+        (setting,) = settings_of(problem.counted, alone, problem.hardware, 1, problem.optimizer, problem.software)
+        self.setting = replace(setting, samples=samples, num_micro_batches=2 if several else 1)
+        self._known: dict[tuple[object, ...], LayerPrice] = {}
+
+    def row(self, index: int, before: Choice | None, choice: Choice, following: Choice | None) -> LayerPrice:
+        """One layer's; a neighbour is None where it is on another stage, or there is none."""
+        classes = self._classes
+        own = classes.of_row[index] if before is None else classes.with_before[index]
+        key = (own, before, choice, following, None if following is None else classes.kinds[index + 1])
+        price = self._known.get(key)
+        if price is None:
+            previous = None if before is None else (self._rows[index - 1], self._layer(index - 1, before))
+            after = None if following is None else self._layer(index + 1, following)
+            row = self._rows[index]
+            price = self._known[key] = layer_price(row, self._layer(index, choice), previous, after, self.setting)
+        return price
+
+    def _layer(self, index: int, choice: Choice) -> ResolvedLayer:
+        layer = self._rows[index].layer
+        return ResolvedLayer(layer.name, choice[0], choice[1], 0, layer.kind)
+
+    def of_strategy(self, candidate: Candidate, strategy: ResolvedStrategy) -> list[StagePrice]:
+        """What the cost model makes of these prices, stage by stage; ZeRO divides what is held."""
+        layers = strategy.layers
+        choices: list[Choice] = [(layer.parallel, layer.split) for layer in layers]
+        prices = []
+        for index, layer in enumerate(layers):
+            has_before = index > 0 and layers[index - 1].stage == layer.stage
+            has_following = index + 1 < len(layers) and layers[index + 1].stage == layer.stage
+            before, following = (
+                (choices[index - 1] if has_before else None),
+                (choices[index + 1] if has_following else None),
+            )
+            prices.append(self.row(index, before, choices[index], following))
+        setting = with_options(self.setting, candidate)
+        return stage_prices(self._costs, layers, prices, [setting] * candidate.num_stages)
+
+    def is_recomputed(self, index: int) -> bool:
+        """Whether the row is in a block that ``recompute`` computes again."""
+        return self._classes.blocks[index] >= 0 or not self.has_blocks
+
+    @cached_property
+    def has_blocks(self) -> bool:
+        """Whether the model has runs of equal blocks."""
+        return any(block >= 0 for block in self._classes.blocks)
+
+    def seconds(self, index: int, price: LayerPrice, recompute: bool) -> float:
+        """Forward and backward of one micro-batch: at least, where exchanges may hide behind products."""
+        software = self.setting.software
+        seconds = price.forward_s + price.boxing_forward_s + price.input_s + price.weight_s + price.boxing_backward_s
+        seconds += accumulation_s(price.weights, self.setting)  # of two micro-batches: of more it takes longer
+        if software.hides_tensor_parallel != "none":
+            seconds -= price.boxing_backward_s if software.hides_tensor_parallel == "all" else price.boxing_sums_s
+        if recompute and software.recompute == "full" and self.is_recomputed(index):
+            seconds += price.forward_s + price.boxing_forward_s
+        return seconds
+
+    def least_seconds(self, choices: Sequence[Choice], recompute: bool) -> float:
+        """Of one micro-batch through all layers, wherever the stages are cut."""
+        total, last = 0.0, len(choices) - 1
+        for index, choice in enumerate(choices):
+            befores = {None, choices[index - 1]} if index else {None}
+            followings = {None, choices[index + 1]} if index < last else {None}
+            total += min(
+                self.seconds(index, self.row(index, before, choice, following), recompute)
+                for before in befores
+                for following in followings
+            )
+        return total
+
+    def weights(self, index: int, choice: Choice) -> float:
+        """Of a rank; a weight that an earlier layer holds counts there."""
+        layer = self._rows[index].layer
+        return 0.0 if layer.tied_to is not None else self.row(index, None, choice, None).weights
+
+
+def bytes_of_weights(prices: Prices, candidate: Candidate, is_least: bool = False) -> tuple[float, float]:
+    """What a rank holds: (of each weight, besides for each that all ranks of the model axis have).
+
+    ``is_least``: without gradients where these come as activations go.
+    """
+    setting = with_options(prices.setting, candidate)
+    has_gradients = not is_least or setting.software.keeps_gradients
+    own, shared = (
+        parameter + optimizer + (gradient if has_gradients else 0.0)
+        for parameter, gradient, optimizer in (state_bytes(1.0, each, setting) for each in (0.0, 1.0))
+    )
+    return own, shared - own
+
+
+def seconds_of_weights(prices: Prices, candidate: Candidate, is_hidden: bool) -> tuple[float, float]:
+    """What an update takes: (for each weight, besides for each that all ranks of the model axis have).
+
+    ``is_hidden``: as if sums had all of backward to hide behind.
+    """
+    setting, many = with_options(prices.setting, candidate), 1e9
+    hiding = inf if is_hidden else 0.0
+    stages = [replace(_EMPTY, weights=many, shared=shared, input_s=hiding) for shared in (0.0, many)]
+    own, shared = (reduction_s([stage], setting) / many for stage in stages)
+    return own + optimizer_s(many, setting) / many, shared - own
+
+
+def least_step_s(prices: Prices, candidate: Candidate, micro_batch_s: float, weights: float) -> float:
+    """A bound from below of a step: of one micro-batch through all layers, and the weights of all stages together."""
+    makespan = stretch(candidate, prices.setting.hardware) * micro_batch_s
+    return makespan + least_update_s(prices, candidate, weights / candidate.degrees[0])
+
+
+def stretch(candidate: Candidate, hardware: Hardware, waits: Mapping[str | None, float] = WAITS) -> float:
+    """At least so many times as long as one micro-batch through all layers, a step's schedule takes.
+
+    The slowest rank has at least the average work. Besides, the rank of stage s waits for those before it to go forward
+    at the start, and backward at the end: for a part w of what a micro-batch takes on them, which is 1 under 1F1B and
+    GPipe. With m micro-batches of t_s seconds, it takes w sum(t_i, i < s) + m t_s. The largest of these is least when
+    all are equal, and then w T / (1 - (1 - w/m)^p) for T = sum(t_s); without waiting, m T / p.
+    """
+    pipeline, m = candidate.degrees[0], candidate.options.num_micro_batches
+    busy, waited = m / pipeline, waits.get(candidate.options.schedule, 0.0)
+    makespan = waited / (1 - (1 - waited / m) ** pipeline) if waited else busy
+    return max(makespan / hardware.alone_speedup, busy)
+
+
+def least_update_s(prices: Prices, candidate: Candidate, weights: float) -> float:
+    """A bound from below of sums of gradients and optimizer, for a rank with so many weights."""
+    setting = with_options(prices.setting, candidate)
+    # as much backward to hide behind as anybody has; ZeRO 3 brings tables for forward alone, and no weight less often
+    stage = replace(_EMPTY, weights=weights, tables=weights, input_s=inf)
+    return reduction_s([stage], setting) + optimizer_s(weights, setting) + setting.hardware.step_s
+
+
+def with_options(setting: Setting, candidate: Candidate) -> Setting:
+    """The setting of a candidate's stages."""
+    options, (_, data, _) = candidate.options, candidate.degrees
+    return replace(
+        setting,
+        data=data,
+        stages=candidate.num_stages,
+        num_micro_batches=options.num_micro_batches,
+        zero=options.zero,
+        recompute=options.recompute,
+    )
+
+
+__all__ = [
+    "Prices",
+    "RowClasses",
+    "bytes_of_weights",
+    "least_step_s",
+    "least_update_s",
+    "seconds_of_weights",
+    "stretch",
+    "with_options",
+]

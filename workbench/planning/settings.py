@@ -1,0 +1,115 @@
+"""All combinations of degrees, micro-batches, schedule, ZeRO, recomputation and sequence that a problem leaves open."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+from workbench.core.options import Options
+from workbench.planning.problem import Problem
+
+MOST_LAPS = 8
+"""Stages on a rank under the interleaved schedule, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """Options, and how many stages the layers are to be cut into."""
+
+    options: Options
+    num_stages: int
+
+    @property
+    def degrees(self) -> tuple[int, int, int]:
+        """Pipeline, data, model."""
+        assert self.options.degrees is not None
+        return self.options.degrees
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Candidates with the same degrees and micro-batches."""
+
+    degrees: tuple[int, int, int]
+    num_micro_batches: int
+
+
+def candidates(problem: Problem) -> Iterator[Candidate]:
+    """Every candidate."""
+    for group in groups(problem):
+        yield from members(problem, group)
+
+
+def groups(problem: Problem, span: int | None = None) -> Iterator[Group]:
+    """Every pair of degrees and micro-batches.
+
+    With a ``span`` and no wish, model degrees are those that divide it, or are up to twice as large.
+    """
+    ranks = divisors(problem.num_ranks) if problem.objective == "cost" else [problem.num_ranks]
+    for num_ranks in ranks:
+        for degrees in _degrees(problem, num_ranks, span):
+            for num_micro_batches in divisors(problem.batch_size // degrees[1]):
+                if problem.wishes.allows("micro_batches", num_micro_batches):
+                    yield Group(degrees, num_micro_batches)
+
+
+def _degrees(problem: Problem, num_ranks: int, span: int | None) -> Iterator[tuple[int, int, int]]:
+    wishes = problem.wishes
+    for pipeline in divisors(num_ranks):
+        if pipeline > len(problem.rows) or not wishes.allows("pipeline", pipeline):
+            continue
+        for model in divisors(num_ranks // pipeline):
+            if span is not None and wishes.model is None and (2 * span) % model:
+                continue
+            if not problem.fits_heads(model):
+                continue
+            data = num_ranks // pipeline // model
+            fits = problem.batch_size % data == 0
+            if fits and wishes.allows("data", data) and wishes.allows("model", model):
+                yield pipeline, data, model
+
+
+def members(problem: Problem, group: Group) -> Iterator[Candidate]:
+    """Every candidate of a group."""
+    wishes, (pipeline, data, model) = problem.wishes, group.degrees
+    zeros = [zero for zero in (range(4) if data * model > 1 else (0,)) if wishes.allows("zero", zero)]
+    recomputes = [value for value in (False, True) if wishes.allows("recompute", value)]
+    sequences = [value for value in ((False, True) if model > 1 else (False,)) if wishes.allows("sequence", value)]
+    for schedule, num_stages in _schedules(pipeline, len(problem.rows)):
+        if schedule is not None and not wishes.allows("schedule", schedule):
+            continue
+        for zero, recompute, sequence in product(zeros, recomputes, sequences):
+            m = group.num_micro_batches
+            options = Options(group.degrees, m, schedule, zero, recompute, sequence, problem.precision)
+            if _can_run(options):
+                yield Candidate(options, num_stages)
+
+
+def _schedules(pipeline: int, num_layers: int) -> Iterator[tuple[str | None, int]]:
+    """(schedule, number of stages)."""
+    if pipeline == 1:
+        yield None, 1
+        return
+    for schedule in ("1f1b", "gpipe", "zero_bubble"):
+        yield schedule, pipeline
+    for laps in range(2, min(MOST_LAPS, num_layers // pipeline) + 1):
+        yield "interleaved", laps * pipeline
+
+
+def _can_run(options: Options) -> bool:
+    """What the engines refuse: two halves of a backward would recompute a block twice."""
+    return not (options.schedule == "zero_bubble" and options.recompute)
+
+
+def divisors(number: int) -> list[int]:
+    """Ascending.
+
+    >>> divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
+    return small + [number // n for n in reversed(small) if n * n != number]
+
+
+__all__ = ["Candidate", "Group", "candidates", "divisors", "groups", "members"]

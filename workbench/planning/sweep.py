@@ -1,0 +1,253 @@
+"""``wb.planner.simulate``: any strategy on any machine, without one; lists of values give a table of all their
+combinations.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
+from workbench.core.model_costs import ModelCosts
+from workbench.core.presets import StrategyLike, strategy_of
+from workbench.core.strategy import ResolvedStrategy
+from workbench.cost.estimate import Estimate, estimate
+from workbench.cost.hardware import Hardware
+from workbench.cost.hardware_files import load_hardware
+from workbench.cost.software import WORKBENCH, Software
+from workbench.cost.transformer import Transformer, transformer_costs
+from workbench.errors import StrategyError
+from workbench.planning.sizes import size
+from workbench.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Model = ModelCosts | Transformer | str
+SweptStrategy = StrategyLike | ResolvedStrategy
+HardwareLike = Hardware | str | PathLike[str]
+BEST = "best"
+"""In a strategy's place: the one that the planner finds, at every point anew."""
+TRAINING = 3
+"""Operations of forward and backward over those of forward: backward has two products for every one."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One combination of values, and what a step of it takes.
+
+    Attributes:
+        values: by name: gpus, batch_size, hardware, and what else was given as a list or for a function.
+        strategy: as it was resolved; None where there is none.
+        estimate: None where the point cannot be.
+        machine: of one GPU.
+        flops: that a step needs; what is computed again does not count.
+        error: why it cannot be; empty where it can.
+    """
+
+    values: Mapping[str, Any]
+    machine: Hardware
+    strategy: ResolvedStrategy | None = None
+    estimate: Estimate | None = None
+    flops: float = 0.0
+    error: str = ""
+
+    def row(self) -> dict[str, Any]:
+        """Plain values for a table; bytes and seconds, None where there is no estimate."""
+        known, strategy = self.estimate, self.strategy
+        told: dict[str, Any] = dict(self.values)
+        told["degrees"] = "x".join(map(str, strategy.degrees)) if strategy else None
+        told["samples_per_s"] = known.samples_per_s if known else None
+        told["step_s"] = known.step_s if known else None
+        told["flops_per_s_per_gpu"] = self.flops / known.step_s / self.values["gpus"] if known else None
+        for name in ("compute_s", "boxing_s", "gradient_s", "bubble_s", "optimizer_s", "peak_bytes", "boxed_bytes"):
+            told[name] = getattr(known, name) if known else None
+        told["fits"] = known.peak_bytes <= self.machine.memory_bytes if known else None
+        told["error"] = self.error
+        return told
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """All points of a simulation, the last list's values running fastest.
+
+    Attributes:
+        points: one for every combination.
+        swept: names of what was given as a list.
+    """
+
+    points: tuple[Point, ...]
+    swept: tuple[str, ...] = ()
+
+    @property
+    def table(self) -> pd.DataFrame:
+        """One row per point: its values, throughput, seconds by part, bytes of the fullest rank, whether it fits."""
+        import pandas
+
+        return pandas.DataFrame([point.row() for point in self.points])
+
+    @property
+    def estimate(self) -> Estimate:
+        """Of the only point.
+
+        Raises:
+            StrategyError: there are several.
+        """
+        if len(self.points) != 1 or self.points[0].estimate is None:
+            raise StrategyError(f"simulate: {len(self.points)} points have no single estimate. Use .points or .table.")
+        return self.points[0].estimate
+
+    def _repr_html_(self) -> str:
+        table = self.table if any(point.error for point in self.points) else self.table.drop(columns="error")
+        return str(table.to_html(index=False, float_format=lambda value: f"{value:.4g}"))
+
+    def __repr__(self) -> str:
+        if len(self.points) == 1 and self.points[0].estimate is not None:
+            known = self.points[0].estimate
+            return (
+                f"a step takes {format_seconds(known.step_s)} ({known.samples_per_s:.4g} samples/s), of which "
+                f"{known.bubble_s / known.step_s:.0%} is waiting for other stages; a rank holds at most "
+                f"{format_bytes(known.peak_bytes)}"
+            )
+        return (
+            f"Sweep of {len(self.points)} points over {', '.join(self.swept) or 'nothing'}:\n{self.table.to_string()}"
+        )
+
+
+def simulate(
+    model: Model | Callable[..., Model],
+    strategy: SweptStrategy | Callable[..., SweptStrategy],
+    hardware: HardwareLike | Sequence[HardwareLike],
+    *,
+    gpus: int | Sequence[int],
+    batch_size: int | Sequence[int],
+    optimizer: str = "adamw",
+    software: Software = WORKBENCH,
+    with_timeline: bool = False,
+    **sizes: Any,
+) -> Sweep:
+    """Predict a training step, without devices; of every argument, a list of values makes a sweep.
+
+    Args:
+        model: costs of its layers (``wb.planner.layer_costs``), a ``Transformer`` or the name of one, or a function of
+            ``sizes`` that gives one.
+        strategy: a text, a ``wb.Strategy``, ``"best"`` for what the planner finds, or a function of ``gpus``,
+            ``batch_size`` and ``sizes``, those that it names.
+        hardware: a machine, its name or its file.
+        gpus: how many ranks.
+        batch_size: samples per step.
+        optimizer: "adamw", "adam", "momentum" or "sgd".
+        software: what the training program does and does not do.
+        with_timeline: keep the schedule action by action in the estimates.
+        sizes: arguments of the functions: ``sequence=[1024, 2048]``, ``layers=...``.
+
+    Returns:
+        ``.table`` (pandas), ``.points``; of a single point ``.estimate``.
+        ``workbench.ui.planning.sweep_figures`` draws them.
+
+    Raises:
+        StrategyError: the only point cannot be; in a sweep, the point says so in its row.
+        HardwareError: no such machine, or a file with a wrong number.
+
+    GPT-3 on 1536 and on 3072 GPUs:
+
+    >>> from workbench.cost.gpt3 import GPT3, gpt3_strategy
+    >>> sweep = simulate(GPT3, gpt3_strategy, "a100-80g-selene", gpus=[1536, 3072], batch_size=1536)
+    >>> [(row["gpus"], row["degrees"]) for row in (point.row() for point in sweep.points)]
+    [(1536, '64x3x8'), (3072, '64x6x8')]
+    """
+    given = {"hardware": hardware, "gpus": gpus, "batch_size": batch_size, **sizes}
+    swept = tuple(name for name, value in given.items() if _is_listed(value))
+    empty = [name for name in swept if not len(given[name])]
+    if empty:
+        raise StrategyError(
+            f"simulate({empty[0]}={given[empty[0]]!r}): no value, so there is no point; give at least 1."
+        )
+    columns = [list(value) if name in swept else [value] for name, value in given.items()]
+    settings = _Settings(model, strategy, optimizer, software, with_timeline)
+    points = tuple(settings.point(dict(zip(given, values, strict=True))) for values in itertools.product(*columns))
+    if len(points) == 1 and points[0].error:
+        raise StrategyError(points[0].error)
+    return Sweep(points, swept)
+
+
+def _is_listed(value: Any) -> bool:
+    return isinstance(value, Sequence | range) and not isinstance(value, str)
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """What all points have in common."""
+
+    model: Model | Callable[..., Model]
+    strategy: SweptStrategy | Callable[..., SweptStrategy]
+    optimizer: str
+    software: Software
+    with_timeline: bool
+
+    def point(self, values: dict[str, Any]) -> Point:
+        """The estimate of one combination, or why there is none."""
+        given = values["hardware"]
+        machine = given if isinstance(given, Hardware) else load_hardware(given)
+        values = {**values, "hardware": machine.name}
+        try:
+            costs = _costs(_called(self.model, values))
+            resolved = self._resolved(costs, machine, values)
+            found = estimate(
+                costs,
+                resolved,
+                machine,
+                values["batch_size"],
+                optimizer=self.optimizer,
+                software=self.software,
+                with_timeline=self.with_timeline,
+            )
+        except StrategyError as error:
+            return Point(values, machine, error=str(error))
+        flops = TRAINING * values["batch_size"] * sum(row.flops for row in costs.rows)
+        return Point(values, machine, resolved, found, flops)
+
+    def _resolved(self, costs: ModelCosts, machine: Hardware, values: Mapping[str, Any]) -> ResolvedStrategy:
+        strategy = _called(self.strategy, values)
+        if strategy == BEST:
+            from workbench.planning.search import search
+
+            return search(
+                costs, machine, values["gpus"], values["batch_size"], optimizer=self.optimizer, software=self.software
+            ).resolved
+        if not isinstance(strategy, ResolvedStrategy):
+            return strategy_of(strategy, costs.layers, values["gpus"]).resolve(costs.layers, values["gpus"])
+        pipeline, data, model = strategy.degrees
+        if pipeline * data * model != values["gpus"] and not strategy.options.widths:
+            raise StrategyError(
+                f"simulate: a strategy of {pipeline} x {data} x {model} = {pipeline * data * model} ranks on "
+                f"{values['gpus']} GPUs: all are used. Give a function of gpus, or a strategy without degrees."
+            )
+        return strategy
+
+
+def _called(value: Any, values: Mapping[str, Any]) -> Any:
+    """What a function gives for those of the values that it names (all, if it takes any); other things as they are."""
+    if not callable(value) or hasattr(value, "named_parameters"):
+        return value
+    parameters = inspect.signature(value).parameters.values()
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    named = {parameter.name for parameter in parameters}
+    return value(**{name: given for name, given in values.items() if takes_any or name in named})
+
+
+def _costs(model: Any) -> ModelCosts:
+    if isinstance(model, Transformer | str):
+        return transformer_costs(size(model) if isinstance(model, str) else model)
+    if not isinstance(model, ModelCosts):
+        raise StrategyError(
+            f"simulate(model={type(model).__name__}): costs of layers are needed. Count them first: "
+            "wb.planner.layer_costs(model, inputs, loss_fn, targets)."
+        )
+    return model
+
+
+__all__ = ["BEST", "Point", "Sweep", "simulate"]

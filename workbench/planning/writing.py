@@ -1,0 +1,29 @@
+"""A resolved strategy as text: few rows, and every layer does what was found."""
+
+from __future__ import annotations
+
+from workbench.core.covering import cover
+from workbench.core.pairing import splits_of
+from workbench.core.rows import Row
+from workbench.core.strategy import ResolvedStrategy, Strategy
+from workbench.planning.problem import Problem
+
+
+def write(problem: Problem, resolved: ResolvedStrategy) -> Strategy:
+    """The strategy whose rows mean this for the problem's layers; splits are written where they do not follow."""
+    layers = problem.costs.layers
+    has_stages = resolved.num_stages > 1
+    stages = [layer.stage for layer in resolved.layers]
+    rows = [Row(layer.name, layer.parallel, None, layer.stage if has_stages else None) for layer in resolved.layers]
+    while True:
+        splits = splits_of(layers, rows, stages)
+        wrong = [i for i, split in enumerate(splits) if split != resolved.layers[i].split and rows[i].split is None]
+        if not wrong:
+            break
+        for index in wrong:
+            layer, row = resolved.layers[index], rows[index]
+            rows[index] = Row(row.pattern, row.parallel, layer.split, row.stage)
+    return Strategy.from_rows(cover([layer.name for layer in layers], rows), resolved.options)
+
+
+__all__ = ["write"]
