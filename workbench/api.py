@@ -15,7 +15,8 @@ from workbench.core.sbp import Sbp
 from workbench.errors import LayoutError
 from workbench.tensors import conversion
 from workbench.tensors.boxing.calibration import calibrate
-from workbench.tensors.boxing.fused import Handle, to_global_many
+from workbench.tensors.boxing.fused import to_global_many
+from workbench.tensors.boxing.handle import Handle
 from workbench.tensors.creation import arange, empty, eye, full, ones, rand, randint, randn, randperm, tensor, zeros
 from workbench.tensors.dispatch.extension import local_map, register_rule
 from workbench.tensors.global_tensor import GlobalTensor

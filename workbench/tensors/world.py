@@ -325,10 +325,7 @@ def _share_random_state(transport: Transport, device: torch.device) -> None:
 
 
 def shutdown() -> None:
-    """Leave the world and give back its sockets. A call without a world does nothing.
-
-    A script ends with ``wb.shutdown()``; after it, ``wb.init`` starts another world.
-    """
+    """Leave the world and give back its sockets, as in ``wb.init(); ...; wb.shutdown()``; safe to call twice."""
     global _process_world, _left_world
     if _process_world is None:
         return

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 
@@ -20,6 +20,7 @@ from workbench.core.placement import Placement
 from workbench.errors import LayoutError
 from workbench.tensors.boxing.assembly import assemble, region_shape, slice_region
 from workbench.tensors.boxing.box import box_to, check_differentiable
+from workbench.tensors.boxing.handle import Handle
 from workbench.tensors.global_tensor import (
     GlobalTensor,
     Spec,
@@ -36,25 +37,8 @@ from workbench.transport.base import PeerTensor, pack
 BUCKET_BYTES = 25 * 2**20
 """Logical bytes of the tensors that share one exchange, as for gradients."""
 
-T = TypeVar("T")
 Pair = tuple[Spec, Spec]
 """Where a tensor comes from and where it goes."""
-
-
-class Handle(Generic[T]):
-    """A boxing under way. Every rank of the world waits for it, once."""
-
-    def __init__(self, finish: Callable[[], T]) -> None:
-        self._finish: Callable[[], T] | None = finish
-        self._result: T | None = None
-
-    def wait(self) -> T:
-        """The result, as soon as it is there; the wait can be interrupted, and ends if a rank dies."""
-        if self._finish is not None:
-            finish, self._finish = self._finish, None
-            self._result = finish()
-        assert self._result is not None, "the wait was broken off"
-        return self._result
 
 
 def to_global_many(
