@@ -40,8 +40,8 @@ ALLOWED = {
     "draw": {"ui", "session"},
     "planner": {"planning", "session", "training"},
     "": {
-        "api", "checkpoint", "cli", "core", "cost", "debug", "draw", "flow", "planner", "planning", "renamed", "session",
-        "testing", "training", "ui",
+        "api", "checkpoint", "cli", "core", "cost", "debug", "draw", "flow", "planner", "planning", "renamed",
+        "session", "testing", "training", "ui",
     },
 }  # fmt: skip
 """Room -> rooms it may import. The room "" is the package itself: its lazy names, and ``python -m workbench``."""
