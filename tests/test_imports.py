@@ -49,6 +49,9 @@ ALLOWED = {
 EXCEPTIONS = {("workbench.session.engine", "workbench")}
 """(file, module): engines hand the package to the cells of a notebook under the name ``wb``."""
 
+LATE = {"workbench.tensors.late_imports"}
+"""Files whose imports inside functions may go up: methods of ``GlobalTensor`` call what imports ``GlobalTensor``."""
+
 
 @dataclass(frozen=True)
 class Import:
@@ -139,6 +142,8 @@ def find_cycle(imports: Iterable[Import]) -> list[str]:
     """One circle of files that need each other, also inside functions or for types only, or an empty list."""
     graph: dict[str, list[str]] = {}
     for found in imports:
+        if found.source in LATE and not found.at_import_time:
+            continue
         if found.source != found.target and (found.source, found.target) not in EXCEPTIONS:
             graph.setdefault(found.source, []).append(found.target)
     finished: set[str] = set()
@@ -240,6 +245,13 @@ def test_exception_holds_inside_functions_only() -> None:
     for source, target in EXCEPTIONS:
         assert not wrong_edges([Import(source, target, 1, at_import_time=False)])
         assert wrong_edges([Import(source, target, 1, at_import_time=True)])
+
+
+def test_late_imports_are_inside_functions() -> None:
+    for file in LATE:
+        assert {found.at_import_time for found in our_imports() if found.source == file} == {False}
+    late, tensor = "workbench.tensors.late_imports", "workbench.tensors.global_tensor"
+    assert find_cycle([Import(tensor, late, 1, True), Import(late, tensor, 1, True)])
 
 
 def test_every_exception_is_used() -> None:

@@ -131,7 +131,7 @@ def test_every_wrapped_function_takes_the_logical_value_on_every_rank():
 
 
 UNDER_A_DEVICE = """
-import torch, workbench.tensors.methods
+import torch, workbench.tensors.install
 with torch.device("meta"):
     made = [torch.arange(3), torch.eye(2), torch.full((2,), 1), torch.randint(3, (2,)), torch.randperm(3)]
     made += [torch.tensor([1]), torch.as_tensor([1]), torch.asarray([1]), torch.scalar_tensor(1)]

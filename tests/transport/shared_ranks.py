@@ -6,7 +6,7 @@ import threading
 
 import torch
 
-import workbench.tensors.methods  # noqa: F401 - completes global tensors
+import workbench.tensors.install  # noqa: F401 - installs the patches of torch
 from tests.patience import PATIENCE_S
 from workbench.tensors.world import Simulated, World
 from workbench.transport import selection

@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-import workbench.tensors.methods  # noqa: F401 - completes the class
+import workbench.tensors.install  # noqa: F401 - installs the patches of torch
 from tests.processes import run_processes
 from tests.tensors.boxing.casts import GRIDS_OF_4, check_casts, run_casts, sampled
 from tests.training.programs import training_equals_one_device

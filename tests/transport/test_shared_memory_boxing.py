@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import workbench as wb
-import workbench.tensors.methods  # completes the class
+import workbench.tensors.install  # installs the patches of torch
 from tests.processes import run_processes
 from tests.transport.shared_ranks import assert_all_returned, run_in_worlds, run_shared
 from workbench.core.boxing import plan_boxing

@@ -8,7 +8,7 @@ from typing import Any
 
 from workbench.core.placement import Placement
 from workbench.errors import LayoutError
-from workbench.tensors import methods
+from workbench.tensors import install  # noqa: F401 - installs the patches of torch
 from workbench.tensors.global_tensor import GlobalTensor
 
 
@@ -29,7 +29,7 @@ def missing_layout(function: str, shape: Sequence[int], missing: Sequence[str]) 
 def _to_consistent(tensor: GlobalTensor, placement: Placement | None = None, sbp: Any = None) -> GlobalTensor:
     """The older spelling of ``to_global``."""
     warn_old("to_consistent(placement, sbp)", "to_global(placement=placement, sbp=sbp)")
-    return methods.to_global(tensor, placement, sbp)
+    return tensor.to_global(placement, sbp)
 
 
 GlobalTensor.to_consistent = _to_consistent  # type: ignore[attr-defined]

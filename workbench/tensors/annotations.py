@@ -1,4 +1,4 @@
-"""What type checkers know of a global tensor beside what torch says: its own methods, and results of operators."""
+"""The types of a global tensor's operators for type checkers: torch declares plain tensors."""
 
 from __future__ import annotations
 
@@ -7,19 +7,9 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 if TYPE_CHECKING:
-    from workbench.core.boxing import BoxingPlan
-    from workbench.core.boxing_path import BoxingPath
-    from workbench.core.placement import Placement
-    from workbench.tensors.boxing.handle import Handle
-
     class Annotated(torch.Tensor):
-        """The base of ``GlobalTensor`` where types are checked; ``methods`` has the functions."""
+        """The base of ``GlobalTensor`` where types are checked."""
 
-        def to_global(self, placement: Placement | None = None, sbp: Any = None) -> Self: ...
-        def to_global_async(self, placement: Placement | None = None, sbp: Any = None) -> Handle[Self]: ...
-        def boxing_plan(self, placement: Placement | None = None, sbp: Any = None) -> BoxingPlan | BoxingPath: ...
-        def to_local(self, *, grad_sbp: Any = None) -> torch.Tensor: ...
-        def full_tensor(self) -> torch.Tensor: ...
         def __matmul__(self, other: Any) -> Self: ...
         def __rmatmul__(self, other: Any) -> Self: ...
         def __add__(self, other: Any) -> Self: ...

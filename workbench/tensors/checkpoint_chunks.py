@@ -60,10 +60,3 @@ def write_items(tensor: GlobalTensor, name: str, same: Any = None) -> list[Write
 def shard_at(tensor: GlobalTensor, index: MetadataIndex) -> torch.Tensor:
     """This rank's shard as a plain tensor over the same storage; torch writes from it and reads into it."""
     return plain(tensor)
-
-
-def install() -> None:
-    """Complete ``GlobalTensor``."""
-    GlobalTensor.__create_write_items__ = write_items  # type: ignore[attr-defined]
-    GlobalTensor.__create_chunk_list__ = chunk_list  # type: ignore[attr-defined]
-    GlobalTensor.__get_tensor_shard__ = shard_at  # type: ignore[attr-defined]

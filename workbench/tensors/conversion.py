@@ -13,15 +13,8 @@ from workbench.core.sbp import Broadcast, Partial, Split, broadcast, dual, parti
 from workbench.errors import LayoutError, SbpError
 from workbench.tensors.agreement import check_plain_operand, content_hash
 from workbench.tensors.boxing.box import box
-from workbench.tensors.global_tensor import (
-    GlobalTensor,
-    Spec,
-    local_torch,
-    mark_placeholder_leaves,
-    new_placeholder,
-    spec_of,
-    wrap,
-)
+from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, new_placeholder, spec_of, wrap
+from workbench.tensors.leaf_gradients import mark_placeholder_leaves
 from workbench.tensors.placeholder_storage import spread_zero
 from workbench.tensors.world import World, current
 

@@ -1,27 +1,34 @@
 """GlobalTensor: a torch.Tensor subclass over this rank's shard that knows the layout and the shape of the whole.
 
-An operation runs the local torch function on the shards, under torch's own autograd, and labels the result. On a rank
+An operation runs the local torch function on the shards, under torch's own autograd, and wraps the result. On a rank
 outside its placement a tensor is a *placeholder*: right shape and dtype, no storage, linked into autograd.
 
-This file holds the data and its labels. The functions are in ``tensors/dispatch`` and install themselves in
-``dispatch``; ``tensors/methods.py`` adds what needs boxing (``to_global``, ``full_tensor`` and so on).
+Operations go to ``tensors/dispatch``, changes of layout to ``tensors/boxing``. Both import this file, so its methods
+find them in ``later``, which loads them at the first use.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from workbench.core.boxing import plan_boxing
-from workbench.core.layout import Layout, Shape
+from workbench.core.boxing import BoxingPlan
+from workbench.core.boxing_path import BoxingPath, find_boxing_path
+from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.core.sbp import NdSbp
 from workbench.tensors.annotations import Annotated
+from workbench.tensors.gradient_state import NO_GRADIENT_STATE, GradientState, forget_sum, gradient_state
+from workbench.tensors.late_imports import later
 from workbench.tensors.placeholder_storage import new_placeholder as new_placeholder
-from workbench.tensors.world import World
+from workbench.tensors.spec import Spec as Spec
+from workbench.tensors.spec import spec_of as spec_of
+
+if TYPE_CHECKING:
+    from workbench.tensors.boxing.handle import Handle
 
 _torch_function_enabled = torch._C._is_torch_function_enabled
 _is_excluded: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_excluded
@@ -30,69 +37,8 @@ local_torch = torch._C.DisableTorchFunctionSubclass
 """Context in which global tensors are plain local tensors to torch."""
 
 
-class Spec:
-    """Layout and logical shape of a tensor in one world. Interned: equal specs are the same object.
-
-    Attributes:
-        is_placeholder: whether this rank is outside the placement.
-        local_shape: shape of this rank's shard; the logical shape for a placeholder.
-        plans: the world's cache of what to do for a function and its arguments' specs.
-        exchanges: by target and dtype, how this rank boxes (see ``exchange``).
-        targets: by the arguments of ``to_global``, the spec they ask for.
-    """
-
-    __slots__ = (
-        "_dual",
-        "_term_ranks",
-        "exchanges",
-        "is_placeholder",
-        "layout",
-        "local_shape",
-        "plans",
-        "shape",
-        "targets",
-        "world",
-    )
-
-    def __init__(self, world: World, layout: Layout, shape: Shape) -> None:
-        self.world, self.layout, self.shape, self.plans = world, layout, shape, world.plans
-        self.exchanges: dict[Any, Any] = {}
-        self.targets: dict[Any, Spec] = {}
-        self._dual: Spec | None = None
-        self._term_ranks: tuple[int, ...] | None = None
-        self.is_placeholder = world.rank not in layout.placement
-        self.local_shape = shape if self.is_placeholder else layout.local_shape(shape, world.rank)
-
-    @property
-    def dual(self) -> Spec:
-        """The spec of this tensor's gradient."""
-        if self._dual is None:
-            self._dual = spec_of(self.world, self.layout.dual(), self.shape)
-        return self._dual
-
-    @property
-    def term_ranks(self) -> tuple[int, ...]:
-        """The ranks that hold terms of the same part of this tensor's gradient as this rank does, itself among them."""
-        if self._term_ranks is None:
-            groups = plan_boxing(self.layout.dual(), self.layout, self.shape, itemsize=1).groups
-            self._term_ranks = next((group for group in groups if self.world.rank in group), (self.world.rank,))
-        return self._term_ranks
-
-    def __repr__(self) -> str:
-        return f"Spec({self.layout}, {tuple(self.shape)})"
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Spec:
-        return self
-
-
-def spec_of(world: World, layout: Layout, shape: Shape) -> Spec:
-    """The one ``Spec`` of a layout (split dims counted from the front) and a logical shape."""
-    key = (layout, shape)
-    spec = world.specs.get(key)
-    if spec is None:
-        layout.placement.check_world(world.world_size)
-        spec = world.specs[key] = Spec(world, layout.normalized(shape), tuple(shape))
-    return spec
+_MAX_TARGETS = 64
+"""Ways to ask for a layout that a spec remembers."""
 
 
 def is_below_autograd() -> bool:
@@ -114,17 +60,15 @@ class GlobalTensor(Annotated):
 
     _spec: Spec
     _is_param = False
-    _placeholder_grad: Any = False
-    """On a placeholder: whether its owner has a gradient; the placeholder of it, once somebody has asked."""
+    _gradient: GradientState = NO_GRADIENT_STATE
     _is_grad = False
     """Whether this is the ``.grad`` of a tensor, which has its dual layout whatever it is set to."""
     _has_data_alias = False
     """Whether somebody has taken its ``.data``, or it is that: nothing tells one of the two of writes to the other."""
-    dispatch: Callable[[Any, tuple[Any, ...], dict[str, Any] | None], Any]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return cls.dispatch(func, args, kwargs)
+        return later.dispatch(func, args, kwargs)
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
@@ -155,56 +99,67 @@ class GlobalTensor(Annotated):
         return self._spec.is_placeholder
 
     @property
-    def _spec_of_placeholder_grad(self) -> Spec:
+    def _gradient_spec(self) -> Spec:
         """What the gradient is where it is held: terms of a sum, or under ZeRO its shards."""
-        scattered = self.__dict__.get("_grad_spec")  # of the tensor as it was, and of its gradient's shards
+        scattered = self._gradient.shard_spec
         return scattered[1] if scattered is not None and scattered[0] is self._spec else self._spec.dual
 
     def _placeholder_of_gradient(self, spec: Spec) -> GlobalTensor:
-        """A tensor of its own, as its owner has a new one; what is under it is the last step's, which takes less."""
-        known: GlobalTensor | None = self.__dict__.get("_placeholder_grad_before")
-        if known is None or known._spec is not spec or known.dtype != self.dtype:
-            known = self.__dict__["_placeholder_grad_before"] = placeholder_like(self, spec)
-        made = wrap(_data_slot.__get__(known), spec)  # not detach(), which would share the count of writes
+        """A new tensor, as the owner has a new one; it takes the memory of the last step's, which is faster."""
+        state = self._gradient
+        if state.reusable is None or state.reusable._spec is not spec or state.reusable.dtype != self.dtype:
+            state.reusable = placeholder_like(self, spec)
+        made = wrap(_data_slot.__get__(state.reusable), spec)  # not detach(), which would share the count of writes
         made._is_grad = True
         return made
+
+    def _set_where_held(self, state: GradientState, value: Any) -> bool:
+        """Set a gradient whose place is not ``.grad``: a shard, or the placeholder of one. False for any other."""
+        shard, state.shard, state.sum = state.shard, None, None
+        if not isinstance(value, GlobalTensor):
+            return False
+        if shard is not None and value._spec is shard._spec:
+            state.shard = value
+            with local_torch():
+                grad_slot.__set__(self, None)
+            return True
+        if state.placeholder is not False and value._spec is self._gradient_spec:  # its owner keeps a shard
+            state.placeholder = value
+            return True
+        return False
 
     @property
     def grad(self) -> torch.Tensor | None:
         """The gradient: a global tensor whose layout is the dual of this one's (B has P: one term on each rank)."""
         if not _torch_function_enabled():
-            return _grad_slot.__get__(self)
+            return grad_slot.__get__(self)
         with local_torch():
-            grad = _grad_slot.__get__(self)
+            grad = grad_slot.__get__(self)
             if grad is None:
-                if self._placeholder_grad is False:
-                    return self.__dict__.get("_grad_shard")
-                if self._placeholder_grad is True:
-                    self._placeholder_grad = self._placeholder_of_gradient(self._spec_of_placeholder_grad)
-                return self._placeholder_grad
+                state = self._gradient
+                if state.placeholder is False:
+                    return state.shard
+                if state.placeholder is True:
+                    state.placeholder = self._placeholder_of_gradient(self._gradient_spec)
+                return state.placeholder
             if not isinstance(grad, GlobalTensor):
                 wrap(grad, self._spec.dual)._is_grad = True
                 grad._owner = weakref.ref(self)
             return grad
 
     @grad.setter
-    def grad(self, value: torch.Tensor | None) -> None:
-        shard: GlobalTensor | None = self.__dict__.pop("_grad_shard", None)
-        self.__dict__.pop("_sum", None)
+    def grad(self, value: Any) -> None:
+        state = self._gradient
+        has_state = state is not NO_GRADIENT_STATE
         if isinstance(value, GlobalTensor):
             value._is_grad = True
-            if shard is not None and value._spec is shard._spec:
-                keep_grad_shard(self, value, shard._spec)
-                return
-            if (
-                self._placeholder_grad is not False and value._spec is self._spec_of_placeholder_grad
-            ):  # its owner keeps a shard
-                self._placeholder_grad = value
-                return
+        if has_state and self._set_where_held(state, value):
+            return
         if value is None or not _torch_function_enabled():
-            self._placeholder_grad = False
+            if has_state:
+                state.placeholder = False
             with local_torch():
-                _grad_slot.__set__(self, value)
+                grad_slot.__set__(self, value)
             return
         expected = self._spec.layout.dual()
         if tuple(value.shape) != tuple(self._spec.shape):
@@ -213,13 +168,16 @@ class GlobalTensor(Annotated):
                 f"{list(self._spec.shape)}. Both are logical sizes and must be the same."
             )
         if not isinstance(value, GlobalTensor):
-            value = GlobalTensor.enter(value, self._spec.world, self._spec.layout)
+            value = later.from_local(value, self._spec.world, self._spec.layout)
         if value._spec.layout != expected:
-            value = GlobalTensor.box(value, expected)
-        self._placeholder_grad = value if self._spec.is_placeholder else False
+            value = later.box(value, expected)
+        if self._spec.is_placeholder:
+            gradient_state(self).placeholder = value
+        elif has_state:
+            state.placeholder = False
         with local_torch():
             if not self._spec.is_placeholder or value.requires_grad:
-                _grad_slot.__set__(self, value)
+                grad_slot.__set__(self, value)
 
     @grad.deleter
     def grad(self) -> None:
@@ -239,7 +197,7 @@ class GlobalTensor(Annotated):
         return twin
 
     @data.setter
-    def data(self, value: torch.Tensor) -> None:
+    def data(self, value: Any) -> None:
         """Take the values of another tensor: of a global one with its layout, of a plain (whole) one in this layout."""
         if not _torch_function_enabled():
             _data_slot.__set__(self, value)
@@ -247,13 +205,13 @@ class GlobalTensor(Annotated):
         with torch.no_grad():
             keeps_layout = self._is_grad or not isinstance(value, GlobalTensor)
             if not isinstance(value, GlobalTensor):
-                value = GlobalTensor.enter(value, self._spec.world, self._spec.layout)
+                value = later.from_local(value, self._spec.world, self._spec.layout)
             if keeps_layout:
-                value = GlobalTensor.box(value, self._spec.layout.normalized(value._spec.shape))
+                value = later.box(value, self._spec.layout.normalized(value._spec.shape))
             grad = self.grad if value._spec is not self._spec else None
             if grad is not None:
                 self.grad = None
-            shard = self.__dict__.get("_grad_shard")
+            shard = self._gradient.shard
             with local_torch():
                 local = plain(value)
                 if self.requires_grad and self.is_leaf and self.shape != local.shape:
@@ -264,77 +222,155 @@ class GlobalTensor(Annotated):
             forget_derived(self)
             self._spec = value._spec
             if shard is not None:
-                self.__dict__["_grad_shard"] = shard
+                self._gradient.shard = shard
             if grad is not None and grad.shape == self.shape:
                 self.grad = grad.to(value.dtype)
 
-    box: Callable[[GlobalTensor, Layout], GlobalTensor]
-    enter: Callable[[torch.Tensor, World, Layout], GlobalTensor]
+    def to_global(self, placement: Placement | None = None, sbp: Any = None) -> GlobalTensor:
+        """The same logical tensor in another layout: a boxing. All ranks of the world call it.
+
+        In the layout that it has already it is the tensor itself; in every other one the result has memory of its own.
+
+        Args:
+            placement: the ranks that hold the result; default those of the tensor.
+            sbp: one entry per axis of the placement; default those of the tensor.
+
+        Raises:
+            SbpError: wrong number of entries, or a split dim out of range.
+            PlacementError: a rank that the world does not have.
+
+        ``x.to_global(sbp=wb.sbp.broadcast)`` of a split ``x`` is an all-gather.
+        """
+        targets = self._spec.targets
+        try:
+            target = targets.get((placement, sbp))
+        except TypeError:  # a list of entries cannot be looked up
+            target = None
+        if target is None:
+            target = spec_of(self._spec.world, self._layout_of(placement, sbp), self._spec.shape)
+            if isinstance(sbp, Hashable) and len(targets) < _MAX_TARGETS:
+                targets[placement, sbp] = target
+        if target is self._spec:
+            return self
+        boxed: GlobalTensor = later.box_to(self, target)
+        return boxed
+
+    def to_global_async(self, placement: Placement | None = None, sbp: Any = None) -> Handle[GlobalTensor]:
+        """``to_global`` that sends now and receives in the handle's ``wait()``. All ranks of the world call both.
+
+        It sends what the tensor holds now: the tensor may be written before the wait. The result has a gradient like
+        any boxing's. To the layout that the tensor has already nothing is sent: the result is the tensor itself, as of
+        ``to_global``, and shows what is written meanwhile.
+
+        ``handle = x.to_global_async(sbp="B"); y = f(z); x = handle.wait()`` computes ``y`` while data is under way.
+        """
+        handle: Handle[GlobalTensor] = later.to_global_async(self, placement, sbp)
+        return handle
+
+    def boxing_plan(self, placement: Placement | None = None, sbp: Any = None) -> BoxingPlan | BoxingPath:
+        """What ``to_global`` with the same arguments would do; printable, moves nothing.
+
+        >>> p = wb.placement("cpu", ranks=[0, 1])
+        >>> wb.ones(4, 4, placement=p, sbp="S(0)").boxing_plan(sbp="B").bytes_sent
+        {0: 32, 1: 32}
+        """
+        with local_torch():
+            itemsize = self.element_size()
+        spec = self._spec
+        return find_boxing_path(
+            spec.layout, self._layout_of(placement, sbp), spec.shape, itemsize, spec.world.transport.cost
+        )
+
+    def to_local(self, *, grad_sbp: Any = None) -> torch.Tensor:
+        """This rank's shard as a plain tensor that shares its storage; empty on ranks outside the placement.
+
+        A loss computed from it counts once per rank for splits and partial sums; for copies (B) each rank's counts one
+        n-th, so that the same plain loss on all ranks gives one device's gradient.
+
+        Args:
+            grad_sbp: how the gradient that will come back lies, one entry per axis; default B where the tensor is B.
+                P where every rank makes a loss of its own of a B tensor.
+
+        Raises:
+            SbpError: ``grad_sbp`` is no layout that a gradient of this tensor can have.
+        """
+        local: torch.Tensor = later.to_local(self, grad_sbp)
+        return local
+
+    def full_tensor(self) -> torch.Tensor:
+        """The logical tensor as a plain one, on every rank of the world, those outside its placement too.
+
+        All ranks call it.
+        It keeps its history: a loss made of it counts once if all ranks make it.
+
+        Raises:
+            StrategyError: inside a scheduled step of several stages, where ranks are at different micro-batches.
+            ExplicitBoxingError: under ``wb.debug.explicit_boxing()``, of a tensor that some rank has no part of.
+
+        >>> last = wb.placement("cpu", ranks=[0])
+        >>> wb.ones(2, 3, placement=last, sbp="B").full_tensor().sum()
+        tensor(6.)
+        """
+        later.check_reading(self, "full_tensor")
+        value: torch.Tensor = later.to_local(later.on_all_ranks(self))
+        return value
+
+    def _layout_of(self, placement: Placement | None, sbp: Any) -> Layout:
+        """The layout that the arguments of ``to_global`` ask for."""
+        current = self._spec.layout
+        layout = Layout.of(placement or current.placement, current.sbp if sbp is None else sbp)
+        layout.placement.check_world(self._spec.world.world_size)
+        return layout.normalized(self._spec.shape)
+
+    def __copy__(self) -> GlobalTensor:
+        return later.copying.shallow_copy(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GlobalTensor:
+        return later.copying.deep_copy(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return later.copying.reduce(self, protocol)
+
+    def __create_write_items__(self, name: str, same: Any = None) -> Any:
+        return later.checkpoint_chunks.write_items(self, name, same)
+
+    def __create_chunk_list__(self) -> Any:
+        return later.checkpoint_chunks.chunk_list(self)
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        return later.checkpoint_chunks.shard_at(self, index)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return describe(self)
+        text: str = later.describe(self)
+        return text
 
     def __str__(self) -> str:
-        return GlobalTensor.show(self)
-
-    show: Callable[[GlobalTensor], str]
+        text: str = later.format_values(self)
+        return text
 
 
 _local_shape: Callable[[torch.Tensor], torch.Size] = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
-_grad_slot: Any = torch.Tensor.grad
 _data_slot: Any = torch.Tensor.data
-read_grad: Callable[[torch.Tensor], torch.Tensor | None] = _grad_slot.__get__
-"""What autograd has accumulated on this rank, without a layout."""
-
-
-def owner_of_grad(grad: GlobalTensor) -> GlobalTensor | None:
-    """The tensor whose ``.grad`` this is, in the layout in which autograd left it; None for any other tensor."""
-    owner = grad.__dict__.get("_owner")
-    found = None if owner is None else owner()
-    with local_torch():
-        return found if found is not None and _grad_slot.__get__(found) is grad else None
+grad_slot: Any = torch.Tensor.grad
+"""torch's own ``.grad``: what autograd has accumulated on this rank, without a layout."""
 
 
 def forget_sum_of(grad: GlobalTensor) -> None:
     """The sum that was made of a gradient is no longer the one to use."""
     owner = grad.__dict__.get("_owner")
     if owner is not None and owner() is not None:
-        owner().__dict__.pop("_sum", None)
-
-
-def set_reduced_grad(leaf: GlobalTensor, grad: torch.Tensor | None) -> None:
-    """Give a leaf a gradient that is summed already: it has the leaf's own layout, not the dual one."""
-    labelled = None if grad is None else wrap(grad, leaf._spec)
-    leaf._placeholder_grad = labelled if labelled is not None and leaf._spec.is_placeholder else False
-    with local_torch():
-        _grad_slot.__set__(leaf, None if leaf._spec.is_placeholder else labelled)
-
-
-def accumulate_grad(leaf: GlobalTensor, grad: torch.Tensor) -> None:
-    """Let ``grad`` be what autograd has accumulated on this rank; a shard of what it had accumulated before stays."""
-    leaf.__dict__.pop("_sum", None)
-    with local_torch():
-        _grad_slot.__set__(leaf, grad)
-
-
-def keep_grad_shard(leaf: GlobalTensor, shard: torch.Tensor, spec: Spec) -> None:
-    """Let a summed gradient, in a layout of its own, be the gradient of ``leaf``; autograd's term is given back."""
-    if not isinstance(shard, GlobalTensor):
-        shard = wrap(shard, spec)
-        shard._is_grad = True
-    with local_torch():
-        _grad_slot.__set__(leaf, None)
-    leaf.__dict__.pop("_sum", None)
-    leaf.__dict__["_grad_shard"] = shard
+        forget_sum(owner())
 
 
 def forget_derived(tensor: GlobalTensor) -> None:
     """Drop what a tensor remembers of its values: boxed forms, the optimizer's local alias."""
     for name in DERIVED:
         tensor.__dict__.pop(name, None)
+    if tensor._gradient is not NO_GRADIENT_STATE:
+        tensor._gradient.shard = tensor._gradient.sum = None
 
 
-DERIVED = ("_alias_of", "_boxing_cache", "_grad_shard", "_local_alias", "_origin", "_root", "_sum", "_tied_source")
+DERIVED = ("_alias_of", "_boxing_cache", "_local_alias", "_origin", "_root", "_tied_source")
 """Attributes of a tensor that are made from its values; no copy takes them along."""
 
 
@@ -359,39 +395,3 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 def placeholder_like(tensor: torch.Tensor, spec: Spec) -> GlobalTensor:
     """A placeholder with the dtype of ``tensor``."""
     return wrap(new_placeholder(spec.shape, tensor.dtype, spec.world.device), spec)
-
-
-def mark_placeholder_leaves(node: Any) -> None:
-    """Leaves before ``node`` whose owner accumulates a gradient now: ``leaf.grad is None`` must agree with it."""
-    for before, _ in node.next_functions:
-        leaf = getattr(before, "variable", None)
-        if isinstance(leaf, GlobalTensor) and leaf._placeholder_grad is False and leaf._spec.is_placeholder:  # noqa: SIM102
-            if will_accumulate(before):
-                mark_placeholder(leaf)
-
-
-def mark_placeholder(leaf: GlobalTensor) -> None:
-    """The owner of a placeholder has a gradient now; so it has after a replay of the step that is being recorded."""
-    leaf._placeholder_grad = True
-    recorder = leaf._spec.world.recorder
-    if recorder is not None:
-        recorder.placeholders.append(leaf)
-
-
-def will_accumulate(node: Any) -> bool:
-    """Whether the backward that runs adds to the gradient of the leaf of this node."""
-    try:
-        return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # torch.autograd.grad takes this leaf's gradient and leaves its .grad alone
-        return False
-
-
-def describe(tensor: GlobalTensor) -> str:
-    """Shape, dtype and layout; never communicates."""
-    spec = tensor._spec
-    with local_torch():
-        dtype, grad = str(tensor.dtype).removeprefix("torch."), tensor.requires_grad
-    where = "; not on this rank" if spec.is_placeholder else ""
-    needs = ", requires_grad=True" if grad else ""
-    name = "Parameter of GlobalTensor" if tensor._is_param else "GlobalTensor"
-    return f"{name}({tuple(spec.shape)}, {dtype}, {spec.layout}{needs}{where})"

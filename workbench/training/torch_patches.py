@@ -5,7 +5,7 @@ Clipping reads norms of global gradients, and a gradient scaler's decision is th
 
 from __future__ import annotations
 
-from workbench.tensors import methods  # noqa: F401 - completes GlobalTensor
+from workbench.tensors import install  # noqa: F401 - installs the patches of torch
 from workbench.training import precision
 from workbench.training.gradients import clip
 

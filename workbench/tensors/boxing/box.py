@@ -18,15 +18,8 @@ from workbench.core.sbp import Partial
 from workbench.errors import LayoutError
 from workbench.tensors.boxing.exchange import exchange_between
 from workbench.tensors.boxing.explicit import Need, check_explicit
-from workbench.tensors.global_tensor import (
-    GlobalTensor,
-    Spec,
-    local_torch,
-    mark_placeholder_leaves,
-    new_placeholder,
-    spec_of,
-    wrap,
-)
+from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, new_placeholder, spec_of, wrap
+from workbench.tensors.leaf_gradients import mark_placeholder_leaves
 from workbench.tensors.placeholder_storage import spread_zero
 
 

@@ -22,6 +22,7 @@ from workbench.tensors.boxing.box import box
 from workbench.tensors.dispatch.placeholder_calls import write_placeholder
 from workbench.tensors.dispatch.registry import fold_name
 from workbench.tensors.global_tensor import GlobalTensor, local_torch
+from workbench.tensors.late_imports import later
 
 _ALIASING = """
 view view_as unflatten squeeze unsqueeze permute transpose t get:T get:mT get:H get:mH movedim adjoint expand expand_as
@@ -75,7 +76,7 @@ class BoxedView(GlobalTensor):
         for view in views:
             view.__class__ = GlobalTensor  # type: ignore[assignment]
         try:
-            result = GlobalTensor.dispatch(func, args, kwargs)
+            result = later.dispatch(func, args, kwargs)
         finally:
             for view in views:
                 view.__class__ = BoxedView
@@ -90,10 +91,10 @@ class BoxedView(GlobalTensor):
         _bring_up_to_date(self)
         return GlobalTensor.to_global(self, *args, **kwargs)
 
-    def to_local(self) -> Any:  # type: ignore[override]
+    def to_local(self, *, grad_sbp: Any = None) -> Any:
         """``GlobalTensor.to_local`` of the values that the base has now."""
         _bring_up_to_date(self)
-        return GlobalTensor.to_local(self)
+        return GlobalTensor.to_local(self, grad_sbp=grad_sbp)
 
     def full_tensor(self) -> Any:
         """``GlobalTensor.full_tensor`` of the values that the base has now."""
@@ -175,7 +176,7 @@ class AmbiguousTensor(GlobalTensor):
         name = fold_name(func).folded
         base = next(leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is AmbiguousTensor)
         if name.startswith(("get:", "set:")) or name in ("size", "dim", "numel", "requires_grad_"):
-            return GlobalTensor.dispatch(func, args, kwargs)
+            return later.dispatch(func, args, kwargs)
         return base.refuse(name)
 
     def refuse(self, name: str) -> NoReturn:
@@ -190,7 +191,7 @@ class AmbiguousTensor(GlobalTensor):
         """Refused: see the class."""
         self.refuse("to_global")
 
-    def to_local(self) -> Any:  # type: ignore[override]
+    def to_local(self, *, grad_sbp: Any = None) -> Any:
         """Refused: see the class."""
         self.refuse("to_local")
 

@@ -313,6 +313,4 @@ def _wrap_result(result: torch.Tensor, spec: Spec) -> GlobalTensor:
     return wrap(result, spec)
 
 
-GlobalTensor.dispatch = staticmethod(dispatch)
-
 __all__ = ["FallbackWarning", "call_by_plan", "decompose", "dispatch"]

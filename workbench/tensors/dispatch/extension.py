@@ -26,6 +26,7 @@ from workbench.tensors.dispatch.registry import (
     fold_name,
 )
 from workbench.tensors.global_tensor import GlobalTensor, local_torch
+from workbench.tensors.late_imports import later
 from workbench.tensors.world import current
 
 _FORM = (
@@ -127,7 +128,7 @@ def _dispatching(function: Callable[..., Any], meta: Callable[..., Any] | None) 
     def dispatching(*args: Any, **kwargs: Any) -> Any:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if torch._C._is_torch_function_enabled() and any(isinstance(tensor, GlobalTensor) for tensor in tensors):
-            return GlobalTensor.dispatch(dispatching, args, kwargs)
+            return later.dispatch(dispatching, args, kwargs)
         if meta is not None and any(tensor.is_meta for tensor in tensors):
             return meta(*args, **kwargs)
         return _on_plain(function, args, kwargs)

@@ -20,7 +20,8 @@ import torch
 import torch.nn.functional as F
 
 from workbench.tensors.dispatch.weight_gradients import has_hooks, is_parameter
-from workbench.tensors.global_tensor import local_torch, read_grad, will_accumulate
+from workbench.tensors.global_tensor import local_torch
+from workbench.tensors.leaf_gradients import read_grad, will_accumulate
 
 SMALLEST_NUMEL = 2**20
 """Elements of a weight from which on it pays (4 MB in 32 bits)."""

@@ -20,14 +20,9 @@ from workbench.errors import LayoutError
 from workbench.tensors.boxing.box import box
 from workbench.tensors.conversion import from_local
 from workbench.tensors.dispatch.registry import handler
-from workbench.tensors.global_tensor import (
-    GlobalTensor,
-    Spec,
-    local_torch,
-    mark_placeholder_leaves,
-    new_placeholder,
-    wrap,
-)
+from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, new_placeholder, wrap
+from workbench.tensors.gradient_state import gradient_state
+from workbench.tensors.leaf_gradients import mark_placeholder_leaves
 from workbench.tensors.world import World
 
 
@@ -146,8 +141,8 @@ def retain_grad(func: Any, args: Any, kwargs: Any) -> None:
 
             def note(local: torch.Tensor | None) -> None:
                 placeholder = reference()
-                if placeholder is not None and placeholder._placeholder_grad is False:
-                    placeholder._placeholder_grad = True
+                if placeholder is not None and placeholder._gradient.placeholder is False:
+                    gradient_state(placeholder).placeholder = True
 
             tensor.register_hook(note)
         func(tensor)

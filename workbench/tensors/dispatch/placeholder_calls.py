@@ -16,7 +16,8 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from workbench.core.layout import Shape
-from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, mark_placeholder_leaves, new_placeholder
+from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, new_placeholder
+from workbench.tensors.leaf_gradients import mark_placeholder_leaves
 
 TENSOR = object()
 """Stands among the leaves of a result where a tensor is."""
@@ -148,7 +149,7 @@ class _Placeholder(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        if any(leaf._placeholder_grad is False for leaf in ctx.leaves):  # the walk over all inputs is seldom needed
+        if any(leaf._gradient.placeholder is False for leaf in ctx.leaves):  # the walk over all inputs is seldom needed
             mark_placeholder_leaves(ctx)
         if ctx.on_backward is not None:
             ctx.on_backward()

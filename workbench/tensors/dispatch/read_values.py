@@ -99,3 +99,14 @@ def format_values(tensor: GlobalTensor) -> str:
         f"{values}\n  {format_sbp(spec.layout.sbp)} on "
         f"{spec.layout.placement.device_type}:{spec.layout.placement.ranks}{grad}"
     )
+
+
+def describe(tensor: GlobalTensor) -> str:
+    """Shape, dtype and layout; never communicates."""
+    spec = tensor._spec
+    with local_torch():
+        dtype, grad = str(tensor.dtype).removeprefix("torch."), tensor.requires_grad
+    where = "; not on this rank" if spec.is_placeholder else ""
+    needs = ", requires_grad=True" if grad else ""
+    name = "Parameter of GlobalTensor" if tensor._is_param else "GlobalTensor"
+    return f"{name}({tuple(spec.shape)}, {dtype}, {spec.layout}{needs}{where})"

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.core.sbp import Broadcast, Sbp, Split, broadcast, partial_sum
-from workbench.tensors import methods  # noqa: F401 - completes GlobalTensor
+from workbench.tensors import install  # noqa: F401 - installs the patches of torch
 from workbench.tensors.dispatch.planning import bind
 from workbench.tensors.dispatch.registry import Name, fold_name
 from workbench.tensors.global_tensor import GlobalTensor, local_torch, spec_of, wrap

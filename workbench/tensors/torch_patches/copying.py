@@ -18,8 +18,7 @@ from workbench.tensors.global_tensor import DERIVED, GlobalTensor, local_torch, 
 from workbench.tensors.world import current
 
 _NOT_COPIED = (
-    "_spec", "_is_param", "_is_grad", "_has_data_alias", "_placeholder_grad", "_placeholder_grad_before", "_grad_spec",
-    "_owner", "_shard", "_watcher", *DERIVED,
+    "_spec", "_is_param", "_is_grad", "_has_data_alias", "_gradient", "_owner", "_shard", "_watcher", *DERIVED,
 )  # fmt: skip
 
 
@@ -127,8 +126,5 @@ def rebuild(
 
 
 def install() -> None:
-    """Complete ``GlobalTensor``, and let ``torch.load(weights_only=True)`` load it."""
-    GlobalTensor.__copy__ = shallow_copy  # type: ignore[attr-defined]
-    GlobalTensor.__deepcopy__ = deep_copy  # type: ignore[assignment, method-assign]
-    GlobalTensor.__reduce_ex__ = reduce  # type: ignore[assignment, method-assign]
+    """Let ``torch.load(weights_only=True)`` load global tensors."""
     torch.serialization.add_safe_globals([rebuild])

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from workbench.tensors.global_tensor import GlobalTensor, Spec, keep_grad_shard, local_torch
+from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch
+from workbench.tensors.leaf_gradients import keep_grad_shard
 
 
 class Leaves(TorchDispatchMode):
@@ -36,12 +37,12 @@ def _is_fake(value: torch.Tensor) -> bool:
 def held_grad(leaf: torch.Tensor) -> torch.Tensor | None:
     """The local gradient of a leaf: autograd's, or the shard that ZeRO keeps in its place. Under ``local_torch``."""
     grad = leaf.grad
-    return leaf.__dict__.get("_grad_shard") if grad is None else grad
+    return leaf._gradient.shard if grad is None and isinstance(leaf, GlobalTensor) else grad
 
 
 def shard_spec(leaf: torch.Tensor) -> Spec | None:
     """The spec of the shard that is the gradient of a leaf; None where the gradient is autograd's."""
-    shard: GlobalTensor | None = leaf.__dict__.get("_grad_shard")
+    shard = leaf._gradient.shard if isinstance(leaf, GlobalTensor) else None
     return None if shard is None else shard._spec
 
 

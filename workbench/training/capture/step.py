@@ -14,6 +14,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from workbench.errors import CaptureError
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, plain, wrap
+from workbench.tensors.gradient_state import gradient_state
 from workbench.tensors.world import World, current
 from workbench.training.capture.circumstances import Circumstances, end_sums
 from workbench.training.capture.gradients import Leaves, held_grad, hold_grad, shard_spec
@@ -267,7 +268,7 @@ def _record(
         program.inputs = [*program.inputs[: len(inputs)], *(slots[id(leaf)] for leaf in used)]
         cleared = [leaf for leaf, grad in graded if held_grad(leaf) is not grad]
         addresses = [(tensor, tensor.data_ptr()) for tensor in recorder.originals]
-    placeholders = [(leaf, leaf._placeholder_grad is not False) for leaf in recorder.placeholders]
+    placeholders = [(leaf, leaf._gradient.placeholder is not False) for leaf in recorder.placeholders]
     results = [(True, _spec(part)) if isinstance(part, torch.Tensor) else (False, part) for part in parts]
     made = [(leaf, output, shard_spec(leaf)) for leaf, output in zip(leaves, left, strict=True) if output is not None]
     recording = _Recording(
@@ -310,7 +311,7 @@ def _replay(recording: _Recording, world: World, inputs: Sequence[torch.Tensor])
         for leaf, output, spec in recording.leaves:
             hold_grad(leaf, made[output], spec)
         for placeholder, has_grad in recording.placeholders:
-            placeholder._placeholder_grad = has_grad
+            gradient_state(placeholder).placeholder = has_grad
     recording.traffic.add_to(world.traffic)
     values = iter(made)
     parts = [_handed_out(next(values), value) if is_tensor else value for is_tensor, value in recording.results]

@@ -17,7 +17,8 @@ from torch.nn.utils import clip_grad
 from workbench.core.boxing import plan_boxing
 from workbench.core.sbp import Partial, Split, broadcast
 from workbench.tensors.dispatch.read_values import value_on_all_ranks
-from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, owner_of_grad, plain
+from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, plain
+from workbench.tensors.leaf_gradients import owner_of_grad
 from workbench.tensors.world import World
 from workbench.training.gradients.reduction import Term, change_gradients, start_reduction, start_sums
 from workbench.training.gradients.shard import state_spec

@@ -27,7 +27,8 @@ from workbench.errors import LayoutError
 from workbench.tensors import world
 from workbench.tensors.boxing.assembly import slice_region
 from workbench.tensors.boxing.box import box
-from workbench.tensors.global_tensor import GlobalTensor, local_torch, new_placeholder, plain, set_reduced_grad, wrap
+from workbench.tensors.global_tensor import GlobalTensor, local_torch, new_placeholder, plain, wrap
+from workbench.tensors.leaf_gradients import set_reduced_grad
 from workbench.training.gradients.fused_steps import fuse, unfuse
 from workbench.training.gradients.left_behind import MOVE_STATE, refuse_replaced, refuse_state
 from workbench.training.gradients.overlap import Watcher

@@ -24,7 +24,9 @@ from torch import nn
 from workbench.core.layout import Layout
 from workbench.core.sbp import Broadcast
 from workbench.errors import StrategyError
-from workbench.tensors.global_tensor import GlobalTensor, keep_grad_shard, local_torch, plain
+from workbench.tensors.global_tensor import GlobalTensor, local_torch, plain
+from workbench.tensors.gradient_state import gradient_state
+from workbench.tensors.leaf_gradients import keep_grad_shard
 from workbench.training.gradients import reduction
 from workbench.training.gradients.reduction import Finish, Term, cut_into_buckets, keep, start_bucket
 from workbench.training.gradients.shard import shard_of, state_spec
@@ -202,7 +204,7 @@ def _from_first(parameter: GlobalTensor, group: tuple[int, ...], mine: torch.Ten
 def _accumulate_shard(owner: GlobalTensor, total: torch.Tensor) -> None:
     """Add a scattered gradient to the shard that is there; the gradient it came from is given back."""
     with torch.no_grad(), local_torch():
-        before = owner.__dict__.get("_grad_shard")
+        before = owner._gradient.shard
         if before is not None:
             before.add_(total)
         else:  # of its own, not a view of a bucket
@@ -235,9 +237,9 @@ def watch(module: nn.Module, scatters: bool) -> Watcher:
     """Follow the gradients of a module's global parameters."""
     parameters = [p for p in module.parameters() if isinstance(p, GlobalTensor)]
     for parameter in parameters:
-        parameter.__dict__.pop("_grad_spec", None)
+        gradient_state(parameter).shard_spec = None
         if scatters and parameter._spec.is_placeholder and _has_copies(parameter._spec.layout):
-            parameter.__dict__["_grad_spec"] = parameter._spec, state_spec(parameter)
+            gradient_state(parameter).shard_spec = parameter._spec, state_spec(parameter)
     return Watcher(parameters, scatters)
 
 

@@ -17,7 +17,9 @@ from zlib import crc32
 import torch
 
 from workbench.tensors.boxing.assembly import slice_region
-from workbench.tensors.global_tensor import GlobalTensor, local_torch, plain, read_grad
+from workbench.tensors.global_tensor import GlobalTensor, local_torch, plain
+from workbench.tensors.gradient_state import forget_sum, gradient_state
+from workbench.tensors.leaf_gradients import read_grad
 from workbench.tensors.world import World
 from workbench.training.gradients.shard import Shard, shard_of
 from workbench.training.gradients.shard_exchange import start_gather, start_scatter
@@ -66,11 +68,11 @@ def start_reduction(parameters: Iterable[GlobalTensor]) -> Finish:
         for parameter in parameters:
             grad = read_grad(parameter)
             if grad is None:
-                scattered = parameter.__dict__.get("_grad_shard")
+                scattered = parameter._gradient.shard
                 if scattered is not None:
                     result[parameter] = plain(scattered)
                 continue
-            stamped: _Stamped | None = parameter.__dict__.get("_sum")
+            stamped: _Stamped | None = parameter._gradient.sum
             if stamped is not None and _is_current(stamped, parameter, grad):
                 known[parameter] = stamped.finish
             elif len(parameter._spec.term_ranks) == 1:
@@ -100,7 +102,7 @@ def _is_current(stamped: _Stamped, parameter: GlobalTensor, grad: torch.Tensor) 
 def keep(terms: Iterable[Term], finish: Finish) -> None:
     """Remember the sums of gradients as they are now, until they change or are used up by a step."""
     for owner, local, _, _ in terms:
-        owner.__dict__["_sum"] = _stamp(owner, local, finish)
+        gradient_state(owner).sum = _stamp(owner, local, finish)
 
 
 def change_gradients(
@@ -121,10 +123,10 @@ def change_gradients(
         for parameter in parameters:
             grad = read_grad(parameter)
             if grad is None:
-                scattered = parameter.__dict__.get("_grad_shard")
+                scattered = parameter._gradient.shard
                 sums += [] if scattered is None else [plain(scattered)]
                 continue
-            stamped: _Stamped | None = parameter.__dict__.get("_sum")
+            stamped: _Stamped | None = parameter._gradient.sum
             if stamped is not None and _is_current(stamped, parameter, grad):
                 sums.append(stamped.finish()[parameter])
                 stamps.append((parameter, grad, stamped.finish))
@@ -136,13 +138,13 @@ def change_gradients(
         change(terms)
         (of_sums or change)(sums)
         for parameter, grad, finish in stamps:
-            parameter.__dict__["_sum"] = _stamp(parameter, grad, finish)
+            gradient_state(parameter).sum = _stamp(parameter, grad, finish)
 
 
 def forget_sums(parameters: Iterable[GlobalTensor]) -> None:
     """After a step the sums are in nobody's way any more."""
     for parameter in parameters:
-        parameter.__dict__.pop("_sum", None)
+        forget_sum(parameter)
 
 
 def start_sums(terms: Iterable[Term]) -> Finish:

@@ -20,7 +20,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from workbench.core.boxing import plan_boxing
 from workbench.tensors.dispatch.placeholder_calls import TENSOR, OutputInfo, placeholder_outputs
 from workbench.tensors.dispatch.weight_gradients import has_hooks
-from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, mark_placeholder, wrap
+from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, wrap
+from workbench.tensors.leaf_gradients import mark_placeholder
 from workbench.tensors.random import draw_key
 from workbench.tensors.world import World
 from workbench.training.pipelining.running import RunningStep
@@ -165,7 +166,7 @@ def _tell_parameters(parameters: list[GlobalTensor], running: RunningStep) -> No
     """Their owner has gradients of them now, if the schedule's own backward has come by."""
     if running.runs_backward:
         for parameter in parameters:
-            if parameter._placeholder_grad is False:
+            if parameter._gradient.placeholder is False:
                 mark_placeholder(parameter)
 
 

@@ -24,18 +24,9 @@ from workbench.core.sbp import broadcast
 from workbench.core.strategy import ResolvedStrategy
 from workbench.errors import CollectiveAborted, StrategyError
 from workbench.tensors.dispatch.hooks import hooks_of
-from workbench.tensors.global_tensor import (
-    GlobalTensor,
-    Spec,
-    accumulate_grad,
-    local_torch,
-    mark_placeholder,
-    new_placeholder,
-    plain,
-    read_grad,
-    spec_of,
-    wrap,
-)
+from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, new_placeholder, plain, spec_of, wrap
+from workbench.tensors.gradient_state import gradient_state
+from workbench.tensors.leaf_gradients import accumulate_grad, mark_placeholder, read_grad
 from workbench.tensors.world import Simulated, World
 from workbench.training.gradients.overlap import Watcher
 from workbench.training.gradients.shard import Shard
@@ -252,7 +243,7 @@ class StageRank:
                     return False
                 if own._is_param:
                     self._refuse_hooks(own)
-                    view._placeholder_grad = False
+                    gradient_state(view).placeholder = False
                     view.grad = None if view._spec.is_placeholder or own.grad is None else plain(own.grad)
         return True
 
@@ -325,8 +316,8 @@ class StageRank:
                 if view._spec.is_placeholder:
                     if (
                         own._spec.is_placeholder
-                        and view._placeholder_grad is not False
-                        and own._placeholder_grad is False
+                        and view._gradient.placeholder is not False
+                        and own._gradient.placeholder is False
                     ):
                         mark_placeholder(own)
                     continue

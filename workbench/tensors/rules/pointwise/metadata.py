@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from workbench.tensors.dispatch.read_values import describe
 from workbench.tensors.dispatch.registry import handler
-from workbench.tensors.global_tensor import describe, local_torch
+from workbench.tensors.global_tensor import local_torch
 
 
 @handler("size")

@@ -1,0 +1,74 @@
+"""Layout and logical shape of a tensor in one world, as one interned object: keys of every cache are specs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from workbench.core.boxing import plan_boxing
+from workbench.core.layout import Layout, Shape
+from workbench.tensors.world import World
+
+
+class Spec:
+    """Layout and logical shape of a tensor in one world. Interned: equal specs are the same object.
+
+    Attributes:
+        is_placeholder: whether this rank is outside the placement.
+        local_shape: shape of this rank's shard; the logical shape for a placeholder.
+        plans: the world's cache of what to do for a function and its arguments' specs.
+        exchanges: by target and dtype, how this rank boxes (see ``exchange``).
+        targets: by the arguments of ``to_global``, the spec they ask for.
+    """
+
+    __slots__ = (
+        "_dual",
+        "_term_ranks",
+        "exchanges",
+        "is_placeholder",
+        "layout",
+        "local_shape",
+        "plans",
+        "shape",
+        "targets",
+        "world",
+    )
+
+    def __init__(self, world: World, layout: Layout, shape: Shape) -> None:
+        self.world, self.layout, self.shape, self.plans = world, layout, shape, world.plans
+        self.exchanges: dict[Any, Any] = {}
+        self.targets: dict[Any, Spec] = {}
+        self._dual: Spec | None = None
+        self._term_ranks: tuple[int, ...] | None = None
+        self.is_placeholder = world.rank not in layout.placement
+        self.local_shape = shape if self.is_placeholder else layout.local_shape(shape, world.rank)
+
+    @property
+    def dual(self) -> Spec:
+        """The spec of this tensor's gradient."""
+        if self._dual is None:
+            self._dual = spec_of(self.world, self.layout.dual(), self.shape)
+        return self._dual
+
+    @property
+    def term_ranks(self) -> tuple[int, ...]:
+        """The ranks that hold terms of the same part of this tensor's gradient as this rank does, itself among them."""
+        if self._term_ranks is None:
+            groups = plan_boxing(self.layout.dual(), self.layout, self.shape, itemsize=1).groups
+            self._term_ranks = next((group for group in groups if self.world.rank in group), (self.world.rank,))
+        return self._term_ranks
+
+    def __repr__(self) -> str:
+        return f"Spec({self.layout}, {tuple(self.shape)})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Spec:
+        return self
+
+
+def spec_of(world: World, layout: Layout, shape: Shape) -> Spec:
+    """The one ``Spec`` of a layout (split dims counted from the front) and a logical shape."""
+    key = (layout, shape)
+    spec = world.specs.get(key)
+    if spec is None:
+        layout.placement.check_world(world.world_size)
+        spec = world.specs[key] = Spec(world, layout.normalized(shape), tuple(shape))
+    return spec
