@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 if TYPE_CHECKING:
+
     class Annotated(torch.Tensor):
         """The base of ``GlobalTensor`` where types are checked."""
 

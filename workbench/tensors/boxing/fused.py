@@ -20,8 +20,8 @@ from workbench.core.placement import Placement
 from workbench.errors import LayoutError
 from workbench.tensors.boxing.assembly import assemble, region_shape, slice_region
 from workbench.tensors.boxing.box import box_to, check_differentiable
-from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, new_placeholder, spec_of, wrap
 from workbench.tensors.boxing.handle import Handle
+from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, new_placeholder, spec_of, wrap
 from workbench.tensors.leaf_gradients import mark_placeholder_leaves
 from workbench.tensors.placeholder_storage import spread_zero
 from workbench.tensors.world import World
