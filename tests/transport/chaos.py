@@ -129,7 +129,8 @@ def serve(home: Any, rank: int, num_ranks: int, environment: dict[str, str]) -> 
             home.send("left")
             return
         try:
-            answer = {"rebuild": rebuild, "run": run, "facts": facts}[name](home, rank, num_ranks, *arguments)
+            command = {"rebuild": rebuild, "run": run, "open_resources": open_resources}[name]
+            answer = command(home, rank, num_ranks, *arguments)
         except BaseException as error:  # noqa: BLE001 - the test looks at it
             answer = error
         home.send(("answer", answer))
@@ -142,7 +143,7 @@ def rebuild(home: Any, rank: int, num_ranks: int, init_method: str) -> str:
     return world.rebuild(rank, num_ranks, init_method=init_method, device="cpu").transport_name
 
 
-def facts(home: Any, rank: int, num_ranks: int) -> dict[str, Counter[str]]:
+def open_resources(home: Any, rank: int, num_ranks: int) -> dict[str, Counter[str]]:
     """The open resources of this process, by kind. Helper threads start on demand, so one of each name is free."""
     gc.collect()
     threads = Counter(nameless(thread.name) for thread in threading.enumerate())
@@ -165,8 +166,8 @@ def nameless(text: str) -> str:
     return re.sub(r"\d+", "", text)
 
 
-def grown(before: dict[str, Counter[str]], after: dict[str, Counter[str]]) -> dict[str, Counter[str]]:
-    """What there is more of, where a total has grown: a file of one kind may have taken the place of another."""
+def added_resources(before: dict[str, Counter[str]], after: dict[str, Counter[str]]) -> dict[str, Counter[str]]:
+    """Resources that were added, of kinds whose total has grown: a file may have replaced another of its kind."""
     return {key: after[key] - before[key] for key in before if after[key].total() > before[key].total()}
 
 

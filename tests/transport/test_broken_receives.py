@@ -10,7 +10,7 @@ import torch
 
 import workbench as wb
 from tests.processes import Ranks
-from tests.transport.chaos import facts, grown
+from tests.transport.chaos import added_resources, open_resources
 from workbench.errors import CollectiveAborted
 from workbench.tensors.world import shutdown
 
@@ -23,7 +23,7 @@ NUM_NUMBERS = 2**24
 def stop_while_sending():
     """Rank 0 stops in the middle of a message; returns when rank 1 noticed, and its open resources later."""
     os.environ["WORKBENCH_TRANSPORT"] = "gloo"
-    before = facts(None, 0, 1)
+    before = open_resources(None, 0, 1)
     world = wb.init(init_method=os.environ["WORKBENCH_TEST_MEETING"], timeout_s=TIMEOUT_S)
     members = world.transport.hang_detector.members
     numbers, started = torch.zeros(NUM_NUMBERS), time.monotonic()
@@ -37,10 +37,10 @@ def stop_while_sending():
             world.transport.exchange([], [(0, numbers)], 0, "half a message")
         noticed_s = time.monotonic() - started
         shutdown()
-        while grown(before, facts(None, 0, 1)) and time.monotonic() - started < 3 * TIMEOUT_S:
+        while added_resources(before, open_resources(None, 0, 1)) and time.monotonic() - started < 3 * TIMEOUT_S:
             time.sleep(0.05)
         names = [thread.name for thread in threading.enumerate() if thread.name.startswith("workbench")]
-        return noticed_s, names, grown(before, facts(None, 0, 1))
+        return noticed_s, names, added_resources(before, open_resources(None, 0, 1))
     finally:
         os.kill(members[0].pid, signal.SIGCONT)
 

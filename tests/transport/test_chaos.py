@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tests.transport.chaos import HARMLESS, TIMEOUT_S, Chaos, Round, facts, grown
+from tests.transport.chaos import HARMLESS, TIMEOUT_S, Chaos, Round, added_resources, open_resources
 
 pytestmark = [pytest.mark.procs, pytest.mark.timed]
 WORLDS = {
@@ -54,7 +54,7 @@ def assert_every_round_ends_right(tmp_path, transport, seeds):
         assert chaos.rebuild() == [transport] * num_ranks
         assert chaos.rebuild() == [transport] * num_ranks
         pids = [process.pid for process in chaos.processes]
-        first = chaos.ask("facts")
+        first = chaos.ask("open_resources")
         for seed in seeds:
             round_ = Round.drawn(seed, num_ranks)
             if check(round_, chaos.play(round_), chaos):
@@ -70,11 +70,11 @@ def assert_nothing_grew(chaos, pids, first):
     assert chaos.rebuild()
     until = time.monotonic() + TIMEOUT_S + 5.0
     while True:
-        last = chaos.ask("facts")
+        last = chaos.ask("open_resources")
         more = {
             rank: found
             for rank, process in enumerate(chaos.processes)
-            if process.pid == pids[rank] and (found := grown(first[rank], last[rank]))
+            if process.pid == pids[rank] and (found := added_resources(first[rank], last[rank]))
         }
         if not more:
             return
@@ -103,14 +103,14 @@ def test_two_hundred_faults(tmp_path, transport):
 
 
 def test_open_resources_of_a_process_are_detected():
-    before, over = facts(None, 0, 1), threading.Event()
+    before, over = open_resources(None, 0, 1), threading.Event()
     left = [threading.Thread(target=over.wait, name="workbench-left") for _ in range(3)]
     for thread in left:
         thread.start()
     with open(os.devnull):
-        after = facts(None, 0, 1)
+        after = open_resources(None, 0, 1)
     over.set()
     for thread in left:
         thread.join()
-    more = grown(before, after)
+    more = added_resources(before, after)
     assert more["doubled threads"] == {"workbench-left": 2} and more["files"] == {os.devnull: 1}

@@ -270,7 +270,7 @@ def test_a_hanging_device_is_a_timeout_that_names_it():
         return str(error.value)
 
     text = assert_all_returned(run_late(program, timeout_s=0.1))[1]
-    assert "its device has not come to this call for 0.1 s" in text and "rank 0 waits for nobody" in text
+    assert "its device has not reached this call for 0.1 s" in text and "rank 0 waits for no rank" in text
 
 
 def test_cpu_ranks_never_use_ipc():

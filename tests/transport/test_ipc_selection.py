@@ -148,9 +148,9 @@ def test_the_driver_gets_whole_handles(device):
     assert handle == bytes(range(64)) and memory.address == 4096
     assert device.open(handle, 100).address == 8192
     assert device._driver.calls == [("alloc", 100), ("open", handle, 1)]  # 1: enable peer access where it is needed
-    with pytest.raises(WorldError, match="cuda:0: cuIpcOpenMemHandle says CUDA_ERROR_201"):
+    with pytest.raises(WorldError, match="cuda:0: cuIpcOpenMemHandle returns CUDA_ERROR_201"):
         device.open(b"\x01" * 64, 100)
-    with pytest.raises(WorldError, match="cuIpcGetMemHandle says CUDA_ERROR_1"):
+    with pytest.raises(WorldError, match="cuIpcGetMemHandle returns CUDA_ERROR_1"):
         device.export(memory._replace(address=1))
 
 

@@ -147,7 +147,7 @@ def test_an_error_of_nccl_is_reported(watches):
 
     watches[0].record("a sum", [nccl_watchdog.group_channel([0, 1])], [0, 1], [Broken()])
     text = watches[0].find_hang()
-    assert text == "rank 0 stopped waiting in a sum: NCCL says NCCL error: remote process exited"
+    assert text == "rank 0 stopped waiting in a sum: NCCL reports NCCL error: remote process exited"
 
 
 KNOWN = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int8, torch.int32, torch.int64}

@@ -133,7 +133,7 @@ def test_a_wait_ends_after_the_timeout():
     text, time_s = assert_all_returned(run_shared(program, timeout_s=0.2))[0]
     assert (
         "rank 0 stopped waiting for rank 1 in receive" in text
-        and "nothing came for 0.2 s; rank 1 waits for nobody" in text
+        and "nothing came for 0.2 s; rank 1 waits for no rank" in text
     )
     assert 0.2 <= time_s < 0.5
 

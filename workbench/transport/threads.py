@@ -62,8 +62,8 @@ class ThreadHub:
                     self._raise_if_stuck(rank)
                     if not self.changed.wait(_ANSWER_S if len(self.ended) == self.num_ranks else None):
                         self.abort(
-                            "its simulated ranks have ended and nobody answers; read global tensors inside run_ranks, "
-                            "with full_tensor() on all ranks or to_local(), and return that"
+                            "its simulated ranks have ended and no rank answers; read global tensors inside run_ranks, "
+                            "with full_tensor() on all ranks or to_local(), and return the result"
                         )
                 return self.queues[key].popleft()
             finally:

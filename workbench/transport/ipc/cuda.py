@@ -57,7 +57,7 @@ class CudaDevice:
                 room, _ = torch.cuda.mem_get_info()
                 raise WorldError(
                     f"{what}: {format_bytes(num_bytes)} on {self.torch_device} are wanted, {format_bytes(room)} are "
-                    f"free ({self._says(code)}). Ranks of one host exchange through memory of the GPU. Use smaller "
+                    f"free ({self._error_name(code)}). Ranks of one host exchange through memory of the GPU. Use smaller "
                     "batches or fewer ranks on the GPU, or set WORKBENCH_TRANSPORT=nccl or gloo."
                 )
         return self._memory(address.value, num_bytes)
@@ -119,7 +119,7 @@ class CudaDevice:
                 ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), ctypes.c_uint(_PORTABLE)
             )
         if code not in (0, _ALREADY_REGISTERED):
-            raise WorldError(f"{format_bytes(num_bytes)} of shared memory cannot be pinned: {self._says(code)}")
+            raise WorldError(f"{format_bytes(num_bytes)} of shared memory cannot be pinned: {self._error_name(code)}")
 
     def unpin(self, address: int) -> None:
         with self._current():
@@ -152,9 +152,9 @@ class CudaDevice:
 
     def _check(self, code: int, call: str) -> None:
         if code != 0:
-            raise WorldError(f"{self.torch_device}: {call} says {self._says(code)}")
+            raise WorldError(f"{self.torch_device}: {call} returns {self._error_name(code)}")
 
-    def _says(self, code: int) -> str:
+    def _error_name(self, code: int) -> str:
         name = ctypes.c_char_p()
         self._driver.cuGetErrorName(code, ctypes.byref(name))
         return name.value.decode() if name.value else f"error {code}"

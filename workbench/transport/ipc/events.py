@@ -81,7 +81,7 @@ class EventWaiter(Waiter):
                 or self.peer_failure()
             )
             if found is None and waited_s > self.timeout_s:
-                found = f"its device has not come to this call for {self.timeout_s:g} s; {self._activity_of(link)}"
+                found = f"its device has not reached this call for {self.timeout_s:g} s; {self._activity_of(link)}"
             return found
 
         self._wait_until(lambda: events.is_done(number), reason, f"rank {link.peer}", header)

@@ -200,7 +200,7 @@ _freeing = threading.Lock()
 
 
 def free_deferred() -> int:
-    """Free what earlier worlds have left, as far as nobody has it open; how many still have some."""
+    """Free the chunks of earlier worlds that no peer has open; returns how many worlds still have some."""
     with _freeing:
         _deferred_frees[:] = [deferred for deferred in _deferred_frees if not deferred.try_to_free()]
         return len(_deferred_frees)

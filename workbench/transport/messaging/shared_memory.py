@@ -62,7 +62,7 @@ class SharedMemory:
             raise
         except OSError as error:
             os.close(file)
-            raise _too_little(what, size, f"the system says: {error.strerror}") from error
+            raise _too_little(what, size, f"the system reports: {error.strerror}") from error
 
     @classmethod
     def open(cls, pid: int, file: int, size: int) -> SharedMemory:
@@ -88,7 +88,7 @@ class SharedMemory:
         try:
             self._allocate_pages()
         except OSError as error:
-            raise _too_little(what, self.size, f"the system says: {error.strerror}") from error
+            raise _too_little(what, self.size, f"the system reports: {error.strerror}") from error
         self.is_released = False
 
     def _allocate_pages(self) -> None:

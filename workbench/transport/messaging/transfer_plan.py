@@ -27,12 +27,12 @@ _WHOLE_SHARE = 0.75
 
 
 class StridedSlice(NamedTuple):
-    """Where a region lies in a contiguous tensor."""
+    """The place of a region in a contiguous tensor."""
 
     shape: Shape
     strides: Shape
     start: int
-    """Bytes before its first element."""
+    """Offset of its first element, in bytes."""
     num_bytes: int
     is_contiguous: bool
     """Whether its elements are consecutive in memory."""

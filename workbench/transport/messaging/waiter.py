@@ -185,7 +185,7 @@ class Waiter:
         if self._processes.is_stopped(link.peer):
             return f"process {link.pid} of rank {link.peer} is stopped (SIGSTOP)"
         wait = link.theirs.wait()
-        return f"rank {link.peer} waits for " + (f"rank {wait.peer} in {wait.header}" if wait else "nobody")
+        return f"rank {link.peer} waits for " + (f"rank {wait.peer} in {wait.header}" if wait else "no rank")
 
     def _deadlock(self, link: Link) -> str | None:
         """The cycle of ranks that wait for one another, if there is one and it was seen twice."""

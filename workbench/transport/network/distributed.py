@@ -92,9 +92,9 @@ class DistributedTransport(AsyncTransport):
         self._raise_if_aborted(header)
         parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
         work = dist.all_gather(parts, tensor, async_op=True)
-        everybody = range(self.world_size)
+        all_ranks = range(self.world_size)
         self._watchdog.record(
-            f"{header}, all-gather of {tensor.numel()}", [nccl_watchdog.group_channel(everybody)], everybody, [work]
+            f"{header}, all-gather of {tensor.numel()}", [nccl_watchdog.group_channel(all_ranks)], all_ranks, [work]
         )
         started, count = time.perf_counter(), 0
         while not work.is_completed():

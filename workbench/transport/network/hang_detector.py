@@ -126,7 +126,7 @@ class HangDetector:
         found: list[WaitStatus] = []
         self._helper.submit(lambda: found.append(self._read(peer))).finished.wait(_ANSWER_S)
         if not found or found[0].source < 0:
-            return f"rank {peer} waits for nobody"
+            return f"rank {peer} waits for no rank"
         return f"rank {peer} waits for rank {found[0].source} in {found[0].call}"
 
     def end(self, how: str) -> None:

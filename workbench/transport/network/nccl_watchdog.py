@@ -103,7 +103,7 @@ class NcclWatchdog:
                     self._pending.popleft()
             except RuntimeError as error:
                 header = self._pending[0].header
-                return f"rank {self.rank} stopped waiting in {header}: NCCL says {str(error).splitlines()[0]}"
+                return f"rank {self.rank} stopped waiting in {header}: NCCL reports {str(error).splitlines()[0]}"
             oldest = self._pending[0] if self._pending else None
         if oldest is None or time.monotonic() - oldest.started_s < SUSPECT_S:
             return None
