@@ -13,8 +13,8 @@ from torch import nn
 
 import workbench as wb
 from benchmarks.gpt import GPT, next_word_loss
+from tests.training.block_models import Chain
 from tests.training.models import CNN
-from tests.transport.blocks import Chain
 from workbench.errors import StrategyError
 from workbench.tensors.world import current
 from workbench.testing import run_ranks

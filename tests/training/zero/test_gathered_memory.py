@@ -6,7 +6,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import workbench as wb
-from tests.transport.blocks import WIDTH, Chain, freeze, grads_of, loss_of, made, on_two, value
+from tests.training.block_models import WIDTH, Chain, freeze, grads_of, loss_of, made, on_two, value
 from workbench.tensors.global_tensor import local_torch
 from workbench.tensors.world import current
 from workbench.testing import run_ranks

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import workbench as wb
-from tests.transport.blocks import Chain, Skipping, Twice, loss_of, made, value
+from tests.training.block_models import Chain, Skipping, Twice, loss_of, made, value
 from tests.transport.shared_ranks import assert_all_returned, run_in_worlds
 from workbench.errors import StrategyError
 from workbench.tensors.global_tensor import local_torch

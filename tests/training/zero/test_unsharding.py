@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import workbench as wb
-from tests.transport.blocks import (
+from tests.training.block_models import (
     IDS,
     WIDTH,
     Apart,

@@ -57,8 +57,8 @@ class CudaDevice:
                 room, _ = torch.cuda.mem_get_info()
                 raise WorldError(
                     f"{what}: {format_bytes(num_bytes)} on {self.torch_device} are wanted, {format_bytes(room)} are "
-                    f"free ({self._error_name(code)}). Ranks of one host exchange through memory of the GPU. Use smaller "
-                    "batches or fewer ranks on the GPU, or set WORKBENCH_TRANSPORT=nccl or gloo."
+                    f"free ({self._error_name(code)}). Ranks of one host exchange through memory of the GPU. Use "
+                    "smaller batches or fewer ranks on the GPU, or set WORKBENCH_TRANSPORT=nccl or gloo."
                 )
         return self._memory(address.value, num_bytes)
 
