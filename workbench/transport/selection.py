@@ -45,7 +45,7 @@ class _Offer:
 
 
 @dataclass(frozen=True)
-class Group:
+class TransportGroup:
     """The transport between some ranks, and the reason for it."""
 
     ranks: tuple[int, ...]
@@ -112,7 +112,7 @@ def select_for_devices(
         if found.transport is not None:
             staged = [f"{a} -> {b} through memory of the host: {why}" for (a, b), why in sorted(found.staged.items())]
             why = "; ".join([f"one host, {members[0].host.split()[0]}", *staged])
-            found.transport.groups = (Group(tuple(range(len(members))), "ipc", why),)
+            found.transport.groups = (TransportGroup(tuple(range(len(members))), "ipc", why),)
             _log.info("%s", found.transport.groups[0])
             return found.transport, ""
         why_not = "; ".join(f"rank {peer}: {text}" for peer, text in found.refusals.items())
@@ -189,7 +189,7 @@ def _refuse_shared(rank: int, device: torch.device, backend: str) -> None:
 def set_reason(transport: Transport, world_size: int, why_not: str) -> None:
     """Store in ``groups`` why GPU ranks do not use ``ipc``."""
     if not hasattr(transport, "groups") and why_not:
-        transport.groups = (Group(tuple(range(world_size)), transport.name, why_not),)  # type: ignore[attr-defined]
+        transport.groups = (TransportGroup(tuple(range(world_size)), transport.name, why_not),)  # type: ignore[attr-defined]
 
 
 def share_one_gpu(members: tuple[Member, ...]) -> bool:
@@ -205,7 +205,7 @@ def device_name(device: torch.device) -> str:
     return f"cuda {torch.cuda.get_device_properties(device).uuid}"
 
 
-def _groups(offers: list[_Offer], hosts: list[str], refusals: dict[int, str], other: str) -> tuple[Group, ...]:
+def _groups(offers: list[_Offer], hosts: list[str], refusals: dict[int, str], other: str) -> tuple[TransportGroup, ...]:
     """The transport inside each host, then the one between hosts."""
     groups = []
     against_all = [rank for rank, offer in enumerate(offers) if offer.wanted == "gloo"]
@@ -214,10 +214,12 @@ def _groups(offers: list[_Offer], hosts: list[str], refusals: dict[int, str], ot
         refused = [f"rank {rank}: {refusals[rank]}" for rank in against_all or ranks if rank in refusals]
         if len(ranks) > 1:
             groups.append(
-                Group(ranks, other if refused else "shared", "; ".join(refused) or f"one host, {host.split()[0]}")
+                TransportGroup(
+                    ranks, other if refused else "shared", "; ".join(refused) or f"one host, {host.split()[0]}"
+                )
             )
     if len(hosts) > 1:
-        groups.append(Group(tuple(range(len(offers))), other, f"between {len(hosts)} hosts"))
+        groups.append(TransportGroup(tuple(range(len(offers))), other, f"between {len(hosts)} hosts"))
     return tuple(groups)
 
 

@@ -109,7 +109,7 @@ class Link:
         self.peer, self.pid, self.theirs = peer, pid, theirs
         self.arrived: dict[int, deque[Message]] = {}
         self._chunks: dict[int, SharedMemory] = {}
-        self._own_words, self._post, self._try_take = own.words, semaphores.post, semaphores.try_acquire
+        self._own_words, self._post, self._try_acquire = own.words, semaphores.post, semaphores.try_acquire
         self._sent_word, self._read_word = own.sent_word(peer), own.read_word(peer)
         self._acks_sent_word, self._acks_read_word = own.acks_sent_word(peer), own.acks_read_word(peer)
 
@@ -185,7 +185,7 @@ class Link:
             self._send_queued_acks()
         while self._queued_messages:
             if not self._room_for_messages:
-                while self._try_take(self._message_was_read) == 0:
+                while self._try_acquire(self._message_was_read) == 0:
                     self._room_for_messages += _READS_PER_POST
                 if not self._room_for_messages:
                     return False
@@ -195,7 +195,7 @@ class Link:
     def collect_acks(self) -> bool:
         """Take all acks that have arrived and release their blocks; returns whether there were any."""
         unread, found = self._unread, False
-        while unread and self._try_take(self.ack_semaphore) == 0:
+        while unread and self._try_acquire(self.ack_semaphore) == 0:
             self.read_ack()
             found = True
         return found
@@ -225,7 +225,7 @@ class Link:
             if not messages:
                 del self.arrived[tag]
             return message
-        while self._try_take(self.message_semaphore) == 0:
+        while self._try_acquire(self.message_semaphore) == 0:
             found, message = self._pop()
             if found == tag:
                 return message
@@ -234,7 +234,7 @@ class Link:
 
     def acquire_next(self) -> bool:
         """Acquire the semaphore of the next message in the ring; returns whether there is one."""
-        return self._try_take(self.message_semaphore) == 0
+        return self._try_acquire(self.message_semaphore) == 0
 
     def consume_if_equal(self, message: bytes) -> bool:
         """Consume the acquired message if its bytes equal ``message``; else keep it for ``try_receive``."""
@@ -247,7 +247,7 @@ class Link:
 
     def queue_next(self) -> bool:
         """Take the next message out of the ring and keep it; returns whether there was one."""
-        if self._try_take(self.message_semaphore) != 0:
+        if self._try_acquire(self.message_semaphore) != 0:
             return False
         self.queue_acquired()
         return True
@@ -279,7 +279,7 @@ class Link:
     def _send_queued_acks(self) -> None:
         while self._queued_acks:
             if not self._room_for_acks:
-                while self._try_take(self._ack_was_read) == 0:
+                while self._try_acquire(self._ack_was_read) == 0:
                     self._room_for_acks += _READS_PER_POST
                 if not self._room_for_acks:
                     return

@@ -85,9 +85,9 @@ class NcclWatchdog:
         numbers = []
         with self._lock:
             for channel in channels:
-                number, words = self._calls.get(channel) or (0, deque(maxlen=_NUM_REMEMBERED))
-                words.append(header)
-                self._calls[channel] = (number + 1, words)
+                number, headers = self._calls.get(channel) or (0, deque(maxlen=_NUM_REMEMBERED))
+                headers.append(header)
+                self._calls[channel] = (number + 1, headers)
                 numbers.append((channel, number + 1))
             others = frozenset(ranks) - {self.rank}
             self._pending.append(_Pending(time.monotonic(), header, tuple(numbers), others, tuple(works)))
@@ -151,9 +151,9 @@ class NcclWatchdog:
         for peer, status in statuses.items():
             other = _different_call(call, status)
             if other is not None:
-                channel, number, words = other
+                channel, number, header = other
                 return (
-                    f"ranks diverged: call {number} of {channel} is {words} on rank {peer}. "
+                    f"ranks diverged: call {number} of {channel} is {header} on rank {peer}. "
                     "All ranks must run the same program."
                 )
             if status["ended"] and not _has_made(call, status):
@@ -165,7 +165,7 @@ class NcclWatchdog:
 
     def _write(self) -> None:
         with self._lock:
-            calls = {channel: (number, list(words)) for channel, (number, words) in self._calls.items()}
+            calls = {channel: (number, list(headers)) for channel, (number, headers) in self._calls.items()}
         self._store.set(f"calls/{self.rank}", json.dumps({"calls": calls, "ended": self._how}))
 
     def _read(self, rank: int) -> dict[str, Any] | None:
@@ -174,18 +174,18 @@ class NcclWatchdog:
         return found
 
 
-def _words(status: dict[str, Any], channel: str, number: int) -> str | None:
+def _header_of(status: dict[str, Any], channel: str, number: int) -> str | None:
     """The header of call ``number`` of a rank; None if it was not made yet, or is not kept any more."""
-    last, words = status["calls"].get(channel, (0, []))
-    index = len(words) - 1 - (last - number)
-    return words[index] if 0 <= index < len(words) else None
+    last, headers = status["calls"].get(channel, (0, []))
+    index = len(headers) - 1 - (last - number)
+    return headers[index] if 0 <= index < len(headers) else None
 
 
 def _different_call(call: _Pending, status: dict[str, Any]) -> tuple[str, int, str] | None:
     for channel, number in call.numbers:
-        words = _words(status, channel, number)
-        if words is not None and words != call.header:
-            return channel, number, words
+        header = _header_of(status, channel, number)
+        if header is not None and header != call.header:
+            return channel, number, header
     return None
 
 
@@ -196,7 +196,7 @@ def _has_made(call: _Pending, status: dict[str, Any]) -> bool:
 def _last_of(call: _Pending, status: dict[str, Any] | None) -> str:
     """The last call of a rank on the channels of ``call``, for error texts."""
     for channel, _ in call.numbers:
-        number, words = (status or {"calls": {}})["calls"].get(channel, (0, []))
-        if words:
-            return f"has made {number} calls of {channel}, the last one {words[-1]}"
+        number, headers = (status or {"calls": {}})["calls"].get(channel, (0, []))
+        if headers:
+            return f"has made {number} calls of {channel}, the last one {headers[-1]}"
     return "has recorded no such call"
