@@ -30,7 +30,6 @@ NOT_YET = {
     "workbench/pipeline/",
     "workbench/planning/",
     "workbench/session/",
-    "workbench/tensors/",
     "workbench/training/",
     "workbench/ui/",
 }

@@ -162,13 +162,13 @@ def test_the_second_run_is_given_what_the_first_one_was(is_looked_at):
     def program():
         seen = []
 
-        def noted(x, rate, *, scale, bias, mask):
+        def recorded(x, rate, *, scale, bias, mask):
             seen.append([(type(t), tuple(t.shape)) for t in (x, scale, bias)])
             return torch.tanh(x * scale) * rate + bias
 
         x, scale = (wb.ones(4, 3, placement=wb.placement.all("cpu"), sbp="S(0)").requires_grad_() for _ in range(2))
         with saved_tensors_hooks(lambda t: t.view_as(t), lambda t: t) if is_looked_at else nullcontext():
-            y = held_before(noted, x * 1.0, 2.0, scale=scale * 2.0, bias=torch.ones(3), mask=None)
+            y = held_before(recorded, x * 1.0, 2.0, scale=scale * 2.0, bias=torch.ones(3), mask=None)
         y.sum().backward()
         return seen, scale.grad.full_tensor()
 

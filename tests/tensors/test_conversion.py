@@ -1,4 +1,4 @@
-"""Doors between plain and global tensors: values, gradients, disagreement."""
+"""Conversions between plain and global tensors: values, gradients, disagreement."""
 
 import pytest
 import torch

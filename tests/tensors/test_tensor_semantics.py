@@ -219,7 +219,7 @@ def test_as_one_device(program):
     assert_as_one_device(program, [*LAYOUTS, *PARTIAL])
 
 
-def test_data_takes_the_label_and_keeps_the_gradient():
+def test_data_takes_the_layout_and_keeps_the_gradient():
     def layouts():
         placement = wb.placement.all("cpu")
         x = wb.ones(4, placement=placement, sbp="B", requires_grad=True)

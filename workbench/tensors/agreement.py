@@ -1,4 +1,4 @@
-"""Do all ranks hold the same? Of a model's weights one small exchange answers; plain operands are compared on demand.
+"""Checks that all ranks hold the same: a model's weights in one small exchange, plain operands on demand.
 
 ``WORKBENCH_CHECK=1`` (read when a rank joins its world) or ``wb.debug.check_agreement()`` turns the second on:
 every plain tensor that meets a global one is hashed, and the hashes of the placement's ranks are compared.
@@ -23,7 +23,7 @@ _SUMMARY_BYTES = 160
 
 
 def content_hash(local: torch.Tensor) -> int:
-    """56 bits that tell whether two tensors hold the same bytes."""
+    """A hash of 56 bits over the bytes of a tensor."""
     data = local.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "little")
 

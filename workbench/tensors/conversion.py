@@ -1,4 +1,4 @@
-"""Doors between plain tensors and global ones. Each is an autograd node, so that gradients are the whole ones."""
+"""From plain tensors to global ones and back. Each conversion is an autograd node, so gradients are complete."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _is_of_transform = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 class _FromLocal(torch.autograd.Function):
-    """Plain shard -> global tensor. A learnable plain tensor that enters as B gets the whole gradient, not one term."""
+    """Plain shard -> global tensor. A plain tensor that requires a gradient gets the whole one under B."""
 
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, spec: Spec) -> torch.Tensor:
@@ -47,7 +47,7 @@ class _FromLocal(torch.autograd.Function):
         else:
             grad = box(grad, _without_terms(spec.layout))
         if ctx.shape != spec.local_shape or (spec.is_placeholder and not spec.layout.is_broadcast):
-            return None, None  # what stood in for the shards of other ranks
+            return None, None  # a placeholder, or a shard that is rebalanced
         return to_local(grad), None
 
 
@@ -75,7 +75,7 @@ class _ToLocal(torch.autograd.Function):
             return (None if spec.is_placeholder else grad), None, None
         if not torch.is_grad_enabled():
             return (None if spec.is_placeholder else grad / ctx.divisor), None, None
-        # The gradient is a plain tensor that becomes global, so the gradient of the gradient leaves and enters too.
+        # The gradient is a plain tensor that becomes global, so the gradient of the gradient is converted too.
         with local_torch():
             entered = box(wrap(_FromLocal.apply(grad, spec), spec), spec.layout.dual())
             return entered.view_as(entered).as_subclass(torch.Tensor), None, None
@@ -84,14 +84,14 @@ class _ToLocal(torch.autograd.Function):
 def from_local(
     local: torch.Tensor, world: World, layout: Layout, origin: Callable[[], str] | None = None
 ) -> GlobalTensor:
-    """A plain tensor that meets global ones: the same value on every rank of the placement, by agreement.
+    """A plain tensor as B on the placement of the global ones that it meets: every rank must hold the same value.
 
     ``origin`` names its argument in the error of check mode.
     """
     if _is_of_transform(local):
         raise LayoutError(
             f"a global tensor on {layout.placement} meets a plain tensor of shape {tuple(local.shape)} inside a "
-            "function transform (torch.vmap, torch.func.grad). Transforms know nothing of layouts: use "
+            "function transform (torch.vmap, torch.func.grad). Transforms drop layouts: use "
             "torch.autograd.grad, or apply the transform to shards inside wb.local_map."
         )
     spec = spec_of(world, layout.broadcast(), tuple(local.shape))
@@ -111,7 +111,7 @@ def to_local(tensor: GlobalTensor, grad_sbp: Any = None) -> torch.Tensor:
 
 
 def _copies_of_gradient(layout: Layout, grad_sbp: Any) -> int:
-    """On how many ranks the same gradient will arrive, if it lies as ``grad_sbp``."""
+    """Number of ranks that receive the same gradient, if its layout is ``grad_sbp``."""
     wanted, divisor = Layout.of(layout.placement, grad_sbp), 1
     for entry, given, size in zip(layout.sbp, wanted.sbp, layout.placement.shape, strict=True):
         legal = (broadcast, partial_sum) if isinstance(entry, Broadcast) else (dual(entry),)
@@ -182,7 +182,7 @@ class _Metadata:
     def encode(local: torch.Tensor, with_hash: bool) -> torch.Tensor:
         shape = list(local.shape)
         if len(shape) > _MAX_DIMS:
-            raise LayoutError(f"to_global: the tensor has {len(shape)} dims, at most {_MAX_DIMS} can enter.")
+            raise LayoutError(f"to_global: the tensor has {len(shape)} dims, at most {_MAX_DIMS} are supported.")
         content = content_hash(local) if with_hash else 0
         padding = [0] * (_MAX_DIMS - len(shape))
         numbers = [_DTYPES.index(local.dtype), content, len(shape), int(local.requires_grad), *shape, *padding]

@@ -66,7 +66,7 @@ def _constant(
     dtype: torch.dtype | None,
     requires_grad: bool,
 ) -> GlobalTensor:
-    """What ``make`` gives for the size of every rank's shard."""
+    """The result of ``make`` for the size of this rank's shard."""
     shape, kind = _shape_of(size), dtype or torch.get_default_dtype()
 
     def fill(layout: Layout, world: World) -> torch.Tensor:
@@ -100,7 +100,7 @@ def ones(
 def empty(
     *size: Any, placement: Placement, sbp: SbpLike, dtype: torch.dtype | None = None, requires_grad: bool = False
 ) -> GlobalTensor:
-    """``torch.empty`` as a global tensor: whatever lies in memory, on every rank other numbers.
+    """``torch.empty`` as a global tensor: the values are those that lie in memory, different on every rank.
 
     >>> wb.empty(4, 5, placement=wb.placement("cpu", ranks=[0, 1]), sbp="S(1)").to_local().shape    # of rank 0
     torch.Size([4, 3])
@@ -131,7 +131,7 @@ def full(
 
 
 def _cut(value: torch.Tensor, placement: Placement, sbp: SbpLike, requires_grad: bool) -> GlobalTensor:
-    """A tensor that every rank can make whole, cut to this rank's region."""
+    """This rank's region of a tensor that every rank can compute."""
     shape = tuple(value.shape)
 
     def fill(layout: Layout, world: World) -> torch.Tensor:

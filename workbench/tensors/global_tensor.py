@@ -192,9 +192,9 @@ class GlobalTensor(Annotated):
             found = _data_slot.__get__(self)
         if not _torch_function_enabled():
             return found
-        twin = wrap(found, self._spec)
-        self._has_data_alias = twin._has_data_alias = True
-        return twin
+        alias = wrap(found, self._spec)
+        self._has_data_alias = alias._has_data_alias = True
+        return alias
 
     @data.setter
     def data(self, value: Any) -> None:
@@ -363,7 +363,7 @@ def forget_sum_of(grad: GlobalTensor) -> None:
 
 
 def forget_derived(tensor: GlobalTensor) -> None:
-    """Drop what a tensor remembers of its values: boxed forms, the optimizer's local alias."""
+    """Drop what was derived from a tensor's values: cached boxings, the optimizer's local alias."""
     for name in DERIVED:
         tensor.__dict__.pop(name, None)
     if tensor._gradient is not NO_GRADIENT_STATE:

@@ -1,4 +1,4 @@
-"""What ranks tell one another while they save and load: small Python values, and whether somebody has failed."""
+"""Collectives of small Python values, and error handling on all ranks alike, for saving and loading."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run_on_all_ranks(act: Callable[[], Any], world: World, what: str) -> Any:
     """Run ``act`` on every rank; if it fails on one, all of them raise, so that none waits for another.
 
     Returns:
-        what ``act`` has returned on this rank.
+        the result of ``act`` on this rank.
     """
     result, error = None, None
     try:
@@ -43,7 +43,7 @@ def run_on_all_ranks(act: Callable[[], Any], world: World, what: str) -> Any:
 
 
 def raise_on_all_ranks(error: BaseException | None, world: World, what: str) -> None:
-    """Raise ``error`` on its rank and a ``CheckpointError`` that tells of it on the others."""
+    """Raise ``error`` on its rank, and on the others a ``CheckpointError`` that names it. All ranks call it."""
     texts = all_gather_object(None if error is None else f"{type(error).__name__}: {error}", world, what)
     if error is not None:
         raise error

@@ -1,4 +1,4 @@
-"""What a rank holds of a tensor that is not placed on it: any shape and dtype over one zero."""
+"""Storage of placeholders: any shape and dtype over one zero."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ _num_modes = torch._C._len_torch_dispatch_stack
 
 
 def new_placeholder(shape: Shape, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor of its own, over memory that all of its kind share: nobody reads or writes it.
+    """A new tensor over memory that all placeholders of its kind share: nothing reads or writes it.
 
     Placeholders are made at every call of a function on another stage's tensors. Another tensor over known memory takes
     a sixth of the time of a new one.
     """
-    if _num_modes() or torch.is_inference_mode_enabled():  # which have to see it made
+    if _num_modes() or torch.is_inference_mode_enabled():  # modes must see it made
         return spread_zero(shape, dtype, device)
     return _data(_zero(tuple(shape), dtype, device))  # not detach(), which would share the count of writes
 
 
 def spread_zero(shape: Shape, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """One zero of its own in any shape: a term of a sum, or a parameter that has no values yet."""
+    """A new zero in any shape: a term of a sum, or a parameter that has no values yet."""
     # Not expand(): an expanded tensor is a view, and views refuse the in-place operations that a placeholder mirrors.
     return torch.zeros((), dtype=dtype, device=device).as_strided_(shape, (0,) * len(shape))
 

@@ -1,4 +1,4 @@
-"""Who am I: rank, world size, device and transport of this process, or of this thread for simulated ranks."""
+"""The world of this process, or of this thread for simulated ranks: rank, world size, device and transport."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ class World:
         implicit_boxing_allowed: False under ``wb.debug.explicit_boxing()``.
         checks_agreement: whether plain tensors that meet global ones are compared over the ranks.
         call: what holds inside the call of a parallelized module in progress.
-        tracer: the innermost ``wb.debug.trace()`` in force, told of every boxing; None when there is none.
-        recorder: what writes down the step that ``wb.capture`` is recording; None when none is.
-        on_plan: told of every call (function, args, kwargs) that a plan is made for.
-        casts: on metadata, of a function's name and what runs on the shards, that with autocast's casts; else None.
-        splits_backward: whether plans for functions of parameters let a backward come in two halves.
-        running: what the scheduled step in progress wants to know of (see ``pipelining``); None outside of one.
+        tracer: the innermost active ``wb.debug.trace()``, which records every boxing; None without one.
+        recorder: the recorder of the step that ``wb.capture`` is recording; None outside of one.
+        on_plan: called with (function, args, kwargs) for every call that needs a new plan.
+        casts: in a dry run, adds autocast's casts to a local function, given the function's name; else None.
+        splits_backward: whether plans for functions of parameters compute weight gradients apart (split backward).
+        running: the scheduled step in progress (see ``training.pipelining``); None outside of one.
         differentiates_within_steps: whether a scheduled step's program has ever asked for gradients itself.
     """
 
@@ -113,7 +113,7 @@ class World:
         return 0x20000000 | (number & 0xFFFF) << 1
 
     def forget_decisions(self) -> None:
-        """Drop what was decided by the cost of a transport: ranks that are new here would decide otherwise."""
+        """Drop plans that depend on the cost of a transport: ranks that have joined since would plan otherwise."""
         self.plans.clear()
         for spec in self.specs.values():
             spec.exchanges.clear()
@@ -137,7 +137,7 @@ _at_rebuild: list[Callable[[], None]] = []
 
 
 def current() -> World:
-    """The world of this thread or process; a process that nobody launched is a world of its own.
+    """The world of this thread or process; a process without a launcher is a world of one rank.
 
     Raises:
         WorldError: a launcher has set RANK but ``wb.init()`` was not called.
@@ -242,7 +242,7 @@ def rebuild(
         init_method: where the ranks meet; default the same place as before. It must be another one if the process that
             served it (rank 0 under ``env://`` without torchrun, and ``tcp://``) is gone.
         generation: default one more than this process's last one at that place.
-        reason: what ranks that still wait for this one are told.
+        reason: the text of the error on ranks that still wait for this one.
 
     ``wb.rebuild(rank=2, world_size=4, init_method=place, generation=1)`` is what a replacement of rank 2 calls, while
     the others call ``wb.rebuild()``.
@@ -312,7 +312,7 @@ def _rejoined(rank: int, world_size: int, device: torch.device, transport: Trans
 
 
 def at_rebuild(forget: Callable[[], None]) -> None:
-    """Have a function called on every rank that joins a new world with the tensors of an old one; it moves nothing."""
+    """Register a function that every rank calls when it joins a new world with the tensors of an old one."""
     _at_rebuild.append(forget)
 
 

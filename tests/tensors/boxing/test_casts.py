@@ -129,7 +129,7 @@ def assert_right_on_processes(num_ranks, count, transport):
     check_casts(casts_on_processes(num_ranks, count), outcomes)
 
 
-def test_terms_of_one_reduction_are_complete_before_they_enter_another():
+def test_terms_of_one_reduction_are_complete_before_they_take_part_in_another():
     kinds = ["P", "P(max)", "P(min)"]
     assert_right([cast([0, 1], a, [1, 2, 0], b) for a in kinds for b in kinds], 3)
 

@@ -1,4 +1,4 @@
-"""What arrives for a boxing becomes this rank's new shard: slices are put side by side, terms are combined."""
+"""Assembles this rank's new shard from the slices and terms that arrive for a boxing."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _assemble_at_once(pieces: list[tuple[Move, torch.Tensor]], out: torch.Tensor
 
 
 def packed(sends: list[tuple[int, torch.Tensor]]) -> list[tuple[int, torch.Tensor]]:
-    """What goes to each rank, laid one behind the other by one kernel where one runs; else as it is."""
+    """The slices to send, packed by one kernel where one runs; else unchanged."""
     slices = [piece for _, piece in sends]
     if not sends or not launch.can_launch(slices[0]) or all(piece.is_contiguous() for piece in slices):
         return sends

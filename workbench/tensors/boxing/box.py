@@ -62,7 +62,7 @@ def box_placeholder(placeholder: torch.Tensor, target: Spec, tag: int) -> Global
 def _trace_forward(tensor: GlobalTensor, source: Spec, target: Spec, function: str) -> Any:
     tracer = source.world.tracer
     site = tracer.site(function)
-    in_backward = torch._C._current_graph_task_id() >= 0  # the gradient of a plain tensor that had entered
+    in_backward = torch._C._current_graph_task_id() >= 0  # the gradient of a plain tensor that became global
     tracer.add(site, "backward" if in_backward else "forward", _plan(source, target, tensor), tensor.dtype)
     return site
 
@@ -80,9 +80,9 @@ def check_differentiable(source: Spec, target: Spec, function: str) -> None:
 
 
 def box_implicitly(tensor: GlobalTensor, layout: Layout, function: str) -> GlobalTensor:
-    """The boxing that an operation needs and nobody wrote; remembered by its source, so that q, k and v pay once.
+    """A boxing that an operation needs and the code does not write; the source caches it, so q, k and v share one.
 
-    The form is held strongly by the source: a weak memo would make communication depend on one rank's garbage
+    The source holds the result strongly: with weak references, communication would depend on one rank's garbage
     collector.
     """
     source = tensor._spec
@@ -93,30 +93,30 @@ def box_implicitly(tensor: GlobalTensor, layout: Layout, function: str) -> Globa
     state = _state_of(tensor)
     if state is None:
         return box(tensor, layout, function)
-    forms: dict[Any, GlobalTensor] = tensor.__dict__.setdefault("_boxing_cache", {})
-    form = forms.get((layout, state))
-    if form is None:
-        forms.clear()
-        form = forms[layout, state] = box(tensor, layout, function)
-    return form
+    cache: dict[Any, GlobalTensor] = tensor.__dict__.setdefault("_boxing_cache", {})
+    boxed = cache.get((layout, state))
+    if boxed is None:
+        cache.clear()
+        boxed = cache[layout, state] = box(tensor, layout, function)
+    return boxed
 
 
 def cached_boxing_on(tensor: GlobalTensor, placement: Placement) -> GlobalTensor | None:
-    """What an implicit boxing has brought to a placement already, in whatever layout; None if nothing."""
+    """The result of an earlier implicit boxing to a placement, in any layout; None if there is none."""
     if not tensor._spec.world.implicit_boxing_allowed:
         return None
-    forms: dict[Any, GlobalTensor] = tensor.__dict__.get("_boxing_cache", {})
-    here = [key for key in forms if key[0].placement == placement]
-    return forms[here[0]] if here and here[0][1] == _state_of(tensor) else None
+    cache: dict[Any, GlobalTensor] = tensor.__dict__.get("_boxing_cache", {})
+    here = [key for key in cache if key[0].placement == placement]
+    return cache[here[0]] if here and here[0][1] == _state_of(tensor) else None
 
 
 def _state_of(tensor: GlobalTensor) -> tuple[Any, ...] | None:
-    """What a remembered form of a tensor holds for; None for tensors whose forms are not remembered."""
+    """The state of a tensor that a cached boxing is valid for; None for tensors whose boxings are not cached."""
     # Autograd writes to a gradient where it is held, and tells no other rank; a write through ``.data`` has no version.
     if tensor._is_grad or tensor._has_data_alias:
         return None
     with local_torch():
-        # A leaf's form would keep the leaf alive through autograd, and the leaf its form.
+        # A leaf's cached boxing would keep the leaf alive through autograd, and the leaf its boxing.
         # A tensor of inference mode has no version that tells whether it was written since.
         if tensor._is_param or (tensor.is_leaf and tensor.requires_grad) or tensor.is_inference():
             return None
@@ -161,7 +161,7 @@ _apply_in_c = super(torch.autograd.Function, _Box).apply
 
 
 def _apply_box(*args: Any) -> torch.Tensor:
-    """``_Box.apply`` without a look through its arguments, in vain where no transform is active."""
+    """``_Box.apply`` without its check of the arguments, which only function transforms need."""
     made: torch.Tensor = (_Box.apply if torch._C._are_functorch_transforms_active() else _apply_in_c)(*args)
     return made
 

@@ -1,4 +1,4 @@
-"""What moving bytes really costs in this world, measured once and agreed upon by all its ranks."""
+"""Measures what exchanges cost in this world; all ranks agree on the figures."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def calibrate() -> LinkCost:
 
 
 def _measure(world: World) -> LinkCost:
-    """What this rank sees."""
+    """This rank's own figures."""
     small_s = _time_gather(world, world.world_size, _NUM_SMALL)
     numel = _BYTES // 4
     large_s = _time_gather(world, numel, _NUM_LARGE)
@@ -75,6 +75,8 @@ def _time_gather(world: World, numel: int, num_times: int) -> float:
 def _agreed(world: World, measured: LinkCost) -> LinkCost:
     """The slowest rank's figures, on every rank."""
     figures = [measured.latency_s, measured.bandwidth_bytes_per_s]
-    told = world.transport.all_gather(torch.tensor(figures, dtype=torch.float64, device=world.device), "calibrate()")
-    latencies, bandwidths = zip(*(figures.tolist() for figures in told), strict=True)
+    gathered = world.transport.all_gather(
+        torch.tensor(figures, dtype=torch.float64, device=world.device), "calibrate()"
+    )
+    latencies, bandwidths = zip(*(figures.tolist() for figures in gathered), strict=True)
     return replace(world.transport.cost, latency_s=max(latencies), bandwidth_bytes_per_s=min(bandwidths))

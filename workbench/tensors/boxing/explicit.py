@@ -1,4 +1,4 @@
-"""Explicit mode: a boxing that communicates and that nobody wrote is an error that says what to write."""
+"""Explicit mode: an implicit boxing that communicates is an error, which says what to write."""
 
 from __future__ import annotations
 

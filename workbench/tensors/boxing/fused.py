@@ -228,7 +228,7 @@ class _BoxingWork:
         return [results[i] for i in range(len(self.plans))]
 
     def _words(self) -> str:
-        """What tells this call from another one: its plans, in short."""
+        """Short titles of the plans, which distinguish this exchange from others."""
         titles = dict.fromkeys(plan.title for plan in self.plans)
         return "; ".join(titles)
 

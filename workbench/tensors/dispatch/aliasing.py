@@ -34,7 +34,7 @@ ALIASING = frozenset(_ALIASING.split())
 PERHAPS_ALIASING = frozenset(["reshape", "reshape_as", "flatten", "ravel", "contiguous"])
 """Functions whose result may: it depends on strides."""
 _REACH_BASE = (ALIASING | PERHAPS_ALIASING) - {"detach", "get:data"}
-"""Functions through whose results a placeholder is told of writes."""
+"""Functions whose results pass a write on to their placeholder base."""
 
 
 @dataclass(slots=True)
@@ -119,7 +119,7 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def remember_copies(local: Any, name: str, base: GlobalTensor, boxed: GlobalTensor, result: Any) -> Any:
-    """Make boxed views of the tensors in ``result``, which the view function ``name`` made of ``base``.
+    """Turn the tensors in ``result``, which the view function ``name`` made of ``base``, into boxed views.
 
     ``boxed`` is the base in the layout that the function wanted, and the results are local views of it; unless
     ``local``, which made them, has moved rows: then they own their storage, and ``local.items`` says for each which
@@ -159,7 +159,7 @@ def _get(base: GlobalTensor, place: Any) -> Any:
 
 
 def _inherit(result: Any, view: GlobalTensor) -> None:
-    """Views of a boxed view share its storage, and its fate."""
+    """Views of a boxed view share its storage and its origin."""
     root = view if view._root is None else view._root  # type: ignore[attr-defined]
     for leaf in tree_leaves(result):
         if type(leaf) is GlobalTensor:

@@ -82,7 +82,7 @@ def backward(func: Any, args: Any, kwargs: Any) -> None:
     running = next((loss._spec.world.running for loss in losses if isinstance(loss, GlobalTensor)), None)
     if running is not None and running.postpones(losses, is_plain=given == [None] * len(losses) and not inputs):
         return
-    _take_note(losses)
+    _record_differentiation(losses)
     seeds = [seed_of(loss, gradient) for loss, gradient in zip(losses, given, strict=True)]
     create = bool(options.get("create_graph"))
     retain = options.get("retain_graph")
@@ -97,7 +97,7 @@ def backward(func: Any, args: Any, kwargs: Any) -> None:
     )
 
 
-def _take_note(results: list[Any]) -> None:
+def _record_differentiation(results: list[Any]) -> None:
     """A program of a scheduled step that differentiates on its own may ask for any leaf's gradient."""
     for result in results:
         world = result._spec.world if isinstance(result, GlobalTensor) else None
@@ -107,7 +107,7 @@ def _take_note(results: list[Any]) -> None:
 
 @handler("grad")
 def grad(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
-    """``torch.autograd.grad``; the gradients come labelled with the dual layouts."""
+    """``torch.autograd.grad``; the gradients have the dual layouts."""
     names = ("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph", "only_inputs", "allow_unused")
     options = {**dict(zip(names, args, strict=False)), **kwargs}
     if options.get("is_grads_batched"):
@@ -122,7 +122,7 @@ def grad(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
     materialize = bool(options.get("materialize_grads"))
     allow_unused = materialize if options.get("allow_unused") is None else bool(options["allow_unused"])
     reached = _Reached(inputs)
-    _take_note(outputs)
+    _record_differentiation(outputs)
     try:
         found = _engine_run_backward(
             tuple(outputs),
@@ -135,7 +135,7 @@ def grad(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
         )
     finally:
         reached.remove()
-    results = [reached.labelled(number, value) for number, value in enumerate(found)]
+    results = [reached.gradient_of(number, value) for number, value in enumerate(found)]
     if not allow_unused and any(result is None for result in results):
         raise RuntimeError(
             "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True if "
@@ -147,7 +147,7 @@ def grad(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
 
 
 class _Reached:
-    """Which inputs a backward has come to. The gradient of a placeholder is None even then, so hooks take note."""
+    """The inputs that a backward has reached. The gradient of a placeholder is None even then, so hooks record it."""
 
     def __init__(self, inputs: list[Any]) -> None:
         self.inputs = inputs
@@ -157,20 +157,20 @@ class _Reached:
             if isinstance(tensor, GlobalTensor) and tensor._spec.is_placeholder:
                 with local_torch():
                     if tensor.requires_grad:
-                        self.handles.append(tensor.register_hook(self._note(number)))
+                        self.handles.append(tensor.register_hook(self._recorder_of(number)))
 
-    def _note(self, number: int) -> Any:
-        def note(grad: Any) -> None:
+    def _recorder_of(self, number: int) -> Any:
+        def record(grad: Any) -> None:
             self.placeholders.add(number)
 
-        return note
+        return record
 
     def remove(self) -> None:
         for handle in self.handles:
             handle.remove()
 
-    def labelled(self, number: int, value: torch.Tensor | None) -> Any:
-        """The gradient of an input with the dual layout; None where it was not reached."""
+    def gradient_of(self, number: int, value: torch.Tensor | None) -> Any:
+        """The gradient of an input in the dual layout; None where the backward did not reach it."""
         tensor = self.inputs[number]
         if not isinstance(tensor, GlobalTensor):
             return value

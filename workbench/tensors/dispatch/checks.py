@@ -1,4 +1,4 @@
-"""What the runtime refuses, and in which words: function, argument, both layouts, the rule, the fix."""
+"""Checks of arguments and their errors: function, argument, both layouts, the rule, the fix."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _parameter_names(func: Callable[..., Any], num_args: int) -> tuple[str, ...]
         return PARAMETERS[name]
     try:
         return tuple(inspect.signature(func).parameters)
-    except (TypeError, ValueError):  # a builtin says nothing of its parameters, but its operator may
+    except (TypeError, ValueError):  # a builtin has no signature, but its operator may have a schema
         schemas = torch._C._jit_get_schemas_for_operator(f"aten::{name}")
         return next((tuple(a.name for a in s.arguments) for s in schemas if len(s.arguments) >= num_args), ())
 

@@ -1,7 +1,7 @@
-"""What happens when torch calls a function on global tensors: look up the plan, run it, or make one.
+"""Runs a torch function that meets global tensors: looks up the plan, makes one if there is none, and executes it.
 
 A plan is found by the function and by the specs and static values of its arguments. The common one is *direct*: every
-operand already lies right, so the local function runs on the shards and its result gets a label.
+operand has the right layout, so the local function runs on the shards and its result is wrapped.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def _handler_by_name(func: Any) -> Callable[..., Any] | None:
 
 
 def forget_function(name: str, plans: dict[Any, Any]) -> None:
-    """Look again how functions of this folded name are called, because their rule has changed."""
+    """Drop the handlers and plans of this folded name, because its rule has changed."""
     for func in [func for func in _functions if fold_name(func).folded == name]:
         _functions.pop(func, None)
     for key in [key for key, plan in plans.items() if isinstance(plan, Plan) and plan.name.folded == name]:
@@ -156,7 +156,7 @@ def forget_function(name: str, plans: dict[Any, Any]) -> None:
 
 
 def decompose(func: Any) -> Callable[..., Any] | None:
-    """A Python function of torch as it is written, so that the functions inside meet global tensors one by one."""
+    """The body of a Python function of torch, so that the functions inside meet global tensors one by one."""
     if not isinstance(func, types.FunctionType) or not func.__module__.startswith("torch"):
         return None
     blind = {name: lambda *_: False for name in func.__globals__ if name.startswith("has_torch_function")}
@@ -170,7 +170,7 @@ def decompose(func: Any) -> Callable[..., Any] | None:
 
 
 _value_independent: set[Any] = set()
-"""Functions whose rule looks at no float but to see whether it is zero or infinite: one plan does for all."""
+"""Functions whose rule depends on a float only by whether it is zero or infinite: one plan serves all others."""
 _MAX_PLANS = 50_000
 
 
@@ -217,7 +217,7 @@ def _to_placement(tensor: GlobalTensor, placement: Placement) -> GlobalTensor:
     if layout.placement == placement:
         return tensor
     if (there := cached_boxing_on(tensor, placement)) is not None:
-        return there  # a residual: its stage has it since a layer's door
+        return there  # a residual that a layer's input hook has boxed already
     if layout.placement.has_ranks_of(placement):
         return box_implicitly(tensor, Layout(placement, layout.sbp), "an operation on the same ranks in another order")
     splits_batch = Split(0) in layout.sbp or (layout.has_partial and tensor._spec.shape)
@@ -278,12 +278,12 @@ def _run_on_placeholders(plan: Plan, func: Any, args: Any, kwargs: Any, operands
     results = placeholder_outputs(infos, operands, outputs, plan.world.device, recipe_of(func, args, kwargs))
     if structure.is_leaf() and leaves[0] is TENSOR:
         return wrap(results[0], outputs[0])
-    labelled = iter(wrap(result, spec) for result, spec in zip(results, outputs, strict=True))
-    return tree_unflatten([next(labelled) if leaf is TENSOR else leaf for leaf in leaves], structure)
+    wrapped = iter(wrap(result, spec) for result, spec in zip(results, outputs, strict=True))
+    return tree_unflatten([next(wrapped) if leaf is TENSOR else leaf for leaf in leaves], structure)
 
 
 def _infos_of(plan: Plan, func: Any, args: Any, kwargs: Any, operands: list[GlobalTensor]) -> Any:
-    """What comes back; besides the plan, it depends on which operands learn, on their dtypes, and on modes."""
+    """Infos of the results: beside the plan, they depend on the operands' dtypes and requires_grad, and on modes."""
     with local_torch():
         flags = [(operand.dtype, operand.requires_grad) for operand in operands]
     key = (*flags, torch.is_grad_enabled(), autocast_state())
@@ -297,14 +297,14 @@ def _wrap_all(result: Any, specs: list[Spec]) -> Any:
         return _wrap_result(result, specs[0])
     leaves, structure = tree_flatten(result)
     remaining = iter(specs)
-    labelled = [_wrap_result(leaf, next(remaining)) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    return tree_unflatten(labelled, structure)
+    wrapped = [_wrap_result(leaf, next(remaining)) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    return tree_unflatten(wrapped, structure)
 
 
 def _wrap_result(result: torch.Tensor, spec: Spec) -> GlobalTensor:
-    """Label a result. One that is an operand itself (``contiguous()`` of what is contiguous) becomes a new object.
+    """Wrap a result. One that is an operand itself (``contiguous()`` of a contiguous tensor) becomes a new object.
 
-    Whether torch returns the operand depends on this rank's strides, and boxed forms are remembered by object: ranks
+    Whether torch returns the operand depends on this rank's strides, and boxings are cached by object: ranks
     that disagree about identity would disagree about communication.
     """
     if type(result) is GlobalTensor:

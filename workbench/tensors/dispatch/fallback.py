@@ -39,7 +39,7 @@ _warned: set[str] = set()
 
 
 def run_fallback(plan: Plan, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Box all operands to broadcast, run ``func`` on every rank, and label what comes back as broadcast."""
+    """Box all operands to broadcast, run ``func`` on every rank, and wrap the results as broadcast."""
     if plan.name.in_place:
         return _in_place(plan, func, args, kwargs)
     leaves, structure = tree_flatten((args, kwargs))
@@ -59,7 +59,7 @@ def run_fallback(plan: Plan, func: Callable[..., Any], args: Any, kwargs: Any) -
     else:
         with local_torch():
             result = func(*args, **kwargs)
-        result = _label_broadcast(result, plan.world, layout, operands, whole, plan.copies_view)
+        result = _wrap_broadcast(result, plan.world, layout, operands, whole, plan.copies_view)
     if plan.copies_view and whole[0] is not operands[0]:
         return remember_copies(plan.local, plan.name.folded, operands[0], whole[0], result)
     return result
@@ -85,7 +85,7 @@ def _key(func: Callable[..., Any], args: Any, kwargs: Any, operands: Sequence[Gl
 def _infos_for_placeholders(
     plan: Plan, func: Callable[..., Any], args: Any, kwargs: Any, whole: Sequence[GlobalTensor]
 ) -> Any:
-    """What comes back, as every rank of the world knows it: from shapes, or, where it depends on data, from values.
+    """Infos of the results, equal on every rank of the world: from shapes, or from values where they depend on data.
 
     Owners and placeholders decide alike, because the values are a boxing to all ranks.
     """
@@ -163,21 +163,21 @@ def _warn_of_gather(plan: Plan, operands: list[GlobalTensor]) -> None:
         )
 
 
-def _label_broadcast(
+def _wrap_broadcast(
     result: Any, world: World, layout: Layout, operands: Sequence[Any], whole: Sequence[Any], keeps_views: bool
 ) -> Any:
-    """Label results. One that shares storage with a boxed form becomes a copy, because the form is remembered."""
+    """Wrap results. One that shares storage with a cached boxing becomes a copy, because the cache keeps the boxing."""
     leaves, structure = tree_flatten(result)
     with local_torch():
-        forms = {
-            form.untyped_storage().data_ptr()
-            for form, operand in zip(whole, operands, strict=True)
-            if form is not operand and form.numel()
+        boxed_storages = {
+            boxed.untyped_storage().data_ptr()
+            for boxed, operand in zip(whole, operands, strict=True)
+            if boxed is not operand and boxed.numel()
         }
         for position, leaf in enumerate(leaves):
             if not isinstance(leaf, torch.Tensor):
                 continue
-            if not keeps_views and forms and leaf.untyped_storage().data_ptr() in forms:
+            if not keeps_views and boxed_storages and leaf.untyped_storage().data_ptr() in boxed_storages:
                 leaf = leaf.clone()
             elif type(leaf) is not torch.Tensor:
                 leaf = leaf.view_as(leaf)

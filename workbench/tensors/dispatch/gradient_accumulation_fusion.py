@@ -1,4 +1,4 @@
-"""Products and look-ups with large weights, whose gradients are added up where they lie.
+"""Gradient accumulation fusion: products and look-ups with large weights add to the weight's gradient in place.
 
 torch makes the gradient of every micro-batch anew, as large as the weight, and adds it to that of the ones before: four
 passes through memory for a table of which a micro-batch has touched some rows, and a second gradient at the peak. In a
@@ -47,7 +47,7 @@ def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
 
 
 def _step_that_adds(weight: Any) -> Any:
-    """The step whose later micro-batches find the gradient of the first; None where a weight gets it from torch."""
+    """The scheduled step whose micro-batches accumulate in place; None where torch makes the weight's gradient."""
     if weight.numel() < SMALLEST_NUMEL or not is_parameter(weight) or not weight.requires_grad:
         return None
     running = weight._spec.world.running
@@ -55,8 +55,8 @@ def _step_that_adds(weight: Any) -> Any:
         return None
     if not weight.is_floating_point():
         return None
-    # A block that is being noted must show torch's functions, a checkpoint that runs again save the same tensors, and
-    # a transform see functions that it knows.
+    # A block that is being recorded must show torch's functions, a recomputation must save the same tensors, and a
+    # transform must see functions that it knows.
     is_watched = running.watch is not None or torch._C._are_functorch_transforms_active() or _saves_through_hooks(True)
     return None if is_watched else running
 

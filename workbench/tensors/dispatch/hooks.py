@@ -34,7 +34,7 @@ class GradientConversion:
         self.dtype = tensor.dtype
 
     def to_global(self, local: torch.Tensor | None) -> Any:
-        """The labelled gradient; None where there is none on any rank."""
+        """The global gradient; None where no rank has one."""
         spec = self.spec.dual
         if local is None:
             is_placeholder = spec.is_placeholder
@@ -43,7 +43,7 @@ class GradientConversion:
             return wrap(local.view_as(local).as_subclass(torch.Tensor), spec)
 
     def to_local(self, result: Any, local: torch.Tensor | None) -> torch.Tensor | None:
-        """What a hook returned, as this rank's gradient; autograd takes none in place of a placeholder's None."""
+        """The result of a hook as this rank's gradient; None on a placeholder, where autograd takes no other."""
         if result is None:
             return None
         if tuple(result.shape) != tuple(self.spec.shape):
@@ -92,7 +92,7 @@ def register_post_accumulate_grad_hook(func: Any, args: Any, kwargs: Any) -> Any
 
 
 class AfterAccumulation:
-    """A hook after accumulation, as torch calls it: it puts off what it stands for."""
+    """The hook that torch calls after accumulation: it queues the user's hook until the backward ends."""
 
     number: int
 
@@ -125,7 +125,7 @@ def run_hooks(waiting: dict[int, Callable[[], None]], grad_mode: bool = False) -
 
 
 def hooks_of(parameter: GlobalTensor) -> list[Any]:
-    """What users have hung on a parameter's gradient."""
+    """The user's hooks on a parameter's gradient."""
     with local_torch():
         before, after = parameter._backward_hooks or {}, parameter._post_accumulate_grad_hooks or {}
     return [*before.values(), *(hook for hook in after.values() if isinstance(hook, AfterAccumulation))]
@@ -133,23 +133,23 @@ def hooks_of(parameter: GlobalTensor) -> list[Any]:
 
 @handler("retain_grad")
 def retain_grad(func: Any, args: Any, kwargs: Any) -> None:
-    """``tensor.retain_grad()``; a placeholder takes note that its owner has a gradient."""
+    """``tensor.retain_grad()``; a placeholder records that its owner has a gradient."""
     tensor = args[0]
     with local_torch():
         if tensor._spec.is_placeholder and tensor.requires_grad and not tensor.is_leaf:
             reference = weakref.ref(tensor)
 
-            def note(local: torch.Tensor | None) -> None:
+            def record(local: torch.Tensor | None) -> None:
                 placeholder = reference()
                 if placeholder is not None and placeholder._gradient.placeholder is False:
                     gradient_state(placeholder).placeholder = True
 
-            tensor.register_hook(note)
+            tensor.register_hook(record)
         func(tensor)
 
 
 class _HookPoint(torch.autograd.Function):
-    """Where a module's backward hooks are: passes its operands on, one node for all of them."""
+    """The node of a module's backward hooks: passes all operands on."""
 
     @staticmethod
     def forward(ctx: Any, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -22,9 +22,7 @@ def local_call(
     out: tuple[Layout, Shape, torch.dtype],
     name: str,
 ) -> GlobalTensor:
-    """``function`` on the shards of ``operands`` boxed to ``layouts``; its result is labelled with layout
-    and shape ``out``.
-    """
+    """``function`` on the shards of ``operands`` boxed to ``layouts``; its result has the layout and shape ``out``."""
     layout, shape, dtype = out
     boxed = [box_implicitly(operand, target, name) for operand, target in zip(operands, layouts, strict=True)]
     world = operands[0]._spec.world
@@ -63,8 +61,8 @@ def scale_terms(total: GlobalTensor, divisor: GlobalTensor) -> GlobalTensor:
 
 
 def can_read(tensor: torch.Tensor) -> bool:
-    """Whether its values can be looked at to check them: not where that would wait for a device, nor where they are
-    fake or being recorded.
+    """Whether a check may read values: not where that would wait for a device, nor where they are fake or being
+    recorded.
     """
     if tensor.device.type != "cpu":
         return False

@@ -20,7 +20,7 @@ from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, new
 from workbench.tensors.leaf_gradients import mark_placeholder_leaves
 
 TENSOR = object()
-"""Stands among the leaves of a result where a tensor is."""
+"""Marks a tensor among the leaves of a result."""
 OutputInfo = tuple[Shape, torch.dtype, bool | tuple[int, ...]]
 """Logical shape and dtype of one result; the operands it is linked to by number, True for all, False for none."""
 Recipe = Callable[[dict[int, torch.Tensor]], Sequence[torch.Tensor]]
@@ -307,7 +307,7 @@ def write_placeholder(
         if torch.is_grad_enabled() and (others or target.requires_grad) and differentiable:
             second_order = _second_order_in_place(target, others, func, args, kwargs or {})
             _PlaceholderWrite.apply(second_order, target, *others)
-        torch.autograd.graph.increment_version(target)  # boxed forms are remembered by version, on every rank
+        torch.autograd.graph.increment_version(target)  # boxings are cached by version, on every rank
         base = target.__dict__.get("_placeholder_base")
     if base is not None:
         write_placeholder(base, [base, target])

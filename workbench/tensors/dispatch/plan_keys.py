@@ -9,9 +9,9 @@ import torch
 from workbench.tensors.global_tensor import GlobalTensor
 
 PLAIN = object()
-"""Stands in a key for a tensor that is not global; no plan has such a key."""
+"""In a key, represents a tensor that is not global; no plan has such a key."""
 PARAMETER = object()
-"""Stands in a key behind the spec of a parameter, which may not be boxed as others are."""
+"""In a key, follows the spec of a parameter, which may not be boxed as others are."""
 
 
 def key_of(value: Any) -> Any:

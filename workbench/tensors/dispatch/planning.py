@@ -1,4 +1,4 @@
-"""Makes the plan for a function and one combination of specs: the rule's signatures, the cheapest one, its labels."""
+"""Makes the plan for a function and one combination of specs: the cheapest of the rule's signatures."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ class Plan:
     Attributes:
         out: the result's spec where one tensor comes back and no operand has to be boxed; else None.
         targets: layout that each operand must have, in operand order.
-        positions: indices of the operands among the positional arguments, where all stand there bare; else None.
+        positions: indices of the operands among the positional arguments, where all are direct arguments; else None.
         outputs: specs of the results; None for a fallback, whose results are broadcast in the shape they come in.
         local: the function to run on the shards.
         name: folded name, for messages.
         num_tags: how many exchanges ``local`` makes; ranks outside the placement count them.
         inputs_match: whether all operands lie in ``targets`` already.
         copies_view: whether the function gives a view on one device, but had to copy here.
-        depends_on_data: whether the shapes of the operands do not tell those of the results.
-        infos: what placeholders know of the results, by the operands' dtypes, by which of them learn, and by modes.
+        depends_on_data: whether the shapes of the results depend on values.
+        infos: shapes, dtypes and links of the results, by the operands' dtypes and requires_grad, and by modes.
     """
 
     out: Spec | None
@@ -107,7 +107,7 @@ def make_plan(func: Any, args: Any, kwargs: Any, inferred: Any = None) -> Plan:
 
 
 def _inferred_or_none(func: Any, args: Any, kwargs: Any) -> Any:
-    """What comes back, by the shapes alone; None where it depends on data, which no rule can plan for."""
+    """Infos of the results from shapes alone; None where they depend on data, which no rule can plan for."""
     try:
         return infer_outputs(func, args, kwargs)
     except (NotImplementedError, RuntimeError) as error:
@@ -179,7 +179,7 @@ def candidates_of(call: Call, resolution: Resolution, placement: Placement) -> l
     found = resolution.signatures
     if isinstance(found, str):
         if len(Equation.parse(found).inputs) < len(call.operands):
-            return []  # a call with more tensors than the equation knows of
+            return []  # a call with more tensors than the equation has terms
         found = signatures(found, call.shapes, [len(shape) for shape, _ in call.outputs])
     if call.name in _KEEPS_ELEMENTS:
         found = [*found, *_of_extrema(found, call)]

@@ -37,7 +37,7 @@ def on_all_ranks(tensor: GlobalTensor) -> GlobalTensor:
 
 
 def check_reading(tensor: GlobalTensor, function: str) -> None:
-    """Under ``wb.debug.explicit_boxing()``, refuse what reads the value on ranks that have no part of it.
+    """Under ``wb.debug.explicit_boxing()``, refuse to read a value on ranks outside its placement.
 
     Raises:
         ExplicitBoxingError: it has to move from one placement to another.

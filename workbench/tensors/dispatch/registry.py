@@ -1,4 +1,4 @@
-"""Names, rules and calls: what a function family file has to know to add a function.
+"""Names, rules and calls: what a file of rules needs to add a function.
 
 A rule is looked up by a function's folded name (``torch.add``, ``Tensor.__iadd__`` and ``Tensor.add_`` are all "add").
 It is one of
@@ -7,8 +7,7 @@ It is one of
 * a composite, ``@composite("batch_norm")``: written with other functions on global tensors;
 * a handler, ``@handler("get:dtype")``: for functions that are no tensor arithmetic (metadata, reads, backward).
 
-Functions without a rule: Python functions of torch are run as written on global tensors, builtins fall back to
-broadcast.
+Functions without a rule: Python functions of torch are decomposed, builtins fall back to broadcast.
 """
 
 from __future__ import annotations
@@ -54,13 +53,13 @@ class Call:
 
 @dataclass
 class Resolution:
-    """What a rule says about one call.
+    """The result of a rule for one call.
 
     Attributes:
         signatures: the one-axis signatures, or an equation that gives them.
         localize: makes the local function from the chosen layouts (inputs, outputs, letters), where it is not the
             function itself: sizes to rewrite, a sum over logical sizes.
-        filled: letters of dims of which every rank must have a row, because the local function cannot do without.
+        filled: letters of dims of which every rank must have a row, because the local function fails on empty shards.
         accepts: whether layouts (of the inputs, of the outputs) fit, where axes cannot be judged one by one.
     """
 
@@ -80,9 +79,9 @@ HANDLERS: dict[str, Callable[..., Any]] = {}
 FILLERS: dict[str, Callable[..., GlobalTensor]] = {}
 """For ``out=`` of functions that take no tensor, by torch's name: what makes the result in the layout of ``out``."""
 USER_FUNCTION_NAMES: dict[Any, str] = {}
-"""Names of users' Python functions; what they are called may mean something else in torch."""
+"""Names of users' Python functions; torch may have another function of the same name."""
 VALUE_INDEPENDENT: set[str] = {"add", "sub", "rsub", "mul", "div"}
-"""Functions whose rule looks at no float but to see whether it is zero or infinite; those of an equation among them."""
+"""Functions whose rule depends on a float only by whether it is zero or infinite; all equations are among them."""
 
 
 def rule(*names: str, parameters: str = "") -> Callable[[RuleFunction], RuleFunction]:

@@ -1,4 +1,4 @@
-"""Gradients of weights that are computed later than those of inputs: the two halves of a backward (zero bubble).
+"""Split backward: gradients of weights are computed later than those of inputs (zero bubble schedules).
 
 A function of shards that has a parameter among its operands runs in a graph of its own. The backward asks that graph
 for the gradients of the inputs alone, which other stages wait for, and keeps the gradient of the result; the second
@@ -28,19 +28,19 @@ def gradients(results: Sequence[Any], grads: Sequence[torch.Tensor], wanted: Seq
 
 
 class WeightGradients:
-    """What one micro-batch's backward has left over: results, their gradients, and the parameters behind them."""
+    """The postponed part of a micro-batch's backward: results, their gradients, and the parameters behind them."""
 
     def __init__(self) -> None:
         self._left: list[tuple[list[Any], list[torch.Tensor], list[torch.Tensor]]] = []
 
     def add(self, results: list[Any], grads: list[torch.Tensor | None], parameters: list[torch.Tensor]) -> None:
-        """Take note of results (tensors, or edges of a graph) whose parameters have not got their gradients yet."""
+        """Record results (tensors, or edges of a graph) whose parameters have no gradients yet."""
         pairs = [(result, grad) for result, grad in zip(results, grads, strict=True) if grad is not None]
         if pairs:
             self._left.append(([result for result, _ in pairs], [grad for _, grad in pairs], parameters))
 
     def accumulate(self) -> None:
-        """Add what was left over to the parameters' gradients."""
+        """Compute the postponed gradients and add them to those of the parameters."""
         left, self._left = self._left, []
         for results, grads, parameters in left:
             ends, seeds, leaves = tuple(results), tuple(grads), tuple(parameters)
@@ -109,5 +109,5 @@ def is_parameter(tensor: Any) -> bool:
 
 
 def has_hooks(parameter: torch.Tensor) -> bool:
-    """Whether somebody waits for a parameter's gradient."""
+    """Whether a parameter has hooks on its gradient."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)

@@ -133,7 +133,7 @@ class _Search:
         if name not in RULES:
             return []
         whole = (broadcast,) * len(self.operands)
-        tensors = self._labelled(0, whole, [[operand.clone()] for operand in self.operands])
+        tensors = self._wrapped(0, whole, [[operand.clone()] for operand in self.operands])
         args, kwargs = self.example.with_operands(tensors)
         call = Call(name, self.example.func, args, kwargs, tensors, [info[:2] for info in self.inferred[0]])
         resolution = RULES[name](call)
@@ -172,7 +172,7 @@ class _Search:
     def _layout(self, entry: Sbp) -> Layout:
         return Layout(self.placement, (entry,))
 
-    def _labelled(self, rank: int, inputs: Entries, shards: list[Any]) -> list[Any]:
+    def _wrapped(self, rank: int, inputs: Entries, shards: list[Any]) -> list[Any]:
         """Global tensors over the shards of one rank."""
         return [
             wrap(of_ranks[rank], spec_of(self.worlds[rank], self._layout(entry), shape))
@@ -184,7 +184,7 @@ class _Search:
         leaves = [self._as_leaf(of_ranks[rank].clone()) for of_ranks in shards]
         with local_torch():
             copies = [{rank: leaf.clone()} for leaf in leaves]  # an in-place function may not write into a leaf
-        args, kwargs = self.example.with_operands(self._labelled(rank, inputs, copies))
+        args, kwargs = self.example.with_operands(self._wrapped(rank, inputs, copies))
         return make_plan(self.example.func, args, kwargs, self.inferred), (args, kwargs, leaves)
 
     def _expected(self) -> _Expected:

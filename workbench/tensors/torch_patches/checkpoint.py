@@ -74,7 +74,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not pins:
             pins.append(node)
             return function(*inputs, **named)
-        inputs, named = _labelled(specs, inputs, named)
+        inputs, named = _wrapped(specs, inputs, named)
         before, call_before = _generator_state(world), world.call
         _set_generator_state(world, random_state)
         world.call = call
@@ -92,10 +92,10 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return result
 
 
-def _labelled(specs: list[tuple[Spec, bool] | None], args: Any, kwargs: Any) -> Any:
+def _wrapped(specs: list[tuple[Spec, bool] | None], args: Any, kwargs: Any) -> Any:
     """The arguments of a recomputation, which come as plain shards: global again, and leaves only if they were.
 
-    A leaf that requires a gradient may not be written in place, and does not remember its boxed forms.
+    A leaf that requires a gradient may not be written in place, and does not cache its boxings.
     """
     leaves, structure = tree_flatten((args, kwargs))
     for position, (leaf, known) in enumerate(zip(leaves, specs, strict=True)):

@@ -1,4 +1,4 @@
-"""What else can be put around a module: torch.compile, DistributedDataParallel, FSDP. Each of them is refused.
+"""Refuses modules with global parameters in torch.compile, DistributedDataParallel and FSDP.
 
 An average of a model's weights (``AveragedModel``) is a copy that works, where the model is.
 
@@ -125,7 +125,7 @@ def _watch_averages() -> None:
 
 
 def install() -> None:
-    """Let wrappers look at what they are given; called again, it also finds those that were loaded since."""
+    """Install the checks; a later call also finds wrappers that were imported since."""
     _watch_averages()
     _replace(torch, "compile", "torch.compile", 0)
     _replace(nn.Module, "compile", "torch.compile", 0)

@@ -39,7 +39,7 @@ _installed = False
 
 
 def _guarded_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    """``autograd.Function.apply``; a custom function that meets a global tensor unannounced is an error."""
+    """``autograd.Function.apply``; a custom function without declared layouts refuses global tensors."""
     if _torch_function_enabled():
         for arg in (*args, *kwargs.values()) if kwargs else args:
             if isinstance(arg, GlobalTensor) and not cls.__module__.startswith("workbench."):

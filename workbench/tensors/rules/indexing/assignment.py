@@ -241,7 +241,7 @@ def write_rows(target: GlobalTensor, items: list[Any], value: GlobalTensor, accu
 
 
 def _count_write(target: GlobalTensor) -> None:
-    """Boxed forms are remembered by version: it has to change on every rank, also where nothing was written."""
+    """Boxings are cached by version: it has to change on every rank, also where nothing was written."""
     with local_torch():
         torch.autograd.graph.increment_version(target)
 

@@ -1,4 +1,4 @@
-"""Functions that torch writes twice, once for memory's sake: global tensors take the way made of other functions."""
+"""``linear_cross_entropy``, decomposed: torch's chunked version saves memory, but writes into plain buffers."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ if hasattr(F, "linear_cross_entropy"):  # torch 2.13
 
     @composite("linear_cross_entropy")
     def linear_cross_entropy(*args: Any, options: Any = None, **kwargs: Any) -> Any:
-        """``cross_entropy(linear(...))``; in chunks it would write its gradients into plain buffers."""
+        """``cross_entropy(linear(...))``; torch's chunks would write gradients into plain buffers."""
         body = decompose(F.linear_cross_entropy)
         return NotImplemented if body is None else body(*args, **kwargs)

@@ -32,7 +32,7 @@ for _name, _make in (("zeros", torch.zeros), ("ones", torch.ones), ("empty", tor
 
 def _new(make: Any) -> Any:
     def creation(func: Any, args: Any, kwargs: Any) -> Any:
-        """``Tensor.new_zeros`` and its like: broadcast on the tensor's placement, as nothing else is known of it."""
+        """``Tensor.new_zeros`` and its like: broadcast on the tensor's placement, whatever its layout."""
         tensor = args[0]
         sizes = args[1:] if args[1:] and isinstance(args[1], int) else (tuple(args[1]), *args[2:])
         shape = tuple(sizes) if isinstance(sizes[0], int) else tuple(sizes[0])

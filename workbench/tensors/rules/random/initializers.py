@@ -1,4 +1,4 @@
-"""``torch.nn.init`` on global tensors, where its functions ask to be taken over; the others run as they are written."""
+"""``torch.nn.init`` on global tensors, where its functions dispatch; the bodies of the others run unchanged."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def init_kaiming_uniform(
 
 @_initializer(torch.Tensor.t_)
 def transpose_in_place(tensor: Any) -> Any:
-    """``Tensor.t_``, by which ``nn.init.orthogonal_`` turns what is wide: the shards turn, and the label with them."""
+    """``Tensor.t_``, by which ``nn.init.orthogonal_`` turns what is wide: the shards turn, and the spec with them."""
     spec = tensor._spec
     if len(spec.shape) == 2:
         turned = tuple(Split(1 - entry.dim) if isinstance(entry, Split) else entry for entry in spec.layout.sbp)

@@ -13,7 +13,7 @@ from workbench.tensors.global_tensor import local_torch
 
 
 def _become(input: Any, view: Any, name: str) -> Any:
-    """``input`` takes the strides and the label of a view of it."""
+    """``input`` takes the strides and the spec of a view of it."""
     if type(view) is BoxedView or type(input) is BoxedView:
         raise LayoutError(
             f"{name}: the result has shape {tuple(view.shape)}, for which {input._spec.layout} of shape "
