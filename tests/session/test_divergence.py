@@ -117,7 +117,9 @@ def test_a_rank_that_waits_for_one_that_is_done_is_stopped(session, code, ranks,
         session.run(code, ranks=ranks)
     assert time.monotonic() - began < 3
     assert f"The ranks have diverged in this cell: {words}" in str(caught.value)
-    assert "at cell line 1, in to_global" in str(caught.value) and "its variables are kept" in str(caught.value)
+    assert "at cell line 1, in GlobalTensor.to_global" in str(caught.value) and "its variables are kept" in str(
+        caught.value
+    )
     assert session.run("x.sum().item(), kept").values == [(4.0, 5)] * 2
 
 
