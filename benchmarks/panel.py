@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from statistics import median
 
 from benchmarks.reporting import Comparison, Target, publish, table
-from workbench.core.model_costs import LayerCost, ModelCosts, Work
+from workbench.core.model_costs import LayerCost, ModelCosts, OpCost
 from workbench.core.rows import Layer
 from workbench.ui.widgets import Panel
 from workbench.units import format_seconds
@@ -51,7 +51,7 @@ def _cost(layer: Layer) -> LayerCost:
     shape = layer.shapes["weight"]
     outputs, inputs = shape if layer.kind == "Linear" else (_WIDTH, 0)
     moved = 4.0 * _LENGTH * (outputs + inputs)
-    work = Work("linear", 2.0 * _LENGTH * outputs * inputs, moved, inner=inputs, saved_bytes=4.0 * _LENGTH * outputs)
+    work = OpCost("linear", 2.0 * _LENGTH * outputs * inputs, moved, inner=inputs, saved_bytes=4.0 * _LENGTH * outputs)
     return LayerCost(layer, (work,), (), (_LENGTH, outputs), 4)
 
 

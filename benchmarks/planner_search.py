@@ -12,10 +12,10 @@ from tests.planning.brute_force import best_value
 from tests.planning.problems import random_problem
 from workbench.cost.hardware_files import load_hardware
 from workbench.cost.transformer import transformer_costs
-from workbench.planning.ledger import Ledger
-from workbench.planning.long_models import search_long
+from workbench.planning.best_first_search import search_best_first
+from workbench.planning.incumbents import Incumbents
+from workbench.planning.published_models import transformer_by_name
 from workbench.planning.search import run, search
-from workbench.planning.sizes import size
 
 CASES = (
     ("gpt2", 8, 64), ("llama2-7b", 8, 64), ("llama2-70b", 64, 256), ("gpt3-175b", 3072, 1536),
@@ -51,7 +51,7 @@ def searched(with_rows: bool) -> Section:
 def _times() -> tuple[str, float, float]:
     hardware, rows, seconds = load_hardware("a100-80g-selene"), [], 0.0
     for name, ranks, batch in CASES:
-        costs = transformer_costs(size(name))
+        costs = transformer_costs(transformer_by_name(name))
         wall, processor = time.perf_counter(), time.process_time()
         plan = search(costs, hardware, ranks, batch, precision="bf16")
         wall, seconds = time.perf_counter() - wall, time.process_time() - processor
@@ -74,7 +74,7 @@ def _equality() -> tuple[int, int, list[float]]:
         equal += best == truth or abs(best - truth) <= 1e-9 * truth
         fitting += truth < inf
         if seed < NUM_SHORT and truth < inf:
-            search_long(problem, short := Ledger(problem))
+            search_best_first(problem, short := Incumbents(problem))
             ratios.append(short.best_value / best)
     return equal, fitting, ratios
 

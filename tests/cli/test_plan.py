@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from workbench.cli import main
-from workbench.cli.plan import parse_wish
+from workbench.cli.plan import parse_constraint
 from workbench.core.strategy import Strategy
 from workbench.errors import CommandError
 
@@ -38,7 +38,7 @@ def test_a_file_is_planned(file: Path, capsys: pytest.CaptureFixture[str]) -> No
         "2",
         "--batch",
         "8",
-        "--wish",
+        "--constraint",
         "zero=0",
         "--why-not",
         "*: data | 3x1x1",
@@ -83,22 +83,22 @@ def test_mistakes_are_told(file: Path, tmp_path: Path, capsys: pytest.CaptureFix
         (["plan", str(tmp_path / "missing.py")], "not a Python file"),
         (["plan", str(tmp_path / "empty.py")], "needs model_fn"),
         (["plan", "gpt2", "--hardware", "abacus"], "abacus"),
-        (["plan", "gpt2", "--wish", "zero=1", "--wish", "data=3"], "cannot be"),
+        (["plan", "gpt2", "--constraint", "zero=1", "--constraint", "data=3"], "cannot be"),
         (["plan", str(file), "--ranks", "2", "--batch", "2", "--memory", "0.0001"], "too much"),
     ]:
         assert main(arguments) == 2, arguments
         assert words in capsys.readouterr().err
 
 
-def test_wishes_are_read() -> None:
-    assert parse_wish("zero=1,2") == ("zero", (1, 2))
-    assert parse_wish("pipeline=4") == ("pipeline", 4)
-    assert parse_wish("schedule=1f1b") == ("schedule", "1f1b")
-    assert parse_wish("recompute=no") == ("recompute", False)
-    assert parse_wish("layers=head: data@1; a.*: model") == ("layers", "head: data@1; a.*: model")
+def test_constraints_are_read() -> None:
+    assert parse_constraint("zero=1,2") == ("zero", (1, 2))
+    assert parse_constraint("pipeline=4") == ("pipeline", 4)
+    assert parse_constraint("schedule=1f1b") == ("schedule", "1f1b")
+    assert parse_constraint("recompute=no") == ("recompute", False)
+    assert parse_constraint("layers=head: data@1; a.*: model") == ("layers", "head: data@1; a.*: model")
     for text in ("zero", "zero=", "zero=many", "recompute=2"):
-        with pytest.raises(CommandError, match="--wish"):
-            parse_wish(text)
+        with pytest.raises(CommandError, match="--constraint"):
+            parse_constraint(text)
 
 
 def test_models_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,13 +9,13 @@ import pytest
 
 from tests.core.test_boxing_plan import execute
 from tests.oracle import assert_holds, coordinates, shard
-from workbench.core import boxing_path, pricing
+from workbench.core import boxing_path, boxing_prices
 from workbench.core.boxing import BoxingPlan, LinkCost, plan_boxing
 from workbench.core.boxing_path import WORTHWHILE, BoxingPath, find_boxing_path
+from workbench.core.boxing_prices import BoxingPrices
 from workbench.core.layout import Layout
-from workbench.core.merging import merged
+from workbench.core.merge_axes import merge_axes
 from workbench.core.placement import Placement
-from workbench.core.pricing import Prices
 
 GRIDS = [[0, 1, 2, 3], [[0, 1], [2, 3]], [0], [1, 2], [4, 5, 6], [[4, 5], [6, 7]], [[3, 0], [4, 1]], [2, 3, 4, 5]]
 LINKS = [LinkCost(1.0, 1.0), LinkCost(20.0, 1.0), LinkCost(5.0, 1.0, one_shot_bytes=200)]
@@ -79,7 +79,7 @@ def test_the_path_is_the_cheapest_of_all_paths(seed):
     """Steps that cost next to nothing are worth a tenth of the direct exchange, see ``WORTHWHILE``."""
     num_paths = 0
     for source, target, shape, link in sampled_pairs(60, seed):
-        if merged(source, target, shape) != (source, target):
+        if merge_axes(source, target, shape) != (source, target):
             continue
         found, direct = find_boxing_path(source, target, shape, 1, link), price(source, target, shape, link)
         best = best_of_all_paths(source, target, shape, link)
@@ -91,8 +91,8 @@ def test_the_path_is_the_cheapest_of_all_paths(seed):
 
 def test_prices_are_those_of_the_plans_and_bounds_are_below():
     for source, target, shape, link in sampled_pairs(300, seed=9):
-        prices, plan = Prices(shape, 1, link), plan_boxing(source, target, shape, 1)
-        low = prices.at_least_s(prices.sums(source), prices.sums(target))
+        prices, plan = BoxingPrices(shape, 1, link), plan_boxing(source, target, shape, 1)
+        low = prices.at_least_s(prices.summary(source), prices.summary(target))
         assert prices.time_s(source, target) == pytest.approx(plan.time_s(link)), str(plan)
         assert plan.time_s(link) == pytest.approx(price(source, target, shape, link)), str(plan)
         assert low <= prices.time_s(source, target) * (1 + 1e-12), str(plan)
@@ -148,7 +148,7 @@ def test_three_steps():
     found = find_boxing_path(Layout.of(one_axis(1, 2, 3), "B"), target, (5, 7), 1, link)
     assert len(found.steps) == 3
     assert found.time_s(link) == pytest.approx(
-        best_of_all_paths(found.source, merged(target, target, (5, 7))[0], (5, 7), link)
+        best_of_all_paths(found.source, merge_axes(target, target, (5, 7))[0], (5, 7), link)
     )
 
 
@@ -179,7 +179,7 @@ def test_small_tensors_go_directly():
 def test_the_search_looks_at_few_boxings(monkeypatch):
     """Work is counted, not timed: how many boxings are priced, for every pair of one- and two-axis layouts."""
     made = []
-    monkeypatch.setattr(boxing_path, "Prices", lambda *args: made.append(Prices(*args)) or made[-1])
+    monkeypatch.setattr(boxing_path, "BoxingPrices", lambda *args: made.append(BoxingPrices(*args)) or made[-1])
     find_boxing_path.cache_clear()
     for source, target, _, _ in sampled_pairs(400, seed=2):
         find_boxing_path(source, target, (1024, 1024), 4, LINK)
@@ -196,7 +196,7 @@ def test_the_search_looks_at_few_boxings(monkeypatch):
 
 def test_thousands_of_ranks_are_sampled(monkeypatch):
     counted = []
-    monkeypatch.setattr(pricing, "overlap", lambda a, b: counted.append(1) or 1)
+    monkeypatch.setattr(boxing_prices, "overlap", lambda a, b: counted.append(1) or 1)
     many, grid = one_axis(*range(3072)), Placement.of("cpu", np.arange(3072).reshape(384, 8))
     found = find_boxing_path(Layout.of(many, "P"), Layout.of(grid, "B, S(0)"), (8192, 8192), 2, LINK)
     assert len(counted) < 10_000 and found.wire_bytes > 0
@@ -207,7 +207,7 @@ def test_axes_that_are_alike_are_merged():
     cube = Placement.of("cpu", [[[0, 1], [2, 3]], [[4, 5], [6, 7]]])
 
     def shapes(source, target, shape=(8, 8), placement=grid):
-        found = merged(Layout.of(placement, source), Layout.of(placement, target), shape)
+        found = merge_axes(Layout.of(placement, source), Layout.of(placement, target), shape)
         return [layout.placement.shape for layout in found]
 
     assert shapes("S(0), S(0)", "B, B") == [(4,), (4,)]
@@ -215,7 +215,7 @@ def test_axes_that_are_alike_are_merged():
     assert shapes("S(0), S(0)", "B, S(1)") == [(2, 2), (2, 2)]
     assert shapes("P, P, S(0)", "B, B, S(1)", placement=cube) == [(4, 2), (4, 2)]
     single = Placement.of("cpu", [[2], [3]])
-    assert [x.placement.shape for x in merged(Layout.of(single, "S(0), P"), Layout.of(grid, "B, B"), (8, 8))] == [
+    assert [x.placement.shape for x in merge_axes(Layout.of(single, "S(0), P"), Layout.of(grid, "B, B"), (8, 8))] == [
         (2,),
         (4,),
     ]

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from workbench.core.model_costs import LayerCost, ModelCosts, Work
+from workbench.core.model_costs import LayerCost, ModelCosts, OpCost
 from workbench.core.rows import Layer
 from workbench.core.strategy import Strategy
 from workbench.cost.estimate import Estimate, estimate
@@ -26,7 +26,7 @@ def mlp(num_layers: int) -> ModelCosts:
     rows = []
     for index in range(num_layers):
         layer = Layer(f"fc{index}", "Linear", {"weight": (WIDTH, WIDTH)}, WIDTH * WIDTH)
-        own = Work("linear", 2 * WIDTH * WIDTH, 8 * WIDTH, inner=WIDTH, saved_bytes=4 * WIDTH)
+        own = OpCost("linear", 2 * WIDTH * WIDTH, 8 * WIDTH, inner=WIDTH, saved_bytes=4 * WIDTH)
         rows.append(LayerCost(layer, (own,), (), (WIDTH,), 4))
     return ModelCosts(tuple(rows), (WIDTH,))
 
@@ -71,7 +71,7 @@ def test_products_go_through_operands_that_no_cache_holds() -> None:
 def test_all_micro_batches_but_the_first_add_to_gradients(m: int) -> None:
     machine = replace(MACHINE, memory_bandwidth_bytes_per_s=1e3, matmul_flops_per_s={"fp32": 1e30})
     model = mlp(1)
-    model = replace(model, rows=(replace(model.rows[0], own=(Work("linear", 1.0, 0.0, inner=WIDTH),)),))
+    model = replace(model, rows=(replace(model.rows[0], own=(OpCost("linear", 1.0, 0.0, inner=WIDTH),)),))
     found = estimate(model, Strategy(f"data | mb={m}").resolve(model.layers, 1), machine, 32)
     assert found.compute_s == pytest.approx((m - 1) * 3 * 4 * WIDTH * WIDTH / 1e3)
 
@@ -111,14 +111,14 @@ def test_what_backward_moves_counts_where_it_is_known() -> None:
     """As counted; of a formula, 1.5 times what forward moves. A product's is besides its products."""
     machine = replace(MACHINE, memory_bandwidth_bytes_per_s=1e3, matmul_flops_per_s={"fp32": 1e30})
 
-    def seconds(*works: Work) -> float:
+    def seconds(*works: OpCost) -> float:
         model = replace(mlp(1), rows=(replace(mlp(1).rows[0], own=works),))
         return estimate(model, Strategy("data").resolve(model.layers, 1), machine, 1).compute_s
 
-    assert seconds(Work("gelu", 0, 100.0)) == pytest.approx(0.25)
-    assert seconds(Work("gelu", 0, 100.0, backward_bytes=400.0)) == pytest.approx(0.5)
-    assert seconds(Work("linear", 1.0, 0.0, WIDTH, backward_bytes=400.0)) == pytest.approx(0.4)
-    assert seconds(Work("split", 0, 0.0, backward_bytes=400.0)) == pytest.approx(0.4)
+    assert seconds(OpCost("gelu", 0, 100.0)) == pytest.approx(0.25)
+    assert seconds(OpCost("gelu", 0, 100.0, backward_bytes=400.0)) == pytest.approx(0.5)
+    assert seconds(OpCost("linear", 1.0, 0.0, WIDTH, backward_bytes=400.0)) == pytest.approx(0.4)
+    assert seconds(OpCost("split", 0, 0.0, backward_bytes=400.0)) == pytest.approx(0.4)
 
 
 def test_column_and_row_pairs_exchange_once_forward_and_once_back() -> None:

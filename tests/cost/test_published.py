@@ -8,8 +8,8 @@ import pytest
 
 from benchmarks.published_runs import Judged, effects, in_order, judge, median_and_worst, memory_errors
 from workbench.cost.hardware_files import load_hardware
-from workbench.cost.setting import settings_of
 from workbench.cost.software import megatron
+from workbench.cost.stage_settings import settings_of
 from workbench.cost.stages import prices_of, stage_price
 from workbench.cost.transformer import Transformer, transformer_costs, transformer_strategy
 

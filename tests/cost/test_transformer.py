@@ -8,8 +8,8 @@ import pytest
 
 from workbench.cost.estimate import estimate
 from workbench.cost.hardware_files import load_hardware
-from workbench.cost.setting import settings_of
 from workbench.cost.software import megatron
+from workbench.cost.stage_settings import settings_of
 from workbench.cost.stages import prices_of, stage_price
 from workbench.cost.transformer import Transformer, transformer_costs, transformer_strategy
 from workbench.errors import StrategyError

@@ -51,25 +51,25 @@ def best_value(problem: Problem) -> float:
 def _options(problem: Problem, ranks: int) -> Iterator[tuple[str, int, int]]:
     """(options as text, stages, model degree)."""
     limits = [range(1, ranks + 1)] * 3
-    wishes, batch = problem.wishes, problem.batch_size
+    constraints, batch = problem.constraints, problem.batch_size
     for p, d, m in product(*limits):
-        if p * d * m != ranks or batch % d or not _wanted(wishes.pipeline, p):
+        if p * d * m != ranks or batch % d or not _wanted(constraints.pipeline, p):
             continue
         for mb in range(1, batch // d + 1):
-            if (batch // d) % mb or not _wanted(wishes.micro_batches, mb):
+            if (batch // d) % mb or not _wanted(constraints.micro_batches, mb):
                 continue
             laps = [("interleaved", p * n) for n in range(2, 9) if p > 1]
             for schedule, stages in [*((name, p) for name in ("1f1b", "gpipe", "zero_bubble") if p > 1), *laps] or [
                 ("", 1)
             ]:
-                if schedule and not _wanted(wishes.schedule, schedule):
+                if schedule and not _wanted(constraints.schedule, schedule):
                     continue
                 for zero, again, sequence in product(range(4), (False, True), (False, True)):
                     if (zero and d * m == 1) or (sequence and m == 1):
                         continue
-                    if not _wanted(wishes.zero, zero) or not _wanted(wishes.recompute, again):
+                    if not _wanted(constraints.zero, zero) or not _wanted(constraints.recompute, again):
                         continue
-                    if not _wanted(wishes.sequence, sequence):
+                    if not _wanted(constraints.sequence, sequence):
                         continue
                     if schedule == "zero_bubble" and again:
                         continue
@@ -83,8 +83,8 @@ def _options(problem: Problem, ranks: int) -> Iterator[tuple[str, int, int]]:
                     yield " ".join([*filter(None, words), problem.precision]), stages, m
 
 
-def _wanted(wish: object, value: object) -> bool:
-    return wish is None or value == wish or (isinstance(wish, tuple) and value in wish)
+def _wanted(constraint: object, value: object) -> bool:
+    return constraint is None or value == constraint or (isinstance(constraint, tuple) and value in constraint)
 
 
 def _rows(layers: list[Layer], num_stages: int, model: int) -> Iterator[str]:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import random
 
-from workbench.core.model_costs import LayerCost, ModelCosts, Work
+from workbench.core.model_costs import LayerCost, ModelCosts, OpCost
 from workbench.core.rows import Layer
 from workbench.cost.hardware import Hardware, Link
-from workbench.planning.problem import OBJECTIVES, Problem, Wishes
+from workbench.planning.problem import OBJECTIVES, Constraints, Problem
 
 
-def linear(name: str, inputs: int, outputs: int, samples: int = 1, after: tuple[Work, ...] = ()) -> LayerCost:
+def linear(name: str, inputs: int, outputs: int, samples: int = 1, after: tuple[OpCost, ...] = ()) -> LayerCost:
     """A layer on ``samples`` positions of each sample."""
     layer = Layer(name, "Linear", {"weight": (outputs, inputs), "bias": (outputs,)}, outputs * inputs + outputs)
     moved = 4.0 * samples * (inputs + outputs)
-    own = Work("linear", 2.0 * samples * inputs * outputs, moved, inputs, 4.0 * samples * inputs)
+    own = OpCost("linear", 2.0 * samples * inputs * outputs, moved, inputs, 4.0 * samples * inputs)
     shape = (outputs,) if samples == 1 else (samples, outputs)
     return LayerCost(layer, (own,), after, shape)
 
@@ -24,19 +24,19 @@ def norm(name: str, width: int, samples: int = 1) -> LayerCost:
     layer = Layer(name, "LayerNorm", {"weight": (width,), "bias": (width,)}, 2 * width)
     size = 4.0 * samples * width
     return LayerCost(
-        layer, (Work("layer_norm", 0, 2 * size, 0, size),), (), (width,) if samples == 1 else (samples, width)
+        layer, (OpCost("layer_norm", 0, 2 * size, 0, size),), (), (width,) if samples == 1 else (samples, width)
     )
 
 
-def gelu(width: int, samples: int = 1) -> Work:
+def gelu(width: int, samples: int = 1) -> OpCost:
     """An activation function."""
-    return Work("gelu", 0, 8.0 * samples * width, 0, 4.0 * samples * width)
+    return OpCost("gelu", 0, 8.0 * samples * width, 0, 4.0 * samples * width)
 
 
 def table(name: str, words: int, width: int, samples: int) -> LayerCost:
     """An embedding."""
     layer = Layer(name, "Embedding", {"weight": (words, width)}, words * width)
-    return LayerCost(layer, (Work("embedding", 0, 8.0 * samples * width, 0, 8.0 * samples),), (), (samples, width))
+    return LayerCost(layer, (OpCost("embedding", 0, 8.0 * samples * width, 0, 8.0 * samples),), (), (samples, width))
 
 
 def machine(random_: random.Random, memory_bytes: float = 1e12) -> Hardware:
@@ -71,14 +71,14 @@ def random_problem(seed: int) -> Problem:
         rows.append(linear(f"fc{index}", width, outputs, positions, after))
         width = outputs
     num_ranks = random_.choice([2, 3, 4])
-    wishes = Wishes(
+    constraints = Constraints(
         micro_batches=random_.choice([(1, 2), (1, 4), (2,)]),
         zero=random_.choice([None, (0, 1), (0, 3), 2]) if num_ranks != 3 else (0, 1),
         recompute=random_.choice([None, False]),
         schedule=random_.choice([None, ("1f1b", "interleaved"), ("gpipe", "zero_bubble")]),
     )
-    if wishes.zero == 2:
-        wishes = Wishes(micro_batches=(1, 2))
+    if constraints.zero == 2:
+        constraints = Constraints(micro_batches=(1, 2))
     parameters = sum(row.layer.num_parameters for row in rows)
     memory = parameters * 16.0 * random_.choice([0.15, 0.3, 0.5, 0.8, 1.2, 100.0]) + random_.choice(
         [0.0, 4e3, 4e4, 4e6]
@@ -91,5 +91,5 @@ def random_problem(seed: int) -> Problem:
         random_.choice(OBJECTIVES),
         memory,
         optimizer=random_.choice(["adamw", "sgd"]),
-        wishes=wishes,
+        constraints=constraints,
     )

@@ -13,11 +13,11 @@ from tests.planning.problems import machine, random_problem
 from workbench.cost.hardware_files import load_hardware
 from workbench.cost.transformer import Transformer, transformer_costs
 from workbench.planning.bounds import Bounds
-from workbench.planning.choosing import Chooser
-from workbench.planning.exhaustive import assign, cuts
-from workbench.planning.ledger import Ledger
-from workbench.planning.problem import Problem, Wishes
-from workbench.planning.settings import Candidate, candidates
+from workbench.planning.candidates import Candidate, candidates
+from workbench.planning.chooser import Chooser
+from workbench.planning.exhaustive_search import choice_assignments, stage_assignments
+from workbench.planning.incumbents import Incumbents
+from workbench.planning.problem import Constraints, Problem
 
 FEW = range(8)
 MANY = range(8, 100)
@@ -25,24 +25,24 @@ GPT = Transformer(hidden=3072, heads=24, layers=3, vocab=50000, seq=1024)
 
 
 def bounds_of(problem: Problem) -> Bounds:
-    return Bounds(Chooser(problem, Ledger(problem)))
+    return Bounds(Chooser(problem, Incumbents(problem)))
 
 
 def least_steps(problem: Problem) -> Iterator[tuple[Candidate, float]]:
     """Every candidate, with the shortest step of all its strategies."""
-    ledger = Ledger(problem)
+    incumbents = Incumbents(problem)
     for candidate in candidates(problem):
-        stages = list(cuts(len(problem.rows), candidate.num_stages))
-        every = ((choices, cut) for choices in assign(problem, candidate.degrees[2]) for cut in stages)
-        yield candidate, min(ledger.add(candidate, *one).estimate.step_s for one in every)
+        stages = list(stage_assignments(len(problem.rows), candidate.num_stages))
+        every = ((choices, cut) for choices in choice_assignments(problem, candidate.degrees[2]) for cut in stages)
+        yield candidate, min(incumbents.add(candidate, *one).estimate.step_s for one in every)
 
 
 def assert_bounds_are_below(seed: int) -> None:
     problem = replace(random_problem(seed), memory_bytes=inf)
     bounds = bounds_of(problem)
     for candidate, step_s in least_steps(problem):
-        assert bounds.far(candidate) <= bounds.close(candidate) * (1 + 1e-12), candidate
-        assert bounds.close(candidate) <= step_s * (1 + 1e-9), candidate
+        assert bounds.quick(candidate) <= bounds.tight(candidate) * (1 + 1e-12), candidate
+        assert bounds.tight(candidate) <= step_s * (1 + 1e-9), candidate
 
 
 @pytest.mark.parametrize("seed", FEW)
@@ -70,9 +70,11 @@ def test_bounds_are_below_every_strategy_of_many_problems() -> None:
 def test_far_bounds_are_below_close_ones_of_a_transformer(name: str, batch_size: int) -> None:
     """Under all options, where samples share out evenly among the ranks of the model axis or not; mostly near them."""
     hardware = load_hardware(name) if name != "made up" else replace(machine(random.Random(1)), one_shot_bytes=1e5)
-    problem = Problem(transformer_costs(GPT), hardware, 12, batch_size, precision="bf16", wishes=Wishes(zero=(0, 3)))
+    problem = Problem(
+        transformer_costs(GPT), hardware, 12, batch_size, precision="bf16", constraints=Constraints(zero=(0, 3))
+    )
     bounds = bounds_of(problem)
-    ratios = [bounds.far(one) / bounds.close(one) for one in candidates(problem)]
+    ratios = [bounds.quick(one) / bounds.tight(one) for one in candidates(problem)]
     assert max(ratios) <= 1 + 1e-12
     assert sum(ratio > 0.5 for ratio in ratios) > len(ratios) / 2
 
@@ -80,4 +82,4 @@ def test_far_bounds_are_below_close_ones_of_a_transformer(name: str, batch_size:
 def test_a_candidate_whose_weights_do_not_fit_has_no_bound() -> None:
     problem = replace(random_problem(0), memory_bytes=10.0)
     bounds = bounds_of(problem)
-    assert {bounds.close(candidate) for candidate in candidates(problem)} == {inf}
+    assert {bounds.tight(candidate) for candidate in candidates(problem)} == {inf}

@@ -15,8 +15,8 @@ from workbench.core.model_costs import ModelCosts
 from workbench.cost.hardware_files import load_hardware
 from workbench.cost.transformer import Transformer, transformer_costs
 from workbench.errors import StrategyError
-from workbench.planning.problem import Problem, Wishes
-from workbench.planning.settings import groups
+from workbench.planning.candidates import groups
+from workbench.planning.problem import Constraints, Problem
 from workbench.training.costs.heads import heads_of
 from workbench.training.costs.layer_costs import layer_costs
 
@@ -24,9 +24,9 @@ ODD = Transformer(hidden=768, heads=6, layers=4, vocab=512, seq=256, kv_heads=3)
 """Its degrees of 2 and 4 divide every width."""
 
 
-def degrees(costs: ModelCosts, **wishes: int) -> set[int]:
+def degrees(costs: ModelCosts, **constraints: int) -> set[int]:
     """Of the model axis, that a search of twelve ranks looks at."""
-    problem = Problem(costs, load_hardware("a100-80g-selene"), 12, 12, wishes=Wishes(**wishes))
+    problem = Problem(costs, load_hardware("a100-80g-selene"), 12, 12, constraints=Constraints(**constraints))
     return {group.degrees[2] for group in groups(problem)}
 
 
@@ -38,7 +38,7 @@ def test_model_degrees_divide_heads_and_heads_of_keys() -> None:
     assert degrees(costs, heads=4) == {1, 2, 4}
 
 
-def test_a_wish_for_another_degree_is_a_contradiction() -> None:
+def test_a_constraint_on_another_degree_is_infeasible() -> None:
     with pytest.raises(StrategyError, match=r"model=4 cannot be.*model divides the heads of attention, 6 and 3"):
         wb.planner.plan(ODD, "a100-80g-selene", 12, 12, precision="fp16", model=4)
 

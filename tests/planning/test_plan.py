@@ -13,7 +13,7 @@ from workbench.cost.estimate import estimate
 from workbench.cost.hardware import Link
 from workbench.errors import StrategyError
 from workbench.planning.plan import Plan
-from workbench.planning.problem import Wishes
+from workbench.planning.problem import Constraints
 from workbench.planning.search import search
 
 
@@ -76,15 +76,15 @@ def test_a_search_on_one_rank_has_one_row() -> None:
 
 
 def test_it_prints_every_row_of_the_strategy() -> None:
-    wished = "; ".join(f"b.{n}.up: data; b.{n}.down: model" for n in range(2)) + "; head: model"
-    found = search(decoder(), hardware(), 4, 8, wishes=Wishes(layers=wished))
+    given = "; ".join(f"b.{n}.up: data; b.{n}.down: model" for n in range(2)) + "; head: model"
+    found = search(decoder(), hardware(), 4, 8, constraints=Constraints(layers=given))
     lines = str(found).splitlines()
     last = next(index for index, line in enumerate(lines) if line.lstrip().startswith("step "))
     assert Strategy("\n".join(lines[1:last])) == found.strategy
 
 
 def test_explain_lists_every_choice_with_its_seconds() -> None:
-    found = search(decoder(), hardware(), 4, 4, wishes=Wishes(model=4))
+    found = search(decoder(), hardware(), 4, 4, constraints=Constraints(model=4))
     explanation = found.explain("b.1.up")
     first = explanation.alternatives[0]
     assert first.is_chosen
@@ -156,8 +156,8 @@ def test_what_is_no_strategy_is_told() -> None:
         plan().diff(3)  # type: ignore[arg-type]
 
 
-def test_a_wish_that_nobody_knows_is_told() -> None:
-    with pytest.raises(StrategyError, match=r"again\(stages=\): no such wish; there are pipeline, data"):
+def test_an_unknown_constraint_is_an_error() -> None:
+    with pytest.raises(StrategyError, match=r"again\(stages=\): no such constraint; there are pipeline, data"):
         plan().again(stages=2)
 
 

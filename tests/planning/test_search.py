@@ -16,13 +16,13 @@ from workbench.core.strategy import Strategy
 from workbench.cost.estimate import estimate
 from workbench.cost.hardware import Hardware
 from workbench.errors import StrategyError
-from workbench.planning.exhaustive import all_if_few, cuts, search_all
-from workbench.planning.ledger import Ledger
-from workbench.planning.long_models import search_long
+from workbench.planning.best_first_search import search_best_first
+from workbench.planning.exhaustive_search import candidates_if_few, search_exhaustively, stage_assignments
+from workbench.planning.incumbents import Incumbents
 from workbench.planning.plan import Plan
-from workbench.planning.problem import Problem, Wishes
+from workbench.planning.problem import Constraints, Problem
 from workbench.planning.search import run, search, solve
-from workbench.planning.writing import write
+from workbench.planning.write_strategy import write_strategy
 
 QUICK = range(8)
 MANY = range(8, 240)
@@ -30,9 +30,9 @@ MANY = range(8, 240)
 
 def assert_equals_brute_force(seed: int) -> None:
     problem = random_problem(seed)
-    ledger, is_exact = run(problem)
+    incumbents, is_exact = run(problem)
     assert is_exact
-    assert ledger.best_value == pytest.approx(best_value(problem), rel=1e-9)
+    assert incumbents.best_value == pytest.approx(best_value(problem), rel=1e-9)
 
 
 @pytest.mark.parametrize("seed", QUICK)
@@ -50,7 +50,7 @@ def test_many_small_problems_equal_brute_force() -> None:
 def test_brute_force_finds_what_the_search_leaves_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """The oracle is not the search: one that knows no model parallelism is found out."""
     problem = replace(random_problem(2), objective="throughput", memory_bytes=inf)
-    lame = replace(problem, wishes=replace(problem.wishes, model=1, pipeline=1))
+    lame = replace(problem, constraints=replace(problem.constraints, model=1, pipeline=1))
     assert run(lame)[0].best_value > best_value(problem) * (1 + 1e-9)
 
 
@@ -59,9 +59,9 @@ def test_short_cuts_are_close_to_the_best() -> None:
     ratios = []
     for seed in range(16):
         problem = random_problem(seed)
-        exact, short = Ledger(problem), Ledger(problem)
-        search_all(problem, all_if_few(problem) or [], exact)
-        search_long(problem, short)
+        exact, short = Incumbents(problem), Incumbents(problem)
+        search_exhaustively(problem, candidates_if_few(problem) or [], exact)
+        search_best_first(problem, short)
         if exact.best is not None:
             ratios.append(short.best_value / exact.best_value)
     assert len(ratios) > 10
@@ -72,8 +72,8 @@ def test_short_cuts_are_close_to_the_best() -> None:
 def least_bytes(problem: Problem) -> float:
     """The smallest peak of all strategies."""
     problem = replace(problem, objective="memory", memory_bytes=inf)
-    search_all(problem, all_if_few(problem) or [], ledger := Ledger(problem))
-    return ledger.best_value
+    search_exhaustively(problem, candidates_if_few(problem) or [], incumbents := Incumbents(problem))
+    return incumbents.best_value
 
 
 @pytest.mark.parametrize("seed", [18, 22, 33, 34])
@@ -81,23 +81,23 @@ def test_short_cuts_find_what_just_fits(seed: int) -> None:
     """Bytes that add up do not tell the leanest of these, so nothing was found for them."""
     problem = random_problem(seed)
     problem = replace(problem, memory_bytes=least_bytes(problem) * 1.0001)
-    search_long(problem, ledger := Ledger(problem))
-    assert ledger.best is not None
-    assert ledger.best.estimate.peak_bytes <= problem.memory_bytes
+    search_best_first(problem, incumbents := Incumbents(problem))
+    assert incumbents.best is not None
+    assert incumbents.best.estimate.peak_bytes <= problem.memory_bytes
 
 
-def test_short_cuts_find_what_fits_where_the_leanest_choices_do_not() -> None:
+def test_the_best_first_search_finds_what_fits_where_the_smallest_choices_do_not() -> None:
     problem = random_problem(43)
-    search_long(problem, ledger := Ledger(problem))
-    assert ledger.best is not None
+    search_best_first(problem, incumbents := Incumbents(problem))
+    assert incumbents.best is not None
 
 
 @pytest.mark.parametrize("seed", QUICK)
 def test_what_is_hopeless_fits_nowhere(seed: int) -> None:
     problem = random_problem(seed)
     least = least_bytes(problem)
-    assert not replace(problem, memory_bytes=least).is_hopeless
-    assert replace(problem, memory_bytes=least / 100).is_hopeless
+    assert not replace(problem, memory_bytes=least).is_infeasible
+    assert replace(problem, memory_bytes=least / 100).is_infeasible
 
 
 def test_what_the_search_adds_up_is_the_estimate() -> None:
@@ -129,15 +129,18 @@ def hardware(memory_bytes: float = 4e6) -> Hardware:
 def test_written_strategies_mean_what_was_found() -> None:
     """Every strategy of a small problem comes back from its text."""
     problem = replace(
-        random_problem(3), batch_size=4, objective="throughput", wishes=Wishes(micro_batches=1, zero=0, recompute=False)
+        random_problem(3),
+        batch_size=4,
+        objective="throughput",
+        constraints=Constraints(micro_batches=1, zero=0, recompute=False),
     )
     for resolved, _ in list(every_strategy(problem))[::7]:
-        text = str(write(problem, resolved))
+        text = str(write_strategy(problem, resolved))
         assert Strategy(text).resolve(problem.costs.layers, problem.num_ranks).layers == resolved.layers
 
 
 def test_stages_are_cut_between_blocks() -> None:
-    plan = search(decoder(6), hardware(), 4, 4, wishes=Wishes(pipeline=4))
+    plan = search(decoder(6), hardware(), 4, 4, constraints=Constraints(pipeline=4))
     assert not plan.is_exact
     stage_of = {layer.name: layer.stage for layer in plan.resolved.layers}
     for block in range(6):
@@ -145,32 +148,34 @@ def test_stages_are_cut_between_blocks() -> None:
 
 
 def test_every_way_to_cut() -> None:
-    assert list(cuts(3, 2)) == [(0, 1, 1), (0, 0, 1)]
-    assert list(cuts(3, 1)) == [(0, 0, 0)]
-    assert len(list(cuts(6, 3))) == 10
+    assert list(stage_assignments(3, 2)) == [(0, 1, 1), (0, 0, 1)]
+    assert list(stage_assignments(3, 1)) == [(0, 0, 0)]
+    assert len(list(stage_assignments(6, 3))) == 10
 
 
 @pytest.mark.parametrize(
-    ("wishes", "holds"),
+    ("constraints", "holds"),
     [
-        (Wishes(pipeline=2), lambda plan: plan.resolved.degrees[0] == 2),
-        (Wishes(data=(1, 2)), lambda plan: plan.resolved.degrees[1] in (1, 2)),
-        (Wishes(model=4), lambda plan: plan.resolved.degrees[2] == 4),
-        (Wishes(micro_batches=4), lambda plan: plan.resolved.num_micro_batches == 4),
-        (Wishes(zero=2), lambda plan: plan.resolved.options.zero == 2),
-        (Wishes(recompute=True), lambda plan: plan.resolved.options.recompute),
-        (Wishes(pipeline=2, schedule="1f1b"), lambda plan: plan.resolved.schedule == "1f1b"),
-        (Wishes(model=2, sequence=True), lambda plan: plan.resolved.options.sequence),
-        (Wishes(layers="head: data"), lambda plan: plan.resolved.layers[-1].parallel == "data"),
+        (Constraints(pipeline=2), lambda plan: plan.resolved.degrees[0] == 2),
+        (Constraints(data=(1, 2)), lambda plan: plan.resolved.degrees[1] in (1, 2)),
+        (Constraints(model=4), lambda plan: plan.resolved.degrees[2] == 4),
+        (Constraints(micro_batches=4), lambda plan: plan.resolved.num_micro_batches == 4),
+        (Constraints(zero=2), lambda plan: plan.resolved.options.zero == 2),
+        (Constraints(recompute=True), lambda plan: plan.resolved.options.recompute),
+        (Constraints(pipeline=2, schedule="1f1b"), lambda plan: plan.resolved.schedule == "1f1b"),
+        (Constraints(model=2, sequence=True), lambda plan: plan.resolved.options.sequence),
+        (Constraints(layers="head: data"), lambda plan: plan.resolved.layers[-1].parallel == "data"),
         (
-            Wishes(model=4, layers="b.*.up: model:row", zero=0, recompute=False),  # else all of thousands are priced
+            Constraints(
+                model=4, layers="b.*.up: model:row", zero=0, recompute=False
+            ),  # else all of thousands are priced
             lambda plan: plan.resolved.layers[2].split == "row",
         ),
-        (Wishes(pipeline=2, layers="b.1: data@1"), lambda plan: plan.resolved.layers[-2].stage == 1),
+        (Constraints(pipeline=2, layers="b.1: data@1"), lambda plan: plan.resolved.layers[-2].stage == 1),
     ],
 )
-def test_wishes_are_kept(wishes: Wishes, holds: Callable[[Plan], bool]) -> None:
-    assert holds(search(decoder(), hardware(), 4, 4, wishes=wishes))
+def test_constraints_are_kept(constraints: Constraints, holds: Callable[[Plan], bool]) -> None:
+    assert holds(search(decoder(), hardware(), 4, 4, constraints=constraints))
 
 
 def test_cost_may_use_fewer_ranks() -> None:
@@ -182,27 +187,27 @@ def test_cost_may_use_fewer_ranks() -> None:
     assert ranks < 4
 
 
-def test_memory_finds_the_leanest() -> None:
+def test_memory_finds_the_smallest_peak() -> None:
     lean = search(decoder(), hardware(), 4, 4, objective="memory")
     assert lean.estimate.peak_bytes < search(decoder(), hardware(), 4, 4).estimate.peak_bytes
 
 
 @pytest.mark.parametrize(
-    ("wishes", "words"),
+    ("constraints", "words"),
     [
-        (Wishes(pipeline=3), r"pipeline=3 cannot be: 3 does not divide .*= 4 ranks; 1, 2, 4 do. Change it"),
-        (Wishes(data=2, model=4), r"data=2 and model=4 cannot be: 2 x 4 = 8 does not divide .*= 4 ranks"),
-        (Wishes(zero=1, data=1, model=1), r"data=1 and model=1 and zero=1.*Leave one of data, model, zero open"),
-        (Wishes(data=4, micro_batches=4, zero=1), r"data=4 and micro_batches=4 cannot be.*batch_size=4"),
-        (Wishes(sequence=True, model=1), r"model=1 and sequence=True.*sequence needs model above 1"),
-        (Wishes(schedule="zero_bubble", recompute=True, pipeline=2), r"zero_bubble.*excludes recompute"),
-        (Wishes(layers="nothing: data"), r"no layer matches 'nothing'"),
-        (Wishes(layers="b.0: data@1; head: data@0"), r"no strategy puts these layers there"),
+        (Constraints(pipeline=3), r"pipeline=3 cannot be: 3 does not divide .*= 4 ranks; 1, 2, 4 do. Change it"),
+        (Constraints(data=2, model=4), r"data=2 and model=4 cannot be: 2 x 4 = 8 does not divide .*= 4 ranks"),
+        (Constraints(zero=1, data=1, model=1), r"data=1 and model=1 and zero=1.*Leave one of data, model, zero open"),
+        (Constraints(data=4, micro_batches=4, zero=1), r"data=4 and micro_batches=4 cannot be.*batch_size=4"),
+        (Constraints(sequence=True, model=1), r"model=1 and sequence=True.*sequence needs model above 1"),
+        (Constraints(schedule="zero_bubble", recompute=True, pipeline=2), r"zero_bubble.*excludes recompute"),
+        (Constraints(layers="nothing: data"), r"no layer matches 'nothing'"),
+        (Constraints(layers="b.0: data@1; head: data@0"), r"no strategy puts these layers there"),
     ],
 )
-def test_contradictions_are_named(wishes: Wishes, words: str) -> None:
+def test_conflicting_constraints_are_named(constraints: Constraints, words: str) -> None:
     with pytest.raises(StrategyError, match=words):
-        search(decoder(), hardware(), 4, 4, wishes=wishes)
+        search(decoder(), hardware(), 4, 4, constraints=constraints)
 
 
 def test_a_model_that_fits_nowhere_is_told_by_how_much_and_what_would_help() -> None:
@@ -237,8 +242,8 @@ def test_that_nothing_fits_is_said_only_where_it_is_certain() -> None:
         ({"batch_size": 8.5}, r"batch_size=8.5: a whole number"),
         ({"memory_bytes": "80GB"}, r"memory_bytes='80GB': a number, such as 80e9"),
         ({"precision": "fp64"}, r"precision='fp64'.*fp32, bf16, fp16"),
-        ({"wishes": Wishes(schedule="1F1B")}, r"schedule='1F1B'.*gpipe"),
-        ({"wishes": Wishes(zero=(0, 7))}, r"zero=7.*0, 1, 2, 3"),
+        ({"constraints": Constraints(schedule="1F1B")}, r"schedule='1F1B'.*gpipe"),
+        ({"constraints": Constraints(zero=(0, 7))}, r"zero=7.*0, 1, 2, 3"),
     ],
 )
 def test_absurd_questions_are_refused(changes: dict[str, object], words: str) -> None:

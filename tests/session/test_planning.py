@@ -37,7 +37,7 @@ def test_named_transformers_are_planned() -> None:
 def test_what_is_missing_or_unknown_is_said() -> None:
     with pytest.raises(StrategyError, match="inputs is None"):
         wb.planner.plan(perceptron, "a100-80g-selene", 2, 8)
-    with pytest.raises(StrategyError, match=r"plan\(zeros=\): no such wish"):
+    with pytest.raises(StrategyError, match=r"plan\(zeros=\): no such constraint"):
         wb.planner.plan("gpt2", "a100-80g-selene", 2, 8, zeros=1)
     with pytest.raises(StrategyError, match="'gpt-2' is none of"):
         wb.planner.plan("gpt-2", "a100-80g-selene", 2, 8)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from workbench.core.model_costs import LayerCost, ModelCosts, Work
+from workbench.core.model_costs import LayerCost, ModelCosts, OpCost
 from workbench.core.rows import Layer
 
 
@@ -37,7 +37,7 @@ def _cost(layer: Layer, width: int, length: int) -> LayerCost:
     is_linear = layer.kind == "Linear"
     outputs, inputs = layer.shapes["weight"] if is_linear else (width, width)
     flops = 2 * length * outputs * inputs if is_linear else 0
-    work = Work(
+    work = OpCost(
         "linear" if is_linear else "norm",
         flops,
         4 * length * (outputs + inputs),

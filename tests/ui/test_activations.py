@@ -78,23 +78,23 @@ def test_a_run_has_the_numbers_of_one_device(model: type[Words]):
             assert result.losses == pytest.approx(losses, abs=2e-6), strategy
 
 
-def crossing(model: type[Words], strategy: str, layer: str) -> Any:
+def edge(model: type[Words], strategy: str, layer: str) -> Any:
     panel = panel_of(model, strategy)
     index = [each.name for each in panel.state.layers].index(layer)
-    return flow_of(panel.state, panel._upper._facts_now()).crossings[index]
+    return flow_of(panel.state, panel._upper._facts_now()).layer_edges[index]
 
 
 def test_positions_lie_on_all_ranks_and_join_the_way_of_the_samples():
-    pos, norm = crossing(Positions, "*: data | 1x2x1", "pos"), crossing(Positions, "*: data | 1x2x1", "block.ln")
-    assert str(pos.enters.sbp) == str(pos.leaves.sbp) == "(B, B)"
-    assert norm.shape == (BATCH, LENGTH, WIDTH) and str(norm.enters.sbp) == "(S(0), B)" and not norm.plans
-    split = crossing(Positions, "*: model", "block.ln")
+    pos, norm = edge(Positions, "*: data | 1x2x1", "pos"), edge(Positions, "*: data | 1x2x1", "block.ln")
+    assert str(pos.input_layout.sbp) == str(pos.output_layout.sbp) == "(B, B)"
+    assert norm.shape == (BATCH, LENGTH, WIDTH) and str(norm.input_layout.sbp) == "(S(0), B)" and not norm.plans
+    split = edge(Positions, "*: model", "block.ln")
     assert [(plan.kind, tuple(plan.shape)) for plan in split.plans] == [("all-gather", (LENGTH, WIDTH))]
 
 
 def test_samples_in_the_second_dim_are_split_there():
-    rnn, head = (crossing(Recurrent, "*: data | 1x2x1", name) for name in ("rnn", "head"))
-    assert rnn.shape == (LENGTH, BATCH, WIDTH) and str(rnn.enters.sbp) == "(S(1), B)"
+    rnn, head = (edge(Recurrent, "*: data | 1x2x1", name) for name in ("rnn", "head"))
+    assert rnn.shape == (LENGTH, BATCH, WIDTH) and str(rnn.input_layout.sbp) == "(S(1), B)"
     assert head.shape == (BATCH, LENGTH, WIDTH) and not head.plans
 
 

@@ -15,9 +15,9 @@ from workbench.core.boxing import plan_boxing
 from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.core.strategy import Strategy
-from workbench.cost.crossings import Stages, crossings, of_linear_layers, traced, wire_bytes
 from workbench.cost.estimate import estimate
 from workbench.cost.hardware_files import load_hardware
+from workbench.cost.layer_edges import Stages, layer_edges, of_linear_layers, traced, wire_bytes
 from workbench.training.costs.dry_run import dry_run
 from workbench.training.parallel import describe
 from workbench.ui.grid.static import static_grid_html
@@ -104,14 +104,14 @@ def test_stages_send_and_micro_batches_make_it_less():
 
 def test_partial_sums_are_summed_where_they_arise():
     resolved = Strategy("*: model:row").resolve(MLP, 2)
-    steps = crossings(MLP, resolved, of_linear_layers(MLP, (64,)), 128)
+    steps = layer_edges(MLP, resolved, of_linear_layers(MLP, (64,)), 128)
     assert [[plan.kind for plan in step.plans] for step in steps[1:]] == [["all-reduce", "slice"]] * 3
 
 
 def test_the_gradient_goes_the_other_way_with_dual_layouts():
     resolved = Strategy("fc1: data; fc2: model").resolve(MLP, 2)
-    step = crossings(MLP, resolved, of_linear_layers(MLP, (64,)), 128)[1]
-    [back] = step.back
+    step = layer_edges(MLP, resolved, of_linear_layers(MLP, (64,)), 128)[1]
+    [back] = step.backward_plans
     assert (str(step.plans[0].kind), back.kind) == ("all-gather", "reduce-scatter")
     assert back.source.has_partial and not back.destination.has_partial
 
@@ -258,8 +258,8 @@ def test_the_chain_of_bytes_is_that_of_boxing_plans():
     resolved = Strategy("fc1: data; fc2: model").resolve(MLP, 2)
     placement = Placement.of("cpu", resolved.stage_grid(0))
     plan = plan_boxing(Layout.of(placement, ("B", "S(0)")), Layout.of(placement, ("B", "B")), (128, 256), itemsize=4)
-    step = crossings(MLP, resolved, of_linear_layers(MLP, (64,)), 128)[1]
-    assert step.bytes_forward == plan.wire_bytes
+    step = layer_edges(MLP, resolved, of_linear_layers(MLP, (64,)), 128)[1]
+    assert step.forward_bytes == plan.wire_bytes
     assert Stages(resolved).placements[0].shape == (1, 2)
 
 
@@ -267,8 +267,8 @@ def test_the_chain_of_bytes_is_that_of_boxing_plans():
 def test_what_arrives_is_what_was_sent(strategy: str):
     layers = gpt(8).layers
     resolved = PanelState(layers, 4, strategy).resolved
-    steps = crossings(layers, resolved, traced(layers, gpt(8).rows, (64,)), 8)
-    plans = {plan for step in steps for plan in (*step.plans, *step.back)}
+    steps = layer_edges(layers, resolved, traced(layers, gpt(8).rows, (64,)), 8)
+    plans = {plan for step in steps for plan in (*step.plans, *step.backward_plans)}
     assert plans
     for plan in plans:
         assert wire_bytes(plan) == plan.wire_bytes, plan.title

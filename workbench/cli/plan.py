@@ -7,7 +7,7 @@ The model is the name of a transformer (workbench plan --models), or a file that
     loss_fn(out, target)    as for workbench compare; optional with inputs
 
     workbench plan gpt3-175b --hardware a100-80g-selene --ranks 3072 --batch 1536 --precision bf16
-    workbench plan mine.py --hardware h200 --ranks 8 --batch 256 --wish zero=1 --why-not "*: data"
+    workbench plan mine.py --hardware h200 --ranks 8 --batch 256 --constraint zero=1 --why-not "*: data"
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory", type=float, metavar="GB", help="that a rank may hold; default: all of it")
     parser.add_argument("--precision", help="fp32, bf16 or fp16; default: as the model is")
     parser.add_argument("--optimizer", default="adamw", help="adamw, adam, momentum or sgd")
-    parser.add_argument("--wish", action="append", default=[], metavar="NAME=VALUE",
+    parser.add_argument("--constraint", action="append", default=[], metavar="NAME=VALUE",
                         help="what is decided: pipeline=, data=, model=, micro_batches=, schedule=, zero=, recompute=, "
                              "sequence=, layers=, heads=; commas give several values")  # fmt: skip
     parser.add_argument("--explain", metavar="LAYER", help="what else a layer could do, and what it would cost")
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError("which model? Give a file or a name; workbench plan --models lists the names.")
     from workbench.cost.hardware_files import load_hardware
 
-    hardware, wishes = load_hardware(args.hardware), dict(parse_wish(text) for text in args.wish)
+    hardware, constraints = load_hardware(args.hardware), dict(parse_constraint(text) for text in args.constraint)
     # torch and the model's trace take seconds: what is wrong with the options is told before
     from workbench.session.planning import plan
 
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
         memory_bytes=None if args.memory is None else args.memory * 1e9,
         precision=args.precision,
         optimizer=args.optimizer,
-        **wishes,
+        **constraints,
     )
     print(found)
     if args.out:
@@ -90,7 +90,7 @@ def write_strategy(path: Path, strategy: Strategy) -> None:
     print(f"strategy written to {path}")
 
 
-def parse_wish(text: str) -> tuple[str, Any]:
+def parse_constraint(text: str) -> tuple[str, Any]:
     """``zero=1,2`` -> ("zero", (1, 2)).
 
     Raises:
@@ -98,17 +98,17 @@ def parse_wish(text: str) -> tuple[str, Any]:
     """
     name, sign, value = text.partition("=")
     if not sign or not value.strip():
-        raise CommandError(f"--wish {text!r}: not of the form name=value, e.g. zero=1 or layers='head: data'.")
+        raise CommandError(f"--constraint {text!r}: not of the form name=value, e.g. zero=1 or layers='head: data'.")
     if name == "layers":
         return name, value
     if name in ("recompute", "sequence"):
         if value not in ("0", "1", "no", "yes", "true", "false"):
-            raise CommandError(f"--wish {text!r}: {name} is yes or no.")
+            raise CommandError(f"--constraint {text!r}: {name} is yes or no.")
         return name, value in ("1", "yes", "true")
     words = [word.strip() for word in value.split(",")]
     values = tuple(int(word) if word.isdecimal() else word for word in words)
     if name != "schedule" and not all(isinstance(one, int) for one in values):
-        raise CommandError(f"--wish {text!r}: {name} is a number, or several: {name}=1,2.")
+        raise CommandError(f"--constraint {text!r}: {name} is a number, or several: {name}=1,2.")
     return name, values if len(values) > 1 else values[0]
 
 
@@ -133,10 +133,10 @@ def _model(name: str) -> Any:
 
 def _list_models() -> int:
     from workbench.cost.transformer import transformer_costs
-    from workbench.planning.sizes import SIZES
+    from workbench.planning.published_models import TRANSFORMERS
     from workbench.units import format_count
 
-    for name, one in SIZES.items():
+    for name, one in TRANSFORMERS.items():
         number = format_count(transformer_costs(one).num_parameters)
         print(f"{name:12} {number:>7} parameters, {one.layers} blocks of {one.hidden}, {one.seq} positions")
     return 0

@@ -209,8 +209,8 @@ class BoxingPlan:
         lines += [f"  ranks {list(group)} {self._describe_sum(group)}" for group in self.groups]
         if self.kind != "all-reduce":
             # Not all of them: between thousands of ranks there are millions.
-            crossing = (m for rank in self.destination.placement for m in self.moves_to(rank) if m.source != rank)
-            shown = list(itertools.islice(crossing, max_moves + 1))
+            between_ranks = (m for rank in self.destination.placement for m in self.moves_to(rank) if m.source != rank)
+            shown = list(itertools.islice(between_ranks, max_moves + 1))
             lines += [f"  {self._describe_move(move)}" for move in shown[:max_moves]]
             lines += ["  ... and more"] * (len(shown) > max_moves)
         lines.append(

@@ -17,9 +17,9 @@ from functools import cached_property, lru_cache
 from operator import itemgetter
 
 from workbench.core.boxing import BoxingPlan, LinkCost, plan_boxing
+from workbench.core.boxing_prices import BoxingPrices, LayoutSummary
 from workbench.core.layout import Layout, Shape
-from workbench.core.merging import merged
-from workbench.core.pricing import Prices, Sums
+from workbench.core.merge_axes import merge_axes
 from workbench.core.sbp import Sbp, Split, broadcast
 from workbench.units import format_bytes, format_seconds
 
@@ -152,8 +152,8 @@ class _Search:
 
     def __init__(self, direct: BoxingPlan, cost: LinkCost) -> None:
         self.shape, self.latency_s = direct.shape, cost.latency_s
-        self.source, self.destination = merged(direct.source, direct.destination, direct.shape)
-        self.prices = Prices(direct.shape, direct.itemsize, cost)
+        self.source, self.destination = merge_axes(direct.source, direct.destination, direct.shape)
+        self.prices = BoxingPrices(direct.shape, direct.itemsize, cost)
         self.best_s = WORTHWHILE * direct.time_s(cost)
         self.least_s = self._least_time_s(direct, cost)
         self.path: tuple[Layout, ...] = ()
@@ -181,10 +181,13 @@ class _Search:
         if self.best_s <= self.least_s:
             return ()
         prices = self.prices
-        source, destination = prices.sums(self.source), prices.sums(self.destination)
-        stops = [_Stop(prices.sums(x)) for x in candidates(self.source, self.destination, self.shape)]
+        source, destination = prices.summary(self.source), prices.summary(self.destination)
+        stops = [_Stop(prices.summary(x)) for x in candidates(self.source, self.destination, self.shape)]
         for stop in stops:
-            stop.to_s, stop.onward_s = prices.at_least_s(source, stop.sums), prices.at_least_s(stop.sums, destination)
+            stop.to_s, stop.onward_s = (
+                prices.at_least_s(source, stop.summary),
+                prices.at_least_s(stop.summary, destination),
+            )
         for stop in sorted(stops, key=lambda stop: stop.to_s + stop.onward_s):
             self._try_one(stop)
         if self.destination.has_partial:  # rare, and of little use: the last step of such a path moves nothing
@@ -213,7 +216,7 @@ class _Search:
             self.best_s, self.path = stop.to_s + stop.onward_s, (stop.layout,)
 
     def _try_two(self, a: _Stop, b: _Stop) -> None:
-        between_s = self.prices.at_least_s(a.sums, b.sums)
+        between_s = self.prices.at_least_s(a.summary, b.summary)
         if a.to_s + between_s + b.onward_s < self.best_s:
             self._price_way_to(a)
         if a.to_s + between_s + b.onward_s < self.best_s:
@@ -236,7 +239,7 @@ class _Search:
 class _Stop:
     """A layout on the way: what getting there and on from there takes, at least or exactly."""
 
-    sums: Sums
+    summary: LayoutSummary
     to_s: float = 0.0
     onward_s: float = 0.0
     to_is_exact: bool = False
@@ -244,7 +247,7 @@ class _Stop:
 
     @property
     def layout(self) -> Layout:
-        return self.sums.layout
+        return self.summary.layout
 
 
 def candidates(source: Layout, destination: Layout, shape: Shape) -> list[Layout]:

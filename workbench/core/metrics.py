@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from workbench.core.plain import Plain
+from workbench.core.json_record import JsonRecord
 from workbench.core.verdict import TOLERANCES, UNKNOWN, Verdict
 
 MEMORY_KINDS = ("parameters", "gradients", "optimizer", "activations", "buffers")
@@ -34,7 +34,7 @@ def difference(value: float, truth: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class StepBlock(Plain):
+class StepBlock(JsonRecord):
     """Consecutive steps as all ranks saw them: what is sent about three times a second, however fast the steps are.
 
     Attributes:
@@ -74,7 +74,7 @@ class StepBlock(Plain):
 
 
 @dataclass(frozen=True, slots=True)
-class ActionSpan(Plain):
+class ActionSpan(JsonRecord):
     """What one rank did in a step from ``start_s`` to ``stop_s``: a forward, a backward, the optimizer's step.
 
     ``kind`` is a schedule's letter (F, B, I, W) or ``"O"``. Of the time, ``boxing_s`` was spent in ``num_exchanges``
@@ -92,7 +92,7 @@ class ActionSpan(Plain):
 
 
 @dataclass(frozen=True, slots=True)
-class StepSpans(Plain):
+class StepSpans(JsonRecord):
     """One rank's actions of one step. All ranks' seconds are on one clock."""
 
     rank: int
@@ -121,7 +121,7 @@ def bubble(ranks: Sequence[StepSpans]) -> float | None:
 
 
 @dataclass(frozen=True, slots=True)
-class LossTerm(Plain):
+class LossTerm(JsonRecord):
     """What one rank has of a loss without asking the others: a number of which ``num_copies`` ranks have a copy. Where
     ``is_term``, the loss is the sum of the different numbers that ``num_holders`` ranks have.
     """
@@ -133,7 +133,7 @@ class LossTerm(Plain):
 
 
 @dataclass(frozen=True, slots=True)
-class LastSteps(Plain):
+class LastSteps(JsonRecord):
     """The last steps of a loop as one rank saw them: what the ranks had not exchanged when the loop ended, each perhaps
     at another point. Attributes are those of ``StepBlock``, of this rank alone; a loss is None where it has nothing.
     """
@@ -191,7 +191,7 @@ def _logical(terms: Sequence[LossTerm | None]) -> float | None:
 
 
 @dataclass(frozen=True, slots=True)
-class RunEvent(Plain):
+class RunEvent(JsonRecord):
     """Something that happened to a run before ``step``: it was paused, went on, got another strategy, was refused one.
 
     ``text`` is the new strategy, or why it was refused; ``time_s`` and ``boxed_bytes`` what the change took.
@@ -205,7 +205,7 @@ class RunEvent(Plain):
 
 
 @dataclass(frozen=True, slots=True)
-class Segment(Plain):
+class Segment(JsonRecord):
     """What a run did under one of its strategies, from ``first_step`` to the next segment; see ``RunRecord``."""
 
     first_step: int
@@ -220,7 +220,7 @@ class Segment(Plain):
 
 
 @dataclass(frozen=True, slots=True)
-class RunRecord(Plain):
+class RunRecord(JsonRecord):
     """One finished run of one strategy, over all ranks.
 
     ``samples_per_s`` is the batch size over the median step time, warm-up steps left out; ``speedup`` is over one

@@ -16,7 +16,7 @@ from workbench.core.rows import Layer
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class OpCost:
     """One function's forward.
 
     Attributes:
@@ -119,8 +119,8 @@ class LayerCost:
     """
 
     layer: Layer
-    own: tuple[Work, ...] = ()
-    after: tuple[Work, ...] = ()
+    own: tuple[OpCost, ...] = ()
+    after: tuple[OpCost, ...] = ()
     output_shape: tuple[int, ...] | None = None
     itemsize: int = 4
     left_shape: tuple[int, ...] | None = None
@@ -233,4 +233,4 @@ def _covered(keys: Sequence[object], start: int, period: int) -> int:
     return end - start if end > start + period else 0
 
 
-__all__ = ["Extent", "LayerCost", "ModelCosts", "Reading", "Work", "find_blocks"]
+__all__ = ["Extent", "LayerCost", "ModelCosts", "OpCost", "Reading", "find_blocks"]

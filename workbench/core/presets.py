@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from workbench.core.covering import cover
+from workbench.core.compress_patterns import compress_patterns
 from workbench.core.options import PRESETS, parse_options
 from workbench.core.rows import Layer, Row
 from workbench.core.strategy import Options, Strategy
@@ -93,14 +93,14 @@ def preset(name: str, layers: Sequence[Layer], num_ranks: int, options: str = ""
         choices = {layer.name: "data" if i < half else "model" for i, layer in enumerate(layers)}
         rows = [Row(layer.name, choices[layer.tied_to or layer.name]) for layer in layers]
         base = Options(degrees=(1, 1, num_ranks))
-        return Strategy.from_rows(cover(names, rows), parse_options(options, [], base))
+        return Strategy.from_rows(compress_patterns(names, rows), parse_options(options, [], base))
     if name != "pipeline":
         raise StrategyError(f"preset {name!r} is none of {', '.join(PRESETS)}.")
     degree = given.degrees[0] if given.degrees else len(given.widths or range(num_ranks))
     cuts = stage_cuts(layers, 2 * degree if given.schedule == "interleaved" else degree)
     rows = [Row(layer.name, "data", None, stage) for layer, stage in zip(layers, cuts, strict=True)]
     base = Options((degree, 1, 1), num_micro_batches=2 * degree, schedule="1f1b")
-    return Strategy.from_rows(cover(names, rows), parse_options(options, [], base))
+    return Strategy.from_rows(compress_patterns(names, rows), parse_options(options, [], base))
 
 
 def stage_cuts(layers: Sequence[Layer], num_stages: int) -> list[int]:

@@ -20,10 +20,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from workbench.core.guessing import guesses
 from workbench.core.options import PRECISIONS, PRESETS, SCHEDULES, Options, format_widths, parse_options
-from workbench.core.pairing import split_dim, splits_of, tied_pairs
 from workbench.core.rows import Layer, Row
+from workbench.core.suggest import suggest
+from workbench.core.weight_splits import split_dim, splits_of, tied_pairs
 from workbench.errors import StrategyError
 
 
@@ -227,7 +227,7 @@ def _hint(clause: str, options: str | None) -> str:
             return f"; {clause!r} is a preset, which is a whole strategy: no other row stands beside it"
         return f"; {clause!r} is a preset, which is made for a model: wb.parallelize(model, {clause + behind!r})"
     kind, rest = re.fullmatch(r"(\w*)(.*)", choice if colon else clause, re.DOTALL).groups()  # type: ignore[union-attr]
-    meant = guesses(kind, PRESETS if not colon and options is not None else ("data", "model"))
+    meant = suggest(kind, PRESETS if not colon and options is not None else ("data", "model"))
     if not meant or kind in meant:
         return ""
     row = f"{pattern}: {meant[0]}{rest}" if colon else meant[0] + rest + behind

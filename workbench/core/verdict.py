@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from workbench.core.plain import Plain
+from workbench.core.json_record import JsonRecord
 
 CHECKED_STEPS = 20
 """Steps whose losses are compared with one device's."""
@@ -75,7 +75,7 @@ TOLERANCES = {
 
 
 @dataclass(frozen=True, slots=True)
-class TensorChange(Plain):
+class TensorChange(JsonRecord):
     """How a tensor of the model has changed in a run and on one device; norms over its elements.
 
     Attributes:
@@ -94,7 +94,7 @@ class TensorChange(Plain):
 
 
 @dataclass(frozen=True, slots=True)
-class Distance(Plain):
+class Distance(JsonRecord):
     """How far a run is from one device: by step the difference of the loss, by tensor that of its change."""
 
     losses: tuple[float, ...] = ()
@@ -118,7 +118,7 @@ class Distance(Plain):
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict(Plain):
+class Verdict(JsonRecord):
     """Whether a run equals one device, and what shows it.
 
     Attributes:

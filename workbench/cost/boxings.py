@@ -1,6 +1,6 @@
 """The exchanges of a layer on the model axis: at its doors, inside what its output is cut into, and inside the loss.
 
-The rules for who needs what are the runtime's (``cost.entries``); tests hold the bytes to those of dry runs.
+The rules for who needs what are the runtime's (``cost.activation_layouts``); tests hold the bytes to those of dry runs.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 from workbench.core.layout import balanced_bounds
 from workbench.core.model_costs import LayerCost
-from workbench.core.pairing import COLUMN_NAMES
 from workbench.core.strategy import ResolvedLayer
+from workbench.core.weight_splits import COLUMN_NAMES
+from workbench.cost.activation_layouts import TABLE, boxed_output_sbp, input_sbp, output_sbp
 from workbench.cost.collectives import DUAL, exchange_s, kind_of, received_parts, summed_bytes
-from workbench.cost.entries import TABLE, input_entry, left_entry, raw_entry
-from workbench.cost.setting import Setting
+from workbench.cost.stage_settings import StageSettings
 
 Neighbour = tuple[LayerCost, ResolvedLayer]
 SUMS_OF_LOSS = (3, 3)
@@ -43,7 +43,11 @@ class Boxings(NamedTuple):
 
 
 def boxings(
-    row: LayerCost, choice: ResolvedLayer, before: Neighbour | None, following: ResolvedLayer | None, setting: Setting
+    row: LayerCost,
+    choice: ResolvedLayer,
+    before: Neighbour | None,
+    following: ResolvedLayer | None,
+    setting: StageSettings,
 ) -> Boxings:
     """The exchanges of a layer; arguments are those of ``layers.layer_price``."""
     if setting.model == 1:
@@ -53,49 +57,55 @@ def boxings(
     if setting.sequence and not setting.software.keeps_gathered:
         back += [change for change in changes if change[:2] == ("S1", "B")]  # its slice was saved, the weights need all
     forward, backward = ([_exchange(change, setting) for change in some] for some in (changes, back))
-    if left_entry(choice, following, num_dims(row), setting.sequence) == "S-1" and choice.split == "column":
+    if boxed_output_sbp(choice, following, num_dims(row), setting.sequence) == "S-1" and choice.split == "column":
         forward, backward = [*forward, *_moved_rows(row, setting)], [*backward, *_moved_rows(row, setting)]
         sums = _sums_of_loss(row, setting)
         forward, backward = [*forward, *sums[0]], [*backward, *sums[1]]
     return Boxings(tuple(forward), tuple(backward))
 
 
-def seconds_and_bytes(exchanges: Sequence[Exchange], setting: Setting) -> tuple[float, float]:
+def seconds_and_bytes(exchanges: Sequence[Exchange], setting: StageSettings) -> tuple[float, float]:
     """(seconds, bytes that a rank receives) of exchanges one after the other."""
     seconds = sum(exchange_s(setting.hardware, e.received_bytes, setting.model, 1, e.kind) for e in exchanges)
     return seconds, sum(e.received_bytes for e in exchanges)
 
 
 def _changes(
-    row: LayerCost, choice: ResolvedLayer, before: Neighbour | None, following: ResolvedLayer | None, setting: Setting
+    row: LayerCost,
+    choice: ResolvedLayer,
+    before: Neighbour | None,
+    following: ResolvedLayer | None,
+    setting: StageSettings,
 ) -> list[tuple[str, str, float]]:
     """(entry, entry, bytes of the whole activation) at the layer's doors, in order."""
     dims = num_dims(row)
     changes = []
     if before is not None and choice.kind != TABLE and not are_siblings(before, (row, choice)):
-        source = left_entry(before[1], choice, num_dims(before[0]), setting.sequence)
-        changes.append((source, input_entry(choice, dims, setting.sequence), left_bytes(before[0], setting)))
+        source = boxed_output_sbp(before[1], choice, num_dims(before[0]), setting.sequence)
+        changes.append((source, input_sbp(choice, dims, setting.sequence), left_bytes(before[0], setting)))
     left = _left_on_stage(choice, following, dims, setting)
-    changes.append((raw_entry(choice, dims, setting.sequence), left, output_bytes(row, setting)))
+    changes.append((output_sbp(choice, dims, setting.sequence), left, output_bytes(row, setting)))
     return [change for change in changes if change[0] != change[1]]
 
 
-def copies_input(row: LayerCost, choice: ResolvedLayer, before: Neighbour | None, setting: Setting) -> bool:
+def copies_input(row: LayerCost, choice: ResolvedLayer, before: Neighbour | None, setting: StageSettings) -> bool:
     """Whether what the layer takes is another tensor than what the layer before left: boxings make copies."""
     if setting.model == 1 or before is None or choice.kind == TABLE or are_siblings(before, (row, choice)):
         return False
-    source = left_entry(before[1], choice, num_dims(before[0]), setting.sequence)
-    return source != input_entry(choice, num_dims(row), setting.sequence)
+    source = boxed_output_sbp(before[1], choice, num_dims(before[0]), setting.sequence)
+    return source != input_sbp(choice, num_dims(row), setting.sequence)
 
 
-def splits_words(row: LayerCost, choice: ResolvedLayer, following: ResolvedLayer | None, setting: Setting) -> bool:
+def splits_words(
+    row: LayerCost, choice: ResolvedLayer, following: ResolvedLayer | None, setting: StageSettings
+) -> bool:
     """Whether every rank has the logits of a slice of the words, of which the loss is made."""
     if setting.model == 1 or choice.split != "column" or not any(work.name == "cross_entropy" for work in row.after):
         return False
-    return left_entry(choice, following, num_dims(row), setting.sequence) == "S-1"
+    return boxed_output_sbp(choice, following, num_dims(row), setting.sequence) == "S-1"
 
 
-def _exchange(change: tuple[str, str, float], setting: Setting) -> Exchange:
+def _exchange(change: tuple[str, str, float], setting: StageSettings) -> Exchange:
     source, target, size = change
     if (source, target) == ("P", "B"):
         return Exchange(kind_of(source, target), summed_bytes(setting.hardware, size, setting.model))
@@ -111,13 +121,13 @@ def are_siblings(one: Neighbour, two: Neighbour) -> bool:
     return both and all(name[2] in COLUMN_NAMES for name in names) and len(inputs) == 2 and inputs[0] == inputs[1]
 
 
-def _left_on_stage(choice: ResolvedLayer, following: ResolvedLayer | None, dims: int, setting: Setting) -> str:
-    left = left_entry(choice, following, dims, setting.sequence)
+def _left_on_stage(choice: ResolvedLayer, following: ResolvedLayer | None, dims: int, setting: StageSettings) -> str:
+    left = boxed_output_sbp(choice, following, dims, setting.sequence)
     between = following is None and left == "S0" and choice.parallel != "data"
     return "B" if between and setting.software.scatters_between_stages else left
 
 
-def _moved_rows(row: LayerCost, setting: Setting) -> list[Exchange]:
+def _moved_rows(row: LayerCost, setting: StageSettings) -> list[Exchange]:
     """What moves so that every rank has its slice of each piece of the output."""
     if not row.pieces or row.output_shape is None:
         return []
@@ -141,7 +151,7 @@ def moved_features(pieces: tuple[int, ...], num_ranks: int) -> int:
     return moved
 
 
-def _sums_of_loss(row: LayerCost, setting: Setting) -> tuple[list[Exchange], list[Exchange]]:
+def _sums_of_loss(row: LayerCost, setting: StageSettings) -> tuple[list[Exchange], list[Exchange]]:
     """Of a cross entropy whose words are split."""
     if row.output_shape is None or not any(work.name == "cross_entropy" for work in row.after):
         return [], []
@@ -159,14 +169,14 @@ def num_dims(row: LayerCost) -> int:
     return len(row.output_shape) + 1 if row.output_shape is not None else 0
 
 
-def output_bytes(row: LayerCost, setting: Setting) -> float:
+def output_bytes(row: LayerCost, setting: StageSettings) -> float:
     """Of the whole output of one data-parallel rank."""
     if row.alike_shape is not None:
         return prod(row.alike_shape) * row.itemsize * setting.scale
     return prod(row.output_shape) * row.itemsize * setting.samples * setting.scale if row.output_shape else 0.0
 
 
-def left_bytes(row: LayerCost, setting: Setting) -> float:
+def left_bytes(row: LayerCost, setting: StageSettings) -> float:
     """Of what the next layer takes of it."""
     itemsize = row.left_itemsize or row.itemsize
     if row.left_shape is None and row.alike_shape is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from workbench.core.model_costs import Work
+from workbench.core.model_costs import OpCost
 from workbench.cost.hardware import Hardware
 from workbench.errors import StrategyError
 
@@ -86,7 +86,7 @@ class Rates:
 
 
 def forward_s(
-    work: Work, samples: float, rates: Rates, parts: float = 1, inner_parts: float = 1, weight_bytes: float = 0
+    work: OpCost, samples: float, rates: Rates, parts: float = 1, inner_parts: float = 1, weight_bytes: float = 0
 ) -> float:
     """Forward of one function on ``samples`` samples, a part of ``parts``; the summed dim is in ``inner_parts``.
 
@@ -101,7 +101,7 @@ def forward_s(
 
 
 def backward_s(
-    work: Work,
+    work: OpCost,
     samples: float,
     rates: Rates,
     parts: float = 1,
@@ -131,7 +131,7 @@ def backward_s(
     )
 
 
-def _moving_s(work: Work, moved_bytes: float, rates: Rates) -> float:
+def _moving_s(work: OpCost, moved_bytes: float, rates: Rates) -> float:
     """A function that is no product; a view moves nothing, and starts nothing."""
     return rates.memory_s(moved_bytes, work.name) + rates.hardware.op_s if moved_bytes else 0.0
 

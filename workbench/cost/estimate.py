@@ -8,15 +8,15 @@ from math import prod
 
 from workbench.core.model_costs import ModelCosts
 from workbench.core.strategy import ResolvedStrategy
+from workbench.cost.activation_layouts import boxed_output_sbp, input_sbp
 from workbench.cost.boxings import left_bytes, num_dims
 from workbench.cost.collectives import exchange_s
-from workbench.cost.entries import input_entry, left_entry
 from workbench.cost.hardware import Hardware
 from workbench.cost.memory import live_micro_batches, memory_of
 from workbench.cost.reduction import optimizer_s, reduced_bytes, reduction_s, statistics_of
 from workbench.cost.schedule import makespan_s, timeline_of
-from workbench.cost.setting import Setting, counted_at, settings_of
 from workbench.cost.software import WORKBENCH, Software
+from workbench.cost.stage_settings import StageSettings, counted_at, settings_of
 from workbench.cost.stages import StagePrice, prices_of, stage_prices
 from workbench.pipeline.simulate import Timeline
 
@@ -103,7 +103,7 @@ def combine(
     model: ModelCosts,
     strategy: ResolvedStrategy,
     stages: Sequence[StagePrice],
-    settings: Sequence[Setting],
+    settings: Sequence[StageSettings],
     batch_size: int,
     with_timeline: bool = False,
 ) -> Estimate:
@@ -173,7 +173,7 @@ def _boxing_shares(stage: StagePrice, wait_s: float) -> tuple[float, float]:
     )
 
 
-def _hops(model: ModelCosts, strategy: ResolvedStrategy, settings: Sequence[Setting]) -> tuple[float, float]:
+def _hops(model: ModelCosts, strategy: ResolvedStrategy, settings: Sequence[StageSettings]) -> tuple[float, float]:
     """(seconds of the slowest hand-over between two stages, bytes of all of them in a step, both ways)."""
     slowest = total = 0.0
     layers = strategy.layers
@@ -184,8 +184,8 @@ def _hops(model: ModelCosts, strategy: ResolvedStrategy, settings: Sequence[Sett
         setting, row = settings[before], model.rows[index - 1]
         whole = left_bytes(row, setting)
         dims = num_dims(row)
-        left = left_entry(layers[index - 1], None, dims, setting.sequence)
-        taken = input_entry(layers[index], dims, setting.sequence)
+        left = boxed_output_sbp(layers[index - 1], None, dims, setting.sequence)
+        taken = input_sbp(layers[index], dims, setting.sequence)
         parts = 1 if taken == "B" else settings[stage].model
         stride = setting.data * setting.model
         if setting.software.scatters_between_stages and left != "S1":
@@ -204,7 +204,7 @@ def _hops(model: ModelCosts, strategy: ResolvedStrategy, settings: Sequence[Sett
 
 
 def _beside(
-    model: ModelCosts, strategy: ResolvedStrategy, settings: Sequence[Setting]
+    model: ModelCosts, strategy: ResolvedStrategy, settings: Sequence[StageSettings]
 ) -> Iterator[tuple[int, int, float]]:
     """What travels between stages beside the way from each layer to the next, such as a residual over their border:
     (stage that makes it, stage that reads it, bytes on one rank of a micro-batch). A stage gets each of them once.
@@ -227,7 +227,7 @@ def _beside(
                 yield source, target, size / (settings[target].model if is_split else 1)
 
 
-def _tied_s(model: ModelCosts, strategy: ResolvedStrategy, settings: Sequence[Setting]) -> float:
+def _tied_s(model: ModelCosts, strategy: ResolvedStrategy, settings: Sequence[StageSettings]) -> float:
     """Gradients of weights that two stages share are summed between them, behind everything else."""
     stage_of = {layer.name: layer.stage for layer in strategy.layers}
     seconds = 0.0

@@ -13,7 +13,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from workbench.core.guessing import guesses
+from workbench.core.suggest import suggest
 from workbench.cost.hardware import Hardware, Link
 from workbench.cost.software import ITEMSIZES
 from workbench.errors import HardwareError
@@ -81,7 +81,7 @@ def load_hardware(name_or_path: str | Path) -> Hardware:
         return _parse(text, (resources.files("workbench.cost") / "machines" / f"{text}.json").read_text("utf-8"))
     path = Path(text)
     if not path.is_file():
-        near = guesses(text, known_machines())
+        near = suggest(text, known_machines())
         known = ", ".join(known_machines())
         hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
         raise HardwareError(f"hardware {text!r}: neither a file nor one of {known}.{hint}")

@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import prod
 
-from workbench.core.model_costs import LayerCost, Work
+from workbench.core.model_costs import LayerCost, OpCost
 from workbench.core.strategy import ResolvedLayer
+from workbench.cost.activation_layouts import boxed_output_sbp, input_sbp
 from workbench.cost.boxings import (
     boxings,
     copies_input,
@@ -20,9 +21,8 @@ from workbench.cost.boxings import (
     splits_words,
 )
 from workbench.cost.compute import backward_s, forward_s
-from workbench.cost.entries import input_entry, left_entry
-from workbench.cost.setting import Setting
 from workbench.cost.software import ITEMSIZES
+from workbench.cost.stage_settings import StageSettings
 
 HALF = 2
 """Bytes of a number of 16 bits."""
@@ -84,7 +84,7 @@ def layer_price(
     choice: ResolvedLayer,
     before: tuple[LayerCost, ResolvedLayer] | None,
     following: ResolvedLayer | None,
-    setting: Setting,
+    setting: StageSettings,
 ) -> LayerPrice:
     """The price of a layer with the functions behind it and the boxings at its doors.
 
@@ -130,24 +130,24 @@ def layer_price(
     )  # fmt: skip
 
 
-def scores_of(row: LayerCost) -> tuple[Work, ...]:
+def scores_of(row: LayerCost) -> tuple[OpCost, ...]:
     """The functions behind a layer from the first matrix product to the last one."""
     products = [index for index, work in enumerate(row.after) if work.is_matmul]
     return row.after[products[0] : products[-1] + 1] if len(products) > 1 else ()
 
 
 def _divided(
-    row: LayerCost, choice: ResolvedLayer, following: ResolvedLayer | None, setting: Setting
-) -> list[tuple[Work, float, float, float]]:
+    row: LayerCost, choice: ResolvedLayer, following: ResolvedLayer | None, setting: StageSettings
+) -> list[tuple[OpCost, float, float, float]]:
     """(function, parts of its work, parts of its inner dim, parts of what it saves)."""
     t, dims = setting.model, num_dims(row)
     parts_of = {"B": 1.0, "P": 1.0, "S0": setting.batch_parts, "S1": float(t), "S-1": float(t)}
-    takes = parts_of[input_entry(choice, dims, setting.sequence)]
+    takes = parts_of[input_sbp(choice, dims, setting.sequence)]
     if choice.split == "column" and setting.sequence and dims > 2 and not setting.software.keeps_gathered:
         takes = float(t)
     own = float(t) if choice.split else takes
     inner = float(t) if choice.split == "row" else 1.0
-    left = left_entry(choice, following, dims, setting.sequence)
+    left = boxed_output_sbp(choice, following, dims, setting.sequence)
     divided = [(work, own, inner if work.is_matmul else 1.0, takes) for work in row.own]
     for work in row.after:
         parts = parts_of[left] if work.is_parted or left != "S-1" else 1.0
@@ -155,7 +155,7 @@ def _divided(
     return divided
 
 
-def _backward_dims(work: Work, row: LayerCost, choice: ResolvedLayer, setting: Setting) -> tuple[float, float]:
+def _backward_dims(work: OpCost, row: LayerCost, choice: ResolvedLayer, setting: StageSettings) -> tuple[float, float]:
     """(outputs, rows): what the two products of a layer's backward sum over."""
     weight = max(row.layer.shapes.values(), key=prod, default=())
     outputs = prod(weight) / work.inner if weight else 0.0
@@ -163,21 +163,21 @@ def _backward_dims(work: Work, row: LayerCost, choice: ResolvedLayer, setting: S
     return outputs / (setting.model if choice.split == "column" else 1), rows
 
 
-def _weight_bytes(row: LayerCost, choice: ResolvedLayer, setting: Setting) -> float:
+def _weight_bytes(row: LayerCost, choice: ResolvedLayer, setting: StageSettings) -> float:
     """Of this rank's part of the layer's weight, as products read it."""
     number = max((prod(shape) for shape in row.layer.shapes.values()), default=0)
     return number / (setting.model if choice.split else 1) * ITEMSIZES[setting.precision]
 
 
 def _input_bytes(
-    row: LayerCost, choice: ResolvedLayer, before: tuple[LayerCost, ResolvedLayer] | None, setting: Setting
+    row: LayerCost, choice: ResolvedLayer, before: tuple[LayerCost, ResolvedLayer] | None, setting: StageSettings
 ) -> float:
     size = left_bytes(before[0], setting) if before else output_bytes(row, setting)
-    entry = input_entry(choice, num_dims(row), setting.sequence)
+    entry = input_sbp(choice, num_dims(row), setting.sequence)
     return size / (1.0 if entry == "B" else setting.batch_parts if entry == "S0" else setting.model)
 
 
-def _weights(row: LayerCost, choice: ResolvedLayer, setting: Setting) -> tuple[float, float]:
+def _weights(row: LayerCost, choice: ResolvedLayer, setting: StageSettings) -> tuple[float, float]:
     """(parameters of a rank, those of them that are whole); a row-split layer has its biases whole."""
     number = float(row.layer.num_parameters)
     if setting.model == 1:
@@ -190,7 +190,7 @@ def _weights(row: LayerCost, choice: ResolvedLayer, setting: Setting) -> tuple[f
     return whole + (number - whole) / setting.model, whole if is_summed else 0.0
 
 
-def state_bytes(weights: float, shared: float, setting: Setting) -> tuple[float, float, float]:
+def state_bytes(weights: float, shared: float, setting: StageSettings) -> tuple[float, float, float]:
     """Parameters, gradients and the optimizer's state; ZeRO shards over the ranks that share a weight."""
     software, precision = setting.software, setting.precision
     sizes = (
@@ -204,7 +204,7 @@ def state_bytes(weights: float, shared: float, setting: Setting) -> tuple[float,
     return parameters, gradients, optimizer
 
 
-def accumulation_s(weights: float, setting: Setting) -> float:
+def accumulation_s(weights: float, setting: StageSettings) -> float:
     """Adding a micro-batch's gradients to those of the ones before, which the first has not: read, read, write."""
     if setting.software.fuses_accumulation:
         return 0.0

@@ -12,10 +12,10 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from workbench.core.model_costs import ModelCosts
-from workbench.core.pairing import TABLE
+from workbench.core.weight_splits import TABLE
 from workbench.cost.buckets import UNDER_WAY, bucket_bytes
 from workbench.cost.layers import LayerPrice
-from workbench.cost.setting import Setting
+from workbench.cost.stage_settings import StageSettings
 
 SMALL_UNIT_BYTES, LARGEST_UNIT = 2**20, 4
 """ZeRO 3 gathers a block at once that is small, or if the model has so many of them; else layer by layer."""
@@ -50,7 +50,7 @@ NO_PEAKS = Peaks()
 
 def peaks_of(
     model: ModelCosts, mine: Sequence[int], blocks: Sequence[int], units: Sequence[int], prices: Sequence[LayerPrice],
-    setting: Setting, updated: Sequence[int],
+    setting: StageSettings, updated: Sequence[int],
 ) -> Peaks:  # fmt: skip
     """Peaks of a stage that consists of the rows ``mine``, of which those in ``updated`` hold their weights."""
     held = set(updated)
@@ -78,7 +78,7 @@ def units_of(model: ModelCosts, blocks: Sequence[int]) -> list[int]:
 
 
 def _activations(
-    model: ModelCosts, mine: Sequence[int], blocks: Sequence[int], prices: Sequence[LayerPrice], setting: Setting
+    model: ModelCosts, mine: Sequence[int], blocks: Sequence[int], prices: Sequence[LayerPrice], setting: StageSettings
 ) -> list[tuple[int, bool, float]]:
     """(row, whether in its own function or behind it, bytes) through a stage."""
     found, kept = [], 0.0
@@ -105,7 +105,12 @@ class _Gradients:
     """What gradients and gathered parameters take at a place of backward."""
 
     def __init__(
-        self, weights: Sequence[float], units: Sequence[int], tables: Sequence[bool], shared: float, setting: Setting
+        self,
+        weights: Sequence[float],
+        units: Sequence[int],
+        tables: Sequence[bool],
+        shared: float,
+        setting: StageSettings,
     ) -> None:
         software, precision = setting.software, setting.precision
         self._setting, self._weights, self._total, self._shared = setting, weights, sum(weights), shared

@@ -21,7 +21,7 @@ from workbench.core.model_costs import ModelCosts
 from workbench.core.strategy import ResolvedStrategy
 from workbench.cost.collectives import exchange_s, summed_bytes
 from workbench.cost.layers import HALF
-from workbench.cost.setting import Setting
+from workbench.cost.stage_settings import StageSettings
 from workbench.cost.stages import StagePrice
 
 _NUM_BUCKETS = 8
@@ -38,7 +38,7 @@ _MASTER_PASSES = 6 + 8 + 12 + 6
 weights back to 16 bits."""
 
 
-def reduced_bytes(stage: StagePrice, setting: Setting) -> tuple[float, float]:
+def reduced_bytes(stage: StagePrice, setting: StageSettings) -> tuple[float, float]:
     """What a rank receives in a step: (from the ranks of its data axis, and besides from those of its model axis)."""
     d, t, software, m = setting.data, setting.model, setting.software, setting.num_micro_batches
     g, p = software.gradient_bytes(setting.precision), software.parameter_bytes(setting.precision)
@@ -46,11 +46,11 @@ def reduced_bytes(stage: StagePrice, setting: Setting) -> tuple[float, float]:
     per_weight = {0: 2 * g, 1: g + p, 2: m * g + p, 3: m * (g + gathers * p)}[setting.zero]
     across = per_weight * stage.weights
     if setting.zero == 3:
-        across -= m * (p * stage.tables + (p - HALF) * stage.halves)
+        across -= m * (p * stage.tables + (p - HALF) * stage.cast_weights)
     return across * (1 - 1 / d), per_weight * stage.shared * (1 / d - 1 / (d * t))
 
 
-def reduction_s(stages: Sequence[StagePrice], setting: Setting) -> float:
+def reduction_s(stages: Sequence[StagePrice], setting: StageSettings) -> float:
     """Seconds of a step in which a rank waits for sums of gradients, of all stages that it holds."""
     across, inside = (sum(parts) for parts in zip(*(reduced_bytes(stage, setting) for stage in stages), strict=True))
     software, hardware, received = setting.software, setting.hardware, across + inside
@@ -71,7 +71,7 @@ def reduction_s(stages: Sequence[StagePrice], setting: Setting) -> float:
     return min(seconds, max(seconds * share, seconds - backward * (1 - last), taken))
 
 
-def _num_exchanges(stages: Sequence[StagePrice], setting: Setting) -> float:
+def _num_exchanges(stages: Sequence[StagePrice], setting: StageSettings) -> float:
     """Of a step: buckets of gradients, and of parameters after the update; under ZeRO 3 units, there and back."""
     if setting.zero == 3:
         return 3 * setting.num_micro_batches * sum(stage.num_units for stage in stages)
@@ -80,7 +80,7 @@ def _num_exchanges(stages: Sequence[StagePrice], setting: Setting) -> float:
 
 
 def statistics_of(
-    model: ModelCosts, strategy: ResolvedStrategy, settings: Sequence[Setting]
+    model: ModelCosts, strategy: ResolvedStrategy, settings: Sequence[StageSettings]
 ) -> list[tuple[float, float]]:
     """For every stage, what batch norms exchange of one micro-batch where samples are split: (seconds, bytes received).
 
@@ -103,7 +103,7 @@ def statistics_of(
     return found
 
 
-def optimizer_s(weights: float, setting: Setting) -> float:
+def optimizer_s(weights: float, setting: StageSettings) -> float:
     """The update: passes over memory, of the rank's shard under ZeRO."""
     per_weight = {"adamw": 28, "adam": 28, "momentum": 20, "sgd": 12}[setting.optimizer]
     if setting.software.has_master_weights and setting.precision != "fp32":

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from workbench.core.strategy import ResolvedStrategy
-from workbench.pipeline.check import needs
+from workbench.pipeline.check import dependencies
 from workbench.pipeline.schedules import Action, Table, make_table
 from workbench.pipeline.simulate import Duration, Timeline, simulate
 
@@ -53,15 +53,15 @@ def makespan_s(
         return float(num_micro_batches * (f + i + w).sum())
     if alone_speedup > 1:
         table = make_table(schedule, len(f), num_micro_batches, num_ranks)
-        return _sharing_s(alone_speedup, table, len(f), _duration(forward_s, input_s, weight_s), transfer_s)
+        return _shared_cores_s(alone_speedup, table, len(f), _duration(forward_s, input_s, weight_s), transfer_s)
     if schedule == "gpipe":
         return _all_forwards_first(f, i + w, num_micro_batches, transfer_s)
     if schedule == "zero_bubble":
-        return _by_turns(f, i, w, num_micro_batches, transfer_s)
+        return _one_forward_one_backward(f, i, w, num_micro_batches, transfer_s)
     if schedule in ("1f1b", "interleaved"):
         if len(f) > num_ranks:
-            return _in_laps(f.reshape(-1, num_ranks), (i + w).reshape(-1, num_ranks), num_micro_batches, transfer_s)
-        return _by_turns(f, i + w, np.zeros_like(w), num_micro_batches, transfer_s)
+            return _interleaved(f.reshape(-1, num_ranks), (i + w).reshape(-1, num_ranks), num_micro_batches, transfer_s)
+        return _one_forward_one_backward(f, i + w, np.zeros_like(w), num_micro_batches, transfer_s)
     table = make_table(schedule, len(f), num_micro_batches, num_ranks)
     return _simulated(table, forward_s, input_s, weight_s, transfer_s).makespan_s
 
@@ -78,7 +78,9 @@ def timeline_of(
     return _simulated(table, forward_s, input_s, weight_s, transfer_s)
 
 
-def _sharing_s(alone_speedup: float, table: Table, num_stages: int, duration: Duration, transfer_s: float) -> float:
+def _shared_cores_s(
+    alone_speedup: float, table: Table, num_stages: int, duration: Duration, transfer_s: float
+) -> float:
     """Where ranks share cores: who waits leaves its part of them to the others. Some 10 us for each action and rank."""
     num_ranks = len(table)
     listed = {action for actions in table for action in actions}
@@ -92,7 +94,7 @@ def _sharing_s(alone_speedup: float, table: Table, num_stages: int, duration: Du
         for rank, actions in enumerate(table):
             if place[rank] == len(actions):
                 continue
-            required = needs(actions[place[rank]], num_stages, listed)
+            required = dependencies(actions[place[rank]], num_stages, listed)
             if required <= arrives.keys():
                 start = max([now, *(arrives[other] for other in required if rank_of[other] != rank)])
                 (active if start <= now else later).append((rank, start))
@@ -131,7 +133,7 @@ def _all_forwards_first(f: np.ndarray, b: np.ndarray, m: int, transfer_s: float)
     return float(f.sum() + b.sum() + (m - 1) * (f.max() + b.max()) + hops)
 
 
-def _by_turns(f: np.ndarray, i: np.ndarray, w: np.ndarray, m: int, transfer_s: float) -> float:
+def _one_forward_one_backward(f: np.ndarray, i: np.ndarray, w: np.ndarray, m: int, transfer_s: float) -> float:
     """1F1B and zero bubble. In round r, stage s of p does forward r + p - s - 1, backward r, weights of r - s.
 
     A forward waits for the one that the stage before did a round ago; backwards go from the last stage to the first
@@ -158,34 +160,34 @@ def _by_turns(f: np.ndarray, i: np.ndarray, w: np.ndarray, m: int, transfer_s: f
     return float((free + w * np.minimum(stage, m)).max())
 
 
-def _in_laps(f: np.ndarray, b: np.ndarray, m: int, transfer_s: float) -> float:
-    """Interleaved 1F1B; rows of ``f`` and ``b`` are laps, columns ranks.
+def _interleaved(f: np.ndarray, b: np.ndarray, m: int, transfer_s: float) -> float:
+    """Interleaved 1F1B; rows of ``f`` and ``b`` are virtual_stages, columns ranks.
 
     Forwards have the same order on all ranks, and so have backwards: let slots number them. Rank r of p does backward
     slot i behind forward slot i + its lead. At tick t = i - r, everything that it waits for was done at tick t - 1 by
     the rank before or behind it.
     """
-    laps, p = f.shape
-    rank, round_ = np.arange(p), laps * p
+    virtual_stages, p = f.shape
+    rank, round_ = np.arange(p), virtual_stages * p
     num_slots = -(-m // p) * round_
-    lead = (laps - 1) * p + 2 * (p - 1 - rank)
+    lead = (virtual_stages - 1) * p + 2 * (p - 1 - rank)
     free, sent, returned = np.zeros(p), np.zeros(p), np.zeros(p)
     saved: tuple[np.ndarray, ...] = ()
     t = -int(lead[0])
     while t < num_slots:
         slot = t + rank + lead
-        lap = slot // p % laps
+        virtual_stage = slot // p % virtual_stages
         real = (slot >= 0) & (slot < num_slots) & (slot // round_ * p + slot % p < m)
         arrived = np.roll(sent, 1) + transfer_s
-        arrived[0] = arrived[0] if lap[0] else _NEVER
-        new_sent = np.where(real, np.maximum(free, arrived) + f[lap, rank], sent)
+        arrived[0] = arrived[0] if virtual_stage[0] else _NEVER
+        new_sent = np.where(real, np.maximum(free, arrived) + f[virtual_stage, rank], sent)
         free = np.where(real, new_sent, free)
         slot = t + rank
-        lap = laps - 1 - slot // p % laps
+        virtual_stage = virtual_stages - 1 - slot // p % virtual_stages
         real = (slot >= 0) & (slot < num_slots) & (slot // round_ * p + slot % p < m)
         arrived = np.roll(returned, -1) + transfer_s
-        arrived[-1] = arrived[-1] if lap[-1] < laps - 1 else _NEVER
-        returned = np.where(real, np.maximum(free, arrived) + b[lap, rank], returned)
+        arrived[-1] = arrived[-1] if virtual_stage[-1] < virtual_stages - 1 else _NEVER
+        returned = np.where(real, np.maximum(free, arrived) + b[virtual_stage, rank], returned)
         free, sent = np.where(real, returned, free), new_sent
         t += 1
         if t > 0 and t % round_ == 0:

@@ -8,13 +8,13 @@ from math import prod
 from typing import NamedTuple
 
 from workbench.core.model_costs import LayerCost, ModelCosts
-from workbench.core.pairing import TABLE
 from workbench.core.strategy import ResolvedLayer
+from workbench.core.weight_splits import TABLE
 from workbench.cost.boxings import are_siblings
 from workbench.cost.buckets import LARGEST_BYTES, bucket_bytes, num_buckets
 from workbench.cost.layers import LayerPrice, accumulation_s, layer_price, state_bytes
 from workbench.cost.peaks import NO_PEAKS, Peaks, peaks_of, units_of
-from workbench.cost.setting import Setting
+from workbench.cost.stage_settings import StageSettings
 
 Priced = tuple[LayerCost, ResolvedLayer, LayerPrice]
 
@@ -23,20 +23,20 @@ Priced = tuple[LayerCost, ResolvedLayer, LayerPrice]
 class StagePrice:
     """Of one rank of a stage; seconds and bytes of one micro-batch unless a step is named.
 
-    Attributes:
-        forward_s, input_s, weight_s: a forward and the halves of a backward, exchanges and recomputation included.
-        compute_s, boxing_s: the parts of these three together.
-        boxed_bytes: that a rank receives of other ranks of its stage.
-        weights: how many it updates.
-        shared: of these, those whose gradients are summed over the model axis, too.
-        tables: of ``weights``, those of embeddings, which backward does not need.
-        boxing_forward_s: of ``boxing_s``, that of a forward.
-        halves: of ``weights``, those that ZeRO 3 gathers for backward in 16 bits.
-        num_units: blocks, and layers outside of blocks: what ZeRO 3 gathers at once.
-        num_buckets: of gradients, and of parameters that come back after the update under ZeRO 1 and 2.
-        parameters, gradients, optimizer: bytes that it holds.
-        kept_bytes: activations, per micro-batch that is alive.
-        peaks: what is there when a backward is fullest.
+        Attributes:
+            forward_s, input_s, weight_s: a forward and the halves of a backward, exchanges and recomputation included.
+            compute_s, boxing_s: the parts of these three together.
+            boxed_bytes: that a rank receives of other ranks of its stage.
+            weights: how many it updates.
+            shared: of these, those whose gradients are summed over the model axis, too.
+            tables: of ``weights``, those of embeddings, which backward does not need.
+            boxing_forward_s: of ``boxing_s``, that of a forward.
+    cast_weights: of ``weights``, those that ZeRO 3 gathers for backward in 16 bits.
+            num_units: blocks, and layers outside of blocks: what ZeRO 3 gathers at once.
+            num_buckets: of gradients, and of parameters that come back after the update under ZeRO 1 and 2.
+            parameters, gradients, optimizer: bytes that it holds.
+            kept_bytes: activations, per micro-batch that is alive.
+            peaks: what is there when a backward is fullest.
     """
 
     forward_s: float
@@ -54,13 +54,13 @@ class StagePrice:
     shared: float = 0.0
     tables: float = 0.0
     boxing_forward_s: float = 0.0
-    halves: float = 0.0
+    cast_weights: float = 0.0
     num_units: float = 1
     num_buckets: tuple[int, int] = (1, 1)
 
 
 def prices_of(
-    rows: Sequence[LayerCost], choices: Sequence[ResolvedLayer], settings: Sequence[Setting]
+    rows: Sequence[LayerCost], choices: Sequence[ResolvedLayer], settings: Sequence[StageSettings]
 ) -> list[LayerPrice]:
     """Prices of all layers; equal layers with equal neighbours are priced once."""
     known: dict[tuple[object, ...], LayerPrice] = {}
@@ -103,7 +103,7 @@ def _of_choice(choice: ResolvedLayer) -> tuple[object, ...]:
 
 
 def stage_prices(
-    model: ModelCosts, choices: Sequence[ResolvedLayer], prices: Sequence[LayerPrice], settings: Sequence[Setting]
+    model: ModelCosts, choices: Sequence[ResolvedLayer], prices: Sequence[LayerPrice], settings: Sequence[StageSettings]
 ) -> list[StagePrice]:
     """Of all stages."""
     rows_of: list[list[int]] = [[] for _ in settings]
@@ -124,7 +124,7 @@ def stage_prices(
 
 
 def stage_price(model: ModelCosts, stage: int, choices: Sequence[ResolvedLayer], prices: Sequence[LayerPrice],
-                setting: Setting) -> StagePrice:  # fmt: skip
+                setting: StageSettings) -> StagePrice:  # fmt: skip
     """Add up the layers of a stage."""
     mine = [index for index, choice in enumerate(choices) if choice.stage == stage]
     blocks = block_of_rows(model)
@@ -134,7 +134,7 @@ def stage_price(model: ModelCosts, stage: int, choices: Sequence[ResolvedLayer],
 
 def _added_up(
     model: ModelCosts, mine: Sequence[int], blocks: Sequence[int], units: Sequence[int], prices: Sequence[LayerPrice],
-    setting: Setting, updated: Sequence[int],
+    setting: StageSettings, updated: Sequence[int],
 ) -> StagePrice:  # fmt: skip
     if setting.zero == 3:
         prices = [price.without_casts() for price in prices]
@@ -172,7 +172,7 @@ def _added_up(
 
 
 def _buckets(
-    model: ModelCosts, updated: Sequence[int], prices: Sequence[LayerPrice], setting: Setting
+    model: ModelCosts, updated: Sequence[int], prices: Sequence[LayerPrice], setting: StageSettings
 ) -> tuple[int, int]:
     """Backward fills its buckets from the last parameter on."""
     sizes = []
@@ -184,7 +184,7 @@ def _buckets(
     return num_buckets(sizes[::-1], bucket_bytes(sum(sizes))), num_buckets(sizes, LARGEST_BYTES)
 
 
-def _updated(model: ModelCosts, mine: Sequence[int], setting: Setting) -> Sequence[int]:
+def _updated(model: ModelCosts, mine: Sequence[int], setting: StageSettings) -> Sequence[int]:
     """Rows of the stage whose weights it holds and updates: tied ones once, where they are met first."""
     names = {model.rows[i].layer.name for i in mine}
     tied_to = {i: model.rows[i].layer.tied_to for i in mine}
@@ -203,7 +203,7 @@ def block_of_rows(model: ModelCosts) -> list[int]:
     return numbers
 
 
-class Again(NamedTuple):
+class Recomputation(NamedTuple):
     """What recomputation does for a micro-batch: seconds computed and exchanged again, bytes received again, and bytes
     kept."""
 
@@ -214,20 +214,20 @@ class Again(NamedTuple):
 
 
 def _recomputed(
-    mine: Sequence[int], blocks: Sequence[int], model: ModelCosts, prices: Sequence[LayerPrice], setting: Setting
-) -> Again:
+    mine: Sequence[int], blocks: Sequence[int], model: ModelCosts, prices: Sequence[LayerPrice], setting: StageSettings
+) -> Recomputation:
     kept = sum(prices[i].kept_bytes for i in mine)
     if not setting.recompute:
-        return Again(0.0, 0.0, 0.0, kept)
+        return Recomputation(0.0, 0.0, 0.0, kept)
     if setting.software.recompute == "selective":
         scores = [prices[i].scores_bytes for i in mine]
-        return Again(sum(prices[i].scores_s for i in mine), 0.0, 0.0, kept - sum(scores))
+        return Recomputation(sum(prices[i].scores_s for i in mine), 0.0, 0.0, kept - sum(scores))
     inside = [i for i in mine if blocks[i] >= 0 or not model.blocks]
     begun: set[int] = set()
     for i in inside:
         kept += (0.0 if blocks[i] in begun else prices[i].input_bytes) - prices[i].kept_bytes
         begun.add(blocks[i])
-    return Again(
+    return Recomputation(
         sum(prices[i].forward_s for i in inside),
         sum(prices[i].boxing_forward_s for i in inside),
         sum(prices[i].boxed_forward_bytes for i in inside),

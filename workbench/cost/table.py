@@ -90,7 +90,7 @@ def predict_row(row: Mapping[str, str], number: int = 1, machines: dict[str, Har
     texts = {column: reader.text(column) for column in ("name", "machine", "recompute", "dtype")}
     numbers = {c: reader.number(c) for c in COLUMNS if c not in texts}
     where = f"row {number} ({texts['name'] or 'no name'})"
-    reader.problems += _contradictions(numbers, texts) if not reader.problems else []
+    reader.problems += _inconsistencies(numbers, texts) if not reader.problems else []
     if reader.problems:
         raise TableError(f"{where}: " + "; ".join(dict.fromkeys(reader.problems)) + ".")
     machines = {} if machines is None else machines
@@ -125,7 +125,7 @@ def _predict(n: Mapping[str, int], texts: Mapping[str, str], hardware: Hardware)
     return estimate(transformer_costs(model), strategy, hardware, n["batch"], software=software)
 
 
-def _contradictions(numbers: Mapping[str, int | None], texts: Mapping[str, str]) -> list[str]:
+def _inconsistencies(numbers: Mapping[str, int | None], texts: Mapping[str, str]) -> list[str]:
     """Values that are well written, but cannot be together."""
     n: Mapping[str, Any] = numbers
     ranks, samples = n["tp"] * n["pp"] * n["dp"], n["dp"] * n["micro_batch"]

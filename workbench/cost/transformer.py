@@ -27,7 +27,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import prod
 
-from workbench.core.model_costs import LayerCost, ModelCosts, Work
+from workbench.core.model_costs import LayerCost, ModelCosts, OpCost
 from workbench.core.options import Options
 from workbench.core.rows import Layer
 from workbench.core.strategy import ResolvedLayer, ResolvedStrategy
@@ -96,7 +96,7 @@ def transformer_costs(model: Transformer) -> ModelCosts:
         ]
     rows.append(_row("norm", "LayerNorm", (h,), _norm(model), (), (s, h)))
     saved = _LOGITS_SAVED_IN_PLACE if model.has_loss_in_place else _LOGITS_SAVED
-    loss = Work("cross_entropy", 0, _LOGITS_MOVED * s * model.vocab, 0, saved * s * model.vocab)
+    loss = OpCost("cross_entropy", 0, _LOGITS_MOVED * s * model.vocab, 0, saved * s * model.vocab)
     logits = _product(s, h, model.vocab)
     tied = None if model.is_gated else "embedding"
     rows.append(_row("head", "Linear", (model.vocab, h), logits, (loss,), (s, model.vocab), tied))
@@ -160,7 +160,7 @@ def _stage_sizes(layers: int, stages: int) -> list[int]:
     return sizes
 
 
-_Part = tuple[str, str, tuple[int, ...], tuple[Work, ...], tuple[Work, ...], tuple[int, ...]]
+_Part = tuple[str, str, tuple[int, ...], tuple[OpCost, ...], tuple[OpCost, ...], tuple[int, ...]]
 """Name, class, shape of the weight, functions of the layer, functions behind it, shape of the output."""
 
 
@@ -168,7 +168,7 @@ def _block(model: Transformer) -> list[_Part]:
     s, h, k, f = model.seq, model.hidden, model.kv_size, model.width
     up = 2 * f if model.is_gated else f
     moved, saved = (6 * s * f, 4 * s * f) if model.is_gated else (4 * s * f, 2 * s * f)
-    activation = Work("silu" if model.is_gated else "gelu", 0, moved, 0, saved)
+    activation = OpCost("silu" if model.is_gated else "gelu", 0, moved, 0, saved)
     behind = _dropout_and_sum(model)
     return [
         ("norm1", "LayerNorm", (h,), _norm(model), (), (s, h)),
@@ -181,7 +181,7 @@ def _block(model: Transformer) -> list[_Part]:
 
 
 def _row(
-    name: str, kind: str, weight: tuple[int, ...], own: tuple[Work, ...], after: tuple[Work, ...],
+    name: str, kind: str, weight: tuple[int, ...], own: tuple[OpCost, ...], after: tuple[OpCost, ...],
     output: tuple[int, ...], tied_to: str | None = None,
 ) -> LayerCost:  # fmt: skip
     shapes = {"weight": weight} | ({"bias": weight[:1]} if kind in ("Linear", "LayerNorm") and tied_to is None else {})
@@ -195,41 +195,41 @@ def _with_positions(row: LayerCost, size: int) -> LayerCost:
     return replace(row, layer=replace(layer, shapes=shapes, num_parameters=layer.num_parameters + size))
 
 
-def _product(s: int, inner: int, outputs: int) -> tuple[Work, ...]:
-    return (Work("linear", 2 * s * inner * outputs, _ITEM * s * (inner + outputs), inner, _ITEM * s * inner),)
+def _product(s: int, inner: int, outputs: int) -> tuple[OpCost, ...]:
+    return (OpCost("linear", 2 * s * inner * outputs, _ITEM * s * (inner + outputs), inner, _ITEM * s * inner),)
 
 
-def _norm(model: Transformer) -> tuple[Work, ...]:
+def _norm(model: Transformer) -> tuple[OpCost, ...]:
     size = model.seq * model.hidden
-    return (Work("layer_norm", 0, 2 * _ITEM * size, 0, _ITEM * size),)
+    return (OpCost("layer_norm", 0, 2 * _ITEM * size, 0, _ITEM * size),)
 
 
-def _dropout(model: Transformer) -> tuple[Work, ...]:
+def _dropout(model: Transformer) -> tuple[OpCost, ...]:
     size = model.seq * model.hidden
-    return () if model.is_gated else (Work("dropout", 0, 5 * size, 0, size),)
+    return () if model.is_gated else (OpCost("dropout", 0, 5 * size, 0, size),)
 
 
-def _dropout_and_sum(model: Transformer) -> tuple[Work, ...]:
+def _dropout_and_sum(model: Transformer) -> tuple[OpCost, ...]:
     """Bias, dropout and residual sum in one: reads two tensors, writes one and the mask of a byte."""
     size = model.seq * model.hidden
-    return (Work("add", 0, 6 * size),) if model.is_gated else (Work("dropout_add", 0, 7 * size, 0, size),)
+    return (OpCost("add", 0, 6 * size),) if model.is_gated else (OpCost("dropout_add", 0, 7 * size, 0, size),)
 
 
-def _attention(model: Transformer) -> tuple[Work, ...]:
+def _attention(model: Transformer) -> tuple[OpCost, ...]:
     s, h, k, head = model.seq, model.hidden, model.kv_size, model.hidden // model.heads
     inputs = _ITEM * s * (h + 2 * k)
-    rotary = (Work("rotary", 0, 2 * _ITEM * s * (h + k)),) if model.is_gated else ()
+    rotary = (OpCost("rotary", 0, 2 * _ITEM * s * (h + k)),) if model.is_gated else ()
     if model.has_flash:
-        flash = Work("scaled_dot_product_attention", 2 * s * s * h, inputs + _ITEM * s * h, head, inputs)
+        flash = OpCost("scaled_dot_product_attention", 2 * s * s * h, inputs + _ITEM * s * h, head, inputs)
         return (*rotary, flash)
     scores = model.heads * s * s
     return (
         *rotary,
-        Work("matmul", 2 * s * s * h, _ITEM * (s * (h + k) + scores), head, _ITEM * s * (h + k)),
-        Work("softmax", 0, 2 * _ITEM * scores, 0, _ITEM * scores),
-        Work("dropout", 0, 5 * scores, 0, 3 * scores),
-        Work("matmul", 2 * s * s * h, _ITEM * (s * (h + k) + scores), s, _ITEM * s * k),
-        Work("contiguous", 0, 2 * _ITEM * s * h),
+        OpCost("matmul", 2 * s * s * h, _ITEM * (s * (h + k) + scores), head, _ITEM * s * (h + k)),
+        OpCost("softmax", 0, 2 * _ITEM * scores, 0, _ITEM * scores),
+        OpCost("dropout", 0, 5 * scores, 0, 3 * scores),
+        OpCost("matmul", 2 * s * s * h, _ITEM * (s * (h + k) + scores), s, _ITEM * s * k),
+        OpCost("contiguous", 0, 2 * _ITEM * s * h),
     )
 
 

@@ -102,7 +102,7 @@ def _steps(action: Action, edges: Edges) -> list[tuple[bool, Event]]:
     return [*steps, (False, ("ended", stage * 3 + phase, m))]
 
 
-def needs(action: Action, num_stages: int, listed: set[Action]) -> set[Action]:
+def dependencies(action: Action, num_stages: int, listed: set[Action]) -> set[Action]:
     """The actions that must be done before this one; ``listed`` tells which backwards come in halves."""
     stage, m = action.stage, action.micro_batch
     if action.kind == "F":

@@ -54,7 +54,7 @@ def one_forward_one_backward(num_stages: int, num_micro_batches: int) -> Table:
     """
     forwards = [[Action(s, "F", m) for m in range(num_micro_batches)] for s in range(num_stages)]
     backwards = [[Action(s, "B", m) for m in range(num_micro_batches)] for s in range(num_stages)]
-    return [_by_turns(forwards[s], backwards[s], num_stages - s) for s in range(num_stages)]
+    return [_alternate(forwards[s], backwards[s], num_stages - s) for s in range(num_stages)]
 
 
 def interleaved(num_stages: int, num_micro_batches: int, num_ranks: int) -> Table:
@@ -74,12 +74,12 @@ def interleaved(num_stages: int, num_micro_batches: int, num_ranks: int) -> Tabl
     num_groups = -(-num_micro_batches // num_ranks)
     table = []
     for rank in range(num_ranks):
-        stages = [rank + lap * num_ranks for lap in range(stages_per_rank)]
+        stages = [rank + virtual_stage * num_ranks for virtual_stage in range(stages_per_rank)]
         groups = [range(group * num_ranks, (group + 1) * num_ranks) for group in range(num_groups)]
         forwards = [Action(s, "F", m) for group in groups for s in stages for m in group]
         backwards = [Action(s, "B", m) for group in groups for s in reversed(stages) for m in group]
         ahead = (stages_per_rank - 1) * num_ranks + 2 * (num_ranks - rank - 1) + 1
-        actions = _by_turns(forwards, backwards, ahead)
+        actions = _alternate(forwards, backwards, ahead)
         table.append([action for action in actions if action.micro_batch < num_micro_batches])
     return table
 
@@ -106,7 +106,7 @@ def zero_bubble(num_stages: int, num_micro_batches: int) -> Table:
     return table
 
 
-def _by_turns(forwards: list[Action], backwards: list[Action], ahead: int) -> list[Action]:
+def _alternate(forwards: list[Action], backwards: list[Action], ahead: int) -> list[Action]:
     """``ahead`` forwards, then one backward and one forward by turns as long as there are any."""
     actions = forwards[:ahead]
     for i, backward in enumerate(backwards):

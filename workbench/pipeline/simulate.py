@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from workbench.errors import StrategyError
-from workbench.pipeline.check import needs
+from workbench.pipeline.check import dependencies
 from workbench.pipeline.schedules import Action, Table
 
 Duration = Callable[[Action], float]
@@ -83,7 +83,7 @@ def simulate(table: Table, num_stages: int, duration: Duration, transfer_s: floa
         before = len(ended)
         for rank, actions in enumerate(table):
             for action in actions[len(spans[rank]) :]:
-                required = needs(action, num_stages, listed)
+                required = dependencies(action, num_stages, listed)
                 if not required <= ended.keys():
                     break
                 arrivals = [ended[other] + transfer_s * (rank_of[other] != rank) for other in required]

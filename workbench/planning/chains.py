@@ -12,7 +12,7 @@ from functools import cache
 
 import numpy as np
 
-from workbench.core.pairing import split_dim
+from workbench.core.weight_splits import split_dim
 from workbench.planning.problem import Choice, Problem
 
 Costs = Callable[[int], np.ndarray]
@@ -31,24 +31,25 @@ class Chain:
 
     def __init__(self, problem: Problem, options: Sequence[Sequence[Choice]]) -> None:
         self.options = options
-        self._barred, self._num_ways = _barred(problem, options)
+        self._barred, self._num_tied_splits = _barred(problem, options)
         self._repeats = _repeats(problem, options)
 
     def best(self, costs: Costs) -> tuple[Choice, ...] | None:
         """The choices with the smallest sum of costs; None where shared weights leave none."""
-        if not self._num_ways:
+        if not self._num_tied_splits:
             return None
         value, decisions = self._walk(cache(costs))
-        way, place = np.unravel_index(int(value[:, :, 0].argmin()), value.shape[:2])
+        tied_split, place = np.unravel_index(int(value[:, :, 0].argmin()), value.shape[:2])
         places, following = [int(place)], 0
         for decision in reversed(decisions[1:]):
-            places.append(int(decision[way, places[-1], following]))
+            places.append(int(decision[tied_split, places[-1], following]))
             following = places[-2]
         return tuple(option[place] for option, place in zip(self.options, places[::-1], strict=True))
 
     def _walk(self, costs: Costs) -> tuple[np.ndarray, list[np.ndarray]]:
         """(sums of costs by way to cut shared weights and choice of the last layer, what each layer decided)."""
-        value = np.zeros((self._num_ways, 1, len(self.options[0])))  # so far, by way, choice before and choice
+        # so far, by split of shared weights, choice of the layer before, and choice
+        value = np.zeros((self._num_tied_splits, 1, len(self.options[0])))
         decisions: list[np.ndarray] = []
         at_block: np.ndarray | None = None
         index = 0
@@ -70,7 +71,7 @@ class Chain:
 
 
 def _barred(problem: Problem, options: Sequence[Sequence[Choice]]) -> tuple[dict[int, np.ndarray], int]:
-    """(by row, what each way to cut shared weights bars: infinity by way and choice; how many ways leave something).
+    """(by row, what each way to cut shared weights bars: infinity by way and choice; how many splits leave something).
 
     A way is a dim along which all of them are cut, or none.
     """
@@ -78,8 +79,9 @@ def _barred(problem: Problem, options: Sequence[Sequence[Choice]]) -> tuple[dict
     if not tied:
         return {}, 1
     cuts = {i: [split_dim(problem.costs.layers[i], split) for _, split in options[i]] for i in tied}
-    ways = [dim for dim in (None, 0, 1) if all(dim in dims for dims in cuts.values())]
-    return {i: np.array([[0.0 if cut == dim else np.inf for cut in cuts[i]] for dim in ways]) for i in tied}, len(ways)
+    splits = [dim for dim in (None, 0, 1) if all(dim in dims for dims in cuts.values())]
+    barred = {i: np.array([[0.0 if cut == dim else np.inf for cut in cuts[i]] for dim in splits]) for i in tied}
+    return barred, len(splits)
 
 
 def _repeats(problem: Problem, options: Sequence[Sequence[Choice]]) -> dict[int, tuple[int, int]]:
@@ -87,7 +89,7 @@ def _repeats(problem: Problem, options: Sequence[Sequence[Choice]]) -> dict[int,
     found: dict[int, tuple[int, int]] = {}
     for first, period, count in problem.costs.blocks:
         starts = range(first, first + period * count, period)
-        if len({tuple(map(tuple, options[start : start + period])) for start in starts}) > 1:  # wishes for some
+        if len({tuple(map(tuple, options[start : start + period])) for start in starts}) > 1:  # constraints for some
             continue
         for block in range(count):
             found[first + (block + 1) * period] = (period, max(0, count - 2 - block))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from workbench.core.rows import Row
 from workbench.cost.estimate import Estimate
 from workbench.errors import StrategyError
-from workbench.planning.ledger import Found
+from workbench.planning.incumbents import PricedStrategy
 from workbench.planning.problem import Choice, Problem
 from workbench.units import format_bytes, format_seconds
 
@@ -89,7 +89,7 @@ class Explanation:
         return "\n".join(lines)
 
 
-def explain(problem: Problem, best: Found, layer: str) -> Explanation:
+def explain(problem: Problem, best: PricedStrategy, layer: str) -> Explanation:
     """The choices of the layers that ``layer`` (a name or a pattern) matches; alone, and in all blocks alike.
 
     Raises:
@@ -120,7 +120,7 @@ def _alike(names: list[str], index: int) -> list[int]:
 
 def _priced(
     problem: Problem,
-    best: Found,
+    best: PricedStrategy,
     chosen: list[Choice],
     indices: list[int],
     choice: Choice,

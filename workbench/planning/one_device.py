@@ -6,33 +6,33 @@ from dataclasses import replace
 
 from workbench.core.options import Options
 from workbench.cost.estimate import Estimate
-from workbench.planning.comparing import PARTS
-from workbench.planning.ledger import Found
+from workbench.planning.incumbents import PricedStrategy
 from workbench.planning.problem import DATA, Problem
+from workbench.planning.strategy_comparison import PARTS
 from workbench.units import format_bytes, format_seconds
 
 DEGREES = (1, 1, 1)
 
 
-def one_device(problem: Problem) -> Found:
+def one_device(problem: Problem) -> PricedStrategy:
     """The whole batch on one rank while all others wait, priced whether it fits into memory or not."""
     options = Options(degrees=DEGREES, precision=problem.precision)
     strategy = problem.resolve([DATA] * len(problem.rows), [0] * len(problem.rows), options)
     price = _alone(problem, problem.estimate(strategy))
-    return Found(strategy, price, problem.value(strategy, price))
+    return PricedStrategy(strategy, price, problem.value(strategy, price))
 
 
-def fits(problem: Problem, found: Found) -> bool:
+def fits(problem: Problem, found: PricedStrategy) -> bool:
     """Whether a rank has the memory for it."""
     return found.estimate.peak_bytes <= problem.memory_bytes
 
 
-def beats(problem: Problem, alone: Found, best: Found) -> bool:
+def beats(problem: Problem, alone: PricedStrategy, best: PricedStrategy) -> bool:
     """Whether one device does better, or as well, by the objective of the search."""
     return fits(problem, alone) and alone.value[0] <= best.value[0]
 
 
-def told(problem: Problem, alone: Found, best: Found) -> str:
+def describe_one_device(problem: Problem, alone: PricedStrategy, best: PricedStrategy) -> str:
     """One device beside the best strategy of all ranks, in words."""
     step_s, peak_bytes = alone.estimate.step_s, alone.estimate.peak_bytes
     figures = f"step {format_seconds(step_s)}, {format_bytes(peak_bytes)}"
@@ -50,4 +50,4 @@ def _alone(problem: Problem, price: Estimate) -> Estimate:
     return replace(price, samples_per_s=price.samples_per_s * speedup, **seconds)
 
 
-__all__ = ["DEGREES", "beats", "fits", "one_device", "told"]
+__all__ = ["DEGREES", "beats", "describe_one_device", "fits", "one_device"]

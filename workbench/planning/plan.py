@@ -11,12 +11,18 @@ from typing import TYPE_CHECKING, Any
 from workbench.core.presets import StrategyLike
 from workbench.core.strategy import ResolvedStrategy, Strategy
 from workbench.cost.estimate import Estimate, estimate
-from workbench.planning.comparing import PARTS, Difference, Verdict, compare, judge
 from workbench.planning.explain import Explanation, explain
-from workbench.planning.ledger import Found, Ledger
-from workbench.planning.one_device import DEGREES, fits, one_device, told
-from workbench.planning.problem import Problem, refuse_unknown_wishes
-from workbench.planning.writing import write
+from workbench.planning.incumbents import Incumbents, PricedStrategy
+from workbench.planning.one_device import DEGREES, describe_one_device, fits, one_device
+from workbench.planning.problem import Problem, check_constraint_names
+from workbench.planning.strategy_comparison import (
+    PARTS,
+    StrategyDifference,
+    WhyNot,
+    compare_strategies,
+    compare_with_best,
+)
+from workbench.planning.write_strategy import write_strategy
 from workbench.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -41,28 +47,33 @@ class Plan:
     """
 
     problem: Problem
-    found: Found
+    found: PricedStrategy
     search: Callable[[Problem], Plan] = field(repr=False, compare=False)
-    others: tuple[Found, ...] = field(default=(), repr=False)
+    others: tuple[PricedStrategy, ...] = field(default=(), repr=False)
     is_exact: bool = False
     search_s: float = 0.0
     num_priced: int = 0
 
     @classmethod
     def of(
-        cls, problem: Problem, ledger: Ledger, search: Callable[[Problem], Plan], is_exact: bool, search_s: float
+        cls,
+        problem: Problem,
+        incumbents: Incumbents,
+        search: Callable[[Problem], Plan],
+        is_exact: bool,
+        search_s: float,
     ) -> Plan:
         """From what a search has put together."""
-        assert ledger.best is not None
-        others = sorted(ledger.by_degrees.values(), key=lambda found: found.value)
+        assert incumbents.best is not None
+        others = sorted(incumbents.by_degrees.values(), key=lambda found: found.value)
         return cls(
             problem,
-            ledger.best,
+            incumbents.best,
             search,
-            tuple(found for found in others if found is not ledger.best),
+            tuple(found for found in others if found is not incumbents.best),
             is_exact,
             search_s,
-            ledger.num_priced,
+            incumbents.num_priced,
         )
 
     @property
@@ -73,7 +84,7 @@ class Plan:
     @cached_property
     def strategy(self) -> Strategy:
         """The strategy, as it is written; ``wb.parallelize`` takes it."""
-        return write(self.problem, self.found.strategy)
+        return write_strategy(self.problem, self.found.strategy)
 
     @cached_property
     def estimate(self) -> Estimate:
@@ -90,7 +101,7 @@ class Plan:
         )
 
     @cached_property
-    def one_device(self) -> Found:
+    def one_device(self) -> PricedStrategy:
         """The same step on one device, whether it fits there or not."""
         others = (found for found in self.others if found.strategy.degrees == DEGREES)
         return self.found if self.resolved.degrees == DEGREES else next(others, one_device(self.problem))
@@ -139,18 +150,18 @@ class Plan:
         """
         return explain(self.problem, self.found, layer)
 
-    def why_not(self, strategy: StrategyLike) -> Verdict:
+    def why_not(self, strategy: StrategyLike) -> WhyNot:
         """Why the plan is not this strategy: which limit it breaks, or how much slower it is, and where."""
-        return judge(self.problem, self.found, strategy)
+        return compare_with_best(self.problem, self.found, strategy)
 
-    def diff(self, other: Plan | StrategyLike) -> Difference:
+    def diff(self, other: Plan | StrategyLike) -> StrategyDifference:
         """In what another plan or strategy differs: options, layers, seconds and bytes."""
-        return compare(self.problem, self.strategy, other.strategy if isinstance(other, Plan) else other)
+        return compare_strategies(self.problem, self.strategy, other.strategy if isinstance(other, Plan) else other)
 
-    def again(self, **wishes: Any) -> Plan:
-        """Search again with further wishes: ``plan.again(zero=1, layers="head: data")``."""
-        refuse_unknown_wishes("again", wishes)
-        return self.search(replace(self.problem, wishes=replace(self.problem.wishes, **wishes)))
+    def again(self, **constraints: Any) -> Plan:
+        """Search again with further constraints: ``plan.again(zero=1, layers="head: data")``."""
+        check_constraint_names("again", constraints)
+        return self.search(replace(self.problem, constraints=replace(self.problem.constraints, **constraints)))
 
     def __str__(self) -> str:
         problem, found = self.problem, self.found.estimate
@@ -161,7 +172,7 @@ class Plan:
             *_wrapped(self.strategy),
             f"  step {format_seconds(found.step_s)}, {found.samples_per_s:.4g} samples/s: {_parts(found)}",
             f"  {_memory(found, problem.memory_bytes)}",
-            f"  one device: {told(problem, self.one_device, self.found)}",
+            f"  one device: {describe_one_device(problem, self.one_device, self.found)}",
             *self._next_best(),
             f"  searched in {format_seconds(self.search_s)}: {how}",
         ]
@@ -187,7 +198,7 @@ def _wrapped(strategy: Strategy) -> list[str]:
     return [line.replace("\xa0", " ") for line in lines]
 
 
-def _row(found: Found, has_memory: bool, is_best: bool) -> dict[str, Any]:
+def _row(found: PricedStrategy, has_memory: bool, is_best: bool) -> dict[str, Any]:
     pipeline, data, model = found.strategy.degrees
     options, price = found.strategy.options, found.estimate
     return {

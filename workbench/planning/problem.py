@@ -10,13 +10,13 @@ from numbers import Integral, Real
 
 from workbench.core.model_costs import LayerCost, ModelCosts
 from workbench.core.options import PRECISIONS, SCHEDULES, Options
-from workbench.core.pairing import SPLITTABLE_KINDS, TABLE, split_dim, tied_pairs
 from workbench.core.rows import Row
 from workbench.core.strategy import ResolvedLayer, ResolvedStrategy, Strategy
+from workbench.core.weight_splits import SPLITTABLE_KINDS, TABLE, split_dim, tied_pairs
 from workbench.cost.estimate import Estimate, estimate
 from workbench.cost.hardware import Hardware
-from workbench.cost.setting import counted_at
 from workbench.cost.software import WORKBENCH, Software
+from workbench.cost.stage_settings import counted_at
 from workbench.errors import StrategyError
 
 OBJECTIVES = ("throughput", "memory", "cost")
@@ -29,20 +29,20 @@ SPLITS: tuple[Choice, ...] = (DATA, ("model", "column"), ("model", "row"))
 WHOLE: tuple[Choice, ...] = (DATA, ("model", None))
 
 
-def refuse_unknown_wishes(asked: str, names: Collection[str]) -> None:
-    """A wish that nobody knows.
+def check_constraint_names(asked: str, names: Collection[str]) -> None:
+    """A constraint that nobody knows.
 
     Raises:
         StrategyError: naming it, and those that there are.
     """
-    known = tuple(one.name for one in fields(Wishes))
+    known = tuple(one.name for one in fields(Constraints))
     unknown = sorted(set(names) - set(known))
     if unknown:
-        raise StrategyError(f"{asked}({unknown[0]}=): no such wish; there are {', '.join(known)}.")
+        raise StrategyError(f"{asked}({unknown[0]}=): no such constraint; there are {', '.join(known)}.")
 
 
 @dataclass(frozen=True)
-class Wishes:
+class Constraints:
     """What has been decided already; None leaves it open, a collection gives several values to choose from.
 
     Attributes:
@@ -66,11 +66,11 @@ class Wishes:
     heads: int | Collection[int] | None = None
 
     def allows(self, name: str, value: object) -> bool:
-        """Whether a value of the attribute ``name`` is among those wished for."""
+        """Whether a value of the attribute ``name`` is among those given for."""
         return getattr(self, name) is None or value in self.values(name)
 
     def values(self, name: str) -> tuple[object, ...]:
-        """Those of the attribute ``name`` that are wished for."""
+        """Those of the attribute ``name`` that are given for."""
         wanted = getattr(self, name)
         if wanted is None:
             return ()
@@ -94,7 +94,7 @@ class Problem:
         memory_bytes: that a rank may hold.
         precision: of the strategies.
         optimizer, software: as in ``estimate``.
-        wishes: what is decided.
+        constraints: what is decided.
     """
 
     costs: ModelCosts
@@ -106,7 +106,7 @@ class Problem:
     precision: str = "fp32"
     optimizer: str = "adamw"
     software: Software = WORKBENCH
-    wishes: Wishes = field(default_factory=Wishes)
+    constraints: Constraints = field(default_factory=Constraints)
 
     def __post_init__(self) -> None:
         examples = (("num_ranks", Integral, "8"), ("batch_size", Integral, "64"), ("memory_bytes", Real, "80e9"))
@@ -124,8 +124,8 @@ class Problem:
         if self.memory_bytes <= 0:
             raise StrategyError(f"memory_bytes={self.memory_bytes:g}: what a rank may hold is above 0.")
         self._refuse_unknown("precision", PRECISIONS, [self.precision])
-        self._refuse_unknown("schedule", SCHEDULES, self.wishes.values("schedule"))
-        self._refuse_unknown("zero", range(4), self.wishes.values("zero"))
+        self._refuse_unknown("schedule", SCHEDULES, self.constraints.values("schedule"))
+        self._refuse_unknown("zero", range(4), self.constraints.values("zero"))
 
     def _refuse_unknown(self, name: str, known: Collection[object], given: Collection[object]) -> None:
         for value in given:
@@ -143,7 +143,7 @@ class Problem:
         return self.counted.rows
 
     @property
-    def is_hopeless(self) -> bool:
+    def is_infeasible(self) -> bool:
         """Whether nothing can fit: parameters and optimizer states are too much even where every rank has its share."""
         software = self.software
         each = software.parameter_bytes(self.precision) + software.optimizer_bytes(self.precision, self.optimizer)
@@ -153,26 +153,26 @@ class Problem:
 
     @cached_property
     def pins(self) -> list[Row | None]:
-        """For every layer the row of the wishes that decides for it.
+        """For every layer the row of the constraints that decides for it.
 
         Raises:
             StrategyError: a row that matches no layer.
         """
-        if self.wishes.layers is None:
+        if self.constraints.layers is None:
             return [None] * len(self.rows)
-        strategy = Strategy(self.wishes.layers)
+        strategy = Strategy(self.constraints.layers)
         mistakes = [
             mistake for mistake in strategy.check(self.costs.layers, 1) if "no layer matches" in mistake.message
         ]
         if mistakes:
-            raise StrategyError(f"layers={self.wishes.layers!r}: " + "; ".join(map(str, mistakes)))
+            raise StrategyError(f"layers={self.constraints.layers!r}: " + "; ".join(map(str, mistakes)))
         return [strategy.row_of(row.layer.name) for row in self.rows]
 
     @cached_property
     def heads(self) -> tuple[int, ...]:
         """Numbers that the model degree divides: ranks share out whole heads. A single head is nobody's to share."""
-        wished = self.wishes.heads
-        known = self.costs.heads if wished is None else (wished,) if isinstance(wished, int) else tuple(wished)
+        given = self.constraints.heads
+        known = self.costs.heads if given is None else (given,) if isinstance(given, int) else tuple(given)
         return tuple(number for number in known if number > 1)
 
     def fits_heads(self, model: int) -> bool:
@@ -200,7 +200,7 @@ class Problem:
         return all(split_dim(layers[a], choices[a][1]) == split_dim(layers[b], choices[b][1]) for a, b in self.ties)
 
     def fits_stages(self, stages: Sequence[int]) -> bool:
-        """Whether layers are where they were wished to be."""
+        """Whether layers are where they were given to be."""
         return all(pin is None or pin.stage in (None, stage) for pin, stage in zip(self.pins, stages, strict=True))
 
     def resolve(self, choices: Sequence[Choice], stages: Sequence[int], options: Options) -> ResolvedStrategy:
@@ -230,4 +230,4 @@ class Problem:
         return (prod(strategy.degrees) if self.objective == "cost" else 1) * found.step_s, found.peak_bytes
 
 
-__all__ = ["DATA", "OBJECTIVES", "Choice", "Problem", "Wishes", "refuse_unknown_wishes"]
+__all__ = ["DATA", "OBJECTIVES", "Choice", "Constraints", "Problem", "check_constraint_names"]

@@ -8,13 +8,12 @@ from workbench.core.model_costs import ModelCosts
 from workbench.core.options import PRECISIONS
 from workbench.cost.hardware import Hardware
 from workbench.cost.software import WORKBENCH, Software
-from workbench.planning.contradictions import refuse_contradictions
-from workbench.planning.exhaustive import all_if_few, search_all
-from workbench.planning.ledger import Ledger
-from workbench.planning.long_models import search_long
+from workbench.planning.best_first_search import search_best_first
+from workbench.planning.exhaustive_search import candidates_if_few, search_exhaustively
+from workbench.planning.incumbents import Incumbents
+from workbench.planning.infeasible import check_constraints, raise_does_not_fit
 from workbench.planning.plan import Plan
-from workbench.planning.problem import Problem, Wishes
-from workbench.planning.unfit import refuse_unfit
+from workbench.planning.problem import Constraints, Problem
 
 
 def search(
@@ -28,7 +27,7 @@ def search(
     precision: str | None = None,
     optimizer: str = "adamw",
     software: Software = WORKBENCH,
-    wishes: Wishes | None = None,
+    constraints: Constraints | None = None,
 ) -> Plan:
     """The strategy that is predicted to be best.
 
@@ -45,11 +44,11 @@ def search(
         precision: "fp32", "bf16" or "fp16". None: as the model was counted.
         optimizer: "adamw", "adam", "momentum" or "sgd".
         software: what the training program does.
-        wishes: what is decided already.
+        constraints: what is decided already.
 
     Raises:
-        StrategyError: wishes that contradict each other (they are named), or a model that fits nowhere (by how much,
-            and what would make it fit).
+        StrategyError: constraints that conflict (the error names them), or a model that fits nowhere (the error says by
+            how much, and what would make it fit).
     """
     problem = Problem(
         costs,
@@ -61,7 +60,7 @@ def search(
         precision or (costs.dtype if costs.dtype in PRECISIONS else "fp32"),
         optimizer,
         software,
-        wishes or Wishes(),
+        constraints or Constraints(),
     )
     return solve(problem)
 
@@ -69,22 +68,22 @@ def search(
 def solve(problem: Problem) -> Plan:
     """``search`` for a problem that is already put together."""
     started_s = time.perf_counter()
-    refuse_contradictions(problem)
-    ledger, is_exact = run(problem)
-    if ledger.best is None:
-        refuse_unfit(problem, ledger, is_exact, run)
-    return Plan.of(problem, ledger, solve, is_exact, time.perf_counter() - started_s)
+    check_constraints(problem)
+    incumbents, is_exact = run(problem)
+    if incumbents.best is None:
+        raise_does_not_fit(problem, incumbents, is_exact, run)
+    return Plan.of(problem, incumbents, solve, is_exact, time.perf_counter() - started_s)
 
 
-def run(problem: Problem, is_quick: bool = False) -> tuple[Ledger, bool]:
+def run(problem: Problem, is_quick: bool = False) -> tuple[Incumbents, bool]:
     """What a search finds, and whether it looked at everything; quickly: whether anything fits."""
-    ledger = Ledger(problem)
-    every = all_if_few(problem)
+    incumbents = Incumbents(problem)
+    every = candidates_if_few(problem)
     if every is not None:
-        search_all(problem, every, ledger)
+        search_exhaustively(problem, every, incumbents)
     else:
-        search_long(problem, ledger, is_quick)
-    return ledger, every is not None
+        search_best_first(problem, incumbents, is_quick)
+    return incumbents, every is not None
 
 
 __all__ = ["search", "solve"]

@@ -20,7 +20,7 @@ from workbench.cost.hardware_files import load_hardware
 from workbench.cost.software import WORKBENCH, Software
 from workbench.cost.transformer import Transformer, transformer_costs
 from workbench.errors import StrategyError
-from workbench.planning.sizes import size
+from workbench.planning.published_models import transformer_by_name
 from workbench.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -241,7 +241,7 @@ def _called(value: Any, values: Mapping[str, Any]) -> Any:
 
 def _costs(model: Any) -> ModelCosts:
     if isinstance(model, Transformer | str):
-        return transformer_costs(size(model) if isinstance(model, str) else model)
+        return transformer_costs(transformer_by_name(model) if isinstance(model, str) else model)
     if not isinstance(model, ModelCosts):
         raise StrategyError(
             f"simulate(model={type(model).__name__}): costs of layers are needed. Count them first: "

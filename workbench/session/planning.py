@@ -13,9 +13,9 @@ from workbench.cost.software import WORKBENCH, Software
 from workbench.cost.transformer import Transformer, transformer_costs
 from workbench.errors import StrategyError
 from workbench.planning.plan import Plan
-from workbench.planning.problem import Wishes, refuse_unknown_wishes
+from workbench.planning.problem import Constraints, check_constraint_names
+from workbench.planning.published_models import transformer_by_name
 from workbench.planning.search import search
-from workbench.planning.sizes import size
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -79,7 +79,7 @@ def plan(
     precision: str | None = None,
     optimizer: str = "adamw",
     software: Software = WORKBENCH,
-    **wishes: Any,
+    **constraints: Any,
 ) -> Plan:
     """The strategy that is predicted to be best for a model on a machine that need not be there.
 
@@ -96,17 +96,17 @@ def plan(
         precision: "fp32", "bf16" or "fp16". None: as the model is.
         optimizer: "adamw", "adam", "momentum" or "sgd".
         software: what the training program does; the engines of this package by default.
-        wishes: what is decided already: ``pipeline=``, ``data=``, ``model=``, ``micro_batches=``, ``schedule=``,
+        constraints: what is decided already: ``pipeline=``, ``data=``, ``model=``, ``micro_batches=``, ``schedule=``,
             ``zero=`` (a value or several), ``recompute=``, ``sequence=`` (True or False), ``layers="head: data@1"``;
             ``heads=`` numbers that the model degree divides, where the model does not tell its heads.
 
     Raises:
-        StrategyError: wishes that contradict each other, a model that fits nowhere, a module without ``inputs``.
+        StrategyError: constraints that contradict each other, a model that fits nowhere, a module without ``inputs``.
 
     >>> plan("gpt2", "a100-80g-selene", 8, 64, precision="bf16", model=1, pipeline=1).resolved.degrees
     (1, 8, 1)
     """
-    refuse_unknown_wishes("plan", wishes)
+    check_constraint_names("plan", constraints)
     return search(
         _costs(model, inputs, loss_fn, targets),
         hardware if isinstance(hardware, Hardware) else load_hardware(hardware),
@@ -117,7 +117,7 @@ def plan(
         precision=precision,
         optimizer=optimizer,
         software=software,
-        wishes=Wishes(**wishes),
+        constraints=Constraints(**constraints),
     )
 
 
@@ -125,7 +125,7 @@ def _costs(model: Any, inputs: Inputs | None, loss_fn: Callable[..., Tensor] | N
     if isinstance(model, ModelCosts):
         return model
     if isinstance(model, str | Transformer):
-        return transformer_costs(size(model) if isinstance(model, str) else model)
+        return transformer_costs(transformer_by_name(model) if isinstance(model, str) else model)
     if inputs is None:
         raise StrategyError(
             "plan(model): a module is traced with a batch, but inputs is None. Give one, e.g. inputs=(2, 784) for the "

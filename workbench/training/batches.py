@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_leaves, tree_unflatten
 
-from workbench.core.guessing import guesses
+from workbench.core.suggest import suggest
 from workbench.errors import RunError
 from workbench.tensors.dispatch.read_values import value_on_all_ranks
 from workbench.tensors.global_tensor import GlobalTensor
@@ -243,7 +243,7 @@ def _refused_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[st
         name = f"{type(module).__name__}.forward({', '.join(takes.parameters)})"
         unknown = [key for key in kwargs if key not in takes.parameters]
         if unknown:
-            near = {key: guesses(key, takes.parameters) for key in unknown}
+            near = {key: suggest(key, takes.parameters) for key in unknown}
             told = ", ".join(repr(key) + (f" (nearest: {near[key][0]})" if near[key] else "") for key in unknown)
             given = f"the batch has {told}, but {name} takes no such argument"
         else:

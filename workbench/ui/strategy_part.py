@@ -11,9 +11,9 @@ from workbench.core.model_costs import ModelCosts
 from workbench.core.presets import StrategyLike
 from workbench.core.rows import Layer
 from workbench.core.strategy import Strategy
-from workbench.cost.crossings import of_linear_layers, traced
 from workbench.cost.estimate import Estimate
 from workbench.cost.hardware import Hardware
+from workbench.cost.layer_edges import of_linear_layers, traced
 from workbench.errors import StrategyError, WorkbenchError
 from workbench.theme import Palette, palette
 from workbench.ui.controls import PLANNING, Controls, button, html
@@ -168,7 +168,7 @@ class StrategyPart:
         self._on_change()
 
     def _on_event(self, event: dict[str, Any]) -> None:
-        """What the grid reports: an edit, a row, a wish to run, or the page's theme."""
+        """What the grid reports: an edit, a row, a constraint to run, or the page's theme."""
         kind, value, rows = event["event"], event.get("value"), event.get("rows", [])
         actions: dict[str, Callable[[PanelState], Any]] = {
             "parallel": lambda state: state.set_parallel(rows, str(value)),
@@ -261,7 +261,7 @@ class StrategyPart:
         costs = self._predictor.costs
         if costs is None:
             return self._facts
-        return replace(self._facts, passings=traced(self.state.layers, costs.rows, costs.sample_shape))
+        return replace(self._facts, extents=traced(self.state.layers, costs.rows, costs.sample_shape))
 
     def _show_tensor(self) -> None:
         self.tensor.value = self._tensor_html() if self._shows_tensor else ""
@@ -274,8 +274,8 @@ class StrategyPart:
         if row.node.children:
             return no_tensor_html([child.label for child in row.node.children])
         index = row.node.layers[0]
-        crossing = flow_of(self.state, self._facts_now()).crossings[index]
-        return tensors_html(self.state.layers[index], index, self.state.resolved, crossing)
+        edge = flow_of(self.state, self._facts_now()).layer_edges[index]
+        return tensors_html(self.state.layers[index], index, self.state.resolved, edge)
 
 
 def facts_of(

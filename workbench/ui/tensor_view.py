@@ -7,7 +7,7 @@ from math import prod
 
 from workbench.core.rows import Layer
 from workbench.core.strategy import ResolvedStrategy
-from workbench.cost.crossings import Crossing, Stages
+from workbench.cost.layer_edges import LayerEdge, Stages
 from workbench.session.on_engine.tensor_picture import tensor_html
 from workbench.ui.assets import element
 
@@ -15,12 +15,12 @@ _MAX_PARAMETERS = 2
 _DTYPES = {2: "bfloat16", 4: "float32"}
 
 
-def tensors_html(layer: Layer, index: int, resolved: ResolvedStrategy, crossing: Crossing | None) -> str:
+def tensors_html(layer: Layer, index: int, resolved: ResolvedStrategy, edge: LayerEdge | None) -> str:
     """Pictures of a layer's largest parameters and of its input.
 
     Args:
         index: of the layer among those of ``resolved``.
-        crossing: how its input lies; None where that is not known.
+        edge: how its input lies; None where that is not known.
     """
     stages = Stages(resolved)
     choice = resolved.layers[index]
@@ -29,9 +29,9 @@ def tensors_html(layer: Layer, index: int, resolved: ResolvedStrategy, crossing:
     for name, shape in largest:
         picture = tensor_html("float32", 4, shape, stages.parameter(layer, choice, shape), hue=choice.stage)
         parts.append(_titled(f"{layer.name}.{name}", picture))
-    if crossing is not None and crossing.shape is not None:
-        dtype = _DTYPES[crossing.itemsize]
-        picture = tensor_html(dtype, crossing.itemsize, crossing.shape, crossing.enters, hue=choice.stage)
+    if edge is not None and edge.shape is not None:
+        dtype = _DTYPES[edge.itemsize]
+        picture = tensor_html(dtype, edge.itemsize, edge.shape, edge.input_layout, hue=choice.stage)
         parts.append(_titled(f"what enters {layer.name}, one micro-batch", picture))
     return element("div", *parts, css="wb-tensors")
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from workbench.core.metrics import RunEvent, StepBlock, StepSpans
-from workbench.core.orders import Order
+from workbench.core.run_commands import RunCommand
 from workbench.tensors.world import current
 from workbench.testing import run_ranks
 from workbench.training.runs import collecting
@@ -90,7 +90,7 @@ def test_spans_of_one_step_come_from_every_rank_with_the_optimizer_last():
 @pytest.mark.parametrize("stops", [False, True])
 def test_the_last_step_has_its_timeline_however_short_the_run_is(stops: bool):
     def orders(messages):
-        return [Order("stop")] if stops and len(blocks_of(messages)) > 2 else []
+        return [RunCommand("stop")] if stops and len(blocks_of(messages)) > 2 else []
 
     results, messages = train("*: data", orders)
     last = [message for message in messages if isinstance(message, StepSpans)][-2:]
@@ -114,7 +114,7 @@ def test_one_device_stops_after_the_step_in_which_it_is_told(drops_out: bool, at
 
     model = lambda: nn.Sequential(make_model(), nn.Dropout(0.5)) if drops_out else make_model()  # noqa: E731
     job = replace(make_job(), model_fn=model, loss_fn=loss)
-    result = run_one_device(job, 1, messages.append, lambda: [Order("stop")] if len(taken) == at else [])
+    result = run_one_device(job, 1, messages.append, lambda: [RunCommand("stop")] if len(taken) == at else [])
     assert len(result.losses) + tried == len(taken) == at < STEPS
     assert blocks_of(messages)[-1].stop_step == len(result.losses), "the last steps are reported, too"
 
@@ -128,7 +128,7 @@ def exchanges_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("exchanges_every_step")
 def test_a_strategy_changes_on_the_way_and_the_numbers_stay():
     def orders(messages):
-        return [Order("strategy", "*: model")] if blocks_of(messages) else []
+        return [RunCommand("strategy", "*: model")] if blocks_of(messages) else []
 
     results, messages = train("*: data", orders)
     ((step, text),) = results[0].changes
@@ -150,7 +150,7 @@ def test_to_stages_and_back_again_on_three_orders():
     texts = ["0: data; 2: data@1; 4: data@1 | 2x1x1 mb=2", "*: model", "*: data"]
 
     def orders(messages):
-        return [Order("strategy", text) for text in texts[: len(blocks_of(messages))]]
+        return [RunCommand("strategy", text) for text in texts[: len(blocks_of(messages))]]
 
     results, _ = train("*: data", orders)
     steps, changed_to = zip(*results[0].changes, strict=True)
@@ -160,7 +160,7 @@ def test_to_stages_and_back_again_on_three_orders():
 
 def test_a_strategy_that_does_not_fit_is_refused_and_the_run_goes_on():
     def orders(messages):
-        return [Order("strategy", "nothing: model")] if blocks_of(messages) else []
+        return [RunCommand("strategy", "nothing: model")] if blocks_of(messages) else []
 
     results, messages = train("*: data", orders)
     (event,) = events_of(messages)
@@ -170,13 +170,13 @@ def test_a_strategy_that_does_not_fit_is_refused_and_the_run_goes_on():
 
 
 def test_a_paused_run_waits_until_it_is_told_to_go_on():
-    given = [Order("pause")]
+    given = [RunCommand("pause")]
     paused = threading.Event()
 
     def orders(messages):
         if any(event.kind == "paused" for event in events_of(messages)) and not paused.is_set():
             paused.set()
-            threading.Timer(0.3, lambda: given.append(Order("go on"))).start()
+            threading.Timer(0.3, lambda: given.append(RunCommand("go on"))).start()
         return list(given)
 
     results, messages = train("*: data", orders)
@@ -186,7 +186,7 @@ def test_a_paused_run_waits_until_it_is_told_to_go_on():
 
 
 def test_a_paused_run_can_be_stopped():
-    results, messages = train("*: data", lambda messages: [Order("pause"), Order("stop")])
+    results, messages = train("*: data", lambda messages: [RunCommand("pause"), RunCommand("stop")])
     assert len(results[0].losses) == 1 and [event.kind for event in events_of(messages)] == ["paused"]
 
 
@@ -198,7 +198,7 @@ def test_an_order_counts_once_every_rank_has_heard_of_it():
         def orders():
             heard[rank] += 1
             late = rank == 1 and heard[1] < 4
-            return [] if late else [Order("stop")]
+            return [] if late else [RunCommand("stop")]
 
         return run_strategy(make_job(), "*: data", listen=lambda message: None, orders=orders)
 
@@ -220,7 +220,7 @@ def test_weights_differ_relative_to_the_largest_of_their_tensor(
 
 def test_orders_are_of_known_kinds():
     with pytest.raises(ValueError, match=r"no such order.*pause"):
-        Order("jump")
+        RunCommand("jump")
 
 
 @pytest.mark.parametrize(("time_s", "interval"), [(0.001, 300), (0.05, 6), (5.0, 1), (1e-7, 1000)])

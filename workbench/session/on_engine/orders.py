@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from workbench.core.orders import Order
+from workbench.core.run_commands import RunCommand
 from workbench.session.on_engine import shell as engine_shell
 
-_orders: dict[int, list[Order]] = {}
+_orders: dict[int, list[RunCommand]] = {}
 
 
 def give(run: int, kind: str, text: str = "") -> None:
     """Note an order to a run, also to one that has not begun; called on the engine's control thread."""
-    _orders.setdefault(run, []).append(Order(kind, text))
+    _orders.setdefault(run, []).append(RunCommand(kind, text))
 
 
-def orders() -> list[Order]:
+def orders() -> list[RunCommand]:
     """All orders to the running call so far, in order; cheap to poll."""
     tag = engine_shell.current_tag() if _orders else None
     return list(_orders.get(tag.run, ())) if tag is not None else []

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-from workbench.core.model_costs import Extent, LayerCost, Work
+from workbench.core.model_costs import Extent, LayerCost, OpCost
 from workbench.core.rows import Layer
 from workbench.training.costs.readings import Readings
 from workbench.training.strategies.state import ROOT
@@ -52,9 +52,9 @@ class _Entry:
     again_bytes: float = 0.0
     passing_bytes: float = 0.0
 
-    def work(self, num_samples: int) -> Work:
+    def work(self, num_samples: int) -> OpCost:
         """Of one sample."""
-        return Work(
+        return OpCost(
             self.name,
             self.flops / num_samples,
             self.moved_bytes / num_samples,
@@ -168,7 +168,7 @@ class Counter(TorchDispatchMode):
             self._readings.of(layer.name, self._order, self._num_samples),
         )  # fmt: skip
 
-    def works(self) -> list[Work]:
+    def works(self) -> list[OpCost]:
         """All functions that were counted, in order, of one sample."""
         return [entry.work(self._num_samples) for entry in self._entries if entry.is_work]
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from workbench.core.metrics import ActionSpan, RunEvent, StepSpans
-from workbench.core.orders import Order
 from workbench.core.presets import StrategyLike
+from workbench.core.run_commands import RunCommand
 from workbench.errors import StrategyError
 from workbench.tensors.dispatch.read_values import value_on_all_ranks
 from workbench.tensors.global_tensor import GlobalTensor
@@ -41,7 +41,7 @@ class LiveRun:
         job: Job,
         strategy: StrategyLike,
         listen: Listener | None = None,
-        orders: Callable[[], list[Order]] | None = None,
+        orders: Callable[[], list[RunCommand]] | None = None,
     ) -> None:
         self.job, self.world = job, current()
         self.world.traffic.reset()
@@ -154,10 +154,10 @@ class LiveRun:
             self._until_spans_s = _SPANS_INTERVAL_S
             self._listen(StepSpans(self.world.rank, step, self._noted()))
 
-    def _heard(self) -> list[Order]:
+    def _heard(self) -> list[RunCommand]:
         return self._orders() if self._orders is not None else []
 
-    def _follow(self, heard: list[Order], counts: list[float], step: int) -> bool:
+    def _follow(self, heard: list[RunCommand], counts: list[float], step: int) -> bool:
         """Carry out the orders that every rank has heard of; False after a stop."""
         paused = False
         while True:

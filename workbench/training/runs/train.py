@@ -15,8 +15,8 @@ from dataclasses import replace
 import torch
 
 from workbench.core.metrics import StepBlock
-from workbench.core.orders import Order
 from workbench.core.presets import StrategyLike
+from workbench.core.run_commands import RunCommand
 from workbench.core.strategy import Strategy
 from workbench.tensors.world import Simulated, World, current
 from workbench.training.batches import call, loss_of
@@ -35,7 +35,7 @@ def run_one_device(
     job: Job,
     num_micro_batches: int = 1,
     listen: Listener | None = None,
-    orders: Callable[[], list[Order]] = list,
+    orders: Callable[[], list[RunCommand]] = list,
     precision: str = "fp32",
 ) -> RankResult:
     """The run on one device in plain torch, with the same micro-batches in the same order.
@@ -98,7 +98,7 @@ def _steps_alone(job: Job, first_step: int, losses: list[float], times_s: list[f
 
 
 def _run_on_one_rank(
-    job: Job, num_micro_batches: int, listen: Listener | None, orders: Callable[[], list[Order]], precision: str
+    job: Job, num_micro_batches: int, listen: Listener | None, orders: Callable[[], list[RunCommand]], precision: str
 ) -> RankResult:
     world = World(0, 1, current().device, ThreadTransport(ThreadHub(1), 0))
     with Simulated(world):
@@ -133,7 +133,7 @@ def run_strategy(
     strategy: StrategyLike,
     *,
     listen: Listener | None = None,
-    orders: Callable[[], list[Order]] | None = None,
+    orders: Callable[[], list[RunCommand]] | None = None,
     keeps_weights: bool = False,
 ) -> RankResult:
     """Train under a strategy; every rank of the world calls it.

@@ -10,9 +10,9 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from workbench.core.layout import Layout
-from workbench.core.pairing import TABLE, feature_dim
 from workbench.core.sbp import NdSbp, Partial, Split, split
 from workbench.core.strategy import ResolvedLayer
+from workbench.core.weight_splits import TABLE, feature_dim
 from workbench.tensors.boxing.box import box, box_implicitly
 from workbench.tensors.conversion import from_local
 from workbench.tensors.global_tensor import GlobalTensor, Spec

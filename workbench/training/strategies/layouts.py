@@ -10,10 +10,10 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from workbench.core.layout import Layout
-from workbench.core.pairing import TABLE, TRANSPOSED_KINDS, feature_dim
 from workbench.core.placement import Placement
 from workbench.core.sbp import Sbp, broadcast, split
 from workbench.core.strategy import ResolvedLayer, ResolvedStrategy
+from workbench.core.weight_splits import TABLE, TRANSPOSED_KINDS, feature_dim
 from workbench.tensors.world import ModuleCall, World
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from workbench.cost.crossings import Stages
+from workbench.cost.layer_edges import Stages
 from workbench.units import format_ranks
 
 RANKS_WIDTH = 280

@@ -19,7 +19,7 @@ from workbench.core.model_costs import Extent
 from workbench.core.rows import Layer
 from workbench.core.sbp import broadcast
 from workbench.core.strategy import ResolvedLayer, ResolvedStrategy
-from workbench.cost.crossings import Crossing, Passing, Stages, crossings, wire_bytes
+from workbench.cost.layer_edges import LayerEdge, LayerExtents, Stages, layer_edges, wire_bytes
 from workbench.ui.numbers import TIMES
 from workbench.ui.strategy.grouping import Node
 from workbench.units import format_bytes, format_ranks
@@ -34,7 +34,7 @@ class Flow:
     """The way through the model under one strategy.
 
     Attributes:
-        crossings: by layer.
+        layer_edges: by layer.
         num_micro_batches: how often the way is gone in a step.
         gradient_bytes: by layer, on the wire in a step, all ranks together; under ZeRO, of its weights, too.
         output: how large the model's output is; None where it is not known.
@@ -42,7 +42,7 @@ class Flow:
         has_zero: are weights gathered where each rank holds a shard?
     """
 
-    crossings: Sequence[Crossing]
+    layer_edges: Sequence[LayerEdge]
     num_micro_batches: int
     gradient_bytes: Sequence[int]
     output: Extent | None = None
@@ -52,23 +52,25 @@ class Flow:
     @property
     def bytes_per_micro_batch(self) -> int:
         """Of activations and their gradients, all ranks together."""
-        return sum(crossing.bytes_forward + crossing.bytes_back for crossing in self.crossings)
+        return sum(edge.forward_bytes + edge.backward_bytes for edge in self.layer_edges)
 
     @property
     def bytes_known(self) -> bool:
         """Is the shape of everything that is boxed known?"""
-        return all(crossing.shape is not None for crossing in self.crossings if crossing.plans)
+        return all(edge.shape is not None for edge in self.layer_edges if edge.plans)
 
 
-def flow_of(layers: Sequence[Layer], resolved: ResolvedStrategy, passings: Sequence[Passing], batch_size: int) -> Flow:
-    """The way of one micro-batch. ``passings``: how large the inputs and outputs of every layer are."""
+def flow_of(
+    layers: Sequence[Layer], resolved: ResolvedStrategy, extents: Sequence[LayerExtents], batch_size: int
+) -> Flow:
+    """The way of one micro-batch. ``extents``: how large the inputs and outputs of every layer are."""
     micro_batch = max(batch_size // resolved.num_micro_batches, 1)
     itemsize = 4 if resolved.options.precision == "fp32" else 2
-    found = crossings(layers, resolved, passings, micro_batch, itemsize=itemsize)
+    found = layer_edges(layers, resolved, extents, micro_batch, itemsize=itemsize)
     stages = Stages(resolved)
     zero, times = resolved.options.zero, _halves_of_sums(resolved)
     sums = [times * _bytes_to_sum(layer, choice, stages) for layer, choice in zip(layers, resolved.layers, strict=True)]
-    output = passings[-1].gives if passings else None
+    output = extents[-1].output if extents else None
     return Flow(found, resolved.num_micro_batches, sums, output, micro_batch, has_zero=zero > 0)
 
 
@@ -102,8 +104,8 @@ def flow_view(node: Node, flow: Flow, *, is_open: bool | None = None, is_first_b
         is_first_below: is it the first row below an open one? That one has the badge.
     """
     first, last = node.first[0], node.first[-1]
-    entering = flow.crossings[first]
-    layout = entering.enters if is_open else flow.crossings[last].leaves
+    entering = flow.layer_edges[first]
+    layout = entering.input_layout if is_open else flow.layer_edges[last].output_layout
     gradients = sum(flow.gradient_bytes[index] for index in node.layers)
     what = "grads + weights" if flow.has_zero else "grad sum"
     note = f"{what} {format_bytes(gradients)} per step" if gradients else ""
@@ -119,38 +121,38 @@ def _inside(node: Node, flow: Flow) -> str:
     """What is boxed inside a folded row: ``"8 x all-reduce inside, 33.6 MB"``."""
     if len(node.first) == 1 and node.copies > 1 and not node.blocks:
         return ""  # one layer of each of several blocks: they are not neighbours
-    crossed = [flow.crossings[index] for index in node.layers[1:]]
-    kinds = Counter(plan.kind for crossing in crossed for plan in crossing.plans)
+    edges = [flow.layer_edges[index] for index in node.layers[1:]]
+    kinds = Counter(plan.kind for edge in edges for plan in edge.plans)
     if not kinds:
         return ""
     what = next(iter(kinds)) if len(kinds) == 1 else "boxings"
-    return f"{kinds.total()} {TIMES} {what} inside{_size_of(crossed)}"
+    return f"{kinds.total()} {TIMES} {what} inside{_size_of(edges)}"
 
 
 def between_blocks(node: Node, flow: Flow) -> str:
     """What is boxed between equal blocks: ``"all-reduce between blocks, 4.2 MB"``; empty where nothing is."""
     if node.copies == 1:
         return ""
-    crossing = flow.crossings[node.layers[len(node.first)]]
-    kinds = " + ".join(plan.kind for plan in crossing.plans)
-    return f"{kinds} between blocks{_size_of([crossing])}" if kinds else ""
+    edge = flow.layer_edges[node.layers[len(node.first)]]
+    kinds = " + ".join(plan.kind for plan in edge.plans)
+    return f"{kinds} between blocks{_size_of([edge])}" if kinds else ""
 
 
-def _size_of(crossed: Sequence[Crossing]) -> str:
-    if any(crossing.shape is None for crossing in crossed if crossing.plans):
+def _size_of(edges: Sequence[LayerEdge]) -> str:
+    if any(edge.shape is None for edge in edges if edge.plans):
         return ""
-    return f", {format_bytes(sum(crossing.bytes_forward + crossing.bytes_back for crossing in crossed))}"
+    return f", {format_bytes(sum(edge.forward_bytes + edge.backward_bytes for edge in edges))}"
 
 
-def badge(crossing: Crossing) -> dict[str, Any]:
+def badge(edge: LayerEdge) -> dict[str, Any]:
     """The boxings before a layer as one badge; its tip is the whole plan."""
-    plans = crossing.plans
-    known = crossing.shape is not None
+    plans = edge.plans
+    known = edge.shape is not None
     return {
         "change": change_text(plans[0].source, plans[-1].destination),
         "kind": " + ".join(sorted({plan.kind for plan in plans}, key=lambda kind: kind != "send")),
-        "bytes": _there_and_back(crossing.bytes_forward, crossing.bytes_back) if known else "",
-        "free": known and crossing.bytes_forward + crossing.bytes_back == 0,
+        "bytes": _there_and_back(edge.forward_bytes, edge.backward_bytes) if known else "",
+        "free": known and edge.forward_bytes + edge.backward_bytes == 0,
         "title": _plan_text(plans) if known else "the shape of this activation is not known",
     }
 
@@ -216,18 +218,18 @@ def end_of(flow: Flow, resolved: ResolvedStrategy, is_cross_entropy: bool) -> En
 
     Counted are those of CPUs: a maximum and three sums, whose gradients come back. The kernel for GPUs has three.
     """
-    last, choice = flow.crossings[-1], resolved.layers[-1]
-    door = Stages(resolved).behind_door(choice, None, last.leaves, flow.output or Extent((1,)))
+    last, choice = flow.layer_edges[-1], resolved.layers[-1]
+    door = Stages(resolved).boxed_output_layout(choice, None, last.output_layout, flow.output or Extent((1,)))
     shape = None if flow.output is None else flow.output.whole(flow.micro_batch)
-    if door != last.leaves and shape is not None:
-        plan = plan_boxing(last.leaves, door, shape, last.itemsize)
-        met = Crossing(door, door, shape, (plan,), last.itemsize)
-        return End(sbp_text(door), badge(met), met.bytes_forward + met.bytes_back)
+    if door != last.output_layout and shape is not None:
+        plan = plan_boxing(last.output_layout, door, shape, last.itemsize)
+        met = LayerEdge(door, door, shape, (plan,), last.itemsize)
+        return End(sbp_text(door), badge(met), met.forward_bytes + met.backward_bytes)
     if choice.split == "column" and is_cross_entropy and shape is not None:
         _, model = resolved.stage_width(choice.stage)
         one_each = 4 * prod(shape[:-1]) * model * (model - 1)
         boxing = {
-            "change": f"{sbp_text(last.leaves)} {ARROW} S(0)",
+            "change": f"{sbp_text(last.output_layout)} {ARROW} S(0)",
             "kind": "all-reduce",
             "bytes": _there_and_back(4 * one_each, 3 * one_each),
             "free": False,

@@ -10,7 +10,7 @@ from typing import Any
 
 from workbench.core.rows import Layer
 from workbench.core.strategy import Mistake
-from workbench.cost.crossings import Passing, Stages
+from workbench.cost.layer_edges import LayerExtents, Stages
 from workbench.ui.grid import columns, flow
 from workbench.ui.grid.columns import Column
 from workbench.ui.grid.flow import End, Flow
@@ -33,12 +33,12 @@ class Facts:
 
     Attributes:
         batch_size: samples of a step, all ranks together.
-        passings: how large the inputs and outputs of every layer are.
+        extents: how large the inputs and outputs of every layer are.
         loss: name of the loss function, shown as the last row.
     """
 
     batch_size: int
-    passings: Sequence[Passing]
+    extents: Sequence[LayerExtents]
     loss: str = ""
 
 
@@ -69,7 +69,7 @@ def grid_view(state: PanelState, facts: Facts) -> dict[str, Any]:
 
 def flow_of(state: PanelState, facts: Facts) -> Flow:
     """The boxings of the last valid strategy."""
-    return flow.flow_of(state.layers, state.resolved, facts.passings, facts.batch_size)
+    return flow.flow_of(state.layers, state.resolved, facts.extents, facts.batch_size)
 
 
 def _stage_options(state: PanelState) -> list[int]:

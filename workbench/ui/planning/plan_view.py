@@ -12,13 +12,13 @@ from workbench.core.strategy import Strategy
 from workbench.cost.estimate import Estimate
 from workbench.cost.hardware import Hardware
 from workbench.errors import StrategyError
-from workbench.planning.comparing import PARTS, Difference, Verdict, judge
 from workbench.planning.explain import Alternative, Explanation, explain
-from workbench.planning.ledger import Found
+from workbench.planning.incumbents import PricedStrategy
 from workbench.planning.one_device import DEGREES, beats, fits, one_device
 from workbench.planning.plan import Plan
 from workbench.planning.problem import Problem
-from workbench.planning.writing import write
+from workbench.planning.strategy_comparison import PARTS, StrategyDifference, WhyNot, compare_with_best
+from workbench.planning.write_strategy import write_strategy
 from workbench.ui.assets import element
 from workbench.ui.numbers import MINUS, TIMES, signed_percent, three_digits
 from workbench.units import format_bytes, format_seconds
@@ -58,8 +58,8 @@ class Answer:
 
     plan: Plan
     problem: Problem
-    ranked: tuple[Found, ...]
-    alone: Found
+    ranked: tuple[PricedStrategy, ...]
+    alone: PricedStrategy
     is_stale: bool = False
 
     @classmethod
@@ -74,13 +74,13 @@ class Answer:
         return cls(plan, problem, tuple(ranked), one_device(problem), is_stale=True)
 
     @property
-    def chosen(self) -> Found:
+    def chosen(self) -> PricedStrategy:
         """The plan's strategy."""
         return next(found for found in self.ranked if found.strategy == self.plan.found.strategy)
 
-    def why_not(self, strategy: Strategy) -> Verdict:
+    def why_not(self, strategy: Strategy) -> WhyNot:
         """Why the plan is not this strategy."""
-        return judge(self.problem, self.chosen, strategy)
+        return compare_with_best(self.problem, self.chosen, strategy)
 
     def explain(self, layer: str) -> Explanation | None:
         """What else a layer of the plan could do; None for one that the plan does not know."""
@@ -111,9 +111,9 @@ def note_html(text: str) -> str:
     return element("div", element("span", text=text, css="wb-quiet"), css="wb-plan-note")
 
 
-def _priced(problem: Problem, found: Found) -> Found:
+def _priced(problem: Problem, found: PricedStrategy) -> PricedStrategy:
     estimate = problem.estimate(found.strategy)
-    return Found(found.strategy, estimate, problem.value(found.strategy, estimate))
+    return PricedStrategy(found.strategy, estimate, problem.value(found.strategy, estimate))
 
 
 def _section(title: str, detail: str, *parts: str) -> str:
@@ -172,14 +172,14 @@ def _stale_text(answer: Answer) -> str:
     return f"Planned before the machine was changed. {first} Press planner's choice to search again."
 
 
-def _other(answer: Answer, found: Found, chosen: Found, slowest: float) -> str:
+def _other(answer: Answer, found: PricedStrategy, chosen: PricedStrategy, slowest: float) -> str:
     estimate, is_chosen = found.estimate, found is chosen
     degrees = " \u00d7 ".join(map(str, found.strategy.degrees))
     is_alone = found is answer.alone and answer.problem.num_ranks > 1
     options = str(replace(found.strategy.options, degrees=None)) or "\u00a0"
     ratio = estimate.step_s / chosen.estimate.step_s
     more = "" if is_chosen else f"{three_digits(ratio)}{TIMES}" if ratio >= _MANY_TIMES else signed_percent(ratio - 1)
-    text = str(write(answer.problem, found.strategy))
+    text = str(write_strategy(answer.problem, found.strategy))
     name = element("button", text=degrees, type="button", css="wb-link wb-open", data_text=text, title=f"show {text}")
     if is_alone:  # no strategy of these ranks, that rows could show
         name = element("span", text="one device")
@@ -273,7 +273,7 @@ def _diverging(share: float, colour: str) -> str:
     return element("span", bar, css="wb-change", aria_hidden="true")
 
 
-def _differs(difference: Difference) -> str:
+def _differs(difference: StrategyDifference) -> str:
     """What is written differently: options as they are in the plan and in the rows, and what the rows' layers do."""
     told = [f"{name.replace('_', ' ')} {_word(here)} \u2192 {_word(there)}" for name, here, there in difference.options]
     if difference.layers:

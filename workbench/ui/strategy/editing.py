@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from workbench.core.covering import cover
+from workbench.core.compress_patterns import compress_patterns
 from workbench.core.options import parse_options
 from workbench.core.rows import Layer, Row
 from workbench.core.strategy import Strategy
@@ -36,7 +36,7 @@ def edited(
         if len(found) == 1:
             rows = _with_row(rows, replace(found.pop(), pattern=pattern), layers)
     rows = _repaired(rows, layers, wanted)
-    short = cover([layer.name for layer in layers], wanted)
+    short = compress_patterns([layer.name for layer in layers], wanted)
     unmatched = [row for row in rows if not _decides(row, layers)]
     return (*short, *unmatched) if len(short) + len(unmatched) < len(rows) else tuple(rows)
 

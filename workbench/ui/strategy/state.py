@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from workbench.core.hints import Hint, hints
+from workbench.core.ineffective_choices import IneffectiveChoice, find_ineffective_choices
 from workbench.core.options import parse_options
 from workbench.core.presets import PRESETS, StrategyLike, preset_name, strategy_of
 from workbench.core.rows import Layer, Row
@@ -120,9 +120,9 @@ class PanelState:
         return [Choice(layer.parallel, layer.split, layer.stage) for layer in self.resolved.layers]
 
     @property
-    def hints(self) -> list[Hint]:
+    def hints(self) -> list[IneffectiveChoice]:
         """Choices of the last valid strategy that have no effect."""
-        return hints(self.resolved)
+        return find_ineffective_choices(self.resolved)
 
     @property
     def degrees(self) -> Degrees:

@@ -6,10 +6,10 @@ import difflib
 from collections.abc import Iterable
 
 
-def guesses(name: str, known: Iterable[str], cutoff: float = 0.5) -> list[str]:
+def suggest(name: str, known: Iterable[str], cutoff: float = 0.5) -> list[str]:
     """The known names that begin like ``name``, else the most similar one; none where none is similar enough.
 
-    >>> guesses("modle", ["data", "model"]), guesses("pipe", ["data", "pipeline"]), guesses("x", ["data"])
+    >>> suggest("modle", ["data", "model"]), suggest("pipe", ["data", "pipeline"]), suggest("x", ["data"])
     (['model'], ['pipeline'], [])
     """
     names = list(known)

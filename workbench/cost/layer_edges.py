@@ -15,11 +15,11 @@ from typing import cast
 from workbench.core.boxing import BoxingPlan, plan_boxing
 from workbench.core.layout import Layout
 from workbench.core.model_costs import Extent, LayerCost
-from workbench.core.pairing import TABLE, TRANSPOSED_KINDS, feature_dim
 from workbench.core.placement import Placement
 from workbench.core.rows import Layer
 from workbench.core.sbp import Sbp, Split, broadcast, dual, partial_sum
 from workbench.core.strategy import ResolvedLayer, ResolvedStrategy
+from workbench.core.weight_splits import TABLE, TRANSPOSED_KINDS, feature_dim
 
 Shape = tuple[int, ...]
 _UNKNOWN = Extent((1,))
@@ -28,15 +28,15 @@ _LINEAR = ("Linear", "NonDynamicallyQuantizableLinear", *TRANSPOSED_KINDS)
 
 
 @dataclass(frozen=True, slots=True)
-class Passing:
+class LayerExtents:
     """What passes through a layer: how large its input and its output are; None where that is not known."""
 
-    takes: Extent | None = None
-    gives: Extent | None = None
+    input: Extent | None = None
+    output: Extent | None = None
 
 
 @dataclass(frozen=True)
-class Crossing:
+class LayerEdge:
     """One layer on the way through the model.
 
     Attributes:
@@ -47,14 +47,14 @@ class Crossing:
         itemsize: bytes of an element.
     """
 
-    enters: Layout
-    leaves: Layout
+    input_layout: Layout
+    output_layout: Layout
     shape: Shape | None
     plans: tuple[BoxingPlan, ...] = ()
     itemsize: int = 4
 
     @cached_property
-    def back(self) -> tuple[BoxingPlan, ...]:
+    def backward_plans(self) -> tuple[BoxingPlan, ...]:
         """The boxings of the gradient, which goes the other way and has the dual layouts."""
         return tuple(
             plan_boxing(_dual(plan.destination), _dual(plan.source), plan.shape, plan.itemsize)
@@ -62,14 +62,14 @@ class Crossing:
         )
 
     @property
-    def bytes_forward(self) -> int:
+    def forward_bytes(self) -> int:
         """On the wire, all ranks together, of one micro-batch."""
         return sum(map(wire_bytes, self.plans)) if self.shape is not None else 0
 
     @property
-    def bytes_back(self) -> int:
+    def backward_bytes(self) -> int:
         """The same of the gradient."""
-        return sum(map(wire_bytes, self.back)) if self.shape is not None else 0
+        return sum(map(wire_bytes, self.backward_plans)) if self.shape is not None else 0
 
 
 @lru_cache(maxsize=4096)
@@ -101,7 +101,7 @@ class Stages:
             entry = Split(0 if outputs_last else 1)
         return self.layout(choice.stage, broadcast, entry)
 
-    def enters(self, choice: ResolvedLayer, taken: Extent, arriving: Layout | None = None) -> Layout:
+    def input_layout(self, choice: ResolvedLayer, taken: Extent, arriving: Layout | None = None) -> Layout:
         """How a layer's input has to lie, which arrives so: what is alike for all samples stays on all ranks."""
         if taken.num_dims == 0 or (taken.is_alike and (arriving is None or arriving.is_broadcast)):
             return self.layout(choice.stage, broadcast, broadcast)
@@ -117,20 +117,20 @@ class Stages:
             model = Split(feature_dim(choice.kind, taken.num_dims))
         return self.layout(choice.stage, samples, model)
 
-    def leaves(self, choice: ResolvedLayer, enters: Layout, taken: Extent, given: Extent) -> Layout:
+    def output_layout(self, choice: ResolvedLayer, input_layout: Layout, taken: Extent, given: Extent) -> Layout:
         """How a layer's function leaves its output, whose input lies so."""
         if choice.split is None:
-            return _Behind(enters, choice.kind, taken).as_taken(choice.kind, given)
+            return _Behind(input_layout, choice.kind, taken).as_taken(choice.kind, given)
         model: Sbp = Split(feature_dim(choice.kind, given.num_dims)) if choice.split == "column" else partial_sum
         data = broadcast if given.is_alike else Split(given.batch_dim or 0)
         return self.layout(choice.stage, data, model)
 
-    def behind_door(
-        self, choice: ResolvedLayer, following: ResolvedLayer | None, leaves: Layout, given: Extent
+    def boxed_output_layout(
+        self, choice: ResolvedLayer, following: ResolvedLayer | None, output_layout: Layout, given: Extent
     ) -> Layout:
         """Where sums and columns of a table go at once; other outputs stay as they are."""
         if choice.split is None or (choice.split == "column" and choice.kind != TABLE):
-            return leaves
+            return output_layout
         if self.resolved.options.sequence and given.num_dims > 2:
             wanted = self.layout(choice.stage, Split(0), Split(1))
         elif following is None or following.stage != choice.stage:
@@ -139,7 +139,7 @@ class Stages:
             wanted = self.layout(choice.stage, Split(0), broadcast)
         else:
             wanted = self._wanted(following, given)
-        return leaves.with_sbp((leaves.sbp[0], wanted.sbp[1]))
+        return output_layout.with_sbp((output_layout.sbp[0], wanted.sbp[1]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,79 +165,81 @@ def _renamed(entry: Sbp, names: Mapping[int, int], num_dims: int) -> Sbp:
     return Split(dim) if dim < num_dims else broadcast
 
 
-def crossings(
+def layer_edges(
     layers: Sequence[Layer],
     resolved: ResolvedStrategy,
-    passings: Sequence[Passing],
+    extents: Sequence[LayerExtents],
     micro_batch: int,
     *,
     itemsize: int = 4,
-) -> list[Crossing]:
+) -> list[LayerEdge]:
     """The way through the model, layer by layer.
 
     Args:
         layers: in the order of the forward.
         resolved: what each of them does.
-        passings: how large their inputs and outputs are (see ``traced`` and ``of_linear_layers``).
+        extents: how large their inputs and outputs are (see ``traced`` and ``of_linear_layers``).
         micro_batch: samples per micro-batch, all ranks together.
         itemsize: bytes of an element of an activation.
 
     >>> from workbench.core.strategy import Strategy
     >>> layers = [Layer("fc1", "Linear", {"weight": (8, 4)}), Layer("fc2", "Linear", {"weight": (2, 8)})]
     >>> resolved = Strategy("fc1: data; fc2: model").resolve(layers, num_ranks=2)
-    >>> [plan.kind for plan in crossings(layers, resolved, of_linear_layers(layers, (4,)), 16)[1].plans]
+    >>> [plan.kind for plan in layer_edges(layers, resolved, of_linear_layers(layers, (4,)), 16)[1].plans]
     ['all-gather']
     """
-    stages, found = Stages(resolved), list[Crossing]()
+    stages, found = Stages(resolved), list[LayerEdge]()
     behind: dict[bool, _Behind] = {}  # positions beside the way arrive where a layer takes what is alike for all
-    for index, (layer, choice, passing) in enumerate(zip(layers, resolved.layers, passings, strict=True)):
-        taken, given = passing.takes or _UNKNOWN, passing.gives or passing.takes or _UNKNOWN
-        known, plans, arriving = passing.takes is not None, list[BoxingPlan](), None
+    for index, (layer, choice, extent) in enumerate(zip(layers, resolved.layers, extents, strict=True)):
+        taken, given = extent.input or _UNKNOWN, extent.output or extent.input or _UNKNOWN
+        known, plans, arriving = extent.input is not None, list[BoxingPlan](), None
         if index:
-            before, last = passings[index - 1], resolved.layers[index - 1]
-            out = before.gives or before.takes or _UNKNOWN
-            door = stages.behind_door(last, choice, found[-1].leaves, out)
-            plans += _plans(found[-1].leaves, door, out.whole(micro_batch), itemsize)
-            known = known and (before.gives is not None or not plans)
+            before, last = extents[index - 1], resolved.layers[index - 1]
+            out = before.output or before.input or _UNKNOWN
+            door = stages.boxed_output_layout(last, choice, found[-1].output_layout, out)
+            plans += _plans(found[-1].output_layout, door, out.whole(micro_batch), itemsize)
+            known = known and (before.output is not None or not plans)
             behind[out.is_alike] = _Behind(door, layers[index - 1].kind, out)
             if layer.kind != TABLE and taken.is_alike in behind:  # a table takes ids, not what is before
                 arriving = behind[taken.is_alike].as_taken(layer.kind, taken)
-        enters = stages.enters(choice, taken, arriving)
+        input_layout = stages.input_layout(choice, taken, arriving)
         if arriving is not None:
-            plans += _plans(arriving, enters, taken.whole(micro_batch), itemsize)
-        leaves = stages.leaves(choice, enters, taken, given)
-        found.append(Crossing(enters, leaves, taken.whole(micro_batch) if known else None, tuple(plans), itemsize))
+            plans += _plans(arriving, input_layout, taken.whole(micro_batch), itemsize)
+        output_layout = stages.output_layout(choice, input_layout, taken, given)
+        found.append(
+            LayerEdge(input_layout, output_layout, taken.whole(micro_batch) if known else None, tuple(plans), itemsize)
+        )
     return found
 
 
-def traced(layers: Sequence[Layer], rows: Sequence[LayerCost], sample_shape: Shape | None) -> list[Passing]:
+def traced(layers: Sequence[Layer], rows: Sequence[LayerCost], sample_shape: Shape | None) -> list[LayerExtents]:
     """What passes through the layers of a model whose costs are known. A layer of which nobody has counted what it
     takes takes what the one before gives.
     """
     arriving = None if sample_shape is None else Extent(sample_shape)
-    found: dict[str, Passing] = {}
+    found: dict[str, LayerExtents] = {}
     for row in rows:
         given = row.given
         takes = row.taken or _own_features(row.layer, arriving)
-        found[row.layer.name] = Passing(takes, given)
+        found[row.layer.name] = LayerExtents(takes, given)
         arriving = given
-    return [found.get(layer.name, Passing()) for layer in layers]
+    return [found.get(layer.name, LayerExtents()) for layer in layers]
 
 
-def of_linear_layers(layers: Sequence[Layer], sample_shape: Shape | None) -> list[Passing]:
+def of_linear_layers(layers: Sequence[Layer], sample_shape: Shape | None) -> list[LayerExtents]:
     """What is known before costs are: sizes as far as linear layers on flat samples tell them."""
     arriving = Extent(sample_shape) if sample_shape is not None and len(sample_shape) == 1 else None
     found = []
     for layer in layers:
         is_linear = arriving is not None and layer.kind == "Linear"
         gives = Extent((layer.shapes["weight"][0],)) if is_linear else None
-        found.append(Passing(_own_features(layer, arriving), gives))
+        found.append(LayerExtents(_own_features(layer, arriving), gives))
         arriving = gives
     return found
 
 
 def _own_features(layer: Layer, arriving: Extent | None) -> Extent | None:
-    """What the layer before leaves, with the layer's own number of features where that says one."""
+    """What the layer before output_layout, with the layer's own number of features where that says one."""
     if arriving is None or not arriving.sizes or layer.kind not in _LINEAR or "weight" not in layer.shapes:
         return arriving
     inputs = layer.shapes["weight"][0 if layer.kind in TRANSPOSED_KINDS else 1]
@@ -256,4 +258,4 @@ def _dual(layout: Layout) -> Layout:
     return layout.with_sbp(tuple(dual(entry) if size > 1 else entry for entry, size in entries))
 
 
-__all__ = ["Crossing", "Passing", "Stages", "crossings", "of_linear_layers", "traced", "wire_bytes"]
+__all__ = ["LayerEdge", "LayerExtents", "Stages", "layer_edges", "of_linear_layers", "traced", "wire_bytes"]

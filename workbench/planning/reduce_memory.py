@@ -9,43 +9,45 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import product
 
-from workbench.planning.ledger import Found, Ledger
+from workbench.planning.candidates import Candidate, candidates_of, groups
+from workbench.planning.incumbents import Incumbents, PricedStrategy
 from workbench.planning.problem import Choice, Problem
-from workbench.planning.settings import Candidate, groups, members
 
-MOST_PRICED = 400
+MAX_PRICED = 400
 """Strategies."""
 Changed = tuple[Candidate, tuple[Choice, ...], tuple[int, ...]]
 
 
-def make_leaner(problem: Problem, ledger: Ledger, ranges: Sequence[range]) -> None:
-    """Put leaner and leaner strategies into the ledger, until one fits or no change makes the leanest leaner.
+def reduce_memory(problem: Problem, incumbents: Incumbents, ranges: Sequence[range]) -> None:
+    """Put leaner and leaner strategies into the incumbents, until one fits or no change makes the leanest leaner.
 
     Args:
         problem: the question.
-        ledger: with strategies that do not fit.
+        incumbents: with strategies that do not fit.
         ranges: rows that belong together where stages are cut.
     """
-    most, seen = ledger.num_priced + MOST_PRICED, set[Changed]()
-    start: Found | None = None
-    while ledger.leanest is not None and ledger.leanest is not start:
-        start = ledger.leanest
-        for changed in _changes(problem, ledger, start, ranges):
+    most, seen = incumbents.num_priced + MAX_PRICED, set[Changed]()
+    start: PricedStrategy | None = None
+    while incumbents.least_memory is not None and incumbents.least_memory is not start:
+        start = incumbents.least_memory
+        for changed in _changes(problem, incumbents, start, ranges):
             if changed not in seen and problem.fits_ties(changed[1]) and problem.fits_stages(changed[2]):
                 seen.add(changed)
-                ledger.add(*changed)
-            if ledger.best is not None or ledger.num_priced >= most:
+                incumbents.add(*changed)
+            if incumbents.best is not None or incumbents.num_priced >= most:
                 return
 
 
-def _changes(problem: Problem, ledger: Ledger, found: Found, ranges: Sequence[range]) -> Iterator[Changed]:
+def _changes(
+    problem: Problem, incumbents: Incumbents, found: PricedStrategy, ranges: Sequence[range]
+) -> Iterator[Changed]:
     """Other choices of two kinds of rows that are neighbours, a unit on the stage beside its own, other options."""
     candidate = Candidate(found.strategy.options, found.strategy.num_stages)
     layers, model = found.strategy.layers, candidate.degrees[2]
     choices = tuple((layer.parallel, layer.split) for layer in layers)
     stages = tuple(layer.stage for layer in layers)
     free = [tuple(problem.choices(index, model)) for index in range(len(layers))]
-    kinds = list(zip(ledger.classes.with_before, free, choices, strict=True))
+    kinds = list(zip(incumbents.classes.with_before, free, choices, strict=True))
     for near in dict.fromkeys(tuple(kinds[index : index + 2]) for index in range(len(kinds))):
         for ours in product(*(options for _, options, _ in near)):
             new = dict(zip(near, ours, strict=True))
@@ -57,9 +59,9 @@ def _changes(problem: Problem, ledger: Ledger, found: Found, ranges: Sequence[ra
                 yield candidate, choices, moved
     for group in groups(problem):
         if group.degrees == candidate.degrees:
-            for other in members(problem, group):
+            for other in candidates_of(problem, group):
                 if other.num_stages == candidate.num_stages:
                     yield other, choices, stages
 
 
-__all__ = ["make_leaner"]
+__all__ = ["reduce_memory"]

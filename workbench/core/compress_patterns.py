@@ -23,7 +23,7 @@ class _Module:
         return below if self.own is None else [self.own, *below]
 
 
-def cover(names: Sequence[str], rows: Sequence[Row]) -> tuple[Row, ...]:
+def compress_patterns(names: Sequence[str], rows: Sequence[Row]) -> tuple[Row, ...]:
     """Rows that say for every layer what its own row in ``rows`` says; patterns of ``rows`` are not read.
 
     A module whose layers all do the same is one row, neighbouring blocks that do the same are one range, and a block
@@ -31,7 +31,7 @@ def cover(names: Sequence[str], rows: Sequence[Row]) -> tuple[Row, ...]:
 
     >>> names = ["emb", *[f"blocks.{n}.{part}" for n in range(4) for part in ("norm", "fc")], "head"]
     >>> rows = [Row("", "model" if "fc" in name else "data") for name in names]
-    >>> print(*cover(names, rows), sep="; ")
+    >>> print(*compress_patterns(names, rows), sep="; ")
     emb: data; blocks.[0-3].norm: data; blocks.[0-3].fc: model; head: data
     """
     root = _Module()
@@ -81,4 +81,4 @@ def _as_range(names: Sequence[str], module: _Module) -> list[str]:
     return [f"[{first}-{last}]"] if inside == {int(name) for name in names} else []
 
 
-__all__ = ["cover"]
+__all__ = ["compress_patterns"]

@@ -14,7 +14,7 @@ from workbench.errors import StrategyError
 
 
 @dataclass(frozen=True)
-class Setting:
+class StageSettings:
     """Of one stage; a pure value, so that layers can be priced one by one.
 
     Attributes:
@@ -61,7 +61,7 @@ def settings_of(
     batch_size: int,
     optimizer: str = "adamw",
     software: Software = WORKBENCH,
-) -> tuple[Setting, ...]:
+) -> tuple[StageSettings, ...]:
     """One for each stage.
 
     Raises:
@@ -81,7 +81,7 @@ def settings_of(
                 f"Use batch_size={parts}, one for each of {data} replicas, or a multiple."
             )
         settings.append(
-            Setting(
+            StageSettings(
                 hardware, rates, software, optimizer, data, width, num_stages,
                 ceil(batch_size / parts), strategy.num_micro_batches, options.precision, options.zero,
                 options.recompute, options.sequence, scale,
@@ -90,4 +90,4 @@ def settings_of(
     return tuple(settings)
 
 
-__all__ = ["Setting", "counted_at", "settings_of"]
+__all__ = ["StageSettings", "counted_at", "settings_of"]

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from workbench.core.covering import cover
+from workbench.core.compress_patterns import compress_patterns
 from workbench.core.rows import Layer, Row
 from workbench.core.strategy import Strategy
 
@@ -24,7 +24,7 @@ def row(choice: str, stage: int | None = None) -> Row:
 
 def assert_says(names: list[str], rows: list[Row]) -> None:
     """The covering rows decide for every layer what its row does."""
-    strategy = Strategy.from_rows(cover(names, rows))
+    strategy = Strategy.from_rows(compress_patterns(names, rows))
     for name, wanted in zip(names, rows, strict=True):
         found = strategy.row_of(name)
         assert found is not None
@@ -33,25 +33,28 @@ def assert_says(names: list[str], rows: list[Row]) -> None:
 
 
 def test_all_alike_is_one_row():
-    assert [str(r) for r in cover(GPT, [row("data")] * len(GPT))] == ["*: data"]
+    assert [str(r) for r in compress_patterns(GPT, [row("data")] * len(GPT))] == ["*: data"]
 
 
 def test_blocks_that_do_the_same_are_a_range():
     stages = [0, *[n // 4 for n in range(8) for _ in range(5)], 1]
     rows = [row("data", stage) for stage in stages]
-    written = [str(r) for r in cover(GPT, rows)]
+    written = [str(r) for r in compress_patterns(GPT, rows)]
     assert written == ["tok_emb: data@0", "blocks.[0-3]: data@0", "blocks.[4-7]: data@1", "lm_head: data@1"]
 
 
 def test_exceptions_stand_behind_what_is_usual():
     rows = [row("model" if "ln_1" not in name else "data") for name in GPT]
-    written = [str(r) for r in cover(GPT, rows)]
+    written = [str(r) for r in compress_patterns(GPT, rows)]
     assert written == ["tok_emb: model", "blocks.[0-7]: model", "blocks.[0-7].ln_1: data", "lm_head: model"]
     assert_says(GPT, rows)
 
 
 def test_a_flat_model_is_written_layer_by_layer():
-    assert [str(r) for r in cover(["fc1", "fc2"], [row("data"), row("model")])] == ["fc1: data", "fc2: model"]
+    assert [str(r) for r in compress_patterns(["fc1", "fc2"], [row("data"), row("model")])] == [
+        "fc1: data",
+        "fc2: model",
+    ]
 
 
 def test_a_layer_that_has_layers_below_it():
@@ -70,4 +73,4 @@ def test_whatever_the_layers_do(seed: int):
 
 def test_layers_of_the_digits_keep_their_names():
     layers = [Layer(f"fc{n}", "Linear") for n in range(3)]
-    assert len(cover([layer.name for layer in layers], [row("data"), row("data"), row("model")])) == 3
+    assert len(compress_patterns([layer.name for layer in layers], [row("data"), row("data"), row("model")])) == 3

@@ -15,18 +15,18 @@ import numpy as np
 
 from workbench.core.strategy import ResolvedLayer, ResolvedStrategy
 from workbench.cost.memory import live_micro_batches
+from workbench.planning.candidates import Candidate
 from workbench.planning.chains import Chain
-from workbench.planning.cuts import Unit
-from workbench.planning.ledger import Ledger
-from workbench.planning.prices import Prices, bytes_of_weights, seconds_of_weights
+from workbench.planning.incumbents import Incumbents
+from workbench.planning.layer_prices import LayerPrices, bytes_of_weights, seconds_of_weights
 from workbench.planning.problem import Choice, Problem
-from workbench.planning.settings import Candidate
+from workbench.planning.stage_balance import Unit
 
 ONLY = float("inf")
 """The price of bytes where nothing else costs anything."""
 
 
-class Way(NamedTuple):
+class Mode(NamedTuple):
     """What choices are made by, besides seconds: the price of a memory full of bytes, in steps, and updates of weights.
 
     Updates are left out (None), or take as long as if sums of gradients were "hidden" behind backward, or not ("full").
@@ -47,14 +47,14 @@ class Rates(NamedTuple):
     kept: float = 0.0
 
 
-FAST, LEAN, LEAN_WHOLE = Way(), Way(ONLY), Way(ONLY, is_whole=True)
+FAST, LEAST_MEMORY, LEAST_MEMORY_WHOLE = Mode(), Mode(ONLY), Mode(ONLY, is_whole=True)
 
 
 class Chooser:
     """The best choices of all layers, and units that stages are made of."""
 
-    def __init__(self, problem: Problem, ledger: Ledger) -> None:
-        self.problem, self.ledger = problem, ledger
+    def __init__(self, problem: Problem, incumbents: Incumbents) -> None:
+        self.problem, self.incumbents = problem, incumbents
         self.ranges = _ranges(problem)
         self._found: dict[tuple[object, ...], tuple[Choice, ...] | None] = {}
         self._seconds: dict[tuple[object, ...], float | None] = {}
@@ -65,11 +65,11 @@ class Chooser:
         self._chains: dict[int, Chain] = {}
         self._alive: dict[tuple[object, ...], list[float]] = {}
 
-    def choices(self, candidate: Candidate, way: Way) -> tuple[Choice, ...] | None:
+    def choices(self, candidate: Candidate, mode: Mode) -> tuple[Choice, ...] | None:
         """The best ones, where bytes and updates cost what the way says; None where shared weights leave none."""
-        return self._best(self.ledger.prices(candidate), candidate.options.recompute, self._rates(candidate, way))
+        return self._best(self.incumbents.prices(candidate), candidate.options.recompute, self._rates(candidate, mode))
 
-    def seconds(self, prices: Prices, recompute: bool) -> float | None:
+    def seconds(self, prices: LayerPrices, recompute: bool) -> float | None:
         """Of a micro-batch through all layers with the fastest choices."""
         key = (id(prices), recompute)
         if key not in self._seconds:
@@ -78,7 +78,9 @@ class Chooser:
             self._seconds[key] = sum(unit.seconds for unit in units) if choices else None
         return self._seconds[key]
 
-    def units(self, prices: Prices, recompute: bool, choices: tuple[Choice, ...], by_row: bool = False) -> list[Unit]:
+    def units(
+        self, prices: LayerPrices, recompute: bool, choices: tuple[Choice, ...], by_row: bool = False
+    ) -> list[Unit]:
         """What may become stages, with weights in place of bytes that are held."""
         key = (id(prices), recompute, choices, by_row)
         if key not in self._lists_of_units:
@@ -95,7 +97,7 @@ class Chooser:
             self._alive[key] = live_micro_batches(ResolvedStrategy(layers, candidate.degrees, options))
         return self._alive[key]
 
-    def _best(self, prices: Prices, recompute: bool, rates: Rates) -> tuple[Choice, ...] | None:
+    def _best(self, prices: LayerPrices, recompute: bool, rates: Rates) -> tuple[Choice, ...] | None:
         key = (id(prices), recompute, rates)
         if key not in self._found:
 
@@ -107,26 +109,26 @@ class Chooser:
             self._found[key] = self._chain_of(prices.model).best(costs)
         return self._found[key]
 
-    def _rates(self, candidate: Candidate, way: Way) -> Rates:
+    def _rates(self, candidate: Candidate, mode: Mode) -> Rates:
         """Of a way; bytes cost as many seconds as the fastest choices take, or alone."""
-        prices, m = self.ledger.prices(candidate), candidate.options.num_micro_batches
+        prices, m = self.incumbents.prices(candidate), candidate.options.num_micro_batches
         weight = shared = kept = 0.0
-        if way.updates is not None:
-            each = seconds_of_weights(prices, candidate, is_hidden=way.updates == "hidden")
+        if mode.updates is not None:
+            each = seconds_of_weights(prices, candidate, is_hidden=mode.updates == "hidden")
             weight, shared = each[0] / m, each[1] / m
-        if way.byte_price:
-            options = replace(candidate.options, zero=0) if way.is_whole else candidate.options
+        if mode.byte_price:
+            options = replace(candidate.options, zero=0) if mode.is_whole else candidate.options
             found = bytes_of_weights(prices, replace(candidate, options=options))
             held = [float(ceil(size)) for size in found]  # alike ones share a chain
             rate = 1.0
-            if way.byte_price != ONLY:
+            if mode.byte_price != ONLY:
                 seconds = self.seconds(prices, candidate.options.recompute) or 0.0
-                rate = way.byte_price * seconds / self.problem.memory_bytes
+                rate = mode.byte_price * seconds / self.problem.memory_bytes
             weight, shared = weight + rate * held[0], shared + rate * held[1]
             kept = rate * 2.0 ** ceil(log2(max(self.live(candidate))))
-        return Rates(0.0 if way.byte_price == ONLY else 1.0, weight, shared, kept)
+        return Rates(0.0 if mode.byte_price == ONLY else 1.0, weight, shared, kept)
 
-    def _parts_of(self, prices: Prices, recompute: bool, index: int) -> np.ndarray:
+    def _parts_of(self, prices: LayerPrices, recompute: bool, index: int) -> np.ndarray:
         """What a row's costs are made of: seconds, kept bytes, weights and shared ones, each by the choice of the row
         before, its own, and that of the next one. Ways differ only in what each of these costs, equal rows in nothing.
         """
@@ -152,7 +154,7 @@ class Chooser:
     def _kinds_of_rows(self, model: int) -> list[int]:
         """Numbers that are equal for rows of one class, between neighbours that may do the same."""
         if model not in self._kinds:
-            classes, options = self.ledger.classes, [tuple(choices) for choices in self._chain_of(model).options]
+            classes, options = self.incumbents.classes, [tuple(choices) for choices in self._chain_of(model).options]
             known: dict[object, int] = {}
             self._kinds[model] = [
                 known.setdefault(
@@ -169,7 +171,7 @@ class Chooser:
             self._chains[model] = Chain(self.problem, options)
         return self._chains[model]
 
-    def _unit(self, prices: Prices, choices: Sequence[Choice], rows: range, recompute: bool) -> Unit:
+    def _unit(self, prices: LayerPrices, choices: Sequence[Choice], rows: range, recompute: bool) -> Unit:
         """Equal rows that do the same between equal neighbours make equal units."""
         kinds = self._kinds_of_rows(prices.model)
         pins = {pin.stage for index in rows if (pin := self.problem.pins[index]) is not None} - {None}
@@ -181,7 +183,7 @@ class Chooser:
         return self._units[key]
 
     def _added_up(
-        self, prices: Prices, choices: Sequence[Choice], rows: range, recompute: bool, stage: int | None
+        self, prices: LayerPrices, choices: Sequence[Choice], rows: range, recompute: bool, stage: int | None
     ) -> Unit:
         seconds = kept = weights = shared = again = 0.0
         last = len(choices) - 1
@@ -210,4 +212,4 @@ def _ranges(problem: Problem) -> list[range]:
     return ranges
 
 
-__all__ = ["FAST", "LEAN", "LEAN_WHOLE", "ONLY", "Chooser", "Way"]
+__all__ = ["FAST", "LEAST_MEMORY", "LEAST_MEMORY_WHOLE", "ONLY", "Chooser", "Mode"]

@@ -8,7 +8,7 @@ KINDS = ("stop", "pause", "go on", "strategy")
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class RunCommand:
     """``kind`` is one of ``KINDS``; ``text`` is the new strategy of a ``"strategy"``.
 
     Raises:
@@ -20,4 +20,4 @@ class Order:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise ValueError(f"Order({self.kind!r}): no such order. Orders are {', '.join(KINDS)}.")
+            raise ValueError(f"RunCommand({self.kind!r}): no such order. Orders are {', '.join(KINDS)}.")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from workbench.core.covering import cover
-from workbench.core.pairing import splits_of
+from workbench.core.compress_patterns import compress_patterns
 from workbench.core.rows import Row
 from workbench.core.strategy import ResolvedStrategy, Strategy
+from workbench.core.weight_splits import splits_of
 from workbench.planning.problem import Problem
 
 
-def write(problem: Problem, resolved: ResolvedStrategy) -> Strategy:
+def write_strategy(problem: Problem, resolved: ResolvedStrategy) -> Strategy:
     """The strategy whose rows mean this for the problem's layers; splits are written where they do not follow."""
     layers = problem.costs.layers
     has_stages = resolved.num_stages > 1
@@ -23,7 +23,7 @@ def write(problem: Problem, resolved: ResolvedStrategy) -> Strategy:
         for index in wrong:
             layer, row = resolved.layers[index], rows[index]
             rows[index] = Row(row.pattern, row.parallel, layer.split, row.stage)
-    return Strategy.from_rows(cover([layer.name for layer in layers], rows), resolved.options)
+    return Strategy.from_rows(compress_patterns([layer.name for layer in layers], rows), resolved.options)
 
 
-__all__ = ["write"]
+__all__ = ["write_strategy"]

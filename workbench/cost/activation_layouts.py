@@ -12,7 +12,7 @@ from workbench.core.strategy import ResolvedLayer
 TABLE = "Embedding"
 
 
-def input_entry(choice: ResolvedLayer, num_dims: int, sequence: bool) -> str:
+def input_sbp(choice: ResolvedLayer, num_dims: int, sequence: bool) -> str:
     """How the input of a layer has to lie."""
     if choice.parallel == "data":
         return "S0"
@@ -21,23 +21,23 @@ def input_entry(choice: ResolvedLayer, num_dims: int, sequence: bool) -> str:
     return "S-1" if choice.split == "row" and choice.kind != TABLE else "B"
 
 
-def raw_entry(choice: ResolvedLayer, num_dims: int, sequence: bool) -> str:
+def output_sbp(choice: ResolvedLayer, num_dims: int, sequence: bool) -> str:
     """How the layer's function leaves its output, before its door boxes it."""
     if choice.split == "column":
         return "S-1"
-    return "P" if choice.split == "row" else input_entry(choice, num_dims, sequence)
+    return "P" if choice.split == "row" else input_sbp(choice, num_dims, sequence)
 
 
-def left_entry(choice: ResolvedLayer, following: ResolvedLayer | None, num_dims: int, sequence: bool) -> str:
+def boxed_output_sbp(choice: ResolvedLayer, following: ResolvedLayer | None, num_dims: int, sequence: bool) -> str:
     """How it lies behind the door. ``following`` is the next layer, None if that is on another stage or not there."""
-    raw = raw_entry(choice, num_dims, sequence)
+    raw = output_sbp(choice, num_dims, sequence)
     if raw != "P" and not (choice.split and choice.kind == TABLE):
         return raw
     if sequence and num_dims > 2:
         return "S1"
     if following is None:
         return "S0"
-    return "B" if following.split == "row" else input_entry(following, num_dims, sequence)
+    return "B" if following.split == "row" else input_sbp(following, num_dims, sequence)
 
 
-__all__ = ["TABLE", "input_entry", "left_entry", "raw_entry"]
+__all__ = ["TABLE", "boxed_output_sbp", "input_sbp", "output_sbp"]

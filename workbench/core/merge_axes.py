@@ -9,11 +9,11 @@ from workbench.core.placement import Placement
 from workbench.core.sbp import Sbp, Split, broadcast
 
 
-def merged(source: Layout, destination: Layout, shape: Shape) -> tuple[Layout, Layout]:
+def merge_axes(source: Layout, destination: Layout, shape: Shape) -> tuple[Layout, Layout]:
     """The same two layouts with as few axes as possible: of one placement together, of two each by itself.
 
     >>> p = Placement.of("cpu", [[0, 1], [2, 3]])
-    >>> [str(layout) for layout in merged(Layout.of(p, "S(0), S(0)"), Layout.of(p, "B, B"), (8, 8))]
+    >>> [str(layout) for layout in merge_axes(Layout.of(p, "S(0), S(0)"), Layout.of(p, "B, B"), (8, 8))]
     ['S(0) on cpu:[0, 1, 2, 3]', 'B on cpu:[0, 1, 2, 3]']
     """
     if source.placement == destination.placement:

@@ -14,101 +14,107 @@ from heapq import heapify, heappop, heappush
 from math import inf
 
 from workbench.planning.bounds import Bounds
-from workbench.planning.choosing import FAST, LEAN, LEAN_WHOLE, Chooser, Way
-from workbench.planning.cuts import Unit, balanced_stages
-from workbench.planning.leaner import make_leaner
-from workbench.planning.ledger import Ledger
-from workbench.planning.prices import bytes_of_weights
+from workbench.planning.candidates import Candidate, Group, candidates_of, groups
+from workbench.planning.chooser import FAST, LEAST_MEMORY, LEAST_MEMORY_WHOLE, Chooser, Mode
+from workbench.planning.incumbents import Incumbents
+from workbench.planning.layer_prices import bytes_of_weights
 from workbench.planning.problem import Choice, Problem
-from workbench.planning.settings import Candidate, Group, groups, members
+from workbench.planning.reduce_memory import reduce_memory
+from workbench.planning.stage_balance import Unit, balanced_stages
 
-WAYS = (FAST, LEAN, Way(0.0, "hidden"), Way(0.0, "full"), *(Way(p, "full") for p in (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)))
-FEW_WAYS = (FAST, LEAN, Way(1.0))
+MODES = (
+    FAST,
+    LEAST_MEMORY,
+    Mode(0.0, "hidden"),
+    Mode(0.0, "full"),
+    *(Mode(p, "full") for p in (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)),
+)
+FEW_MODES = (FAST, LEAST_MEMORY, Mode(1.0))
 """In the order in which they are tried: what does not fit at its leanest does not fit at all."""
 MANY_GROUPS = 500
 """Where there are more groups of candidates, fewer prices are tried, and model axes only of the widths of hosts."""
-MOST_OF_MEMORY = 200
+MAX_FOR_MEMORY = 200
 """Candidates that are priced for the objective "memory", the leanest first."""
-MOST_IF_QUICK = 12
+MAX_IF_QUICK = 12
 """Where it is asked only whether anything fits, or nothing was found that does."""
 
 
-def search_long(problem: Problem, ledger: Ledger, is_quick: bool = False) -> None:
-    """Put the best strategies into the ledger; quickly, a few lean ones, and none behind the first that fits."""
-    _LongSearch(problem, ledger, is_quick).run()
+def search_best_first(problem: Problem, incumbents: Incumbents, is_quick: bool = False) -> None:
+    """Put the best strategies into the incumbents; quickly, a few lean ones, and none behind the first that fits."""
+    _BestFirstSearch(problem, incumbents, is_quick).run()
 
 
-class _LongSearch:
+class _BestFirstSearch:
     """Of one problem."""
 
-    def __init__(self, problem: Problem, ledger: Ledger, is_quick: bool = False) -> None:
-        self.problem, self.ledger, self._is_quick = problem, ledger, is_quick
-        self._chooser = Chooser(problem, ledger)
+    def __init__(self, problem: Problem, incumbents: Incumbents, is_quick: bool = False) -> None:
+        self.problem, self.incumbents, self._is_quick = problem, incumbents, is_quick
+        self._chooser = Chooser(problem, incumbents)
         self._bounds = Bounds(self._chooser)
         self._groups = list(groups(problem))
-        self._ways: Sequence[Way] = WAYS
+        self._modes: Sequence[Mode] = MODES
         if len(self._groups) > MANY_GROUPS:
             self._groups = list(groups(problem, max(problem.hardware.links[0].span, 2)))
-            self._ways = FEW_WAYS
-        self._only_lean = is_quick or self._ways is FEW_WAYS
+            self._modes = FEW_MODES
+        self._only_least_memory = is_quick or self._modes is FEW_MODES
 
     def run(self) -> None:
-        """Fill the ledger."""
+        """Fill the incumbents."""
         if self.problem.objective == "memory":
-            self._run_lean(MOST_IF_QUICK if self._is_quick else MOST_OF_MEMORY)
+            self._run_least_memory(MAX_IF_QUICK if self._is_quick else MAX_FOR_MEMORY)
         else:
             self._run_bounded()
-        if self.ledger.best is None and not self._is_quick and not self.problem.is_hopeless:
-            self._run_lean(MOST_IF_QUICK)
-            make_leaner(self.problem, self.ledger, self._chooser.ranges)
+        if self.incumbents.best is None and not self._is_quick and not self.problem.is_infeasible:
+            self._run_least_memory(MAX_IF_QUICK)
+            reduce_memory(self.problem, self.incumbents, self._chooser.ranges)
 
     def _run_bounded(self) -> None:
         """The candidates in the order of their bounds, until none is better than what was found."""
         every = (candidate for group in self._groups for candidate in self._members(group))
-        waiting = [(self._value(one, self._bounds.far(one)), place, False, one) for place, one in enumerate(every)]
+        waiting = [(self._value(one, self._bounds.quick(one)), place, False, one) for place, one in enumerate(every)]
         heapify(waiting)
         while waiting:
             value, place, is_close, candidate = heappop(waiting)
-            if value == inf or value >= self.ledger.best_value * (1 + 1e-12):
+            if value == inf or value >= self.incumbents.best_value * (1 + 1e-12):
                 return
             if is_close:
                 self._place(candidate)
             else:
-                heappush(waiting, (self._value(candidate, self._bounds.close(candidate)), place, True, candidate))
+                heappush(waiting, (self._value(candidate, self._bounds.tight(candidate)), place, True, candidate))
 
     def _value(self, candidate: Candidate, step_s: float) -> float:
-        return self.ledger.num_counted(candidate.degrees) * step_s
+        return self.incumbents.num_counted(candidate.degrees) * step_s
 
-    def _run_lean(self, most: int) -> None:
+    def _run_least_memory(self, most: int) -> None:
         """By the bytes of an average stage."""
         ranked: list[tuple[float, int, Candidate]] = []
-        for group in self._lean_groups():
+        for group in self._least_memory_groups():
             for candidate in self._members(group):
-                if not self._only_lean or self._is_lean(candidate):
+                if not self._only_least_memory or self._is_least_memory(candidate):
                     ranked.append((self._average_bytes(candidate), len(ranked), candidate))
         for _, _, candidate in sorted(ranked)[:most]:
-            self._place(candidate, is_lean=True)
-            if self._is_quick and self.ledger.best is not None:
+            self._place(candidate, for_least_memory=True)
+            if self._is_quick and self.incumbents.best is not None:
                 return
 
-    def _lean_groups(self) -> list[Group]:
+    def _least_memory_groups(self) -> list[Group]:
         """Those with the smallest micro-batches, where not all are looked at: less is alive at once."""
-        if not self._only_lean:
+        if not self._only_least_memory:
             return self._groups
         return list({group.degrees: group for group in self._groups}.values())
 
-    def _is_lean(self, candidate: Candidate) -> bool:
+    def _is_least_memory(self, candidate: Candidate) -> bool:
         """Other schedules hold more, and so does less ZeRO."""
-        schedules, zeros = self.problem.wishes.schedule, self.problem.wishes.zero
+        schedules, zeros = self.problem.constraints.schedule, self.problem.constraints.zero
         is_late = candidate.options.zero >= 2 or candidate.degrees[1] == 1
         return (schedules is not None or candidate.options.schedule in (None, "1f1b")) and (
             zeros is not None or is_late
         )
 
     def _members(self, group: Group) -> Iterator[Candidate]:
-        """GPipe takes as long as 1F1B and holds more: only where it is wished for. Stages are made of whole blocks."""
-        takes_gpipe = self.problem.wishes.schedule is not None
-        for candidate in members(self.problem, group):
+        """GPipe takes as long as 1F1B and holds more: only where it is given for. Stages are made of whole blocks."""
+        takes_gpipe = self.problem.constraints.schedule is not None
+        for candidate in candidates_of(self.problem, group):
             is_left_out = candidate.options.schedule == "gpipe" and not takes_gpipe
             if not is_left_out and (
                 candidate.num_stages == group.degrees[0] or candidate.num_stages <= len(self._chooser.ranges)
@@ -116,51 +122,51 @@ class _LongSearch:
                 yield candidate
 
     def _average_bytes(self, candidate: Candidate) -> float:
-        choices = self._chooser.choices(candidate, LEAN)
+        choices = self._chooser.choices(candidate, LEAST_MEMORY)
         if choices is None:
             return inf
-        prices = self.ledger.prices(candidate)
+        prices = self.incumbents.prices(candidate)
         own, shared = bytes_of_weights(prices, candidate)
         units = self._chooser.units(prices, candidate.options.recompute, choices)
         live = self._chooser.live(candidate)
         held = sum(own * unit.weights + shared * unit.shared for unit in units) / candidate.degrees[0]
         return held + max(live) * sum(unit.kept_bytes for unit in units) / candidate.num_stages
 
-    def _place(self, candidate: Candidate, is_lean: bool = False) -> None:
+    def _place(self, candidate: Candidate, for_least_memory: bool = False) -> None:
         """Cut into stages and price, for every way of choosing; of a large problem until one fits."""
         tried: dict[tuple[Choice, ...], bool] = {}
-        lean = (LEAN_WHOLE, LEAN) if candidate.options.zero == 3 else (LEAN,)
-        for way in lean if is_lean else self._ways:
-            choices = self._chooser.choices(candidate, way)
+        lean = (LEAST_MEMORY_WHOLE, LEAST_MEMORY) if candidate.options.zero == 3 else (LEAST_MEMORY,)
+        for mode in lean if for_least_memory else self._modes:
+            choices = self._chooser.choices(candidate, mode)
             if choices is None:
                 continue
             if choices not in tried:
-                tried[choices] = self._try(candidate, choices, is_lean)
-            is_enough = tried[choices] and self._ways is FEW_WAYS
-            if is_enough or (way == LEAN and not tried[choices]):
+                tried[choices] = self._try(candidate, choices, for_least_memory)
+            is_enough = tried[choices] and self._modes is FEW_MODES
+            if is_enough or (mode == LEAST_MEMORY and not tried[choices]):
                 return
 
-    def _try(self, candidate: Candidate, choices: tuple[Choice, ...], is_lean: bool) -> bool:
+    def _try(self, candidate: Candidate, choices: tuple[Choice, ...], for_least_memory: bool) -> bool:
         """Price the ways to cut that may be better than the best strategy; whether any way fits."""
-        prices = self.ledger.prices(candidate)
+        prices = self.incumbents.prices(candidate)
         by_row = len(self._chooser.ranges) < candidate.num_stages
         units = self._chooser.units(prices, candidate.options.recompute, choices, by_row)
-        limit = inf if is_lean else self.problem.memory_bytes
-        fits, is_thorough = False, self._ways is not FEW_WAYS or self.ledger.best is None
+        limit = inf if for_least_memory else self.problem.memory_bytes
+        fits, is_thorough = False, self._modes is not FEW_MODES or self.incumbents.best is None
         # gradients beside all activations, which is more than there is at once; or left out
         for is_least in (False, True) if is_thorough else (False,):
             held = bytes_of_weights(prices, candidate, is_least)
             for stages in balanced_stages(units, self._chooser.live(candidate), held, limit, candidate.degrees[0]):
-                if self._is_hopeless(candidate, units, stages):
+                if self._is_slower(candidate, units, stages):
                     fits = True
                 else:
-                    found = self.ledger.add(candidate, choices, stages)
+                    found = self.incumbents.add(candidate, choices, stages)
                     fits = fits or found.estimate.peak_bytes <= self.problem.memory_bytes
             if fits:
                 break
         return fits
 
-    def _is_hopeless(self, candidate: Candidate, units: Sequence[Unit], stages: Sequence[int]) -> bool:
+    def _is_slower(self, candidate: Candidate, units: Sequence[Unit], stages: Sequence[int]) -> bool:
         """Whether the slowest stage alone takes longer than the best strategy."""
         seconds, row = [0.0] * candidate.num_stages, 0
         for unit in units:
@@ -171,7 +177,7 @@ class _LongSearch:
         waits = 0.0 if candidate.options.schedule == "zero_bubble" else 1.0
         slowest = max(waits * sum(seconds[:rank]) + m * sum(seconds[rank::ranks]) for rank in range(ranks))
         bound = slowest / self.problem.hardware.alone_speedup + self._bounds.update_s(candidate)
-        return self.ledger.cannot_improve(candidate.degrees, bound)
+        return self.incumbents.cannot_improve(candidate.degrees, bound)
 
 
-__all__ = ["search_long"]
+__all__ = ["search_best_first"]

@@ -9,7 +9,7 @@ from itertools import product
 from workbench.core.options import Options
 from workbench.planning.problem import Problem
 
-MOST_LAPS = 8
+MAX_VIRTUAL_STAGES = 8
 """Stages on a rank under the interleaved schedule, at most."""
 
 
@@ -38,46 +38,46 @@ class Group:
 def candidates(problem: Problem) -> Iterator[Candidate]:
     """Every candidate."""
     for group in groups(problem):
-        yield from members(problem, group)
+        yield from candidates_of(problem, group)
 
 
 def groups(problem: Problem, span: int | None = None) -> Iterator[Group]:
     """Every pair of degrees and micro-batches.
 
-    With a ``span`` and no wish, model degrees are those that divide it, or are up to twice as large.
+    With a ``span`` and no constraint, model degrees are those that divide it, or are up to twice as large.
     """
     ranks = divisors(problem.num_ranks) if problem.objective == "cost" else [problem.num_ranks]
     for num_ranks in ranks:
         for degrees in _degrees(problem, num_ranks, span):
             for num_micro_batches in divisors(problem.batch_size // degrees[1]):
-                if problem.wishes.allows("micro_batches", num_micro_batches):
+                if problem.constraints.allows("micro_batches", num_micro_batches):
                     yield Group(degrees, num_micro_batches)
 
 
 def _degrees(problem: Problem, num_ranks: int, span: int | None) -> Iterator[tuple[int, int, int]]:
-    wishes = problem.wishes
+    constraints = problem.constraints
     for pipeline in divisors(num_ranks):
-        if pipeline > len(problem.rows) or not wishes.allows("pipeline", pipeline):
+        if pipeline > len(problem.rows) or not constraints.allows("pipeline", pipeline):
             continue
         for model in divisors(num_ranks // pipeline):
-            if span is not None and wishes.model is None and (2 * span) % model:
+            if span is not None and constraints.model is None and (2 * span) % model:
                 continue
             if not problem.fits_heads(model):
                 continue
             data = num_ranks // pipeline // model
             fits = problem.batch_size % data == 0
-            if fits and wishes.allows("data", data) and wishes.allows("model", model):
+            if fits and constraints.allows("data", data) and constraints.allows("model", model):
                 yield pipeline, data, model
 
 
-def members(problem: Problem, group: Group) -> Iterator[Candidate]:
+def candidates_of(problem: Problem, group: Group) -> Iterator[Candidate]:
     """Every candidate of a group."""
-    wishes, (pipeline, data, model) = problem.wishes, group.degrees
-    zeros = [zero for zero in (range(4) if data * model > 1 else (0,)) if wishes.allows("zero", zero)]
-    recomputes = [value for value in (False, True) if wishes.allows("recompute", value)]
-    sequences = [value for value in ((False, True) if model > 1 else (False,)) if wishes.allows("sequence", value)]
+    constraints, (pipeline, data, model) = problem.constraints, group.degrees
+    zeros = [zero for zero in (range(4) if data * model > 1 else (0,)) if constraints.allows("zero", zero)]
+    recomputes = [value for value in (False, True) if constraints.allows("recompute", value)]
+    sequences = [value for value in ((False, True) if model > 1 else (False,)) if constraints.allows("sequence", value)]
     for schedule, num_stages in _schedules(pipeline, len(problem.rows)):
-        if schedule is not None and not wishes.allows("schedule", schedule):
+        if schedule is not None and not constraints.allows("schedule", schedule):
             continue
         for zero, recompute, sequence in product(zeros, recomputes, sequences):
             m = group.num_micro_batches
@@ -93,8 +93,8 @@ def _schedules(pipeline: int, num_layers: int) -> Iterator[tuple[str | None, int
         return
     for schedule in ("1f1b", "gpipe", "zero_bubble"):
         yield schedule, pipeline
-    for laps in range(2, min(MOST_LAPS, num_layers // pipeline) + 1):
-        yield "interleaved", laps * pipeline
+    for virtual_stages in range(2, min(MAX_VIRTUAL_STAGES, num_layers // pipeline) + 1):
+        yield "interleaved", virtual_stages * pipeline
 
 
 def _can_run(options: Options) -> bool:
@@ -112,4 +112,4 @@ def divisors(number: int) -> list[int]:
     return small + [number // n for n in reversed(small) if n * n != number]
 
 
-__all__ = ["Candidate", "Group", "candidates", "divisors", "groups", "members"]
+__all__ = ["Candidate", "Group", "candidates", "candidates_of", "divisors", "groups"]

@@ -8,15 +8,15 @@ from math import inf, prod
 
 from workbench.core.strategy import ResolvedStrategy
 from workbench.cost.estimate import Estimate, combine
-from workbench.planning.prices import Prices, RowClasses, with_options
+from workbench.planning.candidates import Candidate
+from workbench.planning.layer_prices import LayerPrices, RowClasses, with_options
 from workbench.planning.problem import Choice, Problem
-from workbench.planning.settings import Candidate
 
 Value = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Found:
+class PricedStrategy:
     """A strategy that was priced."""
 
     strategy: ResolvedStrategy
@@ -25,7 +25,7 @@ class Found:
 
 
 @dataclass
-class Ledger:
+class Incumbents:
     """Keeps the best strategy, and the best for each triple of degrees.
 
     Attributes:
@@ -37,26 +37,26 @@ class Ledger:
     """
 
     problem: Problem
-    best: Found | None = None
-    leanest: Found | None = None
-    by_degrees: dict[tuple[int, int, int], Found] = field(default_factory=dict)
+    best: PricedStrategy | None = None
+    least_memory: PricedStrategy | None = None
+    by_degrees: dict[tuple[int, int, int], PricedStrategy] = field(default_factory=dict)
     num_priced: int = 0
 
     def __post_init__(self) -> None:
         self.classes = RowClasses(self.problem)
-        self._prices: dict[tuple[object, ...], Prices] = {}
+        self._prices: dict[tuple[object, ...], LayerPrices] = {}
 
-    def prices(self, candidate: Candidate) -> Prices:
+    def prices(self, candidate: Candidate) -> LayerPrices:
         """Of layers, shared by all candidates for which they are the same."""
         options, (_, data, model) = candidate.options, candidate.degrees
         samples = self.problem.batch_size / data / options.num_micro_batches
         return self.prices_of(model, samples, options.num_micro_batches > 1, options.sequence)
 
-    def prices_of(self, model: int, samples: float, several: bool, sequence: bool) -> Prices:
-        """Of layers on a model axis of so many ranks; arguments are those of ``Prices``."""
+    def prices_of(self, model: int, samples: float, several: bool, sequence: bool) -> LayerPrices:
+        """Of layers on a model axis of so many ranks; arguments are those of ``LayerPrices``."""
         key = (model, samples, several, sequence)
         if key not in self._prices:
-            self._prices[key] = Prices(self.problem, self.classes, *key)
+            self._prices[key] = LayerPrices(self.problem, self.classes, *key)
         return self._prices[key]
 
     def cannot_improve(self, degrees: tuple[int, int, int], least_step_s: float) -> bool:
@@ -69,17 +69,17 @@ class Ledger:
         """Ranks, where they cost something."""
         return prod(degrees) if self.problem.objective == "cost" else 1
 
-    def add(self, candidate: Candidate, choices: Sequence[Choice], stages: Sequence[int]) -> Found:
+    def add(self, candidate: Candidate, choices: Sequence[Choice], stages: Sequence[int]) -> PricedStrategy:
         """Price a strategy and keep it if it is better than what was known."""
         strategy = self.problem.resolve(choices, stages, candidate.options)
         prices = self.prices(candidate)
         settings = [with_options(prices.setting, candidate)] * candidate.num_stages
         priced = prices.of_strategy(candidate, strategy)
         estimate = combine(self.problem.counted, strategy, priced, settings, self.problem.batch_size)
-        found = Found(strategy, estimate, self.problem.value(strategy, estimate))
+        found = PricedStrategy(strategy, estimate, self.problem.value(strategy, estimate))
         self.num_priced += 1
-        if self.leanest is None or estimate.peak_bytes < self.leanest.estimate.peak_bytes:
-            self.leanest = found
+        if self.least_memory is None or estimate.peak_bytes < self.least_memory.estimate.peak_bytes:
+            self.least_memory = found
         if estimate.peak_bytes <= self.problem.memory_bytes:
             degrees = candidate.degrees
             if degrees not in self.by_degrees or found.value < self.by_degrees[degrees].value:
@@ -94,4 +94,4 @@ class Ledger:
         return inf if self.best is None else self.best.value[0]
 
 
-__all__ = ["Found", "Ledger"]
+__all__ = ["Incumbents", "PricedStrategy"]

@@ -23,7 +23,7 @@ _MAX_PAIRS = 1024
 _NUM_SAMPLED = 64
 
 
-class Sums(NamedTuple):
+class LayoutSummary(NamedTuple):
     """Of a layout: elements of its largest shard, and how many terms, copies and ranks there are."""
 
     layout: Layout
@@ -33,8 +33,8 @@ class Sums(NamedTuple):
     num_ranks: int
 
 
-class Prices:
-    """Prices of boxings of a tensor of ``shape`` over a link.
+class BoxingPrices:
+    """BoxingPrices of boxings of a tensor of ``shape`` over a link.
 
     Attributes:
         num_priced: how many pairs of layouts were priced; a measure of work that no machine's load changes.
@@ -58,7 +58,7 @@ class Prices:
         elements = self._counted(a, b) if counts else _by_sizes(a, b)
         return self.cost.time_s(elements * self.itemsize)
 
-    def at_least_s(self, a: Sums, b: Sums) -> float:
+    def at_least_s(self, a: LayoutSummary, b: LayoutSummary) -> float:
         """A time that ``time_s`` is not below, from sizes alone.
 
         The busiest rank moves at least the mean, and at least what the largest new shard lacks.
@@ -82,7 +82,7 @@ class Prices:
             found = self._common[key] = sum(rank in a for rank in b)
         return found
 
-    def sums(self, layout: Layout) -> Sums:
+    def summary(self, layout: Layout) -> LayoutSummary:
         """What bounds are made of."""
         counts = {Partial: 1, Broadcast: 1, Split: 1}
         largest = list(self.shape)
@@ -90,7 +90,7 @@ class Prices:
             counts[type(entry)] *= size
             if isinstance(entry, Split):
                 largest[entry.dim] = -(-largest[entry.dim] // size)
-        return Sums(layout, math.prod(largest), counts[Partial], counts[Broadcast], layout.placement.num_ranks)
+        return LayoutSummary(layout, math.prod(largest), counts[Partial], counts[Broadcast], layout.placement.num_ranks)
 
     def _shards_of(self, layout: Layout) -> _Shards:
         shards = self._shards.get(layout)

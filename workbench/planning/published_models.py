@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from workbench.core.guessing import guesses
+from workbench.core.suggest import suggest
 from workbench.cost.transformer import Transformer
 from workbench.errors import StrategyError
 
-SIZES = {
+TRANSFORMERS = {
     "gpt2": Transformer(768, 12, 12, 50304, 1024),
     "gpt3-6.7b": Transformer(4096, 32, 32, 51200, 2048),
     "gpt3-13b": Transformer(5120, 40, 40, 51200, 2048),
@@ -21,17 +21,17 @@ SIZES = {
 2307.09288 (Llama 2), 2407.21783 (Llama 3), and the configuration of GPT-2."""
 
 
-def size(name: str) -> Transformer:
+def transformer_by_name(name: str) -> Transformer:
     """A transformer by its name.
 
     Raises:
         StrategyError: no such name.
     """
-    if name not in SIZES:
-        near = guesses(name, SIZES)
+    if name not in TRANSFORMERS:
+        near = suggest(name, TRANSFORMERS)
         hint = f" Do you mean {' or '.join(map(repr, near))}?" if near else ""
-        raise StrategyError(f"{name!r} is none of the known transformers: {', '.join(SIZES)}.{hint}")
-    return SIZES[name]
+        raise StrategyError(f"{name!r} is none of the known transformers: {', '.join(TRANSFORMERS)}.{hint}")
+    return TRANSFORMERS[name]
 
 
-__all__ = ["SIZES", "size"]
+__all__ = ["TRANSFORMERS", "transformer_by_name"]

@@ -1,4 +1,4 @@
-"""Prices of layers for one width of the model axis and one micro-batch, as the search adds them up.
+"""LayerPrices of layers for one width of the model axis and one micro-batch, as the search adds them up.
 
 They are those of the cost model (``workbench.cost``); what does not depend on the strategy's other options is
 computed once for all of them.
@@ -12,15 +12,15 @@ from functools import cached_property
 from math import inf
 
 from workbench.core.options import Options
-from workbench.core.pairing import COLUMN_NAMES
 from workbench.core.strategy import ResolvedLayer, ResolvedStrategy
+from workbench.core.weight_splits import COLUMN_NAMES
 from workbench.cost.hardware import Hardware
 from workbench.cost.layers import LayerPrice, accumulation_s, layer_price, state_bytes
 from workbench.cost.reduction import optimizer_s, reduction_s
-from workbench.cost.setting import Setting, settings_of
+from workbench.cost.stage_settings import StageSettings, settings_of
 from workbench.cost.stages import StagePrice, block_of_rows, stage_prices
+from workbench.planning.candidates import Candidate
 from workbench.planning.problem import Choice, Problem
-from workbench.planning.settings import Candidate
 
 _EMPTY = StagePrice(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 WAITS: Mapping[str | None, float] = {"1f1b": 1.0, "gpipe": 1.0}
@@ -45,7 +45,7 @@ class RowClasses:
         self.blocks = block_of_rows(problem.costs)
 
 
-class Prices:
+class LayerPrices:
     """Of all rows, on a stage whose model axis has ``model`` ranks, for micro-batches of ``samples`` samples.
 
     Args:
@@ -139,7 +139,7 @@ class Prices:
         return 0.0 if layer.tied_to is not None else self.row(index, None, choice, None).weights
 
 
-def bytes_of_weights(prices: Prices, candidate: Candidate, is_least: bool = False) -> tuple[float, float]:
+def bytes_of_weights(prices: LayerPrices, candidate: Candidate, is_least: bool = False) -> tuple[float, float]:
     """What a rank holds: (of each weight, besides for each that all ranks of the model axis have).
 
     ``is_least``: without gradients where these come as activations go.
@@ -153,7 +153,7 @@ def bytes_of_weights(prices: Prices, candidate: Candidate, is_least: bool = Fals
     return own, shared - own
 
 
-def seconds_of_weights(prices: Prices, candidate: Candidate, is_hidden: bool) -> tuple[float, float]:
+def seconds_of_weights(prices: LayerPrices, candidate: Candidate, is_hidden: bool) -> tuple[float, float]:
     """What an update takes: (for each weight, besides for each that all ranks of the model axis have).
 
     ``is_hidden``: as if sums had all of backward to hide behind.
@@ -165,13 +165,13 @@ def seconds_of_weights(prices: Prices, candidate: Candidate, is_hidden: bool) ->
     return own + optimizer_s(many, setting) / many, shared - own
 
 
-def least_step_s(prices: Prices, candidate: Candidate, micro_batch_s: float, weights: float) -> float:
+def least_step_s(prices: LayerPrices, candidate: Candidate, micro_batch_s: float, weights: float) -> float:
     """A bound from below of a step: of one micro-batch through all layers, and the weights of all stages together."""
-    makespan = stretch(candidate, prices.setting.hardware) * micro_batch_s
+    makespan = schedule_factor(candidate, prices.setting.hardware) * micro_batch_s
     return makespan + least_update_s(prices, candidate, weights / candidate.degrees[0])
 
 
-def stretch(candidate: Candidate, hardware: Hardware, waits: Mapping[str | None, float] = WAITS) -> float:
+def schedule_factor(candidate: Candidate, hardware: Hardware, waits: Mapping[str | None, float] = WAITS) -> float:
     """At least so many times as long as one micro-batch through all layers, a step's schedule takes.
 
     The slowest rank has at least the average work. Besides, the rank of stage s waits for those before it to go forward
@@ -185,7 +185,7 @@ def stretch(candidate: Candidate, hardware: Hardware, waits: Mapping[str | None,
     return max(makespan / hardware.alone_speedup, busy)
 
 
-def least_update_s(prices: Prices, candidate: Candidate, weights: float) -> float:
+def least_update_s(prices: LayerPrices, candidate: Candidate, weights: float) -> float:
     """A bound from below of sums of gradients and optimizer, for a rank with so many weights."""
     setting = with_options(prices.setting, candidate)
     # as much backward to hide behind as anybody has; ZeRO 3 brings tables for forward alone, and no weight less often
@@ -193,7 +193,7 @@ def least_update_s(prices: Prices, candidate: Candidate, weights: float) -> floa
     return reduction_s([stage], setting) + optimizer_s(weights, setting) + setting.hardware.step_s
 
 
-def with_options(setting: Setting, candidate: Candidate) -> Setting:
+def with_options(setting: StageSettings, candidate: Candidate) -> StageSettings:
     """The setting of a candidate's stages."""
     options, (_, data, _) = candidate.options, candidate.degrees
     return replace(
@@ -207,12 +207,12 @@ def with_options(setting: Setting, candidate: Candidate) -> Setting:
 
 
 __all__ = [
-    "Prices",
+    "LayerPrices",
     "RowClasses",
     "bytes_of_weights",
     "least_step_s",
     "least_update_s",
+    "schedule_factor",
     "seconds_of_weights",
-    "stretch",
     "with_options",
 ]

@@ -6,17 +6,17 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations, product
 from math import comb, prod
 
-from workbench.planning.ledger import Ledger
-from workbench.planning.prices import least_step_s
+from workbench.planning.candidates import Candidate, candidates
+from workbench.planning.incumbents import Incumbents
+from workbench.planning.layer_prices import least_step_s
 from workbench.planning.problem import Choice, Problem
-from workbench.planning.settings import Candidate, candidates
 
-MOST_STRATEGIES = 20_000
+MAX_STRATEGIES = 20_000
 """So many and fewer are all looked at."""
 
 
-def all_if_few(problem: Problem) -> list[Candidate] | None:
-    """The candidates of a problem with few strategies; None if there are more than ``MOST_STRATEGIES``."""
+def candidates_if_few(problem: Problem) -> list[Candidate] | None:
+    """The candidates of a problem with few strategies; None if there are more than ``MAX_STRATEGIES``."""
     known: dict[int, int] = {}
     found, number, gaps = [], 0, len(problem.rows) - 1
     for candidate in candidates(problem):
@@ -25,17 +25,19 @@ def all_if_few(problem: Problem) -> list[Candidate] | None:
             known[model] = prod(len(problem.choices(index, model)) for index in range(gaps + 1))
         number += known[model] * comb(gaps, candidate.num_stages - 1)
         found.append(candidate)
-        if number > MOST_STRATEGIES:
+        if number > MAX_STRATEGIES:
             return None
     return found
 
 
-def search_all(problem: Problem, every: Sequence[Candidate], ledger: Ledger) -> None:
-    """Put the best strategies into the ledger, the promising ones first."""
+def search_exhaustively(problem: Problem, every: Sequence[Candidate], incumbents: Incumbents) -> None:
+    """Put the best strategies into the incumbents, the promising ones first."""
     bounded: list[tuple[float, int, Candidate, tuple[Choice, ...]]] = []
-    assignments = {model: list(assign(problem, model)) for model in {candidate.degrees[2] for candidate in every}}
+    assignments = {
+        model: list(choice_assignments(problem, model)) for model in {candidate.degrees[2] for candidate in every}
+    }
     for candidate in every:
-        prices = ledger.prices(candidate)
+        prices = incumbents.prices(candidate)
         for choices in assignments[candidate.degrees[2]]:
             seconds = prices.least_seconds(choices, candidate.options.recompute)
             weights = sum(prices.weights(index, choice) for index, choice in enumerate(choices))
@@ -43,27 +45,27 @@ def search_all(problem: Problem, every: Sequence[Candidate], ledger: Ledger) -> 
             bounded.append((bound, len(bounded), candidate, choices))
     bounded.sort()
     for bound, _, candidate, choices in bounded:
-        if ledger.cannot_improve(candidate.degrees, bound):
+        if incumbents.cannot_improve(candidate.degrees, bound):
             continue
-        for stages in cuts(len(problem.rows), candidate.num_stages):
+        for stages in stage_assignments(len(problem.rows), candidate.num_stages):
             if problem.fits_stages(stages):
-                ledger.add(candidate, choices, stages)
+                incumbents.add(candidate, choices, stages)
 
 
-def assign(problem: Problem, model: int) -> Iterator[tuple[Choice, ...]]:
+def choice_assignments(problem: Problem, model: int) -> Iterator[tuple[Choice, ...]]:
     """Every combination of choices that leaves shared weights in one way."""
     options = [problem.choices(index, model) for index in range(len(problem.rows))]
     return (choices for choices in product(*options) if problem.fits_ties(choices))
 
 
-def cuts(num_layers: int, num_stages: int) -> Iterator[tuple[int, ...]]:
+def stage_assignments(num_layers: int, num_stages: int) -> Iterator[tuple[int, ...]]:
     """The stage of every layer, for every way to cut.
 
-    >>> list(cuts(3, 2))
+    >>> list(stage_assignments(3, 2))
     [(0, 1, 1), (0, 0, 1)]
     """
     for places in combinations(range(1, num_layers), num_stages - 1):
         yield tuple(sum(place <= index for place in places) for index in range(num_layers))
 
 
-__all__ = ["MOST_STRATEGIES", "all_if_few", "cuts", "search_all"]
+__all__ = ["MAX_STRATEGIES", "candidates_if_few", "search_exhaustively", "stage_assignments"]

@@ -6,7 +6,7 @@ from dataclasses import asdict, fields
 from typing import Any
 
 
-class Plain:
+class JsonRecord:
     """A data class that is written to JSON and read back."""
 
     __slots__ = ()

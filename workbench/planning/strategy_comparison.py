@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from workbench.core.covering import cover
+from workbench.core.compress_patterns import compress_patterns
 from workbench.core.options import Options
 from workbench.core.presets import StrategyLike, strategy_of
 from workbench.core.rows import Row
 from workbench.core.strategy import ResolvedStrategy, Strategy
 from workbench.cost.estimate import Estimate
 from workbench.errors import StrategyError
-from workbench.planning.ledger import Found
+from workbench.planning.incumbents import PricedStrategy
 from workbench.planning.problem import Problem
 from workbench.units import format_bytes, format_seconds
 
@@ -23,7 +23,7 @@ _NOISE = 1e-6
 
 
 @dataclass(frozen=True)
-class Difference:
+class StrategyDifference:
     """From one strategy to another.
 
     Attributes:
@@ -45,14 +45,14 @@ class Difference:
         lines += [f"layers: {'; '.join(map(str, self.layers))}"] if self.layers else []
         here, there = self.step_s
         change = f"{format_seconds(here)} -> {format_seconds(there)} ({there / here - 1:+.1%})"
-        lines.append(f"step: {change}: {told_parts(self.seconds)}")
+        lines.append(f"step: {change}: {format_parts(self.seconds)}")
         sign = "-" if self.peak_bytes < 0 else "+"
         lines.append(f"peak memory: {sign}{format_bytes(abs(self.peak_bytes))}")
         return "\n".join(lines)
 
 
 @dataclass(frozen=True)
-class Verdict:
+class WhyNot:
     """Why a plan is not another strategy.
 
     Attributes:
@@ -66,20 +66,20 @@ class Verdict:
     reason: str
     text: str
     estimate: Estimate | None = None
-    difference: Difference | None = None
+    difference: StrategyDifference | None = None
 
     def __str__(self) -> str:
         return self.text
 
 
-def judge(problem: Problem, best: Found, strategy: StrategyLike) -> Verdict:
+def compare_with_best(problem: Problem, best: PricedStrategy, strategy: StrategyLike) -> WhyNot:
     """Which limit a strategy breaks, or how it compares with the best one."""
     try:
         written = _written(problem, strategy)
         resolved = written.resolve(problem.costs.layers, problem.ranks_of(written))
         price = problem.estimate(resolved)
     except StrategyError as error:
-        return Verdict("cannot run", f"It cannot run: {error}")
+        return WhyNot("cannot run", f"It cannot run: {error}")
     difference = _difference(best.strategy, best.estimate, resolved, price)
     if price.peak_bytes > problem.memory_bytes:
         told = " and ".join(f"{format_bytes(size)} of {kind}" for kind, size in price.peak_kinds[:2])
@@ -88,29 +88,29 @@ def judge(problem: Problem, best: Found, strategy: StrategyLike) -> Verdict:
             f"It does not fit: stage {price.fullest_stage} holds {format_bytes(peak)} on each rank, and a rank has "
             f"{format_bytes(limit)}: {format_bytes(peak - limit)} too much. Most of it is {told}."
         )
-        return Verdict("memory", text, price, difference)
+        return WhyNot("memory", text, price, difference)
     ratio = problem.value(resolved, price)[0] / best.value[0] - 1
     word = {"throughput": "slower", "memory": "more memory", "cost": "dearer"}[problem.objective]
     figures = (
         f"{format_seconds(price.step_s)} a step against {format_seconds(best.estimate.step_s)}, "
         f"{format_bytes(price.peak_bytes)} against {format_bytes(best.estimate.peak_bytes)}. "
-        f"{told_parts(difference.seconds)}."
+        f"{format_parts(difference.seconds)}."
     )
     if abs(ratio) <= _EQUAL:
-        return Verdict("equal", f"It is as good: {figures}", price, difference)
+        return WhyNot("equal", f"It is as good: {figures}", price, difference)
     if any(layer.split for layer in resolved.layers) and not problem.fits_heads(resolved.degrees[2]):
         heads = " and ".join(map(str, problem.heads))
         text = (
             f"Its model degree of {resolved.degrees[2]} does not divide {heads} heads of attention: ranks would "
             f"gather parts of heads in every block, which is not in these figures. {figures}"
         )
-        return Verdict("parts of heads", text, price, difference)
+        return WhyNot("parts of heads", text, price, difference)
     if ratio < 0:
-        return Verdict("better", f"It is better by {-ratio:.1%}; the search missed it: {figures}", price, difference)
-    return Verdict(word, f"It is {word} by {ratio:.1%}: {figures}", price, difference)
+        return WhyNot("better", f"It is better by {-ratio:.1%}; the search missed it: {figures}", price, difference)
+    return WhyNot(word, f"It is {word} by {ratio:.1%}: {figures}", price, difference)
 
 
-def compare(problem: Problem, here: StrategyLike, there: StrategyLike) -> Difference:
+def compare_strategies(problem: Problem, here: StrategyLike, there: StrategyLike) -> StrategyDifference:
     """From one strategy to another.
 
     Raises:
@@ -128,14 +128,16 @@ def _written(problem: Problem, strategy: StrategyLike) -> Strategy:
     return strategy_of(strategy, problem.costs.layers, problem.num_ranks)
 
 
-def _difference(one: ResolvedStrategy, price: Estimate, other: ResolvedStrategy, other_price: Estimate) -> Difference:
+def _difference(
+    one: ResolvedStrategy, price: Estimate, other: ResolvedStrategy, other_price: Estimate
+) -> StrategyDifference:
     changed = [(a, b) for a, b in zip(one.layers, other.layers, strict=True) if a != b]
     has_stages = any(a.stage != b.stage for a, b in changed)
     rows = [Row(b.name, b.parallel, b.split, b.stage if has_stages else None) for _, b in changed]
     seconds = {part: getattr(other_price, part) - getattr(price, part) for part in PARTS}
-    return Difference(
+    return StrategyDifference(
         _changed_options(one, other),
-        cover([row.pattern for row in rows], rows) if rows else (),
+        compress_patterns([row.pattern for row in rows], rows) if rows else (),
         seconds,
         other_price.peak_bytes - price.peak_bytes,
         (price.step_s, other_price.step_s),
@@ -149,10 +151,10 @@ def _changed_options(one: ResolvedStrategy, other: ResolvedStrategy) -> tuple[tu
     return tuple(pair for pair in pairs if pair[1] != pair[2])
 
 
-def told_parts(seconds: dict[str, float]) -> str:
+def format_parts(seconds: dict[str, float]) -> str:
     """Differences of parts, the largest first.
 
-    >>> told_parts({"compute_s": 0.0, "boxing_s": -0.002, "bubble_s": 1.0})
+    >>> format_parts({"compute_s": 0.0, "boxing_s": -0.002, "bubble_s": 1.0})
     'bubble +1.00 s, boxing -2.00 ms'
     """
     largest = sorted(seconds.items(), key=lambda item: -abs(item[1]))
@@ -165,4 +167,4 @@ def told_parts(seconds: dict[str, float]) -> str:
     return ", ".join(told) or "every part takes as long"
 
 
-__all__ = ["Difference", "Verdict", "compare", "judge", "told_parts"]
+__all__ = ["StrategyDifference", "WhyNot", "compare_strategies", "compare_with_best", "format_parts"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.ui.models import gpt
-from workbench.core.hints import hints
+from workbench.core.ineffective_choices import find_ineffective_choices
 from workbench.core.rows import Layer
 from workbench.core.strategy import Strategy
 
@@ -17,7 +17,7 @@ LAYERS = [
 
 
 def found(text: str, num_ranks: int) -> dict[str | None, str]:
-    return {hint.layer: hint.reason for hint in hints(Strategy(text).resolve(LAYERS, num_ranks))}
+    return {hint.layer: hint.reason for hint in find_ineffective_choices(Strategy(text).resolve(LAYERS, num_ranks))}
 
 
 def test_data_and_split_layers_have_none():
@@ -31,7 +31,7 @@ def test_a_layer_of_which_nothing_is_split_is_named():
 
 
 def test_a_pipeline_of_one_micro_batch_is_named_with_a_way_out():
-    (hint,) = hints(Strategy("fc1: data; norm: data; fc2: data@1").resolve(LAYERS, 2))
+    (hint,) = find_ineffective_choices(Strategy("fc1: data; norm: data; fc2: data@1").resolve(LAYERS, 2))
     assert hint.layer is None and "the 2 stages work one after another" in hint.message
     assert hint.fix == "use mb=4"
     assert found("fc1: data; norm: data; fc2: data@1 | mb=4", 2) == {}
@@ -46,4 +46,4 @@ def test_every_hint_is_about_a_layer_that_no_rank_holds_a_part_of():
     layers = gpt(2).layers
     resolved = Strategy("*: model").resolve(layers, 2)
     whole = {layer.name for layer in resolved.layers if layer.split is None}
-    assert {hint.layer for hint in hints(resolved)} == whole and whole
+    assert {hint.layer for hint in find_ineffective_choices(resolved)} == whole and whole
