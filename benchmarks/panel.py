@@ -17,7 +17,7 @@ from statistics import median
 from benchmarks.reporting import Comparison, Target, publish, table
 from workbench.core.model_costs import LayerCost, ModelCosts, OpCost
 from workbench.core.rows import Layer
-from workbench.ui.widgets import Panel
+from workbench.ui.panel import Panel
 from workbench.units import format_seconds
 
 FIRST = Target(1.0, unit="s")
@@ -75,7 +75,7 @@ def open_panel(costs: ModelCosts, num_ranks: int) -> Panel:
 
 def toggles(panel: Panel, unfolded: bool) -> Iterator[float]:
     """Seconds of toggles of every shown row, to the other choice and back."""
-    grid = panel._upper.grid
+    grid = panel._editor.grid
     if unfolded:
         for row in grid.view["rows"]:
             if row["open"] is False:
@@ -90,7 +90,7 @@ def toggles(panel: Panel, unfolded: bool) -> Iterator[float]:
 
 def slides(panel: Panel) -> Iterator[float]:
     """Seconds of moves of every slider; the planner's answer is priced for the new machine, too."""
-    bar = panel._upper.machine
+    bar = panel._editor.machine
     moves = [(slider, factor) for slider in bar.sliders.values() for factor in (0.5, 1.0, 2.0, 4.0, 1.0)]
     moves += [(bar.ranks, number) for number in (bar.ranks.value * 2, bar.ranks.value)]
     for slider, value in moves:
@@ -101,7 +101,7 @@ def slides(panel: Panel) -> Iterator[float]:
 
 def plan(panel: Panel) -> None:
     """Have the planner's choice searched for and shown, then go back to the rows that were there."""
-    upper = panel._upper
+    upper = panel._editor
     upper.plan()
     while upper.planner.is_searching or not upper.planner.box.value:
         time.sleep(0.05)

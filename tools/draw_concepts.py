@@ -17,9 +17,9 @@ from workbench.pipeline.simulate import simulate
 from workbench.testing import run_ranks
 from workbench.theme import PALETTES, Palette
 from workbench.ui.pictures.boxing import plan_picture
-from workbench.ui.pictures.drawing import Box, arrow, document, line, rect, text
-from workbench.ui.pictures.matmul import draw_held
-from workbench.ui.pictures.products import Held
+from workbench.ui.pictures.matmul import draw_matrix
+from workbench.ui.pictures.matmul_layouts import ShardedMatrix
+from workbench.ui.pictures.svg import Box, arrow, document, line, rect, text
 
 FOLDER = Path(__file__).parents[1] / "docs" / "images" / "concepts"
 TWO = Placement.of("cpu", [0, 1])
@@ -38,10 +38,10 @@ def layouts(colours: Palette) -> str:
             left = 84 + 150 * column
             yield text(left + 56, 30, sbp, bold=True, code=True)
             yield text(left + 56, 48, words, fill=colours.muted)
-            held = Held("x", (6, 8), Layout.of(TWO, sbp))
+            held = ShardedMatrix("x", (6, 8), Layout.of(TWO, sbp))
             for rank in TWO.grid:
                 outline = Box(left, 62 + 106 * rank, 112, 84)
-                yield from draw_held(held, rank, outline, colours.stages[0].shades[rank], colours)
+                yield from draw_matrix(held, rank, outline, colours.stages[0].shades[rank], colours)
 
     return document((684, 268), "One tensor of 6 x 8 in four layouts on two ranks", colours, parts())
 
@@ -54,12 +54,12 @@ def grid(colours: Palette) -> str:
         for number, sbp in enumerate(("S(0), S(1)", "S(0), B", "B, S(1)", "S(0), P")):
             left = 24 + 182 * number
             yield text(left + 74, 30, f"({sbp})", bold=True, code=True)
-            held = Held("x", (6, 8), Layout.of(ranks, sbp))
+            held = ShardedMatrix("x", (6, 8), Layout.of(ranks, sbp))
             for rank in ranks.grid:
                 down, across = ranks.coordinates(rank)
                 outline = Box(left + 78 * across, 62 + 82 * down, 70, 52)
                 yield text(outline.x + 35, outline.y - 5, f"rank {rank}", size=11, fill=colours.muted)
-                yield from draw_held(held, rank, outline, colours.stages[down].shades[across], colours)
+                yield from draw_matrix(held, rank, outline, colours.stages[down].shades[across], colours)
 
     return document((752, 220), "One tensor on a grid of 2 x 2 ranks in four layouts", colours, parts())
 

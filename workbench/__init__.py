@@ -59,8 +59,8 @@ if TYPE_CHECKING:
     from workbench.session.cluster import Session as Session
     from workbench.session.comparing.compare import compare as compare
     from workbench.training.runs.own_loops import log as log
-    from workbench.ui.live.own_live import LiveView as LiveView
-    from workbench.ui.widgets import Panel as Panel
+    from workbench.ui.live.live_view import LiveView as LiveView
+    from workbench.ui.panel import Panel as Panel
 
 __version__ = "0.1.0"
 
@@ -76,8 +76,8 @@ _HOMES = {
     "workbench.session.cluster": ["Session"],
     "workbench.session.comparing.compare": ["compare"],
     "workbench.training.runs.own_loops": ["log"],
-    "workbench.ui.live.own_live": ["LiveView"],
-    "workbench.ui.widgets": ["Panel"],
+    "workbench.ui.live.live_view": ["LiveView"],
+    "workbench.ui.panel": ["Panel"],
     "workbench.checkpoint": ["checkpoint="],
     "workbench.debug": ["debug="],
     "workbench.draw": ["draw="],

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from workbench.ui.pictures.network import draw_network
     from workbench.ui.pictures.stages import draw_stages
     from workbench.ui.pictures.timeline import draw_timeline
-    from workbench.ui.runs.showing import show_runs
+    from workbench.ui.runs.runs_view import show_runs
 
     boxing, matmul, network, runs = draw_boxing, draw_matmul, draw_network, show_runs
     stages, timeline = draw_stages, draw_timeline
@@ -28,7 +28,7 @@ _HOMES = {
     "workbench.ui.pictures.network": ["network=draw_network"],
     "workbench.ui.pictures.stages": ["stages=draw_stages"],
     "workbench.ui.pictures.timeline": ["timeline=draw_timeline"],
-    "workbench.ui.runs.showing": ["runs=show_runs"],
+    "workbench.ui.runs.runs_view": ["runs=show_runs"],
 }
 
 _find, __dir__, __all__ = lazy_names(__name__, _HOMES)

@@ -264,8 +264,8 @@ POINTS = """name => {
 
 FIGURES_OF_KERNEL = """
 import ipywidgets
-from workbench.ui.live.widget import LiveWidget
-for figure in [found for found in list(ipywidgets.widget._instances.values()) if isinstance(found, LiveWidget)]:
+from workbench.ui.live.figure_widget import LiveFigureWidget
+for figure in [found for found in list(ipywidgets.widget._instances.values()) if isinstance(found, LiveFigureWidget)]:
     sizes = {trace.name: len(trace.x) for trace in figure.data if trace.x is not None and len(trace.x)}
     print(sizes, "edits:", figure._last_trace_edit_id, "drawn:", figure._is_drawn, "lost:", figure._times_lost)
 """

@@ -19,23 +19,23 @@ sys.path.insert(0, {str(ROOT)!r})
 import workbench as wb
 from torch.nn.functional import cross_entropy
 from tests.ui.odd_activations import Positions, batches
-from workbench.ui import strategy_part
+from workbench.ui import strategy_editor
 
-whole = strategy_part.grid_view
+whole = strategy_editor.grid_view
 def loss_fn(output, target):
     if len(target) > 2 and target[0, 0] == -1:
         raise ValueError("this loss is <broken>")
     return cross_entropy(output, target)
 ---
-strategy_part.grid_view = whole
+strategy_editor.grid_view = whole
 panel = wb.Panel(wb.Session.current(), Positions, batches(), loss_fn, batch_size=16, steps=30, keep=False)
 panel
 ---
 def broken(*args):
     raise ValueError("drawing is <broken>")
-strategy_part.grid_view = broken
+strategy_editor.grid_view = broken
 ---
-strategy_part.grid_view = whole
+strategy_editor.grid_view = whole
 ---
 def make_broken():
     import torch

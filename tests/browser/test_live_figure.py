@@ -13,10 +13,10 @@ pytestmark = pytest.mark.browser
 NOTEBOOK = "live-figure.ipynb"
 SHOW = """
 import ipywidgets
-from workbench.ui.live.widget import LiveWidget
-from workbench.ui.live.figure import live_figure, show_one_device, show_steps
+from workbench.ui.live.figure_widget import LiveFigureWidget
+from workbench.ui.live.live_figure import empty_figure, show_one_device, show_steps
 
-widget = LiveWidget(live_figure(2, 1000))
+widget = LiveFigureWidget(empty_figure(2, 1000))
 box = ipywidgets.VBox([widget])
 box.add_class("wb-live-view")
 box

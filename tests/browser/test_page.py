@@ -27,7 +27,7 @@ class Said:
 
 @dataclass
 class Console:
-    """A page that says what it is told to."""
+    """A page that answers as a test prescribes."""
 
     listeners: dict[str, Any] = field(default_factory=dict)
 

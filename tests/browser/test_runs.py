@@ -44,7 +44,7 @@ wb.Panel(wb.Session.current(), make_mlp, digits(), broken_loss, strategy="data",
 """
 CELLS = _SOURCE.split("---\n")
 RUN_BUTTON = ".wb-panel button.wb-primary"
-LAST_STEP = "print(panel._runs_part.live.history.last_step)"
+LAST_STEP = "print(panel._runs_section.live.history.last_step)"
 
 
 @pytest.fixture(scope="module")

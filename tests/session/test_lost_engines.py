@@ -14,7 +14,7 @@ from workbench.core.strategy import Strategy
 from workbench.errors import NotStartedError, SessionError
 from workbench.session.comparing.comparison import Comparison
 from workbench.session.comparing.subject import Subject
-from workbench.ui.widgets import Panel
+from workbench.ui.panel import Panel
 
 pytestmark = [pytest.mark.engines]
 
@@ -81,11 +81,11 @@ def test_a_lost_engine_gets_the_job_when_it_is_replaced(own_session, panel, comp
 def test_an_engine_that_is_lost_while_a_run_goes_on(own_session, panel, comparison):
     (pid,) = own_session.run("import os; os.getpid()", ranks=[1]).values
     panel.run(steps=100_000)
-    while panel._runs_part.live.history.last_step == 0:
+    while panel._runs_section.live.history.last_step == 0:
         panel.wait(0.1)
     os.kill(pid, signal.SIGKILL)
     assert panel.wait(PATIENCE_S)
-    assert "rank 1 died" in str(panel.error) and "rank 1 died" in panel._runs_part.live.failure.value
+    assert "rank 1 died" in str(panel.error) and "rank 1 died" in panel._runs_section.live.failure.value
     assert_runs(panel, comparison)
 
 
@@ -97,4 +97,4 @@ def test_a_closed_session_is_said_with_what_to_do(own_session, panel, comparison
     with pytest.raises(NotStartedError, match="session that is closed"):
         comparison.start(Strategy("*: model"))
     assert "is closed" in view._hint.value and "wb.LiveView()" in view._hint.value
-    assert "is closed" in panel._upper.controls.run.tooltip and panel._upper.controls.run.disabled
+    assert "is closed" in panel._editor.controls.run.tooltip and panel._editor.controls.run.disabled

@@ -10,7 +10,7 @@ from torch import nn
 import workbench as wb
 from tests.patience import PATIENCE_S
 from workbench.errors import CellError
-from workbench.ui.widgets import Panel
+from workbench.ui.panel import Panel
 
 pytestmark = pytest.mark.engines
 

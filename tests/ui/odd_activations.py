@@ -188,7 +188,7 @@ MODELS: list[type[Words]] = [
 
 
 def batches(num_samples: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
-    """Words, and the word to be told at every place."""
+    """Words, and the target word at every place."""
     generator = torch.Generator().manual_seed(0)
     words, targets = (torch.randint(0, WORDS, (num_samples, LENGTH), generator=generator) for _ in range(2))
     return words, targets

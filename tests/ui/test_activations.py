@@ -26,16 +26,16 @@ from workbench.core.model_costs import Extent
 from workbench.testing import run_ranks
 from workbench.training.costs.dry_run import dry_run
 from workbench.training.runs.train import Job, run_one_device, run_strategy
-from workbench.ui.grid.view import flow_of
-from workbench.ui.planning import paper
-from workbench.ui.widgets import Panel
+from workbench.ui.grid.view import boxings_of
+from workbench.ui.panel import Panel
+from workbench.ui.planning import offline_trainer
 from workbench.units import format_bytes
 
 BATCH = 16
 
 
 def panel_of(model: type[Words], strategy: str, num_ranks: int = 2) -> Panel:
-    costs = paper.costs_of(model, batches(), cross_entropy)
+    costs = offline_trainer.costs_of(model, batches(), cross_entropy)
     return Panel(
         None, model, batches(), cross_entropy, strategy=strategy, num_ranks=num_ranks, costs=costs, batch_size=BATCH,
         hardware="v100-dgx1", keep=False,
@@ -43,7 +43,7 @@ def panel_of(model: type[Words], strategy: str, num_ranks: int = 2) -> Panel:
 
 
 def select(panel: Panel, pattern: str) -> None:
-    panel._upper.grid._handle_custom_msg({"event": "select", "rows": [pattern]}, [])
+    panel._editor.grid._handle_custom_msg({"event": "select", "rows": [pattern]}, [])
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -52,10 +52,10 @@ def test_every_row_is_shown_whatever_shapes_its_activations_have(model: type[Wor
     panel = panel_of(model, "data")
     panel.load(strategy)
     select(panel, "tensor")
-    panel._upper.grid._handle_custom_msg({"event": "tensor"}, [])
+    panel._editor.grid._handle_custom_msg({"event": "tensor"}, [])
     for layer in panel.state.layers:
         select(panel, layer.name)
-    assert [row["pattern"] for row in panel._upper.grid.view["rows"]] == [row.node.pattern for row in panel.state.rows]
+    assert [row["pattern"] for row in panel._editor.grid.view["rows"]] == [row.node.pattern for row in panel.state.rows]
 
 
 @pytest.mark.parametrize("model", [model for model in MODELS if model not in (Twice, Flat)])
@@ -64,7 +64,7 @@ def test_the_panel_and_the_planner_count_what_a_step_sends(model: type[Words], s
     panel = panel_of(model, strategy, num_ranks)
     words, targets = (part[:BATCH] for part in batches())
     sent = sum(dry_run(model, str(panel.strategy), num_ranks, words, targets, cross_entropy).sent_bytes)
-    assert panel._upper.grid.view["total"][0] == format_bytes(sent)
+    assert panel._editor.grid.view["total"][0] == format_bytes(sent)
     estimate = panel.estimate()
     assert estimate is not None and estimate.boxed_bytes == pytest.approx(sent)
 
@@ -81,7 +81,7 @@ def test_a_run_has_the_numbers_of_one_device(model: type[Words]):
 def edge(model: type[Words], strategy: str, layer: str) -> Any:
     panel = panel_of(model, strategy)
     index = [each.name for each in panel.state.layers].index(layer)
-    return flow_of(panel.state, panel._upper._facts_now()).layer_edges[index]
+    return boxings_of(panel.state, panel._editor._facts_now()).layer_edges[index]
 
 
 def test_positions_lie_on_all_ranks_and_join_the_way_of_the_samples():
@@ -99,7 +99,7 @@ def test_samples_in_the_second_dim_are_split_there():
 
 
 def extents(model: type[Words]) -> dict[str, tuple[Extent | None, Extent | None]]:
-    rows = paper.costs_of(model, batches(), cross_entropy).rows
+    rows = offline_trainer.costs_of(model, batches(), cross_entropy).rows
     return {row.layer.name: (row.taken, row.given) for row in rows}
 
 
@@ -114,7 +114,7 @@ def test_sizes_are_those_of_the_trace():
 
 
 def test_exchanges_of_a_batch_in_the_second_dim_are_those_of_one_in_the_first():
-    """The door leaves samples where they are: only gradients are exchanged."""
+    """The input hook leaves samples where they are: only gradients are exchanged."""
     words, targets = (part[:BATCH] for part in batches())
     sent = dry_run(Attention, "*: data | 1x2x1", 2, words, targets, cross_entropy)
     gradients = sum(parameter.numel() for parameter in Attention().parameters()) * 4 * 2
@@ -129,6 +129,6 @@ def test_a_panel_that_only_predicts_makes_batches_of_samples_too():
         ids, classes = zip(*some, strict=True)
         return nn.utils.rnn.pad_sequence(ids, batch_first=True), torch.stack(classes)
 
-    costs = paper.costs_of(words, samples, cross_entropy, padded)
+    costs = offline_trainer.costs_of(words, samples, cross_entropy, padded)
     assert costs.sample_shape == (4,) and [row.given.sizes for row in costs.rows] == [(4, 8), (4,)]
-    assert paper.PaperTrainer(costs, 2, samples, cross_entropy, padded).sample_shape == (4,)
+    assert offline_trainer.OfflineTrainer(costs, 2, samples, cross_entropy, padded).sample_shape == (4,)

@@ -15,9 +15,9 @@ from workbench.core.verdict import CHECKED_STEPS
 from workbench.session.comparing.comparison import Comparison
 from workbench.session.comparing.subject import Subject
 from workbench.session.on_engine import orders, shell
-from workbench.ui.runs.rows import equal_text
-from workbench.ui.runs.tables import comparison_table_text
-from workbench.ui.widgets import Panel
+from workbench.ui.panel import Panel
+from workbench.ui.runs.render_table import comparison_table_text
+from workbench.ui.runs.table_rows import equal_text
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +51,7 @@ def test_a_run_keeps_the_check_that_it_has_begun_with():
 def test_a_saved_notebook_says_whether_the_choice_is_checked():
     panel = Panel(None, make_linear, None, trainer=FakeTrainer(), keep=False)
     for on, words in [(True, "20 steps checked against one device"), (False, "not checked against one device")]:
-        panel._runs_part.check.value = on
+        panel._runs_section.check.value = on
         page = panel._static_bundle()
         assert words in page["text/html"] and words in page["text/plain"]
     assert panel.check_steps == 0

@@ -9,12 +9,12 @@ import pytest
 
 from tests.ui.conftest import make_record
 from workbench.core.metrics import RunRecord
-from workbench.ui.runs.pictures import layer_times, layers_picture, prediction_picture
+from workbench.ui.runs.detail_pictures import layer_times, layers_picture, prediction_picture
+from workbench.ui.runs.render_table import rows_table_html
 from workbench.ui.runs.report import runs_report_html
-from workbench.ui.runs.rows import run_rows
 from workbench.ui.runs.scatter_labels import place_labels
-from workbench.ui.runs.table import RunTable
-from workbench.ui.runs.tables import rows_table_html
+from workbench.ui.runs.table_rows import run_rows
+from workbench.ui.runs.table_widget import RunTable
 
 FORWARD = {"h.0.fc": 0.01, "h.1.fc": 0.02, "head": 0.06}
 BACKWARD = {"h.0.fc": 0.02, "h.1.fc": 0.04, "head": 0.12}

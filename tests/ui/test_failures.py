@@ -15,16 +15,16 @@ from workbench.core.model_costs import LayerCost, ModelCosts
 from workbench.cost.hardware_files import load_hardware
 from workbench.errors import StrategyError
 from workbench.session.comparing.saved_runs import SavedRuns
-from workbench.ui import strategy_part, widgets
+from workbench.ui import strategy_editor
 from workbench.ui.failures import Failures, failure_html, guarded
-from workbench.ui.live.part import LiveView
+from workbench.ui.live.run_view import RunView
+from workbench.ui.panel import Panel
 from workbench.ui.planning import machine_bar
-from workbench.ui.planning.predicting import Predictor
-from workbench.ui.runs.running import RunsPart
-from workbench.ui.runs.showing import show_runs
-from workbench.ui.runs.table import RunTable
+from workbench.ui.planning.predictor import Predictor
+from workbench.ui.runs.runs_section import RunsSection
+from workbench.ui.runs.runs_view import show_runs
+from workbench.ui.runs.table_widget import RunTable
 from workbench.ui.strategy.state import PanelState
-from workbench.ui.widgets import Panel
 
 
 class Broken(Exception):
@@ -44,28 +44,28 @@ def trainer() -> FakeTrainer:
 def panel(trainer: FakeTrainer) -> Panel:
     costs = ModelCosts(tuple(LayerCost(layer, output_shape=(8,)) for layer in trainer.layers), (64,))
     made = Panel(None, make_mlp, None, None, steps=3, trainer=trainer, keep=False, costs=costs, hardware="v100-dgx1")
-    made._upper._calibrate = lambda: load_hardware("h200")
+    made._editor._calibrate = lambda: load_hardware("h200")
     return made
 
 
 def say(panel: Panel, **event: object) -> None:
-    panel._upper.grid._handle_custom_msg(event, [])
+    panel._editor.grid._handle_custom_msg(event, [])
 
 
 def tell_table(panel: Panel, **event: object) -> None:
-    panel._runs_part.table.page._handle_custom_msg(event, [])
+    panel._runs_section.table.page._handle_custom_msg(event, [])
 
 
 def run_once(panel: Panel) -> None:
     """A finished run, so that there is one to choose."""
     panel.run()
-    panel._runs_part._pump.run.ended.set()  # type: ignore[union-attr]
+    panel._runs_section._poller.run.ended.set()  # type: ignore[union-attr]
     assert panel.wait(PATIENCE_S)
-    panel._runs_part.table.selected = panel._runs_part.table.rows[0].key
+    panel._runs_section.table.selected = panel._runs_section.table.rows[0].key
 
 
-def runs(panel: Panel) -> RunsPart:
-    return panel._runs_part
+def runs(panel: Panel) -> RunsSection:
+    return panel._runs_section
 
 
 def start(panel: Panel) -> None:
@@ -75,51 +75,52 @@ def start(panel: Panel) -> None:
 
 Target = tuple[Any, str]
 CALLBACKS: list[tuple[str, Callable[[Panel], None], Target, Callable[[Panel], None]]] = [
-    ("a toggle", lambda p: None, (strategy_part, "grid_view"),
+    ("a toggle", lambda p: None, (strategy_editor, "grid_view"),
      lambda p: say(p, event="parallel", rows=["fc2"], value="model")),
     ("undo in the grid", lambda p: None, (PanelState, "undo"), lambda p: say(p, event="undo")),
     ("a search", lambda p: None, (PanelState, "look_for"), lambda p: say(p, event="find", value="fc1")),
-    ("a selected row", lambda p: None, (strategy_part.StrategyPart, "_show_tensor"),
+    ("a selected row", lambda p: None, (strategy_editor.StrategyEditor, "_show_tensor"),
      lambda p: say(p, event="select", rows=["fc1"])),
-    ("the static copy", lambda p: None, (widgets.Panel, "_static_bundle"), lambda p: p._write_soon()),
-    ("a preset", lambda p: None, (strategy_part, "grid_view"), lambda p: p._upper.controls.presets["model"].click()),
-    ("undo", lambda p: say(p, event="parallel", rows=["fc2"], value="model"), (strategy_part, "grid_view"),
-     lambda p: p._upper.controls.undo.click()),
+    ("the static copy", lambda p: None, (Panel, "_static_bundle"), lambda p: p._write_soon()),
+    ("a preset", lambda p: None, (strategy_editor, "grid_view"), lambda p: p._editor.controls.presets["model"].click()),
+    ("undo", lambda p: say(p, event="parallel", rows=["fc2"], value="model"), (strategy_editor, "grid_view"),
+     lambda p: p._editor.controls.undo.click()),
     ("degrees", lambda p: None, (PanelState, "set_degrees"),
-     lambda p: setattr(p._upper.controls.degrees["model"], "value", 2)),
-    ("an option", lambda p: None, (PanelState, "set_options"), lambda p: setattr(p._upper.controls.zero, "value", 1)),
-    ("a text", lambda p: None, (strategy_part, "grid_view"),
-     lambda p: setattr(p._upper.controls.text, "value", "*: model")),
-    ("the planner's button", lambda p: None, (strategy_part.PlannerPart, "ask"),
-     lambda p: p._upper.controls.planned.click()),
+     lambda p: setattr(p._editor.controls.degrees["model"], "value", 2)),
+    ("an option", lambda p: None, (PanelState, "set_options"), lambda p: setattr(p._editor.controls.zero, "value", 1)),
+    ("a text", lambda p: None, (strategy_editor, "grid_view"),
+     lambda p: setattr(p._editor.controls.text, "value", "*: model")),
+    ("the planner's button", lambda p: None, (strategy_editor.PlannerSection, "ask"),
+     lambda p: p._editor.controls.planned.click()),
     ("the planner's thread", lambda p: None, (PanelState, "set_planned"),
-     lambda p: p._upper.controls.planned.click()),
+     lambda p: p._editor.controls.planned.click()),
     ("another machine", lambda p: None, (machine_bar, "load_hardware"),
-     lambda p: setattr(p._upper.machine.machine, "value", "h200")),
+     lambda p: setattr(p._editor.machine.machine, "value", "h200")),
     ("a slider of the machine", lambda p: None, (Predictor, "predict"),
-     lambda p: setattr(p._upper.machine.sliders["links"], "value", 2.0)),
-    ("the ranks", lambda p: None, (PanelState, "set_num_ranks"), lambda p: setattr(p._upper.machine.ranks, "value", 4)),
-    ("measuring", lambda p: None, (machine_bar.MachineBar, "adopt"), lambda p: p._upper.calibrate()),
-    ("counting", lambda p: None, (strategy_part, "grid_view"), lambda p: p._counting.run()),
-    ("Run", lambda p: None, (strategy_part.StrategyPart, "wanted"), lambda p: p._upper.controls.run.click()),
+     lambda p: setattr(p._editor.machine.sliders["links"], "value", 2.0)),
+    ("the ranks", lambda p: None, (PanelState, "set_num_ranks"),
+     lambda p: setattr(p._editor.machine.ranks, "value", 4)),
+    ("measuring", lambda p: None, (machine_bar.MachineBar, "adopt"), lambda p: p._editor.calibrate()),
+    ("counting", lambda p: None, (strategy_editor, "grid_view"), lambda p: p._counting.run()),
+    ("Run", lambda p: None, (strategy_editor.StrategyEditor, "wanted"), lambda p: p._editor.controls.run.click()),
     ("Pause", start, (FakeRun, "pause"), lambda p: runs(p).pause_button.click()),
     ("Stop", start, (FakeRun, "stop"), lambda p: runs(p).stop_button.click()),
     ("Change strategy", start, (FakeRun, "pause"), lambda p: runs(p).change_button.click()),
     ("Apply", start, (FakeRun, "change"), lambda p: runs(p).apply_button.click()),
     ("Keep", lambda p: (start(p), runs(p).change()), (FakeRun, "go_on"), lambda p: runs(p).keep_button.click()),  # type: ignore[func-returns-value]
-    ("the trace", run_once, (RunsPart, "trace"), lambda p: runs(p).trace_button.click()),
+    ("the trace", run_once, (RunsSection, "trace"), lambda p: runs(p).trace_button.click()),
     ("sorting", run_once, (RunTable, "sort_by"), lambda p: tell_table(p, event="sort", value="peak_bytes")),
-    ("Open in panel", run_once, (strategy_part.StrategyPart, "open"), lambda p: runs(p).table.open_button.click()),
-    ("Run again", run_once, (strategy_part.StrategyPart, "open"), lambda p: runs(p).table.again_button.click()),
+    ("Open in panel", run_once, (strategy_editor.StrategyEditor, "open"), lambda p: runs(p).table.open_button.click()),
+    ("Run again", run_once, (strategy_editor.StrategyEditor, "open"), lambda p: runs(p).table.again_button.click()),
     ("Hide", run_once, (RunTable, "refresh"), lambda p: runs(p).table.hide_button.click()),
     ("a baseline", run_once, (RunTable, "set_baseline"),
      lambda p: setattr(runs(p).table.baseline_field, "value", runs(p).table.baseline_field.options[1][1])),
     ("a filter", run_once, (RunTable, "refresh"),
      lambda p: setattr(runs(p).table.filter_field, "value", "memory < 300")),
     ("Load runs", run_once, (SavedRuns, "__iter__"), lambda p: runs(p).table.load_button.click()),
-    ("the width", start, (LiveView, "_draw_anew"),
+    ("the width", start, (RunView, "_draw_anew"),
      lambda p: runs(p).live.link._handle_custom_msg({"event": "width", "value": 700}, [])),
-    ("the theme", start, (LiveView, "_draw_anew"),
+    ("the theme", start, (RunView, "_draw_anew"),
      lambda p: runs(p).live.link._handle_custom_msg({"event": "theme", "value": "dark"}, [])),
 ]  # fmt: skip
 
@@ -145,9 +146,9 @@ def test_a_callback_that_fails_is_shown(
     )
     shown.box.children[1].click()
     assert shown.error is None and shown.box.layout.display == "none"
-    for run in panel._runs_part._trainer.runs:  # type: ignore[attr-defined]
+    for run in panel._runs_section._trainer.runs:  # type: ignore[attr-defined]
         run.ended.set()
-    assert panel.wait(PATIENCE_S) and not panel._upper.planner.is_searching and not panel._upper._is_measuring
+    assert panel.wait(PATIENCE_S) and not panel._editor.planner.is_searching and not panel._editor._is_measuring
     run_once(panel)
 
 
@@ -161,27 +162,27 @@ class FakePage:
 
 
 def test_what_works_again_is_no_failure_any_more(panel: Panel, monkeypatch: pytest.MonkeyPatch):
-    model = panel._upper.controls.presets["model"]
+    model = panel._editor.controls.presets["model"]
     with monkeypatch.context() as broken:
-        broken.setattr(strategy_part, "grid_view", fail)
+        broken.setattr(strategy_editor, "grid_view", fail)
         model.click()
     assert panel._failures.error is not None
-    panel._upper.controls.presets["data"].click()
+    panel._editor.controls.presets["data"].click()
     assert panel._failures.error is not None, "something else works"
     model.click()
     assert panel._failures.error is None and str(panel.strategy) == "*: model"
 
 
 def test_a_click_that_cannot_be_shown_is_not_done(panel: Panel, monkeypatch: pytest.MonkeyPatch):
-    before = panel._upper.grid.view
+    before = panel._editor.grid.view
     with monkeypatch.context() as broken:
-        broken.setattr(strategy_part, "grid_view", lambda state, facts: fail() if "model" in state.text else before)
-        panel._upper.controls.presets["model"].click()
-        panel._upper.controls.zero.value = 1  # shown as before
-    assert str(panel.strategy) == "*: data | zero=1" and panel._upper.controls.text.value == "*: data | zero=1"
-    assert not panel._upper.controls.undo.disabled
-    panel._upper.controls.undo.click()
-    assert str(panel.strategy) == "*: data" and panel._upper.controls.undo.disabled
+        broken.setattr(strategy_editor, "grid_view", lambda state, facts: fail() if "model" in state.text else before)
+        panel._editor.controls.presets["model"].click()
+        panel._editor.controls.zero.value = 1  # shown as before
+    assert str(panel.strategy) == "*: data | zero=1" and panel._editor.controls.text.value == "*: data | zero=1"
+    assert not panel._editor.controls.undo.disabled
+    panel._editor.controls.undo.click()
+    assert str(panel.strategy) == "*: data" and panel._editor.controls.undo.disabled
 
 
 # ---- runs -----------------------------------------------------------------------------------------------------------
@@ -195,26 +196,26 @@ def assert_over_and_can_run(panel: Panel, error: str) -> None:
     assert panel.wait(PATIENCE_S) and not panel.running
     assert isinstance(panel.error, Broken) and error in failure_of(panel) and "<details>" in failure_of(panel)
     assert "failed" in runs(panel).live.status.state.value and runs(panel).stop_button.disabled
-    assert not panel._upper.controls.run.disabled
+    assert not panel._editor.controls.run.disabled
     panel.run()
     assert failure_of(panel) == "" and panel.error is None
-    runs(panel)._pump.run.ended.set()  # type: ignore[union-attr]
+    runs(panel)._poller.run.ended.set()  # type: ignore[union-attr]
     assert panel.wait(PATIENCE_S) and isinstance(panel.runs[-1], RunRecord)
 
 
 def test_a_run_that_cannot_begin(panel: Panel, trainer: FakeTrainer, monkeypatch: pytest.MonkeyPatch):
     with monkeypatch.context() as broken:
         broken.setattr(trainer, "start", fail)
-        panel._upper.controls.run.click()
+        panel._editor.controls.run.click()
     assert_over_and_can_run(panel, "what failed")
 
 
-@pytest.mark.parametrize("target", [(FakeRun, "poll"), (FakeRun, "done"), (LiveView, "add"), (LiveView, "draw")])
+@pytest.mark.parametrize("target", [(FakeRun, "poll"), (FakeRun, "done"), (RunView, "add"), (RunView, "draw")])
 def test_a_run_that_cannot_be_followed_is_stopped(panel: Panel, monkeypatch: pytest.MonkeyPatch, target: Target):
     with monkeypatch.context() as broken:
         broken.setattr(*target, fail)
         panel.run()
-        run = panel._runs_part._trainer.runs[-1]  # type: ignore[attr-defined]
+        run = panel._runs_section._trainer.runs[-1]  # type: ignore[attr-defined]
         assert panel.wait(PATIENCE_S)
     if target[1] != "done":
         assert run.orders == ["stop"], "nobody would see how it goes on"
@@ -226,7 +227,7 @@ def test_a_prediction_that_fails_is_shown_and_the_run_goes_on(panel: Panel, monk
         broken.setattr(Predictor, "estimate", fail)
         panel.run()
         assert panel.running and isinstance(panel._failures.error, Broken)
-    runs(panel)._pump.run.ended.set()  # type: ignore[union-attr]
+    runs(panel)._poller.run.ended.set()  # type: ignore[union-attr]
     assert panel.wait(PATIENCE_S) and panel.error is None and len(panel.runs) == 1
 
 
@@ -234,11 +235,11 @@ def test_a_drawing_that_fails_does_not_keep_a_run_from_ending(panel: Panel, monk
     panel.run()
     with monkeypatch.context() as broken:
         for name in ("finish", "fail"):
-            broken.setattr(LiveView, name, fail)
-        runs(panel)._pump.run.ended.set()  # type: ignore[union-attr]
+            broken.setattr(RunView, name, fail)
+        runs(panel)._poller.run.ended.set()  # type: ignore[union-attr]
         assert panel.wait(PATIENCE_S)
     assert not panel.running and len(panel.runs) == 1 and isinstance(panel._failures.error, Broken)
-    assert runs(panel).stop_button.disabled and not panel._upper.controls.run.disabled
+    assert runs(panel).stop_button.disabled and not panel._editor.controls.run.disabled
 
 
 def test_stop_asks_and_asked_once_more_does_not_wait(panel: Panel, trainer: FakeTrainer):

@@ -10,9 +10,9 @@ import pytest
 from tests.ui.live_figures import MEMORY, marks, titles, trace
 from tests.ui.reports import block, spans
 from workbench.theme import LIGHT
-from workbench.ui.live import figure as live_figure
-from workbench.ui.live import layout as live_layout
-from workbench.ui.live import marks as live_marks
+from workbench.ui.live import figure_layout as figure_layout
+from workbench.ui.live import live_figure
+from workbench.ui.live import overlays as overlays
 from workbench.ui.live.history import Change, History
 from workbench.ui.live.timeline_bars import timeline_bars
 
@@ -20,7 +20,7 @@ from workbench.ui.live.timeline_bars import timeline_bars
 
 
 def test_what_was_reported_is_put_into_the_figure():
-    figure = live_figure.live_figure(2, 10)
+    figure = live_figure.empty_figure(2, 10)
     history = History(10, 2)
     history.add([block(0, (2.0,), memory=MEMORY)])
     live_figure.show_curves(figure, history, {})
@@ -37,7 +37,7 @@ def test_what_was_reported_is_put_into_the_figure():
 
 
 def test_old_points_are_not_sent_again():
-    figure, history, versions = live_figure.live_figure(1, 1000), History(1000, 1), {}
+    figure, history, versions = live_figure.empty_figure(1, 1000), History(1000, 1), {}
     history.add([block(0, (1.0,) * 150, time_s=(0.1,), boxing_s=(0.0,))])
     live_figure.show_curves(figure, history, versions)
     settled = trace(figure, "throughput").x
@@ -50,7 +50,7 @@ def test_old_points_are_not_sent_again():
 
 
 def test_a_timeline_has_a_row_per_rank_measured_above_simulated():
-    figure = live_figure.live_figure(2, 10)
+    figure = live_figure.empty_figure(2, 10)
     live_figure.show_timeline(figure, timeline_bars([spans(0), spans(1)]))
     forward = trace(figure, "forward, measured")
     assert list(forward.base) == [0.0, 1.0] and list(forward.x) == [0.75, 0.75] and list(forward.text) == ["F0", "F0"]
@@ -61,12 +61,12 @@ def test_a_timeline_has_a_row_per_rank_measured_above_simulated():
 
 
 def test_every_trace_has_a_name_of_its_own():
-    names = [trace.name for trace in live_figure.live_figure(2, 10).data]
+    names = [trace.name for trace in live_figure.empty_figure(2, 10).data]
     assert len(set(names)) == len(names), "traces are found by their names"
 
 
 def test_short_bars_have_no_label():
-    figure = live_figure.live_figure(2, 10)
+    figure = live_figure.empty_figure(2, 10)
     long = timeline_bars([spans(0), spans(1)])
     long.measured["forward"].length_s[0] = 0.01
     live_figure.show_timeline(figure, long)
@@ -74,49 +74,49 @@ def test_short_bars_have_no_label():
 
 
 def test_a_change_of_strategy_is_a_line_in_both_curves_with_names():
-    figure = live_figure.live_figure(2, 10)
-    live_marks.show_changes(figure, [Change(3, "data", "hybrid")])
-    live_marks.show_changes(figure, [Change(3, "data", "hybrid"), Change(8, "hybrid", "model")])
+    figure = live_figure.empty_figure(2, 10)
+    overlays.show_changes(figure, [Change(3, "data", "hybrid")])
+    overlays.show_changes(figure, [Change(3, "data", "hybrid"), Change(8, "hybrid", "model")])
     lines = [(shape.x0, shape.xref) for shape in marks(figure, "shapes", "change")]
     assert lines == [(3, "x"), (3, "x2"), (8, "x"), (8, "x2")]
     assert [note.text for note in marks(figure, "annotations", "change")] == ["hybrid \u2192 model"]
-    live_marks.show_changes(figure, [Change(5, "data", "hybrid")])
+    overlays.show_changes(figure, [Change(5, "data", "hybrid")])
     assert [note.text for note in marks(figure, "annotations", "change")] == ["data", "hybrid"]
 
 
 def test_marks_leave_each_other_alone():
-    figure = live_figure.live_figure(4, 10)
+    figure = live_figure.empty_figure(4, 10)
     num_notes = len(figure.layout.annotations)
-    live_marks.show_stages(figure, [(0, 0), (0, 1), (1, 0), (1, 1)])
-    live_marks.show_limit(figure, 3.0, 3e6)
-    live_marks.show_pause(figure, True)
+    overlays.show_stages(figure, [(0, 0), (0, 1), (1, 0), (1, 1)])
+    overlays.show_limit(figure, 3.0, 3e6)
+    overlays.show_pause(figure, True)
     assert [shape.fillcolor for shape in marks(figure, "shapes", "stages")] == [
         LIGHT.rank_colour(stage, position) for stage in (0, 1) for position in (0, 1)
     ]
     (limit,), (told,) = marks(figure, "shapes", "limit"), marks(figure, "annotations", "limit")
     assert limit.x0 == 3.0 and limit.line.color == LIGHT.error and told.text == "limit 3.00 MB"
     assert [note.xref for note in marks(figure, "annotations", "pause")] == ["x domain", "x2 domain"]
-    live_marks.show_limit(figure, None, 0)
-    live_marks.show_pause(figure, False)
-    live_marks.show_stages(figure, [])
+    overlays.show_limit(figure, None, 0)
+    overlays.show_pause(figure, False)
+    overlays.show_stages(figure, [])
     assert len(figure.layout.shapes) == 0 and len(figure.layout.annotations) == num_notes
 
 
 def test_a_limit_is_drawn_where_it_is_near_and_told_where_it_is_not():
     history = History(10, 2)
     history.add([block(0, (2.0,), memory=MEMORY)])
-    figure = live_figure.live_figure(2, 10)
-    live_marks.show_limit(figure, live_figure.show_memory(figure, history, LIGHT, 8e6), 8e6)
+    figure = live_figure.empty_figure(2, 10)
+    overlays.show_limit(figure, live_figure.show_memory(figure, history, LIGHT, 8e6), 8e6)
     assert figure.layout.xaxis3.range[1] > 8.0
     assert [line.x0 for line in marks(figure, "shapes", "limit")] == [8.0]
     assert [note.text for note in marks(figure, "annotations", "limit")] == ["limit 8.00 MB"]
-    live_marks.show_limit(figure, live_figure.show_memory(figure, history, LIGHT, 24e9), 24e9)
+    overlays.show_limit(figure, live_figure.show_memory(figure, history, LIGHT, 24e9), 24e9)
     assert figure.layout.xaxis3.range[1] == 6.0 and marks(figure, "shapes", "limit") == []
     assert [note.text for note in marks(figure, "annotations", "limit")] == ["limit 24.0 GB \u2192"]
 
 
 def test_axes_grow_with_the_run():
-    figure = live_figure.live_figure(2, 1000)
+    figure = live_figure.empty_figure(2, 1000)
     assert figure.layout.xaxis.range[1] == 20 and not live_figure.show_steps(figure, 15, 1000)
     assert live_figure.show_steps(figure, 222, 1000)
     assert figure.layout.xaxis.range[1] == figure.layout.xaxis2.range[1] == 300
@@ -124,7 +124,7 @@ def test_axes_grow_with_the_run():
 
 
 def test_a_prediction_is_dashed_from_where_it_was_made():
-    figure = live_figure.live_figure(2, 10)
+    figure = live_figure.empty_figure(2, 10)
     live_figure.show_expected(figure, 10, 500.0)
     live_figure.show_expected(figure, 10, 400.0, from_step=6)
     assert list(trace(figure, "predicted").x) == [0, 6, 6, 10] and list(trace(figure, "predicted").y) == [
@@ -141,8 +141,8 @@ def test_a_prediction_is_dashed_from_where_it_was_made():
 
 
 def test_every_axis_has_a_unit_and_all_parts_have_places_of_their_own():
-    layout = live_figure.live_figure(4, 10).layout
-    assert layout.width == 1176 and layout.height == live_layout.WIDE.height(4)
+    layout = live_figure.empty_figure(4, 10).layout
+    assert layout.width == 1176 and layout.height == figure_layout.WIDE.height(4)
     assert layout.xaxis.tickprefix == layout.xaxis2.tickprefix == "step "
     assert layout.xaxis4.ticksuffix == " %"
     lefts = [layout[f"xaxis{n}"].domain for n in ("", 2, 3, 4)]
@@ -152,9 +152,9 @@ def test_every_axis_has_a_unit_and_all_parts_have_places_of_their_own():
 
 @pytest.mark.parametrize(("num_ranks", "rows"), [(2, 2), (16, 16), (64, 16)])
 def test_many_ranks_share_sixteen_rows(num_ranks: int, rows: int):
-    shown = live_layout.shown_ranks(num_ranks)
+    shown = figure_layout.shown_ranks(num_ranks)
     assert len(shown) == rows == len(set(shown)) and max(shown) < num_ranks
-    figure = live_figure.live_figure(num_ranks, 10)
+    figure = live_figure.empty_figure(num_ranks, 10)
     history = History(10, num_ranks)
     history.add([block(time_s=(0.1,) * num_ranks, boxing_s=(0.01,) * num_ranks, memory=(MEMORY[0],) * num_ranks)])
     live_figure.show_memory(figure, history)

@@ -8,10 +8,10 @@ import pytest
 
 from tests.ui.reports import block, spans
 from workbench.core.metrics import RunEvent
-from workbench.ui.live.figure import live_figure, show_expected
-from workbench.ui.live.layout import Frame
-from workbench.ui.live.own_live import LiveView as OwnLiveView
-from workbench.ui.live.part import LiveView
+from workbench.ui.live.figure_layout import Frame
+from workbench.ui.live.live_figure import empty_figure, show_expected
+from workbench.ui.live.live_view import LiveView
+from workbench.ui.live.run_view import RunView
 from workbench.ui.page_link import PageLink
 
 MEMORY = ({"parameters": 2_000_000, "peak": 4_000_000},) * 2
@@ -19,7 +19,7 @@ MEMORY = ({"parameters": 2_000_000, "peak": 4_000_000},) * 2
 
 @pytest.mark.parametrize("width", [600, 840, 1080, 1176, 1680])
 def test_panes_share_what_width_there_is(width: int):
-    layout = live_figure(4, 10, frame=Frame.within(width)).layout
+    layout = empty_figure(4, 10, frame=Frame.within(width)).layout
     assert layout.width == width and layout.height == Frame(width).height(4)
     panes = [(layout[f"xaxis{n}"].domain, layout[f"yaxis{n}"].domain) for n in ("", 2, 3, 4, 5)]
     for (x1, y1), (x2, y2) in combinations(panes, 2):
@@ -33,7 +33,7 @@ def test_frames_fit_and_are_neither_too_wide_nor_too_narrow():
 
 
 def test_a_narrow_page_gets_two_rows_of_panes_and_loses_nothing():
-    view = LiveView(2)
+    view = RunView(2)
     view.begin("data", "*: data", 10)
     view.add([block(0, (2.0, 1.0), memory=MEMORY), spans(0), spans(1), RunEvent("strategy", 1, "*: model")])
     show_expected(view.figure, 10, 500.0)
@@ -59,7 +59,7 @@ def test_a_view_of_own_loops_knows_the_width_before_a_loop_begins():
         def subscribe(self, hear):
             return lambda: None
 
-    view = OwnLiveView(Session())
+    view = LiveView(Session())
     next(child for child in view.children if isinstance(child, PageLink))._receive(
         None, {"event": "width", "value": 847}, None
     )

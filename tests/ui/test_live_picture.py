@@ -7,10 +7,10 @@ import xml.etree.ElementTree as ElementTree
 from tests.ui.conftest import make_record
 from tests.ui.reports import block, spans
 from workbench.core.metrics import RunEvent
+from workbench.ui.live.figure_layout import PANES_HEIGHT, WIDE
 from workbench.ui.live.history import History
-from workbench.ui.live.layout import PANES_HEIGHT, WIDE
-from workbench.ui.live.part import LiveView
-from workbench.ui.live.picture import live_picture
+from workbench.ui.live.live_picture import live_picture
+from workbench.ui.live.run_view import RunView
 
 MEMORY = ({"parameters": 2_000_000, "peak": 4_000_000},) * 2
 
@@ -62,7 +62,7 @@ def test_before_a_timeline_is_known_the_panes_stand_alone():
 
 
 def test_a_view_keeps_its_log_and_title_in_the_copy():
-    view = LiveView(2)
+    view = RunView(2)
     assert view.static_html() == ""
     view.begin("data", "*: <data>", 10)
     view.add([block(0, (2.0,), memory=MEMORY), RunEvent("paused", 1)])

@@ -1,296 +1,80 @@
-"""The live view: what a run reports, in words, in the figure and in the log."""
+"""The live view of loops of one's own."""
 
 from __future__ import annotations
 
-import json
-from types import SimpleNamespace
+from collections.abc import Callable
 
 import pytest
 
-from tests.ui.conftest import make_record
-from tests.ui.live_figures import MEMORY, marks, titles, trace
-from tests.ui.reports import block, spans
-from workbench.core.metrics import RunEvent
-from workbench.theme import DARK, LIGHT
-from workbench.ui.live import figure as live_figure
-from workbench.ui.live import layout as live_layout
-from workbench.ui.live.history import History
-from workbench.ui.live.part import LiveView
+from tests.ui.reports import block
+from workbench.core.metrics import LastSteps, LossTerm, RunEvent
+from workbench.errors import NotStartedError
+from workbench.ui.live.live_view import LiveView
 
 
-@pytest.fixture
-def view() -> LiveView:
-    made = LiveView(2)
-    made._clock = lambda: made_time[0]  # type: ignore[attr-defined]
-    made_time = [100.0]
-    made.tick = lambda seconds: made_time.__setitem__(0, made_time[0] + seconds)  # type: ignore[attr-defined]
-    made.begin("data", "*: data", 10)
-    return made
+class FakeSession:
+    num_engines = 2
+
+    def __init__(self) -> None:
+        self.listeners: list[Callable[[int, object], None]] = []
+
+    def subscribe(self, hear: Callable[[int, object], None]) -> Callable[[], None]:
+        self.listeners.append(hear)
+        return lambda: self.listeners.remove(hear)
 
 
-def test_a_view_shows_state_progress_and_log(view: LiveView):
-    view.tick(1)
-    view.add([block(0, (2.0, 1.5), memory=MEMORY), spans(0), spans(1)])
-    assert "step 2 of 10" in view.status.state.value and view.status.progress.value == 2
-    assert "20 %" in view.status.elapsed.value and "400 ms so far, 1.60 s left" in view.status.elapsed.value, (
-        "without what came before"
-    )
-    assert "data: *: data" in view.log_part.lines.value and "step 2" in view.log_part.lines.value
-    assert len(trace(view.figure, "forward, measured").x) == 2
+def test_loops_are_shown_one_after_the_other():
+    session = FakeSession()
+    view = LiveView(session)
+    (hear,) = session.listeners
+    hear(-1, RunEvent("ended", 0))
+    hear(0, {"something": "else"})
+    assert view.live.figure is None, "nothing to show yet"
+    hear(0, block(0, (2.0, 1.5), num_steps=0))
+    hear(0, block(2, (1.25,), num_steps=0))
+    hear(-1, RunEvent("ended", 0))
+    assert "own loop 1" in view.live.title.value and "ended <b>last report: step 3" in view.live.status.state.value
+    view.live.link._receive(None, {"event": "visible", "value": True, "view": "page"}, [])
+    assert "ended <b>last report: step 3" in view.live.status.state.value, "also for a page that looks later"
+    hear(0, block(0, (2.0,), num_steps=0))
+    assert "own loop 2" in view.live.title.value and view.live.history.last_step == 1
+    view.close()
+    assert session.listeners == []
 
 
-def test_updates_come_at_most_ten_times_a_second_and_slow_parts_less_often(view: LiveView):
-    counts = dict.fromkeys(("show_curves", "show_memory", "show_timeline"), 0)
-    with pytest.MonkeyPatch.context() as patch:
-        for name in counts:
-            real = getattr(live_figure, name)
-
-            def counted(*args: object, _real: object = real, _name: str = name) -> None:
-                counts[_name] += 1
-                _real(*args)  # type: ignore[operator]
-
-            patch.setattr(live_figure, name, counted)
-        for step in range(100):  # two seconds, fifty times a second
-            view.tick(0.02)
-            view.add([block(step, memory=MEMORY, num_steps=100), spans(0, step), spans(1, step)])
-    assert counts["show_curves"] <= 20 and 2 <= counts["show_memory"] <= 5 and counts["show_timeline"] <= 3
+def test_without_a_session_it_says_so():
+    with pytest.raises(NotStartedError, match=r"No engines are running.*%workbench start"):
+        LiveView()
 
 
-def test_nothing_is_drawn_while_nobody_looks_and_all_of_it_once_somebody_does(view: LiveView):
-    view.link._receive(None, {"event": "visible", "value": False}, None)
-    view.tick(1)
-    view.add([block(0, (2.0, 1.5), memory=MEMORY)])
-    assert len(trace(view.figure, "throughput, newest").x) == 0
-    view.link._receive(None, {"event": "visible", "value": True}, None)
-    assert len(trace(view.figure, "throughput, newest").x) == 2
+def test_the_last_steps_of_all_ranks_are_shown_when_the_cell_ends():
+    session = FakeSession()
+    view = LiveView(session)
+    (hear,) = session.listeners
+    last = [LastSteps(rank, 2, 2, (64,), (LossTerm(0.5, 2),), (0.25,), (0.0,), (0,)) for rank in (0, 1)]
+    hear(1, last[1])  # before what rank 0 has to tell
+    hear(0, block(0, (2.0, 1.5), num_steps=0))
+    hear(0, last[0])
+    assert view.live.history.last_step == 2
+    hear(-1, RunEvent("ended", 0))
+    assert (view.live.history.last_step, view.live.history.latest_loss) == (3, 0.5)
+    hear(0, block(0, (2.0,), num_steps=0))
+    hear(-1, RunEvent("ended", 0))
+    assert view.live.history.last_step == 1, "of the loop before nothing is left"
 
 
-def test_a_view_is_seen_while_any_of_its_places_is(view: LiveView):
-    for place, seen in (("one", True), ("other", True), ("one", False)):
-        view.link._receive(None, {"event": "visible", "value": seen, "view": place}, None)
-    view.tick(1)
-    view.add([block(0, (2.0, 1.5), memory=MEMORY)])
-    assert len(trace(view.figure, "throughput, newest").x) == 2
-    view.link._receive(None, {"event": "visible", "value": False, "view": "other"}, None)
-    view.tick(1)
-    view.add([block(2, (1.0,), memory=MEMORY)])
-    assert len(trace(view.figure, "throughput, newest").x) == 2
+def test_a_view_that_cannot_draw_says_so_and_the_cell_goes_on(monkeypatch: pytest.MonkeyPatch):
+    session = FakeSession()
+    view = LiveView(session)
+    (hear,) = session.listeners
+    with monkeypatch.context() as broken:
+        broken.setattr(view.live, "begin", lambda *args: 1 / 0)
+        hear(0, block(0, (2.0,), num_steps=0))
+    assert isinstance(view.failures.error, ZeroDivisionError) and view.failures.box.layout.display == ""
 
 
-def test_a_page_that_comes_later_gets_the_figure_as_it_is(view: LiveView):
-    view.tick(1)
-    view.add([block(0, (2.0, 1.5), memory=MEMORY), spans(0), spans(1)])
-    state = view.shown.get_state()
-    points = {trace["name"]: trace for name, trace in state.items() if name.startswith("trace_")}
-    assert points["this run, newest"]["y"] == [2.0, 1.5]
-    assert "1.5" in state["outline"]["annotations"][1]["text"]
-
-
-def test_what_has_ended_stays_as_its_end_was_drawn(view: LiveView):
-    view.add([block(0, (2.0,))])
-    view.finish(make_record("data"))
-    for seen in (False, True):
-        view.link._receive(None, {"event": "visible", "value": seen}, None)
-    assert "samples/s, median" in titles(view.figure)[0]
-
-
-def test_what_is_sent_is_plain_json(view: LiveView):
-    view.tick(1)
-    view.add([block(0, (2.0,), memory=MEMORY), spans(0), spans(1)])
-    told = ["outline", *(f"trace_{index}" for index in range(view.shown.num_traces))]
-    json.dumps(view.shown.get_state(told), allow_nan=False)
-    assert list(view.figure.layout.xaxis3.range) == [0, 6]
-
-
-def test_a_page_that_cannot_keep_up_is_not_flooded(view: LiveView):
-    sent: list[dict[str, object]] = []
-    view.link.send = lambda message, buffers=None: sent.append(message)
-    view.link._receive(None, {"event": "visible", "value": True}, None)
-    view.tick(1)
-    view.add([block(0)])
-    assert [message["event"] for message in sent] == ["ping"]
-    view.tick(1)
-    view.add([block(1)])
-    assert len(trace(view.figure, "throughput, newest").x) == 1, "it has not answered yet"
-    view.link._receive(None, {"event": "pong", "value": 1}, None)
-    view.add([block(2)])
-    assert len(trace(view.figure, "throughput, newest").x) == 3
-    view.tick(6)
-    view.add([block(3)])
-    assert len(trace(view.figure, "throughput, newest").x) == 4, "after five seconds nobody waits for it"
-
-
-def test_a_change_draws_a_line_and_names_the_strategy(view: LiveView):
-    view.add([block(0, (2.0,)), RunEvent("strategy", 1, "*: model", 0.2, 0)], {"*: model": "model"}.__getitem__)
-    assert view.figure.layout.shapes[0].x0 == 2 and view.figure.layout.annotations[-1].text == "data \u2192 model"
-    assert "data \u2192 model" in view.log.lines[-1].text
-    assert "data \u2192 model" in view.title.value and "*: model" in view.title.value
-
-
-def test_names_that_are_texts_have_room_beside_the_change(view: LiveView):
-    text = "fc1: data; fc2: model; fc3: model; head: data | 1x1x2"
-    view.add([block(0, (2.0,)), RunEvent("strategy", 1, text, 0.2, 0)])
-    assert view.figure.layout.annotations[-1].text == "data \u2192 fc1: dat\u2026| 1x1x2"
-    assert view.title.value.count(text) == 1, "the title has all of it, once"
-
-
-def test_a_pause_stops_the_clock(view: LiveView):
-    view.tick(1)
-    view.add([block(0, (2.0,)), RunEvent("paused", 1)])
-    assert "paused" in view.status.state.value and len(marks(view.figure, "annotations", "pause")) == 2
-    view.tick(50)
-    view.add([RunEvent("running", 1)])
-    assert not marks(view.figure, "annotations", "pause")
-    view.tick(1)
-    view.add([block(1, (2.0,))])
-    assert "1.20 s so far" in view.status.elapsed.value and "running" in view.status.state.value
-
-
-def test_the_end_shows_the_record(view: LiveView):
-    view.add([block(0, (2.0,))])
-    view.finish(make_record("data"))
-    assert "stopped" in view.status.state.value and len(trace(view.figure, "throughput").x) == 3
-    assert "5\u202f000 samples/s, median" in titles(view.figure)[0]
-
-
-def test_what_was_stopped_has_no_time_left(view: LiveView):
-    view.tick(1)
-    view.add([block(0, (2.0,))])
-    assert " left" in view.status.elapsed.value
-    view.finish(make_record("data"))
-    assert "left" not in view.status.elapsed.value and "so far" not in view.status.elapsed.value
-
-
-def test_the_state_is_shown_while_only_the_bar_is_in_sight(view: LiveView):
-    outside = LiveView(2, has_status=False)
-    outside.begin("data", "*: data", 10)
-    assert not any(
-        part in bar.children
-        for bar in outside.box.children
-        if hasattr(bar, "children")
-        for part in outside.status.parts
-    )
-    outside.link._receive(None, {"event": "visible", "value": False}, None)
-    outside.add([block(0, (2.0,))])
-    assert "step 1 of 10" in outside.status.state.value and outside.status.progress.value == 1
-    assert len(trace(outside.figure, "throughput, newest").x) == 0, "its tab is closed"
-    outside.see_status(False)
-    outside._drawn_s["progress"] = 0.0
-    outside.add([block(1, (2.0,))])
-    assert "step 1 of 10" in outside.status.state.value, "nobody sees the bar either"
-    outside._drawn_s["progress"] = 0.0
-    outside.see_status(True)
-    assert "step 2 of 10" in outside.status.state.value
-
-
-def test_predicted_is_in_the_legend_only_where_something_is(view: LiveView):
-    def legend() -> str:
-        return view.figure.layout.annotations[live_layout.RATE_LEGEND].text
-
-    assert "median of 1 s" in legend() and "predicted" not in legend()
-    view.expect(None)
-    assert "predicted" not in legend()
-    view.expect(SimpleNamespace(samples_per_s=500.0, timeline=None))
-    assert "predicted" in legend()
-    view.use(DARK)
-    assert "predicted" in legend() and DARK.muted in legend()
-    view.begin("model", "*: model", 10)
-    assert "predicted" not in legend()
-
-
-def test_one_device_is_in_the_legend_only_where_it_was_trained(view: LiveView):
-    def legend() -> str:
-        return view.figure.layout.annotations[live_layout.LOSS_LEGEND].text
-
-    assert "this run" in legend() and "1 device" not in legend()
-    view.show_one_device([2.0, 1.5])
-    assert "1 device" in legend()
-    view.use(DARK)
-    assert "1 device" in legend() and DARK.ink in legend()
-    view.begin("data", "*: data", 10)
-    assert "1 device" not in legend(), "of a run without the check"
-
-
-def test_the_loss_can_be_seen_on_a_log_scale(view: LiveView):
-    axis = view.figure.layout.yaxis2
-    assert (axis.type, axis.rangemode) == ("linear", "tozero")
-    view.log_scale.value = True
-    assert view.figure.layout.yaxis2.type == "log"
-    view.begin("model", "*: model", 10)
-    assert view.figure.layout.yaxis2.type == "log", "the next run, too"
-    view.log_scale.value = False
-    assert view.figure.layout.yaxis2.type == "linear"
-
-
-def test_memory_of_no_kind_is_drawn_up_to_the_peak():
-    figure = live_figure.live_figure(2, 10)
-    history = History(10, 2)
-    history.add([block(0, (2.0,), memory=({"parameters": 2_000_000, "peak": 5_000_000},) * 2)])
-    live_figure.show_memory(figure, history)
-    other = trace(figure, "other")
-    assert list(other.base) == [2.0, 2.0] and list(other.x) == [3.0, 3.0]
-    assert "hatched: other" in figure.layout.annotations[2].text
-
-
-def test_what_comes_first_has_its_own_number_of_steps(view: LiveView):
-    view.add_one_device(block(0, (3.0, 2.0), num_steps=5))
-    assert (view.status.progress.value, view.status.progress.max) == (2, 5)
-    view.tick(1)
-    view.add([block(0, (2.0,))])
-    assert (view.status.progress.value, view.status.progress.max) == (1, 10)
-
-
-def test_a_failure_is_shown_once(view: LiveView):
-    view.fail(RuntimeError("rank 1 <died>"))
-    assert "rank 1 &lt;died&gt;" in view.failure.value and "failed" in view.status.state.value
-
-
-def test_a_new_run_starts_from_an_empty_figure(view: LiveView):
-    view.add([block(0, (2.0,)), RunEvent("strategy", 1, "*: model")])
-    view.show_one_device([1.0, 2.0])
-    figure = view.figure
-    view.begin("model", "*: model", 50)
-    assert view.figure is figure, "one figure, 5 MB, for all runs"
-    for name in ("throughput, newest", "this run, newest", "1 device"):
-        assert len(trace(figure, name).x) == 0
-    assert list(figure.layout.xaxis.range) == [0, 20] and len(figure.layout.shapes) == 0
-
-
-def test_the_theme_changes_colours_and_nothing_else(view: LiveView):
-    view.tick(1)
-    view.add([block(0, (2.0,), memory=MEMORY), spans(0), spans(1), RunEvent("strategy", 1, "*: model")])
-    view.link._receive(None, {"event": "theme", "value": "dark"}, None)
-    assert trace(view.figure, "median").line.color == DARK.ink
-    assert trace(view.figure, "parameters").marker.color == DARK.memory["parameters"]
-    assert not any(LIGHT.muted in title for title in titles(view.figure))
-    assert len(trace(view.figure, "throughput, newest").x) == 1 and len(view.figure.layout.shapes) == 2
-    assert len(trace(view.figure, "forward, measured").x) == 2
-
-
-def test_an_unknown_number_of_steps_needs_no_progress_bar():
-    view = LiveView(2)
-    view.begin("own loop", "", 0)
-    view.add([block(0, (2.0,), num_steps=0)])
-    assert view.status.progress.layout.visibility == "hidden" and "step 1<" in view.status.state.value
-
-
-def test_one_device_is_seen_while_it_trains_before_the_run(view: LiveView):
-    view.tick(1)
-    view.add_one_device(block(0, (3.0, 2.0), time_s=(0.1,), boxing_s=(0.0,)))
-    assert "one device first: <b>step 2 of 10<" in view.status.state.value
-    assert "20 %</b> 1\u202f000 samples/s, 800 ms left" in view.status.elapsed.value
-    assert list(trace(view.figure, "1 device").y) == [3.0, 2.0] and view.status.progress.value == 2
-    view.tick(1)
-    view.add_one_device(block(2, (1.0,), time_s=(0.1,), boxing_s=(0.0,)))
-    assert list(trace(view.figure, "1 device").y) == [3.0, 2.0, 1.0]
-    view.tick(1)
-    view.add([block(0, (3.0,))])
-    assert "step 1 of 10" in view.status.state.value and view.status.progress.value == 1
-
-
-def test_the_throughput_has_a_steady_line(view: LiveView):
-    view.tick(1)
-    view.add([block(0, (2.0,) * 5), block(5, (2.0,), time_s=(0.01, 0.01))])
-    assert max(trace(view.figure, "throughput, newest").y) == 10_000
-    assert list(trace(view.figure, "median, newest").y) == [500] * 6
-    assert "500 samples/s now" in titles(view.figure)[0]
+def test_a_closed_session_is_said():
+    session = FakeSession()
+    view = LiveView(session)
+    session.listeners[0](-1, RunEvent("closed", 0))
+    assert "session of this view is closed" in view._hint.value and view._hint.layout.display == ""

@@ -9,7 +9,7 @@ import pytest
 from torch.nn.functional import cross_entropy
 
 from tests.ui.models import gpt
-from workbench.ui.widgets import Panel
+from workbench.ui.panel import Panel
 
 MOST_MESSAGES, MOST_BYTES = 8, 40_000
 
@@ -32,7 +32,7 @@ def test_a_click_on_a_deep_model_sends_its_picture_first(sent: list[dict[str, An
     )
     for value in ("model", "data"):
         sent.clear()
-        panel._upper.grid._handle_custom_msg({"event": "parallel", "rows": ["tok_emb"], "value": value}, [])
+        panel._editor.grid._handle_custom_msg({"event": "parallel", "rows": ["tok_emb"], "value": value}, [])
         assert "view" in sent[0], sent
         assert len(sent) <= MOST_MESSAGES
         assert sum(len(repr(state)) for state in sent) < MOST_BYTES

@@ -20,9 +20,9 @@ from workbench.cost.hardware_files import load_hardware
 from workbench.errors import HardwareError, SessionError, StrategyError
 from workbench.session.planning import first_batch
 from workbench.theme import DARK
-from workbench.ui.planning.predicting import Predictor
-from workbench.ui.strategy_part import StrategyPart, facts_of
-from workbench.ui.widgets import Panel
+from workbench.ui.panel import Panel
+from workbench.ui.planning.predictor import Predictor
+from workbench.ui.strategy_editor import StrategyEditor, facts_of
 from workbench.units import format_bytes
 
 
@@ -47,22 +47,22 @@ def finish(panel: Panel, trainer: FakeTrainer, error: Exception | None = None) -
     assert panel.wait(PATIENCE_S)
 
 
-def upper(panel: Panel) -> StrategyPart:
-    return panel._upper
+def editor(panel: Panel) -> StrategyEditor:
+    return panel._editor
 
 
 def grid_row(panel: Panel, pattern: str) -> dict[str, Any]:
-    return next(row for row in upper(panel).grid.view["rows"] if row["pattern"] == pattern)
+    return next(row for row in editor(panel).grid.view["rows"] if row["pattern"] == pattern)
 
 
 def say(panel: Panel, **event: object) -> None:
     """What the grid's script would send."""
-    upper(panel).grid._handle_custom_msg(event, [])
+    editor(panel).grid._handle_custom_msg(event, [])
 
 
 def test_the_grid_shows_the_strategy(panel: Panel):
-    assert [row["pattern"] for row in upper(panel).grid.view["rows"]] == ["fc1", "fc2"]
-    controls = upper(panel).controls
+    assert [row["pattern"] for row in editor(panel).grid.view["rows"]] == ["fc1", "fc2"]
+    controls = editor(panel).controls
     assert controls.text.value == "*: data"
     assert not controls.run.disabled
     assert "wb-panel" in panel._dom_classes
@@ -70,7 +70,7 @@ def test_the_grid_shows_the_strategy(panel: Panel):
 
 def test_a_click_in_the_grid_changes_everything_at_once(panel: Panel):
     say(panel, event="parallel", rows=["fc2"], value="model")
-    controls = upper(panel).controls
+    controls = editor(panel).controls
     assert controls.text.value == "*: data; fc2: model"
     assert grid_row(panel, "fc2")["parallel"] == "model" and grid_row(panel, "fc2")["sbp"] == "S(0)"
     assert [controls.degrees[name].value for name in ("pipeline", "data", "model")] == [1, 1, 2]
@@ -83,7 +83,7 @@ def test_a_run_shows_what_memory_the_machine_has(trainer: FakeTrainer):
     panel = Panel(None, make_mlp, None, None, steps=3, trainer=trainer, keep=False, hardware=machine)
     panel.run()
     finish(panel, trainer)
-    told = [note.text for note in panel._runs_part.live.figure.layout.annotations if note.name == "limit"]
+    told = [note.text for note in panel._runs_section.live.figure.layout.annotations if note.name == "limit"]
     assert told == [f"limit {format_bytes(machine.memory_bytes)} \u2192"]
 
 
@@ -96,7 +96,7 @@ def test_a_run_shows_what_memory_the_machine_has(trainer: FakeTrainer):
     ],
 )
 def test_events_of_the_grid(panel: Panel, event: dict[str, Any], text: str):
-    controls = upper(panel).controls
+    controls = editor(panel).controls
     say(panel, **event)
     assert controls.text.value == text
     say(panel, event="undo")
@@ -107,11 +107,11 @@ def test_events_of_the_grid(panel: Panel, event: dict[str, Any], text: str):
 
 def test_unknown_events_are_ignored(panel: Panel):
     say(panel, event="format the disk")
-    assert upper(panel).controls.text.value == "*: data"
+    assert editor(panel).controls.text.value == "*: data"
 
 
 def test_presets_undo_and_redo_are_buttons(panel: Panel):
-    controls = upper(panel).controls
+    controls = editor(panel).controls
     assert controls.undo.disabled and controls.redo.disabled
     controls.presets["model"].click()
     assert controls.text.value == "*: model" and "wb-on" in controls.presets["model"]._dom_classes
@@ -120,7 +120,7 @@ def test_presets_undo_and_redo_are_buttons(panel: Panel):
 
 
 def test_degrees_micro_batches_and_schedule(panel: Panel):
-    controls = upper(panel).controls
+    controls = editor(panel).controls
     controls.presets["pipeline"].click()
     controls.micro_batches.value = 8
     controls.schedule.value = "gpipe"
@@ -130,7 +130,7 @@ def test_degrees_micro_batches_and_schedule(panel: Panel):
 
 
 def test_options_of_the_whole_model(panel: Panel):
-    controls = upper(panel).controls
+    controls = editor(panel).controls
     controls.zero.value = 2
     controls.recompute.value = True
     controls.sequence.value = True
@@ -141,7 +141,7 @@ def test_options_of_the_whole_model(panel: Panel):
 
 
 def test_text_is_taken_when_it_parses_and_underlined_where_it_does_not(panel: Panel):
-    controls = upper(panel).controls
+    controls = editor(panel).controls
     controls.text.value = "fc1: data; fc2: model"
     assert grid_row(panel, "fc2")["parallel"] == "model"
     controls.text.value = "fc1: dta <b>; fc2: model"
@@ -153,7 +153,7 @@ def test_text_is_taken_when_it_parses_and_underlined_where_it_does_not(panel: Pa
 
 
 def test_a_mistake_disables_run_and_offers_its_fix(panel: Panel, trainer: FakeTrainer):
-    controls = upper(panel).controls
+    controls = editor(panel).controls
     controls.presets["pipeline"].click()
     say(panel, event="stage", rows=["fc1"], value=1)
     say(panel, event="stage", rows=["fc2"], value=0)
@@ -170,7 +170,7 @@ def test_a_mistake_disables_run_and_offers_its_fix(panel: Panel, trainer: FakeTr
 
 
 def test_mistakes_of_no_row_have_their_fixes_above_the_grid(panel: Panel):
-    controls = upper(panel).controls
+    controls = editor(panel).controls
     controls.degrees["data"].value = 3
     assert 'data-fix="use 1x2x1"' in controls.mistakes.value
     say(panel, event="fix", row=None, value="use 1x2x1")
@@ -178,7 +178,7 @@ def test_mistakes_of_no_row_have_their_fixes_above_the_grid(panel: Panel):
 
 
 def test_a_pipeline_of_one_micro_batch_is_said_with_a_way_out(panel: Panel):
-    controls = upper(panel).controls
+    controls = editor(panel).controls
     assert controls.mistakes.value == ""
     controls.presets["pipeline"].click()
     controls.micro_batches.value = 1
@@ -190,26 +190,26 @@ def test_a_pipeline_of_one_micro_batch_is_said_with_a_way_out(panel: Panel):
 
 def test_a_run_is_followed_and_compared(panel: Panel, trainer: FakeTrainer):
     for _ in range(2):
-        upper(panel).controls.run.click()
-        assert panel.running and upper(panel).controls.run.disabled
+        editor(panel).controls.run.click()
+        assert panel.running and editor(panel).controls.run.disabled
         say(panel, event="run")
         finish(panel, trainer)
     assert [run.name for run in panel.runs] == ["data", "data (2)"] and len(trainer.runs) == 2
     assert panel.baseline is not None and panel.baseline.name == "one device"
-    assert not panel.running and not upper(panel).controls.run.disabled
+    assert not panel.running and not editor(panel).controls.run.disabled
     assert repr(panel) == "<Panel '*: data': 2 finished runs>"
 
 
 def test_the_strategy_can_be_edited_while_a_run_goes_on(panel: Panel, trainer: FakeTrainer):
     panel.run()
     say(panel, event="parallel", rows=["fc2"], value="model")
-    assert upper(panel).controls.text.value == "*: data; fc2: model" and upper(panel).controls.run.disabled
+    assert editor(panel).controls.text.value == "*: data; fc2: model" and editor(panel).controls.run.disabled
     finish(panel, trainer)
     assert panel.runs[0].strategy == "*: data"
 
 
 def test_a_page_that_shows_the_panel_has_the_figure_before_the_first_run(panel: Panel, trainer: FakeTrainer):
-    live = panel._runs_part.live
+    live = panel._runs_section.live
     assert live.shown is None, "nobody has seen the panel yet"
     say(panel, event="theme", value="light")
     wait_until(lambda: live.shown is not None)
@@ -224,7 +224,7 @@ def test_a_panel_without_engines_makes_no_figure(monkeypatch: pytest.MonkeyPatch
     made: list[Panel] = []
     without = Panel(None, make_mlp, (32, 64), num_ranks=2, costs=gpt(1))
     for each in (without, panel):
-        monkeypatch.setattr(each._runs_part.live, "prepare", lambda each=each: made.append(each))
+        monkeypatch.setattr(each._runs_section.live, "prepare", lambda each=each: made.append(each))
         say(each, event="theme", value="dark")
     assert made == [panel]  # 5 MB for nothing, else
 
@@ -233,9 +233,9 @@ def test_figures_follow_the_page_s_theme(panel: Panel, trainer: FakeTrainer):
     say(panel, event="theme", value="dark")
     panel.run()
     finish(panel, trainer)
-    assert panel._runs_part.live.figure.layout.font.color == DARK.ink
+    assert panel._runs_section.live.figure.layout.font.color == DARK.ink
     say(panel, event="theme", value="light")
-    assert panel._runs_part.live.figure.layout.font.color != DARK.ink
+    assert panel._runs_section.live.figure.layout.font.color != DARK.ink
 
 
 @pytest.fixture
@@ -272,7 +272,7 @@ def test_sample_shape_of_every_kind_of_data(shape: tuple[int, ...]):
 
 
 @pytest.fixture
-def paper_panel() -> Panel:
+def offline_panel() -> Panel:
     return Panel(
         None,
         make_mlp,
@@ -285,51 +285,51 @@ def paper_panel() -> Panel:
     )
 
 
-def test_a_panel_on_paper_predicts_and_does_not_run(paper_panel: Panel):
-    html = upper(paper_panel).predictions.value
+def test_an_offline_panel_predicts_and_does_not_run(offline_panel: Panel):
+    html = editor(offline_panel).predictions.value
     assert "Predicted step time" in html and "before the last change" not in html
-    assert upper(paper_panel).controls.run.disabled
+    assert editor(offline_panel).controls.run.disabled
     with pytest.raises(SessionError, match="no engines"):
-        paper_panel.run()
-    estimate = paper_panel.estimate()
+        offline_panel.run()
+    estimate = offline_panel.estimate()
     assert estimate is not None and estimate.step_s > 0 and len(estimate.memory) == 2
 
 
-def test_a_toggle_changes_the_prediction_and_shows_the_one_before(paper_panel: Panel):
-    first = paper_panel.estimate()
-    say(paper_panel, event="parallel", rows=["blocks.[0-3]"], value="data")
-    second = paper_panel.estimate()
+def test_a_toggle_changes_the_prediction_and_shows_the_one_before(offline_panel: Panel):
+    first = offline_panel.estimate()
+    say(offline_panel, event="parallel", rows=["blocks.[0-3]"], value="data")
+    second = offline_panel.estimate()
     assert first is not None and second is not None and first.step_s != second.step_s
-    assert "before the last change" in upper(paper_panel).predictions.value
+    assert "before the last change" in editor(offline_panel).predictions.value
 
 
-def test_with_a_mistake_predictions_stay_as_they_were(paper_panel: Panel):
-    before = paper_panel.estimate()
-    say(paper_panel, event="stage", rows=["lm_head"], value=0)
-    assert 'class="wb-predictions old"' in upper(paper_panel).predictions.value
-    assert paper_panel.estimate() == before
+def test_with_a_mistake_predictions_stay_as_they_were(offline_panel: Panel):
+    before = offline_panel.estimate()
+    say(offline_panel, event="stage", rows=["lm_head"], value=0)
+    assert 'class="wb-predictions old"' in editor(offline_panel).predictions.value
+    assert offline_panel.estimate() == before
 
 
-def test_rows_unfold_and_layers_are_found(paper_panel: Panel):
-    say(paper_panel, event="fold", rows=["blocks.[0-3]"])
-    assert grid_row(paper_panel, "blocks.[0-3].attn.qkv")["depth"] == 1
-    say(paper_panel, event="find", value="lm_*")
-    assert [row["pattern"] for row in upper(paper_panel).grid.view["rows"]] == ["lm_head"]
+def test_rows_unfold_and_layers_are_found(offline_panel: Panel):
+    say(offline_panel, event="fold", rows=["blocks.[0-3]"])
+    assert grid_row(offline_panel, "blocks.[0-3].attn.qkv")["depth"] == 1
+    say(offline_panel, event="find", value="lm_*")
+    assert [row["pattern"] for row in editor(offline_panel).grid.view["rows"]] == ["lm_head"]
 
 
-def test_the_tensors_of_the_selected_row_are_drawn(paper_panel: Panel):
-    say(paper_panel, event="tensor")
-    say(paper_panel, event="select", rows=["lm_head"])
-    html = upper(paper_panel).tensor.value
+def test_the_tensors_of_the_selected_row_are_drawn(offline_panel: Panel):
+    say(offline_panel, event="tensor")
+    say(offline_panel, event="select", rows=["lm_head"])
+    html = editor(offline_panel).tensor.value
     assert "lm_head.weight" in html and "rank 3" in html and "what enters lm_head" in html
-    say(paper_panel, event="tensor")
-    assert upper(paper_panel).tensor.value == ""
+    say(offline_panel, event="tensor")
+    assert editor(offline_panel).tensor.value == ""
 
 
 def test_without_a_machine_the_panel_says_how_to_get_one(panel: Panel):
-    assert "wb.planner.calibrate(session)" in upper(panel).predictions.value
-    assert upper(panel).controls.planned.disabled
-    assert "machine" in upper(panel).controls.planned.tooltip
+    assert "wb.planner.calibrate(session)" in editor(panel).predictions.value
+    assert editor(panel).controls.planned.disabled
+    assert "machine" in editor(panel).controls.planned.tooltip
 
 
 def test_a_panel_with_engines_offers_to_measure_the_machine(trainer: FakeTrainer):
@@ -342,7 +342,9 @@ def test_a_panel_with_engines_offers_to_measure_the_machine(trainer: FakeTrainer
         return load_hardware("v100-dgx1")
 
     facts = facts_of(gpt(1).layers, 32, (64,), None)
-    part = StrategyPart(gpt(1).layers, 2, None, facts, predictor, title="gpt", on_run=lambda: None, calibrate=calibrate)
+    part = StrategyEditor(
+        gpt(1).layers, 2, None, facts, predictor, title="gpt", on_run=lambda: None, calibrate=calibrate
+    )
     assert part.measure.layout.display == "" and not part.measure.disabled
     part.measure.click()
     assert part.measure.disabled and "Measuring" in part.measure.description
@@ -368,9 +370,9 @@ def test_a_real_model_is_counted_on_metadata():
 
     data = torch.zeros(100, 64), torch.zeros(100, dtype=torch.long)
     panel = Panel(None, make_model, data, cross_entropy, hardware="h200", num_ranks=2, strategy="model")
-    rows = upper(panel).grid.view["rows"]
-    assert [(row["label"], row["flow"]["layout"]) for row in rows] == [("0", "S(1)"), ("2", "P")]
-    assert upper(panel).grid.view["end"]["label"] == "cross_entropy"
+    rows = editor(panel).grid.view["rows"]
+    assert [(row["label"], row["boxings"]["layout"]) for row in rows] == [("0", "S(1)"), ("2", "P")]
+    assert editor(panel).grid.view["end"]["label"] == "cross_entropy"
     estimate = panel.estimate()
     assert estimate is not None and estimate.boxed_bytes > 0
 

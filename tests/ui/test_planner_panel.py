@@ -14,23 +14,23 @@ from workbench.core.strategy import Strategy
 from workbench.cost.hardware_files import load_hardware
 from workbench.errors import StrategyError
 from workbench.planning.plan import Plan
-from workbench.ui.planning.assumed import Assumed, factor_text, told
-from workbench.ui.planning.plan_view import Answer, answer_html
-from workbench.ui.planning.planner_part import Search, search_for
-from workbench.ui.planning.predicting import Predictor
-from workbench.ui.strategy_part import StrategyPart, facts_of
+from workbench.ui.planning.machine_factors import MachineFactors, factor_text, machine_number
+from workbench.ui.planning.plan_html import PricedPlan, priced_plan_html
+from workbench.ui.planning.planner_section import Search, search_for
+from workbench.ui.planning.predictor import Predictor
+from workbench.ui.strategy_editor import StrategyEditor, facts_of
 
 MACHINE = load_hardware("v100-dgx1")
 
 
 def make_part(
     num_ranks: int = 4, strategy: str | None = None, search: Search = search_for, **more: Any
-) -> StrategyPart:
-    """The upper half of a panel for a GPT of two blocks."""
+) -> StrategyEditor:
+    """The strategy editor of a panel for a GPT of two blocks."""
     predictor = Predictor(MACHINE, 32)
     predictor.costs = gpt(2)
     facts = facts_of(gpt(2).layers, 32, (64,), None)
-    return StrategyPart(
+    return StrategyEditor(
         gpt(2).layers, num_ranks, strategy, facts, predictor, title="gpt", on_run=lambda: None, search=search, **more
     )
 
@@ -44,7 +44,7 @@ def words(html: str) -> str:
     return re.sub(r"\s+", " ", re.sub("<[^>]*>", " ", html))
 
 
-def ask(part: StrategyPart) -> None:
+def ask(part: StrategyEditor) -> None:
     part.controls.planned.click()
     wait_until(lambda: not part.planner.is_searching and part.planner.box.value != "")
 
@@ -65,9 +65,9 @@ def test_the_planner_s_choice_is_searched_for_beside_the_notebook(plan: Plan):
     assert part.controls.planned.disabled
     assert part.controls.planned.description == "planning\u2026"
     go.set()
-    wait_until(lambda: part.state.text == str(plan.strategy))
+    wait_until(lambda: part.controls.planned.description == "planner's choice")
     assert asked == [(4, "bf16")]
-    assert part.controls.planned.description == "planner's choice"
+    assert part.state.text == str(plan.strategy)
     assert not part.controls.planned.disabled
     part.controls.undo.click()
     assert part.state.text == "*: data | bf16"
@@ -80,10 +80,10 @@ def test_a_failed_search_says_why_and_can_be_asked_again(plan: Plan, error: Exce
     answers: list[Exception | Plan] = [error, plan]
 
     def search(*_asked: object) -> Plan:
-        answer = answers.pop(0)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+        priced = answers.pop(0)
+        if isinstance(priced, Exception):
+            raise priced
+        return priced
 
     part = make_part(search=search)
     ask(part)
@@ -103,7 +103,7 @@ def test_the_plan_has_the_optimizer_of_the_predictions(plan: Plan):
 
 
 def test_why_this_one_shows_the_best_of_every_split_of_the_ranks(plan: Plan):
-    text = words(answer_html(Answer.of(plan, MACHINE), plan.strategy))
+    text = words(priced_plan_html(PricedPlan.of(plan, MACHINE), plan.strategy))
     for found in (plan.found, *plan.others[:5]):
         assert " \u00d7 ".join(map(str, found.strategy.degrees)) in text
     more = plan.others[0].estimate.step_s / plan.found.estimate.step_s - 1
@@ -112,7 +112,7 @@ def test_why_this_one_shows_the_best_of_every_split_of_the_ranks(plan: Plan):
 
 
 def test_one_device_is_a_row_that_cannot_be_opened(plan: Plan):
-    html = answer_html(Answer.of(plan, MACHINE), plan.strategy)
+    html = priced_plan_html(PricedPlan.of(plan, MACHINE), plan.strategy)
     assert html.count("one device") == 1
     assert html.index("one device") > html.index('class="chosen"')
     assert "1x1x1" not in html
@@ -120,27 +120,29 @@ def test_one_device_is_a_row_that_cannot_be_opened(plan: Plan):
 
 
 def test_nothing_beats_one_device_over_slow_links(plan: Plan):
-    slow = Assumed(links=1e-3).of(MACHINE)
-    answer = Answer.of(plan, slow)
-    html = answer_html(answer, plan.strategy)
+    slow = MachineFactors(links=1e-3).of(MACHINE)
+    priced = PricedPlan.of(plan, slow)
+    html = priced_plan_html(priced, plan.strategy)
     assert "nothing on 4 ranks beats it" in words(html)
     assert html.index("one device") < html.index('class="chosen"')
-    assert answer.alone.estimate.step_s == pytest.approx(plan.one_device.estimate.step_s), "it exchanges nothing"
+    assert priced.alone.estimate.step_s == pytest.approx(plan.one_device.estimate.step_s), "it exchanges nothing"
 
 
 def test_one_device_without_the_memory_is_the_last_row(plan: Plan):
     limit = (plan.estimate.peak_bytes + plan.one_device.estimate.peak_bytes) / 2
-    html = answer_html(Answer.of(plan, Assumed(memory=limit / MACHINE.memory_bytes).of(MACHINE)), plan.strategy)
+    html = priced_plan_html(
+        PricedPlan.of(plan, MachineFactors(memory=limit / MACHINE.memory_bytes).of(MACHINE)), plan.strategy
+    )
     first_table = html[: html.index("</table>")]
     assert first_table.rindex("<tr") < first_table.index("one device")
     assert "over" in first_table[first_table.index("one device") :]
 
 
 def test_why_not_says_by_how_much_and_in_which_part(plan: Plan):
-    answer = Answer.of(plan, MACHINE)
+    priced = PricedPlan.of(plan, MACHINE)
     shown = Strategy("*: model")
-    verdict = answer.why_not(shown)
-    text = words(answer_html(answer, shown))
+    verdict = priced.why_not(shown)
+    text = words(priced_plan_html(priced, shown))
     assert verdict.reason == "slower"
     assert verdict.text.split(":")[0] in text
     assert "boxing of activations" in text
@@ -148,34 +150,34 @@ def test_why_not_says_by_how_much_and_in_which_part(plan: Plan):
 
 
 def test_why_not_says_what_does_not_fit(plan: Plan):
-    small = Assumed(memory=plan.estimate.peak_bytes * 1.05 / MACHINE.memory_bytes).of(MACHINE)
-    text = words(answer_html(Answer.of(plan, small), Strategy("*: data")))
+    small = MachineFactors(memory=plan.estimate.peak_bytes * 1.05 / MACHINE.memory_bytes).of(MACHINE)
+    text = words(priced_plan_html(PricedPlan.of(plan, small), Strategy("*: data")))
     assert "It does not fit" in text
     assert "too much" in text
 
 
 def test_why_not_says_what_cannot_run(plan: Plan):
-    text = words(answer_html(Answer.of(plan, MACHINE), Strategy("blocks: data@1; ln_f: data@0 | 2x1x1")))
+    text = words(priced_plan_html(PricedPlan.of(plan, MACHINE), Strategy("blocks: data@1; ln_f: data@0 | 2x1x1")))
     assert "It cannot run" in text
 
 
 def test_a_layer_is_explained_in_the_plan(plan: Plan):
-    answer = Answer.of(plan, MACHINE)
-    found = answer.explain("lm_head")
+    priced = PricedPlan.of(plan, MACHINE)
+    found = priced.explain("lm_head")
     assert found is not None
-    text = words(answer_html(answer, plan.strategy, "lm_head"))
+    text = words(priced_plan_html(priced, plan.strategy, "lm_head"))
     for one in found.alternatives:
         assert one.choice in text
-    assert answer.explain("no such layer") is None
+    assert priced.explain("no such layer") is None
 
 
 def test_the_answer_is_priced_for_the_machine_as_it_is_now(plan: Plan):
-    fast = Assumed(flops=4.0).of(MACHINE)
-    answer = Answer.of(plan, fast)
-    assert answer.is_stale
-    assert answer.chosen.estimate.step_s < plan.found.estimate.step_s
-    assert answer.chosen.strategy == plan.found.strategy
-    assert "search again" in words(answer_html(answer, plan.strategy))
+    fast = MachineFactors(flops=4.0).of(MACHINE)
+    priced = PricedPlan.of(plan, fast)
+    assert priced.is_stale
+    assert priced.chosen.estimate.step_s < plan.found.estimate.step_s
+    assert priced.chosen.strategy == plan.found.strategy
+    assert "search again" in words(priced_plan_html(priced, plan.strategy))
 
 
 def test_the_answer_follows_rows_selection_and_ranks():
@@ -214,10 +216,10 @@ def test_sliders_change_what_is_predicted_and_reset_takes_it_back():
     assert after.boxing_s < before.boxing_s
     assert after.compute_s == before.compute_s
     assert "on the machine as it is" in part.predictions.value
-    assert "\u00d74" in part.machine.told["links"].value
+    assert "\u00d74" in part.machine.values["links"].value
     assert part.estimate() == before, "a run is predicted on the machine that there is"
     part.machine.reset.click()
-    assert part._predictor.assumed == Assumed()
+    assert part._predictor.assumed == MachineFactors()
     assert part.machine.reset.disabled
     assert part.machine.sliders["links"].value == 1.0
 
@@ -277,7 +279,7 @@ def test_without_a_machine_one_can_be_chosen():
     predictor = Predictor(None, 32)
     predictor.costs = gpt(1)
     facts = facts_of(gpt(1).layers, 32, (64,), None)
-    part = StrategyPart(gpt(1).layers, 2, None, facts, predictor, title="gpt", on_run=lambda: None)
+    part = StrategyEditor(gpt(1).layers, 2, None, facts, predictor, title="gpt", on_run=lambda: None)
     assert part.machine.machine.value == "none"
     assert part.machine.sliders["links"].disabled
     part.machine.machine.value = "h200"
@@ -289,8 +291,8 @@ def test_without_a_machine_one_can_be_chosen():
 
 def test_numbers_of_a_machine_in_words():
     h200 = load_hardware("h200")
-    assert told(h200, "links") == "48.0\u2013348 GB/s"
-    assert told(h200, "memory") == "141 GB"
-    assert told(h200, "flops", "bf16") == "673 TFLOP/s"
+    assert machine_number(h200, "links") == "48.0\u2013348 GB/s"
+    assert machine_number(h200, "memory") == "141 GB"
+    assert machine_number(h200, "flops", "bf16") == "673 TFLOP/s"
     assert factor_text(1.0) == ""
     assert factor_text(0.5) == "\u00d70.5"

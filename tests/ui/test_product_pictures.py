@@ -14,9 +14,9 @@ from workbench.pipeline.schedules import Action, make_table
 from workbench.pipeline.simulate import Span, Timeline, simulate
 from workbench.testing import run_ranks
 from workbench.theme import DARK, LIGHT
-from workbench.ui.pictures.drawing import lengths
 from workbench.ui.pictures.matmul import check_ranks, role_colour
 from workbench.ui.pictures.stages import shown
+from workbench.ui.pictures.svg import lengths
 from workbench.units import format_bytes
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -12,8 +12,8 @@ import pytest
 
 from workbench.core.metrics import RunRecord
 from workbench.core.verdict import Verdict
-from workbench.ui.names import short_names
 from workbench.ui.runs.report import report_html, verdict, write_report
+from workbench.ui.short_names import short_names
 
 
 @dataclass

@@ -8,8 +8,8 @@ import pytest
 
 from tests.ui.reports import block
 from workbench.core.metrics import RunEvent
-from workbench.ui.live.part import LiveView
 from workbench.ui.live.run_log import MAX_LINES, RunLog
+from workbench.ui.live.run_view import RunView
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def test_only_the_last_lines_are_kept_and_all_are_counted(log: RunLog):
 
 
 def test_ranks_can_be_chosen_in_the_log():
-    view = LiveView(2)
+    view = RunView(2)
     view.begin("data", "*: data", 10)
     view.log.say("only me", "1", warns=True)
     view.log_part.ranks.value = "0"
@@ -86,7 +86,7 @@ def test_ranks_can_be_chosen_in_the_log():
 
 
 def test_a_log_that_is_not_followed_stands_still():
-    view = LiveView(2)
+    view = RunView(2)
     view.begin("data", "*: data", 10)
     view.log.say("one")
     view.draw(everything=True)

@@ -10,7 +10,7 @@ from tests.ui.models import GPT_HYBRID, gpt
 from tests.ui.models import MLP as LAYERS
 from workbench.core.strategy import Strategy
 from workbench.errors import StrategyError
-from workbench.ui.strategy.placing import Choice, Degrees
+from workbench.ui.strategy.choices import Choice, Degrees
 from workbench.ui.strategy.state import PanelState
 
 

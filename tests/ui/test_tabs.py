@@ -6,7 +6,7 @@ import pytest
 
 from tests.patience import PATIENCE_S
 from tests.ui.reports import FakeTrainer
-from workbench.ui.widgets import Panel
+from workbench.ui.panel import Panel
 
 
 def make_mlp() -> None:
@@ -26,9 +26,9 @@ def panel(trainer: FakeTrainer) -> Panel:
 def test_the_page_shows_where_something_begins(panel: Panel, trainer: FakeTrainer):
     tabs = panel.tabs
     assert tabs.chosen == "strategy"
-    panel._upper.controls.run.click()
+    panel._editor.controls.run.click()
     assert (tabs.chosen, tabs.heard) == ("live", 1)
-    panel._runs_part.change()
+    panel._runs_section.change()
     assert tabs.chosen == "strategy", "where another one is chosen"
     panel.apply()
     assert tabs.chosen == "live"
@@ -46,12 +46,12 @@ def test_a_click_on_run_is_answered_also_where_it_fails(panel: Panel, trainer: F
         raise RuntimeError("no engines")
 
     monkeypatch.setattr(trainer, "start", start)
-    panel._upper.controls.run.click()
-    assert panel.tabs.heard == 1 and "no engines" in panel._runs_part.live.failure.value
+    panel._editor.controls.run.click()
+    assert panel.tabs.heard == 1 and "no engines" in panel._runs_section.live.failure.value
 
 
-def test_run_and_the_state_stand_in_the_bar_that_stays_in_sight(panel: Panel):
-    stays, status = panel.children[0], panel._runs_part.live.status
+def test_run_and_the_state_stay_in_sight(panel: Panel):
+    stays, status = panel.children[0], panel._runs_section.live.status
     assert "wb-stays" in stays._dom_classes
     there = {child for bar in stays.children for child in bar.children}
-    assert {panel._upper.controls.run, panel._upper.controls.problems, *status.parts} <= there
+    assert {panel._editor.controls.run, panel._editor.controls.problems, *status.parts} <= there

@@ -20,10 +20,10 @@ from workbench.cost.hardware_files import load_hardware
 from workbench.cost.layer_edges import Stages, layer_edges, of_linear_layers, traced, wire_bytes
 from workbench.training.costs.dry_run import dry_run
 from workbench.training.parallel import describe
-from workbench.ui.grid.static import static_grid_html
-from workbench.ui.grid.view import Facts, flow_of, grid_view
+from workbench.ui.grid.static_table import static_grid_html
+from workbench.ui.grid.view import Facts, boxings_of, grid_view
 from workbench.ui.strategy.state import PanelState
-from workbench.ui.strategy_part import facts_of
+from workbench.ui.strategy_editor import facts_of
 from workbench.units import format_bytes
 
 
@@ -85,7 +85,7 @@ def test_a_stage_holds_its_layers_alone():
 
 
 def test_boxings_between_layers_have_kind_and_bytes_forward_and_back():
-    flows = {entry["pattern"]: entry["flow"] for entry in view_of("hybrid")["rows"]}
+    flows = {entry["pattern"]: entry["boxings"] for entry in view_of("hybrid")["rows"]}
     assert flows["fc1"]["boxing"] is None and flows["fc2"]["boxing"] is None
     boxing = flows["fc3"]["boxing"]
     assert (boxing["change"], boxing["kind"]) == ("S(0) \u2192 B", "all-gather")
@@ -97,7 +97,7 @@ def test_boxings_between_layers_have_kind_and_bytes_forward_and_back():
 
 
 def test_stages_send_and_micro_batches_make_it_less():
-    boxing = next(entry["flow"]["boxing"] for entry in view_of("pipeline")["rows"] if entry["flow"]["boxing"])
+    boxing = next(entry["boxings"]["boxing"] for entry in view_of("pipeline")["rows"] if entry["boxings"]["boxing"])
     assert boxing["change"] == "B@0 \u2192 B@1" and boxing["kind"] == "send"
     assert boxing["bytes"] == "32.8 + 32.8 kB", "128 / 4 samples x 256 features x 4 bytes"
 
@@ -142,12 +142,12 @@ def test_the_total_is_what_a_dry_run_counts(strategy: str, num_ranks: int):
 
 def test_under_zero_weights_travel_too():
     fc1 = row(view_of("*: data | 1x2x1 zero=3"), "fc1")
-    assert fc1["flow"]["note"] == "grads + weights 200 kB per step", "3 (p-1) |W|"
+    assert fc1["boxings"]["note"] == "grads + weights 200 kB per step", "3 (p-1) |W|"
 
 
 def test_bytes_are_not_guessed_where_shapes_are_unknown():
     view = view_of("hybrid", sample_shape=(3, 8, 8))
-    assert row(view, "fc3")["flow"]["boxing"]["bytes"] == ""
+    assert row(view, "fc3")["boxings"]["boxing"]["bytes"] == ""
     assert view["total"][1] == "shapes of activations are not known"
 
 
@@ -164,8 +164,8 @@ def test_a_mistake_is_at_its_row_with_its_fix_and_the_last_picture():
 def test_the_loss_is_the_last_row():
     end = view_of("hybrid")["end"]
     assert (end["label"], end["text"]) == ("cross_entropy", "follows head")
-    assert end["flow"]["boxing"]["kind"] == "reduce-scatter", "the head gives a sum"
-    assert view_of("data")["end"]["flow"]["boxing"] is None
+    assert end["boxings"]["boxing"]["kind"] == "reduce-scatter", "the head gives a sum"
+    assert view_of("data")["end"]["boxings"]["boxing"] is None
 
 
 @pytest.mark.parametrize(("num_ranks", "num_columns"), [(1, 1), (2, 2), (8, 8), (9, 1), (64, 1)])
@@ -224,18 +224,18 @@ def test_a_folded_row_sums_up_what_is_inside():
     state, facts = gpt_state()
     blocks = row(grid_view(state, facts), "blocks.[0-3]")
     assert (blocks["weight"], blocks["sbp"], blocks["params"]) == ("24 weights", "mixed", "3.16 M")
-    assert len(blocks["pictures"]) == 4 and blocks["flow"]["note"].startswith("7 \u00d7 all-reduce inside")
-    assert blocks["flow"]["boxing"]["kind"] == "all-gather"
+    assert len(blocks["pictures"]) == 4 and blocks["boxings"]["note"].startswith("7 \u00d7 all-reduce inside")
+    assert blocks["boxings"]["boxing"]["kind"] == "all-gather"
 
 
 def test_an_unfolded_row_leaves_badges_to_its_parts():
     state, facts = gpt_state()
     state.fold("blocks.[4-7]")
     view = grid_view(state, facts)
-    assert row(view, "blocks.[4-7]")["flow"]["boxing"]["kind"].startswith("send")
-    assert row(view, "blocks.[4-7].ln_1")["flow"]["boxing"] is None, "it stands at the row above"
-    assert row(view, "blocks.[4-7].ln_2")["flow"]["boxing"]["kind"] == "all-reduce"
-    assert row(view, "blocks.[4-7].mlp.fc2")["flow"]["note"].startswith("all-reduce between blocks")
+    assert row(view, "blocks.[4-7]")["boxings"]["boxing"]["kind"].startswith("send")
+    assert row(view, "blocks.[4-7].ln_1")["boxings"]["boxing"] is None, "it stands at the row above"
+    assert row(view, "blocks.[4-7].ln_2")["boxings"]["boxing"]["kind"] == "all-reduce"
+    assert row(view, "blocks.[4-7].mlp.fc2")["boxings"]["note"].startswith("all-reduce between blocks")
 
 
 def test_the_same_mistake_of_many_layers_is_said_once():
@@ -287,7 +287,7 @@ def test_what_arrives_is_what_was_sent(strategy: str):
 )
 def test_the_panel_and_the_cost_model_count_the_same_bytes(strategy: str, num_ranks: int):
     state, facts = gpt_state(strategy, num_ranks)
-    way = flow_of(state, facts)
+    way = boxings_of(state, facts)
     shown = way.num_micro_batches * way.bytes_per_micro_batch + sum(way.gradient_bytes)
     assert shown == pytest.approx(estimate(gpt(), state.resolved, load_hardware("v100-dgx1"), 32).boxed_bytes, rel=1e-9)
 
@@ -296,7 +296,7 @@ def test_a_choice_without_effect_is_said_at_its_row():
     state, facts = gpt_state("*: model", num_ranks=2, num_blocks=2)
     norm = row(grid_view(state, facts), "ln_f")
     assert norm["hint"] == "not split" and "every rank holds all of this layer's weights" in norm["hint_tip"]
-    assert norm["flow"]["note"].startswith("not split")
+    assert norm["boxings"]["note"].startswith("not split")
     assert row(grid_view(state, facts), "lm_head")["hint"] == ""
     folded = next(entry for entry in grid_view(state, facts)["rows"] if entry["open"] is False)
     assert folded["hint"] == "", "some of its layers are split"

@@ -96,7 +96,7 @@ def compare_and_present(
 
 def present(result: CompareResult, report: Path | None, json_file: Path | None = None) -> int:
     """Print the table and the verdict, write the files; returns the exit code."""
-    from workbench.ui.runs.tables import comparison_table_text
+    from workbench.ui.runs.render_table import comparison_table_text
 
     print(comparison_table_text(result.runs, result.baseline))
     print(_legend(result.runs))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-_HOMES = {"Panel": "workbench.ui.widgets", "write_report": "workbench.ui.runs.report"}
+_HOMES = {"Panel": "workbench.ui.panel", "write_report": "workbench.ui.runs.report"}
 
 __all__ = ["Panel", "write_report"]
 

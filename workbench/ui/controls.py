@@ -14,8 +14,8 @@ from workbench.core.presets import PRESETS, preset_name
 from workbench.core.strategy import Mistake
 from workbench.ui.assets import element
 from workbench.ui.failures import guarded
-from workbench.ui.strategy.editing import clauses
-from workbench.ui.strategy.placing import Degrees
+from workbench.ui.strategy.choices import Degrees
+from workbench.ui.strategy.edit_rows import clauses
 from workbench.ui.strategy.state import FIXES, PLANNED, PanelState
 
 PLANNING = "planning\u2026"

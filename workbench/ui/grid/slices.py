@@ -7,7 +7,7 @@ from math import log2, prod
 from typing import Any
 
 from workbench.core.layout import Layout, Region
-from workbench.ui.numbers import TIMES
+from workbench.ui.number_text import TIMES
 from workbench.units import format_bytes
 
 Shape = tuple[int, ...]

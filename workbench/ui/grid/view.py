@@ -11,13 +11,13 @@ from typing import Any
 from workbench.core.rows import Layer
 from workbench.core.strategy import Mistake
 from workbench.cost.layer_edges import LayerExtents, Stages
-from workbench.ui.grid import columns, flow
+from workbench.ui.grid import boxing_column, columns
+from workbench.ui.grid.boxing_column import End, StepBoxings
 from workbench.ui.grid.columns import Column
-from workbench.ui.grid.flow import End, Flow
 from workbench.ui.grid.slices import held, picture_size, shape_text
-from workbench.ui.numbers import TIMES
+from workbench.ui.number_text import TIMES
+from workbench.ui.strategy.choices import Choice
 from workbench.ui.strategy.grouping import Node, Row
-from workbench.ui.strategy.placing import Choice
 from workbench.ui.strategy.state import FIXES, PanelState
 from workbench.units import format_count
 
@@ -45,11 +45,12 @@ class Facts:
 def grid_view(state: PanelState, facts: Facts) -> dict[str, Any]:
     """The whole view: stages and their columns, one entry per shown row, totals."""
     stages = Stages(state.resolved)
-    drawing = _Drawing(state, facts, stages, columns.columns_of(stages), flow_of(state, facts))
-    met = _end(state, facts, drawing.flow)
+    drawing = _Drawing(state, facts, stages, columns.columns_of(stages), boxings_of(state, facts))
+    met = _end(state, facts, drawing.boxings)
     rows, end = drawing.rows(), _end_row(state, facts, met)
     _make_room(rows, end)
-    total, parts = flow.total_text(drawing.flow, met)
+    period = "micro-batch" if drawing.boxings.num_micro_batches > 1 else "step"
+    total, parts = boxing_column.total_text(drawing.boxings, met)
     offered, used = _stage_options(state), _num_stages(state)
     return {
         "ranks_width": columns.total_width(drawing.columns),
@@ -57,8 +58,8 @@ def grid_view(state: PanelState, facts: Facts) -> dict[str, Any]:
         "columns": columns.view(drawing.columns),
         "stage_options": offered,
         "new_stage": used if used in offered and len(offered) <= _STAGES_AS_BUTTONS else None,
-        "flow_title": "Activation and boxing",
-        "flow_detail": f"bytes per {'micro-batch' if drawing.flow.num_micro_batches > 1 else 'step'}, forward + back",
+        "boxing_title": "Activation and boxing",
+        "boxing_detail": f"bytes per {period}, forward + back",
         "rows": rows,
         "end": end,
         "find": {"text": state.wanted_name, "shown": len(state.layers) >= _FIND_FROM, "found": len(rows)},
@@ -67,9 +68,9 @@ def grid_view(state: PanelState, facts: Facts) -> dict[str, Any]:
     }
 
 
-def flow_of(state: PanelState, facts: Facts) -> Flow:
+def boxings_of(state: PanelState, facts: Facts) -> StepBoxings:
     """The boxings of the last valid strategy."""
-    return flow.flow_of(state.layers, state.resolved, facts.extents, facts.batch_size)
+    return boxing_column.boxings_of(state.layers, state.resolved, facts.extents, facts.batch_size)
 
 
 def _stage_options(state: PanelState) -> list[int]:
@@ -86,8 +87,12 @@ def _num_stages(state: PanelState) -> int:
     return max(state.degrees.pipeline, state.written_degrees.pipeline, written)
 
 
-def _end(state: PanelState, facts: Facts, way: Flow) -> End | None:
-    return flow.end_of(way, state.resolved, facts.loss == "cross_entropy") if facts.loss and state.layers else None
+def _end(state: PanelState, facts: Facts, way: StepBoxings) -> End | None:
+    return (
+        boxing_column.end_of(way, state.resolved, facts.loss == "cross_entropy")
+        if facts.loss and state.layers
+        else None
+    )
 
 
 def _end_row(state: PanelState, facts: Facts, met: End | None) -> dict[str, Any] | None:
@@ -95,7 +100,7 @@ def _end_row(state: PanelState, facts: Facts, met: End | None) -> dict[str, Any]
     if met is None or state.wanted_name:
         return None
     shown = {"layout": met.layout, "boxing": met.boxing}
-    return {"label": facts.loss, "text": f"follows {state.layers[-1].name}", "flow": shown}
+    return {"label": facts.loss, "text": f"follows {state.layers[-1].name}", "boxings": shown}
 
 
 @dataclass
@@ -106,7 +111,7 @@ class _Drawing:
     facts: Facts
     stages: Stages
     columns: list[Column]
-    flow: Flow
+    boxings: StepBoxings
 
     def __post_init__(self) -> None:
         self.drawn = self.state.drawn
@@ -131,7 +136,7 @@ class _Drawing:
         self._note_between_blocks(shown, found)
         for row, view in zip(shown, found, strict=True):
             view |= self._hint(row)
-            view["flow"]["note"] = " \u00b7 ".join(filter(None, (view["hint"], view["flow"]["note"])))
+            view["boxings"]["note"] = " \u00b7 ".join(filter(None, (view["hint"], view["boxings"]["note"])))
         return found
 
     def _hint(self, row: Row) -> dict[str, str]:
@@ -164,12 +169,14 @@ class _Drawing:
             "stages_text": _range_text([c.stage for c in choices]),
             "on": self._on({self.drawn[i].stage for i in node.layers}),
             "bad": _bad_control(mistakes),
-            "sbp": _common(flow.sbp_text(layout) for layout in layouts) or "mixed",
-            "sbp_tip": f"weight {flow.full_text(layouts[0])}" if len(set(layouts)) == 1 else "",
+            "sbp": _common(boxing_column.sbp_text(layout) for layout in layouts) or "mixed",
+            "sbp_tip": f"weight {boxing_column.full_text(layouts[0])}" if len(set(layouts)) == 1 else "",
             "pictures": [] if row.unfolded else self._pictures(node),
             "kept": kept,
             "mistakes": [_mistake(mistake, count) for mistake, count in mistakes],
-            "flow": flow.flow_view(node, self.flow, is_open=row.unfolded, is_first_below=is_first_below),
+            "boxings": boxing_column.boxing_view(
+                node, self.boxings, is_open=row.unfolded, is_first_below=is_first_below
+            ),
             "height": _height(row),
         }
 
@@ -223,8 +230,8 @@ class _Drawing:
             parents = [*parents[: row.depth], row]
             is_last = index + 1 == len(shown) or shown[index + 1].depth < row.depth
             if row.depth and is_last and not row.node.children:
-                text = flow.between_blocks(parents[row.depth - 1].node, self.flow)
-                found[index]["flow"]["note"] = text or found[index]["flow"]["note"]
+                text = boxing_column.between_blocks(parents[row.depth - 1].node, self.boxings)
+                found[index]["boxings"]["note"] = text or found[index]["boxings"]["note"]
 
 
 def main_weight(layer: Layer) -> tuple[int, ...]:
@@ -261,8 +268,8 @@ def _height(row: Row) -> int:
 def _make_room(rows: list[dict[str, Any]], end: dict[str, Any] | None) -> None:
     """Rows are taller where boxing badges straddle both of their edges, or one of them and there is a note."""
     for row, following in zip(rows, [*rows[1:], end], strict=True):
-        edges = bool(row["flow"]["boxing"]) + bool(following and following["flow"]["boxing"])
-        if edges + bool(row["flow"]["note"]) > 1 and edges:
+        edges = bool(row["boxings"]["boxing"]) + bool(following and following["boxings"]["boxing"])
+        if edges + bool(row["boxings"]["note"]) > 1 and edges:
             row["height"] = max(row["height"], _TALL)
 
 

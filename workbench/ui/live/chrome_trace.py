@@ -16,13 +16,13 @@ def chrome_trace(steps: Iterable[StepSpans]) -> dict[str, Any]:
     >>> chrome_trace([])["traceEvents"]
     []
     """
-    noted = list(steps)
-    start_s = min((span.start_s for step in noted for span in step.spans), default=0.0)
+    recorded = list(steps)
+    start_s = min((span.start_s for step in recorded for span in step.spans), default=0.0)
     names = [
         {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}}
-        for rank in sorted({step.rank for step in noted})
+        for rank in sorted({step.rank for step in recorded})
     ]
-    return {"traceEvents": [*names, *_events(noted, start_s)], "displayTimeUnit": "ms"}
+    return {"traceEvents": [*names, *_events(recorded, start_s)], "displayTimeUnit": "ms"}
 
 
 def _events(steps: list[StepSpans], start_s: float) -> Iterator[dict[str, Any]]:

@@ -10,9 +10,9 @@ from statistics import median
 import numpy as np
 
 from workbench.core.metrics import RunEvent, StepBlock, StepSpans
-from workbench.ui.figures import live_bytes
 from workbench.ui.live.curve import Curve
-from workbench.ui.live.steady import RunningMedian
+from workbench.ui.live.running_median import RunningMedian
+from workbench.ui.run_figures import live_bytes
 
 STEPS_IN_SPLIT = 20
 Message = StepBlock | StepSpans | RunEvent

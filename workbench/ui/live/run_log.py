@@ -10,7 +10,7 @@ from statistics import median
 
 from workbench.core.metrics import RunEvent, StepBlock
 from workbench.ui.assets import element
-from workbench.ui.numbers import three_digits
+from workbench.ui.number_text import three_digits
 from workbench.units import format_bytes, format_ranks, format_seconds
 
 MAX_LINES = 200

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from workbench.core.metrics import ActionSpan, StepSpans, bubble
 from workbench.pipeline.schedules import Action
 from workbench.pipeline.simulate import Span, Timeline, measured_durations, simulate
-from workbench.ui.numbers import percent, signed_percent
+from workbench.ui.number_text import percent, signed_percent
 from workbench.units import format_bytes, format_seconds
 
 KINDS = ("forward", "backward", "optimizer", "boxing")
@@ -76,7 +76,7 @@ def timeline_bars(
 
     Args:
         ranks: every rank's spans of the step.
-        expected: a timeline on paper, a row per stage. Without one the measured work of every action is put together
+        expected: a simulated timeline, a row per stage. Without one the measured work of every action is put together
             anew, as if nobody ever waited for anything but its inputs.
         stage_of: the stage of every rank; by default the one that its spans name.
     """
@@ -104,7 +104,7 @@ def timeline_bars(
 
 
 def simulated_from(ranks: Sequence[StepSpans]) -> Timeline | None:
-    """The step on paper: each action takes what its stage's actions of that kind took, and starts when it can.
+    """The simulated step: each action takes the time that its stage's actions of that kind took, and starts at once.
 
     None for tables that no schedule gives: ranks of one stage whose actions differ, or none at all.
     """
@@ -151,8 +151,8 @@ def _add_measured(
     label = f"{span.kind}{span.micro_batch}" if span.kind != "O" else ""
     what = f"{_NAMES.get(span.kind, span.kind)}" + (f", micro-batch {span.micro_batch}" if span.kind != "O" else "")
     lines = [f"<b>rank {row} \u00b7 {label or 'step'}</b> {what}", f"{format_seconds(length)} measured"]
-    on_paper = expected.get(Action(span.stage, span.kind, span.micro_batch)) if span.kind != "O" else None
-    lines[1] += f", {format_seconds(on_paper)} simulated" if on_paper is not None else ""
+    simulated_s_of = expected.get(Action(span.stage, span.kind, span.micro_batch)) if span.kind != "O" else None
+    lines[1] += f", {format_seconds(simulated_s_of)} simulated" if simulated_s_of is not None else ""
     if span.num_exchanges:
         moved = f"{span.num_exchanges} exchange{'s' * (span.num_exchanges > 1)}, {format_bytes(span.sent_bytes)} sent"
         lines.append(f"boxing {format_seconds(boxing)} of it: {moved}")

@@ -1,4 +1,4 @@
-"""A timeline as rows of bars in pixels: neighbours too thin to be told apart are one bar."""
+"""A timeline as rows of bars in pixels: neighbours too thin to distinguish are one bar."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from workbench.core.boxing_path import BoxingPath
 from workbench.core.layout import Region, format_sbp
 from workbench.core.moves import Move
 from workbench.theme import LIGHT, UI_FONT, Palette, palette
-from workbench.ui.pictures.drawing import Picture
+from workbench.ui.pictures.svg import Picture
 from workbench.units import format_bytes
 
 MAX_RANKS = 16

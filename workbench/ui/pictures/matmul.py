@@ -11,8 +11,8 @@ from typing import Any
 
 from workbench.core.layout import Region
 from workbench.theme import Palette, palette
-from workbench.ui.pictures.drawing import Box, Picture, document, lengths, line, rect, text, text_width
-from workbench.ui.pictures.products import NAMES, Held, Product, product
+from workbench.ui.pictures.matmul_layouts import NAMES, Product, ShardedMatrix, product
+from workbench.ui.pictures.svg import Box, Picture, document, lengths, line, rect, text, text_width
 from workbench.units import format_bytes, format_ranks
 
 MAX_RANKS = 16
@@ -134,7 +134,7 @@ class Columns:
         """From the left edge of the first to the right edge of the last."""
         return sum(self.widths) + 2 * _SIGN
 
-    def places(self, area: Box) -> Iterator[tuple[Held, Box]]:
+    def places(self, area: Box) -> Iterator[tuple[ShardedMatrix, Box]]:
         """The matrices and their outlines in a row whose left top corner and height ``area`` gives."""
         sizes = ((self.inner, self.rows), (self.columns, self.inner), (self.columns, self.rows))
         left = area.x
@@ -143,7 +143,7 @@ class Columns:
             left += column + _SIGN
 
     @property
-    def helds(self) -> tuple[Held, Held, Held]:
+    def helds(self) -> tuple[ShardedMatrix, ShardedMatrix, ShardedMatrix]:
         """x, w and out."""
         return self.one.x, self.one.w, self.one.out
 
@@ -160,7 +160,7 @@ class Columns:
             return
         yield from self.signs(area, colours)
         for index, (held, box) in enumerate(self.places(area)):
-            yield from draw_held(held, rank, box, role_colour(index, colours), colours)
+            yield from draw_matrix(held, rank, box, role_colour(index, colours), colours)
             words = held.words(rank) if held.layout else ""
             yield text(box.middle[0], box.y + box.height + 15, words, size=11, code=True, fill=colours.muted)
 
@@ -176,7 +176,7 @@ def role_colour(index: int, colours: Palette) -> str:
     return colours.stages[0].shades[0] if index == 1 else colours.memory["gradients"]
 
 
-def draw_held(held: Held, rank: int, outline: Box, fill: str, colours: Palette) -> Iterator[str]:
+def draw_matrix(held: ShardedMatrix, rank: int, outline: Box, fill: str, colours: Palette) -> Iterator[str]:
     """The outline of the whole matrix, and in it what ``rank`` holds."""
     yield rect(outline, colours.sunk, colours.strong_line)
     region = held.region(rank)
@@ -195,7 +195,7 @@ def _whole(columns: Columns, area: Box, colours: Palette) -> Iterator[str]:
     yield from columns.signs(area, colours)
     for index, (held, box) in enumerate(columns.places(area)):
         yield rect(box, role_colour(index, colours), colours.strong_line, {"class": "whole"})
-        whole = Held(held.name, held.shape, None)
+        whole = ShardedMatrix(held.name, held.shape, None)
         yield from _cells(whole, tuple((0, size) for size in held.shape), box, colours)
         holders: dict[Region, list[int]] = {}
         for rank in held.ranks if held.layout else ():
@@ -218,7 +218,7 @@ def _label(label: str, part: Box, colours: Palette) -> Iterator[str]:
         yield text(x, y + 4, label, size=11)
 
 
-def _inside(region: Region, held: Held, outline: Box) -> Box:
+def _inside(region: Region, held: ShardedMatrix, outline: Box) -> Box:
     (row, end_row), (column, end_column) = region
     x_scale, y_scale = outline.width / max(1, held.shape[1]), outline.height / max(1, held.shape[0])
     return Box(
@@ -229,7 +229,7 @@ def _inside(region: Region, held: Held, outline: Box) -> Box:
     )
 
 
-def _cells(held: Held, region: Region, box: Box, colours: Palette) -> Iterator[str]:
+def _cells(held: ShardedMatrix, region: Region, box: Box, colours: Palette) -> Iterator[str]:
     """Lines between the elements, where there are few."""
     if max(held.shape) > _MOST_CELLS:
         return
@@ -242,11 +242,11 @@ def _cells(held: Held, region: Region, box: Box, colours: Palette) -> Iterator[s
         yield f'<path d="{path}" stroke="{colours.background}" stroke-width="0.8" opacity="0.7" fill="none"/>'
 
 
-def title_of(held: Held) -> str:
+def title_of(held: ShardedMatrix) -> str:
     """Name and shape as drawn."""
     return f"{held.name} {held.shape[0]} × {held.shape[1]}"
 
 
-def sbp_line(held: Held) -> str:
+def sbp_line(held: ShardedMatrix) -> str:
     """Sbp, of the stored tensor where that is drawn turned."""
     return f"{held.sbp} of {held.shape[1]} × {held.shape[0]}" if held.is_turned and held.layout else held.sbp

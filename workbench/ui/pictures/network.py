@@ -14,9 +14,9 @@ from typing import Any
 from workbench.core.boxing import describe_sbp_change
 from workbench.core.layout import format_sbp
 from workbench.theme import Palette, palette
-from workbench.ui.pictures.drawing import Box, Picture, arrow, curve, document, lengths, line, rect, text, text_width
-from workbench.ui.pictures.matmul import check_ranks, draw_held, rank_label, role_colour, sbp_line, title_of
-from workbench.ui.pictures.products import Held, Plan, Product, backward_of, gradient_sum, joint, product
+from workbench.ui.pictures.matmul import check_ranks, draw_matrix, rank_label, role_colour, sbp_line, title_of
+from workbench.ui.pictures.matmul_layouts import Plan, Product, ShardedMatrix, backward_of, gradient_sum, joint, product
+from workbench.ui.pictures.svg import Box, Picture, arrow, curve, document, lengths, line, rect, text, text_width
 from workbench.units import format_bytes
 
 _LONGEST, _SHORTEST = 88.0, 28.0
@@ -138,7 +138,7 @@ class _Column:
 
     left: float
     right: float
-    held: Held | None = None
+    held: ShardedMatrix | None = None
     size: tuple[float, float] = (0.0, 0.0)
     is_weight: bool = False
     sign: str = ""
@@ -184,7 +184,7 @@ class _Picture:
             inner = outer
 
     @staticmethod
-    def _room(held: Held, drawn: float) -> float:
+    def _room(held: ShardedMatrix, drawn: float) -> float:
         captions = [text_width(held.words(rank), 11, code=True) for rank in held.ranks]
         return max(drawn, text_width(title_of(held), 13), text_width(sbp_line(held), 11, True), *captions)
 
@@ -233,7 +233,7 @@ class _Picture:
         if held is None:
             return
         box = self._place(column, top)
-        yield from draw_held(held, rank, box, role_colour(1 if column.is_weight else 0, self.colours), self.colours)
+        yield from draw_matrix(held, rank, box, role_colour(1 if column.is_weight else 0, self.colours), self.colours)
         if held.layout:
             words = held.words(rank)
             yield text(column.middle, box.y + box.height + 14, words, size=11, code=True, fill=self.colours.muted)

@@ -14,9 +14,9 @@ from workbench.core.boxing import plan_boxing
 from workbench.core.layout import Layout, format_sbp
 from workbench.core.sbp import Broadcast, Partial, Split
 from workbench.theme import Palette, palette
-from workbench.ui.pictures.drawing import Box, Picture, arrow, document, lengths, rect, text
-from workbench.ui.pictures.matmul import draw_held
-from workbench.ui.pictures.products import Held, layout_of
+from workbench.ui.pictures.matmul import draw_matrix
+from workbench.ui.pictures.matmul_layouts import ShardedMatrix, layout_of
+from workbench.ui.pictures.svg import Box, Picture, arrow, document, lengths, rect, text
 from workbench.units import format_bytes, format_count, format_ranks
 
 _OPEN_RANKS = 16
@@ -63,7 +63,7 @@ def draw_stages(
     return Picture(stages_picture(grid, palette(theme)), grid.text)
 
 
-def _stage(stage: Stage, number: int) -> Held:
+def _stage(stage: Stage, number: int) -> ShardedMatrix:
     layout, shape = stage if isinstance(stage, tuple) else (layout_of(stage), tuple(stage.shape))
     if layout is None or len(shape) != 2 or layout.placement.num_axes > 2:
         axes = f"{layout.placement.num_axes} axes" if layout else "no placement"
@@ -71,14 +71,14 @@ def _stage(stage: Stage, number: int) -> Held:
             f"draw_stages: stage {number} has a weight of {len(shape)} dims and {axes}. A stage is drawn from a global "
             "tensor of 2 dims on a placement of 1 or 2 axes (data, model)."
         )
-    return Held(f"w{number}", tuple(shape), layout)
+    return ShardedMatrix(f"w{number}", tuple(shape), layout)
 
 
 @dataclass(frozen=True)
 class Grid:
     """One weight per stage, what the axes are called, bytes per element."""
 
-    stages: tuple[Held, ...]
+    stages: tuple[ShardedMatrix, ...]
     names: tuple[str, ...]
     itemsize: int
 
@@ -141,13 +141,13 @@ class Grid:
         return self.names[-layout.placement.num_axes :]
 
 
-def layout_of_stage(stage: Held) -> Layout:
+def layout_of_stage(stage: ShardedMatrix) -> Layout:
     """The layout, which every stage has."""
     assert stage.layout is not None
     return stage.layout
 
 
-def stage_text(stage: Held) -> str:
+def stage_text(stage: ShardedMatrix) -> str:
     """``"ranks 0-47, weight [12288, 49152] (B, S(1)), 6144 columns each"``."""
     layout = layout_of_stage(stage)
     rows, columns = layout.local_shape(stage.shape, stage.ranks[0])
@@ -158,7 +158,7 @@ def stage_text(stage: Held) -> str:
     return f"{told} {format_sbp(layout.sbp)}, {each} each"
 
 
-def _follows(stage: Held, first: Held) -> bool:
+def _follows(stage: ShardedMatrix, first: ShardedMatrix) -> bool:
     shift = stage.ranks[0] - first.ranks[0]
     return stage is first or (shift > 0 and stage.ranks == tuple(rank + shift for rank in first.ranks))
 
@@ -238,8 +238,8 @@ class _Stage:
         width, height = self.cell
         outline = Box(x - width / 2, y - height / 2, width, height)
         blue = self.colours.stages[0].shades[0]
-        plain = Held(self.held.name, self.held.shape, self.held.layout)
-        yield from draw_held(plain, rank, outline, blue, self.colours)
+        plain = ShardedMatrix(self.held.name, self.held.shape, self.held.layout)
+        yield from draw_matrix(plain, rank, outline, blue, self.colours)
         yield text(x, outline.y + height + 13, str(rank), size=11, fill=self.colours.muted)
 
     def _outer(self) -> tuple[float, float]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 from workbench.theme import Palette, palette
-from workbench.ui.pictures.drawing import Box, Picture, document, line, rect, text, text_width
+from workbench.ui.pictures.svg import Box, Picture, document, line, rect, text, text_width
 from workbench.units import format_seconds
 
 MAX_RANKS = 64

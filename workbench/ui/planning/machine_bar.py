@@ -11,8 +11,8 @@ import ipywidgets as widgets
 from workbench.cost.hardware import Hardware
 from workbench.cost.hardware_files import known_machines, load_hardware
 from workbench.ui.controls import bar, button, html, label, on_value
-from workbench.ui.planning.assumed import Assumed, factor_text, told
-from workbench.ui.planning.predicting import Predictor
+from workbench.ui.planning.machine_factors import MachineFactors, factor_text, machine_number
+from workbench.ui.planning.predictor import Predictor
 
 MOST_RANKS = 256
 NO_MACHINE = "none"
@@ -48,7 +48,7 @@ class MachineBar:
         self.machine = widgets.Dropdown(options=self._machines(), layout={"width": "168px"})
         self.machine.value = predictor.machine.name if predictor.machine else NO_MACHINE
         self.sliders = {name: _slider(name) for name in _LABELS}
-        self.told = {name: html("", "wb-told") for name in _LABELS}
+        self.values = {name: html("", "wb-machine-value") for name in _LABELS}
         self.ranks = widgets.SelectionSlider(options=_ranks(num_ranks), value=num_ranks, layout={"width": "112px"})
         self.ranks.tooltip = _TIPS["ranks"]
         self.reset = button("Reset", self._on_reset, tooltip="the machine as it is, and the ranks that there are")
@@ -56,7 +56,9 @@ class MachineBar:
         on_value(self.ranks, lambda change: self._user(lambda: self._on_ranks(change["new"])))
         for name, slider in self.sliders.items():
             on_value(slider, lambda change, name=name: self._user(lambda: self._assume(name, change["new"])))  # type: ignore[misc]
-        fields = [bar(label(_LABELS[name]), self.sliders[name], self.told[name], css=("wb-field",)) for name in _LABELS]
+        fields = [
+            bar(label(_LABELS[name]), self.sliders[name], self.values[name], css=("wb-field",)) for name in _LABELS
+        ]
         self.which = bar(label("machine"), self.machine, css=("wb-field",))
         ranks = bar(label("ranks"), self.ranks, self.reset, css=("wb-field",))
         self.numbers = bar(*fields, css=("wb-field",))
@@ -69,7 +71,7 @@ class MachineBar:
 
     def adopt(self, machine: Hardware) -> None:
         """Predict for a machine that was measured, and keep it among those to choose from."""
-        self._own, self._predictor.machine, self._predictor.assumed = machine, machine, Assumed()
+        self._own, self._predictor.machine, self._predictor.assumed = machine, machine, MachineFactors()
         self._refreshing = True
         self.machine.options = self._machines()
         self._refreshing = False
@@ -84,13 +86,13 @@ class MachineBar:
             for name, slider in self.sliders.items():
                 slider.disabled = machine is None
                 slider.value = getattr(assumed, name)
-                number = told(machine, name, precision) if machine else ""
+                number = machine_number(machine, name, precision) if machine else ""
                 times = factor_text(slider.value)
-                self.told[name].value = f"<span>{number}</span> <b>{times}</b>" if times else f"<span>{number}</span>"
+                self.values[name].value = f"<span>{number}</span> <b>{times}</b>" if times else f"<span>{number}</span>"
             if num_ranks not in dict(self.ranks.options).values():
                 self.ranks.options = _ranks(num_ranks)
             self.ranks.value = num_ranks
-            self.reset.disabled = assumed == Assumed() and num_ranks == self._num_ranks
+            self.reset.disabled = assumed == MachineFactors() and num_ranks == self._num_ranks
         finally:
             self._refreshing = False
 
@@ -109,7 +111,7 @@ class MachineBar:
         name = change["new"]
         is_own = self._own is not None and name == self._own.name
         self._predictor.machine = self._own if is_own else None if name == NO_MACHINE else load_hardware(name)
-        self._predictor.assumed = Assumed()
+        self._predictor.assumed = MachineFactors()
         self._on_machine()
 
     def _assume(self, name: str, factor: float) -> None:
@@ -117,7 +119,7 @@ class MachineBar:
         self._on_machine()
 
     def _on_reset(self) -> None:
-        self._predictor.assumed = Assumed()
+        self._predictor.assumed = MachineFactors()
         self._on_machine()
         self._on_ranks(self._num_ranks)
 

@@ -17,17 +17,17 @@ from workbench.core.segments import by_strategy
 from workbench.session.comparing.machine import machine_text, versions_text
 from workbench.theme import DARK, LIGHT, Palette, style_sheet
 from workbench.ui.assets import asset, element
-from workbench.ui.figures import (
+from workbench.ui.number_text import short_difference
+from workbench.ui.run_figures import (
     comparison_figure,
     loss_difference_figure,
     loss_figure,
     memory_figure,
     throughput_figure,
 )
-from workbench.ui.names import short_names
-from workbench.ui.numbers import short_difference
-from workbench.ui.runs.scatter import scatter_figure
-from workbench.ui.runs.tables import comparison_table_html
+from workbench.ui.runs.render_table import comparison_table_html
+from workbench.ui.runs.scatter_figure import scatter_figure
+from workbench.ui.short_names import short_names
 from workbench.units import format_count
 
 

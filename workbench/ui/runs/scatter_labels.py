@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from workbench.ui.pictures.drawing import text_width
+from workbench.ui.pictures.svg import text_width
 
 Point = tuple[float, float]
 _SIZE = 12

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from html import escape
 
 from workbench.ui.assets import element
-from workbench.ui.names import short_name
-from workbench.ui.pictures import marks
-from workbench.ui.runs.rows import Row
+from workbench.ui.figure_parts import byte_scale
+from workbench.ui.pictures import panel_svg
 from workbench.ui.runs.scatter_labels import place_labels
-from workbench.ui.traces import byte_scale
+from workbench.ui.runs.table_rows import Row
+from workbench.ui.short_names import short_name
 
 WIDTH, HEIGHT = 308, 400
 _LEFT, _RIGHT, _TOP = 40.0, 298.0, 34.0
@@ -35,8 +35,8 @@ def scatter_picture(rows: Sequence[Row], selected: str = "", limit_bytes: float 
     divisor, unit = byte_scale(max(memory))
     height = min(HEIGHT, max(_LOWEST, _PER_ROW * len(rows)))
     bottom = height - _BELOW
-    x_axis = marks.Axis.over([size / divisor for size in [*memory, limit_bytes or memory[0]]], _LEFT, _RIGHT)
-    y_axis = marks.Axis.over(rate, bottom, _TOP)
+    x_axis = panel_svg.Axis.over([size / divisor for size in [*memory, limit_bytes or memory[0]]], _LEFT, _RIGHT)
+    y_axis = panel_svg.Axis.over(rate, bottom, _TOP)
     points = [(x_axis.at(m / divisor), y_axis.at(r)) for m, r in zip(memory, rate, strict=True)]
     parts = [_axes(x_axis, y_axis, unit), _front(drawn, points, bottom)]
     if limit_bytes:
@@ -54,7 +54,7 @@ def scatter_picture(rows: Sequence[Row], selected: str = "", limit_bytes: float 
     )
 
 
-def _axes(x_axis: marks.Axis, y_axis: marks.Axis, unit: str) -> str:
+def _axes(x_axis: panel_svg.Axis, y_axis: panel_svg.Axis, unit: str) -> str:
     parts, bottom = [_text(0, 16, "samples/s (more is better)", "m")], y_axis.start
     for value in y_axis.ticks(5):
         y = y_axis.at(value)

@@ -15,7 +15,7 @@ from workbench.core.verdict import CHECKED_STEPS
 from workbench.session.comparing.comparison import Comparison, Message, RunStopped, TrainingRun, Watch
 from workbench.session.comparing.saved_runs import SavedRuns
 from workbench.session.comparing.subject import Subject
-from workbench.ui.live.pump import Run
+from workbench.ui.live.poller import Run
 
 
 @dataclass(frozen=True, slots=True)

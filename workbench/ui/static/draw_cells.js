@@ -208,16 +208,16 @@ function slicesText(row, view) {
 
 // ---- activations -----------------------------------------------------------------------------------------------
 
-function flowCell(row) {
-  const cell = make("div", { role: "gridcell", class: "flow" }, make("span", { class: "thread" }), make("span", { class: "dot" }));
-  const flow = row.flow;
+function boxingCell(row) {
+  const cell = make("div", { role: "gridcell", class: "boxing-cell" }, make("span", { class: "thread" }), make("span", { class: "dot" }));
+  const boxings = row.boxings;
   const facts = [row.weight, row.params && `${row.params} parameters`, row.sbp && `sbp ${row.sbp}`].filter(Boolean).join(" \u00b7 ");
   cell.append(make("span", { class: "facts", "aria-hidden": "true" }, facts)); // shown where the columns have no room
-  cell.append(make("span", { class: "act", "data-tip": flow.layout_tip }, flow.layout));
-  if (flow.note) cell.append(make("span", { class: "note", "data-tip": [flow.note, row.hint_tip].filter(Boolean).join("\n") }, flow.note));
-  if (flow.boxing) {
-    const label = `boxing before ${row.label}: ${flow.boxing.change} ${flow.boxing.kind} ${flow.boxing.bytes}`;
-    cell.append(badge(flow.boxing, label));
+  cell.append(make("span", { class: "act", "data-tip": boxings.layout_tip }, boxings.layout));
+  if (boxings.note) cell.append(make("span", { class: "note", "data-tip": [boxings.note, row.hint_tip].filter(Boolean).join("\n") }, boxings.note));
+  if (boxings.boxing) {
+    const label = `boxing before ${row.label}: ${boxings.boxing.change} ${boxings.boxing.kind} ${boxings.boxing.bytes}`;
+    cell.append(badge(boxings.boxing, label));
   }
   return cell;
 }

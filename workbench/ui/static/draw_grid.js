@@ -24,7 +24,7 @@ function header(view) {
     ["stage", "stage-cell"],
   ].map(([title, css]) => make("div", { role: "columnheader", class: css }, title === "stage" && view.stage_options.length < 2 ? "" : title));
   const ranks = make("div", { role: "columnheader", class: "ranks", "aria-label": "who holds which part" }, svg);
-  const flow = make("div", { role: "columnheader", class: "flow-head" }, make("span", {}, view.flow_title), make("span", { class: "quiet" }, view.flow_detail));
+  const flow = make("div", { role: "columnheader", class: "boxing-head" }, make("span", {}, view.boxing_title), make("span", { class: "quiet" }, view.boxing_detail));
   return make("div", { class: "wb-row head", role: "row" }, nameHead(view), ...titles, ranks, flow);
 }
 
@@ -73,7 +73,7 @@ function layerRow(row, index, view) {
     make("div", { role: "gridcell", class: row.sbp === "mixed" ? "sbp quiet" : "sbp mono", "data-tip": row.sbp_tip || undefined }, row.sbp),
     stageCell(row, view.stage_options, view.new_stage),
     ranksCell(row, view),
-    flowCell(row),
+    boxingCell(row),
   );
 }
 
@@ -85,7 +85,7 @@ function errorLine(row, mistake, index) {
     cell.append(make(action, { class: "fix", tabindex: "-1", "data-fix": fix.value, "data-of": row.pattern }, fix.label));
   }
   if (row.kept) cell.append(make("span", { class: "quiet" }, "pictures keep the last valid choice (dashed)"));
-  line.append(cell, make("div", { class: "flow" }, make("span", { class: "thread" })));
+  line.append(cell, make("div", { class: "boxing-cell" }, make("span", { class: "thread" })));
   return line;
 }
 
@@ -103,8 +103,8 @@ function endRow(end) {
 }
 
 function endFlow(end) {
-  const { layout, boxing } = end.flow;
-  const cell = make("div", { role: "gridcell", class: "flow" }, make("span", { class: "thread last" }), make("span", { class: "dot" }), make("span", { class: "act" }, layout));
+  const { layout, boxing } = end.boxings;
+  const cell = make("div", { role: "gridcell", class: "boxing-cell" }, make("span", { class: "thread last" }), make("span", { class: "dot" }), make("span", { class: "act" }, layout));
   if (boxing) cell.append(badge(boxing, `boxing before ${end.label}: ${boxing.change} ${boxing.kind} ${boxing.bytes}`));
   return cell;
 }

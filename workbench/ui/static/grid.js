@@ -46,7 +46,7 @@ class Grid {
     this.root.style.setProperty("--stage-width", `${stageWidth(view)}px`);
     this.root.classList.toggle("few", view.stage_options.length < 2);
     this.root.setAttribute("aria-rowcount", view.rows.length + 1);
-    const headKey = JSON.stringify([view.stages, view.columns, view.stage_options, view.new_stage, view.flow_detail, view.find.shown]);
+    const headKey = JSON.stringify([view.stages, view.columns, view.stage_options, view.new_stage, view.boxing_detail, view.find.shown]);
     if (headKey !== this.headKey) this.head.replaceChildren(header(view));
     this.headKey = headKey;
     this.tops = offsets(view.rows);

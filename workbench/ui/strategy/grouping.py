@@ -13,7 +13,7 @@ from typing import Any
 
 from workbench.core.presets import block_of
 from workbench.core.rows import Layer
-from workbench.ui.numbers import TIMES
+from workbench.ui.number_text import TIMES
 
 _SINGLES_WORTH_FOLDING = 4
 _SEGMENTS_WORTH_A_HEAD = 3

@@ -16,10 +16,10 @@ from workbench.core.presets import PRESETS, StrategyLike, preset_name, strategy_
 from workbench.core.rows import Layer, Row
 from workbench.core.strategy import Mistake, Options, ResolvedStrategy, Strategy
 from workbench.errors import StrategyError
-from workbench.ui.strategy import editing
+from workbench.ui.strategy import edit_rows
+from workbench.ui.strategy.choices import Choice, Degrees
 from workbench.ui.strategy.grouping import Node, find, fold, tree, visible, walk
 from workbench.ui.strategy.grouping import Row as GridRow
-from workbench.ui.strategy.placing import Choice, Degrees
 
 FIXES = ("use ", "write '")
 """How fixes begin that ``apply_fix`` can do."""
@@ -272,7 +272,7 @@ class PanelState:
 
     def _edit_rows(self, names: Iterable[str], change: Callable[[Row], Row]) -> None:
         targets = {name: self._layers_of(name) for name in names}
-        rows = editing.edited(self.strategy, self.layers, targets, change)
+        rows = edit_rows.edited(self.strategy, self.layers, targets, change)
         options = self.options if self._now.own_degrees else replace(self.options, degrees=None)
         self._become(replace(self._now, strategy=Strategy.from_rows(rows, options)))
 
@@ -289,7 +289,7 @@ class PanelState:
     def _write(self, row: Row) -> None:
         """Put a row in the place of the first that matches no layer, or behind all others."""
         rows = list(self.strategy.rows)
-        wrong = editing.first_unmatched(rows, self.layers)
+        wrong = edit_rows.first_unmatched(rows, self.layers)
         rows = [*rows, row] if wrong is None else [*rows[:wrong], row, *rows[wrong + 1 :]]
         self._become(replace(self._now, strategy=Strategy.from_rows(rows, self.options)))
 

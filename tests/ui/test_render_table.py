@@ -1,0 +1,103 @@
+"""The comparison table says what the runs say, in HTML and in 80 columns."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+
+from workbench.core.metrics import RunRecord
+from workbench.core.verdict import Verdict
+from workbench.ui.assets import element
+from workbench.ui.number_text import grouped, short_difference, speedup_text
+from workbench.ui.runs.render_table import by_throughput, comparison_table_html, comparison_table_text
+from workbench.ui.runs.table_rows import equal_text
+
+
+class Rows(HTMLParser):
+    """Text of every table row, and a check that tags are balanced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[str] = []
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        self.open.append(tag)
+        if tag == "tr":
+            self.rows.append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if "tr" in self.open:
+            self.rows[-1] += f"{data}|"
+
+
+def rows_of(html: str) -> list[str]:
+    parser = Rows()
+    parser.feed(html)
+    assert parser.open == []
+    return parser.rows
+
+
+def test_rows_are_sorted_with_failures_and_one_device_last(runs: list[RunRecord], baseline: RunRecord):
+    rows = rows_of(comparison_table_html(runs[::-1], baseline))
+    assert [row.split("|")[0] for row in rows] == ["strategy", "data", "model", "pipeline", "1 device"]
+    dashes = "|".join("\u2013" * 2)
+    assert rows[1] == f"data|*: data|5\u202f000|1.25\u00d7|8.00 MB|1.23 MB|{dashes}|20.0 ms|\u2013|\u2713 2e-7|"
+    assert "not run: stage 9 of 2 stages" in rows[3]
+    assert rows[4].endswith("|reference|")
+
+
+def test_names_from_users_are_escaped(runs: list[RunRecord]):
+    html = comparison_table_html([replace(runs[0], name="<script>alert(1)</script>")])
+    assert "<script>" not in html and "&lt;script&gt;" in html
+
+
+def test_attributes_are_escaped():
+    assert element("td", text="a", title='"><b') == '<td title="&quot;&gt;&lt;b">a</td>'
+
+
+@pytest.mark.parametrize(
+    ("equal", "difference", "text"),
+    [(True, 2.4e-7, "\u2713 2e-7"), (False, 0.03, "\u2717 3e-2"), (True, 0.0, "\u2713 0"), (None, None, "\u2013")],
+)
+def test_equal_to_one_device(runs: list[RunRecord], equal: bool | None, difference: float | None, text: str):
+    assert equal_text(replace(runs[0], equal=equal, loss_difference=difference)) == text
+
+
+def test_rounding_that_grew_is_called_noise(runs: list[RunRecord]):
+    verdict = Verdict(True, "noise", largest=0.2, text="rounding: the loss differs", grown=True)
+    run = replace(runs[0], equal=True, loss_difference=0.2, verdict=verdict)
+    assert equal_text(run) == "\u2713 2e-1 noise"
+    assert 'title="rounding: the loss differs"' in comparison_table_html([run])
+
+
+def test_numbers():
+    assert short_difference(1e-5) == "1e-5" and short_difference(None) == "\u2013"
+    assert grouped(1234567.8) == "1\u202f234\u202f568"
+    assert speedup_text(None) == "\u2013" and speedup_text(0.954) == "0.95\u00d7"
+
+
+def test_text_fits_a_terminal(runs: list[RunRecord], baseline: RunRecord):
+    long = replace(runs[0], name="fc1: data@0; fc2: data@1 | mb=4 1f1b", samples_per_s=1e6)
+    text = comparison_table_text([long, *runs], baseline)
+    assert max(map(len, text.splitlines())) <= 80
+    named, figures = text.splitlines()[1:3]
+    assert named == long.name and figures.split()[0] == "1000000", "in full, on a line of its own"
+    assert "8.00 MB" in text and "1.25x" in text and "baseline" in text and "stage 9" in text
+
+
+def test_a_strategy_that_is_its_own_name_is_written_once(runs: list[RunRecord]):
+    text = "fc1: data; fc2: data@1 | mb=4 1f1b"
+    once = comparison_table_html([replace(runs[0], name=text, strategy=text)])
+    assert once.count(f">{text}<") == 1 and f">{text}</b>" in once
+    twice = comparison_table_html([replace(runs[0], name="mine", strategy=text)])
+    assert ">mine</b>" in twice and f">{text}</small>" in twice
+
+
+def test_sorting_keeps_all_runs(runs: list[RunRecord]):
+    assert sorted(run.name for run in by_throughput(runs)) == ["data", "model", "pipeline"]

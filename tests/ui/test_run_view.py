@@ -1,0 +1,296 @@
+"""The live view: what a run reports, in words, in the figure and in the log."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from tests.ui.conftest import make_record
+from tests.ui.live_figures import MEMORY, marks, titles, trace
+from tests.ui.reports import block, spans
+from workbench.core.metrics import RunEvent
+from workbench.theme import DARK, LIGHT
+from workbench.ui.live import figure_layout as figure_layout
+from workbench.ui.live import live_figure
+from workbench.ui.live.history import History
+from workbench.ui.live.run_view import RunView
+
+
+@pytest.fixture
+def view() -> RunView:
+    made = RunView(2)
+    made._clock = lambda: made_time[0]  # type: ignore[attr-defined]
+    made_time = [100.0]
+    made.tick = lambda seconds: made_time.__setitem__(0, made_time[0] + seconds)  # type: ignore[attr-defined]
+    made.begin("data", "*: data", 10)
+    return made
+
+
+def test_a_view_shows_state_progress_and_log(view: RunView):
+    view.tick(1)
+    view.add([block(0, (2.0, 1.5), memory=MEMORY), spans(0), spans(1)])
+    assert "step 2 of 10" in view.status.state.value and view.status.progress.value == 2
+    assert "20 %" in view.status.elapsed.value and "400 ms so far, 1.60 s left" in view.status.elapsed.value, (
+        "without what came before"
+    )
+    assert "data: *: data" in view.log_part.lines.value and "step 2" in view.log_part.lines.value
+    assert len(trace(view.figure, "forward, measured").x) == 2
+
+
+def test_updates_come_at_most_ten_times_a_second_and_slow_parts_less_often(view: RunView):
+    counts = dict.fromkeys(("show_curves", "show_memory", "show_timeline"), 0)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in counts:
+            real = getattr(live_figure, name)
+
+            def counted(*args: object, _real: object = real, _name: str = name) -> None:
+                counts[_name] += 1
+                _real(*args)  # type: ignore[operator]
+
+            patch.setattr(live_figure, name, counted)
+        for step in range(100):  # two seconds, fifty times a second
+            view.tick(0.02)
+            view.add([block(step, memory=MEMORY, num_steps=100), spans(0, step), spans(1, step)])
+    assert counts["show_curves"] <= 20 and 2 <= counts["show_memory"] <= 5 and counts["show_timeline"] <= 3
+
+
+def test_nothing_is_drawn_while_nobody_looks_and_all_of_it_once_somebody_does(view: RunView):
+    view.link._receive(None, {"event": "visible", "value": False}, None)
+    view.tick(1)
+    view.add([block(0, (2.0, 1.5), memory=MEMORY)])
+    assert len(trace(view.figure, "throughput, newest").x) == 0
+    view.link._receive(None, {"event": "visible", "value": True}, None)
+    assert len(trace(view.figure, "throughput, newest").x) == 2
+
+
+def test_a_view_is_seen_while_any_of_its_places_is(view: RunView):
+    for place, seen in (("one", True), ("other", True), ("one", False)):
+        view.link._receive(None, {"event": "visible", "value": seen, "view": place}, None)
+    view.tick(1)
+    view.add([block(0, (2.0, 1.5), memory=MEMORY)])
+    assert len(trace(view.figure, "throughput, newest").x) == 2
+    view.link._receive(None, {"event": "visible", "value": False, "view": "other"}, None)
+    view.tick(1)
+    view.add([block(2, (1.0,), memory=MEMORY)])
+    assert len(trace(view.figure, "throughput, newest").x) == 2
+
+
+def test_a_page_that_comes_later_gets_the_figure_as_it_is(view: RunView):
+    view.tick(1)
+    view.add([block(0, (2.0, 1.5), memory=MEMORY), spans(0), spans(1)])
+    state = view.shown.get_state()
+    points = {trace["name"]: trace for name, trace in state.items() if name.startswith("trace_")}
+    assert points["this run, newest"]["y"] == [2.0, 1.5]
+    assert "1.5" in state["outline"]["annotations"][1]["text"]
+
+
+def test_what_has_ended_stays_as_its_end_was_drawn(view: RunView):
+    view.add([block(0, (2.0,))])
+    view.finish(make_record("data"))
+    for seen in (False, True):
+        view.link._receive(None, {"event": "visible", "value": seen}, None)
+    assert "samples/s, median" in titles(view.figure)[0]
+
+
+def test_what_is_sent_is_plain_json(view: RunView):
+    view.tick(1)
+    view.add([block(0, (2.0,), memory=MEMORY), spans(0), spans(1)])
+    told = ["outline", *(f"trace_{index}" for index in range(view.shown.num_traces))]
+    json.dumps(view.shown.get_state(told), allow_nan=False)
+    assert list(view.figure.layout.xaxis3.range) == [0, 6]
+
+
+def test_a_page_that_cannot_keep_up_is_not_flooded(view: RunView):
+    sent: list[dict[str, object]] = []
+    view.link.send = lambda message, buffers=None: sent.append(message)
+    view.link._receive(None, {"event": "visible", "value": True}, None)
+    view.tick(1)
+    view.add([block(0)])
+    assert [message["event"] for message in sent] == ["ping"]
+    view.tick(1)
+    view.add([block(1)])
+    assert len(trace(view.figure, "throughput, newest").x) == 1, "it has not answered yet"
+    view.link._receive(None, {"event": "pong", "value": 1}, None)
+    view.add([block(2)])
+    assert len(trace(view.figure, "throughput, newest").x) == 3
+    view.tick(6)
+    view.add([block(3)])
+    assert len(trace(view.figure, "throughput, newest").x) == 4, "after five seconds nobody waits for it"
+
+
+def test_a_change_draws_a_line_and_names_the_strategy(view: RunView):
+    view.add([block(0, (2.0,)), RunEvent("strategy", 1, "*: model", 0.2, 0)], {"*: model": "model"}.__getitem__)
+    assert view.figure.layout.shapes[0].x0 == 2 and view.figure.layout.annotations[-1].text == "data \u2192 model"
+    assert "data \u2192 model" in view.log.lines[-1].text
+    assert "data \u2192 model" in view.title.value and "*: model" in view.title.value
+
+
+def test_names_that_are_texts_have_room_beside_the_change(view: RunView):
+    text = "fc1: data; fc2: model; fc3: model; head: data | 1x1x2"
+    view.add([block(0, (2.0,)), RunEvent("strategy", 1, text, 0.2, 0)])
+    assert view.figure.layout.annotations[-1].text == "data \u2192 fc1: dat\u2026| 1x1x2"
+    assert view.title.value.count(text) == 1, "the title has all of it, once"
+
+
+def test_a_pause_stops_the_clock(view: RunView):
+    view.tick(1)
+    view.add([block(0, (2.0,)), RunEvent("paused", 1)])
+    assert "paused" in view.status.state.value and len(marks(view.figure, "annotations", "pause")) == 2
+    view.tick(50)
+    view.add([RunEvent("running", 1)])
+    assert not marks(view.figure, "annotations", "pause")
+    view.tick(1)
+    view.add([block(1, (2.0,))])
+    assert "1.20 s so far" in view.status.elapsed.value and "running" in view.status.state.value
+
+
+def test_the_end_shows_the_record(view: RunView):
+    view.add([block(0, (2.0,))])
+    view.finish(make_record("data"))
+    assert "stopped" in view.status.state.value and len(trace(view.figure, "throughput").x) == 3
+    assert "5\u202f000 samples/s, median" in titles(view.figure)[0]
+
+
+def test_what_was_stopped_has_no_time_left(view: RunView):
+    view.tick(1)
+    view.add([block(0, (2.0,))])
+    assert " left" in view.status.elapsed.value
+    view.finish(make_record("data"))
+    assert "left" not in view.status.elapsed.value and "so far" not in view.status.elapsed.value
+
+
+def test_the_state_is_shown_while_only_the_bar_is_in_sight(view: RunView):
+    outside = RunView(2, has_status=False)
+    outside.begin("data", "*: data", 10)
+    assert not any(
+        part in bar.children
+        for bar in outside.box.children
+        if hasattr(bar, "children")
+        for part in outside.status.parts
+    )
+    outside.link._receive(None, {"event": "visible", "value": False}, None)
+    outside.add([block(0, (2.0,))])
+    assert "step 1 of 10" in outside.status.state.value and outside.status.progress.value == 1
+    assert len(trace(outside.figure, "throughput, newest").x) == 0, "its tab is closed"
+    outside.see_status(False)
+    outside._drawn_s["progress"] = 0.0
+    outside.add([block(1, (2.0,))])
+    assert "step 1 of 10" in outside.status.state.value, "nobody sees the bar either"
+    outside._drawn_s["progress"] = 0.0
+    outside.see_status(True)
+    assert "step 2 of 10" in outside.status.state.value
+
+
+def test_predicted_is_in_the_legend_only_where_something_is(view: RunView):
+    def legend() -> str:
+        return view.figure.layout.annotations[figure_layout.RATE_LEGEND].text
+
+    assert "median of 1 s" in legend() and "predicted" not in legend()
+    view.expect(None)
+    assert "predicted" not in legend()
+    view.expect(SimpleNamespace(samples_per_s=500.0, timeline=None))
+    assert "predicted" in legend()
+    view.use(DARK)
+    assert "predicted" in legend() and DARK.muted in legend()
+    view.begin("model", "*: model", 10)
+    assert "predicted" not in legend()
+
+
+def test_one_device_is_in_the_legend_only_where_it_was_trained(view: RunView):
+    def legend() -> str:
+        return view.figure.layout.annotations[figure_layout.LOSS_LEGEND].text
+
+    assert "this run" in legend() and "1 device" not in legend()
+    view.show_one_device([2.0, 1.5])
+    assert "1 device" in legend()
+    view.use(DARK)
+    assert "1 device" in legend() and DARK.ink in legend()
+    view.begin("data", "*: data", 10)
+    assert "1 device" not in legend(), "of a run without the check"
+
+
+def test_the_loss_can_be_seen_on_a_log_scale(view: RunView):
+    axis = view.figure.layout.yaxis2
+    assert (axis.type, axis.rangemode) == ("linear", "tozero")
+    view.log_scale.value = True
+    assert view.figure.layout.yaxis2.type == "log"
+    view.begin("model", "*: model", 10)
+    assert view.figure.layout.yaxis2.type == "log", "the next run, too"
+    view.log_scale.value = False
+    assert view.figure.layout.yaxis2.type == "linear"
+
+
+def test_memory_of_no_kind_is_drawn_up_to_the_peak():
+    figure = live_figure.empty_figure(2, 10)
+    history = History(10, 2)
+    history.add([block(0, (2.0,), memory=({"parameters": 2_000_000, "peak": 5_000_000},) * 2)])
+    live_figure.show_memory(figure, history)
+    other = trace(figure, "other")
+    assert list(other.base) == [2.0, 2.0] and list(other.x) == [3.0, 3.0]
+    assert "hatched: other" in figure.layout.annotations[2].text
+
+
+def test_what_comes_first_has_its_own_number_of_steps(view: RunView):
+    view.add_one_device(block(0, (3.0, 2.0), num_steps=5))
+    assert (view.status.progress.value, view.status.progress.max) == (2, 5)
+    view.tick(1)
+    view.add([block(0, (2.0,))])
+    assert (view.status.progress.value, view.status.progress.max) == (1, 10)
+
+
+def test_a_failure_is_shown_once(view: RunView):
+    view.fail(RuntimeError("rank 1 <died>"))
+    assert "rank 1 &lt;died&gt;" in view.failure.value and "failed" in view.status.state.value
+
+
+def test_a_new_run_starts_from_an_empty_figure(view: RunView):
+    view.add([block(0, (2.0,)), RunEvent("strategy", 1, "*: model")])
+    view.show_one_device([1.0, 2.0])
+    figure = view.figure
+    view.begin("model", "*: model", 50)
+    assert view.figure is figure, "one figure, 5 MB, for all runs"
+    for name in ("throughput, newest", "this run, newest", "1 device"):
+        assert len(trace(figure, name).x) == 0
+    assert list(figure.layout.xaxis.range) == [0, 20] and len(figure.layout.shapes) == 0
+
+
+def test_the_theme_changes_colours_and_nothing_else(view: RunView):
+    view.tick(1)
+    view.add([block(0, (2.0,), memory=MEMORY), spans(0), spans(1), RunEvent("strategy", 1, "*: model")])
+    view.link._receive(None, {"event": "theme", "value": "dark"}, None)
+    assert trace(view.figure, "median").line.color == DARK.ink
+    assert trace(view.figure, "parameters").marker.color == DARK.memory["parameters"]
+    assert not any(LIGHT.muted in title for title in titles(view.figure))
+    assert len(trace(view.figure, "throughput, newest").x) == 1 and len(view.figure.layout.shapes) == 2
+    assert len(trace(view.figure, "forward, measured").x) == 2
+
+
+def test_an_unknown_number_of_steps_needs_no_progress_bar():
+    view = RunView(2)
+    view.begin("own loop", "", 0)
+    view.add([block(0, (2.0,), num_steps=0)])
+    assert view.status.progress.layout.visibility == "hidden" and "step 1<" in view.status.state.value
+
+
+def test_one_device_is_seen_while_it_trains_before_the_run(view: RunView):
+    view.tick(1)
+    view.add_one_device(block(0, (3.0, 2.0), time_s=(0.1,), boxing_s=(0.0,)))
+    assert "one device first: <b>step 2 of 10<" in view.status.state.value
+    assert "20 %</b> 1\u202f000 samples/s, 800 ms left" in view.status.elapsed.value
+    assert list(trace(view.figure, "1 device").y) == [3.0, 2.0] and view.status.progress.value == 2
+    view.tick(1)
+    view.add_one_device(block(2, (1.0,), time_s=(0.1,), boxing_s=(0.0,)))
+    assert list(trace(view.figure, "1 device").y) == [3.0, 2.0, 1.0]
+    view.tick(1)
+    view.add([block(0, (3.0,))])
+    assert "step 1 of 10" in view.status.state.value and view.status.progress.value == 1
+
+
+def test_the_throughput_has_a_steady_line(view: RunView):
+    view.tick(1)
+    view.add([block(0, (2.0,) * 5), block(5, (2.0,), time_s=(0.01, 0.01))])
+    assert max(trace(view.figure, "throughput, newest").y) == 10_000
+    assert list(trace(view.figure, "median, newest").y) == [500] * 6
+    assert "500 samples/s now" in titles(view.figure)[0]

@@ -1,0 +1,200 @@
+"""The part of the panel that runs: steer a run, keep the finished ones."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from tests.patience import PATIENCE_S, wait_until
+from tests.ui.reports import FakeTrainer, block
+from workbench.core.strategy import Strategy
+from workbench.errors import RunError, StrategyError
+from workbench.session.comparing.comparison import RunStopped
+from workbench.ui.runs.runs_section import PanelCallbacks, RunsSection, predictions
+
+
+class FakeEditor:
+    """A strategy editor that counts calls."""
+
+    def __init__(self) -> None:
+        self.strategy, self.label, self.error = Strategy("*: data"), "data", None
+        self.changes = 0
+
+    def wanted(self):
+        if self.error is not None:
+            raise self.error
+        return self.strategy, self.label
+
+    def changed(self) -> None:
+        self.changes += 1
+
+
+@pytest.fixture
+def trainer() -> FakeTrainer:
+    return FakeTrainer()
+
+
+@pytest.fixture
+def editor() -> FakeEditor:
+    return FakeEditor()
+
+
+@pytest.fixture
+def part(trainer: FakeTrainer, editor: FakeEditor) -> RunsSection:
+    return RunsSection(trainer, 3, PanelCallbacks(editor.wanted, changed=editor.changed))
+
+
+def finish(part: RunsSection, trainer: FakeTrainer, error: Exception | None = None) -> None:
+    trainer.runs[-1].error = error
+    trainer.runs[-1].ended.set()
+    assert part.wait(PATIENCE_S)
+
+
+def test_a_run_is_followed_to_its_end(part: RunsSection, trainer: FakeTrainer, editor: FakeEditor):
+    assert part.stop_button.disabled and not part.busy
+    part.run()
+    assert part.busy and not part.stop_button.disabled and editor.changes == 1
+    finish(part, trainer)
+    assert [run.name for run in part.runs] == ["data"] and part.baseline.name == "one device"
+    assert part.stop_button.disabled and editor.changes == 2
+    assert ">data<" in part.table.page.page and part.table.selected == "data"
+
+
+def test_two_runs_at_once_are_refused(part: RunsSection, trainer: FakeTrainer):
+    part.run()
+    with pytest.raises(RuntimeError, match="a run holds the engines"):
+        part.run()
+    finish(part, trainer)
+
+
+def test_equal_names_are_numbered(part: RunsSection, trainer: FakeTrainer):
+    for _ in range(2):
+        part.run()
+        finish(part, trainer)
+    assert [run.name for run in part.runs] == ["data", "data (2)"]
+
+
+def test_pause_and_go_on(part: RunsSection, trainer: FakeTrainer):
+    part.run()
+    part.pause_button.click()
+    assert trainer.runs[0].orders == ["pause"] and part.pause_button.description == "Go on"
+    wait_until(lambda: "paused" in part.live.status.state.value)
+    part.pause()
+    part.pause_button.click()
+    assert trainer.runs[0].orders == ["pause", "go on"] and part.pause_button.description == "Pause"
+    wait_until(lambda: "running" in part.live.status.state.value)
+    finish(part, trainer)
+
+
+def test_another_strategy_and_on_with_the_same_weights(part: RunsSection, trainer: FakeTrainer, editor: FakeEditor):
+    part.run()
+    part.change_button.click()
+    assert part.changing and part.apply_button.layout.display == "" and part.change_button.layout.display == "none"
+    editor.strategy, editor.label = Strategy("*: model"), "model"
+    part.apply_button.click()
+    assert trainer.runs[0].orders == ["pause", "strategy *: model", "go on"]
+    assert not part.changing and part.apply_button.layout.display == "none"
+    wait_until(lambda: sum(shape.name == "change" for shape in part.live.figure.layout.shapes) == 2)
+    (change,) = part.live.history.changes
+    assert (change.before, change.after) == ("data", "model")
+    assert trainer.runs[0].later == ("model", {}), "the name of its part of the run, and what is predicted"
+    finish(part, trainer)
+
+
+def test_a_strategy_with_mistakes_leaves_the_run_waiting(part: RunsSection, trainer: FakeTrainer, editor: FakeEditor):
+    part.run()
+    part.change()
+    editor.error = StrategyError("stages cannot go back")
+    with pytest.raises(StrategyError, match="stages cannot go back"):
+        part.apply()
+    assert part.changing and trainer.runs[0].orders == ["pause"]
+    part.keep_button.click()
+    assert trainer.runs[0].orders == ["pause", "go on"] and not part.changing
+    finish(part, trainer)
+
+
+def test_without_a_run_there_is_nothing_to_change(part: RunsSection):
+    part.pause()
+    part.change()
+    part.stop()
+    with pytest.raises(RuntimeError, match="no run is going on"):
+        part.apply()
+
+
+def test_a_failed_run_says_why(part: RunsSection, trainer: FakeTrainer):
+    part.run()
+    finish(part, trainer, RuntimeError("rank 1 died"))
+    assert "rank 1 died" in part.live.failure.value and part.runs == []
+    part.run()
+    assert part.live.failure.value == "" and not part.stop_button.disabled
+    finish(part, trainer)
+    assert len(part.runs) == 1
+
+
+def test_a_run_that_was_stopped_before_its_first_step_is_no_failure(part: RunsSection, trainer: FakeTrainer):
+    part.run()
+    finish(part, trainer, RunStopped("stopped while one device trained, after its step 7"))
+    assert "stopped" in part.live.status.state.value and "before the first step" in part.live.status.state.value
+    assert part.live.failure.value == "" and "after its step 7" in part.live.log_part.lines.value
+    assert part.runs == [] and part.stop_button.disabled
+
+
+def test_recorded_steps_can_be_saved_for_trace_viewers(part: RunsSection, trainer: FakeTrainer):
+    part.run()
+    finish(part, trainer)
+    sent: list[tuple[str, str, str]] = []
+    part.live.link.download = lambda *file: sent.append(file)
+    part.trace_button.click()
+    ((name, content, kind),) = sent
+    assert name == "data-trace.json" and '"B0"' in content and kind == "application/json"
+
+
+@pytest.mark.parametrize("steps", ["data", 0, 2.5])
+def test_what_is_no_number_of_steps_begins_nothing(part: RunsSection, steps: object):
+    with pytest.raises(RunError, match=r"panel\.run\(steps=.*at least 1"):
+        part.run(steps)
+    assert not part.busy and part.live.history is None
+
+
+def test_what_was_predicted_goes_with_the_run(trainer: FakeTrainer, editor: FakeEditor):
+    estimate = SimpleNamespace(
+        step_s=0.5,
+        samples_per_s=200.0,
+        memory=({"parameters": 3e6}, {"parameters": 1e6}),
+        peak_bytes=3e6,
+        boxed_bytes=1e6,
+        bubble_s=0.1,
+        timeline=None,
+    )
+    editor.strategy = Strategy("fc1: data; fc2: data@1 | 2x1x1")
+    part = RunsSection(trainer, 3, PanelCallbacks(editor.wanted, estimate=lambda: estimate, limit=lambda: 4e6))
+    part.run()
+    assert trainer.predicted[0]["step_s"] == 0.5 and trainer.predicted[0]["bubble"] == pytest.approx(0.2)
+    finish(part, trainer)
+    drawn = {trace.name: trace for trace in part.live.figure.data}
+    assert list(drawn["predicted"].y) == [200, 200] and list(drawn["predicted peak"].x) == [3000, 1000]  # in kB
+    assert predictions(None) == {}
+
+
+def test_the_check_against_one_device_is_a_switch(part: RunsSection, trainer: FakeTrainer, editor: FakeEditor):
+    assert part.check.value and part.check.description == "check against one device"
+    part.check.value = False
+    assert (trainer.check_steps, editor.changes) == (0, 1)
+    part.run()
+    assert part.check.disabled, "a run keeps what it has begun with"
+    finish(part, trainer)
+    part.check.value = True
+    assert trainer.check_steps == 20
+
+
+def test_steps_that_arrive_after_a_stop_do_not_hide_it(part: RunsSection, trainer: FakeTrainer, monkeypatch):
+    part.run()
+    run = trainer.runs[-1]
+    monkeypatch.setattr(run, "stop", lambda: run.waiting.append(block(2, (1.0,), num_steps=3)))
+    part.stop()
+    wait_until(lambda: part.live.history.last_step == 3, "the run reports its last step")
+    part.live.draw(everything=True)
+    assert "stopping <b>after this step</b>" in part.live.status.state.value
+    finish(part, trainer)
+    assert "stopping" not in part.live.status.state.value

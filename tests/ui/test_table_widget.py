@@ -1,0 +1,282 @@
+"""The comparison: rows as data, the scatter as SVG, and the table around them without a browser."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from tests.core.test_segments import RUN as CHANGED
+from tests.ui.conftest import make_record
+from workbench.core.metrics import RunRecord
+from workbench.core.segments import by_strategy
+from workbench.session.comparing.saved_runs import SavedRuns
+from workbench.ui.runs.runs_view import show_runs
+from workbench.ui.runs.scatter_picture import HEIGHT, WIDTH, scatter_picture
+from workbench.ui.runs.table_rows import filter_rows, key_of, prediction_errors, rows_csv, run_rows, sorted_rows
+from workbench.ui.runs.table_widget import RunTable
+from workbench.ui.static_panel import static_text
+
+
+def names(rows) -> list[str]:
+    return [row.name for row in rows]
+
+
+# ---- rows -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_row_has_numbers_and_what_people_read(runs: list[RunRecord]):
+    row = run_rows([replace(runs[0], predicted={"step_s": 0.0194, "samples_per_s": 5150.0}, bubble=0.25)])[0]
+    assert row.values["step_s"] == pytest.approx(0.02) and row.values["error"] == pytest.approx(-0.03)
+    assert row.texts["error"] == "\u22123 %" and row.texts["bubble"] == "25 %" and row.texts["step_s"] == "20.0 ms"
+    assert row.on_front and not row.is_baseline
+
+
+def test_speed_ups_are_over_the_chosen_baseline(runs: list[RunRecord], baseline: RunRecord):
+    rows = run_rows([*runs, baseline], baseline="model", truth="1 device")
+    speedups = {row.name: row.values["speedup"] for row in rows}
+    assert speedups["data"] == pytest.approx(5000 / 3000) and speedups["model"] == 1.0
+    assert speedups["1 device"] == pytest.approx(4000 / 3000) and speedups["pipeline"] is None
+    assert [row.name for row in rows if row.is_baseline] == ["model"]
+
+
+def test_a_run_that_failed_shows_what_was_predicted(runs: list[RunRecord]):
+    failed = replace(runs[2], predicted={"step_s": 2.78, "peak_bytes": 741e6, "bubble": 0.0})
+    row = run_rows([failed])[0]
+    assert row.texts["peak_bytes"] == "741 MB" and row.texts["predicted_s"] == "2.78 s"
+    assert row.texts["samples_per_s"] == "\u2013" and row.failure == "stage 9 of 2 stages"
+
+
+def test_sorting_puts_the_better_end_first_and_unknown_last(runs: list[RunRecord]):
+    rows = run_rows(runs)
+    assert names(sorted_rows(rows)) == ["data", "model", "pipeline"]
+    assert names(sorted_rows(rows, "peak_bytes")) == ["model", "data", "pipeline"]
+    assert names(sorted_rows(rows, "peak_bytes", ascending=False)) == ["data", "model", "pipeline"]
+    assert names(sorted_rows(rows, "name", ascending=False)) == ["pipeline", "model", "data"]
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ("", ["data", "model", "pipeline"]),
+        ("memory < 5", ["model"]),
+        ("samples >= 5000", ["data"]),
+        ("memory < 9, samples > 4000", ["data"]),
+        ("pipe", ["pipeline"]),
+        ("bubble < 3", []),
+    ],
+)
+def test_filters(runs: list[RunRecord], text: str, left: list[str]):
+    assert names(filter_rows(run_rows(runs), text)) == left
+
+
+def test_a_filter_on_something_else_says_what_there_is(runs: list[RunRecord]):
+    with pytest.raises(ValueError, match=r"no column 'colour'. Columns are memory"):
+        filter_rows(run_rows(runs), "colour < 3")
+    with pytest.raises(ValueError, match=r"compare one of"):
+        filter_rows(run_rows(runs), "memory < much")
+
+
+def test_csv_has_numbers_in_si_units(runs: list[RunRecord]):
+    (first, *_) = csv.DictReader(io.StringIO(rows_csv(run_rows(runs))))
+    assert first["name"] == "data" and float(first["peak_bytes"]) == 8e6 and first["equal"] == "True"
+
+
+def test_how_good_predictions_were(runs: list[RunRecord]):
+    predicted = [replace(runs[0], predicted={"step_s": 0.02 * factor}) for factor in (1.01, 0.9, 1.03)]
+    assert prediction_errors(run_rows(predicted)) == pytest.approx((0.03, 0.1))
+    assert prediction_errors(run_rows(runs)) is None
+
+
+# ---- the scatter ----------------------------------------------------------------------------------------------------
+
+
+def parsed(svg: str) -> ElementTree.Element:
+    return ElementTree.fromstring(svg)
+
+
+def test_points_carry_their_keys_and_the_front_is_filled(runs: list[RunRecord], baseline: RunRecord):
+    slow = make_record("slow", samples_per_s=1000.0, peak_memory_bytes=(9_000_000,) * 2)
+    rows = run_rows([*runs, slow, baseline], truth="1 device")
+    svg = parsed(scatter_picture(rows, selected="model", limit_bytes=10e6))
+    marks = {group.get("data-key"): [child.get("class") for child in group] for group in svg.iter("g")}
+    assert marks == {"data": ["full"], "model": ["wb-ring", "full"], "slow": ["hollow"], "1 device": ["square"]}
+    assert any("limit 10" in (text.text or "") for text in svg.iter("text"))
+    assert "MB" in "".join(text.text or "" for text in svg.iter("text"))
+
+
+def test_labels_never_cover_each_other_or_leave_the_picture():
+    runs = [
+        make_record(f"strategy {i}", samples_per_s=5000.0 + 40 * i, peak_memory_bytes=(8_000_000 + 50_000 * i,))
+        for i in range(12)
+    ]
+    runs.append(make_record("far away", samples_per_s=500.0, peak_memory_bytes=(1_000_000,)))
+    svg = parsed(scatter_picture(run_rows(runs)))
+    labels = [text for text in svg.iter("text") if (text.text or "").startswith("strategy")]
+    assert 1 <= len(labels) < 12, "there is no room for all of them"
+    for text in svg.iter("text"):
+        assert 0 <= float(text.get("x")) <= WIDTH and 0 <= float(text.get("y")) <= HEIGHT
+
+
+def test_without_runs_there_is_no_picture():
+    assert "no finished runs" in scatter_picture([])
+
+
+# ---- the table ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def table(runs: list[RunRecord], baseline: RunRecord, tmp_path) -> RunTable:
+    made = RunTable(saved=SavedRuns(tmp_path))
+    made.add(runs, baseline)
+    return made
+
+
+def shown(table: RunTable) -> list[str]:
+    return re.findall(r"<tr[^>]*data-key=\"([^\"]*)\"", table.page.page)
+
+
+def say(table: RunTable, event: str, value: str, **more: str) -> None:
+    table._on_event({"event": event, "value": value, **more})
+
+
+def test_a_click_on_a_header_sorts_and_a_second_one_turns_round(table: RunTable):
+    assert shown(table) == ["data", "1 device", "model", "pipeline"]
+    say(table, "sort", "peak_bytes")
+    assert shown(table) == ["model", "data", "1 device", "pipeline"]
+    say(table, "sort", "peak_bytes")
+    assert shown(table) == ["1 device", "data", "model", "pipeline"]
+    say(table, "sort", "nonsense")
+
+
+def test_selecting_marks_row_and_point(table: RunTable):
+    say(table, "select", "model")
+    assert table.page.page.count("wb-ring") == 1 and 'class="selected"' in table.page.page
+    say(table, "select", "model")
+    assert "wb-ring" not in table.page.page
+
+
+def test_hide_and_show_again(table: RunTable):
+    say(table, "select", "model")
+    table.hide_button.click()
+    assert "model" not in shown(table) and table.show_button.description == "Show hidden (1)"
+    table.show_button.click()
+    assert "model" in shown(table)
+
+
+def test_a_filter_narrows_the_table_and_a_wrong_one_says_why(table: RunTable):
+    table.filter_field.value = "memory < 5"
+    assert shown(table) == ["model"]
+    table.filter_field.value = "colour < 5"
+    assert len(shown(table)) == 4 and "no column" in table.filter_field.tooltip
+
+
+def test_names_are_kept_on_disk(tmp_path, runs: list[RunRecord]):
+    saved = SavedRuns(tmp_path)
+    record = saved.begin(runs[0]).finish(runs[0])
+    table = RunTable(saved=saved)
+    table.add([record])
+    say(table, "rename", record.run_id, name="first <try>")
+    assert saved[record.run_id].name == "first <try>" and "first &lt;try&gt;" in table.page.page
+
+
+def test_runs_of_other_days_are_loaded(tmp_path, runs: list[RunRecord]):
+    saved = SavedRuns(tmp_path)
+    old = saved.begin(runs[1]).finish(replace(runs[1], started="2026-11-20T10:00:00+00:00"))
+    table = RunTable(saved=saved)
+    table.add([replace(runs[0], started="2026-11-22T10:00:00+00:00")])
+    table.load_button.click()
+    ((text, run_id),) = table.saved_list.options
+    assert run_id == old.run_id and "2026-11-20 10:00  model" in text
+    table.saved_list.value = (run_id,)
+    table.add_button.click()
+    assert set(shown(table)) == {"data", old.run_id} and "2026-11-20 to 2026-11-22" in table.facts.value
+
+
+def test_the_baseline_is_chosen_from_the_runs(table: RunTable):
+    table.baseline_field.value = "model"
+    assert "1.67\u00d7" in table.page.page and 'class="chip"' in table.page.page
+
+
+def test_exports(table: RunTable, tmp_path):
+    data = json.loads(table.exported("json"))
+    assert [run["name"] for run in data["runs"]] == ["data", "model", "pipeline"]
+    assert data["baseline"]["name"] == "1 device"
+    assert table.exported("csv").splitlines()[1].startswith("data,")
+    page = table.export(str(tmp_path / "out" / "page.html")).read_text()
+    assert page.startswith("<!doctype html>") and "Plotly" in page and "http" not in re.findall(r'src="([^"]*)"', page)
+    with pytest.raises(ValueError, match=r"there are csv, json, html"):
+        table.export(str(tmp_path / "x.pdf"))
+
+
+def test_open_and_run_again_hand_over_the_strategy(runs: list[RunRecord], tmp_path):
+    opened: list[str] = []
+    table = RunTable(opened.append, opened.append, SavedRuns(tmp_path))
+    table.add(runs)
+    assert table.open_button.disabled and table.open_button.tooltip == "select a run first"
+    say(table, "select", "model")
+    table.open_button.click()
+    table.again_button.click()
+    assert opened == ["*: model", "*: model"]
+
+
+def test_any_runs_can_be_shown(runs: list[RunRecord], baseline: RunRecord, tmp_path):
+    compared = SimpleNamespace(runs=runs, baseline=baseline)
+    assert len(shown(show_runs(compared).table)) == 4
+    saved = SavedRuns(tmp_path)
+    saved.begin(runs[0]).finish(runs[0])
+    view = show_runs(saved, limit_bytes=10e6)
+    assert len(shown(view.table)) == 1 and "limit 10" in view.table.static_html()
+
+
+def test_before_the_first_run_runs_of_other_days_can_be_loaded(runs: list[RunRecord], tmp_path):
+    saved = SavedRuns(tmp_path)
+    saved.begin(runs[0]).finish(runs[0])
+    table = RunTable(saved=saved)
+    assert "No finished runs yet" in str(table.box.children[0].children[0].value) and table.static_html() == ""
+    assert table.load_button in table.box.children[0].children
+    table.load_button.click()
+    table.saved_list.value = [table.saved_list.options[0][1]]
+    table.add_button.click()
+    assert len(shown(table)) == 1 and table.page in table.box.children
+
+
+# ---- a run whose strategy changed on the way ------------------------------------------------------------------------
+
+
+def test_every_strategy_of_a_run_has_its_row_in_table_picture_and_report():
+    table = RunTable()
+    table.add([make_record("plain"), CHANGED])
+    parts = ["data, steps 1-40", "data \u2192 model, steps 41-100"]
+    assert set(names(table.rows)) == {"plain", *parts}
+    rows = {row.name: row for row in table.rows}
+    assert rows[parts[0]].values["boxed_bytes"] == 64 and rows[parts[1]].values["boxed_bytes"] == 16
+    assert rows[parts[0]].values["predicted_s"] == 0.01 and rows[parts[1]].values["predicted_s"] == 0.03
+    assert rows[parts[1]].texts["loss_difference"] == "\u2013"
+    table.add([CHANGED])
+    assert len(table.rows) == 3, "known already"
+    for page in (table.page.page, table.static_html(), table.exported("html"), static_text("", [CHANGED], None)):
+        assert all(part in page for part in parts)
+    opened = []
+    table = RunTable(opened.append)
+    table.add([CHANGED])
+    table.select(key_of(by_strategy([CHANGED])[1]))
+    table.open_button.click()
+    assert opened == ["*: model"], "its own strategy"
+
+
+def test_the_whole_run_is_saved_exported_and_loaded_again(tmp_path):
+    saved = SavedRuns(tmp_path)
+    kept = saved.begin(replace(CHANGED, run_id="")).finish(replace(CHANGED, run_id=""))
+    table = RunTable(saved=saved)
+    table.add(saved)
+    (exported,) = json.loads(table.exported("json"))["runs"]
+    assert RunRecord.from_dict(exported) == kept and len(table.rows) == 2
+    table.rename(table.rows[0].key, "mine")
+    assert "mine" in names(table.rows) and saved[kept.run_id].name == "data", "a part has its name on the page only"

@@ -1,0 +1,254 @@
+"""The boxing column of the grid: how activations lie behind every row, and which boxing brings them to the next one.
+
+A badge stands on the boundary of the two rows between which its boxing happens. Boxings inside a row that stands for
+several layers are counted in its note.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+from workbench.core.boxing import BoxingPlan, plan_boxing
+from workbench.core.layout import Layout
+from workbench.core.model_costs import Extent
+from workbench.core.rows import Layer
+from workbench.core.sbp import broadcast
+from workbench.core.strategy import ResolvedLayer, ResolvedStrategy
+from workbench.cost.layer_edges import LayerEdge, LayerExtents, Stages, layer_edges, wire_bytes
+from workbench.ui.number_text import TIMES
+from workbench.ui.strategy.grouping import Node
+from workbench.units import format_bytes, format_ranks
+
+ARROW = "\u2192"
+_MAX_DESCRIBED_RANKS = 16
+_LONGEST_RANKS = 1
+
+
+@dataclass(frozen=True)
+class StepBoxings:
+    """The way through the model under one strategy.
+
+    Attributes:
+        layer_edges: by layer.
+        num_micro_batches: how often the way is gone in a step.
+        gradient_bytes: by layer, on the wire in a step, all ranks together; under ZeRO, of its weights, too.
+        output: how large the model's output is; None where it is not known.
+        micro_batch: samples of a micro-batch.
+        has_zero: are weights gathered where each rank holds a shard?
+    """
+
+    layer_edges: Sequence[LayerEdge]
+    num_micro_batches: int
+    gradient_bytes: Sequence[int]
+    output: Extent | None = None
+    micro_batch: int = 1
+    has_zero: bool = False
+
+    @property
+    def bytes_per_micro_batch(self) -> int:
+        """Of activations and their gradients, all ranks together."""
+        return sum(edge.forward_bytes + edge.backward_bytes for edge in self.layer_edges)
+
+    @property
+    def bytes_known(self) -> bool:
+        """Is the shape of everything that is boxed known?"""
+        return all(edge.shape is not None for edge in self.layer_edges if edge.plans)
+
+
+def boxings_of(
+    layers: Sequence[Layer], resolved: ResolvedStrategy, extents: Sequence[LayerExtents], batch_size: int
+) -> StepBoxings:
+    """The way of one micro-batch. ``extents``: how large the inputs and outputs of every layer are."""
+    micro_batch = max(batch_size // resolved.num_micro_batches, 1)
+    itemsize = 4 if resolved.options.precision == "fp32" else 2
+    found = layer_edges(layers, resolved, extents, micro_batch, itemsize=itemsize)
+    stages = Stages(resolved)
+    zero, times = resolved.options.zero, _num_half_sums(resolved)
+    sums = [
+        times * _half_sum_bytes(layer, choice, stages) for layer, choice in zip(layers, resolved.layers, strict=True)
+    ]
+    output = extents[-1].output if extents else None
+    return StepBoxings(found, resolved.num_micro_batches, sums, output, micro_batch, has_zero=zero > 0)
+
+
+def _num_half_sums(resolved: ResolvedStrategy) -> int:
+    """How often in a step gradients are scattered, or weights gathered: the two halves of a sum.
+
+    ZeRO 2 scatters after every micro-batch and gathers after the step, ZeRO 3 gathers in every forward and backward.
+    """
+    m = resolved.num_micro_batches
+    return {2: m + 1, 3: 3 * m}.get(resolved.options.zero, 2)
+
+
+def _half_sum_bytes(layer: Layer, choice: ResolvedLayer, stages: Stages) -> int:
+    """What half a sum of a layer's gradients moves: p - 1 times what p ranks have copies of.
+
+    The gradient of a copy is a term, on the model axis too: norms and biases behind rows are summed over both axes.
+    """
+    total = 0
+    for shape in layer.shapes.values():
+        layout = stages.parameter(layer, choice, shape)
+        copies = prod(n for n, entry in zip(layout.placement.shape, layout.sbp, strict=True) if entry == broadcast)
+        total += (copies - 1) * 4 * prod(shape)
+    return total
+
+
+def boxing_view(
+    node: Node, boxings: StepBoxings, *, is_open: bool | None = None, is_first_below: bool = False
+) -> dict[str, Any]:
+    """What the boxing column shows at a row: layout, note, and the badge on the boundary above it.
+
+    Args:
+        is_open: are the rows below it shown? They then have the notes and badges of what is inside.
+        is_first_below: is it the first row below an open one? That one has the badge.
+    """
+    first, last = node.first[0], node.first[-1]
+    entering = boxings.layer_edges[first]
+    layout = entering.input_layout if is_open else boxings.layer_edges[last].output_layout
+    gradients = sum(boxings.gradient_bytes[index] for index in node.layers)
+    what = "grads + weights" if boxings.has_zero else "grad sum"
+    note = f"{what} {format_bytes(gradients)} per step" if gradients else ""
+    return {
+        "layout": sbp_text(layout),
+        "layout_tip": f"activation {full_text(layout)}, ranks {format_ranks(layout.placement.grid)}",
+        "note": "" if is_open else _inside(node, boxings) or note,
+        "boxing": badge(entering) if entering.plans and not is_first_below else None,
+    }
+
+
+def _inside(node: Node, boxings: StepBoxings) -> str:
+    """What is boxed inside a folded row: ``"8 x all-reduce inside, 33.6 MB"``."""
+    if len(node.first) == 1 and node.copies > 1 and not node.blocks:
+        return ""  # one layer of each of several blocks: they are not neighbours
+    edges = [boxings.layer_edges[index] for index in node.layers[1:]]
+    kinds = Counter(plan.kind for edge in edges for plan in edge.plans)
+    if not kinds:
+        return ""
+    what = next(iter(kinds)) if len(kinds) == 1 else "boxings"
+    return f"{kinds.total()} {TIMES} {what} inside{_size_of(edges)}"
+
+
+def between_blocks(node: Node, boxings: StepBoxings) -> str:
+    """What is boxed between equal blocks: ``"all-reduce between blocks, 4.2 MB"``; empty where nothing is."""
+    if node.copies == 1:
+        return ""
+    edge = boxings.layer_edges[node.layers[len(node.first)]]
+    kinds = " + ".join(plan.kind for plan in edge.plans)
+    return f"{kinds} between blocks{_size_of([edge])}" if kinds else ""
+
+
+def _size_of(edges: Sequence[LayerEdge]) -> str:
+    if any(edge.shape is None for edge in edges if edge.plans):
+        return ""
+    return f", {format_bytes(sum(edge.forward_bytes + edge.backward_bytes for edge in edges))}"
+
+
+def badge(edge: LayerEdge) -> dict[str, Any]:
+    """The boxings before a layer as one badge; its tip is the whole plan."""
+    plans = edge.plans
+    known = edge.shape is not None
+    return {
+        "change": change_text(plans[0].source, plans[-1].destination),
+        "kind": " + ".join(sorted({plan.kind for plan in plans}, key=lambda kind: kind != "send")),
+        "bytes": _bytes_both_ways(edge.forward_bytes, edge.backward_bytes) if known else "",
+        "free": known and edge.forward_bytes + edge.backward_bytes == 0,
+        "title": _plan_text(plans) if known else "the shape of this activation is not known",
+    }
+
+
+def _bytes_both_ways(forward: int, back: int) -> str:
+    """Bytes of a boxing and of its gradient's: ``"5.12 + 5.12 kB"``."""
+    there, unit = format_bytes(forward).split(" ")
+    again, other_unit = format_bytes(back).split(" ")
+    return f"{there} + {again} {unit}" if unit == other_unit else f"{there} {unit} + {again} {other_unit}"
+
+
+@lru_cache(maxsize=1024)
+def _plan_text(plans: tuple[BoxingPlan, ...]) -> str:
+    """The plans for people. Of many ranks only the totals: a list of their moves would not be read."""
+    ranks = {rank for plan in plans for rank in (*plan.source.placement, *plan.destination.placement)}
+    if len(ranks) <= _MAX_DESCRIBED_RANKS:
+        return "\n".join(plan.describe(max_moves=8) for plan in plans)
+    lines = []
+    for plan in plans:
+        what = f"{change_text(plan.source, plan.destination)}: {plan.kind} of {tuple(plan.shape)}"
+        most = format_bytes(max(plan.bytes_received.values(), default=0))
+        lines.append(f"{what}, {format_bytes(wire_bytes(plan))} on the wire, at most {most} for a rank")
+    return "\n".join(lines)
+
+
+@lru_cache(maxsize=4096)
+def sbp_text(layout: Layout) -> str:
+    """The layout's entry on the model axis, or on the data axis where that has all ranks: ``"S(1)"``.
+
+    On the data axis weights are always B and activations S(0), so the other entry says what differs; ``full_text`` has
+    both. On a single rank everything is ``"B"``.
+    """
+    entries = [repr(entry) for entry, size in zip(layout.sbp, layout.placement.shape, strict=True) if size > 1]
+    return entries[-1] if entries else repr(broadcast)
+
+
+def full_text(layout: Layout) -> str:
+    """All entries, by axis: ``"S(0) on the data axis, B on the model axis"``."""
+    axes = zip(layout.sbp, ("data", "model"), layout.placement.shape, strict=True)
+    return ", ".join(f"{entry!r} on the {axis} axis" for entry, axis, size in axes if size > 1) or "on one rank"
+
+
+def change_text(source: Layout, destination: Layout) -> str:
+    """What boxings change: ``"S(0) -> B"``, and between stages, if that is short, on which ranks: ``"B@0 -> B@1"``."""
+    if source.placement == destination.placement:
+        return f"{sbp_text(source)} {ARROW} {sbp_text(destination)}"
+    ranks = [format_ranks(layout.placement.grid) for layout in (source, destination)]
+    named = [f"@{text}" if max(map(len, ranks)) <= _LONGEST_RANKS else "" for text in ranks]
+    return f" {ARROW} ".join(f"{sbp_text(a)}{name}" for a, name in zip((source, destination), named, strict=True))
+
+
+@dataclass(frozen=True)
+class End:
+    """How the last layer's output meets the loss: the layout there, the badge of a boxing, and what it moves."""
+
+    layout: str
+    boxing: dict[str, Any] | None = None
+    num_bytes: int = 0
+
+
+def end_of(boxings: StepBoxings, resolved: ResolvedStrategy, is_cross_entropy: bool) -> End:
+    """The end of the way. Of split classes no logits are exchanged, but numbers for every row.
+
+    Counted are those of CPUs: a maximum and three sums, whose gradients come back. The kernel for GPUs has three.
+    """
+    last, choice = boxings.layer_edges[-1], resolved.layers[-1]
+    wanted = Stages(resolved).boxed_output_layout(choice, None, last.output_layout, boxings.output or Extent((1,)))
+    shape = None if boxings.output is None else boxings.output.whole(boxings.micro_batch)
+    if wanted != last.output_layout and shape is not None:
+        plan = plan_boxing(last.output_layout, wanted, shape, last.itemsize)
+        met = LayerEdge(wanted, wanted, shape, (plan,), last.itemsize)
+        return End(sbp_text(wanted), badge(met), met.forward_bytes + met.backward_bytes)
+    if choice.split == "column" and is_cross_entropy and shape is not None:
+        _, model = resolved.stage_width(choice.stage)
+        one_each = 4 * prod(shape[:-1]) * model * (model - 1)
+        boxing = {
+            "change": f"{sbp_text(last.output_layout)} {ARROW} S(0)",
+            "kind": "all-reduce",
+            "bytes": _bytes_both_ways(4 * one_each, 3 * one_each),
+            "free": False,
+            "title": "classes are split: of every row its maximum and three sums are exchanged, not the logits",
+        }
+        return End("S(0)", boxing, 7 * one_each)
+    return End(sbp_text(wanted))
+
+
+def total_text(boxings: StepBoxings, end: End | None) -> tuple[str, str]:
+    """Bytes boxed in a step, and of what they are the sum: ``("596 MB", "4 x 147 MB + 8.9 MB gradients")``."""
+    what, gradients = "gradients and weights" if boxings.has_zero else "gradients", sum(boxings.gradient_bytes)
+    if not boxings.bytes_known:
+        return f"{format_bytes(gradients)} of {what}", "shapes of activations are not known"
+    each = boxings.bytes_per_micro_batch + (end.num_bytes if end is not None else 0)
+    count = f"{boxings.num_micro_batches} {TIMES} " if boxings.num_micro_batches > 1 else ""
+    total = boxings.num_micro_batches * each + gradients
+    return format_bytes(total), f"{count}{format_bytes(each)} activations + {format_bytes(gradients)} {what}"

@@ -1,0 +1,194 @@
+"""The traces of the live figure before a run has reported anything: empty, in their colours, on their axes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import plotly.graph_objects as go
+
+from workbench.core.metrics import MEMORY_KINDS
+from workbench.theme import Palette
+from workbench.ui.figure_parts import MEMORY_LABELS
+from workbench.ui.live import figure_layout as figure_layout
+from workbench.ui.live.figure_layout import measured_y, shown_ranks
+
+OTHER = "other"
+"""Memory of a process at its peak that is none of the kinds: temporaries, what the allocator keeps, libraries."""
+
+
+def curve_traces(colours: Palette) -> list[go.Scatter]:
+    """Throughput, its running median, loss: each as a settled part and its newest points; and what is behind them."""
+    line, pale = {"color": colours.ink, "width": 1.5}, {"color": colours.idle, "width": 6}
+    dashed = {"color": colours.muted, "width": 1, "dash": "dash"}
+    nothing: dict[str, Any] = {"x": np.zeros(0), "y": np.zeros(0), "mode": "lines"}
+    every = {"color": colours.idle, "width": 1}
+    rate = nothing | {"line": every, "hovertemplate": "step %{x}: %{y:.4g} samples/s<extra></extra>"}
+    steady = nothing | {"line": line, "hovertemplate": "step %{x}: %{y:.4g} samples/s, median of 1 s<extra></extra>"}
+    on_loss = {"xaxis": "x2", "yaxis": "y2"}
+    loss = nothing | on_loss | {"line": line, "hovertemplate": "step %{x}: %{y:.6g}<extra></extra>"}
+    expected = nothing | {"line": dashed, "hovertemplate": "predicted: %{y:.4g} samples/s<extra></extra>"}
+    truth = nothing | on_loss | {"line": pale, "hovertemplate": "1 device, step %{x}: %{y:.6g}<extra></extra>"}
+    return [
+        go.Scatter(name="throughput", **rate),
+        go.Scatter(name="throughput, newest", **rate),
+        go.Scatter(name="predicted", **expected),
+        go.Scatter(name="median", **steady),
+        go.Scatter(name="median, newest", **steady),
+        go.Scatter(name="1 device", **truth),
+        go.Scatter(name="this run", **loss),
+        go.Scatter(name="this run, newest", **loss),
+    ]
+
+
+def _labels(num_ranks: int) -> list[str]:
+    return [f"rank {rank}" for rank in shown_ranks(num_ranks)]
+
+
+def _bar_width(num_rows: int) -> float:
+    return min(0.62, figure_layout.MEASURED * num_rows / figure_layout.PLOT_HEIGHT)
+
+
+def memory_traces(num_ranks: int, colours: Palette) -> list[Any]:
+    """A stacked bar per rank, a tick at its peak, a paler one where it was predicted."""
+    labels = _labels(num_ranks)
+    zeros, empty = np.zeros(len(labels)), np.full(len(labels), np.nan)
+    place = {"xaxis": "x3", "yaxis": "y3", "y": labels}
+    bars = [
+        go.Bar(
+            name=MEMORY_LABELS[kind],
+            x=zeros,
+            base=zeros,
+            orientation="h",
+            width=_bar_width(len(labels)),
+            marker={"color": colours.memory[kind], "line": {"color": colours.background, "width": 0.5}},
+            hovertemplate=f"%{{y}}, {MEMORY_LABELS[kind]}: %{{x:.3g}}<extra></extra>",
+            **place,
+        )
+        for kind in MEMORY_KINDS
+    ]
+    bars.append(
+        go.Bar(
+            name=OTHER,
+            x=zeros,
+            base=zeros,
+            orientation="h",
+            width=_bar_width(len(labels)),
+            marker={
+                "color": "rgba(0,0,0,0)",
+                "pattern": _hatch(colours),
+                "line": {"color": colours.idle, "width": 0.5},
+            },
+            hovertemplate=f"%{{y}}, {OTHER}: temporaries, the allocator's spare, libraries: %{{x:.3g}}<extra></extra>",
+            **place,
+        )
+    )
+    tick = {"symbol": "line-ns", "size": 18, "color": colours.ink, "line": {"color": colours.ink, "width": 2}}
+    dashed = {"symbol": "line-ns", "size": 12, "color": colours.muted, "line": {"color": colours.muted, "width": 2}}
+    peaks = go.Scatter(
+        name="peak of the process",
+        x=empty,
+        mode="markers",
+        marker=tick,
+        hovertemplate="%{y}, peak<extra></extra>",
+        **place,
+    )
+    words = go.Scatter(
+        name="peak in words",  # right of both ticks
+        x=empty,
+        mode="text",
+        text=[""] * len(labels),
+        textposition="middle right",
+        textfont={"color": colours.ink, "size": 12},
+        cliponaxis=False,
+        hoverinfo="skip",
+        **place,
+    )
+    expected = go.Scatter(name="predicted peak", x=empty, mode="markers", marker=dashed, hoverinfo="skip", **place)
+    return [*bars, peaks, expected, words]
+
+
+def split_traces(num_ranks: int, colours: Palette) -> list[go.Bar]:
+    """Shares of every rank's time."""
+    labels = _labels(num_ranks)
+    zeros = np.zeros(len(labels))
+    styles: dict[str, tuple[dict[str, Any], str]] = {
+        "compute": ({"color": colours.compute}, "#10181f"),
+        "boxing": ({"color": colours.boxing}, "#ffffff"),
+        "waiting": ({"color": "rgba(0,0,0,0)", "pattern": _hatch(colours)}, colours.ink),
+    }
+    return [
+        go.Bar(
+            name=name,
+            x=zeros,
+            y=labels,
+            base=zeros,
+            orientation="h",
+            width=_bar_width(len(labels)),
+            marker=marker | {"line": {"color": colours.background, "width": 0.5}},
+            text=[""] * len(labels),
+            textposition="inside",
+            insidetextanchor="middle",
+            textangle=0,
+            textfont={"color": ink, "size": 12},
+            constraintext="none",
+            hovertemplate=f"%{{y}}, {name}: %{{x:.0f}} %<extra></extra>",
+            xaxis="x4",
+            yaxis="y4",
+        )
+        for name, (marker, ink) in styles.items()
+    ]
+
+
+def _hatch(colours: Palette) -> dict[str, Any]:
+    return {"shape": "/", "fgcolor": colours.idle, "bgcolor": "rgba(0,0,0,0)", "size": 5, "solidity": 0.35}
+
+
+def timeline_traces(num_ranks: int, colours: Palette) -> list[go.Bar]:
+    """Hatched ground for idle time, measured bars by kind, thin simulated ones by kind."""
+    rows = range(len(shown_ranks(num_ranks)))
+    fills = {
+        "forward": colours.forward,
+        "backward": colours.backward,
+        "optimizer": colours.optimizer_step,
+        "boxing": colours.boxing,
+    }
+    place = {"orientation": "h", "xaxis": "x5", "yaxis": "y5"}
+    idle = go.Bar(
+        name="idle",
+        x=np.zeros(len(rows)),
+        y=np.array([measured_y(row) for row in rows]),
+        base=0,
+        width=figure_layout.MEASURED / figure_layout.ROW,
+        marker={"color": "rgba(0,0,0,0)", "pattern": _hatch(colours), "line": {"width": 0}},
+        hoverinfo="skip",
+        **place,
+    )
+    nothing: dict[str, Any] = {"x": np.zeros(0), "y": np.zeros(0), "base": np.zeros(0), **place}
+    measured = [
+        go.Bar(
+            name=f"{kind}, measured",
+            width=figure_layout.MEASURED / figure_layout.ROW,
+            marker={"color": fill, "line": {"color": colours.background, "width": 0.5}},
+            textposition="inside",
+            insidetextanchor="middle",
+            textangle=0,
+            constraintext="none",
+            textfont={"color": "#10181f", "size": 12},
+            hovertemplate="%{customdata}<extra></extra>",
+            **nothing,
+        )
+        for kind, fill in fills.items()
+    ]
+    simulated = [
+        go.Bar(
+            name=f"{kind}, simulated",
+            width=figure_layout.SIMULATED / figure_layout.ROW,
+            opacity=0.6,
+            marker={"color": fill, "line": {"width": 0}},
+            hovertemplate="%{customdata}<extra></extra>",
+            **nothing,
+        )
+        for kind, fill in fills.items()
+    ]
+    return [idle, *measured, *simulated]

@@ -1,0 +1,111 @@
+"""``wb.LiveView``: the live view for training loops of one's own, fed by ``wb.log`` in ``%%global`` cells."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import ipywidgets as widgets
+from IPython.display import display
+
+from workbench.core.metrics import LastSteps, RunEvent, StepBlock, StepSpans, joined
+from workbench.session.cluster import current
+from workbench.theme import style_sheet
+from workbench.ui.assets import asset, element
+from workbench.ui.controls import display_widget, html
+from workbench.ui.failures import Failures
+from workbench.ui.grid.widget import PANEL_CLASS
+from workbench.ui.live import run_view
+from workbench.ui.page_link import PageLink
+
+_CLOSED = (
+    '<div class="wb-section wb-quiet">The session of this view is closed: nothing more comes here. After %workbench '
+    "start, make a new view: wb.LiveView()</div>"
+)
+
+
+class LiveView(widgets.VBox):
+    """Shows what loops report with ``wb.log``: throughput, loss, memory, time split, timeline, log. Display it in a
+    cell of its own, above the loops.
+
+    Args:
+        session: whose cells it listens to; default: the current one.
+
+    Raises:
+        NotStartedError: no session is open.
+
+    >>> wb.LiveView()                                            # doctest: +SKIP
+    """
+
+    _end_subscription: Callable[[], None] | None = None
+
+    def __init__(self, session: Any = None) -> None:
+        session = session or current()
+        # A cell that runs keeps the notebook from hearing the page, so there is no use in waiting for it.
+        self.failures = Failures()
+        with self.failures.collecting():
+            self.live = run_view.RunView(session.num_engines, patience_s=0.5)
+            page = PageLink(on_width=self.live.fit)  # before a loop begins; nobody hears the page while its cell runs
+        self._number = 0
+        self._is_going = False
+        self._last: list[LastSteps] = []  # of each rank, what it had not told when the cell ended
+        self._copy: Any = None
+        style = html(f"<style>{style_sheet(f'.{PANEL_CLASS}')}{asset('panel.css')}</style>")
+        self._hint = html('<div class="wb-section wb-quiet">waits for wb.log(loss=..., samples=...) in a cell</div>')
+        super().__init__([style, page, self.failures.box, self._hint, self.live.box])
+        self.add_class(PANEL_CLASS)
+        self._end_subscription = session.subscribe(self.failures.guard(self.hear))
+
+    def hear(self, rank: int, message: object) -> None:
+        """Take in what a rank has published."""
+        if isinstance(message, RunEvent) and message.kind == "closed":
+            self._hint.value = _CLOSED
+            self._hint.layout.display = ""
+        if isinstance(message, StepBlock) and (message.first_step == 0 or self.live.history is None):
+            self._begin()
+        if isinstance(message, LastSteps):  # of another rank, perhaps before the first steps, which rank 0 tells
+            self._last.append(message)
+        elif not self._is_going:
+            return
+        elif isinstance(message, RunEvent) and message.kind == "ended":
+            self._end()
+        elif isinstance(message, (StepBlock, StepSpans)):
+            self.live.add([message])
+
+    def _begin(self) -> None:
+        self._number += 1
+        self._is_going = True
+        self._hint.layout.display = "none"
+        self.live.begin(f"own loop {self._number}", "", 0)
+
+    def _end(self) -> None:
+        self._is_going = False
+        block = joined(self._last) if self._last else None
+        if block is not None:
+            self.live.add([block])
+        self._last = []
+        self.live.end("ended", f"last report: step {self._num_steps}")
+        if self._copy is not None:
+            self._copy.update(self._static_bundle(), raw=True)
+
+    def _ipython_display_(self) -> None:
+        """The widget, and after it what remains of it without a kernel (hidden by the style where it lives)."""
+        self.live.prepare()
+        display_widget(self)
+        self._copy = display(self._static_bundle(), raw=True, display_id=True)
+
+    def _static_bundle(self) -> dict[str, str]:
+        style = element("style", style_sheet(".wb-static"))
+        page = element("div", style, self.live.static_html(), css="wb-static")
+        return {"text/html": page, "text/plain": f"Live view of loop {self._number}, {self._num_steps} steps"}
+
+    @property
+    def _num_steps(self) -> int:
+        return self.live.history.last_step if self.live.history is not None else 0
+
+    def close(self) -> None:
+        """Stop listening."""
+        end, self._end_subscription = self._end_subscription, None
+        if end is not None:
+            end()
+        super().close()

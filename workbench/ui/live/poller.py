@@ -1,0 +1,101 @@
+"""A thread that polls a run for messages and passes them to a view, so that no cell and no click has to wait."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Protocol
+
+from workbench.core.metrics import RunRecord
+from workbench.core.strategy import Strategy
+
+
+class Run(Protocol):
+    """A training run in the background (``workbench.session.comparing.comparison.TrainingRun``)."""
+
+    def poll(self) -> Sequence[object]:
+        """What was reported since the last call."""
+
+    def done(self) -> bool:
+        """Has the run ended, well or not?"""
+
+    def stop(self) -> None:
+        """Ask the run to end after its current step."""
+
+    def interrupt(self) -> None:
+        """End the run now, in the middle of whatever it does."""
+
+    def pause(self) -> None:
+        """Ask the run to wait after its current step."""
+
+    def go_on(self) -> None:
+        """Ask a paused run to go on."""
+
+    def change(self, strategy: Strategy, name: str = "", predicted: Mapping[str, float] | None = None) -> None:
+        """Ask the run to go on under another strategy, with the same weights; its part of the run is called ``name``,
+        and ``predicted`` is kept with it.
+        """
+
+    def result(self) -> RunRecord:
+        """The finished run; raises what ended it."""
+
+
+class Poller:
+    """Polls ``run`` every ``interval_s`` seconds (at most 10 times a second) until it is done.
+
+    ``on_metrics`` gets the new messages. ``on_trained`` is called after the last step, before ``run.result()``, which
+    may compare the run with one device. ``on_end`` is called once, with the record or the error. All three run in the
+    poller's thread. An error inside ``on_metrics`` stops the run and the poller and is passed to ``on_end``: a broken
+    view never looks like a run that continues.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        on_metrics: Callable[[Sequence[object]], None],
+        on_end: Callable[[RunRecord | None, BaseException | None], None],
+        interval_s: float = 0.1,
+        on_trained: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.run = run
+        self._on_metrics = on_metrics
+        self._on_end = on_end
+        self._on_trained = on_trained
+        self._interval_s = max(interval_s, 0.1)
+        self._thread = threading.Thread(target=self._loop, name="workbench-poller", daemon=True)
+        self._ended = threading.Event()
+
+    def start(self) -> None:
+        """Begin to poll; returns at once."""
+        self._thread.start()
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Wait until ``on_end`` has been called; False when ``timeout_s`` passed before."""
+        return self._ended.wait(timeout_s)
+
+    def tick(self) -> bool:
+        """One round: fetch, hand on. True when the run is done and all its reports were handed on."""
+        done = self.run.done()
+        if metrics := self.run.poll():
+            self._on_metrics(metrics)
+        return done
+
+    def _loop(self) -> None:
+        pause = threading.Event()
+        try:
+            while not self.tick():
+                pause.wait(self._interval_s)
+            self._on_trained()
+            self._finish(self.run.result(), None)
+        except BaseException as error:  # noqa: BLE001 - whatever ended the run is handed on, never lost in a thread
+            with suppress(Exception):  # it may be the run itself that cannot be asked any more
+                if not self.run.done():
+                    self.run.stop()
+            self._finish(None, error)
+
+    def _finish(self, record: RunRecord | None, error: BaseException | None) -> None:
+        try:
+            self._on_end(record, error)
+        finally:
+            self._ended.set()

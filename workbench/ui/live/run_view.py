@@ -1,0 +1,394 @@
+"""The part of a page that follows a run: state, progress, the one live figure, the log."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import ipywidgets as widgets
+
+from workbench.core.metrics import RunEvent, RunRecord, StepBlock
+from workbench.theme import LIGHT, Palette
+from workbench.ui.assets import element
+from workbench.ui.controls import bar, html, on_value
+from workbench.ui.failures import failure_html, guarded
+from workbench.ui.live import live_figure
+from workbench.ui.live import overlays as overlays
+from workbench.ui.live.figure_layout import WIDE, Frame
+from workbench.ui.live.history import History, Message
+from workbench.ui.live.live_picture import live_picture
+from workbench.ui.live.log_section import LogSection
+from workbench.ui.live.run_log import RunLog
+from workbench.ui.live.run_status import RunStatus, title_html
+from workbench.ui.live.timeline_bars import timeline_bars
+from workbench.ui.number_text import three_digits
+from workbench.ui.page_link import PageLink
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+    from workbench.ui.live.figure_widget import LiveFigureWidget
+
+INTERVALS_S = {"curves": 0.1, "progress": 0.25, "shares": 0.5, "log": 0.2, "timeline": 1.0}
+"""Seconds between two updates of a part of the view, at least."""
+VIEW_CLASS = "wb-live-view"
+
+
+class RunView:
+    """Shows one run at a time. ``box`` is empty until the first run.
+
+    Called from the poller's thread while a run goes on and from the notebook's thread otherwise. Nothing is sent while
+    nobody can see the view; all of it is, once, when it is seen again.
+
+    Args:
+        num_ranks: of the world.
+        buttons: what stands behind the title.
+        patience_s: how long to wait for a page that has not drawn the last update yet, before the next is sent.
+        has_status: whether ``status`` is part of the view; without it somebody else shows it.
+    """
+
+    def __init__(
+        self,
+        num_ranks: int,
+        buttons: Sequence[widgets.Widget] = (),
+        patience_s: float = 5.0,
+        has_status: bool = True,
+    ) -> None:
+        self._num_ranks, self._buttons, self._patience_s = num_ranks, tuple(buttons), patience_s
+        self._has_status = has_status
+        self._colours, self._frame = LIGHT, WIDE
+        self.history: History | None = None
+        self.log_part = LogSection(num_ranks)
+        self._clock = time.monotonic
+        self._started_s = self._paused_s = 0.0
+        self._paused_at: float | None = None
+        self._drawn_s = dict.fromkeys(INTERVALS_S, 0.0)
+        self._versions: dict[str, int] = {}
+        self._step_shown = -1
+        self._seen, self._status_seen, self._label, self._num_runs = True, True, "", 0
+        self._expected: Any = None
+        self._peak_bytes: tuple[float, ...] = ()
+        self._limit_bytes: float | None = None
+        self._limit_at: float | None = None  # on the memory pane's axis
+        self._places: tuple[tuple[int, int], ...] = ()
+        self._one_device: list[float] = []
+        self._record: RunRecord | None = None
+        self._ended = ""
+        self.shown: LiveFigureWidget | None = None
+        self._making, self._in_thread = threading.Lock(), guarded(self._make_figure)
+        self.link = PageLink(self.use, self.fit, self._on_visible)
+        self.title, self.failure, self.status = html(), html(), RunStatus()
+        self.log_scale = widgets.Checkbox(description="loss on a log scale", indent=False)
+        on_value(self.log_scale, lambda change: self._draw_loss_scale())
+        self.box = widgets.VBox()
+        self.box.add_class(VIEW_CLASS)
+
+    # ---- a run begins and ends ------------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Make the figure before a run needs it: the page has a script of 5 MB to load."""
+        threading.Thread(target=self._in_thread, name="workbench-prepare-live-view", daemon=True).start()
+
+    def _make_figure(self) -> LiveFigureWidget:
+        with self._making:
+            if self.shown is None:
+                from workbench.ui.live import figure_widget
+
+                self.shown = figure_widget.LiveFigureWidget(self._fresh_figure())
+            return self.shown
+
+    @property
+    def log(self) -> RunLog:
+        """What the current run did."""
+        return self.log_part.log
+
+    @property
+    def figure(self) -> go.Figure | None:
+        """What ``shown`` shows; None before it is made."""
+        return self.shown.figure if self.shown is not None else None
+
+    def _fresh_figure(self) -> go.Figure:
+        num_steps = self.history.num_steps if self.history is not None else 0
+        fresh = live_figure.empty_figure(self._num_ranks, num_steps, self._colours, self._frame)
+        live_figure.show_loss_scale(fresh, self.log_scale.value)
+        return fresh.update_layout(uirevision=self._num_runs)
+
+    def begin(self, title: str, text: str, num_steps: int, hint: str = "waiting for the first step") -> None:
+        """Clear everything for a run of ``num_steps``, 0 where nobody knows; ``title`` is its name."""
+        self.history = History(num_steps, self._num_ranks, title)
+        self.log_part.clear()
+        self.log.say(title if text in title else f"{title}: {text}")
+        self._started_s, self._paused_s, self._paused_at = self._clock(), 0.0, None
+        self._label, self._versions, self._one_device, self._ended = title, {}, [], ""
+        self._num_runs += 1
+        self._expected = self._limit_at = self._record = None
+        self.title.value = title_html([title], text)
+        self.status.clear(num_steps)
+        self.failure.value = ""
+        self._step_shown = -1
+        self.status.show_state("running", "running", hint)
+        self._begin_figure()
+        self.log_part.show()
+
+    def _begin_figure(self) -> None:
+        shown = self._make_figure()
+        with shown.drawing() as figure:
+            live_figure.replace_all(figure, self._fresh_figure())
+            self._draw_marks()
+        if self.box.children:
+            return
+        switches = bar(self.log_scale, *self._buttons, css=("wb-field",))
+        self.box.children = (
+            self.link,
+            bar(self.title, html("", "wb-space"), switches, css=("wb-bar", "wb-run-title")),
+            *([bar(*self.status.parts, css=("wb-bar", "wb-stays"))] if self._has_status else []),
+            self.failure,
+            shown,
+            self.log_part.bar,
+            self.log_part.lines,
+        )
+
+    def finish(self, record: RunRecord) -> None:
+        """The run has ended: show all of it, also to those who look later."""
+        num_steps = len(record.losses)
+        stopped = self.history is not None and 0 < num_steps < self.history.num_steps
+        word = "stopped" if stopped else "finished"
+        self.log.say(f"{word} after {num_steps} steps")
+        self.end(word, f"after {num_steps} steps")
+        self._record = record if num_steps else None
+        self._show_record()
+        self._show_progress(num_steps)
+
+    def _show_record(self) -> None:
+        if self.shown is None:
+            return
+        with self.shown.drawing() as figure:
+            if self._record is not None:
+                live_figure.show_record(figure, self._record, self._colours)
+            self._draw_marks()
+
+    def leave(self, why: str) -> None:
+        """The run was given up before its first step."""
+        self.log.say(why)
+        self.end("stopped", "before the first step")
+
+    def end(self, word: str, detail: str, css: str = "done") -> None:
+        """No more steps come: show all of them, also to those who look later."""
+        self._ended, self._paused_at, self._seen = word, None, True
+        self.status.show_state(css, word, detail)
+        self.draw(everything=True)
+        self._draw_marks()
+
+    def fail(self, error: BaseException) -> None:
+        """Show what ended the run, once."""
+        self.failure.value = failure_html(error)
+        self.end("failed", type(error).__name__, "failed")
+
+    # ---- a run goes on --------------------------------------------------------------------------------------------
+
+    def expect(
+        self,
+        estimate: Any,
+        peak_bytes: Sequence[float] = (),
+        places: Sequence[tuple[int, int]] = (),
+        limit_bytes: float | None = None,
+    ) -> None:
+        """Draw what was predicted from the current step on, until another prediction comes.
+
+        Args:
+            estimate: a ``cost.Estimate``, or None.
+            peak_bytes: where memory should peak, by rank.
+            places: by rank, its stage and its number there.
+            limit_bytes: memory of a rank, where it is known.
+        """
+        self._expected, self._peak_bytes = estimate, tuple(peak_bytes)
+        self._places, self._limit_bytes = tuple(places), limit_bytes
+        if self.shown is None or self.history is None:
+            return
+        with self.shown.drawing() as figure:
+            self._draw_marks()
+            if estimate is not None:
+                steps = self.history.num_steps, estimate.samples_per_s, self.history.last_step
+                live_figure.show_expected(figure, *steps, self._colours)
+
+    def add_one_device(self, block: StepBlock) -> None:
+        """Take in steps of the one-device run, which comes first where it is not known: its losses grow in the plot."""
+        if block.first_step == 0:
+            self._one_device = []
+        self._one_device += [loss for loss in block.losses if loss is not None]
+        if not (block.stop_step == block.num_steps or (self._status_seen and self._is_due("progress"))):
+            return
+        step_s = max(median(block.step_times_s), 1e-9)
+        rate, left_s = (
+            f"{three_digits(block.samples[-1] / step_s)} samples/s",
+            step_s * (block.num_steps - block.stop_step),
+        )
+        self.status.show_phase("one device first", block.stop_step, block.num_steps, rate, left_s)
+        self._show_one_device(block.stop_step)
+
+    def show_one_device(self, losses: Sequence[float]) -> None:
+        """Put the losses of one device behind the run's, once all of them are known."""
+        if len(losses) != len(self._one_device):
+            self._one_device = list(losses)
+            self._show_one_device()
+
+    def _show_one_device(self, last_step: int = 0) -> None:
+        if self.shown is None or self.history is None:
+            return
+        with self.shown.drawing() as figure:
+            live_figure.show_one_device(figure, self._one_device, self._colours)
+            live_figure.show_steps(figure, max(last_step, self.history.last_step), self.history.num_steps)
+
+    def add(self, messages: Sequence[Message], label: Callable[[str], str] = str) -> None:
+        """Take in what was reported and draw what is due; ``label`` gives the name of a strategy's text."""
+        assert self.history is not None
+        is_first = not self.history.last_step
+        self.history.add(messages)
+        if is_first and self.history.last_step:  # what came before, one device and its like, is not the run's time
+            self._started_s = self._clock() - sum(sum(m.step_times_s) for m in messages if isinstance(m, StepBlock))
+        for message in messages:
+            if isinstance(message, StepBlock):
+                self.log.add_block(message, self._clock())
+            elif isinstance(message, RunEvent):
+                self._add_event(message, label)
+        self.draw()
+
+    def _add_event(self, event: RunEvent, label: Callable[[str], str]) -> None:
+        assert self.history is not None
+        after = label(event.text) if event.kind == "strategy" else ""
+        self.log.add_event(event, self._label, after)
+        if event.kind == "strategy":
+            self._label = after
+            self.history.change(event.step, after)
+            names = [self.history.changes[0].before, *(change.after for change in self.history.changes)]
+            self.title.value = title_html(names, event.text)
+            self._draw_marks()
+        elif event.kind == "paused":
+            self._paused_at = self._clock()
+            self.status.show_state("paused", "paused", f"after step {event.step}")
+            self._draw_marks()
+        elif event.kind == "running" and self._paused_at is not None:
+            self._paused_s += self._clock() - self._paused_at
+            self._paused_at = None
+            self.status.show_state("running", "running", f"step {event.step}")
+            self._draw_marks()
+
+    def draw(self, everything: bool = False) -> None:
+        """Draw what has arrived and is due; ``everything``, whether due or not."""
+        if self.history is None or self.shown is None:
+            return
+        if self.history.last_step and (everything or (self._status_seen and self._is_due("progress"))):
+            self._show_progress()
+        if not self._seen:
+            return
+        if not everything and self.link.is_behind(self._clock(), self._patience_s):
+            return
+        due = {name for name in INTERVALS_S if name != "progress" and (everything or self._is_due(name))}
+        if self.history.last_step:
+            if due & {"curves", "shares", "timeline"}:
+                self._draw_figure(due)
+            if due:
+                self.link.ask(self._clock())
+        if "log" in due:
+            self.log_part.show()
+
+    def _draw_figure(self, due: set[str]) -> None:
+        assert self.history is not None
+        assert self.shown is not None
+        history = self.history
+        with self.shown.drawing() as figure:
+            if "curves" in due:
+                live_figure.show_curves(figure, history, self._versions, self._colours)
+                live_figure.show_steps(figure, history.last_step, history.num_steps)
+            if "shares" in due:
+                expected = self._limit_bytes, self._peak_bytes
+                self._limit_at = live_figure.show_memory(figure, history, self._colours, *expected)
+                live_figure.show_split(figure, history.split, history.boxed_bytes, self._colours)
+                self._draw_marks()
+            if "timeline" in due and history.timeline and history.timeline[0].step != self._step_shown:
+                self._step_shown = history.timeline[0].step
+                simulated = getattr(self._expected, "timeline", None)
+                live_figure.show_timeline(figure, timeline_bars(history.timeline, simulated), self._colours)
+
+    def _draw_marks(self) -> None:
+        """What lies over the panes: changes of the strategy, a pause, the limit, whose row is whose."""
+        if self.shown is None or self.history is None:
+            return
+        with self.shown.drawing() as figure:
+            overlays.show_changes(figure, self.history.changes, self._colours)
+            overlays.show_pause(figure, self._paused_at is not None, self._colours)
+            overlays.show_limit(figure, self._limit_at, self._limit_bytes, self._colours)
+            overlays.show_stages(figure, self._places, self._colours)
+
+    def _is_due(self, name: str) -> bool:
+        now = self._clock()
+        if now - self._drawn_s[name] < INTERVALS_S[name] * 0.95:
+            return False
+        self._drawn_s[name] = now
+        return True
+
+    def _show_progress(self, last_step: int = 0) -> None:
+        assert self.history is not None
+        step, num_steps = last_step or self.history.last_step, self.history.num_steps
+        if self._paused_at is None and not self._ended:
+            self.status.show_state("running", "running", f"step {step}" + (f" of {num_steps}" if num_steps else ""))
+        so_far_s = self._clock() - self._started_s - self._paused_s
+        self.status.show_steps(step, num_steps, so_far_s, bool(self._ended))
+
+    def static_html(self) -> str:
+        """The view as it is, without scripts: title, picture, the log's first and last lines. Empty before a run."""
+        if self.history is None or not self.history.last_step:
+            return ""
+        log = element("pre", text="\n".join(f"{x.time}  {x.ranks:<5} {x.text}" for x in self.log.head_and_tail()))
+        picture = live_picture(self.history, self._one_device, self._limit_bytes, self.log_scale.value)
+        return element("div", self.title.value, picture, log, css="wb-static-run")
+
+    # ---- the page -------------------------------------------------------------------------------------------------
+
+    def see_status(self, seen: bool) -> None:
+        """Whether anybody can see ``status``, where it is no part of the view."""
+        self._status_seen = seen
+        if seen and not self._ended:
+            self.draw()
+
+    def _on_visible(self, seen: bool) -> None:
+        self._seen = seen
+        if self._has_status:
+            self._status_seen = seen
+        if seen and not self._ended:  # what has ended was drawn at its end
+            self.draw(everything=True)
+
+    def use(self, colours: Palette) -> None:
+        """Draw in another theme from now on."""
+        if colours is not self._colours:
+            self._colours = colours
+            self._draw_anew()
+
+    def fit(self, width_px: float) -> None:
+        """Draw in so many pixels from now on: what is too narrow for four panes in a row has two rows of them."""
+        frame = Frame.within(width_px)
+        if frame != self._frame:
+            self._frame = frame
+            (self.box.remove_class if frame.num_columns == 4 else self.box.add_class)("wb-narrow")
+            self._draw_anew()
+
+    def _draw_loss_scale(self) -> None:
+        if self.shown is not None:
+            with self.shown.drawing() as figure:
+                live_figure.show_loss_scale(figure, self.log_scale.value)
+
+    def _draw_anew(self) -> None:
+        if self.shown is None or self.history is None:
+            return
+        with self.shown.drawing() as figure:
+            live_figure.replace_all(figure, self._fresh_figure(), keep=("predicted",))
+            live_figure.show_legends(figure, self._colours)
+            self._versions, self._step_shown = {}, -1
+            if self.history.last_step:
+                self._draw_figure({"curves", "shares", "timeline"})
+            if self._one_device:
+                self._show_one_device(0 if self.history.last_step else len(self._one_device))
+            self._show_record()

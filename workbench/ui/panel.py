@@ -1,0 +1,367 @@
+"""``wb.Panel``: choose, see, run, compare. It connects the strategy editor to the runs, and keeps a static copy."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ipywidgets as widgets
+from IPython.display import display
+
+from workbench.core.metrics import RunEvent, RunRecord
+from workbench.core.model_costs import ModelCosts
+from workbench.core.presets import StrategyLike
+from workbench.core.strategy import Strategy
+from workbench.core.verdict import CHECKED_STEPS
+from workbench.cost.estimate import Estimate
+from workbench.cost.hardware import Hardware
+from workbench.errors import SessionError
+from workbench.session.comparing.saved_runs import SavedRuns
+from workbench.theme import Palette
+from workbench.ui.controls import bar, button, display_widget, html
+from workbench.ui.failures import Failures
+from workbench.ui.grid.widget import PANEL_CLASS
+from workbench.ui.planning import offline_trainer
+from workbench.ui.planning.predictor import Predictor
+from workbench.ui.runs.runs_section import PanelCallbacks, RunsSection
+from workbench.ui.runs.trainer import SessionTrainer, Trainer
+from workbench.ui.static_panel import check_text, static_html, static_text
+from workbench.ui.strategy.state import PanelState
+from workbench.ui.strategy_editor import StrategyEditor, facts_of
+from workbench.ui.tabs import Tabs, tab_class
+from workbench.units import format_count
+
+_CLOSED = (
+    "the session of this panel is closed, and its engines have ended. Start engines again (%workbench start, or "
+    "wb.Session()), and run the cell that makes the panel once more, with them."
+)
+_STATIC_DELAY_S = 0.5
+_COUNTING_S = 10.0
+"""A run that starts right after the panel waits so long for its prediction."""
+
+
+_NO_RUN_YET = "No run yet. Run trains with the chosen strategy and shows here how it goes."
+
+
+class Panel(widgets.VBox):
+    """A strategy that is toggled, run and compared, layer by layer.
+
+    Runs do not block the cell: a thread follows them and draws, ten times a second at most. Each run starts from the
+    same weights and takes the same batches, and is compared with one device.
+
+    Args:
+        session: the engines to train on; None for a panel that only predicts, for ``hardware`` and ``num_ranks``.
+        model_fn: makes the model, ``() -> nn.Module``.
+        dataset: all samples in tensors or arrays: a tuple or dict of them, nested or not; or a Dataset whose items are
+            tuples or dicts of such. A dict gives the model keyword arguments, a tuple positional ones.
+        loss_fn: (output, targets) -> scalar, a mean over the samples. It gets, and the model does not, a tuple's last
+            entry, or a dict's ``label``, ``labels``, ``label_ids``, ``target`` or ``targets`` (several: as a dict).
+            None where the model returns its own loss: as its result, as ``.loss`` or ``["loss"]`` (transformers), or
+            as a tuple's scalar; all entries are then arguments of the model. With micro-batches, the losses of these
+            count by their samples, on one device too.
+        strategy: where to start: a preset (data, model, pipeline, hybrid; also ``"pipeline | mb=8"``), a strategy's
+            text, a dict of rows, a file (``Path``, or a name in .strategy; ``workbench plan --out`` writes one), or a
+            ``wb.Strategy``.
+        batch_size: samples per step, all ranks together.
+        steps: steps per run.
+        optimizer_fn: ``parameters -> optimizer``; default SGD with lr 0.1 and momentum 0.9.
+        seed: of weights and data order.
+        collate_fn: list of samples -> batch, as for torch's ``DataLoader``; for a Dataset or a list of samples.
+        shuffle: another order of the samples in every epoch, which follows from the seed; else always their own.
+        drop_last: leave out the uneven batch at the end of an epoch.
+        count: (inputs, targets) -> how many terms the mean loss of a micro-batch has, where that is not its samples:
+            the words that count, for example.
+        trainer: what describes the model and starts runs; default: the session's engines.
+        hardware: the machine to predict for: ``wb.planner.calibrate(session)``, a file, or a name ("h200"). None:
+            nothing is predicted.
+        num_ranks: where there is no session.
+        costs: of the model's layers; default: counted from the model on metadata.
+        keep: keep the runs on disk, see ``wb.draw.SavedRuns``; a ``SavedRuns`` says where.
+        check_steps: first steps that one device trains too, to be compared with; 0 for none. The panel's switch
+            "check against one device" turns it off and on.
+
+    Raises:
+        StrategyError: ``strategy`` does not parse. One that does not fit the model is shown with its mistakes.
+        HardwareError: no such machine or file.
+        ValueError: neither a session nor ``num_ranks``.
+
+    >>> panel = wb.Panel(session, make_mlp, digits(), cross_entropy, strategy="hybrid")      # doctest: +SKIP
+    >>> panel.run(); panel.wait(); panel.runs[-1].equal                                      # doctest: +SKIP
+    True
+    """
+
+    def __init__(
+        self,
+        session: Any,
+        model_fn: Callable[[], Any],
+        dataset: Any,
+        loss_fn: Callable[[Any, Any], Any] | None = None,
+        *,
+        strategy: StrategyLike | None = None,
+        batch_size: int = 128,
+        steps: int = 200,
+        optimizer_fn: Callable[[Any], Any] | None = None,
+        seed: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        count: Callable[[Any, Any], Any] | None = None,
+        hardware: Hardware | str | None = None,
+        num_ranks: int | None = None,
+        costs: ModelCosts | None = None,
+        trainer: Trainer | None = None,
+        keep: bool | SavedRuns = True,
+        check_steps: int = CHECKED_STEPS,
+    ) -> None:
+        job = (model_fn, dataset, loss_fn, collate_fn)
+        self._is_offline = is_offline = session is None and trainer is None
+        if is_offline:
+            if num_ranks is None:
+                raise ValueError("Panel(None, ...): without a session, num_ranks= says for how many ranks to plan.")
+            costs = costs or offline_trainer.costs_of(*job)
+            trainer = offline_trainer.OfflineTrainer(costs, num_ranks, dataset, loss_fn, collate_fn)
+        saved = SavedRuns() if keep is True else keep or None
+        if trainer is None:
+            trainer = SessionTrainer(
+                session, model_fn, dataset, loss_fn, keep=saved, check_steps=check_steps,
+                batch_size=batch_size, steps=steps, optimizer_fn=optimizer_fn, seed=seed,
+                collate_fn=collate_fn, shuffle=shuffle, drop_last=drop_last, count=count,
+            )  # fmt: skip
+        predictor = Predictor(hardware, batch_size, offline_trainer.optimizer_name(optimizer_fn))
+        predictor.costs, predictor.problem = costs, predictor.problem if session else "costs of the layers: not known"
+        self._handle: Any = None
+        self._timer: threading.Timer | None = None
+        self._no_run = offline_trainer.NO_ENGINES if is_offline else ""
+        self._failures = Failures()
+        guard = self._failures.guard
+        self._write_soon = guard(self._write_static)
+        callbacks = PanelCallbacks(
+            self.wanted, guard(self.estimate), guard(self.changed), self.load, lambda: predictor.memory_bytes
+        )
+        with self._failures.collecting():
+            self._runs_section = RunsSection(trainer, steps, callbacks, saved)
+            self._editor = StrategyEditor(
+                trainer.layers,
+                trainer.num_ranks,
+                strategy,
+                facts_of(trainer.layers, batch_size, trainer.sample_shape, loss_fn),
+                predictor,
+                title=_title(model_fn, trainer, batch_size),
+                on_run=self._on_run,
+                on_theme=self._on_page,
+                on_change=self._keep_static,
+                no_run=self._no_run,
+                calibrate=None if session is None else lambda: offline_trainer.measured(session),
+            )
+        self._editor.busy = lambda: self.running
+        self.tabs = Tabs(guard(self._runs_section.live.see_status))
+        self._was = (False, False)
+        parts = {
+            "strategy": self._editor.children,
+            "live": [html(_NO_RUN_YET, "wb-nothing-yet"), self._runs_section.live.box],
+            "compare": [self._runs_section.table.box],
+        }
+        super().__init__([self._bar(), *(_part(tab, widgets) for tab, widgets in parts.items())])
+        self.add_class(PANEL_CLASS)
+        count = guard(self._count)
+        self._counting = threading.Thread(target=count, args=job, name="workbench-count-layers", daemon=True)
+        if session is not None and costs is None:
+            self._counting.start()
+        if session is not None:
+            session.subscribe(guard(self._hear))
+
+    def _hear(self, _rank: int, message: object) -> None:
+        """The session tells that it is closed."""
+        if isinstance(message, RunEvent) and message.kind == "closed":
+            self._no_run = _CLOSED
+            self._editor.forbid_runs(_CLOSED)
+
+    def _bar(self) -> widgets.VBox:
+        """What stays in sight, whatever is shown below it."""
+        controls, runs = self._editor.controls, self._runs_section
+        legend = button("?", lambda: None, "wb-legend-button", "wb-icon", tooltip="what the words mean")
+        checks = () if self._is_offline else (runs.check,)
+        buttons = (controls.problems, controls.run, *runs.steering, legend)
+        stays = widgets.VBox(
+            [
+                bar(self.tabs, html("", "wb-space"), *buttons),
+                bar(*runs.live.status.parts, *checks, css=("wb-bar", "wb-status")),
+                self._failures.box,
+            ]
+        )
+        stays.add_class("wb-stays")
+        return stays
+
+    def _count(self, *job: Any) -> None:
+        """Learn what the layers cost, beside the notebook."""
+        try:
+            self._editor.learn(offline_trainer.costs_of(*job))
+        except Exception as error:  # noqa: BLE001 - any model may fail in any way; the panel says why and works without
+            self._editor.learn(None, f"no prediction: {error}")
+
+    def __repr__(self) -> str:
+        state = "running" if self.running else f"{len(self.runs)} finished runs"
+        return f"<Panel {self.state.text!r}: {state}>"
+
+    # ---- what users call ----------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> PanelState:
+        """The strategy while it is edited: mistakes, undo, what rows are shown."""
+        return self._editor.state
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy as it stands in the panel."""
+        return self.state.strategy
+
+    @property
+    def running(self) -> bool:
+        """Does a run hold the engines?"""
+        return self._runs_section.busy
+
+    @property
+    def check_steps(self) -> int:
+        """First steps of the next run that one device trains too, to be compared with; 0 for none."""
+        return self._runs_section.check_steps
+
+    @property
+    def runs(self) -> list[RunRecord]:
+        """The finished runs."""
+        return self._runs_section.runs
+
+    @property
+    def baseline(self) -> RunRecord | None:
+        """The run on one device, once there is one."""
+        return self._runs_section.baseline
+
+    @property
+    def error(self) -> BaseException | None:
+        """What ended the last run, as the panel shows it, too; None where nothing did."""
+        return self._runs_section.error
+
+    def run(self, steps: int | None = None) -> None:
+        """Train with the panel's strategy; returns at once. ``wait`` waits, ``stop`` stops, ``runs`` has the results.
+
+        Raises:
+            RuntimeError: a run is going on already.
+            StrategyError: the strategy has mistakes; all of them are listed.
+            SessionError: the panel has no engines.
+        """
+        if self._no_run:
+            raise SessionError(f"panel.run(): {self._no_run}")
+        self._runs_section.run(steps)
+
+    def stop(self) -> None:
+        """Ask the run to end after its current step; its weights and figures stay. Once more: end it now, in the middle
+        of its step.
+        """
+        self._runs_section.stop()
+
+    def pause(self) -> None:
+        """Ask the run to wait after its current step."""
+        self._runs_section.pause()
+
+    def go_on(self) -> None:
+        """Let a paused run go on."""
+        self._runs_section.go_on()
+
+    def apply(self) -> None:
+        """Have the run go on under the panel's strategy from its next step, with the same weights and optimizer state.
+
+        Raises:
+            RuntimeError: no run is going on.
+            StrategyError: the strategy has mistakes; all of them are listed.
+        """
+        self._runs_section.apply()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until no run holds the engines; False when ``timeout_s`` passed before.
+
+        A kernel hears no clicks while a cell runs: those of this time are done when the cell has ended.
+        """
+        return self._runs_section.wait(timeout_s)
+
+    # ---- what the runs below ask of the panel -------------------------------------------------------------------
+
+    def wanted(self) -> tuple[Strategy, str]:
+        """The strategy as it stands and its name; raises ``StrategyError`` with all its mistakes."""
+        return self._editor.wanted()
+
+    def estimate(self) -> Estimate | None:
+        """What is predicted for the strategy, once its layers are counted; None where nothing can be."""
+        if self._counting.is_alive():
+            self._counting.join(_COUNTING_S)
+        return self._editor.estimate()
+
+    def _on_run(self) -> None:
+        try:
+            self.run()
+        finally:
+            self.tabs.heard += 1
+
+    def changed(self) -> None:
+        """Show the state in every part of the panel, and the part where something has begun."""
+        self._editor.refresh()
+        now = (self.running, self._runs_section.changing)
+        if now != self._was and self.running:
+            self.tabs.chosen = "strategy" if self._runs_section.changing else "live"
+        self._was = now
+        self.tabs.show_counts(len(self.runs))
+        self._keep_static()
+
+    def load(self, text: str) -> None:
+        """Load a strategy's text; undo brings the old one back."""
+        self._editor.open(text)
+        self.tabs.chosen = "strategy"
+
+    # ---- display ------------------------------------------------------------------------------------------------
+
+    def _ipython_display_(self) -> None:
+        """The widget, and after it what remains of it without a kernel (hidden by the panel's style where it lives)."""
+        display_widget(self)
+        page = display(self._static_bundle(), raw=True, display_id=True)
+        self._handle = page
+
+    def _on_page(self, colours: Palette) -> None:
+        """A page shows the panel, or has another theme."""
+        self._runs_section.use(colours)
+        if not self._no_run:
+            self._runs_section.live.prepare()
+
+    def _static_bundle(self) -> dict[str, str]:
+        runs = self._runs_section.static_html()
+        predicted = self._editor.predictions_html("static") + self._editor.plan_html()
+        check = "" if self._is_offline else check_text(self.check_steps)
+        html = static_html(self.state.text, self._editor.view(), predicted, runs, check)
+        return {"text/html": html, "text/plain": static_text(self.state.text, self.runs, self.baseline, check)}
+
+    def _keep_static(self) -> None:
+        """Bring the static copy up to date soon, between runs only: it is what a saved notebook shows."""
+        if self._handle is None or self._timer is not None or self.running:
+            return
+        self._timer = threading.Timer(_STATIC_DELAY_S, self._write_soon)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _write_static(self) -> None:
+        self._timer = None
+        if self._handle is None or self.running:
+            return
+        self._handle.update(self._static_bundle(), raw=True)
+
+
+def _part(tab: str, children: Sequence[widgets.Widget]) -> widgets.VBox:
+    """What a tab shows."""
+    made = widgets.VBox(children)
+    for name in ("wb-tab", tab_class(tab)):
+        made.add_class(name)
+    return made
+
+
+def _title(model_fn: Callable[[], Any], trainer: Trainer, batch_size: int) -> str:
+    """The model in words: ``"make_mlp, 117 k parameters, batch 128"``."""
+    num_parameters = sum(layer.num_parameters for layer in trainer.layers if layer.tied_to is None)
+    name = getattr(model_fn, "__name__", type(model_fn).__name__)
+    return f"{name}, {format_count(num_parameters)} parameters, batch {batch_size}"

@@ -1,0 +1,210 @@
+"""Matrix products of live tensors as data: how both factors and the result lie, and what has to be boxed.
+
+Nothing is computed or moved here; layouts, and the boxings between them, are what the tensors themselves say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from workbench.core.boxing import BoxingPlan
+from workbench.core.boxing_path import BoxingPath, find_boxing_path
+from workbench.core.layout import Layout, Region, Shape, format_sbp
+from workbench.core.rules import Operand, choose, signatures
+from workbench.errors import LayoutError
+
+Plan = BoxingPlan | BoxingPath
+NAMES = ("x", "w", "out")
+_LETTERS = {"n": "data parallel", "m": "model parallel", "k": "split sum", "": "all on every rank"}
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedMatrix:
+    """A matrix as it is drawn: its name, logical shape, and who holds what of it (``layout`` None: one device).
+
+    ``is_turned``: the tensor is stored as (columns, rows) of the drawing, as the weight of a linear layer is.
+    """
+
+    name: str
+    shape: Shape
+    layout: Layout | None
+    is_turned: bool = False
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that hold some of it, in the placement's order; rank 0 where there is one device."""
+        return self.layout.placement.grid if self.layout else (0,)
+
+    @property
+    def sbp(self) -> str:
+        """``"S(0)"``, or nothing on one device."""
+        return format_sbp(self.layout.sbp) if self.layout else ""
+
+    @property
+    def is_term(self) -> bool:
+        """Whether what a rank holds is one term of a sum."""
+        return self.layout is not None and self.layout.has_partial
+
+    def region(self, rank: int) -> Region | None:
+        """Rows and columns of the drawing that ``rank`` holds; None on a rank that holds nothing."""
+        if self.layout is None:
+            return tuple((0, size) for size in self.shape)
+        if rank not in self.layout.placement:
+            return None
+        stored = self.shape[::-1] if self.is_turned else self.shape
+        region = self.layout.region(stored, rank)
+        return region[::-1] if self.is_turned else region
+
+    def words(self, rank: int) -> str:
+        """What ``rank`` holds, in the words of torch: ``"x[0:2, :]"``, as it is stored."""
+        region = self.region(rank)
+        if region is None or any(start == stop for start, stop in region):
+            return "nothing"
+        whole = tuple((0, size) for size in self.shape)
+        stored = list(zip(region, whole, strict=True))[:: -1 if self.is_turned else 1]
+        index = ", ".join(":" if part == every else f"{part[0]}:{part[1]}" for part, every in stored)
+        name = self.name if region == whole else f"{self.name}[{index}]"
+        return f"a term of {name}" if self.is_term else f"all of {name}" if region == whole else name
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """``x @ w = out``: the matrices as the local products see them, and the boxings that brought them there."""
+
+    x: ShardedMatrix
+    w: ShardedMatrix
+    out: ShardedMatrix
+    boxings: tuple[Plan, ...]
+    letters: tuple[str, ...]
+    learns: bool
+    given: Any
+    result: Any
+    weight: Any
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that compute it."""
+        return self.out.ranks
+
+    @property
+    def kind(self) -> str:
+        """``"data parallel on 2 ranks"``, one kind per axis of the placement."""
+        if self.out.layout is None:
+            return "one device"
+        sizes = self.out.layout.placement.shape
+        if self.out.layout.placement.num_ranks == 1:
+            return f"on rank {self.ranks[0]}"
+        kinds = [f"{_LETTERS[letter]} on {size}" for letter, size in zip(self.letters, sizes, strict=True) if size > 1]
+        return " × ".join(kinds) + " ranks"
+
+
+def layout_of(tensor: Any) -> Layout | None:
+    """The layout of a global tensor; None for a plain one."""
+    return getattr(tensor, "layout_on_ranks", None)
+
+
+def product(x: Any, w: Any, out: Any, names: Sequence[str] = NAMES, where: str = "draw_matmul") -> Product:
+    """What there is to know of ``out``, the product of ``x`` and ``w`` (or ``x`` and ``w.T``: a linear layer).
+
+    Raises:
+        ValueError: shapes that are none of a product, or tensors of which some are global and some are not.
+        LayoutError: layouts from which this result does not come.
+    """
+    shapes = [tuple(tensor.shape) for tensor in (x, w, out)]
+    is_turned = _is_turned(shapes, where)
+    layouts = [layout_of(tensor) for tensor in (x, w, out)]
+    x_layout, w_layout, out_layout = layouts
+    drawn = shapes[1][::-1] if is_turned else shapes[1]
+    if x_layout is None or w_layout is None or out_layout is None:
+        if any(layouts):
+            told = ", ".join(f"{name} {layout or 'plain'}" for name, layout in zip(names, layouts, strict=True))
+            raise ValueError(f"{where}: {told}. Draw three global tensors, or three plain ones.")
+        parts = (
+            ShardedMatrix(names[0], shapes[0], None),
+            ShardedMatrix(names[1], drawn, None, is_turned),
+            ShardedMatrix(names[2], shapes[2], None),
+        )
+        return Product(*parts, (), (), bool(w.requires_grad), x, out, w)
+    (x_goal, w_goal), letters = _consumed(x, w, out_layout, is_turned, where)
+    plans = [tensor.boxing_plan(goal.placement, goal.sbp) for tensor, goal in ((x, x_goal), (w, w_goal))]
+    return Product(
+        ShardedMatrix(names[0], shapes[0], x_goal),
+        ShardedMatrix(names[1], drawn, w_layout, is_turned),
+        ShardedMatrix(names[2], shapes[2], out_layout),
+        tuple(plan for plan in plans if plan.kind != "none"),
+        letters,
+        bool(w.requires_grad),
+        x,
+        out,
+        w,
+    )
+
+
+def _is_turned(shapes: list[Shape], where: str) -> bool:
+    x, w, out = shapes
+    if all(len(shape) == 2 for shape in shapes) and x[0] == out[0]:
+        if (x[1], out[1]) == w:
+            return False
+        if (out[1], x[1]) == w:
+            return True
+    told = f"x {x}, w {w}, out {out}"
+    raise ValueError(
+        f"{where}: {told} are no matrix product. Drawn is (n, k) @ (k, m) = (n, m), or a linear layer, whose w is "
+        "(m, k); flatten other dims first."
+    )
+
+
+def _consumed(
+    x: Any, w: Any, out: Layout, is_turned: bool, where: str
+) -> tuple[tuple[Layout, Layout], tuple[str, ...]]:
+    """The layouts under which the local products were made, and the dim of the equation that each axis splits."""
+    equation = "nk, mk -> nm" if is_turned else "nk, km -> nm"
+    tensors = (x, w)
+    known = signatures(equation, [tuple(tensor.shape) for tensor in tensors], (2,))
+    cost = x.boxing_plan().steps[0].cost
+    operands = [
+        Operand(tensor.layout_on_ranks, tuple(tensor.shape), tensor.element_size(), hasattr(tensor, "_is_param"))
+        for tensor in tensors
+    ]
+    if all(operand.layout.placement == out.placement for operand in operands):
+        choice = choose(known, operands, out.placement, cost)
+        if choice is not None and choice.outputs[0] == out.sbp:
+            x_sbp, w_sbp = choice.inputs
+            return (out.with_sbp(x_sbp), out.with_sbp(w_sbp)), choice.letters
+    told = ", ".join(
+        f"{name} {layout}" for name, layout in zip(NAMES, [*(o.layout for o in operands), out], strict=True)
+    )
+    raise LayoutError(
+        f"{where}: {told}. A product of this x and w does not lie like this out. Draw what belongs together."
+    )
+
+
+def joint(before: Any, after: Product) -> tuple[Plan, ...]:
+    """The boxings between a layer's result and what the next layer's products use, those that the code wrote first."""
+    start, given = layout_of(before), layout_of(after.given)
+    goal = after.x.layout
+    if start is None or given is None or goal is None:
+        return ()
+    shape, size, cost = tuple(after.given.shape), after.given.element_size(), before.boxing_plan().steps[0].cost
+    plans = [find_boxing_path(a, b, shape, size, cost) for a, b in ((start, given), (given, goal))]
+    return tuple(plan for plan in plans if plan.kind != "none")
+
+
+def backward_of(plan: Plan) -> Plan | None:
+    """The boxing of the gradient; None for one that has none."""
+    cost = plan.steps[0].cost
+    if cost is None:
+        return None
+    return find_boxing_path(plan.destination.dual(), plan.source.dual(), plan.shape, plan.itemsize, cost)
+
+
+def gradient_sum(one: Product) -> Plan | None:
+    """How the weight's gradient gets to the weight's layout: what an optimizer's step boxes. None on one device."""
+    layout = layout_of(one.weight)
+    cost = one.weight.boxing_plan().steps[0].cost if layout else None
+    if layout is None or cost is None:
+        return None
+    lies = layout_of(one.weight.grad) or layout.dual()
+    return find_boxing_path(lies, layout, tuple(one.weight.shape), one.weight.element_size(), cost)

@@ -1,0 +1,76 @@
+"""A model that nobody trains: what the panel needs to know of it, counted on metadata, with no cluster at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from workbench.core.metrics import RunRecord
+from workbench.core.model_costs import ModelCosts
+from workbench.cost.hardware import Hardware
+from workbench.errors import SessionError
+from workbench.session.planning import first_batch, layer_costs
+
+NO_ENGINES = "this panel has no engines: it predicts only. Give it a session to train with it."
+
+
+def costs_of(
+    model_fn: Callable[[], Any],
+    dataset: Any,
+    loss_fn: Callable[..., Any] | None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+) -> ModelCosts:
+    """Costs of a model's layers for samples of a data set; the model is made on metadata, and nothing is computed.
+
+    Args:
+        dataset: as for ``wb.Panel``, or the shape of a batch, ``(32, 128)``.
+        collate_fn: makes a batch of samples, as for ``wb.Panel``.
+    """
+    if _is_shape(dataset):
+        return layer_costs(model_fn, dataset)
+    batch = first_batch(dataset, loss_fn, collate_fn)
+    return layer_costs(model_fn, batch.inputs, loss_fn, batch.targets)
+
+
+def measured(session: Any) -> Hardware:
+    """The machine that a session's engines are on, calibrated."""
+    from workbench.session.calibrating import calibrate
+
+    found = calibrate(session)
+    assert isinstance(found, Hardware)
+    return found
+
+
+def _is_shape(dataset: Any) -> bool:
+    return isinstance(dataset, tuple) and all(isinstance(size, int) for size in dataset)
+
+
+def optimizer_name(optimizer_fn: Callable[[Any], Any] | None) -> str:
+    """What the cost model calls an optimizer; the one that runs take by default has momentum."""
+    if optimizer_fn is None:
+        return "momentum"
+    import torch
+
+    made = optimizer_fn([torch.nn.Parameter(torch.zeros(1))])
+    name = type(made).__name__.lower()
+    if name == "sgd":
+        return "momentum" if made.defaults.get("momentum") else "sgd"
+    return name if name in ("adam", "adamw") else "adamw"
+
+
+class OfflineTrainer:
+    """Describes a model on ``num_ranks`` ranks that are not there."""
+
+    check_steps = 0
+
+    def __init__(
+        self, costs: ModelCosts, num_ranks: int, dataset: Any, loss_fn: Any = None, collate_fn: Any = None
+    ) -> None:
+        self.layers, self.num_ranks = costs.layers, num_ranks
+        is_shape = _is_shape(dataset)
+        self.sample_shape = tuple(dataset[1:]) if is_shape else first_batch(dataset, loss_fn, collate_fn).sample_shape
+        self.baseline: RunRecord | None = None
+
+    def start(self, *_args: Any) -> Any:
+        """There is nothing to train on."""
+        raise SessionError(f"panel.run(): {NO_ENGINES}")

@@ -1,0 +1,110 @@
+"""The planner in the panel: it searches beside the notebook, and what it found stays explained while rows change."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from workbench.core.strategy import Strategy
+from workbench.errors import WorkbenchError
+from workbench.planning.plan import Plan
+from workbench.ui.controls import html
+from workbench.ui.failures import guarded
+from workbench.ui.planning.plan_html import PricedPlan, note_html, priced_plan_html, problem_html
+from workbench.ui.planning.predictor import Predictor
+
+Search = Callable[[Predictor, int, str], Plan]
+
+
+def search_for(predictor: Predictor, num_ranks: int, precision: str) -> Plan:
+    """The fastest strategy on the machine that is predicted for.
+
+    Raises:
+        StrategyError: none fits into memory; it says by how much, and what would help.
+    """
+    from workbench.planning.search import search
+
+    assert predictor.costs is not None
+    assert predictor.hardware is not None
+    return search(
+        predictor.costs,
+        predictor.hardware,
+        num_ranks,
+        predictor.batch_size,
+        precision=precision,
+        optimizer=predictor.optimizer,
+    )
+
+
+class PlannerSection:
+    """Asks for a plan, and explains the last one. ``box`` is what is shown.
+
+    Args:
+        predictor: the model's costs and the machine.
+        on_found: gets the strategy when one was found.
+        on_change: a search has begun or failed.
+        search: what searches.
+    """
+
+    def __init__(
+        self,
+        predictor: Predictor,
+        on_found: Callable[[Strategy], None],
+        on_change: Callable[[], None],
+        search: Search = search_for,
+    ) -> None:
+        self._predictor, self._search = predictor, search
+        self._on_found, self._on_change = on_found, on_change
+        self.plan: Plan | None = None
+        self.problem = ""
+        self.is_searching = False
+        self._priced_plan: PricedPlan | None = None
+        self.box = html("", "wb-plan-host")
+        self._in_thread = guarded(self._find)
+
+    def ask(self, num_ranks: int, precision: str) -> None:
+        """Search, seconds for many ranks; the panel can be used meanwhile."""
+        if self.is_searching or self._predictor.missing:
+            return
+        self.is_searching, self.problem = True, ""
+        self._on_change()
+        asked = (self._predictor, num_ranks, precision)
+        threading.Thread(target=self._in_thread, args=asked, name="workbench-plan", daemon=True).start()
+
+    def _find(self, predictor: Predictor, num_ranks: int, precision: str) -> None:
+        try:
+            found = self._search(predictor, num_ranks, precision)
+        except WorkbenchError as error:
+            self.problem = str(error)
+        except Exception as error:  # noqa: BLE001 - nobody would see it in this thread, and the button would stay dead
+            self.problem = f"the search failed: {type(error).__name__}: {error}"
+        else:
+            self.plan, self._priced_plan = found, None
+        self.is_searching = False
+        if self.problem or self.plan is None:
+            self._on_change()
+        else:
+            self._on_found(self.plan.strategy)
+
+    def show(self, strategy: Strategy, num_ranks: int, layer: str = "") -> None:
+        """Explain the plan beside a strategy and for a layer."""
+        self.box.value = self.html(strategy, num_ranks, layer)
+
+    def html(self, strategy: Strategy, num_ranks: int, layer: str = "") -> str:
+        """What ``show`` shows; empty before there is a plan."""
+        if self.problem:
+            return problem_html(self.problem)
+        hardware = self._predictor.hardware
+        if self.plan is None or hardware is None:
+            return ""
+        if self.plan.problem.num_ranks != num_ranks:
+            return note_html(
+                f"The plan is for {self.plan.problem.num_ranks} ranks, and there are {num_ranks} now. Press planner's "
+                "choice to search again."
+            )
+        if self._priced_plan is None or self._priced_plan.problem.hardware != hardware:
+            self._priced_plan = PricedPlan.of(self.plan, hardware)
+        return priced_plan_html(self._priced_plan, strategy, layer)
+
+
+__all__ = ["PlannerSection", "search_for"]

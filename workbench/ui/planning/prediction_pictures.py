@@ -1,0 +1,195 @@
+"""What a strategy will take, as pictures: seconds of a step, memory of every rank, the pipeline's timeline.
+
+Pure functions, ``Estimate`` -> HTML with SVG. Colours are the page's variables, so the same text reads in both themes,
+in a saved or printed notebook; no script is needed, and a toggle costs no figure of 5 MB.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from workbench.core.strategy import ResolvedStrategy
+from workbench.cost.estimate import Estimate
+from workbench.ui.assets import element
+from workbench.ui.live.timeline_rows import ActionBar, TimelineRow, timeline_rows
+from workbench.ui.number_text import grouped
+from workbench.ui.pictures import panel_svg
+from workbench.ui.planning.memory_picture import memory_html
+from workbench.units import format_bytes, format_seconds
+
+PARTS = (("compute", "compute"), ("boxing", "boxing"), ("optimizer_step", "optimizer"), ("bubble", "bubble"))
+_WIDTHS = {"time": 304.0, "timeline": 488.0}
+_TIMELINE_LEFT = 60.0
+_THINNEST_BOXING = 0.5
+_ACTIONS = (
+    ("F", "forward", "F forward"),
+    ("B", "backward", "B backward"),
+    ("I", "backward", "I backward to inputs"),
+    ("W", "optimizer-step", "W gradients of weights"),
+)
+_NOTHING = 1e-6
+"""Of a step: a part below it is what rounding leaves."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What is shown below the grid.
+
+    Attributes:
+        estimate: of the last valid strategy.
+        resolved: that strategy.
+        before: of the strategy before the last change.
+        limit_bytes: memory of one rank; None where it is not known.
+        machine: its name.
+        is_old: the strategy has mistakes, and this is of the one before them.
+        before_label: what ``before`` is.
+    """
+
+    estimate: Estimate
+    resolved: ResolvedStrategy
+    before: Estimate | None = None
+    limit_bytes: float | None = None
+    machine: str = ""
+    is_old: bool = False
+    before_label: str = "before the last change"
+
+
+def predictions_html(prediction: Prediction, ident: str = "live") -> str:
+    """Three pictures side by side. ``ident`` keeps the hatching of several copies on one page apart."""
+    memory = memory_html(prediction.estimate, prediction.resolved, prediction.limit_bytes)
+    sections = (_time(prediction, ident), memory, _timeline(prediction, ident))
+    return element("div", *sections, css="wb-predictions old" if prediction.is_old else "wb-predictions")
+
+
+def no_predictions_html(reason: str) -> str:
+    """Why there is none, in the pictures' place."""
+    return element("div", element("span", text=reason, css="wb-quiet"), css="wb-predictions none")
+
+
+def parts_of(estimate: Estimate) -> dict[str, float]:
+    """Seconds of a step by part; boxing of activations and of gradients together."""
+    return {
+        "compute": estimate.compute_s,
+        "boxing": estimate.boxing_s + estimate.gradient_s,
+        "optimizer_step": estimate.optimizer_s,
+        "bubble": estimate.bubble_s,
+    }
+
+
+# ---- seconds ---------------------------------------------------------------------------------------------------------
+
+
+def _time(prediction: Prediction, ident: str) -> str:
+    estimate, before = prediction.estimate, prediction.before
+    width = _WIDTHS["time"]
+    largest = max(estimate.step_s, before.step_s if before else 0.0) * 1.02
+    parts = [
+        panel_svg.hatch(ident),
+        panel_svg.text(0, 11, "this strategy"),
+        panel_svg.text(width, 11, format_seconds(estimate.step_s), "end strong"),
+    ]
+    parts += _split_bar(estimate, 16, 22, width / largest, ident)
+    if before is not None:
+        parts += [panel_svg.text(0, 53, prediction.before_label, "quiet")]
+        parts += [panel_svg.text(width, 53, format_seconds(before.step_s), "end quiet")]
+        parts += _split_bar(before, 58, 11, width / largest, ident)
+    parts += panel_svg.axis(0, width, 78, largest, panel_svg.SECONDS)
+    summary = f"predicted step time {format_seconds(estimate.step_s)}: " + ", ".join(
+        f"{label} {format_seconds(seconds)}" for label, seconds in _labelled(estimate)
+    )
+    legend = "".join(
+        panel_svg.swatch(
+            "idle" if name == "bubble" else f"var(--wb-{name.replace('_', '-')})", label, format_seconds(seconds)
+        )
+        for (name, label), seconds in zip(PARTS, parts_of(estimate).values(), strict=True)
+        if seconds > _NOTHING * estimate.step_s
+    )
+    detail = f"{grouped_rate(estimate.samples_per_s)} samples/s"
+    return panel_svg.section(
+        "Predicted step time", detail, panel_svg.svg(width, 98, summary, *parts), panel_svg.legend(legend), "time"
+    )
+
+
+def grouped_rate(rate: float) -> str:
+    """Three digits below a thousand, thousands with a space above."""
+    return grouped(rate) if rate >= 1000 else f"{rate:.3g}"
+
+
+def _labelled(estimate: Estimate) -> list[tuple[str, float]]:
+    seconds = parts_of(estimate)
+    return [(label, seconds[name]) for name, label in PARTS if seconds[name] > _NOTHING * estimate.step_s]
+
+
+def _split_bar(estimate: Estimate, y: float, height: float, scale: float, ident: str) -> list[str]:
+    found, x = [], 0.0
+    for (name, label), seconds in zip(PARTS, parts_of(estimate).values(), strict=True):
+        colour = f"url(#wb-idle-{ident})" if name == "bubble" else f"var(--wb-{name.replace('_', '-')})"
+        tip = f"{label} {format_seconds(seconds)}, {seconds / estimate.step_s:.0%} of the step"
+        if name == "boxing":
+            tip += (
+                f"\nactivations {format_seconds(estimate.boxing_s)}, gradients {format_seconds(estimate.gradient_s)}"
+                f"\n{format_bytes(estimate.boxed_bytes)} sent by all ranks"
+            )
+        outline = {"css": "idle"} if name == "bubble" else {}
+        if seconds > _NOTHING * estimate.step_s:
+            found.append(panel_svg.bar(x * scale, y, seconds * scale, height, colour, data_tip=tip, **outline))
+        x += seconds
+    return found
+
+
+# ---- the pipeline ----------------------------------------------------------------------------------------------------
+
+
+def _timeline(prediction: Prediction, ident: str) -> str:
+    timeline, resolved = prediction.estimate.timeline, prediction.resolved
+    has_stages = resolved.degrees[0] > 1
+    title = "Simulated pipeline" if has_stages else "Simulated step"
+    if timeline is None or not any(timeline.spans):
+        num_actions = 2 * resolved.num_stages * resolved.num_micro_batches
+        return panel_svg.section(title, f"{grouped(num_actions)} actions, too many to draw", "", "", "timeline")
+    width, largest = _WIDTHS["timeline"], timeline.makespan_s or 1.0
+    rows = timeline_rows(timeline, resolved, width - _TIMELINE_LEFT, prediction.estimate.boxing_shares)
+    step = 28 if len(rows) <= 2 else 22 if len(rows) <= 4 else panel_svg.row_height(len(rows))
+    parts = [part for index, row in enumerate(rows) for part in _timeline_row(row, index, len(rows), step, ident)]
+    bottom = max(len(rows) * step + 2, 70)
+    parts += panel_svg.axis(_TIMELINE_LEFT, width - _TIMELINE_LEFT, bottom, largest, panel_svg.SECONDS)
+    bubble = f"bubble {timeline.bubble:.0%}" if has_stages else "no pipeline"
+    num = resolved.options.num_micro_batches
+    detail = f"{resolved.schedule}, {num} micro-batch{'es' if num > 1 else ''}, one step \u00b7 {bubble}"
+    summary = f"simulated step of {format_seconds(largest)} on {len(rows)} pipeline ranks, {bubble}"
+    picture = panel_svg.svg(width, bottom + 20, summary, *parts)
+    return panel_svg.section(title, detail, picture, panel_svg.legend(_timeline_legend(rows, has_stages)), "timeline")
+
+
+def _timeline_row(row: TimelineRow, index: int, num_rows: int, step: float, ident: str) -> list[str]:
+    """A row's label where there is room, its ground, and its actions."""
+    top, height = index * step, step - 4 if step >= 14 else step - 1
+    length, idle = _WIDTHS["timeline"] - _TIMELINE_LEFT, f"url(#wb-idle-{ident})"
+    ranks = panel_svg.ranks_of(row.ranks)
+    parts = [panel_svg.text(0, top + height / 2 + 4, row.label)] if panel_svg.is_labelled(index, num_rows) else []
+    parts.append(panel_svg.bar(_TIMELINE_LEFT, top, length, height, idle, css="area", data_ranks=ranks))
+    return [*parts, *(part for action in row.bars for part in _action(action, top, height))]
+
+
+def _timeline_legend(rows: Sequence[TimelineRow], has_stages: bool) -> str:
+    """The kinds that there are."""
+    bars = [bar for row in rows for bar in row.bars]
+    kinds = {bar.kind for bar in bars}
+    shown = [panel_svg.swatch(f"var(--wb-{colour})", text) for kind, colour, text in _ACTIONS if kind in kinds]
+    if any(bar.boxing >= _THINNEST_BOXING for bar in bars):
+        shown.append(panel_svg.swatch("var(--wb-boxing)", "boxing"))
+    return "".join([*shown, panel_svg.swatch("idle", "idle")] if has_stages else shown)
+
+
+def _action(action: ActionBar, top: float, height: float) -> list[str]:
+    """A forward or backward, its exchanges added up at its end, the number of its micro-batch before them."""
+    left, computing = _TIMELINE_LEFT + action.left, action.width - action.boxing
+    colour = next(colour for kind, colour, _ in _ACTIONS if kind == action.kind)
+    parts = [panel_svg.bar(left, top, action.width, height, f"var(--wb-{colour})", css="action", data_tip=action.tip)]
+    if action.boxing >= _THINNEST_BOXING:
+        boxing = panel_svg.bar(left + computing, top, action.boxing, height, "var(--wb-boxing)", css="boxing")
+        parts.append(boxing)
+    if action.text and height >= 12:
+        parts.append(panel_svg.text(left + computing / 2, top + height / 2 + 4, action.text, "on-bar middle"))
+    return parts

@@ -1,0 +1,127 @@
+"""From a strategy to its prediction: the model's costs and a machine, both of which may not be known (yet)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from workbench.core.model_costs import ModelCosts
+from workbench.core.strategy import ResolvedStrategy
+from workbench.cost.estimate import Estimate, estimate
+from workbench.cost.hardware import Hardware
+from workbench.cost.hardware_files import known_machines, load_hardware
+from workbench.errors import StrategyError
+from workbench.ui.planning.machine_factors import MachineFactors
+from workbench.ui.planning.prediction_pictures import Prediction
+
+_MAX_ACTIONS = 6000
+"""Most actions of a timeline. More would take longer than a toggle may, and would be too thin to see."""
+_CHANGED, _AS_IT_IS = "before the last change", "on the machine as it is"
+
+
+class Predictor:
+    """Predicts what the panel shows.
+
+    Args:
+        hardware: a machine, its name or its file; None where nobody has said which.
+        batch_size: samples per step.
+        optimizer: "adamw", "adam", "momentum" or "sgd".
+
+    Attributes:
+        machine: as it is; ``assumed`` is what the sliders make of it, ``hardware`` both together.
+        costs: of the model; None while they are counted, and where they cannot be: ``problem`` says why.
+
+    Raises:
+        HardwareError: no such machine or file.
+    """
+
+    def __init__(self, hardware: Hardware | str | None, batch_size: int, optimizer: str = "momentum") -> None:
+        self.machine = load_hardware(hardware) if isinstance(hardware, str) else hardware
+        self.assumed = MachineFactors()
+        self.batch_size, self.optimizer = batch_size, optimizer
+        machines = ", ".join(known_machines())
+        self.no_machine = (
+            "No machine to predict for: hardware=wb.planner.calibrate(session) measures this one, hardware= also "
+            "takes a file, "
+            f"or one of {machines}."
+        )
+        self.costs: ModelCosts | None = None
+        self.problem = "counting what the layers cost\u2026"
+        self._last: tuple[ResolvedStrategy, Hardware, Estimate] | None = None
+        self._before: Estimate | None = None
+        self._before_label = _CHANGED
+
+    @property
+    def hardware(self) -> Hardware | None:
+        """The machine that is predicted for."""
+        return None if self.machine is None else self.assumed.of(self.machine)
+
+    @property
+    def memory_bytes(self) -> float | None:
+        """Memory of a rank of the machine as it is."""
+        return None if self.machine is None else self.machine.memory_bytes
+
+    @property
+    def missing(self) -> str:
+        """Why nothing can be predicted; empty where something can."""
+        if self.hardware is None:
+            return self.no_machine
+        return "" if self.costs is not None else self.problem
+
+    def estimate(self, resolved: ResolvedStrategy, hardware: Hardware | None = None) -> Estimate | None:
+        """What the cost model says about a strategy; None where it cannot say anything, and ``problem`` says why.
+
+        Args:
+            hardware: another machine than the one that is predicted for.
+        """
+        hardware = hardware or self.hardware
+        if self.costs is None or hardware is None:
+            return None
+        by_name = {layer.name: layer for layer in resolved.layers}
+        in_order = tuple(by_name[row.layer.name] for row in self.costs.rows if row.layer.name in by_name)
+        try:
+            return estimate(
+                self.costs,
+                replace(resolved, layers=in_order),
+                hardware,
+                self.batch_size,
+                optimizer=self.optimizer,
+                with_timeline=_num_actions(resolved) <= _MAX_ACTIONS,
+            )
+        except StrategyError as error:
+            self.problem = str(error)
+            return None
+
+    def predict(self, resolved: ResolvedStrategy, is_old: bool) -> Prediction | str:
+        """What is shown for the last valid strategy, beside that before the last change; or why nothing is."""
+        if self.missing:
+            return self.missing
+        hardware, last = self.hardware, self._last
+        assert hardware is not None
+        if last is None or last[:2] != (resolved, hardware):
+            found = self.estimate(resolved)
+            if found is None:
+                return self.problem
+            self._compare_with_before(resolved)
+            self._last = last = (resolved, hardware, found)
+        return Prediction(
+            last[2], resolved, self._before, hardware.memory_bytes, hardware.name, is_old, self._before_label
+        )
+
+    def _compare_with_before(self, resolved: ResolvedStrategy) -> None:
+        """Where only the machine has changed, the step on the machine as it is stands beside it."""
+        if self._last is None:
+            return
+        if self._last[0] != resolved:
+            self._before, self._before_label = self._last[2], _CHANGED
+        elif self.assumed == MachineFactors():
+            self._before = None
+        else:
+            self._before, self._before_label = self.estimate(resolved, self.machine), _AS_IT_IS
+
+
+def _num_actions(resolved: ResolvedStrategy) -> int:
+    """Forward and backward of every micro-batch on every stage."""
+    return 2 * resolved.num_stages * resolved.num_micro_batches
+
+
+__all__ = ["Predictor"]

@@ -1,0 +1,180 @@
+"""Two pictures below the table of runs: what was predicted against what was measured, and the time of every layer.
+
+Pure functions, rows or records -> HTML with SVG in the page's colours.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from workbench.core.metrics import RunRecord
+from workbench.ui.assets import element
+from workbench.ui.number_text import signed_percent
+from workbench.ui.pictures import panel_svg
+from workbench.ui.runs.scatter_labels import place_labels
+from workbench.ui.runs.table_rows import Row, key_of
+from workbench.ui.short_names import short_name
+from workbench.units import counted, format_seconds
+
+_WIDTH, _HEIGHT = 396.0, 250.0
+_LEFT, _RIGHT, _TOP, _BOTTOM = 44.0, 384.0, 26.0, 214.0
+_MOST_LAYERS = 10
+_MOST_RUNS = 8
+_ROOT = "(root)"
+"""The name of a model that has weights of its own."""
+_NUMBER_WIDTH = 56
+
+
+# ---- prediction against measurement ----------------------------------------------------------------------------------
+
+
+def prediction_picture(rows: Sequence[Row], selected: str = "") -> str:
+    """Measured step times over predicted ones, with the line on which both are equal; empty without predictions."""
+    pairs = [(row, row.values["predicted_s"], row.values["step_s"]) for row in rows]
+    known = [(row, float(predicted), float(step)) for row, predicted, step in pairs if predicted and step]
+    if not known:
+        return ""
+    seconds = [second for _, *pair in known for second in pair]
+    across, up = panel_svg.Axis.over(seconds, _LEFT, _RIGHT), panel_svg.Axis.over(seconds, _BOTTOM, _TOP)
+    points = [(across.at(predicted), up.at(step)) for _, predicted, step in known]
+    size, unit = panel_svg.scale_of(up.high, panel_svg.SECONDS)
+    parts = [panel_svg.text(0, 12, f"measured step, {unit}", "quiet")]
+    for mark in up.ticks():
+        y = up.at(mark)
+        parts += [
+            panel_svg.line(_LEFT, y, _RIGHT, y, "rule"),
+            panel_svg.text(_LEFT - 6, y + 4, f"{mark / size:g}", "quiet end"),
+        ]
+        parts.append(panel_svg.text(across.at(mark), _BOTTOM + 16, f"{mark / size:g}", "quiet middle"))
+    parts.append(panel_svg.text(_RIGHT, _BOTTOM + 32, f"predicted step, {unit}", "quiet end"))
+    parts += [
+        panel_svg.line(_LEFT, _BOTTOM, _RIGHT, _TOP, "even"),
+        panel_svg.line(_LEFT, _BOTTOM, _RIGHT, _BOTTOM, "axis"),
+    ]
+    parts.append(panel_svg.text(_RIGHT, _BOTTOM - 8, "faster than predicted", "quiet end"))
+    parts += [_point(row, point, row.key == selected) for (row, *_), point in zip(known, points, strict=True)]
+    names = [(short_name(row.name), point) for (row, *_), point in zip(known, points, strict=True)]
+    for x, y, anchor, name in place_labels(names, points, (_LEFT, _WIDTH), 6.5):
+        parts.append(panel_svg.text(x, y, name, anchor))
+    told = ", ".join(f"{row.name} {signed_percent(row.values['error'])}" for row, *_ in known)
+    picture = panel_svg.svg(_WIDTH, _HEIGHT, f"error of predicted step times: {told}", *parts)
+    return panel_svg.section("Prediction against measurement", "", picture, "", "predicted")
+
+
+def _point(row: Row, point: tuple[float, float], is_selected: bool) -> str:
+    x, y = (f"{place:.1f}" for place in point)
+    tip = (
+        f"{row.name}: predicted {row.texts['predicted_s']}, measured {row.texts['step_s']} "
+        f"(predicted is {row.texts['error']} off)"
+    )
+    ring = element("circle", css="wb-ring", cx=x, cy=y, r="9") if is_selected else ""
+    dot = element("circle", element("title", text=tip), css="hollow", cx=x, cy=y, r="5")
+    return f'<g data-key="{escape(row.key, quote=True)}">{ring}{dot}</g>'
+
+
+# ---- layers ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTime:
+    """Seconds of a step that a layer, or the layers of all blocks that are alike, computes forward and backward."""
+
+    name: str
+    forward_s: float
+    backward_s: float
+
+    @property
+    def total_s(self) -> float:
+        """Both together."""
+        return self.forward_s + self.backward_s
+
+
+def layer_times(run: RunRecord) -> dict[str, LayerTime]:
+    """By name, in the order of the model; names that differ in numbers only are one, with how many there are. A layer
+    that has others inside, as a module with weights of its own may, has its time without theirs.
+
+    >>> run = RunRecord("data", "*: data", 2, 8, layer_forward_s={"h.0.fc": 0.1, "h.1.fc": 0.1, "head": 0.3})
+    >>> [(layer.name, layer.forward_s) for layer in layer_times(run).values()]
+    [('h.*.fc \u00d72', 0.2), ('head', 0.3)]
+    """
+    alike: dict[str, list[str]] = {}
+    for name in run.layer_forward_s:
+        alike.setdefault(re.sub(r"\b\d+\b", "*", name), []).append(name)
+    own = [_without_inner(times) for times in (run.layer_forward_s, run.layer_backward_s)]
+    found = {}
+    for pattern, names in alike.items():
+        told = names[0] if len(names) == 1 else f"{pattern} \u00d7{len(names)}"
+        forward, backward = (sum(times.get(name, 0.0) for name in names) for times in own)
+        found[told] = LayerTime(told, forward, backward)
+    return found
+
+
+def _without_inner(times: Mapping[str, float]) -> dict[str, float]:
+    """Every layer's seconds without those of the layers inside it."""
+    found = dict(times)
+    for name, seconds in times.items():
+        outer = _outer(name, times)
+        if outer is not None:
+            found[outer] -= seconds
+    return {name: max(seconds, 0.0) for name, seconds in found.items()}
+
+
+def _outer(name: str, names: Container[str]) -> str | None:
+    """The nearest layer that has this one inside; None where there is none."""
+    parts = name.split(".")
+    around = (".".join(parts[:count]) for count in range(len(parts) - 1, 0, -1))
+    own = () if name == _ROOT else (_ROOT,)
+    return next((each for each in (*around, *own) if each in names), None)
+
+
+def layers_picture(runs: Sequence[RunRecord], names: Mapping[str, str], selected: str = "") -> str:
+    """A column per run, a row per layer in the model's order, only the slowest where there are many; empty where no run
+    has measured its layers.
+    """
+    drawn = [(run, layer_times(run)) for run in runs if run.layer_forward_s][:_MOST_RUNS]
+    if not drawn:
+        return ""
+    slowest: dict[str, float] = {}
+    for _, layers in drawn:
+        for layer in layers.values():
+            slowest[layer.name] = max(slowest.get(layer.name, 0.0), layer.total_s)
+    most = sorted(slowest, key=lambda name: -slowest[name])[:_MOST_LAYERS]
+    shown = [name for name in slowest if name in most]
+    longest_s = max(slowest.values()) or 1.0
+    cells = [element("span")]
+    for run, _ in drawn:
+        css = "strong" if key_of(run) == selected else "quiet"
+        name = names.get(key_of(run), run.name)
+        cells.append(element("span", text=name, css=css, title=name))
+    for name in shown:
+        cells.append(element("span", text=name, css="row layer", title=name))
+        cells += [_layer_cell(layers.get(name), longest_s) for _, layers in drawn]
+    told = f"time by layer of {len(drawn)} runs; slowest {most[0]}, {format_seconds(slowest[most[0]])}"
+    legend = panel_svg.swatch("var(--wb-forward)", "forward") + panel_svg.swatch("var(--wb-backward)", "backward")
+    left_out = len(slowest) - len(shown)
+    rest = f" \u00b7 {counted(left_out, 'faster layer')} not shown" if left_out else ""
+    note = f"computing in a step, slowest rank{rest}"
+    columns = f"grid-template-columns: fit-content(45%) repeat({len(drawn)}, minmax(0, 1fr))"
+    picture = element("div", *cells, css="wb-layers", style=columns, role="img", aria_label=told)
+    return panel_svg.section("Time by layer", note, picture, panel_svg.legend(legend), "layers")
+
+
+def _layer_cell(layer: LayerTime | None, longest_s: float) -> str:
+    """Two bars as long as forward and backward took, and the sum of both in words."""
+    if layer is None:
+        return element("span", element("span", text="\u2013", css="quiet"), css="row")
+    tip = f"{layer.name}: forward {format_seconds(layer.forward_s)}, backward {format_seconds(layer.backward_s)}"
+    length = f"width: calc((100% - {_NUMBER_WIDTH}px) * {layer.total_s / longest_s:.4f})"
+    total_s = layer.total_s or 1.0
+    kinds = (("forward", layer.forward_s), ("backward", layer.backward_s))
+    bars = [
+        element("i", style=f"width: {seconds / total_s:.2%}; background: var(--wb-{kind})") for kind, seconds in kinds
+    ]
+    number = element("span", text=format_seconds(layer.total_s), css="quiet")
+    return element("span", element("span", *bars, css="bars", style=length), number, css="row", data_tip=tip)
+
+
+__all__ = ["LayerTime", "layer_times", "layers_picture", "prediction_picture"]

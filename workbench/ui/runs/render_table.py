@@ -1,0 +1,210 @@
+"""The comparison table of runs: as HTML for pages and notebooks, as text of 80 columns for terminals."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from workbench.core.metrics import RunRecord
+from workbench.theme import style_sheet
+from workbench.ui.assets import asset, element
+from workbench.ui.number_text import DASH, percent
+from workbench.ui.runs.detail_pictures import layers_picture, prediction_picture
+from workbench.ui.runs.scatter_picture import scatter_picture
+from workbench.ui.runs.table_rows import (
+    COLUMNS,
+    CROSS,
+    TICK,
+    Column,
+    Row,
+    equal_text,
+    key_of,
+    one_line,
+    prediction_errors,
+    run_rows,
+    sorted_rows,
+)
+from workbench.units import format_bytes
+
+WIDTHS = (152, 66, 72, 68, 54, 60, 60, 54, 104)
+"""Pixels of the columns behind the first, which has the names and all the width that is left."""
+_BAR_WIDTH = 92
+_NAME_CHARS = 18
+"""Of the first column in a terminal."""
+
+
+def by_throughput(runs: Sequence[RunRecord]) -> list[RunRecord]:
+    """Fastest first; runs without figures last, in their order."""
+    return sorted(runs, key=lambda run: (run.error is not None, -run.samples_per_s))
+
+
+def comparison_table_html(
+    runs: Sequence[RunRecord], baseline: RunRecord | None = None, selected: str | None = None
+) -> str:
+    """The table as one HTML fragment that brings its own style and reads in both themes, fastest run first.
+
+    The ``baseline`` (one device) is the last row; a run that failed keeps its row and says why.
+    """
+    truth = key_of(baseline) if baseline is not None else ""
+    rows = run_rows([*runs, *([baseline] if baseline is not None else [])], truth=truth)
+    others = sorted_rows([row for row in rows if not row.is_truth])
+    chosen = next((row.key for row in rows if selected in (row.key, row.name)), "")
+    listed = [*others, *(row for row in rows if row.is_truth)]
+    below = below_html(listed, [*runs, *([baseline] if baseline is not None else [])], chosen)
+    table = rows_table_html(listed, selected=chosen)
+    return element("div", table_style(), table, below, footnote_html(rows), css="wb-comparison")
+
+
+def comparison_html(rows: Sequence[Row], selected: str = "", limit_bytes: float | None = None, below: str = "") -> str:
+    """Table and scatter side by side, ``below`` under them, with their style: what a page without a kernel shows."""
+    picture = element(
+        "div",
+        element("div", text="Memory against throughput", css="wb-scatter-title"),
+        scatter_picture(rows, selected, limit_bytes),
+        scatter_legend_html(),
+        css="wb-scatter-box",
+    )
+    table = element("div", rows_table_html(sorted_rows(rows), selected=selected), css="wb-table-box")
+    both = element("div", table, picture, css="wb-comparison-grid")
+    page = element("div", both, below, footnote_html(rows), css="wb-comparison-page")
+    return element("div", table_style(), page, css="wb-comparison")
+
+
+def below_html(rows: Sequence[Row], runs: Sequence[RunRecord], selected: str = "") -> str:
+    """Predictions against measurements, and time by layer, of the runs that the rows show."""
+    by_key = {key_of(run): run for run in runs}
+    shown = [by_key[row.key] for row in rows if row.key in by_key]
+    parts = prediction_picture(rows, selected), layers_picture(shown, {row.key: row.name for row in rows}, selected)
+    return element("div", *parts, css="wb-comparison-below") if any(parts) else ""
+
+
+def table_style() -> str:
+    """The table's ``<style>`` element."""
+    return f"<style>{style_sheet('.wb-comparison')}{asset('table.css')}</style>"
+
+
+def rows_table_html(
+    rows: Sequence[Row], sort: str = "samples_per_s", ascending: bool = False, selected: str = ""
+) -> str:
+    """The table alone, rows in their order; headers carry ``data-sort``, rows ``data-key``."""
+    rates = [row.values[key] or 0.0 for row in rows for key in ("samples_per_s", "predicted_samples_per_s")]
+    fastest = max(rates, default=0.0) or 1.0
+    columns = element("colgroup", element("col"), *(element("col", style=f"width:{width}px") for width in WIDTHS))
+    head = element("thead", element("tr", *(_header(column, sort, ascending) for column in COLUMNS)))
+    body = element("tbody", *(_row(row, fastest, row.key == selected) for row in rows))
+    return element("table", columns.replace("></col>", "/>"), head, body, css="wb-table", role="grid")
+
+
+def comparison_table_text(runs: Sequence[RunRecord], baseline: RunRecord | None = None) -> str:
+    """The table in at most 80 columns of plain text; a name that is too long for its column has a line of its own."""
+    lines = [
+        f"{'strategy':<{_NAME_CHARS}}{'samples/s':>10}{'speed-up':>10}{'peak/rank':>11}{'boxed/step':>12}{'equal':>13}"
+    ]
+    for run in [*by_throughput(runs), *([baseline] if baseline else [])]:
+        if run.error is not None:
+            lines.append(f"{_named(run)}{one_line(run.error, 80 - _NAME_CHARS)}")
+            continue
+        speedup = f"{run.speedup:.2f}x" if run.speedup is not None else "-"
+        difference = "baseline" if run is baseline else equal_text(run).replace(DASH, "-")
+        lines.append(
+            f"{_named(run)}{run.samples_per_s:>10.0f}{speedup:>10}{_peak(run):>11}"
+            f"{format_bytes(run.boxed_bytes_per_step):>12}{difference:>13}"
+        )
+    return "\n".join(lines)
+
+
+def _named(run: RunRecord) -> str:
+    return f"{run.name:<{_NAME_CHARS}}" if len(run.name) < _NAME_CHARS else f"{run.name}\n{'':{_NAME_CHARS}}"
+
+
+def _header(column: Column, sort: str, ascending: bool) -> str:
+    on = column.key == sort
+    arrow = (" \u25b2" if ascending else " \u25bc") if on else ""
+    css = " ".join(
+        name
+        for name, wanted in (("name", column.key == "name"), ("rate", column.key == "samples_per_s"), ("sorted", on))
+        if wanted
+    )
+    order = {"aria-sort": "ascending" if ascending else "descending"} if on else {}
+    button = element("button", text=f"{column.title}{arrow}", type="button", title=f"sort by {column.title}")
+    return element(
+        "th", button, element("small", text=column.detail), css=css, scope="col", data_sort=column.key, **order
+    )
+
+
+def _row(row: Row, fastest: float, selected: bool) -> str:
+    states = (("baseline", row.is_baseline or row.is_truth), ("selected", selected), ("not-run", bool(row.failure)))
+    css = " ".join(name for name, on in states if on)
+    cells = [_number_cell(row, column.key) for column in COLUMNS[2:-1]]
+    return element(
+        "tr",
+        _name_cell(row),
+        _rate_cell(row, fastest),
+        *cells,
+        _equal_cell(row),
+        css=css,
+        data_key=row.key,
+        tabindex="0",
+        aria_selected="true" if selected else "false",
+    )
+
+
+def _number_cell(row: Row, key: str) -> str:
+    """The number, and below it how much more or less that is than the chosen baseline's."""
+    change = element("small", text=row.changes[key]) if key in row.changes else ""
+    return element("td", element("span", text=row.texts[key]), change, css="number")
+
+
+def _name_cell(row: Row) -> str:
+    dot = element("i", css="front", title="no other run is faster with less memory") if row.on_front else ""
+    chip = element("span", text="baseline", css="chip") if row.is_baseline else ""
+    detail, css = (f"not run: {row.failure}", "failed") if row.failure else (row.detail, "")
+    tip = f"{detail}{f', {row.started}' if row.started else ''}"
+    if detail and detail in row.name:  # a strategy written as text is its own name, and has both lines for it
+        return element("td", dot, element("b", text=row.name, title=tip, css="text"), chip, css="name")
+    return element(
+        "td", dot, element("b", text=row.name), chip, element("small", text=detail, title=tip, css=css), css="name"
+    )
+
+
+def _rate_cell(row: Row, fastest: float) -> str:
+    rate, predicted = row.values["samples_per_s"], row.values["predicted_samples_per_s"]
+    parts = [element("span", text=row.texts["samples_per_s"], css="value")]
+    if rate:
+        width = max(round(_BAR_WIDTH * rate / fastest), 1)
+        parts.append(
+            element("i", css="bar plain" if row.is_truth or row.is_baseline else "bar", style=f"width:{width}px")
+        )
+    if predicted:
+        at = round(_BAR_WIDTH * predicted / fastest)
+        parts.append(element("em", style=f"left:{58 + at}px", title=f"predicted: {predicted:.4g} samples/s"))
+    return element("td", *parts, css="rate")
+
+
+def _equal_cell(row: Row) -> str:
+    css = "muted" if row.is_truth else {True: "equal", False: "unequal", None: "muted"}[row.equal]
+    return element("td", text=row.texts["loss_difference"], css=f"number {css}", title=row.verdict)
+
+
+def _peak(run: RunRecord) -> str:
+    return format_bytes(max(run.peak_memory_bytes)) if run.peak_memory_bytes else DASH
+
+
+def footnote_html(rows: Sequence[Row]) -> str:
+    """What dot, tick and cross mean, and how good predictions were."""
+    errors = prediction_errors(rows)
+    told = f"predictions: median error {percent(errors[0])}, largest {percent(errors[1])}" if errors else ""
+    return element(
+        "p",
+        element("i", css="front"),
+        element("span", text="on the Pareto line: no other run is faster with less memory"),
+        element("span", text=f"{TICK} trains as one device does but for rounding, {CROSS} does not (first steps)"),
+        element("span", text=told, css="right"),
+        css="note",
+    )
+
+
+def scatter_legend_html() -> str:
+    """What the scatter's marks mean."""
+    keys = (("full", "Pareto"), ("hollow", "others"), ("square", "baseline"))
+    spans = [element("span", element("i", css=css), element("span", text=name)) for css, name in keys]
+    return element("div", *spans, css="wb-scatter-legend")

@@ -1,0 +1,336 @@
+"""The panel's Live and Compare tabs: follow and control a run, and compare finished runs."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any
+
+import ipywidgets as widgets
+
+from workbench.core.metrics import RunRecord, StepSpans
+from workbench.core.segments import by_strategy
+from workbench.core.strategy import Strategy
+from workbench.core.verdict import CHECKED_STEPS
+from workbench.errors import RunError
+from workbench.session.comparing.comparison import RunStopped
+from workbench.session.comparing.saved_runs import SavedRuns
+from workbench.theme import Palette
+from workbench.ui.controls import bar, button, on_value
+from workbench.ui.failures import guarded
+from workbench.ui.live.chrome_trace import chrome_trace
+from workbench.ui.live.history import Message
+from workbench.ui.live.poller import Poller
+from workbench.ui.live.run_view import RunView
+from workbench.ui.runs.table_rows import key_of
+from workbench.ui.runs.table_widget import RunTable
+from workbench.ui.runs.trainer import OneDeviceSteps, PanelRun, Trainer
+
+
+@dataclass(frozen=True)
+class PanelCallbacks:
+    """What the runs need of the panel: the edited strategy, and functions to call.
+
+    Attributes:
+        wanted: the strategy and its name; raises ``StrategyError`` with all its mistakes.
+        estimate: what is predicted for it (``cost.Estimate``), or None.
+        changed: called when something that the strategy editor shows has changed: busy or not, another run.
+        opened: load a strategy's text, so that it can be undone.
+        limit: memory of a rank in bytes, None where it is not known.
+    """
+
+    wanted: Callable[[], tuple[Strategy, str]]
+    estimate: Callable[[], Any] = lambda: None
+    changed: Callable[[], None] = lambda: None
+    opened: Callable[[str], None] = lambda text: None
+    limit: Callable[[], float | None] = lambda: None
+
+
+class RunsSection:
+    """Follows one run at a time and keeps the finished ones. ``live.box`` and ``table.box`` are what is shown,
+    ``steering``, ``check`` and ``live.status.parts`` what stays in sight beside them; ``saved`` has the runs of other
+    days, ``error`` what ended the last run.
+    """
+
+    def __init__(self, trainer: Trainer, steps: int, callbacks: PanelCallbacks, saved: SavedRuns | None = None) -> None:
+        self._trainer, self._steps, self._callbacks = trainer, steps, callbacks
+        self._lock = threading.RLock()
+        self._poller: Poller | None = None
+        self._run: PanelRun | None = None
+        self._names: dict[str, str] = {}
+        self._spans: list[StepSpans] = []
+        self._is_changing = self._is_stopping = self.is_paused = False
+        self.error: BaseException | None = None
+        self._end_shown = guarded(self._show_end)
+        self._rest_shown = [guarded(show) for show in (self._show_buttons, self.show_runs)]
+        self.runs: list[RunRecord] = []
+        self.baseline: RunRecord | None = None
+        self.pause_button = button("Pause", self._on_pause, icon="pause", disabled=True)
+        self.stop_button = button("Stop", self.stop, icon="stop", disabled=True)
+        self.change_button = button("Change strategy\u2026", self.change, disabled=True)
+        self.apply_button = button("Apply", self.apply, "wb-primary")
+        self.keep_button = button("Keep the old one", self.keep)
+        self.trace_button = button("Trace", self._on_trace, icon="download", disabled=True)
+        self.trace_button.tooltip = "save the noted steps for chrome://tracing or ui.perfetto.dev"
+        both = bar(self.pause_button, self.stop_button, css=("wb-group",))
+        self.steering = (both, self.change_button, self.apply_button, self.keep_button)
+        self.check = widgets.Checkbox(trainer.check_steps > 0, description="check against one device", indent=False)
+        self._checked_steps = trainer.check_steps or CHECKED_STEPS
+        on_value(self.check, self._on_check)
+        self.live = RunView(trainer.num_ranks, (self.trace_button,), has_status=False)
+        self.table = RunTable(callbacks.opened, self._run_again, saved)
+        self._show_buttons()
+
+    # ---- what users call ------------------------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        """Does a run hold the engines?"""
+        return self._poller is not None
+
+    @property
+    def check_steps(self) -> int:
+        """First steps of the next run that one device trains too."""
+        return self._trainer.check_steps
+
+    def run(self, steps: int | None = None) -> None:
+        """Train with the edited strategy; returns at once.
+
+        Raises:
+            RuntimeError: a run is going on already.
+            StrategyError: the strategy has mistakes.
+            RunError: ``steps`` is not a number of steps.
+        """
+        with self._lock:
+            if self._poller is not None:
+                raise RuntimeError(
+                    "panel.run(): a run holds the engines. Wait for it with panel.wait(), or panel.stop()."
+                )
+            strategy, label = self._callbacks.wanted()
+            asked: Any = self._steps if steps is None else steps
+            if not isinstance(asked, Integral) or asked < 1:
+                raise RunError(
+                    f"panel.run(steps={steps!r}): a whole number of at least 1. The strategy is the one in the rows."
+                )
+            num_steps = int(asked)
+            name = self._free_name(label)
+            self._names = {str(strategy): name}
+            self._spans, self.is_paused, self._is_changing, self._is_stopping = [], False, False, False
+            self.error = None
+            try:
+                self._begin(strategy, name, num_steps)
+            except Exception as error:  # noqa: BLE001 - shown where the run is, like those of its thread
+                self._on_end(None, error)
+
+    def _begin(self, strategy: Strategy, name: str, num_steps: int) -> None:
+        self.live.begin(name, str(strategy), num_steps)  # first: an estimate may have to wait for the layers' costs
+        estimate = self._callbacks.estimate()
+        self._expect(estimate, strategy)
+        self._run = self._trainer.start(strategy, name, num_steps, predictions(estimate))
+        self._poller = Poller(self._run, self._on_messages, self._on_end, on_trained=self._on_trained)
+        self._poller.start()
+        self._show_buttons()
+        self._callbacks.changed()
+
+    def stop(self) -> None:
+        """Ask the run to end after its current step; its weights and figures stay. Once more: end it now, in the middle
+        of its step.
+        """
+        poller = self._poller
+        if poller is None:
+            return
+        if self._is_stopping:
+            poller.run.interrupt()
+            return
+        self._is_stopping = True
+        poller.run.stop()
+        self.live.status.show_stopping()
+        self._show_buttons()
+
+    def pause(self) -> None:
+        """Ask the run to wait after its current step."""
+        if self._poller is not None and not self.is_paused:
+            self._poller.run.pause()
+            self.is_paused = True
+            self._show_buttons()
+
+    def go_on(self) -> None:
+        """Let a paused run go on, under the strategy that it has."""
+        if self._poller is not None and self.is_paused:
+            self._poller.run.go_on()
+            self.is_paused = self._is_changing = False
+            self._show_buttons()
+
+    def change(self) -> None:
+        """Pause, so that another strategy can be chosen; ``apply`` continues with it."""
+        if self._poller is not None:
+            self.pause()
+            self._is_changing = True
+            self._show_buttons()
+            self._callbacks.changed()
+
+    def apply(self) -> None:
+        """Continue under the edited strategy, with the same weights and the optimizer's state.
+
+        Raises:
+            RuntimeError: no run goes on.
+            StrategyError: the strategy has mistakes; the run goes on waiting.
+        """
+        if self._poller is None:
+            raise RuntimeError("panel.apply(): no run is going on whose strategy could change. Start one: panel.run().")
+        strategy, label = self._callbacks.wanted()
+        self._names[str(strategy)] = label
+        estimate = self._callbacks.estimate()
+        self._poller.run.change(strategy, label, predictions(estimate))
+        self._expect(estimate, strategy)
+        self.is_paused = True  # also where nobody has paused it: then going on changes nothing
+        self.go_on()
+        self._callbacks.changed()
+
+    def keep(self) -> None:
+        """Go on under the strategy that the run has."""
+        self.go_on()
+        self._callbacks.changed()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until no run holds the engines; False when ``timeout_s`` passed before."""
+        poller = self._poller
+        return poller is None or poller.join(timeout_s)
+
+    @property
+    def changing(self) -> bool:
+        """Is another strategy being chosen for the run that waits?"""
+        return self._is_changing
+
+    def use(self, colours: Palette) -> None:
+        """Draw in another theme from now on."""
+        self.live.use(colours)
+
+    def trace(self) -> dict[str, Any]:
+        """The noted steps of the run in Chrome's trace format."""
+        return chrome_trace(self._spans)
+
+    def static_html(self) -> str:
+        """The last run and the comparison for readers without a kernel."""
+        return self.live.static_html() + self.table.static_html()
+
+    # ---- a run goes on (the poller's thread) ------------------------------------------------------------------------
+
+    def _on_messages(self, messages: Sequence[object]) -> None:
+        with self._lock:
+            for message in messages:
+                if isinstance(message, OneDeviceSteps):
+                    self.live.add_one_device(message.block)
+            if self._run is not None and self._run.one_device_losses is not None:
+                self.live.show_one_device(self._run.one_device_losses)
+            found = [message for message in messages if isinstance(message, Message)]
+            self._spans += [message for message in found if isinstance(message, StepSpans)]
+            self.live.add(found, lambda text: self._names.get(text, text))
+
+    def _on_trained(self) -> None:
+        self.live.status.is_stopping = False
+        if self._trainer.check_steps:
+            self.live.status.show_state("running", "comparing", "with one device")
+
+    def _on_end(self, record: RunRecord | None, error: BaseException | None) -> None:
+        with self._lock:
+            self._poller = None
+            self.is_paused = self._is_changing = self._is_stopping = False
+            self.baseline = self._trainer.baseline or self.baseline
+            if record is not None:
+                self.runs.append(record)
+            elif not isinstance(error, RunStopped):
+                self.error = error or RuntimeError("the run ended without a result")
+            self._end_shown(record, error)
+            for show in self._rest_shown:
+                show()
+            self._callbacks.changed()
+
+    def _show_end(self, record: RunRecord | None, error: BaseException | None) -> None:
+        if self.error is not None:
+            self.live.fail(self.error)
+        elif record is not None:
+            self.live.finish(record)
+        else:
+            self.live.leave(str(error))
+
+    def show_runs(self) -> None:
+        """Bring the comparison up to date."""
+        self.table.selected = key_of(by_strategy(self.runs)[-1]) if self.runs else ""
+        self.table.add(self.runs, self.baseline)
+
+    def _run_again(self, text: str) -> None:
+        self._callbacks.opened(text)
+        if not self.busy:
+            self.run()
+
+    def _expect(self, estimate: Any, strategy: Strategy) -> None:
+        """Show what is predicted, and whose rank is whose."""
+        resolved = strategy.resolve(self._trainer.layers, self._trainer.num_ranks)
+        places = [(0, 0)] * self._trainer.num_ranks
+        for stage in range(resolved.degrees[0]):
+            for position, rank in enumerate(resolved.stage_ranks(stage)):
+                places[rank] = (stage, position)
+        peaks = [0.0] * self._trainer.num_ranks
+        for stage, kinds in enumerate(estimate.memory if estimate is not None else ()):
+            for rank in resolved.stage_ranks(stage % resolved.degrees[0]):
+                peaks[rank] = max(peaks[rank], sum(kinds.values()))
+        self.live.expect(estimate, peaks if estimate is not None else (), places, self._callbacks.limit())
+
+    def _free_name(self, label: str) -> str:
+        """The strategy's label, with a number where an earlier run has the same."""
+        taken = {run.name for run in self.runs}
+        names = (label if number == 1 else f"{label} ({number})" for number in range(1, len(taken) + 2))
+        return next(name for name in names if name not in taken)
+
+    # ---- buttons --------------------------------------------------------------------------------------------------
+
+    def _on_pause(self) -> None:
+        (self.go_on if self.is_paused else self.pause)()
+
+    def _on_check(self, change: Any) -> None:
+        self._trainer.check_steps = self._checked_steps if change["new"] else 0
+        self._callbacks.changed()
+
+    def _on_trace(self) -> None:
+        name = f"{self._run_name()}-trace.json"
+        self.live.link.download(name, json.dumps(self.trace()), "application/json")
+
+    def _run_name(self) -> str:
+        words = next(iter(self._names.values()), "run")
+        return "-".join("".join(c if c.isalnum() else " " for c in words).split()) or "run"
+
+    def _show_buttons(self) -> None:
+        busy, changing = self.busy, self._is_changing
+        for each in (self.pause_button, self.stop_button, self.change_button):
+            each.disabled = not busy
+        self.check.disabled = busy
+        self.check.tooltip = "a run's first steps are trained on one device too, from the same weights, and compared"
+        waits = "no run is going on"
+        self.pause_button.description = "Go on" if self.is_paused else "Pause"
+        self.pause_button.icon = "play" if self.is_paused else "pause"
+        self.pause_button.tooltip = "takes effect at the next step" if busy else waits
+        polite, now = "end the run after its current step; weights stay", "do not wait for the end of this step"
+        self.stop_button.description = "Stop now" if self._is_stopping else "Stop"
+        self.stop_button.tooltip = (now if self._is_stopping else polite) if busy else waits
+        self.change_button.tooltip = "pause, choose another strategy above, go on with the same weights"
+        self.apply_button.tooltip = "go on with the strategy above and the same weights"
+        self.change_button.layout.display = "none" if changing else ""
+        self.apply_button.layout.display = self.keep_button.layout.display = "" if changing else "none"
+        self.trace_button.disabled = not self._spans and not busy
+
+
+def predictions(estimate: Any) -> Mapping[str, float]:
+    """What a record keeps of an estimate: see ``RunRecord.predicted``."""
+    if estimate is None:
+        return {}
+    return {
+        "step_s": estimate.step_s,
+        "samples_per_s": estimate.samples_per_s,
+        "peak_bytes": estimate.peak_bytes,
+        "boxed_bytes": estimate.boxed_bytes,
+        "bubble": estimate.bubble_s / estimate.step_s if estimate.step_s else 0.0,
+    }

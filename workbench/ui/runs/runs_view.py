@@ -1,0 +1,68 @@
+"""``wb.draw.runs``: any finished runs beside each other, of one comparison or of many days."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import ipywidgets as widgets
+from IPython.display import display
+
+from workbench.core.metrics import RunRecord
+from workbench.session.comparing.saved_runs import SavedRuns
+from workbench.theme import style_sheet
+from workbench.ui.assets import asset, element
+from workbench.ui.controls import display_widget, html
+from workbench.ui.failures import Failures
+from workbench.ui.grid.widget import PANEL_CLASS
+from workbench.ui.runs.render_table import comparison_table_text
+from workbench.ui.runs.table_widget import RunTable
+
+
+class Compared(Protocol):
+    """What ``wb.compare`` returns, as far as it is needed here."""
+
+    @property
+    def baseline(self) -> RunRecord | None:
+        """The run on one device, None where the check was left out."""
+
+    @property
+    def runs(self) -> list[RunRecord]:
+        """The strategies' runs."""
+
+
+class RunsView(widgets.VBox):
+    """The comparison table by itself; ``table`` has its methods (sort, filter, hide, rename, export)."""
+
+    def __init__(self, table: RunTable, failures: Failures) -> None:
+        self.table, self.failures = table, failures
+        style = html(f"<style>{style_sheet(f'.{PANEL_CLASS}')}{asset('panel.css')}{asset('runs.css')}</style>")
+        super().__init__([style, failures.box, table.box])
+        self.add_class(PANEL_CLASS)
+
+    def _ipython_display_(self) -> None:
+        """The widget, and after it what remains of it without a kernel (hidden by the style where it lives)."""
+        display_widget(self)
+        text = comparison_table_text(self.table.runs, self.table.truth)
+        static = element("div", self.table.static_html(), css="wb-static")
+        display({"text/html": static, "text/plain": text}, raw=True)
+
+
+def show_runs(runs: Compared | Iterable[RunRecord], *, limit_bytes: float | None = None) -> RunsView:
+    """Table and scatter of finished runs: sort, filter, hide, rename, compare with a chosen baseline, export.
+
+    Args:
+        runs: what ``wb.compare`` returned, ``wb.draw.SavedRuns()``, or any records.
+        limit_bytes: memory that a rank has, drawn as a line.
+
+    ``wb.draw.runs(wb.draw.SavedRuns())`` shows everything that was kept.
+    """
+    found: Any = runs
+    failures = Failures()
+    with failures.collecting():
+        table = RunTable(saved=found if isinstance(found, SavedRuns) else None, limit_bytes=limit_bytes)
+    if hasattr(found, "baseline"):
+        table.add(found.runs, found.baseline)
+    else:
+        table.add(found)
+    return RunsView(table, failures)

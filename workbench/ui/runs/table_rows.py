@@ -1,0 +1,255 @@
+"""The comparison as rows of plain data: what the table shows, sorts, filters and exports. No widgets, no HTML."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from workbench.core.metrics import RunRecord
+from workbench.ui.number_text import (
+    DASH,
+    NOT_CHECKED,
+    percent,
+    short_difference,
+    signed_percent,
+    speedup_text,
+    three_digits,
+)
+from workbench.ui.runs.scatter_figure import pareto_front
+from workbench.units import format_bytes, format_seconds
+
+TICK, CROSS = "\u2713", "\u2717"
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column: the key of its value, title, second line, and whether a smaller value is the better one."""
+
+    key: str
+    title: str
+    detail: str = ""
+    ascending: bool = False
+
+
+COLUMNS = (
+    Column("name", "strategy", "", ascending=True),
+    Column("samples_per_s", "samples/s", "tick: predicted"),
+    Column("speedup", "speed-up"),
+    Column("peak_bytes", "peak", "per rank", ascending=True),
+    Column("boxed_bytes", "boxed", "per step", ascending=True),
+    Column("bubble", "bubble", "", ascending=True),
+    Column("predicted_s", "step", "pred.", ascending=True),
+    Column("step_s", "step", "meas.", ascending=True),
+    Column("error", "error", "pred.", ascending=True),
+    Column("loss_difference", "equal to", "1 device", ascending=True),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A run in the comparison. ``values`` are numbers in SI units or None, ``texts`` what people read, ``changes`` by
+    how much numbers are more or less than the chosen baseline's, ``verdict`` why the run equals one device or not."""
+
+    key: str
+    name: str
+    detail: str
+    values: Mapping[str, float | None]
+    texts: Mapping[str, str]
+    is_baseline: bool = False
+    is_truth: bool = False
+    on_front: bool = False
+    equal: bool | None = None
+    verdict: str = ""
+    failure: str = ""
+    started: str = ""
+    changes: Mapping[str, str] = field(default_factory=dict)
+
+
+def key_of(run: RunRecord) -> str:
+    """What identifies a run: its file's id, or its name where it has none."""
+    return run.run_id or run.name
+
+
+def run_rows(
+    runs: Sequence[RunRecord], baseline: str = "", names: Mapping[str, str] | None = None, truth: str = ""
+) -> list[Row]:
+    """One row per run, in the order of the runs.
+
+    Args:
+        baseline: key of the run that speed-ups are over; by default every run's own one-device run.
+        names: names by key that people have given.
+        truth: key of the run on one device: nothing to compare it with.
+    """
+    base = next((run for run in runs if key_of(run) == baseline), None)
+    measured = [run for run in runs if run.error is None and run.peak_memory_bytes and key_of(run) != truth]
+    front = pareto_front([max(run.peak_memory_bytes) for run in measured], [run.samples_per_s for run in measured])
+    on_front = {key_of(measured[index]) for index in front}
+    rows = []
+    for run in runs:
+        key, values = key_of(run), _values(run, base)
+        rows.append(
+            Row(
+                key,
+                (names or {}).get(key, run.name),
+                run.strategy,
+                values,
+                _texts(values, run, is_truth=key == truth),
+                is_baseline=bool(baseline) and key == baseline,
+                is_truth=key == truth,
+                on_front=key in on_front,
+                equal=run.equal,
+                verdict=run.verdict.text,
+                failure=one_line(run.error or ""),
+                started=run.started,
+                changes=_changes(values, _values(base, base)) if base is not None and run is not base else {},
+            )
+        )
+    return rows
+
+
+def _changes(values: Mapping[str, float | None], base: Mapping[str, float | None]) -> dict[str, str]:
+    """Relative differences to the baseline, of what has a number in both."""
+    found = {}
+    for key in ("samples_per_s", "peak_bytes", "boxed_bytes", "step_s"):
+        here, there = values[key], base[key]
+        if here is not None and there:
+            found[key] = signed_percent(here / there - 1)
+    bubble, other = values["bubble"], base["bubble"]
+    if bubble is not None and other is not None and round(100 * (bubble - other)):
+        found["bubble"] = signed_percent(bubble - other).replace(" %", " pt")
+    return found
+
+
+def _values(run: RunRecord, base: RunRecord | None) -> dict[str, float | None]:
+    predicted_s, step_s = run.predicted.get("step_s"), run.step_s
+    known = run.error is None
+    speedup = run.speedup
+    if base is not None:
+        speedup = run.samples_per_s / base.samples_per_s if base.samples_per_s else None
+    peak = float(max(run.peak_memory_bytes)) if run.peak_memory_bytes else run.predicted.get("peak_bytes")
+    return {
+        "samples_per_s": run.samples_per_s if known and run.samples_per_s else None,
+        "predicted_samples_per_s": run.predicted.get("samples_per_s"),
+        "speedup": speedup if known else None,
+        "peak_bytes": peak,
+        "boxed_bytes": float(run.boxed_bytes_per_step) if known else run.predicted.get("boxed_bytes"),
+        "bubble": run.bubble if known else run.predicted.get("bubble"),
+        "predicted_s": predicted_s,
+        "step_s": step_s if known else None,
+        "error": predicted_s / step_s - 1 if known and predicted_s and step_s else None,
+        "loss_difference": run.loss_difference if known else None,
+    }
+
+
+def _texts(values: Mapping[str, float | None], run: RunRecord, is_truth: bool) -> dict[str, str]:
+    writers: dict[str, Callable[[float], str]] = {
+        "samples_per_s": three_digits,
+        "speedup": speedup_text,
+        "peak_bytes": format_bytes,
+        "boxed_bytes": format_bytes,
+        "bubble": percent,
+        "predicted_s": format_seconds,
+        "step_s": format_seconds,
+        "error": signed_percent,
+    }
+    texts = {}
+    for key, write in writers.items():
+        value = values[key]
+        texts[key] = DASH if value is None else write(value)
+    return texts | {"loss_difference": "reference" if is_truth else equal_text(run)}
+
+
+def equal_text(run: RunRecord) -> str:
+    """Whether the run equals one device, with its largest loss difference: ``'\u2713 2e-7'``.
+
+    ``'\u2713 2e-2 noise'`` where rounding has grown beyond the tolerance, ``'unchecked'`` where nobody asked.
+    """
+    if run.equal is None:
+        return NOT_CHECKED if run.settings.get("check_steps") == 0 else DASH
+    noise = " noise" if run.verdict.grown else ""
+    return f"{TICK if run.equal else CROSS} {short_difference(run.loss_difference)}{noise}"
+
+
+def sorted_rows(rows: Sequence[Row], key: str = "samples_per_s", ascending: bool | None = None) -> list[Row]:
+    """Sorted by a column, by default its better end first; rows without a value last."""
+    column = next((column for column in COLUMNS if column.key == key), COLUMNS[1])
+    up = column.ascending if ascending is None else ascending
+    if key == "name":
+        return sorted(rows, key=lambda row: row.name, reverse=not up)
+    known = [row for row in rows if row.values.get(key) is not None]
+    unknown = [row for row in rows if row.values.get(key) is None]
+    return sorted(known, key=lambda row: row.values[key] or 0.0, reverse=not up) + unknown
+
+
+_WORDS = {
+    "memory": ("peak_bytes", 1e6),
+    "peak": ("peak_bytes", 1e6),
+    "boxed": ("boxed_bytes", 1e6),
+    "samples": ("samples_per_s", 1.0),
+    "samples/s": ("samples_per_s", 1.0),
+    "speedup": ("speedup", 1.0),
+    "speed-up": ("speedup", 1.0),
+    "bubble": ("bubble", 0.01),
+    "step": ("step_s", 1.0),
+    "error": ("error", 0.01),
+}
+_CONDITION = re.compile(r"^\s*([a-z/-]+)\s*(<=|>=|<|>|=)\s*(-?[\d.]+)\s*$")
+
+
+def filter_rows(rows: Sequence[Row], text: str) -> list[Row]:
+    """Rows that meet all conditions of ``text``, separated by commas: ``"memory < 300"`` (MB), ``"speedup > 1.5"``,
+    ``"bubble < 20"`` (percent); any other word must be part of name or strategy.
+
+    Raises:
+        ValueError: a comparison with something that has no column.
+    """
+    kept = list(rows)
+    for part in filter(str.strip, text.lower().split(",")):
+        condition = _CONDITION.match(part)
+        if condition is None:
+            if re.search(r"[<>=]", part):
+                raise ValueError(f"filter {part.strip()!r}: compare one of {', '.join(_WORDS)} with a number.")
+            kept = [row for row in kept if part.strip() in f"{row.name} {row.detail}".lower()]
+            continue
+        word, sign, number = condition.groups()
+        if word not in _WORDS:
+            raise ValueError(f"filter {part.strip()!r}: no column {word!r}. Columns are {', '.join(_WORDS)}.")
+        key, unit = _WORDS[word]
+        kept = [row for row in kept if _meets(row.values.get(key), sign, float(number) * unit)]
+    return kept
+
+
+def _meets(value: float | None, sign: str, limit: float) -> bool:
+    if value is None:
+        return False
+    return {"<": value < limit, "<=": value <= limit, ">": value > limit, ">=": value >= limit, "=": value == limit}[
+        sign
+    ]
+
+
+def rows_csv(rows: Sequence[Row]) -> str:
+    """The rows as CSV: names, strategies, numbers in SI units."""
+    keys = ["samples_per_s", *(key for key in rows[0].values if key != "samples_per_s")] if rows else []
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(["name", "strategy", *keys, "equal", "started", "failure"])
+    for row in rows:
+        numbers = ["" if row.values[key] is None else repr(row.values[key]) for key in keys]
+        equal = "" if row.equal is None else row.equal
+        writer.writerow([row.name, row.detail, *numbers, equal, row.started, row.failure])
+    return out.getvalue()
+
+
+def prediction_errors(rows: Sequence[Row]) -> tuple[float, float] | None:
+    """Median and largest error of the predicted step times, as shares; None where nothing was predicted."""
+    errors = sorted(abs(error) for row in rows if (error := row.values.get("error")) is not None)
+    return (errors[len(errors) // 2], errors[-1]) if errors else None
+
+
+def one_line(text: str, width: int = 110) -> str:
+    """The first line that says something, cut to ``width`` characters."""
+    line = next((line.strip() for line in text.splitlines() if line.strip()), "")
+    return line if len(line) <= width else line[: width - 1] + "\u2026"

@@ -1,0 +1,326 @@
+"""Finished runs beside each other: sort, filter, hide, rename, choose a baseline, load runs of other days, export."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import anywidget
+import ipywidgets as widgets
+import traitlets
+
+from workbench.core.metrics import RunRecord
+from workbench.core.segments import by_strategy
+from workbench.session.comparing.saved_runs import SavedRuns
+from workbench.ui.assets import asset, element
+from workbench.ui.controls import bar, button, html, label, on_value
+from workbench.ui.failures import guarded
+from workbench.ui.runs.render_table import (
+    below_html,
+    comparison_html,
+    footnote_html,
+    rows_table_html,
+    scatter_legend_html,
+    table_style,
+)
+from workbench.ui.runs.scatter_picture import scatter_picture
+from workbench.ui.runs.table_rows import COLUMNS, Row, filter_rows, key_of, rows_csv, run_rows, sorted_rows
+
+ONE_DEVICE = "1 device"
+_TYPES = {"csv": "text/csv", "json": "application/json", "html": "text/html"}
+
+
+class RunsPage(anywidget.AnyWidget):
+    """Shows ``page``, the HTML of table and scatter, and hands what the user does there to one handler."""
+
+    _esm = asset("download.js") + asset("controls.js") + asset("runs.js")
+
+    page = traitlets.Unicode("").tag(sync=True)
+
+    def __init__(self, on_event: Callable[[dict[str, Any]], None], **traits: Any) -> None:
+        super().__init__(**traits)
+        self._on_event = on_event
+        self.on_msg(guarded(lambda _widget, content, _buffers: self._on_event(content)))
+
+    def download(self, name: str, content: str, mime_type: str) -> None:
+        """Have the browser save a file of that name."""
+        self.send({"event": "download", "name": name, "type": mime_type}, buffers=[content.encode()])
+
+
+class RunTable:
+    """The comparison. ``box`` is what is shown.
+
+    Args:
+        opened: called with a run's strategy text: load it into the panel. Without it there is no such button.
+        again: called with a run's strategy text: run it once more.
+        saved: where runs of other days are; names given here are kept there.
+        limit_bytes: memory of a rank, drawn as a line.
+    """
+
+    def __init__(
+        self,
+        opened: Callable[[str], None] | None = None,
+        again: Callable[[str], None] | None = None,
+        saved: SavedRuns | None = None,
+        limit_bytes: float | None = None,
+    ) -> None:
+        self.runs: list[RunRecord] = []
+        self._whole: dict[str, RunRecord] = {}  # by the key of a part
+        self.truth: RunRecord | None = None
+        self.sort, self.ascending = "samples_per_s", False
+        self.selected = self.baseline = ""
+        self.hidden: set[str] = set()
+        self.names: dict[str, str] = {}
+        self._opened, self._again = opened, again
+        self.saved = saved or SavedRuns()
+        self.limit_bytes = limit_bytes
+        self.page = RunsPage(self._on_event)
+        self._make_controls()
+        style = html(table_style())
+        self.box = widgets.VBox()
+        self.box.add_class("wb-run-table")
+        self._parts = (style, self._title_bar, self._bar, self._loader, self.page)
+        self.refresh()
+
+    def _make_controls(self) -> None:
+        self.facts = html()
+        self._title_bar = bar(html('<span class="wb-title">Comparison</span>'), self.facts)
+        self.open_button = button("Open in panel", lambda: self._with_selected(self._opened))
+        self.again_button = button("Run again", lambda: self._with_selected(self._again))
+        self.hide_button = button("Hide", self.hide, tooltip="leave the selected run out of the table")
+        self.show_button = button("Show hidden", self.show_all)
+        self.baseline_field = widgets.Dropdown(options=[(ONE_DEVICE, "")], layout={"width": "130px"})
+        on_value(self.baseline_field, lambda change: self.set_baseline(change["new"] or ""))
+        self.filter_field = widgets.Text(placeholder="e.g. memory < 300", layout={"width": "150px"})
+        on_value(self.filter_field, lambda change: self.refresh())
+        exports = bar(*(self._export_button(kind) for kind in ("csv", "html", "json")), css=("wb-group",))
+        self.load_button = button("Load runs\u2026", self._toggle_loader)
+        first = [self.open_button] if self._opened else []
+        first += [self.again_button] if self._again else []
+        self._bar = bar(
+            *first,
+            self.hide_button,
+            self.show_button,
+            *(
+                bar(label("baseline"), self.baseline_field, css=("wb-field",)),
+                bar(label("filter"), self.filter_field, css=("wb-field",)),
+            ),
+            html("", "wb-space"),
+            bar(label("export"), exports, self.load_button, css=("wb-field",)),
+        )
+        self.saved_list = widgets.SelectMultiple(options=[], rows=8, layout={"width": "620px"})
+        self.add_button = button("Add to the table", self._add_chosen)
+        self._loader = bar(self.saved_list, self.add_button, css=("wb-bar", "wb-loader"))
+        self._loader.layout.display = "none"
+        none = '<span class="wb-quiet">No finished runs yet: each run that ends is a row here.</span>'
+        self._empty = bar(html(none), self.load_button)
+
+    def _export_button(self, kind: str) -> widgets.Button:
+        return button(kind.upper(), lambda: self.page.download(f"comparison.{kind}", self.exported(kind), _TYPES[kind]))
+
+    # ---- what is shown --------------------------------------------------------------------------------------------
+
+    def add(self, runs: Iterable[RunRecord], truth: RunRecord | None = None) -> None:
+        """Append runs that are not there yet, one row per strategy; ``truth`` is the run on one device."""
+        known = {key_of(run) for run in self.runs}
+        for run in runs:
+            parts = [part for part in by_strategy([run]) if key_of(part) not in known]
+            self.runs += parts
+            self._whole |= {key_of(part): run for part in parts}
+        if truth is not None:
+            self.truth = truth
+        self.refresh()
+
+    @property
+    def rows(self) -> list[Row]:
+        """All rows that are not hidden and meet the filter, in the table's order."""
+        try:
+            return filter_rows(self._sorted(), self.filter_field.value)
+        except ValueError:
+            return self._sorted()
+
+    @property
+    def _every(self) -> list[RunRecord]:
+        """The runs and that on one device."""
+        return [*self.runs, *([self.truth] if self.truth is not None else [])]
+
+    def _sorted(self) -> list[Row]:
+        truth = key_of(self.truth) if self.truth is not None else ""
+        rows = run_rows(self._every, self.baseline, self.names, truth)
+        return sorted_rows([row for row in rows if row.key not in self.hidden], self.sort, self.ascending)
+
+    def refresh(self) -> None:
+        """Show the table as it stands."""
+        if not self.runs:
+            self.box.children = (self._empty, self._loader)
+            return
+        self.box.children = self._parts
+        rows = self.rows
+        table = rows_table_html(rows, self.sort, self.ascending, self.selected)
+        picture = element(
+            "div",
+            element("div", text="Memory against throughput", css="wb-scatter-title"),
+            scatter_picture(rows, self.selected, self.limit_bytes),
+            scatter_legend_html(),
+            css="wb-scatter-box",
+        )
+        both = element("div", element("div", table, css="wb-table-box"), picture, css="wb-comparison-grid")
+        below = below_html(rows, self._every, self.selected)
+        self.page.page = element("div", both, below, footnote_html(rows), css="wb-comparison-page")
+        self._show_controls()
+        self.facts.value = f'<span class="wb-quiet">{_facts(self.runs)}</span>'
+
+    def _show_controls(self) -> None:
+        options = [(ONE_DEVICE, ""), *((self.names.get(key_of(run), run.name), key_of(run)) for run in self.runs)]
+        if list(self.baseline_field.options) != options:
+            with self.baseline_field.hold_trait_notifications():
+                self.baseline_field.options = options
+                self.baseline_field.value = self.baseline
+        chosen = self._run(self.selected)
+        for each in (self.open_button, self.again_button):
+            each.disabled = chosen is None or chosen is self.truth
+            each.tooltip = "select a run first" if each.disabled else ""
+        self.hide_button.disabled = chosen is None
+        self.show_button.layout.display = "" if self.hidden else "none"
+        self.show_button.description = f"Show hidden ({len(self.hidden)})"
+        try:
+            filter_rows([], self.filter_field.value)
+            wrong = ""
+        except ValueError as error:
+            wrong = str(error)
+        self.filter_field.tooltip = wrong
+        (self.filter_field.add_class if wrong else self.filter_field.remove_class)("wb-wrong")
+
+    def static_html(self) -> str:
+        """The table and the scatter for readers without a kernel."""
+        if not self.runs:
+            return ""
+        below = below_html(self.rows, self._every, self.selected)
+        return comparison_html(self.rows, self.selected, self.limit_bytes, below)
+
+    # ---- what the user does ---------------------------------------------------------------------------------------
+
+    def _on_event(self, event: dict[str, Any]) -> None:
+        value = str(event.get("value", ""))
+        if event.get("event") == "sort":
+            self.sort_by(value)
+        elif event.get("event") == "select":
+            self.select(value)
+        elif event.get("event") == "rename":
+            self.rename(value, str(event.get("name", "")))
+
+    def sort_by(self, key: str) -> None:
+        """Sort by a column, its better end first; once more, the other way round."""
+        column = next((column for column in COLUMNS if column.key == key), None)
+        if column is not None:
+            self.ascending = not self.ascending if key == self.sort else column.ascending
+            self.sort = key
+            self.refresh()
+
+    def select(self, key: str) -> None:
+        """Mark a run in table and scatter."""
+        self.selected = "" if key == self.selected else key
+        self.refresh()
+
+    def rename(self, key: str, name: str) -> None:
+        """Give a run another name, on disk too where it is kept."""
+        self.names[key] = name
+        run = self._run(key)
+        if run is not None and run.run_id in self.saved.ids():
+            self.saved.rename(run.run_id, name)
+        self.refresh()
+
+    def set_baseline(self, key: str) -> None:
+        """Let speed-ups be over this run; "" is one device."""
+        self.baseline = key
+        self.refresh()
+
+    def hide(self) -> None:
+        """Leave the selected run out."""
+        if self.selected:
+            self.hidden.add(self.selected)
+            self.selected = ""
+            self.refresh()
+
+    def show_all(self) -> None:
+        """Bring back what was hidden."""
+        self.hidden.clear()
+        self.refresh()
+
+    def exported(self, kind: str) -> str:
+        """The shown rows as ``"csv"``, ``"json"`` (complete records) or ``"html"``, a page that stands alone."""
+        rows = self.rows
+        if kind == "csv":
+            return rows_csv(rows)
+        runs = self._whole_runs(rows)
+        if kind == "json":
+            truth = self.truth.to_dict() if self.truth is not None else None
+            return json.dumps({"baseline": truth, "runs": [run.to_dict() for run in runs]}, indent=1)
+        if kind == "html":
+            from workbench.ui.runs.report import runs_report_html
+
+            return runs_report_html(runs, self.truth)
+        raise ValueError(f"export {kind!r}: there are {', '.join(_TYPES)}.")
+
+    def _whole_runs(self, rows: Iterable[Row]) -> list[RunRecord]:
+        """The runs that these rows show, under the names that they have here."""
+        found: dict[str, RunRecord] = {}
+        for row in rows:
+            run = self._whole.get(row.key)
+            if run is not None:
+                found.setdefault(key_of(run), run if run.segments else replace(run, name=row.name))
+        return list(found.values())
+
+    def export(self, path: str) -> Path:
+        """Write a file; its ending says what: .csv, .json or .html.
+
+        Raises:
+            ValueError: another ending.
+        """
+        target = Path(path)
+        content = self.exported(target.suffix.lstrip(".").lower())
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(content, encoding="utf-8")
+        return target
+
+    def _toggle_loader(self) -> None:
+        hidden = self._loader.layout.display == "none"
+        if hidden:
+            known = {key_of(run) for run in self.runs}
+            self.saved_list.options = [
+                (_saved_text(run), run.run_id) for run in reversed(list(self.saved)) if run.run_id not in known
+            ]
+        self._loader.layout.display = "" if hidden else "none"
+
+    def _add_chosen(self) -> None:
+        self.add(self.saved[run_id] for run_id in self.saved_list.value)
+        self._loader.layout.display = "none"
+
+    def _run(self, key: str) -> RunRecord | None:
+        return next((run for run in self._every if key_of(run) == key), None)
+
+    def _with_selected(self, action: Callable[[str], None] | None) -> None:
+        run = self._run(self.selected)
+        if run is not None and action is not None:
+            action(run.strategy)
+
+
+def _saved_text(run: RunRecord) -> str:
+    model = run.settings.get("model", "")
+    state = "not finished" if run.error else f"{run.samples_per_s:.0f} samples/s"
+    return f"{run.started[:16].replace('T', ' ')}  {run.name}  {model}  {run.num_ranks} ranks  {state}"
+
+
+def _facts(runs: list[RunRecord]) -> str:
+    """What is compared, as far as it is the same for all."""
+    models = {str(run.settings["model"]) for run in runs if "model" in run.settings}
+    batches, ranks = {run.batch_size for run in runs}, {run.num_ranks for run in runs}
+    days = sorted({run.started[:10] for run in runs if run.started})
+    parts = [", ".join(sorted(models)), f"batch {', '.join(map(str, sorted(batches)))}", "median after warm-up"]
+    parts.append(f"{', '.join(map(str, sorted(ranks)))} ranks")
+    if len(days) > 1:
+        parts.append(f"{days[0]} to {days[-1]}")
+    return " \u00b7 ".join(part for part in parts if part)

@@ -1,0 +1,286 @@
+"""The panel's Strategy tab: edit a strategy, see who holds what, what is boxed, and predictions."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from workbench.core.model_costs import ModelCosts
+from workbench.core.presets import StrategyLike
+from workbench.core.rows import Layer
+from workbench.core.strategy import Strategy
+from workbench.cost.estimate import Estimate
+from workbench.cost.hardware import Hardware
+from workbench.cost.layer_edges import of_linear_layers, traced
+from workbench.errors import StrategyError, WorkbenchError
+from workbench.theme import Palette, palette
+from workbench.ui.controls import PLANNING, Controls, button, html
+from workbench.ui.failures import guarded
+from workbench.ui.grid.view import Facts, boxings_of, grid_view
+from workbench.ui.grid.widget import LayerGrid
+from workbench.ui.planning.machine_bar import MachineBar
+from workbench.ui.planning.planner_section import PlannerSection, Search, search_for
+from workbench.ui.planning.prediction_pictures import no_predictions_html, predictions_html
+from workbench.ui.planning.predictor import Predictor
+from workbench.ui.strategy.state import PanelState
+from workbench.ui.tensor_view import no_tensor_html, tensors_html
+
+
+class StrategyEditor:
+    """Ties the state to the bars, the grid and the predictions. ``children`` are the widgets, from the top.
+
+    Args:
+        layers: of the model.
+        num_ranks: that the strategy is for.
+        strategy: where to start.
+        facts: batch, shapes, loss.
+        predictor: what predicts.
+        title: model, parameters, batch, in words.
+        on_run: somebody wants to train.
+        on_theme: the page has another theme.
+        search: finds the planner's choice.
+        no_run: why nothing can be run at all; empty where it can.
+        calibrate: measures the machine of the engines, for a panel that knows none; None where there are no engines.
+    """
+
+    def __init__(
+        self,
+        layers: list[Layer],
+        num_ranks: int,
+        strategy: StrategyLike | None,
+        facts: Facts,
+        predictor: Predictor,
+        *,
+        title: str,
+        on_run: Callable[[], None],
+        on_theme: Callable[[Palette], None] = lambda colours: None,
+        on_change: Callable[[], None] = lambda: None,
+        search: Search = search_for,
+        no_run: str = "",
+        calibrate: Callable[[], Hardware] | None = None,
+    ) -> None:
+        self._lock = threading.RLock()
+        self._facts, self._predictor = facts, predictor
+        self._on_run, self._on_theme, self._on_change, self._no_run = on_run, on_theme, on_change, no_run
+        self._calibrate, self._is_measuring = calibrate, False
+        self._selected = ""
+        self._shows_tensor = False
+        self._num_ranks = num_ranks
+        self.busy: Callable[[], bool] = lambda: False
+        self.state = PanelState(layers, num_ranks, strategy)
+        self.controls = Controls(self.edit, on_run, self.plan, title)
+        self.grid = LayerGrid(self._on_event)
+        self.tensor = html("", "wb-tensor-host")
+        self.predictions = html("", "wb-predictions-host")
+        self.machine = MachineBar(predictor, num_ranks, self.refresh, self._set_num_ranks)
+        self.measure = button("Measure this machine", self.calibrate, "wb-measure")
+        self.machine.which.children = [*self.machine.which.children, self.measure]
+        self._in_thread = guarded(self._measure)
+        self.planner = PlannerSection(predictor, self._take_plan, self.refresh, search)
+        below = (self.machine.box, self.predictions, self.planner.box)
+        self.children = [*self.controls.bars, self.grid, self.tensor, *below]
+        self.refresh()
+
+    # ---- what the panel asks ------------------------------------------------------------------------------------
+
+    def wanted(self) -> tuple[Strategy, str]:
+        """The strategy and its name.
+
+        Raises:
+            StrategyError: it has mistakes; all of them are listed. Or it is for other ranks than there are.
+        """
+        with self._lock:
+            if self._other_ranks:
+                raise StrategyError(f"panel.run(): {self._other_ranks}")
+            self.state.strategy.resolve(self.state.layers, self.state.num_ranks)
+            return self.state.strategy, self.state.label
+
+    def estimate(self) -> Estimate | None:
+        """What is predicted for the strategy on the machine as it is; None where nothing can be."""
+        with self._lock:
+            return self._predictor.estimate(self.state.resolved, self._predictor.machine)
+
+    def open(self, text: str) -> None:
+        """Load a strategy's text; undo brings back what was there."""
+        self.edit(lambda state: state.set_text(text))
+
+    def learn(self, costs: ModelCosts | None, problem: str = "") -> None:
+        """What the model's layers cost has become known, or why it cannot be."""
+        with self._lock:
+            self._predictor.costs, self._predictor.problem = costs, problem
+            self.refresh()
+
+    def forbid_runs(self, why: str) -> None:
+        """Nothing can be run from now on."""
+        with self._lock:
+            self._no_run = why
+            self.refresh()
+
+    def plan(self) -> None:
+        """Put the planner's choice into the panel; it is searched for beside the notebook, seconds for many ranks."""
+        self.planner.ask(self.state.num_ranks, self.state.options.precision)
+
+    def _take_plan(self, strategy: Strategy) -> None:
+        self.edit(lambda state: state.set_planned(strategy))
+
+    def _set_num_ranks(self, num_ranks: int) -> None:
+        self.edit(lambda state: state.set_num_ranks(num_ranks))
+
+    def calibrate(self) -> None:
+        """Measure the machine beside the notebook, and predict for it from then on."""
+        if self._calibrate is not None and not self._is_measuring and not self.busy():
+            self._is_measuring = True
+            self.refresh()
+            threading.Thread(target=self._in_thread, args=(self._calibrate,), name="workbench-calibrate").start()
+
+    def _measure(self, calibrate: Callable[[], Hardware]) -> None:
+        try:
+            self.machine.adopt(calibrate())
+        except WorkbenchError as error:
+            self._predictor.no_machine = f"the machine could not be measured: {error}"
+        finally:
+            self._is_measuring = False
+            self.refresh()
+
+    def view(self) -> dict[str, Any]:
+        """What the grid shows, for the static copy, too."""
+        return grid_view(self.state, self._facts_now())
+
+    def predictions_html(self, ident: str = "live") -> str:
+        """The pictures below the grid."""
+        found = self._predictor.predict(self.state.resolved, is_old=not self.state.can_run)
+        return no_predictions_html(found) if isinstance(found, str) else predictions_html(found, ident)
+
+    # ---- the user does something --------------------------------------------------------------------------------
+
+    def edit(self, action: Callable[[PanelState], Any]) -> None:
+        """Change the state and show it. What cannot be shown is not done."""
+        with self._lock:
+            try:
+                with self.state.unless_it_fails():
+                    action(self.state)
+                    self.refresh()
+            except Exception:
+                self._show_controls()
+                raise
+        self._on_change()
+
+    def _on_event(self, event: dict[str, Any]) -> None:
+        """What the grid reports: an edit, a row, a constraint to run, or the page's theme."""
+        kind, value, rows = event["event"], event.get("value"), event.get("rows", [])
+        actions: dict[str, Callable[[PanelState], Any]] = {
+            "parallel": lambda state: state.set_parallel(rows, str(value)),
+            "choice": lambda state: state.set_choice(rows, str(value)),
+            "stage": lambda state: state.set_stage(rows, int(value or 0)),
+            "fix": lambda state: state.apply_fix(str(value), event.get("row")),
+            "undo": PanelState.undo,
+            "redo": PanelState.redo,
+            "open": lambda state: state.set_text(str(value)),
+        }
+        if kind in actions:
+            self.edit(actions[kind])
+        elif kind == "theme":
+            self._on_theme(palette(str(value)))
+        elif kind == "run":
+            if self.state.can_run and not self.busy() and not self._no_run_now:
+                self._on_run()
+        else:
+            self._look(kind, value, rows)
+
+    def _look(self, kind: str, value: Any, rows: list[str]) -> None:
+        """Events that change what is looked at, and nothing else."""
+        with self._lock:
+            if kind == "fold":
+                self.state.fold(rows[0])
+            elif kind == "find":
+                self.state.look_for(str(value))
+            elif kind == "tensor":
+                self._shows_tensor = not self._shows_tensor
+            elif kind == "select":
+                self._selected = rows[0]
+                self._show_tensor()
+                self._show_plan()
+                return
+            self.grid.view = self.view() | {"tensor": self._shows_tensor}
+            self._show_tensor()
+
+    # ---- showing ------------------------------------------------------------------------------------------------
+
+    def refresh(self) -> None:
+        """Show the state in every part: all pictures are made before any of them is shown."""
+        with self._lock:
+            view, predictions = self.view(), self.predictions_html()
+            self.grid.view = view | {"tensor": self._shows_tensor}  # first: there the user has clicked
+            self._show_controls()
+            self.predictions.value = predictions
+            self._show_measure()
+            self._show_tensor()
+            self._show_plan()
+
+    def _show_controls(self) -> None:
+        self.controls.refresh(self.state, self.busy(), self._no_plan(), self._no_run_now)
+        self.machine.refresh(self.state.num_ranks, self.state.options.precision)
+
+    @property
+    def _other_ranks(self) -> str:
+        """Why a strategy for the ranks of the slider cannot be trained; empty where they are those that there are."""
+        wanted, there = self.state.num_ranks, self._num_ranks
+        return "" if wanted == there else f"the strategy is for {wanted} ranks, but there are {there}"
+
+    @property
+    def _no_run_now(self) -> str:
+        return self._no_run or self._other_ranks
+
+    def _show_plan(self) -> None:
+        self.planner.show(self.state.strategy, self.state.num_ranks, self._selected_layer())
+
+    def plan_html(self) -> str:
+        """The plan as it is explained now; empty before there is one."""
+        return self.planner.html(self.state.strategy, self.state.num_ranks, self._selected_layer())
+
+    def _selected_layer(self) -> str:
+        """The pattern of the selected row; empty for a block of unlike layers, and where nothing is selected."""
+        row = next((row for row in self.state.rows if row.node.pattern == self._selected), None)
+        return "" if row is None or row.node.children else row.node.pattern
+
+    def _show_measure(self) -> None:
+        """The button is there as long as it has something to do."""
+        useful = self._calibrate is not None and not self.machine.has_own
+        self.measure.layout.display = "" if useful else "none"
+        self.measure.disabled = self._is_measuring or self.busy()
+        self.measure.description = "Measuring\u2026" if self._is_measuring else "Measure this machine"
+        self.measure.tooltip = "about 10 s on all engines; the panel then predicts every toggle"
+
+    def _no_plan(self) -> str:
+        return PLANNING if self.planner.is_searching else self._predictor.missing
+
+    def _facts_now(self) -> Facts:
+        """The facts with the shapes that are known by now."""
+        costs = self._predictor.costs
+        if costs is None:
+            return self._facts
+        return replace(self._facts, extents=traced(self.state.layers, costs.rows, costs.sample_shape))
+
+    def _show_tensor(self) -> None:
+        self.tensor.value = self._tensor_html() if self._shows_tensor else ""
+
+    def _tensor_html(self) -> str:
+        rows = self.state.rows
+        row = next((row for row in rows if row.node.pattern == self._selected), rows[0] if rows else None)
+        if row is None:
+            return ""
+        if row.node.children:
+            return no_tensor_html([child.label for child in row.node.children])
+        index = row.node.layers[0]
+        edge = boxings_of(self.state, self._facts_now()).layer_edges[index]
+        return tensors_html(self.state.layers[index], index, self.state.resolved, edge)
+
+
+def facts_of(
+    layers: list[Layer], batch_size: int, sample_shape: tuple[int, ...], loss_fn: Callable[..., Any] | None
+) -> Facts:
+    """Facts about a model before its costs are known: shapes behind linear layers on flat samples."""
+    loss = getattr(loss_fn, "__name__", type(loss_fn).__name__) if loss_fn is not None else ""
+    return Facts(batch_size, of_linear_layers(layers, sample_shape), loss)
