@@ -42,7 +42,8 @@ def _example_world(request: pytest.FixtureRequest) -> Iterator[None]:
     import workbench as wb
     from workbench import flow
     from workbench.core.placement import Placement
-    from workbench.tensors.world import Simulated, World
+    from workbench.tensors.simulated import Simulated
+    from workbench.tensors.world import World
     from workbench.transport.threads import ThreadHub, ThreadTransport
 
     sources = [example.source for example in request.node.dtest.examples]

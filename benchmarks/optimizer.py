@@ -33,7 +33,7 @@ from benchmarks.reporting import (
     side_by_side,
     table,
 )
-from workbench.training.gradients.optim import install_hooks
+from workbench.training import torch_patches  # noqa: F401 - completes GlobalTensor and torch
 from workbench.training.watching.memory import storage_bytes
 from workbench.units import format_bytes
 
@@ -48,7 +48,6 @@ def small_steps(rounds: int, calls: int) -> None:
     """The step on small parameters, in this process alone."""
     torch.set_num_threads(1)
     wb.init()
-    install_hooks()
     here = wb.placement.all("cpu")
     values = [torch.randn(SIZE, SIZE) for _ in range(NUM_PARAMETERS)]
     plain = [nn.Parameter(value.clone()) for value in values]

@@ -22,6 +22,7 @@ from workbench.tensors.dispatch.extension import local_map, register_rule
 from workbench.tensors.global_tensor import GlobalTensor
 from workbench.tensors.random import manual_seed
 from workbench.tensors.world import barrier, current, init, rank, rebuild, shutdown, world_size
+from workbench.training import torch_patches  # noqa: F401 - completes GlobalTensor and torch
 from workbench.training.capture.step import capture
 from workbench.training.data import GlobalDataLoader
 from workbench.training.gradients.overlap import no_sync

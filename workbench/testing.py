@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from workbench.errors import CollectiveAborted
-from workbench.tensors.world import Simulated, World
+from workbench.tensors.simulated import Simulated
+from workbench.tensors.world import World
 from workbench.training import torch_patches  # noqa: F401 - completes GlobalTensor and torch
 from workbench.transport.threads import ThreadHub, ThreadTransport
 

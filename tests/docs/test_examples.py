@@ -7,7 +7,8 @@ import torch
 
 import workbench as wb
 from tests.docs.pages import PAGES, name_of
-from workbench.tensors.world import Simulated, World
+from workbench.tensors.simulated import Simulated
+from workbench.tensors.world import World
 from workbench.transport.threads import ThreadHub, ThreadTransport
 
 WITH_EXAMPLES = [page for page in PAGES if "\n    >>> " in page.read_text(encoding="utf-8")]

@@ -6,7 +6,8 @@ import torch
 
 from tests.transport import late_device
 from tests.transport.shared_ranks import ThreadGather, run_on_threads
-from workbench.tensors.world import Simulated, World
+from workbench.tensors.simulated import Simulated
+from workbench.tensors.world import World
 from workbench.transport.ipc import connect as ipc_connect
 from workbench.transport.ipc import pool
 

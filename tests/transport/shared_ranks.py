@@ -8,7 +8,8 @@ import torch
 
 import workbench.tensors.install  # noqa: F401 - installs the patches of torch
 from tests.patience import PATIENCE_S
-from workbench.tensors.world import Simulated, World
+from workbench.tensors.simulated import Simulated
+from workbench.tensors.world import World
 from workbench.transport import selection
 
 

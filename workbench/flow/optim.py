@@ -7,9 +7,8 @@ from typing import Any
 import torch.optim
 
 from workbench.flow.joining import join_if_launched
-from workbench.training.gradients.optim import install_hooks
+from workbench.training import torch_patches  # noqa: F401 - completes GlobalTensor and torch
 
-install_hooks()
 join_if_launched()
 
 

@@ -1,12 +1,10 @@
-"""Importing this module makes torch know global tensors: it registers the rules and installs the patches of torch."""
+"""Importing this module registers all rules, and adds the patches that global tensors need to the table."""
 
 from __future__ import annotations
 
-from workbench.tensors import dispatch, rules  # noqa: F401 - rules register themselves
+from workbench.tensors import dispatch, rules
 from workbench.tensors.torch_patches import checkpoint, compile_ddp_fsdp, copying, torch_function_bypasses
 
-compile_ddp_fsdp.install()
 copying.install()
-torch_function_bypasses.install()
-checkpoint.install()
-dispatch.hooks.install()
+
+__all__ = ["checkpoint", "compile_ddp_fsdp", "dispatch", "rules", "torch_function_bypasses"]

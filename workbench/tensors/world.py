@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from workbench.core.placement import Placement
 from workbench.errors import WorldError
+from workbench.tensors import patch_table as patches
 from workbench.transport import selection
 from workbench.transport.base import Traffic, Transport
 from workbench.transport.launchers import default_init_method, launcher_value
@@ -132,7 +133,7 @@ class World:
 _process_world: World | None = None
 _left_world: World | None = None
 _joined_by: dict[str, Any] = {}
-_thread_world = threading.local()
+thread_world = threading.local()
 _at_rebuild: list[Callable[[], None]] = []
 
 
@@ -142,7 +143,7 @@ def current() -> World:
     Raises:
         WorldError: a launcher has set RANK but ``wb.init()`` was not called.
     """
-    world: World | None = getattr(_thread_world, "world", None) or _process_world
+    world: World | None = getattr(thread_world, "world", None) or _process_world
     if world is not None:
         return world
     if launcher_value("world_size", 1) > 1:
@@ -155,7 +156,7 @@ def current() -> World:
 
 def joined() -> World | None:
     """The world of this thread or process; None where there is none yet."""
-    world: World | None = getattr(_thread_world, "world", None) or _process_world
+    world: World | None = getattr(thread_world, "world", None) or _process_world
     return world
 
 
@@ -218,6 +219,7 @@ def init(
         transport = ThreadTransport(ThreadHub(1), 0)
     _process_world = _rejoined(rank, world_size, chosen, transport) or World(rank, world_size, chosen, transport)
     _process_world.generation = generation or 0
+    patches.install()
     _joined_by = {"init_method": init_method, "backend": backend, "timeout_s": timeout_s}
     return _process_world
 
@@ -317,9 +319,9 @@ def at_rebuild(forget: Callable[[], None]) -> None:
 
 
 def _share_random_state(transport: Transport, device: torch.device) -> None:
-    """All ranks go on with rank 0's random numbers: torch seeds every process differently, and the ranks'
-    models and the
-    keys of their random tensors must agree."""
+    """All ranks go on with rank 0's random numbers: torch seeds every process differently, and the ranks' models and
+    the keys of their random tensors must agree.
+    """
     states = transport.all_gather(torch.get_rng_state().to(device), "init()")
     torch.set_rng_state(states[0].cpu())
 
@@ -333,6 +335,7 @@ def shutdown() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     torch.autograd.set_multithreading_enabled(True)
+    patches.remove()
     _process_world, _left_world = None, _process_world
 
 
@@ -342,21 +345,6 @@ def run_backward_in_calling_thread(device: torch.device) -> None:
     """
     if device.type != "cpu":
         torch.autograd.set_multithreading_enabled(False)
-
-
-class Simulated:
-    """Context: this thread is one rank of a simulated world (see ``workbench.testing.run_ranks``)."""
-
-    def __init__(self, world: World) -> None:
-        self.world = world
-
-    def __enter__(self) -> World:
-        self.previous = getattr(_thread_world, "world", None)
-        _thread_world.world = self.world
-        return self.world
-
-    def __exit__(self, *exc: object) -> None:
-        _thread_world.world = self.previous
 
 
 def rank() -> int:

@@ -23,10 +23,10 @@ from torch.optim import Optimizer
 
 from workbench.core.presets import StrategyLike, strategy_of
 from workbench.tensors.agreement import check_same_on_all_ranks
+from workbench.tensors.patch_table import install_loaded
 from workbench.tensors.torch_patches import compile_ddp_fsdp
 from workbench.tensors.world import current
 from workbench.training import precision, recompute
-from workbench.training.gradients import optim
 from workbench.training.pipelining.combinations import check_combination
 from workbench.training.strategies.doors import Doors, hook_root
 from workbench.training.strategies.interrupting import Interruptible
@@ -76,7 +76,7 @@ def parallelize(
     ``wb.parallelize(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), "*: model")`` splits both weights.
     """
     world = current()
-    compile_ddp_fsdp.install()
+    install_loaded()
     compile_ddp_fsdp.refuse_wrapped(module)
     described = describe(module)
     strategy = strategy_of(strategy, described, world.world_size)
@@ -111,7 +111,6 @@ def parallelize(
         materialize(module, on_meta, init, world)
     if optimizer_state is not None:
         optimizer_state.follow(converted)
-    optim.install_hooks()
     if resolved.schedule == "zero_bubble" and not world.splits_backward:
         world.splits_backward = True
         world.plans.clear()

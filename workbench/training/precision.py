@@ -15,6 +15,7 @@ from torch.amp import grad_scaler
 
 from workbench.errors import LayoutError
 from workbench.tensors.global_tensor import GlobalTensor, local_torch
+from workbench.tensors.patch_table import patch
 from workbench.tensors.world import World
 from workbench.training.gradients.reduction import change_gradients, start_reduction
 from workbench.training.strategies.state import ParallelState
@@ -95,6 +96,8 @@ def _refuse_half(parameters: list[GlobalTensor]) -> None:
         raise ValueError("Attempting to unscale FP16 gradients.")
 
 
-def install_scaler() -> None:
-    """Let torch's own scaler decide for all ranks too."""
-    grad_scaler.GradScaler._unscale_grads_ = unscale_gradients  # type: ignore[method-assign, assignment]
+patch(
+    "torch.amp.grad_scaler.GradScaler._unscale_grads_",
+    "whether a step is skipped is a decision of all ranks",
+    lambda torchs_own: unscale_gradients,
+)

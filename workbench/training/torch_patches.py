@@ -1,13 +1,9 @@
-"""What training changes in torch; importing this module, after the tensor's own, completes both.
-
-Clipping reads norms of global gradients, and a gradient scaler's decision is that of all ranks.
-"""
+"""Importing this module adds all entries to the table of torch's functions that are replaced."""
 
 from __future__ import annotations
 
-from workbench.tensors import install  # noqa: F401 - installs the patches of torch
+from workbench.tensors import install
 from workbench.training import precision
-from workbench.training.gradients import clip
+from workbench.training.gradients import clip, optim
 
-clip.install()
-precision.install_scaler()
+__all__ = ["clip", "install", "optim", "precision"]

@@ -13,10 +13,8 @@ from workbench.flow.jobs.settings import FunctionConfig
 from workbench.flow.jobs.store import Store
 from workbench.flow.optimizer import Rule
 from workbench.tensors.global_tensor import GlobalTensor, wrap
-from workbench.training.gradients.optim import install_hooks
+from workbench.training import torch_patches  # noqa: F401 - completes GlobalTensor and torch
 from workbench.training.saving import optimizers
-
-install_hooks()  # optimizers step on the ranks' own parts of variables
 
 
 def clear_gradients(store: Store) -> None:

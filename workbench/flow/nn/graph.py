@@ -21,9 +21,9 @@ from workbench.flow.nn.module_config import ModuleConfig as GraphModule
 from workbench.flow.nn.module_config import is_recomputed
 from workbench.flow.nn.stages import disjoint_placements, stages_of
 from workbench.tensors.global_tensor import GlobalTensor
+from workbench.training import torch_patches  # noqa: F401 - completes GlobalTensor and torch
 from workbench.training.batches import Batch
 from workbench.training.batches import join as join_outputs
-from workbench.training.gradients.optim import install_hooks
 from workbench.training.pipelining.programs import run_program, stand_ins_for, train_program
 from workbench.training.pipelining.timeline import timeline_of
 
@@ -95,7 +95,6 @@ class Graph(ABC):
                 f"add_optimizer(lr_sch={type(lr_sch).__name__}): it schedules another optimizer than "
                 f"{type(optim).__name__}, the 1 that is added. Make it with this optimizer."
             )
-        install_hooks()
         self._optimizers.append((optim, lr_sch))
 
     def set_grad_scaler(self, scaler: torch.amp.GradScaler) -> None:

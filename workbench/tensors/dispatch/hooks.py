@@ -23,6 +23,7 @@ from workbench.tensors.dispatch.registry import handler
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, new_placeholder, wrap
 from workbench.tensors.gradient_state import gradient_state
 from workbench.tensors.leaf_gradients import mark_placeholder_leaves
+from workbench.tensors.patch_table import patch
 from workbench.tensors.world import World
 
 
@@ -255,7 +256,13 @@ def _refuse_non_full_hook(module: Any, inputs: Any, result: Any, grad_fn: Any) -
     _torch_warning(module, inputs, result, grad_fn)
 
 
-def install() -> None:
-    """Let modules make their backward hooks by ``GlobalBackwardHook``; it treats plain tensors as torch does."""
-    torch.nn.modules.module.BackwardHook = GlobalBackwardHook  # type: ignore[attr-defined]
-    torch.nn.Module._maybe_warn_non_full_backward_hook = _refuse_non_full_hook  # type: ignore[assignment, method-assign]
+patch(
+    "torch.nn.modules.module.BackwardHook",
+    "backward hooks of a module would see this rank's terms of gradients",
+    lambda torchs_own: GlobalBackwardHook,
+)
+patch(
+    "torch.nn.Module._maybe_warn_non_full_backward_hook",
+    "hooks of register_backward_hook would see this rank's terms of the last function's gradient",
+    lambda torchs_own: _refuse_non_full_hook,
+)

@@ -17,7 +17,8 @@ from workbench.tensors import install  # noqa: F401 - installs the patches of to
 from workbench.tensors.dispatch.planning import bind
 from workbench.tensors.dispatch.registry import Name, fold_name
 from workbench.tensors.global_tensor import GlobalTensor, local_torch, spec_of, wrap
-from workbench.tensors.world import Simulated, World
+from workbench.tensors.simulated import Simulated
+from workbench.tensors.world import World
 from workbench.transport.threads import ThreadHub, ThreadTransport
 
 

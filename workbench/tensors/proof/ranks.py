@@ -7,7 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from workbench.errors import CollectiveAborted
-from workbench.tensors.world import Simulated, World
+from workbench.tensors.simulated import Simulated
+from workbench.tensors.world import World
 from workbench.transport.threads import ThreadHub, ThreadTransport
 
 T = TypeVar("T")

@@ -16,6 +16,7 @@ import torch.utils.checkpoint as torch_checkpoint
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, wrap
+from workbench.tensors.patch_table import patch
 from workbench.tensors.world import World, joined
 
 _original: Callable[..., Any] = torch_checkpoint.checkpoint.__wrapped__  # type: ignore[attr-defined]
@@ -144,11 +145,10 @@ def _set_generator_state(world: World, state: torch.Tensor | None) -> None:
         world.generator.set_state(state)
 
 
-def install() -> None:
-    """Put ``checkpoint`` in the place of torch's, also where somebody holds the name already.
-
-    torch's own is a shell that runs what its attribute ``__dynamo_disable`` holds, once set; to compile it is not our
-    concern.
-    """
-    _original.__dynamo_disable = checkpoint  # type: ignore[attr-defined]
-    torch_checkpoint._allowed_determinism_checks_to_fns[_CHECK] = _metadata_of_shard
+# torch's own is a shell that runs what its attribute ``__dynamo_disable`` holds, once set.
+patch(
+    "torch.utils.checkpoint.checkpoint.__wrapped__.__dynamo_disable",
+    "ranks would begin to recompute at different points of the backward, and their boxings would not meet",
+    lambda torchs_own: checkpoint,
+)
+torch_checkpoint._allowed_determinism_checks_to_fns[_CHECK] = _metadata_of_shard  # one more, under a name of its own

@@ -10,17 +10,15 @@ compiled function that meets global tensors on its way runs those parts uncompil
 from __future__ import annotations
 
 import functools
-import inspect
-import sys
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import swa_utils
 
 from workbench.errors import LayoutError, StrategyError
 from workbench.tensors.global_tensor import GlobalTensor
+from workbench.tensors.patch_table import patch
 
 _INSTEAD = {
     "DistributedDataParallel": 'Leave it out: wb.parallelize(module, "*: data") sums gradients during backward.',
@@ -30,7 +28,6 @@ _INSTEAD = {
     "plain tensors, and call them through wb.local_map.",
 }
 _REFUSED = {"DistributedDataParallel": "DistributedDataParallel", "OptimizedModule": "torch.compile"}
-_FSDP = "torch.distributed.fsdp"
 
 
 def refuse(what: str, module: nn.Module) -> None:
@@ -70,7 +67,6 @@ def _refusing(what: str, function: Callable[..., Any], place: int) -> Callable[.
             _let_break_graphs()
         return function(*args, **kwargs)
 
-    checked._refuses = True  # type: ignore[attr-defined]
     return checked
 
 
@@ -80,12 +76,6 @@ def _let_break_graphs() -> None:
     if GlobalTensor not in config.nontraceable_tensor_subclasses:
         config.nontraceable_tensor_subclasses.add(GlobalTensor)
         trace_rules.add("workbench")
-
-
-def _replace(owner: Any, name: str, what: str, place: int) -> None:
-    function = getattr(owner, name)
-    if not hasattr(function, "_refuses"):
-        setattr(owner, name, _refusing(what, function, place))
 
 
 def _check_averaged(self: swa_utils.AveragedModel, model: nn.Module) -> None:
@@ -110,33 +100,32 @@ def _check_averaged(self: swa_utils.AveragedModel, model: nn.Module) -> None:
         )
 
 
-def _watch_averages() -> None:
-    update = swa_utils.AveragedModel.update_parameters
-    if hasattr(update, "_looks"):
-        return
-
+def _checking_averages(update: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(update)
     def update_parameters(self: swa_utils.AveragedModel, model: nn.Module) -> None:
         _check_averaged(self, model)
         update(self, model)
 
-    update_parameters._looks = True  # type: ignore[attr-defined]
-    swa_utils.AveragedModel.update_parameters = update_parameters  # type: ignore[method-assign]
+    return update_parameters
 
 
-def install() -> None:
-    """Install the checks; a later call also finds wrappers that were imported since."""
-    _watch_averages()
-    _replace(torch, "compile", "torch.compile", 0)
-    _replace(nn.Module, "compile", "torch.compile", 0)
-    _replace(nn.parallel.DistributedDataParallel, "__init__", "DistributedDataParallel", 1)
-    fsdp = sys.modules.get(_FSDP)
-    if fsdp is not None:
-        _replace(fsdp.FullyShardedDataParallel, "__init__", "FullyShardedDataParallel", 1)
-        _refuse_fully_shard(fsdp.fully_shard)
-
-
-def _refuse_fully_shard(function: Any) -> None:
-    """``fully_shard`` is a name that many modules hold, so its first step is replaced instead."""
-    inner = sys.modules[inspect.unwrap(function).__module__]
-    _replace(inner, "_validate_module", "fully_shard", 0)
+_REFUSED_AT = {
+    "torch.compile": ("torch.compile", 0),
+    "torch.nn.Module.compile": ("torch.compile", 0),
+    "torch.nn.parallel.DistributedDataParallel.__init__": ("DistributedDataParallel", 1),
+    "torch.distributed.fsdp.FullyShardedDataParallel.__init__": ("FullyShardedDataParallel", 1),
+    # many modules hold the name ``fully_shard``, so its first step is replaced instead
+    "torch.distributed.fsdp._fully_shard._fully_shard._validate_module": ("fully_shard", 0),
+}
+"""Address -> what is refused for a module with global parameters, and which argument the module is."""
+for place, (what, index) in _REFUSED_AT.items():
+    patch(
+        place,
+        f"{what} on global parameters would sum, cut or trace shards as if each were the whole",
+        functools.partial(_refusing, what, place=index),
+    )
+patch(
+    "torch.optim.swa_utils.AveragedModel.update_parameters",
+    "an average that lies on other ranks than its model would be taken of the wrong shards",
+    _checking_averages,
+)

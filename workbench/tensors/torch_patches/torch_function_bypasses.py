@@ -19,6 +19,7 @@ from torch.utils._device import _device_constructors
 
 from workbench.errors import LayoutError
 from workbench.tensors.global_tensor import GlobalTensor
+from workbench.tensors.patch_table import patch
 
 _torch_function_enabled = torch._C._is_torch_function_enabled
 
@@ -30,12 +31,11 @@ METHODS = ("new_full", "new_tensor")
 CONVERSIONS = ("tensor", "as_tensor", "asarray")
 """Functions of ``torch`` that take a tensor as data."""
 _TRANSFORMS = {
-    ("torch._functorch.eager_transforms", "_wrap_for_grad"): "torch.func.grad, vjp, jacrev or hessian",
-    ("torch._functorch.vmap", "_add_batch_dim"): "torch.vmap",
-    ("torch.autograd.forward_ad", "make_dual"): "forward-mode differentiation (torch.func.jvp, make_dual)",
+    "torch._functorch.eager_transforms._wrap_for_grad": "torch.func.grad, vjp, jacrev or hessian",
+    "torch._functorch.vmap._add_batch_dim": "torch.vmap",
+    "torch.autograd.forward_ad.make_dual": "forward-mode differentiation (torch.func.jvp, make_dual)",
 }
 _apply = Function.__dict__["apply"].__func__
-_installed = False
 
 
 def _guarded_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -120,23 +120,22 @@ def refuse_transform(what: str, tensor: GlobalTensor) -> None:
     )
 
 
-def install() -> None:
-    """Wrap the functions above, once per process."""
-    global _installed
-    if _installed:
-        return
-    _installed = True
-    # ``with torch.device(...)`` knows the functions that make tensors by what they are when it is first asked.
-    _device_constructors()
-    Function.apply = classmethod(_guarded_apply)  # type: ignore[method-assign, assignment]
-    for name in MAKERS:
-        setattr(torch, name, _reading_whole(getattr(torch, name)))
-    for name in LIKE_MAKERS:
-        setattr(torch, name, _reading_whole(getattr(torch, name), first=1))
-    for name in METHODS:
-        setattr(torch.Tensor, name, _reading_whole(getattr(torch.Tensor, name), first=1))
-    for name in CONVERSIONS:
-        setattr(torch, name, _converting(getattr(torch, name)))
-    for (module_name, name), what in _TRANSFORMS.items():
-        module = importlib.import_module(module_name)
-        setattr(module, name, _refusing(getattr(module, name), what))
+_READS = "it reads a global scalar among its arguments without asking: this rank's shard of it"
+# ``with torch.device(...)`` knows the functions that make tensors by what they are when it is first asked.
+_device_constructors()
+patch(
+    "torch.autograd.function.Function.apply",
+    "a custom function would see this rank's shard as if it were the whole",
+    lambda torchs_own: classmethod(_guarded_apply),
+)
+for name in MAKERS:
+    patch(f"torch.{name}", _READS, _reading_whole)
+for name in LIKE_MAKERS:
+    patch(f"torch.{name}", _READS, functools.partial(_reading_whole, first=1))
+for name in METHODS:
+    patch(f"torch.Tensor.{name}", _READS, functools.partial(_reading_whole, first=1))
+for name in CONVERSIONS:
+    patch(f"torch.{name}", "a global tensor would become a plain copy of this rank's shard", _converting)
+for place, what in _TRANSFORMS.items():
+    importlib.import_module(place.rpartition(".")[0])
+    patch(place, f"{what} would wrap the shard and drop its layout", functools.partial(_refusing, what=what))

@@ -20,8 +20,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from workbench.errors import CaptureError
 from workbench.tensors.global_tensor import GlobalTensor
+from workbench.tensors.patch_table import hook
 from workbench.training.gradients.fused_steps import fuse, unfuse
-from workbench.training.gradients.optim import adopt_loaded_state, after_steps, install_hooks, is_elementwise
+from workbench.training.gradients.optim import adopt_loaded_state, after_steps, is_elementwise
 
 
 class Step:
@@ -179,6 +180,9 @@ def _ends(optimizer: Optimizer) -> None:
         listener.optimizer_ends(optimizer)
 
 
-install_hooks()
-register_optimizer_step_pre_hook(_begins)  # behind the hook that puts the parts in place
+hook(  # behind the one that puts the parts in place
+    "torch.optim.optimizer.register_optimizer_step_pre_hook",
+    "a recording has to know where an optimizer's step begins",
+    lambda: register_optimizer_step_pre_hook(_begins),
+)
 after_steps.append(_ends)

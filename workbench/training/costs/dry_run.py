@@ -31,7 +31,8 @@ from workbench.core.rows import Layer
 from workbench.core.strategy import ResolvedLayer, ResolvedStrategy, Strategy
 from workbench.errors import StrategyError
 from workbench.tensors.global_tensor import GlobalTensor, local_torch, plain
-from workbench.tensors.world import Simulated, World
+from workbench.tensors.simulated import Simulated
+from workbench.tensors.world import World
 from workbench.training import torch_patches  # noqa: F401 - completes GlobalTensor and torch
 from workbench.training.batches import Batch, LossFunction
 from workbench.training.parallel import describe, parallelize

@@ -23,7 +23,8 @@ from workbench.core.placement import Placement
 from workbench.core.sbp import Sbp, broadcast, partial_sum, split
 from workbench.tensors.boxing.box import box_to
 from workbench.tensors.global_tensor import local_torch, new_placeholder, spec_of, wrap
-from workbench.tensors.world import Simulated, World, current
+from workbench.tensors.simulated import Simulated
+from workbench.tensors.world import World, current
 from workbench.training.costs.counting import Counter
 from workbench.training.costs.stopwatch import Stopwatch
 from workbench.training.costs.times import DTYPES, ExchangeTime, FunctionTime, ProductTime, RankTimes

@@ -19,6 +19,7 @@ from workbench.core.sbp import Partial, Split, broadcast
 from workbench.tensors.dispatch.read_values import value_on_all_ranks
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, plain
 from workbench.tensors.leaf_gradients import owner_of_grad
+from workbench.tensors.patch_table import patch
 from workbench.tensors.world import World
 from workbench.training.gradients.reduction import Term, change_gradients, start_reduction, start_sums
 from workbench.training.gradients.shard import state_spec
@@ -119,7 +120,7 @@ def clip_with_norm(parameters: Any, max_norm: float, total_norm: torch.Tensor, f
     change_gradients([p for p in listed if isinstance(p, GlobalTensor)], multiply)
 
 
-def install() -> None:
-    """Put both in the place of torch's, which its public functions call by name."""
-    clip_grad._get_total_norm = torch.nn.utils.get_total_norm = total_norm
-    clip_grad._clip_grads_with_norm_ = torch.nn.utils.clip_grads_with_norm_ = clip_with_norm
+for _place in ("torch.nn.utils.clip_grad._get_total_norm", "torch.nn.utils.get_total_norm"):
+    patch(_place, "the norm of a shard is not that of its tensor", lambda torchs_own: total_norm)
+for _place in ("torch.nn.utils.clip_grad._clip_grads_with_norm_", "torch.nn.utils.clip_grads_with_norm_"):
+    patch(_place, "gradients are scaled before their terms have been summed", lambda torchs_own: clip_with_norm)

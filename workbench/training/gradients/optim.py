@@ -29,13 +29,13 @@ from workbench.tensors.boxing.assembly import slice_region
 from workbench.tensors.boxing.box import box
 from workbench.tensors.global_tensor import GlobalTensor, local_torch, new_placeholder, plain, wrap
 from workbench.tensors.leaf_gradients import set_reduced_grad
+from workbench.tensors.patch_table import hook, patch
 from workbench.training.gradients.fused_steps import fuse, unfuse
 from workbench.training.gradients.left_behind import MOVE_STATE, refuse_replaced, refuse_state
 from workbench.training.gradients.overlap import Watcher
 from workbench.training.gradients.reduction import forget_sums, start_reduction, start_write_back
 from workbench.training.gradients.shard import shard_of, state_spec
 
-_installed = False
 after_steps: list[Callable[[Optimizer], None]] = []
 """Called when an optimizer has stepped, while its local parts are still in the place of its parameters."""
 _stepping: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -47,17 +47,6 @@ _ELEMENTWISE = {
         torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD,
     )
 }  # fmt: skip
-
-
-def install_hooks() -> None:
-    """Register the step hooks with torch, once per process."""
-    global _installed
-    if not _installed:
-        register_optimizer_step_pre_hook(_before_step)
-        world.at_rebuild(settle)
-        Optimizer._optimizer_step_code = _after_step  # type: ignore[method-assign]
-        Optimizer.zero_grad = _zero_grad  # type: ignore[method-assign]
-        _installed = True
 
 
 def forget_layouts(optimizer: Optimizer) -> None:
@@ -352,3 +341,21 @@ def _run_closure_first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[t
     if "closure" in kwargs:
         return args, {**kwargs, "closure": lambda: loss}
     return (args[0], lambda: loss, *args[2:]), kwargs
+
+
+world.at_rebuild(settle)
+hook(
+    "torch.optim.optimizer.register_optimizer_step_pre_hook",
+    "a step works on local parts and sums of gradients, which take the place of global parameters",
+    lambda: register_optimizer_step_pre_hook(_before_step),
+)
+patch(
+    "torch.optim.Optimizer._optimizer_step_code",
+    "global parameters come back when the step has been made, before hooks of the user's read them",
+    lambda torchs_own: _after_step,
+)
+patch(
+    "torch.optim.Optimizer.zero_grad",
+    "a step that raised has left local parts in the place of parameters",
+    lambda torchs_own: _zero_grad,
+)

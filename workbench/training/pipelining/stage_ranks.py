@@ -27,7 +27,8 @@ from workbench.tensors.dispatch.hooks import hooks_of
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, new_placeholder, plain, spec_of, wrap
 from workbench.tensors.gradient_state import gradient_state
 from workbench.tensors.leaf_gradients import accumulate_grad, mark_placeholder, read_grad
-from workbench.tensors.world import Simulated, World
+from workbench.tensors.simulated import Simulated
+from workbench.tensors.world import World
 from workbench.training.gradients.overlap import Watcher
 from workbench.training.gradients.shard import Shard
 from workbench.training.pipelining.local_modules import stand_ins_of

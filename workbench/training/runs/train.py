@@ -18,7 +18,8 @@ from workbench.core.metrics import StepBlock
 from workbench.core.presets import StrategyLike
 from workbench.core.run_commands import RunCommand
 from workbench.core.strategy import Strategy
-from workbench.tensors.world import Simulated, World, current
+from workbench.tensors.simulated import Simulated
+from workbench.tensors.world import World, current
 from workbench.training.batches import call, loss_of
 from workbench.training.precision import AUTOCAST_DTYPES, autocast_forward
 from workbench.training.runs.changes import Course, State, copied_state

@@ -1,0 +1,125 @@
+"""Functions of torch that are replaced: only while this process is in a world, and plain programs do not notice."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
+
+import workbench as wb
+from tests.patience import PROGRAM_PATIENCE_S
+from workbench.tensors import patch_table as table
+from workbench.testing import run_ranks
+
+PLACES = [entry.place for entry in table.PATCHES if not entry.is_hook]
+
+
+def own(place: str) -> object:
+    owner, name = table._find_owner(place)
+    return None if owner is None else vars(owner).get(name)
+
+
+@pytest.mark.parametrize("entry", table.PATCHES, ids=lambda entry: entry.place)
+def test_every_entry_says_why(entry: table.Patch):
+    assert len(entry.why) > 30
+
+
+def test_no_place_is_replaced_twice():
+    assert len(PLACES) == len(set(PLACES))
+
+
+@pytest.fixture
+def no_world():
+    """Worlds that other tests have left behind, away for the time of a test."""
+    left, table._num_worlds = table._num_worlds, 1
+    table.remove()
+    yield
+    for _ in range(left):
+        table.install()
+
+
+def test_simulated_ranks_install_them_and_the_last_one_removes_them(no_world: None):
+    before = [own(place) for place in PLACES]
+    inside = run_ranks(lambda: [own(place) for place in PLACES], 2)
+    assert [own(place) for place in PLACES] == before
+    loaded = [i for i, place in enumerate(PLACES) if table._find_owner(place)[0] is not None]
+    assert all(found[i] is not before[i] for found in inside for i in loaded)
+
+
+def test_ranks_inside_a_world_leave_the_worlds_own(no_world: None):
+    table.install()
+    inside = own("torch.full")
+    run_ranks(lambda: None, 2)
+    assert own("torch.full") is inside
+    table.remove()
+    assert own("torch.full") is not inside
+
+
+def test_a_hook_of_optimizers_is_gone_too(no_world: None):
+    count = len(hooks)
+    added = sum(entry.is_hook for entry in table.PATCHES)
+    assert run_ranks(lambda: len(hooks), 1)[0] == count + added > count
+    assert len(hooks) == count
+
+
+PROGRAM = """
+import torch, torch.nn as nn, torch.nn.functional as F
+from torch import full
+from torch.utils.checkpoint import checkpoint
+
+def program():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    optimizer, scaler = torch.optim.AdamW(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu")
+    for _ in range(3):
+        optimizer.zero_grad()
+        x = torch.randn(8, 4) + full((8, 4), 0.5) + torch.arange(4)
+        hidden = checkpoint(model[0], x, use_reentrant=False)
+        loss = F.cross_entropy(model[2](model[1](hidden)), torch.randint(2, (8,)))
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        scaler.step(optimizer)
+        scaler.update()
+    return [p.detach().clone() for p in model.parameters()] + [torch.func.grad(lambda x: x.sin().sum())(torch.ones(3))]
+
+def own():
+    from workbench.tensors import patch_table as table
+    found = [table._find_owner(entry.place) for entry in table.PATCHES if not entry.is_hook]
+    return [vars(owner).get(name) for owner, name in found if owner]
+
+alone = program()
+import workbench as wb
+import workbench.api
+before, names = program(), own()
+for _ in range(2):
+    wb.init()
+    place = wb.placement("cpu", ranks=[0])
+    model = wb.parallelize(nn.Linear(4, 2), "*: data")
+    model(torch.ones(2, 4)).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    between, replaced = program(), own()
+    wb.shutdown()
+    after = program()
+    assert sum(a is not b for a, b in zip(names, replaced)) > 20
+    assert all(a is b for a, b in zip(names, own()))
+    assert all(torch.equal(a, b) for other in (before, between, after) for a, b in zip(alone, other))
+print("the same")
+"""
+
+
+@pytest.mark.procs
+def test_a_plain_program_before_between_and_after_has_equal_bits_and_torchs_own_functions():
+    found = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False, timeout=PROGRAM_PATIENCE_S
+    )
+    assert found.stdout.strip() == "the same", found.stderr
+
+
+def test_a_world_that_is_left_twice_removes_them_once(no_world: None):
+    wb.init(0, 1)
+    wb.shutdown()
+    wb.shutdown()
+    assert table._num_worlds == 0

@@ -1,0 +1,102 @@
+"""Functions of torch that are replaced while this process is in a world: one table, each entry with its reason.
+
+Joining a world (``wb.init``, or a simulated rank) installs them. Leaving the last one (``wb.shutdown``) puts torch's
+own back. Each replacement does for plain tensors what torch does.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+_ABSENT = object()
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One replaced attribute, or one hook.
+
+    Attributes:
+        place: its address, ``"torch.optim.Optimizer.zero_grad"``; for a hook, the function that registers it.
+        why: what goes wrong for global tensors without it.
+        replacement: from torch's own to what takes its place; for a hook, what registers it and returns its handle.
+    """
+
+    place: str
+    why: str
+    replacement: Callable[..., Any]
+    is_hook: bool = False
+
+
+PATCHES: list[Patch] = []
+_undo: dict[int, Callable[[], None]] = {}
+_num_worlds = 0
+_lock = threading.RLock()
+
+
+def patch(place: str, why: str, replacement: Callable[[Any], Any]) -> None:
+    """Add an entry. Its module may be loaded later, see ``install_loaded``."""
+    _add(Patch(place, why, replacement))
+
+
+def hook(place: str, why: str, register: Callable[[], Any]) -> None:
+    """Add a hook that torch calls for every optimizer or module; hooks run in the order of the table."""
+    _add(Patch(place, why, register, is_hook=True))
+
+
+def _add(entry: Patch) -> None:
+    with _lock:
+        PATCHES.append(entry)
+        if _num_worlds:
+            install_loaded()
+
+
+def install() -> None:
+    """Count one more world; the first one installs all."""
+    global _num_worlds
+    with _lock:
+        _num_worlds += 1
+        install_loaded()
+
+
+def remove() -> None:
+    """Count one world less; the last one puts torch's own back."""
+    global _num_worlds
+    with _lock:
+        _num_worlds -= 1
+        while not _num_worlds and _undo:
+            _undo.popitem()[1]()
+
+
+def install_loaded() -> None:
+    """Install the entries whose modules have been loaded since."""
+    with _lock:
+        for index, entry in enumerate(PATCHES):
+            if index not in _undo and (undo := _apply(entry)) is not None:
+                _undo[index] = undo
+
+
+def _apply(entry: Patch) -> Callable[[], None] | None:
+    if entry.is_hook:
+        undo: Callable[[], None] = entry.replacement().remove
+        return undo
+    owner, name = _find_owner(entry.place)
+    if owner is None:
+        return None
+    before = vars(owner).get(name, _ABSENT)
+    setattr(owner, name, entry.replacement(getattr(owner, name, None)))
+    return lambda: delattr(owner, name) if before is _ABSENT else setattr(owner, name, before)
+
+
+def _find_owner(place: str) -> tuple[Any, str]:
+    """The module, class or function that has the attribute; None where its module is not loaded."""
+    *path, name = place.split(".")
+    lengths = range(len(path), 0, -1)
+    loaded = next((length for length in lengths if ".".join(path[:length]) in sys.modules), 0)
+    owner: Any = sys.modules.get(".".join(path[:loaded]))
+    for part in path[loaded:]:
+        owner = getattr(owner, part, None)
+    return owner, name
