@@ -48,7 +48,7 @@ def test_simulated_ranks_install_them_and_the_last_one_removes_them(no_world: No
     assert all(found[i] is not before[i] for found in inside for i in loaded)
 
 
-def test_ranks_inside_a_world_leave_the_worlds_own(no_world: None):
+def test_simulated_ranks_keep_the_patches_of_a_world(no_world: None):
     table.install()
     inside = own("torch.full")
     run_ranks(lambda: None, 2)
