@@ -23,7 +23,7 @@ from benchmarks.harness import is_launched, launch
 from benchmarks.reporting import Comparison, Target, publish, table
 from benchmarks.tensor_parallel import SIZES, Training
 from workbench.tensors.world import current
-from workbench.training.watching.memory import model_memory
+from workbench.training.diagnostics.memory import model_memory
 from workbench.units import format_bytes
 
 NUM_PROCESSES, NUM_BLOCKS = 2, 2

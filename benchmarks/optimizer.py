@@ -34,7 +34,7 @@ from benchmarks.reporting import (
     table,
 )
 from workbench.training import torch_patches  # noqa: F401 - completes GlobalTensor and torch
-from workbench.training.watching.memory import storage_bytes
+from workbench.training.diagnostics.memory import storage_bytes
 from workbench.units import format_bytes
 
 NUM_PARAMETERS, SIZE = 300, 16

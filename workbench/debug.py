@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from workbench.tensors.agreement import check_agreement as check_agreement
     from workbench.tensors.boxing.explicit import explicit_boxing as explicit_boxing
     from workbench.tensors.proof import prove as prove
+    from workbench.training.diagnostics.boxing_trace import trace as trace
+    from workbench.training.diagnostics.memory_report import memory_report as memory_report
+    from workbench.training.diagnostics.nonfinite import find_nonfinite as find_nonfinite
     from workbench.training.pipelining.timeline import timeline as timeline
-    from workbench.training.watching.nonfinite import find_nonfinite as find_nonfinite
-    from workbench.training.watching.reporting import memory_report as memory_report
-    from workbench.training.watching.trace import trace as trace
 
 _HOMES = {
     "workbench.tensors.agreement": ["check_agreement"],
@@ -25,9 +25,9 @@ _HOMES = {
     "workbench.tensors.boxing.explicit": ["explicit_boxing"],
     "workbench.tensors.proof": ["prove"],
     "workbench.training.pipelining.timeline": ["timeline"],
-    "workbench.training.watching.nonfinite": ["find_nonfinite"],
-    "workbench.training.watching.reporting": ["memory_report"],
-    "workbench.training.watching.trace": ["trace"],
+    "workbench.training.diagnostics.nonfinite": ["find_nonfinite"],
+    "workbench.training.diagnostics.memory_report": ["memory_report"],
+    "workbench.training.diagnostics.boxing_trace": ["trace"],
 }
 
 _find, __dir__, __all__ = lazy_names(__name__, _HOMES)

@@ -53,13 +53,13 @@ def test_the_whole_benchmark_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("moves", "median_s"):
         monkeypatch.setattr(kernels, name, partial(getattr(kernels, name), device="cpu"))
     monkeypatch.setattr(kernels, "losses", partial(kernels.losses, 8, 100, "cpu"))
-    stand_ins = {
+    replacements = {
         "Event": Event, "is_available": lambda: True, "get_device_name": lambda: "a stand-in",
         "synchronize": lambda: None, "reset_peak_memory_stats": lambda: None, "memory_allocated": lambda: 10,
         "max_memory_allocated": lambda: 30,
     }  # fmt: skip
-    for name, stand_in in stand_ins.items():
-        monkeypatch.setattr(torch.cuda, name, stand_in)
+    for name, replacement in replacements.items():
+        monkeypatch.setattr(torch.cuda, name, replacement)
     monkeypatch.setattr("sys.argv", ["benchmarks.kernels", "--rounds", "2"])
     assert kernels.main() == 0
     body, (slowest,) = handed_in["kernels-blocks"]

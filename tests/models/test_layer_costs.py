@@ -8,8 +8,8 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from tests.models import zoo
 from workbench.training.costs.layer_costs import layer_costs
+from workbench.training.diagnostics.memory import ActivationMeter
 from workbench.training.strategies.state import describe
-from workbench.training.watching.memory import ActivationMeter
 
 CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 

@@ -10,7 +10,7 @@ from torch import nn
 import workbench as wb
 from workbench.testing import run_ranks
 from workbench.training.parallel import state_of
-from workbench.training.pipelining.placeholder_modules import PlaceholderLayer
+from workbench.training.pipelining.placeholder_forward import PlaceholderLayerForward
 
 STAGES = "words: data; positions: data; blocks.0: data; blocks.1: data@1; norm: data@2; head: data@2 | 3x1x1 mb=2 1f1b"
 WORDS, WIDTH = 11, 8
@@ -99,18 +99,18 @@ def compare(one, strategy, num_ranks, batches, before_step=lambda model, step: N
 
 def layers_of(model):
     return {
-        name: stand_in
-        for stand_in in state_of(model).stand_ins or []
-        if isinstance(stand_in, PlaceholderLayer)
+        name: cache
+        for cache in state_of(model).forward_caches or []
+        if isinstance(cache, PlaceholderLayerForward)
         for name, module in model.named_modules()
-        if module is stand_in.module
+        if module is cache.module
     }
 
 
 def is_as_it_was(model):
     doors = [hook for part in model.modules() for hook in part._forward_pre_hooks.values()]
     return not any("forward" in part.__dict__ for part in model.modules()) and not any(
-        getattr(door, "stands_open", False) for door in doors
+        getattr(door, "is_disabled", False) for door in doors
     )
 
 

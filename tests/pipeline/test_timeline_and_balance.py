@@ -16,7 +16,7 @@ from workbench.errors import StrategyError
 from workbench.pipeline.schedules import Action, make_table
 from workbench.pipeline.simulate import Span, Timeline, measured_durations, simulate
 from workbench.testing import run_ranks
-from workbench.training.pipelining.cutting import shortest_step, step_s
+from workbench.training.pipelining.stage_partition import fastest_partition, step_s
 
 
 class Slow(nn.Linear):
@@ -148,7 +148,7 @@ def test_a_cut_is_proposed_for_a_schedule_and_its_micro_batches():
     few = wb.planner.partition_stages(model, F.mse_loss, *batch, 3, num_micro_batches=2, schedule="1f1b", num_repeats=2)
     assert str(few.strategy.options) == "3x1x1 mb=2 1f1b"
     costs = list(few.costs_s.values())
-    assert list(few.stages.values()) == shortest_step(costs, 3, 2, "1f1b")
+    assert list(few.stages.values()) == fastest_partition(costs, 3, 2, "1f1b")
     with pytest.raises(StrategyError, match="schedule 'fast' is not available"):
         wb.planner.partition_stages(model, F.mse_loss, *batch, 3, schedule="fast", num_repeats=1)
     for number in (0, 2.5):
@@ -162,7 +162,7 @@ def test_of_few_cuts_the_one_with_the_shortest_step_is_found(schedule):
     for _ in range(15):
         costs = [draw.randint(1, 9) for _ in range(draw.randint(3, 7))]
         num_stages, micro_batches = draw.randint(2, min(4, len(costs))), draw.choice((1, 2, 5))
-        found = shortest_step(costs, num_stages, micro_batches, schedule)
+        found = fastest_partition(costs, num_stages, micro_batches, schedule)
         assert sorted(set(found)) == list(range(num_stages)) and found == sorted(found)
         every = (
             [sum(end <= part for end in ends) for part in range(len(costs))]
@@ -174,7 +174,7 @@ def test_of_few_cuts_the_one_with_the_shortest_step_is_found(schedule):
 
 def test_of_many_cuts_a_descent_finds_one_no_slower_than_with_even_stages():
     costs = [2.0, *[4.0] * 16, 7.0]
-    even, found = balanced_cuts(costs, 4), shortest_step(costs, 4, 4, "1f1b")
+    even, found = balanced_cuts(costs, 4), fastest_partition(costs, 4, 4, "1f1b")
     assert step_s(totals(costs, found, 4), 4, "1f1b") < step_s(totals(costs, even, 4), 4, "1f1b")
 
 

@@ -12,8 +12,8 @@ from workbench.cost.hardware import Hardware
 from workbench.cost.hardware_files import load_hardware, save_hardware
 from workbench.session.calibrating import hardware_from
 from workbench.testing import run_ranks
-from workbench.training.costs import measuring
-from workbench.training.costs.measuring import PRODUCTS, default_spans
+from workbench.training.costs import machine_times
+from workbench.training.costs.machine_times import PRODUCTS, default_spans
 from workbench.training.costs.stopwatch import Stopwatch
 from workbench.training.costs.times import ExchangeTime, FunctionTime, ProductTime, RankTimes
 
@@ -88,16 +88,16 @@ def test_groups_of_ranks(num_ranks, spans):
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_ranks_measure_together(monkeypatch, num_ranks):
     """On simulated ranks, with small sizes: rows of all kinds, and a machine that can be."""
-    monkeypatch.setattr(measuring, "PRODUCTS", ((8, 4, 8), (8, 64, 8)))
-    monkeypatch.setattr(measuring, "WEIGHT_BYTES", 2**14)
-    monkeypatch.setattr(measuring, "EXCHANGE_BYTES", (2**12, 2**14))
-    monkeypatch.setattr(measuring, "COPY_BYTES", 2**16)
-    monkeypatch.setattr(measuring, "ROWS", {"cpu": 64})
-    monkeypatch.setattr(measuring, "FUNCTION_BYTES", 2**18)
-    monkeypatch.setattr(measuring, "Stopwatch", lambda *about: Stopwatch(*about, window_s=0.0))
-    times = run_ranks(measuring.measure, num_ranks)
+    monkeypatch.setattr(machine_times, "PRODUCTS", ((8, 4, 8), (8, 64, 8)))
+    monkeypatch.setattr(machine_times, "WEIGHT_BYTES", 2**14)
+    monkeypatch.setattr(machine_times, "EXCHANGE_BYTES", (2**12, 2**14))
+    monkeypatch.setattr(machine_times, "COPY_BYTES", 2**16)
+    monkeypatch.setattr(machine_times, "ROWS", {"cpu": 64})
+    monkeypatch.setattr(machine_times, "FUNCTION_BYTES", 2**18)
+    monkeypatch.setattr(machine_times, "Stopwatch", lambda *about: Stopwatch(*about, window_s=0.0))
+    times = run_ranks(machine_times.measure, num_ranks)
     assert {exchange.kind for exchange in times[0].exchanges} == (
-        {*measuring.KINDS, "gradients"} if num_ranks > 1 else set()
+        {*machine_times.KINDS, "gradients"} if num_ranks > 1 else set()
     )
     hardware = hardware_from(times)
     assert hardware.matmul_flops_per_s["fp32"] > 0 and hardware.op_s >= 0 and hardware.links[-1].span == num_ranks

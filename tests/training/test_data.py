@@ -16,8 +16,8 @@ from workbench.errors import LayoutError, RunError
 from workbench.tensors.dispatch.read_values import value_on_all_ranks
 from workbench.testing import run_ranks
 from workbench.training.batches import Batch
+from workbench.training.datasets import collate
 from workbench.training.runs.train import Job
-from workbench.training.samples import collate
 
 
 class Counting:

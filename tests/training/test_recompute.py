@@ -14,8 +14,8 @@ from tests.training.models import batch_for, make
 from tests.training.programs import training_equals_one_device
 from workbench.errors import StrategyError
 from workbench.testing import run_ranks
+from workbench.training.diagnostics.memory import ActivationMeter
 from workbench.training.recompute import blocks_of
-from workbench.training.watching.memory import ActivationMeter
 
 STRATEGIES = [
     ("*: data | 1x2x1", 2),

@@ -15,7 +15,7 @@ from workbench.cost.fitting import fit_link, fit_products
 from workbench.cost.hardware import Hardware, Link
 from workbench.cost.hardware_files import save_hardware
 from workbench.tensors.boxing import calibration
-from workbench.training.costs.measuring import default_spans, measure
+from workbench.training.costs.machine_times import default_spans, measure
 from workbench.training.costs.times import ExchangeTime, FunctionTime, RankTimes
 
 if TYPE_CHECKING:

@@ -40,9 +40,9 @@ def join(rank: int, world_size: int, init_method: str, device: str | None, searc
     memory_kills.offer_this_process()
 
     from workbench.tensors import world
-    from workbench.training.runs import own_loops
+    from workbench.training.runs import user_loops
 
-    own_loops.listen(publish, lambda: getattr(current_tag(), "run", 0))
+    user_loops.listen(publish, lambda: getattr(current_tag(), "run", 0))
     here = world.rebuild(rank, world_size, init_method=init_method, device=device, reason="the notebook said so")
     return {
         "pid": os.getpid(),
@@ -112,9 +112,9 @@ def _install() -> None:
 
 def _tell_the_rest(_result: Any) -> None:
     """Loops of a cell that has ended report their last steps."""
-    own_loops = sys.modules.get("workbench.training.runs.own_loops")
-    if own_loops is not None:
-        own_loops.tell_the_rest()
+    user_loops = sys.modules.get("workbench.training.runs.user_loops")
+    if user_loops is not None:
+        user_loops.report_remaining_steps()
 
 
 def _offer_names(namespace: dict[str, Any]) -> None:

@@ -59,7 +59,7 @@ def first_batch(
     dataset: Any, loss_fn: Callable[..., Any] | None, collate_fn: Callable[[list[Any]], Any] | None = None
 ) -> Batch:
     """Two samples of a data set as a batch: what of them goes to the model, what to the loss, and their shape."""
-    from workbench.training.samples import first_batch as take
+    from workbench.training.datasets import first_batch as take
 
     return take(dataset, loss_fn, collate_fn=collate_fn)
 

@@ -21,7 +21,7 @@ from workbench.tensors.global_tensor import new_placeholder, spec_of, wrap
 from workbench.tensors.object_collectives import all_gather_object
 from workbench.tensors.world import World, current
 from workbench.training.batches import TARGET_KEYS, as_tensors, count_samples
-from workbench.training.samples import Collate, check_dataset, collate, num_samples_of, take
+from workbench.training.datasets import Collate, check_dataset, collate, num_samples_of, take
 from workbench.training.strategies.state import state_of
 
 _generator_lock = threading.Lock()  # simulated ranks share torch's generator

@@ -27,15 +27,15 @@ from workbench.tensors.patch_table import install_loaded
 from workbench.tensors.torch_patches import compile_ddp_fsdp
 from workbench.tensors.world import current
 from workbench.training import precision, recompute
-from workbench.training.pipelining.combinations import check_combination
-from workbench.training.strategies.doors import Doors, hook_root
-from workbench.training.strategies.interrupting import Interruptible
+from workbench.training.pipelining.check_options import check_schedule_options
+from workbench.training.strategies.interruptible import Interruptible
+from workbench.training.strategies.layout_hooks import LayoutHooks, hook_root
 from workbench.training.strategies.layouts import StageLayouts
-from workbench.training.strategies.materializing import Init, materialize, names_on_meta
-from workbench.training.strategies.moving import OptimizerState
-from workbench.training.strategies.spreading import convert_buffers, convert_parameters
+from workbench.training.strategies.materialize import Init, materialize, names_on_meta
+from workbench.training.strategies.reshard_state import OptimizerState
+from workbench.training.strategies.shard_parameters import replicate_buffers, shard_parameters
 from workbench.training.strategies.state import STATE, ParallelState, describe, layers_of, state_of, unhook
-from workbench.training.zero import units as zero
+from workbench.training.zero import install_units as zero
 
 INSTALLERS: tuple[Callable[[nn.Module, ParallelState], list[Any]], ...] = (
     zero.install,
@@ -80,7 +80,7 @@ def parallelize(
     compile_ddp_fsdp.refuse_wrapped(module)
     described = describe(module)
     strategy = strategy_of(strategy, described, world.world_size)
-    check_combination(strategy)
+    check_schedule_options(strategy)
     resolved = strategy.resolve(described, world.world_size)
     check_same_on_all_ranks(module, world)
     optimizer_state = OptimizerState(optimizer, module, world) if optimizer is not None else None
@@ -88,29 +88,29 @@ def parallelize(
     unhook(module)
     layers = list(layers_of(module))
     layouts = StageLayouts(world, resolved)
-    doors = Doors(layouts)
+    doors = LayoutHooks(layouts)
     state = ParallelState(strategy, resolved, layouts, placements=layouts.placements)
     converted: dict[int, nn.Parameter] = {}
     stages: dict[nn.Parameter, int] = {}
     for position, (_, layer) in enumerate(layers):
         choice = resolved.layers[position]
-        convert_parameters(layer, choice, layouts, converted)
+        shard_parameters(layer, choice, layouts, converted)
         following = resolved.layers[position + 1] if position + 1 < len(layers) else None
         own = dict(layer.named_parameters(recurse=False))
         foreign = [
             name for name, parameter in own.items() if stages.setdefault(parameter, choice.stage) != choice.stage
         ]
-        state.handles += doors.hook(layer, choice, following, foreign, state.when_interrupted)
-    convert_buffers(module, layouts)
-    state.handles += hook_root(module, layouts, state.when_interrupted)
+        state.handles += doors.hook(layer, choice, following, foreign, state.on_interrupt)
+    replicate_buffers(module, layouts)
+    state.handles += hook_root(module, layouts, state.on_interrupt)
     module.__dict__[STATE] = state
     for install in INSTALLERS:
         state.handles += install(module, state)
-    state.handles.append(Interruptible(module, state.when_interrupted))
+    state.handles.append(Interruptible(module, state.on_interrupt))
     if on_meta and world.device.type != "meta":
         materialize(module, on_meta, init, world)
     if optimizer_state is not None:
-        optimizer_state.follow(converted)
+        optimizer_state.reshard(converted)
     if resolved.schedule == "zero_bubble" and not world.splits_backward:
         world.splits_backward = True
         world.plans.clear()

@@ -31,7 +31,7 @@ def install(module: nn.Module, state: ParallelState) -> list[Any]:
     if dtype is None:
         return []
     handles, leave_all = autocast_forward(module, state.layouts.world.autocast_type, dtype)
-    state.when_interrupted.append(leave_all)
+    state.on_interrupt.append(leave_all)
     return handles
 
 

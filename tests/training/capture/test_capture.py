@@ -172,7 +172,7 @@ def test_a_program_is_printed_as_it_runs():
     def program():
         step = wb.capture(step_of(*layer()))
         called(step)
-        return str(step.programs[0])
+        return str(step.traces[0])
 
     text = run_ranks(program)[0]
     assert "aten.addmm" in text and "transport.start_all_reduce" in text and "SGD.step" in text

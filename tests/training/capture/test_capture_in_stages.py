@@ -54,7 +54,7 @@ def train_in_stages(options, capture, num_steps=5):
     found = [run(*torch.randn(2, 5, 4, generator=generator)) for _ in range(num_steps)]
     if capture:
         assert (run.num_recordings, run.num_replays) == (1, num_steps - 2)
-        listing = str(run.programs[0])
+        listing = str(run.traces[0])
         assert listing.count("aten.as_strided_") <= listing.count(
             "transport."
         )  # of placeholders, only what an exchange is given

@@ -8,8 +8,8 @@ from torch import nn
 import workbench as wb
 from workbench.testing import run_ranks
 from workbench.training.batches import Batch
+from workbench.training.diagnostics.memory import ActivationMeter
 from workbench.training.pipelining.step import train_micro_batches
-from workbench.training.watching.memory import ActivationMeter
 
 INPUTS, TARGETS = torch.randn(8, 16), torch.arange(8) % 4
 

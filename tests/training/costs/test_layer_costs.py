@@ -13,7 +13,7 @@ from workbench.core.model_costs import LayerCost, ModelCosts, find_blocks
 from workbench.core.rows import Layer
 from workbench.errors import StrategyError
 from workbench.training.costs.layer_costs import layer_costs
-from workbench.training.watching.memory import ActivationMeter
+from workbench.training.diagnostics.memory import ActivationMeter
 
 CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 

@@ -14,7 +14,7 @@ from workbench.tensors.global_tensor import local_torch
 from workbench.tensors.world import current
 from workbench.testing import run_ranks
 from workbench.training.gradients import overlap, reduction
-from workbench.training.gradients.overlap import Watcher
+from workbench.training.gradients.overlap import GradientReducer
 
 
 class Events(list):
@@ -29,8 +29,8 @@ def train(strategy, num_ranks, body, watched=True, kind="mlp", small_buckets=Tru
     def program(rank):
         model = wb.parallelize(models[rank], strategy)
         if not watched:
-            for watcher in {Watcher.of(p) for p in model.parameters()} - {None}:
-                watcher.remove()
+            for reducer in {GradientReducer.of(p) for p in model.parameters()} - {None}:
+                reducer.remove()
         events, transport = Events(), current().transport
         start = transport.start_all_reduce
 
@@ -253,8 +253,8 @@ def test_buckets_follow_the_order_in_which_gradients_become_ready():
             model(torch.ones(4, 16)).sum().backward()
             optimizer.step()
         names = {id(p): name for name, p in model.named_parameters()}
-        watcher = Watcher.of(model.layers[0].weight)
-        return [[names[id(p)] for p in bucket] for bucket in watcher._buckets]
+        reducer = GradientReducer.of(model.layers[0].weight)
+        return [[names[id(p)] for p in bucket] for bucket in reducer._buckets]
 
     first, second = run_ranks(program, 2)
     assert first == second
@@ -270,10 +270,10 @@ def test_what_was_under_way_when_the_world_broke_is_forgotten():
     def broken(model, optimizer, batch, events):
         plain_steps(model, optimizer, batch, events, steps=2)
         parameters = list(model.parameters())
-        watcher = Watcher.of(parameters[0])
+        reducer = GradientReducer.of(parameters[0])
         if current().rank == 1:
-            watcher._under_way.append(([], never))
-            watcher._num_backwards, watcher._has_agreed = 1, False
+            reducer._under_way.append(([], never))
+            reducer._num_backwards, reducer._has_agreed = 1, False
             with local_torch():
                 reduction.keep([overlap.Term(p, p.grad, p._spec.term_ranks) for p in parameters], never)
         current().num_rebuilds += 1

@@ -91,15 +91,15 @@ def test_with_a_count_micro_batches_make_the_loss_of_the_batch(strategy):
 def test_shuffle_and_drop_last():
     inputs, classes = torch.arange(7.0)[:, None], torch.zeros(7)
 
-    def order(**options):
+    def command(**options):
         job = Job(perceptron, (inputs, classes), F.mse_loss, None, 3, 5, **options)
         return [batch.inputs[:, 0].int().tolist() for batch in job.batches()]
 
-    assert order(shuffle=False) == [[0, 1, 2], [3, 4, 5], [6], [0, 1, 2], [3, 4, 5]]
-    assert order(shuffle=False, drop_last=True) == [[0, 1, 2], [3, 4, 5]] * 2 + [[0, 1, 2]]
-    shuffled = order()
-    assert shuffled == order() != order(seed=1) and sorted(chain.from_iterable(shuffled[:3])) == list(range(7))
-    assert [len(batch) for batch in order(drop_last=True)] == [3] * 5
+    assert command(shuffle=False) == [[0, 1, 2], [3, 4, 5], [6], [0, 1, 2], [3, 4, 5]]
+    assert command(shuffle=False, drop_last=True) == [[0, 1, 2], [3, 4, 5]] * 2 + [[0, 1, 2]]
+    shuffled = command()
+    assert shuffled == command() != command(seed=1) and sorted(chain.from_iterable(shuffled[:3])) == list(range(7))
+    assert [len(batch) for batch in command(drop_last=True)] == [3] * 5
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 5])

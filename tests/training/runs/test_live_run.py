@@ -15,8 +15,8 @@ from workbench.core.metrics import RunEvent, StepBlock, StepSpans
 from workbench.core.run_commands import RunCommand
 from workbench.tensors.world import current
 from workbench.testing import run_ranks
-from workbench.training.runs import collecting
-from workbench.training.runs.collecting import Collector, Measured
+from workbench.training.runs import step_metrics
+from workbench.training.runs.step_metrics import MeasuredStep, StepCollector
 from workbench.training.runs.train import Job, largest_difference, run_one_device, run_strategy
 
 STEPS = 12
@@ -33,12 +33,16 @@ def make_job(num_steps: int = STEPS) -> Job:
     return Job(make_model, data, F.cross_entropy, adam, batch_size=8, num_steps=num_steps)
 
 
-def train(strategy: str, orders=lambda messages: [], num_ranks: int = 2, num_steps: int = STEPS):
+def train(strategy: str, commands=lambda messages: [], num_ranks: int = 2, num_steps: int = STEPS):
     """Results by rank and all messages; ``orders`` gets the messages so far and gives the orders so far."""
     messages: list[object] = []
     results = run_ranks(
         lambda: run_strategy(
-            make_job(num_steps), strategy, listen=messages.append, orders=lambda: orders(messages), keeps_weights=True
+            make_job(num_steps),
+            strategy,
+            listen=messages.append,
+            commands=lambda: commands(messages),
+            keeps_weights=True,
         ),
         num_ranks,
     )
@@ -89,10 +93,10 @@ def test_spans_of_one_step_come_from_every_rank_with_the_optimizer_last():
 @pytest.mark.usefixtures("exchanges_every_step")
 @pytest.mark.parametrize("stops", [False, True])
 def test_the_last_step_has_its_timeline_however_short_the_run_is(stops: bool):
-    def orders(messages):
+    def commands(messages):
         return [RunCommand("stop")] if stops and len(blocks_of(messages)) > 2 else []
 
-    results, messages = train("*: data", orders)
+    results, messages = train("*: data", commands)
     last = [message for message in messages if isinstance(message, StepSpans)][-2:]
     assert {message.step for message in last} == {len(results[0].losses) - 1} and {m.rank for m in last} == {0, 1}
     assert len(results[0].losses) < STEPS or not stops
@@ -122,15 +126,15 @@ def test_one_device_stops_after_the_step_in_which_it_is_told(drops_out: bool, at
 @pytest.fixture
 def exchanges_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Orders are heard after the step in which they come, however fast steps are."""
-    monkeypatch.setattr(collecting, "INTERVAL_S", 0.0)
+    monkeypatch.setattr(step_metrics, "INTERVAL_S", 0.0)
 
 
 @pytest.mark.usefixtures("exchanges_every_step")
 def test_a_strategy_changes_on_the_way_and_the_numbers_stay():
-    def orders(messages):
+    def commands(messages):
         return [RunCommand("strategy", "*: model")] if blocks_of(messages) else []
 
-    results, messages = train("*: data", orders)
+    results, messages = train("*: data", commands)
     ((step, text),) = results[0].changes
     assert text == "*: model" and 1 <= step < STEPS
     (event,) = events_of(messages)
@@ -149,20 +153,20 @@ def test_a_strategy_changes_on_the_way_and_the_numbers_stay():
 def test_to_stages_and_back_again_on_three_orders():
     texts = ["0: data; 2: data@1; 4: data@1 | 2x1x1 mb=2", "*: model", "*: data"]
 
-    def orders(messages):
+    def commands(messages):
         return [RunCommand("strategy", text) for text in texts[: len(blocks_of(messages))]]
 
-    results, _ = train("*: data", orders)
+    results, _ = train("*: data", commands)
     steps, changed_to = zip(*results[0].changes, strict=True)
     assert list(changed_to) == texts and len(set(steps)) == 3
     assert_like_one_device(results[0])
 
 
 def test_a_strategy_that_does_not_fit_is_refused_and_the_run_goes_on():
-    def orders(messages):
+    def commands(messages):
         return [RunCommand("strategy", "nothing: model")] if blocks_of(messages) else []
 
-    results, messages = train("*: data", orders)
+    results, messages = train("*: data", commands)
     (event,) = events_of(messages)
     assert event.kind == "refused" and "no layer matches" in event.text and results[0].segments == []
     assert results[0].changes == [] and len(results[0].losses) == STEPS
@@ -173,13 +177,13 @@ def test_a_paused_run_waits_until_it_is_told_to_go_on():
     given = [RunCommand("pause")]
     paused = threading.Event()
 
-    def orders(messages):
+    def commands(messages):
         if any(event.kind == "paused" for event in events_of(messages)) and not paused.is_set():
             paused.set()
             threading.Timer(0.3, lambda: given.append(RunCommand("go on"))).start()
         return list(given)
 
-    results, messages = train("*: data", orders)
+    results, messages = train("*: data", commands)
     assert [event.kind for event in events_of(messages)] == ["paused", "running"]
     assert len({event.step for event in events_of(messages)}) == 1, "no step was taken in between"
     assert_like_one_device(results[0])
@@ -192,15 +196,15 @@ def test_a_paused_run_can_be_stopped():
 
 @pytest.mark.usefixtures("exchanges_every_step")
 def test_an_order_counts_once_every_rank_has_heard_of_it():
-    heard: list[int] = [0, 0]
+    received: list[int] = [0, 0]
 
     def program(rank):
-        def orders():
-            heard[rank] += 1
-            late = rank == 1 and heard[1] < 4
+        def commands():
+            received[rank] += 1
+            late = rank == 1 and received[1] < 4
             return [] if late else [RunCommand("stop")]
 
-        return run_strategy(make_job(), "*: data", listen=lambda message: None, orders=orders)
+        return run_strategy(make_job(), "*: data", listen=lambda message: None, commands=commands)
 
     results = run_ranks(program)
     assert len(results[0].losses) == len(results[1].losses) == 4
@@ -226,8 +230,8 @@ def test_orders_are_of_known_kinds():
 @pytest.mark.parametrize(("time_s", "interval"), [(0.001, 300), (0.05, 6), (5.0, 1), (1e-7, 1000)])
 def test_steps_are_exchanged_about_three_times_a_second(time_s: float, interval: int):
     def program():
-        collector = Collector(current())
-        collector.add(Measured(8, time_s, 0.0, 0), 1.5)
+        collector = StepCollector(current())
+        collector.add(MeasuredStep(8, time_s, 0.0, 0), 1.5)
         assert collector.is_due
         block, numbers = collector.collect(number=7.0)
         assert (block.losses, block.samples, block.num_steps, numbers) == ((1.5,), (8,), 0, [7.0, 7.0])
@@ -238,9 +242,9 @@ def test_steps_are_exchanged_about_three_times_a_second(time_s: float, interval:
 
 def test_losses_are_numbers_tensors_or_missing():
     def program():
-        collector = Collector(current())
+        collector = StepCollector(current())
         for loss in (2.0, None, torch.tensor(3.0, requires_grad=True)):
-            collector.add(Measured(1, 0.1, 0.0, 0), loss)
+            collector.add(MeasuredStep(1, 0.1, 0.0, 0), loss)
         return collector.collect()[0].losses
 
     assert run_ranks(program, 1) == [(2.0, None, 3.0)]

@@ -9,7 +9,7 @@ from tests.processes import run_processes
 from tests.training.models import batch_for, make
 from tests.training.programs import training_equals_one_device
 from workbench.training.gradients import overlap
-from workbench.training.gradients.overlap import Watcher
+from workbench.training.gradients.overlap import GradientReducer
 
 pytestmark = pytest.mark.procs
 
@@ -44,7 +44,7 @@ def trained(watched):
     overlap._SMALLEST_BUCKET_BYTES = 512
     model = wb.parallelize(make("mlp"), "*: data")
     if not watched:
-        Watcher.of(next(model.parameters())).remove()
+        GradientReducer.of(next(model.parameters())).remove()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     inputs, targets = batch_for("mlp")
     for parts in (1, 1, 3, 2, 2):

@@ -10,7 +10,7 @@ from tests.training.block_models import WIDTH, Chain, freeze, grads_of, loss_of,
 from workbench.tensors.global_tensor import local_torch
 from workbench.tensors.world import current
 from workbench.testing import run_ranks
-from workbench.training.zero import gathering
+from workbench.training.zero import gather_scatter
 
 
 class Meter:
@@ -18,7 +18,7 @@ class Meter:
 
     def __init__(self, monkeypatch):
         self.works, self.most = [], 0
-        finish = gathering.GatherWork.finish
+        finish = gather_scatter.GatherWork.finish
 
         def finished(work):
             wholes = finish(work)
@@ -28,7 +28,7 @@ class Meter:
                 self.most = max(self.most, self.now())
             return wholes
 
-        monkeypatch.setattr(gathering.GatherWork, "finish", finished)
+        monkeypatch.setattr(gather_scatter.GatherWork, "finish", finished)
 
     def now(self):
         return sum(not all(whole.expired() for whole in work) for work in self.works)

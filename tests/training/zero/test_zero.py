@@ -14,8 +14,8 @@ from workbench.errors import LayoutError
 from workbench.tensors.dispatch.dispatcher import FallbackWarning
 from workbench.tensors.world import current
 from workbench.testing import run_ranks
+from workbench.training.diagnostics.memory import model_memory, storage_bytes
 from workbench.training.gradients.optim import state_layout
-from workbench.training.watching.memory import model_memory, storage_bytes
 
 
 def slow(*values):

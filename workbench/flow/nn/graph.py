@@ -24,7 +24,7 @@ from workbench.tensors.global_tensor import GlobalTensor
 from workbench.training import torch_patches  # noqa: F401 - completes GlobalTensor and torch
 from workbench.training.batches import Batch
 from workbench.training.batches import join as join_outputs
-from workbench.training.pipelining.programs import run_program, stand_ins_for, train_program
+from workbench.training.pipelining.programs import forward_caches_for, run_program, train_program
 from workbench.training.pipelining.timeline import timeline_of
 
 
@@ -64,12 +64,12 @@ class Graph(ABC):
             )
         graph = super().__new__(cls)
         graph.config, graph._optimizers, graph._scaler, graph.spans = GraphConfig(), [], None, []
-        graph._stand_ins = [], (), []
+        graph._forward_caches = [], (), []
         return graph
 
     _optimizers: list[tuple[torch.optim.Optimizer, Any]]
     _scaler: torch.amp.GradScaler | None
-    _stand_ins: tuple[list[nn.Parameter], tuple[Placement, ...], list[Any]]
+    _forward_caches: tuple[list[nn.Parameter], tuple[Placement, ...], list[Any]]
     spans: list[Any]
     """When this rank's actions of the last training call ran."""
 
@@ -120,7 +120,7 @@ class Graph(ABC):
                 shares,
                 placements=placements,
                 schedule=self.config.schedule,
-                stand_ins=self._stand_ins_for(stages, placements) if placements else (),
+                forward_caches=self._forward_caches_for(stages, placements) if placements else (),
                 weigh=weigh,
             )
             self._step()
@@ -143,17 +143,19 @@ class Graph(ABC):
             )
         return output
 
-    def _stand_ins_for(self, stages: dict[int, list[torch.Tensor]], placements: tuple[Placement, ...]) -> list[Any]:
-        """Blocks whose calls are told in short, kept for as long as the weights are the same and lie where they did."""
+    def _forward_caches_for(
+        self, stages: dict[int, list[torch.Tensor]], placements: tuple[Placement, ...]
+    ) -> list[Any]:
+        """Forward caches of blocks, kept while the weights and their layouts stay the same."""
         modules = list(self._modules().values())
         stage_of = {id(weight): stage for stage, weights in stages.items() for weight in weights}
         parameters = [parameter for module in modules for parameter in module.parameters()]
         if any(id(p) not in stage_of for p in parameters) or any(map(is_recomputed, modules)):
             return []
-        known, where, found = self._stand_ins
+        known, where, found = self._forward_caches
         if where != placements or len(known) != len(parameters) or not all(map(operator.is_, known, parameters)):
-            found = stand_ins_for(modules, stage_of, placements)
-            self._stand_ins = parameters, placements, found
+            found = forward_caches_for(modules, stage_of, placements)
+            self._forward_caches = parameters, placements, found
         return found
 
     def _step(self) -> None:

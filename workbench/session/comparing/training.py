@@ -14,10 +14,10 @@ import torch
 from workbench.core.verdict import TensorChange
 from workbench.session.on_engine import orders as engine_orders
 from workbench.session.on_engine import shell as engine_shell
-from workbench.training.runs.changes import Course, changes_apart
 from workbench.training.runs.float64 import KeepsFloat64
 from workbench.training.runs.job import RankSegment
 from workbench.training.runs.train import Job, RankResult, largest_difference, run_one_device, run_strategy, warm_up
+from workbench.training.runs.weight_changes import WeightHistory, changes_apart
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class OneDevice:
 
 
 _jobs: dict[str, Job] = {}
-_courses: dict[tuple[str, OneDevice], Course] = {}
+_courses: dict[tuple[str, OneDevice], WeightHistory] = {}
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def train_strategy(key: str, strategy: str, which: OneDevice, num_steps: int) ->
     job = _variant(key, which.way, num_steps, which.precision)
     with _mode(job):
         result = run_strategy(
-            job, strategy, listen=engine_shell.publish, orders=engine_orders.orders, keeps_weights=True
+            job, strategy, listen=engine_shell.publish, commands=engine_orders.orders, keeps_weights=True
         )
     truth = _courses.get((key, which))
     course = replace(truth, end=result.weights) if truth is not None and result.weights else None
@@ -130,7 +130,7 @@ def _mode(job: Job) -> AbstractContextManager[Any]:
     return KeepsFloat64() if job.dtype == torch.float64 else nullcontext()
 
 
-def _report(result: RankResult, own: Course | None, truth: Course | None) -> RankReport:
+def _report(result: RankResult, own: WeightHistory | None, truth: WeightHistory | None) -> RankReport:
     compared = own is not None and truth is not None and own is not truth and bool(own.end)
     return RankReport(
         tuple(result.losses),

@@ -80,7 +80,7 @@ def backward(func: Any, args: Any, kwargs: Any) -> None:
     given = _listed(options.get("gradient", options.get("grad_tensors"))) or [None] * len(losses)
     inputs = _listed(options.get("inputs"))
     running = next((loss._spec.world.running for loss in losses if isinstance(loss, GlobalTensor)), None)
-    if running is not None and running.postpones(losses, is_plain=given == [None] * len(losses) and not inputs):
+    if running is not None and running.defers_backward(losses, is_plain=given == [None] * len(losses) and not inputs):
         return
     _record_differentiation(losses)
     seeds = [seed_of(loss, gradient) for loss, gradient in zip(losses, given, strict=True)]

@@ -51,14 +51,14 @@ def _step_that_adds(weight: Any) -> Any:
     if weight.numel() < SMALLEST_NUMEL or not is_parameter(weight) or not weight.requires_grad:
         return None
     running = weight._spec.world.running
-    if running is None or running.num_micro_batches == 1 or running.has_halves or not torch.is_grad_enabled():
+    if running is None or running.num_micro_batches == 1 or running.splits_backward or not torch.is_grad_enabled():
         return None
     if not weight.is_floating_point():
         return None
     # A block that is being recorded must show torch's functions, a recomputation must save the same tensors, and a
     # transform must see functions that it knows.
-    is_watched = running.watch is not None or torch._C._are_functorch_transforms_active() or _saves_through_hooks(True)
-    return None if is_watched else running
+    is_observed = running.observer is not None or torch._C._are_functorch_transforms_active()
+    return None if is_observed or _saves_through_hooks(True) else running
 
 
 def _gradient_to_add_to(weight: Any, running: Any, ctx: Any) -> torch.Tensor | None:

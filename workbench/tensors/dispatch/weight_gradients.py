@@ -81,7 +81,8 @@ def split_backward(local: Callable[..., Any], world: World) -> Callable[..., Any
     """``local``, whose parameters get their gradients later wherever the world's running step keeps them back."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        kept = None if world.running is None or not torch.is_grad_enabled() else world.running.keeping_back()
+        defers = world.running is not None and torch.is_grad_enabled()
+        kept = world.running.deferred_weight_gradients() if defers else None
         if kept is None:
             return local(*args, **kwargs)
         leaves, structure = tree_flatten((args, kwargs))

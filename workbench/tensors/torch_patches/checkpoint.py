@@ -55,8 +55,8 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     world = joined()
     if world is None or (world.world_size == 1 and not _is_global(function, args, kwargs)):
         return _original(function, *args, **kwargs)
-    if world.running is not None and world.running.watch is not None:
-        world.running.watch.recomputes = True
+    if world.running is not None and world.running.observer is not None:
+        world.running.observer.recomputes = True
     options = {**kwargs, "use_reentrant": False, "early_stop": False}
     if options.get("determinism_check", "default") == "default":
         options["determinism_check"] = _CHECK

@@ -11,7 +11,7 @@ from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch
 from workbench.tensors.leaf_gradients import keep_grad_shard
 
 
-class Leaves(TorchDispatchMode):
+class LeafCollector(TorchDispatchMode):
     """Collects the leaves of autograd that a run works on."""
 
     lets_read = True

@@ -25,7 +25,7 @@ from workbench.training.gradients.fused_steps import fuse, unfuse
 from workbench.training.gradients.optim import adopt_loaded_state, after_steps, is_elementwise
 
 
-class Step:
+class OptimizerStep:
     """One optimizer's step in a program.
 
     It keeps none of the parts that are not parameters themselves: a step under ZeRO may make them anew each time.
@@ -144,7 +144,7 @@ def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         )
 
 
-class Listener(Protocol):
+class OptimizerListener(Protocol):
     """What a recording wants to know of optimizers."""
 
     def optimizer_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -159,7 +159,7 @@ _listening = threading.local()
 
 
 @contextmanager
-def told_to(listener: Listener) -> Iterator[None]:
+def optimizer_listener(listener: OptimizerListener) -> Iterator[None]:
     """While this lasts, a listener hears of the optimizers that this thread steps."""
     _listening.to = listener
     try:
@@ -169,13 +169,13 @@ def told_to(listener: Listener) -> Iterator[None]:
 
 
 def _begins(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    listener: Listener | None = getattr(_listening, "to", None)
+    listener: OptimizerListener | None = getattr(_listening, "to", None)
     if listener is not None:
         listener.optimizer_begins(optimizer, args[1:], kwargs)
 
 
 def _ends(optimizer: Optimizer) -> None:
-    listener: Listener | None = getattr(_listening, "to", None)
+    listener: OptimizerListener | None = getattr(_listening, "to", None)
     if listener is not None:
         listener.optimizer_ends(optimizer)
 

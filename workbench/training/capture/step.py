@@ -16,13 +16,13 @@ from workbench.errors import CaptureError
 from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, plain, wrap
 from workbench.tensors.gradient_state import gradient_state
 from workbench.tensors.world import World, current
-from workbench.training.capture.circumstances import Circumstances, end_sums
-from workbench.training.capture.gradients import Leaves, held_grad, hold_grad, shard_spec
-from workbench.training.capture.optimizer_steps import Step, told_to
-from workbench.training.capture.program import Program
-from workbench.training.capture.reading import RefusesReading
-from workbench.training.capture.recording import RecordedTransport, Recorder
-from workbench.training.strategies.state import calls_noted
+from workbench.training.capture.gradients import LeafCollector, held_grad, hold_grad, shard_spec
+from workbench.training.capture.guards import Guards, end_sums
+from workbench.training.capture.optimizer_steps import OptimizerStep, optimizer_listener
+from workbench.training.capture.recorder import RecordedTransport, Recorder
+from workbench.training.capture.trace import Trace
+from workbench.training.capture.value_reads import RejectValueReads
+from workbench.training.strategies.state import recorded_module_calls
 from workbench.transport.base import Traffic
 from workbench.transport.closed import restore_transport
 
@@ -34,7 +34,7 @@ class CaptureWarning(UserWarning):
 
 
 @dataclass(slots=True)
-class _Sent:
+class _TrafficCount:
     """Exchanges, bytes, and bytes by kind."""
 
     num_exchanges: int
@@ -42,12 +42,12 @@ class _Sent:
     by_kind: dict[str, int]
 
     @classmethod
-    def so_far(cls, traffic: Traffic) -> _Sent:
+    def so_far(cls, traffic: Traffic) -> _TrafficCount:
         return cls(traffic.num_exchanges, traffic.sent_bytes, dict(traffic.by_kind))
 
-    def until(self, traffic: Traffic) -> _Sent:
+    def until(self, traffic: Traffic) -> _TrafficCount:
         kinds = {kind: size - self.by_kind.get(kind, 0) for kind, size in traffic.by_kind.items()}
-        return _Sent(traffic.num_exchanges - self.num_exchanges, traffic.sent_bytes - self.sent_bytes, kinds)
+        return _TrafficCount(traffic.num_exchanges - self.num_exchanges, traffic.sent_bytes - self.sent_bytes, kinds)
 
     def add_to(self, traffic: Traffic) -> None:
         traffic.num_exchanges += self.num_exchanges
@@ -72,7 +72,7 @@ class _Recording:
         traffic: exchanges and bytes of one step.
     """
 
-    program: Program
+    trace: Trace
     run: Callable[..., Sequence[torch.Tensor]]
     leaves: list[tuple[torch.Tensor, int, Spec | None]]
     used_grads: list[torch.Tensor]
@@ -81,8 +81,8 @@ class _Recording:
     results: list[tuple[bool, Any]]
     structure: TreeSpec
     addresses: list[tuple[torch.Tensor, int]]
-    steps: list[Step]
-    traffic: _Sent
+    steps: list[OptimizerStep]
+    traffic: _TrafficCount
 
     def fits(self) -> bool:
         """Whether everything that the step works on lies where it did."""
@@ -95,7 +95,7 @@ class _Recording:
 
 
 @dataclass(slots=True)
-class _Kind:
+class _InputKind:
     """What is known of one kind of inputs, under the same circumstances.
 
     Attributes:
@@ -159,14 +159,14 @@ class CapturedStep:
     def __init__(self, step: Callable[..., Any], max_recordings: int) -> None:
         functools.update_wrapper(self, step)
         self._step, self._max_recordings = step, max_recordings
-        self._kinds: dict[Any, _Kind] = {}
-        self._circumstances = Circumstances()
+        self._kinds: dict[Any, _InputKind] = {}
+        self._guards = Guards()
         self.num_recordings = self.num_replays = 0
 
     @property
-    def programs(self) -> list[Program]:
+    def traces(self) -> list[Trace]:
         """The recorded programs; ``print`` one."""
-        return [recording.program for kind in self._kinds.values() for recording in kind.recordings.values()]
+        return [recording.trace for kind in self._kinds.values() for recording in kind.recordings.values()]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step, record it, or replay it."""
@@ -175,14 +175,14 @@ class CapturedStep:
         if world.tracer is not None or world.recorder is not None:
             return self._step(*args, **kwargs)  # somebody wants to see every call
         key = (structure, torch.is_grad_enabled(), _autocast_state(world), *map(_kind_of, leaves))
-        kind = self._kinds.get((key, self._circumstances.now()))
+        kind = self._kinds.get((key, self._guards.now()))
         if kind is not None and not all(recording.has_its_optimizers() for recording in kind.recordings.values()):
             kind = None
         if kind is None:
-            with Leaves() as seen, calls_noted() as modules:
+            with LeafCollector() as seen, recorded_module_calls() as modules:
                 result = self._step(*args, **kwargs)
-            self._circumstances.add(modules)
-            self._kinds[key, self._circumstances.now()] = _Kind(list(seen.found.values()), {})
+            self._guards.add(modules)
+            self._kinds[key, self._guards.now()] = _InputKind(list(seen.found.values()), {})
             return result
         graded = kind.graded()
         recording = kind.recordings.get(graded)
@@ -247,10 +247,10 @@ def _record(
         graded = [(leaf, grad) for leaf in leaves if (grad := held_grad(leaf)) is not None]
     recorder = Recorder(world, inputs, [grad for _, grad in graded])
     args, kwargs = tree_unflatten(given, structure)
-    before, transport = _Sent.so_far(world.traffic), world.transport
+    before, transport = _TrafficCount.so_far(world.traffic), world.transport
     world.recorder, world.transport = recorder, RecordedTransport(recorder, transport)
     try:
-        with told_to(recorder), RefusesReading(), recorder, calls_noted() as modules:
+        with optimizer_listener(recorder), RejectValueReads(), recorder, recorded_module_calls() as modules:
             result = step(*args, **kwargs)
             end_sums(modules)
     finally:
@@ -259,20 +259,20 @@ def _record(
     parts, result_structure = tree_flatten(result)
     leaves = _with_those_of(recorder.originals, leaves)
     left = recorder.finish([part for part in parts if isinstance(part, torch.Tensor)], leaves)
-    program = recorder.program
+    trace = recorder.trace
     with torch.no_grad(), local_torch():
-        program.simplify()
-        read = program.reads()
-        slots = dict(zip(map(id, [leaf for leaf, _ in graded]), program.inputs[len(inputs) :], strict=True))
+        trace.simplify()
+        read = trace.reads()
+        slots = dict(zip(map(id, [leaf for leaf, _ in graded]), trace.inputs[len(inputs) :], strict=True))
         used = [leaf for leaf, _ in graded if slots[id(leaf)] in read]
-        program.inputs = [*program.inputs[: len(inputs)], *(slots[id(leaf)] for leaf in used)]
+        trace.inputs = [*trace.inputs[: len(inputs)], *(slots[id(leaf)] for leaf in used)]
         cleared = [leaf for leaf, grad in graded if held_grad(leaf) is not grad]
         addresses = [(tensor, tensor.data_ptr()) for tensor in recorder.originals]
     placeholders = [(leaf, leaf._gradient.placeholder is not False) for leaf in recorder.placeholders]
     results = [(True, _spec(part)) if isinstance(part, torch.Tensor) else (False, part) for part in parts]
     made = [(leaf, output, shard_spec(leaf)) for leaf, output in zip(leaves, left, strict=True) if output is not None]
     recording = _Recording(
-        program, program.compile(), made, used, cleared, placeholders, results, result_structure, addresses,
+        trace, trace.compile(), made, used, cleared, placeholders, results, result_structure, addresses,
         recorder.steps, before.until(world.traffic),
     )  # fmt: skip
     return result, recording

@@ -117,7 +117,7 @@ def dry_run(
     for stage in range(resolved.degrees[0]):
         grid, kind = resolved.stage_grid(stage), _kind_of(stage, resolved, layers)
         if kind not in asked:
-            asked[kind], how_many = _ask_stage(grid, program)
+            asked[kind], how_many = _boxings_of_stage(grid, program)
             grids[kind], num_run = grid, num_run + how_many
         pairs = zip(chain(*grid), chain(*grids[kind]), strict=True)
         by_rank |= {rank: asked[kind][other] for rank, other in pairs}
@@ -145,18 +145,18 @@ def _kind_of(stage: int, resolved: ResolvedStrategy, layers: Sequence[Layer]) ->
 
     def told(of_stage: int) -> list[Any]:
         pairs = zip(layers, resolved.layers, strict=True)
-        return [_told(layer, choice) for layer, choice in pairs if choice.stage == of_stage]
+        return [_described(layer, choice) for layer, choice in pairs if choice.stage == of_stage]
 
     before, behind = told(stage - 1)[-1:], told(stage + 1)[:1]
     widths = [resolved.stage_width(min(max(0, stage + step), resolved.num_stages - 1)) for step in (-1, 0, 1)]
     return repr((told(stage), before, behind, widths))
 
 
-def _told(layer: Layer, choice: ResolvedLayer) -> Any:
+def _described(layer: Layer, choice: ResolvedLayer) -> Any:
     return layer.kind, tuple(layer.shapes.items()), choice.parallel, choice.split, layer.tied_to
 
 
-def _ask_stage(grid: Grid, program: _Program) -> tuple[dict[int, Kinds], int]:
+def _boxings_of_stage(grid: Grid, program: _Program) -> tuple[dict[int, Kinds], int]:
     """(what each rank of a stage sends, how many ranks were asked): its corners, and all where these are not alike."""
     boxed = program.boxings(grid[0][0])
     corners = list(dict.fromkeys((grid[0][0], grid[0][-1], grid[-1][0], grid[-1][-1])))
@@ -204,7 +204,7 @@ def _to(leaf: Any, dtype: torch.dtype) -> Any:
     return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
 
 
-class _Watcher:
+class _BoxingCollector:
     """Stands where ``wb.debug.trace()`` does: is told of every boxing, whether this rank takes part or not."""
 
     def __init__(self) -> None:
@@ -233,7 +233,7 @@ class _Watcher:
 
 
 @contextmanager
-def _telling_of_values() -> Iterator[None]:
+def _explaining_value_reads() -> Iterator[None]:
     """Metadata has no values; say so where a forward asks for some."""
     try:
         yield
@@ -297,12 +297,12 @@ class _Program:
 
     def _run(self, rank: int, strategy: Strategy, batch: Any) -> tuple[dict[int, Kinds], Kinds]:
         """A whole step of ``rank``: (what ranks send in the boxings that it is told of, what it sends besides)."""
-        watcher = _Watcher()
+        watcher = _BoxingCollector()
         with self._on(rank) as world:
             model, optimizer = self._made(strategy)
             world.tracer = watcher
             world.traffic.reset()
-            with _telling_of_values():
+            with _explaining_value_reads():
                 forward_backward(model, self.loss_fn, *batch)
             optimizer.step()
             sent = watcher.sent

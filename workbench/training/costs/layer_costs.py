@@ -21,8 +21,8 @@ from torch.func import functional_call
 from workbench.core.model_costs import LayerCost, ModelCosts, find_blocks
 from workbench.errors import StrategyError
 from workbench.training.batches import Batch, arguments, count_samples, own_loss
-from workbench.training.costs.counting import Counter
-from workbench.training.costs.heads import heads_of
+from workbench.training.costs.attention_heads import heads_of
+from workbench.training.costs.work_counter import WorkCounter
 from workbench.training.strategies.state import ROOT, describe, layers_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -74,7 +74,7 @@ def layer_costs(
 def _count(
     module: nn.Module, inputs: Inputs, loss_fn: Callable[..., torch.Tensor] | None, targets: Any, dtype: str | None,
     is_cast: bool = False,
-) -> tuple[Counter, tuple[int, ...]]:  # fmt: skip
+) -> tuple[WorkCounter, tuple[int, ...]]:  # fmt: skip
     """A step under a counter, and the shape of a sample. ``is_cast``: forward runs under autocast, the loss does not,
     as in strategies of 16 bits; on fake tensors it goes by what a CPU casts."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -83,7 +83,7 @@ def _count(
     given = Batch.of_arguments(_as_shape(inputs), targets, loss_fn)
     batch = fakes(given.inputs)
     num_samples = _num_samples(batch)
-    counter = Counter(_owners(module, state), num_samples, {tuple(p.shape) for p in module.parameters()})
+    counter = WorkCounter(_owners(module, state), num_samples, {tuple(p.shape) for p in module.parameters()})
     try:
         with _without_log(), mode, torch.enable_grad(), counter.watch(dict(layers_of(module)), batch):
             positional, named = arguments(batch)

@@ -31,10 +31,10 @@ from workbench.tensors.global_tensor import GlobalTensor, local_torch, new_place
 from workbench.tensors.leaf_gradients import set_reduced_grad
 from workbench.tensors.patch_table import hook, patch
 from workbench.training.gradients.fused_steps import fuse, unfuse
-from workbench.training.gradients.left_behind import MOVE_STATE, refuse_replaced, refuse_state
-from workbench.training.gradients.overlap import Watcher
+from workbench.training.gradients.overlap import GradientReducer
 from workbench.training.gradients.reduction import forget_sums, start_reduction, start_write_back
 from workbench.training.gradients.shard import shard_of, state_spec
+from workbench.training.gradients.stale_optimizer import MOVE_STATE, check_not_replaced, check_state_layouts
 
 after_steps: list[Callable[[Optimizer], None]] = []
 """Called when an optimizer has stepped, while its local parts are still in the place of its parameters."""
@@ -82,7 +82,7 @@ class _Swap:
         self.specs = [state_spec(p) for p in self.parameters]
         self.present = [p for p in self.parameters if not p._spec.is_placeholder]
         self.elementwise = is_elementwise(optimizer)
-        self.watchers = list({id(w): w for p in self.parameters if (w := Watcher.of(p)) is not None}.values())
+        self.reducers = list({id(w): w for p in self.parameters if (w := GradientReducer.of(p)) is not None}.values())
         self.is_sharded = any(shard_of(p) is not None for p in self.parameters)
         self.is_summed = any(len(p._spec.term_ranks) > 1 for p in self.present)
         stepping = self.present if self.elementwise else self.parameters
@@ -142,15 +142,15 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     swap: _Swap | None = optimizer.__dict__.get("_workbench_swap")
     if swap is None or not swap.fits(optimizer):
         if swap is not None and optimizer.state is swap.state:
-            refuse_state(optimizer, swap.parameters, swap.specs)
+            check_state_layouts(optimizer, swap.parameters, swap.specs)
         swap = optimizer.__dict__["_workbench_swap"] = _Swap(optimizer)
     if swap.plain:
-        refuse_replaced(optimizer, swap.plain, len(swap.parameters))
+        check_not_replaced(optimizer, swap.plain, len(swap.parameters))
     if not swap.parameters or _is_left_alone(optimizer):
         return None
     args, kwargs = _run_closure_first(args, kwargs)
-    for watcher in swap.watchers:
-        watcher.before_step()
+    for reducer in swap.reducers:
+        reducer.before_step()
     finish = start_reduction(swap.present)
     if optimizer.state is not swap.state:
         _adopt_state(optimizer, swap)
@@ -159,8 +159,8 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     swap.pairs = pairs
     with torch.no_grad():
         sums = finish()
-        for watcher in swap.watchers:
-            watcher.drain()
+        for reducer in swap.reducers:
+            reducer.drain()
         if swap.elementwise:
             with local_torch():
                 for parameter, local in pairs:
@@ -169,7 +169,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
                         None if grad is None else grad.contiguous()
                     )  # torch's fused step reads it as if it were
         else:
-            swap.pairs = pairs = [(p, _labelled(p, local, sums.get(p))) for p, local in pairs]
+            swap.pairs = pairs = [(p, _wrapped(p, local, sums.get(p))) for p, local in pairs]
     _exchange_places(optimizer, swap, pairs)
     return args, kwargs
 
@@ -204,7 +204,7 @@ def _part(parameter: GlobalTensor) -> torch.Tensor:
     return local
 
 
-def _labelled(parameter: GlobalTensor, local: torch.Tensor, grad: torch.Tensor | None) -> GlobalTensor:
+def _wrapped(parameter: GlobalTensor, local: torch.Tensor, grad: torch.Tensor | None) -> GlobalTensor:
     """A leaf over this rank's part of a parameter, global again, with the reduced gradient in its own layout."""
     spec = state_spec(parameter)
     if spec.is_placeholder:

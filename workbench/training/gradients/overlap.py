@@ -36,7 +36,7 @@ _BUCKETS_PER_BACKWARD = 8
 _BUCKETS_UNDER_WAY = 4
 
 
-class Watcher:
+class GradientReducer:
     """Follows the backwards of some parameters and starts the sums of their gradients.
 
     Args:
@@ -49,7 +49,7 @@ class Watcher:
         self.paused = False
         self._parameters = [p for p in reversed(parameters) if _is_summed(p)]
         self._start_over()
-        self._handles = [self._watch(parameter) for parameter in self._order]
+        self._handles = [self._hook_parameters(parameter) for parameter in self._order]
 
     def _start_over(self) -> None:
         """Nothing is under way and nothing agreed: as at first, and after the world was rebuilt."""
@@ -67,7 +67,7 @@ class Watcher:
         return self._parameters[0]._spec.world.num_rebuilds if self._parameters else 0
 
     @staticmethod
-    def of(parameter: GlobalTensor) -> Watcher | None:
+    def of(parameter: GlobalTensor) -> GradientReducer | None:
         """Who follows a parameter's gradient, if anybody."""
         return parameter.__dict__.get("_watcher")
 
@@ -81,12 +81,12 @@ class Watcher:
 
     def before_step(self) -> None:
         """An optimizer is about to step: it has taken so many backwards."""
-        self._notice_a_rebuild()
+        self._check_rebuild()
         self._expected, self._num_backwards = self._num_backwards, 0
         if not self._has_agreed and self._first_order:
             self._agree()
 
-    def _watch(self, parameter: GlobalTensor) -> Any:
+    def _hook_parameters(self, parameter: GlobalTensor) -> Any:
         parameter.__dict__["_watcher"] = self
         with local_torch():
             return parameter.register_post_accumulate_grad_hook(self._ready)
@@ -113,12 +113,12 @@ class Watcher:
             while self._next < len(self._buckets) and self._missing[self._next] == 0:
                 self._start_next()
 
-    def _notice_a_rebuild(self) -> None:
+    def _check_rebuild(self) -> None:
         if self._num_rebuilds != self._world_rebuilds():
             self._start_over()
 
     def _begin(self, task: int) -> None:
-        self._notice_a_rebuild()
+        self._check_rebuild()
         self.drain()  # sums of an earlier backward that no step has used
         self._task = task
         self._num_backwards += 1
@@ -155,7 +155,7 @@ class Watcher:
 
     def scatter(self) -> None:
         """The same for gradients that were not accumulated by a backward, but handed over after one."""
-        self._notice_a_rebuild()
+        self._check_rebuild()
         self._next = 0
         self._scatter_rest()
 
@@ -166,7 +166,7 @@ class Watcher:
 
     def drain(self) -> None:
         """End the sums that are under way; those that nobody has taken are dropped."""
-        self._notice_a_rebuild()
+        self._check_rebuild()
         while self._under_way:
             self._finish_one()
 
@@ -233,14 +233,14 @@ def _nbytes(parameter: GlobalTensor) -> int:
         return parameter.numel() * parameter.element_size()
 
 
-def watch(module: nn.Module, scatters: bool) -> Watcher:
+def install_reducer(module: nn.Module, scatters: bool) -> GradientReducer:
     """Follow the gradients of a module's global parameters."""
     parameters = [p for p in module.parameters() if isinstance(p, GlobalTensor)]
     for parameter in parameters:
         gradient_state(parameter).shard_spec = None
         if scatters and parameter._spec.is_placeholder and _has_copies(parameter._spec.layout):
             gradient_state(parameter).shard_spec = parameter._spec, state_spec(parameter)
-    return Watcher(parameters, scatters)
+    return GradientReducer(parameters, scatters)
 
 
 def _has_copies(layout: Layout) -> bool:
@@ -267,12 +267,12 @@ def no_sync(module: nn.Module) -> Iterator[None]:
             f"no_sync({type(module).__name__}): 0 of its {sum(1 for _ in module.parameters())} parameters are global "
             "tensors. Only gradients of global parameters are summed: call wb.parallelize(module, strategy) first."
         )
-    watchers = list({id(w): w for p in parameters if (w := Watcher.of(p)) is not None}.values())
-    before = [watcher.paused for watcher in watchers]
-    for watcher in watchers:
-        watcher.paused = True
+    reducers = list({id(w): w for p in parameters if (w := GradientReducer.of(p)) is not None}.values())
+    before = [reducer.paused for reducer in reducers]
+    for reducer in reducers:
+        reducer.paused = True
     try:
         yield
     finally:
-        for watcher, paused in zip(watchers, before, strict=True):
-            watcher.paused = paused
+        for reducer, paused in zip(reducers, before, strict=True):
+            reducer.paused = paused

@@ -39,7 +39,7 @@ class Shard:
     shapes: dict[int, tuple[int, ...]]
     sizes: dict[int, int]
 
-    def seen_from(self, of: Spec, spec: Spec, number: Callable[[int], int]) -> Shard:
+    def renumbered(self, of: Spec, spec: Spec, number: Callable[[int], int]) -> Shard:
         """The same shard in a world that gives its ranks other numbers, and so other layouts."""
         if not self.group or spec.is_placeholder:
             return Shard(of, spec, (), {}, {}, {})

@@ -17,7 +17,7 @@ from workbench.errors import StrategyError
 from workbench.tensors.global_tensor import GlobalTensor
 from workbench.tensors.world import World, current
 from workbench.training.batches import Batch, LossFunction
-from workbench.training.pipelining.cutting import shortest_step
+from workbench.training.pipelining.stage_partition import fastest_partition
 from workbench.training.strategies.state import STATE, describe, layers_of
 
 
@@ -103,7 +103,7 @@ def partition_stages(
         sum(min(sample[name] for sample in samples[1:]) for name in names if _part_of(name) == part) for part in parts
     ]
     costs = _least_over_ranks(own, current())
-    cuts = shortest_step(costs, num_stages, num_micro_batches or num_stages, schedule or "1f1b")
+    cuts = fastest_partition(costs, num_stages, num_micro_batches or num_stages, schedule or "1f1b")
     rows = [Row(part, "data", None, stage) for part, stage in zip(parts, cuts, strict=True)]
     options = Options((num_stages, 1, 1), num_micro_batches=num_micro_batches or 1, schedule=schedule)
     strategy = Strategy.from_rows(rows, options)

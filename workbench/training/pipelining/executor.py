@@ -23,11 +23,11 @@ from workbench.tensors.dispatch.read_values import value_on_all_ranks
 from workbench.tensors.dispatch.weight_gradients import WeightGradients
 from workbench.tensors.global_tensor import GlobalTensor
 from workbench.tensors.world import World
-from workbench.training.pipelining.running import RunningStep
-from workbench.training.pipelining.stand_ins import StandIn, standing_in
+from workbench.training.pipelining.forward_cache import ForwardCache, cached_forwards
+from workbench.training.pipelining.running_step import RunningStep
 from workbench.transport.closed import close_after_error
 
-Program = Callable[[int], Any]
+MicroBatchFunction = Callable[[int], Any]
 """micro-batch number -> its loss, already weighted with its share of the step; or what an evaluation returns."""
 
 
@@ -36,37 +36,37 @@ class Stage(Protocol):
 
     world: World
 
-    def stepping(self) -> AbstractContextManager[None]:
+    def step_context(self) -> AbstractContextManager[None]:
         """Around all of the step's actions."""
 
-    def entered(self) -> AbstractContextManager[None]:
+    def activated(self) -> AbstractContextManager[None]:
         """While this lasts, the module holds what the stage sees of it."""
 
-    def leave(self, result: torch.Tensor) -> torch.Tensor:
+    def to_rank_world(self, result: torch.Tensor) -> torch.Tensor:
         """A detached result of the stage in this rank's own world; a placeholder where another stage holds it."""
 
-    def hand_over_gradients(self) -> None:
+    def write_gradients(self) -> None:
         """Give the module's own parameters the gradients that the stage has found."""
 
 
-class OnlyStage:
+class SingleStage:
     """The stage of a rank that has no other one: what the module holds is what it sees."""
 
-    def __init__(self, world: World, stand_ins: Sequence[StandIn] = ()) -> None:
-        self.world, self._stand_ins = world, stand_ins
-        for stand_in in stand_ins:
-            stand_in.begin_step()
+    def __init__(self, world: World, forward_caches: Sequence[ForwardCache] = ()) -> None:
+        self.world, self._forward_caches = world, forward_caches
+        for cache in forward_caches:
+            cache.begin_step()
 
-    def stepping(self) -> AbstractContextManager[None]:
-        return standing_in(self._stand_ins)
+    def step_context(self) -> AbstractContextManager[None]:
+        return cached_forwards(self._forward_caches)
 
-    def entered(self) -> AbstractContextManager[None]:
+    def activated(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def leave(self, result: torch.Tensor) -> torch.Tensor:
+    def to_rank_world(self, result: torch.Tensor) -> torch.Tensor:
         return result
 
-    def hand_over_gradients(self) -> None:
+    def write_gradients(self) -> None:
         pass
 
 
@@ -85,47 +85,50 @@ class Executor:
         self.generator = torch.Generator()
         self.spans: list[Span] = []
         self._graphs: dict[tuple[int, int], torch.Tensor] = {}
-        self._kept_back: dict[tuple[int, int], WeightGradients] = {}
+        self._deferred: dict[tuple[int, int], WeightGradients] = {}
         self._hooks: dict[tuple[int, int], dict[int, Callable[[], None]]] = {}
 
     def train(
-        self, actions: Sequence[Action], program: Program, after_backward: Sequence[Callable[[], None]]
+        self, actions: Sequence[Action], program: MicroBatchFunction, after_backward: Sequence[Callable[[], None]]
     ) -> list[torch.Tensor]:
         """Run forwards and backwards; the losses of the micro-batches, detached, in their order."""
         losses: dict[int, torch.Tensor] = {}
-        keeps_back = {_key(action) for action in actions if action.kind == "I"}
-        self.running.has_halves = bool(keeps_back)
+        deferred = {_key(action) for action in actions if action.kind == "I"}
+        self.running.splits_backward = bool(deferred)
         with self._scheduled():
             for action in actions:
                 with self._running(action) as stage:
                     if action.kind == "F":
-                        loss = self._forward(action, program, splits_backward=_key(action) in keeps_back)
-                        losses[action.micro_batch] = _chosen(losses.get(action.micro_batch), stage.leave(loss))
+                        loss = self._forward(action, program, splits_backward=_key(action) in deferred)
+                        known = losses.get(action.micro_batch)
+                        losses[action.micro_batch] = _without_placeholder(known, stage.to_rank_world(loss))
                         continue
                     self._backward(action)
                     if action.kind != "I":
-                        stage.hand_over_gradients()
+                        stage.write_gradients()
                         for call in after_backward:
                             call()
                         run_hooks(self._hooks.pop(_key(action), {}))
         return [losses[index] for index in sorted(losses)]
 
-    def evaluate(self, actions: Sequence[Action], program: Program, take: Callable[[Stage, int, Any], None]) -> None:
+    def evaluate(
+        self, actions: Sequence[Action], program: MicroBatchFunction, take: Callable[[Stage, int, Any], None]
+    ) -> None:
         """Run forwards only; ``take`` gets every stage's result."""
         with self._scheduled():
             for action in actions:
                 with self._running(action) as stage:
                     take(stage, action.micro_batch, program(action.micro_batch))
 
-    def enter(self, batch: Any) -> Any:
+    def prepare_batch(self, batch: Any) -> Any:
         """A batch as the stages of this rank take it: where there are several, global tensors are read."""
         if len(self.stages) == 1:
             return batch
         return tree_map(lambda leaf: value_on_all_ranks(leaf) if isinstance(leaf, GlobalTensor) else leaf, batch)
 
-    def _forward(self, action: Action, program: Program, splits_backward: bool) -> torch.Tensor:
+    def _forward(self, action: Action, program: MicroBatchFunction, splits_backward: bool) -> torch.Tensor:
         if splits_backward:
-            self.running.weight_gradients = self._kept_back[_key(action)] = WeightGradients()
+            self.running.weight_gradients = self._deferred[_key(action)] = WeightGradients()
         self.running.edges = []
         loss = self._graphs[_key(action)] = program(action.micro_batch)
         return loss.detach()
@@ -133,7 +136,7 @@ class Executor:
     def _backward(self, action: Action) -> None:
         self.running.hooks = self._hooks.setdefault(_key(action), {})
         if action.kind == "W":
-            self._kept_back.pop(_key(action)).accumulate()
+            self._deferred.pop(_key(action)).accumulate()
             return
         loss = self._graphs.pop(_key(action))
         if loss.requires_grad:  # a micro-batch that has no weight in the step has no backward
@@ -156,16 +159,16 @@ class Executor:
         try:
             with ExitStack() as around:
                 for stage in self.stages.values():
-                    around.enter_context(stage.stepping())
+                    around.enter_context(stage.step_context())
                 yield
         except BaseException as error:
-            self._break_off(error)
+            self._close_world(error)
             raise
         finally:
             world.micro_batch, world.running, world.generator = 0, None, generator
         world.transport.flush()
 
-    def _break_off(self, error: BaseException) -> None:
+    def _close_world(self, error: BaseException) -> None:
         """Ranks are at different micro-batches now, unless all saw in their first one what was refused."""
         is_refusal = isinstance(error, (StrategyError, RunError)) and not self.spans
         num_stages = len(self.running.placements)
@@ -178,7 +181,7 @@ class Executor:
         stage, traffic = self.stages[action.stage], self.world.traffic
         started, waited = time.perf_counter(), traffic.time_s
         exchanges, sent = traffic.num_exchanges, traffic.sent_bytes
-        with stage.entered():
+        with stage.activated():
             world = stage.world
             world.micro_batch, world.running, world.generator = action.micro_batch, self.running, self.generator
             if action.kind == "F":
@@ -194,7 +197,7 @@ def _key(action: Action) -> tuple[int, int]:
     return action.stage, action.micro_batch
 
 
-def _chosen(known: torch.Tensor | None, found: torch.Tensor) -> torch.Tensor:
+def _without_placeholder(known: torch.Tensor | None, found: torch.Tensor) -> torch.Tensor:
     """Of the losses that a rank's stages have of one micro-batch, the one that is no placeholder, if any."""
     return found if known is None or getattr(known, "is_placeholder", False) else known
 

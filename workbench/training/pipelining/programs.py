@@ -19,11 +19,11 @@ from workbench.pipeline.schedules import Action, Table, make_table
 from workbench.pipeline.simulate import Span
 from workbench.tensors.random import draw_key
 from workbench.tensors.world import World, current
-from workbench.training.pipelining.executor import Executor, OnlyStage
-from workbench.training.pipelining.local_modules import local_modules
-from workbench.training.pipelining.placeholder_modules import placeholder_modules
-from workbench.training.pipelining.running import RunningStep
-from workbench.training.pipelining.stand_ins import StandIn
+from workbench.training.pipelining.executor import Executor, SingleStage
+from workbench.training.pipelining.forward_cache import ForwardCache
+from workbench.training.pipelining.local_forward import local_forwards
+from workbench.training.pipelining.placeholder_forward import placeholder_forwards
+from workbench.training.pipelining.running_step import RunningStep
 
 Program = Callable[[Any], Any]
 """Inputs of a micro-batch -> what the program returns."""
@@ -36,7 +36,7 @@ def train_program(
     *,
     placements: Sequence[Placement] = (),
     schedule: str = "1f1b",
-    stand_ins: Sequence[StandIn] = (),
+    forward_caches: Sequence[ForwardCache] = (),
     weigh: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> tuple[list[Any], list[Span]]:
     """Forward and backward of micro-batches. All ranks call it.
@@ -48,7 +48,7 @@ def train_program(
         placements: the ranks of every stage, disjoint, in the order of the program. Fewer than two: micro-batches run
             one after the other.
         schedule: which table the stages run.
-        stand_ins: blocks whose calls are told in short; see ``stand_ins_for``.
+        forward_caches: blocks whose calls are told in short; see ``forward_caches_for``.
         weigh: what becomes of a micro-batch's loss before its backward, such as the scaling of a ``GradScaler``.
 
     Returns:
@@ -73,14 +73,14 @@ def train_program(
         total = sum(losses[1:], losses[0]) * shares[index]
         return total if weigh is None else weigh(total)
 
-    executor = Executor(world, {own: OnlyStage(world, stand_ins)}, running, draw_key(world))
+    executor = Executor(world, {own: SingleStage(world, forward_caches)}, running, draw_key(world))
     executor.train(table[own], forward, ())
     return outputs, executor.spans
 
 
-def stand_ins_for(
+def forward_caches_for(
     modules: Iterable[nn.Module], stage_of: Mapping[int, int], placements: Sequence[Placement]
-) -> list[StandIn]:
+) -> list[ForwardCache]:
     """What this rank may tell in short of modules whose forward is all that their call does; to be kept between steps.
 
     Args:
@@ -89,11 +89,11 @@ def stand_ins_for(
         placements: as for ``train_program``.
     """
     world = current()
-    stage, found = _stage_of(world, placements), list[StandIn]()
+    stage, found = _stage_of(world, placements), list[ForwardCache]()
     for module in modules:
-        found += placeholder_modules(module, stage_of, stage, world)
+        found += placeholder_forwards(module, stage_of, stage, world)
         if stage >= 0:
-            found += local_modules(module, stage_of, stage, placements[stage], world, frozenset())
+            found += local_forwards(module, stage_of, stage, placements[stage], world, frozenset())
     return found
 
 

@@ -29,15 +29,15 @@ from workbench.tensors.gradient_state import gradient_state
 from workbench.tensors.leaf_gradients import accumulate_grad, mark_placeholder, read_grad
 from workbench.tensors.simulated import Simulated
 from workbench.tensors.world import World
-from workbench.training.gradients.overlap import Watcher
+from workbench.training.gradients.overlap import GradientReducer
 from workbench.training.gradients.shard import Shard
-from workbench.training.pipelining.local_modules import stand_ins_of
-from workbench.training.pipelining.stand_ins import standing_in
+from workbench.training.pipelining.forward_cache import cached_forwards
+from workbench.training.pipelining.local_forward import forward_caches_of
 from workbench.training.strategies.layouts import StageLayouts
 from workbench.training.strategies.state import ROOT, ParallelState, layers_of, parameter_stages
 from workbench.transport.base import PeerShape, PeerTensor, Release, Transport
 
-Letters = dict[tuple[int, int, int], deque[torch.Tensor]]
+MessageQueues = dict[tuple[int, int, int], deque[torch.Tensor]]
 """(source, destination, tag) -> what the stages of one rank have sent one another."""
 
 
@@ -66,8 +66,8 @@ class Numbering:
 class StageTransport:
     """A stage rank's end of the transport of the rank that it lives on."""
 
-    def __init__(self, rank_world: World, own: int, rank_of: Sequence[int], letters: Letters) -> None:
-        self.rank_world, self.own, self.rank_of, self.letters = rank_world, own, rank_of, letters
+    def __init__(self, rank_world: World, own: int, rank_of: Sequence[int], queues: MessageQueues) -> None:
+        self.rank_world, self.own, self.rank_of, self.queues = rank_world, own, rank_of, queues
         self.name, self.cost = self.base.name, self.base.cost
 
     @property
@@ -91,11 +91,11 @@ class StageTransport:
         for destination, tensor in sends:
             if self._is_here(destination):
                 kept = tensor.clone(memory_format=torch.contiguous_format)
-                self.letters.setdefault((self.own, destination, tag), deque()).append(kept)
+                self.queues.setdefault((self.own, destination, tag), deque()).append(kept)
         away = [(self.rank_of[other], tensor) for other, tensor in sends if not self._is_here(other)]
         from_away = [(self.rank_of[other], shape) for other, shape in wanted if not self._is_here(other)]
         borrowed: Iterator[torch.Tensor] = iter(())
-        release: Release = _nothing
+        release: Release = _release_nothing
         if away or from_away:
             pieces, release = self.base.borrow(away, from_away, dtype, tag, header)
             borrowed = iter(pieces)
@@ -107,7 +107,7 @@ class StageTransport:
         return self.rank_of[other] == self.rank_of[self.own]
 
     def _take(self, source: int, tag: int, header: str) -> torch.Tensor:
-        waiting = self.letters.get((source, self.own, tag))
+        waiting = self.queues.get((source, self.own, tag))
         if not waiting:
             raise CollectiveAborted(
                 f"{header}: rank {self.rank_of[self.own]} would wait for itself: the stage that sends this runs "
@@ -157,7 +157,7 @@ def _dtype_of(messages: Sequence[PeerTensor]) -> torch.dtype:
     return messages[0][1].dtype if messages else torch.float32
 
 
-def _nothing() -> None:
+def _release_nothing() -> None:
     pass
 
 
@@ -165,19 +165,19 @@ class StageRank:
     """One of several stages of this rank; see ``executor.Stage``."""
 
     def __init__(
-        self, module: nn.Module, state: ParallelState, rank_world: World, stage: int, letters: Letters
+        self, module: nn.Module, state: ParallelState, rank_world: World, stage: int, queues: MessageQueues
     ) -> None:
         resolved, numbering = state.resolved, Numbering(state.resolved, rank_world.device.type)
         own = numbering.of(stage, rank_world.rank)
-        transport = StageTransport(rank_world, own, numbering.rank_of, letters)
+        transport = StageTransport(rank_world, own, numbering.rank_of, queues)
         self.rank_world, self._numbering, self._own_layouts = rank_world, numbering, state.layouts
         self.world = World(own, len(numbering.rank_of), rank_world.device, transport)
         self.world.traffic, self.world.splits_backward = rank_world.traffic, rank_world.splits_backward
         self.world.checks_agreement = False  # compares over all ranks
         self.world.num_rebuilds = rank_world.num_rebuilds
-        self._layouts = _as_seen(state.layouts, self.world, numbering)
+        self._layouts = _renumbered_layouts(state.layouts, self.world, numbering)
         self.placements = self._layouts.placements
-        self._stand_ins = stand_ins_of(module, state, stage, self.placements[stage], self.world)
+        self._forward_caches = forward_caches_of(module, state, stage, self.placements[stage], self.world)
         self._views: list[tuple[dict[str, Any], str, GlobalTensor, GlobalTensor]] = []
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._view_parameters(module, resolved)
@@ -193,15 +193,15 @@ class StageRank:
                 self._views.append((layer._parameters, name, own, views[id(own)]))
 
     def _view_parameter(self, own: GlobalTensor, stage: int) -> GlobalTensor:
-        view = self._view(own, self._seen_layout(own._spec, stage))
+        view = self._view(own, self._renumbered_layout(own._spec, stage))
         view._is_param = True
         shard: Shard | None = own.__dict__.get("_shard")
         if shard is not None and shard.spec is own._spec:  # zero=3: its values are a shard, which units gather
-            of = spec_of(self.world, self._seen_layout(shard.of, stage), shard.of.shape)
-            view.__dict__["_shard"] = shard.seen_from(of, view._spec, partial(self._numbering.of, stage))
+            of = spec_of(self.world, self._renumbered_layout(shard.of, stage), shard.of.shape)
+            view.__dict__["_shard"] = shard.renumbered(of, view._spec, partial(self._numbering.of, stage))
         return view
 
-    def _seen_layout(self, spec: Spec, stage: int) -> Layout:
+    def _renumbered_layout(self, spec: Spec, stage: int) -> Layout:
         return Layout(self._numbering.placement(stage, spec.layout.placement), spec.layout.sbp)
 
     def _view_buffers(self, module: nn.Module, resolved: ResolvedStrategy) -> None:
@@ -230,8 +230,8 @@ class StageRank:
         recorder = self.rank_world.recorder
         if self.world.num_rebuilds != self.rank_world.num_rebuilds:
             return False
-        for stand_in in self._stand_ins:
-            stand_in.begin_step()
+        for cache in self._forward_caches:
+            cache.begin_step()
         for holder, name, own, view in self._views:
             if holder.get(name) is not own:
                 return False
@@ -258,12 +258,12 @@ class StageRank:
             f"after the step, or use a schedule with 1 stage per rank (1f1b)."
         )
 
-    def stepping(self) -> AbstractContextManager[None]:
+    def step_context(self) -> AbstractContextManager[None]:
         """The module has the stage's views, and its stand-ins, during an action only."""
         return nullcontext()
 
     @contextmanager
-    def entered(self) -> Iterator[None]:
+    def activated(self) -> Iterator[None]:
         """While this lasts, the module holds the stage's views, and this thread is the stage rank."""
         world, rank_world = self.world, self.rank_world
         world.tracer, world.implicit_boxing_allowed = rank_world.tracer, rank_world.implicit_boxing_allowed
@@ -271,7 +271,7 @@ class StageRank:
         for holder, name, _, view in self._views:
             holder[name] = view
         try:
-            with self._own_layouts.seen_from(self._layouts), Simulated(world), standing_in(self._stand_ins):
+            with self._own_layouts.answered_by(self._layouts), Simulated(world), cached_forwards(self._forward_caches):
                 yield
         finally:
             world.micro_batch, world.running, world.generator, world.recorder = 0, None, None, None
@@ -282,10 +282,10 @@ class StageRank:
                 holder[name] = own
 
     def _replaced(self, own: GlobalTensor, found: Any) -> tuple[GlobalTensor, GlobalTensor]:
-        left: Any = own if found._spec.is_placeholder else self.leave(found)
+        left: Any = own if found._spec.is_placeholder else self.to_rank_world(found)
         return left, found
 
-    def leave(self, result: torch.Tensor) -> torch.Tensor:
+    def to_rank_world(self, result: torch.Tensor) -> torch.Tensor:
         """A result of the stage with its spec on this rank; another stage's placeholder may stay one."""
         if not isinstance(result, GlobalTensor):
             return result
@@ -307,9 +307,10 @@ class StageRank:
                 there,
             )
 
-    def hand_over_gradients(self) -> None:
+    def write_gradients(self) -> None:
         """Parameters get the gradients that their views have, and scatter them where that is their way (ZeRO 2)."""
-        scattering = {id(w): w for _, _, own, _ in self._views if (w := Watcher.of(own)) is not None and w.scatters}
+        reducers = (GradientReducer.of(own) for _, _, own, _ in self._views)
+        scattering = {id(reducer): reducer for reducer in reducers if reducer is not None and reducer.scatters}
         with local_torch():
             for _, _, own, view in self._views:
                 if not own._is_param:
@@ -327,11 +328,11 @@ class StageRank:
                     accumulate_grad(own, plain(found))
                 if scattering:
                     view.grad = None
-        for watcher in scattering.values():
-            watcher.scatter()
+        for reducer in scattering.values():
+            reducer.scatter()
 
 
-def _as_seen(layouts: StageLayouts, world: World, numbering: Numbering) -> StageLayouts:
+def _renumbered_layouts(layouts: StageLayouts, world: World, numbering: Numbering) -> StageLayouts:
     """The layouts of stages in terms of stage ranks."""
     seen = copy.copy(layouts)
     seen.world, seen._input_layouts = world, {}
@@ -345,8 +346,8 @@ def stage_ranks(module: nn.Module, state: ParallelState, world: World, stages: S
     kept: dict[int, StageRank] = state.stage_ranks or {}
     still_right = [stage.refresh() for stage in kept.values()]
     if not still_right or not all(still_right):
-        letters: Letters = {}
-        kept = {stage: StageRank(module, state, world, stage, letters) for stage in stages}
+        queues: MessageQueues = {}
+        kept = {stage: StageRank(module, state, world, stage, queues) for stage in stages}
         state.stage_ranks = kept
         for stage in kept.values():
             stage.refresh()

@@ -19,9 +19,9 @@ from workbench.tensors.global_tensor import GlobalTensor
 from workbench.tensors.random import draw_key
 from workbench.tensors.world import World, current
 from workbench.training.batches import Batch, Count, LossFunction, as_tensors, call, check_loss_fn, join, loss_of
-from workbench.training.pipelining.executor import Executor, OnlyStage, Stage
-from workbench.training.pipelining.local_modules import stand_ins_of
-from workbench.training.pipelining.running import RunningStep
+from workbench.training.pipelining.executor import Executor, SingleStage, Stage
+from workbench.training.pipelining.local_forward import forward_caches_of
+from workbench.training.pipelining.running_step import RunningStep
 from workbench.training.pipelining.stage_ranks import stage_ranks
 from workbench.training.strategies.state import ParallelState, state_of
 
@@ -93,13 +93,14 @@ def train_micro_batches(
     """Forward and backward of micro-batches that are cut already; ``around_forward`` is entered around each forward."""
     state, world = state_of(module), current()
     executor, table = _prepare(module, state, world, len(parts))
-    parts = [replace(p, inputs=executor.enter(p.inputs), targets=executor.enter(p.targets)) for p in parts]
+    prepare = executor.prepare_batch
+    parts = [replace(part, inputs=prepare(part.inputs), targets=prepare(part.targets)) for part in parts]
 
     def program(index: int) -> torch.Tensor:
         part = parts[index]
         with around_forward():
             output = call(module, part.inputs)
-            with state.layouts.meeting_on_the_latest():  # an auxiliary loss may come from an earlier stage
+            with state.layouts.combining_on_latest_stage():  # an auxiliary loss may come from an earlier stage
                 loss = loss_of(output, part.targets, loss_fn)
         if part.share == 1.0:
             return loss
@@ -134,11 +135,11 @@ def evaluate(module: nn.Module, inputs: Any) -> Any:
     state, world = state_of(module), current()
     parts = Batch(as_tensors(inputs)).cut(state.resolved.num_micro_batches)
     executor, table = _prepare(module, state, world, len(parts))
-    parts = [replace(part, inputs=executor.enter(part.inputs)) for part in parts]
+    parts = [replace(part, inputs=executor.prepare_batch(part.inputs)) for part in parts]
     outputs: dict[int, Any] = {}
 
     def take(stage: Stage, index: int, output: Any) -> None:
-        found = tree_map(lambda leaf: stage.leave(leaf) if isinstance(leaf, GlobalTensor) else leaf, output)
+        found = tree_map(lambda leaf: stage.to_rank_world(leaf) if isinstance(leaf, GlobalTensor) else leaf, output)
         outputs[index] = _present(outputs[index], found) if index in outputs else found
 
     modes = [(part, part.training) for part in module.modules()]
@@ -158,10 +159,10 @@ def _prepare(module: nn.Module, state: ParallelState, world: World, num_micro_ba
     resolved = state.resolved
     table = _table(resolved.schedule, resolved.num_stages, num_micro_batches, resolved.degrees[0])
     own = _stages_of(world.rank, resolved)
-    if state.stand_ins is None:
+    if state.forward_caches is None:
         placement = state.placements[own[0]]
-        state.stand_ins = stand_ins_of(module, state, own[0], placement, world) if len(own) == 1 else []
-    stages: Mapping[int, Stage] = {own[0]: OnlyStage(world, state.stand_ins)}
+        state.forward_caches = forward_caches_of(module, state, own[0], placement, world) if len(own) == 1 else []
+    stages: Mapping[int, Stage] = {own[0]: SingleStage(world, state.forward_caches)}
     placements = state.placements
     if len(own) > 1:
         several = stages = stage_ranks(module, state, world, own)

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from workbench.core.verdict import TOLERANCES, WEIGHT_STEPS
 from workbench.training.batches import Batch, Count, LossFunction, as_tensors
-from workbench.training.runs.changes import Course, disturb, precision_of
+from workbench.training.datasets import Collate, check_dataset, first_batch, num_samples_of, take
 from workbench.training.runs.job_checks import (  # fmt: skip
     check_batch_size,
     check_functions,
@@ -22,7 +22,7 @@ from workbench.training.runs.job_checks import (  # fmt: skip
     check_numbers,
     check_optimizer,
 )
-from workbench.training.samples import Collate, check_dataset, first_batch, num_samples_of, take
+from workbench.training.runs.weight_changes import WeightHistory, disturb, precision_of
 
 WARM_UP_STEPS = 3
 """Steps that plan and cache; left out of throughput."""
@@ -153,7 +153,7 @@ class RankResult:
     layer_forward_s: dict[str, float] = field(default_factory=dict)
     layer_backward_s: dict[str, float] = field(default_factory=dict)
     segments: list[RankSegment] = field(default_factory=list)
-    course: Course | None = None
+    course: WeightHistory | None = None
 
 
 @contextmanager

@@ -76,8 +76,8 @@ def check_model(model: Any) -> None:
         RunError: it is no module, or some of its weights have no values.
     """
     if not isinstance(model, nn.Module):
-        told = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
-        raise RunError(f"model_fn() returned {told}, not an nn.Module. A run trains 1 module: return model.")
+        described = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        raise RunError(f"model_fn() returned {described}, not an nn.Module. A run trains 1 module: return model.")
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     empty = [name for name, tensor in tensors.items() if tensor.device.type == "meta"]
     if empty:
@@ -96,9 +96,9 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
     """
     kind = type(optimizer).__name__
     if not isinstance(optimizer, torch.optim.Optimizer):
-        told = f"a {kind} of {len(optimizer)}" if isinstance(optimizer, (list, tuple, dict)) else f"a {kind}"
+        described = f"a {kind} of {len(optimizer)}" if isinstance(optimizer, (list, tuple, dict)) else f"a {kind}"
         raise RunError(
-            f"optimizer_fn(parameters) returned {told}; a run has 1 torch.optim.Optimizer. Return one; different "
+            f"optimizer_fn(parameters) returned {described}; a run has 1 torch.optim.Optimizer. Return one; different "
             "settings for different parameters are its groups: torch.optim.SGD([{'params': ..., 'lr': ...}, ...])."
         )
     own = {id(parameter) for parameter in model.parameters()}
@@ -119,8 +119,8 @@ def explained(call: str, given: Mapping[str, Any], fix: str) -> Iterator[None]:
     except WorkbenchError:
         raise
     except Exception as error:
-        told = "; ".join(f"{name} is {shown(value)}" for name, value in given.items())
-        error.add_note(f"{call} was called with the first samples of the data set: {told}. {fix}")
+        described = "; ".join(f"{name} is {shown(value)}" for name, value in given.items())
+        error.add_note(f"{call} was called with the first samples of the data set: {described}. {fix}")
         raise
 
 

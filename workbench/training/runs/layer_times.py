@@ -65,21 +65,21 @@ class LayerTimes:
     @contextmanager
     def measure(self) -> Iterator[None]:
         """Context around one step's forwards and backwards."""
-        watches = [_Watch(name) for name, _ in self._layers]
+        watches = [_LayerTimer(name) for name, _ in self._layers]
         with ExitStack() as hooks:
-            for watch, (_, module) in zip(watches, self._layers, strict=True):
-                for handle in watch.hooks(module):
+            for timer, (_, module) in zip(watches, self._layers, strict=True):
+                for handle in timer.hooks(module):
                     hooks.callback(handle.remove)
             yield
         self._steps.append(
             (
-                {watch.name: watch.forward_s for watch in watches if watch.forward_s},
-                {watch.name: watch.backward_s for watch in watches if watch.backward_s},
+                {timer.name: timer.forward_s for timer in watches if timer.forward_s},
+                {timer.name: timer.backward_s for timer in watches if timer.backward_s},
             )
         )
 
 
-class _Watch:
+class _LayerTimer:
     """One layer in one step."""
 
     def __init__(self, name: str) -> None:

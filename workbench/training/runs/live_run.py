@@ -18,18 +18,18 @@ from workbench.tensors.global_tensor import GlobalTensor
 from workbench.tensors.world import World, current
 from workbench.training import torch_patches  # noqa: F401 - completes GlobalTensor and torch
 from workbench.training.batches import Batch
+from workbench.training.diagnostics.memory import ActivationMeter, PeakMeter, model_memory
 from workbench.training.parallel import parallelize, state_of
 from workbench.training.pipelining.step import train_micro_batches
 from workbench.training.pipelining.timeline import clock_offset
-from workbench.training.runs.changes import state_tensors
-from workbench.training.runs.collecting import Collector, Listener, Measured, action_spans
 from workbench.training.runs.job import WARM_UP_STEPS, Job, RankResult, RankSegment, checked_step
 from workbench.training.runs.layer_times import LayerTimes, is_measured
-from workbench.training.watching.memory import ActivationMeter, PeakMeter, model_memory
+from workbench.training.runs.step_metrics import Listener, MeasuredStep, StepCollector, action_spans
+from workbench.training.runs.weight_changes import state_tensors
 
 _SPANS_INTERVAL_S = 1.0
 _PAUSE_S = 0.05
-_UNHEARD_STEPS = 1000
+_SILENT_STEPS = 1000
 """Steps between two exchanges of losses where nobody listens."""
 
 
@@ -41,7 +41,7 @@ class LiveRun:
         job: Job,
         strategy: StrategyLike,
         listen: Listener | None = None,
-        orders: Callable[[], list[RunCommand]] | None = None,
+        commands: Callable[[], list[RunCommand]] | None = None,
     ) -> None:
         self.job, self.world = job, current()
         self.world.traffic.reset()
@@ -52,13 +52,13 @@ class LiveRun:
         self.memory: dict[str, int] = {}
         self.generator = torch.Generator().manual_seed(job.seed)  # of the seeds of steps, alike under every strategy
         self.result = RankResult([], [], {}, 0)
-        self._listen, self._orders = listen, orders
-        self._is_heard = listen is not None or orders is not None
-        self._collector = Collector(self.world, job.num_steps)
+        self._listen, self._commands = listen, commands
+        self._has_listener = listen is not None or commands is not None
+        self._collector = StepCollector(self.world, job.num_steps)
         self._clock_offset = clock_offset(self.world) if listen is not None else 0.0
         self._until_spans_s = 0.0
         self._optimizing: tuple[float, float, float, int, int]  # start, end, seconds in exchanges, exchanges, bytes
-        self._num_orders = 0
+        self._num_commands = 0
         self._sent: list[int] = []
         self._segment_start = 0
         self._measures_at = {1}  # steps in which activations are counted
@@ -101,14 +101,14 @@ class LiveRun:
         moved = (traffic.time_s - before[1], traffic.num_exchanges - before[2], traffic.sent_bytes - before[3])
         self._optimizing = (before[0], stopped, *moved)
         sent = traffic.sent_bytes - sent_before
-        measured = Measured(batch.num_samples, stopped - started, traffic.time_s - boxing_before, sent)
+        measured = MeasuredStep(batch.num_samples, stopped - started, traffic.time_s - boxing_before, sent)
         self._collector.add(measured, loss)
         self._sent.append(sent)
         self.result.step_times_s.append(measured.time_s)
         if step <= 1 or step == WARM_UP_STEPS or step in self._measures_at:
             self._measure_memory()
 
-    def _noted(self) -> tuple[ActionSpan, ...]:
+    def _measured_spans(self) -> tuple[ActionSpan, ...]:
         """This rank's actions of the last step."""
         found = action_spans(state_of(self.model).spans, self._clock_offset)
         started, stopped, boxing_s, num_exchanges, sent = self._optimizing
@@ -129,63 +129,63 @@ class LiveRun:
     def _is_time_to_collect(self, step: int) -> bool:
         if step == self.job.num_steps - 1:
             return True
-        return self._collector.is_due if self._is_heard else (step + 1) % _UNHEARD_STEPS == 0
+        return self._collector.is_due if self._has_listener else (step + 1) % _SILENT_STEPS == 0
 
     def _collect(self, step: int) -> bool:
         """Report the steps since the last time and follow orders; False if the run is to end here."""
-        if self._is_heard:
+        if self._has_listener:
             self.memory["peak"] = self.peak.peak_bytes()
-        heard = self._heard()
-        block, counts = self._collector.collect(self.memory, float(len(heard)))
+        received = self._received_commands()
+        block, counts = self._collector.collect(self.memory, float(len(received)))
         self.result.losses += [loss for loss in block.losses if loss is not None]
-        self._say(block)
+        self._report(block)
         self._until_spans_s -= sum(block.step_times_s)
         is_due = self._until_spans_s <= 0 or step == self.job.num_steps - 1
         if is_due:
-            self._say_spans(step)
-        goes_on = self._follow(heard, counts, step + 1)
+            self._report_spans(step)
+        goes_on = self._apply_commands(received, counts, step + 1)
         if not (goes_on or is_due):
-            self._say_spans(step)
+            self._report_spans(step)
         return goes_on
 
-    def _say_spans(self, step: int) -> None:
+    def _report_spans(self, step: int) -> None:
         """Report this rank's actions of the step."""
         if self._listen is not None:
             self._until_spans_s = _SPANS_INTERVAL_S
-            self._listen(StepSpans(self.world.rank, step, self._noted()))
+            self._listen(StepSpans(self.world.rank, step, self._measured_spans()))
 
-    def _heard(self) -> list[RunCommand]:
-        return self._orders() if self._orders is not None else []
+    def _received_commands(self) -> list[RunCommand]:
+        return self._commands() if self._commands is not None else []
 
-    def _follow(self, heard: list[RunCommand], counts: list[float], step: int) -> bool:
+    def _apply_commands(self, received: list[RunCommand], counts: list[float], step: int) -> bool:
         """Carry out the orders that every rank has heard of; False after a stop."""
         paused = False
         while True:
             agreed = int(min(counts))
-            for order in heard[self._num_orders : agreed]:
-                if order.kind == "stop":
+            for command in received[self._num_commands : agreed]:
+                if command.kind == "stop":
                     return False
-                if order.kind == "strategy":
-                    self._change(order.text, step)
-                elif (order.kind == "pause") != paused:
+                if command.kind == "strategy":
+                    self._change_strategy(command.text, step)
+                elif (command.kind == "pause") != paused:
                     paused = not paused
-                    self._say(RunEvent("paused" if paused else "running", step))
-            self._num_orders = agreed
+                    self._report(RunEvent("paused" if paused else "running", step))
+            self._num_commands = agreed
             if not paused:
                 return True
             time.sleep(_PAUSE_S)
-            heard = self._heard()
-            own = torch.tensor([float(len(heard))], device=self.world.device)
+            received = self._received_commands()
+            own = torch.tensor([float(len(received))], device=self.world.device)
             counts = [float(count) for count in self.world.transport.all_gather(own, "agreement on orders")]
 
-    def _change(self, text: str, step: int) -> None:
+    def _change_strategy(self, text: str, step: int) -> None:
         """Go on under another strategy, with the same weights and the optimizer's state."""
         started, sent = time.perf_counter(), self.world.traffic.sent_bytes
         before = self._segment()
         try:
             parallelize(self.model, text, optimizer=self.optimizer)
         except StrategyError as error:  # found before anything has moved, on all ranks alike
-            self._say(RunEvent("refused", step, str(error)))
+            self._report(RunEvent("refused", step, str(error)))
             return
         self.meter = ActivationMeter(self.model)
         self._measures_at = {step}
@@ -196,14 +196,14 @@ class LiveRun:
         self.result.changes.append((step, text))
         moved = torch.tensor([float(self.world.traffic.sent_bytes - sent)], device=self.world.device)
         total = sum(int(part) for part in self.world.transport.all_gather(moved, "what a change has moved"))
-        self._say(RunEvent("strategy", step, text, time.perf_counter() - started, total))
+        self._report(RunEvent("strategy", step, text, time.perf_counter() - started, total))
 
     def _segment(self) -> RankSegment:
         """What was measured since the last change of strategy."""
         self._measure_memory()
         return RankSegment(dict(self.memory), _median(self._sent[self._segment_start :]))
 
-    def _say(self, what: object) -> None:
+    def _report(self, what: object) -> None:
         """Report what all ranks know: one of them does."""
         if self._listen is not None and self.world.rank == 0:
             self._listen(what)

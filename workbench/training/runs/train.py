@@ -21,14 +21,14 @@ from workbench.core.strategy import Strategy
 from workbench.tensors.simulated import Simulated
 from workbench.tensors.world import World, current
 from workbench.training.batches import call, loss_of
+from workbench.training.diagnostics.memory import PeakMeter, model_memory
 from workbench.training.precision import AUTOCAST_DTYPES, autocast_forward
-from workbench.training.runs.changes import Course, State, copied_state
-from workbench.training.runs.collecting import INTERVAL_S, Listener
 from workbench.training.runs.job import WARM_UP_STEPS, Job, RankResult, checked_step, watch_draws
 from workbench.training.runs.job_checks import explained, unlike_a_mean
 from workbench.training.runs.layer_times import LayerTimes, is_measured
 from workbench.training.runs.live_run import LiveRun, is_simulated, logical_state
-from workbench.training.watching.memory import PeakMeter, model_memory
+from workbench.training.runs.step_metrics import INTERVAL_S, Listener
+from workbench.training.runs.weight_changes import State, WeightHistory, copied_state
 from workbench.transport.threads import ThreadHub, ThreadTransport
 
 
@@ -36,7 +36,7 @@ def run_one_device(
     job: Job,
     num_micro_batches: int = 1,
     listen: Listener | None = None,
-    orders: Callable[[], list[RunCommand]] = list,
+    commands: Callable[[], list[RunCommand]] = list,
     precision: str = "fp32",
 ) -> RankResult:
     """The run on one device in plain torch, with the same micro-batches in the same order.
@@ -48,14 +48,14 @@ def run_one_device(
     """
     peak = PeakMeter(torch.device("cpu"), shares_process=is_simulated(current()))
     model = job.model()
-    course = Course.begin(model, precision)
+    course = WeightHistory.begin(model, precision)
     optimizer = job.optimizer(model)
     layers = LayerTimes(model)
     if precision in AUTOCAST_DTYPES:
         autocast_forward(model, "cpu", AUTOCAST_DTYPES[precision])
     torch.manual_seed(job.seed)  # of what the model draws for plain tensors
     losses, times, weights = [], [], {}
-    told, told_s = 0, time.perf_counter()
+    reported, reported_s = 0, time.perf_counter()
     for step, batch in enumerate(job.batches()):
         started = time.perf_counter()
         optimizer.zero_grad()
@@ -68,17 +68,17 @@ def run_one_device(
                 total += float(loss.detach())
             draws = has_drawn()
         if draws:
-            result = _run_on_one_rank(job, num_micro_batches, listen, orders, precision)
+            result = _run_on_one_rank(job, num_micro_batches, listen, commands, precision)
             result.course = replace(course, end=result.weights or {})
             return result
         optimizer.step()
         losses.append(total)
         stopped = time.perf_counter()
         times.append(stopped - started)
-        is_last = step == job.num_steps - 1 or any(order.kind == "stop" for order in orders())
-        if listen is not None and (stopped - told_s >= INTERVAL_S or is_last):
-            listen(_steps_alone(job, told, losses, times))
-            told, told_s = step + 1, stopped
+        is_last = step == job.num_steps - 1 or any(command.kind == "stop" for command in commands())
+        if listen is not None and (stopped - reported_s >= INTERVAL_S or is_last):
+            listen(_steps_alone(job, reported, losses, times))
+            reported, reported_s = step + 1, stopped
         if step == checked_step(job):
             weights = copied_state(model)
         if is_last:
@@ -99,12 +99,12 @@ def _steps_alone(job: Job, first_step: int, losses: list[float], times_s: list[f
 
 
 def _run_on_one_rank(
-    job: Job, num_micro_batches: int, listen: Listener | None, orders: Callable[[], list[RunCommand]], precision: str
+    job: Job, num_micro_batches: int, listen: Listener | None, commands: Callable[[], list[RunCommand]], precision: str
 ) -> RankResult:
     world = World(0, 1, current().device, ThreadTransport(ThreadHub(1), 0))
     with Simulated(world):
         strategy = Strategy("*: data").with_options(num_micro_batches=num_micro_batches, precision=precision)
-        return run_strategy(job, strategy, listen=listen, orders=orders, keeps_weights=True)
+        return run_strategy(job, strategy, listen=listen, commands=commands, keeps_weights=True)
 
 
 def warm_up(job: Job) -> str:
@@ -134,7 +134,7 @@ def run_strategy(
     strategy: StrategyLike,
     *,
     listen: Listener | None = None,
-    orders: Callable[[], list[RunCommand]] | None = None,
+    commands: Callable[[], list[RunCommand]] | None = None,
     keeps_weights: bool = False,
 ) -> RankResult:
     """Train under a strategy; every rank of the world calls it.
@@ -149,7 +149,7 @@ def run_strategy(
     Raises:
         StrategyError: the strategy does not fit.
     """
-    run = LiveRun(job, strategy, listen, orders)
+    run = LiveRun(job, strategy, listen, commands)
     return run.train(keeps_weights)
 
 

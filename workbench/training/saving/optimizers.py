@@ -31,7 +31,7 @@ def state_of(optimizer: Optimizer, names: Names, part: str) -> dict[str, Any]:
     """The nested state to save; ``part`` is the optimizer's name in messages."""
     state = {
         _name(parameter, names, part): {
-            key: _labelled(parameter, key, value, _name(parameter, names, part)) for key, value in values.items()
+            key: _wrapped(parameter, key, value, _name(parameter, names, part)) for key, value in values.items()
         }
         for parameter, values in _states(optimizer)
     }
@@ -62,7 +62,7 @@ def _state_spec(parameter: GlobalTensor) -> Spec:
     return spec_of(parameter._spec.world, state_layout(parameter), parameter._spec.shape)
 
 
-def _labelled(parameter: torch.Tensor, key: str, value: Any, name: str) -> Any:
+def _wrapped(parameter: torch.Tensor, key: str, value: Any, name: str) -> Any:
     """A state value as what it is a part of: per-element state is cut like its parameter, the rest is whole."""
     if not isinstance(value, torch.Tensor) or isinstance(value, GlobalTensor):
         return value

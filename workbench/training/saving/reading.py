@@ -186,7 +186,7 @@ class Checkpoint:
                 data = self._bytes(place) if is_kept else None
                 num_checked += 1
                 if not self._is_right(place, data):
-                    damaged[_key(place)] = _told(name_of(path), place)
+                    damaged[_key(place)] = _describe_place(name_of(path), place)
                 elif path in fresh:
                     assert data is not None
                     _put(tensor, item, data)
@@ -197,7 +197,7 @@ class Checkpoint:
             if index.offset is None:
                 num_checked += 1
                 if not self._is_right(place, self._bytes(place)):
-                    damaged[_key(place)] = _told(index.fqn, place)
+                    damaged[_key(place)] = _describe_place(index.fqn, place)
         if damaged:
             raise CheckpointError(
                 f"load({str(self.folder)!r}): {len(damaged)} of {num_checked} pieces do not have the checksum they "
@@ -224,7 +224,7 @@ def _key(place: Any) -> str:
     return f"{place.relative_path}:{place.offset}"
 
 
-def _told(name: str, place: Any) -> str:
+def _describe_place(name: str, place: Any) -> str:
     return f"{name} ({place.relative_path}, bytes {place.offset} to {place.offset + place.length})"
 
 

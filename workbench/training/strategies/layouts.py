@@ -36,7 +36,7 @@ class StageLayouts:
         self.everywhere = self.placements[0] if is_one else Placement.of(world.device.type, ranks)
 
     @contextmanager
-    def seen_from(self, other: StageLayouts) -> Iterator[None]:
+    def answered_by(self, other: StageLayouts) -> Iterator[None]:
         """Meanwhile, everything that asks these layouts is answered by ``other``, which has another world."""
         own = dict(self.__dict__)
         self.__dict__.update(other.__dict__)
@@ -109,7 +109,7 @@ class StageLayouts:
         return (self.everywhere, *self.placements) if len(self.placements) > 1 else ()
 
     @contextmanager
-    def meeting_on_the_latest(self) -> Iterator[None]:
+    def combining_on_latest_stage(self) -> Iterator[None]:
         """Outside of the module's call, operands of different stages meet as they do inside it."""
         world, before = self.world, self.world.call
         world.call = ModuleCall(self.stage_order)

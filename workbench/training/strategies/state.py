@@ -22,22 +22,22 @@ ROOT = "(root)"
 """Row name of parameters that belong to the model itself and to no layer of it."""
 
 
-_noting = threading.local()
+_recording = threading.local()
 
 
 @contextmanager
-def calls_noted() -> Iterator[list[nn.Module]]:
+def recorded_module_calls() -> Iterator[list[nn.Module]]:
     """While this lasts, the parallelized modules that this thread calls are put into a list."""
-    _noting.modules = found = list[nn.Module]()
+    _recording.modules = found = list[nn.Module]()
     try:
         yield found
     finally:
-        _noting.modules = None
+        _recording.modules = None
 
 
-def note_call(module: nn.Module) -> None:
+def record_module_call(module: nn.Module) -> None:
     """A parallelized module is being called."""
-    found: list[nn.Module] | None = getattr(_noting, "modules", None)
+    found: list[nn.Module] | None = getattr(_recording, "modules", None)
     if found is not None:
         found.append(module)
 
@@ -51,10 +51,10 @@ class ParallelState:
         handles: hooks; each has ``remove()``.
         placements: the ranks of every stage.
         after_backward: called after the backward of every micro-batch, on every rank.
-        stand_ins: modules as this rank's only stage calls them: those of other stages, and those of its own.
+        forward_caches: modules as this rank's only stage calls them: those of other stages, and those of its own.
         stage_ranks: where a rank has several stages, what each of them sees of the module.
         spans: what this rank's actions of the last scheduled step took.
-        when_interrupted: called when a call of the module ends by an interruption, for which torch calls no hooks.
+        on_interrupt: called when a call of the module ends by an interruption, for which torch calls no hooks.
     """
 
     strategy: Strategy
@@ -63,14 +63,14 @@ class ParallelState:
     handles: list[Any] = field(default_factory=list)
     placements: tuple[Placement, ...] = ()
     after_backward: list[Callable[[], None]] = field(default_factory=list)
-    stand_ins: Any = None
+    forward_caches: Any = None
     stage_ranks: Any = None
     spans: list[Span] = field(default_factory=list)
-    when_interrupted: list[Callable[[], None]] = field(default_factory=list)
+    on_interrupt: list[Callable[[], None]] = field(default_factory=list)
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies of the module: what steps have made of its modules and tensors is made anew of theirs."""
-        return {**self.__dict__, "stand_ins": None, "stage_ranks": None, "spans": []}
+        return {**self.__dict__, "forward_caches": None, "stage_ranks": None, "spans": []}
 
 
 def describe(model: nn.Module) -> list[Layer]:

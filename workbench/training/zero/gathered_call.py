@@ -18,17 +18,17 @@ from torch.utils._pytree import tree_leaves
 from workbench.tensors.global_tensor import GlobalTensor, local_torch, plain
 from workbench.tensors.world import World
 from workbench.training.gradients.shard import Shard
-from workbench.training.zero.gathering import GatherWork
+from workbench.training.zero.gather_scatter import GatherWork
 
 
-class Member(NamedTuple):
+class ShardedParameter(NamedTuple):
     """A place in a module where a sharded parameter stands."""
 
     owner: nn.Module
     name: str
     shard: Shard
 
-    def standing(self) -> tuple[GlobalTensor, Shard] | None:
+    def current(self) -> tuple[GlobalTensor, Shard] | None:
         """What stands there, and which shard it is; None where a unit around this one has gathered it.
 
         One of several stages of a rank sees the shard in terms of its own world.
@@ -41,7 +41,7 @@ class Member(NamedTuple):
 
 
 @dataclass(eq=False)
-class Call:
+class GatheredCall:
     """One call of a unit.
 
     Attributes:
@@ -67,25 +67,27 @@ class Call:
     dtypes: list[torch.dtype | None] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     places: dict[int, int] = field(default_factory=dict)
-    before: Callable[[], Call | None] = lambda: None
+    before: Callable[[], GatheredCall | None] = lambda: None
     saving: Any = None
     under_way: dict[GatherWork, int] = field(default_factory=dict)
     _first_node: int = 0
-    _coming: tuple[list[int], GatherWork] | None = None
-    _again: dict[int, torch.Tensor] | None = None
+    _pending: tuple[list[int], GatherWork] | None = None
+    _regathered: dict[int, torch.Tensor] | None = None
     _ended_in: int = -1
 
-    def keep_notes(self, members: Sequence[tuple[Member, GlobalTensor]], wholes: Sequence[torch.Tensor]) -> None:
+    def save_references(
+        self, members: Sequence[tuple[ShardedParameter, GlobalTensor]], wholes: Sequence[torch.Tensor]
+    ) -> None:
         """From here to ``put_back`` autograd saves notes of ``wholes``, the gathered parameters."""
         self.versions = versions_of(self.parameters)
-        self.dtypes = _dtypes_again(members, self.parameters)
+        self.dtypes = _regather_dtypes(members, self.parameters)
         self._first_node = torch._C._autograd._get_sequence_nr()
         with local_torch():
             self.places = {whole.untyped_storage().data_ptr(): i for i, whole in enumerate(wholes) if whole.numel()}
         self.saving = _saving(self)
         self.saving.__enter__()
 
-    def put_in(self, places: Sequence[tuple[Member, GlobalTensor]]) -> None:
+    def insert(self, places: Sequence[tuple[ShardedParameter, GlobalTensor]]) -> None:
         """Let whole parameters stand in the modules until ``put_back``."""
         for member, whole in places:
             self.kept.append((member.owner, member.name, member.owner._parameters[member.name]))
@@ -110,47 +112,47 @@ class Call:
         self.put = [], []
         self.places.clear()
 
-    def gather_again(self) -> dict[int, torch.Tensor]:
+    def regather(self) -> dict[int, torch.Tensor]:
         """The values for backward, by number."""
-        if self._coming is not None and self._coming[1] not in self.under_way:
-            self._coming = None  # a later forward has ended it
-        if self._again is None:
-            self._start_again()
-        if self._coming is not None:
-            (numbers, work), self._coming = self._coming, None
+        if self._pending is not None and self._pending[1] not in self.under_way:
+            self._pending = None  # a later forward has ended it
+        if self._regathered is None:
+            self._start_regather()
+        if self._pending is not None:
+            (numbers, work), self._pending = self._pending, None
             self.under_way.pop(work)
             with torch.no_grad(), local_torch():
-                self._again = dict(zip(numbers, work.finish(), strict=True))
-        assert self._again is not None
-        return self._again
+                self._regathered = dict(zip(numbers, work.finish(), strict=True))
+        assert self._regathered is not None
+        return self._regathered
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """The gradients are there."""
-        self.drop()
-        self._again = None
+        self.cancel()
+        self._regathered = None
         self._ended_in = torch._C._current_graph_task_id()
 
-    def drop(self) -> None:
+    def cancel(self) -> None:
         """End what is under way, if it has not been used."""
-        if self._coming is not None:
-            (_, work), self._coming = self._coming, None
+        if self._pending is not None:
+            (_, work), self._pending = self._pending, None
             if self.under_way.pop(work, None) is not None:  # else a later forward has ended it
                 work.finish()
 
     def begin_backward(self, grads: Any = None) -> None:
         """Gather before the first node of the unit's results runs; and send what the unit before will need."""
-        self.gather_again()
+        self.regather()
         before = self.before()
         if before is not None and before._ended_in != torch._C._current_graph_task_id():
-            before._start_again()
-            torch.autograd.Variable._execution_engine.queue_callback(before.drop)  # backward may not get there
+            before._start_regather()
+            torch.autograd.Variable._execution_engine.queue_callback(before.cancel)  # backward may not get there
 
-    def _start_again(self) -> None:
-        if self._again is not None or self._coming is not None:
+    def _start_regather(self) -> None:
+        if self._regathered is not None or self._pending is not None:
             return
         numbers = [i for i, dtype in enumerate(self.dtypes) if dtype is not None]
         if not numbers:
-            self._again = {}
+            self._regathered = {}
             return
         if self.versions != versions_of(self.parameters):
             raise RuntimeError(
@@ -161,10 +163,10 @@ class Call:
         with torch.no_grad(), local_torch():
             parts = [plain(self.parameters[i]).to(self.dtypes[i]) for i in numbers]
             work = GatherWork(self.world, [self.shards[i] for i in numbers], parts, self.tag)
-        self._coming = numbers, work
+        self._pending = numbers, work
         self.under_way[work] = self.world.num_rebuilds
 
-    def gather_at_the_end(self, inputs: Any, output: Any, learns: bool) -> None:
+    def hook_results(self, inputs: Any, output: Any, learns: bool) -> None:
         """Hook the results, so that all ranks gather at the same point of the backward.
 
         Parameters that learn let go of the values as their gradients leave. Where none does, the values are let go as
@@ -179,21 +181,21 @@ class Call:
                 return
             for leaf in tree_leaves(inputs):
                 if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
-                    leaf.grad_fn.register_prehook(lambda grads: self.let_go())
+                    leaf.grad_fn.register_prehook(lambda grads: self.release())
                     return
 
 
-class _Note(NamedTuple):
+class _SavedReference(NamedTuple):
     """A view of a gathered parameter, instead of the view."""
 
-    call: Call
+    call: GatheredCall
     number: int
     size: torch.Size
     stride: tuple[int, ...]
     offset: Any
 
 
-def _saving(call: Call) -> Any:
+def _saving(call: GatheredCall) -> Any:
     """Context in which notes are saved instead of gathered values; other tensors go to the hooks that are in force."""
     outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
     places, dtypes = call.places, call.dtypes
@@ -202,12 +204,12 @@ def _saving(call: Call) -> Any:
         with local_torch():
             number = places.get(tensor.untyped_storage().data_ptr()) if tensor.numel() else None
             if number is not None and tensor.dtype == dtypes[number]:
-                return _Note(call, number, tensor.size(), tensor.stride(), tensor.storage_offset())
+                return _SavedReference(call, number, tensor.size(), tensor.stride(), tensor.storage_offset())
         return outer[0](tensor) if outer is not None else tensor
 
     def unpack(saved: Any) -> torch.Tensor:
-        if isinstance(saved, _Note):
-            return saved.call.gather_again()[saved.number].as_strided(saved.size, saved.stride, saved.offset)
+        if isinstance(saved, _SavedReference):
+            return saved.call.regather()[saved.number].as_strided(saved.size, saved.stride, saved.offset)
         found: torch.Tensor = outer[1](saved) if outer is not None else saved
         return found
 
@@ -246,8 +248,8 @@ def casts_of(layer: nn.Module) -> tuple[str, ...]:
     return ("weight",) if kind in _LINEAR or kind in _CONVOLUTIONS or is_conv1d else ()
 
 
-def _dtypes_again(
-    members: Sequence[tuple[Member, GlobalTensor]], parameters: Sequence[GlobalTensor]
+def _regather_dtypes(
+    members: Sequence[tuple[ShardedParameter, GlobalTensor]], parameters: Sequence[GlobalTensor]
 ) -> list[torch.dtype | None]:
     if not parameters:
         return []

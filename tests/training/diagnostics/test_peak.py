@@ -1,0 +1,45 @@
+"""The peak of a process's memory, also where what was there before goes away meanwhile."""
+
+import mmap
+import sys
+
+import pytest
+import torch
+
+from workbench.training.diagnostics.memory import PeakMeter
+
+MIB = 2**20
+HELD = 24 * MIB
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere only the resident size is known")
+
+
+def hold(num_bytes=HELD):
+    return torch.ones(num_bytes, dtype=torch.uint8)
+
+
+def test_a_peak_that_is_over_counts():
+    meter = PeakMeter(torch.device("cpu"))
+    hold()
+    assert HELD <= meter.peak_bytes() < 2 * HELD
+
+
+def test_a_later_meter_knows_nothing_of_it():
+    hold()
+    assert PeakMeter(torch.device("cpu")).peak_bytes() < MIB
+
+
+@pytest.mark.parametrize("is_file", [True, False])
+def test_pages_that_go_away_hide_nothing(is_file, tmp_path):
+    """As when the kernel takes back pages of libraries, or buffers of exchanges before are unmapped."""
+    path = tmp_path / "data"
+    path.write_bytes(bytes(2 * HELD))
+    with open(path) as file:
+        mapped = mmap.mmap(
+            file.fileno() if is_file else -1, 2 * HELD, prot=mmap.PROT_READ | mmap.PROT_WRITE * (not is_file)
+        )
+        touched = sum(mapped[place] for place in range(0, len(mapped), 4096))
+    meter = PeakMeter(torch.device("cpu"))
+    mapped.close()
+    kept = hold()
+    assert touched == 0 and meter.peak_bytes() >= HELD == len(kept)

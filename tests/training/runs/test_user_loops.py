@@ -1,0 +1,185 @@
+"""``wb.log`` in training loops of one's own, on simulated ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+
+import pytest
+import torch.nn.functional as F
+from torch import nn, ones, optim
+
+import workbench as wb
+from workbench.core.metrics import LastSteps, LossTerm, StepBlock, StepSpans, joined
+from workbench.testing import run_ranks
+from workbench.training.runs import step_metrics, user_loops
+
+
+@pytest.fixture
+def received(monkeypatch):
+    monkeypatch.setattr(step_metrics, "INTERVAL_S", 0.0)  # every step is exchanged by itself
+    messages: list[object] = []
+    user_loops.listen(messages.append)
+    yield messages
+    user_loops.listen(None)
+
+
+def blocks(messages) -> list[StepBlock]:
+    return [message for message in messages if isinstance(message, StepBlock)]
+
+
+def test_steps_losses_and_samples_are_reported(received):
+    def program():
+        placement = wb.placement("cpu", ranks=[0, 1])
+        for step in range(3):
+            loss = wb.ones(4, placement=placement, sbp=wb.sbp.split(0)).sum() * (step + 1)
+            wb.log(loss=loss, samples=64)
+
+    run_ranks(program)
+    found = blocks(received)
+    assert [loss for block in found for loss in block.losses] == [4.0, 8.0, 12.0]
+    assert [block.first_step for block in found] == [0, 1, 2] and found[0].samples == (64,)
+    assert found[0].step_times_s == (0.0,) and found[1].step_times_s[0] > 0, "the first call starts the clock"
+    assert found[0].num_ranks == 2 and found[0].memory_bytes[0]["peak"] >= 0
+
+
+def test_a_model_gives_memory_by_kind_and_its_timeline(received):
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+
+    def program():
+        model = wb.parallelize(copy.deepcopy(plain), "0: data; 1: data@1 | 2x1x1 mb=2")
+        optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss = wb.forward_backward(model, F.mse_loss, ones(4, 4), ones(4, 2))
+            optimizer.step()
+            wb.log(loss=loss, samples=4, model=model, optimizer=optimizer)
+
+    run_ranks(program)
+    memory = blocks(received)[-1].memory_bytes
+    assert [kinds["parameters"] for kinds in memory] == [80, 40] and memory[0]["optimizer"] == 80
+    spans = {message.rank: message for message in received if isinstance(message, StepSpans) and message.step == 0}
+    assert set(spans) == {0, 1} and [span.kind for span in spans[0].spans] == ["F", "F", "B", "B"]
+
+
+def test_another_cell_begins_another_loop(received):
+    cell = [1]
+    user_loops.listen(received.append, lambda: cell[0])
+
+    def program():
+        wb.log(loss=1.0)
+        wb.barrier()
+        cell[0] = 2
+        wb.barrier()
+        wb.log(loss=2.0)
+
+    run_ranks(program)
+    assert [block.first_step for block in blocks(received)] == [0, 0]
+
+
+def test_where_nobody_listens_nothing_happens():
+    assert set(run_ranks(lambda: wb.log(loss=1.0, samples=2))) == {None}
+
+
+# ---- the last steps, which the ranks have not exchanged when a cell ends ---------------------------------------------
+# ---- the last steps, which the ranks have not exchanged when a cell ends --------------------------------------------
+
+
+@pytest.fixture
+def heard_seldom(received, monkeypatch):
+    """Two steps are exchanged, the first of which has no time; then nothing."""
+    monkeypatch.setattr(step_metrics, "INTERVAL_S", 1000.0)
+    return received
+
+
+def run_cell(program, num_ranks: int = 2):
+    """A cell on all ranks, at whose end the engine has the loops tell the rest; an error ends it all the same."""
+
+    def cell():
+        with contextlib.suppress(ZeroDivisionError):
+            program()
+        world = user_loops.current()
+        user_loops._loops[world].end(user_loops._listener)
+
+    run_ranks(cell, num_ranks)
+
+
+def last_steps(messages) -> StepBlock:
+    return joined([message for message in messages if isinstance(message, LastSteps)])
+
+
+@pytest.mark.parametrize("sbp", [wb.sbp.split(0), wb.sbp.broadcast])
+def test_the_last_steps_arrive_when_the_cell_ends(heard_seldom, sbp):
+    """Losses are read where they are: a sum of terms on each rank, or copies."""
+
+    def program():
+        placement = wb.placement("cpu", ranks=[0, 1])
+        for step in range(40):
+            wb.log(loss=wb.ones(4, placement=placement, sbp=sbp).sum() * (step + 1), samples=64)
+
+    run_cell(program)
+    reported, rest = blocks(heard_seldom)[-1], last_steps(heard_seldom)
+    assert (reported.stop_step, rest.first_step, rest.stop_step) == (2, 2, 40)
+    assert rest.losses == tuple(4.0 * step for step in range(3, 41)) and rest.samples == (64,) * 38
+    assert rest.num_ranks == 2 and all(time > 0 for time in rest.step_times_s) and len(rest.memory_bytes) == 2
+
+
+def test_ranks_that_fail_at_different_steps_tell_of_those_they_have_in_common(heard_seldom):
+    def program():
+        for step in range(10):
+            if step == 6 and wb.rank() == 1:
+                raise ZeroDivisionError
+            wb.log(loss=float(step))
+
+    run_cell(program)
+    assert last_steps(heard_seldom).losses == (2.0, 3.0, 4.0, 5.0)
+
+
+def test_a_rank_that_is_lost_tells_nothing(heard_seldom):
+    parts = [LastSteps(1, 3, 5, (8,), (LossTerm(2.0, 3),), (0.5,), (0.25,), (10,), {"peak": 1})]
+    block = joined(parts)
+    assert block.losses == (2.0,) and block.time_s == ((0.0,), (0.5,), (0.0,)) and block.memory_bytes == ()
+    term = LossTerm(2.0, 1, is_term=True, num_holders=2)
+    assert joined([LastSteps(0, 2, 0, (8,), (term,), (0.5,), (0.0,), (0,))]).losses == (None,), "half of a sum"
+
+
+def test_ranks_of_which_one_has_taken_part_in_an_exchange_more():
+    """It was interrupted in the middle of it."""
+    early, late = (
+        LastSteps(rank, 2, first, (8,) * (9 - first), tuple(map(LossTerm, range(first, 9))), *[(0,) * (9 - first)] * 3)
+        for rank, first in enumerate((2, 6))
+    )
+    assert joined([early, late]).first_step == 6 and joined([early, late]).losses == (6, 7, 8)
+    assert joined([early.cut(2, 3), late]) is None
+
+
+def test_the_timeline_is_that_of_the_last_step_though_the_model_is_evaluated_after_it(heard_seldom):
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+
+    def program():
+        model = wb.parallelize(copy.deepcopy(plain), "0: data; 1: data@1 | 2x1x1 mb=2")
+        optimizer = optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = wb.forward_backward(model, F.mse_loss, ones(4, 4), ones(4, 2))
+            optimizer.step()
+            wb.log(loss=loss, samples=4, model=model, optimizer=optimizer)
+            wb.evaluate(model, ones(4, 4))
+
+    run_cell(program)
+    spans = {m.rank: m for m in heard_seldom if isinstance(m, StepSpans) and m.step == 2}
+    assert set(spans) == {0, 1} and [span.kind for span in spans[0].spans] == ["F", "F", "B", "B"]
+    assert last_steps(heard_seldom).stop_step == 3 and None not in last_steps(heard_seldom).losses
+
+
+def test_another_model_in_the_same_cell_begins_another_loop(heard_seldom):
+    def program():
+        for width in (2, 3):
+            model = nn.Linear(width, width)
+            for step in range(4):
+                wb.log(loss=float(10 * width + step), model=model)
+
+    run_cell(program)
+    found = [(block.first_step, block.losses) for block in blocks(heard_seldom)]
+    assert found == [(0, (20.0,)), (1, (21.0,)), (2, (22.0, 23.0)), (0, (30.0,)), (1, (31.0,))]
+    assert last_steps(heard_seldom).losses == (32.0, 33.0)

@@ -1,0 +1,134 @@
+"""zero=3 on ranks that share memory: whole parameters are there once, and nobody may write to them."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import workbench as wb
+from tests.training.block_models import Chain, Skipping, Twice, loss_of, made, value
+from tests.transport.shared_ranks import assert_all_returned, run_in_worlds
+from workbench.errors import StrategyError
+from workbench.tensors.global_tensor import local_torch
+from workbench.testing import run_ranks
+from workbench.training.zero import gather_scatter
+
+
+def train(model, steps=4):
+    """Weights after some steps, without dropout: threads that stand for processes draw keys as they come."""
+    model.eval()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss_of(model).backward()
+        optimizer.step()
+    return [value(p) for p in model.parameters()]
+
+
+@pytest.fixture
+def rooms(monkeypatch):
+    """Whether each gathering of rank 0 found room."""
+    found = []
+    start = gather_scatter._start
+
+    def started(world, shards, parts, tag):
+        sent, finish = start(world, shards, parts, tag)
+        if world.rank == 0:
+            found.append(finish.__qualname__ != "_start.<locals>.finish")
+        return sent, finish
+
+    monkeypatch.setattr(gather_scatter, "_start", started)
+    return found
+
+
+@pytest.mark.parametrize("options", ["", "recompute"])
+@pytest.mark.parametrize("kind", [Chain, Twice, Skipping])
+def test_training_in_place_equals_one_device(rooms, kind, options):
+    models = [made(kind) for _ in range(3)]
+    [truth] = run_ranks(lambda: train(wb.parallelize(made(kind), "*: data | 1x1x1")), 1)
+
+    def program(world):
+        return train(wb.parallelize(models[world.rank], f"*: data | 1x3x1 zero=3 {options}"))
+
+    for found in assert_all_returned(run_in_worlds(program, 3)):
+        for ours, theirs in zip(found, truth, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-10)
+    assert rooms.count(True) > 0.9 * len(rooms) > 40
+
+
+def test_a_parameter_that_is_kept_keeps_its_values(rooms):
+    """Code that holds on to a whole parameter gets another way of gathering, and no other numbers."""
+    models = [made(Chain) for _ in range(2)]
+    [truth] = run_ranks(lambda: train(wb.parallelize(made(Chain), "*: data | 1x1x1")), 1)
+
+    def program(world):
+        kept = []
+
+        def keep(module, args, output):
+            if not kept and world.rank == 1:
+                with local_torch():
+                    whole = module.weight.detach()
+                    kept.append((whole, whole.clone()))
+
+        models[world.rank].blocks[1].up.register_forward_hook(keep)
+        weights = train(wb.parallelize(models[world.rank], "*: data | 1x2x1 zero=3"))
+        with local_torch():
+            assert all(torch.equal(whole, copy) for whole, copy in kept)
+        return weights, len(kept)
+
+    (found, none), (_, one) = assert_all_returned(run_in_worlds(program, 2))
+    assert (none, one) == (0, 1)
+    for ours, theirs in zip(found, truth, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-10)
+    assert not any(rooms[6:])
+
+
+def test_a_recorded_step_gathers_by_messages(rooms):
+    """A replay does not ask whether there is room; steps that are recorded and others go on beside each other."""
+    models = [made(Chain).eval() for _ in range(2)]
+    [truth] = run_ranks(lambda: train(wb.parallelize(made(Chain), "*: data | 1x1x1"), steps=6), 1)
+
+    def program(world):
+        model = wb.parallelize(models[world.rank], "*: data | 1x2x1 zero=3")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+        def step():
+            optimizer.zero_grad()
+            loss_of(model).backward()
+            optimizer.step()
+
+        captured = wb.capture(step)
+        for run in (captured, captured, step, captured, step, captured):
+            run()
+        return [value(p) for p in model.parameters()]
+
+    for found in assert_all_returned(run_in_worlds(program, 2)):
+        for ours, theirs in zip(found, truth, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-10)
+    assert True in rooms and False in rooms
+
+
+class Clamping(nn.Linear):
+    """Writes to its weight in forward."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.weight.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+def test_a_forward_that_writes_to_its_parameters_is_told():
+    torch.manual_seed(0)
+    layers = [Clamping(4, 4)]
+    layers.append(copy.deepcopy(layers[0]))
+
+    def program(rank):
+        model = wb.parallelize(layers[rank], "*: data | 1x2x1 zero=3")
+        says = r"Clamping: forward has written to 1 of 2 gathered parameters \(weight of Clamping\).*use zero=2"
+        with pytest.raises(StrategyError, match=says):
+            model(torch.ones(2, 4))
+        with pytest.raises(StrategyError, match=says), torch.no_grad():
+            model(torch.ones(2, 4))
+
+    run_ranks(program, 2)

@@ -1,0 +1,351 @@
+"""Writes down what a run of a step does below autograd: torch's operators on this rank's tensors, exchanges, draws.
+
+Autograd, global tensors and modules are Python and C++ that decide which operators run; a replay runs the operators. So
+the recorder is a dispatch mode: it sees forward, backward and everything else as operators on plain tensors, each
+tensor known by identity. Whatever the transport does is one entry, and so is every draw of a random key.
+"""
+
+from __future__ import annotations
+
+import gc
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from workbench.errors import CaptureError
+from workbench.tensors.global_tensor import GlobalTensor, local_torch, plain
+from workbench.tensors.world import World
+from workbench.training.capture.gradients import held_grad
+from workbench.training.capture.optimizer_steps import OptimizerStep, parts_of
+from workbench.training.capture.trace import Call, Slot, Trace
+from workbench.training.capture.value_reads import reject_value_read
+from workbench.transport.user_code import user_frame
+
+_aten = torch.ops.aten
+_SAME = {_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default}
+"""Operators that give another tensor object for the same values, which only autograd tells apart."""
+_IN_C: dict[Any, Callable[..., Any]] = {
+    _aten.add_.Tensor: torch.Tensor.add_,
+    _aten.add.Tensor: torch.add,
+    _aten.addmm.default: torch.addmm,
+    _aten.mm.default: torch.mm,
+    _aten.t.default: torch.t,
+    _aten.transpose.int: torch.transpose,
+    _aten.view.default: torch.Tensor.view,
+}
+"""Functions of torch that run one operator and parse their arguments in half the time: those that steps are full of."""
+_SETS_UP = {_aten.as_strided_.default}
+"""Operators that set where their first operand lies: skipped unless the operand is used (placeholders seldom are)."""
+_SMALLEST_KEY = 1 << 24
+"""Keys are 63 random bits, so an integer argument that equals one is one."""
+
+
+class Recorder(TorchDispatchMode):
+    """The recording of one run.
+
+    Args:
+        world: this rank's world.
+        inputs: the step's tensors; nobody else may hold them.
+        grads: gradients that leaves have already, in which further ones may add up.
+
+    Attributes:
+        originals: what the step did not make, as it found it; a replay works on the same memory.
+        steps: the optimizers' steps.
+        placeholders: leaves of other ranks that have got gradients there.
+    """
+
+    def __init__(self, world: World, inputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self.world = world
+        self.originals: list[torch.Tensor] = []
+        self.steps: list[OptimizerStep] = []
+        self.placeholders: list[GlobalTensor] = []
+        self._slots: Any = WeakTensorKeyDictionary()
+        # What the step made, by memory and place; None for memory that was there before. A weak reference keeps the
+        # address of a memory from being another one's.
+        self._memory: dict[int, tuple[StorageWeakRef, dict[Any, Slot] | None]] = {}
+        self._num_slots = 0
+        self._keys: dict[int, Slot] = {}
+        self._keys_used: set[int] = set()
+        self._is_paused = 0
+        self._stepping: OptimizerStep | None = None
+        self._inputs = [*inputs, *grads]
+        self.trace = Trace([self._new(tensor) for tensor in self._inputs], [], [])
+
+    # ---- torch
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with local_torch():
+            if self._is_paused:
+                return func(*args, **kwargs)
+            _check_operator(func, args)
+            given, options = self._known(args), {k: self._known(v) for k, v in kwargs.items()}
+            out = func(*args, **kwargs)
+            if func in _SAME:
+                self._slots[out] = self._slot(args[0])
+                return out
+            schema = func._schema
+            draws = torch.Tag.nondeterministic_seeded in func.tags
+            result = self._made(out)
+            first = schema.returns[0].alias_info if schema.returns else None
+            self.trace.calls.append(
+                Call(
+                    _IN_C.get(func) or getattr(func, "_op", func), given, options, result,
+                    has_side_effect=(schema.is_mutable and func not in _SETS_UP) or draws,
+                    makes_view=first is not None and not first.is_write and not schema.is_mutable,
+                    changes=given[0] if func in _SETS_UP else None,
+                    name=str(func).removesuffix(".default"),
+                )
+            )  # fmt: skip
+            return out
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What runs here is not written down."""
+        self._is_paused += 1
+        try:
+            yield
+        finally:
+            self._is_paused -= 1
+
+    def depends_on(self, tensor: torch.Tensor) -> None:
+        """A replay is void if this tensor's memory has moved: the step works on it with another spec."""
+        self.originals.append(tensor)
+
+    # ---- what is called as a whole
+
+    def call(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function that a replay calls too."""
+        if self._is_paused:
+            return function(*args, **kwargs)
+        given, options = self._known(args), {k: self._known(v) for k, v in kwargs.items()}
+        with self.paused():
+            made = function(*args, **kwargs)
+        result, handed_out = self._taken(name, made)
+        self.trace.calls.append(Call(function, given, options, result, has_side_effect=True, name=name))
+        return handed_out
+
+    def _taken(self, name: str, made: Any) -> tuple[Any, Any]:
+        """The structure of a call's result, and what the caller gets: functions that came back are followed too."""
+        if isinstance(made, list | tuple):
+            parts = [self._taken(name, part) for part in made]
+            return tuple(part[0] for part in parts), type(made)(part[1] for part in parts)
+        if isinstance(made, torch.Tensor) or not callable(made):
+            return self._made(made), made
+        slot = self._next()
+        return slot, lambda *args, **kwargs: self._call_made(f"{name} ends", slot, made, args, kwargs)
+
+    def _call_made(self, name: str, slot: Slot, function: Any, args: Any, kwargs: Any) -> Any:
+        given, options = self._known(args), {k: self._known(v) for k, v in kwargs.items()}
+        with self.paused():
+            made = function(*args, **kwargs)
+        result, handed_out = self._taken(name, made)
+        self.trace.calls.append(Call(operator.call, (slot, *given), options, result, has_side_effect=True, name=name))
+        return handed_out
+
+    def draw(self, function: Callable[..., int], *args: Any, is_used: bool = True) -> int:
+        """A random key; every replay draws its own. A key that comes again was drawn for a recomputation, from a
+        generator that had been set back: it is the first one's. ``is_used``: this rank makes numbers of it.
+        """
+        with self.paused():
+            key = function(*args)
+        if key in self._keys:
+            return key
+        slot = self._keys[key] = self._next()
+        if not is_used:
+            self._keys_used.add(key)
+        self.trace.calls.append(Call(function, args, {}, slot, has_side_effect=True, name="draw_key"))
+        return key
+
+    # ---- optimizers
+
+    def optimizer_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """From here to ``optimizer_ends`` a replay calls the optimizer itself."""
+        step, parts = OptimizerStep(optimizer, args, kwargs), parts_of(optimizer)
+        self._stepping = step
+        self.steps.append(step)
+        with self.paused(), local_torch():
+            grads = [part.grad for part in parts]
+        self.trace.calls.append(
+            Call(step, (self._known(parts), self._known(grads)), {}, None, has_side_effect=True,
+                 name=f"{type(optimizer).__name__}.step")
+        )  # fmt: skip
+        self._is_paused += 1
+
+    def optimizer_ends(self, optimizer: Optimizer) -> None:
+        """The recording goes on."""
+        if self._stepping is not None:
+            self._stepping = None
+            self._is_paused -= 1
+
+    # ---- the end
+
+    def finish(self, outputs: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) -> list[int | None]:
+        """Complete the program with what the step gives back: its results, and gradients that it leaves behind.
+
+        Returns:
+            for each leaf, which output of the program its gradient is; None where that is the tensor it was, or none.
+        """
+        self._check_end()
+        slots = [self._slot(output) for output in outputs]
+        left: list[int | None] = []
+        inputs = set(self.trace.inputs)
+        with local_torch():
+            grads = [held_grad(leaf) for leaf in leaves]
+        for grad in grads:
+            slot = None if grad is None else self._slots.get(grad)
+            if slot is None or slot in inputs or slot in self.trace.constants:
+                left.append(None)
+            else:
+                left.append(len(slots))
+                slots.append(slot)
+        self.trace.outputs = slots
+        self._check_leftovers(set(slots))
+        return left
+
+    def _check_end(self) -> None:
+        unused = [key for key in self._keys if key not in self._keys_used]
+        if unused:
+            raise CaptureError(
+                f"capture: {len(unused)} of {len(self._keys)} random draws of the step were made by a function whose "
+                "numbers a replay cannot draw again (binomial, gamma, Dirichlet, permutations). Draw them outside of "
+                "the captured function, and hand them in as tensors."
+            )
+        for step in self.steps:
+            step.check_settings()
+
+    def _check_leftovers(self, known: set[Slot]) -> None:
+        known |= {self._slots[tensor] for tensor in self._inputs} | self.trace.constants.keys()
+        gc.collect()  # graphs and their functions may hold one another
+        made = [tensor for tensor, slot in self._slots.items() if slot not in known and not _is_placeholder(tensor)]
+        kept = _referred_to(made)
+        if kept:
+            with local_torch():
+                shapes = ", ".join(str(tuple(tensor.shape)) for tensor in kept[:4])
+            raise CaptureError(
+                f"capture: {len(kept)} tensor{'s' * (len(kept) > 1)} of shape {shapes}{', ...' * (len(kept) > 4)} that "
+                "the step made outlives it without being returned. A replay makes new ones and renews nobody's "
+                "references. Return them, or write to tensors that are there already (x.copy_(...))."
+            )
+
+    # ---- values
+
+    def _next(self) -> Slot:
+        self._num_slots += 1
+        return Slot(self._num_slots)
+
+    def _new(self, tensor: torch.Tensor) -> Slot:
+        slot = self._slots[tensor] = self._next()
+        storage = tensor.untyped_storage()
+        _, places = self._memory.setdefault(storage._cdata, (StorageWeakRef(storage), {}))
+        if places is not None:
+            places[_place_of(tensor)] = slot
+        return slot
+
+    def _slot(self, tensor: torch.Tensor) -> Slot:
+        """The value that a tensor is; one that the step did not make becomes a constant."""
+        slot: Slot | None = self._slots.get(tensor)
+        if slot is None and (slot := self._made_before(tensor)) is not None:
+            self._slots[tensor] = slot
+        if slot is None:
+            slot = self._slots[tensor] = self._next()
+            self.originals.append(tensor)
+            storage = tensor.untyped_storage()
+            self._memory[storage._cdata] = StorageWeakRef(storage), None
+            with self.paused():
+                self.trace.constants[slot] = plain(tensor)
+        return slot
+
+    def _made_before(self, tensor: torch.Tensor) -> Slot | None:
+        """What the step made, in another tensor object: ``as_subclass`` and ``.data`` make one without an operator."""
+        _, places = self._memory.get(tensor.untyped_storage()._cdata, (None, None))
+        return None if places is None else places.get(_place_of(tensor))
+
+    def _known(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._slot(value)
+        if type(value) is int and value >= _SMALLEST_KEY and value in self._keys:
+            self._keys_used.add(value)
+            return self._keys[value]
+        return type(value)(map(self._known, value)) if type(value) in (list, tuple) else value
+
+    def _made(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return None if value in self._slots else self._new(value)
+        return tuple(map(self._made, value)) if isinstance(value, list | tuple) else None
+
+
+class RecordedTransport:
+    """A transport whose calls are entries of a recording."""
+
+    def __init__(self, recorder: Recorder, transport: Any) -> None:
+        self._recorder, self._transport = recorder, transport
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._transport, name)
+        if not callable(value):
+            return value
+        recorder, world = self._recorder, self._recorder.world
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            """Asks for the transport anew: a world that was rebuilt has another one."""
+            transport: Any = world.transport
+            return getattr(transport, name)(*args, **kwargs)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            world.transport = self._transport
+            try:
+                return recorder.call(f"transport.{name}", run, *args, **kwargs)
+            finally:
+                world.transport = self
+
+        return call
+
+
+def _referred_to(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Those that Python objects hold; a graph of autograd that is about to go may hold others.
+
+    Holders are found by looking through all of Python's objects: once for all tensors; tensor by tensor for the error.
+    """
+
+    if not _holders(tensors, tensors):
+        return []
+    return [tensor for tensor in tensors if _holders(tensors, [tensor])]
+
+
+def _holders(tensors: list[torch.Tensor], some: list[torch.Tensor]) -> list[Any]:
+    """Objects other than these two lists that hold one of ``some``."""
+    return [holder for holder in gc.get_referrers(*some) if holder is not tensors and holder is not some]
+
+
+def _place_of(tensor: torch.Tensor) -> Any:
+    """Where in its memory a tensor lies."""
+    return tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _is_placeholder(tensor: torch.Tensor) -> bool:
+    """Of a placeholder there is nothing to renew."""
+    return isinstance(tensor, GlobalTensor) and tensor._spec.is_placeholder
+
+
+def _check_operator(func: Any, args: Any) -> None:
+    reads = torch.Tag.data_dependent_output in func.tags
+    if not reads and torch.Tag.dynamic_output_shape not in func.tags:
+        return
+    if func is _aten.index.Tensor and not any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1]):
+        return  # a selection by numbers has their shape, one by a mask as many rows as it has ones
+    frame, _ = user_frame()
+    name = "item(), bool(), int() or float()" if func is _aten._local_scalar_dense.default else str(func)
+    reject_value_read(
+        name.removesuffix(".default"),
+        frame,
+        "the value of a tensor is read" if reads else "the shape of a result depends on values",
+    )

@@ -1,0 +1,397 @@
+"""Watches one forward and backward: every function below autograd, the layer it belongs to, and what autograd keeps.
+
+A function is a layer's own if it reads a parameter of the layer, or runs inside the layer's forward before another
+layer begins; else it follows the layer that began last. What autograd saves belongs to the function whose node it is:
+nodes are numbered, and a node exists before its function runs and before anything is saved for it. By these numbers
+functions of backward belong to those of forward, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+
+from workbench.core.model_costs import Extent, LayerCost, OpCost
+from workbench.core.rows import Layer
+from workbench.training.costs.activation_reads import ActivationReads
+from workbench.training.strategies.state import ROOT
+
+NAMES = {
+    "mm": "linear", "addmm": "linear", "bmm": "matmul", "baddbmm": "matmul", "native_layer_norm": "layer_norm",
+    "_fused_rms_norm": "rms_norm", "native_group_norm": "group_norm", "native_batch_norm": "batch_norm",
+    "_native_batch_norm_legit": "batch_norm", "_softmax": "softmax", "_safe_softmax": "softmax",
+    "_log_softmax": "cross_entropy", "nll_loss_forward": "cross_entropy", "nll_loss2d_forward": "cross_entropy",
+    "native_dropout": "dropout",
+    "bernoulli": "dropout", "max_pool2d_with_indices": "max_pool2d", "_to_copy": "to",
+}  # fmt: skip
+"""aten's names as people write them; others only lose their underscores."""
+ATTENTION = "scaled_dot_product_attention"
+TO_COPY = torch.ops.aten._to_copy.default
+CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+@dataclass
+class _Entry:
+    """One function of the batch; ``layer`` is None before the first one begins."""
+
+    layer: str | None
+    is_own: bool
+    name: str = "saved"
+    flops: float = 0.0
+    moved_bytes: float = 0.0
+    inner: int = 0
+    saved_bytes: float = 0.0
+    backward_bytes: float = 0.0
+    again_bytes: float = 0.0
+    passing_bytes: float = 0.0
+
+    def work(self, num_samples: int) -> OpCost:
+        """Of one sample."""
+        return OpCost(
+            self.name,
+            self.flops / num_samples,
+            self.moved_bytes / num_samples,
+            self.inner,
+            self.saved_bytes / num_samples,
+            backward_bytes=self.backward_bytes / num_samples,
+            again_bytes=self.again_bytes / num_samples,
+            passing_bytes=self.passing_bytes / num_samples,
+        )
+
+    @property
+    def is_work(self) -> bool:
+        """Whether it takes time or memory: a view takes none, unless its backward does (of slices: their gradient)."""
+        return bool(self.flops or self.moved_bytes or self.saved_bytes or self.backward_bytes)
+
+
+class WorkCounter(TorchDispatchMode):
+    """Counts what runs under ``watch``.
+
+    Args:
+        owners: layers by the address of their parameters' storages.
+        num_samples: of the batch that runs.
+        shapes: of parameters; their gradients, which a batch has once, are not counted as a sample's.
+    """
+
+    def __init__(
+        self, owners: Mapping[int, list[str]], num_samples: int, shapes: Collection[tuple[int, ...]] = ()
+    ) -> None:
+        super().__init__()
+        self._owners, self._num_samples = dict(owners), num_samples
+        self._shapes = {way for shape in shapes for way in (_without_ones(shape), _without_ones(shape)[::-1])}
+        self._entries: list[_Entry] = []
+        self._by_node: dict[int, _Entry] = {}
+        self._early: dict[int, float] = {}  # saved for a node whose function has not run yet
+        self._early_again: dict[int, float] = {}
+        self._saved: dict[int, tuple[torch.UntypedStorage, int]] = {}  # and the node for which it was saved first
+        self._active: list[str] = []
+        self._last: str | None = None
+        self._outputs: dict[str, torch.Tensor | None] = {}
+        self._inputs: dict[str, torch.Tensor | None] = {}  # the first one; None where there is none
+        self._containers: set[str] = set()  # layers in whose forward others run: what enters these is not theirs alone
+        self._pieces: dict[str, tuple[int, ...]] = {}
+        self._num_cast: dict[str, int] = {}  # of weights that autocast casts, by layer
+        self._casts: list[torch.Tensor] = []  # held, so that addresses are theirs
+        self._of_samples: dict[int, torch.UntypedStorage] = {}  # what follows from the batch, by address
+        self._order: list[str] = []
+        self._reads = ActivationReads()
+        self._is_paused = False
+        self.heads: set[int] = set()
+        """Of queries and of keys, as attention in one function was called."""
+
+    @contextmanager
+    def watch(self, layers: Mapping[str, nn.Module], batch: Any = None) -> Iterator[None]:
+        """Context around forward and backward of a model with these layers on this batch (None: not told)."""
+        self._note_samples(batch)
+        handles = []
+        for path, layer in layers.items():
+            name = path or ROOT
+            handles += [
+                layer.register_forward_pre_hook(
+                    lambda _, *given, name=name: self._begin_layer(name, given), with_kwargs=True
+                ),
+                layer.register_forward_hook(lambda _, __, output, name=name: self._end_layer(name, output)),
+            ]
+        try:
+            with self, torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        if self._entries:  # nodes without a function of their own
+            self._entries[-1].saved_bytes += sum(self._early.values())
+
+    def go_backward(self, result: Any) -> None:
+        """From every tensor in a result that has gradients; those that it begins with are nobody's work."""
+        leaves = torch.utils._pytree.tree_leaves(result)
+        ends = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        self._is_paused = True
+        grads = [torch.ones_like(end) for end in ends]
+        self._is_paused = False
+        if ends:
+            torch.autograd.backward(ends, grads)
+
+    def where(self) -> str:
+        """The layer at which the run stands."""
+        return self._last or "the model"
+
+    def order(self, names: Sequence[str]) -> list[str]:
+        """The layers as they ran; one that did not run stands behind the one that is listed before it."""
+        order = list(self._order)
+        for place, name in enumerate(names):
+            if name not in order:
+                order.insert(order.index(names[place - 1]) + 1 if place else 0, name)
+        return order
+
+    def row(self, layer: Layer) -> LayerCost:
+        """What was counted for a layer. What ran before all layers belongs to the first one."""
+        first = self._order[0] if self._order else None
+        mine = [e for e in self._entries if (e.layer or first) == layer.name]
+        mine = [e for e in mine if e.is_work]
+        own, after = ([e.work(self._num_samples) for e in mine if e.is_own is which] for which in (True, False))
+        output = self._outputs.get(layer.name)
+        itemsize = 4 if output is None else output.element_size()
+        given, left = self._extent(output), self._handed_on(layer.name)
+        shape = None if given is None or given.is_alike else given.sizes
+        return LayerCost(
+            layer, tuple(own), tuple(after), shape, itemsize, None if left is None or left[0] == shape else left[0],
+            given.sizes if given is not None and given.is_alike else None, self._pieces.get(layer.name, ()),
+            None if left is None or left[1] == itemsize else left[1], self._num_cast.get(layer.name, 0),
+            (given.batch_dim or 0) if given is not None else 0, self._input_extent(layer.name),
+            self._reads.of(layer.name, self._order, self._num_samples),
+        )  # fmt: skip
+
+    def works(self) -> list[OpCost]:
+        """All functions that were counted, in order, of one sample."""
+        return [entry.work(self._num_samples) for entry in self._entries if entry.is_work]
+
+    def _extent(self, tensor: torch.Tensor | None) -> Extent | None:
+        """How large an activation is; None where there is none, or where its samples cannot be told apart.
+
+        Samples flattened into the first dim with others (tokens) are cut again.
+        """
+        if tensor is None:
+            return None
+        shape, count = tuple(tensor.shape), self._num_samples
+        if self._of_samples and not self._is_of_samples(tensor):
+            return Extent(shape, None)
+        if count in shape:
+            dim = shape.index(count)
+            return Extent((*shape[:dim], *shape[dim + 1 :]), dim)
+        return Extent((shape[0] // count, *shape[1:])) if shape and shape[0] % count == 0 else None
+
+    def _handed_on(self, name: str) -> tuple[tuple[int, ...], int] | None:
+        """Shape of one sample and bytes of an element of what the next layer takes; None where it is not known."""
+        place = self._order.index(name) + 1 if name in self._order else len(self._order)
+        taken = self._inputs.get(self._order[place]) if place < len(self._order) else None
+        found = self._extent(taken)
+        if taken is None or found is None or found.is_alike or not taken.is_floating_point():
+            return None
+        return found.sizes, taken.element_size()
+
+    def _input_extent(self, name: str) -> Extent | None:
+        """What a layer takes; not known of a container, whose forward runs others first, and of one never called."""
+        if name in self._containers or name not in self._inputs:
+            return None
+        taken = self._inputs[name]
+        return Extent((), None) if taken is None else self._extent(taken)
+
+    def _note_samples(self, values: Any) -> None:
+        for leaf in torch.utils._pytree.tree_leaves(values):
+            if isinstance(leaf, torch.Tensor):
+                storage = leaf.untyped_storage()
+                self._of_samples[storage._cdata] = storage
+
+    def _is_of_samples(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._of_samples
+
+    def _begin_layer(self, name: str, args: Any) -> None:
+        self._containers.update(self._active)
+        self._active.append(name)
+        self._last = name
+        leaves = torch.utils._pytree.tree_leaves(args)
+        first = next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
+        self._inputs.setdefault(name, first)
+        self._reads.note_input(name, first)
+
+    def _end_layer(self, name: str, output: Any) -> None:
+        self._active.pop()
+        if name in self._containers:  # it gives what the last layer in it gives; its own is what it adds on the way
+            return
+        tensors = [leaf for leaf in torch.utils._pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        self._outputs[name] = tensors[0] if len(tensors) == 1 else None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.namespace != "aten" or self._is_paused:  # the former are questions, such as where a tensor lies
+            return out
+        inputs, outputs = _distinct((args, kwargs)), _distinct(out)
+        node: Any = torch._C._current_autograd_node()  # None in forward
+        if func is TO_COPY and self._is_cast_of_weight(node is None, inputs, out):
+            return out
+        if node is not None:
+            self._add_backward(node, func, inputs, outputs)
+            return out
+        if any(address in self._of_samples for address in inputs):
+            self._note_samples(out)
+        self._note_pieces(args[0] if args else None, out)
+        entry = self._place(inputs)
+        self._reads.note(entry.layer, entry.is_own, inputs, outputs)
+        entry.name = _name(func, inputs)
+        if entry.name == ATTENTION:
+            self.heads |= {tensor.shape[1] for tensor in args[:2] if tensor.ndim == 4}
+        entry.flops, entry.inner = _matmul(func, args, kwargs or {}, out)
+        entry.moved_bytes = self._moved(func, inputs, outputs)
+        if entry.is_own and entry.layer is not None and not set(outputs) <= set(inputs):
+            self._note_output(entry.layer, outputs)
+        return out
+
+    def _add_backward(
+        self, node: Any, func: Any, inputs: Mapping[int, torch.Tensor], outputs: Mapping[int, torch.Tensor]
+    ) -> None:
+        """To the function of whose backward it is part. Products follow from those of forward."""
+        entry = self._by_node.get(node._sequence_nr())
+        if entry is None:
+            return
+        of_weights = {at: one for at, one in outputs.items() if _without_ones(one.shape) in self._shapes}
+        passing = [one for at, one in {**inputs, **outputs}.items() if not (at in of_weights or self._is_held(at))]
+        entry.passing_bytes = max(entry.passing_bytes, float(sum(map(_bytes, passing))))
+        if func._overloadpacket in flop_registry or _name(func, inputs) == ATTENTION:
+            return
+        entry.backward_bytes += max(0.0, self._moved(func, inputs, outputs) - sum(map(_bytes, of_weights.values())))
+
+    def _is_cast_of_weight(self, is_forward: bool, inputs: Mapping[int, torch.Tensor], out: torch.Tensor) -> bool:
+        """Whether autocast casts a weight, or its gradient: a batch has that once. The copy is the layer's weight, too.
+
+        Backward needs those of products alone, not of their biases.
+        """
+        if not is_forward:
+            return _without_ones(out.shape) in self._shapes
+        readers = [name for address in inputs for name in self._owners.get(address, ())]
+        if not readers:
+            return False
+        self._casts.append(out)
+        self._owners[out.untyped_storage()._cdata] = readers
+        if out.ndim > 1:
+            for name in readers:
+                self._num_cast[name] = self._num_cast.get(name, 0) + out.numel()
+        return True
+
+    def _is_held(self, address: int) -> bool:
+        """Whether it is a parameter, or kept for backward."""
+        return address in self._owners or address in self._saved
+
+    def _note_pieces(self, source: Any, pieces: Any) -> None:
+        """Where a layer's output is cut along its features: queries, keys and values of one weight."""
+        output = self._outputs.get(self._last or "")
+        is_cut = isinstance(source, torch.Tensor) and isinstance(pieces, list | tuple) and len(pieces) > 1
+        if output is None or not is_cut or source.shape != output.shape:
+            return
+        is_its = source.untyped_storage()._cdata == output.untyped_storage()._cdata
+        if is_its and all(isinstance(p, torch.Tensor) and p.shape[:-1] == output.shape[:-1] for p in pieces):
+            self._pieces.setdefault(self._last or "", tuple(piece.shape[-1] for piece in pieces))
+
+    def _note_output(self, name: str, outputs: Mapping[int, torch.Tensor]) -> None:
+        """A layer whose parameters others read, or a container, gives what was first made of them."""
+        if name not in self._outputs and (name not in self._active or name in self._containers):
+            self._outputs[name] = next(iter(outputs.values()))
+
+    def _place(self, inputs: Mapping[int, torch.Tensor]) -> _Entry:
+        """The entry of a function that reads these storages."""
+        readers = [name for storage in inputs for name in self._owners.get(storage, ())]
+        if readers:
+            near = [*self._active[-1:], self._last]
+            self._last = next((name for name in near if name in readers), readers[0])
+        is_own = bool(readers) or bool(self._active and self._active[-1] == self._last)
+        if is_own and self._last is not None and self._last not in self._order:
+            self._order.append(self._last)
+        entry = _Entry(self._last, is_own or self._last is None)
+        self._entries.append(entry)
+        node = torch._C._autograd._get_sequence_nr() - 1
+        if self._by_node.setdefault(node, entry) is entry:
+            entry.saved_bytes += self._early.pop(node, 0.0)
+            entry.again_bytes += self._early_again.pop(node, 0.0)
+        return entry
+
+    def _moved(self, func: Any, inputs: Mapping[int, torch.Tensor], outputs: Mapping[int, torch.Tensor]) -> float:
+        """Bytes read and written, parameters left out; a view moves none, an empty tensor neither."""
+        is_written = func._schema.is_mutable
+        if "empty" in func.__name__ or (not is_written and set(outputs) <= set(inputs)):
+            return 0.0
+        read = sum(_bytes(tensor) for storage, tensor in inputs.items() if storage not in self._owners)
+        written = sum(map(_bytes, outputs.values()))
+        return float(read + written * (2 if _name(func, inputs) == "embedding" else 1))
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What ``ActivationMeter`` counts: distinct storages, parameters left out, expanded tensors too."""
+        if torch._C._current_autograd_node() is not None:  # of what a checkpoint computes again
+            return tensor
+        storage = tensor.untyped_storage()
+        address, size = storage._cdata, storage.nbytes()
+        if address in self._owners or tensor.numel() * tensor.element_size() > size:
+            return tensor
+        node = torch._C._autograd._get_sequence_nr() - 1
+        if address in self._saved:
+            if self._saved[address][1] != node:
+                self._add_saved(node, "again_bytes", self._early_again, size)
+            return tensor
+        self._saved[address] = storage, node
+        self._add_saved(node, "saved_bytes", self._early, size)
+        return tensor
+
+    def _add_saved(self, node: int, kind: str, early: dict[int, float], size: int) -> None:
+        if node in self._by_node:
+            entry = self._by_node[node]
+            setattr(entry, kind, getattr(entry, kind) + size)
+        else:
+            early[node] = early.get(node, 0.0) + size
+
+
+def _distinct(values: Any) -> dict[int, torch.Tensor]:
+    """Tensors by the address of their storage."""
+    leaves = torch.utils._pytree.tree_leaves(values)
+    return {leaf.untyped_storage()._cdata: leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}
+
+
+def _without_ones(shape: Sequence[int]) -> tuple[int, ...]:
+    """A bias's gradient is summed with its dims kept."""
+    return tuple(size for size in shape if size != 1)
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+def _name(func: Any, inputs: Mapping[int, torch.Tensor]) -> str:
+    base = func._schema.name.rpartition("::")[2]
+    if "scaled_dot_product" in base:
+        return ATTENTION
+    if base == "convolution":
+        return f"conv{max(tensor.ndim for tensor in inputs.values()) - 2}d"
+    return NAMES.get(base) or NAMES.get(base.strip("_")) or base.strip("_")
+
+
+def _matmul(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[float, int]:
+    """Floating point operations of a matrix product, and the size that it sums over; zeros for other functions."""
+    packet = func._overloadpacket
+    if packet is CPU_ATTENTION:
+        return float(sdpa_flop_count(*(args[i].shape for i in range(3)))), args[0].shape[-1]
+    if packet not in flop_registry:
+        return 0.0, 0
+    flops = float(flop_registry[packet](*args, **kwargs, out_val=out))
+    base = func._schema.name.rpartition("::")[2]
+    if base in ("addmm", "baddbmm"):
+        return flops, args[1].shape[-1]
+    if base == "convolution":
+        return flops, args[1].numel() // args[1].shape[0]
+    return flops, args[0].shape[-1]
+
+
+__all__ = ["WorkCounter"]

@@ -1,0 +1,177 @@
+"""``wb.debug.memory_report``: what every rank holds, by kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from workbench.tensors.global_tensor import GlobalTensor, local_torch
+from workbench.tensors.object_collectives import all_gather_object
+from workbench.tensors.world import World, current
+from workbench.training.diagnostics.memory import gradients, optimizer_state
+from workbench.units import format_bytes
+
+KINDS = ("parameters", "gradients", "optimizer", "buffers", "activations", "transport")
+
+
+class MemoryReport:
+    """Bytes by rank and kind; ``print`` it, or take ``to_dict()``. See ``memory_report``.
+
+    As a context it also counts activations: the most that autograd has held for backward at any moment inside.
+    """
+
+    def __init__(self, modules: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> None:
+        self._modules, self._optimizers = modules, optimizers
+        self._saved: _Saved | None = None
+        self._hooks: Any = None
+        self._ranks: list[dict[str, int]] = []
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Count again. All ranks call it."""
+        world = current()
+        self._ranks = all_gather_object(self._count(world), world, "memory_report()")
+
+    def to_dict(self) -> dict[int, dict[str, int]]:
+        """rank -> kind -> bytes; "total" is their sum, each storage counted once."""
+        return {rank: {**kinds, "total": sum(kinds.values())} for rank, kinds in enumerate(self._ranks)}
+
+    def __getitem__(self, rank: int) -> dict[str, int]:
+        return self.to_dict()[rank]
+
+    def __str__(self) -> str:
+        table = self.to_dict()
+        kinds = [kind for kind in KINDS if any(kind in row for row in table.values())]
+        lines = [["rank", *kinds, "total"]]
+        lines += [[str(rank), *(format_bytes(row[kind]) for kind in [*kinds, "total"])] for rank, row in table.items()]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        return "\n".join("  ".join(text.rjust(w) for text, w in zip(line, widths, strict=True)) for line in lines)
+
+    __repr__ = __str__
+
+    def __enter__(self) -> MemoryReport:
+        own = (parameter for module in self._modules for parameter in module.parameters())
+        self._saved = _Saved(own)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._saved.pack, _unpack)
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self._hooks.__exit__(*exc)
+        if exc[0] is None:
+            self.refresh()
+
+    def _count(self, world: World) -> dict[str, int]:
+        seen: set[int] = set()
+        held = {
+            "parameters": _bytes_of((p for m in self._modules for p in m.parameters()), seen),
+            "buffers": _bytes_of((b for m in self._modules for b in m.buffers()), seen),
+            "gradients": _bytes_of((g for m in self._modules for g in gradients(m)), seen),
+            "optimizer": _bytes_of((t for o in self._optimizers for t in optimizer_state(o)), seen),
+        }
+        if self._saved is not None:
+            held["activations"] = self._saved.most_bytes
+        held["transport"] = _transport_bytes(world)
+        return {kind: held[kind] for kind in KINDS if kind in held}
+
+
+def memory_report(*things: nn.Module | torch.optim.Optimizer) -> MemoryReport:
+    """What every rank holds of modules and optimizers, in bytes of storage. All ranks of the world call it.
+
+    A storage counts once, for the first of: parameters, buffers, gradients, optimizer. Placeholders hold nothing.
+    ``transport`` is the shared memory that a rank has made for exchanges, used or not, without the tensors that lie
+    in it (results of boxings may).
+
+    Args:
+        things: modules and optimizers.
+
+    Raises:
+        TypeError: something else.
+
+    Around a step, the activations that autograd keeps for backward are counted too, at their largest::
+
+        with wb.debug.memory_report(model, optimizer) as report:
+            loss(model(inputs)).backward()
+        print(report)
+
+        rank  parameters  gradients  optimizer  buffers  activations  transport   total
+           0      532 kB     532 kB    1.06 MB      0 B      1.31 MB    8.39 MB  11.8 MB
+           1      532 kB     532 kB    1.06 MB      0 B      1.31 MB    8.39 MB  11.8 MB
+    """
+    for thing in things:
+        if not isinstance(thing, (nn.Module, torch.optim.Optimizer)):
+            raise TypeError(
+                f"memory_report({type(thing).__name__}): modules and optimizers have memory by kind. Give these, e.g. "
+                "wb.debug.memory_report(model, optimizer)."
+            )
+    return MemoryReport(
+        [thing for thing in things if isinstance(thing, nn.Module)],
+        [thing for thing in things if isinstance(thing, torch.optim.Optimizer)],
+    )
+
+
+def _bytes_of(tensors: Iterable[torch.Tensor], seen: set[int]) -> int:
+    total = 0
+    for tensor in tensors:
+        if isinstance(tensor, GlobalTensor) and tensor.is_placeholder:
+            continue
+        with local_torch():
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in seen:
+                seen.add(storage.data_ptr())
+                total += storage.nbytes()
+    return total
+
+
+def _transport_bytes(world: World) -> int:
+    found: int = getattr(world.transport, "idle_bytes", 0)
+    return found
+
+
+class _Saved:
+    """The storages that autograd keeps at the moment, and their largest sum so far."""
+
+    def __init__(self, own: Iterable[torch.Tensor]) -> None:
+        with local_torch():
+            self._own = {tensor.untyped_storage().data_ptr() for tensor in own}
+        self._holders: dict[int, int] = {}
+        self._now = self.most_bytes = 0
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        with local_torch():
+            storage = tensor.untyped_storage()
+            address, size = storage.data_ptr(), storage.nbytes()
+            is_placeholder = tensor.numel() * tensor.element_size() > size
+        if address in self._own or is_placeholder:
+            return tensor
+        if self._holders.setdefault(address, 0) == 0:
+            self._now += size
+            self.most_bytes = max(self.most_bytes, self._now)
+        self._holders[address] += 1
+        return _Held(tensor, address, size, self)
+
+    def release(self, address: int, size: int) -> None:
+        """One of those who keep a storage is gone."""
+        self._holders[address] -= 1
+        if self._holders[address] == 0:
+            self._now -= size
+
+
+class _Held:
+    """What autograd keeps in the place of a tensor; it tells when it is given back."""
+
+    __slots__ = ("address", "saved", "size", "tensor")
+
+    def __init__(self, tensor: torch.Tensor, address: int, size: int, saved: _Saved) -> None:
+        self.tensor, self.address, self.size, self.saved = tensor, address, size, saved
+
+    def __del__(self) -> None:
+        self.saved.release(self.address, self.size)
+
+
+def _unpack(kept: Any) -> torch.Tensor:
+    tensor: torch.Tensor = kept.tensor if isinstance(kept, _Held) else kept
+    return tensor

@@ -1,0 +1,63 @@
+"""Optimizers that a change of strategy has left behind: their steps would train nothing, or go on with a part of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from workbench.errors import LayoutError
+from workbench.tensors.global_tensor import GlobalTensor, Spec
+from workbench.tensors.object_collectives import all_gather_object
+from workbench.training.gradients.shard import state_spec
+
+MOVE_STATE = (
+    "State lies where its parameter does: give the optimizer when the strategy changes, wb.parallelize(module, "
+    "strategy, optimizer=optimizer), or make a new one."
+)
+_REPLACED = "_was_sharded"
+
+
+def mark_replaced(parameter: torch.Tensor) -> None:
+    """A plain parameter in whose place its module has a global one."""
+    parameter.__dict__[_REPLACED] = True
+
+
+def check_not_replaced(optimizer: Optimizer, plain: Sequence[torch.Tensor], num_others: int) -> None:
+    """Such parameters get no gradients any more.
+
+    Raises:
+        LayoutError: some of the optimizer's ``plain`` parameters are of this kind.
+    """
+    if replaced := sum(_REPLACED in parameter.__dict__ for parameter in plain):
+        raise LayoutError(
+            f"{type(optimizer).__name__}.step(): {replaced} of {len(plain) + num_others} parameters are those of a "
+            "module before wb.parallelize, which has put global tensors in their place. Give it the optimizer, "
+            "wb.parallelize(module, strategy, optimizer=optimizer), or make the optimizer afterwards."
+        )
+
+
+def check_state_layouts(optimizer: Optimizer, parameters: Sequence[GlobalTensor], specs: Sequence[Spec]) -> None:
+    """State that was made where ``specs`` say: ranks that hold a parameter only now would begin anew.
+
+    All ranks see that layouts have changed, and tell one another whether there is such state.
+
+    Raises:
+        LayoutError: on all ranks, if one has state of a parameter that lies elsewhere now.
+    """
+    moved = [p for p, spec in zip(parameters, specs, strict=True) if state_spec(p).layout != spec.layout]
+    if not moved:
+        return
+    number = sum(any(map(_is_per_element, optimizer.state.get(p, {}).values())) for p in moved)
+    most = max(all_gather_object(number, moved[0]._spec.world, "state of an optimizer"))
+    if most:
+        raise LayoutError(
+            f"{type(optimizer).__name__}.step(): {len(moved)} of {len(parameters)} parameters have other layouts than "
+            f"in the step before, and state that lies as they lay, up to {most} of them on a rank. {MOVE_STATE}"
+        )
+
+
+def _is_per_element(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0

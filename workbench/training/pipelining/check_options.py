@@ -1,0 +1,21 @@
+"""Which options of a strategy no schedule can run together."""
+
+from __future__ import annotations
+
+from workbench.core.strategy import Strategy
+from workbench.errors import StrategyError
+
+
+def check_schedule_options(strategy: Strategy) -> None:
+    """Refuse what cannot run.
+
+    Raises:
+        StrategyError: zero_bubble with recompute: the two halves of a backward would recompute a block twice, at times
+            of their own.
+    """
+    options = strategy.options
+    if options.schedule == "zero_bubble" and options.recompute:
+        raise StrategyError(
+            f"strategy {str(strategy)!r}: zero_bubble and recompute. A backward in 2 halves would recompute each block "
+            f"2 times. Use 1f1b with recompute, or leave recompute out."
+        )

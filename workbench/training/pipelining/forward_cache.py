@@ -1,0 +1,332 @@
+"""Blocks whose calls within a scheduled step are told in short: what such a call leaves behind is noted once.
+
+A stand-in is the block's ``forward`` while a step runs. The first call with some inputs runs as it is written, and is
+watched; if all that it leaves behind besides its result can be told, later ones like it take the shortcut of the
+stand-in's kind (``placeholder_forwards``, ``local_forwards``). A block of which that cannot be said for sure runs as
+written.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_leaves
+
+from workbench.core.layout import Layout
+from workbench.core.strategy import Options
+from workbench.tensors.boxing.box import box_implicitly
+from workbench.tensors.dispatch.placeholder_calls import autocast_state
+from workbench.tensors.dispatch.weight_gradients import has_hooks
+from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch
+from workbench.tensors.random import draw_key
+from workbench.tensors.world import World
+
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict)
+"""Modules of whose parts the program calls some by themselves."""
+VALUES = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum)
+"""Arguments that can be compared and never change."""
+_HOLDERS = (list, dict, set, deque)
+_MAX_RECORDS = 64
+_MAX_KEYS = 256
+_NOT_CACHED = object()
+_OF_TORCH = frozenset(nn.Module().__dict__) - {"training"}
+"""Attributes that every module has."""
+_KINDS_OF_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+@dataclass(frozen=True, slots=True)
+class InputBoxing:
+    """A boxing of the ``index``-th tensor of a call, ``offset`` exchanges after its start."""
+
+    index: int
+    layout: Layout
+    function: str
+    offset: int
+
+
+@dataclass
+class CallObserver:
+    """The call that is being noted: boxings of its inputs, and whether all others are of the kind that may be left out.
+
+    Attributes:
+        inputs: the call's global tensors.
+        start: exchanges of the micro-batch before the call.
+        may_skip: (tensor, target, function) of a boxing of something else -> whether a shortcut may leave it out.
+        boxings: of inputs.
+        tags: of those, their numbers among ``boxings``.
+        can_skip: whether ``may_skip`` was true of all others.
+        recomputes: whether a part of the block runs again in backward.
+    """
+
+    inputs: list[GlobalTensor]
+    start: int
+    may_skip: Callable[[GlobalTensor, Spec, str], bool]
+    boxings: list[InputBoxing] = field(default_factory=list)
+    tags: dict[int, int] = field(default_factory=dict)
+    can_skip: bool = True
+    recomputes: bool = False
+
+    def add(self, tensor: GlobalTensor, target: Spec, function: str, tag: int, edge: int) -> None:
+        """Take note of a boxing."""
+        index = next((i for i, known in enumerate(self.inputs) if known is tensor), None)
+        if index is None:
+            self.can_skip = self.can_skip and self.may_skip(tensor, target, function)
+            return
+        self.tags[tag] = len(self.boxings)
+        self.boxings.append(InputBoxing(index, target.layout, function, edge - self.start))
+
+
+@dataclass
+class CallRecord:
+    """What a call has left behind besides its result: boxings of inputs, exchanges counted, random keys drawn."""
+
+    observer: CallObserver
+    num_tags: int
+    num_keys: int
+
+
+class ForwardCache(ABC):
+    """A block's forward within scheduled steps.
+
+    A kind says what a shortcut may leave out (``may_skip``), makes a record of a call (``record``; None where it cannot
+    be told in short), and takes the shortcut (``replay``).
+    """
+
+    takes_plain = False
+    """Whether a call that takes plain tensors may be told in short: their values may decide what it does."""
+
+    def __init__(self, module: nn.Module, world: World) -> None:
+        self.module, self.world = module, world
+        self._parts = list(module.modules())
+        self._records: dict[Any, Any] = {}
+        self._names: list[tuple[Any, tuple[str, ...]]] = [((), ()) for _ in self._parts]
+        self._settings: int | None = None
+        self._known_settings: dict[Any, int] = {}
+
+    @abstractmethod
+    def may_skip(self, tensor: GlobalTensor, target: Spec, function: str) -> bool:
+        """Whether a shortcut may leave out a boxing inside the block, of something that is not its input."""
+
+    @abstractmethod
+    def record(self, result: Any, inputs: list[GlobalTensor], call: CallRecord) -> Any:
+        """A call in short, or None."""
+
+    @abstractmethod
+    def replay(self, record: Any, inputs: list[GlobalTensor], args: Any, kwargs: Any) -> Any:
+        """The call by its record."""
+
+    def begin_step(self) -> None:
+        """Look at the block's settings again at the next call."""
+        self._settings = None
+
+    def install(self) -> None:
+        """From now on the module's forward goes through here."""
+        attributes = self.module.__dict__
+        self._before = attributes.get("forward")
+        self.forward: Callable[..., Any] = self.module.forward
+        attributes["forward"] = self
+
+    def remove(self) -> None:
+        """The module's forward is its own again."""
+        if self._before is None:
+            self.module.__dict__.pop("forward", None)
+        else:
+            self.module.__dict__["forward"] = self._before
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward."""
+        world = self.world
+        # Somebody wants to see every boxing, or every plain tensor that enters.
+        is_observed = world.tracer is not None or world.recorder is not None or world.checks_agreement
+        if is_observed or world.running is None or world.running.observer is not None:
+            return self.forward(*args, **kwargs)
+        leaves, structure = _flattened(args, kwargs)
+        key = self._key(leaves, structure)
+        record = _NOT_CACHED if key is None else self._records.get(key)
+        if record is _NOT_CACHED:
+            return self.forward(*args, **kwargs)
+        inputs = [leaf for leaf in leaves if isinstance(leaf, GlobalTensor)]
+        if record is not None:
+            return self.replay(record, inputs, args, kwargs)
+        result, record = self._record_call(inputs, args, kwargs)
+        if len(self._records) >= _MAX_RECORDS:
+            self._records.clear()
+        self._records[key] = _NOT_CACHED if record is None else record
+        return result
+
+    def stop_replaying(self, record: Any) -> None:
+        """From now on, calls like the one of this record run as they are written."""
+        self._records = {key: _NOT_CACHED if known is record else known for key, known in self._records.items()}
+
+    @property
+    def records(self) -> list[Any]:
+        """Of the kinds of calls so far, how each is told in short; None for those that run as written."""
+        return [None if record is _NOT_CACHED else record for record in self._records.values()]
+
+    def box_inputs(self, boxings: Sequence[InputBoxing], num_tags: int, inputs: list[GlobalTensor]) -> list[Any]:
+        """Box inputs as the block does, and count its exchanges; the forms, in the order of ``boxings``."""
+        world, forms = self.world, []
+        start = world.num_edges.get(world.micro_batch, 0)
+        for boxing in boxings:
+            world.num_edges[world.micro_batch] = start + boxing.offset
+            forms.append(box_implicitly(inputs[boxing.index], boxing.layout, boxing.function))
+        world.num_edges[world.micro_batch] = start + num_tags
+        return forms
+
+    def _key(self, leaves: Sequence[Any], structure: Any) -> Any:
+        """All that the outcome depends on, or None where a value cannot be compared."""
+        parts: list[Any] = [structure, torch.is_grad_enabled(), autocast_state(), self.world.call.num_samples]
+        with local_torch():
+            if self._settings is None:
+                if len(self._known_settings) >= _MAX_RECORDS:
+                    self._known_settings.clear()
+                    self._records.clear()
+                known = self._known_settings
+                self._settings = known.setdefault(self._settings_now(), len(known))
+            parts.append(self._settings)
+            for leaf in leaves:
+                if isinstance(leaf, GlobalTensor):
+                    forms = leaf.__dict__.get("_boxing_cache")
+                    there = tuple([layout for layout, _ in forms]) if forms else ()
+                    parts += (leaf._spec, leaf.dtype, leaf.requires_grad, leaf._is_param, there)
+                elif isinstance(leaf, VALUES):
+                    parts += (type(leaf), leaf)
+                elif self.takes_plain and type(leaf) is torch.Tensor and not leaf.requires_grad:
+                    parts += (leaf.shape, leaf.dtype)
+                else:  # a plain tensor, or an object that may be changed, such as a cache
+                    return None
+        return tuple(parts)
+
+    def _settings_now(self) -> Any:
+        """Whatever somebody may change between steps: modes, numbers, hooks, which parameters learn."""
+        found: list[Any] = []
+        for number, part in enumerate(self._parts):
+            attributes = part.__dict__
+            known, names = self._names[number]
+            if known != (present := tuple(attributes)):
+                names = tuple([name for name in present if name not in _OF_TORCH])
+                self._names[number] = present, names
+            for name in names:
+                value = attributes[name]
+                if isinstance(value, VALUES):
+                    found += (name, type(value), value)
+            for kind in _KINDS_OF_HOOKS:
+                if hooks := attributes[kind]:
+                    found += (number, kind, *hooks)
+            for parameter in attributes["_parameters"].values():
+                if parameter is not None:
+                    found += (id(parameter), parameter.requires_grad, has_hooks(parameter))
+        return tuple(found)
+
+    def _record_call(self, inputs: list[GlobalTensor], args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Run the module and tell what it has left behind; None where a shortcut might leave something else."""
+        world, before = self.world, self.state(inputs)
+        keys_before = None if world.generator is None else world.generator.get_state()
+        start = world.num_edges.get(world.micro_batch, 0)
+        world.running.observer = observer = CallObserver(inputs, start, self.may_skip)
+        try:
+            result = self.forward(*args, **kwargs)
+        finally:
+            world.running.observer = None
+        num_keys = _keys_between(keys_before, world)
+        has_forms = any(
+            isinstance(leaf, GlobalTensor) and leaf.__dict__.get("_boxing_cache") for leaf in tree_leaves(result)
+        )
+        if not observer.can_skip or num_keys is None or has_forms or not same(before, self.state(inputs)):
+            return result, None
+        call = CallRecord(observer, world.num_edges.get(world.micro_batch, 0) - start, num_keys)
+        return result, self.record(result, inputs, call)
+
+    def state(self, inputs: Sequence[GlobalTensor]) -> list[Any]:
+        """Whatever a forward may change besides returning something: attributes, buffers, inputs, torch's generator."""
+        found: list[Any] = [torch.get_rng_state().numpy().tobytes()]
+        with local_torch():
+            found += [tensor._version for tensor in inputs]
+            for part in self._parts:
+                attributes = [(name, value) for name, value in part.__dict__.items() if name != "forward"]
+                found += attributes
+                found += [_contents(value) for _, value in attributes if isinstance(value, _HOLDERS)]
+                held = (*part._parameters.values(), *part._buffers.values())
+                found += [(id(tensor), tensor._version) for tensor in held if tensor is not None]
+        return found
+
+
+def _contents(holder: Any) -> tuple[int, ...]:
+    """What a list, a set or a dict holds, by identity: a forward may append to one."""
+    return tuple(map(id, (*holder, *holder.values()) if isinstance(holder, dict) else holder))
+
+
+def _flattened(args: Any, kwargs: Any) -> tuple[Sequence[Any], Any]:
+    """Leaves of a call's arguments, and how many or how they are arranged."""
+    if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):  # nearly always
+        return args, 1
+    if kwargs or not all(isinstance(arg, (torch.Tensor, *VALUES)) for arg in args):
+        return tree_flatten((args, kwargs))
+    return args, len(args)
+
+
+def same(before: list[Any], after: list[Any]) -> bool:
+    """Whether two states are alike."""
+
+    def alike(a: Any, b: Any) -> bool:
+        if isinstance(a, tuple) and len(a) == 2 and isinstance(a[0], str):
+            return a[0] == b[0] and (a[1] is b[1] or (isinstance(a[1], (int, float, str)) and a[1] == b[1]))
+        return a == b
+
+    return len(before) == len(after) and all(alike(a, b) for a, b in zip(before, after, strict=True))
+
+
+def _keys_between(before: torch.Tensor | None, world: World) -> int | None:
+    """How many random keys were drawn since the generator's state was ``before``; None if it is hard to say."""
+    if before is None or world.generator is None:
+        return 0
+    counting, now = torch.Generator(), world.generator.get_state()
+    counting.set_state(before)
+    for count in range(_MAX_KEYS):
+        if torch.equal(counting.get_state(), now):
+            return count
+        draw_key(world, counting)
+    return None
+
+
+@contextmanager
+def cached_forwards(modules: Sequence[ForwardCache]) -> Iterator[None]:
+    """While this lasts, the forwards of these modules are noted and told in short."""
+    for module in modules:
+        module.install()
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.remove()
+
+
+def runs_once(options: Options) -> bool:
+    """Whether a module's forward is all that its call does: no recomputation, no gathering in its backward."""
+    return not options.recompute and options.zero < 3
+
+
+def blocks(
+    root: nn.Module, is_wanted: Callable[[nn.Module], bool | None], with_layers: bool = False
+) -> Iterator[nn.Module]:
+    """The largest modules with parts of their own that ``is_wanted``, each once; it says None of what need not be
+    looked into. ``with_layers``: also modules without parts that are in none of these.
+    """
+    yield from dict.fromkeys(_blocks(root, is_wanted, with_layers))
+
+
+def _blocks(root: nn.Module, is_wanted: Callable[[nn.Module], bool | None], with_layers: bool) -> Iterator[nn.Module]:
+    for child in root.children():
+        wanted = is_wanted(child)
+        if wanted and not isinstance(child, CONTAINERS) and (with_layers or any(child.children())):
+            yield child
+        elif wanted is not None:
+            yield from _blocks(child, is_wanted, with_layers)

@@ -1,0 +1,228 @@
+"""Blocks of a stage of one rank: on one rank a layout says nothing, so such a block runs as plain torch.
+
+Inside, torch functions see shards, which are the whole tensors: no layouts are looked up, no doors box. What comes from
+other stages is boxed first, what leaves is labelled, and exchanges that the block as written would count are counted.
+A first call shows whether that is all: no random keys, nothing from other stages but inputs, nothing in the graph but
+torch's own functions of inputs and of the block's parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Set
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import BackwardCFunction
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from workbench.core.layout import Layout
+from workbench.core.placement import Placement
+from workbench.errors import WorkbenchError
+from workbench.tensors.dispatch.weight_gradients import graph_inside
+from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, spec_of, wrap
+from workbench.tensors.world import World
+from workbench.training.pipelining.forward_cache import (
+    VALUES,
+    CallObserver,
+    CallRecord,
+    ForwardCache,
+    InputBoxing,
+    blocks,
+    runs_once,
+)
+from workbench.training.pipelining.placeholder_forward import placeholder_forwards
+from workbench.training.pipelining.split_backward import split_block
+from workbench.training.strategies.state import ParallelState, parameter_stages
+
+_NO_HOOKS: Mapping[int, Any] = MappingProxyType({})
+
+
+@dataclass
+class LocalRecord:
+    """A call in short.
+
+    Attributes:
+        forms: for every input that lies on another stage, the boxing that brings it here.
+        layouts: of the tensors of the result, in their order.
+    """
+
+    boxings: list[InputBoxing]
+    forms: dict[int, int]
+    num_tags: int
+    layouts: list[Layout]
+
+
+class LocalForward(ForwardCache):
+    """A block whose parameters lie on one rank, this one, as that rank calls it."""
+
+    takes_plain = True
+
+    def __init__(self, module: nn.Module, placement: Placement, world: World, hooks: Set[int]) -> None:
+        super().__init__(module, world)
+        self.placement, self._hooks = placement, hooks
+        self._hooked = [
+            (part.__dict__, part._forward_pre_hooks, part._forward_hooks)
+            for part in self._parts[1:]
+            if part._forward_pre_hooks or part._forward_hooks
+        ]
+
+    def may_skip(self, tensor: GlobalTensor, target: Spec, function: str) -> bool:
+        """What stays on this rank, unless the code itself asks for it: it would not find a layout."""
+        return bool(function) and tensor._spec.layout.placement == target.layout.placement == self.placement
+
+    def replay(self, record: LocalRecord, inputs: list[GlobalTensor], args: Any, kwargs: Any) -> Any:
+        """The block in plain torch; as written where that fails, for code that asks a tensor for its layout."""
+        forms = self.box_inputs(record.boxings, record.num_tags, inputs)
+        world = self.world
+        counted, given = world.num_edges[world.micro_batch], (args, kwargs)
+        if record.forms:
+            here = {id(inputs[index]): forms[boxing] for index, boxing in record.forms.items()}
+            if len(args) == 1 and not kwargs and id(args[0]) in here:  # nearly always
+                given = (here[id(args[0])],), kwargs
+            else:
+                given = tree_map(lambda leaf: here.get(id(leaf), leaf), given)
+        try:
+            return self._run(record, *given)
+        except (AttributeError, TypeError, WorkbenchError):
+            self.stop_replaying(record)
+            result = self.forward(*args, **kwargs)
+            world.num_edges[world.micro_batch] = counted
+            return result
+
+    def _run(self, record: LocalRecord, args: Any, kwargs: Any) -> Any:
+        running = self.world.running
+        kept = None if running is None or not torch.is_grad_enabled() else running.deferred_weight_gradients()
+        with local_torch(), self._without_hooks():
+            forward = self.forward if kept is None else split_block(self.forward, kept, self.world.device)
+            result = forward(*args, **kwargs)
+            if type(result) is torch.Tensor:
+                return self._wrapped(result, record.layouts[0])
+            leaves, structure = tree_flatten(result)
+            layouts = iter(record.layouts)
+            made = [self._wrapped(v, next(layouts)) if type(v) is torch.Tensor else v for v in leaves]
+        return tree_unflatten(made, structure)
+
+    @contextmanager
+    def _without_hooks(self) -> Iterator[None]:
+        """Inside the block, doors stand open and cost nothing."""
+        for part, *_ in self._hooked:
+            part["_forward_pre_hooks"], part["_forward_hooks"] = _NO_HOOKS, _NO_HOOKS
+        try:
+            yield
+        finally:
+            for part, before, after in self._hooked:
+                part["_forward_pre_hooks"], part["_forward_hooks"] = before, after
+
+    def _wrapped(self, result: torch.Tensor, layout: Layout) -> GlobalTensor:
+        return wrap(result, spec_of(self.world, layout, result.shape))
+
+    def record(self, result: Any, inputs: list[GlobalTensor], call: CallRecord) -> LocalRecord | None:
+        """None unless all inputs are here or brought here, and the results are made here, of them, by torch alone."""
+        leaves = tree_leaves(result)
+        tensors: list[Any] = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        forms = self._boxing_cache(inputs, call.observer)
+        held = {id(t) for part in self._parts for t in (*part._parameters.values(), *part._buffers.values())}
+        held |= {id(tensor) for tensor in inputs}
+        if call.num_keys or call.observer.recomputes or forms is None:
+            return None
+        if any(id(t) in held or not self._is_here(t) for t in tensors):
+            return None
+        if not all(self._has_no_hooks(part) for part in self._parts[1:]):
+            return None
+        if not all(isinstance(leaf, (torch.Tensor, *VALUES)) for leaf in leaves):
+            return None
+        if not self._is_torch_alone(tensors, inputs, call.observer):
+            return None
+        layouts = [tensor._spec.layout for tensor in tensors]
+        return LocalRecord(call.observer.boxings, forms, call.num_tags, layouts)
+
+    def _has_no_hooks(self, part: nn.Module) -> bool:
+        """Of the user's, who would meet plain tensors in them."""
+        found = {*part._forward_hooks, *part._forward_pre_hooks}
+        return found <= self._hooks and not part._backward_hooks and not part._backward_pre_hooks
+
+    def _is_here(self, tensor: Any) -> bool:
+        return type(tensor) is GlobalTensor and tensor._spec.layout.placement == self.placement
+
+    def _boxing_cache(self, inputs: list[GlobalTensor], observer: CallObserver) -> dict[int, int] | None:
+        """For every input that lies elsewhere, which boxing has brought it here; None where none has."""
+        found: dict[int, int] = {}
+        for index, tensor in enumerate(inputs):
+            if self._is_here(tensor):
+                continue
+            boxings = [i for i, b in enumerate(observer.boxings) if b.index == index]
+            if len(boxings) != 1 or observer.boxings[boxings[0]].layout.placement != self.placement:
+                return None
+            found[index] = boxings[0]
+        return found
+
+    def _is_torch_alone(self, results: list[Any], inputs: list[GlobalTensor], observer: CallObserver) -> bool:
+        """Whether the history of the results, back to inputs and parameters, holds nothing but torch's functions."""
+        parameters = {id(p) for part in self._parts for p in part._parameters.values()} | {id(t) for t in inputs}
+        with local_torch():
+            ends = {(t.grad_fn, t.output_nr) for t in inputs if t.grad_fn is not None}
+            waiting: list[Any] = [(t.grad_fn, t.output_nr) for t in results]
+            seen: set[Any] = {None}
+            while waiting:
+                edge = waiting.pop()
+                node = edge[0]
+                if edge in ends or node in seen:
+                    continue
+                seen.add(node)
+                if hasattr(node, "variable"):
+                    if id(node.variable) not in parameters:
+                        return False
+                elif hasattr(node, "boxing"):
+                    source, target, tag = node.boxing[:3]
+                    if tag in observer.tags:
+                        continue
+                    if not source.layout.placement == target.layout.placement == self.placement:
+                        return False
+                elif isinstance(node, BackwardCFunction):
+                    split = graph_inside(node)
+                    if split is None:
+                        return False
+                    result, leaves = split
+                    parameters |= {id(leaf) for leaf in leaves}
+                    waiting.append((result.grad_fn, result.output_nr))
+                waiting += node.next_functions
+        return True
+
+
+def local_forwards(
+    root: nn.Module, stage_of: Mapping[int, int], stage: int, placement: Placement, world: World, hooks: Set[int]
+) -> list[LocalForward]:
+    """The largest modules that may run as plain torch: all their parameters lie on this stage, if it is one rank.
+
+    Args:
+        stage_of: the stage of a parameter by its id.
+        placement: the stage's ranks.
+        hooks: numbers of those that ``parallelize`` has put on layers; a block with others inside runs as written.
+    """
+    if placement.num_ranks > 1:
+        return []
+
+    def is_wanted(module: nn.Module) -> bool | None:
+        stages = {stage_of[id(parameter)] for parameter in module.parameters()}
+        return len(stages) == 1 if stage in stages else None
+
+    return [LocalForward(module, placement, world, hooks) for module in blocks(root, is_wanted)]
+
+
+def forward_caches_of(
+    module: nn.Module, state: ParallelState, stage: int, placement: Placement, world: World
+) -> list[ForwardCache]:
+    """The stand-ins for a module's blocks, as one stage calls them; none where a call does more than it says."""
+    resolved = state.resolved
+    if resolved.num_stages == 1 or not runs_once(resolved.options):
+        return []
+    stages = parameter_stages(module, resolved)
+    hooks = {number for handle in state.handles if (number := getattr(handle, "id", None)) is not None}
+    return [
+        *placeholder_forwards(module, stages, stage, world),
+        *local_forwards(module, stages, stage, placement, world, hooks),
+    ]

@@ -1,0 +1,243 @@
+"""Blocks and layers of other stages: what one does on placeholders is noted once, then told to the graph by one node.
+
+A rank runs the whole program, and a block that lies on another stage costs it twenty calls that do nothing. What the
+call of such a block leaves behind on this rank is little: placeholders of known layouts, linked to some of its inputs
+and parameters, the boxings of inputs, and how far counters of exchanges and random keys went. It is the same for every
+call with the same layouts and values; a block of which that cannot be said for sure runs as it is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from workbench.core.boxing import plan_boxing
+from workbench.tensors.dispatch.placeholder_calls import TENSOR, OutputInfo, placeholder_outputs
+from workbench.tensors.dispatch.weight_gradients import has_hooks
+from workbench.tensors.global_tensor import GlobalTensor, Spec, local_torch, wrap
+from workbench.tensors.leaf_gradients import mark_placeholder
+from workbench.tensors.random import draw_key
+from workbench.tensors.world import World
+from workbench.training.pipelining.forward_cache import CallObserver, CallRecord, ForwardCache, InputBoxing, blocks
+from workbench.training.pipelining.running_step import RunningStep
+from workbench.training.strategies.layout_hooks import PrepareInput
+
+
+@dataclass
+class PlaceholderRecord:
+    """What a call leaves behind. Links count inputs first, then forms made by ``boxings``, then ``parameters``.
+
+    Attributes:
+        infos_beside_parameters: the same without links to parameters; None where these tell more than that they learn.
+    """
+
+    boxings: list[InputBoxing]
+    parameters: list[GlobalTensor]
+    num_tags: int
+    num_keys: int
+    infos: list[OutputInfo]
+    infos_of_operands: list[OutputInfo] | None
+    specs: list[Spec]
+    structure: Any
+    leaves: list[Any]
+
+
+class PlaceholderForward(ForwardCache):
+    """A module whose parameters lie on other stages, as one stage calls it."""
+
+    def may_skip(self, tensor: GlobalTensor, target: Spec, function: str) -> bool:
+        """What moves between placeholders, or costs nothing and has no gradient."""
+        source = tensor._spec
+        if source.is_placeholder and target.is_placeholder:
+            return True
+        with local_torch():
+            learns = tensor.requires_grad
+        plan = plan_boxing(source.layout, target.layout, source.shape, 1)
+        return target.is_placeholder and plan.is_local and not learns
+
+    def replay(self, record: PlaceholderRecord, inputs: list[GlobalTensor], args: Any, kwargs: Any) -> Any:
+        """Placeholders linked as those of the call."""
+        world = self.world
+        forms = self.box_inputs(record.boxings, record.num_tags, inputs)
+        for _ in range(record.num_keys):
+            draw_key(world)
+        operands = [*inputs, *forms]
+        if record.infos_of_operands is None or world.differentiates_within_steps:
+            placeholders = placeholder_outputs(
+                record.infos, [*operands, *record.parameters], record.specs, world.device
+            )
+        else:
+            mark = partial(_mark_parameters, record.parameters, world.running)
+            infos = record.infos_of_operands
+            placeholders = placeholder_outputs(infos, operands, record.specs, world.device, on_backward=mark)
+        if record.structure.is_leaf() and len(placeholders) == 1:
+            return wrap(placeholders[0], record.specs[0])
+        made = iter(wrap(placeholder, spec) for placeholder, spec in zip(placeholders, record.specs, strict=True))
+        return tree_unflatten([next(made) if leaf is TENSOR else leaf for leaf in record.leaves], record.structure)
+
+    def record(self, result: Any, inputs: list[GlobalTensor], call: CallRecord) -> PlaceholderRecord | None:
+        """What ``replay`` needs; None where a result is no placeholder of its own, or linked to something else."""
+        leaves, structure = tree_flatten(result)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if not all(_is_fresh_placeholder(tensor, inputs) for tensor in tensors):
+            return None
+        links = _Links(inputs, call.observer)
+        with local_torch():
+            infos: list[OutputInfo] = [(t._spec.shape, t.dtype, t.requires_grad and links.of(t)) for t in tensors]  # type: ignore[attr-defined]
+        if not links.are_known:
+            return None
+        return PlaceholderRecord(
+            call.observer.boxings,
+            links.parameters,
+            call.num_tags,
+            call.num_keys,
+            infos,
+            _links_to_operands(infos, len(inputs) + len(call.observer.boxings), links.parameters),
+            [tensor._spec for tensor in tensors],  # type: ignore[attr-defined]
+            structure,
+            [TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves],
+        )
+
+
+class PlaceholderLayerForward(PlaceholderForward):
+    """A layer on another stage that is in no block, with its door: inputs need not enter, or be boxed, by themselves.
+
+    A layer that anybody else has hooked, or given another forward, stays as it is: these get what the door lets in.
+    """
+
+    def __init__(self, module: nn.Module, world: World) -> None:
+        super().__init__(module, world)
+        self.takes_plain = type(module).__module__.startswith("torch.nn.")  # no value decides what those return
+        self._input_hook: PrepareInput | None = None
+
+    def install(self) -> None:
+        """Take the door's place, too."""
+        self._input_hook = _only_hook(self.module)
+        if self._input_hook is None:
+            return
+        super().install()
+        forward, input_hook = self.forward, self._input_hook
+
+        def forward_with_hook(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = input_hook.box_inputs(args, kwargs)
+            return forward(*args, **kwargs)
+
+        self.forward, input_hook.is_disabled = forward_with_hook, True
+
+    def remove(self) -> None:
+        """Give both back."""
+        if self._input_hook is not None:
+            self._input_hook.is_disabled = False
+            super().remove()
+
+
+def _only_hook(module: nn.Module) -> PrepareInput | None:
+    """The door of a layer that has no other hook, and the forward of its class."""
+    before = list(module._forward_pre_hooks.values())
+    others = (module._forward_hooks, module._backward_hooks, module._backward_pre_hooks, "forward" in module.__dict__)
+    return before[0] if len(before) == 1 and isinstance(before[0], PrepareInput) and not any(others) else None
+
+
+def _links_to_operands(
+    infos: list[OutputInfo], num_operands: int, parameters: list[GlobalTensor]
+) -> list[OutputInfo] | None:
+    """Links to operands alone: a dozen parameters for each block take longer than all the rest of its call.
+
+    None where a result learns by parameters alone, or somebody waits for the gradient of one.
+    """
+    if any(map(has_hooks, parameters)):
+        return None
+    found: list[OutputInfo] = []
+    for shape, dtype, links in infos:
+        kept = tuple(link for link in links if link < num_operands) if isinstance(links, tuple) else links
+        if links and not kept:
+            return None
+        found.append((shape, dtype, kept))
+    return found
+
+
+def _mark_parameters(parameters: list[GlobalTensor], running: RunningStep) -> None:
+    """Their owner has gradients of them now, if the schedule's own backward has come by."""
+    if running.runs_backward:
+        for parameter in parameters:
+            if parameter._gradient.placeholder is False:
+                mark_placeholder(parameter)
+
+
+def _is_fresh_placeholder(tensor: torch.Tensor, inputs: list[GlobalTensor]) -> bool:
+    """A placeholder of its own, which is neither an input nor a view that writes would have to be told of."""
+    return (
+        type(tensor) is GlobalTensor
+        and tensor._spec.is_placeholder
+        and tensor.__dict__.get("_placeholder_base") is None
+        and not any(tensor is known for known in inputs)
+    )
+
+
+class _Links:
+    """Which inputs, forms of inputs and parameters the history of a result reaches."""
+
+    def __init__(self, inputs: list[GlobalTensor], observer: CallObserver) -> None:
+        self.parameters: list[GlobalTensor] = []
+        self.are_known = True
+        self._tags, self._first_form = observer.tags, len(inputs)
+        self._first_parameter = len(inputs) + len(observer.boxings)
+        self._edges: dict[Any, int] = {}
+        with local_torch():
+            for number, tensor in enumerate(inputs):
+                if tensor.requires_grad and not tensor.is_leaf:
+                    self._edges[tensor.grad_fn, tensor.output_nr] = number
+        self._leaves = {id(tensor): number for number, tensor in enumerate(inputs)}
+
+    def of(self, result: torch.Tensor) -> tuple[int, ...]:
+        found, seen, waiting = set(), set(), [(result.grad_fn, result.output_nr)]
+        while waiting:
+            edge = waiting.pop()
+            node: Any = edge[0]
+            if node is None:
+                continue
+            if edge in self._edges:
+                found.add(self._edges[edge])
+            elif hasattr(node, "variable"):
+                found.add(self._leaf(node.variable))
+            elif node not in seen:
+                seen.add(node)
+                form = self._tags.get(node.boxing[2]) if hasattr(node, "boxing") else None
+                if form is not None:
+                    found.add(self._first_form + form)
+                else:
+                    waiting += node.next_functions
+        return tuple(sorted(found))
+
+    def _leaf(self, leaf: Any) -> int:
+        if id(leaf) in self._leaves:
+            return self._leaves[id(leaf)]
+        self.are_known = self.are_known and isinstance(leaf, GlobalTensor) and leaf._spec.is_placeholder
+        self._leaves[id(leaf)] = self._first_parameter + len(self.parameters)
+        self.parameters.append(leaf)
+        return self._leaves[id(leaf)]
+
+
+def placeholder_forwards(
+    root: nn.Module, stage_of: Mapping[int, int], stage: int, world: World
+) -> list[PlaceholderForward]:
+    """The largest modules that can stand in for themselves, and layers in none of them: all their parameters lie on one
+    other stage.
+
+    ``stage_of`` gives the stage of a parameter by its id.
+    """
+
+    def is_wanted(module: nn.Module) -> bool | None:
+        stages = {stage_of[id(parameter)] for parameter in module.parameters()}
+        if not stages - {stage}:
+            return None
+        return len(stages) == 1
+
+    found = blocks(root, is_wanted, with_layers=True)
+    return [PlaceholderForward(m, world) if any(m.children()) else PlaceholderLayerForward(m, world) for m in found]

@@ -1,0 +1,119 @@
+"""What the runtime tells the scheduled step that is running, and asks of it; it hangs on ``World.running``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from workbench.core.placement import Placement
+from workbench.errors import StrategyError
+from workbench.pipeline.check import check_table
+from workbench.pipeline.schedules import Table
+from workbench.tensors.global_tensor import GlobalTensor, Spec
+
+
+@dataclass
+class RunningStep:
+    """The scheduled step in progress.
+
+    Attributes:
+        placements: the ranks of every stage.
+        schedule: its name, for messages.
+        table: the actions of all ranks of the pipeline axis.
+        num_micro_batches: of this step.
+        edges: (from stage, to stage) of what the forward that runs now has handed over; None in a backward.
+        watch: told of every boxing while a placeholder module is noted; else None.
+        splits_backward: whether backwards of this step come in two halves.
+        weight_gradients: what keeps back the gradients of the weights of this micro-batch; None where nobody does.
+        losses: where the program itself calls ``backward``, those it was called on: they wait for the schedule's
+            backward. None where a backward runs when it is called.
+        runs_backward: whether the backward that runs is the schedule's own, which gives all leaves their gradients.
+        hooks: those after accumulation that wait for the end of this micro-batch's backward, by number.
+    """
+
+    placements: tuple[Placement, ...]
+    schedule: str
+    table: Table
+    num_micro_batches: int
+    edges: list[tuple[int, int]] | None = None
+    observer: Any = None
+    splits_backward: bool = False
+    weight_gradients: Any = None
+    losses: list[Any] | None = None
+    runs_backward: bool = False
+    hooks: dict[int, Callable[[], None]] = field(default_factory=dict)
+    _stages: dict[Placement, int] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._stages = {placement: stage for stage, placement in reversed(list(enumerate(self.placements)))}
+
+    def deferred_weight_gradients(self) -> Any:
+        """The ``weight_gradients`` of a function of parameters that runs now, with gradients.
+
+        Raises:
+            StrategyError: it runs in a backward that comes in two halves: something computes it again for that.
+        """
+        if self.splits_backward and self.edges is None:
+            raise StrategyError(
+                f"{self.schedule}: a layer runs again in a backward (torch.utils.checkpoint), which comes in 2 halves "
+                "here: each would run it, at other times on other ranks. Use 1f1b, or leave the checkpoint out."
+            )
+        return self.weight_gradients
+
+    def defers_backward(self, losses: list[Any], *, is_plain: bool) -> bool:
+        """Whether a backward from ``losses`` waits for the schedule; ``is_plain``: it has no gradients or inputs given.
+
+        Raises:
+            StrategyError: it has to wait, and is no plain one from a scalar.
+        """
+        if self.losses is None:
+            return False
+        if not is_plain or any(loss.dim() for loss in losses):
+            raise StrategyError(
+                f"backward() from {len(losses)} tensors of {[loss.dim() for loss in losses]} dims inside a step of "
+                f"{self.num_micro_batches} micro-batches: the schedule runs it later, from scalars (0 dims), for all "
+                "parameters. Call loss.backward() without arguments, on a mean or a sum."
+            )
+        self.losses += losses
+        return True
+
+    def add_edge(self, tensor: GlobalTensor, target: Spec, function: str, tag: int) -> None:
+        """Note a boxing that goes from one stage to another.
+
+        An edge back to an earlier stage blocks most schedules for ever. Every rank runs the whole program, so every
+        rank sees it here, before anybody waits.
+        """
+        source = tensor._spec
+        if self.observer is not None:
+            self.observer.add(tensor, target, function, tag, source.world.num_edges[source.world.micro_batch] - 1)
+        if self.edges is None or source.layout.placement == target.layout.placement:
+            return
+        start, end = (self._stage_of(spec.layout.placement) for spec in (source, target))
+        if start is None or end is None:
+            return
+        self.edges.append((start, end))
+        if end < start:
+            problems = check_table(self.table, len(self.placements), self.num_micro_batches, self.edges)
+            if problems:
+                where = f"layer {function!r}" if function else "an operation"
+                raise StrategyError(
+                    f"{where} is on stage {end}, but its input comes from stage {start}: under {self.schedule} with "
+                    f"{self.num_micro_batches} micro-batches an edge that goes back deadlocks ({problems[0]}). Put "
+                    f"{function or 'it'!r} on stage {start}, or use the schedule gpipe."
+                )
+
+    def _stage_of(self, placement: Placement) -> int | None:
+        return self._stages.get(placement)
+
+    def check_reading(self, tensor: GlobalTensor) -> None:
+        """Refuse ``item()`` and its like: the ranks of other stages would stop to wait for the value."""
+        if len(self.placements) == 1 or self.num_micro_batches == 1:
+            return
+        stage = self._stage_of(tensor._spec.layout.placement)
+        raise StrategyError(
+            f"reading a value (item, tolist, bool, print) of a tensor of shape {tuple(tensor._spec.shape)}"
+            f"{'' if stage is None else f' on stage {stage}'} inside a step of {len(self.placements)} stages and "
+            f"{self.num_micro_batches} micro-batches: the other stages hold a placeholder of it, and the pipeline "
+            "would stop until they have the value. Return it and read it after the step, or choose with torch.where."
+        )

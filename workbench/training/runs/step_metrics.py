@@ -1,0 +1,142 @@
+"""Steps of all ranks, collected in one exchange about three times a second.
+
+What every rank measured of its last steps travels in a single all-gather, with whatever else the ranks must agree on at
+that moment. So all ranks know all of it, rank 0 alone reports, and no rank waits at any other step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+
+from workbench.core.metrics import MEMORY_KINDS, ActionSpan, StepBlock
+from workbench.pipeline.simulate import Span
+from workbench.tensors.dispatch.read_values import value_on_all_ranks
+from workbench.tensors.global_tensor import GlobalTensor
+from workbench.tensors.world import World
+
+INTERVAL_S = 0.3
+"""Seconds between two exchanges, where steps are shorter: one costs every rank most of a millisecond, and what is
+reported goes through two more processes."""
+_MOST_STEPS = 1000
+_KINDS = (*MEMORY_KINDS, "peak")
+_HEADER = 1 + len(_KINDS)
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredStep:
+    """One step as this rank measured it: seconds, seconds inside exchanges, bytes sent."""
+
+    samples: int
+    time_s: float
+    boxing_s: float
+    sent_bytes: int
+
+
+class StepCollector:
+    """Keeps this rank's steps until they are due. ``add`` every step; when ``is_due``, all ranks call ``collect``.
+
+    Args:
+        world: the ranks that take the steps together.
+        num_steps: how many are planned; 0 if nobody knows.
+    """
+
+    def __init__(self, world: World, num_steps: int = 0) -> None:
+        self.world, self.num_steps = world, num_steps
+        self.interval = 1  # steps between two exchanges, the same on all ranks
+        self._first_step = 0
+        self._steps: list[MeasuredStep] = []
+        self._losses: list[Any] = []
+
+    def add(self, step: MeasuredStep, loss: Any = None) -> None:
+        """Note a step; ``loss`` is a number or a scalar tensor, which stays where it is until ``collect``."""
+        self._steps.append(step)
+        self._losses.append(loss)
+
+    @property
+    def is_due(self) -> bool:
+        """Is it time to exchange? The same on all ranks."""
+        return len(self._steps) >= self.interval
+
+    def collect(self, memory: dict[str, int] | None = None, number: float = 0.0) -> tuple[StepBlock, list[float]]:
+        """The steps since the last call as all ranks saw them, and every rank's ``number``. All ranks call it."""
+        losses = _fetched(self._losses)
+        rows = self._exchange(memory or {}, number)
+        steps = [row[_HEADER:] for row in rows]
+        times = tuple(tuple(row[0::3]) for row in steps)
+        block = StepBlock(
+            first_step=self._first_step,
+            samples=tuple(step.samples for step in self._steps),
+            losses=losses,
+            time_s=times,
+            boxing_s=tuple(tuple(row[1::3]) for row in steps),
+            boxed_bytes=tuple(tuple(int(sent) for sent in row[2::3]) for row in steps),
+            memory_bytes=tuple(_memory(row) for row in rows) if memory else (),
+            num_steps=self.num_steps,
+        )
+        self._first_step += len(self._steps)
+        self._steps, self._losses = [], []
+        typical = median(block.step_times_s) if times and times[0] else 0.0
+        if typical > 0:
+            self.interval = min(max(1, round(INTERVAL_S / typical)), _MOST_STEPS)
+        return block, [row[0] for row in rows]
+
+    def take(self) -> tuple[int, list[MeasuredStep], list[Any]]:
+        """The steps since the last exchange as this rank saw them, without one: their first number, what was measured,
+        their losses.
+        """
+        first, steps, losses = self._first_step, self._steps, self._losses
+        self._first_step += len(steps)
+        self._steps, self._losses = [], []
+        return first, steps, losses
+
+    def _exchange(self, memory: dict[str, int], number: float) -> list[list[float]]:
+        own = [number, *(float(memory.get(kind, -1)) for kind in _KINDS)]
+        for step in self._steps:
+            own += [step.time_s, step.boxing_s, float(step.sent_bytes)]
+        mine = torch.tensor(own, dtype=torch.float64, device=self.world.device)
+        gathered = self.world.transport.all_gather(mine, "collecting steps")
+        return [row.tolist() for row in gathered]
+
+
+def action_spans(spans: Sequence[Span], clock_offset_s: float) -> tuple[ActionSpan, ...]:
+    """The actions of a scheduled step as they are reported, on the clock that all ranks share."""
+    return tuple(
+        ActionSpan(
+            span.action.kind,
+            span.action.stage,
+            span.action.micro_batch,
+            span.start_s - clock_offset_s,
+            span.stop_s - clock_offset_s,
+            span.waited_s,
+            span.num_exchanges,
+            span.sent_bytes,
+        )
+        for span in spans
+    )
+
+
+def _memory(row: Sequence[float]) -> dict[str, int]:
+    return {kind: int(size) for kind, size in zip(_KINDS, row[1:_HEADER], strict=True) if size >= 0}
+
+
+def _fetched(losses: Sequence[Any]) -> tuple[float | None, ...]:
+    """The losses as numbers, the global ones in one exchange."""
+    tensors = [loss.detach() for loss in losses if isinstance(loss, torch.Tensor)]
+    if not tensors:
+        return tuple(None if loss is None else float(loss) for loss in losses)
+    values = torch.stack(tensors) if len(tensors) > 1 else tensors[0].reshape(1)
+    fetched = iter((value_on_all_ranks(values) if isinstance(values, GlobalTensor) else values).tolist())
+    return tuple(
+        next(fetched) if isinstance(loss, torch.Tensor) else None if loss is None else float(loss) for loss in losses
+    )
+
+
+Listener = Callable[[object], None]
+"""Gets what is to be reported: blocks, spans, events."""
+
+__all__ = ["INTERVAL_S", "Listener", "MeasuredStep", "StepCollector", "action_spans"]

@@ -1,0 +1,171 @@
+"""``wb.log``: what a training loop of one's own reports to the live view of the notebook."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from workbench.core.metrics import LastSteps, LossTerm, StepSpans
+from workbench.core.sbp import broadcast, partial_sum
+from workbench.pipeline.simulate import Span
+from workbench.tensors.global_tensor import GlobalTensor, plain
+from workbench.tensors.world import World, current
+from workbench.training.diagnostics.memory import PeakMeter, model_memory
+from workbench.training.pipelining.timeline import clock_offset
+from workbench.training.runs.step_metrics import Listener, MeasuredStep, StepCollector, action_spans
+from workbench.training.strategies.state import STATE
+
+_SPANS_INTERVAL_S = 1.0
+
+
+def _same() -> int:
+    return 0
+
+
+_listener: Listener | None = None
+_number: Callable[[], int] = _same
+
+
+def listen(listener: Listener | None, number: Callable[[], int] = _same) -> None:
+    """Have ``listener`` get what loops report; ``number()`` tells one loop from the next. None: nobody listens."""
+    global _listener, _number
+    _listener, _number = listener, number
+
+
+def log(
+    *,
+    loss: torch.Tensor | float | None = None,
+    samples: int = 0,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> None:
+    """Report one step of a training loop to the notebook's live view (``wb.LiveView``). All ranks call it, every step.
+
+    A step lasts from one call to the next. Steps travel together, about three times a second, in one exchange of all
+    ranks; a loss stays where it is until then, so reading it does not slow the loop. What is left when the cell ends,
+    well or not, is told then. Another ``model`` than before begins another loop. Without a notebook nothing happens.
+
+    Args:
+        loss: of the step: a number, or a scalar tensor, global or not.
+        samples: in the step, over all ranks; for samples per second.
+        model: what is trained, and
+        optimizer: its optimizer: then memory by kind and the timeline of a scheduled step are shown, too.
+
+    ``wb.log(loss=loss, samples=64)`` after ``optimizer.step()`` is all that a loop needs.
+    """
+    if _listener is None:
+        return
+    world = current()
+    loop = _loops.get(world)
+    if loop is not None and loop.is_another(_number(), model):
+        loop.report(_listener)
+        loop = None
+    if loop is None:
+        loop = _loops[world] = _Loop(world, _number())
+    loop.add(loss, samples, model, optimizer, _listener)
+
+
+def report_remaining_steps() -> None:
+    """Report the steps that loops have not told yet, each rank by itself: a cell has ended, perhaps with an error."""
+    for loop in list(_loops.values()):
+        if _listener is not None:
+            loop.end(_listener)
+    _loops.clear()
+
+
+class _Loop:
+    """The steps of one loop on this rank."""
+
+    def __init__(self, world: World, number: int) -> None:
+        self.world, self.number = world, number
+        self._collector = StepCollector(world)
+        self._peak = PeakMeter(world.device, shares_process=True)
+        self._offset = clock_offset(world)
+        self._before: tuple[float, float, int] | None = None
+        self._until_spans_s = 0.0
+        self._step = 0
+        self._model: nn.Module | None = None
+        self._optimizer: Any = None
+        self._spans: list[Span] = []
+
+    def is_another(self, number: int, model: nn.Module | None) -> bool:
+        """Does a step in this cell, of this model, belong to another loop?"""
+        return number != self.number or (model is not None and self._model is not None and model is not self._model)
+
+    def add(self, loss: Any, samples: int, model: nn.Module | None, optimizer: Any, listener: Listener) -> None:
+        now, traffic = time.perf_counter(), self.world.traffic
+        before = self._before or (now, traffic.time_s, traffic.sent_bytes)  # the first step has no beginning
+        measured = MeasuredStep(samples, now - before[0], traffic.time_s - before[1], traffic.sent_bytes - before[2])
+        self._collector.add(measured, loss.detach() if isinstance(loss, torch.Tensor) else loss)
+        self._model, self._optimizer = model, optimizer
+        # kept now: what is computed behind the step, to evaluate for example, is another timeline
+        self._spans = model.__dict__[STATE].spans if model is not None and STATE in model.__dict__ else []
+        if self._collector.is_due:
+            self.report(listener)
+        self._step += 1
+        self._before = (time.perf_counter(), traffic.time_s, traffic.sent_bytes)
+
+    def report(self, listener: Listener) -> None:
+        """Exchange what all ranks have not told yet, and report it. All ranks call it."""
+        block, _ = self._collector.collect(self._memory())
+        if self.world.rank == 0 and block.samples:
+            listener(block)
+        self._until_spans_s -= sum(block.step_times_s)
+        if self._until_spans_s <= 0:
+            self._report_spans(listener)
+
+    def end(self, listener: Listener) -> None:
+        """Tell of the last steps, and of the timeline of the very last, without asking other ranks."""
+        first, steps, losses = self._collector.take()
+        if steps:
+            listener(
+                LastSteps(
+                    self.world.rank,
+                    self.world.world_size,
+                    first,
+                    tuple(step.samples for step in steps),
+                    tuple(map(_own_term, losses)),
+                    tuple(step.time_s for step in steps),
+                    tuple(step.boxing_s for step in steps),
+                    tuple(step.sent_bytes for step in steps),
+                    self._memory(),
+                )
+            )
+        self._step -= 1
+        self._report_spans(listener)
+
+    def _report_spans(self, listener: Listener) -> None:
+        if self._spans:
+            self._until_spans_s = _SPANS_INTERVAL_S
+            listener(StepSpans(self.world.rank, self._step, action_spans(self._spans, self._offset)))
+
+    def _memory(self) -> dict[str, int]:
+        is_known = self._model is not None and self._optimizer is not None
+        held = model_memory(self._model, self._optimizer) if is_known else {}  # type: ignore[arg-type]
+        return {**held, "peak": self._peak.peak_bytes()}
+
+
+def _own_term(loss: Any) -> LossTerm | None:
+    """What this rank has of a loss."""
+    if loss is None or not isinstance(loss, torch.Tensor):
+        return None if loss is None else LossTerm(float(loss))
+    if not isinstance(loss, GlobalTensor):
+        return LossTerm(float(loss))
+    if loss._spec.is_placeholder:
+        return None
+    layout = loss._spec.layout
+    entries = list(zip(layout.sbp, layout.placement.shape, strict=True))
+    copies = math.prod(size for entry, size in entries if entry == broadcast)
+    is_term = any(entry == partial_sum for entry, _ in entries)
+    return LossTerm(float(plain(loss)), copies, is_term, len(layout.placement.ranks))
+
+
+_loops: WeakKeyDictionary[World, _Loop] = WeakKeyDictionary()
+
+__all__ = ["listen", "log", "report_remaining_steps"]

@@ -1,0 +1,117 @@
+"""How the tensors of a model change in the first steps of a run: what a verdict compares with one device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from workbench.core.verdict import TOLERANCES, TensorChange, Tolerance
+
+State = Mapping[str, torch.Tensor]
+"""Tensors of a model's ``state_dict`` by name."""
+_PRECISIONS = {
+    torch.float64: "float64",
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+}
+_FROM_COARSE = ("bf16", "fp16", "fp32", "float64")
+
+
+def state_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers that ``state_dict`` has, by name, as they are; buffers that are not kept are left out."""
+    not_kept = {
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules(remove_duplicate=False)
+        for name in module._non_persistent_buffers_set
+    }
+    buffers = model.named_buffers(remove_duplicate=False)
+    kept = {name: buffer for name, buffer in buffers if name not in not_kept}
+    return dict(model.named_parameters(remove_duplicate=False)) | kept
+
+
+def copied_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The same as copies in host memory."""
+    return {name: value.detach().to("cpu", copy=True) for name, value in state_tensors(model).items()}
+
+
+def precision_of(model: nn.Module, option: str = "fp32") -> str:
+    """The coarsest precision in which a model computes: of its parameters, and of the strategy's ``option``."""
+    found = {_PRECISIONS[p.dtype] for p in model.parameters() if p.dtype in _PRECISIONS}
+    found |= {option} if option != "fp32" else set()
+    return next((name for name in _FROM_COARSE if name in found), "fp32")
+
+
+def disturb(model: nn.Module, tolerance: Tolerance, seed: int = 1) -> nn.Module:
+    """Change every weight by up to one rounding unit of itself, at random."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.is_floating_point() and parameter.device.type != "meta":
+                factors = torch.rand(parameter.shape, generator=generator, dtype=torch.float64) * 2 - 1
+                moved = parameter.double() * (1 + tolerance.unit * factors.to(parameter.device))
+                parameter.copy_(moved)
+    return model
+
+
+@dataclass(frozen=True)
+class WeightHistory:
+    """A model's tensors before the first step and after the steps that weights are compared after.
+
+    Attributes:
+        end: empty where the run stopped before that step.
+        parameters: the names of those that are parameters.
+        precision: the coarsest one in which the model computes.
+    """
+
+    start: State
+    end: State
+    parameters: frozenset[str] = frozenset()
+    precision: str = "fp32"
+
+    @classmethod
+    def begin(cls, model: nn.Module, precision: str) -> WeightHistory:
+        """Before the first step of a run in a strategy's ``precision``; ``end`` is filled in later."""
+        names = frozenset(name for name, _ in model.named_parameters())
+        return cls(copied_state(model), {}, names, precision_of(model, precision))
+
+
+def changes_apart(own: WeightHistory, truth: WeightHistory) -> tuple[TensorChange, ...]:
+    """Tensor by tensor: how far the change in one course is from that in the other.
+
+    A tensor that only one of them has, or that is not finite in only one, is infinitely far. Whole numbers and flags
+    are equal or infinitely far.
+    """
+    names = dict.fromkeys([*truth.end, *own.end])
+    return tuple(_change(name, own, truth) for name in names)
+
+
+def _change(name: str, own: WeightHistory, truth: WeightHistory) -> TensorChange:
+    is_parameter = name in truth.parameters
+    missing = TensorChange(name, math.inf, 0.0, 0.0, 0.0, is_parameter)
+    if name not in own.end or name not in truth.end or own.end[name].shape != truth.end[name].shape:
+        return missing
+    if not (truth.end[name].is_floating_point() or truth.end[name].is_complex()):
+        return TensorChange(name, 0.0, 0.0, 0.0, 0.0) if torch.equal(own.end[name], truth.end[name]) else missing
+    dtype = truth.end[name].dtype
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    a0, a, b0, b = (tensors[name].to("cpu", wide) for tensors in (own.start, own.end, truth.start, truth.end))
+    is_same = (a == b) | (a.isnan() & b.isnan())  # the same infinity is no difference
+    apart, ours, theirs = ((a - a0) - (b - b0)).masked_fill(is_same & (a0 == b0), 0), a - a0, b - b0
+    unit = TOLERANCES[_PRECISIONS.get(dtype, "fp32")].unit
+    rounding = unit * _norm(b.nan_to_num())
+    return TensorChange(
+        name, _norm(apart), _norm(theirs.nan_to_num()), _norm(ours.nan_to_num()), rounding, is_parameter
+    )
+
+
+def _norm(values: torch.Tensor) -> float:
+    norm = float(torch.linalg.vector_norm(values))
+    return norm if math.isfinite(norm) else math.inf
+
+
+__all__ = ["State", "WeightHistory", "changes_apart", "copied_state", "disturb", "precision_of", "state_tensors"]

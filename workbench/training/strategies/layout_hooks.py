@@ -1,0 +1,158 @@
+"""Hooks at the doors of layers: inputs are boxed to what a layer means, so that neighbours need not know it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from workbench.core.layout import Layout
+from workbench.core.sbp import NdSbp, Partial, Split, split
+from workbench.core.strategy import ResolvedLayer
+from workbench.core.weight_splits import TABLE, feature_dim
+from workbench.tensors.boxing.box import box, box_implicitly
+from workbench.tensors.conversion import from_local
+from workbench.tensors.global_tensor import GlobalTensor, Spec
+from workbench.tensors.world import OUTSIDE, ModuleCall
+from workbench.training.batches import count_samples
+from workbench.training.strategies.layouts import StageLayouts
+from workbench.training.strategies.state import record_module_call
+
+
+class PrepareInput:
+    """The hook before a layer. While it ``is_disabled``, whoever has the layer's forward boxes the inputs."""
+
+    def __init__(self, prepare_input: Callable[[Any], Any]) -> None:
+        self._prepare_input, self.is_disabled = prepare_input, False
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """The arguments as the layer gets them; None where they go in as they are."""
+        return None if self.is_disabled else self.box_inputs(args, kwargs)
+
+    def box_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The arguments, with every tensor as the layer means it."""
+        if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):  # nearly always
+            return (self._prepare_input(args[0]),), kwargs
+        args, kwargs = tree_map(self._prepare_input, (args, kwargs))
+        return args, kwargs
+
+
+class LayoutHooks:
+    """Puts the hooks on layers."""
+
+    def __init__(self, layouts: StageLayouts) -> None:
+        self.layouts = layouts
+
+    def hook(
+        self,
+        layer: nn.Module,
+        choice: ResolvedLayer,
+        following: ResolvedLayer | None,
+        foreign: list[str],
+        on_interrupt: list[Callable[[], None]],
+    ) -> list[Any]:
+        """Boxing at the door of a layer; behind a row-split one, its partial sums go to what the next layer expects.
+
+        ``foreign`` names the layer's parameters that live on another stage; ``on_interrupt`` gets what ends a call
+        that has not ended by itself.
+        """
+
+        hook = PrepareInput(lambda value: self._prepare_input(value, choice))
+        handles = [layer.register_forward_pre_hook(hook, with_kwargs=True)]
+        if foreign:
+            handles += _hook_tied(
+                layer, foreign, lambda ndim: self.layouts.parameter_layout(choice, ndim), on_interrupt
+            )
+        if choice.split == "row" or (choice.split and choice.kind == TABLE):
+            target = following if following and following.stage == choice.stage else None
+            handles.append(
+                layer.register_forward_hook(lambda module, args, output: self._prepare_output(output, choice, target))
+            )
+        return handles
+
+    def _prepare_input(self, value: Any, choice: ResolvedLayer) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if not isinstance(value, GlobalTensor):
+            origin = f"layer {choice.name!r}: an input"
+            layout = self.layouts.input_layout(choice, value.dim())
+            world = self.layouts.world
+            value = from_local(value.to(world.device), world, layout, lambda: origin)
+        shape = value._spec.shape
+        num_samples = self.layouts.world.call.num_samples or (shape[0] if shape else 0)
+        layout = self.layouts.input_layout(choice, len(shape), _batch_dim(value._spec, choice.kind, num_samples))
+        is_alike = shape and (shape[0] == 1 or shape[0] != num_samples)
+        if is_alike and value._spec.layout.is_broadcast:
+            layout = layout.broadcast()  # positions and masks, alike for all samples
+        return box_implicitly(value, layout, choice.name)
+
+    def _prepare_output(self, output: Any, choice: ResolvedLayer, following: ResolvedLayer | None) -> Any:
+        """Sums, and columns of a table, are boxed here: behind a residual they would be boxed again and again."""
+        if not isinstance(output, GlobalTensor):
+            return output
+        layout, last = output._spec.layout, split(output.dim() - 1)
+        wanted = self.layouts.output_layout(choice, following, output.dim())
+        target: NdSbp = tuple(
+            b if isinstance(a, Partial) or (choice.kind == TABLE and a == last) else a
+            for a, b in zip(layout.sbp, wanted.sbp, strict=True)
+        )
+        return box_implicitly(output, layout.with_sbp(target), choice.name)
+
+
+def _batch_dim(spec: Spec, kind: str, num_samples: int) -> int:
+    """The dim that counts samples: the first, or the one of their number by which the tensor is split, as in (sequence,
+    batch, features). Features that are as many are none.
+    """
+    shape = spec.shape
+    if not shape or shape[0] == num_samples:
+        return 0
+    features = feature_dim(kind, len(shape))
+    dims = (entry.dim for entry in spec.layout.sbp if isinstance(entry, Split))
+    return next((dim for dim in dims if dim != features and shape[dim] == num_samples), 0)
+
+
+def _hook_tied(
+    layer: nn.Module,
+    names: list[str],
+    layout_here: Callable[[int], Layout],
+    on_interrupt: list[Callable[[], None]],
+) -> list[Any]:
+    """A parameter that lives on another stage: boxed here around each use, its gradient flows back by the same way."""
+    kept: dict[str, Any] = {}
+
+    def bring(module: nn.Module, args: Any) -> None:
+        for name in names:
+            kept[name] = module._parameters[name]
+            module._parameters[name] = box(kept[name], layout_here(kept[name].dim()))  # type: ignore[assignment]
+
+    def put_back(module: nn.Module = layer, args: Any = None, output: Any = None) -> None:
+        module._parameters.update(kept)
+        kept.clear()
+
+    on_interrupt.append(put_back)
+    return [layer.register_forward_pre_hook(bring), layer.register_forward_hook(put_back, always_call=True)]
+
+
+def hook_root(module: nn.Module, layouts: StageLayouts, on_interrupt: list[Callable[[], None]]) -> list[Any]:
+    """Inside the module's call, the rows of its inputs are the samples, and operands on different stages meet on the
+    latest of them.
+    """
+
+    def prepare_input(module: nn.Module, args: Any, kwargs: Any) -> None:
+        leaves = (
+            args if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor) else tree_leaves((args, kwargs))
+        )
+        layouts.world.call = ModuleCall(layouts.stage_order, count_samples(leaves))
+        record_module_call(module)
+
+    def restore_call(*_: Any) -> None:
+        layouts.world.call = OUTSIDE
+
+    on_interrupt.append(restore_call)
+    return [
+        module.register_forward_pre_hook(prepare_input, with_kwargs=True),
+        module.register_forward_hook(restore_call, always_call=True),
+    ]

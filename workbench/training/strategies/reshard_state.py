@@ -1,0 +1,119 @@
+"""Another strategy for a module that is being trained: the optimizer's state goes where its parameters go.
+
+Parameters that are global already stay the same objects, so optimizers and schedulers go on with them. State is plain,
+this rank's part, so what it is a part of is written down before the parameters move, and it is boxed after.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from workbench.errors import StrategyError
+from workbench.tensors.boxing.box import box
+from workbench.tensors.global_tensor import GlobalTensor, Spec, new_placeholder, plain, spec_of, wrap
+from workbench.tensors.object_collectives import all_gather_object
+from workbench.tensors.world import World
+from workbench.training.gradients.optim import forget_layouts, state_layout
+from workbench.training.strategies.shard_parameters import shard_tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Element:
+    """State with a value per element of the parameter, as ranks that hold none of it hear of it."""
+
+    dtype: torch.dtype
+
+
+class OptimizerState:
+    """The state of an optimizer while its parameters change their layouts."""
+
+    def __init__(self, optimizer: Optimizer, module: nn.Module, world: World) -> None:
+        self.optimizer, self.world = optimizer, world
+        self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        own = {id(parameter) for parameter in module.parameters()}
+        others = sum(id(parameter) not in own for parameter in self.parameters)
+        if others:
+            raise StrategyError(
+                f"parallelize(optimizer=): {others} of the optimizer's {len(self.parameters)} parameters are not among "
+                f"the module's {len(own)}. Its state moves with the module's parameters: give the module that has all."
+            )
+        self.specs = [_state_spec(p) for p in self.parameters]
+        mine = [self._described(p, spec) for p, spec in zip(self.parameters, self.specs, strict=True)]
+        every = all_gather_object(mine, world, "state of an optimizer")
+        self.described = [next((d for d in found if d is not None), None) for found in zip(*every, strict=True)]
+
+    def _described(self, parameter: torch.Tensor, spec: Spec | None) -> dict[str, Any] | None:
+        """Per-element state by its dtype, the rest by its value; None on ranks that have none."""
+        if parameter not in self.optimizer.state:
+            return None
+        return {key: _describe(key, value, parameter, spec) for key, value in self.optimizer.state[parameter].items()}
+
+    def reshard(self, replaced: dict[int, nn.Parameter]) -> None:
+        """Bring the state to where the parameters are now; ``replaced`` has new parameters by the ids of plain ones."""
+        new = [replaced.get(id(parameter), parameter) for parameter in self.parameters]
+        state = dict(self.optimizer.state)
+        self.optimizer.state.clear()
+        with torch.no_grad():
+            for old, parameter, spec, described in zip(self.parameters, new, self.specs, self.described, strict=True):
+                if described is not None:
+                    values = self._resharded(state.get(old, {}), parameter, spec, described)
+                    if not (isinstance(parameter, GlobalTensor) and _is_absent(parameter)):
+                        self.optimizer.state[parameter] = values
+        remaining = iter(new)
+        for group in self.optimizer.param_groups:
+            group["params"] = [next(remaining) for _ in group["params"]]
+        forget_layouts(self.optimizer)
+
+    def _resharded(
+        self, values: dict[str, Any], parameter: torch.Tensor, spec: Spec | None, described: dict[str, Any]
+    ) -> dict[str, Any]:
+        moved = {}
+        for key, what in described.items():
+            value = values.get(key, what)
+            if isinstance(what, _Element) and isinstance(parameter, GlobalTensor):
+                value = self._boxed(value, parameter, spec, what)
+            moved[key] = value
+        return moved
+
+    def _boxed(self, value: Any, parameter: GlobalTensor, spec: Spec | None, what: _Element) -> torch.Tensor:
+        layout = state_layout(parameter)
+        if isinstance(value, GlobalTensor):
+            return box(value.detach(), layout)
+        if spec is None:
+            return plain(shard_tensor(value, layout, self.world))
+        if isinstance(value, _Element):
+            value = new_placeholder(spec.shape, what.dtype, self.world.device)
+        return plain(box(wrap(value.detach(), spec), layout))
+
+
+def _is_absent(parameter: GlobalTensor) -> bool:
+    spec = parameter._spec
+    return spec.world.rank not in state_layout(parameter).placement
+
+
+def _state_spec(parameter: torch.Tensor) -> Spec | None:
+    if not isinstance(parameter, GlobalTensor):
+        return None
+    return spec_of(parameter._spec.world, state_layout(parameter), parameter._spec.shape)
+
+
+def _describe(key: str, value: Any, parameter: torch.Tensor, spec: Spec | None) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    local_shape = tuple(parameter.shape) if spec is None else spec.local_shape
+    if isinstance(value, GlobalTensor):
+        local_shape = tuple(parameter.shape)
+    if value.dim() and tuple(value.shape) == local_shape:
+        return _Element(value.dtype)
+    if value.dim() == 0 or spec is None or spec.layout.is_broadcast:
+        return value.detach().cpu()
+    raise StrategyError(
+        f"parallelize: optimizer state {key!r} of a parameter {tuple(parameter.shape)} has shape {tuple(value.shape)} "
+        f"on this rank, which holds {local_shape} of it. Only state that is per element or a scalar can be cut anew. "
+        "Make a new optimizer after wb.parallelize, or keep this parameter whole (data)."
+    )

@@ -1,0 +1,72 @@
+"""Parameters and buffers of a module as global tensors in the layouts of a strategy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from workbench.core.layout import Layout
+from workbench.core.sbp import broadcast
+from workbench.core.strategy import ResolvedLayer
+from workbench.tensors.boxing.box import box
+from workbench.tensors.global_tensor import GlobalTensor, new_placeholder, spec_of, wrap
+from workbench.tensors.placeholder_storage import spread_zero
+from workbench.tensors.world import World
+from workbench.training.gradients.stale_optimizer import mark_replaced
+from workbench.training.strategies.layouts import StageLayouts
+from workbench.training.strategies.state import ROOT
+
+
+def shard_parameters(
+    layer: nn.Module, choice: ResolvedLayer, layouts: StageLayouts, converted: dict[int, nn.Parameter]
+) -> None:
+    """Own parameters of a layer; a tied parameter is converted once, where it is met first.
+
+    One that is global already stays the same object, so that optimizers go on with it.
+    """
+    for name, parameter in list(layer.named_parameters(recurse=False)):
+        if id(parameter) not in converted:
+            moved = shard_tensor(parameter, layouts.parameter_layout(choice, parameter.dim()), layouts.world)
+            if isinstance(parameter, GlobalTensor):
+                grad, parameter.grad = parameter.grad, None  # under ZeRO a shard, which the next strategy may not have
+                parameter.data = moved
+                parameter.grad = grad
+                converted[id(parameter)] = parameter
+                continue
+            new = nn.Parameter(moved, parameter.requires_grad)
+            converted[id(parameter)] = converted[id(new)] = new
+            mark_replaced(parameter)
+            new.__dict__["_tied_source"] = parameter  # keeps the id from being used again while we convert
+        layer._parameters[name] = converted[id(parameter)]
+
+
+def replicate_buffers(module: nn.Module, layouts: StageLayouts) -> None:
+    """Buffers are whole on every rank of the stage where they are needed."""
+    choices = {choice.name: choice for choice in layouts.resolved.layers}
+    nearest = layouts.resolved.layers[0]
+    for name, submodule in module.named_modules():
+        nearest = choices.get(name or ROOT, nearest)
+        for short, buffer in submodule.named_buffers(recurse=False):
+            placement = layouts.placement_of_buffers(name or ROOT, submodule, nearest)
+            layout = Layout(placement, (broadcast,) * placement.num_axes)
+            submodule._buffers[short] = shard_tensor(buffer, layout, layouts.world)
+    for parameter in module.parameters():
+        parameter.__dict__.pop("_tied_source", None)
+
+
+def shard_tensor(tensor: torch.Tensor, layout: Layout, world: World) -> GlobalTensor:
+    """This rank's slices of a tensor that all ranks hold, or of one that is global already; of meta, no storage."""
+    with torch.no_grad():
+        if isinstance(tensor, GlobalTensor):
+            detached: Any = tensor.detach()
+            return box(detached, layout.normalized(tensor._spec.shape))
+        spec = spec_of(world, layout, tuple(tensor.shape))
+        if spec.is_placeholder:
+            return wrap(new_placeholder(spec.shape, tensor.dtype, world.device), spec)
+        if tensor.is_meta:
+            return wrap(spread_zero(spec.local_shape, tensor.dtype, world.device), spec)
+        region = spec.layout.region(spec.shape, world.rank)
+        part = tensor.detach()[tuple(slice(start, stop) for start, stop in region)]
+        return wrap(part.to(world.device, copy=True).contiguous(), spec)

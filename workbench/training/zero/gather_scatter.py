@@ -1,0 +1,216 @@
+"""Whole parameters out of shards, and shards of gradients out of whole ones, as one differentiable function.
+
+A ``GatherWork`` brings the shards of many parameters together. It sends when it is made and receives when it ends, so
+one that is made early finds the data there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from workbench.tensors.boxing.assembly import slice_region
+from workbench.tensors.boxing.box import box_placeholder
+from workbench.tensors.global_tensor import GlobalTensor, local_torch, plain, wrap
+from workbench.tensors.world import World
+from workbench.training.gradients.shard import Shard
+from workbench.training.gradients.shard_exchange import start_gather, start_scatter
+
+Finish = Callable[[], list[torch.Tensor]]
+
+
+class GatherWork:
+    """The gathering of some shards: under way when it is made, whole when it has ended.
+
+    Args:
+        shards: what to gather; this rank holds a part of each.
+        parts: this rank's parts, plain tensors.
+        tag: of the messages; the same on all ranks of the shards' groups.
+    """
+
+    def __init__(self, world: World, shards: Sequence[Shard], parts: Sequence[torch.Tensor], tag: int) -> None:
+        started = time.perf_counter()
+        self.world, self._shards = world, shards
+        self._parts = [part.contiguous() for part in parts]
+        self._starts: list[tuple[list[int], Finish]] = []
+        for numbers in _same_group_and_dtype(shards, parts):
+            chosen = [shards[i] for i in numbers]
+            sent, finish = _start(world, chosen, [self._parts[i] for i in numbers], tag)
+            self._starts.append((numbers, finish))
+            _trace(world, chosen, parts[numbers[0]].dtype, "S -> B", "all-gather", sent, "parameters")
+            world.traffic.add("all-gather", sent, 0.0)
+        world.traffic.time_s += time.perf_counter() - started
+
+    def finish(self) -> list[torch.Tensor]:
+        """The whole local tensors. Nobody may write to them: ranks of one host may have them in common."""
+        started = time.perf_counter()
+        wholes: dict[int, torch.Tensor] = {}
+        for numbers, finish in self._starts:
+            wholes |= zip(numbers, finish(), strict=True)
+        self._parts, self._starts = [], []
+        self.world.traffic.time_s += time.perf_counter() - started
+        return [wholes[i] for i in range(len(wholes))]
+
+
+def _start(world: World, shards: Sequence[Shard], parts: Sequence[torch.Tensor], tag: int) -> tuple[int, Finish]:
+    """Begin to gather what can travel together: the bytes that go to other ranks, and what waits for the wholes."""
+    group = shards[0].group
+    finish_shared: Finish = list
+    start_shared = _shared_all_gather_of(world, group)
+    if start_shared is not None:
+        wholes, regions = [shard.of.local_shape for shard in shards], [shard.regions[world.rank] for shard in shards]
+        header = f"gathering of {len(shards)} parameters, {parts[0].dtype}, in place"
+        is_filled, finish_shared = start_shared(group, wholes, regions, parts, tag, header)
+        if is_filled:
+            return (len(group) - 1) * sum(part.nbytes for part in parts), finish_shared
+    sent, finish_gather = start_gather(world, shards, parts, tag)
+
+    def finish() -> list[torch.Tensor]:
+        finish_shared()
+        wholes = [allocate_whole(shard, part.dtype, world.device) for shard, part in zip(shards, parts, strict=True)]
+        places = [slice_region(whole, shard.regions[world.rank]) for whole, shard in zip(wholes, shards, strict=True)]
+        torch._foreach_copy_(places, list(parts))
+        finish_gather(wholes)
+        return wholes
+
+    return sent, finish
+
+
+def _shared_all_gather_of(world: World, group: tuple[int, ...]) -> Any:
+    """See ``base.SharedBufferTransport``; None for ranks that have no memory in common.
+
+    None while a step is recorded, too: whether there is room is found anew each time, and a replay asks nothing.
+    """
+    if len(group) == 1 or world.recorder is not None:
+        return None
+    transport: Any = world.transport
+    for_ranks = getattr(transport, "for_ranks", None)
+    return getattr(transport if for_ranks is None else for_ranks(group), "start_shared_all_gather", None)
+
+
+def allocate_whole(shard: Shard, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Memory for a whole local tensor."""
+    return torch.empty(shard.of.local_shape, dtype=dtype, device=device)
+
+
+def _same_group_and_dtype(shards: Sequence[Shard], tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Numbers of what can travel together: of one group and dtype, in the same order on all ranks."""
+    kinds: dict[Any, list[int]] = {}
+    for i, (shard, tensor) in enumerate(zip(shards, tensors, strict=True)):
+        kinds.setdefault((shard.group, tensor.dtype), []).append(i)
+    return list(kinds.values())
+
+
+def scatter(world: World, shards: Sequence[Shard], terms: Sequence[torch.Tensor], tag: int) -> list[torch.Tensor]:
+    """This rank's parts of the sums of whole local tensors."""
+    started = time.perf_counter()
+    under_way = []
+    for numbers in _same_group_and_dtype(shards, terms):
+        chosen = [shards[i] for i in numbers]
+        header = f"scattering of {len(numbers)} gradients, {terms[numbers[0]].dtype}"
+        sent, finish = start_scatter(world, chosen, [terms[i] for i in numbers], tag, header)
+        under_way.append((numbers, finish))
+        _trace(world, chosen, terms[numbers[0]].dtype, "P -> S", "reduce-scatter", sent, "gradients")
+        world.traffic.add("reduce-scatter", sent, 0.0)
+    found: dict[int, torch.Tensor] = {}
+    for numbers, finish in under_way:
+        found |= dict(zip(numbers, finish(), strict=True))
+    world.traffic.time_s += time.perf_counter() - started
+    return [found[i] for i in range(len(shards))]
+
+
+def _trace(world: World, shards: list[Shard], dtype: torch.dtype, change: str, kind: str, sent: int, what: str) -> None:
+    if world.tracer is not None:
+        shapes = [torch.empty(shard.of.local_shape, dtype=dtype, device="meta") for shard in shards]
+        world.tracer.add_reduction(shards[0].group, shapes, change, kind, sent, what)
+
+
+def gather(
+    parameters: Sequence[GlobalTensor], shards: Sequence[Shard], work: GatherWork | None, tag: int, done: Any
+) -> list[GlobalTensor]:
+    """Whole tensors, labelled and linked to the parameters that learn.
+
+    Args:
+        parameters: shards, some of them of other stages: these become placeholders of whole ones.
+        shards: what each of them is.
+        work: of the parameters that this rank holds, in their order; None if it holds none.
+        tag: of the messages that bring gradients back, which has its lowest bit clear.
+        done: called in backward when the gradients of all whole tensors are there.
+    """
+    with local_torch():
+        wholes = iter(work.finish() if work is not None else ())
+        learns = torch.is_grad_enabled()
+        result: list[Any] = []
+        linked: list[int] = []
+        for number, (parameter, shard) in enumerate(zip(parameters, shards, strict=True)):
+            if shard.spec.is_placeholder:
+                result.append(box_placeholder(parameter, shard.of, tag))
+                continue
+            result.append(next(wholes))
+            if learns and parameter.requires_grad:
+                linked.append(number)
+        if linked:
+            context = _GatherContext(shards[linked[0]].of.world, [shards[i] for i in linked], tag | 1, done)
+            made = _Gather.apply(context, [result[i] for i in linked], *(parameters[i] for i in linked))
+            for i, whole in zip(linked, made, strict=True):
+                result[i] = whole
+        return [
+            whole if shard.spec.is_placeholder else wrap(whole, shard.of)
+            for whole, shard in zip(result, shards, strict=True)
+        ]
+
+
+class _GatherContext:
+    """Where whole tensors come from, for the way back."""
+
+    def __init__(self, world: World, shards: Sequence[Shard], tag: int, done: Any) -> None:
+        self.world, self.shards, self.tag, self.done = world, shards, tag, done
+
+
+class _Gather(torch.autograd.Function):
+    """Shards to whole tensors; the gradients of those that were used come back as shards, in one exchange.
+
+    All ranks that hold a parameter use it alike, so they agree on which gradients there are.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, context: _GatherContext, wholes: Sequence[torch.Tensor], *parts: torch.Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.context = context
+        return tuple(wholes)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        context: _GatherContext = ctx.context
+        used = [i for i, grad in enumerate(grads) if grad is not None]
+        found: list[Any] = [None] * len(grads)
+        if used:
+            chosen = _GatherContext(context.world, [context.shards[i] for i in used], context.tag, None)
+            for i, grad in zip(used, _Scatter.apply(chosen, *(grads[i] for i in used)), strict=True):
+                found[i] = grad
+        if context.done is not None:
+            context.done()
+        return (None, None, *found)
+
+
+class _Scatter(torch.autograd.Function):
+    """The other direction; its gradient is gathered, for gradients of gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, context: _GatherContext, *terms: torch.Tensor) -> Any:
+        ctx.context = context
+        with local_torch():
+            return tuple(scatter(context.world, context.shards, [plain(term) for term in terms], context.tag))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        context: _GatherContext = ctx.context
+        with local_torch():
+            work = GatherWork(context.world, context.shards, [plain(grad) for grad in grads], context.tag)
+            wholes = work.finish()
+        if not torch.is_grad_enabled():
+            return (None, *wholes)
+        return (None, *_Gather.apply(_GatherContext(context.world, context.shards, context.tag, None), wholes, *grads))

@@ -1,0 +1,97 @@
+"""ZeRO as a choice of sbp: which of a parameter's state, gradient and values are split over the ranks that share it.
+
+    zero=1   the optimizer's state: gradients are summed to shards, the step works on these, parameters are gathered
+    zero=2   gradients too: after every backward P -> S, and only the shard is kept (so accumulation communicates per
+             micro-batch, and takes a shard's memory)
+    zero=3   parameters too: a block gathers them before its forward and again for its backward
+
+The ranks that share a parameter are those of the axes on which it is B; layouts of shards are in ``shard``.
+Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models (2020).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from workbench.tensors.boxing.box import box
+from workbench.tensors.global_tensor import GlobalTensor
+from workbench.training.gradients.overlap import install_reducer
+from workbench.training.gradients.shard import Shard, choose_shards, shard_of
+from workbench.training.recompute import repeated_blocks
+from workbench.training.strategies.state import ParallelState, layers_of, parameter_stages
+from workbench.training.zero.gathered_call import ShardedParameter
+from workbench.training.zero.sharded_units import ExecutionOrder, ShardedUnit
+
+_SMALL_BYTES = 2**20
+"""A block of so many bytes is gathered at once whatever its share of the model is."""
+_LARGEST_SHARE = 4
+"""A larger block is gathered at once if the model has so many of them; else layer by layer, to hold less."""
+
+
+def install(module: nn.Module, state: ParallelState) -> list[Any]:
+    """Shard what ``zero=`` of the strategy says, and follow the module's gradients."""
+    stage = state.strategy.options.zero
+    parameters = [p for p in module.parameters() if isinstance(p, GlobalTensor)]
+    for parameter in parameters:
+        parameter.__dict__.pop("_shard", None)  # of an earlier strategy
+    if stage:
+        choose_shards(parameters)
+    handles: list[Any] = []
+    if stage == 3:
+        execution_order = ExecutionOrder()
+        handles += [unit.install() for unit in _units(module, state, _split_values(module), execution_order)]
+        handles.append(execution_order.install(module))
+        state.on_interrupt.append(execution_order.reset)
+    return [*handles, install_reducer(module, scatters=stage == 2)]
+
+
+def _split_values(module: nn.Module) -> dict[int, Shard]:
+    """Leave every rank its shard of the parameters; gives the shards by the ids of the parameters."""
+    shards: dict[int, Shard] = {}
+    for parameter in module.parameters():
+        shard = shard_of(parameter) if isinstance(parameter, GlobalTensor) else None
+        if shard is not None:
+            shards[id(parameter)] = shard
+            with torch.no_grad():
+                parameter.data = box(parameter.data, shard.spec.layout)  # type: ignore[arg-type]
+    return shards
+
+
+def _units(
+    module: nn.Module, state: ParallelState, shards: dict[int, Shard], execution_order: ExecutionOrder
+) -> Iterator[ShardedUnit]:
+    """Blocks whose parameters are gathered together, and layers: those outside of blocks, and any that is called alone.
+
+    Attention of torch uses the parameters of its parts itself.
+    """
+    stages = parameter_stages(module, state.resolved)
+    members: dict[nn.Module, list[ShardedParameter]] = {}
+    for choice, (_, layer) in zip(state.resolved.layers, layers_of(module), strict=True):
+        own = [(name, p) for name, p in layer.named_parameters(recurse=False) if id(p) in shards]
+        # What lives on another stage is brought here whole, around each use.
+        here = [(name, p) for name, p in own if stages[id(p)] == choice.stage]
+        members[layer] = [ShardedParameter(layer, name, shards[id(p)]) for name, p in here]
+
+    def inside(part: nn.Module) -> list[ShardedParameter]:
+        return [member for layer in part.modules() for member in members.get(layer, ())]
+
+    largest = max(_SMALL_BYTES, _whole_bytes(inside(module)) / _LARGEST_SHARE)
+    gathered = {block: inside(block) for block in repeated_blocks(module) if _whole_bytes(inside(block)) <= largest}
+    in_attention: set[nn.Module] = set()
+    for layer, found in members.items():
+        if isinstance(layer, nn.MultiheadAttention):
+            in_attention.update(part for part in layer.modules() if part is not layer)
+            yield ShardedUnit(layer, inside(layer), execution_order, list(layer.modules()))
+        elif layer not in in_attention:
+            yield ShardedUnit(layer, gathered.pop(layer, found), execution_order, [layer])
+    for block, found in gathered.items():
+        yield ShardedUnit(block, found, execution_order, [])
+
+
+def _whole_bytes(members: list[ShardedParameter]) -> int:
+    return sum(4 * math.prod(member.shard.of.shape) for member in members)

@@ -1,0 +1,262 @@
+"""Parameters that are whole only while a part of the model runs: gathered before its forward, again for its backward.
+
+The part is a unit: a repeated block, or a layer outside of blocks. All parameters of a unit come in one exchange, and
+their gradients go back in one. The next unit's shards are sent while this one runs, in the order of the last call of
+the model; in backward, those of the unit before. So at most two units' parameters are here at a time.
+
+``gathered_call`` says what autograd keeps meanwhile. Under autocast layers' 16-bit weights are not kept either, and
+only 16 bits per element come for backward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from workbench.errors import CollectiveAborted, StrategyError
+from workbench.tensors.global_tensor import GlobalTensor, local_torch, plain, wrap
+from workbench.tensors.world import World, current
+from workbench.training.gradients.shard import Shard
+from workbench.training.zero.gather_scatter import GatherWork, gather
+from workbench.training.zero.gathered_call import GatheredCall, ShardedParameter, autocast_dtype, casts_of, versions_of
+
+
+class ExecutionOrder:
+    """The units of one model, in the order in which its last call ran them.
+
+    Attributes:
+        active: the calls of units that have not ended, the innermost last.
+        last: the last call of a unit that keeps notes for backward, in the model's call that is in progress.
+        under_way: see ``Call``.
+    """
+
+    def __init__(self) -> None:
+        self.active: list[GatheredCall] = []
+        self.last: Callable[[], GatheredCall | None] = lambda: None
+        self.under_way: dict[GatherWork, int] = {}
+        self._depth = 0
+        self._order: list[ShardedUnit] = []
+        self._now: list[ShardedUnit] = []
+        self._pending: tuple[ShardedUnit, list[GlobalTensor], list[int], GatherWork] | None = None
+        self._handles: list[Any] = []
+        self._recorded: weakref.WeakKeyDictionary[World, tuple[int, list[ShardedUnit]]] = weakref.WeakKeyDictionary()
+
+    def install(self, module: nn.Module) -> ExecutionOrder:
+        """Hook the model itself; comes after its units, so as to run before them."""
+        self._handles = [
+            module.register_forward_pre_hook(self._begin, prepend=True),
+            module.register_forward_hook(self._end, always_call=True),
+        ]
+        return self
+
+    def remove(self) -> None:
+        """Unhook the model."""
+        for handle in self._handles:
+            handle.remove()
+
+    def reset(self) -> None:
+        """A call of the model has ended without its hooks: shards stand in their places again."""
+        while self.active:
+            self.active.pop().put_back()
+        self._depth, self._pending, self._now, self.last = 0, None, [], lambda: None
+
+    def _begin(self, module: nn.Module, args: Any) -> None:
+        if self._depth == 0:
+            self.reset()  # what a recomputation in backward has left
+            self._finish_failed_backward()
+            self._order = self._agreed_order(current())
+        self._depth += 1
+
+    def _finish_failed_backward(self) -> None:
+        """Take what it had gathered ahead: this forward may have the same tags, and would take that for its own."""
+        if torch._C._current_graph_task_id() != -1:  # a forward inside of a backward, which may need it
+            return
+        left = list(self.under_way.items())
+        self.under_way.clear()
+        for work, num_rebuilds in left:
+            if num_rebuilds == work.world.num_rebuilds:
+                work.finish()
+
+    def _agreed_order(self, world: World) -> list[ShardedUnit]:
+        """What all ranks know of the order, if they know it at all.
+
+        Each of several stages on a rank learns for itself, as its first call may be this rank's tenth. And a call that
+        was broken off before the world was rebuilt has taught some ranks the order and others not.
+        """
+        num_rebuilds, order = self._recorded.get(world, (0, []))
+        return order if num_rebuilds == world.num_rebuilds else []
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._depth = max(0, self._depth - 1)
+        if self._depth == 0:
+            with contextlib.suppress(CollectiveAborted):  # the call has told so already
+                self._cancel_prefetch()
+            world = current()
+            self._recorded[world] = world.num_rebuilds, self._now
+            self._now, self.last = [], lambda: None
+
+    def take_prefetched(
+        self, unit: ShardedUnit, parameters: list[GlobalTensor], shards: list[Shard], tag: int
+    ) -> GatherWork | None:
+        """The work of what a unit needs now; one that is under way for something else was a wrong guess, and ends."""
+        if self._depth:
+            self._now.append(unit)
+        if self._pending is not None:
+            of, known, versions, work = self._pending
+            if of is unit and list(map(id, known)) == list(map(id, parameters)) and versions == versions_of(known):
+                self._pending = None
+                return work
+            self._cancel_prefetch()
+        return _start_gather(parameters, shards, tag)
+
+    def prefetch(self, world: World) -> None:
+        """Begin to gather what the next unit needs, if the last call of the model says which that is."""
+        position = len(self._now)
+        if not self._depth or position >= len(self._order) or self._order[position - 1] is not self._now[-1]:
+            return
+        tag = world.next_tag()
+        unit = self._order[position]
+        parameters, shards = unit.parameters_to_gather()
+        work = _start_gather(parameters, shards, tag)
+        if work is not None:
+            self._pending = unit, parameters, versions_of(parameters), work
+
+    def _cancel_prefetch(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending[-1].finish()
+
+
+def _start_gather(parameters: list[GlobalTensor], shards: list[Shard], tag: int) -> GatherWork | None:
+    if not parameters:
+        return None
+    with torch.no_grad(), local_torch():
+        return GatherWork(parameters[0]._spec.world, shards, [plain(p) for p in parameters], tag)
+
+
+class ShardedUnit:
+    """Hooks of one module, around whose call the parameters of its members are whole.
+
+    A unit inside of another one finds them whole and has nothing to gather; it is there for those who call it alone.
+
+    Args:
+        module: the module that is called.
+        members: of it and of its parts.
+        owners: the modules whose own forward runs in this call, which may cast parameters under autocast.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        members: list[ShardedParameter],
+        execution_order: ExecutionOrder,
+        owners: Sequence[nn.Module],
+    ) -> None:
+        self.module, self.members, self.execution_order = module, members, execution_order
+        self._to_cast = [(owner, name) for owner in owners for name in casts_of(owner)]
+        self._calls: list[tuple[GatheredCall | None, list[tuple[nn.Module, str, Any, int]]]] = []
+        self._handles: list[Any] = []
+
+    def install(self) -> ShardedUnit:
+        """Hook the module."""
+        self._handles = [
+            self.module.register_forward_pre_hook(self._gather_parameters, prepend=True),
+            self.module.register_forward_hook(self._free_parameters, always_call=True),
+        ]
+        return self
+
+    def remove(self) -> None:
+        """Unhook the module; its parameters stay shards."""
+        for handle in self._handles:
+            handle.remove()
+
+    def parameters_to_gather(self) -> tuple[list[GlobalTensor], list[Shard]]:
+        """The parameters to gather that this rank holds, each once, and their shards."""
+        current = [found for member in self.members if (found := member.current()) is not None]
+        held = {id(parameter): (parameter, shard) for parameter, shard in current if shard.group}
+        return [parameter for parameter, _ in held.values()], [shard for _, shard in held.values()]
+
+    def _gather_parameters(self, module: nn.Module, args: Any) -> None:
+        present = [(member, *found) for member in self.members if (found := member.current()) is not None]
+        call = self._gather(present) if present else None
+        self._calls.append((call, self._cast() if self._to_cast else []))
+
+    def _gather(self, present: list[tuple[ShardedParameter, GlobalTensor, Shard]]) -> GatheredCall:
+        execution_order, world = self.execution_order, present[0][1]._spec.world
+        tag, tag_again = world.next_tag(), world.next_tag()
+        call = GatheredCall(world, tag_again, *self.parameters_to_gather(), under_way=execution_order.under_way)
+        work = execution_order.take_prefetched(self, call.parameters, call.shards, tag)
+        once = {id(p): (p, shard) for _, p, shard in present}
+        reference = weakref.ref(call)
+        chosen, shards = [p for p, _ in once.values()], [shard for _, shard in once.values()]
+        found = gather(chosen, shards, work, tag, lambda: _release(reference))
+        wholes = dict(zip(once, found, strict=True))
+        call.insert([(member, wholes[id(parameter)]) for member, parameter, _ in present])
+        execution_order.active.append(call)
+        if torch.is_grad_enabled() and not _is_recomputed():
+            call.before, execution_order.last = execution_order.last, reference
+            call.save_references([(member, p) for member, p, _ in present], [wholes[id(p)] for p in call.parameters])
+        execution_order.prefetch(world)
+        return call
+
+    def _free_parameters(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not self._calls:
+            return
+        call, casts = self._calls.pop()
+        for owner, name, whole, address in casts:
+            owner._parameters[name] = whole
+            if self.execution_order.active:
+                self.execution_order.active[-1].places.pop(address, None)
+        if call is None or call not in self.execution_order.active:  # put back already, if it was interrupted
+            return
+        self.execution_order.active.remove(call)
+        with local_torch():
+            learns = any(parameter.requires_grad for parameter in call.parameters)
+        saves_references, written = call.saving is not None, call.written()
+        call.put_back()
+        if written:
+            raise StrategyError(
+                f"{type(module).__name__}: forward has written to {len(written)} of {len(call.parameters)} gathered "
+                f"parameters ({', '.join(written[:4])}). Under zero=3 a whole parameter is gone when the call ends, "
+                "and with it what was written. Change parameters between steps, or use zero=2."
+            )
+        if saves_references and call.parameters:
+            call.hook_results(args, output, learns)
+
+    def _cast(self) -> list[tuple[nn.Module, str, Any, int]]:
+        """Put 16-bit weights where a layer would cast them itself, so that it is known what they are."""
+        call = self.execution_order.active[-1] if self.execution_order.active else None
+        if call is None or call.saving is None or (dtype := autocast_dtype(call.world)) is None:
+            return []
+        done = []
+        for owner, name in self._to_cast:
+            whole: Any = owner._parameters.get(name)
+            if whole is None or whole._is_param:
+                continue
+            with local_torch():
+                number = call.places.get(whole.untyped_storage().data_ptr())
+                if number is None or call.dtypes[number] != dtype or whole.dtype == dtype:
+                    continue
+                copy = wrap(whole.to(dtype), whole._spec)
+                address = copy.untyped_storage().data_ptr()
+            call.places[address] = number
+            owner._parameters[name] = copy  # type: ignore[assignment]
+            done.append((owner, name, whole, address))
+        return done
+
+
+def _release(reference: Callable[[], GatheredCall | None]) -> None:
+    call = reference()
+    if call is not None:
+        call.release()
+
+
+def _is_recomputed() -> bool:
+    """Inside a checkpoint, which saves nothing and gathers as it runs the layer again."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
