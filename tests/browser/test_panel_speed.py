@@ -43,7 +43,7 @@ def opened(open_notebook: Any, lab: LabServer) -> LabPage:
     return lab_page  # type: ignore[no-any-return]
 
 
-def told(what: str, seconds: list[float], limit_s: float) -> str:
+def timing_text(what: str, seconds: list[float], limit_s: float) -> str:
     load = ", ".join(f"{each:.1f}" for each in os.getloadavg())
     times = ", ".join(f"{1000 * each:.0f}" for each in sorted(seconds))
     return f"{what}: median {1000 * median(seconds):.0f} ms of {times}; limit {1000 * limit_s:.0f}; load {load}"
@@ -51,7 +51,7 @@ def told(what: str, seconds: list[float], limit_s: float) -> str:
 
 def assert_below(what: str, seconds: list[float], limit_s: float) -> None:
     """Print the figures; the median is below the limit, where nobody else computes."""
-    words = told(what, seconds, limit_s)
+    words = timing_text(what, seconds, limit_s)
     sys.stdout.write(f"\n{words}\n")
     if os.getloadavg()[0] > FREE_LOAD * (os.cpu_count() or 1):
         pytest.skip(f"others compute on this machine, too: {words}")
@@ -94,7 +94,7 @@ PAINTED = """async number => {
 CLICKED = """async choice => {
     const panel = document.querySelector('.wb-panel');
     const row = () => panel.querySelector(".wb-row[data-row='tok_emb']");
-    const picture = () => row().querySelector('.ranks').innerHTML + row().querySelector('.flow').innerHTML;
+    const picture = () => row().querySelector('.ranks').innerHTML + row().querySelector('.boxing-cell').innerHTML;
     const before = picture();
     row().querySelector(`.choice .wb-opt[data-value='${choice}']`).click();
     const begun = performance.now();

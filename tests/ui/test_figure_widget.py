@@ -74,8 +74,8 @@ def test_gaps_are_sent_as_json_has_them():
     assert json.dumps(widget.outline, allow_nan=False)
     values = np.array([1.0, np.nan, np.inf]), np.array([1, 2]), ["a", None]
     widget = LiveFigureWidget(go.Figure([go.Scatter(y=y) for y in values]))
-    told = [getattr(widget, f"trace_{index}")["y"] for index in range(widget.num_traces)]
-    assert json.dumps(told, allow_nan=False) == '[[1.0, null, null], [1, 2], ["a", null]]'
+    description = [getattr(widget, f"trace_{index}")["y"] for index in range(widget.num_traces)]
+    assert json.dumps(description, allow_nan=False) == '[[1.0, null, null], [1, 2], ["a", null]]'
 
 
 def test_a_page_that_comes_later_finds_everything(widget: LiveFigureWidget):

@@ -51,7 +51,7 @@ def test_only_the_last_twenty_steps_count_and_none_before_a_change():
     assert history.split == [] and history.latest_rate is None
 
 
-def test_a_timeline_is_shown_once_every_rank_has_told_its_part():
+def test_a_timeline_is_shown_once_every_rank_has_reported_its_spans():
     history = History(10, 2)
     history.add([spans(0, 3)])
     assert history.timeline == ()

@@ -93,8 +93,8 @@ def test_marks_leave_each_other_alone():
     assert [shape.fillcolor for shape in marks(figure, "shapes", "stages")] == [
         LIGHT.rank_colour(stage, position) for stage in (0, 1) for position in (0, 1)
     ]
-    (limit,), (told,) = marks(figure, "shapes", "limit"), marks(figure, "annotations", "limit")
-    assert limit.x0 == 3.0 and limit.line.color == LIGHT.error and told.text == "limit 3.00 MB"
+    (limit,), (label,) = marks(figure, "shapes", "limit"), marks(figure, "annotations", "limit")
+    assert limit.x0 == 3.0 and limit.line.color == LIGHT.error and label.text == "limit 3.00 MB"
     assert [note.xref for note in marks(figure, "annotations", "pause")] == ["x domain", "x2 domain"]
     overlays.show_limit(figure, None, 0)
     overlays.show_pause(figure, False)
@@ -102,7 +102,7 @@ def test_marks_leave_each_other_alone():
     assert len(figure.layout.shapes) == 0 and len(figure.layout.annotations) == num_notes
 
 
-def test_a_limit_is_drawn_where_it_is_near_and_told_where_it_is_not():
+def test_a_near_limit_is_a_line_and_a_far_one_a_number():
     history = History(10, 2)
     history.add([block(0, (2.0,), memory=MEMORY)])
     figure = live_figure.empty_figure(2, 10)

@@ -63,5 +63,5 @@ def test_a_view_of_own_loops_knows_the_width_before_a_loop_begins():
     next(child for child in view.children if isinstance(child, PageLink))._receive(
         None, {"event": "width", "value": 847}, None
     )
-    view.hear(0, block(0, (2.0,), num_steps=0))
+    view.on_message(0, block(0, (2.0,), num_steps=0))
     assert view.live.figure.layout.width == 840

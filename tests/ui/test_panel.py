@@ -83,8 +83,8 @@ def test_a_run_shows_what_memory_the_machine_has(trainer: FakeTrainer):
     panel = Panel(None, make_mlp, None, None, steps=3, trainer=trainer, keep=False, hardware=machine)
     panel.run()
     finish(panel, trainer)
-    told = [note.text for note in panel._runs_section.live.figure.layout.annotations if note.name == "limit"]
-    assert told == [f"limit {format_bytes(machine.memory_bytes)} \u2192"]
+    limits = [note.text for note in panel._runs_section.live.figure.layout.annotations if note.name == "limit"]
+    assert limits == [f"limit {format_bytes(machine.memory_bytes)} \u2192"]
 
 
 @pytest.mark.parametrize(

@@ -74,9 +74,9 @@ def test_the_planner_s_choice_is_searched_for_beside_the_notebook(plan: Plan):
 
 
 @pytest.mark.parametrize(
-    ("error", "told"), [(StrategyError("it needs 3 GB more"), "3 GB more"), (KeyError("x"), "KeyError: 'x'")]
+    ("error", "expected"), [(StrategyError("it needs 3 GB more"), "3 GB more"), (KeyError("x"), "KeyError: 'x'")]
 )
-def test_a_failed_search_says_why_and_can_be_asked_again(plan: Plan, error: Exception, told: str):
+def test_a_failed_search_says_why_and_can_be_asked_again(plan: Plan, error: Exception, expected: str):
     answers: list[Exception | Plan] = [error, plan]
 
     def search(*_asked: object) -> Plan:
@@ -87,12 +87,12 @@ def test_a_failed_search_says_why_and_can_be_asked_again(plan: Plan, error: Exce
 
     part = make_part(search=search)
     ask(part)
-    assert told in words(part.planner.box.value)
+    assert expected in words(part.planner.box.value)
     assert part.state.text == "*: data"
     assert not part.controls.planned.disabled, "whoever gives a rank more memory may ask again"
     ask(part)
     assert part.state.text == str(plan.strategy)
-    assert told not in words(part.planner.box.value)
+    assert expected not in words(part.planner.box.value)
 
 
 def test_the_plan_has_the_optimizer_of_the_predictions(plan: Plan):

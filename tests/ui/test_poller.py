@@ -49,17 +49,19 @@ def test_the_poller_hands_on_everything_from_its_own_thread():
     assert threads == ["workbench-poller"] * 3
 
 
-def test_the_end_of_the_steps_is_told_before_the_result_is_asked_for():
-    told: list[str] = []
+def test_on_trained_is_called_before_the_result_is_fetched():
+    calls: list[str] = []
 
     class Asked(Polled):
         def result(self):
-            told.append("result")
+            calls.append("result")
             return super().result()
 
-    poller = Poller(Asked(1), lambda _: None, lambda *_: told.append("end"), on_trained=lambda: told.append("trained"))
+    poller = Poller(
+        Asked(1), lambda _: None, lambda *_: calls.append("end"), on_trained=lambda: calls.append("trained")
+    )
     poller.start()
-    assert poller.join(PATIENCE_S) and told == ["trained", "result", "end"]
+    assert poller.join(PATIENCE_S) and calls == ["trained", "result", "end"]
 
 
 def test_an_error_of_the_run_is_handed_on():

@@ -194,7 +194,7 @@ def test_a_grid_of_thousands_of_ranks_is_one_stage_and_cards():
     assert "64 stages x 6 x 8 = 3072 ranks" in str(picture) and len(picture.svg) < 60_000
 
 
-def test_unlike_stages_are_told_one_by_one():
+def test_unlike_stages_are_listed_one_by_one():
     ranks = [[[0, 1], [2, 3]], [[4, 5, 6, 7]]]
     stages = [(Layout.of(Placement.of("cpu", grid), "B, S(0)"), (8, 8)) for grid in ranks]
     picture = wb.draw.stages(*stages)

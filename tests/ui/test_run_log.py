@@ -29,7 +29,7 @@ def test_a_change_says_what_moved(log: RunLog):
     assert log.lines[0].time == "14:02:41" and log.lines[0].ranks == "all"
 
 
-def test_pauses_and_refusals_are_told(log: RunLog):
+def test_pauses_and_refusals_are_logged(log: RunLog):
     for kind in ("paused", "running", "refused"):
         log.add_event(RunEvent(kind, 5, "no layer matches"))
     assert texts(log) == [
@@ -40,7 +40,7 @@ def test_pauses_and_refusals_are_told(log: RunLog):
     assert log.lines[2].warns
 
 
-def test_progress_is_told_every_ten_seconds(log: RunLog):
+def test_progress_is_logged_every_ten_seconds(log: RunLog):
     for second in range(25):
         log.add_block(block(second * 10, (1.5,) * 10), float(second))
     assert texts(log) == [f"step {step} \u00b7 loss 1.5 \u00b7 500 samples/s" for step in (10, 110, 210)]
@@ -79,10 +79,10 @@ def test_ranks_can_be_chosen_in_the_log():
     view = RunView(2)
     view.begin("data", "*: data", 10)
     view.log.say("only me", "1", warns=True)
-    view.log_part.ranks.value = "0"
-    assert "only me" not in view.log_part.lines.value
-    view.log_part.ranks.value = "1"
-    assert "only me" in view.log_part.lines.value
+    view.log_section.ranks.value = "0"
+    assert "only me" not in view.log_section.lines.value
+    view.log_section.ranks.value = "1"
+    assert "only me" in view.log_section.lines.value
 
 
 def test_a_log_that_is_not_followed_stands_still():
@@ -90,9 +90,9 @@ def test_a_log_that_is_not_followed_stands_still():
     view.begin("data", "*: data", 10)
     view.log.say("one")
     view.draw(everything=True)
-    view.log_part.follow.value = False
+    view.log_section.follow.value = False
     view.log.say("two")
     view.draw(everything=True)
-    assert "two" not in view.log_part.lines.value and "1 new" in view.log_part.count.value
-    view.log_part.follow.value = True
-    assert "two" in view.log_part.lines.value and "new" not in view.log_part.count.value
+    assert "two" not in view.log_section.lines.value and "1 new" in view.log_section.count.value
+    view.log_section.follow.value = True
+    assert "two" in view.log_section.lines.value and "new" not in view.log_section.count.value

@@ -35,7 +35,7 @@ def test_a_view_shows_state_progress_and_log(view: RunView):
     assert "20 %" in view.status.elapsed.value and "400 ms so far, 1.60 s left" in view.status.elapsed.value, (
         "without what came before"
     )
-    assert "data: *: data" in view.log_part.lines.value and "step 2" in view.log_part.lines.value
+    assert "data: *: data" in view.log_section.lines.value and "step 2" in view.log_section.lines.value
     assert len(trace(view.figure, "forward, measured").x) == 2
 
 
@@ -97,8 +97,8 @@ def test_what_has_ended_stays_as_its_end_was_drawn(view: RunView):
 def test_what_is_sent_is_plain_json(view: RunView):
     view.tick(1)
     view.add([block(0, (2.0,), memory=MEMORY), spans(0), spans(1)])
-    told = ["outline", *(f"trace_{index}" for index in range(view.shown.num_traces))]
-    json.dumps(view.shown.get_state(told), allow_nan=False)
+    description = ["outline", *(f"trace_{index}" for index in range(view.shown.num_traces))]
+    json.dumps(view.shown.get_state(description), allow_nan=False)
     assert list(view.figure.layout.xaxis3.range) == [0, 6]
 
 
@@ -288,7 +288,7 @@ def test_one_device_is_seen_while_it_trains_before_the_run(view: RunView):
     assert "step 1 of 10" in view.status.state.value and view.status.progress.value == 1
 
 
-def test_the_throughput_has_a_steady_line(view: RunView):
+def test_the_throughput_has_a_median_line(view: RunView):
     view.tick(1)
     view.add([block(0, (2.0,) * 5), block(5, (2.0,), time_s=(0.01, 0.01))])
     assert max(trace(view.figure, "throughput, newest").y) == 10_000

@@ -136,7 +136,7 @@ def test_a_run_that_was_stopped_before_its_first_step_is_no_failure(part: RunsSe
     part.run()
     finish(part, trainer, RunStopped("stopped while one device trained, after its step 7"))
     assert "stopped" in part.live.status.state.value and "before the first step" in part.live.status.state.value
-    assert part.live.failure.value == "" and "after its step 7" in part.live.log_part.lines.value
+    assert part.live.failure.value == "" and "after its step 7" in part.live.log_section.lines.value
     assert part.runs == [] and part.stop_button.disabled
 
 

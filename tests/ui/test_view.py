@@ -85,15 +85,15 @@ def test_a_stage_holds_its_layers_alone():
 
 
 def test_boxings_between_layers_have_kind_and_bytes_forward_and_back():
-    flows = {entry["pattern"]: entry["boxings"] for entry in view_of("hybrid")["rows"]}
-    assert flows["fc1"]["boxing"] is None and flows["fc2"]["boxing"] is None
-    boxing = flows["fc3"]["boxing"]
+    boxings = {entry["pattern"]: entry["boxings"] for entry in view_of("hybrid")["rows"]}
+    assert boxings["fc1"]["boxing"] is None and boxings["fc2"]["boxing"] is None
+    boxing = boxings["fc3"]["boxing"]
     assert (boxing["change"], boxing["kind"]) == ("S(0) \u2192 B", "all-gather")
     assert boxing["bytes"] == "131 + 131 kB", "(p-1) |T| = 128 x 256 x 4 bytes, and a reduce-scatter of as much back"
-    assert flows["head"]["boxing"] is None, "column to row needs nothing"
-    assert [flows[name]["layout"] for name in ("fc2", "fc3", "head")] == ["S(0)", "S(1)", "P"]
-    assert flows["fc1"]["note"] == "grad sum 133 kB per step", "2 (p-1) |W| = 2 x 16640 x 4 bytes"
-    assert flows["fc3"]["note"] == ""
+    assert boxings["head"]["boxing"] is None, "column to row needs nothing"
+    assert [boxings[name]["layout"] for name in ("fc2", "fc3", "head")] == ["S(0)", "S(1)", "P"]
+    assert boxings["fc1"]["note"] == "grad sum 133 kB per step", "2 (p-1) |W| = 2 x 16640 x 4 bytes"
+    assert boxings["fc3"]["note"] == ""
 
 
 def test_stages_send_and_micro_batches_make_it_less():

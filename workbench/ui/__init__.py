@@ -1,6 +1,6 @@
-"""What the notebook shows: figures (pure functions), the strategy panel (state and figures), the HTML report.
+"""The notebook's views: the panel, the live view, pictures of tensors and plans, and the HTML report.
 
-Nothing here runs on engines. Public names are loaded on first use, because plotly and ipywidgets are slow to import.
+Nothing here runs on engines. Names load on first use, because plotly and ipywidgets are slow to import.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What fails in a callback of the panel is shown in the panel.
+"""Errors in the panel's callbacks are shown in the panel.
 
-An exception in a widget's handler or in a thread goes to a log that nobody reads, and the panel looks as if nothing had
-been asked of it. So every handler is ``guarded``: the panel that is being made where it is guarded shows its failures.
+An exception in a widget's handler or in a thread goes to a log that nobody reads, and the panel looks as if it ignored
+the click. So every handler is ``guarded``: the panel under construction shows the handler's failures.
 """
 
 from __future__ import annotations

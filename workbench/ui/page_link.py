@@ -1,4 +1,4 @@
-"""The thin wire between Python and the page: theme, width and visibility come in, files to download go out."""
+"""Messages between Python and the page: theme, width and visibility come in, downloads go out."""
 
 from __future__ import annotations
 

@@ -169,10 +169,10 @@ class Panel(widgets.VBox):
         if session is not None and costs is None:
             self._counting.start()
         if session is not None:
-            session.subscribe(guard(self._hear))
+            session.subscribe(guard(self._on_message))
 
-    def _hear(self, _rank: int, message: object) -> None:
-        """The session tells that it is closed."""
+    def _on_message(self, _rank: int, message: object) -> None:
+        """Handle the session's message that it is closed."""
         if isinstance(message, RunEvent) and message.kind == "closed":
             self._no_run = _CLOSED
             self._editor.forbid_runs(_CLOSED)
@@ -180,7 +180,7 @@ class Panel(widgets.VBox):
     def _bar(self) -> widgets.VBox:
         """What stays in sight, whatever is shown below it."""
         controls, runs = self._editor.controls, self._runs_section
-        legend = button("?", lambda: None, "wb-legend-button", "wb-icon", tooltip="what the words mean")
+        legend = button("?", lambda: None, "wb-legend-button", "wb-icon", tooltip="explain the words of the panel")
         checks = () if self._is_offline else (runs.check,)
         buttons = (controls.problems, controls.run, *runs.steering, legend)
         stays = widgets.VBox(
@@ -283,7 +283,7 @@ class Panel(widgets.VBox):
         """
         return self._runs_section.wait(timeout_s)
 
-    # ---- what the runs below ask of the panel -------------------------------------------------------------------
+    # ---- callbacks of the runs -------------------------------------------------------------------
 
     def wanted(self) -> tuple[Strategy, str]:
         """The strategy as it stands and its name; raises ``StrategyError`` with all its mistakes."""

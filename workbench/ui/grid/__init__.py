@@ -1,5 +1,5 @@
-"""The layer grid: one row per layer, who holds what, and the boxings between rows.
+"""The layer grid: one row per layer, what each rank holds, and the boxings between rows.
 
-`view` is what it shows as plain data, made of `columns`, `slices` and `flow`; `widget` hands it to the script,
-`static` draws it without one.
+`view` makes the grid's plain data with `columns`, `slices` and `boxing_column`. `widget` sends them to the script;
+`static_table` draws them without a script.
 """

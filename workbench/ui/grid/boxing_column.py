@@ -31,11 +31,11 @@ _LONGEST_RANKS = 1
 
 @dataclass(frozen=True)
 class StepBoxings:
-    """The way through the model under one strategy.
+    """The boxings of one step under one strategy.
 
     Attributes:
         layer_edges: by layer.
-        num_micro_batches: how often the way is gone in a step.
+        num_micro_batches: of a step; each does all of these boxings.
         gradient_bytes: by layer, on the wire in a step, all ranks together; under ZeRO, of its weights, too.
         output: how large the model's output is; None where it is not known.
         micro_batch: samples of a micro-batch.
@@ -63,7 +63,7 @@ class StepBoxings:
 def boxings_of(
     layers: Sequence[Layer], resolved: ResolvedStrategy, extents: Sequence[LayerExtents], batch_size: int
 ) -> StepBoxings:
-    """The way of one micro-batch. ``extents``: how large the inputs and outputs of every layer are."""
+    """The boxings of one micro-batch. ``extents``: how large the inputs and outputs of every layer are."""
     micro_batch = max(batch_size // resolved.num_micro_batches, 1)
     itemsize = 4 if resolved.options.precision == "fp32" else 2
     found = layer_edges(layers, resolved, extents, micro_batch, itemsize=itemsize)
@@ -218,7 +218,7 @@ class End:
 
 
 def end_of(boxings: StepBoxings, resolved: ResolvedStrategy, is_cross_entropy: bool) -> End:
-    """The end of the way. Of split classes no logits are exchanged, but numbers for every row.
+    """The loss after the last layer. With split classes, ranks exchange a few numbers per row instead of logits.
 
     Counted are those of CPUs: a maximum and three sums, whose gradients come back. The kernel for GPUs has three.
     """

@@ -38,13 +38,13 @@ def _row(row: dict[str, Any], view: dict[str, Any]) -> str:
         row["sbp"],
         row["stages_text"],
     )
-    told = " ".join(filter(None, (boxing["change"], boxing["kind"], boxing["bytes"]))) if boxing else ""
+    description = " ".join(filter(None, (boxing["change"], boxing["kind"], boxing["bytes"]))) if boxing else ""
     cells = element(
         "tr",
         *(element("td", text=text) for text in before),
         element("td", _pictures(row, view), css="ranks"),
         element("td", text=row["boxings"]["layout"]),
-        element("td", element("b", text=told) if told else ""),
+        element("td", element("b", text=description) if description else ""),
     )
     width = str(len(before) + 3)
     mistakes = "".join(

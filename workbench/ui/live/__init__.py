@@ -1,6 +1,7 @@
-"""A run while it goes on: state, four plots, the timeline, the log.
+"""A run in progress: its state, four plots, the timeline and the log.
 
-`part` is what a page shows; `poller` asks the run for news, `history` keeps it small with `curve`; `figure` (with
-`layout`, `traces`, `widget`) draws it with plotly, `picture` without a kernel; `timeline_bars` and `timeline_rows`
-are a step's actions, `chrome_trace` exports them; `own_live` is ``wb.LiveView``.
+`run_view` is the page of a run. `poller` asks the run for messages; `history` stores them in bounded memory, with
+`curve`. `live_figure` (with `figure_layout`, `figure_traces`, `overlays`, `figure_widget`) draws it with plotly,
+`live_picture` as SVG without a kernel. `timeline_bars` and `timeline_rows` are a step's actions; `chrome_trace` exports
+them. `live_view` is ``wb.LiveView``.
 """

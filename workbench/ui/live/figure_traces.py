@@ -24,7 +24,7 @@ def curve_traces(colours: Palette) -> list[go.Scatter]:
     nothing: dict[str, Any] = {"x": np.zeros(0), "y": np.zeros(0), "mode": "lines"}
     every = {"color": colours.idle, "width": 1}
     rate = nothing | {"line": every, "hovertemplate": "step %{x}: %{y:.4g} samples/s<extra></extra>"}
-    steady = nothing | {"line": line, "hovertemplate": "step %{x}: %{y:.4g} samples/s, median of 1 s<extra></extra>"}
+    median = nothing | {"line": line, "hovertemplate": "step %{x}: %{y:.4g} samples/s, median of 1 s<extra></extra>"}
     on_loss = {"xaxis": "x2", "yaxis": "y2"}
     loss = nothing | on_loss | {"line": line, "hovertemplate": "step %{x}: %{y:.6g}<extra></extra>"}
     expected = nothing | {"line": dashed, "hovertemplate": "predicted: %{y:.4g} samples/s<extra></extra>"}
@@ -33,8 +33,8 @@ def curve_traces(colours: Palette) -> list[go.Scatter]:
         go.Scatter(name="throughput", **rate),
         go.Scatter(name="throughput, newest", **rate),
         go.Scatter(name="predicted", **expected),
-        go.Scatter(name="median", **steady),
-        go.Scatter(name="median, newest", **steady),
+        go.Scatter(name="median", **median),
+        go.Scatter(name="median, newest", **median),
         go.Scatter(name="1 device", **truth),
         go.Scatter(name="this run", **loss),
         go.Scatter(name="this run, newest", **loss),

@@ -43,7 +43,7 @@ class History:
         num_steps: how many are planned; 0 where nobody knows.
         last_step: how many there have been.
         rate: samples/s by step; a step takes as long as its slowest rank.
-        steady_rate: its median over the last second.
+        median_rate: its median over the last second.
         loss: of the steps that have one.
         memory_by_kind: by rank, the latest.
         latest_rate: samples/s, the median of the last second; None before the first step.
@@ -54,7 +54,7 @@ class History:
     def __init__(self, num_steps: int, num_ranks: int, label: str = "") -> None:
         self.num_steps, self.num_ranks = num_steps, num_ranks
         self.last_step = 0
-        self.rate, self.steady_rate, self.loss = Curve(), Curve(), Curve()
+        self.rate, self.median_rate, self.loss = Curve(), Curve(), Curve()
         self.latest_rate: float | None = None
         self.latest_loss: float | None = None
         self.memory_by_kind: list[dict[str, int]] = [{} for _ in range(num_ranks)]
@@ -88,7 +88,7 @@ class History:
         rates = np.array(block.samples) / np.where(times > 0, times, np.nan)
         medians = [self._running.add(rate, t) if t > 0 else np.nan for rate, t in zip(rates, times, strict=True)]
         self.rate.add(steps, rates)
-        self.steady_rate.add(steps, medians)
+        self.median_rate.add(steps, medians)
         self.latest_rate = next((rate for rate in reversed(medians) if rate == rate), self.latest_rate)
         self.loss.add(steps, [np.nan if loss is None else loss for loss in block.losses])
         known = [loss for loss in block.losses if loss is not None]

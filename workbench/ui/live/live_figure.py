@@ -52,7 +52,7 @@ def empty_figure(num_ranks: int, num_steps: int, colours: Palette = LIGHT, frame
 
 def show_curves(figure: go.Figure, history: History, versions: dict[str, int], colours: Palette = LIGHT) -> None:
     """Put the newest points in; ``versions`` remembers what the page has, so that old points are not sent again."""
-    curves = (("throughput", history.rate), ("median", history.steady_rate), ("this run", history.loss))
+    curves = (("throughput", history.rate), ("median", history.median_rate), ("this run", history.loss))
     for name, curve in curves:
         if versions.get(name) != curve.version:
             versions[name] = curve.version

@@ -49,7 +49,7 @@ def live_picture(
     history: History, one_device: Sequence[float] = (), limit_bytes: float | None = None, log_loss: bool = False
 ) -> str:
     """Throughput, loss (on a logarithmic scale if wanted), memory (and a rank's limit), time split, and the timeline of
-    the last noted step, with the numbers in words.
+    the last recorded step, with the numbers in words.
     """
     ranks = shown_ranks(history.num_ranks)
     bars = timeline_bars(history.timeline) if history.timeline else None
@@ -63,7 +63,7 @@ def live_picture(
     )
     parts = [_title(left, 24, title, detail) for left, title, detail in zip(_TITLES_LEFT, TITLES, details, strict=True)]
     behind = np.arange(1, len(one_device) + 1), np.asarray(one_device, dtype=float)
-    parts += _curve(0, history, history.steady_rate.points, (history.rate.points, 1), "median of 1 s, pale: each step")
+    parts += _curve(0, history, history.median_rate.points, (history.rate.points, 1), "median of 1 s, pale: each step")
     parts += _curve(1, history, history.loss.points, (behind, 6), "pale: 1 device" if one_device else "", log_loss)
     parts += _memory(history, ranks, limit_bytes)
     parts += _split(history, ranks)
@@ -73,9 +73,9 @@ def live_picture(
         '<defs><pattern id="wb-hatch" width="5" height="5" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
         '<rect width="2" height="5" style="fill:var(--wb-idle)"/></pattern></defs>'
     )
-    told = "Last state of the run: " + "; ".join(filter(None, details))
+    description = "Last state of the run: " + "; ".join(filter(None, details))
     size = f'viewBox="0 0 {_WIDTH} {full}" width="{_WIDTH}" height="{full}" style="max-width:100%;height:auto"'
-    named = f'role="img" aria-label="{escape(told, quote=True)}" font-family="{escape(UI_FONT)}"'
+    named = f'role="img" aria-label="{escape(description, quote=True)}" font-family="{escape(UI_FONT)}"'
     return f'<svg class="wb-live-picture" {size} {named}>{hatch}{"".join(parts)}</svg>'
 
 

@@ -1,4 +1,4 @@
-"""``wb.LiveView``: the live view for training loops of one's own, fed by ``wb.log`` in ``%%global`` cells."""
+"""``wb.LiveView``: the live view for your own training loops, fed by ``wb.log`` in ``%%global`` cells."""
 
 from __future__ import annotations
 
@@ -41,29 +41,29 @@ class LiveView(widgets.VBox):
 
     def __init__(self, session: Any = None) -> None:
         session = session or current()
-        # A cell that runs keeps the notebook from hearing the page, so there is no use in waiting for it.
+        # While a cell runs, messages of the page are not handled: waiting for it is useless.
         self.failures = Failures()
         with self.failures.collecting():
             self.live = run_view.RunView(session.num_engines, patience_s=0.5)
-            page = PageLink(on_width=self.live.fit)  # before a loop begins; nobody hears the page while its cell runs
+            page = PageLink(on_width=self.live.fit)  # before a loop begins: the kernel hears no page while a cell runs
         self._number = 0
         self._is_going = False
-        self._last: list[LastSteps] = []  # of each rank, what it had not told when the cell ended
+        self._last: list[LastSteps] = []  # per rank: steps not yet reported when the cell ended
         self._copy: Any = None
         style = html(f"<style>{style_sheet(f'.{PANEL_CLASS}')}{asset('panel.css')}</style>")
         self._hint = html('<div class="wb-section wb-quiet">waits for wb.log(loss=..., samples=...) in a cell</div>')
         super().__init__([style, page, self.failures.box, self._hint, self.live.box])
         self.add_class(PANEL_CLASS)
-        self._end_subscription = session.subscribe(self.failures.guard(self.hear))
+        self._end_subscription = session.subscribe(self.failures.guard(self.on_message))
 
-    def hear(self, rank: int, message: object) -> None:
-        """Take in what a rank has published."""
+    def on_message(self, rank: int, message: object) -> None:
+        """Handle a message that a rank has published."""
         if isinstance(message, RunEvent) and message.kind == "closed":
             self._hint.value = _CLOSED
             self._hint.layout.display = ""
         if isinstance(message, StepBlock) and (message.first_step == 0 or self.live.history is None):
             self._begin()
-        if isinstance(message, LastSteps):  # of another rank, perhaps before the first steps, which rank 0 tells
+        if isinstance(message, LastSteps):  # of any rank, perhaps before rank 0 reports the first steps
             self._last.append(message)
         elif not self._is_going:
             return

@@ -15,7 +15,7 @@ class Run(Protocol):
     """A training run in the background (``workbench.session.comparing.comparison.TrainingRun``)."""
 
     def poll(self) -> Sequence[object]:
-        """What was reported since the last call."""
+        """The messages since the last call."""
 
     def done(self) -> bool:
         """Has the run ended, well or not?"""
@@ -75,7 +75,7 @@ class Poller:
         return self._ended.wait(timeout_s)
 
     def tick(self) -> bool:
-        """One round: fetch, hand on. True when the run is done and all its reports were handed on."""
+        """Fetch messages and pass them on once; True when the run is done and all its messages were passed on."""
         done = self.run.done()
         if metrics := self.run.poll():
             self._on_metrics(metrics)

@@ -38,7 +38,7 @@ class RunLog:
         self.lines: deque[Line] = deque(maxlen=MAX_LINES)
         self._now = now
         self._recent: deque[float] = deque(maxlen=50)
-        self._told = self._warned = -1e9
+        self._reported = self._warned = -1e9
 
     def say(self, text: str, ranks: str = "all", warns: bool = False) -> None:
         """Append a line."""
@@ -66,8 +66,8 @@ class RunLog:
             self._watch(block, index, time_s, now_s)
             if time_s > 0:  # the first step of a loop of one's own has no beginning
                 self._recent.append(time_s)
-        if now_s - self._told >= _STEPS_EVERY_S and self._recent:
-            self._told = now_s
+        if now_s - self._reported >= _STEPS_EVERY_S and self._recent:
+            self._reported = now_s
             losses = [loss for loss in block.losses if loss is not None]
             loss = f" \u00b7 loss {losses[-1]:.4g}" if losses else ""
             rate = three_digits(block.samples[-1] / median(self._recent))

@@ -61,7 +61,7 @@ class RunView:
         self._has_status = has_status
         self._colours, self._frame = LIGHT, WIDE
         self.history: History | None = None
-        self.log_part = LogSection(num_ranks)
+        self.log_section = LogSection(num_ranks)
         self._clock = time.monotonic
         self._started_s = self._paused_s = 0.0
         self._paused_at: float | None = None
@@ -103,7 +103,7 @@ class RunView:
     @property
     def log(self) -> RunLog:
         """What the current run did."""
-        return self.log_part.log
+        return self.log_section.log
 
     @property
     def figure(self) -> go.Figure | None:
@@ -119,7 +119,7 @@ class RunView:
     def begin(self, title: str, text: str, num_steps: int, hint: str = "waiting for the first step") -> None:
         """Clear everything for a run of ``num_steps``, 0 where nobody knows; ``title`` is its name."""
         self.history = History(num_steps, self._num_ranks, title)
-        self.log_part.clear()
+        self.log_section.clear()
         self.log.say(title if text in title else f"{title}: {text}")
         self._started_s, self._paused_s, self._paused_at = self._clock(), 0.0, None
         self._label, self._versions, self._one_device, self._ended = title, {}, [], ""
@@ -131,7 +131,7 @@ class RunView:
         self._step_shown = -1
         self.status.show_state("running", "running", hint)
         self._begin_figure()
-        self.log_part.show()
+        self.log_section.show()
 
     def _begin_figure(self) -> None:
         shown = self._make_figure()
@@ -147,8 +147,8 @@ class RunView:
             *([bar(*self.status.parts, css=("wb-bar", "wb-stays"))] if self._has_status else []),
             self.failure,
             shown,
-            self.log_part.bar,
-            self.log_part.lines,
+            self.log_section.bar,
+            self.log_section.lines,
         )
 
     def finish(self, record: RunRecord) -> None:
@@ -293,7 +293,7 @@ class RunView:
             if due:
                 self.link.ask(self._clock())
         if "log" in due:
-            self.log_part.show()
+            self.log_section.show()
 
     def _draw_figure(self, due: set[str]) -> None:
         assert self.history is not None

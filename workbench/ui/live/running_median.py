@@ -1,4 +1,4 @@
-"""The steady part of a quantity that jitters: its median over the last second."""
+"""The running median of a noisy quantity, over the last second."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class RunningMedian:
         self._length_s = 0.0
 
     def add(self, value: float, time_s: float) -> float:
-        """Take in a value that held for so long; the median with it."""
+        """Add a value that lasted ``time_s`` seconds; returns the new median."""
         if len(self._values) == _MOST:
             self._length_s -= self._values[0][1]
         self._values.append((value, time_s))
@@ -35,13 +35,13 @@ class RunningMedian:
         return median(value for value, _ in self._values)
 
     def clear(self) -> None:
-        """Forget: what follows is something else."""
+        """Drop all values."""
         self._values.clear()
         self._length_s = 0.0
 
 
 def running_medians(values: Sequence[float] | np.ndarray, times_s: Sequence[float] | np.ndarray) -> np.ndarray:
-    """The running median at every value; nan where the value is."""
+    """The running median at every value; nan where the value is nan."""
     running = RunningMedian()
     known = [(float(value), float(time)) for value, time in zip(values, times_s, strict=True)]
     return np.array([running.add(value, time) if value == value else np.nan for value, time in known])

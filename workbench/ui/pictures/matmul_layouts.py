@@ -119,8 +119,8 @@ def product(x: Any, w: Any, out: Any, names: Sequence[str] = NAMES, where: str =
     drawn = shapes[1][::-1] if is_turned else shapes[1]
     if x_layout is None or w_layout is None or out_layout is None:
         if any(layouts):
-            told = ", ".join(f"{name} {layout or 'plain'}" for name, layout in zip(names, layouts, strict=True))
-            raise ValueError(f"{where}: {told}. Draw three global tensors, or three plain ones.")
+            description = ", ".join(f"{name} {layout or 'plain'}" for name, layout in zip(names, layouts, strict=True))
+            raise ValueError(f"{where}: {description}. Draw three global tensors, or three plain ones.")
         parts = (
             ShardedMatrix(names[0], shapes[0], None),
             ShardedMatrix(names[1], drawn, None, is_turned),
@@ -149,10 +149,10 @@ def _is_turned(shapes: list[Shape], where: str) -> bool:
             return False
         if (out[1], x[1]) == w:
             return True
-    told = f"x {x}, w {w}, out {out}"
+    description = f"x {x}, w {w}, out {out}"
     raise ValueError(
-        f"{where}: {told} are no matrix product. Drawn is (n, k) @ (k, m) = (n, m), or a linear layer, whose w is "
-        "(m, k); flatten other dims first."
+        f"{where}: {description} are no matrix product. Drawn is (n, k) @ (k, m) = (n, m), or a linear layer, "
+        "whose w is (m, k); flatten other dims first."
     )
 
 
@@ -173,11 +173,11 @@ def _consumed(
         if choice is not None and choice.outputs[0] == out.sbp:
             x_sbp, w_sbp = choice.inputs
             return (out.with_sbp(x_sbp), out.with_sbp(w_sbp)), choice.letters
-    told = ", ".join(
+    description = ", ".join(
         f"{name} {layout}" for name, layout in zip(NAMES, [*(o.layout for o in operands), out], strict=True)
     )
     raise LayoutError(
-        f"{where}: {told}. A product of this x and w does not lie like this out. Draw what belongs together."
+        f"{where}: {description}. A product of this x and w does not lie like this out. Draw what belongs together."
     )
 
 

@@ -122,7 +122,7 @@ class Grid:
             lines.append(f"{others}: the same on the ranks that follow")
         elif not self.is_regular:
             lines += [f"stage {i}: {stage_text(stage)}" for i, stage in enumerate(self.stages) if i]
-        return "\n".join([*lines, *(f"{name}: {told}" for name, told in self.axes())])
+        return "\n".join([*lines, *(f"{name}: {description}" for name, description in self.axes())])
 
     def axes(self) -> list[tuple[str, str]]:
         """What each axis of a stage does, in words."""
@@ -130,11 +130,11 @@ class Grid:
         layout = layout_of_stage(stage)
         found = []
         for name, size, entry in zip(self._names_of(layout), layout.placement.shape, layout.sbp, strict=True):
-            told = f"{_MODES[type(entry)]} on {size}" if size > 1 else "one rank"
+            description = f"{_MODES[type(entry)]} on {size}" if size > 1 else "one rank"
             if isinstance(entry, Broadcast) and size > 1:
                 moved = plan_boxing(layout.dual(), layout, stage.shape, self.itemsize).wire_bytes
-                told += f", the gradient's all-reduce moves {format_bytes(moved)} in every stage"
-            found.append((name, told))
+                description += f", the gradient's all-reduce moves {format_bytes(moved)} in every stage"
+            found.append((name, description))
         return found
 
     def _names_of(self, layout: Layout) -> Sequence[str]:
@@ -154,8 +154,8 @@ def stage_text(stage: ShardedMatrix) -> str:
     parts = [f"{rows} rows"] if rows < stage.shape[0] else []
     parts += [f"{columns} columns"] if columns < stage.shape[1] else []
     each = " and ".join(parts) or "all of it"
-    told = f"rank{'s' * (len(stage.ranks) > 1)} {format_ranks(stage.ranks)}, weight {list(stage.shape)}"
-    return f"{told} {format_sbp(layout.sbp)}, {each} each"
+    description = f"rank{'s' * (len(stage.ranks) > 1)} {format_ranks(stage.ranks)}, weight {list(stage.shape)}"
+    return f"{description} {format_sbp(layout.sbp)}, {each} each"
 
 
 def _follows(stage: ShardedMatrix, first: ShardedMatrix) -> bool:
@@ -181,11 +181,11 @@ def stages_picture(grid: Grid, colours: Palette) -> str:
         left += _num_cards(grid) * (_CARD + _BETWEEN)
     top = _TOP + height
     parts += [text(_LEFT, 30, grid.size.replace(" x ", " × "), anchor="start", size=15, bold=True)]
-    told = [f"stage 0: {stage_text(grid.stages[0])}", *(f"{name}: {words}" for name, words in grid.axes())]
-    for number, words in enumerate(told):
+    description = [f"stage 0: {stage_text(grid.stages[0])}", *(f"{name}: {words}" for name, words in grid.axes())]
+    for number, words in enumerate(description):
         parts.append(text(_LEFT, top + 26 + 18 * number, words, anchor="start", fill=colours.muted))
-    width = max(left + _LEFT, _LEFT + 6.6 * max(map(len, told)))
-    return document((width, top + 26 + 18 * len(told)), grid.text.partition("\n")[0], colours, parts)
+    width = max(left + _LEFT, _LEFT + 6.6 * max(map(len, description)))
+    return document((width, top + 26 + 18 * len(description)), grid.text.partition("\n")[0], colours, parts)
 
 
 def shown(size: int) -> list[int | None]:

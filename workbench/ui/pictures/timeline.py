@@ -55,21 +55,21 @@ def draw_timeline(timeline: TimelineLike, *, theme: str = "light") -> Picture:
             f"{MAX_RANKS}. Give the timeline of a step that ran, or of fewer stages."
         )
     ranks, num_actions = f"{len(rows)} rank{'s' * (len(rows) > 1)}", sum(map(len, rows))
-    told = (
+    description = (
         f"{ranks}, {num_actions} actions in {format_seconds(timeline.makespan_s)}, "
         f"ranks wait {timeline.bubble:.0%} of the time"
     )
-    return Picture(timeline_picture(rows, told, palette(theme)), told)
+    return Picture(timeline_picture(rows, description, palette(theme)), description)
 
 
-def timeline_picture(rows: Any, told: str, colours: Palette) -> str:
+def timeline_picture(rows: Any, description: str, colours: Palette) -> str:
     """The rows of spans as SVG text."""
     start = min(span.start_s for spans in rows for span in spans)
     stop = max(span.stop_s for spans in rows for span in spans)
     scale = _WIDTH / (stop - start) if stop > start else 0.0
     kinds = sorted({span.action.kind for spans in rows for span in spans}, key="FBIW".find)
     bottom = _TOP + len(rows) * _ROW
-    parts = [text(16, 28, told, anchor="start", bold=True)]
+    parts = [text(16, 28, description, anchor="start", bold=True)]
     for index, spans in enumerate(rows):
         top = _TOP + index * _ROW
         parts.append(text(16, top + _BAR / 2 + 4, f"rank {spans[0].rank}", anchor="start", bold=True))
@@ -81,7 +81,7 @@ def timeline_picture(rows: Any, told: str, colours: Palette) -> str:
     parts += [text(_LEFT, bottom + 18, "0", fill=colours.muted)]
     parts += [text(_LEFT + _WIDTH, bottom + 18, format_seconds(stop - start), anchor="end", fill=colours.muted)]
     parts += _legend(kinds, _LEFT + 30, bottom + 8, colours)
-    return document((_LEFT + _WIDTH + 24, bottom + 34), told, colours, parts)
+    return document((_LEFT + _WIDTH + 24, bottom + 34), description, colours, parts)
 
 
 def _bar(span: Any, box: Box, scale: float, colours: Palette) -> Iterator[str]:

@@ -1,6 +1,6 @@
-"""What the panel foretells: predictions for the rows that are shown, and the planner's choice.
+"""Predictions for the shown strategy, and the planner's choice.
 
-`predicting` makes a prediction, `predictions` draws it; `planner_part` searches beside the notebook and `plan_view`
-explains; `machine_bar` and `assumed` change the machine; `paper` knows a model without a cluster, `sweep_figures`
-draws ``wb.planner.simulate``.
+`predictor` predicts; `prediction_pictures` and `memory_picture` draw the result. `planner_section` runs the planner in
+a thread and `plan_html` explains its plan. `machine_bar` and `machine_factors` change the machine. `offline_trainer`
+describes a model without engines. `sweep_figures` draws ``wb.planner.simulate``.
 """

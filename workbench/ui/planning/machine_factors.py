@@ -1,4 +1,4 @@
-"""A machine with some of its numbers changed: what the panel predicts for while its sliders are moved."""
+"""Factors on a machine's numbers: the panel's sliders predict for a changed machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FLOP_UNITS = ((1e12, "TFLOP/s"), (1e9, "GFLOP/s"), (1.0, "FLOP/s"))
 
 @dataclass(frozen=True, slots=True)
 class MachineFactors:
-    """Factors on the numbers of a machine; 1 leaves them as they are.
+    """Factors on the numbers of a machine; 1 changes nothing.
 
     Attributes:
         links: on every bandwidth between ranks; latencies stay.
@@ -29,7 +29,7 @@ class MachineFactors:
     flops: float = 1.0
 
     def of(self, machine: Hardware) -> Hardware:
-        """The machine as it is assumed to be."""
+        """The machine with these factors applied."""
         if self == MachineFactors():
             return machine
         return replace(
@@ -47,7 +47,7 @@ class MachineFactors:
 
 
 def machine_number(machine: Hardware, name: str, precision: str = "fp32") -> str:
-    """A number of ``MachineFactors`` as the machine has it: ``"25.0\u2013300 GB/s"`` for links."""
+    """The machine's number that a factor applies to, as text: ``"25.0\u2013300 GB/s"`` for links."""
     if name == "memory":
         return format_bytes(machine.memory_bytes)
     if name == "links":

@@ -66,8 +66,8 @@ def _bars(stages: Sequence[Stage], peak: float, limit: float | None) -> tuple[fl
     parts += panel_svg.axis(_LEFT, WIDTH - _LEFT, bottom, largest, panel_svg.BYTES)
     if limit is not None:
         x = _LEFT + limit * scale if in_sight else WIDTH
-        told = f"limit {format_bytes(limit)}" + ("" if in_sight else " \u2192")
-        parts.append(panel_svg.text(min(x, WIDTH), 10, told, f"end limit{' strong' if peak > limit else ''}"))
+        description = f"limit {format_bytes(limit)}" + ("" if in_sight else " \u2192")
+        parts.append(panel_svg.text(min(x, WIDTH), 10, description, f"end limit{' strong' if peak > limit else ''}"))
         parts += [panel_svg.line(x, 13, x, bottom, "limit")] if in_sight else []
     return bottom + 20, parts
 
@@ -148,8 +148,8 @@ def _row_of_cells(
             parts.append(panel_svg.bar(x, top, max(width - 1, 1.5), _CELL_HEIGHT, colour, **area))
             x += width
     over = " limit" if limit is not None and largest > limit else ""
-    told = format_bytes(largest) if len(row) == 1 else f"max {format_bytes(largest)}"
-    return [*parts, panel_svg.text(x + 5, top + 11, told, f"value{over}")]
+    description = format_bytes(largest) if len(row) == 1 else f"max {format_bytes(largest)}"
+    return [*parts, panel_svg.text(x + 5, top + 11, description, f"value{over}")]
 
 
 __all__ = ["memory_html"]

@@ -1,4 +1,4 @@
-"""A model that nobody trains: what the panel needs to know of it, counted on metadata, with no cluster at all."""
+"""A model without engines: its costs are counted on meta tensors, and nothing is trained."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def costs_of(
     loss_fn: Callable[..., Any] | None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
 ) -> ModelCosts:
-    """Costs of a model's layers for samples of a data set; the model is made on metadata, and nothing is computed.
+    """Costs of a model's layers for samples of a data set; the model is made of meta tensors, and nothing is computed.
 
     Args:
         dataset: as for ``wb.Panel``, or the shape of a batch, ``(32, 128)``.
@@ -46,7 +46,7 @@ def _is_shape(dataset: Any) -> bool:
 
 
 def optimizer_name(optimizer_fn: Callable[[Any], Any] | None) -> str:
-    """What the cost model calls an optimizer; the one that runs take by default has momentum."""
+    """The cost model's name of an optimizer; the default optimizer of runs has momentum."""
     if optimizer_fn is None:
         return "momentum"
     import torch
@@ -59,7 +59,7 @@ def optimizer_name(optimizer_fn: Callable[[Any], Any] | None) -> str:
 
 
 class OfflineTrainer:
-    """Describes a model on ``num_ranks`` ranks that are not there."""
+    """Describes a model on ``num_ranks`` ranks for predictions only; ``start`` raises."""
 
     check_steps = 0
 
@@ -72,5 +72,5 @@ class OfflineTrainer:
         self.baseline: RunRecord | None = None
 
     def start(self, *_args: Any) -> Any:
-        """There is nothing to train on."""
+        """Raise ``SessionError``: there are no engines."""
         raise SessionError(f"panel.run(): {NO_ENGINES}")

@@ -144,8 +144,8 @@ def _why(priced: PricedPlan) -> str:
     rate = f"{three_digits(chosen.estimate.samples_per_s)} samples/s"
     how = "every strategy was looked at" if priced.plan.is_exact else f"{priced.plan.num_priced} strategies were priced"
     note = f"The best of every split of the ranks. {how[0].upper()}{how[1:]} in {format_seconds(priced.plan.search_s)}."
-    told = _alone_text(priced)
-    alone = element("p", element("b", text=told), css="verdict") if told else ""
+    description = _alone_text(priced)
+    alone = element("p", element("b", text=description), css="verdict") if description else ""
     stale = element("p", text=_stale_text(priced), css="stale") if priced.is_stale else ""
     return _section(
         "Planner's choice", rate, _table(titles, rows), alone, element("p", text=note, css="wb-quiet"), stale
@@ -198,14 +198,14 @@ def _other(priced: PricedPlan, found: PricedStrategy, chosen: PricedStrategy, sl
 def _split(estimate: Estimate, slowest: float) -> str:
     """A step as a bar of its parts."""
     parts = [(part, getattr(estimate, part)) for part in PARTS]
-    told = ", ".join(f"{_NAMES[part]} {format_seconds(seconds)}" for part, seconds in parts if seconds > 0)
+    description = ", ".join(f"{_NAMES[part]} {format_seconds(seconds)}" for part, seconds in parts if seconds > 0)
     widths = [(part, _BAR * seconds / slowest) for part, seconds in parts]
     bars = [
         element("i", style=f"width: {width:.1f}px; background: {_COLOURS[part]}")
         for part, width in widths
         if width >= 0.3
     ]
-    return element("span", *bars, css="wb-split", title=told, role="img", aria_label=told)
+    return element("span", *bars, css="wb-split", title=description, role="img", aria_label=description)
 
 
 # ---- why not what is shown -------------------------------------------------------------------------------------------
@@ -223,10 +223,10 @@ def _why_not(priced: PricedPlan, strategy: Strategy) -> str:
     head, _, rest = verdict.text.partition(": ")
     detail = rest if verdict.reason == "memory" else ""
     css = "verdict bad" if verdict.reason == "memory" else "verdict"
-    told = element("p", element("b", text=head), css=css)
+    description = element("p", element("b", text=head), css=css)
     parts = [element("p", text=detail, css="bad")] if detail else []
     changes = _changes(priced.chosen.estimate, verdict.estimate)
-    return _section("Why not the rows above", "", told, *parts, changes, _differs(difference))
+    return _section("Why not the rows above", "", description, *parts, changes, _differs(difference))
 
 
 def _changes(plan: Estimate, shown: Estimate) -> str:
@@ -275,11 +275,13 @@ def _diverging(share: float, colour: str) -> str:
 
 def _differs(difference: StrategyDifference) -> str:
     """What is written differently: options as they are in the plan and in the rows, and what the rows' layers do."""
-    told = [f"{name.replace('_', ' ')} {_word(here)} \u2192 {_word(there)}" for name, here, there in difference.options]
+    description = [
+        f"{name.replace('_', ' ')} {_word(here)} \u2192 {_word(there)}" for name, here, there in difference.options
+    ]
     if difference.layers:
         rows = "; ".join(map(str, difference.layers[:6]))
-        told.append(f"layers {rows}" + ("; \u2026" if len(difference.layers) > 6 else ""))
-    return element("p", text=f"planner \u2192 shown: {', '.join(told)}", css="wb-quiet")
+        description.append(f"layers {rows}" + ("; \u2026" if len(difference.layers) > 6 else ""))
+    return element("p", text=f"planner \u2192 shown: {', '.join(description)}", css="wb-quiet")
 
 
 def _word(value: object) -> str:

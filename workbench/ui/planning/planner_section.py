@@ -1,4 +1,4 @@
-"""The planner in the panel: it searches beside the notebook, and what it found stays explained while rows change."""
+"""The planner in the panel: it searches in a thread, and its plan stays explained while rows change."""
 
 from __future__ import annotations
 

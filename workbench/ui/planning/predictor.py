@@ -1,4 +1,4 @@
-"""From a strategy to its prediction: the model's costs and a machine, both of which may not be known (yet)."""
+"""Predictions of a strategy from the model's costs and a machine; either may still be unknown."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Finished runs beside each other.
 
-`rows` is the comparison as plain data, `table` its widget, `tables` its HTML and text; `scatter` and
-`scatter_picture` show memory against throughput, `report` is the page that stands alone; `running` and `trainer`
-are the panel's runs, `showing` is ``wb.draw.runs``.
+`table_rows` is the comparison as plain data, `table_widget` its widget, `render_table` its HTML and text.
+`scatter_figure` (plotly) and `scatter_picture` (SVG) show memory against throughput, `detail_pictures` predictions and
+time by layer, `report` the page that stands alone. `runs_section` follows the panel's runs, `trainer` starts them, and
+`runs_view` is ``wb.draw.runs``.
 """

@@ -59,8 +59,8 @@ def prediction_picture(rows: Sequence[Row], selected: str = "") -> str:
     names = [(short_name(row.name), point) for (row, *_), point in zip(known, points, strict=True)]
     for x, y, anchor, name in place_labels(names, points, (_LEFT, _WIDTH), 6.5):
         parts.append(panel_svg.text(x, y, name, anchor))
-    told = ", ".join(f"{row.name} {signed_percent(row.values['error'])}" for row, *_ in known)
-    picture = panel_svg.svg(_WIDTH, _HEIGHT, f"error of predicted step times: {told}", *parts)
+    description = ", ".join(f"{row.name} {signed_percent(row.values['error'])}" for row, *_ in known)
+    picture = panel_svg.svg(_WIDTH, _HEIGHT, f"error of predicted step times: {description}", *parts)
     return panel_svg.section("Prediction against measurement", "", picture, "", "predicted")
 
 
@@ -106,9 +106,9 @@ def layer_times(run: RunRecord) -> dict[str, LayerTime]:
     own = [_without_inner(times) for times in (run.layer_forward_s, run.layer_backward_s)]
     found = {}
     for pattern, names in alike.items():
-        told = names[0] if len(names) == 1 else f"{pattern} \u00d7{len(names)}"
+        description = names[0] if len(names) == 1 else f"{pattern} \u00d7{len(names)}"
         forward, backward = (sum(times.get(name, 0.0) for name in names) for times in own)
-        found[told] = LayerTime(told, forward, backward)
+        found[description] = LayerTime(description, forward, backward)
     return found
 
 
@@ -152,13 +152,13 @@ def layers_picture(runs: Sequence[RunRecord], names: Mapping[str, str], selected
     for name in shown:
         cells.append(element("span", text=name, css="row layer", title=name))
         cells += [_layer_cell(layers.get(name), longest_s) for _, layers in drawn]
-    told = f"time by layer of {len(drawn)} runs; slowest {most[0]}, {format_seconds(slowest[most[0]])}"
+    description = f"time by layer of {len(drawn)} runs; slowest {most[0]}, {format_seconds(slowest[most[0]])}"
     legend = panel_svg.swatch("var(--wb-forward)", "forward") + panel_svg.swatch("var(--wb-backward)", "backward")
     left_out = len(slowest) - len(shown)
     rest = f" \u00b7 {counted(left_out, 'faster layer')} not shown" if left_out else ""
     note = f"computing in a step, slowest rank{rest}"
     columns = f"grid-template-columns: fit-content(45%) repeat({len(drawn)}, minmax(0, 1fr))"
-    picture = element("div", *cells, css="wb-layers", style=columns, role="img", aria_label=told)
+    picture = element("div", *cells, css="wb-layers", style=columns, role="img", aria_label=description)
     return panel_svg.section("Time by layer", note, picture, panel_svg.legend(legend), "layers")
 
 

@@ -192,13 +192,13 @@ def _peak(run: RunRecord) -> str:
 def footnote_html(rows: Sequence[Row]) -> str:
     """What dot, tick and cross mean, and how good predictions were."""
     errors = prediction_errors(rows)
-    told = f"predictions: median error {percent(errors[0])}, largest {percent(errors[1])}" if errors else ""
+    description = f"predictions: median error {percent(errors[0])}, largest {percent(errors[1])}" if errors else ""
     return element(
         "p",
         element("i", css="front"),
         element("span", text="on the Pareto line: no other run is faster with less memory"),
         element("span", text=f"{TICK} trains as one device does but for rounding, {CROSS} does not (first steps)"),
-        element("span", text=told, css="right"),
+        element("span", text=description, css="right"),
         css="note",
     )
 

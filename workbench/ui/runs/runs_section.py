@@ -50,9 +50,10 @@ class PanelCallbacks:
 
 
 class RunsSection:
-    """Follows one run at a time and keeps the finished ones. ``live.box`` and ``table.box`` are what is shown,
-    ``steering``, ``check`` and ``live.status.parts`` what stays in sight beside them; ``saved`` has the runs of other
-    days, ``error`` what ended the last run.
+    """Follows one run at a time and keeps the finished ones.
+
+    ``live.box`` and ``table.box`` are the contents of the tabs; ``steering``, ``check`` and ``live.status.parts`` are
+    in the bar above them. ``saved`` has earlier runs, ``error`` is the exception that ended the last run.
     """
 
     def __init__(self, trainer: Trainer, steps: int, callbacks: PanelCallbacks, saved: SavedRuns | None = None) -> None:
@@ -74,7 +75,7 @@ class RunsSection:
         self.apply_button = button("Apply", self.apply, "wb-primary")
         self.keep_button = button("Keep the old one", self.keep)
         self.trace_button = button("Trace", self._on_trace, icon="download", disabled=True)
-        self.trace_button.tooltip = "save the noted steps for chrome://tracing or ui.perfetto.dev"
+        self.trace_button.tooltip = "save the recorded steps for chrome://tracing or ui.perfetto.dev"
         both = bar(self.pause_button, self.stop_button, css=("wb-group",))
         self.steering = (both, self.change_button, self.apply_button, self.keep_button)
         self.check = widgets.Checkbox(trainer.check_steps > 0, description="check against one device", indent=False)
@@ -210,7 +211,7 @@ class RunsSection:
         self.live.use(colours)
 
     def trace(self) -> dict[str, Any]:
-        """The noted steps of the run in Chrome's trace format."""
+        """The recorded steps of the run in Chrome's trace format."""
         return chrome_trace(self._spans)
 
     def static_html(self) -> str:

@@ -47,10 +47,10 @@ def scatter_picture(rows: Sequence[Row], selected: str = "", limit_bytes: float 
     labels = _labels([(drawn[i], points[i]) for i in order], points)
     parts += [_point(row, point, row.key == selected) for row, point in zip(drawn, points, strict=True)]
     svg = "".join([*parts, *labels])
-    told = f"Memory against throughput of {len(drawn)} runs"
+    description = f"Memory against throughput of {len(drawn)} runs"
     return (
         f'<svg class="wb-scatter" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" role="img" '
-        f'aria-label="{escape(told)}">{svg}</svg>'
+        f'aria-label="{escape(description)}">{svg}</svg>'
     )
 
 
@@ -82,8 +82,8 @@ def _front(rows: Sequence[Row], points: Sequence[tuple[float, float]], bottom: f
 
 def _point(row: Row, point: tuple[float, float], selected: bool) -> str:
     x, y = point
-    told = f"{row.name}: {row.texts['samples_per_s']} samples/s, {row.texts['peak_bytes']}"
-    tip = f"<title>{escape(told)}</title>"
+    description = f"{row.name}: {row.texts['samples_per_s']} samples/s, {row.texts['peak_bytes']}"
+    tip = f"<title>{escape(description)}</title>"
     ring = f'<circle class="wb-ring" cx="{x:.1f}" cy="{y:.1f}" r="9"/>' if selected else ""
     if row.is_truth or row.is_baseline:
         mark = f'<rect class="square" x="{x - 5:.1f}" y="{y - 5:.1f}" width="10" height="10">{tip}</rect>'

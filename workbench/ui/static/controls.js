@@ -28,7 +28,7 @@ function keepKeys(root) {
   });
 }
 
-// Figures cannot read style sheets, so Python is told, now and whenever it changes. Returns what ends it.
+// Figures cannot read style sheets, so this reports the theme to Python, now and on every change. Returns a function that stops it.
 function watchTheme(report) {
   const theme = () => {
     const { jpThemeLight, vscodeThemeKind } = document.body.dataset;

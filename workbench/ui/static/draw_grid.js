@@ -24,8 +24,8 @@ function header(view) {
     ["stage", "stage-cell"],
   ].map(([title, css]) => make("div", { role: "columnheader", class: css }, title === "stage" && view.stage_options.length < 2 ? "" : title));
   const ranks = make("div", { role: "columnheader", class: "ranks", "aria-label": "who holds which part" }, svg);
-  const flow = make("div", { role: "columnheader", class: "boxing-head" }, make("span", {}, view.boxing_title), make("span", { class: "quiet" }, view.boxing_detail));
-  return make("div", { class: "wb-row head", role: "row" }, nameHead(view), ...titles, ranks, flow);
+  const boxingHead = make("div", { role: "columnheader", class: "boxing-head" }, make("span", {}, view.boxing_title), make("span", { class: "quiet" }, view.boxing_detail));
+  return make("div", { class: "wb-row head", role: "row" }, nameHead(view), ...titles, ranks, boxingHead);
 }
 
 function nameHead(view) {

@@ -1,4 +1,4 @@
-// Shows a plotly figure as Python has it: its traces and its layout, whenever they change. Nothing is told back, and what is
+// Shows a plotly figure as Python has it: its traces and its layout, whenever they change. Nothing is sent back, and what is
 // shown is all in the model: a page that comes late, or comes back, or was away for a while shows what is.
 // Plotly's script of 5 MB is a part of the model, not of this module: a model whose module takes longer than two seconds to
 // load never hears of a change. A page loads it once, however many figures it shows.

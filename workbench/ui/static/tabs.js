@@ -1,5 +1,5 @@
 // The panel's tabs: which part is shown, the sign that Run was heard, and the legend behind "?". Which part is shown changes in
-// the page at once and Python is told; reports {event: "visible", value, view}.
+// the page at once and reports it to Python: {event: "visible", value, view}.
 
 const BUSY = 1500; // milliseconds after which a click that nobody has answered gets a reason
 
@@ -88,7 +88,7 @@ class Tabs {
 
   toggleLegend(button) {
     if (this.closeLegend()) return;
-    const legend = make("div", { class: "wb-legend", role: "dialog", "aria-label": "what the words mean", tabindex: "-1" });
+    const legend = make("div", { class: "wb-legend", role: "dialog", "aria-label": "explain the words of the panel", tabindex: "-1" });
     legend.innerHTML = this.model.get("legend");
     legend.addEventListener("keydown", (event) => {
       event.stopPropagation();

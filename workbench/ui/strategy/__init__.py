@@ -1,5 +1,5 @@
-"""The strategy being edited.
+"""The strategy that is edited.
 
-`state` is it with its mistakes and undo, `editing` changes its rows, `grouping` folds blocks that are alike,
-`placing` says in words what a layer does.
+`state` holds it with its mistakes and undo, `edit_rows` changes its rows, `grouping` folds equal blocks into one row,
+`choices` names what a layer does.
 """

@@ -1,4 +1,4 @@
-"""What a layer does and over how many ranks, in the words of the panel."""
+"""The choice of a layer, and the degrees of a strategy, in the panel's words."""
 
 from __future__ import annotations
 
