@@ -29,7 +29,7 @@ from workbench.core.metrics import RunRecord
 from workbench.core.presets import strategy_of
 from workbench.core.strategy import Strategy
 from workbench.errors import StrategyError
-from workbench.session.comparing.checking import Checker
+from workbench.session.comparison.checker import Checker
 from workbench.training.parallel import describe
 
 STRATEGIES = ("*: data", "*: model", "*: data | zero=3", "pipeline")

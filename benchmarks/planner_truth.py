@@ -43,7 +43,7 @@ from workbench.core.strategy import Strategy
 from workbench.cost.estimate import Estimate, estimate
 from workbench.cost.hardware import Hardware
 from workbench.session import Session
-from workbench.session.calibrating import calibrate
+from workbench.session.calibration import calibrate
 from workbench.training.batches import Batch
 from workbench.training.costs.layer_costs import layer_costs
 from workbench.training.runs.train import WARM_UP_STEPS, Job, run_strategy, warm_up

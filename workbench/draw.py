@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from workbench.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from workbench.session.comparing.saved_runs import SavedRuns as SavedRuns
+    from workbench.session.comparison.saved_runs import SavedRuns as SavedRuns
     from workbench.ui.pictures.boxing import draw_boxing
     from workbench.ui.pictures.matmul import draw_matmul
     from workbench.ui.pictures.network import draw_network
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     stages, timeline = draw_stages, draw_timeline
 
 _HOMES = {
-    "workbench.session.comparing.saved_runs": ["SavedRuns"],
+    "workbench.session.comparison.saved_runs": ["SavedRuns"],
     "workbench.ui.pictures.boxing": ["boxing=draw_boxing"],
     "workbench.ui.pictures.matmul": ["matmul=draw_matmul"],
     "workbench.ui.pictures.network": ["network=draw_network"],

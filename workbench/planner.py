@@ -11,7 +11,7 @@ from workbench.lazy import lazy_names
 
 if TYPE_CHECKING:
     from workbench.planning.sweep import simulate as simulate
-    from workbench.session.calibrating import calibrate as calibrate
+    from workbench.session.calibration import calibrate as calibrate
     from workbench.session.planning import layer_costs as layer_costs
     from workbench.session.planning import plan as plan
     from workbench.training.costs.dry_run import dry_run as dry_run
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "workbench.planning.sweep": ["simulate"],
-    "workbench.session.calibrating": ["calibrate"],
+    "workbench.session.calibration": ["calibrate"],
     "workbench.session.planning": ["layer_costs", "plan"],
     "workbench.training.costs.dry_run": ["dry_run"],
     "workbench.training.pipelining.balance": ["partition_stages"],

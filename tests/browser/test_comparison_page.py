@@ -21,7 +21,7 @@ NOTEBOOK = "comparison.ipynb"
 NUM_RUNS = 6
 RUNS = Path(__file__).with_name("six_runs.json")
 CELLS = [
-    "import workbench as wb\nfrom workbench.session.comparing.compare import CompareResult",
+    "import workbench as wb\nfrom workbench.session.comparison.compare import CompareResult",
     f"wb.draw.runs(CompareResult.from_json(open({str(RUNS)!r}).read()))",
     "",
 ]

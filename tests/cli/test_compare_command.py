@@ -15,7 +15,7 @@ from workbench.cli import compare, demo, main, results
 from workbench.core.metrics import RunRecord
 from workbench.core.verdict import Verdict
 from workbench.errors import CommandError
-from workbench.session.comparing.compare import CompareResult
+from workbench.session.comparison.compare import CompareResult
 
 
 def record(name: str, **changes: object) -> RunRecord:

@@ -1,4 +1,4 @@
-"""``wb.compare`` on real engines: figures, truth, failures."""
+"""``wb.compare`` on real engines: figures, reference, failures."""
 
 import importlib
 import json
@@ -17,10 +17,10 @@ from workbench.core.segments import by_strategy
 from workbench.core.strategy import Strategy
 from workbench.core.verdict import CHECKED_STEPS
 from workbench.errors import CellError, RunError, StrategyError
-from workbench.session.comparing.compare import CompareResult, Comparison
-from workbench.session.comparing.comparison import RunStopped, Watch
-from workbench.session.comparing.saved_runs import SavedRuns
-from workbench.session.comparing.subject import Subject
+from workbench.session.comparison.compare import CompareResult, Comparison
+from workbench.session.comparison.comparison import RunObserver, RunStopped
+from workbench.session.comparison.saved_runs import SavedRuns
+from workbench.session.comparison.subject import Subject
 from workbench.ui.runs.trainer import SessionTrainer
 
 pytestmark = pytest.mark.engines
@@ -105,7 +105,7 @@ def test_a_strategy_that_does_not_fit_runs_nothing(session):
     ],
 )
 def test_mistakes_are_told_before_any_engine_is_started(monkeypatch, mistake, error, words):
-    compare = importlib.import_module("workbench.session.comparing.compare")
+    compare = importlib.import_module("workbench.session.comparison.compare")
     monkeypatch.setattr(compare, "find_current", lambda: None)
     monkeypatch.setattr(compare, "Session", lambda *_: pytest.fail("engines were started"))
     asked = {"model_fn": make_model, "dataset": data(), "strategies": ["data"], "batch_size": 16} | mistake
@@ -245,12 +245,14 @@ def test_a_stop_reaches_the_one_device_run_that_comes_first(session):
 
     steps: list[int] = []
     with Comparison(session, subject(100, slow_loss)) as comparison:
-        watch = Watch(lambda block: steps.append(block.stop_step), lambda: bool(steps))
+        observer = RunObserver(lambda block: steps.append(block.stop_step), lambda: bool(steps))
         with pytest.raises(RunStopped, match="one device trained, after its step"):
-            comparison.truth(None, watch)
+            comparison.reference(None, observer)
         assert 0 < steps[-1] < CHECKED_STEPS, "it ends soon after its first report, not with its last step"
-        complete = comparison.truth(None, Watch(lambda block: None, lambda: False))
-    assert len(complete.losses) == CHECKED_STEPS, "half a truth is not kept, and no more is trained than is compared"
+        complete = comparison.reference(None, RunObserver(lambda block: None, lambda: False))
+    assert len(complete.losses) == CHECKED_STEPS, (
+        "an incomplete reference is not kept, and only compared steps are trained"
+    )
 
 
 def test_the_panels_runs_may_differ_in_length(session):

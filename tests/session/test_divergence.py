@@ -7,7 +7,7 @@ import pytest
 
 from workbench.errors import CellError
 from workbench.session import protocol
-from workbench.session.divergence import FAR_S, NEAR_S, Divergence
+from workbench.session.divergence import LOCAL_S, REMOTE_S, Divergence
 from workbench.session.run import Outcome
 
 
@@ -76,24 +76,24 @@ class TestDivergence:
     def test_is_certain_when_all_that_run_are_in_one_wait_for_a_while(self):
         divergence = Divergence()
         assert not at(divergence, 0.0, r1="near 7", r2="near 3")
-        assert not at(divergence, NEAR_S / 2, r1="near 7", r2="near 3")
-        assert at(divergence, NEAR_S, r1="near 7", r2="near 3")
+        assert not at(divergence, LOCAL_S / 2, r1="near 7", r2="near 3")
+        assert at(divergence, LOCAL_S, r1="near 7", r2="near 3")
 
     def test_another_wait_begins_anew(self):
         divergence = Divergence()
         assert not at(divergence, 0.0, r1="near 7")
-        assert not at(divergence, NEAR_S, r1="near 8")
-        assert at(divergence, 2 * NEAR_S, r1="near 8")
+        assert not at(divergence, LOCAL_S, r1="near 8")
+        assert at(divergence, 2 * LOCAL_S, r1="near 8")
 
     def test_who_computes_may_still_send(self):
         divergence = Divergence()
-        assert not any(at(divergence, now, r1="near 7", r2="") for now in (0.0, NEAR_S, 100.0))
+        assert not any(at(divergence, now, r1="near 7", r2="") for now in (0.0, LOCAL_S, 100.0))
         assert not any(Divergence().is_certain({1: None}, now) for now in (0.0, 100.0))
 
     def test_what_comes_over_a_network_has_more_time_and_two_may_exchange_with_one_another(self):
         divergence = Divergence()
-        assert not at(divergence, 0.0, r1="far 7") and not at(divergence, NEAR_S, r1="far 7")
-        assert at(divergence, FAR_S, r1="far 7")
+        assert not at(divergence, 0.0, r1="far 7") and not at(divergence, LOCAL_S, r1="far 7")
+        assert at(divergence, REMOTE_S, r1="far 7")
         assert not any(at(divergence, now, r1="far 7", r2="far 7") for now in (20.0, 100.0))
 
 

@@ -13,7 +13,7 @@ from IPython.utils.capture import capture_output
 import workbench as wb
 from tests.patience import PATIENCE_S, wait_until
 from workbench.errors import CellError, NotStartedError
-from workbench.session import assist, cluster, magic
+from workbench.session import cluster, completion, magic
 
 pytestmark = pytest.mark.engines
 
@@ -249,7 +249,7 @@ class TestNamesOfTheEngines:
 
     @pytest.fixture(autouse=True)
     def _patience(self, monkeypatch):
-        monkeypatch.setattr(assist, "ANSWER_TIMEOUT_S", 20.0)  # a busy machine is not what is tested here
+        monkeypatch.setattr(completion, "ANSWER_TIMEOUT_S", 20.0)  # a busy machine is not what is tested here
 
     def complete(self, shell, text):
         from IPython.core.completer import provisionalcompleter

@@ -12,9 +12,9 @@ import workbench as wb
 from tests.patience import PATIENCE_S
 from workbench.core.strategy import Strategy
 from workbench.errors import NotStartedError, SessionError
-from workbench.session.comparing.comparison import Comparison
-from workbench.session.comparing.subject import Subject
-from workbench.ui.panel import Panel
+from workbench.session.comparison.comparison import Comparison
+from workbench.session.comparison.subject import Subject
+from workbench.ui.widgets import Panel
 
 pytestmark = [pytest.mark.engines]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from workbench.errors import CellError
-from workbench.session.processes import memory_kills
+from workbench.session.processes import oom_kills
 
 GROUPS = Path("/sys/fs/cgroup")
 
@@ -51,8 +51,8 @@ def limit():
 def test_kills_are_counted(tmp_path):
     counters = tmp_path / "vmstat"
     counters.write_text("nr_free_pages 17\noom_kill 3\npgfault 5\n")
-    assert memory_kills.count(counters) == 3
-    assert memory_kills.count(tmp_path / "nothing") == 0
+    assert oom_kills.count(counters) == 3
+    assert oom_kills.count(tmp_path / "nothing") == 0
 
 
 @pytest.mark.engines

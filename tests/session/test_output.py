@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from workbench.session.output.merging import MERGE_WAIT_S, Block, Folder, Merger, as_text, tag_of
+from workbench.session.output.merging import MERGE_WAIT_S, Block, Merger, RateLimiter, as_text, tag_of
 
 LATE = MERGE_WAIT_S * 2
 
@@ -108,8 +108,8 @@ def lines(count: int, start: int = 0) -> list[Block]:
 
 
 def test_a_flood_is_folded_to_head_count_and_tail():
-    folder = Folder(burst=20, per_second=10, tail=5)
-    shown = folder.take(lines(1000), now=0.0) + folder.take([], now=0.0, final=True)
+    limiter = RateLimiter(burst=20, per_second=10, tail=5)
+    shown = limiter.take(lines(1000), now=0.0) + limiter.take([], now=0.0, final=True)
     texts = [block.content for block in shown]
     assert texts[:20] == [f"line {index}" for index in range(20)]
     assert texts[20].startswith("975 lines folded, ")
@@ -117,36 +117,36 @@ def test_a_flood_is_folded_to_head_count_and_tail():
 
 
 def test_ranks_that_flood_together_each_keep_their_last_lines():
-    folder = Folder(burst=2, per_second=1, tail=2)
+    limiter = RateLimiter(burst=2, per_second=1, tail=2)
     blocks = [Block("line", (rank,), f"{rank} {index}") for index in range(10) for rank in (0, 1)]
-    shown = [block.content for block in folder.take(blocks, now=0.0, final=True)]
+    shown = [block.content for block in limiter.take(blocks, now=0.0, final=True)]
     assert shown[2:] == ["7 lines folded, 21 B", "0 8", "0 9", "7 lines folded, 21 B", "1 8", "1 9"]
 
 
 def test_slow_lines_are_never_folded():
-    folder = Folder(burst=5, per_second=10, tail=5)
-    shown = [block for step in range(100) for block in folder.take(lines(1, step), now=step * 0.2)]
+    limiter = RateLimiter(burst=5, per_second=10, tail=5)
+    shown = [block for step in range(100) for block in limiter.take(lines(1, step), now=step * 0.2)]
     assert [block.content for block in shown] == [f"line {index}" for index in range(100)]
 
 
 def test_a_flood_that_pauses_is_summed_up_before_the_end():
-    folder = Folder(burst=20, per_second=10, tail=5)
-    folder.take(lines(100), now=0.0)
-    shown = [block.content for block in folder.take([], now=1.5)]
+    limiter = RateLimiter(burst=20, per_second=10, tail=5)
+    limiter.take(lines(100), now=0.0)
+    shown = [block.content for block in limiter.take([], now=1.5)]
     assert shown[0].startswith("75 lines folded")
     assert shown[-1] == "line 99"
 
 
 def test_a_fold_that_hides_nothing_has_no_note():
-    folder = Folder(burst=2, per_second=1, tail=5)
-    shown = folder.take(lines(4), now=0.0, final=True)
+    limiter = RateLimiter(burst=2, per_second=1, tail=5)
+    shown = limiter.take(lines(4), now=0.0, final=True)
     assert [block.content for block in shown] == [f"line {index}" for index in range(4)]
 
 
 def test_displays_are_shown_in_the_middle_of_a_flood():
-    folder = Folder(burst=2, per_second=1, tail=2)
+    limiter = RateLimiter(burst=2, per_second=1, tail=2)
     picture = Block("display", (0,), {"data": {}})
-    shown = folder.take([*lines(10), picture, *lines(1, 10)], now=0.0, final=True)
+    shown = limiter.take([*lines(10), picture, *lines(1, 10)], now=0.0, final=True)
     assert [block.kind for block in shown] == ["line", "line", "note", "line", "line", "display", "line"]
 
 

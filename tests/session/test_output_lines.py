@@ -8,7 +8,7 @@ import pytest
 from tqdm import tqdm
 
 from workbench.session.output.lines import PERIOD_S, UNFINISHED_S, LineSplitter, Unfinished
-from workbench.session.output.progress import progress_stream
+from workbench.session.output.start_progress import progress_stream
 
 
 def test_splitter_lines_carriage_returns_and_rest():

@@ -1,7 +1,7 @@
 import pytest
 
 from workbench.errors import SessionError
-from workbench.session.ranks import check_ranks, parse_ranks, rank_label, say_ranks
+from workbench.session.ranks import check_ranks, describe_ranks, parse_ranks, rank_label
 
 
 @pytest.mark.parametrize(
@@ -34,5 +34,5 @@ def test_no_rank_and_all_ranks():
 
 
 def test_sentences():
-    assert say_ranks([1]) == "rank 1"
-    assert say_ranks([0, 1, 3]) == "ranks 0-1,3"
+    assert describe_ranks([1]) == "rank 1"
+    assert describe_ranks([0, 1, 3]) == "ranks 0-1,3"

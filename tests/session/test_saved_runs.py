@@ -11,7 +11,7 @@ import pytest
 from tests.ui.conftest import make_record
 from workbench.core.metrics import ActionSpan, RunEvent, RunRecord, StepBlock, StepSpans
 from workbench.errors import SessionError
-from workbench.session.comparing.saved_runs import FOLDER_VARIABLE, SavedRuns, default_folder
+from workbench.session.comparison.saved_runs import FOLDER_VARIABLE, SavedRuns, default_folder
 
 
 def block(first_step: int, *losses: float) -> StepBlock:

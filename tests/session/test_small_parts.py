@@ -1,4 +1,4 @@
-"""Protocol, ladder, turns, folder: the parts that need no engine."""
+"""Protocol, escalation, request queue, folder: the parts that need no engine."""
 
 import os
 import subprocess
@@ -12,10 +12,10 @@ import pytest
 from tests.patience import PATIENCE_S
 from workbench.errors import SessionError
 from workbench.session import protocol
-from workbench.session.ladder import STEPS, Ladder
 from workbench.session.processes import folder
 from workbench.session.processes.launch import rank_environment
-from workbench.session.turns import Turns
+from workbench.session.request_queue import RequestQueue
+from workbench.session.stop_escalation import STEPS, StopEscalation
 
 
 def test_tag_prints_and_parses():
@@ -30,41 +30,41 @@ def test_values_come_back():
 
 
 def test_a_large_value_becomes_a_placeholder_that_names_the_way_out():
-    value = protocol.load(protocol.dump_or_placeholder(bytes(2_000_000), limit_bytes=1_000_000))
-    assert isinstance(value, protocol.Placeholder)
+    value = protocol.load(protocol.dump_or_omit(bytes(2_000_000), limit_bytes=1_000_000))
+    assert isinstance(value, protocol.OmittedValue)
     assert "1.00 MB" in repr(value)
     assert "session.pull" in repr(value)
 
 
 def test_a_value_at_the_limit_is_sent():
     payload = protocol.dump(bytes(1000))
-    assert protocol.load(protocol.dump_or_placeholder(bytes(1000), limit_bytes=len(payload))) == bytes(1000)
+    assert protocol.load(protocol.dump_or_omit(bytes(1000), limit_bytes=len(payload))) == bytes(1000)
 
 
 def test_a_value_that_cannot_be_pickled_becomes_a_placeholder():
-    assert "cannot be pickled" in repr(protocol.load(protocol.dump_or_placeholder(threading.Lock())))
+    assert "cannot be pickled" in repr(protocol.load(protocol.dump_or_omit(threading.Lock())))
 
 
-def test_ladder_takes_every_step_once_in_order():
-    ladder = Ladder(10.0)
-    assert ladder.due(10.0) == ["interrupt"]
-    assert ladder.due(10.0) == []
-    assert ladder.wakeup() == pytest.approx(10.25)
-    assert ladder.due(12.0) == [step for _, step in STEPS[1:]]
-    assert ladder.wakeup() is None
+def test_escalation_takes_every_step_once_in_order():
+    escalation = StopEscalation(10.0)
+    assert escalation.due(10.0) == ["interrupt"]
+    assert escalation.due(10.0) == []
+    assert escalation.wakeup() == pytest.approx(10.25)
+    assert escalation.due(12.0) == [step for _, step in STEPS[1:]]
+    assert escalation.wakeup() is None
 
 
-def test_ladder_ends_within_two_seconds_with_a_kill():
+def test_escalation_ends_within_two_seconds_with_a_kill():
     assert STEPS[-1][1] == "kill"
     assert STEPS[-1][0] <= 1.6
 
 
 def test_turns_are_first_come_first_served():
-    turns, order = Turns(), []
-    places = [turns.take_place() for _ in range(3)]
+    requests, order = RequestQueue(), []
+    tickets = [requests.enqueue() for _ in range(3)]
 
     def use(number):
-        with turns.turn(places[number]):
+        with requests.exclusive(tickets[number]):
             order.append(number)
 
     threads = [threading.Thread(target=use, args=(number,)) for number in (2, 1)]
@@ -105,7 +105,7 @@ def test_folders_are_private(temp_base):
     made = folder.SessionFolder.create()
     assert made.path.stat().st_mode & 0o777 == 0o700
     assert made.path.parent.stat().st_mode & 0o777 == 0o700
-    assert list(folder.leftovers()) == []
+    assert list(folder.stale_folders()) == []
 
 
 def test_a_folder_that_others_may_enter_is_refused(temp_base):
@@ -119,7 +119,7 @@ def test_leftovers_of_a_dead_owner_are_reaped(temp_base, sleeper):
     made.record([folder.ProcessId.of(sleeper.pid)])
     state = made.path / "session.json"
     state.write_text(state.read_text().replace(f'"pid": {os.getpid()}', '"pid": 999999999'))
-    assert folder.reap_leftovers() == 1
+    assert folder.reap_stale_sessions() == 1
     assert sleeper.wait(PATIENCE_S) == -9
     assert not made.path.exists()
 

@@ -15,9 +15,9 @@ import workbench as wb
 from tests.session.simulated_session import SimulatedSession
 from workbench.core.metrics import RunRecord
 from workbench.errors import RunError
-from workbench.session.comparing.comparison import Comparison
-from workbench.session.comparing.subject import Subject
-from workbench.session.on_engine import orders, shell
+from workbench.session.comparison.comparison import Comparison
+from workbench.session.comparison.subject import Subject
+from workbench.session.on_engine import run_commands, shell
 
 STEPS = 12
 SLOW = pytest.mark.slow
@@ -27,7 +27,7 @@ SLOW = pytest.mark.slow
 @pytest.fixture(autouse=True)
 def nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shell, "publish", lambda message: None)
-    monkeypatch.setattr(orders, "orders", list)
+    monkeypatch.setattr(run_commands, "commands", list)
 
 
 def is_spread(value: Any) -> bool:

@@ -63,7 +63,7 @@ class FakeRun:
         self.waiting = list(messages)
         self.ended = threading.Event()
         self.error: Exception | None = None
-        self.orders: list[str] = []
+        self.commands: list[str] = []
 
     def poll(self) -> list[object]:
         taken, self.waiting = self.waiting, []
@@ -73,24 +73,24 @@ class FakeRun:
         return self.ended.is_set()
 
     def stop(self) -> None:
-        self.orders.append("stop")
+        self.commands.append("stop")
         self.ended.set()
 
     def interrupt(self) -> None:
-        self.orders.append("interrupt")
+        self.commands.append("interrupt")
         self.ended.set()
 
     def pause(self) -> None:
-        self.orders.append("pause")
+        self.commands.append("pause")
         self.waiting.append(RunEvent("paused", 1))
 
     def go_on(self) -> None:
-        self.orders.append("go on")
+        self.commands.append("go on")
         self.waiting.append(RunEvent("running", 1))
 
     def change(self, strategy: Strategy, name: str = "", predicted: object = None) -> None:
         self.later = name, predicted
-        self.orders.append(f"strategy {strategy}")
+        self.commands.append(f"strategy {strategy}")
         self.waiting.append(RunEvent("strategy", 1, str(strategy), 0.25, 1000))
 
     def result(self) -> RunRecord:

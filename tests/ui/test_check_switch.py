@@ -12,9 +12,9 @@ from torch.nn.functional import cross_entropy
 from tests.session.simulated_session import SimulatedSession
 from tests.ui.reports import FakeTrainer
 from workbench.core.verdict import CHECKED_STEPS
-from workbench.session.comparing.comparison import Comparison
-from workbench.session.comparing.subject import Subject
-from workbench.session.on_engine import orders, shell
+from workbench.session.comparison.comparison import Comparison
+from workbench.session.comparison.subject import Subject
+from workbench.session.on_engine import run_commands, shell
 from workbench.ui.panel import Panel
 from workbench.ui.runs.render_table import comparison_table_text
 from workbench.ui.runs.table_rows import equal_text
@@ -23,7 +23,7 @@ from workbench.ui.runs.table_rows import equal_text
 @pytest.fixture(autouse=True)
 def nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shell, "publish", lambda message: None)
-    monkeypatch.setattr(orders, "orders", list)
+    monkeypatch.setattr(run_commands, "commands", list)
 
 
 def make_linear() -> nn.Module:

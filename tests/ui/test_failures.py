@@ -14,7 +14,7 @@ from workbench.core.metrics import RunRecord
 from workbench.core.model_costs import LayerCost, ModelCosts
 from workbench.cost.hardware_files import load_hardware
 from workbench.errors import StrategyError
-from workbench.session.comparing.saved_runs import SavedRuns
+from workbench.session.comparison.saved_runs import SavedRuns
 from workbench.ui import strategy_editor
 from workbench.ui.failures import Failures, failure_html, guarded
 from workbench.ui.live.run_view import RunView
@@ -218,7 +218,7 @@ def test_a_run_that_cannot_be_followed_is_stopped(panel: Panel, monkeypatch: pyt
         run = panel._runs_section._trainer.runs[-1]  # type: ignore[attr-defined]
         assert panel.wait(PATIENCE_S)
     if target[1] != "done":
-        assert run.orders == ["stop"], "nobody would see how it goes on"
+        assert run.commands == ["stop"], "nobody would see how it goes on"
     assert_over_and_can_run(panel, "what failed")
 
 
@@ -247,7 +247,7 @@ def test_stop_asks_and_asked_once_more_does_not_wait(panel: Panel, trainer: Fake
         """In a step that never ends."""
 
         def stop(self) -> None:
-            self.orders.append("stop")
+            self.commands.append("stop")
 
     def start_stuck(*args: object) -> FakeRun:
         trainer.runs.append(Stuck("stuck", "*: data", [block(0, (1.0,))]))
@@ -259,7 +259,7 @@ def test_stop_asks_and_asked_once_more_does_not_wait(panel: Panel, trainer: Fake
     stop.click()
     assert panel.running and stop.description == "Stop now" and "stopping" in runs(panel).live.status.state.value
     stop.click()
-    assert panel.wait(PATIENCE_S) and trainer.runs[-1].orders == ["stop", "interrupt"] and stop.description == "Stop"
+    assert panel.wait(PATIENCE_S) and trainer.runs[-1].commands == ["stop", "interrupt"] and stop.description == "Stop"
 
 
 # ---- how they are shown ---------------------------------------------------------------------------------------------

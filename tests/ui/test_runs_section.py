@@ -10,7 +10,7 @@ from tests.patience import PATIENCE_S, wait_until
 from tests.ui.reports import FakeTrainer, block
 from workbench.core.strategy import Strategy
 from workbench.errors import RunError, StrategyError
-from workbench.session.comparing.comparison import RunStopped
+from workbench.session.comparison.comparison import RunStopped
 from workbench.ui.runs.runs_section import PanelCallbacks, RunsSection, predictions
 
 
@@ -78,11 +78,11 @@ def test_equal_names_are_numbered(part: RunsSection, trainer: FakeTrainer):
 def test_pause_and_go_on(part: RunsSection, trainer: FakeTrainer):
     part.run()
     part.pause_button.click()
-    assert trainer.runs[0].orders == ["pause"] and part.pause_button.description == "Go on"
+    assert trainer.runs[0].commands == ["pause"] and part.pause_button.description == "Go on"
     wait_until(lambda: "paused" in part.live.status.state.value)
     part.pause()
     part.pause_button.click()
-    assert trainer.runs[0].orders == ["pause", "go on"] and part.pause_button.description == "Pause"
+    assert trainer.runs[0].commands == ["pause", "go on"] and part.pause_button.description == "Pause"
     wait_until(lambda: "running" in part.live.status.state.value)
     finish(part, trainer)
 
@@ -93,7 +93,7 @@ def test_another_strategy_and_on_with_the_same_weights(part: RunsSection, traine
     assert part.changing and part.apply_button.layout.display == "" and part.change_button.layout.display == "none"
     editor.strategy, editor.label = Strategy("*: model"), "model"
     part.apply_button.click()
-    assert trainer.runs[0].orders == ["pause", "strategy *: model", "go on"]
+    assert trainer.runs[0].commands == ["pause", "strategy *: model", "go on"]
     assert not part.changing and part.apply_button.layout.display == "none"
     wait_until(lambda: sum(shape.name == "change" for shape in part.live.figure.layout.shapes) == 2)
     (change,) = part.live.history.changes
@@ -108,9 +108,9 @@ def test_a_strategy_with_mistakes_leaves_the_run_waiting(part: RunsSection, trai
     editor.error = StrategyError("stages cannot go back")
     with pytest.raises(StrategyError, match="stages cannot go back"):
         part.apply()
-    assert part.changing and trainer.runs[0].orders == ["pause"]
+    assert part.changing and trainer.runs[0].commands == ["pause"]
     part.keep_button.click()
-    assert trainer.runs[0].orders == ["pause", "go on"] and not part.changing
+    assert trainer.runs[0].commands == ["pause", "go on"] and not part.changing
     finish(part, trainer)
 
 

@@ -16,7 +16,7 @@ from tests.core.test_segments import RUN as CHANGED
 from tests.ui.conftest import make_record
 from workbench.core.metrics import RunRecord
 from workbench.core.segments import by_strategy
-from workbench.session.comparing.saved_runs import SavedRuns
+from workbench.session.comparison.saved_runs import SavedRuns
 from workbench.ui.runs.runs_view import show_runs
 from workbench.ui.runs.scatter_picture import HEIGHT, WIDTH, scatter_picture
 from workbench.ui.runs.table_rows import filter_rows, key_of, prediction_errors, rows_csv, run_rows, sorted_rows

@@ -86,10 +86,10 @@ def check_backends() -> Finding:
 def check_transport() -> Finding:
     """What CPU ranks of this host would exchange tensors through."""
     from workbench.errors import WorldError
-    from workbench.session.transports import transport_here
+    from workbench.session.host_transport import host_transport
 
     try:
-        text, refusal = transport_here()
+        text, refusal = host_transport()
     except WorldError as error:
         return Finding("transport", BAD, str(error), "Unset the variable, or give it one of the values named.")
     if refusal:

@@ -45,7 +45,7 @@ def _checks(quick: bool) -> Sequence[tuple[tuple[str, ...], Callable[[], Finding
     return always if quick else [*always, (_NEEDED, checks.check_engine)]
 
 
-def line_of(finding: Finding) -> str:
+def format_finding(finding: Finding) -> str:
     """One finding as text, its way out on a line of its own."""
     line = f"{finding.state:<5} {finding.what:<13} {finding.text}"
     return f"{line}\n{'':<20}-> {finding.fix}" if finding.fix else line
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     """Print what was found, as it is found; the exit code is 1 if something needed does not work."""
     bad = []
     for finding in find(args.quick):
-        print(line_of(finding), flush=True)
+        print(format_finding(finding), flush=True)
         bad += [finding.what] if finding.state == BAD else []
     print(f"Does not work: {', '.join(bad)}." if bad else "All that is needed works.")
     return 1 if bad else 0

@@ -18,6 +18,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the stacks."""
-    from workbench.session import showing
+    from workbench.session import text_reports
 
-    return show(args, lambda session: showing.dump_lines(session, showing.ranks_of(session, args.ranks)))
+    return show(args, lambda session: text_reports.dump_lines(session, text_reports.ranks_of(session, args.ranks)))

@@ -21,7 +21,7 @@ def show(args: argparse.Namespace, lines: Callable[[Session], list[str]]) -> int
     Raises:
         SessionError: there is none, none of that name, or several to choose from.
     """
-    from workbench.session.observing import observe
+    from workbench.session.observed_session import observe
 
     session = observe(args.session, f"workbench {args.command}", "--session NAME")
     try:

@@ -17,6 +17,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Interrupt, and say what became of the ranks."""
-    from workbench.session import showing
+    from workbench.session import text_reports
 
-    return show(args, showing.interrupt_lines)
+    return show(args, text_reports.interrupt_lines)

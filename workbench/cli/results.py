@@ -15,7 +15,7 @@ from workbench.units import counted
 if TYPE_CHECKING:
     from workbench.core.metrics import RunRecord
     from workbench.session.cluster import Session
-    from workbench.session.comparing.compare import CompareResult
+    from workbench.session.comparison.compare import CompareResult
 
 STRATEGIES = ("data", "model", "pipeline", "hybrid")
 EQUAL, UNEQUAL = 0, 1
@@ -73,7 +73,7 @@ def compare_and_present(
     job: Job, strategies: Sequence[str], args: argparse.Namespace, session: Session | None = None
 ) -> int:
     """Compare the strategies, in a session of their own where none is given; show the result, return the exit code."""
-    from workbench.session.comparing.compare import compare
+    from workbench.session.comparison.compare import compare
 
     if args.out is not None:
         require("lab", "plotly")

@@ -18,6 +18,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print a line about every rank."""
-    from workbench.session import showing
+    from workbench.session import text_reports
 
-    return show(args, showing.status_lines)
+    return show(args, text_reports.status_lines)

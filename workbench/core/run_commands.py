@@ -20,4 +20,4 @@ class RunCommand:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise ValueError(f"RunCommand({self.kind!r}): no such order. Orders are {', '.join(KINDS)}.")
+            raise ValueError(f"RunCommand({self.kind!r}): no such command. Commands are {', '.join(KINDS)}.")

@@ -4,7 +4,7 @@ A verdict compares the losses of the first steps, step by step, and how every te
 of them. Evidence is asked for in the order of its cost, and only while the question is open:
 
 1. **Tolerance.** Everything lies within a fixed tolerance of the precision: equal. This costs nothing.
-2. **Noise.** One device trains once more from weights that are disturbed by one rounding unit. If the run is not
+2. **Noise.** One device trains once more from weights that are perturbed by one rounding unit. If the run is not
    further from one device than one device is from itself, and that noise is small enough to show a learning rate that
    is wrong by one per cent, or a tensor whose change is wrong by ten: equal.
 3. **A finer precision.** A difference that is rounding shrinks with the rounding unit (2**29 between 32 and 64 bits);
@@ -127,7 +127,7 @@ class Verdict(JsonRecord):
         first_step: difference of the first loss.
         largest: largest difference of a loss in the first ``CHECKED_STEPS`` steps.
         growth: by which factor the difference of the loss grows in a step, None where there are too few to say.
-        noise: the largest difference of a loss between one device and itself, its rounding disturbed; None where
+        noise: the largest difference of a loss between one device and itself, its rounding perturbed; None where
             nobody had to ask.
         float64: the largest difference of a loss in float64, likewise.
         text: a sentence: what differs, by how much, and what rounding explains.
@@ -313,7 +313,7 @@ class Case:
             return f"{reason or 'in float64 it differs'}{exact}{failed}"
         growth = _growth(self.found.losses)
         grown = f", and grows {growth:.1f} times in a step" if growth is not None and growth > 1 else ""
-        own = f"; one device differs from itself by {_largest(self.noise):.0e} when its rounding is disturbed"
+        own = f"; one device differs from itself by {_largest(self.noise):.0e} when its rounding is perturbed"
         return f"rounding: the loss differs by {_first(self.found.losses):.0e} at first{grown}{own}{exact}"
 
 

@@ -41,7 +41,7 @@ _WHERE = {
         "arange", "as_tensor", "empty", "eye", "from_numpy", "full", "linspace", "logspace", "manual_seed", "normal",
         "ones", "rand", "randint", "randn", "randperm", "scalar_tensor", "tensor", "zeros",
     ],
-    "workbench.flow.local": ["to_global", "to_local"],
+    "workbench.flow.local_tensor": ["to_global", "to_local"],
     "workbench.flow.placements": ["placement"],
     "workbench.flow.saving": ["load", "save"],
 }  # fmt: skip

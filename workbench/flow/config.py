@@ -10,14 +10,14 @@ __all__ = ["cpu_device_num", "gpu_device_num", "machine_num"]
 
 
 @dataclass(frozen=True)
-class Use:
+class DeviceLimits:
     """How many devices jobs use; None for all that are there."""
 
     num_devices: int | None = None
     num_hosts: int | None = None
 
 
-_chosen = Use()
+_chosen = DeviceLimits()
 
 
 def gpu_device_num(value: int) -> None:
@@ -26,22 +26,22 @@ def gpu_device_num(value: int) -> None:
     Where no session runs, the first job call starts one with so many engines.
     """
     global _chosen
-    _chosen = Use(_positive("gpu_device_num", value), _chosen.num_hosts)
+    _chosen = DeviceLimits(_positive("gpu_device_num", value), _chosen.num_hosts)
 
 
 def cpu_device_num(value: int) -> None:
     """The same: engines work on GPUs where there are some."""
     global _chosen
-    _chosen = Use(_positive("cpu_device_num", value), _chosen.num_hosts)
+    _chosen = DeviceLimits(_positive("cpu_device_num", value), _chosen.num_hosts)
 
 
 def machine_num(value: int) -> None:
     """Jobs run on this many hosts."""
     global _chosen
-    _chosen = Use(_chosen.num_devices, _positive("machine_num", value))
+    _chosen = DeviceLimits(_chosen.num_devices, _positive("machine_num", value))
 
 
-def chosen() -> Use:
+def chosen() -> DeviceLimits:
     """What has been set."""
     return _chosen
 
@@ -49,7 +49,7 @@ def chosen() -> Use:
 def reset() -> None:
     """Forget what has been set: jobs run on all devices that are there."""
     global _chosen
-    _chosen = Use()
+    _chosen = DeviceLimits()
 
 
 def _positive(name: str, value: int) -> int:

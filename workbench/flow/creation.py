@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from workbench.flow.devices import torch_device
-from workbench.flow.joining import join
-from workbench.flow.local import local
-from workbench.flow.spellings import missing_layout
+from workbench.flow.local_tensor import local
+from workbench.flow.old_spellings import missing_layout
+from workbench.flow.world_join import join
 from workbench.tensors import creation as layouts
 from workbench.tensors import random
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from workbench.errors import PlacementError
-from workbench.flow.joining import join
+from workbench.flow.world_join import join
 
 _TYPES = ("cuda", "gpu", "cpu")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from workbench.flow.joining import join
+from workbench.flow.world_join import join
 
 
 def init() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from workbench.flow.jobs.context import in_scope, running
+from workbench.flow.jobs.context import in_scope, running_job
 
 __all__ = [
     "cast", "concat", "expand_dims", "flatten", "gather", "identity", "matmul", "parallel_cast", "reshape", "slice",
@@ -19,7 +19,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-def _or_newer(torchs: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _accepts_torch_arguments(torchs: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Newer programs call some functions as torch does: with ``dim=``, or a number in the second place."""
 
     def choose(older: Callable[..., Any]) -> Callable[..., Any]:
@@ -58,13 +58,13 @@ def flatten(input: Any, start_dim: int = 0, end_dim: int = -1, name: str | None 
     return torch.flatten(input, start_dim, end_dim)
 
 
-@_or_newer(torch.transpose)
+@_accepts_torch_arguments(torch.transpose)
 def transpose(a: Any, perm: Sequence[int] | None = None, name: str | None = None) -> Any:
     """Dims in the order ``perm``, by default reversed."""
     return a.permute(tuple(reversed(range(a.dim()))) if perm is None else tuple(perm))
 
 
-@_or_newer(torch.cat)
+@_accepts_torch_arguments(torch.cat)
 def concat(inputs: Sequence[Any], axis: int = 0, name: str | None = None) -> Any:
     """Tensors one after the other along ``axis``."""
     return torch.cat(tuple(inputs), axis)
@@ -76,7 +76,7 @@ def cast(x: Any, dtype: torch.dtype, name: str | None = None) -> Any:
     return x.to(dtype)
 
 
-@_or_newer(torch.squeeze)
+@_accepts_torch_arguments(torch.squeeze)
 def squeeze(input: Any, axis: int | Sequence[int] | None = None, name: str | None = None) -> Any:
     """Without dims of size 1."""
     if axis is None:
@@ -84,7 +84,7 @@ def squeeze(input: Any, axis: int | Sequence[int] | None = None, name: str | Non
     return torch.squeeze(input, axis if isinstance(axis, int) else tuple(axis))
 
 
-@_or_newer(torch.unsqueeze)
+@_accepts_torch_arguments(torch.unsqueeze)
 def expand_dims(input: Any, axis: int, name: str | None = None) -> Any:
     """With a dim of size 1 before dim ``axis``."""
     return torch.unsqueeze(input, axis)
@@ -101,7 +101,7 @@ def slice(  # noqa: A001 - as programs write it
     return x
 
 
-@_or_newer(torch.gather)
+@_accepts_torch_arguments(torch.gather)
 def gather(params: Any, indices: Any, axis: int = 0, name: str | None = None) -> Any:
     """Slices of ``params`` along ``axis`` by number: rows of a table, for example."""
     if axis == 0:
@@ -123,7 +123,7 @@ def parallel_cast(input: Any, distribute: Any = None, gradient_distribute: Any =
     from workbench.core.sbp import Broadcast
     from workbench.tensors.boxing.box import box
 
-    job = running("parallel_cast")
+    job = running_job("parallel_cast")
     if job.is_mirrored:
         return input
     return box(input, job.layout(distribute or Broadcast()).normalized(tuple(input.shape)))

@@ -9,7 +9,7 @@ import torch
 
 from workbench.core.sbp import Sbp
 from workbench.flow.initializers import Initializer
-from workbench.flow.jobs.context import in_scope, running
+from workbench.flow.jobs.context import in_scope, running_job
 from workbench.flow.jobs.variables import get_variable
 from workbench.flow.nn import functions
 from workbench.flow.nn.padding import pair
@@ -41,7 +41,7 @@ def dense(
 
     ``hidden = flow.layers.dense(x, 512, activation=flow.nn.relu, kernel_initializer=flow.truncated_normal(0.1))``
     """
-    job = running("layers.dense")
+    job = running_job("layers.dense")
     name = name or job.own_name("Dense")
     shape = (units, inputs.shape[-1])
     weight = get_variable(
@@ -81,7 +81,7 @@ def conv2d(
 
     ``conv = flow.layers.conv2d(images, 32, 5, padding="SAME", activation=flow.nn.relu)`` keeps height and width.
     """
-    job = running("layers.conv2d")
+    job = running_job("layers.conv2d")
     name = name or job.own_name("Conv2d")
     channels = inputs.shape[1 if data_format == "NCHW" else 3]
     shape = (filters, channels // groups, *pair(kernel_size))

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from workbench.errors import JobError
-from workbench.flow.jobs.context import running
+from workbench.flow.jobs.context import running_job
 from workbench.flow.jobs.micro_batches import MicroBatches
 
 __all__ = ["add_loss"]
@@ -28,7 +28,7 @@ def add_loss(loss: Any) -> None:
 
 def name_loss(loss: Any, rule: Any, what: str) -> None:
     """Note a loss, and the rule by which it is trained on; None for that of the config."""
-    job = running(what)
+    job = running_job(what)
     if not job.trains:
         raise JobError(
             f'{what} in {job.name}, a job of type "predict": it updates nothing. Declare it '

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.optim
 
-from workbench.flow.joining import join_if_launched
+from workbench.flow.world_join import join_if_launched
 from workbench.training import torch_patches  # noqa: F401 - completes GlobalTensor and torch
 
 join_if_launched()

@@ -14,7 +14,7 @@ from workbench.errors import JobError
 __all__ = [
     "SGD", "Adam", "AdamW", "CosineScheduler", "CustomScheduler", "ExponentialScheduler", "InverseTimeScheduler",
     "NaturalExpScheduler", "PiecewiseConstantScheduler", "PiecewiseScalingScheduler", "PolynomialSchduler",
-    "PolynomialScheduler", "RMSProp", "Rule", "grad_clipping", "warmup",
+    "PolynomialScheduler", "RMSProp", "UpdateRule", "grad_clipping", "warmup",
 ]  # fmt: skip
 
 Rate = Callable[[int], float]
@@ -152,7 +152,7 @@ class grad_clipping:  # noqa: N801 - programs write flow.optimizer.grad_clipping
 
 
 @dataclass(frozen=True)
-class Rule:
+class UpdateRule:
     """How a training job updates its variables.
 
     Attributes:
@@ -225,7 +225,7 @@ MAKERS: dict[str, Callable[[Any, Mapping[str, Any]], torch.optim.Optimizer]] = {
 }
 
 
-def rule_of_conf(conf: Mapping[str, Any], rate: Rate) -> Rule:
+def update_rule_of_conf(conf: Mapping[str, Any], rate: Rate) -> UpdateRule:
     """The rule that ``config.train.model_update_conf({"momentum_conf": {"beta": 0.9}})`` asks for.
 
     Raises:
@@ -239,7 +239,7 @@ def rule_of_conf(conf: Mapping[str, Any], rate: Rate) -> Rule:
             f"train.model_update_conf({dict(conf)!r}): it holds {', '.join(map(repr, conf)) or 'nothing'}, and one of "
             f'{known} is needed. Write e.g. {{"naive_conf": {{}}}}.'
         )
-    return Rule(kind, rate, dict(conf[kinds[0]]))
+    return UpdateRule(kind, rate, dict(conf[kinds[0]]))
 
 
 def _rate_of(lr_scheduler: Rate | float) -> Rate:
@@ -250,10 +250,10 @@ def _rate_of(lr_scheduler: Rate | float) -> Rate:
 
 def SGD(  # noqa: N802
     lr_scheduler: Rate | float, momentum: float = 0.0, grad_clipping: float | None = None
-) -> Rule:
+) -> UpdateRule:
     """``w -= rate * gradient``; with momentum, ``m = momentum * m + gradient`` in place of the gradient."""
     kind, options = ("momentum", {"beta": momentum}) if momentum else ("naive", {})
-    return Rule(kind, _rate_of(lr_scheduler), options, grad_clipping)
+    return UpdateRule(kind, _rate_of(lr_scheduler), options, grad_clipping)
 
 
 def Adam(  # noqa: N802
@@ -263,10 +263,10 @@ def Adam(  # noqa: N802
     epsilon: float = 1e-8,
     do_bias_correction: bool = False,
     grad_clipping: float | None = None,
-) -> Rule:
+) -> UpdateRule:
     """Adam (Kingma and Ba 2015); without bias correction by default, as the older documents have it."""
     options = {"beta1": beta1, "beta2": beta2, "epsilon": epsilon, "do_bias_correction": do_bias_correction}
-    return Rule("adam", _rate_of(lr_scheduler), options, grad_clipping)
+    return UpdateRule("adam", _rate_of(lr_scheduler), options, grad_clipping)
 
 
 def AdamW(  # noqa: N802
@@ -276,10 +276,10 @@ def AdamW(  # noqa: N802
     epsilon: float = 1e-8,
     weight_decay: float = 0.0,
     grad_clipping: float | None = None,
-) -> Rule:
+) -> UpdateRule:
     """Adam with decoupled weight decay (Loshchilov and Hutter 2019), with bias correction."""
     options = {"beta1": beta1, "beta2": beta2, "epsilon": epsilon, "weight_decay": weight_decay}
-    return Rule("adamw", _rate_of(lr_scheduler), options, grad_clipping)
+    return UpdateRule("adamw", _rate_of(lr_scheduler), options, grad_clipping)
 
 
 def RMSProp(  # noqa: N802
@@ -288,7 +288,7 @@ def RMSProp(  # noqa: N802
     epsilon: float = 1e-8,
     centered: bool = False,
     grad_clipping: float | None = None,
-) -> Rule:
+) -> UpdateRule:
     """RMSProp; epsilon is added to the root, as torch does it."""
     options = {"decay_rate": decay_rate, "epsilon": epsilon, "centered": centered}
-    return Rule("rmsprop", _rate_of(lr_scheduler), options, grad_clipping)
+    return UpdateRule("rmsprop", _rate_of(lr_scheduler), options, grad_clipping)

@@ -9,8 +9,8 @@ from typing import Any
 
 from workbench.core.placement import Placement
 from workbench.errors import PlacementError
-from workbench.flow import devices, spellings
-from workbench.flow.joining import join
+from workbench.flow import devices, old_spellings
+from workbench.flow.world_join import join
 
 _ON_SEVERAL = (
     "A program runs on several in a notebook's cell under %%global, or with python -m workbench.flow.launch "
@@ -41,7 +41,9 @@ class _PlacementFactory:
         """
         world = join()
         if device_type is not None:
-            spellings.warn_old(f'placement(device_type="{device_type}")', f'placement(type="{device_type}")')
+            old_spellings.warn_old_spelling(
+                f'placement(device_type="{device_type}")', f'placement(type="{device_type}")'
+            )
         name = type if type is not None else device_type
         if not isinstance(name, str) or ranks is None:
             raise PlacementError(
@@ -51,7 +53,7 @@ class _PlacementFactory:
         if isinstance(ranks, Mapping):
             machines = ranks
             ranks = _folded(_ranks_of(machines, world.world_size), hierarchy)
-            spellings.warn_old(f'placement("{name}", {machines!r})', f'placement("{name}", ranks={ranks})')
+            old_spellings.warn_old_spelling(f'placement("{name}", {machines!r})', f'placement("{name}", ranks={ranks})')
         elif hierarchy is not None:
             ranks = _folded(list(ranks), hierarchy)
         made = Placement.of(devices.device_type(name), ranks)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from workbench.flow.joining import join
-from workbench.flow.local import local
+from workbench.flow.local_tensor import local
+from workbench.flow.world_join import join
 from workbench.tensors.dispatch.read_values import value_on_all_ranks
 from workbench.tensors.global_tensor import GlobalTensor
 from workbench.tensors.world import barrier

@@ -20,9 +20,9 @@ class View:
 
     def __enter__(self) -> View:
         """Old programs write ``with flow.scope.consistent_view():`` in a job; it must be the job's own view."""
-        from workbench.flow.jobs.context import running
+        from workbench.flow.jobs.context import running_job
 
-        running(f"scope.{self.name}_view()").check_view(self.name)
+        running_job(f"scope.{self.name}_view()").check_view(self.name)
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -69,14 +69,14 @@ class placement:  # noqa: N801 - programs write flow.scope.placement("gpu", "0:1
             raise PlacementError(f"{self}: {error}") from None
 
     def __enter__(self) -> Any:
-        from workbench.flow.jobs.context import running
+        from workbench.flow.jobs.context import running_job
 
-        return running(str(self)).enter_scope(self)
+        return running_job(str(self)).enter_scope(self)
 
     def __exit__(self, *exc: object) -> None:
-        from workbench.flow.jobs.context import running
+        from workbench.flow.jobs.context import running_job
 
-        running(str(self)).leave_scope()
+        running_job(str(self)).leave_scope()
 
     def __str__(self) -> str:
         return f"scope.placement({self.device_tag!r}, {self.machine_device_ids!r})"

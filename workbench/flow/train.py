@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from workbench.flow import config
-from workbench.flow.jobs.ranks import launched
+from workbench.flow.jobs.launched_world import launched_world
 
 __all__ = ["CheckPoint"]
 
@@ -24,7 +24,7 @@ class CheckPoint:
 
         A program's first call does so by itself.
         """
-        world = launched()
+        world = launched_world()
         if world is not None:
             from workbench.flow.jobs import checkpoints
             from workbench.flow.jobs.store import store_of
@@ -34,7 +34,7 @@ class CheckPoint:
         from workbench.flow.jobs import driver, remote
 
         if driver.session_or_none() is not None:
-            driver.on_engines(remote.init_variables, config.chosen())
+            driver.call_on_engines(remote.init_variables, config.chosen())
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the folder ``path``, of which every device writes its part.
@@ -56,7 +56,7 @@ class CheckPoint:
         self._everywhere("load", path, strict)
 
     def _everywhere(self, action: str, path: str | os.PathLike[str], *options: Any) -> None:
-        folder, world = os.path.abspath(path), launched()
+        folder, world = os.path.abspath(path), launched_world()
         if world is not None:
             from workbench.flow.jobs import checkpoints
             from workbench.flow.jobs.store import store_of
@@ -66,4 +66,4 @@ class CheckPoint:
             return
         from workbench.flow.jobs import driver, remote
 
-        driver.on_engines(getattr(remote, f"{action}_variables"), config.chosen(), folder, *options)
+        driver.call_on_engines(getattr(remote, f"{action}_variables"), config.chosen(), folder, *options)

@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from workbench.session.calls import RemoteCall
     from workbench.session.cluster import Session, current, find_current
+    from workbench.session.remote_call import RemoteCall
     from workbench.session.run import CellResult
 
 __all__ = ["CellResult", "RemoteCall", "Session", "current", "find_current"]
@@ -19,7 +19,7 @@ _HOMES = {
     "current": "workbench.session.cluster",
     "find_current": "workbench.session.cluster",
     "CellResult": "workbench.session.run",
-    "RemoteCall": "workbench.session.calls",
+    "RemoteCall": "workbench.session.remote_call",
 }
 
 

@@ -13,18 +13,18 @@ from workbench.core.metrics import RunEvent
 from workbench.errors import NotStartedError, SessionError
 from workbench.session import engine, protocol
 from workbench.session.adapter import Engines, Request
-from workbench.session.calls import RemoteCall
-from workbench.session.code import check_syntax
-from workbench.session.fleet import Fleet, raise_unless_ok
-from workbench.session.output.listeners import Hear, OutputListener, Show, ShowBars, ShowUnfinished
+from workbench.session.cell_syntax import check_syntax
+from workbench.session.engine_pool import EnginePool, raise_unless_ok
+from workbench.session.output.listeners import OnPublished, OutputListener, Show, ShowBars, ShowUnfinished
 from workbench.session.output.log import OutputLogs
-from workbench.session.processes import kept
-from workbench.session.processes.folder import SessionFolder, reap_leftovers
+from workbench.session.processes import discovery
+from workbench.session.processes.folder import SessionFolder, reap_stale_sessions
 from workbench.session.processes.launch import LocalProcesses, find_gpus
 from workbench.session.processes.launch_profile import ProfileProcesses
 from workbench.session.ranks import check_ranks
+from workbench.session.remote_call import RemoteCall
+from workbench.session.request_queue import RequestQueue
 from workbench.session.run import CellResult, Listener, Outcome
-from workbench.session.turns import Turns
 from workbench.units import counted
 
 _open: list[Session] = []
@@ -57,16 +57,16 @@ class Session:
                 f"Session(profile={profile!r}, keep=True): engines of a profile end with their controller, which ends "
                 f"with the notebook. Leave keep out, and save checkpoints."
             )
-        reap_leftovers()
+        reap_stale_sessions()
         folder = SessionFolder.create()
         processes: LocalProcesses | ProfileProcesses = (
             LocalProcesses(folder, num_engines, gpus, keep)
             if profile is None
             else ProfileProcesses(profile, num_engines, folder)
         )
-        self._use(Fleet(processes, num_engines, "cuda" if gpus else "cpu", folder), folder, keep, profile)
+        self._use(EnginePool(processes, num_engines, "cuda" if gpus else "cpu", folder), folder, keep, profile)
         try:
-            self._fleet.start()
+            self._pool.start()
         except BaseException:
             self.close()
             raise
@@ -77,28 +77,28 @@ class Session:
         """Go on with the engines of an earlier notebook (``keep=True``), and with the variables that they hold.
 
         Args:
-            name: which ones; may be left out where there is one (`workbench.session.processes.kept.kept_sessions`
+            name: which ones; may be left out where there is one (`workbench.session.processes.discovery.kept_sessions`
                 lists them).
 
         Raises:
             SessionError: there are no such engines, or another notebook uses them.
         """
-        folder, facts = kept.take_over(name)
+        folder, facts = discovery.take_over(name)
         processes = LocalProcesses(folder, len(facts.engines), facts.gpus, keep=True)
         session = cls.__new__(cls)
         device = "cuda" if facts.gpus else "cpu"
-        session._use(Fleet(processes, len(facts.engines), device, folder), folder, keep=True, profile=None)
-        session._fleet.attach(processes.attach(facts))
+        session._use(EnginePool(processes, len(facts.engines), device, folder), folder, keep=True, profile=None)
+        session._pool.attach(processes.attach(facts))
         session._make_current()
         return session
 
-    def _use(self, fleet: Fleet, folder: SessionFolder, keep: bool, profile: str | None) -> None:
-        self._fleet, self._folder, self.keep, self.profile = fleet, folder, keep, profile
-        self.num_engines, self.device = fleet.num_engines, fleet.device
+    def _use(self, pool: EnginePool, folder: SessionFolder, keep: bool, profile: str | None) -> None:
+        self._pool, self._folder, self.keep, self.profile = pool, folder, keep, profile
+        self.num_engines, self.device = pool.num_engines, pool.device
         self.logs = OutputLogs(folder.path / "output")
         self._owner_pid = os.getpid()
-        self._turns = Turns()
-        self._subscribers: list[Hear] = []
+        self._requests = RequestQueue()
+        self._subscribers: list[OnPublished] = []
         self._closed = False
         atexit.register(self._end)
 
@@ -162,9 +162,9 @@ class Session:
         """
         targets = self._check(ranks)
         check_syntax(code)
-        tag = self._fleet.tag(targets, wants_values=values, label=label)
+        tag = self._pool.tag(targets, wants_values=values, label=label)
         log = self.logs.begin(tag.run)
-        hear = self._tell_subscribers
+        hear = self._notify_subscribers
         listener = OutputListener(targets, self.num_engines, show, merge, log, hear, show_unfinished, show_bars)
         started_s = time.monotonic()
         name = label or "a cell"
@@ -173,7 +173,7 @@ class Session:
             listener.finish()
         finally:
             log.close()
-        self._tell_subscribers(-1, RunEvent("ended", 0))
+        self._notify_subscribers(-1, RunEvent("ended", 0))
         raise_unless_ok(outcome, "cell", timeout)
         ordered = [outcome.values.get(rank) for rank in targets]
         times = [outcome.replied_s[rank] for rank in targets]
@@ -190,14 +190,14 @@ class Session:
         targets = self._check(ranks)
         payload = protocol.dump((fn, args, kwargs))
         listener = OutputListener(targets, self.num_engines)
-        tag = self._fleet.tag(targets, label=label or getattr(fn, "__name__", "call"))
-        place = self._turns.take_place()
+        tag = self._pool.tag(targets, label=label or getattr(fn, "__name__", "call"))
+        ticket = self._requests.enqueue()
 
         def perform(call: RemoteCall) -> Outcome:
-            with self._turns.turn(place):
-                self._fleet.prepare(targets)
+            with self._requests.exclusive(ticket):
+                self._pool.prepare(targets)
                 request = self._live().apply(targets, engine.call, (payload,), tag)
-                return self._fleet.follow(request, listener, wait=call.follow, label=tag.label, is_users=True)
+                return self._pool.follow(request, listener, wait=call.follow, label=tag.label, is_users=True)
 
         def control(operation: str, **arguments: str) -> None:
             self._live().control(targets, operation, run=tag.run, **arguments)
@@ -218,28 +218,28 @@ class Session:
         targets = self._check(ranks)
         replies = self._call(targets, engine.pull, (name,), "pull")
         pulled = [protocol.load(reply) for reply in replies]
-        if pulled and all(isinstance(item, protocol.Logical) for item in pulled):
+        if pulled and all(isinstance(item, protocol.LogicalTensor) for item in pulled):
             return pulled[0].tensor
         return pulled
 
-    def subscribe(self, hear: Hear) -> Callable[[], None]:
+    def subscribe(self, hear: OnPublished) -> Callable[[], None]:
         """Have ``hear(rank, object)`` called with what cells publish while they run, and as rank -1 with a ``RunEvent``
         when a cell has ended and when the session is closed; returns how to end that.
         """
         self._subscribers.append(hear)
         return lambda: self._subscribers.remove(hear)
 
-    def _tell_subscribers(self, rank: int, published: object) -> None:
+    def _notify_subscribers(self, rank: int, published: object) -> None:
         for hear in list(self._subscribers):
             hear(rank, published)
 
     def status(self) -> list[protocol.RankStatus]:
         """What each rank is doing now; answers also while a cell runs or a rank is stuck."""
-        return self._fleet.status()
+        return self._pool.status()
 
     def ask(self, rank: int, operation: str, timeout_s: float = 1.0, **arguments: Any) -> Any:
         """What a rank's control thread answers, also while a cell runs; None when no answer comes in time."""
-        return self._fleet.ask(rank, operation, timeout_s, **arguments)
+        return self._pool.ask(rank, operation, timeout_s, **arguments)
 
     def interrupt(self) -> Outcome:
         """Stop what the engines run: a call of `submit`, or a cell that another thread has sent; waits until it ends.
@@ -247,7 +247,7 @@ class Session:
         Returns:
             How the ranks ended; of no ranks where nothing ran.
         """
-        active = list(self._fleet.active)
+        active = list(self._pool.active)
         for run in active:
             run.stop()
         for run in active:
@@ -260,17 +260,17 @@ class Session:
         Other ranks keep their variables, and all ranks join a new world.
         """
         targets = self._check(ranks)
-        for run in list(self._fleet.active):
+        for run in list(self._pool.active):
             run.stop()
-        with self._turns.turn(self._turns.take_place()):
-            self._fleet.replace(targets)
+        with self._requests.exclusive(self._requests.enqueue()):
+            self._pool.replace(targets)
 
     def close(self) -> None:
         """End the engines and everything the session started; safe to call twice."""
         if self._forget():
-            self._fleet.close()
+            self._pool.close()
             self._folder.remove()
-            self._tell_subscribers(-1, RunEvent("closed", 0))
+            self._notify_subscribers(-1, RunEvent("closed", 0))
 
     def detach(self) -> None:
         """Leave the engines to another notebook, which goes on with them by `attach`; safe to call twice.
@@ -284,9 +284,9 @@ class Session:
                 "is to find are started with keep=True (%workbench start --keep)."
             )
         if self._forget():
-            self._fleet.leave()
+            self._pool.leave()
             self._folder.release()
-            self._tell_subscribers(-1, RunEvent("closed", 0))
+            self._notify_subscribers(-1, RunEvent("closed", 0))
 
     def _end(self) -> None:
         """What happens when the notebook ends, or the context."""
@@ -318,17 +318,17 @@ class Session:
         timeout_s: float | None = None,
         label: str = "",
     ) -> Outcome:
-        place = self._turns.take_place()
-        if not self._turns.is_next(place):
-            busy = ", ".join(sorted(run.label for run in list(self._fleet.active) if run.label)) or "another request"
+        ticket = self._requests.enqueue()
+        if not self._requests.is_first(ticket):
+            busy = ", ".join(sorted(run.label for run in list(self._pool.active) if run.label)) or "another request"
             print(f"workbench: the engines run {busy}; this waits its turn", file=sys.stderr)
-        with self._turns.turn(place):
-            self._fleet.prepare(targets)
-            return self._fleet.follow(send(self._live()), listener, timeout_s, label=label, is_users=True)
+        with self._requests.exclusive(ticket):
+            self._pool.prepare(targets)
+            return self._pool.follow(send(self._live()), listener, timeout_s, label=label, is_users=True)
 
     def _call(self, targets: Sequence[int], function: Callable[..., Any], arguments: tuple, what: str) -> list[Any]:
         listener = OutputListener(targets, self.num_engines)
-        tag = self._fleet.tag(targets, label=what)
+        tag = self._pool.tag(targets, label=what)
         outcome = self._perform(
             lambda live: live.apply(targets, function, arguments, tag), targets, listener, label=what
         )
@@ -340,7 +340,7 @@ class Session:
         return check_ranks(ranks, self.num_engines)
 
     def _live(self) -> Engines:
-        return self._fleet.live
+        return self._pool.live
 
 
 def current() -> Session:

@@ -12,15 +12,15 @@ import sys
 from typing import Any
 
 from workbench.session import protocol
-from workbench.session.on_engine import assist as engine_assist
+from workbench.session.on_engine import completion as engine_assist
 from workbench.session.on_engine import control as engine_control
-from workbench.session.on_engine import debug as engine_debug
+from workbench.session.on_engine import debugger as engine_debug
+from workbench.session.on_engine import deferred_interrupts as engine_imports
+from workbench.session.on_engine import displayed_values as engine_values
 from workbench.session.on_engine import failures as engine_failures
-from workbench.session.on_engine import imports as engine_imports
-from workbench.session.on_engine import values as engine_values
-from workbench.session.on_engine import waits as engine_waits
+from workbench.session.on_engine import interruptible_waits as engine_waits
 from workbench.session.on_engine.shell import current_tag, publish, shell, stop_requested
-from workbench.session.processes import memory_kills
+from workbench.session.processes import oom_kills
 
 __all__ = ["call", "join", "leave", "publish", "pull", "push", "stop_requested"]
 
@@ -37,7 +37,7 @@ def join(rank: int, world_size: int, init_method: str, device: str | None, searc
     os.environ.setdefault("LOCAL_RANK", str(rank))
     sys.path.extend(path for path in search_path if path not in sys.path)
     _install()
-    memory_kills.offer_this_process()
+    oom_kills.raise_oom_score()
 
     from workbench.tensors import world
     from workbench.training.runs import user_loops
@@ -61,7 +61,7 @@ def leave() -> None:
 
 def call(payload: bytes) -> bytes:
     """Run a pickled (function, arguments, keyword arguments) and return its pickled result."""
-    from workbench.session.on_engine.modes import restored_after_interrupt
+    from workbench.session.on_engine.torch_modes import restored_after_interrupt
 
     function, arguments, keywords = protocol.load_strictly(payload)
     with restored_after_interrupt():
@@ -81,20 +81,20 @@ def pull(name: str) -> bytes:
     tag = current_tag()
     collective = tag is not None and tag.all_ranks
     if collective and engine_values.is_global(namespace[name]):
-        return protocol.dump(protocol.Logical(namespace[name].full_tensor().detach().cpu()))
+        return protocol.dump(protocol.LogicalTensor(namespace[name].full_tensor().detach().cpu()))
     return protocol.dump(engine_values.portable(namespace[name], collective))
 
 
 def _install() -> None:
     """Hook into the engine's shell once; joining again changes nothing."""
-    from workbench.session.on_engine import modes as engine_modes  # loads torch
+    from workbench.session.on_engine import torch_modes as engine_modes  # loads torch
 
     engine_failures.entry_points.add(call.__code__)
     here = shell()
     if getattr(here, "workbench_installed", False):
         return
     engine_imports.install(here.kernel)
-    here.events.register("post_run_cell", _tell_the_rest)
+    here.events.register("post_run_cell", _report_remaining_steps)
     engine_modes.install(here)  # before what lets go of errors
     engine_values.install(here)
     engine_failures.install(here)
@@ -102,22 +102,22 @@ def _install() -> None:
     engine_assist.install(here)
     engine_waits.install()
     if importlib.util.find_spec("tqdm") is not None:
-        from workbench.session.on_engine import bars as engine_bars
+        from workbench.session.on_engine import progress_bars as engine_bars
 
         engine_bars.install(here)
     engine_debug.install()
-    _offer_names(here.user_ns)
+    _define_names(here.user_ns)
     here.workbench_installed = True
 
 
-def _tell_the_rest(_result: Any) -> None:
+def _report_remaining_steps(_result: Any) -> None:
     """Loops of a cell that has ended report their last steps."""
     user_loops = sys.modules.get("workbench.training.runs.user_loops")
     if user_loops is not None:
         user_loops.report_remaining_steps()
 
 
-def _offer_names(namespace: dict[str, Any]) -> None:
+def _define_names(namespace: dict[str, Any]) -> None:
     import torch
 
     import workbench

@@ -18,12 +18,12 @@ from IPython.core.magic import Magics, cell_magic, line_magic, magics_class, no_
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 from IPython.display import display
 
-from workbench.session import assist, cluster
-from workbench.session.commands import COMMANDS, describe_times
-from workbench.session.output.bars import MergedBar
-from workbench.session.output.bars import as_html as bars_as_html
-from workbench.session.output.bars import as_text as bars_as_text
+from workbench.session import cluster, completion
+from workbench.session.magic_commands import COMMANDS, describe_times
 from workbench.session.output.merging import Block, as_text
+from workbench.session.output.progress_bars import MergedBar
+from workbench.session.output.progress_bars import as_html as bars_as_html
+from workbench.session.output.progress_bars import as_text as bars_as_text
 from workbench.session.ranks import parse_ranks
 
 _WIDGET = "application/vnd.jupyter.widget-view+json"
@@ -39,14 +39,14 @@ def load_ipython_extension(ipython: Any) -> None:
         ipython.kernel = None  # a shell in a terminal, whom ipyparallel asks for it when an engine shows a widget
     if read_comment_spelling not in ipython.input_transformers_cleanup:
         ipython.input_transformers_cleanup.append(read_comment_spelling)
-    assist.install(ipython)
+    completion.install(ipython)
 
 
 def unload_ipython_extension(ipython: Any) -> None:
     """Forget the ``# %%global`` spelling and end the session."""
     if read_comment_spelling in ipython.input_transformers_cleanup:
         ipython.input_transformers_cleanup.remove(read_comment_spelling)
-    assist.uninstall(ipython)
+    completion.uninstall(ipython)
     session = cluster.find_current()
     if session is not None:
         session.close()
@@ -139,7 +139,7 @@ class SessionMagics(Magics):
             self.shell.user_ns[name] = cluster.current().pull(name)
 
 
-class Shower:
+class OutputDisplay:
     """Shows merged output in the notebook or terminal."""
 
     def __init__(self, num_ranks: int, in_notebook: bool) -> None:
@@ -147,7 +147,7 @@ class Shower:
         self._hidden = () if in_notebook else (_WIDGET,)
         self._unfinished: Any = None
         self._bars: Any = None
-        self.held: list[tuple[str, Block]] = []
+        self.collected: list[tuple[str, Block]] = []
 
     def show(self, stream: str, block: Block) -> None:
         if block.kind == "note":
@@ -176,13 +176,13 @@ class Shower:
         place.update(bundle, raw=True)
         return place
 
-    def hold(self, stream: str, block: Block) -> None:
-        self.held.append((stream, block))
+    def collect(self, stream: str, block: Block) -> None:
+        self.collected.append((stream, block))
 
-    def show_held(self, by_rank: bool) -> None:
+    def show_collected(self, by_rank: bool) -> None:
         if by_rank:
-            self.held.sort(key=lambda item: item[1].ranks)
-        for stream, block in self.held:
+            self.collected.sort(key=lambda item: item[1].ranks)
+        for stream, block in self.collected:
             self.show(stream, block)
 
 
@@ -196,8 +196,8 @@ def _run(shell: Any, code: str, options: Namespace) -> None:
     ranks = parse_ranks(options.ranks, here.num_engines) if options.ranks is not None else None
     by_rank = options.groupby == "engine"
     in_notebook = getattr(shell, "kernel", None) is not None
-    shower = Shower(here.num_engines, in_notebook)
-    show = None if options.quiet else shower.hold if options.no_stream or by_rank else shower.show
+    output_display = OutputDisplay(here.num_engines, in_notebook)
+    show = None if options.quiet else output_display.collect if options.no_stream or by_rank else output_display.show
     try:
         result = here.run_cell(
             code,
@@ -207,11 +207,11 @@ def _run(shell: Any, code: str, options: Namespace) -> None:
             merge=not by_rank,
             values=options.save_name is not None,
             label=options.label,
-            show_unfinished=shower.show_unfinished if show == shower.show and in_notebook else None,
-            show_bars=shower.show_bars if show == shower.show and in_notebook else None,
+            show_unfinished=output_display.show_unfinished if show == output_display.show and in_notebook else None,
+            show_bars=output_display.show_bars if show == output_display.show and in_notebook else None,
         )
     finally:
-        shower.show_held(by_rank)
+        output_display.show_collected(by_rank)
     if options.save_name:
         shell.user_ns[options.save_name] = result
     if options.time:

@@ -17,7 +17,7 @@ from typing import Any
 CONTROL_REQUEST = "workbench_request"
 CONTROL_REPLY = "workbench_reply"
 #: Begins the name of a wait in which all that is sent is there at once: between ranks that share memory.
-NEAR = "near"
+LOCAL = "near"
 #: Prefix of the keys under which engines publish wire values.
 WIRE_KEY = "workbench:"
 #: Values of a cell's last expression above this size are not sent along with the cell's reply.
@@ -87,7 +87,7 @@ class Value:
 
 
 @dataclass(frozen=True, slots=True)
-class Placeholder:
+class OmittedValue:
     """Stands for a value that stayed on its engine; says why and how to get it."""
 
     text: str
@@ -97,7 +97,7 @@ class Placeholder:
 
 
 @dataclass(frozen=True, slots=True)
-class Logical:
+class LogicalTensor:
     """The logical tensor of a global one, as `Session.pull` returns it: the same on every rank."""
 
     tensor: Any
@@ -176,7 +176,7 @@ def dump(value: object, limit_bytes: int | None = None) -> bytes:
     return buffer.getvalue()
 
 
-def dump_or_placeholder(value: object, limit_bytes: int = MAX_VALUE_BYTES) -> bytes:
+def dump_or_omit(value: object, limit_bytes: int = MAX_VALUE_BYTES) -> bytes:
     """Pickle a value, or the placeholder that says why it stays where it is."""
     from workbench.units import format_bytes
 
@@ -185,13 +185,13 @@ def dump_or_placeholder(value: object, limit_bytes: int = MAX_VALUE_BYTES) -> by
         return dump(value, limit_bytes)
     except TooLarge:
         return dump(
-            Placeholder(
+            OmittedValue(
                 f"{kind} larger than {format_bytes(limit_bytes)}, the most that comes back with a cell: "
                 f"give it a name in the cell and fetch it with session.pull(name)"
             )
         )
     except Exception as error:  # noqa: BLE001 - pickling runs anybody's code
-        return dump(Placeholder(f"{kind} that cannot be pickled ({error}): it stays on its engine"))
+        return dump(OmittedValue(f"{kind} that cannot be pickled ({error}): it stays on its engine"))
 
 
 def load_strictly(payload: bytes) -> Any:
@@ -204,4 +204,4 @@ def load(payload: bytes) -> Any:
     try:
         return pickle.loads(payload)
     except Exception as error:  # noqa: BLE001 - pickling runs anybody's code
-        return Placeholder(f"value that cannot be rebuilt here ({type(error).__name__}: {error})")
+        return OmittedValue(f"value that cannot be rebuilt here ({type(error).__name__}: {error})")

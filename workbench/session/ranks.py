@@ -13,7 +13,7 @@ def rank_label(ranks: Iterable[int]) -> str:
     return format_ranks(sorted(set(ranks))).replace(" ", "")
 
 
-def say_ranks(ranks: Iterable[int]) -> str:
+def describe_ranks(ranks: Iterable[int]) -> str:
     """``"rank 1"`` or ``"ranks 0-1,3"``, for sentences."""
     ranks = set(ranks)
     return f"rank{'' if len(ranks) == 1 else 's'} {rank_label(ranks)}"

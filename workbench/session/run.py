@@ -1,6 +1,6 @@
 """One request to the engines from sending to its last reply; nobody waits for a rank that cannot come.
 
-When a rank fails, is interrupted or is out of time, the ranks that still run are stopped by the `Ladder`,
+When a rank fails, is interrupted or is out of time, the ranks that still run are stopped by the `StopEscalation`,
 so that control comes back within about two seconds whatever the engines are doing. Only an import may take longer.
 """
 
@@ -17,9 +17,9 @@ from ipyparallel.error import EngineError
 
 from workbench.session import protocol
 from workbench.session.adapter import ControlCall, Engines, Event, Request
-from workbench.session.divergence import FIRST_LOOK_S, Divergence
-from workbench.session.ladder import Ladder
-from workbench.session.ranks import say_ranks
+from workbench.session.divergence import FIRST_PROBE_S, Divergence
+from workbench.session.ranks import describe_ranks
+from workbench.session.stop_escalation import StopEscalation
 
 #: After a rank failed, how long the others may take to fail by themselves, alike or otherwise.
 FAILURE_GRACE_S = 0.2
@@ -113,20 +113,20 @@ class Run:
     ) -> None:
         self.label, self._tell = label, tell
         self._num_ranks = num_ranks  # of the session, if ranks that wait for ranks that are done are to be stopped
-        self._divergence, self._looks, self._next_look_s = Divergence(), dict[int, ControlCall](), 0.0
+        self._divergence, self._probes, self._next_probe_s = Divergence(), dict[int, ControlCall](), 0.0
         self._engines, self._request, self._listener = engines, request, listener
         self._processes = processes
         self._started_s = time.monotonic()
         self._deadline_s = None if timeout_s is None else self._started_s + timeout_s
         self._pending = set(request.ranks)
-        self._silent: set[int] = set()  # ranks whose output is complete
+        self._output_complete: set[int] = set()  # ranks whose output is complete
         self._last_reply_s = self._started_s
         self._first_failure_s: float | None = None
-        self._ladder: Ladder | None = None
-        self._stopping_s = 0.0  # when the ladder was begun for the first time
+        self._escalation: StopEscalation | None = None
+        self._stopping_s = 0.0  # when the first escalation began
         self._places: dict[int, ControlCall] = {}
         self._importing: set[int] = set()  # ranks that imported something when they were last asked
-        self._has_told_of_import, self._is_patient = False, True
+        self._has_reported_import, self._waits_for_imports = False, True
         self._stop_wanted, self.ended = threading.Event(), threading.Event()
         self.outcome = Outcome(request.ranks)
 
@@ -147,7 +147,7 @@ class Run:
             try:
                 self._step()
             except KeyboardInterrupt:
-                self._is_patient = not self._has_told_of_import
+                self._waits_for_imports = not self._has_reported_import
                 self.stop()
             except BaseException as raised:  # noqa: BLE001 - raised again below
                 error = error or raised
@@ -171,7 +171,7 @@ class Run:
     def _finished(self) -> bool:
         if self._pending:
             return False
-        loud = set(self._request.ranks) - self._silent
+        loud = set(self._request.ranks) - self._output_complete
         return not loud or time.monotonic() > self._last_reply_s + OUTPUT_GRACE_S
 
     def _step(self) -> None:
@@ -187,11 +187,11 @@ class Run:
         self._decide(now)
 
     def _time_to_wait(self) -> float:
-        times = [self._deadline_s, self._listener.wakeup(), self._ladder.wakeup() if self._ladder else None]
-        if self._first_failure_s is not None and self._ladder is None:
+        times = [self._deadline_s, self._listener.wakeup(), self._escalation.wakeup() if self._escalation else None]
+        if self._first_failure_s is not None and self._escalation is None:
             times.append(self._first_failure_s + FAILURE_GRACE_S)
-        if 0 < len(self._pending) < self._num_ranks and self._ladder is None:
-            times.append(self._next_look_s)
+        if 0 < len(self._pending) < self._num_ranks and self._escalation is None:
+            times.append(self._next_probe_s)
         now = time.monotonic()
         return min([max(0.001, moment - now) for moment in times if moment is not None], default=_POLL_S)
 
@@ -199,7 +199,7 @@ class Run:
         if event.kind == "reply":
             self._handle_reply(event)
         elif event.kind == "idle":
-            self._silent.add(event.rank)
+            self._output_complete.add(event.rank)
         elif event.kind == "data" and isinstance(event.content, protocol.Failure):
             self.outcome.failures[event.rank] = event.content
         elif event.kind == "data" and isinstance(event.content, protocol.Value):
@@ -218,19 +218,19 @@ class Run:
         if failed and self._first_failure_s is None:
             self._first_failure_s = event.time_s
         if failed and _is_death(event.content):
-            self._silent.add(event.rank)
+            self._output_complete.add(event.rank)
             self.outcome.dead[event.rank] = self._processes.how_ended(event.rank)
 
     def _decide(self, now: float) -> None:
         if not self._pending:
             return
-        if self._ladder is None:
+        if self._escalation is None:
             reason = self._reason_to_stop(now)
             if reason:
                 self._begin_stopping(reason, now)
-        if self._ladder is not None:
-            for step in self._ladder.due(now):
-                self._take(step, now)
+        if self._escalation is not None:
+            for step in self._escalation.due(now):
+                self._run_step(step, now)
 
     def _reason_to_stop(self, now: float) -> str:
         if self._stop_wanted.is_set():
@@ -245,24 +245,24 @@ class Run:
         """Look now and then at what the ranks do that still run, when some do not."""
         if len(self._pending) >= self._num_ranks:
             return False
-        if now < self._next_look_s:
+        if now < self._next_probe_s:
             return False
-        found = {rank: call.answer(timeout_s=0.0) for rank, call in self._looks.items() if rank in self._pending}
+        found = {rank: call.answer(timeout_s=0.0) for rank, call in self._probes.items() if rank in self._pending}
         is_certain = bool(found) and set(found) == self._pending and self._divergence.is_certain(found, now)
-        is_first = not self._next_look_s
-        self._looks = {} if is_first else self._engines.control(sorted(self._pending), "status")
-        self._next_look_s = now + (FIRST_LOOK_S if is_first else self._divergence.period_s)
+        is_first = not self._next_probe_s
+        self._probes = {} if is_first else self._engines.control(sorted(self._pending), "status")
+        self._next_probe_s = now + (FIRST_PROBE_S if is_first else self._divergence.period_s)
         return is_certain
 
     def _begin_stopping(self, reason: str, now: float) -> None:
         self.outcome.stop_reason = reason
         self.outcome.stopped = tuple(sorted(self._pending))
-        self._ladder, self._stopping_s = Ladder(now), now
+        self._escalation, self._stopping_s = StopEscalation(now), now
         self._places = self._engines.control(self.outcome.stopped, "status")
-        for rank, status in self._look_at_places(timeout_s=0.1).items():
+        for rank, status in self._poll_places(timeout_s=0.1).items():
             self.outcome.places[rank] = status.doing
 
-    def _look_at_places(self, timeout_s: float = 0.0) -> dict[int, protocol.RankStatus]:
+    def _poll_places(self, timeout_s: float = 0.0) -> dict[int, protocol.RankStatus]:
         """What the ranks have answered that were asked last, and that do not wait for longer than ``timeout_s``."""
         found = {rank: call.answer(timeout_s) for rank, call in self._places.items()}
         answered = {rank: status for rank, status in found.items() if status is not None}
@@ -270,10 +270,10 @@ class Run:
         self._importing |= {rank for rank, status in answered.items() if status.importing}
         return answered
 
-    def _take(self, step: str, now: float) -> None:
+    def _run_step(self, step: str, now: float) -> None:
         ranks = sorted(self._pending)
         if step == "interrupt":
-            self._look_at_places()
+            self._poll_places()
             self._places = self._engines.control(ranks, "status")
             self._kill([rank for rank in ranks if self._processes.is_stopped(rank)])
             self._engines.signal(ranks, "SIGINT")
@@ -284,21 +284,21 @@ class Run:
 
     def _kill_unless_importing(self, ranks: Sequence[int], now: float) -> None:
         """A rank that imports something reacts at the end of that (`on_engine.imports`), and gets some time for it."""
-        self._look_at_places()
+        self._poll_places()
         importing = sorted(self._importing & set(ranks))
-        if importing and self._is_patient and now < self._stopping_s + IMPORT_LIMIT_S:
-            self._tell_of_import(importing)
-            self._ladder = Ladder(now)
+        if importing and self._waits_for_imports and now < self._stopping_s + IMPORT_LIMIT_S:
+            self._report_import(importing)
+            self._escalation = StopEscalation(now)
             ranks = [rank for rank in ranks if rank not in importing]
         else:
             self.outcome.killed_in_import = tuple(importing)
         self._kill(ranks)
 
-    def _tell_of_import(self, ranks: Sequence[int]) -> None:
-        if not self._has_told_of_import:
-            what = f"workbench: {say_ranks(ranks)} must end an import first (at most {IMPORT_LIMIT_S:.0f} s)"
+    def _report_import(self, ranks: Sequence[int]) -> None:
+        if not self._has_reported_import:
+            what = f"workbench: {describe_ranks(ranks)} must end an import first (at most {IMPORT_LIMIT_S:.0f} s)"
             self._tell(f"{what}. Another interrupt kills {'it' if len(ranks) == 1 else 'them'} now.")
-        self._has_told_of_import = True
+        self._has_reported_import = True
 
     def _kill(self, ranks: Sequence[int]) -> None:
         self.outcome.killed = tuple(sorted({*self.outcome.killed, *ranks}))

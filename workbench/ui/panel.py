@@ -17,7 +17,7 @@ from workbench.core.verdict import CHECKED_STEPS
 from workbench.cost.estimate import Estimate
 from workbench.cost.hardware import Hardware
 from workbench.errors import SessionError
-from workbench.session.comparing.saved_runs import SavedRuns
+from workbench.session.comparison.saved_runs import SavedRuns
 from workbench.theme import Palette
 from workbench.ui.controls import bar, button, display_widget, html
 from workbench.ui.failures import Failures

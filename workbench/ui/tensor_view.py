@@ -8,7 +8,7 @@ from math import prod
 from workbench.core.rows import Layer
 from workbench.core.strategy import ResolvedStrategy
 from workbench.cost.layer_edges import LayerEdge, Stages
-from workbench.session.on_engine.tensor_picture import tensor_html
+from workbench.session.on_engine.tensor_html import tensor_html
 from workbench.ui.assets import element
 
 _MAX_PARAMETERS = 2

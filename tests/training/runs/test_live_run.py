@@ -1,4 +1,4 @@
-"""Training that reports and follows orders: what is collected, pause, another strategy, stop, on simulated ranks."""
+"""Training that reports and follows commands: what is collected, pause, another strategy, stop, on simulated ranks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def make_job(num_steps: int = STEPS) -> Job:
 
 
 def train(strategy: str, commands=lambda messages: [], num_ranks: int = 2, num_steps: int = STEPS):
-    """Results by rank and all messages; ``orders`` gets the messages so far and gives the orders so far."""
+    """Results by rank and all messages; ``commands`` gets the messages so far and gives the commands so far."""
     messages: list[object] = []
     results = run_ranks(
         lambda: run_strategy(
@@ -125,8 +125,8 @@ def test_one_device_stops_after_the_step_in_which_it_is_told(drops_out: bool, at
 
 @pytest.fixture
 def exchanges_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Orders are heard after the step in which they come, however fast steps are."""
-    monkeypatch.setattr(step_metrics, "INTERVAL_S", 0.0)
+    """Commands are read after the step in which they come, however fast steps are."""
+    monkeypatch.setattr(collecting, "INTERVAL_S", 0.0)
 
 
 @pytest.mark.usefixtures("exchanges_every_step")
@@ -200,8 +200,8 @@ def test_an_order_counts_once_every_rank_has_heard_of_it():
 
     def program(rank):
         def commands():
-            received[rank] += 1
-            late = rank == 1 and received[1] < 4
+            heard[rank] += 1
+            late = rank == 1 and heard[1] < 4
             return [] if late else [RunCommand("stop")]
 
         return run_strategy(make_job(), "*: data", listen=lambda message: None, commands=commands)
@@ -223,7 +223,7 @@ def test_weights_differ_relative_to_the_largest_of_their_tensor(
 
 
 def test_orders_are_of_known_kinds():
-    with pytest.raises(ValueError, match=r"no such order.*pause"):
+    with pytest.raises(ValueError, match=r"no such command.*pause"):
         RunCommand("jump")
 
 

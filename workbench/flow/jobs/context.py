@@ -21,11 +21,11 @@ from workbench.tensors.global_tensor import GlobalTensor
 if TYPE_CHECKING:
     from workbench.flow.jobs.store import Store
 
-_running: ContextVar[Running | None] = ContextVar("workbench_flow_job", default=None)
+_running: ContextVar[RunningJob | None] = ContextVar("workbench_flow_job", default=None)
 
 
 @dataclass
-class Running:
+class RunningJob:
     """One call of a job function, on one rank.
 
     Attributes:
@@ -106,7 +106,7 @@ class Running:
         return Layout(here, (first,) + (Broadcast(),) * (here.num_axes - 1))
 
 
-def running(what: str) -> Running:
+def running_job(what: str) -> RunningJob:
     """The job in progress.
 
     Raises:
@@ -121,18 +121,18 @@ def running(what: str) -> Running:
     return job
 
 
-def running_or_none() -> Running | None:
+def running_job_or_none() -> RunningJob | None:
     """The job in progress, if there is one."""
     return _running.get()
 
 
-class Inside:
+class JobContext:
     """Context: this rank runs ``job``."""
 
-    def __init__(self, job: Running) -> None:
+    def __init__(self, job: RunningJob) -> None:
         self.job = job
 
-    def __enter__(self) -> Running:
+    def __enter__(self) -> RunningJob:
         self.token = _running.set(self.job)
         return self.job
 
@@ -156,7 +156,7 @@ def in_scope(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _move(job: Running, value: Any) -> Any:
+def _move(job: RunningJob, value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(job.to_scope(item) for item in value)
     return job.to_scope(value)

@@ -13,47 +13,47 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from workbench.errors import CellError, JobError
-from workbench.flow.config import Use
+from workbench.flow.config import DeviceLimits
 from workbench.flow.jobs import remote
 from workbench.flow.jobs.run import Job, zip_results
 from workbench.session import Session, find_current, protocol
 
 
 @dataclass
-class _Known:
+class _EngineState:
     """What the engines of a session have: jobs by name (a digest of what was sent), and the serials of their stores."""
 
     jobs: dict[str, str] = field(default_factory=dict)
     serials: tuple[str, ...] | None = None
 
 
-_known: WeakKeyDictionary[Session, _Known] = WeakKeyDictionary()
+_known: WeakKeyDictionary[Session, _EngineState] = WeakKeyDictionary()
 
 
-def call(job: Job, arrays: Mapping[str, Any], use: Use) -> Any:
+def call(job: Job, arrays: Mapping[str, Any], limits: DeviceLimits) -> Any:
     """Run a job on the engines of the current session.
 
     Raises:
         CellError: it failed on an engine.
     """
-    session = _session(use)
-    known = _known.setdefault(session, _Known())
+    session = _session(limits)
+    known = _known.setdefault(session, _EngineState())
     payload = _pickled(job)
     digest = hashlib.sha256(payload).hexdigest()
     if known.jobs.get(job.name) != digest:
         _submit(session, remote.keep_job, job.name, payload, dict(_sources(job.body)))
         known.jobs[job.name] = digest
-    replies = _submit(session, remote.run_job, job.name, dict(arrays), use, known.serials)
+    replies = _submit(session, remote.run_job, job.name, dict(arrays), limits, known.serials)
     known.serials = tuple(reply.serial for reply in replies)
     if job.view == "consistent":
         return replies[0].result
     return zip_results([replies[rank].result for rank in replies[0].ranks])
 
 
-def on_engines(function: Callable[..., Any], use: Use, *args: Any) -> None:
+def call_on_engines(function: Callable[..., Any], limits: DeviceLimits, *args: Any) -> None:
     """Call a function of `remote` that changes the variables of all engines."""
-    session = _session(use)
-    known = _known.setdefault(session, _Known())
+    session = _session(limits)
+    known = _known.setdefault(session, _EngineState())
     known.jobs.clear()  # where a process was replaced, it has none
     known.serials = tuple(_submit(session, function, *args))
 
@@ -73,8 +73,8 @@ def _pickled(job: Job) -> bytes:
         ) from error
 
 
-def _session(use: Use) -> Session:
-    return find_current() or Session(engines=use.num_devices)
+def _session(limits: DeviceLimits) -> Session:
+    return find_current() or Session(engines=limits.num_devices)
 
 
 def _submit(session: Session, function: Callable[..., Any], *args: Any) -> list[Any]:

@@ -11,11 +11,11 @@ from typing import Any
 
 from workbench.errors import JobError
 from workbench.flow import config as devices
-from workbench.flow.jobs.ranks import launched
+from workbench.flow.jobs.launched_world import launched_world
 from workbench.flow.jobs.run import Job, run
 from workbench.flow.jobs.settings import FunctionConfig
 from workbench.flow.jobs.store import store_of
-from workbench.flow.spellings import warn_old
+from workbench.flow.old_spellings import warn_old_spelling
 from workbench.flow.typing import Callback, ListNumpy, Numpy, Placeholder
 
 
@@ -36,7 +36,7 @@ def global_function(
     """
     if isinstance(type, FunctionConfig):
         kind = "train" if type.train.is_set else "predict"
-        warn_old("global_function(config)", f'global_function(type="{kind}", function_config=config)')
+        warn_old_spelling("global_function(config)", f'global_function(type="{kind}", function_config=config)')
         function_config, type = type, kind  # noqa: A001 - the argument's name is fixed
     if callable(type):
         raise JobError(
@@ -85,7 +85,7 @@ class JobFunction:
             CellError: the body failed on an engine; the message shows its line.
         """
         arrays = self._check(args, kwargs)
-        world = launched()
+        world = launched_world()
         if world is not None:
             result = run(self.job, arrays, store_of(world), devices.chosen())
         else:

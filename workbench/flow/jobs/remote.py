@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from workbench.errors import JobError
-from workbench.flow.config import Use
+from workbench.flow.config import DeviceLimits
 from workbench.flow.jobs import checkpoints
 from workbench.flow.jobs.run import Job, ranks_of, run
 from workbench.flow.jobs.store import common_store, known_store, store_of
@@ -42,7 +42,7 @@ def keep_job(name: str, payload: bytes, sources: Mapping[str, tuple[str, list[st
     _jobs[name] = protocol.load_strictly(payload)
 
 
-def run_job(name: str, arrays: Mapping[str, Any], use: Use, serials: tuple[str, ...] | None) -> Reply:
+def run_job(name: str, arrays: Mapping[str, Any], limits: DeviceLimits, serials: tuple[str, ...] | None) -> Reply:
     """Run a job that was kept.
 
     Raises:
@@ -57,8 +57,8 @@ def run_job(name: str, arrays: Mapping[str, Any], use: Use, serials: tuple[str, 
             "check_point.load(path), and call the job again."
         )
     store = store_of(world)
-    result = run(job, arrays, store, use, on_rank_0=True)
-    return Reply(result, tuple(ranks_of(job, store, use)), store.serial)
+    result = run(job, arrays, store, limits, on_rank_0=True)
+    return Reply(result, tuple(ranks_of(job, store, limits)), store.serial)
 
 
 def init_variables() -> str:

@@ -14,9 +14,9 @@ from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.core.sbp import Broadcast, Split
 from workbench.errors import JobError
-from workbench.flow.config import Use
+from workbench.flow.config import DeviceLimits
 from workbench.flow.jobs import training
-from workbench.flow.jobs.context import Inside, Running
+from workbench.flow.jobs.context import JobContext, RunningJob
 from workbench.flow.jobs.micro_batches import MicroBatches
 from workbench.flow.jobs.settings import FunctionConfig
 from workbench.flow.jobs.store import Store
@@ -49,15 +49,15 @@ class Job:
     config: FunctionConfig
 
 
-def ranks_of(job: Job, store: Store, use: Use) -> list[int]:
-    """The ranks that a job runs on: those of its own settings, or as many as ``use`` says."""
+def ranks_of(job: Job, store: Store, limits: DeviceLimits) -> list[int]:
+    """The ranks that a job runs on: those of its own settings, or as many as ``limits`` says."""
     scope = job.config.scope
     if scope is not None:
         return store.devices.ranks(scope.ranges, f"{scope} in the config of {job.name}")
-    return store.devices.first(use.num_devices, use.num_hosts, f"{job.name} with flow.config.gpu_device_num")
+    return store.devices.first(limits.num_devices, limits.num_hosts, f"{job.name} with flow.config.gpu_device_num")
 
 
-def run(job: Job, arrays: Mapping[str, Any], store: Store, use: Use, on_rank_0: bool = False) -> Any:
+def run(job: Job, arrays: Mapping[str, Any], store: Store, limits: DeviceLimits, on_rank_0: bool = False) -> Any:
     """Run a job. All ranks of the world call it with equal arguments.
 
     Args:
@@ -67,8 +67,8 @@ def run(job: Job, arrays: Mapping[str, Any], store: Store, use: Use, on_rank_0: 
     Returns:
         what the body returns, as arrays: logical ones in the consistent view, lists by device in the mirrored one.
     """
-    ranks = ranks_of(job, store, use)
-    running = Running(
+    ranks = ranks_of(job, store, limits)
+    running = RunningJob(
         job.name, job.view, job.trains, store, store.devices.placement(ranks), default_dtype=job.config.dtype
     )
     world = store.world
@@ -76,7 +76,7 @@ def run(job: Job, arrays: Mapping[str, Any], store: Store, use: Use, on_rank_0: 
         _check_lengths(job, arrays, ranks)
     before, world.generator = world.generator, _generator(job, store)
     try:
-        with Inside(running), torch.set_grad_enabled(job.trains):
+        with JobContext(running), torch.set_grad_enabled(job.trains):
             training.clear_gradients(store)
             result = _mirrored(running, job, arrays) if running.is_mirrored else _consistent(running, job, arrays)
     finally:
@@ -93,7 +93,7 @@ def _generator(job: Job, store: Store) -> torch.Generator:
     return torch.Generator().manual_seed(zlib.crc32(f"{store.seed}/{job.name}/{step}".encode()))
 
 
-def _consistent(running: Running, job: Job, arrays: Mapping[str, Any]) -> Any:
+def _consistent(running: RunningJob, job: Job, arrays: Mapping[str, Any]) -> Any:
     arguments = {name: _logical_tensor(array, running.placement) for name, array in arrays.items()}
     result = job.body(**arguments)
     if job.trains:
@@ -106,7 +106,7 @@ def _logical_tensor(array: np.ndarray, placement: Placement) -> GlobalTensor:
     return creation.tensor(array, placement=placement, sbp=sbp)
 
 
-def _mirrored(running: Running, job: Job, arrays: Mapping[str, Any]) -> Any:
+def _mirrored(running: RunningJob, job: Job, arrays: Mapping[str, Any]) -> Any:
     """This device's part; ranks without one have nothing to do, for the body exchanges nothing."""
     placement, world = running.placement, running.store.world
     if world.rank not in placement:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from workbench.errors import JobError
-from workbench.flow.optimizer import Rate, Rule, rule_of_conf
+from workbench.flow.old_spellings import warn_old_spelling
+from workbench.flow.optimizer import Rate, UpdateRule, update_rule_of_conf
 from workbench.flow.scope import View, placement
-from workbench.flow.spellings import warn_old
 
 
 class TrainConfig:
@@ -23,7 +23,7 @@ class TrainConfig:
 
     def primary_lr(self, value: float) -> None:
         """The learning rate."""
-        warn_old(
+        warn_old_spelling(
             f"train.primary_lr({value})",
             f"flow.optimizer.SGD(flow.optimizer.PiecewiseConstantScheduler([], [{value}])).minimize(loss) in the job",
         )
@@ -31,7 +31,7 @@ class TrainConfig:
 
     def model_update_conf(self, value: Mapping[str, Any]) -> None:
         """The update rule: ``{"naive_conf": {}}``, ``{"momentum_conf": {"beta": 0.9}}``, ``{"adam_conf": {}}``..."""
-        rule_of_conf(value, lambda step: 0.0)
+        update_rule_of_conf(value, lambda step: 0.0)
         self.conf = value
 
     @property
@@ -39,7 +39,7 @@ class TrainConfig:
         """Whether anything was said."""
         return self.rate is not None or self.conf is not None
 
-    def rule(self, job: str) -> Rule:
+    def rule(self, job: str) -> UpdateRule:
         """The rule for losses that ``losses.add_loss`` names.
 
         Raises:
@@ -53,7 +53,7 @@ class TrainConfig:
             )
         rate: float = self.rate
         constant: Rate = _Constant(rate)
-        return rule_of_conf(self.conf or {"naive_conf": {}}, constant)
+        return update_rule_of_conf(self.conf or {"naive_conf": {}}, constant)
 
 
 class _Constant:
@@ -86,7 +86,7 @@ class FunctionConfig:
 
     def default_distribute_strategy(self, view: View) -> None:
         """The older name of ``default_logical_view``."""
-        warn_old(
+        warn_old_spelling(
             f"function_config.default_distribute_strategy(scope.{view}_view())",
             f"function_config.default_logical_view(scope.{view}_view())",
         )

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 from workbench.errors import JobError
-from workbench.flow.jobs.context import Running
+from workbench.flow.jobs.context import RunningJob
 from workbench.flow.jobs.micro_batches import MicroBatches, add_up
 from workbench.flow.jobs.settings import FunctionConfig
 from workbench.flow.jobs.store import Store
-from workbench.flow.optimizer import Rule
+from workbench.flow.optimizer import UpdateRule
 from workbench.tensors.global_tensor import GlobalTensor, wrap
 from workbench.training import torch_patches  # noqa: F401 - completes GlobalTensor and torch
 from workbench.training.saving import optimizers
@@ -23,7 +23,7 @@ def clear_gradients(store: Store) -> None:
         variable.grad = None
 
 
-def finish(job: Running, config: FunctionConfig) -> None:
+def finish(job: RunningJob, config: FunctionConfig) -> None:
     """Backward from the losses that the body has named, and a step.
 
     Raises:
@@ -51,7 +51,7 @@ def finish(job: Running, config: FunctionConfig) -> None:
     clear_gradients(job.store)
 
 
-def _rule(job: Running, config: FunctionConfig) -> Rule:
+def _rule(job: RunningJob, config: FunctionConfig) -> UpdateRule:
     if not job.losses:
         raise JobError(
             f'{job.name}: a job of type "train" that named 0 losses; at least 1 is needed. Call '
@@ -83,7 +83,7 @@ def _mean(loss: Any) -> torch.Tensor:
     return mean
 
 
-def _hand_over_gradients(job: Running) -> None:
+def _hand_over_gradients(job: RunningJob) -> None:
     """Each device's gradient is one term of the variable's: they are summed before the step, in buckets."""
     for name, replica in job.replicas.items():
         if replica.grad is not None:
@@ -91,11 +91,11 @@ def _hand_over_gradients(job: Running) -> None:
             variable.grad = wrap(replica.grad, variable._spec.dual)
 
 
-def _trained(job: Running) -> list[GlobalTensor]:
+def _trained(job: RunningJob) -> list[GlobalTensor]:
     return [variable for variable in job.used.values() if variable.requires_grad]
 
 
-def _optimizer(job: Running, rule: Rule) -> torch.optim.Optimizer:
+def _optimizer(job: RunningJob, rule: UpdateRule) -> torch.optim.Optimizer:
     """The job's own, over the variables that it has used; made in its first step, or from a loaded checkpoint."""
     store, trained = job.store, _trained(job)
     optimizer: torch.optim.Optimizer | None = store.optimizers.get(job.name)

@@ -10,8 +10,8 @@ import torch
 from workbench.core.sbp import Broadcast, Sbp, Split
 from workbench.errors import JobError, SbpError
 from workbench.flow.initializers import Initializer, zeros_initializer
-from workbench.flow.jobs.context import Running, running
-from workbench.flow.jobs.ranks import launched
+from workbench.flow.jobs.context import RunningJob, running_job
+from workbench.flow.jobs.launched_world import launched_world
 from workbench.flow.jobs.store import store_of
 from workbench.tensors.boxing.box import box
 from workbench.tensors.global_tensor import GlobalTensor, plain
@@ -43,7 +43,7 @@ def get_variable(
 
     ``w = flow.get_variable("w", (10, 512), initializer=flow.truncated_normal(0.1))``
     """
-    job = running(f"get_variable({name!r})")
+    job = running_job(f"get_variable({name!r})")
     if shape is None:
         raise JobError(f"get_variable({name!r}): it has no shape. Give the logical sizes, e.g. shape=(10, 512).")
     if initializer is not None and not isinstance(initializer, Initializer):
@@ -70,7 +70,7 @@ def get_all_variables() -> dict[str, GlobalTensor]:
     Raises:
         JobError: in a process that drives engines, where no variables are.
     """
-    world = launched()
+    world = launched_world()
     if world is None:
         raise JobError(
             "get_all_variables(): this process drives engines, and variables lie there. Call it in a job, or on the "
@@ -79,7 +79,7 @@ def get_all_variables() -> dict[str, GlobalTensor]:
     return dict(store_of(world).variables.by_name)
 
 
-def _checked(distribute: Any, name: str, shape: tuple[int, ...], job: Running) -> Sbp:
+def _checked(distribute: Any, name: str, shape: tuple[int, ...], job: RunningJob) -> Sbp:
     if distribute is None or isinstance(distribute, Broadcast):
         return Broadcast()
     where = f"get_variable({name!r}, distribute={distribute})"
@@ -98,7 +98,7 @@ def _checked(distribute: Any, name: str, shape: tuple[int, ...], job: Running) -
     return Split(distribute.dim % len(shape))
 
 
-def _replica(job: Running, name: str) -> torch.Tensor:
+def _replica(job: RunningJob, name: str) -> torch.Tensor:
     """This device's own leaf over the variable; its gradient becomes one term of the variable's."""
     replica = job.replicas.get(name)
     if replica is None:

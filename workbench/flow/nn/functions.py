@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from workbench.flow.jobs.context import in_scope, running_or_none
+from workbench.flow.jobs.context import in_scope, running_job_or_none
 from workbench.flow.nn.padding import Pads, edges, pad_window, pair, to_channels_first, to_channels_last
 from workbench.tensors import random
 
@@ -125,7 +125,7 @@ def dropout(
     """
     if not 0.0 <= rate < 1.0:
         raise ValueError(f"dropout(rate={rate}): the share of elements to drop is from 0 to below 1, e.g. 0.5.")
-    job = running_or_none()
+    job = running_job_or_none()
     if job is None:
         return F.dropout(x, rate)
     if not job.trains or rate == 0.0:

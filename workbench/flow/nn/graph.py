@@ -14,12 +14,12 @@ from torch.utils._pytree import tree_map
 
 from workbench.core.placement import Placement
 from workbench.errors import StrategyError
-from workbench.flow.joining import join
-from workbench.flow.local import local
+from workbench.flow.local_tensor import local
 from workbench.flow.nn.graph_config import GraphConfig
 from workbench.flow.nn.module_config import ModuleConfig as GraphModule
 from workbench.flow.nn.module_config import is_recomputed
 from workbench.flow.nn.stages import disjoint_placements, stages_of
+from workbench.flow.world_join import join
 from workbench.tensors.global_tensor import GlobalTensor
 from workbench.training import torch_patches  # noqa: F401 - completes GlobalTensor and torch
 from workbench.training.batches import Batch
@@ -224,10 +224,10 @@ def _cut(inputs: Any, num_micro_batches: int) -> tuple[list[Any], list[float]]:
     if num_micro_batches == 1:
         return [inputs], [1.0]
     parts = Batch(inputs).cut(num_micro_batches)
-    return [tree_map(_as_it_lay, part.inputs, inputs) for part in parts], [part.share for part in parts]
+    return [tree_map(_in_layout_of, part.inputs, inputs) for part in parts], [part.share for part in parts]
 
 
-def _as_it_lay(part: Any, whole: Any) -> Any:
+def _in_layout_of(part: Any, whole: Any) -> Any:
     if not isinstance(part, GlobalTensor):
         return part
     return GlobalTensor.to_global(part, whole.placement, whole.sbp)

@@ -56,7 +56,7 @@ class ModuleConfig:
             self._entry.remove()
             self._entry = None
         if placement is not None:
-            self._entry = self._module.register_forward_pre_hook(partial(_bring, placement), with_kwargs=True)
+            self._entry = self._module.register_forward_pre_hook(partial(_box_inputs, placement), with_kwargs=True)
 
     @property
     def activation_checkpointing(self) -> bool:
@@ -70,11 +70,11 @@ class ModuleConfig:
         self._recomputed = Recomputed(self._module) if value else None
 
 
-def _bring(placement: Placement, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    return tree_map(lambda leaf: _brought(leaf, placement), (args, kwargs))
+def _box_inputs(placement: Placement, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return tree_map(lambda leaf: _boxed(leaf, placement), (args, kwargs))
 
 
-def _brought(leaf: Any, placement: Placement) -> Any:
+def _boxed(leaf: Any, placement: Placement) -> Any:
     """A global tensor on ``placement``, in the layout that it had: whole, where the grids have unlike axes."""
     if not isinstance(leaf, GlobalTensor) or leaf.placement == placement:
         return leaf

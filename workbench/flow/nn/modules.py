@@ -15,10 +15,10 @@ from workbench.core.layout import Layout
 from workbench.core.placement import Placement
 from workbench.core.sbp import broadcast
 from workbench.errors import LayoutError
-from workbench.flow import spellings
+from workbench.flow import old_spellings
 from workbench.flow.devices import torch_device
-from workbench.flow.joining import join, join_if_launched
 from workbench.flow.nn.module_config import ModuleConfig
+from workbench.flow.world_join import join, join_if_launched
 from workbench.tensors.boxing.box import box
 from workbench.tensors.conversion import to_global
 from workbench.tensors.global_tensor import GlobalTensor
@@ -57,13 +57,13 @@ class Module(nn.Module):
                         continue
                     if id(value) not in made:
                         full_name = f"{path}.{name}".lstrip(".")
-                        made[id(value)] = value, _globally(value, placement, sbp, full_name, broadcast_from)
+                        made[id(value)] = value, _to_global_weight(value, placement, sbp, full_name, broadcast_from)
                     tensors[name] = made[id(value)][1]
         return self
 
     def to_consistent(self: Self, placement: Placement | None = None, sbp: Any = None) -> Self:
         """The older spelling of ``to_global``."""
-        spellings.warn_old("to_consistent(placement, sbp)", "to_global(placement=placement, sbp=sbp)")
+        old_spellings.warn_old_spelling("to_consistent(placement, sbp)", "to_global(placement=placement, sbp=sbp)")
         return self.to_global(placement, sbp)
 
     @cached_property  # so that a module may have a ``config`` of its own
@@ -84,7 +84,7 @@ class Module(nn.Module):
         return move(*map(torch_device, args), **{name: torch_device(value) for name, value in kwargs.items()})
 
 
-def _globally(
+def _to_global_weight(
     value: torch.Tensor, placement: Placement | None, sbp: Any, name: str, source: int | None
 ) -> torch.Tensor:
     """A weight in the layout that is asked for; one that is global already stays the same object."""
@@ -97,7 +97,7 @@ def _globally(
             value.data = box(detached, layout.normalized(tuple(value.shape)))
             return value
         if placement is None or missing:
-            raise spellings.missing_layout("to_global", value.shape, missing)
+            raise old_spellings.missing_layout("to_global", value.shape, missing)
         layout = Layout.of(placement, sbp).normalized(tuple(value.shape))
         with torch.no_grad():
             whole = to_global(value.detach(), placement, (broadcast,) * placement.num_axes, broadcast_from=source)

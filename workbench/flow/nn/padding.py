@@ -13,7 +13,7 @@ Pads = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True)
-class Edges:
+class WindowPadding:
     """Rows and columns added around an image: (height, width)."""
 
     before: tuple[int, int]
@@ -41,20 +41,20 @@ def edges(
     window: Sequence[int],
     strides: Sequence[int],
     dilations: Sequence[int],
-) -> Edges:
+) -> WindowPadding:
     """What ``padding`` adds to an image.
 
     >>> edges("SAME", (28, 28), (5, 5), (1, 1), (1, 1))
-    Edges(before=(2, 2), after=(2, 2))
+    WindowPadding(before=(2, 2), after=(2, 2))
 
     Raises:
         ValueError: a padding of another name.
     """
     if not isinstance(padding, str):
         before, after = zip(*list(padding)[-2:], strict=True)
-        return Edges(pair(before), pair(after))
+        return WindowPadding(pair(before), pair(after))
     if padding.upper() == "VALID":
-        return Edges((0, 0), (0, 0))
+        return WindowPadding((0, 0), (0, 0))
     if padding.upper() not in ("SAME", "SAME_UPPER", "SAME_LOWER"):
         raise ValueError(f"padding={padding!r}: known are 'SAME', 'SAME_LOWER', 'VALID', and ((before, after), ...).")
     totals = [
@@ -62,10 +62,10 @@ def edges(
         for size, width, stride, dilation in zip(sizes, window, strides, dilations, strict=True)
     ]
     smaller, larger = pair([total // 2 for total in totals]), pair([total - total // 2 for total in totals])
-    return Edges(larger, smaller) if padding.upper() == "SAME_LOWER" else Edges(smaller, larger)
+    return WindowPadding(larger, smaller) if padding.upper() == "SAME_LOWER" else WindowPadding(smaller, larger)
 
 
-def pad_window(x: Any, around: Edges, value: float) -> Any:
+def pad_window(x: Any, around: WindowPadding, value: float) -> Any:
     """The image with ``value`` around it."""
     (top, left), (bottom, right) = around.before, around.after
     return F.pad(x, (left, right, top, bottom), value=value)

@@ -1,7 +1,7 @@
 """Answers the notebook on the engine's control thread, also while the main thread is stuck in C.
 
 Operations: ``status`` (a `RankStatus` with the main thread's stack), ``abort`` (end waits for other
-ranks), ``stop`` (make `stop_requested` true for one run), ``order`` (tell a training run to pause, go on, change its
+ranks), ``stop`` (make `stop_requested` true for one run), ``command`` (tell a training run to pause, go on, change its
 strategy or stop), ``complete``, ``inspect`` and ``names`` (of the engine), ``debug`` (have a debugger listen).
 """
 
@@ -19,17 +19,17 @@ from typing import Any
 
 from workbench.errors import WorldError
 from workbench.session import protocol
-from workbench.session.on_engine import assist as engine_assist
-from workbench.session.on_engine import debug as engine_debug
-from workbench.session.on_engine import imports as engine_imports
-from workbench.session.on_engine import orders as engine_orders
+from workbench.session.on_engine import completion as engine_assist
+from workbench.session.on_engine import debugger as engine_debug
+from workbench.session.on_engine import deferred_interrupts as engine_imports
+from workbench.session.on_engine import interruptible_waits as engine_waits
+from workbench.session.on_engine import run_commands as engine_commands
 from workbench.session.on_engine import shell as engine_shell
-from workbench.session.on_engine import waits as engine_waits
 from workbench.session.on_engine.failures import frames_of_stack
 
 _PACKAGE = Path(__file__).parents[2]
-_NEAR_WAITS = str(_PACKAGE / "transport" / "messaging" / "waiter.py")
-_FAR_WAITS = (str(_PACKAGE / "transport" / "network" / "helper_thread.py"), engine_waits.__file__)
+_LOCAL_WAITS = str(_PACKAGE / "transport" / "messaging" / "waiter.py")
+_REMOTE_WAITS = (str(_PACKAGE / "transport" / "network" / "helper_thread.py"), engine_waits.__file__)
 """Files in whose functions a thread waits for other ranks."""
 _num_requests = 0
 
@@ -96,10 +96,10 @@ def _wait_of(frame: FrameType | None, world: Any) -> str:
     """The name of the wait that a thread is in; another wait has another name."""
     files = [found.f_code.co_filename for found, _ in traceback.walk_stack(frame)] if frame is not None else []
     number = f"{world.traffic.num_exchanges if world is not None else 0}.{engine_waits.num_waits()}"
-    if _NEAR_WAITS in files:
+    if _LOCAL_WAITS in files:
         is_near = world is not None and world.transport_name in ("shared", "ipc")
-        return f"{protocol.NEAR if is_near else 'far'} {number}"
-    return f"far {number}" if any(file in files for file in _FAR_WAITS) else ""
+        return f"{protocol.LOCAL if is_near else 'far'} {number}"
+    return f"far {number}" if any(file in files for file in _REMOTE_WAITS) else ""
 
 
 def describe_place(stack: tuple[protocol.Frame, ...], importing: str = "") -> str:
@@ -137,7 +137,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "status": status,
     "abort": abort,
     "stop": engine_shell.request_stop,
-    "order": engine_orders.give,
+    "command": engine_commands.add,
     "ping": time.time,
     "complete": engine_assist.complete,
     "inspect": engine_assist.inspect,

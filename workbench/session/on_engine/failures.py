@@ -1,4 +1,4 @@
-"""Turns an exception on an engine into the plain `Failure` that the notebook groups and shows."""
+"""RequestQueue an exception on an engine into the plain `Failure` that the notebook groups and shows."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def install(here: Any) -> None:
         plain_show(kind, error, text)
 
     here._showtraceback = showtraceback
-    warnings.formatwarning = _told_alike(warnings.formatwarning)
-    here.events.register("post_run_cell", lambda result: _let_go(here, result.error_in_exec))
+    warnings.formatwarning = _name_cells_in_warnings(warnings.formatwarning)
+    here.events.register("post_run_cell", lambda result: _release_tracebacks(here, result.error_in_exec))
 
 
-def _told_alike(plain_format: Callable[..., str]) -> Callable[..., str]:
+def _name_cells_in_warnings(plain_format: Callable[..., str]) -> Callable[..., str]:
     """Warnings about lines of cells name the cell: its file has another name on every rank, and each would be shown."""
 
     def format_warning(
@@ -51,7 +51,7 @@ def _told_alike(plain_format: Callable[..., str]) -> Callable[..., str]:
     return format_warning
 
 
-def _let_go(here: Any, error: BaseException | None) -> None:
+def _release_tracebacks(here: Any, error: BaseException | None) -> None:
     """Free the variables of functions that failed: IPython keeps the last traceback, and with it all their tensors."""
     here.history_manager.exceptions.clear()
     here.InteractiveTB.tb = None

@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 
 from workbench.session import protocol
 from workbench.session.adapter import Event
-from workbench.session.output.bars import Bars, MergedBar
-from workbench.session.output.bars import as_text as bars_as_text
 from workbench.session.output.lines import Unfinished
 from workbench.session.output.log import RunLog
 from workbench.session.output.merging import Block, OutputMerger, as_text, tagged
+from workbench.session.output.progress_bars import Bars, MergedBar
+from workbench.session.output.progress_bars import as_text as bars_as_text
 
 #: Receives every piece of merged output: the stream's name ("stdout" or "stderr") and the block.
 Show = Callable[[str, Block], None]
@@ -22,7 +22,7 @@ ShowUnfinished = Callable[[str], None]
 #: Receives all progress bars of the run, again whenever they have changed.
 ShowBars = Callable[[list[MergedBar]], None]
 #: Receives every object that a rank has published: the rank and the object.
-Hear = Callable[[int, object], None]
+OnPublished = Callable[[int, object], None]
 
 
 class OutputListener:
@@ -39,13 +39,13 @@ class OutputListener:
         show: Show | None = None,
         merge: bool = True,
         log: RunLog | None = None,
-        hear: Hear | None = None,
+        hear: OnPublished | None = None,
         show_unfinished: ShowUnfinished | None = None,
         show_bars: ShowBars | None = None,
     ) -> None:
         self._show_bars, self._bars = show_bars, Bars(ranks)
         self._show_unfinished, self._unfinished = show_unfinished, Unfinished()
-        self._hear = hear
+        self._on_published = hear
         self._ranks, self._num_ranks, self._show, self._log = tuple(ranks), num_ranks, show, log
         self._output = OutputMerger(ranks, merge)
         self._lines: list[str] = []
@@ -62,14 +62,14 @@ class OutputListener:
             self._output.feed_bundle(event.rank, event.kind, event.content, event.time_s)
         elif isinstance(event.content, protocol.Bar):
             self._bars.take(event.rank, event.content)
-        elif isinstance(event.content, protocol.Published) and self._hear is not None:
-            self._hear(event.rank, protocol.load(event.content.payload))
+        elif isinstance(event.content, protocol.Published) and self._on_published is not None:
+            self._on_published(event.rank, protocol.load(event.content.payload))
         elif isinstance(event.content, protocol.Published):
             with self._lock:
                 self._published.append((event.rank, event.content.payload))
 
     def on_idle(self, now: float) -> None:
-        self._give_out(now, final=False)
+        self._emit(now, final=False)
         self._draw_bars(now, final=False)
         if self._show_unfinished is not None:
             lines = self._unfinished.take(self._output.unfinished(), now)
@@ -86,7 +86,7 @@ class OutputListener:
         now = time.monotonic()
         for rank in self._ranks:
             self._output.finish(rank, now)
-        self._give_out(now, final=True)
+        self._emit(now, final=True)
         self._draw_bars(now, final=True)
         if self._show_unfinished is not None and self._unfinished.take([], math.inf) is not None:
             self._show_unfinished("")
@@ -115,7 +115,7 @@ class OutputListener:
             if self._show is not None and self._show_bars is None:
                 self._show("stderr", Block("line", self._ranks, bars_as_text(bars)))
 
-    def _give_out(self, now: float, final: bool) -> None:
+    def _emit(self, now: float, final: bool) -> None:
         for stream, block in self._output.take(now, final):
             self._lines.append(as_text(block, self._num_ranks))
             if self._show is not None:

@@ -124,7 +124,7 @@ class Merger:
         return None
 
 
-class _Fold:
+class _FoldedLines:
     """Lines of the same ranks that are not shown for now: how many, how large, and the last ones."""
 
     def __init__(self, num_kept: int) -> None:
@@ -145,7 +145,7 @@ class _Fold:
         return [*([Block("note", self.tail[-1].ranks, note)] if num_hidden else []), *self.tail]
 
 
-class Folder:
+class RateLimiter:
     """Lets a burst of lines through, folds what comes faster than people read, and shows the last ones.
 
     At most ``burst`` lines at once and ``per_second`` in the long run; of the others the last ``tail`` of
@@ -156,7 +156,7 @@ class Folder:
         self._burst, self._per_second, self._num_kept = burst, per_second, tail
         self._credit = float(burst)
         self._time_s: float | None = None
-        self._folds: dict[tuple[int, ...], _Fold] = {}
+        self._folds: dict[tuple[int, ...], _FoldedLines] = {}
 
     def take(self, blocks: Sequence[Block], now: float, final: bool = False) -> list[Block]:
         """Blocks to show in place of the given ones; only lines are ever folded."""
@@ -171,7 +171,7 @@ class Folder:
                 self._credit -= 1
                 shown.append(block)
             else:
-                self._folds.setdefault(block.ranks, _Fold(self._num_kept)).add(block)
+                self._folds.setdefault(block.ranks, _FoldedLines(self._num_kept)).add(block)
         num_waiting = sum(len(fold.tail) for fold in self._folds.values())
         if self._folds and (final or self._credit >= 2 * num_waiting):
             shown += self._open_all()
@@ -189,7 +189,7 @@ class OutputMerger:
 
     def __init__(self, ranks: Sequence[int], merge: bool = True) -> None:
         self._mergers = {"stdout": Merger(ranks, merge), "stderr": Merger(ranks, merge)}
-        self._folders = {name: Folder() for name in self._mergers}
+        self._limiters = {name: RateLimiter() for name in self._mergers}
 
     def feed_stream(self, rank: int, name: str, text: str, now: float) -> None:
         self._mergers[name].feed_text(rank, text, now)
@@ -205,7 +205,7 @@ class OutputMerger:
         """(stream, block) pairs that can be shown now."""
         shown = []
         for name, merger in self._mergers.items():
-            blocks = self._folders[name].take(merger.take(now, final), now, final)
+            blocks = self._limiters[name].take(merger.take(now, final), now, final)
             shown += [(name, block) for block in blocks]
         return shown
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from workbench.errors import CellError
 from workbench.session import protocol
-from workbench.session.ranks import rank_label, say_ranks
+from workbench.session.ranks import describe_ranks, rank_label
 from workbench.session.run import Outcome
 from workbench.units import format_seconds
 
@@ -104,7 +104,7 @@ def consequences(outcome: Outcome) -> list[str]:
         in_import = set(ranks) <= set(outcome.killed_in_import)
         deaf = "did not end an import after" if in_import else "did not react to"
         lines.append(
-            f"{say_ranks(ranks)} {deaf} an interrupt{at} and had to be killed: "
+            f"{describe_ranks(ranks)} {deaf} an interrupt{at} and had to be killed: "
             f"{'its' if len(ranks) == 1 else 'their'} variables are lost. {restart_hint(ranks)}"
         )
     return lines
@@ -113,7 +113,7 @@ def consequences(outcome: Outcome) -> list[str]:
 def headline(ranks: Sequence[int], failure: protocol.Failure) -> str:
     """``ValueError on rank 1: message``."""
     message = f": {failure.message}" if failure.message else ""
-    return f"{failure.kind} on {say_ranks(ranks)}{message}"
+    return f"{failure.kind} on {describe_ranks(ranks)}{message}"
 
 
 def restart_hint(ranks: Sequence[int]) -> str:
@@ -187,13 +187,13 @@ def _place_of(outcome: Outcome, rank: int) -> str:
 
 
 def _subject(ranks: Sequence[int]) -> str:
-    return f"{say_ranks(ranks)} {'was' if len(ranks) == 1 else 'were'}"
+    return f"{describe_ranks(ranks)} {'was' if len(ranks) == 1 else 'were'}"
 
 
 def _timeout_line(outcome: Outcome, what: str, timeout_s: float | None) -> str:
     allowed = format_seconds(timeout_s) if timeout_s is not None else "its time"
     return (
-        f"Timeout: the {what} may take {allowed}, but {say_ranks(outcome.stopped)} of "
+        f"Timeout: the {what} may take {allowed}, but {describe_ranks(outcome.stopped)} of "
         f"{rank_label(outcome.ranks)} still ran after that."
     )
 
@@ -201,8 +201,8 @@ def _timeout_line(outcome: Outcome, what: str, timeout_s: float | None) -> str:
 def _divergence_line(outcome: Outcome, what: str) -> str:
     """Who waits for whom, why in vain, and what to do."""
     done = sorted(set(outcome.replies) - set(outcome.stopped))
-    waiting = f"{say_ranks(outcome.stopped)} wait{'s' if len(outcome.stopped) == 1 else ''} for other ranks"
-    them = f"{say_ranks(done)} {'has' if len(done) == 1 else 'have'} finished it" if done else "they do not run it"
+    waiting = f"{describe_ranks(outcome.stopped)} wait{'s' if len(outcome.stopped) == 1 else ''} for other ranks"
+    them = f"{describe_ranks(done)} {'has' if len(done) == 1 else 'have'} finished it" if done else "they do not run it"
     return (
         f"The ranks have diverged in this {what}: {waiting}, but {them}. What moves data between ranks is run by all "
         f"of them alike: look for a test of the rank, or a loop of another length, around it."

@@ -2,5 +2,5 @@
 
 `launch` starts them on this host, `launch_profile` by an ipyparallel profile; `folder` lists them in the session's
 private folder, `guard` ends what outlives its notebook, `kept` finds what should; `meeting_point` is where engines
-of several hosts meet, `memory_kills` tells what the kernel ended.
+of several hosts meet, `oom_kills` tells what the kernel ended.
 """

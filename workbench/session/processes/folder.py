@@ -223,7 +223,7 @@ def _changed_s(path: Path) -> float:
         return 0.0
 
 
-def leftovers() -> Iterator[SessionFolder]:
+def stale_folders() -> Iterator[SessionFolder]:
     """Folders whose owner has ended, and whose engines nobody can use any more."""
     for folder in all_folders():
         owner, kept = folder.owner(), folder.kept()
@@ -232,9 +232,9 @@ def leftovers() -> Iterator[SessionFolder]:
             yield folder
 
 
-def reap_leftovers() -> int:
+def reap_stale_sessions() -> int:
     """End and remove what sessions of dead notebooks left; the number of sessions found."""
-    found = list(leftovers())
+    found = list(stale_folders())
     for folder in found:
         folder.reap()
     return len(found)

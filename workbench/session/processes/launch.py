@@ -25,16 +25,16 @@ from traitlets.config import Config
 
 from workbench.core.cores import num_cores
 from workbench.errors import EngineStartError
-from workbench.session.processes import guard, memory_kills
+from workbench.session.processes import oom_kills, watchdog
 from workbench.session.processes.folder import EngineFacts, ProcessId, SessionFolder
-from workbench.session.processes.meeting_point import INTERFACE_VARIABLES, interface_of
-from workbench.session.ranks import say_ranks
+from workbench.session.processes.rendezvous_address import INTERFACE_VARIABLES, interface_of
+from workbench.session.ranks import describe_ranks
 from workbench.units import counted
 
 START_TIMEOUT_S = 120
 _POLL_S = 0.05
 _LOG_LINES = 12
-GUARD = [sys.executable, "-m", "workbench.session.processes.guard"]
+WATCHDOG = [sys.executable, "-m", "workbench.session.processes.watchdog"]
 _CONTROLLER_OPTIONS = [
     "--IPController.use_threads=True",
     "--IPController.ip=127.0.0.1",
@@ -72,13 +72,13 @@ def find_gpus() -> list[str]:
     return [str(index) for index in range(len(lines))]
 
 
-class GuardedControllerLauncher(LocalControllerLauncher):
+class WatchedControllerLauncher(LocalControllerLauncher):
     """A controller that ends with the notebook, and takes the rest of the session with it."""
 
     stop_seconds_until_kill = Integer(1)
 
     def find_args(self) -> list[str]:
-        return [*GUARD, "ipyparallel.controller", *self.cluster_args, *self.controller_args]
+        return [*WATCHDOG, "ipyparallel.controller", *self.cluster_args, *self.controller_args]
 
 
 class RankEngineLauncher(LocalEngineLauncher):
@@ -91,7 +91,7 @@ class RankEngineLauncher(LocalEngineLauncher):
         return self.parent.ranks[int(self.identifier)]
 
     def find_args(self) -> list[str]:
-        return [*GUARD, "ipyparallel.engine", *self.cluster_args, *self.engine_args, f"--IPEngine.id={self.rank}"]
+        return [*WATCHDOG, "ipyparallel.engine", *self.cluster_args, *self.engine_args, f"--IPEngine.id={self.rank}"]
 
     def start(self) -> Any:
         own = rank_environment(self.rank, self.parent.num_ranks, self.parent.gpus)
@@ -124,7 +124,7 @@ class LocalProcesses:
         self.engines: dict[int, psutil.Process] = {}
         self._controller: ProcessId | None = None
         self._since_s = time.time()
-        self._memory_kills = memory_kills.count()
+        self._oom_kills = oom_kills.count()
         self._launchers: dict[int, RankEngineLauncher] = {}
         self._known: set[ProcessId] = set()
         self._cluster = ipp.Cluster(
@@ -139,7 +139,7 @@ class LocalProcesses:
             log_level=logging.CRITICAL,
             controller_args=_CONTROLLER_OPTIONS,
             engines=RankEngineSetLauncher,
-            controller=GuardedControllerLauncher,
+            controller=WatchedControllerLauncher,
         )
 
     def start(self, on_progress: Callable[[int], None]) -> ipp.Client:
@@ -238,18 +238,18 @@ class LocalProcesses:
         """Those of the ranks whose process has ended."""
         return [rank for rank in ranks if not _is_running(self.engines[rank])]
 
-    def note_memory_kills(self) -> None:
+    def note_oom_kills(self) -> None:
         """From now on a SIGKILL is put down to want of memory only if the kernel says that there was one since."""
-        self._memory_kills = memory_kills.count()
+        self._oom_kills = oom_kills.count()
 
     def _environment(self) -> dict[str, str]:
         """Whom a process watches: the notebook, or if the session is kept its controller, which watches nobody."""
         connection = self.folder.path / "profile" / "security" / "ipcontroller-engine.json"
-        environment = {"WORKBENCH_SESSION_FOLDER": str(self.folder.path), guard.CONNECTION: str(connection)}
+        environment = {"WORKBENCH_SESSION_FOLDER": str(self.folder.path), watchdog.CONNECTION: str(connection)}
         if not self.keep:
-            environment[guard.OWNER] = str(os.getpid())
+            environment[watchdog.OWNER] = str(os.getpid())
         elif self._controller is not None:
-            environment[guard.KEEPER] = str(self._controller)
+            environment[watchdog.CONTROLLER] = str(self._controller)
         return environment
 
     def _write_security_settings(self) -> None:
@@ -269,7 +269,7 @@ class LocalProcesses:
             code = self.engines[rank].wait(timeout=0.5)
         except (KeyError, psutil.Error):
             code = None
-        if code in (None, -signal.SIGKILL) and memory_kills.count() > self._memory_kills:
+        if code in (None, -signal.SIGKILL) and oom_kills.count() > self._oom_kills:
             return "out of memory: the kernel ended it, or another process at that time, because memory had run out"
         if code is None:
             return "its process has ended"
@@ -293,8 +293,9 @@ class LocalProcesses:
     def _start_failure(self, ranks: Sequence[int], what: str) -> str:
         logs = "\n".join(f"rank {rank}:\n{self._log_of(rank)}" for rank in ranks[:2])
         return (
-            f"Session(engines={self.num_ranks}): {len(ranks)} of {self.num_ranks} engines ({say_ranks(ranks)}) {what}. "
-            f"Engines run {sys.executable} in {os.getcwd()}. The last lines they wrote:\n{logs}"
+            f"Session(engines={self.num_ranks}): {len(ranks)} of {self.num_ranks} engines "
+            f"({describe_ranks(ranks)}) {what}. Engines run {sys.executable} in {os.getcwd()}. "
+            f"The last lines they wrote:\n{logs}"
         )
 
     def _log_of(self, rank: int) -> str:

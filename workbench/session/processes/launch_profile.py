@@ -16,10 +16,10 @@ import ipyparallel as ipp
 from traitlets.config import Config
 
 from workbench.errors import EngineStartError, SessionError
-from workbench.session.processes import guard
+from workbench.session.processes import watchdog
 from workbench.session.processes.folder import SessionFolder
-from workbench.session.processes.launch import GUARD
-from workbench.session.ranks import say_ranks
+from workbench.session.processes.launch import WATCHDOG
+from workbench.session.ranks import describe_ranks
 
 START_TIMEOUT_S = 600  # batch systems queue
 _POLL_S = 0.1
@@ -36,13 +36,17 @@ class ProfileProcesses:
         self._folder = folder
         self._client: ipp.Client | None = None
         self._cluster = ipp.Cluster(
-            profile=profile, n=num_ranks, shutdown_atexit=False, log_level=logging.CRITICAL, config=self._guarded()
+            profile=profile,
+            n=num_ranks,
+            shutdown_atexit=False,
+            log_level=logging.CRITICAL,
+            config=self._watched(),
         )
 
-    def _guarded(self) -> Config:
+    def _watched(self) -> Config:
         """A controller that this host starts watches the notebook, as the engines watch the controller."""
-        environment = {guard.OWNER: str(os.getpid()), "WORKBENCH_SESSION_FOLDER": str(self._folder.path)}
-        command = [*GUARD, "ipyparallel.controller"]
+        environment = {watchdog.OWNER: str(os.getpid()), "WORKBENCH_SESSION_FOLDER": str(self._folder.path)}
+        command = [*WATCHDOG, "ipyparallel.controller"]
         return Config(LocalControllerLauncher={"controller_cmd": command, "environment": environment})
 
     @property
@@ -74,7 +78,7 @@ class ProfileProcesses:
     def start_engines(self, client: ipp.Client, ranks: Sequence[int], on_progress: Callable[[int], None]) -> None:
         """Single engines of a profile cannot be replaced, because its launchers do not know their ids."""
         raise SessionError(
-            f"Session(profile={self.profile!r}): {say_ranks(ranks)} ended, and engines of a profile are started "
+            f"Session(profile={self.profile!r}): {describe_ranks(ranks)} ended, and engines of a profile are started "
             f"only all together. Save what the other ranks hold (%%global --ranks runs there), close this session and "
             f"start a new one."
         )
@@ -103,7 +107,7 @@ class ProfileProcesses:
         """The notebook does not see how processes of a profile end."""
         return "its process has ended"
 
-    def note_memory_kills(self) -> None:
+    def note_oom_kills(self) -> None:
         """The notebook does not see the memory of other hosts."""
 
     def _start_failure(self, num_up: int) -> str:

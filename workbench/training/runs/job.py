@@ -46,7 +46,7 @@ class Job:
         drop_last: leave out the uneven batch at the end of an epoch.
         count: how many terms a micro-batch's loss is the mean of, ``(inputs, targets) -> number``; None: its samples.
         dtype: of the floating-point numbers in model and data; default as they are.
-        disturbed: change the first weights by up to one rounding unit of what the model computes in, under
+        perturbed: change the first weights by up to one rounding unit of what the model computes in, under
             that precision of a strategy.
 
     Raises:
@@ -66,7 +66,7 @@ class Job:
     drop_last: bool = False
     count: Count | None = None
     dtype: torch.dtype | None = None
-    disturbed: str | None = None
+    perturbed: str | None = None
 
     def __post_init__(self) -> None:
         names = ("model_fn", "loss_fn", "optimizer_fn", "collate_fn", "count")
@@ -86,8 +86,8 @@ class Job:
             model = self.model_fn()
         check_model(model)
         model = model.to(self.dtype) if self.dtype is not None else model
-        if self.disturbed is not None:
-            disturb(model, TOLERANCES[precision_of(model, self.disturbed)])
+        if self.perturbed is not None:
+            disturb(model, TOLERANCES[precision_of(model, self.perturbed)])
         return model
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:

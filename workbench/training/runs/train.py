@@ -43,7 +43,7 @@ def run_one_device(
 
     A model that draws random numbers in its first step runs as the only rank of a world of its own instead: plain torch
     draws other ones. ``listen`` gets a ``StepBlock`` about three times a second; layers are timed where somebody
-    listens. Of ``orders``, what was asked of it so far, it follows a stop, after the step in which it comes.
+    listens. Of ``commands``, what was asked of it so far, it follows a stop, after the step in which it comes.
     ``precision`` is that of a strategy: its word for what the model's forward computes in.
     """
     peak = PeakMeter(torch.device("cpu"), shares_process=is_simulated(current()))
@@ -76,9 +76,9 @@ def run_one_device(
         stopped = time.perf_counter()
         times.append(stopped - started)
         is_last = step == job.num_steps - 1 or any(command.kind == "stop" for command in commands())
-        if listen is not None and (stopped - reported_s >= INTERVAL_S or is_last):
-            listen(_steps_alone(job, reported, losses, times))
-            reported, reported_s = step + 1, stopped
+        if listen is not None and (stopped - told_s >= INTERVAL_S or is_last):
+            listen(_steps_alone(job, told, losses, times))
+            told, told_s = step + 1, stopped
         if step == checked_step(job):
             weights = copied_state(model)
         if is_last:
@@ -142,7 +142,7 @@ def run_strategy(
     Args:
         listen: gets what is to be reported: on rank 0 a ``StepBlock`` about three times a second and what happens
             (``RunEvent``), on every rank its ``StepSpans`` about once a second.
-        orders: what the notebook has asked of this rank so far, in order. The ranks compare notes at the same moments
+        commands: what the notebook has asked of this rank so far, in order. The ranks compare notes at the same moments
             and follow together what all of them have heard of: stop, pause, go on, another strategy.
         keeps_weights: return the model's logical state too (costs one exchange of the whole model).
 

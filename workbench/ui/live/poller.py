@@ -12,7 +12,7 @@ from workbench.core.strategy import Strategy
 
 
 class Run(Protocol):
-    """A training run in the background (``workbench.session.comparing.comparison.TrainingRun``)."""
+    """A training run in the background (``workbench.session.comparison.comparison.TrainingRun``)."""
 
     def poll(self) -> Sequence[object]:
         """The messages since the last call."""

@@ -34,7 +34,7 @@ def costs_of(
 
 def measured(session: Any) -> Hardware:
     """The machine that a session's engines are on, calibrated."""
-    from workbench.session.calibrating import calibrate
+    from workbench.session.calibration import calibrate
 
     found = calibrate(session)
     assert isinstance(found, Hardware)

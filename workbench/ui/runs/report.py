@@ -14,7 +14,7 @@ from plotly.offline import get_plotlyjs
 
 from workbench.core.metrics import TOLERANCE, RunRecord
 from workbench.core.segments import by_strategy
-from workbench.session.comparing.machine import machine_text, versions_text
+from workbench.session.comparison.machine import machine_text, versions_text
 from workbench.theme import DARK, LIGHT, Palette, style_sheet
 from workbench.ui.assets import asset, element
 from workbench.ui.number_text import short_difference

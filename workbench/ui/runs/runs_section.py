@@ -16,8 +16,8 @@ from workbench.core.segments import by_strategy
 from workbench.core.strategy import Strategy
 from workbench.core.verdict import CHECKED_STEPS
 from workbench.errors import RunError
-from workbench.session.comparing.comparison import RunStopped
-from workbench.session.comparing.saved_runs import SavedRuns
+from workbench.session.comparison.comparison import RunStopped
+from workbench.session.comparison.saved_runs import SavedRuns
 from workbench.theme import Palette
 from workbench.ui.controls import bar, button, on_value
 from workbench.ui.failures import guarded

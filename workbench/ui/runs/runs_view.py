@@ -9,7 +9,7 @@ import ipywidgets as widgets
 from IPython.display import display
 
 from workbench.core.metrics import RunRecord
-from workbench.session.comparing.saved_runs import SavedRuns
+from workbench.session.comparison.saved_runs import SavedRuns
 from workbench.theme import style_sheet
 from workbench.ui.assets import asset, element
 from workbench.ui.controls import display_widget, html

@@ -14,7 +14,7 @@ import traitlets
 
 from workbench.core.metrics import RunRecord
 from workbench.core.segments import by_strategy
-from workbench.session.comparing.saved_runs import SavedRuns
+from workbench.session.comparison.saved_runs import SavedRuns
 from workbench.ui.assets import asset, element
 from workbench.ui.controls import bar, button, html, label, on_value
 from workbench.ui.failures import guarded

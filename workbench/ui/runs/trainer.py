@@ -12,9 +12,9 @@ from workbench.core.metrics import RunRecord, StepBlock
 from workbench.core.rows import Layer
 from workbench.core.strategy import Strategy
 from workbench.core.verdict import CHECKED_STEPS
-from workbench.session.comparing.comparison import Comparison, Message, RunStopped, TrainingRun, Watch
-from workbench.session.comparing.saved_runs import SavedRuns
-from workbench.session.comparing.subject import Subject
+from workbench.session.comparison.comparison import Comparison, Message, RunObserver, RunStopped, TrainingRun
+from workbench.session.comparison.saved_runs import SavedRuns
+from workbench.session.comparison.subject import Subject
 from workbench.ui.live.poller import Run
 
 
@@ -86,7 +86,7 @@ class SessionTrainer:
         self, strategy: Strategy, name: str, num_steps: int, predicted: Mapping[str, float] | None = None
     ) -> PanelRun:
         """Begin to train; the one-device run comes first where it is not known; nobody waits for either."""
-        return _BackgroundRun(lambda watch: self._begin(strategy, name, num_steps, predicted, watch))
+        return _BackgroundRun(lambda observer: self._begin(strategy, name, num_steps, predicted, observer))
 
     def _begin(
         self,
@@ -94,19 +94,19 @@ class SessionTrainer:
         name: str,
         num_steps: int,
         predicted: Mapping[str, float] | None,
-        watch: Watch,
+        observer: RunObserver,
     ) -> tuple[TrainingRun, Sequence[float]]:
         strategy = self._comparison.strategy(strategy)
-        self.baseline = self._comparison.baseline(watch, num_steps)
-        truth = self._comparison.truth(strategy, watch, num_steps)
+        self.baseline = self._comparison.baseline(observer, num_steps)
+        reference = self._comparison.reference(strategy, observer, num_steps)
         run = self._comparison.start(strategy, name, predicted, num_steps)
-        return run, truth.losses if truth is not None else ()
+        return run, reference.losses if reference is not None else ()
 
 
 class _BackgroundRun:
     """A run that a thread is starting: until then it tells of the one-device run, and keeps what it is asked."""
 
-    def __init__(self, begin: Callable[[Watch], tuple[TrainingRun, Sequence[float]]]) -> None:
+    def __init__(self, begin: Callable[[RunObserver], tuple[TrainingRun, Sequence[float]]]) -> None:
         self._begin = begin
         self._first: SimpleQueue[StepBlock] = SimpleQueue()
         self._run: TrainingRun | None = None
@@ -118,9 +118,9 @@ class _BackgroundRun:
         threading.Thread(target=self._start, name="workbench-start-run", daemon=True).start()
 
     def _start(self) -> None:
-        watch = Watch(self._first.put, self._stopped.is_set, self._interrupted.is_set)
+        observer = RunObserver(self._first.put, self._stopped.is_set, self._interrupted.is_set)
         try:
-            run, losses = self._begin(watch)
+            run, losses = self._begin(observer)
             with self._lock:
                 for order in self._asked:
                     order(run)

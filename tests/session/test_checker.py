@@ -1,0 +1,56 @@
+"""The check of a run against one device, without engines: nobody has to wait for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from workbench.core.strategy import Strategy
+from workbench.session.comparison.checker import Checker, RunObserver
+from workbench.session.comparison.training_on_engine import OneDevice, RankReport
+
+
+class EndlessCall:
+    """A one-device run that takes for ever, until it is cancelled."""
+
+    def __init__(self) -> None:
+        self.commands: list[str] = []
+
+    def done(self) -> bool:
+        return False
+
+    def messages(self) -> list[Any]:
+        return []
+
+    def send_command(self, kind: str) -> None:
+        self.commands.append(kind)
+
+    def cancel(self) -> None:
+        self.commands.append("cancel")
+
+
+class FakeSession:
+    def __init__(self) -> None:
+        self.calls: list[EndlessCall] = []
+
+    def submit(self, *args: Any, **kwargs: Any) -> EndlessCall:
+        self.calls.append(EndlessCall())
+        return self.calls[-1]
+
+
+def report(*losses: float) -> RankReport:
+    return RankReport(losses, (0.1,) * len(losses), {"peak": 0}, 0)
+
+
+@pytest.mark.parametrize("evidence", ["noise", "float64"])
+def test_a_check_that_nobody_waits_for_is_no_verdict(evidence: str):
+    session: Any = FakeSession()
+    checker = Checker(session, "key")
+    checker._reports[OneDevice()] = report(2.0, 1.0)
+    if evidence == "float64":  # noise is known, and explains nothing
+        checker._reports[OneDevice(variant="perturbed")] = report(2.0, 1.00001)
+    observer = RunObserver(lambda block: None, lambda: True, lambda: True)
+    verdict = checker.verdict(Strategy("*: data"), [report(2.0, 1.0005)], 2, observer)
+    assert verdict.equal is None and "stopped" in verdict.text
+    assert [call.commands for call in session.calls] == [["stop", "cancel"]]

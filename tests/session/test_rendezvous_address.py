@@ -1,0 +1,82 @@
+"""Where ranks of several hosts meet: one interface, one address, nothing that listens elsewhere."""
+
+import datetime
+import os
+import socket
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+
+from tests.patience import PATIENCE_S
+from workbench.errors import EngineStartError, WorldError
+from workbench.session.processes.folder import SessionFolder
+from workbench.session.processes.rendezvous_address import (
+    INTERFACE_VARIABLES,
+    RendezvousAddress,
+    address_of,
+    address_towards,
+    find_rendezvous_address,
+    interface_of,
+    rendezvous_store,
+)
+from workbench.transport import rendezvous
+
+
+@pytest.fixture(autouse=True)
+def _own_environment(monkeypatch):
+    for name in INTERFACE_VARIABLES:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_ranks_of_this_host_meet_in_a_file_others_at_the_address_of_rank_0(tmp_path):
+    folder, here = SessionFolder.open(tmp_path), rendezvous.host_name()
+    near, far = RendezvousAddress(here, "10.0.0.1", "eth0", 1), RendezvousAddress("node1", "10.0.0.2", "eth0", 1234)
+    assert rendezvous_store([near, near], folder).startswith("file://")
+    assert rendezvous_store([far, near], folder) == "tcp://10.0.0.2:1234"
+
+
+def test_the_interface_is_the_one_that_leads_to_the_controller():
+    point = find_rendezvous_address("127.0.0.1")
+    assert (point.address, point.interface) == ("127.0.0.1", "lo")
+    assert [os.environ[name] for name in INTERFACE_VARIABLES] == ["lo", "lo"]
+    assert address_towards("127.0.0.1") == "127.0.0.1"
+    assert interface_of("203.0.113.77") == ""
+
+
+def test_an_interface_that_the_user_has_chosen_is_kept(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
+    assert find_rendezvous_address("127.0.0.2").interface == "lo"
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "ib0"
+
+
+def test_an_interface_that_is_not_there_is_an_error_that_lists_those_that_are():
+    with pytest.raises(EngineStartError, match=r"GLOO_SOCKET_IFNAME=ib7: .* It has .*lo.* Name one of them"):
+        address_of("ib7")
+
+
+def test_the_store_listens_at_its_address_and_nowhere_else():
+    place, timeout = f"tcp://127.0.0.1:{free_port()}", datetime.timedelta(seconds=PATIENCE_S)
+    with ThreadPoolExecutor(2) as pool:
+        stores = list(pool.map(lambda rank: rendezvous._tcp_store(place, rank, 2, timeout), range(2)))
+    stores[0].set("key", "value")
+    assert stores[1].get("key") == b"value"
+    port = int(place.rpartition(":")[2])
+    listening = [
+        c.laddr.ip for c in psutil.Process().net_connections() if c.status == "LISTEN" and c.laddr.port == port
+    ]
+    assert listening == ["127.0.0.1"]
+
+
+@pytest.mark.parametrize("place", ["tcp://127.0.0.1", "tcp://:29500"])
+def test_a_store_without_address_or_port_is_an_error(place):
+    with pytest.raises(WorldError, match="needs an address of rank 0's host and a free port"):
+        rendezvous._tcp_store(place, 0, 2, datetime.timedelta(seconds=1))

@@ -1,0 +1,18 @@
+"""Whether this process runs a program together with other ranks, or drives engines that do."""
+
+from __future__ import annotations
+
+import os
+
+from workbench.flow.world_join import join_if_launched
+from workbench.tensors import world as worlds
+from workbench.tensors.world import World
+
+
+def launched_world() -> World | None:
+    """The world in which this thread or process runs one program together with others, by simulation, a launcher or a
+    session; None in a process of its own, also where that has a world of one rank."""
+    join_if_launched()
+    world = worlds.joined()
+    is_alone = world is worlds._process_world and "RANK" not in os.environ and (world is None or world.world_size == 1)
+    return None if is_alone else worlds.current()

@@ -1,0 +1,91 @@
+"""Local tensors of eager programs: torch's, with ``to_global``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from workbench.core.placement import Placement
+from workbench.flow import old_spellings
+from workbench.flow.devices import torch_device
+from workbench.flow.world_join import join
+from workbench.tensors import conversion as entry
+from workbench.tensors.global_tensor import GlobalTensor
+
+
+class LocalTensor(torch.Tensor):
+    """A tensor of this process alone, as ``flow.randn(4, 5)`` makes it; what torch computes with it is one too.
+
+    >>> flow.ones(2, 3).to_global(flow.placement("cpu", ranks=[0]), flow.sbp.broadcast).shape
+    torch.Size([2, 3])
+    """
+
+    def to_global(
+        self, placement: Placement | None = None, sbp: Any = None, *, broadcast_from: int | None = None
+    ) -> GlobalTensor:
+        """The ranks' local tensors as one global tensor. All ranks of the world call it.
+
+        Tensors of ranks outside the placement do not count: on ``ranks=[0]``, rank 0's is the whole. S concatenates
+        the ranks' tensors, P adds them up. B says that they are equal, which is checked (OneFlow takes the first
+        rank's unseen: give ``broadcast_from=0`` for that).
+
+        Raises:
+            LayoutError: no placement or no sbp; ranks disagree about dtype, dims, or the values of B.
+            SbpError: a split dim out of range, or not one entry per axis of the placement.
+        """
+        missing = [name for name, value in (("placement", placement), ("sbp", sbp)) if value is None]
+        if placement is None or sbp is None:
+            raise old_spellings.missing_layout("to_global", self.shape, missing)
+        join()
+        return entry.to_global(self.as_subclass(torch.Tensor), placement, sbp, broadcast_from=broadcast_from)
+
+    def to_consistent(self, placement: Placement | None = None, sbp: Any = None) -> GlobalTensor:
+        """The older spelling of ``to_global``."""
+        old_spellings.warn_old_spelling("to_consistent(placement, sbp)", "to_global(placement=placement, sbp=sbp)")
+        return self.to_global(placement, sbp)
+
+    def to_local(self) -> LocalTensor:
+        """Itself."""
+        return self
+
+    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """``torch.Tensor.to``; "cuda" means the CPU where there is no GPU."""
+        return super().to(*map(torch_device, args), **{name: torch_device(value) for name, value in kwargs.items()})
+
+    def cuda(self, device: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """``torch.Tensor.cuda``; the tensor stays on the CPU where there is no GPU."""
+        return self.to("cuda" if device is None else device)
+
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        """``torch.Tensor.backward``; inside a step of ``nn.Graph`` it waits until the schedule comes to it."""
+        running = join().running
+        if running is None or not running.defers_backward([self], is_plain=not args and not kwargs):
+            super().backward(*args, **kwargs)
+
+    is_global = False
+    is_local = True
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """A plain tensor as a local one of eager programs; what is one already, or global, stays as it is."""
+    return tensor.as_subclass(LocalTensor) if type(tensor) is torch.Tensor else tensor
+
+
+def to_global(data: Any, placement: Placement | None = None, sbp: Any = None) -> Any:
+    """Every tensor in ``data`` (one, or containers of them) by its ``to_global``; torch's plain ones count as local.
+
+    >>> flow.to_global([torch.ones(2)], flow.placement("cpu", ranks=[0]), flow.sbp.broadcast)[0].sbp
+    (B,)
+    """
+
+    def convert(leaf: Any) -> Any:
+        return local(leaf).to_global(placement, sbp) if isinstance(leaf, torch.Tensor) else leaf  # type: ignore[attr-defined]
+
+    return tree_map(convert, data)
+
+
+def to_local(data: Any) -> Any:
+    """Every tensor in ``data`` as this rank's part of it, a local tensor; empty on ranks outside the placement."""
+    return tree_map(lambda leaf: local(leaf.to_local()) if hasattr(leaf, "to_local") else leaf, data)

@@ -1,0 +1,182 @@
+"""One device's runs of a job, and the verdicts on strategies that are compared with them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from workbench.core.metrics import StepBlock, difference
+from workbench.core.strategy import Strategy
+from workbench.core.verdict import TOLERANCES, UNKNOWN, Case, Distance, Verdict
+from workbench.errors import SessionError
+from workbench.session.cluster import Session
+from workbench.session.comparison import training_on_engine
+from workbench.session.comparison.training_on_engine import OneDevice, RankReport
+from workbench.session.remote_call import RemoteCall
+
+_POLL_S = 0.1
+
+
+class RunStopped(SessionError):
+    """A run was stopped before its first step, while one device trained."""
+
+
+@dataclass(frozen=True)
+class RunObserver:
+    """Who waits while one device trains: ``listen`` gets its steps, ``is_stopped`` says that nobody wants them now,
+    ``is_interrupted`` that nobody waits for the step that it takes either.
+    """
+
+    listen: Callable[[StepBlock], None]
+    is_stopped: Callable[[], bool]
+    is_interrupted: Callable[[], bool] = lambda: False
+
+
+class Checker:
+    """Trains a job on one device, on engine 0, as far as a check needs it, and remembers the results.
+
+    Args:
+        key: under which the engines keep the job.
+    """
+
+    def __init__(self, session: Session, key: str) -> None:
+        self._session, self._key = session, key
+        self._reports: dict[OneDevice, RankReport] = {}
+        self._equal: set[str] = set()
+        self._exact: dict[str, tuple[int, Distance]] = {}
+
+    def one_device(self, which: OneDevice, num_steps: int, observer: RunObserver | None = None) -> RankReport:
+        """A one-device run of at least so many steps, made when it is first asked for.
+
+        Raises:
+            RunStopped: ``observer`` did not want it any more; it is made anew when it is next asked for.
+        """
+        known = self._reports.get(which)
+        if known is not None and len(known.losses) >= num_steps:
+            return known
+        call = self._session.submit(training_on_engine.train_one_device, self._key, which, num_steps, ranks=[0])
+        if observer is not None:
+            _observe(call, observer)
+        report: RankReport = call.result()[0]
+        if len(report.losses) < num_steps:
+            raise RunStopped(f"stopped while one device trained, after its step {len(report.losses)}")
+        self._reports[which] = report
+        return report
+
+    def forget(self) -> None:
+        """Make all of them anew: the engine that had them is another one now."""
+        self._reports.clear()
+        self._equal.clear()
+        self._exact.clear()
+
+    def known(self, which: OneDevice) -> RankReport | None:
+        """That one-device run if it has been made."""
+        return self._reports.get(which)
+
+    def verdict(
+        self, strategy: Strategy, reports: Sequence[RankReport], num_steps: int, observer: RunObserver | None = None
+    ) -> Verdict:
+        """Whether the run that came home with these reports equals one device in its first steps.
+
+        Runs one device with perturbed weights, and both in float64, only where the question is open without them, and
+        ``observer`` wants an answer. What is known of a strategy in fp32 or float64 is used in each of its precisions.
+        """
+        which = one_device_of(strategy)
+        reference = self.known(which)
+        if reference is None or not num_steps:
+            return UNKNOWN
+        case = Case(_distance(reports, reference, num_steps), TOLERANCES[reference.precision])
+        try:
+            while (evidence := case.missing()) is not None:
+                steps = min(case.num_steps(evidence), num_steps)
+                if evidence == "noise":
+                    case = replace(case, noise=self._noise(which, reference, steps, observer))
+                else:
+                    case = self._check_in_float64(case, strategy, reports, steps, observer)
+        except RunStopped:
+            return Verdict(None, text="not judged: stopped before the question was settled")
+        verdict = case.verdict()
+        if verdict.equal and reference.precision == "fp32" and not _changed(reports):
+            self._equal.add(str(strategy))
+        return verdict
+
+    def _noise(self, which: OneDevice, reference: RankReport, num_steps: int, observer: RunObserver | None) -> Distance:
+        """How far one device is from itself, its first weights changed by a rounding unit.
+
+        Micro-batches change little of it: noise that is known from another number of them is taken.
+        """
+        for other, report in self._reports.items():
+            plain = self.known(replace(other, variant="plain"))
+            is_like = other.variant == "perturbed" and other.precision == which.precision
+            if is_like and plain is not None and len(report.losses) >= num_steps:
+                return _distance([report], plain, num_steps)
+        report = self.one_device(replace(which, variant="perturbed"), num_steps, observer)
+        return _distance([report], reference, num_steps)
+
+    def _check_in_float64(
+        self,
+        case: Case,
+        strategy: Strategy,
+        reports: Sequence[RankReport],
+        num_steps: int,
+        observer: RunObserver | None,
+    ) -> Case:
+        """The case with what fp32 or float64 have shown of the strategy, or with why that is not to be had."""
+        changed = reports[0].changes[0][0] if reports[0].changes else num_steps
+        if changed < num_steps:
+            return replace(case, no_float64=f"the strategy changed after step {changed}")
+        which = OneDevice(strategy.options.num_micro_batches, variant="float64")
+        wide = strategy.with_options(precision="fp32")
+        if str(wide) in self._equal and wide != strategy:
+            return replace(case, equal_in="fp32")
+        known_steps, exact = self._exact.get(str(wide), (0, Distance()))
+        if known_steps >= num_steps:
+            return replace(case, exact=exact)
+        try:
+            reference = self.one_device(which, num_steps, observer)
+            call = self._session.submit(training_on_engine.train_strategy, self._key, str(wide), which, num_steps)
+            if observer is not None:
+                _observe(call, observer)
+            found = call.result()
+        except RunStopped:
+            raise
+        except SessionError as error:
+            return replace(case, no_float64=str(error).strip().splitlines()[-1])
+        exact = _distance(found, reference, num_steps)
+        self._exact[str(wide)] = num_steps, exact
+        return replace(case, exact=exact)
+
+
+def _changed(reports: Sequence[RankReport]) -> bool:
+    return bool(reports[0].changes)
+
+
+def one_device_of(strategy: Strategy) -> OneDevice:
+    """The one-device run that a strategy's run is compared with."""
+    return OneDevice(strategy.options.num_micro_batches, strategy.options.precision)
+
+
+def _distance(reports: Sequence[RankReport], reference: RankReport, num_steps: int) -> Distance:
+    pairs = list(zip(reports[0].losses, reference.losses, strict=False))[:num_steps]
+    tensors = next((report.tensors for report in reports if report.tensors), ())
+    return Distance(tuple(difference(own, other) for own, other in pairs), tensors)
+
+
+def _observe(call: RemoteCall, observer: RunObserver) -> None:
+    """Hand on the steps of a one-device run until it ends, and a stop to it."""
+    is_told = False
+    while not call.done():
+        time.sleep(_POLL_S)
+        if observer.is_stopped() and not is_told:
+            is_told = True
+            call.send_command("stop")
+        if observer.is_interrupted():
+            call.cancel()
+            raise RunStopped("stopped while one device trained, in the middle of a step")
+        for _, message in call.messages():
+            if isinstance(message, StepBlock):
+                observer.listen(message)
+
+
+__all__ = ["Checker", "RunObserver", "RunStopped", "one_device_of"]

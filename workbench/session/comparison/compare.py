@@ -1,0 +1,216 @@
+"""``wb.compare``: several strategies, the same weights and batches, each checked against one device."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from workbench.core.metrics import RunRecord
+from workbench.core.presets import PRESETS
+from workbench.core.strategy import Strategy
+from workbench.core.verdict import CHECKED_STEPS
+from workbench.errors import RunError, SessionError, StrategyError
+from workbench.session.cluster import Session, find_current
+from workbench.session.comparison.comparison import Comparison
+from workbench.session.comparison.saved_runs import SavedRuns
+from workbench.session.comparison.subject import StrategyLike, Subject
+from workbench.session.output.start_progress import progress_stream
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@dataclass
+class CompareResult:
+    """Finished runs of one comparison.
+
+    Attributes:
+        baseline: the one-device run; None where nothing was to be compared with it.
+        runs: one record per strategy, in the order in which they ran; failed ones carry their reason.
+        settings: what was compared: batch size, steps, engines, optimizer, versions.
+    """
+
+    baseline: RunRecord | None
+    runs: list[RunRecord]
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def all_equal(self) -> bool:
+        """Whether every strategy ran and gave the numbers of one device."""
+        return all(run.error is None and run.equal is True for run in self.runs)
+
+    @property
+    def table(self) -> pd.DataFrame:
+        """One row per strategy, the one-device run last; bytes and seconds in SI units, differences absolute."""
+        import pandas
+
+        rows = [*self.runs, *([self.baseline] if self.baseline is not None else [])]
+        return pandas.DataFrame([_table_row(run, run is self.baseline) for run in rows])
+
+    def to_json(self) -> str:
+        """The whole result as JSON text."""
+        runs = [run.to_dict() for run in self.runs]
+        return json.dumps(
+            {"baseline": self.baseline and self.baseline.to_dict(), "runs": runs, "settings": self.settings}, indent=1
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> CompareResult:
+        """The result that ``to_json`` wrote."""
+        data = json.loads(text)
+        runs = [RunRecord.from_dict(run) for run in data["runs"]]
+        baseline = RunRecord.from_dict(data["baseline"]) if data["baseline"] else None
+        return cls(baseline, runs, data.get("settings", {}))
+
+    def _repr_html_(self) -> str:
+        return str(self.table.to_html(index=False, float_format=lambda value: f"{value:.3g}"))
+
+    def __repr__(self) -> str:
+        return f"CompareResult of {len(self.runs)} strategies:\n{self.table.to_string(index=False)}"
+
+
+def _table_row(run: RunRecord, is_baseline: bool) -> dict[str, Any]:
+    return {
+        "strategy": run.name,
+        "text": run.strategy,
+        "engines": run.num_ranks,
+        "samples_per_s": run.samples_per_s,
+        "speedup": run.speedup,
+        "peak_memory_bytes": max(run.peak_memory_bytes, default=None),
+        "parameter_bytes": max((kinds.get("parameters", 0) for kinds in run.memory_by_kind), default=None),
+        "activation_bytes": max((kinds.get("activations", 0) for kinds in run.memory_by_kind), default=None),
+        "boxed_bytes_per_step": run.boxed_bytes_per_step,
+        "loss_difference": 0.0 if is_baseline else run.loss_difference,
+        "weight_difference": 0.0 if is_baseline else run.weight_difference,
+        "equal": True if is_baseline else run.equal,
+        "verdict": "" if is_baseline else run.verdict.text,
+        "error": run.error,
+    }
+
+
+def compare(
+    model_fn: Callable[[], Any],
+    dataset: Any,
+    loss_fn: Callable[[Any, Any], Any] | None = None,
+    strategies: Iterable[StrategyLike] | Mapping[str, StrategyLike] = PRESETS,
+    *,
+    optimizer_fn: Callable[[Any], Any] | None = None,
+    batch_size: int,
+    steps: int = 20,
+    session: Session | None = None,
+    engines: int = 2,
+    seed: int = 0,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    shuffle: bool = True,
+    drop_last: bool = False,
+    count: Callable[[Any, Any], Any] | None = None,
+    progress: bool = True,
+    keep: bool | SavedRuns = True,
+    check_steps: int = CHECKED_STEPS,
+) -> CompareResult:
+    """Train a model under several strategies, from the same weights on the same batches, and check each against one
+    device.
+
+    Args:
+        model_fn: makes the model; called on every engine after seeding.
+        dataset: all samples in tensors or arrays: a tuple or dict of them, nested or not; or a Dataset whose items are
+            tuples or dicts of such. A dict gives the model keyword arguments, a tuple positional ones.
+        loss_fn: (output, targets) -> scalar, a mean over the samples. It gets, and the model does not, a tuple's last
+            entry, or a dict's ``label``, ``labels``, ``label_ids``, ``target`` or ``targets`` (several: as a dict).
+            None where the model returns its own loss: as its result, as ``.loss`` or ``["loss"]`` (transformers), or
+            as a tuple's scalar; all entries are then arguments of the model. With micro-batches, the losses of these
+            count by their samples, on one device too.
+        strategies: preset names (data, model, pipeline, hybrid; also ``"pipeline | mb=8"``), texts, ``wb.Strategy``,
+            dicts of rows or files of a text (``Path``), in a list; or a dict from names to such. Default: all presets.
+        optimizer_fn: parameters -> torch optimizer; default SGD with lr 0.1 and momentum 0.9.
+        batch_size: samples per step, over all engines.
+        steps: training steps per strategy.
+        session: where to run; default the current one.
+        engines: where there is none: how many are started for the time of the call.
+        seed: of the weights and of the order of the data.
+        collate_fn: list of samples -> batch, as for torch's ``DataLoader``; for a Dataset or a list of samples.
+        shuffle: another order of the samples in every epoch, which follows from the seed; else always their own.
+        drop_last: leave out the uneven batch at the end of an epoch.
+        count: (inputs, targets) -> how many terms the mean loss of a micro-batch has, where that is not its samples:
+            the words that count, for example.
+        progress: print a line per strategy, in a notebook below the cell, elsewhere to standard error.
+        keep: keep the runs on disk, see ``wb.draw.SavedRuns``; a ``SavedRuns`` says where.
+        check_steps: first steps that one device trains too, to be compared with; 0 for none.
+
+    Returns:
+        A result whose ``.table`` is a pandas table.
+
+    Raises:
+        StrategyError: a strategy does not fit.
+        RunError: what is to be trained cannot be, a batch of more samples than there are for example. Nothing has run
+            then, and no engine was started.
+
+    ``wb.compare(make_mlp, digits(), F.cross_entropy, ["data", "model"], batch_size=128).table`` has a row for each.
+    """
+    named = _named(strategies)
+    saved = SavedRuns() if keep is True else keep or None
+    subject = Subject.of(
+        model_fn, dataset, loss_fn, optimizer_fn=optimizer_fn, batch_size=batch_size, steps=steps, seed=seed,
+        collate_fn=collate_fn, shuffle=shuffle, drop_last=drop_last, count=count,
+    )  # fmt: skip
+    running = session or find_current()
+    num_ranks = engines if running is None else running.num_engines
+    checked = {name: subject.strategy(strategy, num_ranks) for name, strategy in named.items()}
+    with (
+        Session(engines) if running is None else nullcontext(running) as used,
+        Comparison(used, subject, saved, check_steps) as comparison,
+    ):
+        say = _Progress(len(checked)) if progress else None
+        baseline = comparison.baseline()
+        runs = [_run_to_end(comparison, name, strategy, say) for name, strategy in checked.items()]
+        return CompareResult(baseline, runs, comparison.settings())
+
+
+def _named(strategies: Iterable[StrategyLike] | Mapping[str, StrategyLike]) -> dict[str, StrategyLike]:
+    if isinstance(strategies, Mapping):
+        named = dict(strategies)
+    else:
+        listed = [strategies] if isinstance(strategies, (str, Strategy, os.PathLike)) else list(strategies)
+        named = {str(Strategy(one) if isinstance(one, Mapping) else one): one for one in listed}
+    if not named:
+        raise StrategyError(
+            f"compare: no strategy given. Give some of {', '.join(PRESETS)}, or texts such as '*: data'."
+        )
+    return named
+
+
+def _run_to_end(comparison: Comparison, name: str, strategy: Strategy, say: _Progress | None) -> RunRecord:
+    started = time.perf_counter()
+    try:
+        record = comparison.start(strategy, name).result()
+    except (SessionError, RunError) as error:  # one strategy that fails must not take the others' results with it
+        record = comparison.planned(name, strategy, error=str(error))
+    if say is not None:
+        say(record, time.perf_counter() - started)
+    return record
+
+
+_VERDICTS = {True: "equal to one device", False: "NOT equal to one device", None: "not compared with one device"}
+
+
+class _Progress:
+    """A line per finished strategy."""
+
+    def __init__(self, total: int) -> None:
+        self.total, self.done = total, 0
+
+    def __call__(self, run: RunRecord, time_s: float) -> None:
+        self.done += 1
+        verdict = "failed" if run.error else _VERDICTS[run.equal]
+        print(
+            f"[{self.done}/{self.total}] {run.name}: {run.samples_per_s:.0f} samples/s, {verdict} ({time_s:.1f} s)",
+            file=progress_stream(),
+        )
+
+
+__all__ = ["CompareResult", "Comparison", "compare"]

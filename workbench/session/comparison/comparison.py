@@ -1,0 +1,331 @@
+"""A job on the engines of a session: its one-device runs, and the strategies that are tried on it.
+
+The job (model, data, loss, optimizer) travels to the engines once. One engine first trains on one device in plain
+torch: that run is the reference, for losses and weights, and the measure of speed-up.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from workbench.core.metrics import RunEvent, RunRecord, Segment, StepBlock, StepSpans, bubble
+from workbench.core.presets import preset_name
+from workbench.core.strategy import Strategy
+from workbench.core.verdict import CHECKED_STEPS
+from workbench.errors import NotStartedError, RunError
+from workbench.session.cluster import Session
+from workbench.session.comparison import training_on_engine
+from workbench.session.comparison.checker import Checker, RunObserver, RunStopped, one_device_of
+from workbench.session.comparison.machine import machine_text, versions
+from workbench.session.comparison.run_records import AnnouncedStrategy, measured_record, now_text, segments_of
+from workbench.session.comparison.saved_runs import RunFile, SavedRuns
+from workbench.session.comparison.subject import StrategyLike, Subject
+from workbench.session.comparison.training_on_engine import OneDevice, RankReport
+from workbench.session.remote_call import RemoteCall
+
+NO_STRATEGY = "plain torch, no parallelism"
+"""What the one-device run has in the place of a strategy."""
+Message = StepBlock | StepSpans | RunEvent
+_keys = itertools.count()
+
+
+class Comparison:
+    """A job on the engines of a session, its one-device runs, and the strategies tried on it so far.
+
+    ``wb.compare`` and the panel are both made of this. Close it (or use it as a context) to free the engines' copies.
+
+    Args:
+        check_steps: steps that one device trains, and that runs begun from now on are compared with; 0 for none.
+    """
+
+    def __init__(
+        self, session: Session, subject: Subject, keep: SavedRuns | None = None, check_steps: int = CHECKED_STEPS
+    ) -> None:
+        self.session, self.subject, self.job = session, subject, subject.job
+        self.key = f"{os.getpid()}-{next(_keys)}"
+        self._checker = Checker(session, self.key)
+        self.check_steps = check_steps
+        self._keep = keep
+        self._baseline: RunRecord | None = None
+        self._num_threads, self._no_micro_batches = 0, ""
+        self.prepare()
+
+    def __enter__(self) -> Comparison:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def prepare(self) -> None:
+        """Send the job to engines that do not have it: to all of them at first, later to those that are new because the
+        world was restarted or a lost engine replaced. One device trains again where its engine is new.
+
+        Raises:
+            NotStartedError: the session is closed.
+        """
+        has_job = self._on_engines(training_on_engine.has_job, self.key)
+        missing = [rank for rank, has in enumerate(has_job) if not has]
+        if missing:
+            prepared = self._on_engines(training_on_engine.keep_job, self.key, self.job, ranks=missing)
+            self._num_threads = max(engine.num_threads for engine in prepared)
+            self._no_micro_batches = prepared[0].no_micro_batches
+        if 0 in missing:
+            self._checker.forget()
+
+    def _on_engines(self, function: Callable[..., Any], *args: Any, ranks: Sequence[int] | None = None) -> list[Any]:
+        try:
+            return self.session.submit(function, *args, ranks=ranks).result()
+        except NotStartedError as error:
+            raise NotStartedError(
+                "These runs are of a session that is closed: its engines have ended. Start engines again (%workbench "
+                "start, or wb.Session()), and run the cell that makes this panel or comparison once more, with them."
+            ) from error
+
+    def close(self) -> None:
+        """Free the engines' copies of the job."""
+        self.session.submit(training_on_engine.forget_job, self.key).result()
+
+    def strategy(self, wanted: StrategyLike) -> Strategy:
+        """A strategy checked against the model, the number of engines and the loss.
+
+        Raises:
+            StrategyError: it does not fit, see `Subject.strategy`.
+            RunError: it has micro-batches, whose losses do not make that of the batch.
+        """
+        strategy = self.subject.strategy(wanted, self.session.num_engines)
+        number = strategy.options.num_micro_batches
+        if number > 1 and self._no_micro_batches:
+            raise RunError(f"{self._no_micro_batches}; this one has {number}: {strategy}.")
+        return strategy
+
+    def reference(
+        self, strategy: Strategy | None = None, observer: RunObserver | None = None, num_steps: int | None = None
+    ) -> RankReport | None:
+        """The first steps of one device, with a strategy's micro-batches and precision; made when first asked for.
+
+        None where nothing is to be compared.
+
+        Raises:
+            RunStopped: ``observer`` did not want it any more; it is made anew when it is next asked for.
+        """
+        self.prepare()
+        which = one_device_of(strategy) if strategy is not None else OneDevice()
+        steps = min(self.check_steps, num_steps or self.job.num_steps)
+        return self._checker.one_device(which, steps, observer) if steps else None
+
+    def baseline(self, observer: RunObserver | None = None, num_steps: int | None = None) -> RunRecord | None:
+        """The one-device run as a record; kept on disk like the others. None where nothing is to be compared.
+
+        Raises:
+            RunStopped: as ``reference``.
+        """
+        reference = self.reference(None, observer, num_steps)
+        if reference is None:
+            return None
+        if self._baseline is None or len(self._baseline.losses) < len(reference.losses):
+            record = self._measured("one device", NO_STRATEGY, [reference], num_ranks=1)
+            self._baseline = self._keep.begin(record).finish(record) if self._keep is not None else record
+        return self._baseline
+
+    def start(
+        self,
+        wanted: StrategyLike,
+        name: str | None = None,
+        predicted: Mapping[str, float] | None = None,
+        num_steps: int | None = None,
+    ) -> TrainingRun:
+        """Start a run and return at once; the reference it is checked against is trained first, if it is not there yet.
+
+        ``predicted`` is kept with the record: what was expected of the run, see ``RunRecord``. ``num_steps`` is
+        another number of steps than the job's.
+        """
+        strategy = self.strategy(wanted)
+        steps = num_steps or self.job.num_steps
+        label = name or (wanted if isinstance(wanted, str) and preset_name(wanted) else str(strategy))
+        self.prepare()  # also where nothing is to be compared
+        self.reference(None, None, steps)
+        self.reference(strategy, None, steps)
+        planned = self.planned(label, strategy, predicted)
+        file = self._keep.begin(planned) if self._keep is not None else None
+        told = f"training run {label!r}"
+        call = self.session.submit(
+            training_on_engine.train_strategy, self.key, str(strategy), one_device_of(strategy), steps, label=told
+        )
+        return TrainingRun(self, planned, strategy, call, file)
+
+    def planned(
+        self, name: str, strategy: Strategy, predicted: Mapping[str, float] | None = None, error: str | None = None
+    ) -> RunRecord:
+        """What is known of a run before it begins; with ``error``, of one that never did."""
+        return RunRecord(
+            name,
+            str(strategy),
+            self.session.num_engines,
+            self.job.batch_size,
+            error=error,
+            predicted=dict(predicted or {}),
+            settings=self.settings(),
+            started=now_text(),
+        )
+
+    def settings(self) -> dict[str, Any]:
+        """What is trained, and with what."""
+        return {
+            **self.subject.settings(),
+            "engines": self.session.num_engines,
+            "threads": self._num_threads,
+            "device": self.session.device,
+            "check_steps": self.check_steps,
+            "machine": machine_text(),
+            **{name.lower(): number for name, number in versions().items()},
+        }
+
+    def record(
+        self,
+        planned: RunRecord,
+        strategy: Strategy,
+        reports: Sequence[RankReport],
+        announced: Mapping[str, AnnouncedStrategy],
+        observer: RunObserver | None = None,
+    ) -> RunRecord:
+        """A finished run, compared with one device: the losses of the first steps, and how they change the weights."""
+        run = self._measured(planned.name, planned.strategy, reports, planned.num_ranks)
+        verdict = self._checker.verdict(strategy, reports, planned.settings["check_steps"], observer)
+        return replace(
+            run,
+            predicted=planned.predicted,
+            settings=planned.settings,
+            started=planned.started,
+            changes=reports[0].changes,
+            loss_difference=verdict.largest,
+            weight_difference=next((r.weight_difference for r in reports if r.weight_difference is not None), None),
+            equal=verdict.equal,
+            verdict=verdict,
+            segments=segments_of(planned, run, reports, announced),
+        )
+
+    def _measured(self, name: str, text: str, reports: Sequence[RankReport], num_ranks: int) -> RunRecord:
+        reference = self._checker.known(OneDevice())
+        return measured_record(name, text, reports, num_ranks, self.job.batch_size, reference, self.settings())
+
+
+class TrainingRun:
+    """One strategy being trained; the notebook goes on meanwhile."""
+
+    def __init__(
+        self, comparison: Comparison, planned: RunRecord, strategy: Strategy, call: RemoteCall, file: RunFile | None
+    ) -> None:
+        self.comparison, self.planned, self.strategy, self.call = comparison, planned, strategy, call
+        self._file = file
+        self._spans: dict[int, StepSpans] = {}
+        self._record: RunRecord | None = None
+        self._interrupted = threading.Event()
+        self._announced: dict[str, AnnouncedStrategy] = {}
+        self._bubbles: list[float | None] = []  # of the strategies before the one that goes on
+
+    @property
+    def name(self) -> str:
+        """What the run is called in tables."""
+        return self.planned.name
+
+    @property
+    def run_id(self) -> str:
+        """The name of the run's file; empty if it is not kept."""
+        return self._file.run_id if self._file is not None else ""
+
+    def poll(self) -> list[Message]:
+        """What was reported since the last call: blocks of steps of all ranks, spans, events."""
+        found = [message for _, message in self.call.messages() if isinstance(message, Message)]
+        if self._file is not None:
+            self._file.add(found)
+        for message in found:
+            if isinstance(message, StepSpans):
+                self._spans[message.rank] = message
+            elif isinstance(message, RunEvent) and message.kind == "strategy":
+                self._bubbles.append(bubble(list(self._spans.values())))
+                self._spans.clear()
+            elif isinstance(message, StepBlock):
+                self.call.describe(f"training run {self.name!r}, step {message.stop_step} of {message.num_steps}")
+        return found
+
+    def done(self) -> bool:
+        """Whether the run has ended, well or not."""
+        return self.call.done()
+
+    def stop(self) -> None:
+        """Ask the run to end at the next step; its figures so far are kept."""
+        self.call.send_command("stop")
+
+    def interrupt(self) -> None:
+        """End the run now, in the middle of whatever the engines do: a step, or the check of a run that has ended."""
+        self._interrupted.set()
+        self.call.cancel()
+
+    def pause(self) -> None:
+        """Ask the run to wait after its current step."""
+        self.call.send_command("pause")
+
+    def go_on(self) -> None:
+        """Ask a paused run to go on."""
+        self.call.send_command("go on")
+
+    def change(self, strategy: StrategyLike, name: str = "", predicted: Mapping[str, float] | None = None) -> None:
+        """Ask the run to go on under another strategy from its next step, with the same weights and optimizer state.
+
+        Args:
+            name: what its part of the run is called in tables; default the strategy's text.
+            predicted: what is expected of it, see ``RunRecord``.
+
+        Raises:
+            StrategyError: it does not fit the model or the number of engines.
+        """
+        text = str(self.comparison.strategy(strategy))
+        self._announced[text] = AnnouncedStrategy(name or text, predicted or {})
+        self.call.send_command("strategy", text)
+
+    def result(self, timeout: float | None = None) -> RunRecord:
+        """The finished run, compared with one device; waits for it.
+
+        Raises:
+            CellError: a rank failed.
+        """
+        if self._record is None:
+            try:
+                reports = self.call.result(timeout)
+            except TimeoutError:
+                raise
+            except BaseException as error:
+                self._finish(replace(self.planned, error=str(error).strip() or repr(error)))
+                raise
+            self.poll()
+            observer = RunObserver(lambda block: None, self._interrupted.is_set, self._interrupted.is_set)
+            record = self.comparison.record(self.planned, self.strategy, reports, self._announced, observer)
+            waited = [*self._bubbles, bubble(list(self._spans.values()))]
+            segments = tuple(map(_with_bubble, record.segments, waited))
+            self._record = self._finish(replace(record, bubble=waited[-1], segments=segments))
+        return self._record
+
+    def _finish(self, record: RunRecord) -> RunRecord:
+        file, self._file = self._file, None
+        return file.finish(record) if file is not None else record
+
+
+def _with_bubble(segment: Segment, waited: float | None) -> Segment:
+    return replace(segment, bubble=waited)
+
+
+__all__ = [
+    "NO_STRATEGY",
+    "AnnouncedStrategy",
+    "Comparison",
+    "Message",
+    "RunObserver",
+    "RunStopped",
+    "StrategyLike",
+    "TrainingRun",
+]

@@ -1,0 +1,235 @@
+"""The engines of a session as one world: joined when it starts and again where it broke, replaced where they died."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import ipyparallel as ipp
+
+from workbench.errors import EngineStartError, NotStartedError
+from workbench.session import engine, protocol
+from workbench.session.adapter import Engines, Request
+from workbench.session.output.listeners import OutputListener
+from workbench.session.output.start_progress import StartProgress, tell
+from workbench.session.output.tracebacks import Interrupted, cell_error
+from workbench.session.processes.folder import SessionFolder
+from workbench.session.processes.launch import LocalProcesses
+from workbench.session.processes.launch_profile import ProfileProcesses
+from workbench.session.processes.rendezvous_address import find_rendezvous_address, rendezvous_store
+from workbench.session.ranks import describe_ranks
+from workbench.session.run import Listener, Outcome, Run
+from workbench.units import counted
+
+_LEAVE_TIMEOUT_S = 1.0
+_STATUS_TIMEOUT_S = 1.0
+_MAX_NAMES = 12
+_run_numbers = itertools.count(time.time_ns() // 1_000_000)
+"""Rising also from one notebook to the next that uses the same engines: an engine remembers runs by their numbers."""
+
+
+class EnginePool:
+    """Engines, the processes they are, and the runs that are under way on them.
+
+    Args:
+        processes: starts, replaces and ends the engines.
+        folder: where ranks of this host meet.
+    """
+
+    def __init__(
+        self, processes: LocalProcesses | ProfileProcesses, num_engines: int, device: str, folder: SessionFolder
+    ) -> None:
+        self.num_engines, self.device = num_engines, device
+        self.ranks = range(num_engines)
+        self.active: set[Run] = set()
+        self._processes, self._folder = processes, folder
+        self._engines: Engines | None = None
+        self._facts: dict[int, dict[str, Any]] = {}
+        self._world_is_stale = False
+
+    def start(self) -> None:
+        """Start all engines and join them, saying on the way how far it is."""
+        progress = StartProgress(self.num_engines)
+        try:
+            self._engines = Engines(self._processes.start(progress.engines_up))
+            progress.joining()
+            self._join(progress)
+        except BaseException:
+            progress.fail()
+            raise
+        transports = sorted({facts["transport"] for facts in self._facts.values()})
+        engines = counted(self.num_engines, "engine")
+        progress.finish(f"{engines} ready on {self.device} ({', '.join(transports)})")
+
+    def attach(self, client: ipp.Client) -> None:
+        """Use engines that another notebook has started; they join a new world before the next request."""
+        self._engines = Engines(client)
+        self._world_is_stale = True
+
+    @property
+    def live(self) -> Engines:
+        """The engines; raises NotStartedError once they are closed."""
+        if self._engines is None:
+            raise NotStartedError("this session is closed. Start a new one: session = wb.Session(engines=2)")
+        return self._engines
+
+    def status(self) -> list[protocol.RankStatus]:
+        """What each rank is doing now; answers also while a cell runs or a rank is stuck."""
+        calls = self.live.control(self.ranks, "status")
+        deadline_s = time.monotonic() + _STATUS_TIMEOUT_S
+        statuses = []
+        for rank in self.ranks:
+            answer = calls[rank].answer(max(0.0, deadline_s - time.monotonic())) if rank in calls else None
+            statuses.append(answer or protocol.RankStatus(rank, alive=False, pid=self._facts.get(rank, {}).get("pid")))
+        return statuses
+
+    def ask(self, rank: int, operation: str, timeout_s: float = _STATUS_TIMEOUT_S, **arguments: Any) -> Any:
+        """What a rank's control thread answers; None when no answer comes in time."""
+        calls = self.live.control([rank], operation, **arguments)
+        return calls[rank].answer(timeout_s) if rank in calls else None
+
+    def follow(
+        self,
+        request: Request,
+        listener: Listener,
+        timeout_s: float | None = None,
+        wait: Callable[[Run], Outcome] = Run.wait,
+        label: str = "",
+        is_users: bool = False,
+    ) -> Outcome:
+        """See a request to its end, and note whether the world is still whole after it.
+
+        ``is_users``: it runs code of the user, whose ranks may wait for others that are done.
+        """
+        live = self.live
+        num_ranks = self.num_engines if is_users else 0
+        run = Run(live, request, listener, self._processes, timeout_s, label, num_ranks, tell)
+        self.active.add(run)
+        try:
+            outcome = wait(run)
+        finally:
+            self.active.discard(run)
+            live.forget()
+        if outcome.stopped or outcome.dead or outcome.left_exchanges_open:
+            self._world_is_stale = True
+        return outcome
+
+    def prepare(self, targets: Sequence[int]) -> None:
+        """Replace engines that have died, and join a new world where the old one broke.
+
+        Where engines cannot be replaced, the others still run what is sent to them alone.
+        """
+        missing = sorted(set(self.ranks) - set(self.live.ids()))
+        if missing and not self._processes.replaces_engines and not set(missing) & set(targets):
+            return
+        if missing:
+            if self._processes.replaces_engines:
+                print(self._describe_loss(missing), file=sys.stderr)
+            self.replace(missing)
+        elif self._world_is_stale:
+            self._join(OutputListener(self.ranks, self.num_engines))
+        self._processes.note_oom_kills()
+
+    def replace(self, ranks: Sequence[int]) -> None:
+        """New engines under the same numbers; all ranks join a new world."""
+        progress = StartProgress(len(ranks))
+        self._processes.kill(ranks)
+        self.live.wait_until_gone(ranks)
+        self._processes.start_engines(self.live.client, ranks, progress.engines_up)
+        progress.joining()
+        self._join(progress)
+        progress.finish(f"{describe_ranks(ranks)} ready")
+
+    def tag(self, targets: Iterable[int], wants_values: bool = False, label: str = "") -> protocol.CellTag:
+        """What engines must know of the next request to these ranks."""
+        num_targets = len(tuple(targets))
+        return protocol.CellTag(next(_run_numbers), num_targets == self.num_engines, wants_values, label)
+
+    def leave(self) -> None:
+        """Forget the engines; they go on by themselves."""
+        for run in list(self.active):
+            run.abandon("the session was closed")
+        if self._engines is not None:
+            self._engines.close()
+            self._engines = None
+
+    def close(self) -> None:
+        """End the engines and everything that was started with them."""
+        if not isinstance(self._processes, LocalProcesses):
+            self._try_to_leave_world()
+        self.leave()
+        self._processes.stop()
+
+    def _join(self, listener: Listener) -> None:
+        """Have all engines join a new world."""
+        store = self._choose_store(listener)
+        arguments = [(rank, self.num_engines, store, self.device, sys.path) for rank in self.ranks]
+        request = self.live.apply_each(self.ranks, engine.join, arguments, self.tag(self.ranks, label="join"))
+        outcome = self.follow(request, listener)
+        if outcome.stop_reason == "interrupt":
+            raise Interrupted(outcome)
+        if not outcome.ok:
+            raise EngineStartError(
+                f"Session(engines={self.num_engines}): the engines could not join one world. "
+                f"{cell_error(outcome, what='start')}"
+            )
+        self._facts = {rank: outcome.replies[rank] for rank in self.ranks}
+        self._world_is_stale = False
+
+    def _choose_store(self, listener: Listener) -> str:
+        """Where the ranks of a new world meet."""
+        if isinstance(self._processes, LocalProcesses):
+            return self._folder.new_store()
+        towards = (self._processes.controller_address,)
+        request = self.live.apply(self.ranks, find_rendezvous_address, towards, self.tag(self.ranks, label="meet"))
+        outcome = self.follow(request, listener)
+        raise_unless_ok(outcome, "start")
+        return rendezvous_store([outcome.replies[rank] for rank in self.ranks], self._folder)
+
+    def _describe_loss(self, ranks: Sequence[int]) -> str:
+        """Which engines are replaced and why, and the variables that go with them, as a rank that lives knows them."""
+        how = self._processes.how_ended(ranks[0])
+        what = f"workbench: {describe_ranks(ranks)} died ({how}) and {'is' if len(ranks) == 1 else 'are'} started again"
+        left = next((rank for rank in self.live.ids() if rank not in ranks), None)
+        names = self.ask(left, "names") if left is not None else None
+        if not names:
+            return f"{what} without variables"
+        more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+        return f"{what}; lost: {', '.join(names[:_MAX_NAMES])}{more}"
+
+    def _try_to_leave_world(self) -> None:
+        """Let idle engines of other hosts leave their world in order; those that are busy or broken are just ended."""
+        if self._engines is None or self.active or len(self._engines.ids()) < self.num_engines:
+            return
+        request = self._engines.apply(self.ranks, engine.leave, (), self.tag(self.ranks, label="close"))
+        listener = OutputListener(self.ranks, self.num_engines)
+        Run(self._engines, request, listener, _IgnoredProcesses(), _LEAVE_TIMEOUT_S).wait()
+
+
+class _IgnoredProcesses:
+    """Processes of a session that is being closed: they are ended anyway, right after."""
+
+    def kill(self, ranks: Sequence[int]) -> None:
+        pass
+
+    def how_ended(self, rank: int) -> str:
+        return ""
+
+    def is_stopped(self, rank: int) -> bool:
+        return False
+
+
+def raise_unless_ok(outcome: Outcome, what: str, timeout_s: float | None = None) -> None:
+    """Raise what the caller of a run that did not end well should see.
+
+    Raises:
+        CellError: the run failed on a rank, or ran out of time.
+        KeyboardInterrupt: the caller was interrupted.
+    """
+    if outcome.stop_reason == "interrupt":
+        raise Interrupted(outcome)
+    if not outcome.ok:
+        raise cell_error(outcome, what, timeout_s) from None

@@ -1,0 +1,19 @@
+"""What engines of this host would exchange tensors through, without starting any."""
+
+from __future__ import annotations
+
+
+def host_transport() -> tuple[str, str]:
+    """What engines of this host would use, and why CPU engines would not share memory (empty if they would).
+
+    Raises:
+        WorldError: the environment names a transport that does not exist.
+    """
+    import torch
+
+    from workbench.transport.rendezvous import host_name
+    from workbench.transport.selection import why_not_shared
+
+    refusal = why_not_shared()
+    near = "gloo" if refusal else f"shared memory inside this host ({host_name()}), gloo between hosts"
+    return near + (", CUDA IPC between its GPUs" if torch.cuda.is_available() else ""), refusal

@@ -1,0 +1,165 @@
+"""The commands of ``%workbench``: each makes one call on the session and shows what it answers."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+
+from IPython.core.error import UsageError
+
+from workbench.session import cluster, text_reports
+from workbench.session.observed_session import ObservedSession, observe
+from workbench.session.processes import discovery
+from workbench.session.ranks import parse_ranks
+from workbench.session.run import CellResult
+from workbench.units import counted, format_seconds
+
+_DEBUGGER_START_S = 15.0
+
+
+def start(options: Namespace) -> None:
+    """Start a session, unless the same one runs."""
+    running = cluster.find_current()
+    if isinstance(running, ObservedSession):
+        raise UsageError(
+            f"%workbench start: this notebook looks at engines that serve {running.user}. First: %workbench detach"
+        )
+    if running is not None and options.engines in (None, running.num_engines):
+        print(f"workbench: a session with {counted(running.num_engines, 'engine')} is running already")
+        return
+    if running is not None:
+        raise UsageError(
+            f"%workbench start --engines {options.engines}: a session with {counted(running.num_engines, 'engine')} is "
+            f"running. Use it, or end it with %workbench stop."
+        )
+    found = [] if options.new else discovery.unused_sessions()
+    if found:
+        raise UsageError(
+            "%workbench start: engines of an earlier notebook are still there, with their variables:\n"
+            f"{discovery.format_sessions(found)}\n"
+            "Go on with them: %workbench attach. End them: %workbench clean. "
+            "Leave them alone and start others: %workbench start --new"
+        )
+    cluster.Session(engines=options.engines, profile=options.profile, device=options.device, keep=options.keep)
+
+
+def attach(options: Namespace) -> None:
+    """Go on with the engines that an earlier notebook has left, or look at those that serve another one."""
+    if cluster.find_current() is not None:
+        raise UsageError(
+            "%workbench attach: a session runs here already. End it (%workbench stop), or leave it (detach)."
+        )
+    if not _has_unused_session(options.name):
+        _report_observed(observe(options.name, "%workbench attach", "--name"))
+        return
+    session = cluster.Session.attach(options.name)
+    found = session.status()
+    busy = [each for each in found if each.busy]
+    engines = counted(session.num_engines, "engine")
+    print(f"workbench: attached to {engines} on {session.device}, with the variables held there")
+    for each in busy:
+        print(text_reports.describe(each))
+    if busy:
+        print("What an earlier notebook has started still runs; the next cell waits for it, and an interrupt ends it.")
+
+
+def _has_unused_session(name: str | None) -> bool:
+    """Whether there are engines that no notebook uses, by this name if one is given."""
+    return any(name in (None, free.name) for free in discovery.unused_sessions())
+
+
+def _report_observed(session: ObservedSession) -> None:
+    engines = counted(session.num_engines, "engine")
+    print(f"workbench: looks at {engines} on {session.device} that serve {session.user}")
+    print("%workbench status, dump, log and interrupt work here; cells run only there.")
+
+
+def detach(options: Namespace) -> None:
+    """Leave the engines to another notebook."""
+    here = cluster.current()
+    here.detach()
+    if isinstance(here, ObservedSession):
+        print(f"workbench: no longer looks at the engines that serve {here.user}")
+        return
+    left = counted(here.num_engines, "engine")
+    print(f"workbench: left {left}; a notebook of yours goes on there by %workbench attach")
+
+
+def clean(options: Namespace) -> None:
+    """End engines that earlier notebooks have left."""
+    print(f"workbench: ended {counted(discovery.clean(), 'session')} of earlier notebooks")
+
+
+def stop(options: Namespace) -> None:
+    """End the session and its engines."""
+    here = cluster.current()
+    if isinstance(here, ObservedSession):
+        raise UsageError(f"%workbench stop: these engines serve {here.user}. To look no longer: %workbench detach")
+    here.close()
+    print("workbench: stopped")
+
+
+def restart(options: Namespace) -> None:
+    """Replace engines; all of them, or those named."""
+    here = cluster.current()
+    here.restart(parse_ranks(options.ranks, here.num_engines) if options.ranks is not None else None)
+
+
+def status(options: Namespace) -> None:
+    """One line about every rank, and how they exchange."""
+    _print(text_reports.status_lines(cluster.current()))
+
+
+def describe_times(result: CellResult, ranks: Sequence[int]) -> str:
+    """``2.31 s; rank 1 was slowest, rank 0 was done after 1.02 s``."""
+    total = format_seconds(result.elapsed_s)
+    if len(ranks) == 1:
+        return f"{total}"
+    times = dict(zip(ranks, result.rank_elapsed_s, strict=True))
+    first, last = min(times, key=times.__getitem__), max(times, key=times.__getitem__)
+    return f"{total}; rank {last} was slowest, rank {first} was done after {format_seconds(times[first])}"
+
+
+def log(options: Namespace) -> None:
+    """The end of what each rank printed in the last cell that printed, and the files that have all of it."""
+    here = cluster.current()
+    _print(text_reports.log_lines(here, text_reports.ranks_of(here, options.ranks), options.lines))
+
+
+def dump(options: Namespace) -> None:
+    """The stack of every rank's main thread, from the cell inwards."""
+    here = cluster.current()
+    _print(text_reports.dump_lines(here, text_reports.ranks_of(here, options.ranks)))
+
+
+def interrupt(options: Namespace) -> None:
+    """Stop what the engines run, here or in the notebook that they serve."""
+    _print(text_reports.interrupt_lines(cluster.current()))
+
+
+def debug(options: Namespace) -> None:
+    """Have debugpy listen on loopback on the ranks named."""
+    here = cluster.current()
+    ranks = text_reports.ranks_of(here, options.ranks)
+    if options.ranks is None:
+        raise UsageError(
+            f"%workbench debug: name the ranks, of 0 to {here.num_engines - 1}, e.g. %workbench debug --ranks 1"
+        )
+    for rank in ranks:
+        port = here.ask(rank, "debug", _DEBUGGER_START_S)
+        if port is None:
+            print(f"rank {rank}  no debugger started within {_DEBUGGER_START_S:.0f} s; is debugpy installed there?")
+            continue
+        where = f'{{"type": "debugpy", "request": "attach", "connect": {{"host": "127.0.0.1", "port": {port}}}}}'
+        print(f"rank {rank}  debugger listens on 127.0.0.1:{port}; attach with {where}")
+    print("Then breakpoint() in a %%global cell stops there. Anybody who may connect to this port may run code.")
+
+
+def _print(lines: Sequence[str]) -> None:
+    print("\n".join(lines))
+
+
+COMMANDS = {
+    command.__name__: command
+    for command in (start, status, stop, restart, interrupt, attach, detach, clean, log, dump, debug)
+}

@@ -1,0 +1,125 @@
+"""Engines that serve another notebook, looked at from here: status, dump, log and interrupt. Nothing runs on them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from workbench.errors import NotStartedError, SessionError
+from workbench.session import protocol
+from workbench.session.adapter import Request
+from workbench.session.cluster import Session
+from workbench.session.engine_pool import EnginePool
+from workbench.session.processes import discovery
+from workbench.session.processes.folder import EngineFacts, SessionFolder
+from workbench.session.processes.launch import LocalProcesses
+from workbench.session.run import NullListener, Outcome, Run
+
+_POLL_S = 0.05
+
+
+def observe(name: str | None = None, asked: str = "observe()", option: str = "name=") -> ObservedSession:
+    """Look at the engines of another notebook or script of yours, also while a cell runs there or is stuck.
+
+        from workbench.session.observed_session import observe
+        observe().status()
+
+    Args:
+        name: which session; may be left out where there is one (see
+            `workbench.session.processes.discovery.running_sessions`).
+        asked, option: what to call this, and how a session is named, in an error.
+
+    Raises:
+        SessionError: there is none, none of that name, or several to choose from.
+    """
+    return ObservedSession(*discovery.find(name, asked, option))
+
+
+class ObservedSession(Session):
+    """A session of another process: it tells of its engines and interrupts them, and refuses to run anything."""
+
+    def __init__(self, folder: SessionFolder, facts: EngineFacts) -> None:
+        processes = LocalProcesses(folder, len(facts.engines), facts.gpus, keep=True)
+        device = "cuda" if facts.gpus else "cpu"
+        self._facts = facts
+        self._use(EnginePool(processes, len(facts.engines), device, folder), folder, keep=True, profile=None)
+        self._processes = processes
+        self._pool.attach(processes.observe(facts))
+        self._make_current()
+
+    def __repr__(self) -> str:
+        return f"<ObservedSession: {self.title}>"
+
+    @property
+    def title(self) -> str:
+        """One line about the engines: name, number, age and whom they serve."""
+        return str(discovery.describe(self._folder, self._facts))
+
+    @property
+    def user(self) -> str:
+        """Whom the engines serve: ``process 4711 (digits.ipynb)``."""
+        return discovery.describe(self._folder, self._facts).user
+
+    def status(self) -> list[protocol.RankStatus]:
+        """What each rank is doing now.
+
+        Raises:
+            NotStartedError: the engines have ended.
+        """
+        self._live()
+        return super().status()
+
+    def interrupt(self) -> Outcome:
+        """Stop what the engines run, as an interrupt of their own notebook does; ranks that are idle are left alone."""
+        self._processes.find_engines(self._folder.engines() or self._facts)  # some may have been replaced
+        found = [each for each in self.status() if each.busy or not each.alive]
+        before = {each.rank: each for each in found if each.rank in self._processes.engines}
+        request = Request(sorted(before))
+        run = Run(self._live(), request, NullListener(), self._processes)
+        run.stop()
+        threading.Thread(target=self._report_finished_ranks, args=(request, before), daemon=True).start()
+        return run.wait()
+
+    def close(self) -> None:
+        """Look no longer; the engines go on."""
+        self.detach()
+
+    def detach(self) -> None:
+        """The same."""
+        if self._forget():
+            self._pool.leave()
+
+    def _report_finished_ranks(self, request: Request, before: dict[int, protocol.RankStatus]) -> None:
+        """Stand in for the replies, which go to the engines' own notebook."""
+        pending = dict(before)
+        while pending and not self._closed:
+            found = {each.rank: each for each in self._pool.status()}
+            for rank in [rank for rank, was in pending.items() if self._is_done(was, found[rank])]:
+                del pending[rank]
+                stopped = protocol.Failure("KeyboardInterrupt", "", (), time.time(), was_stopped=True)
+                for kind, content in (("data", stopped), ("reply", None), ("idle", None)):
+                    request.put(kind, rank, content)
+            time.sleep(_POLL_S)
+
+    def _is_done(self, was: protocol.RankStatus, now: protocol.RankStatus) -> bool:
+        """Whether a rank no longer runs what it ran: its process has ended, it is idle, or runs something else."""
+        if not now.alive:
+            return bool(self._processes.dead([was.rank]))
+        return not now.busy or (was.alive and now.num_requests != was.num_requests)
+
+    def _check(self, ranks: Iterable[int] | None) -> tuple[int, ...]:
+        self._live()
+        raise SessionError(
+            f"These engines serve {self.user}, and run cells for one notebook at a time; here %workbench status, dump, "
+            f"log and interrupt work. To run cells on them from here, leave them there (%workbench detach, which needs "
+            f"engines started with --keep) and attach again. To run cells on engines of this notebook's own: "
+            f"%workbench detach, then %workbench start."
+        )
+
+    def _live(self) -> Any:
+        if not self._facts.is_alive():
+            self.detach()
+            raise NotStartedError("the session that this notebook looked at has ended, and its engines with it.")
+        return super()._live()

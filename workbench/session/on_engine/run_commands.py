@@ -1,0 +1,19 @@
+"""Orders of the notebook to the call that runs on this engine: noted by the control thread, read between two steps."""
+
+from __future__ import annotations
+
+from workbench.core.run_commands import RunCommand
+from workbench.session.on_engine import shell as engine_shell
+
+_commands: dict[int, list[RunCommand]] = {}
+
+
+def add(run: int, kind: str, text: str = "") -> None:
+    """Note an order to a run, also to one that has not begun; called on the engine's control thread."""
+    _commands.setdefault(run, []).append(RunCommand(kind, text))
+
+
+def commands() -> list[RunCommand]:
+    """All commands to the running call so far, in order; cheap to poll."""
+    tag = engine_shell.current_tag() if _commands else None
+    return list(_commands.get(tag.run, ())) if tag is not None else []

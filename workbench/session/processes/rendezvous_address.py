@@ -1,0 +1,92 @@
+"""Where engines of several hosts meet: the interface that leads to the controller, and an address on it.
+
+What torch.distributed opens between hosts (its store, gloo's and NCCL's connections) is bound to that interface. None
+of it asks for a password; ``docs/security.md`` says what that means.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from workbench.errors import EngineStartError
+from workbench.session.processes.folder import SessionFolder
+
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""What gloo and NCCL read; a user's or a profile's own choice is kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class RendezvousAddress:
+    """One engine's place in the network: its host by name, and its address, interface and a port that is free there."""
+
+    host: str
+    address: str
+    interface: str
+    port: int
+
+
+def find_rendezvous_address(controller_address: str) -> RendezvousAddress:
+    """This engine's place, as seen on the way to the controller; makes gloo and NCCL keep to its interface.
+
+    Raises:
+        EngineStartError: the interface that the environment names is not there, or has no address.
+    """
+    from workbench.transport.rendezvous import host_name
+
+    named = os.environ.get(INTERFACE_VARIABLES[0], "").partition(",")[0]
+    address = address_of(named) if named else address_towards(controller_address)
+    interface = named or interface_of(address)
+    for variable in INTERFACE_VARIABLES:
+        if interface:
+            os.environ.setdefault(variable, interface)
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        return RendezvousAddress(host_name(), address, interface, probe.getsockname()[1])
+
+
+def address_towards(other: str) -> str:
+    """This host's address on the route to another one. Sends nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((other, 9))
+        return str(probe.getsockname()[0])
+
+
+def interface_of(address: str) -> str:
+    """The name of the interface with that address; empty where there is none."""
+    import psutil
+
+    return next(
+        (name for name, found in psutil.net_if_addrs().items() if any(each.address == address for each in found)), ""
+    )
+
+
+def address_of(interface: str) -> str:
+    """The IPv4 address of an interface.
+
+    Raises:
+        EngineStartError: there is no such interface; it lists those that are there.
+    """
+    import psutil
+
+    known = psutil.net_if_addrs()
+    for each in known.get(interface, ()):
+        if each.family == socket.AF_INET:
+            return str(each.address)
+    raise EngineStartError(
+        f"{INTERFACE_VARIABLES[0]}={interface}: host {socket.gethostname()} has no such interface with an IPv4 "
+        f"address. It has {', '.join(sorted(known))}. Name one of them in the profile's environment, or leave the "
+        f"variable out."
+    )
+
+
+def rendezvous_store(points: Sequence[RendezvousAddress], folder: SessionFolder) -> str:
+    """Where the ranks meet: a file if all of them are on this host, else a TCP store on rank 0's interface."""
+    from workbench.transport.rendezvous import host_name
+
+    here = host_name()
+    if all(point.host == here for point in points):
+        return folder.new_store()
+    return f"tcp://{points[0].address}:{points[0].port}"

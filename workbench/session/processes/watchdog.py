@@ -1,0 +1,119 @@
+"""Runs an engine or a controller that cannot outlive the notebook that started it.
+
+``python -m workbench.session.processes.watchdog ipyparallel.engine ...`` watches its parent from a thread, which also
+works while the main thread is stuck in C. The engine ends itself. The controller, whose interpreter
+is never held for long, also ends every process of the session by id and start time and removes the
+session's folder, so that nothing is left even where an engine's own watch could not run.
+
+Engines that are kept for another notebook watch their controller in place of their parent, and it watches nobody.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+PERIOD_S = 0.5
+OWNER = "WORKBENCH_OWNER_PID"
+"""The environment variable with the notebook's process id, for processes that end with it."""
+CONTROLLER = "WORKBENCH_CONTROLLER"
+"""The one with the controller's process id and start time, for engines that outlive the notebook."""
+CONNECTION = "WORKBENCH_CONNECTION_FILE"
+"""The one with the file in which the controller says where it listens, for engines that start along with it."""
+_POLL_S = 0.02
+
+
+def watch(
+    is_there: Callable[[], bool], on_orphaned: Callable[[], None], period_s: float = PERIOD_S
+) -> threading.Thread:
+    """Call ``on_orphaned`` within about ``period_s`` of the end of what this process depends on."""
+
+    def wait() -> None:
+        while is_there():
+            time.sleep(period_s)
+        on_orphaned()
+
+    thread = threading.Thread(target=wait, name="workbench-parent-watch", daemon=True)
+    thread.start()
+    return thread
+
+
+def end_this_process() -> None:
+    """SIGKILL: works from any thread, whatever the main thread does."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def end_whole_session() -> None:
+    """End what the session's folder lists, remove the folder, then end this process."""
+    try:
+        from workbench.session.processes.folder import SessionFolder
+
+        SessionFolder.open(os.environ["WORKBENCH_SESSION_FOLDER"]).reap(spare={os.getpid()})
+    finally:
+        end_children()
+        end_this_process()
+
+
+def end_children() -> None:
+    """End the processes this one has started, such as the controller's heartbeat."""
+    import psutil
+
+    for child in psutil.Process().children(recursive=True):
+        try:
+            child.kill()
+        except psutil.NoSuchProcess:
+            continue
+
+
+def has_parent(pid: int) -> Callable[[], bool]:
+    """Whether this process is still a child of the one that started it."""
+    return lambda: os.getppid() == pid
+
+
+def is_running(process: str) -> Callable[[], bool]:
+    """Whether the process still runs that ``CONTROLLER`` names by its id and start time."""
+    from workbench.session.processes.folder import ProcessId
+
+    known = ProcessId.parse(process)
+    return lambda: known.find() is not None
+
+
+def prepare_engine(connection_file: str) -> None:
+    """Load torch, which takes longest, while the controller starts; then tell the engine where it listens.
+
+    There is no time limit: this process ends with its owner, and the owner notices a controller that ends.
+    """
+    import workbench.tensors.world  # noqa: F401
+
+    while True:
+        try:
+            with open(connection_file, encoding="utf-8") as file:
+                os.environ["IPP_CONNECTION_INFO"] = json.dumps(json.load(file))
+            return
+        except (FileNotFoundError, json.JSONDecodeError):  # not there, or not written to its end
+            time.sleep(_POLL_S)
+
+
+def main(argv: list[str]) -> None:
+    """Run a module as ``python -m`` does, with its arguments, under the watch that fits it."""
+    module, *arguments = argv
+    is_controller = module.endswith("controller")
+    if OWNER in os.environ:
+        on_orphaned = end_whole_session if is_controller else end_this_process
+        watch(has_parent(int(os.environ[OWNER])), on_orphaned)
+    elif CONTROLLER in os.environ:
+        watch(is_running(os.environ[CONTROLLER]), end_this_process)
+    if CONNECTION in os.environ and not is_controller:
+        prepare_engine(os.environ[CONNECTION])
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,115 @@
+"""A function running on the engines while the notebook goes on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from workbench.session import protocol
+from workbench.session.output.listeners import OutputListener
+from workbench.session.output.tracebacks import cell_error
+from workbench.session.run import Outcome, Run
+
+
+class RemoteCall:
+    """What `Session.submit` returns: the call's progress and, in the end, its results.
+
+    When one rank fails the others are stopped, whether or not anybody waits for the result.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        listener: OutputListener,
+        perform: Callable[[RemoteCall], Outcome],
+        control: Callable[..., object],
+    ) -> None:
+        self.name = name
+        self._listener, self._perform, self._control = listener, perform, control
+        self._run: Run | None = None
+        self._cancelled = False
+        self._lock = threading.Lock()
+        self._outcome: Outcome | None = None
+        self._error: BaseException | None = None
+        self._finished = threading.Event()
+        threading.Thread(target=self._follow, name=f"workbench-call-{name}", daemon=True).start()
+
+    def __repr__(self) -> str:
+        state = "running" if not self.done() else "failed" if self.exception() else "finished"
+        return f"<RemoteCall {self.name}: {state}>"
+
+    def done(self) -> bool:
+        """Whether every rank has returned, failed or been stopped."""
+        return self._finished.is_set()
+
+    def result(self, timeout: float | None = None) -> list[Any]:
+        """The function's results by rank, waiting for them at most ``timeout`` seconds.
+
+        Raises:
+            CellError: the function failed on one or more ranks, or was cancelled.
+            TimeoutError: it still runs; the call goes on.
+        """
+        if not self._finished.wait(timeout):
+            raise TimeoutError(f"RemoteCall({self.name}).result: still running after {timeout} s")
+        error = self.exception()
+        if error is not None:
+            raise error
+        assert self._outcome is not None
+        return [protocol.load(self._outcome.replies[rank]) for rank in self._outcome.ranks]
+
+    def exception(self) -> BaseException | None:
+        """What `result` raises, once the call is done; None before, and when all is well."""
+        if self._error is not None:
+            return self._error
+        if self._outcome is None or self._outcome.ok:
+            return None
+        return cell_error(self._outcome, what="call")
+
+    def messages(self) -> list[tuple[int, Any]]:
+        """(rank, object) published by the ranks since the last call, in order of arrival."""
+        return self._listener.take_published()
+
+    @property
+    def text(self) -> str:
+        """What the ranks printed so far, alike lines once."""
+        return self._listener.text
+
+    def request_stop(self) -> None:
+        """Ask the function to end early: `workbench.session.engine.stop_requested` becomes true on its ranks."""
+        self._control("stop")
+
+    def send_command(self, kind: str, text: str = "") -> None:
+        """Give an order that a training run follows between two steps, on all ranks together: ``"stop"``, ``"pause"``,
+        ``"go on"``, or ``"strategy"`` with the new one's text.
+        """
+        self._control("command", kind=kind, text=text)
+
+    def describe(self, what: str) -> None:
+        """Say in other words what the call is doing; a cell that has to wait for it says these."""
+        if self._run is not None:
+            self._run.label = what
+
+    def cancel(self) -> None:
+        """Interrupt the ranks (SIGINT, and what the session does to ranks that do not react)."""
+        with self._lock:
+            self._cancelled = True
+            if self._run is not None:
+                self._run.stop()
+
+    def follow(self, run: Run) -> Outcome:
+        """Used by the session: the request has been sent, see it to its end."""
+        with self._lock:
+            self._run = run
+            if self._cancelled:
+                run.stop()
+        return run.wait()
+
+    def _follow(self) -> None:
+        try:
+            self._outcome = self._perform(self)
+        except BaseException as error:  # noqa: BLE001 - told to whoever asks for the result
+            self._error = error
+        finally:
+            self._listener.finish()
+            self._finished.set()
