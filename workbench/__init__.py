@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from workbench.core.strategy import Strategy as Strategy
     from workbench.session.cluster import Session as Session
     from workbench.session.comparison.compare import compare as compare
-    from workbench.training.runs.own_loops import log as log
+    from workbench.training.runs.user_loops import log as log
     from workbench.ui.live.live_view import LiveView as LiveView
     from workbench.ui.panel import Panel as Panel
 
@@ -75,7 +75,7 @@ _HOMES = {
     "workbench.core.strategy": ["Strategy"],
     "workbench.session.cluster": ["Session"],
     "workbench.session.comparison.compare": ["compare"],
-    "workbench.training.runs.own_loops": ["log"],
+    "workbench.training.runs.user_loops": ["log"],
     "workbench.ui.live.live_view": ["LiveView"],
     "workbench.ui.panel": ["Panel"],
     "workbench.checkpoint": ["checkpoint="],

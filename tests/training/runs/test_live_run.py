@@ -126,7 +126,7 @@ def test_one_device_stops_after_the_step_in_which_it_is_told(drops_out: bool, at
 @pytest.fixture
 def exchanges_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands are read after the step in which they come, however fast steps are."""
-    monkeypatch.setattr(collecting, "INTERVAL_S", 0.0)
+    monkeypatch.setattr(step_metrics, "INTERVAL_S", 0.0)
 
 
 @pytest.mark.usefixtures("exchanges_every_step")
@@ -150,7 +150,7 @@ def test_a_strategy_changes_on_the_way_and_the_numbers_stay():
 
 
 @pytest.mark.usefixtures("exchanges_every_step")
-def test_to_stages_and_back_again_on_three_orders():
+def test_to_stages_and_back_again_on_three_commands():
     texts = ["0: data; 2: data@1; 4: data@1 | 2x1x1 mb=2", "*: model", "*: data"]
 
     def commands(messages):
@@ -200,8 +200,8 @@ def test_an_order_counts_once_every_rank_has_heard_of_it():
 
     def program(rank):
         def commands():
-            heard[rank] += 1
-            late = rank == 1 and heard[1] < 4
+            received[rank] += 1
+            late = rank == 1 and received[1] < 4
             return [] if late else [RunCommand("stop")]
 
         return run_strategy(make_job(), "*: data", listen=lambda message: None, commands=commands)
@@ -222,7 +222,7 @@ def test_weights_differ_relative_to_the_largest_of_their_tensor(
     assert largest_difference(states[0], {}) == math.inf
 
 
-def test_orders_are_of_known_kinds():
+def test_commands_are_of_known_kinds():
     with pytest.raises(ValueError, match=r"no such command.*pause"):
         RunCommand("jump")
 

@@ -34,7 +34,7 @@ class OneDevice:
 
 
 _jobs: dict[str, Job] = {}
-_courses: dict[tuple[str, OneDevice], WeightHistory] = {}
+_histories: dict[tuple[str, OneDevice], WeightHistory] = {}
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,8 @@ def has_job(key: str) -> bool:
 def forget_job(key: str) -> None:
     """Free a job and its one-device runs."""
     _jobs.pop(key, None)
-    for known in [k for k in _courses if k[0] == key]:
-        del _courses[known]
+    for known in [k for k in _histories if k[0] == key]:
+        del _histories[known]
 
 
 def train_one_device(key: str, which: OneDevice, num_steps: int) -> RankReport:
@@ -97,12 +97,12 @@ def train_one_device(key: str, which: OneDevice, num_steps: int) -> RankReport:
         result = run_one_device(
             job, which.num_micro_batches, engine_shell.publish, engine_commands.commands, which.precision
         )
-    course, plain = result.course, replace(which, variant="plain")
+    history, plain = result.course, replace(which, variant="plain")
     if which.variant == "perturbed":
-        return _report(result, course, _courses.get((key, plain)))
-    if course is not None and course.end:
-        _courses[key, which] = course
-    return _report(result, course, None)
+        return _report(result, history, _histories.get((key, plain)))
+    if history is not None and history.end:
+        _histories[key, which] = history
+    return _report(result, history, None)
 
 
 def train_strategy(key: str, strategy: str, which: OneDevice, num_steps: int) -> RankReport:
@@ -114,9 +114,9 @@ def train_strategy(key: str, strategy: str, which: OneDevice, num_steps: int) ->
         result = run_strategy(
             job, strategy, listen=engine_shell.publish, commands=engine_commands.commands, keeps_weights=True
         )
-    reference = _courses.get((key, which))
-    course = replace(reference, end=result.weights) if reference is not None and result.weights else None
-    return _report(result, course, reference)
+    reference = _histories.get((key, which))
+    history = replace(reference, end=result.weights) if reference is not None and result.weights else None
+    return _report(result, history, reference)
 
 
 def _variant(key: str, variant: str, num_steps: int, precision: str) -> Job:
@@ -130,7 +130,7 @@ def _mode(job: Job) -> AbstractContextManager[Any]:
     return KeepsFloat64() if job.dtype == torch.float64 else nullcontext()
 
 
-def _report(result: RankResult, own: Course | None, reference: Course | None) -> RankReport:
+def _report(result: RankResult, own: WeightHistory | None, reference: WeightHistory | None) -> RankReport:
     compared = own is not None and reference is not None and own is not reference and bool(own.end)
     return RankReport(
         tuple(result.losses),

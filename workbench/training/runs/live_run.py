@@ -53,8 +53,8 @@ class LiveRun:
         self.generator = torch.Generator().manual_seed(job.seed)  # of the seeds of steps, alike under every strategy
         self.result = RankResult([], [], {}, 0)
         self._listen, self._commands = listen, commands
-        self._is_heard = listen is not None or commands is not None
-        self._collector = Collector(self.world, job.num_steps)
+        self._has_listener = listen is not None or commands is not None
+        self._collector = StepCollector(self.world, job.num_steps)
         self._clock_offset = clock_offset(self.world) if listen is not None else 0.0
         self._until_spans_s = 0.0
         self._optimizing: tuple[float, float, float, int, int]  # start, end, seconds in exchanges, exchanges, bytes
@@ -133,7 +133,7 @@ class LiveRun:
 
     def _collect(self, step: int) -> bool:
         """Report the steps since the last time and follow commands; False if the run is to end here."""
-        if self._is_heard:
+        if self._has_listener:
             self.memory["peak"] = self.peak.peak_bytes()
         received = self._received_commands()
         block, counts = self._collector.collect(self.memory, float(len(received)))
@@ -154,28 +154,28 @@ class LiveRun:
             self._until_spans_s = _SPANS_INTERVAL_S
             self._listen(StepSpans(self.world.rank, step, self._measured_spans()))
 
-    def _heard(self) -> list[RunCommand]:
+    def _received_commands(self) -> list[RunCommand]:
         return self._commands() if self._commands is not None else []
 
-    def _follow(self, heard: list[RunCommand], counts: list[float], step: int) -> bool:
+    def _apply_commands(self, received: list[RunCommand], counts: list[float], step: int) -> bool:
         """Carry out the commands that every rank has heard of; False after a stop."""
         paused = False
         while True:
             agreed = int(min(counts))
-            for command in heard[self._num_commands : agreed]:
+            for command in received[self._num_commands : agreed]:
                 if command.kind == "stop":
                     return False
                 if command.kind == "strategy":
-                    self._change(command.text, step)
+                    self._change_strategy(command.text, step)
                 elif (command.kind == "pause") != paused:
                     paused = not paused
-                    self._say(RunEvent("paused" if paused else "running", step))
+                    self._report(RunEvent("paused" if paused else "running", step))
             self._num_commands = agreed
             if not paused:
                 return True
             time.sleep(_PAUSE_S)
-            heard = self._heard()
-            own = torch.tensor([float(len(heard))], device=self.world.device)
+            received = self._received_commands()
+            own = torch.tensor([float(len(received))], device=self.world.device)
             counts = [float(count) for count in self.world.transport.all_gather(own, "agreement on commands")]
 
     def _change_strategy(self, text: str, step: int) -> None:

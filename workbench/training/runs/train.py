@@ -76,9 +76,9 @@ def run_one_device(
         stopped = time.perf_counter()
         times.append(stopped - started)
         is_last = step == job.num_steps - 1 or any(command.kind == "stop" for command in commands())
-        if listen is not None and (stopped - told_s >= INTERVAL_S or is_last):
-            listen(_steps_alone(job, told, losses, times))
-            told, told_s = step + 1, stopped
+        if listen is not None and (stopped - reported_s >= INTERVAL_S or is_last):
+            listen(_steps_alone(job, reported, losses, times))
+            reported, reported_s = step + 1, stopped
         if step == checked_step(job):
             weights = copied_state(model)
         if is_last:
