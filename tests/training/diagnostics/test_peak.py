@@ -10,6 +10,8 @@ from workbench.training.diagnostics.memory import PeakMeter
 
 MIB = 2**20
 HELD = 24 * MIB
+UNCOUNTED = MIB
+"""Linux counts resident pages per processor and adds the counts up now and then."""
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere only the resident size is known")
 
@@ -21,7 +23,7 @@ def hold(num_bytes=HELD):
 def test_a_peak_that_is_over_counts():
     meter = PeakMeter(torch.device("cpu"))
     hold()
-    assert HELD <= meter.peak_bytes() < 2 * HELD
+    assert HELD - UNCOUNTED <= meter.peak_bytes() < 2 * HELD
 
 
 def test_a_later_meter_knows_nothing_of_it():
