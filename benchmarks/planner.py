@@ -3,7 +3,7 @@
     python -m benchmarks.planner
     python -m benchmarks.planner --rows            # every published run, beside the summary
 
-Predictions go through the one door for tables, ``workbench.cost.table``. Sets of runs:
+Predictions use the one function for tables, ``workbench.cost.table``. Sets of runs:
 
     calibration   the rows that machine files were fitted on
     megatron      other rows of arXiv 2104.04473 (A100-80GB, 64 to 3072 GPUs)

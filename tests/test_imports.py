@@ -124,7 +124,7 @@ def _targets(node: ast.Import | ast.ImportFrom, base: str, modules: set[str]) ->
 
 
 def wrong_edges(imports: Iterable[Import]) -> list[str]:
-    """Imports that go against the table, told in words."""
+    """Imports that go against the table, in words."""
     wrong = []
     for found in imports:
         source, target = room_of(found.source), room_of(found.target)

@@ -1,4 +1,4 @@
-"""The script of docs/training.md runs as it is written, on four processes."""
+"""The script of docs/training.md runs unchanged, on four processes."""
 
 from __future__ import annotations
 

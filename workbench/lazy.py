@@ -41,12 +41,14 @@ def lazy_names(
 
 
 def address_of(package: str, name: str) -> str:
-    """Where the object is defined that a package loads under this name.
+    """Where the object is defined that a package loads under this name; modules of the package are their own place.
 
     >>> address_of("workbench.draw", "stages")
     'workbench.ui.pictures.stages.draw_stages'
+    >>> address_of("workbench", "errors")
+    'workbench.errors'
     """
-    module, attribute = _places(import_module(package)._HOMES)[name]
+    module, attribute = _places(import_module(package)._HOMES).get(name, (package, name))
     return f"{module}.{attribute}".rstrip(".")
 
 

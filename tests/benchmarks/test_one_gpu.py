@@ -1,4 +1,4 @@
-"""The benchmark of boxings on one GPU runs without one, over the stand-in for the device; no time is judged here."""
+"""The benchmark of boxings on one GPU runs without one, over the substitute for the device; no time is judged here."""
 
 import os
 

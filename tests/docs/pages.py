@@ -1,7 +1,7 @@
 """What the tests know of a page: its blocks of code, what they print, and how the page says that it is run.
 
 A page with blocks of Python says once how they run, all of them in order as one program; in a comment where readers
-need not be told:
+need not know it:
 
     *The code runs on 4 ranks: ...*     on four processes, every one of them
     <!-- run: alone -->                 in one process, without a world

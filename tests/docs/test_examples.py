@@ -1,4 +1,4 @@
-"""The examples (``>>>``) in the pages of docs run as they are written, on one of several simulated ranks."""
+"""The examples (``>>>``) in the pages of docs run unchanged, on one of several simulated ranks."""
 
 import doctest
 

@@ -1,4 +1,4 @@
-"""Every block of Python in the documentation runs as it is written, and prints what the page says."""
+"""Every block of Python in the documentation runs unchanged, and prints what the page says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What users of ``nn.Graph`` get wrong, and what they are told."""
+"""What users of ``nn.Graph`` get wrong, and the errors that they get."""
 
 from __future__ import annotations
 

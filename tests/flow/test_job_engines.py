@@ -49,11 +49,11 @@ def test_programs_drive_the_engines_of_one_session(tmp_path: Path, capsys: pytes
     sent: list[str] = []
     submit = Session.submit
 
-    def noted(self: Session, function: Any, *args: Any, **kwargs: Any) -> Any:
+    def recorded(self: Session, function: Any, *args: Any, **kwargs: Any) -> Any:
         sent.append(function.__name__)
         return submit(self, function, *args, **kwargs)
 
-    with mock.patch.object(Session, "submit", noted):
+    with mock.patch.object(Session, "submit", recorded):
         hybrid = program("hybrid_mlp", tmp_path)
     session = current()
     assert session.num_engines == 2  # started by the first call
