@@ -89,7 +89,7 @@ def slowdown(rounds: int = ROUNDS, steps: int = STEPS) -> tuple[float, float, li
 
     with Session(engines=2) as session:
         call = session.submit(train, rounds, steps)
-        while not call.done():  # as the panel's pump does
+        while not call.done():  # as the panel's poller does
             call.messages()
             time.sleep(0.1)
         unwatched, watched = call.result()[0]

@@ -1,4 +1,4 @@
-"""The upper half of the panel in a real JupyterLab: rows, keys, mistakes, themes and widths. No engines."""
+"""The Strategy tab of the panel in a real JupyterLab: rows, keys, mistakes, themes and widths. No engines."""
 
 from __future__ import annotations
 

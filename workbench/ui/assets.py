@@ -1,4 +1,4 @@
-"""The style sheets and scripts that lie beside this file, and a safe way to write HTML."""
+"""The style sheets and scripts of ``static``, and HTML elements with escaped text."""
 
 from __future__ import annotations
 

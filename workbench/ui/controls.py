@@ -1,4 +1,4 @@
-"""The bars above the grid: presets and undo, degrees and options, the strategy as text. Widgets in, calls out."""
+"""The controls above the grid: presets and undo, degrees and options, the strategy as text."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def button(description: str, on_click: Callable[[], None], *css: str, **traits: 
 
 
 def on_value(control: widgets.Widget, handler: Callable[[Any], None]) -> None:
-    """Have ``handler`` called with every change of a control's value, by the user or by Python."""
+    """Call ``handler`` on every change of a control's value, by the user or by Python."""
     control.observe(guarded(handler), "value")
 
 
@@ -75,7 +75,7 @@ def display_widget(widget: widgets.Widget) -> None:
 
 
 def label(text: str, *css: str) -> widgets.HTML:
-    """A quiet label in front of a field."""
+    """A grey label in front of a field."""
     return html(f'<span class="wb-quiet">{escape(text)}</span>', *css)
 
 
@@ -252,7 +252,7 @@ class Controls:
 
 
 def _hints(state: PanelState) -> str:
-    """What of the whole strategy has no effect, each with a way out."""
+    """Settings of the strategy without effect, each with its fix."""
     lines = [
         element("div", element("span", text=f"{hint.message}: {hint.reason}."), _fix_button(hint.fix))
         for hint in state.hints

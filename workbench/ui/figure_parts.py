@@ -1,6 +1,6 @@
 """Building blocks of the figures: axes, traces and annotations in one look. Data in, plotly objects out.
 
-Used by the whole figures (``figures``) and by the live one, whose panes are the same pictures side by side.
+Used by ``run_figures`` and by the live figure, whose panes show the same curves side by side.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Pictures of runs as pure functions, data -> plotly Figure. No state, no I/O; every axis has its unit.
+"""Figures of runs as pure functions: records -> plotly ``Figure``. No state, no I/O; every axis has its unit.
 
 Curves are by step; bars and points are one per run or rank. Bytes are decimal (1 MB = 10^6 bytes).
 """

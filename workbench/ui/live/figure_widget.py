@@ -1,4 +1,4 @@
-"""The live figure in a page: a plotly figure that Python draws and a page shows, one way."""
+"""The live figure in a page: Python draws a plotly figure and sends it to the page."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ class LiveFigureWidget(anywidget.AnyWidget):
             finally:
                 self._depth -= 1
             if self._depth == 0:
-                self._tell()
+                self._send_changes()
 
-    def _tell(self) -> None:
+    def _send_changes(self) -> None:
         with self.hold_sync():  # one message
             self.outline = _plain(self.figure._layout)
             for name, trace in _traces_of(self.figure):

@@ -43,7 +43,7 @@ _NEAR = 2.0
 
 
 def empty_figure(num_ranks: int, num_steps: int, colours: Palette = LIGHT, frame: Frame = WIDE) -> go.Figure:
-    """The figure before the first step: axes over ``num_steps`` (0: nobody knows), titles, and empty traces."""
+    """The figure before the first step: axes over ``num_steps`` (0: unknown), titles, and empty traces."""
     figure = go.Figure(layout=layout(num_ranks, num_steps, colours, frame))
     figure.add_traces([*curve_traces(colours), *memory_traces(num_ranks, colours), *split_traces(num_ranks, colours)])
     figure.add_traces(timeline_traces(num_ranks, colours))

@@ -1,4 +1,4 @@
-"""What lies over the live figure's panes: changes of the strategy, a pause, the limit of memory, whose row is whose.
+"""Overlays of the live figure: changes of the strategy, a pause, the memory limit, the ranks' colours.
 
 Each ``show`` function replaces what it drew before, and leaves the others' alone.
 """

@@ -1,4 +1,4 @@
-"""The marks of the panel's pictures: bars, lines, text and axes as SVG, whose colours are the page's variables."""
+"""SVG of the panel's pictures: bars, lines, text and axes in colours that are variables of the page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The few SVG shapes that pictures are made of, and the picture that a notebook shows."""
+"""SVG shapes, and ``Picture``, which a notebook displays."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Picture:
         return {"image/svg+xml": self.svg, "text/plain": self.text}
 
     def save(self, path: str | Path) -> None:
-        """Write the SVG to a file, for a paper or a page."""
+        """Write the SVG to a file."""
         Path(path).write_text(self.svg, encoding="utf-8")
 
 

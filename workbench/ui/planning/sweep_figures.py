@@ -1,4 +1,4 @@
-"""Pictures of simulations as pure functions, sweep -> plotly Figure: what throughput, memory and waiting do as a value
+"""Figures of simulations as pure functions, sweep -> plotly Figure: what throughput, memory and waiting do as a value
 grows, where a step's time goes, and a pipeline of any size.
 
 Points that do not fit into memory are hollow; points that cannot be are left out.

@@ -20,7 +20,7 @@ from workbench.ui.live.poller import Run
 
 @dataclass(frozen=True, slots=True)
 class OneDeviceSteps:
-    """Steps of the one-device run, reported before the run's own where it is not known yet."""
+    """Steps of the one-device run, reported before the run's own steps."""
 
     block: StepBlock
 
@@ -30,7 +30,7 @@ class PanelRun(Run, Protocol):
 
     @property
     def one_device_losses(self) -> Sequence[float] | None:
-        """Losses of the same steps on one device; None while they are not there yet."""
+        """Losses of the same steps on one device; None before they are known."""
 
 
 class Trainer(Protocol):
@@ -104,7 +104,7 @@ class SessionTrainer:
 
 
 class _BackgroundRun:
-    """A run that a thread is starting: until then it tells of the one-device run, and keeps what it is asked."""
+    """A run that a thread starts. Until it has started, it reports the one-device run and stores requests."""
 
     def __init__(self, begin: Callable[[RunObserver], tuple[TrainingRun, Sequence[float]]]) -> None:
         self._begin = begin
