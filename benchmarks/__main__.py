@@ -41,11 +41,13 @@ def write_table() -> str:
         raise SystemExit("benchmarks: no results of this machine yet; python -m benchmarks measures them")
     missing = [name for name, result in NEED_CUDA.items() if result not in {each.name for each in results}]
     without = f"\n\nNot measured, for want of a CUDA device: {', '.join(missing)}." if missing else ""
-    told = (
+    summary = (
         "Ours and theirs take turns in one run; *theirs* names them, and a row without it is held against a figure of "
         "our own choice. The files beside this one say how each was measured."
     )
-    text = f"# {one_table.TITLE}\n\n{one_table.score(results)}\n\n{told}{without}\n\n{one_table.one_table(results)}\n"
+    text = (
+        f"# {one_table.TITLE}\n\n{one_table.score(results)}\n\n{summary}{without}\n\n{one_table.one_table(results)}\n"
+    )
     latest = max(results, key=lambda result: result.date)
     (RESULTS / one_table.file_name(latest)).write_text(text, encoding="utf-8")
     return text

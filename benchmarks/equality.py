@@ -237,10 +237,17 @@ def main() -> int:
             alarms += [f"{name}, {run.name}: {run.verdict.text}" for run in done if not run.equal]
             by.update(run.verdict.by for run in done)
             largest = max((run.loss_difference or 0.0 for run in done), default=0.0)
-            told = ", ".join(f"{what} {count}" for what, count in Counter(run.verdict.by for run in done).items())
+            counts = ", ".join(f"{what} {count}" for what, count in Counter(run.verdict.by for run in done).items())
             share = (clock.seconds - checked) / total
             rows.append(
-                [name, str(len(done)), str(sum(not run.equal for run in done)), f"{largest:.0e}", told, f"{share:.0%}"]
+                [
+                    name,
+                    str(len(done)),
+                    str(sum(not run.equal for run in done)),
+                    f"{largest:.0e}",
+                    counts,
+                    f"{share:.0%}",
+                ]
             )
             print(rows[-1], flush=True)
         missed = [] if args.only else planted(session)
@@ -267,11 +274,11 @@ def report(
 ) -> int:  # fmt: skip
     """Publish the figures."""
     num_planted = len(mistakes())
-    told = ", ".join(f"{count} by {what}" for what, count in by.most_common())
+    counts = ", ".join(f"{count} by {what}" for what, count in by.most_common())
     notes = [f"* {line}" for line in (*alarms, *missed, *not_run)]
     head = (
         f"{len(rows)} models, {len(STRATEGIES)} strategies, 32 bits and bf16: {num_runs} runs of {STEPS} steps on "
-        f"{ENGINES} engines. Verdicts: {told}."
+        f"{ENGINES} engines. Verdicts: {counts}."
     )
     header = ["model", "runs", "false alarms", "largest loss difference", "decided by", "time on verdicts"]
     body = "\n\n".join([head, table(header, rows, 1), *(["\n".join(notes)] if notes else [])])

@@ -134,8 +134,8 @@ def main() -> int:
         rows.append((f"{num_layers}", f"{num_ranks}", "first view", format_seconds(first_s), "", "1"))
         judged.append(Comparison(f"first view on {num_ranks} ranks", first_s, FIRST))
         for action, times in by_action.items():
-            told = (action, format_seconds(median(times)), format_seconds(max(times)), f"{len(times)}")
-            rows.append((f"{num_layers}", f"{num_ranks}", *told))
+            figures = (action, format_seconds(median(times)), format_seconds(max(times)), f"{len(times)}")
+            rows.append((f"{num_layers}", f"{num_ranks}", *figures))
             judged.append(Comparison(f"median {action} on {num_ranks} ranks", median(times), TOGGLE))
     header = ("layers", "ranks", "what", "median", "slowest", "times")
     body = f"A GPT, without engines and without a browser.\n\n{table(header, rows)}"

@@ -41,11 +41,11 @@ def searched(with_rows: bool) -> Section:
         ),
     ]
     within = sum(ratio <= 1 + 1e-9 for ratio in short)
-    told = (
+    summary = (
         f"The short cuts of large problems, on {len(short)} small ones: {within} equal to the best, median "
         f"{statistics.median(short):.3f}, worst {max(short):.3f} times it."
     )
-    return f"{times}\n\n{told}", judged
+    return f"{times}\n\n{summary}", judged
 
 
 def _times() -> tuple[str, float, float]:

@@ -72,11 +72,11 @@ def beside_nbdistributed(ours_s: float, num_workers: int, num_cells: int) -> tup
         time_s = nbdistributed_cells.measure(num_workers, num_cells)
     except subprocess.SubprocessError as error:
         return f"nbdistributed was not measured: {error}.", []
-    told = (
+    text = (
         f"nbdistributed's %%distributed on {num_workers} workers, in namespaces of its own: {time_s * 1e3:.0f} ms, "
         f"median of {num_cells} cells (it looks for results every 100 ms)."
     )
-    return told, [side_by_side(f"empty cell, {num_workers} engines", ours_s, "nbdistributed", time_s, FASTER)]
+    return text, [side_by_side(f"empty cell, {num_workers} engines", ours_s, "nbdistributed", time_s, FASTER)]
 
 
 def start_ours(num_engines: int) -> float:
@@ -137,8 +137,8 @@ def main() -> int:
                 f"empty cell, {num_engines} engines", cell_s[num_engines], "ipyparallel", time_s[theirs], ROUND_TRIP
             )
         )
-    told, beside = beside_nbdistributed(cell_s[2], 2, args.rounds)
-    parts.append(told)
+    text, beside = beside_nbdistributed(cell_s[2], 2, args.rounds)
+    parts.append(text)
     judged += beside
     starts = [(start_ours(2), start_bare(2)) for _ in range(args.starts)]
     ours, bare = (median(each) for each in zip(*starts, strict=True))

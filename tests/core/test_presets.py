@@ -76,7 +76,7 @@ def test_a_strategy_is_given_as_a_file(tmp_path):
     assert strategy_of(tmp_path / "other.txt", LAYERS, 2) == Strategy(text)
 
 
-def test_a_file_that_is_none_is_told(tmp_path):
+def test_a_missing_file_is_an_error(tmp_path):
     with pytest.raises(StrategyError, match=r"strategy 'missing\.strategy': No such file.*workbench plan --out FILE"):
         strategy_of("missing.strategy", LAYERS, 2)
     with pytest.raises(StrategyError, match="Is a directory"):

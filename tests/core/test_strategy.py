@@ -96,7 +96,7 @@ def test_nothing_is_guessed_of_a_row_that_is_like_none():
         Strategy("fc1: xyz")
 
 
-def test_a_class_of_characters_is_told_as_what_it_is_not():
+def test_a_class_of_characters_is_an_error():
     (mistake,) = Strategy("*: data; fc[12]: model").check(LAYERS, 2)
     assert "a pattern knows * and ranges of numbers" in mistake.message
     assert not any(fix.startswith(("use ", "write '")) for fix in mistake.fixes)

@@ -159,7 +159,7 @@ def test_residuals_over_borders_of_stages_are_sent_once_to_each_stage_that_reads
     assert_same_bytes("skips", f"{rows} | {len(stages)}x{width} {words}", 2 * len(stages))
 
 
-def test_halves_of_all_bytes_would_be_seen():
+def test_half_of_the_bytes_would_be_seen():
     """What programs do that keep everything in 16 bits: no autocast has been counted then."""
     costs, inputs = costs_of("gpt"), MODELS["gpt"][1]
     resolved = Strategy("*: model | 1x1x4 sequence bf16").resolve(costs.layers, 4)

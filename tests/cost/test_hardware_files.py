@@ -76,7 +76,7 @@ def test_wrong_numbers_are_named_all_at_once(tmp_path: Path, changes: dict[str, 
         load_hardware(written(tmp_path, **changes))
 
 
-def test_a_folder_or_a_file_that_is_no_text_is_told(tmp_path: Path) -> None:
+def test_a_folder_or_a_binary_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(HardwareError, match="neither a file nor one of"):
         load_hardware(tmp_path)
     path = tmp_path / "picture.json"
@@ -85,7 +85,7 @@ def test_a_folder_or_a_file_that_is_no_text_is_told(tmp_path: Path) -> None:
         load_hardware(path)
 
 
-def test_an_unknown_machine_is_told_the_known_ones() -> None:
+def test_an_unknown_machine_is_an_error_with_the_known_ones() -> None:
     with pytest.raises(HardwareError, match=r"'h20': neither a file nor one of .*Did you mean 'h200'\?"):
         load_hardware("h20")
 

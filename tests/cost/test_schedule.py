@@ -28,10 +28,10 @@ def simulated(
 
 
 CASES = [
-    (schedule, ranks, laps, m, seed)
+    (schedule, ranks, virtual_stages, m, seed)
     for schedule in ("gpipe", "1f1b", "zero_bubble", "interleaved")
     for ranks in (1, 2, 3, 5)
-    for laps in ((1, 2, 3) if schedule == "interleaved" else (1,))
+    for virtual_stages in ((1, 2, 3) if schedule == "interleaved" else (1,))
     for m in (1, 2, 3, 7, 10, 40)
     for seed in (0, 1)
 ]
@@ -39,18 +39,22 @@ CASES = [
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble", "interleaved"])
 def test_makespan_is_that_of_the_simulated_table(schedule: str) -> None:
-    for _, ranks, laps, m, seed in (case for case in CASES if case[0] == schedule):
-        draw = random.Random(f"{ranks} {laps} {m} {seed}")
-        f, i, w = ([draw.uniform(0.2, 2) if seed else 1.0 for _ in range(ranks * laps)] for _ in range(3))
+    for _, ranks, virtual_stages, m, seed in (case for case in CASES if case[0] == schedule):
+        draw = random.Random(f"{ranks} {virtual_stages} {m} {seed}")
+        f, i, w = ([draw.uniform(0.2, 2) if seed else 1.0 for _ in range(ranks * virtual_stages)] for _ in range(3))
         transfer = draw.uniform(0, 0.5) if seed else 0.0
         expected = simulated(schedule, ranks, m, f, i, w, transfer)
-        assert makespan_s(schedule, ranks, m, f, i, w, transfer) == pytest.approx(expected, rel=1e-9), (ranks, laps, m)
+        assert makespan_s(schedule, ranks, m, f, i, w, transfer) == pytest.approx(expected, rel=1e-9), (
+            ranks,
+            virtual_stages,
+            m,
+        )
 
 
-@pytest.mark.parametrize(("schedule", "ranks", "laps", "m"), [("1f1b", 8, 1, 64), ("interleaved", 4, 3, 64)])
-def test_skipped_rounds_lose_nothing(schedule: str, ranks: int, laps: int, m: int) -> None:
+@pytest.mark.parametrize(("schedule", "ranks", "virtual_stages", "m"), [("1f1b", 8, 1, 64), ("interleaved", 4, 3, 64)])
+def test_skipped_rounds_lose_nothing(schedule: str, ranks: int, virtual_stages: int, m: int) -> None:
     draw = random.Random(0)
-    f, b = ([draw.uniform(1, 1.5) for _ in range(ranks * laps)] for _ in range(2))
+    f, b = ([draw.uniform(1, 1.5) for _ in range(ranks * virtual_stages)] for _ in range(2))
     none = [0.0] * len(f)
     expected = simulated(schedule, ranks, m, f, b, none, 0.05)
     assert makespan_s(schedule, ranks, m, f, b, none, 0.05) == pytest.approx(expected, rel=1e-9)
@@ -68,10 +72,10 @@ def test_a_schedule_without_a_recurrence_runs_its_table(monkeypatch) -> None:
 def test_stages_that_share_cores_take_between_their_bounds(name: str) -> None:
     """One core: all work, one after the other. As many cores as ranks: the makespan. Between: not below either."""
     draw = random.Random(name)
-    for ranks, laps, m in ((1, 1, 3), (2, 1, 4), (4, 1, 4), (3, 2, 6), (4, 1, 9)):
-        if laps > 1 and name != "interleaved":
+    for ranks, virtual_stages, m in ((1, 1, 3), (2, 1, 4), (4, 1, 4), (3, 2, 6), (4, 1, 9)):
+        if virtual_stages > 1 and name != "interleaved":
             continue
-        f, i, w = ([draw.uniform(0.2, 2) for _ in range(ranks * laps)] for _ in range(3))
+        f, i, w = ([draw.uniform(0.2, 2) for _ in range(ranks * virtual_stages)] for _ in range(3))
         transfer = draw.uniform(0, 0.1)
         work = m * sum(f + i + w) / ranks
         alone = makespan_s(name, ranks, m, f, i, w, transfer)
@@ -89,12 +93,12 @@ def test_a_pipeline_of_two_cores_fills_one_core_after_the_other() -> None:
 
 
 def test_bubble_of_equal_stages_is_the_formula() -> None:
-    """(p - 1) / m of the work under 1F1B, divided by the laps where they interleave. (arXiv 2104.04473.)"""
-    for laps in (1, 2, 4):
+    """(p - 1) / m of the work under 1F1B, divided by the virtual_stages where they interleave. (arXiv 2104.04473.)"""
+    for virtual_stages in (1, 2, 4):
         ranks, m = 8, 32
-        f, b = [1.0 / laps] * ranks * laps, [2.0 / laps] * ranks * laps
-        took = makespan_s("interleaved" if laps > 1 else "1f1b", ranks, m, f, b, [0.0] * len(f))
-        assert took == pytest.approx(3 * m + 3 * (ranks - 1) / laps)
+        f, b = [1.0 / virtual_stages] * ranks * virtual_stages, [2.0 / virtual_stages] * ranks * virtual_stages
+        took = makespan_s("interleaved" if virtual_stages > 1 else "1f1b", ranks, m, f, b, [0.0] * len(f))
+        assert took == pytest.approx(3 * m + 3 * (ranks - 1) / virtual_stages)
 
 
 def test_64_stages_and_512_micro_batches_take_milliseconds() -> None:
@@ -106,9 +110,9 @@ def test_64_stages_and_512_micro_batches_take_milliseconds() -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
-@pytest.mark.parametrize("laps", [2, 3])
-def test_what_interleaved_stages_keep_is_what_their_table_has_at_its_fullest(ranks: int, laps: int) -> None:
-    stages = ranks * laps
+@pytest.mark.parametrize("virtual_stages", [2, 3])
+def test_what_interleaved_stages_keep_is_what_their_table_has_at_its_fullest(ranks: int, virtual_stages: int) -> None:
+    stages = ranks * virtual_stages
     layers = tuple(ResolvedLayer(str(stage), "data", None, stage) for stage in range(stages))
     for m in (1, 2, ranks, ranks + 1, 2 * ranks, 3 * ranks):
         options = Options((ranks, 1, 1), m, "interleaved")

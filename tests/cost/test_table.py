@@ -35,8 +35,8 @@ def test_a_row_gets_its_columns_and_parts_add_up() -> None:
 
 
 def test_interleaving_and_recomputation_act_as_they_should() -> None:
-    plain, laps = predict_row(ROW), predict_row(ROW | {"layers_per_virtual_stage": "1"})
-    assert laps.bubble_s < plain.bubble_s
+    plain, virtual_stages = predict_row(ROW), predict_row(ROW | {"layers_per_virtual_stage": "1"})
+    assert virtual_stages.bubble_s < plain.bubble_s
     full = predict_row(ROW | {"recompute": "full"})
     selective = predict_row(ROW | {"recompute": "selective"})
     assert plain.compute_s < selective.compute_s < full.compute_s

@@ -89,7 +89,7 @@ def test_the_checker_finds_weights_before_their_inputs_and_stages_on_two_ranks()
 
 
 def unit(action):
-    """A backward takes two units, each of its halves one."""
+    """A backward takes two units, each part of a split backward one."""
     return 2.0 if action.kind == "B" else 1.0
 
 

@@ -58,10 +58,11 @@ def _options(problem: Problem, ranks: int) -> Iterator[tuple[str, int, int]]:
         for mb in range(1, batch // d + 1):
             if (batch // d) % mb or not _wanted(constraints.micro_batches, mb):
                 continue
-            laps = [("interleaved", p * n) for n in range(2, 9) if p > 1]
-            for schedule, stages in [*((name, p) for name in ("1f1b", "gpipe", "zero_bubble") if p > 1), *laps] or [
-                ("", 1)
-            ]:
+            virtual_stages = [("interleaved", p * n) for n in range(2, 9) if p > 1]
+            for schedule, stages in [
+                *((name, p) for name in ("1f1b", "gpipe", "zero_bubble") if p > 1),
+                *virtual_stages,
+            ] or [("", 1)]:
                 if schedule and not _wanted(constraints.schedule, schedule):
                     continue
                 for zero, again, sequence in product(range(4), (False, True), (False, True)):

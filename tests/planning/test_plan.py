@@ -150,7 +150,7 @@ def test_diff_names_options_layers_and_parts() -> None:
     assert not same.layers
 
 
-def test_what_is_no_strategy_is_told() -> None:
+def test_a_wrong_strategy_is_an_error() -> None:
     assert "3 is of type int, not a strategy" in str(plan().why_not(3))  # type: ignore[arg-type]
     with pytest.raises(StrategyError, match="3 is of type int, not a strategy"):
         plan().diff(3)  # type: ignore[arg-type]
@@ -164,8 +164,8 @@ def test_an_unknown_constraint_is_an_error() -> None:
 def test_a_strategy_of_32_bits_beside_a_plan_in_16_costs_what_it_costs() -> None:
     """Rows under autocast are not those of 32 bits at another scale."""
     rows = plan().problem.costs.rows
-    halves = tuple(replace(row, itemsize=2, left_itemsize=4) for row in rows)
-    costs = replace(plan().problem.costs, autocast=halves)
+    cast_rows = tuple(replace(row, itemsize=2, left_itemsize=4) for row in rows)
+    costs = replace(plan().problem.costs, autocast=cast_rows)
     text, machine = "*: model | 1x1x4 mb=8", plan().problem.hardware
     found = search(costs, machine, 4, 8, precision="bf16").diff(text)
     alone = estimate(costs, Strategy(text).resolve(costs.layers, 4), machine, 8)

@@ -78,7 +78,7 @@ def least_bytes(problem: Problem) -> float:
 
 @pytest.mark.parametrize("seed", [18, 22, 33, 34])
 def test_short_cuts_find_what_just_fits(seed: int) -> None:
-    """Bytes that add up do not tell the leanest of these, so nothing was found for them."""
+    """The sums of bytes do not show which of these holds least, so the search found nothing for them."""
     problem = random_problem(seed)
     problem = replace(problem, memory_bytes=least_bytes(problem) * 1.0001)
     search_best_first(problem, incumbents := Incumbents(problem))
@@ -188,8 +188,8 @@ def test_cost_may_use_fewer_ranks() -> None:
 
 
 def test_memory_finds_the_smallest_peak() -> None:
-    lean = search(decoder(), hardware(), 4, 4, objective="memory")
-    assert lean.estimate.peak_bytes < search(decoder(), hardware(), 4, 4).estimate.peak_bytes
+    smallest = search(decoder(), hardware(), 4, 4, objective="memory")
+    assert smallest.estimate.peak_bytes < search(decoder(), hardware(), 4, 4).estimate.peak_bytes
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def test_conflicting_constraints_are_named(constraints: Constraints, words: str)
         search(decoder(), hardware(), 4, 4, constraints=constraints)
 
 
-def test_a_model_that_fits_nowhere_is_told_by_how_much_and_what_would_help() -> None:
+def test_a_model_that_fits_nowhere_is_an_error_with_the_bytes_and_the_fixes() -> None:
     with pytest.raises(StrategyError, match=r"fits into 100 kB.*holds .*too much.*It fits with \d+ ranks") as caught:
         search(decoder(), hardware(), 4, 4, memory_bytes=1e5)
     assert "optimizer='sgd'" in str(caught.value) or "ranks" in str(caught.value)

@@ -1,4 +1,4 @@
-"""Sweeps: every combination once, what cannot be told in its row, and numbers that are those of the estimate."""
+"""Sweeps: every combination once, errors in their rows, and numbers that are those of the estimate."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_strategy_may_follow_from_the_values():
     assert list(sweep.table.degrees) == ["1x1x1", "1x1x2", "1x1x4"]
 
 
-def test_what_cannot_be_is_told_in_its_row():
+def test_an_impossible_point_has_its_error_in_its_row():
     sweep = simulate(layers(), "*: data | 1x2x1", MACHINE, gpus=[2, 3], batch_size=8)
     good, bad = sweep.table.error
     assert good == "" and "3 ranks" in bad

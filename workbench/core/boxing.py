@@ -63,7 +63,7 @@ class BoxingPlan:
 
     @property
     def steps(self) -> tuple[BoxingPlan, ...]:
-        """What is done one after the other: this."""
+        """The steps of the boxing: this plan alone."""
         return (self,)
 
     @cached_property
@@ -249,7 +249,7 @@ def plan_boxing(source: Layout, destination: Layout, shape: Shape, itemsize: int
     64
 
     Raises:
-        LayoutError: terms of two different reductions in one layout, whose order nobody defined.
+        LayoutError: terms of two different reductions in one layout, whose order is not defined.
     """
     source, destination = source.normalized(shape), destination.normalized(shape)
     for layout in (source, destination):

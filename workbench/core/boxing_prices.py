@@ -1,7 +1,7 @@
-"""What single boxings of one tensor would cost, fast: a search asks for dozens that nobody will ever run.
+"""Fast prices of single boxings of one tensor, for a search that compares dozens of them.
 
-The price is that of the plan (``BoxingPlan.time_s``), counted without making one. Where there are many ranks only a
-sample of them is counted: layouts are regular, and what one rank sends and receives its neighbours do too.
+The price is that of the plan (``BoxingPlan.time_s``), counted without a plan. Of many ranks, only a sample is counted:
+layouts are regular, and neighbouring ranks send and receive alike.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from workbench.core.sbp import Broadcast, Partial, Split
 from workbench.core.tiling import Place, num_elements, overlap
 
 _MAX_PAIRS = 1024
-"""Of pairs of ranks; above, sizes have to do."""
+"""With more pairs of ranks, the price follows from sizes alone."""
 _NUM_SAMPLED = 64
 
 
 class LayoutSummary(NamedTuple):
-    """Of a layout: elements of its largest shard, and how many terms, copies and ranks there are."""
+    """A layout, the elements of its largest shard, and its numbers of terms, copies and ranks."""
 
     layout: Layout
     largest: int
@@ -37,7 +37,7 @@ class BoxingPrices:
     """BoxingPrices of boxings of a tensor of ``shape`` over a link.
 
     Attributes:
-        num_priced: how many pairs of layouts were priced; a measure of work that no machine's load changes.
+        num_priced: number of pairs of layouts priced: a measure of work that does not depend on the machine.
     """
 
     def __init__(self, shape: Shape, itemsize: int, cost: LinkCost) -> None:
@@ -48,7 +48,7 @@ class BoxingPrices:
         self._common: dict[tuple[int, int], int] = {}
 
     def time_s(self, source: Layout, destination: Layout) -> float:
-        """What ``plan_boxing(source, destination, ...).time_s(cost)`` says."""
+        """Seconds of a boxing, as ``plan_boxing(source, destination, ...).time_s(cost)``."""
         self.num_priced += 1
         if is_all_reduce(source, destination):
             return plan_boxing(source, destination, self.shape, self.itemsize).time_s(self.cost)
@@ -59,7 +59,7 @@ class BoxingPrices:
         return self.cost.time_s(elements * self.itemsize)
 
     def at_least_s(self, a: LayoutSummary, b: LayoutSummary) -> float:
-        """A time that ``time_s`` is not below, from sizes alone.
+        """A lower bound of ``time_s``, from sizes alone.
 
         The busiest rank moves at least the mean, and at least what the largest new shard lacks.
         """
@@ -83,7 +83,7 @@ class BoxingPrices:
         return found
 
     def summary(self, layout: Layout) -> LayoutSummary:
-        """What bounds are made of."""
+        """The sizes that bounds need."""
         counts = {Partial: 1, Broadcast: 1, Split: 1}
         largest = list(self.shape)
         for entry, size in zip(layout.sbp, layout.placement.shape, strict=True):
@@ -177,7 +177,7 @@ class _Shards:
 
 
 def _by_sizes(a: _Shards, b: _Shards) -> int:
-    """Like counting; what is taken out of several copies, or goes to several terms, is spread evenly over them."""
+    """An estimate without counting: several copies or terms share the elements evenly."""
     kept: dict[int, int] = {}
     for rank, place in itertools.chain(((rank, a.index.get(rank)) for rank, _ in b.sample), a.sample):
         other = b.index.get(rank)

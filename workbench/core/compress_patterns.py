@@ -1,4 +1,4 @@
-"""Few rows for many layers: what each of them does, written with patterns over modules and runs of equal blocks."""
+"""Few rows for many layers, with patterns over modules and over runs of equal blocks."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from workbench.core.rows import Row
 
 @dataclass
 class _Module:
-    """A module and what is below it; ``own`` is the row of its own parameters."""
+    """A module and its submodules; ``own`` is the row of its own parameters."""
 
     own: Row | None = None
     parts: dict[str, _Module] = field(default_factory=dict)
 
     def rows(self) -> list[Row]:
-        """Of all layers in it, its own first."""
+        """Rows of all layers in it, its own first."""
         below = [row for part in self.parts.values() for row in part.rows()]
         return below if self.own is None else [self.own, *below]
 
 
 def compress_patterns(names: Sequence[str], rows: Sequence[Row]) -> tuple[Row, ...]:
-    """Rows that say for every layer what its own row in ``rows`` says; patterns of ``rows`` are not read.
+    """Few rows with the same choices as ``rows``, which has one row per name; patterns of ``rows`` are ignored.
 
-    A module whose layers all do the same is one row, neighbouring blocks that do the same are one range, and a block
-    of which most layers do the same is written with its exceptions.
+    A module whose layers all have one choice becomes one row. Neighbouring blocks with equal choices become one range.
+    A block whose layers mostly agree becomes one row and its exceptions.
 
     >>> names = ["emb", *[f"blocks.{n}.{part}" for n in range(4) for part in ("norm", "fc")], "head"]
     >>> rows = [Row("", "model" if "fc" in name else "data") for name in names]
@@ -46,7 +46,7 @@ def compress_patterns(names: Sequence[str], rows: Sequence[Row]) -> tuple[Row, .
 
 
 def _written(module: _Module) -> list[Row]:
-    """Rows of a module; patterns begin below it, the one of the module itself is empty."""
+    """Rows of a module. Patterns begin below it; that of the module itself is empty."""
     rows = module.rows()
     if len(set(rows)) == 1:
         return rows[:1]
@@ -59,7 +59,7 @@ def _written(module: _Module) -> list[Row]:
 
 
 def _parts(module: _Module, usual: Row | None = None) -> list[Row]:
-    """Rows of what is below a module, but for what is as ``usual``; equal neighbours with numbers are one range."""
+    """Rows of the submodules, without those equal to ``usual``; equal numbered neighbours become one range."""
     written = [(name, tuple(_written(part))) for name, part in module.parts.items()]
     found: list[Row] = []
     for (_, rows), group in groupby(written, key=lambda item: (item[0].isdecimal(), item[1])):
@@ -72,7 +72,7 @@ def _parts(module: _Module, usual: Row | None = None) -> list[Row]:
 
 
 def _as_range(names: Sequence[str], module: _Module) -> list[str]:
-    """Neighbours with numbers as one pattern, if that covers no other part of the module; else nothing."""
+    """Numbered neighbours as one pattern, if it matches no other part of the module; else an empty list."""
     if len(names) < 2 or not names[0].isdecimal():
         return []
     numbers = {int(name) for name in module.parts if name.isdecimal()}

@@ -1,4 +1,4 @@
-"""What a strategy says that has no effect: no mistakes, but not what somebody who wrote it may expect."""
+"""Choices of a strategy that have no effect. They are no errors, but may surprise the author."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from workbench.core.strategy import ResolvedStrategy
 
 @dataclass(frozen=True, slots=True)
 class IneffectiveChoice:
-    """One choice without effect: the layer it stands at (or None), what, why, and a way out (or an empty text)."""
+    """One choice without effect: its layer (or None), what happens, why, and a fix (or an empty text)."""
 
     layer: str | None
     message: str
@@ -21,7 +21,7 @@ class IneffectiveChoice:
 
 
 def find_ineffective_choices(resolved: ResolvedStrategy) -> list[IneffectiveChoice]:
-    """All of them, those of the whole strategy first.
+    """All choices without effect, those of the whole strategy first.
 
     >>> from workbench.core.rows import Layer
     >>> from workbench.core.strategy import Strategy

@@ -1,4 +1,4 @@
-"""Data classes as plain data, for JSON."""
+"""Data classes that are written to JSON and read back."""
 
 from __future__ import annotations
 

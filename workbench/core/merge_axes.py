@@ -1,4 +1,4 @@
-"""Axes of a placement that one layout, or two, treat alike are one axis: fewer layouts to look at, fewer messages."""
+"""Merges axes of a placement that one or two layouts treat alike: fewer layouts to search, fewer messages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from workbench.core.sbp import Sbp, Split, broadcast
 
 
 def merge_axes(source: Layout, destination: Layout, shape: Shape) -> tuple[Layout, Layout]:
-    """The same two layouts with as few axes as possible: of one placement together, of two each by itself.
+    """The same two layouts with as few axes as possible: on one placement together, on two separately.
 
     >>> p = Placement.of("cpu", [[0, 1], [2, 3]])
     >>> [str(layout) for layout in merge_axes(Layout.of(p, "S(0), S(0)"), Layout.of(p, "B, B"), (8, 8))]

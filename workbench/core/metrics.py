@@ -1,6 +1,6 @@
-"""What a training run reports: blocks of steps and events while it runs, one record when it has ended.
+"""Reports of a training run: blocks of steps and events while it runs, one record at its end.
 
-Engines publish these, figures and tables read them, files keep them; nobody needs torch for it.
+Engines publish these, figures and tables read them, files keep them. None of it needs torch.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class StepBlock(JsonRecord):
             (moving, and waiting for others), bytes that the rank sent.
         memory_bytes: by rank, at the end of the block: kinds of ``MEMORY_KINDS``, and ``"peak"``, the process's largest
             resident size above its warm baseline. Empty where it was not measured.
-        num_steps: how many are planned; 0 where nobody knows.
+        num_steps: number of planned steps; 0 if unknown.
     """
 
     first_step: int
@@ -106,7 +106,7 @@ class StepSpans(JsonRecord):
 
 
 def bubble(ranks: Sequence[StepSpans]) -> float | None:
-    """The part of the ranks' time, 0 to 1, in which they wait for other stages; None before a step was noted.
+    """The part of the ranks' time, 0 to 1, in which they wait for other stages; None before a step was recorded.
 
     With one stage there are none to wait for: what it waits for are boxings.
     """
@@ -156,8 +156,7 @@ class LastSteps(JsonRecord):
 
 
 def joined(parts: Sequence[LastSteps]) -> StepBlock | None:
-    """The steps of which all ranks tell, None where there are none. A rank that is lost tells nothing, and counts as
-    idle.
+    """The steps that all ranks report; None if there are none. A lost rank reports nothing and counts as idle.
 
     >>> half = (LossTerm(0.25, 1, is_term=True, num_holders=2),)
     >>> joined([LastSteps(rank, 2, 7, (8,), half, (0.5,), (0.0,), (0,)) for rank in (0, 1)]).losses
@@ -229,7 +228,7 @@ class RunRecord(JsonRecord):
     after two of them; ``equal`` says whether that is rounding, ``verdict`` what shows it.
     A run that failed has its reason in ``error`` and empty figures.
 
-    ``bubble`` is the part of the ranks' time without work, 0 to 1, in the last step whose actions were noted.
+    ``bubble`` is the part of the ranks' time without work, 0 to 1, in the last step whose actions were recorded.
     ``layer_forward_s`` and ``layer_backward_s`` have the seconds that a layer computes in a step, on the slowest of its
     ranks, under the last strategy. ``changes`` has (step, strategy) for every change on the way, and ``segments`` then
     what belongs to each strategy (``core.segments.by_strategy``); other figures are of the whole run, ``strategy`` and

@@ -1,8 +1,6 @@
-"""What a model's layers cost, as plain rows: made by tracing it on metadata or from a formula, read by planner and
-simulator.
+"""Costs of a model's layers as rows. A trace on metadata or a formula makes them; planner and simulator read them.
 
-All figures are of the forward of ONE sample on one device, nothing divided; what a strategy does to them is arithmetic
-in ``workbench.cost``.
+All figures are of the forward of ONE sample on one device, undivided. ``workbench.cost`` applies a strategy to them.
 """
 
 from __future__ import annotations
@@ -17,17 +15,17 @@ from workbench.core.rows import Layer
 
 @dataclass(frozen=True, slots=True)
 class OpCost:
-    """One function's forward.
+    """The cost of one function's forward.
 
     Attributes:
-        name: what it does: "linear", "softmax", "layer_norm".
+        name: name of the function: "linear", "softmax", "layer_norm".
         flops: multiplications and additions, 2 m n k for a matrix product. 0 for what only moves memory.
         moved_bytes: read and written.
         inner: size of the dim that a matrix product sums over; 0 for others. Small ones run below the machine's rate.
         saved_bytes: what autograd keeps of it for backward, besides parameters.
         is_parted: whether the model axis divides it where its layer's output is split (scores of heads, an
             activation function behind a column layer). False for what every rank of the axis does in full.
-        backward_bytes: read and written by its backward, matrix products left out; None where nobody has counted them.
+        backward_bytes: read and written by its backward, matrix products left out; None if not counted.
         again_bytes: saved by it, too, but counted with the function that saved it first: two copies where something is
             boxed in between.
         passing_bytes: what its backward takes and makes, besides what is saved and gradients of weights.
@@ -83,7 +81,7 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """An activation that other layers read than the one that makes it.
+    """An activation that later layers read.
 
     Attributes:
         size_bytes: of one sample.
@@ -115,7 +113,7 @@ class LayerCost:
         num_cast: of its weights, how many are kept for backward as copies in 16 bits (autocast's).
         batch_dim: of its output, the dim that counts samples: 1 in (sequence, batch, features).
         taken: of its input; None where it is not known.
-        readings: what it and the functions behind it make for others; empty where nobody has counted them.
+        readings: activations that it and the functions behind it make for later layers; empty if not counted.
     """
 
     layer: Layer
@@ -169,7 +167,7 @@ class ModelCosts:
         blocks: runs of equal blocks, (first row, rows per block, how many), so that a search may tie them.
         heads: how many heads attention has, and how many its keys and values have; empty where nothing tells.
         autocast: the rows of a model in 32 bits as they are under autocast to 16 bits: products are cast, residuals,
-            norms and weights are not. Empty where nobody has counted them.
+            norms and weights are not. Empty if not counted.
     """
 
     rows: tuple[LayerCost, ...]

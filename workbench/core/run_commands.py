@@ -1,4 +1,4 @@
-"""What the notebook asks of a run that goes on. Orders take effect together on all ranks, between two steps."""
+"""Commands of the notebook to a running training. They take effect on all ranks at once, between two steps."""
 
 from __future__ import annotations
 

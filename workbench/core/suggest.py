@@ -1,4 +1,4 @@
-"""What somebody meant who wrote a name that there is not."""
+"""Suggestions for a name that does not exist."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 def suggest(name: str, known: Iterable[str], cutoff: float = 0.5) -> list[str]:
-    """The known names that begin like ``name``, else the most similar one; none where none is similar enough.
+    """The known names that begin with ``name``, else the most similar one; empty if none is similar enough.
 
     >>> suggest("modle", ["data", "model"]), suggest("pipe", ["data", "pipeline"]), suggest("x", ["data"])
     (['model'], ['pipeline'], [])

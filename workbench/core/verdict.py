@@ -127,8 +127,8 @@ class Verdict(JsonRecord):
         first_step: difference of the first loss.
         largest: largest difference of a loss in the first ``CHECKED_STEPS`` steps.
         growth: by which factor the difference of the loss grows in a step, None where there are too few to say.
-        noise: the largest difference of a loss between one device and itself, its rounding perturbed; None where
-            nobody had to ask.
+        noise: the largest difference of a loss between one device and itself with perturbed rounding; None if the
+            verdict did not need it.
         float64: the largest difference of a loss in float64, likewise.
         text: a sentence: what differs, by how much, and what rounding explains.
         grown: whether rounding has grown beyond the tolerance.
@@ -153,7 +153,7 @@ UNKNOWN = Verdict(None)
 class Case:
     """A run's distance from one device, and the evidence about it that is there so far.
 
-    ``no_float64`` says why the model could not run in float64; empty while it can, or nobody has tried. ``equal_in`` is
+    ``no_float64`` says why the model could not run in float64; empty if it can, or before a try. ``equal_in`` is
     a finer precision in which the same strategy was equal.
     """
 

@@ -1,4 +1,4 @@
-"""How weights of model-parallel layers are split where the strategy leaves it open.
+"""Splits of weights of model-parallel layers that the strategy leaves open.
 
 A layer split by columns gives each rank some of the output features, one split by rows takes some of the input features
 and gives a sum; a row behind a column costs one exchange for the two. Names tell where they are the usual ones; else a

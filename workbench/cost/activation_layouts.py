@@ -1,8 +1,8 @@
-"""How activations lie on the model axis, as short words: what a layer takes, what it leaves, and what lies between.
+"""Layouts of activations on the model axis, as short texts: input, output, and boxed output of a layer.
 
-Words: "B" (all ranks have all of it), "P" (terms of a sum), "S0" (samples), "S1" (the sequence), "S-1" (features). The
-rules are those of the runtime's doors: a row-split layer and a split table box what they leave to what the next layer
-expects, every layer boxes what it takes.
+"B": every rank has the whole tensor. "P": partial sum. "S0", "S1", "S-1": split by samples, sequence or features. The
+rules are those of the layout hooks (``training.strategies``): every layer boxes its input, and a row-split layer or
+a split embedding boxes its output to the layout that the next layer needs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ TABLE = "Embedding"
 
 
 def input_sbp(choice: ResolvedLayer, num_dims: int, sequence: bool) -> str:
-    """How the input of a layer has to lie."""
+    """The layout of a layer's input."""
     if choice.parallel == "data":
         return "S0"
     if sequence and "Norm" in choice.kind and num_dims > 2:
@@ -22,17 +22,17 @@ def input_sbp(choice: ResolvedLayer, num_dims: int, sequence: bool) -> str:
 
 
 def output_sbp(choice: ResolvedLayer, num_dims: int, sequence: bool) -> str:
-    """How the layer's function leaves its output, before its door boxes it."""
+    """The layout of the result of the layer's function, before the output hook."""
     if choice.split == "column":
         return "S-1"
     return "P" if choice.split == "row" else input_sbp(choice, num_dims, sequence)
 
 
 def boxed_output_sbp(choice: ResolvedLayer, following: ResolvedLayer | None, num_dims: int, sequence: bool) -> str:
-    """How it lies behind the door. ``following`` is the next layer, None if that is on another stage or not there."""
-    raw = output_sbp(choice, num_dims, sequence)
-    if raw != "P" and not (choice.split and choice.kind == TABLE):
-        return raw
+    """The layout after the output hook. ``following`` is the next layer; None if it is on another stage or missing."""
+    output = output_sbp(choice, num_dims, sequence)
+    if output != "P" and not (choice.split and choice.kind == TABLE):
+        return output
     if sequence and num_dims > 2:
         return "S1"
     if following is None:

@@ -1,6 +1,6 @@
-"""The exchanges of a layer on the model axis: at its doors, inside what its output is cut into, and inside the loss.
+"""The exchanges of a layer on the model axis: of its input, of its output, between slices of its output, in the loss.
 
-The rules for who needs what are the runtime's (``cost.activation_layouts``); tests hold the bytes to those of dry runs.
+``cost.activation_layouts`` has the layouts. Tests compare the bytes with those of dry runs.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ exponentials, the target's logit, and the share of smoothed targets. Before them
 
 
 class Exchange(NamedTuple):
-    """Of one micro-batch: its kind, and the bytes that each rank of the model axis receives."""
+    """One exchange of a micro-batch: its kind, and the bytes that each rank of the model axis receives."""
 
     kind: str
     received_bytes: float
 
 
 class Boxings(NamedTuple):
-    """All exchanges of a layer; of ``backward``, those are ``sums`` that add up terms of gradients."""
+    """All exchanges of a layer. ``sums`` are those of ``backward`` that add terms of gradients."""
 
     forward: tuple[Exchange, ...] = ()
     backward: tuple[Exchange, ...] = ()
@@ -77,7 +77,7 @@ def _changes(
     following: ResolvedLayer | None,
     setting: StageSettings,
 ) -> list[tuple[str, str, float]]:
-    """(entry, entry, bytes of the whole activation) at the layer's doors, in order."""
+    """(layout, layout, bytes of the whole activation) of the boxings of input and output, in order."""
     dims = num_dims(row)
     changes = []
     if before is not None and choice.kind != TABLE and not are_siblings(before, (row, choice)):
@@ -89,7 +89,7 @@ def _changes(
 
 
 def copies_input(row: LayerCost, choice: ResolvedLayer, before: Neighbour | None, setting: StageSettings) -> bool:
-    """Whether what the layer takes is another tensor than what the layer before left: boxings make copies."""
+    """Whether the layer's input is a copy, made by a boxing, of the output of the layer before."""
     if setting.model == 1 or before is None or choice.kind == TABLE or are_siblings(before, (row, choice)):
         return False
     source = boxed_output_sbp(before[1], choice, num_dims(before[0]), setting.sequence)
@@ -99,7 +99,7 @@ def copies_input(row: LayerCost, choice: ResolvedLayer, before: Neighbour | None
 def splits_words(
     row: LayerCost, choice: ResolvedLayer, following: ResolvedLayer | None, setting: StageSettings
 ) -> bool:
-    """Whether every rank has the logits of a slice of the words, of which the loss is made."""
+    """Whether the loss is computed from logits that are split along the vocabulary."""
     if setting.model == 1 or choice.split != "column" or not any(work.name == "cross_entropy" for work in row.after):
         return False
     return boxed_output_sbp(choice, following, num_dims(row), setting.sequence) == "S-1"
@@ -113,7 +113,7 @@ def _exchange(change: tuple[str, str, float], setting: StageSettings) -> Exchang
 
 
 def are_siblings(one: Neighbour, two: Neighbour) -> bool:
-    """Whether two column-split layers take the same input (queries, keys, values; gate and up), not one the other's."""
+    """Whether two column-split layers share one input (queries, keys, values; gate and up)."""
     (row, choice), (other, other_choice) = one, two
     names = [layer.name.rpartition(".") for layer in (row.layer, other.layer)]
     inputs = [work.inner for layer in (row, other) for work in layer.own if work.is_matmul]
@@ -128,7 +128,7 @@ def _left_on_stage(choice: ResolvedLayer, following: ResolvedLayer | None, dims:
 
 
 def _moved_rows(row: LayerCost, setting: StageSettings) -> list[Exchange]:
-    """What moves so that every rank has its slice of each piece of the output."""
+    """The exchange after which every rank has its slice of each piece of the output."""
     if not row.pieces or row.output_shape is None:
         return []
     features = sum(row.pieces)
@@ -138,7 +138,7 @@ def _moved_rows(row: LayerCost, setting: StageSettings) -> list[Exchange]:
 
 @lru_cache(maxsize=1024)
 def moved_features(pieces: tuple[int, ...], num_ranks: int) -> int:
-    """Features that all ranks together lack of their slices of the pieces, if each has its slice of the whole.
+    """Features that move if each rank has a slice of the whole and needs a slice of each piece; summed over ranks.
 
     >>> moved_features((4, 4, 4), 2)        # ranks have 0-5 and 6-11; rank 0 lacks 8 and 9, rank 1 lacks 2 and 3
     4
@@ -152,7 +152,7 @@ def moved_features(pieces: tuple[int, ...], num_ranks: int) -> int:
 
 
 def _sums_of_loss(row: LayerCost, setting: StageSettings) -> tuple[list[Exchange], list[Exchange]]:
-    """Of a cross entropy whose words are split."""
+    """Exchanges of a cross entropy over a split vocabulary: (forward, backward)."""
     if row.output_shape is None or not any(work.name == "cross_entropy" for work in row.after):
         return [], []
     num_rows = prod(row.output_shape[:-1]) * setting.samples
@@ -163,21 +163,21 @@ def _sums_of_loss(row: LayerCost, setting: StageSettings) -> tuple[list[Exchange
 
 
 def num_dims(row: LayerCost) -> int:
-    """Of the layer's output, batch first."""
+    """Number of dims of the layer's output, with the batch."""
     if row.alike_shape is not None:
         return len(row.alike_shape)
     return len(row.output_shape) + 1 if row.output_shape is not None else 0
 
 
 def output_bytes(row: LayerCost, setting: StageSettings) -> float:
-    """Of the whole output of one data-parallel rank."""
+    """Bytes of the whole output of one data-parallel rank."""
     if row.alike_shape is not None:
         return prod(row.alike_shape) * row.itemsize * setting.scale
     return prod(row.output_shape) * row.itemsize * setting.samples * setting.scale if row.output_shape else 0.0
 
 
 def left_bytes(row: LayerCost, setting: StageSettings) -> float:
-    """Of what the next layer takes of it."""
+    """Bytes of the tensor that the next layer takes."""
     itemsize = row.left_itemsize or row.itemsize
     if row.left_shape is None and row.alike_shape is not None:
         return prod(row.alike_shape) * itemsize * setting.scale

@@ -1,15 +1,15 @@
-"""Flat buckets in which the engines sum gradients while backward runs, and bring stepped parameters back (ZeRO)."""
+"""Flat buckets in which engines reduce gradients during backward, and gather updated parameters (ZeRO)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 LARGEST_BYTES, SMALLEST_BYTES, PER_BACKWARD, UNDER_WAY = 25 * 2**20, 2**19, 8, 4
-"""As ``runtime.gradients`` has them; so many are under way at once."""
+"""The constants of ``training.gradients``; ``UNDER_WAY`` buckets are in exchange at the same time."""
 
 
 def bucket_bytes(total: float) -> float:
-    """A bucket of gradients is full at so many bytes, where all gradients together have ``total``.
+    """Bytes of a full bucket, if all gradients have ``total`` bytes.
 
     >>> bucket_bytes(2**20), bucket_bytes(2**25)
     (524288, 4194304.0)
@@ -18,7 +18,7 @@ def bucket_bytes(total: float) -> float:
 
 
 def num_buckets(sizes: Sequence[float], full: float) -> int:
-    """How many buckets tensors of these bytes fill, in this order; none is cut.
+    """Number of buckets that tensors of these bytes fill, in this order. Tensors are not cut.
 
     >>> num_buckets([1, 9, 9, 5], 4), num_buckets([1, 1, 1], 4)
     (3, 1)

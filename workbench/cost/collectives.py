@@ -1,4 +1,4 @@
-"""What exchanges take: bytes that the busiest rank receives, over what its group has of the links.
+"""Seconds of exchanges: bytes that the busiest rank receives, over the bandwidth of its group.
 
 Between layers, the entry of an activation's layout on the model axis changes; backward goes the dual way. With A bytes
 of the whole activation (of one data-parallel rank) on t ranks, every rank receives
@@ -48,7 +48,7 @@ def summed_bytes(hardware: Hardware, num_bytes: float, num_ranks: int) -> float:
 
 
 def kind_of(source: str, target: str) -> str:
-    """Name of the exchange that changes an entry, as boxing plans have it."""
+    """The kind of the exchange that changes an entry, as in boxing plans."""
     if target == "B":
         return "all-reduce" if source == "P" else "all-gather"
     return "reduce-scatter" if source == "P" else "all-to-all"

@@ -1,4 +1,4 @@
-"""What functions take: a roofline of two roofs, matrix products and memory, and the start of a function.
+"""Seconds of functions: a roofline of matrix products and memory, and the start of a function.
 
 product   max(flops / (rate k / (k + k0)), moved bytes / memory bandwidth) + weights / their bandwidth + start
 others    moved bytes / memory bandwidth + start
@@ -14,7 +14,7 @@ from workbench.errors import StrategyError
 
 _BACKWARD_MOVES = 1.5
 """Bytes that the backward of an elementwise function moves, per byte of its forward: reads two tensors, writes one.
-Where nobody has counted them."""
+Used if they have not been counted."""
 FLASH = "scaled_dot_product_attention"
 WRITES = 2
 """A line of memory that is written comes into the cache first: written bytes move twice."""
@@ -71,9 +71,9 @@ class Rates:
         return max(flops / rate, self.memory_s(moved_bytes)) + cast_s + self.hardware.op_s
 
     def operands_s(self, weight_bytes: float, moved_bytes: float, name: str) -> float:
-        """What a product takes besides, to go through its weight and its activations, which no cache holds.
+        """Additional seconds of a product to read its weight and activations, which no cache holds.
 
-        Those that were measured by their names have it in their rates.
+        A product that was measured by name has them in its rate.
         """
         rate = 0.0 if name in self.hardware.function_flops_per_s else self.hardware.weight_bytes_per_s
         return (weight_bytes + moved_bytes * self.scale) / rate if rate else 0.0
@@ -110,7 +110,7 @@ def backward_s(
     rows: float = 0,
     weight_bytes: float = 0,
 ) -> tuple[float, float]:
-    """Backward of it: (what the layers before wait for, the rest).
+    """Backward of one function: (the seconds for which earlier layers wait, the others).
 
     A product has two products in backward: for its input, which sums over the ``outputs``, and for its weight, which
     sums over the ``rows`` of all samples. Both sum over the inner dim where these are not known (0). What is moved

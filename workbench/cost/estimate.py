@@ -1,4 +1,4 @@
-"""What one training step of a strategy takes and holds: the one cost model that planner, panel and tables share."""
+"""Seconds and bytes of one training step of a strategy: the cost model of planner, panel and tables."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from workbench.pipeline.simulate import Timeline
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of one step, on the slowest rank; parts add up to ``step_s``.
+    """The prediction of one step, on the slowest rank. Parts add up to ``step_s``.
 
     Attributes:
         step_s: seconds from batch to updated weights.
-        compute_s: forward, backward and what is computed again.
-        boxing_s: exchanges of activations and their gradients between layers that nothing hides.
-        gradient_s: sums of gradients over data-parallel ranks (and gathers of ZeRO) that nothing hides.
+        compute_s: forward, backward and recomputation.
+        boxing_s: exchanges of activations and their gradients between layers, without overlap.
+        gradient_s: gradient reduction over data-parallel ranks (and gathers of ZeRO), without overlap.
         bubble_s: waiting for other stages.
         optimizer_s: the update.
         memory: bytes by kind (``core.metrics.MEMORY_KINDS``) of every stage's fullest rank, at the step's peak.
-        boxed_bytes: that all ranks together send in a step.
-        samples_per_s: batch over step.
-        timeline: the schedule on paper, a rank per stage.
-        boxing_shares: by stage, what part of a forward and of a whole backward is exchanges.
+        boxed_bytes: bytes that all ranks send in a step.
+        samples_per_s: batch size over ``step_s``.
+        timeline: the predicted schedule, one rank per stage.
+        boxing_shares: by stage, the part of a forward and of a whole backward that is exchanges.
     """
 
     step_s: float
@@ -53,17 +53,17 @@ class Estimate:
 
     @property
     def peak_bytes(self) -> float:
-        """Of the fullest rank."""
+        """Bytes of the fullest rank."""
         return max((sum(kinds.values()) for kinds in self.memory), default=0.0)
 
     @property
     def fullest_stage(self) -> int:
-        """The stage of that rank."""
+        """The stage of the fullest rank."""
         return max(range(len(self.memory)), key=lambda stage: sum(self.memory[stage].values()))
 
     @property
     def peak_kinds(self) -> list[tuple[str, float]]:
-        """(kind, bytes) of that rank, those that it has, the largest first."""
+        """(kind, bytes) of the fullest rank, without zeros, the largest first."""
         kinds = sorted(self.memory[self.fullest_stage].items(), key=lambda item: -item[1])
         return [(kind, size) for kind, size in kinds if size > 0]
 
@@ -82,12 +82,12 @@ def estimate(
 
     Args:
         model: costs of its layers, from a trace or a formula.
-        strategy: what every layer does, resolved for the model's layers.
+        strategy: a strategy that is resolved for the model's layers.
         hardware: the machine.
         batch_size: samples per step, all data-parallel ranks and micro-batches together.
         optimizer: "adamw", "adam", "momentum" or "sgd".
-        software: what the training program does; the engines of this package by default.
-        with_timeline: also give the schedule action by action, some 10 us for each.
+        software: properties of the training program; by default the engines of this package.
+        with_timeline: include the schedule action by action; takes some 10 us per action.
 
     Raises:
         StrategyError: fewer samples than micro-batches, or the hardware has no rate for the precision.
@@ -107,7 +107,7 @@ def combine(
     batch_size: int,
     with_timeline: bool = False,
 ) -> Estimate:
-    """A step from the prices of its stages: schedule, sums of gradients, optimizer, and what is alive at the peak."""
+    """A step from the prices of its stages: schedule, gradient reduction, optimizer, and memory at the peak."""
     m, num_ranks, hardware = strategy.num_micro_batches, strategy.degrees[0], settings[0].hardware
     stages = _with_statistics(stages, statistics_of(model, strategy, settings))
     hop_s, hop_bytes = _hops(model, strategy, settings)
@@ -148,7 +148,7 @@ def combine(
 
 
 def _with_statistics(stages: Sequence[StagePrice], found: Sequence[tuple[float, float]]) -> Sequence[StagePrice]:
-    """Stages with what their batch norms exchange, half of it forward and half backward."""
+    """Stages with the exchanges of their batch norms, half in forward and half in backward."""
     if not any(received for _, received in found):
         return stages
     return [
@@ -174,7 +174,7 @@ def _boxing_shares(stage: StagePrice, wait_s: float) -> tuple[float, float]:
 
 
 def _hops(model: ModelCosts, strategy: ResolvedStrategy, settings: Sequence[StageSettings]) -> tuple[float, float]:
-    """(seconds of the slowest hand-over between two stages, bytes of all of them in a step, both ways)."""
+    """(seconds of the slowest transfer between two stages, bytes of all transfers in a step, both directions)."""
     slowest = total = 0.0
     layers = strategy.layers
     for index in range(1, len(layers)):
@@ -206,8 +206,8 @@ def _hops(model: ModelCosts, strategy: ResolvedStrategy, settings: Sequence[Stag
 def _beside(
     model: ModelCosts, strategy: ResolvedStrategy, settings: Sequence[StageSettings]
 ) -> Iterator[tuple[int, int, float]]:
-    """What travels between stages beside the way from each layer to the next, such as a residual over their border:
-    (stage that makes it, stage that reads it, bytes on one rank of a micro-batch). A stage gets each of them once.
+    """Transfers between stages other than from a layer to the next, such as a residual:
+    (stage that makes it, stage that reads it, bytes on one rank of a micro-batch). A stage receives each tensor once.
     """
     stages = [layer.stage for layer in strategy.layers]
     for index, row in enumerate(model.rows):
@@ -228,7 +228,7 @@ def _beside(
 
 
 def _tied_s(model: ModelCosts, strategy: ResolvedStrategy, settings: Sequence[StageSettings]) -> float:
-    """Gradients of weights that two stages share are summed between them, behind everything else."""
+    """Seconds of the reduction of gradients that two stages share; it runs last."""
     stage_of = {layer.name: layer.stage for layer in strategy.layers}
     seconds = 0.0
     for row in model.rows:

@@ -40,7 +40,7 @@ class Hardware:
         matmul_half_size: inner size at which a product reaches half that rate: ``k / (k + half size)``.
         op_s: until a function has been started.
         links: ascending by span; the last one joins everything.
-        function_bytes_per_s: of functions that are not as fast as a copy, by ``Work.name``: what they move in a second.
+        function_bytes_per_s: bytes per second of functions that are slower than a copy, by ``OpCost.name``.
         function_flops_per_s: the same of products by name ("conv2d", "scaled_dot_product_attention"), of any size.
         exchanges: latency and bandwidth by kind of boxing among all ranks, where kinds were measured apart.
         alone_speedup: how much faster a rank computes while all others wait. Rates are those of all ranks at work: four

@@ -1,8 +1,8 @@
-"""Layouts of activations between layers, and the boxings that bring them: what panel, cost model and tables share.
+"""Layouts of activations between layers, and the boxings between them, for panel, cost model and tables.
 
-The model is read as a chain, as a strategy is: what leaves a layer enters the next one. A residual beside the chain has
-the layout of what it is added to. Doors are those of ``runtime.strategies``: sums of row-split layers and columns of
-tables are boxed where they arise, to what the next layer expects.
+The model is a chain of layers: the output of each layer is the input of the next. A residual has the layout of the
+tensor to which it is added. The rules are those of the layout hooks (``training.strategies``): outputs of row-split
+layers and of split embeddings are boxed at once, to the layout that the next layer needs.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from workbench.core.weight_splits import TABLE, TRANSPOSED_KINDS, feature_dim
 
 Shape = tuple[int, ...]
 _UNKNOWN = Extent((1,))
-"""Of what nobody knows: layouts are said of it as of a matrix, and nothing about bytes."""
+"""An unknown extent: its layout is that of a matrix, and its bytes are not counted."""
 _LINEAR = ("Linear", "NonDynamicallyQuantizableLinear", *TRANSPOSED_KINDS)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerExtents:
-    """What passes through a layer: how large its input and its output are; None where that is not known."""
+    """Extents of a layer's input and output; None if unknown."""
 
     input: Extent | None = None
     output: Extent | None = None
@@ -37,13 +37,13 @@ class LayerExtents:
 
 @dataclass(frozen=True)
 class LayerEdge:
-    """One layer on the way through the model.
+    """The input of one layer: its layout, and the boxings from the output of the layer before.
 
     Attributes:
-        enters: layout that the layer's input has to have.
-        leaves: layout of its output as its function gives it: P behind a row-split layer.
-        shape: logical shape of the input; None where sizes are not known, and nothing is said about bytes.
-        plans: the boxings, in order, from what the layer before leaves to ``enters``; none at the first layer.
+        input_layout: layout of the layer's input.
+        output_layout: layout of the result of its function: P for a row-split layer.
+        shape: logical shape of the input; None if unknown, bytes are then 0.
+        plans: the boxings, in order, from the output of the layer before to ``input_layout``; none at the first layer.
         itemsize: bytes of an element.
     """
 
@@ -55,7 +55,7 @@ class LayerEdge:
 
     @cached_property
     def backward_plans(self) -> tuple[BoxingPlan, ...]:
-        """The boxings of the gradient, which goes the other way and has the dual layouts."""
+        """The boxings of the gradient: reversed, between the dual layouts."""
         return tuple(
             plan_boxing(_dual(plan.destination), _dual(plan.source), plan.shape, plan.itemsize)
             for plan in reversed(self.plans)
@@ -63,36 +63,36 @@ class LayerEdge:
 
     @property
     def forward_bytes(self) -> int:
-        """On the wire, all ranks together, of one micro-batch."""
+        """Bytes on the wire of one micro-batch, summed over ranks."""
         return sum(map(wire_bytes, self.plans)) if self.shape is not None else 0
 
     @property
     def backward_bytes(self) -> int:
-        """The same of the gradient."""
+        """Bytes on the wire of the gradient of one micro-batch, summed over ranks."""
         return sum(map(wire_bytes, self.backward_plans)) if self.shape is not None else 0
 
 
 @lru_cache(maxsize=4096)
 def wire_bytes(plan: BoxingPlan) -> int:
-    """All that ranks receive from one another: what they send, counted without a list of moves."""
+    """Bytes that ranks receive from each other, counted without a list of moves."""
     return sum(plan.bytes_received.values())
 
 
 class Stages:
-    """Placements of a strategy's stages as (data, model) grids, and the layouts that layers have on them."""
+    """Placements of a strategy's stages as (data, model) grids, and layouts of layers on them."""
 
     def __init__(self, resolved: ResolvedStrategy) -> None:
         self.resolved = resolved
         self.placements = tuple(Placement.of("cpu", resolved.stage_grid(stage)) for stage in range(resolved.num_stages))
 
     def layout(self, stage: int, data: Sbp, model: Sbp) -> Layout:
-        """Axes of one rank say nothing: they are B."""
+        """A layout on a stage's grid. Axes of one rank are B."""
         placement = self.placements[stage]
         entries = (entry if size > 1 else broadcast for entry, size in zip((data, model), placement.shape, strict=True))
         return Layout(placement, tuple(entries))
 
     def parameter(self, layer: Layer, choice: ResolvedLayer, shape: Shape) -> Layout:
-        """How a parameter of a layer lies. By columns: output features, biases too; by rows: input features."""
+        """The layout of a parameter. A column split cuts output features, also of biases; a row split inputs."""
         outputs_last = layer.kind in (TABLE, *TRANSPOSED_KINDS)
         entry: Sbp = broadcast
         if choice.split == "column":
@@ -102,7 +102,7 @@ class Stages:
         return self.layout(choice.stage, broadcast, entry)
 
     def input_layout(self, choice: ResolvedLayer, taken: Extent, arriving: Layout | None = None) -> Layout:
-        """How a layer's input has to lie, which arrives so: what is alike for all samples stays on all ranks."""
+        """The layout of a layer's input. A tensor that is equal for all samples stays on all ranks."""
         if taken.num_dims == 0 or (taken.is_alike and (arriving is None or arriving.is_broadcast)):
             return self.layout(choice.stage, broadcast, broadcast)
         return self._wanted(choice, taken)
@@ -118,9 +118,9 @@ class Stages:
         return self.layout(choice.stage, samples, model)
 
     def output_layout(self, choice: ResolvedLayer, input_layout: Layout, taken: Extent, given: Extent) -> Layout:
-        """How a layer's function leaves its output, whose input lies so."""
+        """The layout of the result of a layer's function."""
         if choice.split is None:
-            return _Behind(input_layout, choice.kind, taken).as_taken(choice.kind, given)
+            return _BoxedOutput(input_layout, choice.kind, taken).as_taken(choice.kind, given)
         model: Sbp = Split(feature_dim(choice.kind, given.num_dims)) if choice.split == "column" else partial_sum
         data = broadcast if given.is_alike else Split(given.batch_dim or 0)
         return self.layout(choice.stage, data, model)
@@ -128,7 +128,7 @@ class Stages:
     def boxed_output_layout(
         self, choice: ResolvedLayer, following: ResolvedLayer | None, output_layout: Layout, given: Extent
     ) -> Layout:
-        """Where sums and columns of a table go at once; other outputs stay as they are."""
+        """The output layout after the output hook, which boxes partial sums and columns of an embedding."""
         if choice.split is None or (choice.split == "column" and choice.kind != TABLE):
             return output_layout
         if self.resolved.options.sequence and given.num_dims > 2:
@@ -143,15 +143,15 @@ class Stages:
 
 
 @dataclass(frozen=True, slots=True)
-class _Behind:
-    """What lies behind a layer's door, for the layers after it."""
+class _BoxedOutput:
+    """A layer's output after the output hook, as later layers see it."""
 
     layout: Layout
     kind: str
     extent: Extent
 
     def as_taken(self, kind: str, taken: Extent) -> Layout:
-        """The layout as it is after functions that make ``taken`` of it: samples stay samples, features features."""
+        """The layout after functions that turn it into ``taken``: samples stay samples, features stay features."""
         names = {feature_dim(self.kind, self.extent.num_dims): feature_dim(kind, taken.num_dims)}
         if self.extent.batch_dim is not None and taken.batch_dim is not None:
             names[self.extent.batch_dim] = taken.batch_dim
@@ -173,12 +173,12 @@ def layer_edges(
     *,
     itemsize: int = 4,
 ) -> list[LayerEdge]:
-    """The way through the model, layer by layer.
+    """The inputs of all layers, with the boxings before them.
 
     Args:
         layers: in the order of the forward.
-        resolved: what each of them does.
-        extents: how large their inputs and outputs are (see ``traced`` and ``of_linear_layers``).
+        resolved: the choice of each layer.
+        extents: extents of inputs and outputs (see ``traced`` and ``of_linear_layers``).
         micro_batch: samples per micro-batch, all ranks together.
         itemsize: bytes of an element of an activation.
 
@@ -189,19 +189,19 @@ def layer_edges(
     ['all-gather']
     """
     stages, found = Stages(resolved), list[LayerEdge]()
-    behind: dict[bool, _Behind] = {}  # positions beside the way arrive where a layer takes what is alike for all
+    boxed_outputs: dict[bool, _BoxedOutput] = {}  # by whether the tensor is equal for all samples, such as positions
     for index, (layer, choice, extent) in enumerate(zip(layers, resolved.layers, extents, strict=True)):
         taken, given = extent.input or _UNKNOWN, extent.output or extent.input or _UNKNOWN
         known, plans, arriving = extent.input is not None, list[BoxingPlan](), None
         if index:
             before, last = extents[index - 1], resolved.layers[index - 1]
             out = before.output or before.input or _UNKNOWN
-            door = stages.boxed_output_layout(last, choice, found[-1].output_layout, out)
-            plans += _plans(found[-1].output_layout, door, out.whole(micro_batch), itemsize)
+            boxed = stages.boxed_output_layout(last, choice, found[-1].output_layout, out)
+            plans += _plans(found[-1].output_layout, boxed, out.whole(micro_batch), itemsize)
             known = known and (before.output is not None or not plans)
-            behind[out.is_alike] = _Behind(door, layers[index - 1].kind, out)
-            if layer.kind != TABLE and taken.is_alike in behind:  # a table takes ids, not what is before
-                arriving = behind[taken.is_alike].as_taken(layer.kind, taken)
+            boxed_outputs[out.is_alike] = _BoxedOutput(boxed, layers[index - 1].kind, out)
+            if layer.kind != TABLE and taken.is_alike in boxed_outputs:  # an embedding takes ids
+                arriving = boxed_outputs[taken.is_alike].as_taken(layer.kind, taken)
         input_layout = stages.input_layout(choice, taken, arriving)
         if arriving is not None:
             plans += _plans(arriving, input_layout, taken.whole(micro_batch), itemsize)
@@ -213,9 +213,7 @@ def layer_edges(
 
 
 def traced(layers: Sequence[Layer], rows: Sequence[LayerCost], sample_shape: Shape | None) -> list[LayerExtents]:
-    """What passes through the layers of a model whose costs are known. A layer of which nobody has counted what it
-    takes takes what the one before gives.
-    """
+    """Extents of the layers of a model with known costs. An unknown input is the output of the layer before."""
     arriving = None if sample_shape is None else Extent(sample_shape)
     found: dict[str, LayerExtents] = {}
     for row in rows:
@@ -227,7 +225,7 @@ def traced(layers: Sequence[Layer], rows: Sequence[LayerCost], sample_shape: Sha
 
 
 def of_linear_layers(layers: Sequence[Layer], sample_shape: Shape | None) -> list[LayerExtents]:
-    """What is known before costs are: sizes as far as linear layers on flat samples tell them."""
+    """Extents without costs: of linear layers on flat samples."""
     arriving = Extent(sample_shape) if sample_shape is not None and len(sample_shape) == 1 else None
     found = []
     for layer in layers:
@@ -239,7 +237,7 @@ def of_linear_layers(layers: Sequence[Layer], sample_shape: Shape | None) -> lis
 
 
 def _own_features(layer: Layer, arriving: Extent | None) -> Extent | None:
-    """What the layer before output_layout, with the layer's own number of features where that says one."""
+    """The output of the layer before, with the number of features of the layer's weight."""
     if arriving is None or not arriving.sizes or layer.kind not in _LINEAR or "weight" not in layer.shapes:
         return arriving
     inputs = layer.shapes["weight"][0 if layer.kind in TRANSPOSED_KINDS else 1]
@@ -247,13 +245,13 @@ def _own_features(layer: Layer, arriving: Extent | None) -> Extent | None:
 
 
 def _plans(source: Layout, target: Layout, shape: Shape, itemsize: int) -> tuple[BoxingPlan, ...]:
-    """The boxing from one layout to the other; none where nothing changes."""
+    """The boxing from one layout to the other; empty if nothing changes."""
     plan = plan_boxing(source, target, shape, itemsize) if source != target else None
     return (plan,) if plan is not None and plan.kind not in ("none", "relabel") else ()
 
 
 def _dual(layout: Layout) -> Layout:
-    """The layout of the gradient; along axes of one rank nothing changes."""
+    """The layout of the gradient; axes of one rank keep their entries."""
     entries = zip(layout.sbp, layout.placement.shape, strict=True)
     return layout.with_sbp(tuple(dual(entry) if size > 1 else entry for entry, size in entries))
 

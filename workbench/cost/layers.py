@@ -1,4 +1,4 @@
-"""What one layer costs on one rank of its stage: a pure function of the layer, its choice and its neighbours'.
+"""The price of one layer on one rank of its stage: a pure function of the layer, its choice and its neighbours'.
 
 Estimates are sums of these prices, and a search adds up the same ones.
 """
@@ -24,17 +24,17 @@ from workbench.cost.compute import backward_s, forward_s
 from workbench.cost.software import ITEMSIZES
 from workbench.cost.stage_settings import StageSettings
 
-HALF = 2
-"""Bytes of a number of 16 bits."""
+ITEMSIZE_16_BIT = 2
+"""Bytes of a number in 16 bits."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerPrice:
-    """Of one rank, at one layer; seconds and bytes of ONE micro-batch unless a step is named.
+    """The price of a layer on one rank; seconds and bytes of ONE micro-batch unless a step is named.
 
     Attributes:
-        forward_s, input_s, weight_s: compute; the two halves of backward.
-        boxing_forward_s, boxing_backward_s: exchanges of the model axis, at the layer's doors.
+        forward_s, input_s, weight_s: compute: forward, backward of the input, backward of the weight.
+        boxing_forward_s, boxing_backward_s: exchanges of the model axis, of the layer's input and output.
         boxing_sums_s: of the latter, those that add up terms of gradients.
         boxed_bytes: that a rank receives in them, forward and backward.
         boxed_forward_bytes: of these, those of forward, which full recomputation repeats.
@@ -71,12 +71,12 @@ class LayerPrice:
 
     @property
     def backward_s(self) -> float:
-        """Compute of both halves."""
+        """Compute of the whole backward."""
         return self.input_s + self.weight_s
 
     def without_casts(self) -> LayerPrice:
         """As it is under ZeRO 3, which gathers copies of weights again for backward."""
-        return replace(self, kept_bytes=self.kept_bytes - HALF * self.cast) if self.cast else self
+        return replace(self, kept_bytes=self.kept_bytes - ITEMSIZE_16_BIT * self.cast) if self.cast else self
 
 
 def layer_price(
@@ -86,7 +86,7 @@ def layer_price(
     following: ResolvedLayer | None,
     setting: StageSettings,
 ) -> LayerPrice:
-    """The price of a layer with the functions behind it and the boxings at its doors.
+    """The price of a layer with the functions behind it and the boxings of its input and output.
 
     Args:
         row: what it costs undivided.
@@ -112,17 +112,17 @@ def layer_price(
             scores += seconds
             scores_kept += 0.0 if work.is_matmul else saved  # its inputs stay: queries, keys and values
         outputs, rows = _backward_dims(work, row, choice, setting) if work.is_matmul and is_own else (0, 0)
-        half = backward_s(work, setting.samples, setting.rates, parts, inner_parts, outputs, rows, weight)
-        first, second = first + half[0], second + (half[1] if is_own else 0.0)
-        first += 0.0 if is_own else half[1]
-    doors = boxings(row, choice, before, following, setting)
-    boxing = [seconds_and_bytes(exchanges, setting) for exchanges in (doors.forward, doors.backward)]
-    sums_s, _ = seconds_and_bytes(doors.sums, setting)
+        back = backward_s(work, setting.samples, setting.rates, parts, inner_parts, outputs, rows, weight)
+        first, second = first + back[0], second + (back[1] if is_own else 0.0)
+        first += 0.0 if is_own else back[1]
+    exchanges = boxings(row, choice, before, following, setting)
+    boxing = [seconds_and_bytes(some, setting) for some in (exchanges.forward, exchanges.backward)]
+    sums_s, _ = seconds_and_bytes(exchanges.sums, setting)
     if setting.software.keeps_exponentials and splits_words(row, choice, following, setting):
         kept[False] *= 2  # the logits, and their exponentials
     weights, shared = _weights(row, choice, setting)
     cast = row.num_cast / (setting.model if choice.split else 1)
-    kept[True] += HALF * cast
+    kept[True] += ITEMSIZE_16_BIT * cast
     return LayerPrice(
         forward, first, second, boxing[0][0], boxing[1][0], sums_s,
         boxing[0][1] + boxing[1][1], weights, sum(kept.values()), _input_bytes(row, choice, before, setting),
@@ -213,4 +213,4 @@ def accumulation_s(weights: float, setting: StageSettings) -> float:
     return moved / setting.hardware.memory_bandwidth_bytes_per_s
 
 
-__all__ = ["HALF", "LayerPrice", "accumulation_s", "layer_price", "state_bytes"]
+__all__ = ["ITEMSIZE_16_BIT", "LayerPrice", "accumulation_s", "layer_price", "state_bytes"]

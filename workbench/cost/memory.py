@@ -11,7 +11,7 @@ from workbench.pipeline.check import max_live_micro_batches
 from workbench.pipeline.schedules import make_table
 
 _FORMULAS = ("gpipe", "1f1b", "interleaved", "zero_bubble")
-"""Schedules that are known here; of others the table is made and counted."""
+"""Schedules with a formula. For others, the table is made and counted."""
 
 
 def live_micro_batches(strategy: ResolvedStrategy) -> list[float]:
@@ -34,13 +34,13 @@ def live_micro_batches(strategy: ResolvedStrategy) -> list[float]:
     return [_live_of_interleaved(stage, ranks, stages // ranks, m) for stage in range(stages)]
 
 
-def _live_of_interleaved(stage: int, ranks: int, laps: int, m: int) -> float:
+def _live_of_interleaved(stage: int, ranks: int, virtual_stages: int, m: int) -> float:
     """After all forwards of its rank's start and one more: they go through its stages, ``group`` at a time."""
-    lap, rank = divmod(stage, ranks)
+    virtual_stage, rank = divmod(stage, ranks)
     group = min(m, ranks)
-    forwards = min((laps - 1) * group + 2 * (ranks - rank - 1) + 1, m * laps)
-    rounds, rest = divmod(forwards, laps * group)
-    return float(min(m, rounds * group + min(group, max(0, rest - lap * group))))
+    forwards = min((virtual_stages - 1) * group + 2 * (ranks - rank - 1) + 1, m * virtual_stages)
+    rounds, rest = divmod(forwards, virtual_stages * group)
+    return float(min(m, rounds * group + min(group, max(0, rest - virtual_stage * group))))
 
 
 def memory_of(

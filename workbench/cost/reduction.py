@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from workbench.core.model_costs import ModelCosts
 from workbench.core.strategy import ResolvedStrategy
 from workbench.cost.collectives import exchange_s, summed_bytes
-from workbench.cost.layers import HALF
+from workbench.cost.layers import ITEMSIZE_16_BIT
 from workbench.cost.stage_settings import StageSettings
 from workbench.cost.stages import StagePrice
 
@@ -46,7 +46,7 @@ def reduced_bytes(stage: StagePrice, setting: StageSettings) -> tuple[float, flo
     per_weight = {0: 2 * g, 1: g + p, 2: m * g + p, 3: m * (g + gathers * p)}[setting.zero]
     across = per_weight * stage.weights
     if setting.zero == 3:
-        across -= m * (p * stage.tables + (p - HALF) * stage.cast_weights)
+        across -= m * (p * stage.tables + (p - ITEMSIZE_16_BIT) * stage.cast_weights)
     return across * (1 - 1 / d), per_weight * stage.shared * (1 / d - 1 / (d * t))
 
 

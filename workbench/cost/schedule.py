@@ -1,4 +1,4 @@
-"""How long a schedule takes: what ``simulate`` says of its table, without making the table.
+"""Seconds of a schedule: the result of ``simulate``, without a table of actions.
 
 Every stage takes the same time for every micro-batch, so the tables are recurrences over rounds, one forward and one
 backward per rank, and a round is a few operations on arrays of all ranks. Once a round adds the same to all ranks, so
@@ -35,7 +35,7 @@ def makespan_s(
         schedule: its name.
         num_ranks: slices of the pipeline axis.
         num_micro_batches: per step.
-        forward_s, input_s, weight_s: by stage: a forward, and the halves of a backward.
+        forward_s, input_s, weight_s: by stage: forward, backward of inputs, backward of weights.
         transfer_s: from the end of an action until another rank has what it made.
         alone_speedup: above 1, ranks share cores. Seconds are those of ranks that are all at work; one at work while
             the others wait is so many times as fast, and any number of them together no faster than all.

@@ -1,4 +1,4 @@
-"""What the training program does and does not do, where programs differ: flags, never factors."""
+"""Properties in which training programs differ: flags, never factors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What holds for all layers of a stage: its ranks, micro-batches, options, machine and software."""
+"""Settings of all layers of a stage: ranks, micro-batches, options, machine and software."""
 
 from __future__ import annotations
 

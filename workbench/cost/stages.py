@@ -1,4 +1,4 @@
-"""What a stage costs: its layers' prices added up, with what is recomputed and how much is alive at once."""
+"""The price of a stage: the sum of its layers' prices, with recomputation and memory."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ Priced = tuple[LayerCost, ResolvedLayer, LayerPrice]
 
 @dataclass(frozen=True, slots=True)
 class StagePrice:
-    """Of one rank of a stage; seconds and bytes of one micro-batch unless a step is named.
+    """The price of a stage on one rank; seconds and bytes of one micro-batch unless a step is named.
 
         Attributes:
-            forward_s, input_s, weight_s: a forward and the halves of a backward, exchanges and recomputation included.
+            forward_s, input_s, weight_s: forward, backward of inputs and of weights, with exchanges and recomputation.
             compute_s, boxing_s: the parts of these three together.
             boxed_bytes: that a rank receives of other ranks of its stage.
-            weights: how many it updates.
-            shared: of these, those whose gradients are summed over the model axis, too.
-            tables: of ``weights``, those of embeddings, which backward does not need.
+            weights: number of weights that it updates.
+            shared: of these, weights whose gradients are also summed over the model axis.
+            tables: of ``weights``, weights of embeddings, which backward does not need.
             boxing_forward_s: of ``boxing_s``, that of a forward.
-    cast_weights: of ``weights``, those that ZeRO 3 gathers for backward in 16 bits.
-            num_units: blocks, and layers outside of blocks: what ZeRO 3 gathers at once.
-            num_buckets: of gradients, and of parameters that come back after the update under ZeRO 1 and 2.
+    cast_weights: of ``weights``, weights that ZeRO 3 gathers for backward in 16 bits.
+            num_units: blocks and layers outside of blocks, which ZeRO 3 gathers one by one.
+            num_buckets: buckets of gradients, and of parameters that ZeRO 1 and 2 gather after the update.
             parameters, gradients, optimizer: bytes that it holds.
             kept_bytes: activations, per micro-batch that is alive.
-            peaks: what is there when a backward is fullest.
+            peaks: memory when a backward is fullest.
     """
 
     forward_s: float
@@ -149,7 +149,7 @@ def _added_up(
         "sums": sum(prices[i].boxing_sums_s for i in mine),
         "all": boxing_back,
     }[setting.software.hides_tensor_parallel]
-    boxing_back -= min(hidden, weight_s)  # behind the products for the weights, which nobody waits for
+    boxing_back -= min(hidden, weight_s)  # overlapped with the products for the weights
     weights, shared = sum(prices[i].weights for i in updated), sum(prices[i].shared for i in updated)
     return StagePrice(
         forward + boxing,
@@ -204,8 +204,7 @@ def block_of_rows(model: ModelCosts) -> list[int]:
 
 
 class Recomputation(NamedTuple):
-    """What recomputation does for a micro-batch: seconds computed and exchanged again, bytes received again, and bytes
-    kept."""
+    """Recomputation of a micro-batch: seconds of compute and exchanges, bytes received, and bytes kept."""
 
     compute_s: float
     boxing_s: float

@@ -1,4 +1,4 @@
-"""Checks a pipeline table, whoever made it: every action once, every dependency held, no deadlock."""
+"""Checks any pipeline table: every action once, every dependency held, no deadlock."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def check_table(table: Table, num_stages: int, num_micro_batches: int, edges: Ed
     """Everything that is wrong with a table; empty where it can run.
 
     Each rank runs its actions in order. In a forward, a stage goes along the edges in the order of the program: it
-    sends where an edge leaves it, which never blocks, and waits where one arrives. A backward (or its first half) goes
-    along them from the last to the first, the other way, after its own forward; the weights' half comes after that.
+    sends where an edge leaves it, which never blocks, and waits where one arrives. A backward (or the backward
+    of inputs) goes along them in reverse, after its own forward; the backward of weights comes after that.
 
     Args:
         table: the actions of every rank, in order.
@@ -30,12 +30,12 @@ def check_table(table: Table, num_stages: int, num_micro_batches: int, edges: Ed
     """
     edges = [(stage, stage + 1) for stage in range(num_stages - 1)] if edges is None else edges
     listed = [action for actions in table for action in actions]
-    halves = {(action.stage, action.micro_batch) for action in listed if action.kind in "IW"}
+    split = {(action.stage, action.micro_batch) for action in listed if action.kind in "IW"}
     wanted = {
         Action(stage, kind, m)
         for stage in range(num_stages)
         for m in range(num_micro_batches)
-        for kind in ("FIW" if (stage, m) in halves else "FB")
+        for kind in ("FIW" if (stage, m) in split else "FB")
     }
     problems = [
         f"{action} stands {listed.count(action)} times"
@@ -60,7 +60,7 @@ def _stages_on_two_ranks(table: Table) -> list[str]:
 
 
 def _run(table: Table, edges: Edges) -> list[str]:
-    """Go through the table on paper, as far as everything that is waited for has been done."""
+    """Run the actions of a table as far as their dependencies are done; returns the deadlock, if any."""
     done: set[Event] = set()
     programs = [[(action, step) for action in actions for step in _steps(action, edges)] for actions in table]
     position = [0] * len(table)
@@ -92,18 +92,18 @@ def _steps(action: Action, edges: Edges) -> list[tuple[bool, Event]]:
     stage, m = action.stage, action.micro_batch
     phase = {"F": 0, "B": 1, "I": 1, "W": 2}[action.kind]
     steps: list[tuple[bool, Event]] = [(True, ("ended", stage * 3 + phase - 1, m))] if phase else []
-    numbered, way = list(enumerate(edges)), "F" if phase == 0 else "B"
+    numbered, direction = list(enumerate(edges)), "F" if phase == 0 else "B"
     for number, (source, target) in numbered if phase == 0 else reversed(numbered) if phase == 1 else ():
         sender, receiver = (source, target) if phase == 0 else (target, source)
         if sender == stage:
-            steps.append((False, (way, number, m)))
+            steps.append((False, (direction, number, m)))
         elif receiver == stage:
-            steps.append((True, (way, number, m)))
+            steps.append((True, (direction, number, m)))
     return [*steps, (False, ("ended", stage * 3 + phase, m))]
 
 
 def dependencies(action: Action, num_stages: int, listed: set[Action]) -> set[Action]:
-    """The actions that must be done before this one; ``listed`` tells which backwards come in halves."""
+    """The actions that must be done before this one; ``listed`` shows which backwards are split."""
     stage, m = action.stage, action.micro_batch
     if action.kind == "F":
         return {Action(stage - 1, "F", m)} if stage else set()

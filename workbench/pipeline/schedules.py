@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from workbench.errors import StrategyError
 
 KINDS = "FBIW"
-"""Forward; backward; or the two halves of a backward: the gradients of the inputs, and those of the weights."""
+"""Forward; backward; or a split backward: the gradients of the inputs, then those of the weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +85,11 @@ def interleaved(num_stages: int, num_micro_batches: int, num_ranks: int) -> Tabl
 
 
 def zero_bubble(num_stages: int, num_micro_batches: int) -> Table:
-    """1F1B with the backward in two halves: what other stages wait for comes first, weights fill the gaps.
+    """1F1B with a split backward: gradients of inputs, for which other stages wait, come first; weights fill the gaps.
 
     Stage ``s`` is ``s`` micro-batches late with its weights, so that every stage holds at most ``num_stages``
-    micro-batches, as many as the first one does under 1F1B. Nobody waits for the first stage, whose backwards stay
-    whole. (ZB-H1 of Qi et al., arXiv 2401.10241.)
+    micro-batches, as many as the first one does under 1F1B. No stage waits for the first one, whose
+    backwards stay whole. (ZB-H1 of Qi et al., arXiv 2401.10241.)
     """
     table = one_forward_one_backward(num_stages, num_micro_batches)[:1]
     for stage in range(1, num_stages):

@@ -1,4 +1,4 @@
-"""What a table would take: durations in, a timeline and its bubble out."""
+"""Simulates a table: takes durations of actions, returns a timeline and its bubble."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Duration = Callable[[Action], float]
 class Span:
     """An action on a rank of the pipeline axis, from ``start_s`` to ``stop_s``, of which it waited ``waited_s``.
 
-    On paper an action starts when what it needs is there, and never waits; a measured one starts and waits inside, in
+    A simulated action starts when its dependencies are done, and never waits. A measured action waits inside, in
     ``num_exchanges`` exchanges that send ``sent_bytes``.
     """
 
@@ -57,7 +57,7 @@ class Timeline:
 
 
 def simulate(table: Table, num_stages: int, duration: Duration, transfer_s: float = 0.0) -> Timeline:
-    """Run a table on paper: an action starts when its rank is free and what it needs has arrived.
+    """Simulate a table: an action starts when its rank is free and its dependencies have arrived.
 
     Args:
         table: the actions of every rank, in order.

@@ -1,10 +1,10 @@
-"""The search of large problems: choices by dynamic programming, cuts by balance, candidates in the order of a bound.
+"""The search of large problems: best first, by lower bounds; dynamic programming chooses what each layer does.
 
-Every candidate (degrees, micro-batches, options) waits with a bound from below of its step. The one with the lowest is
-looked at: first its bound becomes a closer one, from the best choices of all its layers, which follow from prices that
-add up; then it is cut into stages and priced. That ends where no bound is below the best step found. Where a strategy
-does not fit into memory, bytes get a price in seconds, which is raised until it does. Where none fits, the leanest are
-looked at whole, and changed a little at a time (``leaner``).
+A priority queue holds every candidate (degrees, micro-batches, options) with a lower bound of its step. The search
+takes the candidate with the lowest bound. The first time, it replaces the bound by a tighter one, from the best choices
+of all layers. The second time, it cuts the candidate into stages and prices it. The search ends when no bound is below
+the best step found. If a strategy does not fit into memory, bytes get a price in seconds, which rises until it fits.
+If nothing fits, ``reduce_memory`` changes the strategies that hold least.
 """
 
 from __future__ import annotations
@@ -30,22 +30,25 @@ MODES = (
     *(Mode(p, "full") for p in (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)),
 )
 FEW_MODES = (FAST, LEAST_MEMORY, Mode(1.0))
-"""In the order in which they are tried: what does not fit at its leanest does not fit at all."""
+"""In this order. A candidate that does not fit with the least memory does not fit at all."""
 MANY_GROUPS = 500
-"""Where there are more groups of candidates, fewer prices are tried, and model axes only of the widths of hosts."""
+"""With more groups of candidates, the search tries fewer modes, and model axes of the widths of hosts only."""
 MAX_FOR_MEMORY = 200
-"""Candidates that are priced for the objective "memory", the leanest first."""
+"""Candidates that the search prices for the objective "memory", those with the fewest bytes first."""
 MAX_IF_QUICK = 12
-"""Where it is asked only whether anything fits, or nothing was found that does."""
+"""The same if the question is only whether anything fits, or if nothing has been found that fits."""
 
 
 def search_best_first(problem: Problem, incumbents: Incumbents, is_quick: bool = False) -> None:
-    """Put the best strategies into the incumbents; quickly, a few lean ones, and none behind the first that fits."""
+    """Add the best strategies to the incumbents.
+
+    With ``is_quick``, price a few candidates with little memory and stop at the first that fits.
+    """
     _BestFirstSearch(problem, incumbents, is_quick).run()
 
 
 class _BestFirstSearch:
-    """Of one problem."""
+    """The search of one problem."""
 
     def __init__(self, problem: Problem, incumbents: Incumbents, is_quick: bool = False) -> None:
         self.problem, self.incumbents, self._is_quick = problem, incumbents, is_quick
@@ -69,7 +72,7 @@ class _BestFirstSearch:
             reduce_memory(self.problem, self.incumbents, self._chooser.ranges)
 
     def _run_bounded(self) -> None:
-        """The candidates in the order of their bounds, until none is better than what was found."""
+        """Price candidates in the order of their bounds, until no bound is below the best step."""
         every = (candidate for group in self._groups for candidate in self._members(group))
         waiting = [(self._value(one, self._bounds.quick(one)), place, False, one) for place, one in enumerate(every)]
         heapify(waiting)
@@ -86,7 +89,7 @@ class _BestFirstSearch:
         return self.incumbents.num_counted(candidate.degrees) * step_s
 
     def _run_least_memory(self, most: int) -> None:
-        """By the bytes of an average stage."""
+        """Price candidates in the order of the bytes of an average stage."""
         ranked: list[tuple[float, int, Candidate]] = []
         for group in self._least_memory_groups():
             for candidate in self._members(group):
@@ -98,13 +101,13 @@ class _BestFirstSearch:
                 return
 
     def _least_memory_groups(self) -> list[Group]:
-        """Those with the smallest micro-batches, where not all are looked at: less is alive at once."""
+        """All groups, or for a quick search those with the smallest micro-batches, which keep fewer activations."""
         if not self._only_least_memory:
             return self._groups
         return list({group.degrees: group for group in self._groups}.values())
 
     def _is_least_memory(self, candidate: Candidate) -> bool:
-        """Other schedules hold more, and so does less ZeRO."""
+        """Whether a candidate can hold least: other schedules and lower stages of ZeRO hold more."""
         schedules, zeros = self.problem.constraints.schedule, self.problem.constraints.zero
         is_late = candidate.options.zero >= 2 or candidate.degrees[1] == 1
         return (schedules is not None or candidate.options.schedule in (None, "1f1b")) and (
@@ -112,11 +115,14 @@ class _BestFirstSearch:
         )
 
     def _members(self, group: Group) -> Iterator[Candidate]:
-        """GPipe takes as long as 1F1B and holds more: only where it is given for. Stages are made of whole blocks."""
+        """Members of a group; GPipe only with a constraint, because it takes as long as 1F1B and holds more.
+
+        Stages consist of whole blocks.
+        """
         takes_gpipe = self.problem.constraints.schedule is not None
         for candidate in candidates_of(self.problem, group):
-            is_left_out = candidate.options.schedule == "gpipe" and not takes_gpipe
-            if not is_left_out and (
+            is_excluded = candidate.options.schedule == "gpipe" and not takes_gpipe
+            if not is_excluded and (
                 candidate.num_stages == group.degrees[0] or candidate.num_stages <= len(self._chooser.ranges)
             ):
                 yield candidate
@@ -133,10 +139,10 @@ class _BestFirstSearch:
         return held + max(live) * sum(unit.kept_bytes for unit in units) / candidate.num_stages
 
     def _place(self, candidate: Candidate, for_least_memory: bool = False) -> None:
-        """Cut into stages and price, for every way of choosing; of a large problem until one fits."""
+        """Cut a candidate into stages and price it, in every mode; for a large problem until one fits."""
         tried: dict[tuple[Choice, ...], bool] = {}
-        lean = (LEAST_MEMORY_WHOLE, LEAST_MEMORY) if candidate.options.zero == 3 else (LEAST_MEMORY,)
-        for mode in lean if for_least_memory else self._modes:
+        smallest = (LEAST_MEMORY_WHOLE, LEAST_MEMORY) if candidate.options.zero == 3 else (LEAST_MEMORY,)
+        for mode in smallest if for_least_memory else self._modes:
             choices = self._chooser.choices(candidate, mode)
             if choices is None:
                 continue
@@ -147,13 +153,13 @@ class _BestFirstSearch:
                 return
 
     def _try(self, candidate: Candidate, choices: tuple[Choice, ...], for_least_memory: bool) -> bool:
-        """Price the ways to cut that may be better than the best strategy; whether any way fits."""
+        """Price the cuts that may be better than the best strategy; returns whether any cut fits."""
         prices = self.incumbents.prices(candidate)
         by_row = len(self._chooser.ranges) < candidate.num_stages
         units = self._chooser.units(prices, candidate.options.recompute, choices, by_row)
         limit = inf if for_least_memory else self.problem.memory_bytes
         fits, is_thorough = False, self._modes is not FEW_MODES or self.incumbents.best is None
-        # gradients beside all activations, which is more than there is at once; or left out
+        # an upper bound: all gradients beside all activations; then a lower bound without gradients
         for is_least in (False, True) if is_thorough else (False,):
             held = bytes_of_weights(prices, candidate, is_least)
             for stages in balanced_stages(units, self._chooser.live(candidate), held, limit, candidate.degrees[0]):
@@ -173,7 +179,7 @@ class _BestFirstSearch:
             seconds[stages[row]] += unit.seconds
             row += unit.num_rows
         m, ranks = candidate.options.num_micro_batches, candidate.degrees[0]
-        # for those before, at the start and the end
+        # the wait for the stages before, at the start and at the end
         waits = 0.0 if candidate.options.schedule == "zero_bubble" else 1.0
         slowest = max(waits * sum(seconds[:rank]) + m * sum(seconds[rank::ranks]) for rank in range(ranks))
         bound = slowest / self.problem.hardware.alone_speedup + self._bounds.update_s(candidate)

@@ -1,7 +1,7 @@
-"""Bounds from below of a candidate's step: one that costs nothing, and a close one that looks at all layers.
+"""Lower bounds of a candidate's step: a quick one, and a tight one that looks at all layers.
 
-Both are a micro-batch's seconds through all layers with the fastest choices, stretched by the schedule, and the least
-update of weights. They differ in how well they know the seconds.
+Both multiply the seconds of a micro-batch through all layers, with the fastest choices, by a factor of the schedule,
+and add the least time of an update. They differ in how exactly they know the seconds.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from workbench.planning.chooser import Chooser
 from workbench.planning.layer_prices import WAITS, bytes_of_weights, least_update_s, schedule_factor
 
 LEAST_FORWARD = 1 / 6
-"""Of a micro-batch's seconds; under the zero bubble, ranks wait for no more."""
+"""The part of a micro-batch's seconds that is forward, at least. Zero-bubble schedules wait for no more."""
 
 
 class Bounds:
-    """Of the candidates of a problem."""
+    """Bounds of the candidates of one problem."""
 
     def __init__(self, chooser: Chooser) -> None:
         self._chooser, self._problem, self._incumbents = chooser, chooser.problem, chooser.incumbents
@@ -26,11 +26,11 @@ class Bounds:
         self._parameters = sum(row.layer.num_parameters for row in self._problem.rows if row.layer.tied_to is None)
 
     def quick(self, candidate: Candidate) -> float:
-        """A bound of ``close`` that needs no look at layers.
+        """A lower bound of ``tight``, without a look at the layers.
 
-        Per sample, layers take least where all samples of a step go through them at once. A function or an exchange
-        takes a start and so much for each sample, so more samples share the start; and samples that the model axis
-        divides are shared out evenly where their number, rounded up, is a multiple of its ranks.
+        Layers take the least time per sample if all samples of a step pass at once: a function or an exchange takes a
+        start and a time per sample, and more samples share the start. The number of samples is rounded up to a multiple
+        of the model axis, which then divides them evenly.
         """
         (_, data, model), options, batch_size = candidate.degrees, candidate.options, self._problem.batch_size
         key = model, options.sequence, options.recompute
@@ -42,9 +42,9 @@ class Bounds:
         return self._step_s(candidate, batch_size / data / options.num_micro_batches * self._per_sample[key])
 
     def tight(self, candidate: Candidate) -> float:
-        """Seconds below which the candidate hardly gets; infinite where it cannot fit.
+        """A lower bound in seconds; infinite if the candidate cannot fit.
 
-        Hardly: what exchanges at the borders of stages save, and uneven stages on a rank, are not in it.
+        It is not strict: it ignores what exchanges at the borders of stages save, and uneven stages on a rank.
         """
         prices, (pipeline, _, model) = self._incumbents.prices(candidate), candidate.degrees
         own, shared = bytes_of_weights(prices, candidate, is_least=True)
@@ -54,7 +54,10 @@ class Bounds:
         return inf if seconds is None else self._step_s(candidate, seconds)
 
     def update_s(self, candidate: Candidate) -> float:
-        """Sums of gradients and optimizer of a rank with an average part of the weights; alike for many candidates."""
+        """Seconds of gradient reduction and optimizer on a rank with an average part of the weights.
+
+        Many candidates share the value.
+        """
         (pipeline, _, model), options = candidate.degrees, candidate.options
         key = candidate.degrees, options.num_micro_batches, options.zero, options.recompute, candidate.num_stages > 1
         if key not in self._updates:

@@ -10,12 +10,12 @@ from workbench.core.options import Options
 from workbench.planning.problem import Problem
 
 MAX_VIRTUAL_STAGES = 8
-"""Stages on a rank under the interleaved schedule, at most."""
+"""The largest number of stages on a rank under the interleaved schedule."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Options, and how many stages the layers are to be cut into."""
+    """Options, and the number of stages."""
 
     options: Options
     num_stages: int
@@ -44,7 +44,7 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
 def groups(problem: Problem, span: int | None = None) -> Iterator[Group]:
     """Every pair of degrees and micro-batches.
 
-    With a ``span`` and no constraint, model degrees are those that divide it, or are up to twice as large.
+    With a ``span`` and no constraint on model, model degrees divide twice the span.
     """
     ranks = divisors(problem.num_ranks) if problem.objective == "cost" else [problem.num_ranks]
     for num_ranks in ranks:
@@ -98,12 +98,12 @@ def _schedules(pipeline: int, num_layers: int) -> Iterator[tuple[str | None, int
 
 
 def _can_run(options: Options) -> bool:
-    """What the engines refuse: two halves of a backward would recompute a block twice."""
+    """Whether the engines run it: a split backward would recompute a block twice."""
     return not (options.schedule == "zero_bubble" and options.recompute)
 
 
 def divisors(number: int) -> list[int]:
-    """Ascending.
+    """The divisors of a number, ascending.
 
     >>> divisors(12)
     [1, 2, 3, 4, 6, 12]

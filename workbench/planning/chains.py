@@ -1,8 +1,8 @@
 """The best choice for every layer of a long model, by dynamic programming along the layers.
 
-A layer's price depends on its own choice and on those of its two neighbours, so a state is a pair of choices. Behind
-equal blocks the costs of all states grow by one and the same amount per block: from then on blocks repeat the decisions
-of the one before, and hundreds of layers take the time of a few.
+A layer's price depends on its own choice and on those of its two neighbours, so a state is a pair of choices. After
+some equal blocks, the costs of all states grow by the same amount per block. Later blocks then repeat the decisions of
+the block before, and hundreds of layers take the time of a few.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from workbench.core.weight_splits import split_dim
 from workbench.planning.problem import Choice, Problem
 
 Costs = Callable[[int], np.ndarray]
-"""Of the layer at a place: by the choice of the layer before, its own, and that of the next one. A neighbour that there
-is not has one choice.
+"""Takes a layer's index. Returns its costs by the choices of the layer before, of itself, and of the next layer.
+A missing neighbour counts as one choice.
 """
 
 
 class Chain:
-    """Layers that may do this or that.
+    """A row of layers, each with several choices.
 
     Args:
         problem: the layers, their blocks and shared weights.
-        options: what each layer may do.
+        options: the choices of each layer.
     """
 
     def __init__(self, problem: Problem, options: Sequence[Sequence[Choice]]) -> None:
@@ -35,7 +35,7 @@ class Chain:
         self._repeats = _repeats(problem, options)
 
     def best(self, costs: Costs) -> tuple[Choice, ...] | None:
-        """The choices with the smallest sum of costs; None where shared weights leave none."""
+        """The choices with the smallest sum of costs; None if shared weights exclude all."""
         if not self._num_tied_splits:
             return None
         value, decisions = self._walk(cache(costs))
@@ -47,7 +47,7 @@ class Chain:
         return tuple(option[place] for option, place in zip(self.options, places[::-1], strict=True))
 
     def _walk(self, costs: Costs) -> tuple[np.ndarray, list[np.ndarray]]:
-        """(sums of costs by way to cut shared weights and choice of the last layer, what each layer decided)."""
+        """(sums of costs by split of shared weights and choice of the last layer, decisions of each layer)."""
         # so far, by split of shared weights, choice of the layer before, and choice
         value = np.zeros((self._num_tied_splits, 1, len(self.options[0])))
         decisions: list[np.ndarray] = []
@@ -71,9 +71,9 @@ class Chain:
 
 
 def _barred(problem: Problem, options: Sequence[Sequence[Choice]]) -> tuple[dict[int, np.ndarray], int]:
-    """(by row, what each way to cut shared weights bars: infinity by way and choice; how many splits leave something).
+    """(by row, infinity for each choice that a split of the shared weights excludes; the number of possible splits).
 
-    A way is a dim along which all of them are cut, or none.
+    A split is a dim along which all layers cut the shared weight, or None.
     """
     tied = sorted({index for pair in problem.ties for index in pair})
     if not tied:
@@ -85,7 +85,7 @@ def _barred(problem: Problem, options: Sequence[Sequence[Choice]]) -> tuple[dict
 
 
 def _repeats(problem: Problem, options: Sequence[Sequence[Choice]]) -> dict[int, tuple[int, int]]:
-    """By the row behind a block: (rows of a block, how many equal ones follow whose next block is equal, too)."""
+    """By the row after a block: (rows of a block, number of equal blocks that follow, without the last)."""
     found: dict[int, tuple[int, int]] = {}
     for first, period, count in problem.costs.blocks:
         starts = range(first, first + period * count, period)
@@ -97,7 +97,7 @@ def _repeats(problem: Problem, options: Sequence[Sequence[Choice]]) -> dict[int,
 
 
 def _step(value: np.ndarray, before: np.ndarray | None) -> np.ndarray | None:
-    """By how much all states of a way have grown since the last block, if by the same."""
+    """The amount by which all states of a split have grown since the last block, if it is the same for all."""
     if before is None or before.shape != value.shape or not np.isfinite(value).all():
         return None
     steps = value - before

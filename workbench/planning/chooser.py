@@ -1,4 +1,4 @@
-"""What all layers of a large model do under a candidate, and what that takes, remembered.
+"""The best choices of all layers of a large model under a candidate, with a cache.
 
 Candidates that differ in schedule or ZeRO only have the same prices of layers, and mostly the same best choices.
 """
@@ -23,14 +23,17 @@ from workbench.planning.problem import Choice, Problem
 from workbench.planning.stage_balance import Unit
 
 ONLY = float("inf")
-"""The price of bytes where nothing else costs anything."""
+"""The price of bytes if nothing but bytes counts."""
 
 
 class Mode(NamedTuple):
-    """What choices are made by, besides seconds: the price of a memory full of bytes, in steps, and updates of weights.
+    """What the chooser minimizes.
 
-    Updates are left out (None), or take as long as if sums of gradients were "hidden" behind backward, or not ("full").
-    Weights count in parts, or ``is_whole``: as they are when ZeRO has gathered them.
+    Attributes:
+        byte_price: the price of a whole memory of bytes, in steps; ``ONLY`` if nothing else counts.
+        updates: the update of weights is left out (None), or gradient reduction is "hidden" behind backward, or not
+            ("full").
+        is_whole: whether weights count as ZeRO has gathered them, or as shards.
     """
 
     byte_price: float = 0.0
@@ -39,7 +42,7 @@ class Mode(NamedTuple):
 
 
 class Rates(NamedTuple):
-    """What things cost where choices are made: a second, a weight, a shared one besides, a kept byte."""
+    """Prices of a second, a weight, an addition for a shared weight, and a kept byte."""
 
     second: float = 1.0
     weight: float = 0.0
@@ -51,7 +54,7 @@ FAST, LEAST_MEMORY, LEAST_MEMORY_WHOLE = Mode(), Mode(ONLY), Mode(ONLY, is_whole
 
 
 class Chooser:
-    """The best choices of all layers, and units that stages are made of."""
+    """The best choices of all layers, and the units that stages consist of."""
 
     def __init__(self, problem: Problem, incumbents: Incumbents) -> None:
         self.problem, self.incumbents = problem, incumbents
@@ -66,11 +69,11 @@ class Chooser:
         self._alive: dict[tuple[object, ...], list[float]] = {}
 
     def choices(self, candidate: Candidate, mode: Mode) -> tuple[Choice, ...] | None:
-        """The best ones, where bytes and updates cost what the way says; None where shared weights leave none."""
+        """The best choices of a mode; None if shared weights exclude all."""
         return self._best(self.incumbents.prices(candidate), candidate.options.recompute, self._rates(candidate, mode))
 
     def seconds(self, prices: LayerPrices, recompute: bool) -> float | None:
-        """Of a micro-batch through all layers with the fastest choices."""
+        """Seconds of a micro-batch through all layers with the fastest choices."""
         key = (id(prices), recompute)
         if key not in self._seconds:
             choices = self._best(prices, recompute, Rates())
@@ -81,7 +84,7 @@ class Chooser:
     def units(
         self, prices: LayerPrices, recompute: bool, choices: tuple[Choice, ...], by_row: bool = False
     ) -> list[Unit]:
-        """What may become stages, with weights in place of bytes that are held."""
+        """The units that stages consist of. They count weights; bytes follow from the candidate."""
         key = (id(prices), recompute, choices, by_row)
         if key not in self._lists_of_units:
             ranges = [range(index, index + 1) for index in range(len(choices))] if by_row else self.ranges
@@ -89,7 +92,7 @@ class Chooser:
         return self._lists_of_units[key]
 
     def live(self, candidate: Candidate) -> list[float]:
-        """For every stage, of how many micro-batches its activations are alive at most."""
+        """For every stage, the largest number of micro-batches whose activations are alive."""
         options = candidate.options
         key = (options.schedule, options.num_micro_batches, candidate.degrees[0], candidate.num_stages)
         if key not in self._alive:
@@ -110,7 +113,7 @@ class Chooser:
         return self._found[key]
 
     def _rates(self, candidate: Candidate, mode: Mode) -> Rates:
-        """Of a way; bytes cost as many seconds as the fastest choices take, or alone."""
+        """The prices of a mode. The price of bytes is relative to the seconds of the fastest choices."""
         prices, m = self.incumbents.prices(candidate), candidate.options.num_micro_batches
         weight = shared = kept = 0.0
         if mode.updates is not None:
@@ -119,7 +122,7 @@ class Chooser:
         if mode.byte_price:
             options = replace(candidate.options, zero=0) if mode.is_whole else candidate.options
             found = bytes_of_weights(prices, replace(candidate, options=options))
-            held = [float(ceil(size)) for size in found]  # alike ones share a chain
+            held = [float(ceil(size)) for size in found]  # rounded, so that candidates share a chain
             rate = 1.0
             if mode.byte_price != ONLY:
                 seconds = self.seconds(prices, candidate.options.recompute) or 0.0
@@ -129,8 +132,8 @@ class Chooser:
         return Rates(0.0 if mode.byte_price == ONLY else 1.0, weight, shared, kept)
 
     def _parts_of(self, prices: LayerPrices, recompute: bool, index: int) -> np.ndarray:
-        """What a row's costs are made of: seconds, kept bytes, weights and shared ones, each by the choice of the row
-        before, its own, and that of the next one. Ways differ only in what each of these costs, equal rows in nothing.
+        """The parts of a row's costs: seconds, kept bytes, weights and shared weights, each by the choices of the row
+        before, of the row itself, and of the next row. Modes differ in the prices of these parts only.
         """
         options = self._chain_of(prices.model).options
         key = (id(prices), recompute, self._kinds_of_rows(prices.model)[index])
@@ -152,7 +155,7 @@ class Chooser:
         return self._parts[key]
 
     def _kinds_of_rows(self, model: int) -> list[int]:
-        """Numbers that are equal for rows of one class, between neighbours that may do the same."""
+        """Numbers that are equal for rows of one class whose neighbours have the same choices."""
         if model not in self._kinds:
             classes, options = self.incumbents.classes, [tuple(choices) for choices in self._chain_of(model).options]
             known: dict[object, int] = {}
@@ -172,7 +175,7 @@ class Chooser:
         return self._chains[model]
 
     def _unit(self, prices: LayerPrices, choices: Sequence[Choice], rows: range, recompute: bool) -> Unit:
-        """Equal rows that do the same between equal neighbours make equal units."""
+        """A unit; equal rows with equal choices and neighbours share one."""
         kinds = self._kinds_of_rows(prices.model)
         pins = {pin.stage for index in rows if (pin := self.problem.pins[index]) is not None} - {None}
         stage = pins.pop() if pins else None
@@ -202,7 +205,7 @@ class Chooser:
 
 
 def _ranges(problem: Problem) -> list[range]:
-    """Rows that belong together: blocks, and single layers outside of them."""
+    """Rows that a cut keeps together: blocks, and single layers outside of blocks."""
     ranges, index = [], 0
     starts = {first + block * period: period for first, period, count in problem.costs.blocks for block in range(count)}
     while index < len(problem.rows):

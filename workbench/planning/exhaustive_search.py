@@ -1,4 +1,4 @@
-"""The exact search of small problems: every choice of every layer, every cut, with bounds that spare most of them."""
+"""The exact search of small problems: every choice of every layer and every cut that a bound does not exclude."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from workbench.planning.layer_prices import least_step_s
 from workbench.planning.problem import Choice, Problem
 
 MAX_STRATEGIES = 20_000
-"""So many and fewer are all looked at."""
+"""The search is exact for this number of strategies or fewer."""
 
 
 def candidates_if_few(problem: Problem) -> list[Candidate] | None:
@@ -31,7 +31,7 @@ def candidates_if_few(problem: Problem) -> list[Candidate] | None:
 
 
 def search_exhaustively(problem: Problem, every: Sequence[Candidate], incumbents: Incumbents) -> None:
-    """Put the best strategies into the incumbents, the promising ones first."""
+    """Add the best strategies to the incumbents, in the order of their lower bounds."""
     bounded: list[tuple[float, int, Candidate, tuple[Choice, ...]]] = []
     assignments = {
         model: list(choice_assignments(problem, model)) for model in {candidate.degrees[2] for candidate in every}
@@ -53,13 +53,13 @@ def search_exhaustively(problem: Problem, every: Sequence[Candidate], incumbents
 
 
 def choice_assignments(problem: Problem, model: int) -> Iterator[tuple[Choice, ...]]:
-    """Every combination of choices that leaves shared weights in one way."""
+    """Every combination of choices that cuts shared weights alike."""
     options = [problem.choices(index, model) for index in range(len(problem.rows))]
     return (choices for choices in product(*options) if problem.fits_ties(choices))
 
 
 def stage_assignments(num_layers: int, num_stages: int) -> Iterator[tuple[int, ...]]:
-    """The stage of every layer, for every way to cut.
+    """The stage of every layer, for every cut.
 
     >>> list(stage_assignments(3, 2))
     [(0, 1, 1), (0, 0, 1)]

@@ -1,4 +1,4 @@
-"""What else a layer could do, and what each of it would cost, everything else left as it is."""
+"""The other choices of a layer, and the cost of each while everything else stays the same."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Alternative:
 
     Attributes:
         choice: as in strategies: "data", "model", "model:column", "model:row".
-        layers: names of those that do it.
-        estimate: of a step then.
-        fits: whether it fits into memory.
-        is_chosen: whether it is what the plan does.
-        note: why it is not possible; then the estimate is None.
+        layers: names of the layers with this choice.
+        estimate: of a step with this choice.
+        fits: whether the step fits into memory.
+        is_chosen: whether it is the choice of the plan.
+        note: why the choice is not possible; the estimate is then None.
     """
 
     choice: str
@@ -47,7 +47,7 @@ class Explanation:
 
     @property
     def table(self) -> pd.DataFrame:
-        """One row per choice; seconds and bytes, and what they are more than the chosen one's."""
+        """One row per choice: seconds, bytes, and the difference to the chosen one."""
         import pandas
 
         chosen = self.alternatives[0].estimate
@@ -80,17 +80,17 @@ class Explanation:
                 lines.append(f" {mark} {one.choice:13} {where}: {one.note}")
                 continue
             more = one.estimate.step_s - chosen.step_s
-            told = "" if one.is_chosen else f", {'-' if more < 0 else '+'}{format_seconds(abs(more))}"
+            change = "" if one.is_chosen else f", {'-' if more < 0 else '+'}{format_seconds(abs(more))}"
             fits = "" if one.fits else ", does not fit"
             lines.append(
-                f" {mark} {one.choice:13} {where}: step {format_seconds(one.estimate.step_s)}{told}, "
+                f" {mark} {one.choice:13} {where}: step {format_seconds(one.estimate.step_s)}{change}, "
                 f"peak {format_bytes(one.estimate.peak_bytes)}{fits}"
             )
         return "\n".join(lines)
 
 
 def explain(problem: Problem, best: PricedStrategy, layer: str) -> Explanation:
-    """The choices of the layers that ``layer`` (a name or a pattern) matches; alone, and in all blocks alike.
+    """The choices of the layers that ``layer`` (a name or a pattern) matches: of them alone, and in all equal blocks.
 
     Raises:
         StrategyError: nothing matches.

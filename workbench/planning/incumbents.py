@@ -1,4 +1,4 @@
-"""What a search has looked at so far: the best strategy, the best of each kind, and why others were passed over."""
+"""The best strategies that a search has found so far: of all, and for each triple of degrees."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class PricedStrategy:
 
 @dataclass
 class Incumbents:
-    """Keeps the best strategy, and the best for each triple of degrees.
+    """The best strategy, the best for each triple of degrees, and the one with the smallest peak.
 
     Attributes:
         problem: the question.
-        best: that fits into memory; None so far.
-        leanest: the one with the smallest peak, whether it fits or not.
-        by_degrees: the best that fit.
-        num_priced: estimates made.
+        best: the best strategy that fits into memory; None if none has been found.
+        least_memory: the strategy with the smallest peak, whether it fits or not.
+        by_degrees: the best strategies that fit.
+        num_priced: number of estimates.
     """
 
     problem: Problem
@@ -47,30 +47,30 @@ class Incumbents:
         self._prices: dict[tuple[object, ...], LayerPrices] = {}
 
     def prices(self, candidate: Candidate) -> LayerPrices:
-        """Of layers, shared by all candidates for which they are the same."""
+        """Prices of layers for a candidate; candidates with equal prices share them."""
         options, (_, data, model) = candidate.options, candidate.degrees
         samples = self.problem.batch_size / data / options.num_micro_batches
         return self.prices_of(model, samples, options.num_micro_batches > 1, options.sequence)
 
     def prices_of(self, model: int, samples: float, several: bool, sequence: bool) -> LayerPrices:
-        """Of layers on a model axis of so many ranks; arguments are those of ``LayerPrices``."""
+        """Prices of layers on a model axis of ``model`` ranks; arguments are those of ``LayerPrices``."""
         key = (model, samples, several, sequence)
         if key not in self._prices:
             self._prices[key] = LayerPrices(self.problem, self.classes, *key)
         return self._prices[key]
 
     def cannot_improve(self, degrees: tuple[int, int, int], least_step_s: float) -> bool:
-        """Whether a strategy that takes at least so long is no better than the best one."""
+        """Whether a strategy with this lower bound of its step is no better than the best one."""
         if self.best is None or self.problem.objective == "memory":
             return False
         return self.num_counted(degrees) * least_step_s >= self.best.value[0] * (1 + 1e-12)
 
     def num_counted(self, degrees: tuple[int, int, int]) -> int:
-        """Ranks, where they cost something."""
+        """Number of ranks for the objective "cost", else 1."""
         return prod(degrees) if self.problem.objective == "cost" else 1
 
     def add(self, candidate: Candidate, choices: Sequence[Choice], stages: Sequence[int]) -> PricedStrategy:
-        """Price a strategy and keep it if it is better than what was known."""
+        """Price a strategy, and keep it if it is better than the incumbents."""
         strategy = self.problem.resolve(choices, stages, candidate.options)
         prices = self.prices(candidate)
         settings = [with_options(prices.setting, candidate)] * candidate.num_stages
@@ -90,7 +90,7 @@ class Incumbents:
 
     @property
     def best_value(self) -> float:
-        """Of the best one; infinite where there is none."""
+        """The value of the best strategy; infinite if there is none."""
         return inf if self.best is None else self.best.value[0]
 
 

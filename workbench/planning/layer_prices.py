@@ -1,7 +1,7 @@
-"""LayerPrices of layers for one width of the model axis and one micro-batch, as the search adds them up.
+"""Prices of layers for one width of the model axis and one micro-batch. The search adds them up.
 
-They are those of the cost model (``workbench.cost``); what does not depend on the strategy's other options is
-computed once for all of them.
+They are those of the cost model (``workbench.cost``). Parts that do not depend on the other options of a strategy are
+computed once for all strategies.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from workbench.planning.problem import Choice, Problem
 
 _EMPTY = StagePrice(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 WAITS: Mapping[str | None, float] = {"1f1b": 1.0, "gpipe": 1.0}
-"""By schedule: the part of a micro-batch's seconds on a rank for which the next ones wait before and behind theirs."""
+"""By schedule: the part of a micro-batch's seconds on a rank for which later ranks wait at the start and the end."""
 
 
 class RowClasses:
-    """Numbers for the rows of a problem: equal ones cost the same with equal choices and neighbours."""
+    """Class numbers of rows. Rows of one class cost the same with equal choices and neighbours."""
 
     def __init__(self, problem: Problem) -> None:
         known: dict[object, int] = {}
         self.of_row, self.with_before = [], []
         names = [row.layer.name.rpartition(".") for row in problem.rows]
-        parents = [(parent, short in COLUMN_NAMES) for parent, _, short in names]  # what tells siblings apart
+        parents = [(parent, short in COLUMN_NAMES) for parent, _, short in names]  # these distinguish siblings
         for index, row in enumerate(problem.rows):
             layer = row.layer
             key = (row.counted, layer.kind, layer.tied_to is None)
@@ -46,15 +46,15 @@ class RowClasses:
 
 
 class LayerPrices:
-    """Of all rows, on a stage whose model axis has ``model`` ranks, for micro-batches of ``samples`` samples.
+    """Prices of all rows, on a stage whose model axis has ``model`` ranks, for micro-batches of ``samples`` samples.
 
     Args:
         problem: the model and the machine.
-        classes: of the problem's rows.
-        model: degree.
-        samples: of a micro-batch on a data-parallel rank.
+        classes: classes of the problem's rows.
+        model: model degree.
+        samples: samples of a micro-batch on a data-parallel rank.
         several: whether a step has more than one micro-batch.
-        sequence: the option.
+        sequence: the strategy's option.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class LayerPrices:
         self._known: dict[tuple[object, ...], LayerPrice] = {}
 
     def row(self, index: int, before: Choice | None, choice: Choice, following: Choice | None) -> LayerPrice:
-        """One layer's; a neighbour is None where it is on another stage, or there is none."""
+        """The price of one layer. A neighbour is None if it is on another stage or does not exist."""
         classes = self._classes
         own = classes.of_row[index] if before is None else classes.with_before[index]
         key = (own, before, choice, following, None if following is None else classes.kinds[index + 1])
@@ -85,7 +85,7 @@ class LayerPrices:
         return ResolvedLayer(layer.name, choice[0], choice[1], 0, layer.kind)
 
     def of_strategy(self, candidate: Candidate, strategy: ResolvedStrategy) -> list[StagePrice]:
-        """What the cost model makes of these prices, stage by stage; ZeRO divides what is held."""
+        """Prices of the stages of a strategy."""
         layers = strategy.layers
         choices: list[Choice] = [(layer.parallel, layer.split) for layer in layers]
         prices = []
@@ -101,7 +101,7 @@ class LayerPrices:
         return stage_prices(self._costs, layers, prices, [setting] * candidate.num_stages)
 
     def is_recomputed(self, index: int) -> bool:
-        """Whether the row is in a block that ``recompute`` computes again."""
+        """Whether ``recompute`` recomputes the block of the row."""
         return self._classes.blocks[index] >= 0 or not self.has_blocks
 
     @cached_property
@@ -110,10 +110,10 @@ class LayerPrices:
         return any(block >= 0 for block in self._classes.blocks)
 
     def seconds(self, index: int, price: LayerPrice, recompute: bool) -> float:
-        """Forward and backward of one micro-batch: at least, where exchanges may hide behind products."""
+        """A lower bound of forward and backward of one micro-batch: exchanges may overlap with products."""
         software = self.setting.software
         seconds = price.forward_s + price.boxing_forward_s + price.input_s + price.weight_s + price.boxing_backward_s
-        seconds += accumulation_s(price.weights, self.setting)  # of two micro-batches: of more it takes longer
+        seconds += accumulation_s(price.weights, self.setting)  # a lower bound: that of two micro-batches
         if software.hides_tensor_parallel != "none":
             seconds -= price.boxing_backward_s if software.hides_tensor_parallel == "all" else price.boxing_sums_s
         if recompute and software.recompute == "full" and self.is_recomputed(index):
@@ -121,7 +121,7 @@ class LayerPrices:
         return seconds
 
     def least_seconds(self, choices: Sequence[Choice], recompute: bool) -> float:
-        """Of one micro-batch through all layers, wherever the stages are cut."""
+        """A lower bound of one micro-batch through all layers, for every cut into stages."""
         total, last = 0.0, len(choices) - 1
         for index, choice in enumerate(choices):
             befores = {None, choices[index - 1]} if index else {None}
@@ -134,15 +134,15 @@ class LayerPrices:
         return total
 
     def weights(self, index: int, choice: Choice) -> float:
-        """Of a rank; a weight that an earlier layer holds counts there."""
+        """Weights of a layer on one rank; a tied weight counts at the first layer."""
         layer = self._rows[index].layer
         return 0.0 if layer.tied_to is not None else self.row(index, None, choice, None).weights
 
 
 def bytes_of_weights(prices: LayerPrices, candidate: Candidate, is_least: bool = False) -> tuple[float, float]:
-    """What a rank holds: (of each weight, besides for each that all ranks of the model axis have).
+    """Bytes that a rank holds: (per weight, in addition per weight that all ranks of the model axis have).
 
-    ``is_least``: without gradients where these come as activations go.
+    ``is_least``: without gradients, if activations are freed while gradients are made.
     """
     setting = with_options(prices.setting, candidate)
     has_gradients = not is_least or setting.software.keeps_gradients
@@ -154,9 +154,9 @@ def bytes_of_weights(prices: LayerPrices, candidate: Candidate, is_least: bool =
 
 
 def seconds_of_weights(prices: LayerPrices, candidate: Candidate, is_hidden: bool) -> tuple[float, float]:
-    """What an update takes: (for each weight, besides for each that all ranks of the model axis have).
+    """Seconds of an update: (per weight, in addition per weight that all ranks of the model axis have).
 
-    ``is_hidden``: as if sums had all of backward to hide behind.
+    ``is_hidden``: as if gradient reduction could overlap with all of backward.
     """
     setting, many = with_options(prices.setting, candidate), 1e9
     hiding = inf if is_hidden else 0.0
@@ -166,13 +166,13 @@ def seconds_of_weights(prices: LayerPrices, candidate: Candidate, is_hidden: boo
 
 
 def least_step_s(prices: LayerPrices, candidate: Candidate, micro_batch_s: float, weights: float) -> float:
-    """A bound from below of a step: of one micro-batch through all layers, and the weights of all stages together."""
+    """A lower bound of a step, from the seconds of one micro-batch through all layers and the weights of all stages."""
     makespan = schedule_factor(candidate, prices.setting.hardware) * micro_batch_s
     return makespan + least_update_s(prices, candidate, weights / candidate.degrees[0])
 
 
 def schedule_factor(candidate: Candidate, hardware: Hardware, waits: Mapping[str | None, float] = WAITS) -> float:
-    """At least so many times as long as one micro-batch through all layers, a step's schedule takes.
+    """A lower bound of a schedule's seconds, over those of one micro-batch through all layers.
 
     The slowest rank has at least the average work. Besides, the rank of stage s waits for those before it to go forward
     at the start, and backward at the end: for a part w of what a micro-batch takes on them, which is 1 under 1F1B and
@@ -186,9 +186,9 @@ def schedule_factor(candidate: Candidate, hardware: Hardware, waits: Mapping[str
 
 
 def least_update_s(prices: LayerPrices, candidate: Candidate, weights: float) -> float:
-    """A bound from below of sums of gradients and optimizer, for a rank with so many weights."""
+    """A lower bound of gradient reduction and optimizer, for a rank with ``weights`` weights."""
     setting = with_options(prices.setting, candidate)
-    # as much backward to hide behind as anybody has; ZeRO 3 brings tables for forward alone, and no weight less often
+    # unlimited backward to overlap with; ZeRO 3 gathers embeddings for forward only, which is least
     stage = replace(_EMPTY, weights=weights, tables=weights, input_s=inf)
     return reduction_s([stage], setting) + optimizer_s(weights, setting) + setting.hardware.step_s
 

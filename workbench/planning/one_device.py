@@ -1,4 +1,4 @@
-"""The yardstick of every plan: the same step on one device, without micro-batches, ZeRO or recomputation."""
+"""The baseline of every plan: the same step on one device, without micro-batches, ZeRO or recomputation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEGREES = (1, 1, 1)
 
 
 def one_device(problem: Problem) -> PricedStrategy:
-    """The whole batch on one rank while all others wait, priced whether it fits into memory or not."""
+    """The price of the whole batch on one rank while all others wait, whether it fits into memory or not."""
     options = Options(degrees=DEGREES, precision=problem.precision)
     strategy = problem.resolve([DATA] * len(problem.rows), [0] * len(problem.rows), options)
     price = _alone(problem, problem.estimate(strategy))
@@ -23,17 +23,17 @@ def one_device(problem: Problem) -> PricedStrategy:
 
 
 def fits(problem: Problem, found: PricedStrategy) -> bool:
-    """Whether a rank has the memory for it."""
+    """Whether it fits into the memory of a rank."""
     return found.estimate.peak_bytes <= problem.memory_bytes
 
 
 def beats(problem: Problem, alone: PricedStrategy, best: PricedStrategy) -> bool:
-    """Whether one device does better, or as well, by the objective of the search."""
+    """Whether one device is as good or better by the objective of the search."""
     return fits(problem, alone) and alone.value[0] <= best.value[0]
 
 
 def describe_one_device(problem: Problem, alone: PricedStrategy, best: PricedStrategy) -> str:
-    """One device beside the best strategy of all ranks, in words."""
+    """A text that compares one device with the best strategy of all ranks."""
     step_s, peak_bytes = alone.estimate.step_s, alone.estimate.peak_bytes
     figures = f"step {format_seconds(step_s)}, {format_bytes(peak_bytes)}"
     if not fits(problem, alone):
@@ -44,7 +44,7 @@ def describe_one_device(problem: Problem, alone: PricedStrategy, best: PricedStr
 
 
 def _alone(problem: Problem, price: Estimate) -> Estimate:
-    """Ranks that share cores leave theirs to the one that works."""
+    """The estimate if the other ranks wait and leave shared cores to this one."""
     speedup = min(problem.hardware.alone_speedup, problem.num_ranks)
     seconds = {part: getattr(price, part) / speedup for part in ("step_s", *PARTS)}
     return replace(price, samples_per_s=price.samples_per_s * speedup, **seconds)

@@ -1,4 +1,4 @@
-"""What a search found, and the questions that can be asked of it."""
+"""The result of a search, and the questions that it answers."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class Plan:
 
     Attributes:
         problem: the question.
-        found: the answer, as the cost model sees it.
+        found: the answer with its estimate.
         others: the best strategies with other degrees, best first.
-        is_exact: whether every strategy was looked at, or excluded by a bound.
-        search_s: how long the search took.
-        num_priced: strategies of which a whole estimate was made.
-        search: what finds the plan of a problem.
+        is_exact: whether the search priced every strategy or excluded it by a bound.
+        search_s: seconds of the search.
+        num_priced: number of strategies with a whole estimate.
+        search: finds the plan of a problem; ``again`` calls it.
     """
 
     problem: Problem
@@ -63,7 +63,7 @@ class Plan:
         is_exact: bool,
         search_s: float,
     ) -> Plan:
-        """From what a search has put together."""
+        """The plan of a finished search."""
         assert incumbents.best is not None
         others = sorted(incumbents.by_degrees.values(), key=lambda found: found.value)
         return cls(
@@ -78,17 +78,17 @@ class Plan:
 
     @property
     def resolved(self) -> ResolvedStrategy:
-        """What every layer does."""
+        """The choice of every layer."""
         return self.found.strategy
 
     @cached_property
     def strategy(self) -> Strategy:
-        """The strategy, as it is written; ``wb.parallelize`` takes it."""
+        """The strategy for ``wb.parallelize``."""
         return write_strategy(self.problem, self.found.strategy)
 
     @cached_property
     def estimate(self) -> Estimate:
-        """What a step takes and holds, with its timeline."""
+        """Seconds and bytes of a step, with its timeline."""
         problem = self.problem
         return estimate(
             problem.costs,
@@ -121,7 +121,7 @@ class Plan:
 
     @property
     def layers(self) -> pd.DataFrame:
-        """What each layer does, one row per layer."""
+        """The choice of each layer, one row per layer."""
         import pandas
 
         layers = zip(self.problem.rows, self.resolved.layers, strict=True)
@@ -140,7 +140,7 @@ class Plan:
         )
 
     def explain(self, layer: str) -> Explanation:
-        """What else a layer could do, and what that would cost.
+        """The other choices of a layer, and their costs.
 
         Args:
             layer: its name, or a pattern for several ("blocks.*.fc1").
@@ -151,11 +151,11 @@ class Plan:
         return explain(self.problem, self.found, layer)
 
     def why_not(self, strategy: StrategyLike) -> WhyNot:
-        """Why the plan is not this strategy: which limit it breaks, or how much slower it is, and where."""
+        """Why the plan is not this strategy: the limit that it breaks, or how much slower it is, and where."""
         return compare_with_best(self.problem, self.found, strategy)
 
     def diff(self, other: Plan | StrategyLike) -> StrategyDifference:
-        """In what another plan or strategy differs: options, layers, seconds and bytes."""
+        """The differences to another plan or strategy: options, layers, seconds and bytes."""
         return compare_strategies(self.problem, self.strategy, other.strategy if isinstance(other, Plan) else other)
 
     def again(self, **constraints: Any) -> Plan:
@@ -192,7 +192,7 @@ class Plan:
 
 
 def _wrapped(strategy: Strategy) -> list[str]:
-    """All of a strategy, on lines that can be copied together; a row stays in one piece."""
+    """A strategy as lines that can be copied together; a row stays on one line."""
     text = str(strategy).replace(": ", ":\xa0")
     lines = wrap(text, _WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
     return [line.replace("\xa0", " ") for line in lines]
@@ -226,9 +226,9 @@ def _parts(found: Estimate) -> str:
 
 
 def _memory(found: Estimate, limit: float) -> str:
-    told = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in found.peak_kinds)
+    kinds = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in found.peak_kinds)
     where = f"at most, on stage {found.fullest_stage}"
-    return f"memory {format_bytes(found.peak_bytes)} of {format_bytes(limit)}, {where}: {told}"
+    return f"memory {format_bytes(found.peak_bytes)} of {format_bytes(limit)}, {where}: {kinds}"
 
 
 __all__ = ["Plan"]

@@ -1,4 +1,4 @@
-"""The question: which model, machine and batch, what counts, and what has been decided already."""
+"""The question of a search: model, machine, batch, objective and constraints."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from workbench.cost.stage_settings import counted_at
 from workbench.errors import StrategyError
 
 OBJECTIVES = ("throughput", "memory", "cost")
-"""Seconds of a step; bytes of the fullest rank; rank-seconds of a step, on as many ranks or fewer."""
+"""In this order: seconds of a step; bytes of the fullest rank; rank-seconds of a step, on all ranks or fewer."""
 
 Choice = tuple[str, str | None]
-"""What a layer does: ("data", None), ("model", None) where nothing of it can be split, ("model", "column" or "row")."""
+"""The choice of a layer: ("data", None), ("model", "column" or "row"), or ("model", None) if it cannot be split."""
 DATA: Choice = ("data", None)
 SPLITS: tuple[Choice, ...] = (DATA, ("model", "column"), ("model", "row"))
 WHOLE: tuple[Choice, ...] = (DATA, ("model", None))
 
 
 def check_constraint_names(asked: str, names: Collection[str]) -> None:
-    """A constraint that nobody knows.
+    """Raise for a name that is no constraint.
 
     Raises:
-        StrategyError: naming it, and those that there are.
+        StrategyError: names it and all constraints.
     """
     known = tuple(one.name for one in fields(Constraints))
     unknown = sorted(set(names) - set(known))
@@ -43,15 +43,15 @@ def check_constraint_names(asked: str, names: Collection[str]) -> None:
 
 @dataclass(frozen=True)
 class Constraints:
-    """What has been decided already; None leaves it open, a collection gives several values to choose from.
+    """Limits on the search. None leaves a value open; a collection gives several values to choose from.
 
     Attributes:
         pipeline, data, model: degrees.
         micro_batches: per step.
         schedule: of strategies with more than one stage.
         zero, recompute, sequence: as in strategies.
-        layers: rows of a strategy: what some layers do, and on which stage ("head: data@1; blocks.*.fc1: model").
-        heads: of attention, and of keys and values: the model degree divides them. None: what the model says.
+        layers: rows of a strategy: choices and stages of some layers ("head: data@1; blocks.*.fc1: model").
+        heads: numbers of heads of attention and of keys and values, which the model degree divides. None: the model's.
     """
 
     pipeline: int | Collection[int] | None = None
@@ -66,35 +66,35 @@ class Constraints:
     heads: int | Collection[int] | None = None
 
     def allows(self, name: str, value: object) -> bool:
-        """Whether a value of the attribute ``name`` is among those given for."""
+        """Whether the constraint ``name`` allows a value."""
         return getattr(self, name) is None or value in self.values(name)
 
     def values(self, name: str) -> tuple[object, ...]:
-        """Those of the attribute ``name`` that are given for."""
+        """The values that the constraint ``name`` allows; empty if it is open."""
         wanted = getattr(self, name)
         if wanted is None:
             return ()
         return tuple(wanted) if isinstance(wanted, Collection) and not isinstance(wanted, str) else (wanted,)
 
     def given(self) -> dict[str, object]:
-        """What is not left open."""
+        """The constraints that are not open, by name."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__ if getattr(self, name) is not None}
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A search's question; all of it is a value.
+    """The question of a search; a frozen value.
 
     Attributes:
-        costs: the model.
-        hardware: of one rank.
-        num_ranks: how many there are; all are used, except for the objective "cost".
+        costs: costs of the model's layers.
+        hardware: the machine of one rank.
+        num_ranks: number of ranks. The strategy uses all, except for the objective "cost".
         batch_size: samples per step.
         objective: one of ``OBJECTIVES``.
-        memory_bytes: that a rank may hold.
+        memory_bytes: the most bytes that a rank may hold.
         precision: of the strategies.
         optimizer, software: as in ``estimate``.
-        constraints: what is decided.
+        constraints: limits on the search.
     """
 
     costs: ModelCosts
@@ -134,7 +134,7 @@ class Problem:
 
     @cached_property
     def counted(self) -> ModelCosts:
-        """What the model costs at the precision that is searched."""
+        """Costs of the model at the precision of the problem."""
         return counted_at(self.costs, self.precision, self.software)
 
     @property
@@ -144,7 +144,7 @@ class Problem:
 
     @property
     def is_infeasible(self) -> bool:
-        """Whether nothing can fit: parameters and optimizer states are too much even where every rank has its share."""
+        """Whether nothing can fit: parameters and optimizer states are too large even if all ranks share them."""
         software = self.software
         each = software.parameter_bytes(self.precision) + software.optimizer_bytes(self.precision, self.optimizer)
         if software.keeps_gradients:
@@ -153,7 +153,7 @@ class Problem:
 
     @cached_property
     def pins(self) -> list[Row | None]:
-        """For every layer the row of the constraints that decides for it.
+        """For every layer the row of ``constraints.layers`` that decides for it, or None.
 
         Raises:
             StrategyError: a row that matches no layer.
@@ -170,13 +170,13 @@ class Problem:
 
     @cached_property
     def heads(self) -> tuple[int, ...]:
-        """Numbers that the model degree divides: ranks share out whole heads. A single head is nobody's to share."""
+        """Numbers that the model degree divides, because a rank has whole heads. A single head is no limit."""
         given = self.constraints.heads
         known = self.costs.heads if given is None else (given,) if isinstance(given, int) else tuple(given)
         return tuple(number for number in known if number > 1)
 
     def fits_heads(self, model: int) -> bool:
-        """Whether a model axis of so many ranks shares out whole heads."""
+        """Whether each rank of a model axis of this size has whole heads."""
         return all(number % model == 0 for number in self.heads)
 
     @cached_property
@@ -185,7 +185,7 @@ class Problem:
         return tied_pairs(self.costs.layers)
 
     def choices(self, index: int, model: int) -> list[Choice]:
-        """What a layer may do on a model axis of ``model`` ranks."""
+        """The choices of a layer on a model axis of ``model`` ranks."""
         pin = self.pins[index]
         layer = self.rows[index].layer
         can_split = layer.kind in (*SPLITTABLE_KINDS, TABLE) and len(layer.shapes.get("weight", ())) > 1
@@ -200,7 +200,7 @@ class Problem:
         return all(split_dim(layers[a], choices[a][1]) == split_dim(layers[b], choices[b][1]) for a, b in self.ties)
 
     def fits_stages(self, stages: Sequence[int]) -> bool:
-        """Whether layers are where they were given to be."""
+        """Whether layers are on the stages that the constraints require."""
         return all(pin is None or pin.stage in (None, stage) for pin, stage in zip(self.pins, stages, strict=True))
 
     def resolve(self, choices: Sequence[Choice], stages: Sequence[int], options: Options) -> ResolvedStrategy:
@@ -213,18 +213,18 @@ class Problem:
         return ResolvedStrategy(layers, options.degrees, options)
 
     def ranks_of(self, strategy: Strategy) -> int:
-        """How many ranks a strategy is for: all, where fewer cost as much."""
+        """Number of ranks of a strategy: all, except for the objective "cost"."""
         degrees = strategy.options.degrees
         return prod(degrees) if degrees and self.objective == "cost" else self.num_ranks
 
     def estimate(self, strategy: ResolvedStrategy) -> Estimate:
-        """What a step of it takes and holds."""
+        """Seconds and bytes of a step."""
         return estimate(
             self.costs, strategy, self.hardware, self.batch_size, optimizer=self.optimizer, software=self.software
         )
 
     def value(self, strategy: ResolvedStrategy, found: Estimate) -> tuple[float, float]:
-        """What is made small; the second figure decides among equals."""
+        """The value that the search minimizes; the second figure decides among equals."""
         if self.objective == "memory":
             return found.peak_bytes, found.step_s
         return (prod(strategy.degrees) if self.objective == "cost" else 1) * found.step_s, found.peak_bytes

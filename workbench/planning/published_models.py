@@ -17,12 +17,13 @@ TRANSFORMERS = {
     "llama3-8b": Transformer(4096, 32, 32, 128256, 8192, 8, 14336, is_gated=True, has_flash=True),
     "llama3-70b": Transformer(8192, 64, 80, 128256, 8192, 8, 28672, is_gated=True, has_flash=True),
 }
-"""Words are padded to a multiple of 64 or 128, as programs do that split the table. Sources: arXiv 2005.14165 (GPT-3),
+"""The vocabulary is padded to a multiple of 64 or 128, for programs that split the embedding.
+Sources: arXiv 2005.14165 (GPT-3),
 2307.09288 (Llama 2), 2407.21783 (Llama 3), and the configuration of GPT-2."""
 
 
 def transformer_by_name(name: str) -> Transformer:
-    """A transformer by its name.
+    """A published transformer by name.
 
     Raises:
         StrategyError: no such name.

@@ -1,7 +1,7 @@
-"""Where nothing was found that fits: the leanest strategy is changed, a little at a time, while that makes it leaner.
+"""Local search for less memory: small changes of the strategy that holds least, if no strategy was found that fits.
 
-Short cuts choose by bytes that add up: gradients beside all activations. A step's peak is a moment, of which whole
-estimates know; they take longer, so they are made where nothing else is left.
+The best-first search chooses by bytes that add up: gradients beside all activations. The peak of a step is one moment,
+which only a whole estimate finds. Estimates take longer, so this search runs last.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from workbench.planning.incumbents import Incumbents, PricedStrategy
 from workbench.planning.problem import Choice, Problem
 
 MAX_PRICED = 400
-"""Strategies."""
+"""The largest number of strategies that the search prices."""
 Changed = tuple[Candidate, tuple[Choice, ...], tuple[int, ...]]
 
 
 def reduce_memory(problem: Problem, incumbents: Incumbents, ranges: Sequence[range]) -> None:
-    """Put leaner and leaner strategies into the incumbents, until one fits or no change makes the leanest leaner.
+    """Add strategies that hold less and less to the incumbents, until one fits or no change helps.
 
     Args:
         problem: the question.
-        incumbents: with strategies that do not fit.
-        ranges: rows that belong together where stages are cut.
+        incumbents: hold strategies that do not fit.
+        ranges: rows that a cut keeps together.
     """
     most, seen = incumbents.num_priced + MAX_PRICED, set[Changed]()
     start: PricedStrategy | None = None
@@ -41,7 +41,7 @@ def reduce_memory(problem: Problem, incumbents: Incumbents, ranges: Sequence[ran
 def _changes(
     problem: Problem, incumbents: Incumbents, found: PricedStrategy, ranges: Sequence[range]
 ) -> Iterator[Changed]:
-    """Other choices of two kinds of rows that are neighbours, a unit on the stage beside its own, other options."""
+    """Other choices for two neighbouring kinds of rows, a unit on the next or previous stage, other options."""
     candidate = Candidate(found.strategy.options, found.strategy.num_stages)
     layers, model = found.strategy.layers, candidate.degrees[2]
     choices = tuple((layer.parallel, layer.split) for layer in layers)

@@ -29,22 +29,22 @@ def search(
     software: Software = WORKBENCH,
     constraints: Constraints | None = None,
 ) -> Plan:
-    """The strategy that is predicted to be best.
+    """Find the strategy with the best prediction.
 
-    Looked through are all degrees, micro-batches, schedules, stages of ZeRO, recomputation and sequence parallelism,
-    what every layer does, and where stages are cut. Small problems are searched exactly: ``plan.is_exact``.
+    The search covers all degrees, micro-batches, schedules, stages of ZeRO, recomputation and sequence parallelism, the
+    choice of every layer, and the cuts into stages. It is exact for small problems: ``plan.is_exact``.
 
     Args:
-        costs: of the model.
+        costs: costs of the model's layers.
         hardware: the machine of each rank.
-        num_ranks: all of them are used, but for the objective "cost".
+        num_ranks: number of ranks. The strategy uses all, except for the objective "cost".
         batch_size: samples per step, all ranks together.
         objective: "throughput" (a short step), "memory" (a small peak), "cost" (few rank-seconds per step).
-        memory_bytes: that a rank may hold. None: what the hardware has.
+        memory_bytes: the most bytes that a rank may hold. None: the memory of the hardware.
         precision: "fp32", "bf16" or "fp16". None: as the model was counted.
         optimizer: "adamw", "adam", "momentum" or "sgd".
-        software: what the training program does.
-        constraints: what is decided already.
+        software: properties of the training program.
+        constraints: limits on the search.
 
     Raises:
         StrategyError: constraints that conflict (the error names them), or a model that fits nowhere (the error says by
@@ -66,7 +66,7 @@ def search(
 
 
 def solve(problem: Problem) -> Plan:
-    """``search`` for a problem that is already put together."""
+    """``search`` for a given problem."""
     started_s = time.perf_counter()
     check_constraints(problem)
     incumbents, is_exact = run(problem)
@@ -76,7 +76,7 @@ def solve(problem: Problem) -> Plan:
 
 
 def run(problem: Problem, is_quick: bool = False) -> tuple[Incumbents, bool]:
-    """What a search finds, and whether it looked at everything; quickly: whether anything fits."""
+    """(the best strategies, whether the search is exact). ``is_quick``: only find out whether anything fits."""
     incumbents = Incumbents(problem)
     every = candidates_if_few(problem)
     if every is not None:

@@ -1,4 +1,4 @@
-"""Where to cut a long chain of layers into stages, so that the slowest stage is fastest and every stage fits."""
+"""Cuts of a long chain of layers into stages: the slowest stage is as fast as possible, and every stage fits."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from dataclasses import dataclass
 from math import inf
 
 PRECISION = 1e-4
-"""Of the slowest stage's seconds."""
+"""Relative precision of the slowest stage's seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """What is not cut: a block, or a layer outside of blocks.
+    """Rows that a cut keeps together: a block, or a layer outside of blocks.
 
     Attributes:
         seconds: forward and backward of a micro-batch.
-        kept_bytes: activations of each micro-batch that is alive.
-        weights: of a rank.
-        shared: of these, those that all ranks of the model axis have.
-        transient_bytes: what is there for a moment while it is computed again.
-        num_rows: layers in it.
-        stage: on which it has to be; None for any.
+        kept_bytes: activations of one micro-batch that is alive.
+        weights: on one rank.
+        shared: of these, the weights that all ranks of the model axis have.
+        transient_bytes: activations that exist only while the unit is recomputed.
+        num_rows: number of layers.
+        stage: the stage that a constraint requires; None for any.
     """
 
     seconds: float
@@ -40,17 +40,17 @@ def balanced_stages(
     memory_bytes: float,
     ranks: int,
 ) -> list[tuple[int, ...]]:
-    """Stages of the rows, at most two ways: the slowest stage is as fast as it can be; early or late ones are fuller.
+    """Stages of the rows, at most two cuts with the fastest possible slowest stage: one fills early stages, one late.
 
     Args:
-        units: what the chain consists of.
-        alive: micro-batches whose activations a stage holds at once.
-        bytes_of_weights: that each weight takes, and each shared one besides.
-        memory_bytes: of one rank.
-        ranks: slices of the pipeline axis; a rank with several stages holds them all, its memory is shared evenly.
+        units: the units of the chain.
+        alive: by stage, the number of micro-batches whose activations it holds at once.
+        bytes_of_weights: bytes of a weight, and additional bytes of a shared weight.
+        memory_bytes: memory of one rank.
+        ranks: slices of the pipeline axis. Stages on one rank share its memory evenly.
 
     Returns:
-        Nothing where no way fits.
+        An empty list if no cut fits.
     """
     limit = memory_bytes * ranks / len(alive)
     own, shared = bytes_of_weights
@@ -68,8 +68,8 @@ def balanced_stages(
     if high == inf:
         return []
     late = _fill(units[::-1], alive[::-1], held[::-1], limit, high, is_reversed=True)
-    ways = [best] if late is None else [best, late[::-1]]
-    return list(dict.fromkeys(_rows(units, way) for way in ways))
+    cuts = [best] if late is None else [best, late[::-1]]
+    return list(dict.fromkeys(_rows(units, cut) for cut in cuts))
 
 
 def _slowest(units: Sequence[Unit], counts: Sequence[int]) -> float:
@@ -88,9 +88,9 @@ def _fill(
     most_s: float,
     is_reversed: bool = False,
 ) -> list[int] | None:
-    """Units of each stage: one after the other is filled, and leaves at least one unit to each later one.
+    """Units of each stage. Stages are filled in order; each leaves at least one unit for every later stage.
 
-    None where they do not fit.
+    None if they do not fit.
     """
     num_stages, counts, at = len(alive), [], 0
     most_s *= 1 + 1e-12

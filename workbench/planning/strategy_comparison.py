@@ -1,4 +1,4 @@
-"""Two strategies side by side: what differs in their words, and in what they cost."""
+"""Two strategies side by side: the options and layers that differ, and the difference in seconds and bytes."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from workbench.planning.problem import Problem
 from workbench.units import format_bytes, format_seconds
 
 PARTS = ("compute_s", "boxing_s", "gradient_s", "bubble_s", "optimizer_s")
-"""Of a step, in the order in which they are told."""
+"""The parts of a step, in the order of tables."""
 _EQUAL = 1e-9
 _NOISE = 1e-6
-"""Parts that are smaller than the largest one by so much are not told."""
+"""Texts leave out a part that is smaller than this fraction of the largest one."""
 
 
 @dataclass(frozen=True)
 class StrategyDifference:
-    """From one strategy to another.
+    """The difference from one strategy to another.
 
     Attributes:
         options: (name, value here, value there) of each option that differs.
-        layers: what those layers do there that do something else here, in few rows.
+        layers: the choices there of the layers that differ, as few rows.
         seconds: by part of a step, there minus here.
         peak_bytes: there minus here.
         step_s: (here, there).
@@ -58,7 +58,7 @@ class WhyNot:
     Attributes:
         reason: "cannot run", "memory", "parts of heads", "slower", "more memory" or "dearer" (by the objective),
             "equal", "better".
-        text: in words, with figures.
+        text: the answer as a sentence, with figures.
         estimate: of the strategy; None if it cannot run.
         difference: from the plan to it; None if it cannot run.
     """
@@ -73,7 +73,7 @@ class WhyNot:
 
 
 def compare_with_best(problem: Problem, best: PricedStrategy, strategy: StrategyLike) -> WhyNot:
-    """Which limit a strategy breaks, or how it compares with the best one."""
+    """Compare a strategy with the best one: the limit that it breaks, or the difference in seconds and bytes."""
     try:
         written = _written(problem, strategy)
         resolved = written.resolve(problem.costs.layers, problem.ranks_of(written))
@@ -82,11 +82,11 @@ def compare_with_best(problem: Problem, best: PricedStrategy, strategy: Strategy
         return WhyNot("cannot run", f"It cannot run: {error}")
     difference = _difference(best.strategy, best.estimate, resolved, price)
     if price.peak_bytes > problem.memory_bytes:
-        told = " and ".join(f"{format_bytes(size)} of {kind}" for kind, size in price.peak_kinds[:2])
+        largest = " and ".join(f"{format_bytes(size)} of {kind}" for kind, size in price.peak_kinds[:2])
         peak, limit = price.peak_bytes, problem.memory_bytes
         text = (
             f"It does not fit: stage {price.fullest_stage} holds {format_bytes(peak)} on each rank, and a rank has "
-            f"{format_bytes(limit)}: {format_bytes(peak - limit)} too much. Most of it is {told}."
+            f"{format_bytes(limit)}: {format_bytes(peak - limit)} too much. Most of it is {largest}."
         )
         return WhyNot("memory", text, price, difference)
     ratio = problem.value(resolved, price)[0] / best.value[0] - 1
@@ -111,10 +111,10 @@ def compare_with_best(problem: Problem, best: PricedStrategy, strategy: Strategy
 
 
 def compare_strategies(problem: Problem, here: StrategyLike, there: StrategyLike) -> StrategyDifference:
-    """From one strategy to another.
+    """The difference from one strategy to another.
 
     Raises:
-        StrategyError: one of them is none, or does not fit the model or the ranks.
+        StrategyError: one of them is not a strategy, or does not fit the model or the ranks.
     """
     sides = []
     for side in (here, there):
@@ -159,12 +159,12 @@ def format_parts(seconds: dict[str, float]) -> str:
     """
     largest = sorted(seconds.items(), key=lambda item: -abs(item[1]))
     least = _NOISE * max(map(abs, seconds.values()), default=0.0)
-    told = [
+    parts = [
         f"{name.removesuffix('_s')} {'-' if s < 0 else '+'}{format_seconds(abs(s))}"
         for name, s in largest
         if abs(s) > least
     ]
-    return ", ".join(told) or "every part takes as long"
+    return ", ".join(parts) or "every part takes as long"
 
 
 __all__ = ["StrategyDifference", "WhyNot", "compare_strategies", "compare_with_best", "format_parts"]

@@ -1,6 +1,4 @@
-"""``wb.planner.simulate``: any strategy on any machine, without one; lists of values give a table of all their
-combinations.
-"""
+"""``wb.planner.simulate``: predicts any strategy on any machine. Lists of values give a table of all combinations."""
 
 from __future__ import annotations
 
@@ -30,22 +28,22 @@ Model = ModelCosts | Transformer | str
 SweptStrategy = StrategyLike | ResolvedStrategy
 HardwareLike = Hardware | str | PathLike[str]
 BEST = "best"
-"""In a strategy's place: the one that the planner finds, at every point anew."""
+"""As a strategy: the planner finds one for every point."""
 TRAINING = 3
 """Operations of forward and backward over those of forward: backward has two products for every one."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """One combination of values, and what a step of it takes.
+    """One combination of values, and the prediction of its step.
 
     Attributes:
-        values: by name: gpus, batch_size, hardware, and what else was given as a list or for a function.
-        strategy: as it was resolved; None where there is none.
-        estimate: None where the point cannot be.
-        machine: of one GPU.
-        flops: that a step needs; what is computed again does not count.
-        error: why it cannot be; empty where it can.
+        values: by name: gpus, batch_size, hardware, and the other arguments.
+        strategy: the resolved strategy; None if there is none.
+        estimate: None if the point is impossible.
+        machine: the hardware of one GPU.
+        flops: operations of a step, without recomputation.
+        error: why the point is impossible, else empty.
     """
 
     values: Mapping[str, Any]
@@ -56,18 +54,18 @@ class Point:
     error: str = ""
 
     def row(self) -> dict[str, Any]:
-        """Plain values for a table; bytes and seconds, None where there is no estimate."""
+        """Values for a table, in bytes and seconds; None if there is no estimate."""
         known, strategy = self.estimate, self.strategy
-        told: dict[str, Any] = dict(self.values)
-        told["degrees"] = "x".join(map(str, strategy.degrees)) if strategy else None
-        told["samples_per_s"] = known.samples_per_s if known else None
-        told["step_s"] = known.step_s if known else None
-        told["flops_per_s_per_gpu"] = self.flops / known.step_s / self.values["gpus"] if known else None
+        row: dict[str, Any] = dict(self.values)
+        row["degrees"] = "x".join(map(str, strategy.degrees)) if strategy else None
+        row["samples_per_s"] = known.samples_per_s if known else None
+        row["step_s"] = known.step_s if known else None
+        row["flops_per_s_per_gpu"] = self.flops / known.step_s / self.values["gpus"] if known else None
         for name in ("compute_s", "boxing_s", "gradient_s", "bubble_s", "optimizer_s", "peak_bytes", "boxed_bytes"):
-            told[name] = getattr(known, name) if known else None
-        told["fits"] = known.peak_bytes <= self.machine.memory_bytes if known else None
-        told["error"] = self.error
-        return told
+            row[name] = getattr(known, name) if known else None
+        row["fits"] = known.peak_bytes <= self.machine.memory_bytes if known else None
+        row["error"] = self.error
+        return row
 
 
 @dataclass(frozen=True)
@@ -76,7 +74,7 @@ class Sweep:
 
     Attributes:
         points: one for every combination.
-        swept: names of what was given as a list.
+        swept: names of the arguments that were lists.
     """
 
     points: tuple[Point, ...]
@@ -129,7 +127,7 @@ def simulate(
     with_timeline: bool = False,
     **sizes: Any,
 ) -> Sweep:
-    """Predict a training step, without devices; of every argument, a list of values makes a sweep.
+    """Predict a training step, without devices. A list of values for any argument makes a sweep.
 
     Args:
         model: costs of its layers (``wb.planner.layer_costs``), a ``Transformer`` or the name of one, or a function of
@@ -140,7 +138,7 @@ def simulate(
         gpus: how many ranks.
         batch_size: samples per step.
         optimizer: "adamw", "adam", "momentum" or "sgd".
-        software: what the training program does and does not do.
+        software: properties of the training program.
         with_timeline: keep the schedule action by action in the estimates.
         sizes: arguments of the functions: ``sequence=[1024, 2048]``, ``layers=...``.
 
@@ -149,7 +147,7 @@ def simulate(
         ``workbench.ui.planning.sweep_figures`` draws them.
 
     Raises:
-        StrategyError: the only point cannot be; in a sweep, the point says so in its row.
+        StrategyError: the only point is impossible. In a sweep, the row of the point has the error.
         HardwareError: no such machine, or a file with a wrong number.
 
     GPT-3 on 1536 and on 3072 GPUs:
@@ -180,7 +178,7 @@ def _is_listed(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class _Settings:
-    """What all points have in common."""
+    """The arguments that all points share."""
 
     model: Model | Callable[..., Model]
     strategy: SweptStrategy | Callable[..., SweptStrategy]
@@ -189,7 +187,7 @@ class _Settings:
     with_timeline: bool
 
     def point(self, values: dict[str, Any]) -> Point:
-        """The estimate of one combination, or why there is none."""
+        """The estimate of one combination, or the reason that there is none."""
         given = values["hardware"]
         machine = given if isinstance(given, Hardware) else load_hardware(given)
         values = {**values, "hardware": machine.name}
@@ -230,7 +228,7 @@ class _Settings:
 
 
 def _called(value: Any, values: Mapping[str, Any]) -> Any:
-    """What a function gives for those of the values that it names (all, if it takes any); other things as they are."""
+    """The result of a function for the values that it names (all, if it takes any); other values unchanged."""
     if not callable(value) or hasattr(value, "named_parameters"):
         return value
     parameters = inspect.signature(value).parameters.values()

@@ -1,4 +1,4 @@
-"""A resolved strategy as text: few rows, and every layer does what was found."""
+"""A resolved strategy as a table of few rows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from workbench.planning.problem import Problem
 
 
 def write_strategy(problem: Problem, resolved: ResolvedStrategy) -> Strategy:
-    """The strategy whose rows mean this for the problem's layers; splits are written where they do not follow."""
+    """A strategy that resolves to ``resolved`` for the problem's layers.
+
+    A row has a split only if the default differs.
+    """
     layers = problem.costs.layers
     has_stages = resolved.num_stages > 1
     stages = [layer.stage for layer in resolved.layers]
