@@ -6,11 +6,7 @@
 A GPT of 8 blocks of width 256, batch 8 x 64 in 4 micro-batches, forward, backward and AdamW: torch with
 ``Schedule1F1B`` and equally many blocks on each stage; the workbench with every schedule, as written and captured
 (``wb.capture``). The same again with a head as large as two blocks: torch with equally many blocks on each stage, the
-<<<<<<< HEAD
 workbench with stages cut by ``wb.planner.partition_stages``; the simulator says what cuts can give.
-=======
-workbench with stages cut by ``wb.planner.partition_stages``; simulated, the limit of cuts.
->>>>>>> 38f6060 (Docstrings of core, cost, planning and pipeline in plain English)
 Both sides have AdamW as a user gets it: torch's loops over the parameters, the workbench's goes through memory once
 (`training/gradients/fused_steps`), 5% of a step here. Models start from the same weights, and must end with the same.
 Measured steps are compared with what the simulator makes of the measured actions.
@@ -230,11 +226,7 @@ def compare(
 
 
 def simulated_and_measured(strategy: Strategy) -> tuple[float, float]:
-<<<<<<< HEAD
     """Seconds from the first action's start to the last one's end: simulated from measured actions, and measured."""
-=======
-    """Seconds from the first action's start to the last one's end: simulated from measured actions; and measured."""
->>>>>>> 38f6060 (Docstrings of core, cost, planning and pipeline in plain English)
     run = Ours(SMALL_HEAD, strategy)
     for _ in range(_WARM_UP_STEPS):
         run()

@@ -3,11 +3,7 @@
     python -m benchmarks.planner
     python -m benchmarks.planner --rows            # every published run, beside the summary
 
-<<<<<<< HEAD
 Predictions use the one function for tables, ``workbench.cost.table``. Sets of runs:
-=======
-``workbench.cost.table`` makes all predictions. Sets of runs:
->>>>>>> 38f6060 (Docstrings of core, cost, planning and pipeline in plain English)
 
     calibration   the rows that machine files were fitted on
     megatron      other rows of arXiv 2104.04473 (A100-80GB, 64 to 3072 GPUs)

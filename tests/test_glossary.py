@@ -16,18 +16,11 @@ ROOT = Path(__file__).parent.parent
 GLOSSARY = ROOT / "docs" / "glossary.md"
 
 NOT_YET = {
-    "tests/core/",
-    "tests/cost/",
     "tests/models/",
     "tests/pipeline/",
-    "tests/planning/",
     "tests/session/",
     "tests/training/",
-    "workbench/core/",
-    "workbench/cost/",
     "workbench/flow/",
-    "workbench/pipeline/",
-    "workbench/planning/",
     "workbench/session/",
     "workbench/training/",
 }

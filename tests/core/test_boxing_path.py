@@ -166,7 +166,7 @@ LINK = LinkCost(20e-6, 4e9)
         ((one_axis(0, 1, 2, 3), "P"), (one_axis(0, 1, 2, 3), "B"), 1),
     ],
 )
-def test_known_routes(source, target, expected):
+def test_known_paths(source, target, expected):
     found = find_boxing_path(Layout.of(*source), Layout.of(*target), (512, 512), 4, LINK)
     assert len(found.steps) == expected, str(found)
 
@@ -221,7 +221,7 @@ def test_axes_that_are_alike_are_merged():
     ]
 
 
-def test_every_rank_finds_the_same_route():
+def test_every_rank_finds_the_same_path():
     pairs = list(sampled_pairs(100, seed=5))
     first = [str(find_boxing_path(*pair[:3], 1, pair[3])) for pair in pairs]
     find_boxing_path.cache_clear()

@@ -31,7 +31,7 @@ def test_any_two_gpus_of_a_dgx1_have_one_link() -> None:
 
 
 def test_all_reduce_is_a_reduce_scatter_and_a_gather() -> None:
-    parts = [received_parts(*entries, 4) for entries in (("P", "S0"), ("S0", "B"), ("P", "B"))]
+    parts = [received_parts(*change, 4) for change in (("P", "S0"), ("S0", "B"), ("P", "B"))]
     assert parts[0] + parts[1] == parts[2]
     assert received_parts("B", "S0", 4) == received_parts("S0", "P", 4) == received_parts("P", "B", 1) == 0
 

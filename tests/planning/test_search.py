@@ -147,7 +147,7 @@ def test_stages_are_cut_between_blocks() -> None:
         assert len({stage for name, stage in stage_of.items() if name.startswith(f"b.{block}.")}) == 1
 
 
-def test_every_way_to_cut() -> None:
+def test_every_cut_into_stages() -> None:
     assert list(stage_assignments(3, 2)) == [(0, 1, 1), (0, 0, 1)]
     assert list(stage_assignments(3, 1)) == [(0, 0, 0)]
     assert len(list(stage_assignments(6, 3))) == 10

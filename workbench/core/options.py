@@ -1,4 +1,4 @@
-"""What a strategy says about the whole model: degrees, micro-batches, schedule and so on, as words behind its ``|``."""
+"""Options of a whole strategy: degrees, micro-batches, schedule and others, written after its ``|``."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Options:
 
 
 def format_widths(widths: Sequence[tuple[int, int]]) -> str:
-    """As they are written.
+    """Degrees of stages as text.
 
     >>> format_widths([(1, 2), (1, 1)])
     '1x2+1x1'

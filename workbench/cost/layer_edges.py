@@ -88,8 +88,10 @@ class Stages:
     def layout(self, stage: int, data: Sbp, model: Sbp) -> Layout:
         """A layout on a stage's grid. Axes of one rank are B."""
         placement = self.placements[stage]
-        entries = (entry if size > 1 else broadcast for entry, size in zip((data, model), placement.shape, strict=True))
-        return Layout(placement, tuple(entries))
+        axes_sbp = (
+            entry if size > 1 else broadcast for entry, size in zip((data, model), placement.shape, strict=True)
+        )
+        return Layout(placement, tuple(axes_sbp))
 
     def parameter(self, layer: Layer, choice: ResolvedLayer, shape: Shape) -> Layout:
         """The layout of a parameter. A column split cuts output features, also of biases; a row split inputs."""
@@ -252,8 +254,8 @@ def _plans(source: Layout, target: Layout, shape: Shape, itemsize: int) -> tuple
 
 def _dual(layout: Layout) -> Layout:
     """The layout of the gradient; axes of one rank keep their entries."""
-    entries = zip(layout.sbp, layout.placement.shape, strict=True)
-    return layout.with_sbp(tuple(dual(entry) if size > 1 else entry for entry, size in entries))
+    axes_sbp = zip(layout.sbp, layout.placement.shape, strict=True)
+    return layout.with_sbp(tuple(dual(entry) if size > 1 else entry for entry, size in axes_sbp))
 
 
 __all__ = ["LayerEdge", "LayerExtents", "Stages", "layer_edges", "of_linear_layers", "traced", "wire_bytes"]

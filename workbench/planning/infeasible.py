@@ -96,7 +96,7 @@ def raise_does_not_fit(problem: Problem, incumbents: Incumbents, is_exact: bool,
     ranks = f"{problem.num_ranks} rank{'s' * (problem.num_ranks > 1)}"
     is_certain = is_exact or problem.is_infeasible
     none = "no strategy fits" if is_certain else f"none of the {incumbents.num_priced} strategies that were priced fits"
-    others = "" if is_certain else " (the search skipped others)"
+    others = "" if is_certain else " (others were not looked at)"
     raise StrategyError(
         f"{ranks} with batch_size={problem.batch_size}: {none} into {format_bytes(limit)} per rank{others}. The "
         f"smallest one found, {_describe(problem, smallest)}, holds {format_bytes(peak)} (stage {stage}: {parts}), "
