@@ -26,7 +26,7 @@ LOCAL_KINDS = ("none", "slice", "zero-fill", "relabel")
 """Kinds that move nothing between ranks."""
 _MAX_NAMED_RANKS = 8
 _MAX_COUNTED_MOVES = 100_000
-"""Of plans with more moves out of copies than these, the load of each copy is taken to be even."""
+"""With more moves out of copies, the plan assumes that copies share the load evenly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class LinkCost:
     latency_s: float
     bandwidth_bytes_per_s: float
     one_shot_bytes: int = 0
-    """Sums of up to so many bytes are made by every rank from all p terms: one start-up, but p - 1 times the bytes."""
+    """Up to this size, every rank adds all p terms itself: one start-up, but p - 1 times the bytes."""
 
     def time_s(self, size_bytes: float) -> float:
         """Seconds for one message of ``size_bytes``; nothing to move costs nothing."""
@@ -59,7 +59,7 @@ class BoxingPlan:
     groups: tuple[tuple[int, ...], ...] = field(default=())
     """For an all-reduce: the ranks that sum with one another; each rank is in exactly one group."""
     cost: LinkCost | None = None
-    """The link it is for: says in how many steps a sum is made (in two, if None), and how long it all takes."""
+    """The link: it determines the number of steps of a sum (two, if None) and the predicted time."""
 
     @property
     def steps(self) -> tuple[BoxingPlan, ...]:
@@ -134,7 +134,7 @@ class BoxingPlan:
             for move in self.moves:
                 sent[move.source] += move.num_elements if move.source != move.destination else 0
             return sent
-        # All of a shard is needed once per copy in the destination, but for what its holders take from themselves.
+        # Each copy in the destination needs the shard once, except for the part that its holders have.
         kept: dict[tuple[int, int], int] = {}
         for rank in ranks:
             place = source.place(rank)

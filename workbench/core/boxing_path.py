@@ -4,7 +4,7 @@ The direct exchange brings every rank each slice and each term that it needs, on
 which several ranks need the result* (directly, each of them reads all terms; P -> S -> B adds up every slice once), and
 *few ranks that have what many need* (directly, they send the same slice to each; S on few -> S on many -> B sends it
 once). So the search is a shortest path over layouts on the two placements, priced by the link's constants alone: every
-rank finds the same path without a word. Between them a tensor is split or copied, never left in terms.
+rank finds the same path without communication. Layouts in between split or copy the tensor; they have no terms.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from workbench.core.sbp import Sbp, Split, broadcast
 from workbench.units import format_bytes, format_seconds
 
 WORTHWHILE = 0.9
-"""A path must take at most so much of the direct exchange's predicted time: predictions are not better than that."""
+"""A path must take at most this part of the direct exchange's predicted time: predictions are not more exact."""
 _NUM_LONGEST_DIMS = 2
 
 
@@ -32,7 +32,7 @@ _NUM_LONGEST_DIMS = 2
 class BoxingPath:
     """Several boxings, one after the other, that together bring a tensor from ``source`` to ``destination``.
 
-    Has what a ``BoxingPlan`` has for those who print, price or count it; ``steps`` are plans, and each one starts where
+    It prints, prices and counts like a ``BoxingPlan``; ``steps`` are plans, and each one starts where
     the last one ends. No layout in between has terms, so a sum is completed in one step, of the same terms in the same
     order as directly: a destination without terms gets the same bits either way, on all its ranks.
     """
@@ -125,7 +125,7 @@ class BoxingPath:
 def find_boxing_path(
     source: Layout, destination: Layout, shape: Shape, itemsize: int, cost: LinkCost
 ) -> BoxingPlan | BoxingPath:
-    """The cheapest way from ``source`` to ``destination`` over a link: the direct plan, or up to three one by one.
+    """The cheapest boxing from ``source`` to ``destination`` over a link: the direct plan, or up to three in order.
 
     >>> a, b = Placement.of("cpu", [0, 1, 2, 3]), Placement.of("cpu", [4, 5, 6, 7])
     >>> path = find_boxing_path(Layout.of(a, "P"), Layout.of(b, "B"), (1024, 1024), 4, LinkCost(1e-5, 1e9))
@@ -159,7 +159,7 @@ class _Search:
         self.path: tuple[Layout, ...] = ()
 
     def _least_time_s(self, direct: BoxingPlan, cost: LinkCost) -> float:
-        """No path is faster: two start-ups, and what some rank must get or give away whatever the way.
+        """A lower bound for all paths: two start-ups, and the bytes that some rank must receive or send on any path.
 
         A destination of terms needs no second start-up, because S -> P moves nothing.
         """
@@ -207,37 +207,37 @@ class _Search:
         return here is not there and a.placement is there and b.placement is here
 
     def _try_one(self, stop: _Stop) -> None:
-        """Price one step after the other, as long as the bounds of the others leave a chance."""
+        """Price one step after the other, while the bounds allow a better path."""
         if stop.to_s + stop.onward_s < self.best_s:
-            self._price_way_to(stop)
+            self._price_to(stop)
         if stop.to_s + stop.onward_s < self.best_s:
-            self._price_way_on(stop)
+            self._price_onward(stop)
         if stop.to_s + stop.onward_s < self.best_s:
             self.best_s, self.path = stop.to_s + stop.onward_s, (stop.layout,)
 
     def _try_two(self, a: _Stop, b: _Stop) -> None:
         between_s = self.prices.at_least_s(a.summary, b.summary)
         if a.to_s + between_s + b.onward_s < self.best_s:
-            self._price_way_to(a)
+            self._price_to(a)
         if a.to_s + between_s + b.onward_s < self.best_s:
-            self._price_way_on(b)
+            self._price_onward(b)
         if a.to_s + between_s + b.onward_s < self.best_s:
             between_s = self.prices.time_s(a.layout, b.layout)
         if a.to_s + between_s + b.onward_s < self.best_s:
             self.best_s, self.path = a.to_s + between_s + b.onward_s, (a.layout, b.layout)
 
-    def _price_way_to(self, stop: _Stop) -> None:
+    def _price_to(self, stop: _Stop) -> None:
         if not stop.to_is_exact:
             stop.to_s, stop.to_is_exact = self.prices.time_s(self.source, stop.layout), True
 
-    def _price_way_on(self, stop: _Stop) -> None:
+    def _price_onward(self, stop: _Stop) -> None:
         if not stop.onward_is_exact:
             stop.onward_s, stop.onward_is_exact = self.prices.time_s(stop.layout, self.destination), True
 
 
 @dataclass(slots=True)
 class _Stop:
-    """A layout on the way: what getting there and on from there takes, at least or exactly."""
+    """A layout in between, with the seconds to it and from it: lower bounds, or exact."""
 
     summary: LayoutSummary
     to_s: float = 0.0
@@ -253,8 +253,7 @@ class _Stop:
 def candidates(source: Layout, destination: Layout, shape: Shape) -> list[Layout]:
     """Layouts that a path may pass: splits, or splits and copies, on the two placements.
 
-    Copies alone would be more than any rank needs. Of the dims that could be split, those that the two layouts split
-    and the two longest ones.
+    Copies alone would be more than any rank needs. The dims are those that the two layouts split, and the two longest.
     """
     by_length = sorted((dim for dim in range(len(shape)) if shape[dim] > 1), key=lambda dim: -shape[dim])
     used = {entry.dim for layout in (source, destination) for entry in layout.sbp if isinstance(entry, Split)}

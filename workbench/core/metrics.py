@@ -35,7 +35,7 @@ def difference(value: float, truth: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class StepBlock(JsonRecord):
-    """Consecutive steps as all ranks saw them: what is sent about three times a second, however fast the steps are.
+    """Consecutive steps of all ranks. Engines send a block about three times a second, whatever the speed of the steps.
 
     Attributes:
         first_step: number of the first one, from 0.
@@ -75,7 +75,7 @@ class StepBlock(JsonRecord):
 
 @dataclass(frozen=True, slots=True)
 class ActionSpan(JsonRecord):
-    """What one rank did in a step from ``start_s`` to ``stop_s``: a forward, a backward, the optimizer's step.
+    """An action of one rank in a step from ``start_s`` to ``stop_s``: a forward, a backward, the optimizer's step.
 
     ``kind`` is a schedule's letter (F, B, I, W) or ``"O"``. Of the time, ``boxing_s`` was spent in ``num_exchanges``
     exchanges that sent ``sent_bytes``.
@@ -108,7 +108,7 @@ class StepSpans(JsonRecord):
 def bubble(ranks: Sequence[StepSpans]) -> float | None:
     """The part of the ranks' time, 0 to 1, in which they wait for other stages; None before a step was recorded.
 
-    With one stage there are none to wait for: what it waits for are boxings.
+    With one stage the bubble is 0; waiting inside boxings does not count.
     """
     spans = [span for rank in ranks for span in rank.spans]
     if not spans:
@@ -191,9 +191,9 @@ def _logical(terms: Sequence[LossTerm | None]) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class RunEvent(JsonRecord):
-    """Something that happened to a run before ``step``: it was paused, went on, got another strategy, was refused one.
+    """An event of a run before ``step``: pause, continuation, a change of strategy, or a refused change.
 
-    ``text`` is the new strategy, or why it was refused; ``time_s`` and ``boxed_bytes`` what the change took.
+    ``text`` is the new strategy, or the reason of a refusal; ``time_s`` and ``boxed_bytes`` are the cost of a change.
     """
 
     kind: str

@@ -22,13 +22,13 @@ class OpCost:
         flops: multiplications and additions, 2 m n k for a matrix product. 0 for what only moves memory.
         moved_bytes: read and written.
         inner: size of the dim that a matrix product sums over; 0 for others. Small ones run below the machine's rate.
-        saved_bytes: what autograd keeps of it for backward, besides parameters.
+        saved_bytes: bytes that autograd keeps for backward, without parameters.
         is_parted: whether the model axis divides it where its layer's output is split (scores of heads, an
             activation function behind a column layer). False for what every rank of the axis does in full.
         backward_bytes: read and written by its backward, matrix products left out; None if not counted.
         again_bytes: saved by it, too, but counted with the function that saved it first: two copies where something is
             boxed in between.
-        passing_bytes: what its backward takes and makes, besides what is saved and gradients of weights.
+        passing_bytes: inputs and results of its backward, except saved tensors and gradients of weights.
     """
 
     name: str
@@ -49,7 +49,7 @@ class OpCost:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """How large an activation is.
+    """The size of an activation.
 
     Attributes:
         sizes: of one sample; of all of it where it is alike for all samples, such as positions.
@@ -63,7 +63,7 @@ class Extent:
     batch_dim: int | None = 0
 
     def whole(self, num_samples: int) -> tuple[int, ...]:
-        """The logical shape for a batch of so many samples."""
+        """The logical shape for a batch of ``num_samples`` samples."""
         if self.batch_dim is None:
             return self.sizes
         return (*self.sizes[: self.batch_dim], num_samples, *self.sizes[self.batch_dim :])
@@ -149,7 +149,7 @@ class LayerCost:
 
     @property
     def counted(self) -> tuple[object, ...]:
-        """All that its price depends on: rows that are equal in this cost the same under equal choices."""
+        """The key of its price: rows with equal keys cost the same under equal choices."""
         return (*_COUNTED(self), *self.layer.shapes.items())
 
 
@@ -191,7 +191,7 @@ class ModelCosts:
 
     @property
     def layers(self) -> list[Layer]:
-        """What strategies are resolved against."""
+        """The layers, for ``Strategy.resolve``."""
         return [row.layer for row in self.rows]
 
     @property

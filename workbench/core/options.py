@@ -49,7 +49,7 @@ def format_widths(widths: Sequence[tuple[int, int]]) -> str:
 
 
 def parse_options(text: str, mistakes: list[str], base: Options | None = None) -> Options:
-    """The options that a text gives, the others from ``base``; what is wrong with it is added to ``mistakes``.
+    """The options that a text gives, the others from ``base``; mistakes are added to ``mistakes``.
 
     >>> str(parse_options("mb=8", [], Options((2, 1, 1), num_micro_batches=4, schedule="1f1b")))
     '2x1x1 mb=8 1f1b'

@@ -79,7 +79,7 @@ _PATTERN = re.compile(r"S\((-?\d+)\)|B|P(?:\((sum|max|min)\))?")
 
 
 def split(dim: int) -> Split:
-    """Split along tensor dim ``dim``: ``split(0)`` is ``S(0)``. Raises ``SbpError`` for what is no int.
+    """Split along tensor dim ``dim``: ``split(0)`` is ``S(0)``. Raises ``SbpError`` if ``dim`` is not an int.
 
     >>> split(1)
     S(1)

@@ -29,7 +29,7 @@ from workbench.errors import StrategyError
 
 @dataclass(frozen=True, slots=True)
 class Mistake:
-    """One thing that is wrong with a strategy for a model: the layer it stands at (or None), what, and ways out."""
+    """One mistake of a strategy for a model: its layer (or None), a message, and fixes."""
 
     layer: str | None
     message: str
@@ -171,12 +171,12 @@ class Strategy:
         return list(_deciding_rows(self.rows, tuple(layer.name for layer in layers)))
 
     def check(self, layers: Sequence[Layer], num_ranks: int) -> list[Mistake]:
-        """Everything that is wrong with this strategy for these layers on so many ranks; empty where all is well."""
+        """All mistakes of this strategy for these layers on ``num_ranks`` ranks; empty if there are none."""
         mistakes = _check_rows(self, layers) + _check_stages(self, layers)
         return mistakes + _check_degrees(self, layers, num_ranks) + _check_ties(self, layers)
 
     def resolve(self, layers: Sequence[Layer], num_ranks: int) -> ResolvedStrategy:
-        """What every layer does.
+        """The choice of every layer.
 
         Raises:
             StrategyError: with all mistakes.
@@ -196,7 +196,7 @@ class Strategy:
 
 
 _OTHER_CLASS = re.compile(r"\[(?!\d+-\d+\])|\?|\{")
-"""What patterns of other programs have."""
+"""Syntax of patterns in other programs."""
 _CHOICE = re.compile(r"(data|model)(?::(column|row))?(?:@(\d+))?")
 
 
@@ -219,7 +219,7 @@ def _parse_rows(clauses: Iterable[str], mistakes: list[str], options: str) -> tu
 
 
 def _hint(clause: str, options: str | None) -> str:
-    """What was probably meant by a row that is none; ``options`` of a row that is alone, else None."""
+    """A suggestion for a wrong row. ``options`` are those of a single row, else None."""
     pattern, colon, choice = (part.strip() for part in clause.partition(":"))
     behind = f" | {options}" if options and not colon else ""
     if not colon and clause in PRESETS:
@@ -352,7 +352,7 @@ def _fitting_degrees(num_stages: int, model: int, num_ranks: int) -> str:
 
 
 def _check_ties(strategy: Strategy, layers: Sequence[Layer]) -> list[Mistake]:
-    """Layers that share a weight and would cut it in two ways."""
+    """Layers that share a weight but cut it differently."""
     rows = strategy.rows_of(layers)
     splits = splits_of(layers, rows, _stages(strategy, layers))
     mistakes = []

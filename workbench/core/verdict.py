@@ -1,7 +1,7 @@
 """Is a run equal to one device? Rounding alone parts any two runs of a model; a mistake parts them differently.
 
 A verdict compares the losses of the first steps, step by step, and how every tensor of the model has changed after two
-of them. Evidence is asked for in the order of its cost, and only while the question is open:
+of them. Evidence is collected in the order of its cost, until the question is decided:
 
 1. **Tolerance.** Everything lies within a fixed tolerance of the precision: equal. This costs nothing.
 2. **Noise.** One device trains once more from weights that are perturbed by one rounding unit. If the run is not
@@ -33,7 +33,7 @@ Evidence = Literal["noise", "finer"]
 _NOISE_FACTOR = 10.0
 """How much further from one device than its own noise a run may be. Noise is one sample of it."""
 _HARD_FACTOR = 100.0
-"""A first loss, or a length of updates, beyond so many times the noise is not excused by float64: the mistake may be in
+"""Beyond this multiple of the noise, float64 does not excuse a first loss or a length of updates: the mistake may be in
 the path that the precision takes. The rest is: one rounding that flips a comparison (the sign of what enters a ReLU)
 changes a gradient at once, and parts two runs later."""
 _OF_LENGTH = 0.2
@@ -164,7 +164,7 @@ class Case:
     no_float64: str = ""
     equal_in: str = ""
 
-    # ---- what is asked for next -----------------------------------------------------------------------------------
+    # ---- the next evidence --------------------------------------------------------------------------------------
 
     def missing(self) -> Evidence | None:
         """The evidence that a verdict still needs, None once there is enough."""
@@ -214,7 +214,7 @@ class Case:
         return next(self._beyond(limit), None) is None
 
     def _beyond(self, limit: _Limit) -> Iterator[tuple[str, float, float]]:
-        """What lies beyond a limit, as (what it is, its size, the limit). Written so that NaN lies beyond."""
+        """(description, size, limit) of all differences beyond a limit. NaN lies beyond every limit."""
         for step in self._judged_steps():
             apart, most = self.found.losses[step], limit(step)
             if not apart <= most:
@@ -233,7 +233,7 @@ class Case:
             yield "the first updates differ in length by", length, most
 
     def _judged_steps(self) -> range:
-        """Up to the first step that parted. What follows is what training makes of that difference."""
+        """Steps up to the first one beyond the tolerance. Later differences follow from that one."""
         parted = self.found.parted(self.tolerance)
         return range(len(self.found.losses) if parted is None else parted + 1)
 
@@ -243,7 +243,7 @@ class Case:
         return self.tolerance.loss if isinstance(of, int) else max(self.tolerance.change * of.change, of.rounding)
 
     def _explained(self, factor: float) -> _Limit:
-        """Limits that the noise sets; never below what is tolerated."""
+        """Limits from the noise; never below the tolerance."""
         noise = self.noise or Distance()
         own, typical = {tensor.name: tensor.apart for tensor in noise.tensors}, noise.typical()
 
@@ -278,7 +278,7 @@ class Case:
     # ---- words ----------------------------------------------------------------------------------------------------
 
     def _reason(self, limit: _Limit) -> str:
-        """What lies furthest beyond a limit, with both numbers."""
+        """The difference that is furthest beyond its limit, with both numbers."""
         worst = max(self._beyond(limit), key=lambda row: row[1] / row[2] if row[2] else math.inf, default=None)
         if worst is None:
             return ""

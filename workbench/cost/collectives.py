@@ -64,7 +64,7 @@ def group_link(hardware: Hardware, size: int, stride: int = 1, all_adapters: boo
 
     Where a group has several ranks inside a span, a ring enters and leaves the span once: it has what all of them
     have of the wider link (without ``all_adapters``, what one of them has), up to what the narrower one carries. Few
-    ranks never have more than so many neighbours do: any two GPUs of a DGX-1 share one link at most.
+    ranks never have more bandwidth than as many neighbours have: any two GPUs of a DGX-1 share one link at most.
     """
     link = hardware.link((size - 1) * stride + 1)
     bandwidth = link.bandwidth_bytes_per_s

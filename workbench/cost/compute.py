@@ -79,7 +79,7 @@ class Rates:
         return (weight_bytes + moved_bytes * self.scale) / rate if rate else 0.0
 
     def memory_s(self, moved_bytes: float, name: str = "") -> float:
-        """Reading and writing so many bytes, as counted; a function that was measured has a rate of its own."""
+        """Seconds to read and write ``moved_bytes``, as counted; a function that was measured has a rate of its own."""
         hardware = self.hardware
         rate = hardware.function_bytes_per_s.get(name, hardware.memory_bandwidth_bytes_per_s)
         return moved_bytes * self.scale / rate

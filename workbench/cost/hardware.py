@@ -38,14 +38,14 @@ class Hardware:
         memory_bandwidth_bytes_per_s: of a large copy, read and written bytes together.
         matmul_flops_per_s: by dtype ("fp32", "bf16", "fp16", "fp8"): the rate of large matrix products.
         matmul_half_size: inner size at which a product reaches half that rate: ``k / (k + half size)``.
-        op_s: until a function has been started.
+        op_s: seconds to start a function.
         links: ascending by span; the last one joins everything.
         function_bytes_per_s: bytes per second of functions that are slower than a copy, by ``OpCost.name``.
         function_flops_per_s: the same of products by name ("conv2d", "scaled_dot_product_attention"), of any size.
         exchanges: latency and bandwidth by kind of boxing among all ranks, where kinds were measured apart.
         alone_speedup: how much faster a rank computes while all others wait. Rates are those of all ranks at work: four
             engines on two cores have half a core each, and where two of them wait the others have a whole one.
-        step_s: what a step takes besides its functions.
+        step_s: seconds of a step besides its functions.
         weight_bytes_per_s: at which a product goes through weights, and what they are multiplied with, that no cache
             holds, besides its operations; 0 where it does so while it computes.
         one_shot_bytes: sums of up to so many bytes are made by every rank from all terms: one start, but p - 1 times
@@ -79,7 +79,7 @@ class Hardware:
         return LinkCost(last.latency_s, last.bandwidth_bytes_per_s, int(self.one_shot_bytes))
 
     def link(self, num_neighbours: int) -> Link:
-        """The link that joins so many neighbouring ranks."""
+        """The link that joins ``num_neighbours`` neighbouring ranks."""
         return next((link for link in self.links if num_neighbours <= link.span), self.links[-1])
 
 

@@ -45,7 +45,7 @@ class LayerPrice:
         passing_bytes, passing_after_bytes: what backward takes and makes besides, in the layer's own function and in
             those behind it.
         cast: of ``weights``, those of which ``kept_bytes`` has a copy in 16 bits.
-        input_bytes: of its input alone: what a recomputed block keeps of its first layer.
+        input_bytes: bytes of its input, which a recomputed block keeps of its first layer.
         scores_s, scores_bytes: forward, and what is kept, of the functions from the first product behind the layer to
             the last one: the scores of attention, which selective recomputation computes again.
     """
@@ -89,8 +89,8 @@ def layer_price(
     """The price of a layer with the functions behind it and the boxings of its input and output.
 
     Args:
-        row: what it costs undivided.
-        choice: what it does.
+        row: its undivided costs.
+        choice: its choice.
         before: the layer whose output it takes, on the same stage; None for the first of a stage.
         following: the next layer on the same stage.
         setting: everything else.
@@ -139,7 +139,7 @@ def scores_of(row: LayerCost) -> tuple[OpCost, ...]:
 def _divided(
     row: LayerCost, choice: ResolvedLayer, following: ResolvedLayer | None, setting: StageSettings
 ) -> list[tuple[OpCost, float, float, float]]:
-    """(function, parts of its work, parts of its inner dim, parts of what it saves)."""
+    """(function, parts of its work, parts of its inner dim, parts of its saved bytes)."""
     t, dims = setting.model, num_dims(row)
     parts_of = {"B": 1.0, "P": 1.0, "S0": setting.batch_parts, "S1": float(t), "S-1": float(t)}
     takes = parts_of[input_sbp(choice, dims, setting.sequence)]

@@ -1,4 +1,4 @@
-"""What a rank holds when a backward is fullest: activations go while gradients come.
+"""Memory of a rank at the peak of a backward: activations are freed while gradients are made.
 
 Backward goes through a stage's rows from the last to the first. At a row, the activations of the rows up to it are
 still there, the gradients of the weights behind it are there already, and beside them what the row's own functions take
@@ -102,7 +102,7 @@ def _activations(
 
 
 class _Gradients:
-    """What gradients and gathered parameters take at a place of backward."""
+    """Bytes of gradients and gathered parameters at a place of backward."""
 
     def __init__(
         self,

@@ -36,7 +36,7 @@ def makespan_s(
         num_ranks: slices of the pipeline axis.
         num_micro_batches: per step.
         forward_s, input_s, weight_s: by stage: forward, backward of inputs, backward of weights.
-        transfer_s: from the end of an action until another rank has what it made.
+        transfer_s: from the end of an action until another rank has its result.
         alone_speedup: above 1, ranks share cores. Seconds are those of ranks that are all at work; one at work while
             the others wait is so many times as fast, and any number of them together no faster than all.
 

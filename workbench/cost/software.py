@@ -15,7 +15,7 @@ class Software:
     """A generation of a training program.
 
     Attributes:
-        name: what is said about it in tables.
+        name: its name in tables.
         has_master_weights: weights and activations are kept in 16 bits, the optimizer has weights of 32 bits of its
             own. Else weights, gradients and optimizer stay in 32 bits and forward casts (autocast).
         hides_gradients: gradients are summed while backward still runs; else after it.
@@ -28,7 +28,7 @@ class Software:
             its like.
         sums_shared: gradients of weights that all ranks of the model axis have (norms) are terms there; else every rank
             of the axis computes them whole.
-        hides_sends: a stage computes while what it hands over is under way; else it waits for it, in each direction.
+        hides_sends: a stage computes during its sends; else it waits for each, in both directions.
         uses_all_adapters: a ring through several ranks of a host has the adapters of all of them; else of one.
         gathers_again: under ZeRO 3 parameters are gathered for recomputation, let go, and gathered for backward.
         copies_tied: a stage that uses a weight of another stage has a copy of it, with gradient and optimizer; else it
@@ -81,11 +81,11 @@ class Software:
 
 
 WORKBENCH = Software()
-"""What the engines of this package do."""
+"""The engines of this package."""
 
 
 def megatron(year: int, recompute: str = "full") -> Software:
-    """What Megatron-LM did in a year: 2021 as in arXiv 2104.04473, 2022 as in 2205.05198, from 2023 on with overlap."""
+    """Megatron-LM of a year: 2021 as in arXiv 2104.04473, 2022 as in 2205.05198, from 2023 on with overlap."""
     return Software(
         name=f"megatron-{year}",
         has_master_weights=True,

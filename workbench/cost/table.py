@@ -43,7 +43,7 @@ _LOWEST = {"zero": 0, "software": 2018}
 
 @dataclass
 class Reader:
-    """Reads one row's values and gathers what is wrong with them."""
+    """Reads the values of one row and collects their mistakes."""
 
     row: Mapping[str, str]
     problems: list[str] = field(default_factory=list)
@@ -126,7 +126,7 @@ def _predict(n: Mapping[str, int], texts: Mapping[str, str], hardware: Hardware)
 
 
 def _inconsistencies(numbers: Mapping[str, int | None], texts: Mapping[str, str]) -> list[str]:
-    """Values that are well written, but cannot be together."""
+    """Values that are valid alone, but not together."""
     n: Mapping[str, Any] = numbers
     ranks, samples = n["tp"] * n["pp"] * n["dp"], n["dp"] * n["micro_batch"]
     kv_heads, each = n["kv_heads"] or n["heads"], n["layers_per_virtual_stage"]
@@ -152,7 +152,7 @@ def _inconsistencies(numbers: Mapping[str, int | None], texts: Mapping[str, str]
 
 
 def added_columns(found: Estimate) -> dict[str, float]:
-    """What ``ADDED`` names."""
+    """The columns of ``ADDED``."""
     return {
         "seconds": found.step_s,
         "memory_gib": found.peak_bytes / 2**30,

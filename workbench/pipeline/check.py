@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from workbench.pipeline.schedules import Action, Table
 
 Edges = Sequence[tuple[int, int]]
-"""(from stage, to stage) of what a forward hands over, in the order of the program."""
+"""(from stage, to stage) of the transfers of a forward, in the order of the program."""
 
 
 def check_table(table: Table, num_stages: int, num_micro_batches: int, edges: Edges | None = None) -> list[str]:
-    """Everything that is wrong with a table; empty where it can run.
+    """All mistakes of a table; empty if it can run.
 
     Each rank runs its actions in order. In a forward, a stage goes along the edges in the order of the program: it
     sends where an edge leaves it, which never blocks, and waits where one arrives. A backward (or the backward
@@ -19,8 +19,8 @@ def check_table(table: Table, num_stages: int, num_micro_batches: int, edges: Ed
 
     Args:
         table: the actions of every rank, in order.
-        num_stages, num_micro_batches: what the table should be of.
-        edges: what the stages hand over, e.g. as a run has recorded it; each stage to the next, if None.
+        num_stages, num_micro_batches: the sizes that the table should have.
+        edges: transfers between stages, for example as a run recorded them. None: each stage to the next.
 
     >>> from workbench.pipeline.schedules import make_table
     >>> check_table(make_table("gpipe", 2, 2), 2, 2, edges=[(0, 1), (1, 0)])
@@ -84,11 +84,11 @@ def _run(table: Table, edges: Edges) -> list[str]:
 
 
 Event = tuple[str, int, int]
-"""What can be waited for: ("F" or "B", edge, micro-batch) for a message, ("ended", stage * 3 + phase, micro-batch)."""
+"""Events to wait for: ("F" or "B", edge, micro-batch) for a message, ("ended", stage * 3 + phase, micro-batch)."""
 
 
 def _steps(action: Action, edges: Edges) -> list[tuple[bool, Event]]:
-    """What an action does one after the other: (whether it waits for the event or makes it happen, event)."""
+    """The steps of an action, in order: (whether it waits for the event or makes it happen, event)."""
     stage, m = action.stage, action.micro_batch
     phase = {"F": 0, "B": 1, "I": 1, "W": 2}[action.kind]
     steps: list[tuple[bool, Event]] = [(True, ("ended", stage * 3 + phase - 1, m))] if phase else []

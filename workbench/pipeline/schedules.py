@@ -19,7 +19,7 @@ KINDS = "FBIW"
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """What a stage does with one micro-batch; ``kind`` is one of ``KINDS``."""
+    """Work of a stage on one micro-batch; ``kind`` is one of ``KINDS``."""
 
     stage: int
     kind: str

@@ -61,9 +61,9 @@ def simulate(table: Table, num_stages: int, duration: Duration, transfer_s: floa
 
     Args:
         table: the actions of every rank, in order.
-        num_stages: how many stages the table is of.
+        num_stages: number of stages of the table.
         duration: seconds of an action.
-        transfer_s: seconds from the end of an action until another rank has what it made.
+        transfer_s: seconds from the end of an action until another rank has its result.
 
     Raises:
         StrategyError: the table cannot run to its end.

@@ -1,1 +1,1 @@
-"""Which strategy: the search over strategies, and why it chose what it chose. No torch, no devices."""
+"""The search for the best strategy, and explanations of its result. No torch, no devices."""

@@ -175,7 +175,7 @@ def schedule_factor(candidate: Candidate, hardware: Hardware, waits: Mapping[str
     """A lower bound of a schedule's seconds, over those of one micro-batch through all layers.
 
     The slowest rank has at least the average work. Besides, the rank of stage s waits for those before it to go forward
-    at the start, and backward at the end: for a part w of what a micro-batch takes on them, which is 1 under 1F1B and
+    at the start, and backward at the end: for a part w of a micro-batch's seconds on them, which is 1 under 1F1B and
     GPipe. With m micro-batches of t_s seconds, it takes w sum(t_i, i < s) + m t_s. The largest of these is least when
     all are equal, and then w T / (1 - (1 - w/m)^p) for T = sum(t_s); without waiting, m T / p.
     """
